@@ -1,0 +1,120 @@
+"""FullCache: every token's key and value, unrounded, for as long as its sequence runs.
+
+It is the baseline of every comparison, and the step protocol in its plainest form:
+
+    begin_step   which sequences run, and with how many new tokens each: their positions follow
+    attend       (per layer) rotate q and k, append k and v, attend over all that the sequence holds
+    tap          (per layer) the residual stream passes by
+    end_step     nothing here; a policy would edit the cache now
+
+Each sequence owns one buffer of the size that it may grow to, because a full cache must promise room for the longest
+answer. What is held and what is only reserved are counted apart: the difference is what paging saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minithink.backend import REFERENCE, Backend
+from minithink.config import ModelConfig
+from minithink.errors import MinithinkError
+from minithink.model import Rope
+
+
+@dataclass
+class _Lane:
+    """One sequence's keys and values."""
+
+    kv: Tensor  # [L, 2, Hkv, capacity, D]; keys are rotated
+    length: int = 0  # tokens held
+
+
+class FullCache:
+    """Keys and values of any number of sequences, of any lengths, without padding."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rope: Rope,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        backend: Backend = REFERENCE,
+    ) -> None:
+        self.config, self.rope, self.backend = config, rope, backend
+        self.device, self.dtype = torch.device(device), dtype
+        self.lanes: dict[int, _Lane] = {}
+        self._step: list[tuple[_Lane, int, int, int]] = []  # lane, first row, last row + 1, tokens before
+        self._cos = self._sin = torch.empty(0)
+
+    def join(self, seq: int, capacity: int) -> None:
+        """Reserve room for `capacity` tokens of a new sequence."""
+        c = self.config
+        shape = (c.num_layers, 2, c.num_kv_heads, capacity, c.head_dim)
+        if seq in self.lanes:
+            raise ValueError(f"sequence {seq} is in the cache already")
+        try:
+            self.lanes[seq] = _Lane(torch.empty(shape, device=self.device, dtype=self.dtype))
+        except RuntimeError as error:  # torch's out of memory on every device
+            per_token = c.kv_bytes_per_token(self.dtype.itemsize)
+            raise MinithinkError(
+                f"Out of memory: a full cache of {capacity} tokens needs {capacity * per_token / 2**20:,.0f} MiB "
+                f"({per_token:,} bytes a token) beside {self.reserved_bytes() / 2**20:,.0f} MiB reserved already; "
+                f"use fewer --max-new-tokens or a smaller --batch-size."
+            ) from error
+
+    def leave(self, seq: int) -> None:
+        """Free a sequence's memory."""
+        del self.lanes[seq]
+
+    def length(self, seq: int) -> int:
+        """Tokens that the sequence holds."""
+        return self.lanes[seq].length
+
+    def begin_step(self, seqs: Sequence[int], counts: Sequence[int]) -> None:
+        """Announce one forward pass: sequence seqs[i] brings counts[i] new tokens, in this order."""
+        self._step, X
+        for seq, count in zip(seqs, counts, strict=True):
+            lane = self.lanes[seq]
+            if lane.length + count > lane.kv.shape[3]:
+                raise ValueError(
+                    f"sequence {seq} holds {lane.length} tokens and reserved {lane.kv.shape[3]}: {count} do not fit"
+                )
+            self._step.append((lane, row, row + count, lane.length))
+            positions.extend(range(lane.length, lane.length + count))
+            row += count
+        self._cos, self._sin = self.rope.at(torch.tensor(positions, device=self.device))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Append and attend. q: [N, Hq, D], k, v: [N, Hkv, D], unrotated; returns [N, Hq, D]."""
+        q, k = self.backend.rope(q, self._cos, self._sin), self.backend.rope(k, self._cos, self._sin)
+        out = []
+        for lane, start, stop, before in self._step:
+            kv = lane.kv[layer]  # [2, Hkv, capacity, D]
+            after = before + stop - start
+            kv[0, :, before:after] = k[start:stop].transpose(0, 1)
+            kv[1, :, before:after] = v[start:stop].transpose(0, 1)
+            out.append(self.backend.attention(q[start:stop], kv[0, :, :after], kv[1, :, :after]))
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def tap(self, layer: int, hidden: Tensor) -> Tensor:
+        """A full cache has nothing to see or to steer."""
+        return hidden
+
+    def end_step(self) -> None:
+        """Close the step: what was appended counts from now on."""
+        for lane, start, stop, before in self._step:
+            lane.length = before + stop - start
+        self._step = []
+
+    def held_bytes(self, seq: int) -> int:
+        """Bytes of the keys and values that a sequence holds."""
+        return self.lanes[seq].length * self.config.kv_bytes_per_token(self.dtype.itemsize)
+
+    def reserved_bytes(self) -> int:
+        """Bytes that all sequences' buffers occupy, held or not."""
+        return sum(lane.kv.nbytes for lane in self.lanes.values())

@@ -1,0 +1,163 @@
+"""The decoder: Llama, Qwen2 and Qwen3 in one file, without any knowledge of caches or policies.
+
+Tokens of all sequences lie in one flat row of N tokens, so a batch of any lengths needs no padding. The model does
+not know which token belongs to which sequence, nor at which position it stands: it hands unrotated q, k and v of
+every layer to an object with `attend`, which does (a KV cache at inference, `TrainAttention` in training), and shows
+it the residual stream after every layer through `tap`.
+
+    x = embed[token]
+    for each layer:
+        q, k, v = split(norm(x) · W_qkv)          Qwen2: + b_qkv;  Qwen3: q, k = norm(q), norm(k) per head
+        x = x + attend(q, k, v) · W_o             RoPE and softmax(q·kᵀ/√D)·v happen there
+        x = x + swiglu(norm(x) · W_gate_up) · W_down
+    logits = norm(x) · W_vocab
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from minithink.backend import REFERENCE, Backend
+from minithink.config import ModelConfig
+
+
+class Attention(Protocol):
+    """What the decoder asks of whatever holds the keys and values."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Rotate, append, attend. q: [N, Hq, D], k and v: [N, Hkv, D], unrotated; returns [N, Hq, D]."""
+
+    def tap(self, layer: int, hidden: Tensor) -> Tensor:
+        """See, and perhaps change, the residual stream after `layer` (−1: after the final norm): [N, d]."""
+
+
+class Block(nn.Module):
+    """One layer. Weights are stored [in, out], so that the product reads x · W and streams rows at batch 1."""
+
+    def __init__(self, config: ModelConfig, index: int, backend: Backend) -> None:
+        super().__init__()
+        self.config, self.index, self.backend = config, index, backend
+        c, d = config, config.hidden_size
+        q_out, kv_out = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        self.attn_norm = nn.Parameter(torch.empty(d))
+        self.qkv = nn.Parameter(torch.empty(d, q_out + 2 * kv_out))
+        self.qkv_bias = nn.Parameter(torch.empty(q_out + 2 * kv_out)) if c.qkv_bias else None
+        self.q_norm = nn.Parameter(torch.empty(c.head_dim)) if c.qk_norm else None
+        self.k_norm = nn.Parameter(torch.empty(c.head_dim)) if c.qk_norm else None
+        self.o = nn.Parameter(torch.empty(q_out, d))
+        self.o_bias = nn.Parameter(torch.empty(d)) if c.o_bias else None
+        self.mlp_norm = nn.Parameter(torch.empty(d))
+        self.gate_up = nn.Parameter(torch.empty(d, 2 * c.intermediate_size))
+        self.down = nn.Parameter(torch.empty(c.intermediate_size, d))
+
+    def forward(self, x: Tensor, cache: Attention) -> Tensor:
+        """x: [N, d] → [N, d]."""
+        c, ops, eps = self.config, self.backend, self.config.rms_norm_eps
+        n, hq, hkv = x.shape[0], c.num_heads, c.num_kv_heads
+
+        qkv = linear(ops.rms_norm(x, self.attn_norm, eps), self.qkv, self.qkv_bias)
+        q, k, v = qkv.view(n, hq + 2 * hkv, c.head_dim).split((hq, hkv, hkv), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = ops.rms_norm(q, self.q_norm, eps), ops.rms_norm(k, self.k_norm, eps)
+        out = cache.attend(self.index, q, k, v)  # [N, Hq, D]
+        x = x + linear(out.reshape(n, hq * c.head_dim), self.o, self.o_bias)
+
+        x = x + ops.swiglu(ops.rms_norm(x, self.mlp_norm, eps) @ self.gate_up) @ self.down
+        return cache.tap(self.index, x)
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, final norm; `logits` is apart, because most prompt tokens need none."""
+
+    def __init__(self, config: ModelConfig, backend: Backend = REFERENCE) -> None:
+        super().__init__()
+        self.config, self.backend = config, backend
+        self.embed = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.blocks = nn.ModuleList(Block(config, i, backend) for i in range(config.num_layers))
+        self.norm = nn.Parameter(torch.empty(config.hidden_size))
+        # [V, d], rows of the vocabulary, as the embedding with which it may be shared
+        self.head = None if config.tie_embeddings else nn.Parameter(torch.empty_like(self.embed))
+
+    def forward(self, tokens: Tensor, cache: Attention) -> Tensor:
+        """Hidden states after the final norm.
+
+        Args:
+            tokens: [N] int64, the new tokens of all sequences, one sequence after the other.
+            cache: holds every sequence's earlier keys and values, and knows whose tokens these are.
+
+        Returns:
+            [N, d].
+        """
+        x = self.embed[tokens]
+        for block in self.blocks:
+            x = block(x, cache)
+        return cache.tap(-1, self.backend.rms_norm(x, self.norm, self.config.rms_norm_eps))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [n, d] after the final norm → [n, V]."""
+        return hidden @ (self.embed if self.head is None else self.head).t()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x · W + b with W stored [in, out]."""
+    return x @ weight if bias is None else torch.addmm(bias, x, weight)
+
+
+class Rope:
+    """cos and sin of every position's angles, [max_position, D/2] float32, grown on demand never: the context is
+    `config.max_position` and a longer prompt is refused before it gets here."""
+
+    def __init__(self, config: ModelConfig, device: torch.device | str = "cpu") -> None:
+        freq, scale = rope_frequencies(config)
+        angles = torch.outer(torch.arange(config.max_position, dtype=torch.float32), freq)
+        # yarn's temperature on the logits, put on both q and k (eq. 14 of the paper puts √t on each)
+        self.cos, self.sin = (angles.cos() * scale).to(device), (angles.sin() * scale).to(device)
+
+    def at(self, pos: Tensor) -> tuple[Tensor, Tensor]:
+        """pos: [N] int64 → cos, sin: [N, D/2]."""
+        return self.cos[pos], self.sin[pos]
+
+
+def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
+    """Angular frequencies [D/2] in radians per token, and the factor on cos and sin (1 except for yarn)."""
+    r, half = config.rope, config.head_dim // 2
+    index = torch.arange(half, dtype=torch.float32)
+    freq = 1 / config.rope_theta ** (index / half)  # f_i = θ^(−2i/D), rounded as transformers rounds it
+    if r.kind == "default":
+        return freq, 1.0
+    if r.kind == "linear":
+        return freq / r.factor, 1.0
+    if r.kind == "llama3":
+        # Bands that turn more than high_freq_factor times over the original context stay, bands that turn less
+        # than low_freq_factor times are interpolated, those between are mixed linearly in the number of turns.
+        turns = r.original_max_position * freq / (2 * math.pi)
+        keep = ((turns - r.low_freq_factor) / (r.high_freq_factor - r.low_freq_factor)).clamp(0, 1)
+        return freq * (keep + (1 - keep) / r.factor), 1.0
+    # yarn, §3.2 "NTK-by-parts": the ramp runs over dimensions, between the two that turn beta times.
+    low, high = (_yarn_dimension(config, beta) for beta in (r.beta_fast, r.beta_slow))
+    if r.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.head_dim - 1)
+    if low == high:
+        high += 0.001  # a step instead of a ramp, without dividing by zero
+    interpolate = ((index - low) / (high - low)).clamp(0, 1)
+    freq = freq * (1 - interpolate) + freq / r.factor * interpolate
+    if r.attention_factor is not None:
+        return freq, r.attention_factor
+    if r.mscale and r.mscale_all_dim:
+        return freq, _yarn_scale(r.factor, r.mscale) / _yarn_scale(r.factor, r.mscale_all_dim)
+    return freq, _yarn_scale(r.factor, 1.0)
+
+
+def _yarn_dimension(config: ModelConfig, turns: float) -> float:
+    """The dimension (eq. 17's inverse) whose frequency turns that often over the original context."""
+    length = config.rope.original_max_position
+    return config.head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,0 +1,19 @@
+"""SwiGLU's elementwise half (Shazeer 2020)."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) · up, where the last axis of `gate_up` holds the gate and then the up projection.
+
+    Args:
+        gate_up: [..., 2F].
+
+    Returns:
+        [..., F].
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
