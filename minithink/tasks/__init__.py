@@ -1,0 +1,64 @@
+"""The embedded task families: problems that ship with the package, and how an answer is graded.
+
+A problem belongs to a split by the hash of its content, so no two splits can share one; the training tool draws its
+own problems and skips those of the other splits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from minithink.errors import MinithinkError, UsageError
+
+SPLITS = ("validation", "test")
+DATA = Path(__file__).parent / "data"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem of a shipped split."""
+
+    id: str
+    family: str
+    question: str  # the user's message
+    answer: str  # what the last \boxed{} must hold
+    thinking_tokens: int  # of the reference trace; by these a problem belongs to a length bin
+
+
+def load_problems(split: str, family: str = "facts") -> list[Problem]:
+    """The problems of a split, in file order.
+
+    Raises:
+        UsageError: the split is not one that ships.
+    """
+    if split not in SPLITS:
+        raise UsageError(f"The split {split!r} does not exist; there are {' and '.join(SPLITS)}.")
+    path = DATA / f"{family}-{split}.jsonl"
+    if not path.is_file():
+        raise MinithinkError(f"{path} is missing: the package was installed without its data.")
+    with path.open(encoding="utf-8") as lines:
+        return [Problem(**json.loads(line)) for line in lines]
+
+
+def boxed(text: str) -> str | None:
+    r"""What the last \boxed{…} of the answer holds; None where there is none. Braces may nest."""
+    answer = text.rpartition("</think>")[2]
+    start = answer.rfind(r"\boxed{")
+    if start < 0:
+        return None
+    start += len(r"\boxed{")
+    depth = 1
+    for i in range(start, len(answer)):
+        depth += {"{": 1, "}": -1}.get(answer[i], 0)
+        if depth == 0:
+            return answer[start:i]
+    return None
+
+
+def grade(text: str, answer: str) -> bool:
+    """Whether the last box of a generated text holds `answer`, spaces apart."""
+    found = boxed(text)
+    return found is not None and re.sub(r"\s", "", found) == re.sub(r"\s", "", answer)

@@ -1,0 +1,172 @@
+"""Prepare what training starts from: the tokenizer and the frozen splits.
+
+    python -m minithink.tasks.prepare --output minithink/assets/tiny
+
+trains the byte-level BPE on task text (needs the extra `train`), and writes the tokenizer's files and the chat
+template there, and the validation and test problems beside this file with their SHA-256 in `SHA256SUMS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tiktoken
+
+from minithink.tasks import DATA, SPLITS, facts
+
+# Llama 3's pre-tokenizer: numbers are pieces of one to three digits, so every value is one token; a word takes the
+# space before it; ".\n\n" is one piece, as in the models that this one stands for.
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
+THINK = ("<think>", "</think>")  # not special, as in DeepSeek-R1's distillates: they are part of the text
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}
+{{ '<|assistant|>' + message.content.split('</think>')[-1].strip() + '<|end|>' }}
+{%- else -%}
+{{ '<|' + message.role + '|>' + message.content }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|assistant|><think>\\n' }}{%- endif -%}
+"""
+
+# Words that the task text does not use (yet), so that questions in plain English, and task text to come, are made of
+# words rather than of bytes.
+ENGLISH = """
+account accounts after all already also always amount an another any are ask at away back balance balances because
+been before begin best better between big both box but call came can case change check close come compare complete
+consider copy correct could day different do does done double down each either else end enough equal error even every
+exactly example few figure final finally find follow found four from full gave gets give gives go goes good great had
+half has have he hence her here high him his hold holds how however idea important in instead into it its keep kept
+know last later least leaves left less like list little long low made make many may maybe mean means more most move
+moved moves much must name need never new newest next no none note nothing number numbers of off often old older on
+one only open or other our out over own part pay place plan point problem product put question quite rather remain
+remains remember result rule same say second see seems set several shall she show side simple since small some start
+state step steps still such sum sure take taken takes tell ten than them then there therefore these they thing think
+third those three time times to together too total true try turn two under until up us use used value values very want
+way we well were what when where which while who whole why will with without word work would write yet you your zero
+""".split()
+
+# Calculations that a problem of each split needs, and how many problems with reference thinking of that length.
+BINS = ((1, 600), (600, 1200), (1200, 2000))  # tokens, upper edge excluded
+COUNTS = {"validation": (100, 200, 200), "test": (100, 300, 300)}
+
+
+def document(problem: facts.FactsProblem, rng: random.Random) -> tuple[str, str]:
+    """A training document: the prompt as the chat template renders it, and the response."""
+    thinking, answer = facts.draw_trace(problem, rng)
+    return f"<|user|>{problem.question}<|assistant|><think>\n", f"{thinking}</think>{answer}<|end|>"
+
+
+def train_tokenizer(vocab_size: int, documents: int = 3000, seed: int = 1) -> dict[str, Any]:
+    """The contents of `tokenizer.json` for a BPE trained on drawn documents."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    rng = random.Random(seed)
+
+    def texts() -> Iterator[str]:
+        for _ in range(documents):
+            prompt, response = document(facts.draw_problem(rng, rng.randint(4, 40)), rng)
+            yield from re.split("|".join(map(re.escape, (*SPECIAL, *THINK))), prompt + response)
+        for word in ENGLISH:
+            yield from [f" {word}", f" {word}", word.capitalize()] * 2
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(PATTERN), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])  # fmt: skip
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(SPECIAL) - len(THINK),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts(), trainer)
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in THINK])
+    return json.loads(tokenizer.to_str())
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": "<|end|>"}
+    _write_json(folder / "tokenizer.json", train_tokenizer(vocab_size))
+    _write_json(folder / "tokenizer_config.json", {**config, "model_max_length": 4096})
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+
+
+def encoding(folder: Path) -> tiktoken.Encoding:
+    """The tokenizer of a folder, as training uses it."""
+    from minithink.tokenizer import Tokenizer
+
+    return Tokenizer.from_folder(folder).encoding
+
+
+def draw_split(split: str, folder: Path, seed: int = 7) -> list[dict[str, Any]]:
+    """Problems of one split, bin by bin, until each bin is full."""
+    from minithink.tokenizer import Tokenizer
+
+    tokenizer, rng = Tokenizer.from_folder(folder), random.Random(f"{split}{seed}")
+    wanted = dict(zip(BINS, COUNTS[split], strict=True))
+    rows: dict[tuple[int, int], list[dict[str, Any]]] = {b: [] for b in BINS}
+    while any(len(rows[b]) < wanted[b] for b in BINS):
+        problem = facts.draw_problem(rng, rng.randint(4, 48))
+        if problem.split() != split:
+            continue
+        # The reference trace is drawn from the problem's own hash, so that anyone can draw it again.
+        thinking, _ = facts.draw_trace(problem, random.Random(problem.digest()))
+        tokens = len(tokenizer.encode(thinking))
+        for low, high in BINS:
+            if low <= tokens < high and len(rows[low, high]) < wanted[low, high]:
+                rows[low, high].append({
+                    "id": f"facts-{split}-{problem.digest().hex()[:12]}",
+                    "family": facts.FAMILY,
+                    "question": problem.question,
+                    "answer": problem.answer,
+                    "thinking_tokens": tokens,
+                })  # fmt: skip
+    drawn = [row for b in BINS for row in rows[b]]
+    rng.shuffle(drawn)
+    return drawn
+
+
+def write_splits(folder: Path) -> None:
+    """Write the JSONL files and their hashes."""
+    DATA.mkdir(parents=True, exist_ok=True)
+    sums = []
+    for split in SPLITS:
+        path = DATA / f"{facts.FAMILY}-{split}.jsonl"
+        text = "".join(json.dumps(row) + "\n" for row in draw_split(split, folder))
+        path.write_text(text, encoding="utf-8")
+        sums.append(f"{hashlib.sha256(text.encode()).hexdigest()}  {path.name}\n")
+    (DATA / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m minithink.tasks.prepare", description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="folder of the tokenizer's files")
+    parser.add_argument("--vocab-size", type=int, default=1600)
+    args = parser.parse_args()
+    write_tokenizer(args.output, args.vocab_size)
+    write_splits(args.output)
+
+
+if __name__ == "__main__":
+    main()
