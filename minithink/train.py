@@ -1,0 +1,349 @@
+"""Train the embedded reasoning model: `python -m minithink.train --output DIR`.
+
+One document a row, rows of similar length in a batch, loss on the response only. AdamW, cosine decay, bf16 autocast on
+a GPU. Documents are drawn by worker processes as training goes, so none is seen twice; those of the validation and
+test splits are skipped by their content. Short problems come first: looking a value up is learned on them in a
+fraction of the tokens that it takes on long ones.
+
+The run can be interrupted at any moment and resumed (`--resume`): weights and optimizer state are safetensors files
+beside `progress.json`, each written completely before it replaces the older one. The result is a checkpoint in the
+Hugging Face layout, in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from minithink.config import ModelConfig
+from minithink.errors import MinithinkError, UsageError
+from minithink.model import Decoder, Rope
+from minithink.tasks import facts, prepare
+from minithink.tokenizer import Tokenizer
+from minithink.weights import save_checkpoint
+
+IGNORE = -100  # a label that does not count
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides what is learned; it is stored with the result."""
+
+    tokens: int = 1_000_000_000  # to process, prompts and padding included
+    batch_tokens: int = 131_072  # a step, padding included
+    lr: float = 2e-3
+    final_lr: float = 0.02  # share of `lr` at the end
+    warmup_steps: int = 100
+    weight_decay: float = 0.1  # on matrices
+    clip: float = 1.0
+    short_first: float = 0.08  # share of the tokens that is spent on short problems first
+    min_derived: int = 3  # calculations a problem
+    max_derived: int = 42
+    long_share: float = 0.05  # of the documents: up to `longest_derived` calculations
+    longest_derived: int = 64
+    seed: int = 0
+
+
+def model_config(vocab_size: int, layers: int = 8, width: int = 256) -> ModelConfig:
+    """The shape of the embedded model: Qwen3's layout."""
+    return ModelConfig(
+        architecture="Qwen3ForCausalLM",
+        vocab_size=vocab_size,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_layers=layers,
+        num_heads=width // 32,
+        num_kv_heads=width // 64,
+        head_dim=64,
+        max_position=4096,
+        rope_theta=10_000.0,
+        tie_embeddings=True,
+        qk_norm=True,
+        dtype="bfloat16",
+    )
+
+
+class Documents(IterableDataset[tuple[Tensor, Tensor]]):
+    """Batches of drawn documents: tokens and labels, both [rows, length] int64, padded at the end."""
+
+    def __init__(self, recipe: Recipe, tokenizer: Tokenizer, context: int, start: int, steps: int) -> None:
+        self.recipe, self.tokenizer, self.context = recipe, tokenizer, context
+        self.start, self.steps = start, steps
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        info = torch.utils.data.get_worker_info()
+        first, stride = (info.id, info.num_workers) if info else (0, 1)
+        step = self.start + first
+        while step < self.steps:
+            # One pool is sorted by length and cut into batches: rows of a batch differ little.
+            rng = random.Random(f"{self.recipe.seed} {step} {stride}")
+            batches = self.batches(rng, step / self.steps < self.recipe.short_first)
+            rng.shuffle(batches)
+            for rows in batches:
+                if step >= self.steps:
+                    return
+                yield self.pad(rows)
+                step += stride
+
+    def batches(self, rng: random.Random, short: bool) -> list[list[tuple[list[int], int]]]:
+        pool, tokens = [], 0
+        while tokens < 16 * self.recipe.batch_tokens:
+            document = self.draw(rng, short)
+            if len(document[0]) <= self.context:
+                pool.append(document)
+                tokens += len(document[0])
+        pool.sort(key=lambda d: -len(d[0]))
+        batches: list[list[tuple[list[int], int]]] = []
+        while pool:
+            rows = max(1, self.recipe.batch_tokens // len(pool[0][0]))
+            batches.append(pool[:rows])
+            pool = pool[rows:]
+        return batches[:-1] or batches  # the last one holds what short documents were left over
+
+    def draw(self, rng: random.Random, short: bool) -> tuple[list[int], int]:
+        """A document's tokens, and how many of them are prompt."""
+        r = self.recipe
+        low, high = r.min_derived, max(r.min_derived, r.max_derived // 4 if short else r.max_derived)
+        if not short and rng.random() < r.long_share:
+            low, high = high, r.longest_derived
+        while (problem := facts.draw_problem(rng, rng.randint(low, high))).split() != "train":
+            pass
+        prompt, response = prepare.document(problem, rng)
+        head = self.tokenizer.encode(prompt)
+        return head + self.tokenizer.encode(response), len(head)
+
+    def pad(self, rows: list[tuple[list[int], int]]) -> tuple[Tensor, Tensor]:
+        # A multiple of 64, so that there are few different shapes.
+        length = -(-max(len(tokens) for tokens, _ in rows) // 64) * 64
+        tokens = torch.zeros(len(rows), length, dtype=torch.long)
+        labels = torch.full((len(rows), length), IGNORE)
+        for i, (row, prompt) in enumerate(rows):
+            tokens[i, : len(row)] = torch.tensor(row)
+            labels[i, prompt - 1 : len(row) - 1] = torch.tensor(row[prompt:])  # each token predicts the next one
+        return tokens, labels
+
+
+class TrainAttention:
+    """What the decoder is handed in training: causal attention within each row of a [rows, length] batch."""
+
+    def __init__(self, rope: Rope, rows: int, length: int) -> None:
+        self.rows, self.length = rows, length
+        self.cos, self.sin = rope.cos[:length].repeat(rows, 1), rope.sin[:length].repeat(rows, 1)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q: [rows·length, Hq, D], k, v: [rows·length, Hkv, D] → [rows·length, Hq, D]."""
+        from minithink.ref.rope import rope
+
+        q, k = rope(q, self.cos, self.sin), rope(k, self.cos, self.sin)
+        q, k, v = (x.unflatten(0, (self.rows, self.length)).transpose(1, 2) for x in (q, k, v))
+        # Padding stands at the end of its row, so no real token sees it.
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    def tap(self, layer: int, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+def loss_of(decoder: Decoder, rope: Rope, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy over the response tokens of a batch. tokens, labels: [rows, length]."""
+    attention = TrainAttention(rope, *tokens.shape)
+    logits = decoder.logits(decoder(tokens.flatten(), attention))
+    return F.cross_entropy(logits.float(), labels.flatten(), ignore_index=IGNORE)
+
+
+def initialise(decoder: Decoder, seed: int) -> None:
+    """Normal weights of 0.02, those that write into the residual stream scaled down by √(2L); norms at 1."""
+    generator = torch.Generator().manual_seed(seed)
+    writes = 0.02 / math.sqrt(2 * decoder.config.num_layers)
+    with torch.no_grad():
+        for name, p in decoder.named_parameters():
+            if p.dim() == 1:
+                p.fill_(1.0)
+            else:
+                std = writes if name.endswith((".o", ".down")) else 0.02
+                p.copy_(torch.randn(p.shape, generator=generator) * std)
+
+
+def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
+    """Linear warm-up, then a cosine down to `final_lr` of the peak."""
+    warm = min(1.0, (step + 1) / recipe.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
+    return recipe.lr * warm * (recipe.final_lr + (1 - recipe.final_lr) * cosine)
+
+
+def optimizer_for(decoder: nn.Module, recipe: Recipe, fused: bool) -> torch.optim.AdamW:
+    """Weight decay on matrices only."""
+    matrices = [p for p in decoder.parameters() if p.dim() >= 2]
+    vectors = [p for p in decoder.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=fused)
+
+
+def save_progress(folder: Path, decoder: Decoder, optimizer: torch.optim.AdamW, progress: dict[str, object]) -> None:
+    """Weights and optimizer state in one safetensors file, then the step that they belong to."""
+    state = {f"weight.{name}": p.detach().contiguous() for name, p in decoder.named_parameters()}
+    for name, p in decoder.named_parameters():
+        for key, value in optimizer.state[p].items():
+            state[f"{key}.{name}"] = value
+    save_file(state, folder / "progress.tmp", metadata={"progress": json.dumps(progress)})
+    os.replace(folder / "progress.tmp", folder / "progress.safetensors")
+
+
+def load_progress(folder: Path, decoder: Decoder, optimizer: torch.optim.AdamW) -> dict[str, object]:
+    """Restore what `save_progress` wrote."""
+    from safetensors import safe_open
+
+    path = folder / "progress.safetensors"
+    if not path.is_file():
+        raise MinithinkError(f"{path} does not exist: there is no interrupted run to resume; leave --resume out.")
+    state = load_file(path)
+    with torch.no_grad():
+        for name, p in decoder.named_parameters():
+            p.copy_(state[f"weight.{name}"])
+            optimizer.state[p] = {
+                key: state[f"{key}.{name}"].to(p.device if key != "step" or p.is_cuda else "cpu")
+                for key in ("step", "exp_avg", "exp_avg_sq")
+            }
+    with safe_open(path, "pt") as file:
+        return dict(json.loads(file.metadata()["progress"]))
+
+
+def export(folder: Path, decoder: Decoder, tokenizer_folder: Path, progress: dict[str, object]) -> None:
+    """Write the checkpoint in the Hugging Face layout, with what is needed to run and to reproduce it."""
+    tokenizer = Tokenizer.from_folder(tokenizer_folder)
+    end = tokenizer.id_of("<|end|>")
+    save_checkpoint(decoder, folder, dtype=torch.bfloat16, extra_config={"eos_token_id": end})
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (tokenizer_folder / name).resolve() != (folder / name).resolve():
+            shutil.copyfile(tokenizer_folder / name, folder / name)
+    generation = {"do_sample": True, "temperature": 0.6, "eos_token_id": end, "pad_token_id": end}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n", encoding="utf-8")
+    (folder / "training.json").write_text(json.dumps(progress, indent=1) + "\n", encoding="utf-8")
+
+
+def train(
+    recipe: Recipe, config: ModelConfig, tokenizer_folder: Path, folder: Path, *,
+    device: str, workers: int, resume: bool, save_seconds: float = 60.0, compile_model: bool = True,
+) -> list[float]:  # fmt: skip
+    """Train, and leave a checkpoint in `folder`. Returns the loss of every tenth step of this run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    cuda = torch.device(device).type == "cuda"
+    torch.set_float32_matmul_precision("high")
+    decoder = Decoder(config)
+    initialise(decoder, recipe.seed)
+    decoder.to(device)
+    decoder.requires_grad_(True)
+    optimizer = optimizer_for(decoder, recipe, fused=cuda)
+    progress: dict[str, object] = {"recipe": asdict(recipe), "step": 0, "tokens": 0, "seconds": 0.0}
+    if resume:
+        stored = load_progress(folder, decoder, optimizer)
+        if stored["recipe"] != asdict(recipe):
+            raise UsageError(f"The interrupted run has another recipe, {stored['recipe']}; give the same options.")
+        progress = stored
+    elif (folder / "progress.safetensors").exists():
+        raise UsageError(f"{folder} holds an interrupted run; give --resume, or another --output.")
+    rope = Rope(config, device)
+    compute = torch.compile(loss_of, dynamic=True) if cuda and compile_model else loss_of
+
+    start = int(str(progress["step"]))
+    steps = max(start, math.ceil(recipe.tokens / recipe.batch_tokens))
+    tokenizer = Tokenizer.from_folder(tokenizer_folder)
+    documents = Documents(recipe, tokenizer, config.max_position, start, steps)
+    # Workers only write text: two batches ahead each is plenty.
+    context = "fork" if workers and hasattr(os, "fork") else None
+    loader = DataLoader(
+        documents, batch_size=None, num_workers=workers, pin_memory=cuda, multiprocessing_context=context,
+    )  # fmt: skip
+    began = last_save = time.monotonic()
+    seconds_before, tokens = float(str(progress["seconds"])), int(str(progress["tokens"]))
+    losses: list[float] = []
+    step = start
+
+    def note_progress() -> dict[str, object]:
+        progress.update(step=step, tokens=tokens, seconds=round(seconds_before + time.monotonic() - began, 1))
+        if losses:
+            progress["loss"] = round(losses[-1], 5)
+        return progress
+
+    try:
+        for batch_tokens, batch_labels in loader:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(recipe, step, steps)
+            x, y = batch_tokens.to(device, non_blocking=True), batch_labels.to(device, non_blocking=True)
+            with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=cuda):
+                loss = compute(decoder, rope, x, y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(decoder.parameters(), recipe.clip)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            tokens += int((batch_labels != IGNORE).sum())
+            step += 1
+            if step % 10 == 0 or step == steps:
+                losses.append(loss.item())
+                rate = (step - start) * recipe.batch_tokens / (time.monotonic() - began)
+                left = (steps - step) * recipe.batch_tokens / rate
+                print(
+                    f"\rstep {step}/{steps}  loss {losses[-1]:.4f}  {rate / 1e3:,.0f} k tokens/s  {left:,.0f} s left   ",
+                    end="\n" if step % 200 == 0 else "", file=sys.stderr, flush=True,
+                )  # fmt: skip
+            if time.monotonic() - last_save > save_seconds:
+                save_progress(folder, decoder, optimizer, note_progress())
+                export(folder, decoder, tokenizer_folder, progress)
+                last_save = time.monotonic()
+    except KeyboardInterrupt:
+        save_progress(folder, decoder, optimizer, note_progress())
+        raise
+    save_progress(folder, decoder, optimizer, note_progress())
+    export(folder, decoder, tokenizer_folder, progress)
+    (folder / "progress.safetensors").unlink()
+    return losses
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m minithink.train", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="folder of the run and of its checkpoint")
+    parser.add_argument("--tokenizer", type=Path, default=Path(__file__).parent / "assets" / "tiny")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes that draw data")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--resume", action="store_true", help="go on with the interrupted run in --output")
+    for field in fields(Recipe):
+        kind = {"int": int, "float": float}[str(field.type)]
+        parser.add_argument("--" + field.name.replace("_", "-"), type=kind, default=field.default)
+    args = parser.parse_args(argv)
+    try:
+        recipe = Recipe(**{f.name: getattr(args, f.name) for f in fields(Recipe)})
+        # Rows of the vocabulary are padded to a multiple of 64, which matrix units like.
+        vocab = -(-Tokenizer.from_folder(args.tokenizer).vocab_size // 64) * 64
+        config = model_config(vocab, args.layers, args.width)
+        train(
+            recipe, config, args.tokenizer, args.output,
+            device=args.device, workers=args.workers, resume=args.resume,
+        )  # fmt: skip
+    except MinithinkError as error:
+        print(f"minithink.train: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        print(f"\nminithink.train: interrupted; go on with --resume --output {args.output}", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
