@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from minithink.config import ModelConfig
 from minithink.errors import MinithinkError, UsageError
 from minithink.model import Decoder, Rope
+from minithink.ref.rope import rope
 from minithink.tasks import facts, prepare
 from minithink.tokenizer import Tokenizer
 from minithink.weights import save_checkpoint
@@ -141,14 +142,12 @@ class Documents(IterableDataset[tuple[Tensor, Tensor]]):
 class TrainAttention:
     """What the decoder is handed in training: causal attention within each row of a [rows, length] batch."""
 
-    def __init__(self, rope: Rope, rows: int, length: int) -> None:
+    def __init__(self, table: Rope, rows: int, length: int) -> None:
         self.rows, self.length = rows, length
-        self.cos, self.sin = rope.cos[:length].repeat(rows, 1), rope.sin[:length].repeat(rows, 1)
+        self.cos, self.sin = table.cos[:length].repeat(rows, 1), table.sin[:length].repeat(rows, 1)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q: [rows·length, Hq, D], k, v: [rows·length, Hkv, D] → [rows·length, Hq, D]."""
-        from minithink.ref.rope import rope
-
         q, k = rope(q, self.cos, self.sin), rope(k, self.cos, self.sin)
         q, k, v = (x.unflatten(0, (self.rows, self.length)).transpose(1, 2) for x in (q, k, v))
         # Padding stands at the end of its row, so no real token sees it.
@@ -159,9 +158,9 @@ class TrainAttention:
         return hidden
 
 
-def loss_of(decoder: Decoder, rope: Rope, tokens: Tensor, labels: Tensor) -> Tensor:
+def loss_of(decoder: Decoder, table: Rope, tokens: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy over the response tokens of a batch. tokens, labels: [rows, length]."""
-    attention = TrainAttention(rope, *tokens.shape)
+    attention = TrainAttention(table, *tokens.shape)
     logits = decoder.logits(decoder(tokens.flatten(), attention))
     return F.cross_entropy(logits.float(), labels.flatten(), ignore_index=IGNORE)
 
@@ -257,7 +256,7 @@ def train(
         progress = stored
     elif (folder / "progress.safetensors").exists():
         raise UsageError(f"{folder} holds an interrupted run; give --resume, or another --output.")
-    rope = Rope(config, device)
+    table = Rope(config, device)
     compute = torch.compile(loss_of, dynamic=True) if cuda and compile_model else loss_of
 
     start = int(str(progress["step"]))
@@ -286,7 +285,7 @@ def train(
                 group["lr"] = learning_rate(recipe, step, steps)
             x, y = batch_tokens.to(device, non_blocking=True), batch_labels.to(device, non_blocking=True)
             with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=cuda):
-                loss = compute(decoder, rope, x, y)
+                loss = compute(decoder, table, x, y)
             loss.backward()
             nn.utils.clip_grad_norm_(decoder.parameters(), recipe.clip)
             optimizer.step()
