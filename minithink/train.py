@@ -1,8 +1,10 @@
 """Train the embedded reasoning model: `python -m minithink.train --output DIR`.
 
-One document a row, rows of similar length in a batch, loss on the response only. AdamW, cosine decay, bf16 autocast on
-a GPU. Documents are drawn by worker processes as training goes, so none is seen twice; those of the validation and
-test splits are skipped by their content. Short problems come first: looking a value up is learned on them in a
+One document a row, rows of similar length in a batch, loss on the response only, bf16 autocast on a GPU. Matrices of
+the blocks learn by Muon (Jordan et al. 2024, with the scale of Liu et al. 2025, so that one learning rate serves
+both), everything else by AdamW; cosine decay. Several GPUs share a step under
+`torchrun --nproc-per-node N -m minithink.train …`. Documents are drawn by worker processes as training goes, so none
+is seen twice; those of the validation and test splits are skipped by their content. Short problems come first: looking a value up is learned on them in a
 fraction of the tokens that it takes on long ones.
 
 The run can be interrupted at any moment and resumed (`--resume`): weights and optimizer state are safetensors files
@@ -26,7 +28,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -48,14 +51,14 @@ class Recipe:
     tokens: int = 1_000_000_000  # to process, prompts and padding included
     batch_tokens: int = 131_072  # a step, padding included
     lr: float = 2e-3
-    final_lr: float = 0.02  # share of `lr` at the end
+    final_lr: float = 0.0  # share of `lr` at the end
     warmup_steps: int = 100
     weight_decay: float = 0.1  # on matrices
     clip: float = 1.0
-    short_first: float = 0.08  # share of the tokens that is spent on short problems first
+    short_first: float = 0.06  # share of the tokens that is spent on short problems first
     min_derived: int = 3  # calculations a problem
-    max_derived: int = 42
-    long_share: float = 0.05  # of the documents: up to `longest_derived` calculations
+    max_derived: int = 40
+    long_share: float = 0.04  # of the documents: up to `longest_derived` calculations
     longest_derived: int = 64
     seed: int = 0
 
@@ -82,9 +85,13 @@ def model_config(vocab_size: int, layers: int = 8, width: int = 256) -> ModelCon
 class Documents(IterableDataset[tuple[Tensor, Tensor]]):
     """Batches of drawn documents: tokens and labels, both [rows, length] int64, padded at the end."""
 
-    def __init__(self, recipe: Recipe, tokenizer: Tokenizer, context: int, start: int, steps: int) -> None:
+    def __init__(
+        self, recipe: Recipe, tokenizer: Tokenizer, context: int, start: int, steps: int,
+        rank: int = 0, world: int = 1,
+    ) -> None:  # fmt: skip
         self.recipe, self.tokenizer, self.context = recipe, tokenizer, context
         self.start, self.steps = start, steps
+        self.rank, self.batch_tokens = rank, recipe.batch_tokens // world
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         info = torch.utils.data.get_worker_info()
@@ -92,7 +99,7 @@ class Documents(IterableDataset[tuple[Tensor, Tensor]]):
         step = self.start + first
         while step < self.steps:
             # One pool is sorted by length and cut into batches: rows of a batch differ little.
-            rng = random.Random(f"{self.recipe.seed} {step} {stride}")
+            rng = random.Random(f"{self.recipe.seed} {step} {stride} {self.rank}")
             batches = self.batches(rng, step / self.steps < self.recipe.short_first)
             rng.shuffle(batches)
             for rows in batches:
@@ -103,7 +110,7 @@ class Documents(IterableDataset[tuple[Tensor, Tensor]]):
 
     def batches(self, rng: random.Random, short: bool) -> list[list[tuple[list[int], int]]]:
         pool, tokens = [], 0
-        while tokens < 16 * self.recipe.batch_tokens:
+        while tokens < 16 * self.batch_tokens:
             document = self.draw(rng, short)
             if len(document[0]) <= self.context:
                 pool.append(document)
@@ -111,7 +118,7 @@ class Documents(IterableDataset[tuple[Tensor, Tensor]]):
         pool.sort(key=lambda d: -len(d[0]))
         batches: list[list[tuple[list[int], int]]] = []
         while pool:
-            rows = max(1, self.recipe.batch_tokens // len(pool[0][0]))
+            rows = max(1, self.batch_tokens // len(pool[0][0]))
             batches.append(pool[:rows])
             pool = pool[rows:]
         return batches[:-1] or batches  # the last one holds what short documents were left over
@@ -185,41 +192,75 @@ def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
     return recipe.lr * warm * (recipe.final_lr + (1 - recipe.final_lr) * cosine)
 
 
-def optimizer_for(decoder: nn.Module, recipe: Recipe, fused: bool) -> torch.optim.AdamW:
-    """Weight decay on matrices only."""
-    matrices = [p for p in decoder.parameters() if p.dim() >= 2]
+def optimizers_for(decoder: Decoder, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon for the blocks' matrices, AdamW for the embedding (with weight decay) and for vectors (without)."""
+    if not hasattr(torch.optim, "Muon"):
+        raise MinithinkError(f"Training needs torch.optim.Muon, which torch {torch.__version__} lacks: use 2.9 or newer.")
+    matrices = [p for block in decoder.blocks for p in block.parameters() if p.dim() == 2]
     vectors = [p for p in decoder.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=fused)
+    tables = [p for p in (decoder.embed, decoder.head) if p is not None]
+    groups = [{"params": tables, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [
+        torch.optim.Muon(
+            matrices, lr=recipe.lr, weight_decay=recipe.weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=decoder.embed.is_cuda),
+    ]
 
 
-def save_progress(folder: Path, decoder: Decoder, optimizer: torch.optim.AdamW, progress: dict[str, object]) -> None:
-    """Weights and optimizer state in one safetensors file, then the step that they belong to."""
-    state = {f"weight.{name}": p.detach().contiguous() for name, p in decoder.named_parameters()}
+def save_progress(
+    folder: Path, decoder: Decoder, optimizers: list[torch.optim.Optimizer], progress: dict[str, object]
+) -> None:
+    """Weights and optimizer state in one safetensors file, with the step that they belong to."""
+    state = {}
     for name, p in decoder.named_parameters():
-        for key, value in optimizer.state[p].items():
-            state[f"{key}.{name}"] = value
+        state[f"weight {name}"] = p.detach().contiguous()
+        for optimizer in optimizers:
+            for key, value in optimizer.state.get(p, {}).items():
+                state[f"{key} {name}"] = value
     save_file(state, folder / "progress.tmp", metadata={"progress": json.dumps(progress)})
     os.replace(folder / "progress.tmp", folder / "progress.safetensors")
 
 
-def load_progress(folder: Path, decoder: Decoder, optimizer: torch.optim.AdamW) -> dict[str, object]:
+def load_progress(folder: Path, decoder: Decoder, optimizers: list[torch.optim.Optimizer]) -> dict[str, object]:
     """Restore what `save_progress` wrote."""
-    from safetensors import safe_open
-
     path = folder / "progress.safetensors"
     if not path.is_file():
         raise MinithinkError(f"{path} does not exist: there is no interrupted run to resume; leave --resume out.")
-    state = load_file(path)
-    with torch.no_grad():
-        for name, p in decoder.named_parameters():
-            p.copy_(state[f"weight.{name}"])
-            optimizer.state[p] = {
-                key: state[f"{key}.{name}"].to(p.device if key != "step" or p.is_cuda else "cpu")
-                for key in ("step", "exp_avg", "exp_avg_sq")
-            }
-    with safe_open(path, "pt") as file:
+    parameters = dict(decoder.named_parameters())
+    owner = {id(p): o for o in optimizers for group in o.param_groups for p in group["params"]}
+    with torch.no_grad(), safe_open(path, "pt") as file:
+        for key_and_name in file.keys():  # noqa: SIM118, a file is not a dict
+            key, name = key_and_name.split(" ")
+            p, value = parameters[name], file.get_tensor(key_and_name)
+            if key == "weight":
+                p.copy_(value)
+            else:  # AdamW's step count is a CPU tensor unless it is fused
+                owner[id(p)].state[p][key] = value.to(p.device) if value.dim() or p.is_cuda else value
         return dict(json.loads(file.metadata()["progress"]))
+
+
+class Team:
+    """The processes that share a step: one, or those that torchrun started."""
+
+    def __init__(self, device: str) -> None:
+        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.device = torch.device(device)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            torch.cuda.set_device(self.device)
+        if self.size > 1:
+            torch.distributed.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+
+    def average_gradients(self, decoder: Decoder) -> None:
+        """Every process steps with the mean gradient of all."""
+        if self.size == 1:
+            return
+        grads = [p.grad for p in decoder.parameters() if p.grad is not None]
+        flat = torch.cat([g.flatten() for g in grads])  # one message instead of seventy
+        torch.distributed.all_reduce(flat)
+        for grad, mean in zip(grads, (flat / self.size).split([g.numel() for g in grads]), strict=True):
+            grad.copy_(mean.view_as(grad))
 
 
 def export(folder: Path, decoder: Decoder, tokenizer_folder: Path, progress: dict[str, object]) -> None:
@@ -241,28 +282,28 @@ def train(
 ) -> list[float]:  # fmt: skip
     """Train, and leave a checkpoint in `folder`. Returns the loss of every tenth step of this run."""
     folder.mkdir(parents=True, exist_ok=True)
-    cuda = torch.device(device).type == "cuda"
+    team = Team(device)
+    cuda = team.device.type == "cuda"
     torch.set_float32_matmul_precision("high")
     decoder = Decoder(config)
     initialise(decoder, recipe.seed)
-    decoder.to(device)
-    decoder.requires_grad_(True)
-    optimizer = optimizer_for(decoder, recipe, fused=cuda)
-    progress: dict[str, object] = {"recipe": asdict(recipe), "step": 0, "tokens": 0, "seconds": 0.0}
+    decoder.to(team.device).requires_grad_(True)
+    optimizers = optimizers_for(decoder, recipe)
+    progress: dict[str, object] = {"recipe": asdict(recipe), "processes": team.size, "step": 0, "tokens": 0, "seconds": 0.0}
     if resume:
-        stored = load_progress(folder, decoder, optimizer)
+        stored = load_progress(folder, decoder, optimizers)
         if stored["recipe"] != asdict(recipe):
             raise UsageError(f"The interrupted run has another recipe, {stored['recipe']}; give the same options.")
         progress = stored
     elif (folder / "progress.safetensors").exists():
         raise UsageError(f"{folder} holds an interrupted run; give --resume, or another --output.")
-    table = Rope(config, device)
+    table = Rope(config, team.device)
     compute = torch.compile(loss_of, dynamic=True) if cuda and compile_model else loss_of
 
     start = int(str(progress["step"]))
     steps = max(start, math.ceil(recipe.tokens / recipe.batch_tokens))
     tokenizer = Tokenizer.from_folder(tokenizer_folder)
-    documents = Documents(recipe, tokenizer, config.max_position, start, steps)
+    documents = Documents(recipe, tokenizer, config.max_position, start, steps, team.rank, team.size)
     # Workers only write text: two batches ahead each is plenty.
     context = "fork" if workers and hasattr(os, "fork") else None
     loader = DataLoader(
@@ -281,17 +322,21 @@ def train(
 
     try:
         for batch_tokens, batch_labels in loader:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(recipe, step, steps)
-            x, y = batch_tokens.to(device, non_blocking=True), batch_labels.to(device, non_blocking=True)
-            with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=cuda):
+            x, y = (t.to(team.device, non_blocking=True) for t in (batch_tokens, batch_labels))
+            with torch.autocast(team.device.type, torch.bfloat16, enabled=cuda):
                 loss = compute(decoder, table, x, y)
             loss.backward()
+            team.average_gradients(decoder)
             nn.utils.clip_grad_norm_(decoder.parameters(), recipe.clip)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            tokens += int((batch_labels != IGNORE).sum())
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate(recipe, step, steps)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            tokens += team.size * int((batch_labels != IGNORE).sum())  # as many in every process, nearly
             step += 1
+            if team.rank > 0:
+                continue
             if step % 10 == 0 or step == steps:
                 losses.append(loss.item())
                 rate = (step - start) * recipe.batch_tokens / (time.monotonic() - began)
@@ -301,15 +346,16 @@ def train(
                     end="\n" if step % 200 == 0 else "", file=sys.stderr, flush=True,
                 )  # fmt: skip
             if time.monotonic() - last_save > save_seconds:
-                save_progress(folder, decoder, optimizer, note_progress())
+                save_progress(folder, decoder, optimizers, note_progress())
                 export(folder, decoder, tokenizer_folder, progress)
                 last_save = time.monotonic()
     except KeyboardInterrupt:
-        save_progress(folder, decoder, optimizer, note_progress())
+        if team.rank == 0:
+            save_progress(folder, decoder, optimizers, note_progress())
         raise
-    save_progress(folder, decoder, optimizer, note_progress())
-    export(folder, decoder, tokenizer_folder, progress)
-    (folder / "progress.safetensors").unlink()
+    if team.rank == 0:
+        export(folder, decoder, tokenizer_folder, note_progress())
+        (folder / "progress.safetensors").unlink(missing_ok=True)
     return losses
 
 

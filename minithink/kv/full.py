@@ -77,7 +77,8 @@ class FullCache:
 
     def begin_step(self, seqs: Sequence[int], counts: Sequence[int]) -> None:
         """Announce one forward pass: sequence seqs[i] brings counts[i] new tokens, in this order."""
-        self._step, X
+        self._step, row = [], 0
+        positions: list[int] = []
         for seq, count in zip(seqs, counts, strict=True):
             lane = self.lanes[seq]
             if lane.length + count > lane.kv.shape[3]:

@@ -80,7 +80,8 @@ class FactsProblem:
 
     def values(self) -> dict[str, int]:
         """Every name's value."""
-        by_name, known = {f.name: f for f in self.facts}, {}
+        by_name = {f.name: f for f in self.facts}
+        known: dict[str, int] = {}
 
         def solve(name: str) -> int:
             if name not in known:
