@@ -20,12 +20,14 @@ ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen
 
 # Fields that describe training, bookkeeping or tokens, and change no logit.
 HARMLESS = frozenset(
-    "architectures model_type bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id "
-    "torch_dtype dtype transformers_version use_cache initializer_range attention_dropout pretraining_tp "
-    "return_dict output_attentions output_hidden_states id2label label2id chunk_size_feed_forward name_or_path "
-    "problem_type finetuning_task task_specific_params tokenizer_class prefix max_window_layers rope_theta "
-    "rope_scaling rope_parameters use_sliding_window sliding_window layer_types torchscript is_llama_config "
-    "transformers.js_config unsloth_fixed unsloth_version".split()
+    """
+    architectures model_type bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id
+    torch_dtype dtype transformers_version use_cache initializer_range attention_dropout pretraining_tp
+    return_dict output_attentions output_hidden_states id2label label2id chunk_size_feed_forward
+    name_or_path problem_type finetuning_task task_specific_params tokenizer_class prefix
+    max_window_layers rope_theta rope_scaling rope_parameters use_sliding_window sliding_window
+    layer_types torchscript is_llama_config transformers.js_config unsloth_fixed unsloth_version
+    """.split()  # noqa: SIM905
 )
 # Fields that are understood only at these values.
 FIXED: dict[str, tuple[Any, ...]] = {
@@ -241,8 +243,8 @@ class _Fields:
 
     def ids(self, name: str) -> tuple[int, ...]:
         value = self.get(name)
-        for token in value if isinstance(value, list) else [value]:
-            if not isinstance(token, int | None) or isinstance(token, bool):
+        for token in value if isinstance(value, list) else [] if value is None else [value]:
+            if not isinstance(token, int) or isinstance(token, bool):
                 raise MinithinkError(f"{self.where}: the field {name} is {value!r}, no token id or list of them.")
         return as_ids(value)
 
@@ -262,10 +264,11 @@ def _architecture(raw: Mapping[str, Any], where: str) -> str:
 def _rope(raw: Mapping[str, Any], max_position: int, where: str) -> tuple[float, RopeScaling]:
     """theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
     tables = [_rope_table(raw[name], where) for name in ("rope_parameters", "rope_scaling") if raw.get(name)]
-    if len(tables) == 2 and tables[0] != {**tables[0], **tables[1]} | {"rope_type": tables[1]["rope_type"]}:
+    first, second = (tables * 2)[:2] or ({}, {})
+    if {"rope_theta": None} | first != {"rope_theta": first.get("rope_theta")} | second:
         # Whoever adds rope_scaling to a new file means that one; transformers would drop the other's theta, too.
         raise MinithinkError(f"{where}: rope_parameters and rope_scaling contradict each other: delete one of them.")
-    fields = tables[0] if tables else {}
+    fields = dict(first)
     theta = fields.pop("rope_theta", raw.get("rope_theta") or 10000.0)
     kind = fields.pop("rope_type", "default")
     if fields.pop("partial_rotary_factor", 1.0) != 1.0:

@@ -1,0 +1,374 @@
+"""Checkpoints: where they are, how they become a `Decoder`, and how a `Decoder` becomes one again.
+
+Only safetensors are read: a JSON header and raw numbers, nothing that could run code. The file is mapped into memory
+and every tensor copied once, from the page cache to its final place, so loading in the checkpoint's own dtype
+allocates what the weights occupy and nothing else.
+
+`tensors_of` is the whole mapping between the names of Hugging Face and the decoder's parameters: each name leads to
+the view of a parameter that has the checkpoint's layout. Loading copies into the views, saving copies out of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import struct
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from minithink.backend import REFERENCE, Backend
+from minithink.config import ModelConfig, read_json
+from minithink.errors import MinithinkError, UsageError
+from minithink.model import Block, Decoder
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FILES = (
+    "config.json", "generation_config.json", "*.safetensors", INDEX, "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "chat_template.*",
+)  # fmt: skip
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # safetensors' names
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Rotary frequencies that old versions of transformers saved; they follow from the config.
+HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
+
+
+def tensors_of(decoder: Decoder) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint by its Hugging Face name, as a view of the decoder's parameter.
+
+    The views have the checkpoint's shapes (projections are [out, in] there and [in, out] here), so that
+    `view.copy_(tensor)` loads one; on the meta device they say which tensors a config calls for.
+    """
+    c, f = decoder.config, decoder.config.intermediate_size
+    q = c.num_heads * c.head_dim
+    kv = c.num_kv_heads * c.head_dim
+    out: dict[str, Tensor | None] = {EMBED: decoder.embed}
+    for i, b in enumerate(decoder.blocks):
+        assert isinstance(b, Block)
+        layer, attn, mlp = f"model.layers.{i}.", f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
+        bias = b.qkv_bias
+        out |= {
+            layer + "input_layernorm.weight": b.attn_norm,
+            attn + "q_proj.weight": b.qkv[:, :q].t(),
+            attn + "k_proj.weight": b.qkv[:, q : q + kv].t(),
+            attn + "v_proj.weight": b.qkv[:, q + kv :].t(),
+            attn + "q_proj.bias": None if bias is None else bias[:q],
+            attn + "k_proj.bias": None if bias is None else bias[q : q + kv],
+            attn + "v_proj.bias": None if bias is None else bias[q + kv :],
+            attn + "q_norm.weight": b.q_norm,
+            attn + "k_norm.weight": b.k_norm,
+            attn + "o_proj.weight": b.o.t(),
+            attn + "o_proj.bias": b.o_bias,
+            layer + "post_attention_layernorm.weight": b.mlp_norm,
+            mlp + "gate_proj.weight": b.gate_up[:, :f].t(),
+            mlp + "up_proj.weight": b.gate_up[:, f:].t(),
+            mlp + "down_proj.weight": b.down.t(),
+        }
+    out |= {"model.norm.weight": decoder.norm, HEAD: decoder.head}
+    return {name: view.detach() for name, view in out.items() if view is not None}
+
+
+def load_decoder(
+    folder: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    backend: Backend = REFERENCE,
+) -> Decoder:
+    """A decoder with the weights of a checkpoint folder; its parameters require no gradient.
+
+    Args:
+        folder: holds `config.json` and either `model.safetensors` or `model.safetensors.index.json` with its shards.
+        device: where the parameters go.
+        dtype: of the parameters; None: the checkpoint's own (the widest, where its tensors differ).
+        backend: the hot paths of the decoder.
+
+    Raises:
+        MinithinkError: a file is missing or damaged, or the tensors are not exactly those that the config calls for.
+    """
+    folder = Path(folder)
+    config = ModelConfig.from_folder(folder)
+    entries = {name: entry for name, entry in _entries(folder).items() if not HARMLESS.fullmatch(name)}
+    with torch.device("meta"):
+        decoder = Decoder(config, backend)
+    _check(entries, tensors_of(decoder), config)
+
+    own = reduce(torch.promote_types, [entry.dtype for entry in entries.values()])
+    decoder = decoder.to(dtype or own).to_empty(device=device).requires_grad_(False)
+    views = tensors_of(decoder)
+    for path in sorted({entry.path for entry in entries.values()}):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in (n for n, entry in entries.items() if entry.path == path and n in views):
+                    views[name].copy_(file.get_tensor(name))
+        except (SafetensorError, OSError) as error:
+            raise MinithinkError(f"{path} cannot be read ({error}): download it again.") from None
+    if config.tie_embeddings and HEAD in entries:
+        _check_tied(entries[EMBED], entries[HEAD])
+    return decoder
+
+
+def save_checkpoint(
+    decoder: Decoder,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int | None = None,
+    extra_config: dict[str, Any] | None = None,
+) -> None:
+    """Write `config.json` and safetensors in the layout of Hugging Face, each file whole or not at all.
+
+    Weights of an earlier checkpoint in the folder are replaced; other files stay.
+
+    Args:
+        decoder: the model.
+        folder: created if it does not exist.
+        dtype: float32, float16 or bfloat16; None: that of the decoder.
+        max_shard_bytes: start a new shard before a file's tensors exceed this; None: one file.
+        extra_config: further fields of `config.json`; they win over the decoder's own.
+
+    Raises:
+        MinithinkError: the folder cannot be written.
+    """
+    folder, dtype = Path(folder), dtype or decoder.embed.dtype
+    views = tensors_of(decoder)
+    sizes = {name: view.numel() * dtype.itemsize for name, view in views.items()}
+    shards: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if shards[-1] and max_shard_bytes and sum(sizes[n] for n in shards[-1]) + size > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(name)
+    of = len(shards)
+    names = [SINGLE] if of == 1 else [f"model-{i:05}-of-{of:05}.safetensors" for i in range(1, of + 1)]
+    config = replace(decoder.config, dtype=str(dtype).removeprefix("torch.")).to_dict() | (extra_config or {})
+    weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
+            temp = Path(temporary)
+            _write_json(temp / "config.json", config)
+            for file, shard in zip(names, shards, strict=True):
+                # A copy of each, because safetensors refuses tensors that share memory: one shard's worth at a time.
+                tensors = {n: _contiguous_copy(views[n], dtype) for n in shard}
+                save_file(tensors, temp / file, metadata={"format": "pt"})
+            if of > 1:
+                _write_json(temp / INDEX, index)
+            # The index goes first and comes last: whoever reads in between finds no checkpoint rather than a mixture.
+            stale = [folder / INDEX, *folder.glob("model-*-of-*.safetensors"), folder / SINGLE]
+            for path in stale if of > 1 else stale[:-1]:
+                path.unlink(missing_ok=True)
+            for file in ["config.json", *names, *([INDEX] if of > 1 else [])]:
+                os.replace(temp / file, folder / file)
+    except (OSError, SafetensorError) as error:
+        raise MinithinkError(f"The checkpoint cannot be written to {folder}: {error}.") from None
+
+
+def checkpoint_hash(folder: str | Path) -> str:
+    """Which weights these are: the first 16 hex digits of a SHA-256 over all weight files, sorted by name."""
+    digest = hashlib.sha256()
+    for path in sorted(set(_weight_files(Path(folder)))):
+        try:
+            with open(path, "rb") as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+        except OSError as error:
+            raise MinithinkError(f"{path} cannot be read: {error}.") from None
+    return digest.hexdigest()[:16]
+
+
+def resolve(path_or_id: str, revision: str | None = None) -> Path:
+    """The folder of a checkpoint: a local one, or that of a Hugging Face model, downloaded if it is not cached.
+
+    Args:
+        path_or_id: a folder, or a model id such as `Qwen/Qwen3-0.6B`.
+        revision: branch, tag or commit of the model id; None: `main`.
+
+    Raises:
+        MinithinkError: there is no such folder or model, or it cannot be fetched. HF_HUB_OFFLINE=1 is respected.
+    """
+    path = Path(os.path.expanduser(path_or_id))  # Path's own raises for an unknown ~user
+    if path.is_dir() and path_or_id:
+        if revision is not None:
+            raise UsageError(f"{path_or_id} is a folder, which has no revision {revision!r}: drop the revision.")
+        return path
+    if not path_or_id or path_or_id[0] in "./~" or path_or_id.count("/") > 1 or path.exists():
+        what = "is a file, not the folder of a checkpoint" if path.is_file() else "does not exist: no such folder"
+        raise MinithinkError(f"{path_or_id!r} {what}; give a folder, or a Hugging Face id like Qwen/Qwen3-0.6B.")
+
+    from huggingface_hub import snapshot_download  # here, because it is slow to import and local folders need it not
+
+    try:
+        folder = Path(snapshot_download(path_or_id, revision=revision, allow_patterns=list(FILES)))
+    except Exception as error:  # which exceptions leave a network library differs from version to version
+        raise MinithinkError(_hub_sentence(path_or_id, revision or "main", error)) from error
+    if not any(folder.glob("*.safetensors")):
+        raise MinithinkError(
+            f"The model {path_or_id} has no *.safetensors file at revision {revision or 'main'}, and minithink "
+            "reads only these (pickled weights, pytorch_model.bin, can run code): use a revision that has them."
+        )
+    return folder
+
+
+def _hub_sentence(model: str, revision: str, error: Exception) -> str:
+    """What to do about an error of huggingface_hub."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"The model {model} is gated: accept its terms at {constants.ENDPOINT}/{model}, then log in with "
+            "`hf auth login` or set HF_TOKEN."
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"The model {model} is not at {constants.ENDPOINT}, or is private: check the spelling (or that the "
+            "folder exists, if you meant one), or log in with `hf auth login`."
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"The model {model} has no revision {revision!r}: give one of its branches, tags or commits."
+    if isinstance(error, errors.HFValidationError):
+        return f"{model!r} is neither a folder nor a valid Hugging Face id (name or owner/name): correct it."
+    if isinstance(error, errors.LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
+        return (
+            f"The model {model} (revision {revision}) is not complete in the cache {constants.HF_HUB_CACHE} and "
+            "HF_HUB_OFFLINE forbids downloading: unset it, or fetch the model first."
+        )
+    reason = " ".join(str(error).split()).removesuffix(".") or type(error).__name__
+    return (
+        f"The model {model} (revision {revision}) could not be fetched from {constants.ENDPOINT}: check the network "
+        f"and the free disk space and try again, or give a local folder ({reason[:200]})."
+    )
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One tensor of a checkpoint, as its file's header describes it."""
+
+    name: str
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
+    """The files that hold the weights, each with the tensors that the index says it has (None: no index)."""
+    if (folder / SINGLE).exists() or not (folder / INDEX).exists():
+        if (folder / SINGLE).exists():
+            return {folder / SINGLE: None}
+        pickled = any(folder.glob("pytorch_model*.bin"))
+        why = "only pickled weights, which can run code and are not read" if pickled else "no weights"
+        raise MinithinkError(f"{folder} has {why}: minithink reads {SINGLE} or {INDEX} with its shards.")
+    where, weight_map = folder / INDEX, read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise MinithinkError(f"{where} has no weight_map from tensors to files: download it again.")
+    files: dict[Path, set[str] | None] = {}
+    for name, shard in weight_map.items():
+        # The name alone is judged: in the hub's cache the file itself is a link to a blob elsewhere.
+        if not isinstance(shard, str) or PureWindowsPath(shard).name != shard or not shard.endswith(".safetensors"):
+            raise MinithinkError(f"{where} puts {name} into {shard!r}, which is no *.safetensors file beside it.")
+        if not (folder / shard).is_file():
+            raise MinithinkError(f"{folder / shard} is missing, and {where.name} puts {name} into it: download it.")
+        listed = files.setdefault(folder / shard, set())
+        assert listed is not None
+        listed.add(name)
+    return files
+
+
+def _entries(folder: Path) -> dict[str, _Entry]:
+    """Every tensor of a checkpoint by name, from the headers of its files, which must agree with the index."""
+    entries: dict[str, _Entry] = {}
+    for path, listed in _weight_files(folder).items():
+        found = {entry.name: entry for entry in _header(path)}
+        if listed is not None:
+            for name in sorted(listed - found.keys()):
+                raise MinithinkError(f"{path} lacks {name}, which {INDEX} puts into it: download it again.")
+            for name in sorted(n for n in found.keys() - listed if not HARMLESS.fullmatch(n)):
+                raise MinithinkError(f"{path} holds {name}, which {INDEX} does not put into it: download both again.")
+        entries |= found
+    return entries
+
+
+def _header(path: Path) -> Iterator[_Entry]:
+    """The tensors of one safetensors file: 8 bytes of header length, the header in JSON, then the numbers."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
+            if length > min(MAX_HEADER, size - 8):
+                raise ValueError(f"the file has {size} bytes and its header claims {length}")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        tensors = [
+            (name, str(t["dtype"]), tuple(map(int, t["shape"])), 8 + length + int(t["data_offsets"][1]))
+            for name, t in header.items()
+        ]
+    except OSError as error:
+        raise MinithinkError(f"{path} cannot be read: {error}.") from None
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        raise MinithinkError(f"{path} is no valid safetensors file ({error}): download it again.") from None
+    for name, dtype, shape, end in tensors:
+        if end > size:
+            raise MinithinkError(
+                f"{path} is truncated: it has {size} bytes, and {name} {list(shape)} ends at byte {end}: download it "
+                "again."
+            )
+        if dtype not in DTYPES:
+            raise MinithinkError(
+                f"{path}: {name} is stored as {dtype}, and minithink reads only {', '.join(DTYPES)}: use a "
+                "checkpoint that is not quantized."
+            )
+        yield _Entry(name, path, DTYPES[dtype], shape)
+
+
+def _check(entries: dict[str, _Entry], views: dict[str, Tensor], config: ModelConfig) -> None:
+    """Refuse a checkpoint whose tensors are not exactly those that the config calls for."""
+    files = ", ".join(sorted({str(entry.path) for entry in entries.values()})) or "the checkpoint"
+    for name, view in views.items():
+        if name not in entries:
+            raise MinithinkError(f"{files}: the tensor {name} {list(view.shape)} is missing: download it again.")
+        entry, want = entries[name], tuple(view.shape)
+        if name == EMBED and entry.shape[:1] != want[:1]:
+            raise MinithinkError(
+                f"{entry.path}: {name} has the shape {list(entry.shape)}, and vocab_size is {want[0]} in "
+                "config.json: the two do not belong together."
+            )
+        if entry.shape != want:
+            raise MinithinkError(
+                f"{entry.path}: {name} has the shape {list(entry.shape)}, and config.json calls for {list(want)}."
+            )
+    for name, entry in entries.items():
+        if name not in views and not (name == HEAD and config.tie_embeddings):
+            raise MinithinkError(
+                f"{entry.path}: the tensor {name} {list(entry.shape)} has no place in a {config.architecture} with "
+                "this config.json."
+            )
+
+
+def _check_tied(embed: _Entry, head: _Entry) -> None:
+    """A separate output head beside tied embeddings is redundant when equal, and a contradiction otherwise."""
+    with safe_open(embed.path, framework="pt") as a, safe_open(head.path, framework="pt") as b:
+        if embed.shape == head.shape and torch.equal(a.get_tensor(EMBED), b.get_tensor(HEAD)):
+            return
+    raise MinithinkError(
+        f"{head.path}: config.json ties the embeddings, but {HEAD} {list(head.shape)} differs from {EMBED} "
+        f"{list(embed.shape)}: set tie_word_embeddings to false if the head is meant."
+    )
+
+
+def _contiguous_copy(view: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(view.shape, dtype=dtype).copy_(view)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

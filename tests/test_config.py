@@ -1,0 +1,273 @@
+"""config.json is read exactly, or refused with a sentence that names the field."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minithink.config import ModelConfig, RopeScaling, as_ids, read_json
+from minithink.errors import MinithinkError
+from tests.strategies import configs
+
+R1_LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.43.0.dev0",
+    "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
+R1_QWEN_7B = {
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
+    "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02, "intermediate_size": 18944,
+    "max_position_embeddings": 131072, "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 28,
+    "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 10000,
+    "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.44.0", "use_cache": True, "use_mrope": False, "use_sliding_window": False,
+    "vocab_size": 152064,
+}  # fmt: skip
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3",
+    "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+REAL = {"R1-Llama-8B": R1_LLAMA_8B, "R1-Qwen-7B": R1_QWEN_7B, "Qwen3-8B": QWEN3_8B}
+
+
+def test_r1_distill_llama_8b() -> None:
+    c = ModelConfig.from_dict(R1_LLAMA_8B)
+    assert (c.vocab_size, c.hidden_size, c.intermediate_size, c.num_layers) == (128256, 4096, 14336, 32)
+    assert (c.num_heads, c.num_kv_heads, c.group_size, c.head_dim) == (32, 8, 4, 128)
+    assert (c.rms_norm_eps, c.rope_theta, c.max_position) == (1e-5, 500000.0, 131072)
+    assert c.rope == RopeScaling("llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
+    assert (c.qkv_bias, c.o_bias, c.qk_norm, c.tie_embeddings) == (False, False, False, False)
+    assert (c.bos_token_id, c.eos_token_ids, c.dtype) == (128000, (128001,), "bfloat16")
+    assert c.kv_bytes_per_token(2) == 131072  # 128 KiB a token, as its papers quote
+
+
+def test_r1_distill_qwen_7b() -> None:
+    """use_sliding_window is false, so the sliding_window of 4096 that the file also gives means nothing."""
+    c = ModelConfig.from_dict(R1_QWEN_7B)
+    assert (c.num_heads, c.num_kv_heads, c.group_size, c.head_dim) == (28, 4, 7, 128)
+    assert (c.qkv_bias, c.o_bias, c.qk_norm) == (True, False, False)
+    assert (c.rope_theta, c.rope.kind, c.vocab_size) == (10000.0, "default", 152064)
+
+
+def test_qwen3_8b() -> None:
+    c = ModelConfig.from_dict(QWEN3_8B)
+    assert (c.num_heads, c.num_kv_heads, c.head_dim, c.num_layers) == (32, 8, 128, 36)
+    assert (c.qkv_bias, c.o_bias, c.qk_norm) == (False, False, True)
+    assert (c.rope_theta, c.rope.kind, c.max_position) == (1e6, "default", 40960)
+
+
+@pytest.mark.parametrize("raw", REAL.values(), ids=REAL)
+def test_transformers_understands_the_same(raw: dict[str, Any]) -> None:
+    """transformers' reading of a real config, written in its new file shape, is read as the same model."""
+    import transformers
+
+    hf = transformers.AutoConfig.for_model(**copy.deepcopy(raw))  # it writes into the tables that it is given
+    assert ModelConfig.from_dict(json.loads(hf.to_json_string())) == ModelConfig.from_dict(raw)
+
+
+@given(config=configs())
+def test_to_dict_is_read_back(config: ModelConfig) -> None:
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@given(config=configs())
+def test_transformers_reads_to_dict(config: ModelConfig) -> None:
+    import transformers
+
+    raw = config.to_dict()
+    hf = transformers.AutoConfig.for_model(**json.loads(json.dumps(raw)))
+    written = json.loads(hf.to_json_string())
+    for name in raw.keys() - {"rope_parameters", "rope_scaling", "rope_theta", "eos_token_id"}:
+        assert written[name] == raw[name], name
+    assert {k: v for k, v in written["rope_parameters"].items() if k in raw["rope_parameters"]} == (
+        raw["rope_parameters"]
+    )
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn", "default"])
+def test_old_and_new_rope_shapes_are_equal(kind: str) -> None:
+    scaling: dict[str, dict[str, Any]] = {
+        "default": {},
+        "linear": {"factor": 2.0},
+        "llama3": R1_LLAMA_8B["rope_scaling"],  # type: ignore[dict-item]
+        "yarn": {"factor": 4.0, "original_max_position_embeddings": 32768},
+    }
+    fields = {k: v for k, v in scaling[kind].items() if k != "rope_type"}
+    bare = {k: v for k, v in QWEN3_8B.items() if k not in ("rope_theta", "rope_scaling")}
+    oldest = ModelConfig.from_dict(bare | {"rope_theta": 5e5, "rope_scaling": {"type": kind} | fields})
+    old = ModelConfig.from_dict(bare | {"rope_theta": 5e5, "rope_scaling": {"rope_type": kind} | fields})
+    new = {"rope_type": kind, "rope_theta": 5e5} | fields
+    assert oldest == old == ModelConfig.from_dict(bare | {"rope_parameters": new})
+    both = bare | {"rope_parameters": new, "rope_scaling": {"type": kind} | fields}
+    assert old == ModelConfig.from_dict(both)
+    assert (old.rope.kind, old.rope_theta) == (kind, 5e5)
+
+
+def test_defaults_of_absent_fields_are_those_of_transformers() -> None:
+    import transformers
+
+    required = {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 7, "num_hidden_layers": 1,
+                "num_attention_heads": 4, "max_position_embeddings": 99}  # fmt: skip
+    for architecture in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        config_class = getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")
+        raw = required if architecture == "LlamaForCausalLM" else required | {"num_key_value_heads": 2}
+        hf = config_class(**raw)
+        c = ModelConfig.from_dict(raw | {"architectures": [architecture]})
+        assert c.num_kv_heads == hf.num_key_value_heads
+        assert c.head_dim == (getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
+        assert c.rms_norm_eps == hf.rms_norm_eps
+        assert (c.rope_theta, c.rope.kind) == (hf.rope_parameters["rope_theta"], hf.rope_parameters["rope_type"])
+        assert c.tie_embeddings == hf.tie_word_embeddings
+        assert c.o_bias == getattr(hf, "attention_bias", False)
+
+
+# Where transformers' default is that of one particular 7B model, an absent field is an error instead.
+@pytest.mark.parametrize(
+    "name",
+    ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+     "num_key_value_heads", "max_position_embeddings"],
+)  # fmt: skip
+def test_required_fields(name: str) -> None:
+    with pytest.raises(MinithinkError, match=f"{name} is missing"):
+        ModelConfig.from_dict({k: v for k, v in QWEN3_8B.items() if k != name})
+
+
+LLAMA, QWEN2, QWEN3 = R1_LLAMA_8B, R1_QWEN_7B, QWEN3_8B
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (LLAMA, {"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM.*mixture-of-experts"),
+    (LLAMA, {"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM"),
+    (LLAMA, {"architectures": ["GptOssForCausalLM"]}, "GptOssForCausalLM"),
+    (LLAMA, {"architectures": ["Phi3ForCausalLM"]}, "Phi3ForCausalLM"),
+    (LLAMA, {"architectures": []}, "not given"),
+    (LLAMA, {"architectures": None}, "not given"),
+    (LLAMA, {"architectures": "LlamaForCausalLM"}, "LlamaForCausalLM"),
+    (QWEN3, {"num_experts": 128}, "num_experts"),
+    (LLAMA, {"num_local_experts": 8}, "num_local_experts"),
+    (LLAMA, {"sliding_window": 4096}, "sliding_window"),
+    (QWEN2, {"use_sliding_window": True}, "use_sliding_window"),
+    (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*sliding_attention"),
+    (QWEN3, {"layer_types": "sliding_attention"}, "layer_types.*sliding_attention"),
+    (LLAMA, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+    (LLAMA, {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "longrope"),
+    (LLAMA, {"rope_scaling": {"type": ["yarn"], "factor": 2.0}}, "RoPE type"),
+    (LLAMA, {"rope_scaling": {"type": "yarn"}}, "lacks the field factor"),
+    (LLAMA, {"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor is '4'"),
+    (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 0}}, "factor is 0"),
+    (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": 3}}, "truncate is 3"),
+    (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 2.0, "finetuned": True}}, "finetuned"),
+    (LLAMA, {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "lacks the field high_freq_factor"),
+    (LLAMA, {"rope_scaling": LLAMA["rope_scaling"] | {"low_freq_factor": 4.0}}, "low_freq_factor must be below"),  # type: ignore[operator]
+    (LLAMA, {"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor is nan"),
+    (LLAMA, {"rope_scaling": [2.0]}, r"\[2.0\]"),
+    (LLAMA, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "contradict"),
+    (LLAMA, {"rope_theta": -1.0}, "rope_theta is -1.0"),
+    (LLAMA, {"rope_theta": 1}, "rope_theta is 1"),
+    (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    (QWEN3, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    (LLAMA, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    (LLAMA, {"mlp_bias": True}, "mlp_bias is True"),
+    (QWEN2, {"use_mrope": True}, "use_mrope is True"),
+    (LLAMA, {"is_encoder_decoder": True}, "is_encoder_decoder"),
+    (LLAMA, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not known"),
+    (LLAMA, {"auto_map": {"AutoModel": "modeling.py"}}, "auto_map"),
+    (LLAMA, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config.*original checkpoint"),
+    (LLAMA, {"hidden_size": 4096.0}, "hidden_size is 4096.0, not a whole number"),
+    (LLAMA, {"hidden_size": "4096"}, "hidden_size is '4096'"),
+    (LLAMA, {"num_hidden_layers": True}, "num_hidden_layers is True"),
+    (LLAMA, {"num_attention_heads": 0}, "num_attention_heads is 0"),
+    (LLAMA, {"vocab_size": 0}, "vocab_size is 0"),
+    (LLAMA, {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'"),
+    (LLAMA, {"num_key_value_heads": 5}, "32 query heads.*5 KV heads"),
+    (LLAMA, {"hidden_size": 4095}, "hidden_size 4095 is not a multiple of 32"),
+    (LLAMA, {"head_dim": 127}, "head dimension is 127"),
+    (LLAMA, {"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'"),
+    (LLAMA, {"attention_bias": 1}, "attention_bias is 1"),
+    (LLAMA, {"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
+    (LLAMA, {"bos_token_id": [1.5]}, "bos_token_id"),
+    (LLAMA, {"eos_token_id": [2, None]}, "eos_token_id"),
+    (QWEN3, {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": {"rope_type": "yarn", "factor": 4.0,
+     "beta_fast": 16}}, "contradict"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("base", "change", "message"), REFUSED, ids=[f"{c}"[:60] for _, c, _ in REFUSED])
+def test_what_is_not_supported_is_named(base: dict[str, Any], change: dict[str, Any], message: str) -> None:
+    with pytest.raises(MinithinkError, match=message) as caught:
+        ModelConfig.from_dict(base | change, "there/config.json")
+    assert "\n" not in str(caught.value)
+
+
+ACCEPTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (LLAMA, {"sliding_window": None, "hidden_act": "swish", "_name_or_path": "x", "unsloth_fixed": True}),
+    (QWEN2, {"attention_bias": False, "layer_types": ["full_attention"] * 28, "eos_token_id": [1, 2]}),
+    (QWEN3, {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}),
+    (QWEN3, {"num_experts": None, "eos_token_id": None, "is_decoder": False, "partial_rotary_factor": 1.0}),
+]
+
+
+@pytest.mark.parametrize(("base", "change"), ACCEPTED)
+def test_what_changes_no_logit_is_accepted(base: dict[str, Any], change: dict[str, Any]) -> None:
+    ModelConfig.from_dict(base | change)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=4,
+)
+rope_names = st.sampled_from(["rope_type", "type", "rope_theta", "factor", "beta_fast", "mscale", "truncate",
+                              "low_freq_factor", "original_max_position_embeddings"])  # fmt: skip
+
+
+@given(
+    base=st.sampled_from(list(REAL.values())),
+    name=st.sampled_from(sorted(LLAMA.keys() | QWEN2.keys() | QWEN3.keys() | {"rope_parameters", "layer_types"})),
+    value=json_values | st.dictionaries(rope_names, json_values | st.sampled_from(["yarn", "llama3", "linear"])),
+)
+def test_any_damage_is_a_clear_error_or_harmless(base: dict[str, Any], name: str, value: Any) -> None:
+    try:
+        config = ModelConfig.from_dict(base | {name: value})
+    except MinithinkError:
+        return
+    assert all(type(x) is int for x in config.eos_token_ids)
+    assert all(type(x) is not str for x in vars(config.rope).values() if x != config.rope.kind)
+
+
+def test_token_ids() -> None:
+    assert as_ids(None) == ()
+    assert as_ids(7) == (7,)
+    assert as_ids([7, 8]) == (7, 8)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "does not exist"), (b'{"a": 1', "not valid JSON"), (b"[1]", "a list"), (b"\xff\xfe{}", "cannot be read")],
+)
+def test_files_that_are_no_config(content: bytes | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(MinithinkError, match=message) as caught:
+        ModelConfig.from_folder(tmp_path)
+    assert "config.json" in str(caught.value)
+
+
+def test_from_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    assert ModelConfig.from_folder(tmp_path) == ModelConfig.from_dict(QWEN3_8B)
+    assert read_json(tmp_path / "config.json") == QWEN3_8B
