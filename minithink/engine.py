@@ -1,0 +1,287 @@
+"""The engine: a checkpoint ready to generate.
+
+engine = minithink.load("Qwen/Qwen3-0.6B")
+[result] = engine.generate("What is 6 · 7?")
+for chunk in engine.stream("What is 6 · 7?"): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minithink.backend import choose
+from minithink.config import ModelConfig, as_ids, read_json
+from minithink.errors import MinithinkError, UsageError
+from minithink.model import Decoder, Rope
+from minithink.policies import lookup
+from minithink.sampling import SamplingParams
+from minithink.stream import Chunk, Result, Stream, Track
+from minithink.tokenizer import Tokenizer
+from minithink.weights import load_decoder, resolve
+
+TINY = Path(__file__).parent / "assets" / "tiny"
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+MAX_BATCH = 32  # sequences at once, where nothing is said
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """What holds where the caller says nothing: the checkpoint's `generation_config.json`."""
+
+    temperature: float = 0.0  # a checkpoint that recommends no sampling decodes greedily
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_new_tokens: int | None = None  # None: what the context leaves
+    stop_ids: frozenset[int] = frozenset()
+
+    @classmethod
+    def from_folder(cls, folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> GenerationConfig:
+        """Read the file, if there is one; what stops may also stand in `config.json` or the tokenizer's files."""
+        path = folder / "generation_config.json"
+        raw = {k: v for k, v in (read_json(path) if path.exists() else {}).items() if v is not None}
+        for name in ("temperature", "top_k", "top_p", "min_p", "max_new_tokens"):
+            if name in raw and (isinstance(raw[name], bool) or not isinstance(raw[name], (int, float))):
+                raise MinithinkError(f"{path}: {name} is {raw[name]!r}, not a number.")
+        temperature = raw.get("temperature", 1.0 if raw.get("do_sample") else 0.0)
+        stops = as_ids(raw.get("eos_token_id")) or config.eos_token_ids or as_ids(tokenizer.eos_id)
+        drawing = {
+            "temperature": temperature if raw.get("do_sample", True) else 0.0,
+            "top_k": int(raw.get("top_k", 0)),
+            "top_p": raw.get("top_p", 1.0),
+            "min_p": raw.get("min_p", 0.0),
+        }
+        try:
+            SamplingParams(**drawing)
+        except UsageError as error:
+            raise MinithinkError(f"{path}: {error}") from None
+        return cls(max_new_tokens=raw.get("max_new_tokens"), stop_ids=frozenset(stops), **drawing)
+
+
+def load(
+    path_or_id: str | Path | None = "tiny",
+    *,
+    revision: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    backend: str = "auto",
+) -> Engine:
+    """Load a checkpoint: a folder, a Hugging Face model id, or the embedded model ("tiny").
+
+    Args:
+        path_or_id: what to load; a folder named tiny is given as `./tiny`.
+        revision: branch, tag or commit of a Hugging Face id.
+        device: auto (CUDA, then MPS, then CPU), or a name that torch knows.
+        dtype: float32, float16, bfloat16, or auto: the checkpoint's own on CUDA, float32 elsewhere.
+        backend: auto, reference or triton.
+
+    Raises:
+        UsageError: an argument makes no sense here. MinithinkError: the checkpoint cannot be read.
+    """
+    where = _device(device)
+    ops = choose(backend)
+    if dtype != "auto" and dtype not in DTYPES:
+        raise UsageError(f"The dtype {dtype!r} is unknown; there are auto, {', '.join(DTYPES)}.")
+    number_type = DTYPES.get(dtype, None if where.type == "cuda" else torch.float32)
+    if embedded := path_or_id in (None, "tiny"):
+        if revision is not None:
+            raise UsageError(f"The embedded model has no revisions: drop --revision {revision}, or name a model.")
+        if not (TINY / "config.json").exists():
+            raise MinithinkError(f"The embedded model is missing from {TINY}; name another one with --model.")
+    folder = TINY if embedded else resolve(str(path_or_id), revision)
+    config, tokenizer = ModelConfig.from_folder(folder), Tokenizer.from_folder(folder)
+    if tokenizer.vocab_size > config.vocab_size:  # smaller is fine: vocabularies are padded to round numbers
+        raise MinithinkError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens and the model's vocabulary only "
+            f"{config.vocab_size}; they do not belong together."
+        )
+    defaults = GenerationConfig.from_folder(folder, config, tokenizer)
+    decoder = load_decoder(folder, device=where, dtype=number_type, backend=ops)
+    return Engine(decoder, tokenizer, defaults)
+
+
+class Engine:
+    """A decoder with its tokenizer and defaults."""
+
+    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, generation_config: GenerationConfig) -> None:
+        self.config, self.decoder, self.tokenizer = decoder.config, decoder, tokenizer
+        self.generation_config = generation_config
+        self.device, self.dtype = decoder.embed.device, decoder.embed.dtype
+        self.rope = Rope(decoder.config, self.device)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], *, on_token: Callable[[Chunk], None] | None = None, **options: Any
+    ) -> list[Result]:
+        """Generate for one prompt or many; the options are those of `stream`.
+
+        Args:
+            prompts: a text, several texts, or several lists of token ids.
+            on_token: called with every token as it comes.
+
+        Returns:
+            a Result for every sequence: prompts in their order, the samples of a prompt side by side.
+        """
+        stream = self.stream(prompts, **options)
+        if on_token is None:
+            for _ in stream.steps():
+                pass
+        else:
+            for chunk in stream:
+                on_token(chunk)
+        return stream.results
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int = 0,
+        num_samples: int = 1,
+        batch_size: int | None = None,
+        chat: bool | None = None,
+        system: str | None = None,
+        policy: str | None = None,
+        budget: int | None = None,
+        stop: str | int | Sequence[str | int] = (),
+    ) -> Stream:
+        """Generate token by token: iterate over the Stream, then read its `results`. What is None is taken from
+        `generation_config`. Results do not depend on batch_size, beyond the rounding of sums of another shape.
+
+        Args:
+            prompts: as in `generate`.
+            max_new_tokens: of each sequence; None: what the context leaves.
+            temperature, top_k, top_p, min_p, seed: see SamplingParams.
+            num_samples: sequences for each prompt.
+            batch_size: sequences that run at once; None: up to 32, if the memory allows.
+            chat: put texts into the chat template; None: if there is one.
+            system: system message of the chat.
+            policy, budget: what stays in the KV cache; None: everything.
+            stop: token ids and texts that end a sequence, beside the checkpoint's own. A stream may show the
+                beginning of such a text, a result does not.
+
+        Raises:
+            UsageError: an argument makes no sense, or a prompt is empty or too long.
+            MinithinkError: the keys and values would not fit into the memory.
+        """
+        chosen = lookup(policy or "full")
+        if budget is not None and not chosen.takes_budget:
+            raise UsageError(f"A budget of {budget} was given, and the policy {chosen.name} takes none: drop it.")
+        defaults = self.generation_config
+        params = SamplingParams(
+            defaults.temperature if temperature is None else temperature,
+            defaults.top_k if top_k is None else top_k,
+            defaults.top_p if top_p is None else top_p,
+            defaults.min_p if min_p is None else min_p,
+            seed,
+        )
+        wanted = defaults.max_new_tokens if max_new_tokens is None else max_new_tokens
+        for name, value in (("max_new_tokens", wanted), ("num_samples", num_samples), ("batch_size", batch_size)):
+            if value is not None and value < 1:
+                raise UsageError(f"{name} is {value}; it must be at least 1.")
+        ids = [self.prompt_ids(prompt, chat=chat, system=system) for prompt in _as_list(prompts)]
+        sequences = [
+            Track(i * num_samples + k, i, k, prompt, *self._limit(i, len(prompt), wanted))
+            for i, prompt in enumerate(ids)
+            for k in range(num_samples)
+        ]
+        stops = (stop,) if isinstance(stop, (str, int)) else tuple(stop)
+        return Stream(self, sequences, params, self._fit(sequences, batch_size), stops)
+
+    def prompt_ids(self, prompt: Prompt, *, chat: bool | None = None, system: str | None = None) -> list[int]:
+        """The tokens of a prompt as the model will read them; ids stay as they are."""
+        if len(prompt) == 0 or (isinstance(prompt, str) and not prompt.strip()):
+            raise UsageError("The prompt is empty: give at least one word.")
+        templated = isinstance(prompt, str) and (self.tokenizer.chat_template is not None if chat is None else chat)
+        if system is not None and not templated:
+            raise UsageError("A system message needs a text prompt and a chat template: drop --system or --no-chat.")
+        if not isinstance(prompt, str):
+            if bad := [i for i in prompt if not isinstance(i, int) or not 0 <= i < self.config.vocab_size]:
+                raise UsageError(f"The prompt holds {bad[0]!r}, no token id below {self.config.vocab_size}.")
+            return list(prompt)
+        if not templated:
+            return self.tokenizer.encode(prompt, add_special_tokens=True)
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        return self.chat_ids([*messages, {"role": "user", "content": prompt}])
+
+    def chat_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The tokens of a conversation, `{"role": ..., "content": ...}` each, that the model is to continue."""
+        return self.tokenizer.encode(self.tokenizer.apply_chat_template(messages))
+
+    def _limit(self, index: int, length: int, wanted: int | None) -> tuple[int, str]:
+        """How many tokens may be generated, and the finish_reason if there are that many."""
+        context = self.config.max_position
+        if length >= context:
+            raise UsageError(
+                f"Prompt {index} has {length:,} tokens and the context holds {context:,}, of which one must be left "
+                f"to generate: shorten it by {length - context + 1:,} tokens."
+            )
+        room = context - length
+        return (wanted, "length") if wanted is not None and wanted <= room else (room, "context")
+
+    def _fit(self, sequences: list[Track], batch_size: int | None) -> int:
+        """How many sequences run at once: those asked for, or as many as fit."""
+        at_once = min(batch_size or MAX_BATCH, len(sequences))
+        free = _free_bytes(self.device)
+        if free is None:
+            return at_once
+        per_token = self.config.kv_bytes_per_token(self.dtype.itemsize)
+        sizes = sorted((len(s.prompt) + s.limit for s in sequences), reverse=True)  # the worst that may coincide
+        fitting = next((n for n in range(at_once, 0, -1) if sum(sizes[:n]) * per_token <= free), 0)
+        if fitting == at_once or (fitting and batch_size is None):
+            return fitting
+        longest = max(len(s.prompt) for s in sequences)
+        new = free // per_token // at_once - longest
+        fixes = [f"--batch-size {fitting}"] if fitting else []
+        fixes += [f"--max-new-tokens {new}"] if new > 0 else []
+        raise MinithinkError(
+            f"Out of memory: the keys and values of {at_once} sequences of up to {sizes[0]:,} tokens need "
+            f"{sum(sizes[:at_once]) * per_token / 2**20:,.0f} MiB ({per_token:,} bytes a token) and "
+            f"{free / 2**20:,.0f} MiB are free: use {' or '.join(fixes) or 'a shorter prompt'}."
+        )
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    if not prompts:
+        raise UsageError("There is no prompt: give at least one.")
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"The device {name!r} is unknown; use auto, cpu, cuda, cuda:1 or mps.") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"--device {name}: torch sees {torch.cuda.device_count()} CUDA devices; use cpu or auto.")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise UsageError(f"--device {name}: torch finds no Apple GPU here; use cpu or auto.")
+    return device
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Memory that can still be taken on the device, None where nothing tells."""
+    if device.type == "cuda":
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + idle
+    if device.type == "cpu" and Path("/proc/meminfo").exists():
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None

@@ -1,0 +1,322 @@
+"""The command line: `python -m minithink.generate [PROMPT]`.
+
+Without a prompt, the embedded model gets one of its test problems. Thinking is shown dimmed, the answer normally. In
+a pipe there is neither colour nor progress; `--json` prints one object a sequence and nothing else.
+
+Exit codes: 0 done, 1 failed, 2 asked for something that makes no sense, 130 interrupted by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from minithink import __version__
+from minithink.errors import MinithinkError, UsageError
+from minithink.policies import POLICIES
+
+if TYPE_CHECKING:  # torch is imported late, so that --help and --version are quick
+    from minithink.engine import Engine
+    from minithink.stream import Result, Stream
+
+INTERRUPTED = 130  # what shells report for a program that SIGINT ended
+PROMPT_FIELDS = ("prompt", "question", "problem")
+# All control characters but \\n and \\t, those of 8 bits too: a terminal would obey them.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Task(NamedTuple):
+    """One prompt, and the answer if it is known."""
+
+    prompt: str
+    answer: str | None = None
+
+
+class Screen:
+    """Standard output: dimmed and normal text on a terminal, plain text elsewhere."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="replace")  # an ASCII terminal shows ? for what it lacks
+        self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+        # NO_COLOR takes every style here, not only colours.
+        self.styled = self.console.is_terminal and not os.environ.get("NO_COLOR")
+
+    def write(self, text: str, style: str = "") -> None:
+        """Show text as it is, now. On a terminal, control characters become U+FFFD."""
+        if not self.console.is_terminal:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            return
+        from rich.text import Text
+
+        self.console.print(Text(CONTROL.sub("\ufffd", text), style=style if self.styled else ""), end="")
+
+    def line(self, text: str = "", style: str = "") -> None:
+        """Show text and end the line."""
+        self.write(text + "\n", style)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        args = _parser().parse_args(argv)
+        if args.list_policies:
+            for policy in POLICIES.values():
+                print(f"{policy.name:12} {policy.summary}")
+            return 0
+        return run(args)
+    except MinithinkError as error:
+        print(f"minithink: {CONTROL.sub(' ', ' '.join(str(error).split()))}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:  # before there was anything to show
+        print("minithink: interrupted.", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read the output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at exit
+        return 0
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load the model, generate, show."""
+    tasks = _tasks(args)
+    from minithink.engine import load
+
+    engine = load(args.model, revision=args.revision, device=args.device, dtype=args.dtype, backend=args.backend)
+    if args.interactive:
+        return _converse(engine, args, tasks)
+    tasks = tasks or [_test_problem(args.seed)]
+    stream = engine.stream([task.prompt for task in tasks], chat=args.chat, system=args.system, **_options(args))
+    if args.json:
+        code = _until_interrupted(lambda: _run_with_progress(stream))
+        for result in _begun(stream):
+            verdict = _verdict(result, tasks[result.prompt].answer)
+            print(json.dumps({**asdict(result), "verdict": verdict}), flush=True)
+        return code
+    screen = Screen()
+    begin = time.perf_counter()
+    if len(stream.sequences) == 1:
+        if not (args.prompt or args.prompt_text or args.prompt_file):
+            screen.line(tasks[0].prompt + "\n")
+        code = _until_interrupted(lambda: _show_live(screen, stream))
+    else:
+        code = _until_interrupted(lambda: _run_with_progress(stream))
+    seconds = time.perf_counter() - begin
+    results = _begun(stream)
+    for result in results:
+        if len(stream.sequences) > 1:
+            screen.line(f"[prompt {result.prompt}, sample {result.sample}]")
+            _show(screen, result)
+        screen.line()
+        answer = tasks[result.prompt].answer
+        if verdict := _verdict(result, answer):
+            screen.line(verdict if verdict == "right" else f"wrong: the answer is {answer}")
+    screen.line(summary(results, seconds), "dim")
+    return code
+
+
+def summary(results: list[Result], seconds: float) -> str:
+    """One line: tokens, speed, memory."""
+    tokens, thought = sum(r.generated_tokens for r in results), sum(r.thinking_tokens for r in results)
+    reasons = ", ".join(sorted({r.finish_reason for r in results})) or "interrupted"
+    return (
+        f"{sum(r.prompt_tokens for r in results):,} prompt tokens, {tokens:,} generated ({thought:,} thinking) in "
+        f"{seconds:.1f} s: {tokens / max(seconds, 1e-9):,.0f} tokens/s; "
+        f"KV cache {sum(r.kv_bytes for r in results):,} bytes held; {reasons}"
+    )
+
+
+def _show_live(screen: Screen, stream: Stream) -> None:
+    for chunk in stream:
+        if chunk.text:
+            screen.write(chunk.text, "dim" if chunk.stage == "think" else "")
+
+
+def _show(screen: Screen, result: Result) -> None:
+    if result.thinking:
+        screen.line(result.thinking + "\n", "dim")
+    screen.write(result.answer)
+
+
+def _run_with_progress(stream: Stream) -> None:
+    """Run to the end, with a progress line if standard error is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.completed:,} tokens"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+        for count in stream.steps():
+            progress.advance(task, count)
+
+
+def _until_interrupted(work: Callable[[], None]) -> int:
+    """Do the work; the exit code that says whether Ctrl-C ended it. What is done by then remains."""
+    try:
+        work()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+def _begun(stream: Stream) -> list[Result]:
+    return [result for result in stream.results if result.token_ids]
+
+
+def _verdict(result: Result, answer: str | None) -> str | None:
+    """right or wrong; None where no answer is known, or the sequence was interrupted."""
+    from minithink.tasks import grade
+
+    if answer is None or result.finish_reason == "interrupted":
+        return None
+    return "right" if grade(result.text, answer) else "wrong"
+
+
+def _converse(engine: Engine, args: argparse.Namespace, tasks: list[Task]) -> int:
+    """Turn after turn, until the input ends. Earlier turns are in the prompt, earlier thinking is not."""
+    if engine.tokenizer.chat_template is None:
+        raise UsageError("--interactive needs a chat template, and the model has none: drop --interactive.")
+    screen, asking = Screen(), sys.stdin.isatty()
+    messages = [{"role": "system", "content": args.system}] if args.system is not None else []
+    said = [task.prompt for task in tasks]
+    while True:
+        try:
+            text = said.pop() if said else input("> " if asking else "")
+        except EOFError:
+            return 0
+        if not text.strip():
+            continue
+        messages.append({"role": "user", "content": text})
+        stream = engine.stream([engine.chat_ids(messages)], **_options(args))
+        begin = time.perf_counter()
+        code = _until_interrupted(lambda stream=stream: _show_live(screen, stream))  # type: ignore[misc]
+        screen.line()
+        screen.line(summary(_begun(stream), time.perf_counter() - begin), "dim")
+        if code:
+            return code
+        messages.append({"role": "assistant", "content": stream.result.answer})
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    names = "max_new_tokens temperature top_k top_p min_p seed num_samples batch_size policy budget"
+    return {name: getattr(args, name) for name in names.split()}
+
+
+def _test_problem(seed: int) -> Task:
+    from minithink.tasks import load_problems
+
+    problems = load_problems("test")
+    problem = problems[seed % len(problems)]
+    return Task(problem.question, problem.answer)
+
+
+def _tasks(args: argparse.Namespace) -> list[Task]:
+    """The prompts that were given, after a look at what contradicts itself."""
+    given = [text for text in (args.prompt_text, args.prompt) if text is not None]
+    if len(given) + (args.prompt_file is not None) > 1:
+        raise UsageError("There are two prompts: give PROMPT, --prompt or --prompt-file, only one of them.")
+    if args.system is not None and args.chat is False:
+        raise UsageError("--system needs the chat template that --no-chat turns off: drop one of them.")
+    if args.interactive:
+        for flag in ("json", "prompt_file"):
+            if getattr(args, flag):
+                raise UsageError(f"--interactive does not go with --{flag.replace('_', '-')}: drop one of them.")
+        if args.num_samples != 1 or args.chat is False:
+            raise UsageError("--interactive is one chat: drop --num-samples or --no-chat.")
+    if args.prompt_file is not None:
+        return read_prompts(Path(args.prompt_file))
+    if given and not given[0].strip():
+        raise UsageError("The prompt is empty: give at least one word.")
+    return [Task(text) for text in given]
+
+
+def read_prompts(path: Path) -> list[Task]:
+    """A .jsonl file holds one object a line, with `prompt`, `question` or `problem`, and `answer` where it is known;
+    any other file is one prompt.
+
+    Raises:
+        UsageError: the file cannot be read, or holds something else.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"The prompt file {path} cannot be read as text: {error}.") from None
+    tasks = []
+    if path.suffix != ".jsonl":
+        tasks = [Task(text)] if text.strip() else []
+    else:
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                tasks.append(_task(line, f"{path}, line {number}"))
+    if not tasks:
+        raise UsageError(f"The prompt file {path} is empty: put at least one prompt into it.")
+    return tasks
+
+
+def _task(line: str, where: str) -> Task:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where} is not valid JSON: {error}.") from None
+    found = [row[name] for name in PROMPT_FIELDS if name in row] if isinstance(row, dict) else []
+    if not found or not isinstance(found[0], str) or not found[0].strip():
+        raise UsageError(
+            f"{where} has no text in a field named {', '.join(PROMPT_FIELDS[:-1])} or {PROMPT_FIELDS[-1]}."
+        )
+    answer = row.get("answer")
+    return Task(found[0], None if answer is None else str(answer))
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line about what is wrong, without the list of all flags."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see --help).")
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = _Parser(
+        prog="python -m minithink.generate", description="Generate with a reasoning model.", allow_abbrev=False
+    )
+    add = p.add_argument
+    add("prompt_text", nargs="?", metavar="PROMPT", help="default: a test problem of the embedded model, by --seed")
+    add("--version", action="version", version=f"minithink {__version__}")
+    add("--list-policies", action="store_true", help="print the policies and exit")
+    add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
+    add("--revision", help="branch, tag or commit of the Hugging Face id")
+    add("--prompt", help="the same as PROMPT")
+    add("--prompt-file", metavar="FILE", help=".jsonl: an object a line, with prompt, question or problem, perhaps "
+        "answer; any other file is one prompt")  # fmt: skip
+    add("--system", help="system message of the chat")
+    add("--chat", action=argparse.BooleanOptionalAction, help="use the chat template (default: if there is one)")
+    add("--interactive", action="store_true", help="a conversation: one turn a line of the input")
+    add("--policy", help="what stays in the KV cache (default: full); see --list-policies")
+    add("--budget", type=int, metavar="TOKENS", help="what a policy keeps to")
+    add("--max-new-tokens", type=int, metavar="N", help="default: the model's own, else what the context leaves")
+    add("--temperature", type=float, help="0 is greedy (this and the next three default to the model's own)")
+    add("--top-k", type=int, help="0 is off")
+    add("--top-p", type=float, help="1 is off")
+    add("--min-p", type=float, help="0 is off")
+    add("--seed", type=int, default=0, help="of the draws, and of the test problem (default: 0)")
+    add("--num-samples", type=int, default=1, metavar="N", help="sequences for each prompt (default: 1)")
+    add("--batch-size", type=int, metavar="N", help="sequences at once (default: up to 32 that fit)")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
+    add("--dtype", default="auto", help="auto, float32, float16, bfloat16")
+    add("--backend", default="auto", help="auto, reference, triton")
+    add("--json", action="store_true", help="print one JSON object a sequence and nothing else")
+    return p
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""Sampling: temperature, top-k, top-p, min-p, then one draw by the Gumbel-max trick with counter-based noise.
+
+    token = argmax_v (filtered_logit_v + g_v),   g_v = −log(−log(1 − u_v)),   u_v uniform in (0, 1)
+
+draws from softmax(filtered logits) exactly (Gumbel 1954; Maddison et al. 2014). The uniforms come from
+Philox4x32-10 (Salmon et al. 2011), a bijection of a counter under a key, with no state that advances: u is a pure
+function of (seed, sequence, position, token id). A sequence therefore draws the same tokens whatever runs beside it,
+and a GPU kernel can compute the same numbers wherever it needs them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from minithink.errors import UsageError
+
+MASK = 0xFFFFFFFF
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)  # what the key grows by every round: the golden ratio, √3 − 1
+COLDEST = 1e-4  # below it, float32 logits divided by the temperature may overflow
+NEAR = 1e-3  # in probability: many times the rounding of a sum over the vocabulary
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn, the same for a whole batch. The filters apply in the order of the fields."""
+
+    temperature: float = 1.0  # 0: greedy, the filters and the seed have no effect
+    top_k: int = 0  # keep the k most probable tokens, and those that tie with the last of them; 0: all
+    top_p: float = 1.0  # keep the fewest most probable tokens whose probabilities add up to at least this; 1: all
+    min_p: float = 0.0  # keep tokens at least this probable relative to the most probable one; 0: all
+    seed: int = 0  # 64 bits, unsigned
+
+    def __post_init__(self) -> None:
+        if self.temperature != 0 and not COLDEST <= self.temperature < math.inf:
+            raise UsageError(
+                f"The temperature is {self.temperature}; it must be 0 (greedy) or at least {COLDEST}, and finite."
+            )
+        if self.top_k < 0:
+            raise UsageError(f"top_k is {self.top_k}; it must be 0 (keep all tokens) or a number of tokens.")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (keep all tokens).")
+        if not 0 <= self.min_p <= 1:
+            raise UsageError(f"min_p is {self.min_p}; it must be between 0 (keep all tokens) and 1.")
+        if not 0 <= self.seed < 2**64:
+            raise UsageError(f"The seed is {self.seed}; it must be from 0 to 2^64 − 1.")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self.temperature == 0
+
+
+def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Divide by the temperature, and set to −∞ what top-k, top-p and min-p remove, each after the one before.
+
+    Order, boundaries and ties are those of transformers; where equal logits straddle the boundary of top-p, the
+    larger token ids are kept.
+
+    Args:
+        logits: [B, V].
+        params: with temperature above 0.
+
+    Returns:
+        [B, V] float32, at least one finite value a row.
+    """
+    x = logits.float()
+    if params.temperature != 1:
+        x = x / params.temperature
+    if params.top_k:
+        kth = x.topk(min(params.top_k, x.shape[-1]), dim=-1).values[:, -1:]
+        x = x.masked_fill(x < kth, -math.inf)
+    if params.top_p < 1:
+        ascending, order = x.sort(dim=-1, stable=True)
+        removed = ascending.softmax(-1).cumsum(-1) <= 1 - params.top_p
+        removed[:, -1] = False
+        x = x.masked_fill(torch.zeros_like(removed).scatter_(1, order, removed), -math.inf)
+    if params.min_p:
+        p = x.softmax(-1)
+        x = x.masked_fill(p < params.min_p * p.amax(-1, keepdim=True), -math.inf)
+    return x
+
+
+def sample(logits: Tensor, params: SamplingParams, sequence: Tensor, position: Tensor) -> Tensor:
+    """Draw one token a row. This is the definition; `Sampler` gives the same tokens, faster.
+
+    Args:
+        logits: [B, V], any float dtype.
+        params: of all rows.
+        sequence: [B] int64, the number of each row's sequence.
+        position: [B] int64, the position at which the drawn token will stand.
+
+    Returns:
+        [B] int64 token ids.
+    """
+    if params.greedy:
+        return logits.argmax(-1)
+    return (filter_logits(logits, params) + gumbel(params.seed, sequence, position, logits.shape[-1])).argmax(-1)
+
+
+def gumbel(seed: int, sequence: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise. sequence, position: [B] int64 → [B, V] float32, all finite (−2.9 to 22.9)."""
+    # u is finest near 0, and small u give the large g that decide: log1p keeps their whole resolution.
+    return -(-torch.log1p(-uniform(seed, sequence, position, vocab_size))).log()
+
+
+def uniform(seed: int, sequence: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """Uniforms keyed by (seed, sequence, position, token id). sequence, position: [B] int64.
+
+    Token v takes word v mod 4 of Philox(counter = (v div 4, position, sequence low, sequence high), key = (seed low,
+    seed high)), as (word + ½)·2⁻³² rounded to float32, and at most 1 − 2⁻²⁴: never 0, never 1.
+
+    Returns:
+        [B, V] float32.
+    """
+    quad = torch.arange(-(-vocab_size // 4), device=position.device)
+    column = sequence[:, None]
+    words = philox((quad[None], position[:, None], column & MASK, column >> 32 & MASK), (seed & MASK, seed >> 32))
+    x = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size].float()
+    return x.add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+
+
+def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> list[Tensor]:
+    """Philox4x32-10. counter: four int64 tensors that broadcast, each word below 2³²; key: two such numbers.
+
+    Returns:
+        four int64 tensors of the broadcast shape, each word below 2³².
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        # An int64 product wraps modulo 2⁶⁴, which are the very 64 bits of the product of two unsigned words. Only c0
+        # and c2 are multiplied, so only they must be masked every round.
+        a, b = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1 = ((b >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(MASK), b
+        c2, c3 = ((a >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(MASK), a
+        k0, k1 = k0 + WEYL[0] & MASK, k1 + WEYL[1] & MASK
+    return list(torch.broadcast_tensors(c0, c1 & MASK, c2, c3 & MASK))
+
+
+class Sampler:
+    """`sample` with the noise of each sequence's next positions drawn in blocks.
+
+    Ten rounds of Philox are some hundred small tensor operations. Since the noise depends on no logits, a sequence's
+    next `block` positions cost hardly more than one.
+    """
+
+    def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self.params, self.vocab_size, self.device = params, vocab_size, torch.device(device)
+        # Where launches cost more than arithmetic, larger blocks pay: 512 KiB a sequence on a CPU, else 16 MiB.
+        values = 2**17 if self.device.type == "cpu" else 2**22
+        self.block = max(1, min(64, values // vocab_size))
+        self._cheap = replace(params, top_p=1.0, min_p=0.0)  # what of the filters needs no sort
+        self._noise: dict[int, tuple[int, Tensor]] = {}  # sequence → first position, noise [block, V]
+
+    def sample(self, logits: Tensor, sequences: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """logits: [B, V]; the numbers of the rows' sequences; their drawn tokens' positions → [B] int64."""
+        params = self.params
+        if params.greedy:
+            return logits.argmax(-1)
+        rows = [self._row(sequence, position) for sequence, position in zip(sequences, positions, strict=True)]
+        noise = rows[0][None] if len(rows) == 1 else torch.stack(rows)
+        x = filter_logits(logits, self._cheap)
+        token = (x + noise).argmax(-1)
+        if params == self._cheap:
+            return token
+        # What wins among more tokens wins among fewer, if it is one of them. Whether top-p and min-p keep the winner
+        # takes no sort to see, unless it stands near the boundary: only then (or beyond it) is the filter applied.
+        p = x.softmax(-1)
+        p_token = p.gather(-1, token[:, None])
+        before = (p * (p >= p_token)).sum(-1, keepdim=True) - p_token
+        kept = (before < params.top_p - NEAR) & (p_token >= (params.min_p + NEAR) * p.amax(-1, keepdim=True))
+        if not kept.all():
+            unsure = (~kept).flatten().nonzero().flatten()
+            token[unsure] = (filter_logits(logits[unsure], params) + noise[unsure]).argmax(-1)
+        return token
+
+    def drop(self, sequence: int) -> None:
+        """Forget a sequence that has ended."""
+        self._noise.pop(sequence, None)
+
+    def _row(self, sequence: int, position: int) -> Tensor:
+        first, noise = self._noise.get(sequence, (position + 1, None))
+        if noise is None or not 0 <= position - first < self.block:
+            first = position
+            places = torch.arange(first, first + self.block, device=self.device)
+            noise = gumbel(self.params.seed, torch.full_like(places, sequence), places, self.vocab_size)
+            self._noise[sequence] = first, noise
+        return noise[position - first]

@@ -1,0 +1,221 @@
+"""Decoding many sequences at once, token by token.
+
+Sequences need no common length and no padding: every decoding step feeds one token of each running sequence to the
+decoder, as one flat row, and a sequence that ends makes room for the next one of the queue.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minithink.kv.full import FullCache
+from minithink.sampling import Sampler, SamplingParams
+from minithink.thinking import Stage, split_thinking
+
+if TYPE_CHECKING:
+    from minithink.engine import Engine
+
+PREFILL_CHUNK = 2048  # prompt tokens per forward pass: bounds the memory of activations
+
+
+class Chunk(NamedTuple):
+    """One generated token. The texts of a sequence's chunks, joined, are its `Result.text`."""
+
+    text: str  # "" inside a character, and for the token that stops
+    stage: str  # "think" (its tags included) or "answer"
+    token_id: int
+    prompt: int  # index of the prompt
+    sample: int  # index of the sample of this prompt
+
+
+@dataclass(frozen=True)
+class Result:
+    """One sequence, finished or as far as it got."""
+
+    text: str  # all that was generated, without the token or the text that stopped it
+    thinking: str  # what of it is thought, without tags and outer white space
+    answer: str  # the rest; all of `text` for a model that does not think
+    token_ids: list[int]  # generated ones only, with the token that stopped
+    finish_reason: str  # stop | length (max_new_tokens) | context (it is full) | interrupted
+    prompt_tokens: int
+    generated_tokens: int
+    thinking_tokens: int
+    kv_bytes: int  # keys and values held at the end
+    prefill_seconds: float
+    decode_seconds: float  # from the first to the last token, beside whatever else ran
+    prompt: int = 0  # index of the prompt
+    sample: int = 0
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """Prompt tokens read a second."""
+        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Tokens generated a second, by this sequence alone, after its first."""
+        return (self.generated_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
+
+
+@dataclass
+class Track:
+    """What the loop knows of one sequence."""
+
+    number: int  # in the draws, and in the cache
+    prompt_index: int
+    sample: int
+    prompt: list[int]
+    limit: int  # generate at most that many tokens
+    limit_reason: str  # what finish_reason says then
+    tokens: list[int] = field(default_factory=list)  # generated
+    finish_reason: str = ""  # "" while it runs
+    kv_bytes: int = 0
+    piece: str = ""  # the text of the last token, where texts are wanted
+    tail: str = ""  # the latest text, as long as the longest text that stops
+    began: float = 0.0
+    first: float = 0.0  # when the first token was there
+    last: float = 0.0
+
+
+class Stream:
+    """Generation in progress: an iterator of Chunks. It may be left at any time; `results` says how far it got."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sequences: list[Track],
+        params: SamplingParams,
+        batch_size: int,
+        stop: Sequence[str | int],
+    ) -> None:
+        self.engine, self.sequences, self.batch_size = engine, sequences, batch_size
+        self.stop_ids = engine.generation_config.stop_ids | {s for s in stop if isinstance(s, int)}
+        self.stop_texts = tuple(s for s in stop if isinstance(s, str) and s)
+        self.sampler = Sampler(params, engine.config.vocab_size, engine.device)
+        self.cache = FullCache(
+            engine.config, engine.rope, device=engine.device, dtype=engine.dtype, backend=engine.decoder.backend
+        )
+        self._texts = [engine.tokenizer.stream() for _ in sequences]
+        self._read_texts = bool(self.stop_texts)
+        self._steps = self._run()
+        self._chunks = self._make_chunks()
+
+    def steps(self) -> Iterator[int]:
+        """Run without making texts; gives the number of tokens that every step brought."""
+        return (len(advanced) for advanced in self._steps)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self
+
+    def __next__(self) -> Chunk:
+        return next(self._chunks)
+
+    def _make_chunks(self) -> Iterator[Chunk]:
+        self._read_texts = True
+        stages = [Stage(self.engine.tokenizer, s.prompt) for s in self.sequences]
+        for advanced in self._steps:
+            for s in advanced:
+                stage = stages[s.number].put(s.tokens[-1], s.piece)
+                yield Chunk(s.piece, stage, s.tokens[-1], s.prompt_index, s.sample)
+
+    @property
+    def results(self) -> list[Result]:
+        """A Result of every sequence, in order."""
+        return [self._result(s) for s in self.sequences]
+
+    @property
+    def result(self) -> Result:
+        """The Result of the only, or first, sequence."""
+        return self._result(self.sequences[0])
+
+    @torch.inference_mode()
+    def _run(self) -> Iterator[list[Track]]:
+        """The loop. Gives, after every step, the sequences that have a new token."""
+        waiting, running = deque(self.sequences), list[Track]()
+        while waiting or running:
+            while waiting and len(running) < self.batch_size:
+                s = waiting.popleft()
+                self._take([s], self._prefill(s))
+                yield [s]
+                if not s.finish_reason:
+                    running.append(s)
+            if running:
+                self._take(running, self._decode(running))
+                yield running
+                running = [s for s in running if not s.finish_reason]
+
+    def _prefill(self, s: Track) -> Tensor:
+        """Join the cache and read the prompt → logits [1, V] of its last token."""
+        self.cache.join(s.number, len(s.prompt) + s.limit)
+        s.began = time.perf_counter()
+        hidden = torch.empty(0)
+        for start in range(0, len(s.prompt), PREFILL_CHUNK):
+            tokens = s.prompt[start : start + PREFILL_CHUNK]
+            hidden = self._forward([s.number], [len(tokens)], tokens)
+        return self.engine.decoder.logits(hidden[-1:])
+
+    def _decode(self, running: list[Track]) -> Tensor:
+        """One token further → logits [B, V]."""
+        hidden = self._forward([s.number for s in running], [1] * len(running), [s.tokens[-1] for s in running])
+        return self.engine.decoder.logits(hidden)
+
+    def _forward(self, numbers: list[int], counts: list[int], tokens: list[int]) -> Tensor:
+        self.cache.begin_step(numbers, counts)
+        hidden: Tensor = self.engine.decoder(torch.tensor(tokens, device=self.engine.device), self.cache)
+        self.cache.end_step()
+        return hidden
+
+    def _take(self, sequences: list[Track], logits: Tensor) -> None:
+        """Draw a token for each sequence, and end those that are done."""
+        positions = [len(s.prompt) + len(s.tokens) for s in sequences]
+        drawn = self.sampler.sample(logits, [s.number for s in sequences], positions).tolist()
+        now = time.perf_counter()
+        for s, token in zip(sequences, drawn, strict=True):
+            s.first, s.last = s.first or now, now
+            s.tokens.append(token)
+            if token in self.stop_ids:
+                s.finish_reason = "stop"
+            elif len(s.tokens) == s.limit:
+                s.finish_reason = s.limit_reason
+            if self._read_texts:
+                self._read(s, token)
+            if s.finish_reason:
+                s.kv_bytes = self.cache.held_bytes(s.number)
+                self.cache.leave(s.number)
+                self.sampler.drop(s.number)
+
+    def _read(self, s: Track, token: int) -> None:
+        """Decode the new token, and look for texts that stop."""
+        text = self._texts[s.number]
+        s.piece = "" if token in self.stop_ids else text.put(token)
+        if s.finish_reason:
+            s.piece += text.flush()
+        s.tail += s.piece
+        if any(stop in s.tail for stop in self.stop_texts):
+            s.finish_reason = "stop"
+        s.tail = s.tail[-max(map(len, self.stop_texts), default=0) :] if self.stop_texts else ""
+
+    def _result(self, s: Track) -> Result:
+        engine, tokens = self.engine, s.tokens
+        text = engine.tokenizer.decode(tokens[:-1] if tokens and tokens[-1] in self.stop_ids else tokens)
+        text = text[: min((at for stop in self.stop_texts if (at := text.find(stop)) >= 0), default=len(text))]
+        stage = Stage(engine.tokenizer, s.prompt)
+        thinking, answer = split_thinking(text, stage.name == "think")
+        pieces = map(engine.tokenizer.stream().put, tokens)
+        thought = sum(stage.put(token, piece) == "think" for token, piece in zip(tokens, pieces, strict=True))
+        running = s.began and not s.finish_reason
+        held = self.cache.held_bytes(s.number) if running else s.kv_bytes
+        return Result(
+            text=text, thinking=thinking, answer=answer, token_ids=list(tokens),
+            finish_reason=s.finish_reason or "interrupted", prompt_tokens=len(s.prompt),
+            generated_tokens=len(tokens), thinking_tokens=thought, kv_bytes=held,
+            prefill_seconds=s.first - s.began if s.first else 0.0, decode_seconds=s.last - s.first,
+            prompt=s.prompt_index, sample=s.sample,
+        )  # fmt: skip

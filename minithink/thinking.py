@@ -1,0 +1,54 @@
+"""Where a model thinks: the parts of its text inside and outside of <think>...</think>."""
+
+from __future__ import annotations
+
+from minithink.tokenizer import Tokenizer
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+class Stage:
+    """Whether a sequence is thinking, token by token. The tags themselves belong to the thinking.
+
+    Tags that are tokens are known by their ids, so that a user who types them ends nothing. Where the tokenizer has
+    none, the text is watched.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
+        self.open, self.close = tokenizer.id_of(OPEN), tokenizer.id_of(CLOSE)
+        self.tail = ""
+        if self.open is None or self.close is None:
+            text = tokenizer.decode(prompt)
+            inside = text.rfind(OPEN) > text.rfind(CLOSE)
+        else:
+            last = next((t for t in reversed(prompt) if t in (self.open, self.close)), None)
+            inside = last == self.open
+        self.name = "think" if inside else "answer"
+
+    def put(self, token: int, piece: str) -> str:
+        """The stage of the next token, whose text is `piece`."""
+        if self.open is None or self.close is None:
+            self.tail = self.tail[-len(CLOSE) + 1 :] + piece
+            opens, closes = self.tail.rfind(OPEN), self.tail.rfind(CLOSE)
+            if opens > closes:
+                self.name = "think"
+            if closes <= opens:
+                return self.name
+        elif token == self.open:
+            self.name = "think"
+            return self.name
+        elif token != self.close:
+            return self.name
+        self.name = "answer"
+        return "think"
+
+
+def split_thinking(text: str, inside: bool) -> tuple[str, str]:
+    """Thinking and answer of a generated text; `inside`: it begins within <think>."""
+    before, opened, rest = ("", OPEN, text) if inside else text.partition(OPEN)
+    if not opened:
+        return "", text
+    thinking, closed, after = rest.rpartition(CLOSE)
+    if not closed or OPEN in after:  # it thinks still, perhaps again
+        thinking, after = rest, ""
+    return thinking.removeprefix(OPEN).strip(), (before + after).strip()

@@ -1,0 +1,352 @@
+"""The engine: what it generates, when it stops, how it splits, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import minithink
+from minithink import stream as stream_module
+from minithink.engine import Engine, load
+from minithink.errors import MinithinkError, UsageError
+from minithink.sampling import Sampler, SamplingParams, filter_logits, gumbel
+from minithink.stream import Chunk, Result
+from minithink.thinking import Stage, split_thinking
+from tests.compare import margins
+from tests.drive import prompt_logits
+from tests.fixtures_checkpoint import CONTEXT, SPECIAL, edit_json, write_checkpoint, write_json
+
+torch.set_num_threads(1)
+
+PROMPTS = ["Who sits?", "Alpha sits left of Bravo.", "a", "Who sits third from the left, and who?"]
+PROMPTS += ["b c", "12 34", "left " * 9, "ä"]
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
+
+
+def play(monkeypatch: pytest.MonkeyPatch, scripts: Sequence[Sequence[int]]) -> None:
+    """Let sequence n generate the tokens scripts[n], whatever its logits are."""
+    given: dict[int, int] = {}
+
+    def sample(self: Sampler, logits: torch.Tensor, sequences: list[int], positions: list[int]) -> torch.Tensor:
+        for n in sequences:
+            given[n] = given.get(n, -1) + 1
+        return torch.tensor([scripts[n][given[n]] for n in sequences])
+
+    monkeypatch.setattr(Sampler, "sample", sample)
+
+
+def play_text(monkeypatch: pytest.MonkeyPatch, engine: Engine, *texts: str) -> None:
+    play(monkeypatch, [[*engine.tokenizer.encode(text), 0] for text in texts])
+
+
+def agree_until_a_tie(engine: Engine, got: Result, want: Result, prompt: list[int], params: SamplingParams) -> None:
+    """Equal tokens up to where the two best candidates, noise included, are within 1e-5 of each other."""
+    logits = prompt_logits(engine.decoder, prompt + want.token_ids[:-1])[len(prompt) - 1 :]
+    if not params.greedy:
+        positions = torch.arange(len(prompt), len(prompt) + len(want.token_ids))
+        number = torch.full_like(positions, want.prompt)
+        logits = filter_logits(logits, params) + gumbel(params.seed, number, positions, logits.shape[1])
+    ties = (margins(logits) <= 1e-5).nonzero().flatten().tolist()
+    upto = ties[0] if ties else None
+    assert upto is None or upto > 3, "the comparison must not be empty"
+    assert got.token_ids[:upto] == want.token_ids[:upto]
+
+
+# What is generated -----------------------------------------------------------------------------------------------
+
+
+def test_greedy_equals_transformers(checkpoint: Path, engine: Engine) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    for result, prompt in zip(engine.generate(PROMPTS, temperature=0, max_new_tokens=40), PROMPTS, strict=True):
+        ids = engine.prompt_ids(prompt)
+        want = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=40, pad_token_id=0)
+        assert result.token_ids == want[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, SAMPLED], ids=["greedy", "sampled"])
+def test_ragged_batch_equals_each_alone(engine: Engine, options: dict[str, Any]) -> None:
+    ids = [engine.prompt_ids(prompt) for prompt in PROMPTS]
+    params = SamplingParams(**options)
+    together = engine.generate(PROMPTS, max_new_tokens=30, batch_size=8, **options)
+    again = engine.generate(PROMPTS, max_new_tokens=30, batch_size=8, **options)
+    assert [r.token_ids for r in together] == [r.token_ids for r in again]
+    for batch_size in (1, 3):
+        alone = engine.generate(PROMPTS, max_new_tokens=30, batch_size=batch_size, **options)
+        for prompt, a, b in zip(ids, alone, together, strict=True):
+            agree_until_a_tie(engine, b, a, prompt, params)
+
+
+def test_sequences_of_very_different_lengths_take_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts = [[9] * n + [0] for n in (3, 30, 0, 7, 1, 12)]
+    play(monkeypatch, scripts)
+    stream = engine.stream(["x"] * 6, batch_size=2)
+    widths = list(stream.steps())
+    assert [r.token_ids for r in stream.results] == scripts
+    assert max(widths) == 2
+    assert sum(widths) == sum(map(len, scripts))
+    assert not stream.cache.lanes, "every sequence left the cache"
+    assert {r.finish_reason for r in stream.results} == {"stop"}
+
+
+def test_prompt_longer_than_a_chunk(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = engine.tokenizer.encode("Alpha sits left of Bravo. " * 4)
+    whole = engine.generate([ids], max_new_tokens=20)[0]
+    monkeypatch.setattr(stream_module, "PREFILL_CHUNK", 7)
+    pieces = engine.generate([ids], max_new_tokens=20)[0]
+    agree_until_a_tie(engine, pieces, whole, ids, SamplingParams(temperature=0))
+
+
+def test_samples_differ_and_lie_side_by_side(engine: Engine) -> None:
+    results = engine.generate(["a", "b"], num_samples=3, max_new_tokens=20, **SAMPLED)
+    assert [(r.prompt, r.sample) for r in results] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert len({tuple(r.token_ids) for r in results}) == 6
+    other = engine.generate(["a", "b"], num_samples=3, max_new_tokens=20, **{**SAMPLED, "seed": 6})
+    assert [r.token_ids for r in other] != [r.token_ids for r in results]
+
+
+def test_prompts_of_ids_and_texts_are_the_same(engine: Engine) -> None:
+    ids = engine.prompt_ids("Who sits?")
+    results = [engine.generate(p, max_new_tokens=9) for p in ("Who sits?", ["Who sits?"], [ids], ids)]
+    assert len({tuple(r[0].token_ids) for r in results}) == 1
+
+
+def test_chat_system_and_raw_prompts(engine: Engine) -> None:
+    decode = engine.tokenizer.decode
+    assert decode(engine.prompt_ids("hi")) == "<|user|>hi<|assistant|><think>\n"
+    assert decode(engine.prompt_ids("hi", system="be")) == "<|system|>be<|user|>hi<|assistant|><think>\n"
+    assert decode(engine.prompt_ids("hi", chat=False)) == "hi"
+
+
+# When it stops ---------------------------------------------------------------------------------------------------
+
+
+def test_limits_and_their_reasons(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, [[9] * CONTEXT])
+    prompt = engine.prompt_ids("x")
+    cases = [(5, 5, "length"), (CONTEXT - len(prompt), CONTEXT - len(prompt), "length")]
+    cases += [(n, CONTEXT - len(prompt), "context") for n in (CONTEXT, CONTEXT - len(prompt) + 1)]
+    for wanted, count, reason in [*cases, (None, CONTEXT - len(prompt), "context")]:
+        play(monkeypatch, [[9] * CONTEXT])
+        result = engine.generate("x", max_new_tokens=wanted)[0]
+        assert (result.generated_tokens, result.finish_reason) == (count, reason)
+        assert result.kv_bytes == (len(prompt) + count - 1) * engine.config.kv_bytes_per_token(4)
+
+
+def test_a_prompt_that_leaves_one_token(engine: Engine) -> None:
+    result = engine.generate([[9] * (CONTEXT - 1)])[0]
+    assert (result.generated_tokens, result.finish_reason in ("context", "stop")) == (1, True)
+
+
+def test_stops_at_ids_and_texts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = engine.tokenizer.encode("Alpha sits left of Bravo.")
+    play(monkeypatch, [ids])
+    assert engine.generate("x", stop=[ids[3]])[0].token_ids == ids[:4]
+    play(monkeypatch, [ids])
+    assert engine.generate("x", stop="Bravo")[0].text == "Alpha sits left of "
+    play(monkeypatch, [ids])
+    result = engine.generate("x", stop=["nothing", "ft of"])[0]
+    assert (result.text, result.finish_reason) == ("Alpha sits le", "stop")
+    assert engine.tokenizer.decode(result.token_ids).startswith("Alpha sits left of")
+    assert len(result.token_ids) < len(ids)
+
+
+def test_the_token_that_stops_is_counted_but_not_shown(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    play_text(monkeypatch, engine, "sits")
+    result = engine.generate("x")[0]
+    assert (result.text, result.token_ids[-1], result.finish_reason) == ("sits", 0, "stop")
+
+
+@pytest.mark.parametrize(
+    ("generation", "want"),
+    [
+        (None, {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": None, "stop_ids": {0}}),
+        ({"temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [0, 5]},
+         {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "stop_ids": {0, 5}}),
+        ({"do_sample": True, "eos_token_id": 5}, {"temperature": 1.0, "stop_ids": {5}}),
+        ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
+        ({"max_new_tokens": 3, "min_p": 0.1}, {"max_new_tokens": 3, "min_p": 0.1}),
+    ],
+)  # fmt: skip
+def test_defaults_come_from_the_checkpoint(tmp_path: Path, generation: dict[str, Any] | None, want: Any) -> None:
+    defaults = load(write_checkpoint(tmp_path, generation=generation)).generation_config
+    assert {name: getattr(defaults, name) for name in want} == want
+
+
+def test_explicit_arguments_win(tmp_path: Path) -> None:
+    engine = load(write_checkpoint(tmp_path, generation={"temperature": 1.0, "max_new_tokens": 3, "top_k": 2}))
+    assert engine.generate("x", seed=1)[0].generated_tokens <= 3
+    assert len(engine.generate("x", temperature=0, max_new_tokens=11)[0].token_ids) == 11
+    params = engine.stream("x", top_k=7, min_p=0.2, seed=4).sampler.params
+    assert params == SamplingParams(1.0, 7, 1.0, 0.2, 4)
+
+
+# Thinking and streaming ------------------------------------------------------------------------------------------
+
+
+@given(seed=st.integers(0, 2**64 - 1), temperature=st.sampled_from([0.0, 1.0, 5.0]), chat=st.booleans())
+def test_chunks_join_to_the_result(engine: Engine, seed: int, temperature: float, chat: bool) -> None:
+    options: dict[str, Any] = {"seed": seed, "temperature": temperature, "max_new_tokens": 12, "chat": chat}
+    stream = engine.stream(["Alpha", "b"], **options)
+    chunks = list(stream)
+    for number, result in enumerate(stream.results):
+        mine = [c for c in chunks if c.prompt == number]
+        assert "".join(c.text for c in mine) == result.text
+        assert [c.token_id for c in mine] == result.token_ids
+        assert sum(c.stage == "think" for c in mine) == result.thinking_tokens
+    seen: list[Chunk] = []
+    assert [r.token_ids for r in engine.generate(["Alpha", "b"], on_token=seen.append, **options)] == [
+        r.token_ids for r in stream.results
+    ]
+    assert seen == chunks
+
+
+@pytest.mark.parametrize("tags", ["tokens", "text"])
+@pytest.mark.parametrize(
+    ("prompt", "text", "thinking", "answer"),
+    [
+        ("<think>\n", "so</think>\n\n7", "so", "7"),
+        ("<think>\n", "so it goes", "so it goes", ""),
+        ("hi", "<think>so</think>7", "so", "7"),
+        ("hi", "seven", "", "seven"),
+        ("<think></think>", "7", "", "7"),
+        ("<think>", "a</think>b<think>c</think>d", "a</think>b<think>c", "d"),
+        ("<think>", "", "", ""),
+    ],
+)
+def test_split_into_thinking_and_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tags: str, prompt: str, text: str, thinking: str, answer: str
+) -> None:
+    special = SPECIAL if tags == "tokens" else [t for t in SPECIAL if "think" not in t]
+    engine = load(write_checkpoint(tmp_path, special=special, template=None))
+    assert (engine.tokenizer.id_of("<think>") is None) == (tags == "text")
+    play_text(monkeypatch, engine, text)
+    stream = engine.stream(prompt, chat=False)
+    shown = {"think": "", "answer": ""}
+    for chunk in stream:
+        shown[chunk.stage] += chunk.text
+    assert (stream.result.thinking, stream.result.answer) == (thinking, answer)
+    assert stream.result.text == text
+    assert answer in shown["answer"]
+    assert thinking.rpartition("<think>")[2] in shown["think"]
+
+
+def test_spelled_out_tags_are_text_where_tags_are_tokens(engine: Engine) -> None:
+    stage = Stage(engine.tokenizer, engine.tokenizer.encode("<think>"))
+    assert stage.put(engine.tokenizer.encode("a")[0], "</think>") == "think"
+    assert stage.put(SPECIAL.index("</think>"), "</think>") == "think"
+    assert stage.name == "answer"
+
+
+def test_split_without_tags() -> None:
+    assert split_thinking("plain", False) == ("", "plain")
+
+
+def test_a_stream_can_be_left(engine: Engine) -> None:
+    stream = engine.stream("Alpha", temperature=0)
+    chunks = [next(stream) for _ in range(3)]
+    result = stream.result
+    assert result.token_ids == [c.token_id for c in chunks]
+    assert result.finish_reason == "interrupted"
+    assert result.kv_bytes == (result.prompt_tokens + 2) * engine.config.kv_bytes_per_token(4)
+
+
+def test_statistics(engine: Engine) -> None:
+    result = engine.generate("Alpha", temperature=0, max_new_tokens=8)[0]
+    assert (result.prompt_tokens, result.generated_tokens) == (len(engine.prompt_ids("Alpha")), 8)
+    assert result.prefill_tokens_per_second > 0
+    assert result.decode_tokens_per_second == pytest.approx(7 / result.decode_seconds)
+
+
+def test_no_gradients_and_the_public_names(checkpoint: Path, engine: Engine) -> None:
+    assert minithink.load is load
+    assert minithink.Engine is Engine
+    assert not any(p.requires_grad for p in engine.decoder.parameters())
+    assert engine.rope.cos.shape[0] == CONTEXT
+    half = load(checkpoint, dtype="bfloat16")
+    assert half.generate([[9] * 4], max_new_tokens=4)[0].kv_bytes == 7 * half.config.kv_bytes_per_token(2)
+
+
+# What it refuses -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("", {}, "empty"),
+        (" \n", {}, "empty"),
+        ([], {}, "no prompt"),
+        ([[]], {}, "empty"),
+        ([[1, 999]], {}, "999"),
+        ([[9] * (CONTEXT + 4)], {}, "shorten it by 5 tokens"),
+        ([[9] * CONTEXT], {}, "shorten it by 1 tokens"),
+        ("x", {"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ("x", {"num_samples": 0}, "num_samples is 0"),
+        ("x", {"batch_size": -1}, "batch_size is -1"),
+        ("x", {"temperature": -0.5}, "-0.5"),
+        ("x", {"policy": "nope"}, "'nope' is unknown; there are: full"),
+        ("x", {"budget": 7}, "budget of 7"),
+        ("x", {"chat": False, "system": "s"}, "system message"),
+        ([[1]], {"system": "s"}, "system message"),
+    ],
+)
+def test_usage_errors(engine: Engine, prompt: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        engine.generate(prompt, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "tpux"}, "'tpux' is unknown"),
+        ({"device": "cuda:99"}, "CUDA devices"),
+        ({"dtype": "int3"}, "'int3' is unknown"),
+        ({"backend": "nope"}, "'nope' is unknown"),
+        ({"revision": "v1"}, "drop"),
+    ],
+)
+def test_load_refuses(checkpoint: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        load(checkpoint, **options)
+
+
+def test_embedded_model_has_no_revision() -> None:
+    with pytest.raises(UsageError, match="no revisions"):
+        load(revision="v1")
+
+
+def test_vocabulary_mismatch(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    edit_json(tmp_path / "config.json", vocab_size=250)
+    with pytest.raises(MinithinkError, match=r"\d+ tokens and the model's vocabulary only 250"):
+        load(tmp_path)
+
+
+def test_generation_config_of_the_wrong_type(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    write_json(tmp_path / "generation_config.json", {"temperature": "warm"})
+    with pytest.raises(MinithinkError, match="temperature is 'warm'"):
+        load(tmp_path)
+
+
+def test_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for 100 tokens: what fits runs, what does not is refused with what would."""
+    per_token = engine.config.kv_bytes_per_token(4)
+    monkeypatch.setattr("minithink.engine._free_bytes", lambda device: 100 * per_token)
+    prompt = [9] * 10
+    assert engine.stream([prompt] * 4, max_new_tokens=20).batch_size == 3
+    assert engine.stream([prompt] * 4, max_new_tokens=20, batch_size=3).batch_size == 3
+    with pytest.raises(MinithinkError, match="--batch-size 3 or --max-new-tokens 15"):
+        engine.stream([prompt] * 4, max_new_tokens=20, batch_size=4)
+    with pytest.raises(MinithinkError, match="use --max-new-tokens 90"):
+        engine.stream([prompt], max_new_tokens=91)
+    assert engine.stream([prompt], max_new_tokens=90).batch_size == 1
+    with pytest.raises(MinithinkError, match="shorter prompt"):
+        engine.stream([[9] * 101])

@@ -1,0 +1,420 @@
+"""The command line: every flag has its effect, every bad input its sentence and exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import minithink
+from minithink import generate as cli
+from minithink.engine import Engine
+from minithink.tasks import Problem
+from tests.fixtures_checkpoint import CONTEXT, edit_json, write_checkpoint, write_json
+from tests.test_engine import play_text
+
+torch.set_num_threads(1)
+
+SHORT = ("--max-new-tokens", "6")
+Capture = pytest.CaptureFixture[str]
+
+
+def main(*argv: object) -> int:
+    """The exit code, also where argparse exits by itself."""
+    try:
+        return cli.main([str(a) for a in argv])
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def json_of(capsys: Capture, *argv: object) -> list[dict[str, Any]]:
+    """Run with --json; everything on standard output must be objects, one a line."""
+    assert main(*argv, "--json") == 0
+    out = capsys.readouterr()
+    assert out.err == ""
+    return [json.loads(line) for line in out.out.splitlines()]
+
+
+def tokens_of(capsys: Capture, *argv: object) -> list[list[int]]:
+    return [row["token_ids"] for row in json_of(capsys, *argv)]
+
+
+def fails(capsys: Capture, code: int, message: str, *argv: object) -> None:
+    """One line on standard error that matches, and nothing else."""
+    assert main(*argv) == code
+    out = capsys.readouterr()
+    assert out.out == ""
+    assert re.fullmatch(r"minithink: .*\n", out.err), out.err
+    assert re.search(message, out.err), out.err
+    assert "Traceback" not in out.err
+
+
+@pytest.fixture
+def model(checkpoint: Path) -> tuple[str, ...]:
+    return ("--model", str(checkpoint), "--device", "cpu")
+
+
+@pytest.fixture
+def problems(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
+    """Two test problems, small enough for the context."""
+    made = [Problem(str(i), "facts", f"Who sits {i}?", f"{i},7", 5) for i in range(2)]
+    monkeypatch.setattr("minithink.tasks.load_problems", lambda split: {"test": made}[split])
+    return made
+
+
+# Flags -----------------------------------------------------------------------------------------------------------
+
+
+def test_version_policies_and_help_without_torch() -> None:
+    code = (
+        "import sys\nfrom minithink.generate import main\n"
+        "try: main(sys.argv[1:])\nfinally: assert 'torch' not in sys.modules"
+    )
+    for flag, text in (("--version", minithink.__version__), ("--list-policies", "full "), ("--help", "--min-p")):
+        done = subprocess.run([sys.executable, "-c", code, flag], capture_output=True, text=True, check=True)
+        assert text in done.stdout
+
+
+def test_json_has_the_promised_fields(capsys: Capture, model: Any, engine: Engine) -> None:
+    [row] = json_of(capsys, *model, "Alpha", *SHORT, "--temperature", 0)
+    want = engine.generate("Alpha", max_new_tokens=6, temperature=0)[0]
+    for name in ("text", "token_ids", "finish_reason", "prompt_tokens", "generated_tokens", "kv_bytes", "thinking"):
+        assert row[name] == getattr(want, name)
+    assert (row["prompt"], row["sample"], row["verdict"]) == (0, 0, None)
+
+
+def test_prompt_by_position_flag_and_file(capsys: Capture, model: Any, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("Alpha\nsits")
+    rows = [
+        tokens_of(capsys, *model, *SHORT, "Alpha\nsits"),
+        tokens_of(capsys, *model, *SHORT, "--prompt", "Alpha\nsits"),
+        tokens_of(capsys, *model, *SHORT, "--prompt-file", tmp_path / "prompt.txt"),
+    ]
+    assert rows[0] == rows[1] == rows[2] != tokens_of(capsys, *model, *SHORT, "Alpha\nsit")
+
+
+def test_prompt_file_of_objects(
+    capsys: Capture, model: Any, tmp_path: Path, monkeypatch: Any, engine: Engine
+) -> None:
+    rows = [{"prompt": "a", "answer": "3"}, {"question": "b\u2028c", "answer": 4}, {"problem": "c"}]
+    text = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "p.jsonl").write_text(text, encoding="utf-8")
+    play_text(monkeypatch, engine, *[r"so</think>\boxed{3}"] * 3)
+    got = json_of(capsys, *model, "--prompt-file", tmp_path / "p.jsonl")
+    assert [(r["prompt"], r["verdict"]) for r in got] == [(0, "right"), (1, "wrong"), (2, None)]
+
+
+def test_sampling_flags(capsys: Capture, model: Any) -> None:
+    base = (*model, "Alpha", "--max-new-tokens", 20)
+    greedy = tokens_of(capsys, *base, "--temperature", 0)
+    hot = tokens_of(capsys, *base, "--temperature", 2)
+    assert hot != greedy
+    assert tokens_of(capsys, *base, "--temperature", 2) == hot
+    assert tokens_of(capsys, *base, "--temperature", 2, "--seed", 1) != hot
+    for flag in (("--top-k", 1), ("--top-p", 1e-6), ("--min-p", 1)):
+        assert tokens_of(capsys, *base, "--temperature", 2, *flag) == greedy
+
+
+def test_samples_and_batch_size(capsys: Capture, model: Any) -> None:
+    base = (*model, "Alpha", *SHORT, "--temperature", 2, "--num-samples", 3)
+    rows = json_of(capsys, *base)
+    assert [r["sample"] for r in rows] == [0, 1, 2]
+    assert len({tuple(r["token_ids"]) for r in rows}) == 3
+    assert tokens_of(capsys, *base, "--batch-size", 1) == [r["token_ids"] for r in rows]
+
+
+def test_chat_and_system(capsys: Capture, model: Any, engine: Engine) -> None:
+    counts = [
+        json_of(capsys, *model, "Alpha", *SHORT, *flags)[0]["prompt_tokens"]
+        for flags in ((), ("--chat",), ("--no-chat",), ("--system", "b"))
+    ]
+    want = [engine.prompt_ids("Alpha", **o) for o in ({}, {"chat": True}, {"chat": False}, {"system": "b"})]
+    assert counts == list(map(len, want))
+    assert counts[2] < counts[0] == counts[1] < counts[3]
+
+
+def test_dtype_halves_the_cache(capsys: Capture, model: Any) -> None:
+    base = (*model, "Alpha", "--max-new-tokens", 1)
+    full, half = (json_of(capsys, *base, "--dtype", d)[0]["kv_bytes"] for d in ("float32", "bfloat16"))
+    assert full == 2 * half
+
+
+def test_policy_and_backend_that_exist(capsys: Capture, model: Any) -> None:
+    base = (*model, "Alpha", *SHORT, "--temperature", 0)
+    assert tokens_of(capsys, *base, "--policy", "full", "--backend", "reference") == tokens_of(capsys, *base)
+
+
+# What a reader sees ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("answer", "verdict"), [("1,7", "right"), ("1,8", "wrong: the answer is 1,7")])
+def test_a_test_problem(
+    capsys: Capture, monkeypatch: Any, model: Any, engine: Engine, problems: Any, answer: str, verdict: str
+) -> None:
+    play_text(monkeypatch, engine, rf"so</think>It is \boxed{{{answer}}}.")
+    assert main(*model, "--seed", 3) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == problems[1].question
+    assert rf"so</think>It is \boxed{{{answer}}}." in lines
+    assert lines[-2] == verdict
+    assert re.search(r"generated \(\d+ thinking\) in .* tokens/s; KV cache [\d,]+ bytes held; stop$", lines[-1])
+
+
+def test_a_pipe_gets_plain_text_as_it_is(capsys: Capture, monkeypatch: Any, model: Any, engine: Engine) -> None:
+    text = "[bold]so[/bold] :smile:\x1b[31m</think>\tä [red]12[/red]"
+    play_text(monkeypatch, engine, text)
+    assert main(*model, "Alpha") == 0
+    assert capsys.readouterr().out.startswith(text + "\n")
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_a_terminal_gets_dimmed_thinking_and_no_escapes(
+    capsys: Capture, monkeypatch: Any, model: Any, engine: Engine, no_color: str
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", no_color)
+    play_text(monkeypatch, engine, "[bold]x\x1b]0;y\x07\x9b</think>[link=z]12[/link]")
+    assert main(*model, "Alpha") == 0
+    out = capsys.readouterr().out
+    plain = re.sub(r"\x1b\[[02]m", "", out)
+    assert "[bold]x\ufffd]0;y\ufffd\ufffd</think>[link=z]12[/link]\n" in plain
+    assert "\x1b" not in plain
+    assert "\x9b" not in plain
+    assert ("\x1b[2m" in out) == (not no_color)
+    assert "12" in re.sub(r"\x1b\[2m[^\x1b]*", "", out), "the answer is not dimmed"
+
+
+def test_several_results_are_told_apart(capsys: Capture, monkeypatch: Any, model: Any, engine: Engine) -> None:
+    play_text(monkeypatch, engine, "so</think>12", "lo</think>34")
+    assert main(*model, "Alpha", "--num-samples", 2) == 0
+    out = capsys.readouterr()
+    assert out.out.startswith("[prompt 0, sample 0]\nso\n\n12\n[prompt 0, sample 1]\nlo\n\n34\n")
+    assert out.err == "", "no progress outside of a terminal"
+
+
+def test_interactive(capsys: Capture, monkeypatch: Any, model: Any, engine: Engine) -> None:
+    prompts: list[str] = []
+    encode = type(engine.tokenizer).encode
+    monkeypatch.setattr(
+        type(engine.tokenizer),
+        "encode",
+        lambda self, text, *a, **k: prompts.append(text) or encode(self, text, *a, **k),
+    )
+    monkeypatch.setattr("sys.stdin", io.StringIO("\nwho?\n"))
+    script = [*engine.tokenizer.encode("so</think>12"), 0]
+    monkeypatch.setattr("minithink.sampling.Sampler.sample", scripted(script))
+    prompts.clear()
+    assert main(*model, "Alpha", "--interactive", "--system", "s") == 0
+    assert prompts == [
+        "<|system|>s<|user|>Alpha<|assistant|><think>\n",
+        "<|system|>s<|user|>Alpha<|assistant|>12<|user|>who?<|assistant|><think>\n",
+    ]
+    assert capsys.readouterr().out.count("so</think>12\n") == 2
+
+
+def scripted(script: Sequence[int]) -> Any:
+    """A Sampler.sample that plays the script over and over."""
+    state = {"at": -1}
+
+    def sample(self: Any, logits: torch.Tensor, sequences: list[int], positions: list[int]) -> torch.Tensor:
+        state["at"] = (state["at"] + 1) % len(script)
+        return torch.tensor([script[state["at"]]])
+
+    return sample
+
+
+# What ends early -------------------------------------------------------------------------------------------------
+
+
+def start(*argv: object, **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "minithink.generate", *map(str, argv)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "always::RuntimeWarning"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, **options)
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that never stops by itself for very long."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("endless"), generation={"eos_token_id": [299]})
+    edit_json(folder / "config.json", max_position_embeddings=200_000)
+    return folder
+
+
+def test_control_c_shows_the_text_so_far_and_the_summary(endless: Path) -> None:
+    with start("--model", endless, "Alpha", "--temperature", 0) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(40)  # it has begun to stream
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors == ""
+    assert len(first) == 40
+    assert re.search(r"generated .* tokens/s; KV cache [1-9][\d,]* bytes held; interrupted\n$", rest)
+
+
+def test_control_c_in_the_middle_of_several(capsys: Capture, monkeypatch: Any, model: Any, engine: Engine) -> None:
+    calls = {"n": 0}
+    play = scripted([engine.tokenizer.encode("a")[0]])
+
+    def sample(*args: Any) -> torch.Tensor:
+        calls["n"] += 1
+        if calls["n"] > 5:
+            raise KeyboardInterrupt
+        return play(*args)
+
+    monkeypatch.setattr("minithink.sampling.Sampler.sample", sample)
+    assert main(*model, "Alpha", "--num-samples", 2, "--batch-size", 1, "--json") == 130
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(r["text"], r["finish_reason"]) for r in rows] == [("aaaaa", "interrupted")]
+
+
+def test_a_closed_pipe_is_no_error(endless: Path) -> None:
+    with start("--model", endless, "Alpha", "--temperature", 0) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(20)
+        process.stdout.close()
+        errors = process.stderr.read()
+        assert process.wait(timeout=60) == 0
+    assert errors == ""
+
+
+def test_module_runs_without_a_warning(checkpoint: Path) -> None:
+    with start("--model", checkpoint, "Alpha", *SHORT, "--json") as process:
+        out, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    assert json.loads(out)["generated_tokens"] == 6
+
+
+# Bad inputs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("",), "empty"),
+        (("  ",), "empty"),
+        (("a", "--prompt", "b"), "two prompts"),
+        (("a", "--prompt-file", "b"), "two prompts"),
+        (("a " * CONTEXT,), r"shorten it by \d+ tokens"),
+        (("a", "--policy", "nope"), "'nope' is unknown; there are: full"),
+        (("a", "--budget", "64"), "budget of 64 .* full takes none"),
+        (("a", "--temperature", "-1"), "-1.0"),
+        (("a", "--top-p", "1.5"), "1.5"),
+        (("a", "--top-k", "-2"), "-2"),
+        (("a", "--min-p", "3"), "3.0"),
+        (("a", "--seed", "-3"), "-3"),
+        (("a", "--max-new-tokens", "0"), "max_new_tokens is 0"),
+        (("a", "--max-new-tokens", "many"), "'many'"),
+        (("a", "--num-samples", "0"), "num_samples is 0"),
+        (("a", "--batch-size", "0"), "batch_size is 0"),
+        (("a", "--system", "s", "--no-chat"), "--system"),
+        (("a", "--dtype", "int3"), "'int3'"),
+        (("a", "--device", "abacus"), "'abacus'"),
+        (("a", "--backend", "nope"), "'nope'"),
+        (("a", "--revision", "v1"), "v1"),
+        (("a", "--interactive", "--json"), "--json"),
+        (("a", "--interactive", "--num-samples", "2"), "--num-samples"),
+        (("a", "--frobnicate"), "--frobnicate"),
+        (("a", "--prompt-file"), "--prompt-file"),
+    ],
+)
+def test_usage_errors(capsys: Capture, model: Any, flags: tuple[str, ...], message: str) -> None:
+    fails(capsys, 2, message, *model, *flags)
+
+
+def test_cuda_asked_for_and_absent(capsys: Capture, model: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    fails(capsys, 2, "--device cuda: torch sees 0 CUDA devices", *model, "a", "--device", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("p.jsonl", '{"prompt": "a"}\n{"prompt"', "line 2 is not valid JSON"),
+        ("p.jsonl", '{"text": "a"}', "line 1 has no text in a field named prompt, question or problem"),
+        ("p.jsonl", '["a"]', "line 1"),
+        ("p.jsonl", '{"prompt": 3}', "line 1"),
+        ("p.jsonl", "\n\n", "empty"),
+        ("p.txt", " ", "empty"),
+        ("p.txt", b"\xff\xfe\x00", "cannot be read as text"),
+        (None, "", "cannot be read as text"),
+    ],
+)
+def test_bad_prompt_files(
+    capsys: Capture, model: Any, tmp_path: Path, name: str | None, content: str | bytes, message: str
+) -> None:
+    path = tmp_path / (name or "missing.txt")
+    if name:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    fails(capsys, 2, message, *model, "--prompt-file", path)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: truncate(f / "config.json"), "config.json is not valid JSON"),
+        (lambda f: truncate(f / "generation_config.json"), "generation_config.json is not valid JSON"),
+        (lambda f: truncate(f / "tokenizer.json"), "tokenizer.json"),
+        (lambda f: truncate(f / "model.safetensors"), "model.safetensors"),
+        (lambda f: (f / "config.json").unlink(), "config.json does not exist"),
+        (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json does not exist"),
+        (pickled, "pickled weights"),
+        (lambda f: edit_json(f / "config.json", architectures=["MambaForCausalLM"]), "MambaForCausalLM"),
+        (lambda f: edit_json(f / "tokenizer.json", model={"type": "Unigram", "vocab": []}), "Unigram"),
+        (lambda f: edit_json(f / "config.json", vocab_size=250), r"\d+ tokens .* only 250"),
+    ],
+)
+def test_bad_checkpoints(capsys: Capture, tmp_path: Path, damage: Any, message: str) -> None:
+    folder = write_checkpoint(tmp_path, generation={"eos_token_id": 0})
+    damage(folder)
+    fails(capsys, 1, message, "--model", folder, "a")
+
+
+@pytest.mark.parametrize("model", ["./no/such/folder", "no-such-owner/no-such-model"])
+def test_no_such_model(capsys: Capture, monkeypatch: Any, model: str) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    fails(capsys, 1, re.escape(model), "--model", model, "a")
+
+
+def test_out_of_memory(capsys: Capture, model: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("minithink.engine._free_bytes", lambda device: 2**14)
+    fails(capsys, 1, "Out of memory.*use --max-new-tokens", *model, "a", "--max-new-tokens", 100)
+
+
+def test_no_chat_template(capsys: Capture, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, template=None)
+    fails(capsys, 1, "no chat template", "--model", folder, "a", "--chat")
+    fails(capsys, 2, "system message", "--model", folder, "a", "--system", "s")
+    fails(capsys, 2, "--interactive needs a chat template", "--model", folder, "--interactive")
+
+
+def test_messages_are_safe_to_print(capsys: Capture) -> None:
+    fails(capsys, 1, r"^[^\x1b]*no such[^\x1b]*$", "--model", "./a\x1b[31m\nb", "x")
+    fails(capsys, 2, r"^[^\x1b]*$", "a", "--frobnicate\x1b[31m\n\n")
+
+
+def test_bad_generation_defaults(capsys: Capture, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    write_json(folder / "generation_config.json", {"top_p": 7})
+    fails(capsys, 1, "generation_config.json: top_p is 7", "--model", folder, "a")
