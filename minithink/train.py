@@ -4,8 +4,8 @@ One document a row, rows of similar length in a batch, loss on the response only
 the blocks learn by Muon (Jordan et al. 2024, with the scale of Liu et al. 2025, so that one learning rate serves
 both), everything else by AdamW; cosine decay. Several GPUs share a step under
 `torchrun --nproc-per-node N -m minithink.train …`. Documents are drawn by worker processes as training goes, so none
-is seen twice; those of the validation and test splits are skipped by their content. Short problems come first: looking a value up is learned on them in a
-fraction of the tokens that it takes on long ones.
+is seen twice; those of the validation and test splits are skipped by their content. Short problems come first: on
+them, looking a value up is learned in a fraction of the tokens that it takes on long ones.
 
 The run can be interrupted at any moment and resumed (`--resume`): weights and optimizer state are safetensors files
 beside `progress.json`, each written completely before it replaces the older one. The result is a checkpoint in the
@@ -42,6 +42,7 @@ from minithink.tokenizer import Tokenizer
 from minithink.weights import save_checkpoint
 
 IGNORE = -100  # a label that does not count
+POOL = 16  # batches that are sorted by length together
 
 
 @dataclass(frozen=True)
@@ -95,33 +96,36 @@ class Documents(IterableDataset[tuple[Tensor, Tensor]]):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         info = torch.utils.data.get_worker_info()
-        first, stride = (info.id, info.num_workers) if info else (0, 1)
-        step = self.start + first
-        while step < self.steps:
-            # One pool is sorted by length and cut into batches: rows of a batch differ little.
-            rng = random.Random(f"{self.recipe.seed} {step} {stride} {self.rank}")
-            batches = self.batches(rng, step / self.steps < self.recipe.short_first)
-            rng.shuffle(batches)
-            for rows in batches:
-                if step >= self.steps:
-                    return
-                yield self.pad(rows)
-                step += stride
+        first, workers = (info.id, info.num_workers) if info else (0, 1)
+        current = -1
+        batches: list[list[tuple[list[int], int]]] = []
+        for step in range(self.start + first, self.steps, workers):
+            # The loader takes one batch from each worker in turn, so a step's batch follows from the step and the
+            # number of workers: a resumed run sees what the interrupted one would have seen.
+            turn, worker = divmod(step, workers)
+            pool, index = divmod(turn, POOL)
+            if pool != current:
+                rng = random.Random(f"{self.recipe.seed} {self.rank} {workers} {worker} {pool}")
+                short = pool * POOL * workers < self.recipe.short_first * self.steps
+                current, batches = pool, self.batches(rng, short)
+            yield self.pad(batches[index])
 
     def batches(self, rng: random.Random, short: bool) -> list[list[tuple[list[int], int]]]:
+        """POOL batches, cut from documents sorted by length, so that rows of a batch differ little; shuffled."""
         pool, tokens = [], 0
-        while tokens < 16 * self.batch_tokens:
+        while tokens < (POOL + 1) * self.batch_tokens:
             document = self.draw(rng, short)
-            if len(document[0]) <= self.context:
+            if len(document[0]) <= min(self.context, self.batch_tokens):
                 pool.append(document)
                 tokens += len(document[0])
         pool.sort(key=lambda d: -len(d[0]))
-        batches: list[list[tuple[list[int], int]]] = []
-        while pool:
+        batches = []
+        while len(batches) < POOL:  # what is left over are a few short documents
             rows = max(1, self.batch_tokens // len(pool[0][0]))
             batches.append(pool[:rows])
             pool = pool[rows:]
-        return batches[:-1] or batches  # the last one holds what short documents were left over
+        rng.shuffle(batches)
+        return batches
 
     def draw(self, rng: random.Random, short: bool) -> tuple[list[int], int]:
         """A document's tokens, and how many of them are prompt."""
@@ -195,7 +199,7 @@ def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
 def optimizers_for(decoder: Decoder, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """Muon for the blocks' matrices, AdamW for the embedding (with weight decay) and for vectors (without)."""
     if not hasattr(torch.optim, "Muon"):
-        raise MinithinkError(f"Training needs torch.optim.Muon, which torch {torch.__version__} lacks: use 2.9 or newer.")
+        raise MinithinkError(f"Training needs torch.optim.Muon, which torch {torch.__version__} lacks: use 2.9.")
     matrices = [p for block in decoder.blocks for p in block.parameters() if p.dim() == 2]
     vectors = [p for p in decoder.parameters() if p.dim() < 2]
     tables = [p for p in (decoder.embed, decoder.head) if p is not None]
@@ -278,7 +282,7 @@ def export(folder: Path, decoder: Decoder, tokenizer_folder: Path, progress: dic
 
 def train(
     recipe: Recipe, config: ModelConfig, tokenizer_folder: Path, folder: Path, *,
-    device: str, workers: int, resume: bool, save_seconds: float = 60.0, compile_model: bool = True,
+    device: str, workers: int, resume: bool = False, save_seconds: float = 60.0, compile_model: bool = True,
 ) -> list[float]:  # fmt: skip
     """Train, and leave a checkpoint in `folder`. Returns the loss of every tenth step of this run."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -289,7 +293,8 @@ def train(
     initialise(decoder, recipe.seed)
     decoder.to(team.device).requires_grad_(True)
     optimizers = optimizers_for(decoder, recipe)
-    progress: dict[str, object] = {"recipe": asdict(recipe), "processes": team.size, "step": 0, "tokens": 0, "seconds": 0.0}
+    progress: dict[str, object] = {"recipe": asdict(recipe), "processes": team.size}
+    progress.update(step=0, tokens=0, seconds=0.0)
     if resume:
         stored = load_progress(folder, decoder, optimizers)
         if stored["recipe"] != asdict(recipe):
@@ -342,7 +347,7 @@ def train(
                 rate = (step - start) * recipe.batch_tokens / (time.monotonic() - began)
                 left = (steps - step) * recipe.batch_tokens / rate
                 print(
-                    f"\rstep {step}/{steps}  loss {losses[-1]:.4f}  {rate / 1e3:,.0f} k tokens/s  {left:,.0f} s left   ",
+                    f"\rstep {step}/{steps}  loss {losses[-1]:.4f}  {rate / 1e3:,.0f} k tokens/s  {left:,.0f} s left",
                     end="\n" if step % 200 == 0 else "", file=sys.stderr, flush=True,
                 )  # fmt: skip
             if time.monotonic() - last_save > save_seconds:
@@ -364,7 +369,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder of the run and of its checkpoint")
     parser.add_argument("--tokenizer", type=Path, default=Path(__file__).parent / "assets" / "tiny")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes that draw data")
+    workers = max(1, (os.cpu_count() or 2) - 2)
+    parser.add_argument("--workers", type=int, default=workers, help="processes that draw documents")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--resume", action="store_true", help="go on with the interrupted run in --output")

@@ -188,7 +188,7 @@ MANNERS = (
 
 
 def draw_trace(problem: FactsProblem, rng: random.Random) -> tuple[str, str]:
-    """The thinking (what stands between `<think>\\n` and `</think>`) and the answer (what follows) of one solution."""
+    """One solution: the thinking (between `<think>\\n` and `</think>`) and the answer (what follows)."""
     return _Trace(problem, rng).write()
 
 
