@@ -1,0 +1,123 @@
+"""The tutorials are sound as files; that they run is for `tutorials/run.py`, which takes minutes."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[1] / "tutorials"
+SCRIPTS = sorted(FOLDER.glob("[0-9]*"))
+MARKER = re.compile(r"^# %%(?P<kind>.*)$")
+
+
+@dataclass(frozen=True)
+class Cell:
+    markdown: bool
+    lines: tuple[str, ...]
+    line: int  # of its marker, from 1
+
+    @property
+    def source(self) -> str:
+        return "\n".join(self.lines).strip("\n")
+
+
+def read(script: Path) -> tuple[list[str], list[Cell]]:
+    """The header's lines and the cells of a percent script."""
+    header: list[str] = []
+    cells: list[tuple[bool, list[str], int]] = []
+    for number, line in enumerate(script.read_text(encoding="utf-8").splitlines(), 1):
+        if found := MARKER.match(line):
+            assert found["kind"] in ("", " [markdown]"), f"{script.name}:{number}: no cell begins with {line!r}"
+            cells.append((found["kind"] != "", [], number))
+        else:
+            (cells[-1][1] if cells else header).append(line)
+    return header, [Cell(markdown, tuple(lines), number) for markdown, lines, number in cells]
+
+
+@pytest.fixture(params=SCRIPTS, ids=lambda path: path.stem)
+def script(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+def test_there_are_tutorials_numbered_from_one() -> None:
+    assert SCRIPTS, f"there are no tutorials in {FOLDER}"
+    names = [re.fullmatch(r"(\d\d)_[a-z0-9_]+\.py", path.name) for path in SCRIPTS]
+    assert all(names), f"a tutorial is named NN_words.py: {[path.name for path in SCRIPTS]}"
+    assert [int(name[1]) for name in names if name] == list(range(1, len(SCRIPTS) + 1))
+
+
+def test_no_notebook_is_committed() -> None:
+    """The .py file is the source; a reader may keep a notebook beside it."""
+    root = FOLDER.parent
+    if not (root / ".git").exists():
+        pytest.skip("no git checkout: nothing says which files are committed")
+    tracked = subprocess.run(["git", "ls-files", "*.ipynb"], cwd=root, capture_output=True, text=True, check=True)
+    assert not tracked.stdout.split()
+
+
+def test_header_says_that_it_is_a_percent_script(script: Path) -> None:
+    header, _ = read(script)
+    text = "\n".join(header)
+    assert "format_name: percent" in text
+    assert re.search(r"^#     name: python3$", text, re.MULTILINE), "the kernel is python3 on every machine"
+    assert all(line.startswith("#") or not line for line in header), "code before the first cell would be lost"
+
+
+def test_markdown_cells_are_comments_and_code_cells_are_python(script: Path) -> None:
+    _, cells = read(script)
+    assert sum(cell.markdown for cell in cells) >= 5, "a tutorial explains"
+    for cell in cells:
+        where = f"{script.name}:{cell.line}"
+        assert cell.source, f"{where}: the cell is empty"
+        if cell.markdown:
+            wrong = [line for line in cell.lines if line and not re.match(r"#( |$)", line)]
+            assert not wrong, f"{where}: a line of text lacks its '# ': {wrong[0]!r}"
+        else:
+            ast.parse(cell.source, filename=where)  # so no magic commands either: the file runs as a script
+
+
+def test_begins_with_its_title_and_ends_with_exercises(script: Path) -> None:
+    _, cells = read(script)
+    assert cells[0].markdown
+    assert cells[0].source.startswith(f"# # {int(script.name[:2])}. ")
+    assert cells[-1].markdown
+    exercises = cells[-1].source.partition("# ## Exercises")[2]
+    assert len(re.findall(r"^# \d\. ", exercises, re.MULTILINE)) >= 3
+
+
+def test_claims_are_checked(script: Path) -> None:
+    """What the text says is computed, with checks that stop the run."""
+    tree = ast.parse(script.read_text(encoding="utf-8"))
+    asserts = [n for n in ast.walk(tree) if isinstance(n, ast.Assert)]
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func).endswith("assert_close")]
+    assert len(asserts) + len(calls) >= 5
+
+
+def test_has_no_outputs_and_no_local_paths(script: Path) -> None:
+    text = script.read_text(encoding="utf-8")
+    for leftover in ("# Out[", "# >>>", "image/png", "data:image", "Traceback (most recent", "execution_count"):
+        assert leftover not in text, f"{script.name} holds {leftover!r}, which looks like an output"
+    paths = re.findall(r"(?<![\w:/.])(?:/home|/tmp|/work|/root|/Users|[A-Z]:\\)\S*|\.\./\S*", text)
+    assert not paths, f"{script.name} names a path of somebody's machine: {paths}"
+    assert "__file__" not in text, "a notebook has no __file__"
+
+
+def test_listed_in_the_readme_in_order() -> None:
+    rows = re.findall(r"^\| (\d+) \| \[(\S+)\]\((\S+)\)", (FOLDER / "README.md").read_text("utf-8"), re.MULTILINE)
+    assert rows == [(str(i), path.name, path.name) for i, path in enumerate(SCRIPTS, 1)]
+
+
+def test_jupytext_reads_the_same_cells(script: Path) -> None:
+    """Needs the extra `tutorials`; the tests above read the format without it."""
+    jupytext = pytest.importorskip("jupytext", reason="the extra `tutorials` is not installed")
+    notebook = jupytext.read(script, fmt="py:percent")
+    _, cells = read(script)
+    assert [cell.cell_type for cell in notebook.cells] == ["markdown" if c.markdown else "code" for c in cells]
+    assert all(not cell.get("outputs") for cell in notebook.cells)
+    again = jupytext.writes(notebook, fmt="py:percent")
+    assert [c.source for c in jupytext.reads(again, fmt="py:percent").cells] == [c.source for c in notebook.cells]

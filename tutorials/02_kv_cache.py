@@ -1,0 +1,657 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 2. Why there is a KV cache, and what it costs
+#
+# Tutorial 1 ended with a loop that recomputes every token for every new one. A *KV cache* ends that: it keeps the
+# keys and values of the past. It trades arithmetic for memory, and in a reasoning model memory becomes the problem.
+#
+# We measure both sides of the trade on the embedded model. Then we write the bill for models of eight billion
+# parameters.
+#
+# Times are printed by the cells and depend on your machine. Counts do not.
+
+# %%
+import math
+import textwrap
+import time
+
+import matplotlib.pyplot as plt
+import torch
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import minithink
+from minithink.config import ModelConfig, RopeScaling
+from minithink.kv.full import FullCache
+from minithink.model import Decoder
+from minithink.tasks import grade, load_problems
+
+torch.set_grad_enabled(False)  # we only read
+torch.set_num_threads(1)  # one core: what we measure is then easy to explain
+
+BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
+plt.rcParams.update({
+    "figure.facecolor": "white", "axes.facecolor": "white", "figure.dpi": 110, "font.size": 9,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9, "legend.frameon": False,
+})  # fmt: skip
+
+engine = minithink.load("tiny", device="cpu", dtype="float32")
+config, tokenizer, decoder = engine.config, engine.tokenizer, engine.decoder
+problems = sorted(load_problems("validation"), key=lambda p: p.thinking_tokens)
+prompt = engine.prompt_ids(problems[0].question)
+L, Hq, Hkv, D = config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
+print(f"{L} layers, {Hq} query heads, {Hkv} KV heads of {D} dimensions")
+
+# %% [markdown]
+# ## What can be kept
+#
+# Attention is the only place where tokens meet, and it looks back only: token `i` reads the keys and values of tokens
+# `j ≤ i`. So a new token changes nothing before it. The keys and values of the past are final.
+#
+# We check that. The decoder hands q, k and v to an object with `attend`. The one below has no memory: it takes every
+# call for a whole text. It notes the keys and values on the way.
+
+
+# %%
+class NoCache:
+    """Attention of a text over itself. Nothing is kept for the next call."""
+
+    def __init__(self):
+        self.keys, self.values = [], []
+
+    def attend(self, layer, q, k, v):  # q: [N, Hq, D], k and v: [N, Hkv, D]
+        cos, sin = engine.rope.at(torch.arange(len(q)))
+        q, k = decoder.backend.rope(q, cos, sin), decoder.backend.rope(k, cos, sin)
+        self.keys.append(k)
+        self.values.append(v)
+        return decoder.backend.attention(q, k.transpose(0, 1), v.transpose(0, 1))
+
+    def tap(self, layer, hidden):
+        return hidden
+
+
+short, long = NoCache(), NoCache()
+decoder(torch.tensor(prompt[:30]), short)
+decoder(torch.tensor(prompt), long)
+for layer in range(config.num_layers):
+    assert_close(short.keys[layer], long.keys[layer][:30], rtol=1e-4, atol=1e-4)
+    assert_close(short.values[layer], long.values[layer][:30], rtol=1e-4, atol=1e-4)
+print(f"keys and values of the first 30 tokens are the same, with {len(prompt) - 30} tokens after them or without")
+
+# %% [markdown]
+# And the queries? A query is used once, by its own token. Nobody asks for an old one. Hence a *KV* cache, without Q.
+#
+# ## The same tokens, twice
+#
+# The naive loop gives the decoder the whole text at every step. The cached loop gives it the prompt once (*prefill*)
+# and then one token at a time (*decode*). `FullCache` is the library's plainest cache. Its protocol: `join` reserves
+# room for a sequence, `begin_step` says who brings how many tokens, `end_step` closes the step.
+
+
+# %%
+def naive_step(tokens: list[int]) -> torch.Tensor:
+    """→ logits [V] of the next token."""
+    return decoder.logits(decoder(torch.tensor(tokens), NoCache())[-1:])[0]
+
+
+def cached_step(cache: FullCache, new: list[int], seq: int = 0) -> torch.Tensor:
+    """Read only the new tokens → logits [V] of the next one."""
+    cache.begin_step([seq], [len(new)])
+    hidden = decoder(torch.tensor(new), cache)
+    cache.end_step()
+    return decoder.logits(hidden[-1:])[0]
+
+
+steps = 80
+naive, cached = list(prompt), list(prompt)
+began = time.perf_counter()
+for _ in range(steps):
+    naive.append(naive_step(naive).argmax().item())
+naive_seconds = time.perf_counter() - began
+
+cache = FullCache(config, engine.rope)
+cache.join(0, capacity=len(prompt) + steps)
+began = time.perf_counter()
+new, margins = prompt, []
+for _ in range(steps):
+    logits = cached_step(cache, new)
+    best, second = logits.topk(2).values
+    margins.append((best - second).item())
+    new = [logits.argmax().item()]
+    cached += new
+cached_seconds = time.perf_counter() - began
+
+assert naive == cached, "with and without a cache, the tokens differ"
+print(tokenizer.decode(cached[len(prompt) :]), "...\n")
+print(f"{steps} of {steps} tokens are equal (closest decision: {min(margins):.3f} between the two best logits)")
+fed = sum(range(len(prompt), len(prompt) + steps))
+print(f"tokens that went through the decoder: {fed:,} without a cache, {len(prompt) + steps - 1:,} with one")
+print(f"seconds: {naive_seconds:.2f} and {cached_seconds:.2f}")
+
+# %% [markdown]
+# ## Time per token
+#
+# Without a cache, token number `n` costs a pass over `n` tokens. With one, it costs a pass over a single token, and a
+# look at `n` keys and values. We measure the cost of one more token at several lengths. What the tokens say does not
+# matter for the time, so we repeat the text until it is long enough.
+
+
+# %%
+def fastest(step, repeats: int) -> float:
+    """Seconds of the least disturbed of several runs."""
+    best = math.inf
+    for _ in range(repeats):
+        began = time.perf_counter()
+        step()
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def filled(length: int, room: int) -> FullCache:
+    """A cache that holds `length` tokens of sequence 0 and has room for more."""
+    cache = FullCache(config, engine.rope)
+    cache.join(0, length + room)
+    cached_step(cache, filler[:length])
+    return cache
+
+
+filler = cached * 20
+lengths = [32, 64, 128, 256, 512, 1024, 1536]
+without_cache, with_cache = [], []
+for n in lengths:
+    without_cache.append(fastest(lambda n=n: naive_step(filler[:n]), 3))
+    cache = filled(n, room=20)
+    with_cache.append(fastest(lambda cache=cache: cached_step(cache, [filler[0]]), 20))
+    print(f"{n:5} tokens: {1e3 * without_cache[-1]:8.1f} ms without a cache, {1e3 * with_cache[-1]:6.1f} ms with")
+
+figure, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
+axis.loglog(lengths, [1e3 * s for s in without_cache], "o-", color=ORANGE, label="recomputing everything")
+axis.loglog(lengths, [1e3 * s for s in with_cache], "o-", color=BLUE, label="with a KV cache")
+axis.set_xticks(lengths, lengths)
+axis.minorticks_off()
+axis.yaxis.set_major_formatter("{x:g}")
+axis.set(xlabel="tokens before the new one", ylabel="time for one new token (ms)")
+axis.legend()
+plt.show()
+assert without_cache[-1] > 5 * with_cache[-1], "the cache should win by far at this length"
+
+# %% [markdown]
+# A whole text is the sum over its tokens. `n` tokens make `n·(n + 1)/2` token passes without a cache, and `n` with
+# one.
+#
+# ## Prefill and decode
+#
+# The cache splits generation into two phases that could hardly be more different. In prefill the decoder reads many
+# tokens in one pass. In decode it reads one.
+
+# %%
+n = 512
+prefill_seconds = fastest(lambda: filled(n, room=0), 3)
+cache = filled(n, room=20)
+decode_seconds = fastest(lambda: cached_step(cache, [filler[0]]), 20)
+print(f"prefill: {n / prefill_seconds:8,.0f} tokens/s")
+print(f"decode:  {1 / decode_seconds:8,.0f} tokens/s")
+
+# %% [markdown]
+# The same weights, the same arithmetic for each token, and yet another speed. To see why, we count two things for a
+# pass: the arithmetic, and the bytes that have to come from memory. With `B` sequences of `n` new tokens each, the
+# last of which sees `S` keys:
+#
+#     FLOPs = 2·P·B·n  +  2·V·d·B  +  4·L·Hq·D·B·n·(keys seen, on average)
+#             weights     logits      q·k and weight·v
+#
+#     bytes = (P + V·d)·bytes  +  B·S·(bytes of keys and values of a token)
+#             every weight once   every key and value once
+#
+# `P` is the number of weights in the layers' matrices, and a multiplication with an addition counts as 2. The weights
+# are read once for a pass, *however many tokens it has*. We leave out the activations, and what is written.
+
+
+# %%
+def matrix_weights(c: ModelConfig) -> int:
+    """P: weights of all layers' matrices."""
+    qkv = c.hidden_size * (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+    o = c.num_heads * c.head_dim * c.hidden_size
+    mlp = 3 * c.hidden_size * c.intermediate_size
+    return c.num_layers * (qkv + o + mlp)
+
+
+def flops(c: ModelConfig, batch: int, new: int, keys: int) -> int:
+    """Of a pass; of every sequence only the last token gets logits."""
+    seen = keys - (new - 1) / 2  # keys that a token sees, on average
+    products = 2 * matrix_weights(c) * batch * new + 2 * c.vocab_size * c.hidden_size * batch
+    return products + round(4 * c.num_layers * c.num_heads * c.head_dim * batch * new * seen)
+
+
+def bytes_read(c: ModelConfig, batch: int, keys: int, size: int) -> int:
+    """Of a pass; `size`: bytes of a number."""
+    return (matrix_weights(c) + c.vocab_size * c.hidden_size) * size + batch * keys * c.kv_bytes_per_token(size)
+
+
+# torch can count, too: the matrix products of a decode step must be what we say.
+cache = filled(100, room=1)
+with FlopCounterMode(display=False) as counter:
+    cached_step(cache, [filler[0]])
+products = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+assert products == 2 * (matrix_weights(config) + config.vocab_size * config.hidden_size)
+print(f"matrix products of one token: {products:,} FLOPs, by torch's count and by ours\n")
+
+size = 4  # float32
+for name, batch, new, keys in [("prefill", 1, n, n), ("decode", 1, 1, n)]:
+    work, traffic = flops(config, batch, new, keys), bytes_read(config, batch, keys, size)
+    print(f"{name:8} {work / 1e9:7.3f} GFLOP  {traffic / 1e6:6.1f} MB  {work / traffic:7.1f} FLOP/byte")
+
+# %% [markdown]
+# The last column is the *arithmetic intensity*: what is computed for each byte that is fetched. A processor has a
+# ratio of its own, the arithmetic it can do in the time in which it fetches a byte. A pass with a higher intensity is
+# bound by arithmetic. A pass with a lower one is bound by memory: the arithmetic units wait.
+#
+# We measure this machine's ratio with a large matrix product and a large sum, and draw both phases below the roof
+# that the two limits form. Decode with a larger batch is there, too: the weights are fetched once for all sequences.
+
+# %%
+square = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
+peak_flops = 2 * 1024**3 / fastest(lambda: square @ square, 20)
+big = torch.ones(64 * 2**20)  # 256 MiB, more than caches hold
+peak_bytes = big.nbytes / fastest(lambda: big.sum(), 5)
+print(f"this core: {peak_flops / 1e9:.0f} GFLOP/s, {peak_bytes / 1e9:.1f} GB/s, ridge at "
+      f"{peak_flops / peak_bytes:.1f} FLOP/byte")  # fmt: skip
+
+
+def decode_batch(batch: int, keys: int) -> float:
+    """Seconds of one decode step of `batch` sequences that hold `keys` tokens each."""
+    cache = FullCache(config, engine.rope)
+    for seq in range(batch):
+        cache.join(seq, keys + 8)
+        cached_step(cache, filler[:keys], seq)
+
+    def step():
+        cache.begin_step(range(batch), [1] * batch)
+        decoder.logits(decoder(torch.tensor(filler[:batch]), cache))
+        cache.end_step()
+
+    return fastest(step, 8)
+
+
+keys = 128
+points = [(f"prefill, {n} tokens", flops(config, 1, n, n), bytes_read(config, 1, n, size), prefill_seconds, ORANGE)]
+for batch in (1, 4, 16):
+    work, traffic = flops(config, batch, 1, keys), bytes_read(config, batch, keys, size)
+    points.append((f"decode, batch {batch}", work, traffic, decode_batch(batch, keys), BLUE))
+
+figure, axis = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
+ridge = peak_flops / peak_bytes
+roof = [0.2 * peak_bytes / 1e9, peak_flops / 1e9, peak_flops / 1e9]
+axis.loglog([0.2, ridge, 1000], roof, color=GREY, label="roof of this machine")
+axis.axvline(ridge, color=GREY, linewidth=0.6, linestyle=":")
+for name, work, traffic, seconds, color in points:
+    axis.plot(work / traffic, work / seconds / 1e9, "o", color=color)
+    axis.annotate(name, (work / traffic, work / seconds / 1e9), (0, -14), textcoords="offset points", ha="center")
+    print(f"{name:20} {work / traffic:6.1f} FLOP/byte  {work / seconds / 1e9:6.1f} GFLOP/s")
+axis.set(xlabel="arithmetic intensity (FLOP/byte)", ylabel="arithmetic done (GFLOP/s)", xlim=(0.2, 1000))
+axis.set_ylim(min(work / seconds for _, work, _, seconds, _ in points) / 2.5e9, 2 * peak_flops / 1e9)
+for each in (axis.xaxis, axis.yaxis):
+    each.set_major_formatter("{x:g}")
+    each.set_minor_formatter(plt.NullFormatter())
+axis.legend(loc="lower right")
+plt.show()
+
+# %% [markdown]
+# Left of the dotted line memory is the limit, right of it arithmetic. A decode step at batch 1 does one
+# multiplication and one addition for each weight that it fetches: half a FLOP for each byte of float32. No faster
+# arithmetic unit helps it. A larger batch moves it to the right.
+#
+# How far a point lies below the roof is what everything else costs. Operations are launched one by one, however small
+# they are, and in a model of this size they are small. Let us count them. (A point may also lie *above* the slope: a
+# processor's caches can hold many weights of such a model.)
+
+
+# %%
+class CountOperations(TorchDispatchMode):
+    launched = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.launched += 1
+        return operation(*args, **(kwargs or {}))
+
+
+cache = filled(100, room=1)
+with CountOperations() as count:
+    cached_step(cache, [filler[0]])
+work = flops(config, 1, 1, 100) / count.launched
+print(f"a decode step launches {count.launched} operations, one for every {work / 1e3:.0f} thousand FLOPs")
+assert count.launched > 100, "there are too few to explain anything"
+
+# %% [markdown]
+# ## Bytes per token
+#
+# The cache ends the recomputing. Now its own price. For each token it keeps a key *and* a value, in each layer, in
+# each KV head, with `D` numbers of `bytes` bytes:
+#
+#     bytes per token = 2 · L · Hkv · D · bytes
+#
+# Note what is not in it: the number of query heads, the width of the model, the vocabulary. That is what GQA was made
+# for. We check the formula against what a `FullCache` says, and that against its tensors.
+
+# %%
+per_token = 2 * L * Hkv * D * size
+cache = filled(len(prompt), room=200)
+buffer = cache.lanes[0].kv  # [L, 2, Hkv, capacity, D]
+
+assert per_token == config.kv_bytes_per_token(size)
+assert cache.held_bytes(0) == len(prompt) * per_token == buffer[:, :, :, : len(prompt)].numel() * buffer.itemsize
+assert cache.reserved_bytes() == (len(prompt) + 200) * per_token == buffer.untyped_storage().nbytes()
+
+print(f"2 · {L} · {Hkv} · {D} · {size} = {per_token:,} bytes a token")
+print(f"held:     {len(prompt):4} tokens, {cache.held_bytes(0):9,} bytes")
+print(f"reserved: {len(prompt) + 200:4} tokens, {cache.reserved_bytes():9,} bytes")
+
+text_bytes = len(tokenizer.decode(prompt).encode()) / len(prompt)
+print(f"\nA token is {text_bytes:.1f} bytes of text. Its keys and values: {per_token / text_bytes:,.0f} times that.")
+
+# %% [markdown]
+# *Held* and *reserved* are not the same. Nobody knows beforehand how long the model will think, so a full cache
+# promises room for the longest answer. What is promised and not used is lost to everybody else.
+#
+# ## The cache grows while the model thinks
+#
+# Now a real trace: a problem of middling size, solved to the end. The engine tells of every token whether it belongs
+# to the thinking or to the answer.
+
+# %%
+problem = problems[len(problems) // 3]
+stream = engine.stream(problem.question, temperature=0)
+held, stages = [], []
+for chunk in stream:
+    stages.append(chunk.stage)
+    if 0 in stream.cache.lanes:  # a finished sequence has left
+        held.append(stream.cache.held_bytes(0))
+        reserved = stream.cache.reserved_bytes()
+result = stream.result
+assert held == [(result.prompt_tokens + i) * per_token for i in range(len(held))]
+
+print(textwrap.fill(problem.question, 110), "\n")
+lines = result.text.splitlines()
+print("\n".join([*lines[:6], f"   [{len(lines) - 9} lines more]", *lines[-3:]]))
+print(f"\ncorrect: {grade(result.text, problem.answer)}")
+print(f"prompt {result.prompt_tokens} tokens, thinking {result.thinking_tokens}, "
+      f"answer {result.generated_tokens - result.thinking_tokens}")  # fmt: skip
+
+# %%
+MiB = 2**20
+begin, end = result.prompt_tokens, result.prompt_tokens + stages.count("think")
+total = result.prompt_tokens + len(held)
+figure, axis = plt.subplots(figsize=(7, 3.2), layout="constrained")
+tokens = torch.arange(total + 1)
+spans = [(0, begin, "prompt", GREY), (begin, end, "think", BLUE), (end, total, "answer", GREEN)]
+for left, right, name, color in spans:
+    part = tokens[left : right + 1]
+    axis.fill_between(part, part * per_token / MiB, color=color, linewidth=0)
+    middle = (left + right) / 2
+    axis.text(middle, middle * per_token / MiB + 1.5, name, ha="center", va="bottom", color=color)
+axis.axhline(reserved / MiB, color=ORANGE, linestyle="--")
+axis.text(10, reserved / MiB + 1, f"reserved: the whole context of {config.max_position:,} tokens", color=ORANGE)
+axis.set(xlabel="tokens of the sequence", ylabel="keys and values (MiB)", xlim=(0, total))
+axis.set_ylim(0, 1.15 * reserved / MiB)
+plt.show()
+print(f"at the end {result.kv_bytes / MiB:.1f} MiB are held and {reserved / MiB:.0f} MiB reserved: "
+      f"{100 * result.kv_bytes / reserved:.0f} % in use")  # fmt: skip
+print(f"of what is held, {100 * stages.count('think') / total:.0f} % are thoughts")
+assert stages.count("think") > total / 2
+
+# %% [markdown]
+# A straight line, and most of it is thinking. While the answer is written, all the thoughts still occupy the memory,
+# and every step still reads them.
+#
+# ## The bill for real models
+#
+# Three models that reason, described by hand. `Decoder` on the device `meta` has shapes and no memory, so we can
+# count its parameters exactly. We first check that on the embedded model.
+
+
+# %%
+def parameters(c: ModelConfig) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in Decoder(c).parameters())
+
+
+assert parameters(config) == sum(p.numel() for p in decoder.parameters())
+
+models = {
+    "R1-Distill-Llama-8B": ModelConfig(
+        "LlamaForCausalLM", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32,
+        num_kv_heads=8, head_dim=128, max_position=131072, rms_norm_eps=1e-5, rope_theta=500000.0,
+        rope=RopeScaling("llama3", factor=8.0, original_max_position=8192),
+    ),
+    "R1-Distill-Qwen-7B": ModelConfig(
+        "Qwen2ForCausalLM", vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_layers=28, num_heads=28,
+        num_kv_heads=4, head_dim=128, max_position=131072, qkv_bias=True,
+    ),
+    "Qwen3-8B": ModelConfig(
+        "Qwen3ForCausalLM", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32,
+        num_kv_heads=8, head_dim=128, max_position=40960, rope_theta=1000000.0, qk_norm=True,
+    ),
+}  # fmt: skip
+
+GiB, half, length = 2**30, 2, 32 * 1024  # half: bytes of a bfloat16
+print(f"                       parameters   weights    a token   cache of {length:,} tokens")
+print("                                                          batch 1     batch 32")
+for name, c in models.items():
+    token = c.kv_bytes_per_token(half)
+    print(f"{name:22} {parameters(c) / 1e9:8.2f} B {parameters(c) * half / GiB:5.1f} GiB {token / 1024:6.0f} KiB"
+          f" {length * token / GiB:8.2f} GiB {32 * length * token / GiB:8.0f} GiB")  # fmt: skip
+
+# %% [markdown]
+# One sequence is bearable. A server runs many, and then the cache is several times the model. The 7B model is hardly
+# smaller than the others, and its cache is less than half of theirs: it has half the KV heads, and fewer layers.
+#
+# When does the cache outgrow the weights? That takes `weights / bytes per token` tokens, over all sequences together.
+
+# %%
+figure, axis = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
+tokens = torch.linspace(0, length, 50)
+for (name, c), color in zip(models.items(), (ORANGE, BLUE, GREEN), strict=True):
+    weights, token = parameters(c) * half, c.kv_bytes_per_token(half)
+    axis.plot(tokens, 32 * tokens * token / GiB, color=color, label=name)
+    axis.plot(weights / token / 32, weights / GiB, "o", color=color)
+    print(f"{name:22} {weights / token:9,.0f} tokens: {weights / token / 32:6,.0f} in each of 32 sequences")
+axis.plot([], [], "o", color=GREY, label="as large as the weights")
+axis.set(xlabel="tokens in each of 32 sequences", ylabel="keys and values, bfloat16 (GiB)", ylim=(0, None))
+axis.set_xticks(range(0, length + 1, 4096), [f"{t:,}" for t in range(0, length + 1, 4096)])
+axis.legend()
+plt.show()
+
+# %% [markdown]
+# ## Why reasoning makes it worse
+#
+# Think of a model that summarizes documents. Its cache is mostly prompt: known in size beforehand, and filled by fast
+# prefill passes. A reasoning model turns this around. Over the shipped validation problems:
+
+# %%
+read = sum(len(engine.prompt_ids(p.question)) for p in problems)
+thought = sum(p.thinking_tokens for p in problems)
+print(f"average prompt {read / len(problems):.0f} tokens, average thinking {thought / len(problems):.0f}: "
+      f"{thought / read:.1f} times as many")  # fmt: skip
+
+# %% [markdown]
+# Three things get worse at once:
+#
+# - **Room.** The cache grows with the thoughts, and how long they get shows only at the end.
+# - **Time.** Every decode step reads all keys and values that are held. In a batch the weights are shared, but each
+#   sequence has its own keys and values. So batching, the cure for a memory-bound decode, stops working.
+# - **Throughput.** Fewer sequences fit beside the weights, so the batches get smaller as the thoughts get longer.
+#
+# The first table shows the second point: the intensity of decode, against the batch size and the length. With short
+# texts a batch helps. With long ones it hardly does. The second table shows the third. It takes an accelerator from
+# its data sheet (H100 SXM: 80 GB, 3.35 TB/s) and gives limits that no software beats while it keeps and reads
+# everything.
+
+# %%
+name = "R1-Distill-Llama-8B"
+c = models[name]
+print(f"{name}, bfloat16: FLOP/byte of a decode step\n")
+print("   tokens held" + "".join(f"batch {b:<3}".rjust(12) for b in (1, 8, 32, 128)))
+table = {}
+for keys in (128, 1024, 4096, 16384, 32768):
+    table[keys] = [flops(c, b, 1, keys) / bytes_read(c, b, keys, half) for b in (1, 8, 32, 128)]
+    print(f"{keys:14,}" + "".join(f"{x:12.1f}" for x in table[keys]))
+assert table[128][-1] / table[128][0] > 50, "with short texts a batch should help"
+assert table[32768][-1] / table[32768][0] < 10, "with long texts a batch should hardly help"
+
+memory, bandwidth = 80e9, 3.35e12  # bytes, bytes/s
+weights = parameters(c) * half
+print("\n   tokens held   sequences that fit   tokens/s of all together, at most")
+for keys in (1024, 4096, 16384, 32768):
+    fit = int((memory - weights) / (keys * c.kv_bytes_per_token(half)))
+    print(f"{keys:14,} {fit:20} {fit * bandwidth / bytes_read(c, fit, keys, half):35,.0f}")
+
+# %% [markdown]
+# ## Many sequences, no padding
+#
+# Sequences of a batch have different lengths. A rectangle of numbers must be filled up with padding to the longest
+# one. Here nothing is padded. The tokens of all sequences lie in one flat row, and the decoder does not even know
+# where one ends: norms and matrix products work on single tokens. Only `attend` must know, and `begin_step` tells it.
+
+# %%
+chosen = [problems[0], problems[150], problems[400]]
+prompts = [engine.prompt_ids(p.question) for p in chosen]
+sizes = [len(p) for p in prompts]
+
+cache = FullCache(config, engine.rope)
+for seq, ids in enumerate(prompts):
+    cache.join(seq, len(ids) + 1)
+cache.begin_step(seqs=[0, 1, 2], counts=sizes)
+flat = torch.tensor([token for ids in prompts for token in ids])  # [N]
+together = decoder(flat, cache).split(sizes)
+cache.end_step()
+
+for seq, ids in enumerate(prompts):
+    alone = FullCache(config, engine.rope)
+    alone.join(0, len(ids) + 1)
+    alone.begin_step([0], [len(ids)])
+    assert_close(together[seq], decoder(torch.tensor(ids), alone), rtol=1e-3, atol=1e-3)
+    assert cache.length(seq) == len(ids)
+print(f"one row of {' + '.join(map(str, sizes))} = {len(flat)} tokens; a rectangle would have {3 * max(sizes)}")
+print("the hidden states are those that each sequence has alone")
+
+# %% [markdown]
+# In decode it is the same, with one token of each sequence: sequences of any lengths, each at its own position. The
+# promise is that a batch is never worse than its parts. Each sequence gets the tokens that it would get alone. (A
+# batch may add its sums in another order, so a decision that hangs on the last bits could still fall otherwise.)
+
+# %%
+questions = [p.question for p in chosen]
+batch = engine.generate(questions, temperature=0, max_new_tokens=60)
+singles = [engine.generate(q, temperature=0, max_new_tokens=60)[0] for q in questions]
+for one, many in zip(singles, batch, strict=True):
+    assert one.token_ids == many.token_ids, "a sequence of the batch differs from the same sequence alone"
+    print(f"{many.prompt_tokens:4} prompt tokens, then the same {many.generated_tokens}: {many.text.splitlines()[0]}")
+
+# %% [markdown]
+# ## What if we throw something away?
+#
+# The bill has two factors, tokens and bytes per token. Keep fewer tokens, or fewer bytes of each. Is it safe to throw
+# out a token? We try it.
+#
+# The model has read the first problem and begun to think. It is about to write the value of `piz`, which the prompt
+# gives. We take one token of the prompt out of the cache, right after prefill, and look whether the model still knows
+# the value. Then we put it back and take the next one.
+#
+# *Guess before you look: which tokens of the prompt are needed?*
+
+
+# %%
+class WithoutOne(FullCache):
+    """A full cache of one sequence in which one token cannot be seen by those after the prompt."""
+
+    evicted, prompt_length = None, 0
+
+    def attend(self, layer, q, k, v):
+        out = super().attend(layer, q, k, v)  # appends, too
+        lane, _, _, before = self._step[0]
+        if self.evicted is None or before < self.prompt_length:
+            return out
+        q = self.backend.rope(q, self._cos, self._sin)
+        keys, values = lane.kv[layer, :, :, : before + len(q)]  # [Hkv, S, D] each
+        kept = [j for j in range(keys.shape[1]) if j != self.evicted]
+        return self.backend.attention(q, keys[:, kept], values[:, kept])
+
+
+thinking = tokenizer.encode("Okay, let me work through this step by step.\nFirst, mos. mos = piz * 7, piz = ")
+[value] = tokenizer.encode("48")
+assert "piz = 48;" in problems[0].question, "the problem has changed: write a thought that fits it"
+
+cache = WithoutOne(config, engine.rope)
+cache.join(0, len(prompt) + len(thinking))
+cache.prompt_length = len(prompt)
+cached_step(cache, prompt)
+
+
+def knows(evicted: int | None) -> float:
+    """Probability of the right value when one token of the prompt is missing."""
+    cache.evicted = evicted
+    cache.lanes[0].length = len(prompt)  # forget the thought, so that it is read again
+    return cached_step(cache, thinking).softmax(-1)[value].item()
+
+
+whole = knows(None)
+probability = [knows(i) for i in range(len(prompt))]
+labels = [tokenizer.decode([t]).replace(" ", "·").replace("\n", "⏎") for t in prompt]
+stated = prompt.index(value)  # where a human reads the value
+
+figure, axis = plt.subplots(figsize=(10, 2.6), layout="constrained")
+axis.bar(range(len(prompt)), [whole - p for p in probability], color=ORANGE)
+axis.set_xticks(range(len(prompt)), labels, rotation=90, fontsize=7)
+axis.get_xticklabels()[stated].set(color=BLUE, fontweight="bold")
+axis.set(ylabel="probability of “48” lost", xlabel="token of the prompt that is missing (blue: the value itself)")
+axis.set(xlim=(-1, len(prompt)), ylim=(0, 1.02))
+plt.show()
+
+print(f"nothing missing:              {whole:.4f}")
+print(f"without the value, token {stated}:  {probability[stated]:.4f}")
+for i, p in enumerate(probability):
+    if p < whole / 2 and i != stated:
+        print(f"without token {i}, {labels[i]!r} after {tokenizer.decode(prompt[max(0, i - 4) : i])!r}: {p:.4f}")
+needless = sum(p > whole - 0.01 for p in probability)
+print(f"{needless} of {len(prompt)} tokens can be missing, one at a time, without a trace")
+assert needless > len(prompt) / 2, "most tokens should be dispensable for one look-up"
+
+# %% [markdown]
+# Most tokens are not needed for this look-up. That is the hope behind every method of cache compression.
+#
+# Compare with your guess, and with the attention weights of tutorial 1. Weights say who *was read*. This plot says
+# who *was needed*. The two need not agree: other tokens may have copied a value while they read it. And a token that
+# this look-up does not need may be the one that the next needs.
+#
+# ## What comes next
+#
+# Everything that follows attacks one of the factors that you have seen here:
+#
+# - **Paged storage** gives back what is reserved and not held: memory in small pages, taken when a token needs it.
+# - **Formats** shrink the bytes of a token: 8, 4, even 2 bits for a number, and the scales count, too.
+# - **Policies** shrink the number of tokens: which thoughts may go, when, and how one knows.
+#
+# The later tutorials take them in this order. `FullCache` stays with us: it is the baseline of every comparison.
+#
+# ## Exercises
+#
+# 1. **Multi-head and multi-query.** Give the three real models as many KV heads as query heads, then a single one.
+#    Recompute the bill. What did GQA save?
+# 2. **Crossover.** At which length does attention (`4·L·Hq·D·keys`) cost a decoding token as many FLOPs as the
+#    weights (`2·P`)? Compute it for the four models, and compare with the lengths at which the *bytes* are equal.
+# 3. **Chunked prefill.** Feed a prompt to `cached_step` in pieces of 16 tokens. Check that the logits stay the same.
+#    Plot prefill tokens/s against the size of the piece, from 1 to 512. Where does the curve bend, and why there?
+# 4. **Evict more.** In the last experiment, remove *pairs* of neighbouring tokens. Then remove together all tokens
+#    that could be removed alone. Does the model still know the value? What does that say about ranking tokens singly?
