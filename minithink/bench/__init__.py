@@ -1,0 +1,1 @@
+"""Measurements of this project, run as `python -m minithink.bench decode | accuracy | tables`."""

@@ -1,0 +1,42 @@
+"""The command line: `python -m minithink.bench decode|accuracy|tables`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import NoReturn
+
+from minithink.bench import accuracy, decode, tables
+from minithink.errors import MinithinkError, UsageError
+
+COMMANDS = {"decode": decode, "accuracy": accuracy, "tables": tables}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, and nothing else."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; --help lists the options.\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand → exit code: 0, 1 (it failed), 2 (it makes no sense as asked) or 130 (interrupted)."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = Parser(prog="python -m minithink.bench", description="Speed and accuracy, measured and written down.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
+    for name, module in COMMANDS.items():
+        summary = (module.__doc__ or "").splitlines()[0]
+        module.add_arguments(commands.add_parser(name, help=summary, description=summary))
+    args = parser.parse_args(argv)
+    try:
+        return COMMANDS[args.command].run(args, argv)
+    except MinithinkError as error:
+        print(f"minithink.bench: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        print("\nminithink.bench: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,275 @@
+"""Accuracy of a full cache on the embedded problems, by length of the reference trace.
+
+Every finished sequence goes to a JSONL file beside the output at once; `--resume` continues from it. A sequence's
+draws depend on the seed and its number in the split alone, so neither `--limit`, nor the batch size, nor an
+interruption changes which tokens it draws (beyond the rounding of sums of another shape).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+from minithink.bench import record
+from minithink.engine import DTYPES, TINY, Engine, load
+from minithink.errors import MinithinkError, UsageError
+from minithink.sampling import SamplingParams
+from minithink.stream import Track
+from minithink.tasks import SPLITS, Problem, grade, load_problems
+from minithink.weights import checkpoint_hash, resolve
+
+BINS = ((0, 600), (600, 1200), (1200, 2000))  # tokens of the reference trace: from, below
+GPU_BATCH = 256
+QUIET = 30.0  # seconds between lines of progress, where there is no terminal
+
+
+class Outcome(NamedTuple):
+    """How one sequence ended."""
+
+    id: str  # of the problem
+    sample: int
+    right: bool
+    tokens: int  # generated, with the one that stopped
+    finish: str  # stop | length | context
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `bench accuracy`."""
+    add = parser.add_argument
+    add("--model", default="tiny", help="folder, Hugging Face id, or tiny: the embedded one (default)")
+    add("--split", default="test", choices=SPLITS)
+    add("--temperature", type=float, default=0.6, help="0: greedy (default 0.6)")
+    add("--num-samples", type=record.positive, default=1, metavar="N", help="sequences for each problem (default 1)")
+    add("--seed", type=int, default=0, metavar="N")
+    add("--max-new-tokens", type=record.positive, metavar="N", help="default: what the context leaves")
+    add("--batch-size", type=record.positive, metavar="N", help=f"default: {GPU_BATCH} on a GPU, else up to 32")
+    add("--device", default="auto", help="auto, cpu, cuda, mps")
+    add("--dtype", default="auto", choices=("auto", *DTYPES))
+    add("--limit", type=record.positive, metavar="N", help="only the first N problems")
+    add("--resume", action="store_true", help="continue an interrupted run")
+    add("--output", type=Path, metavar="FILE", help="default: docs/results/accuracy.json, or accuracy-MODEL.json")
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    """Generate, grade, write the result, print a table."""
+    name = "accuracy" if args.model == "tiny" else f"accuracy-{args.model.rstrip('/').rpartition('/')[2]}"
+    output = args.output or record.default_path(name)
+    SamplingParams(args.temperature, seed=args.seed)  # refuses what makes no sense, before a model is loaded
+    problems = load_problems(args.split)
+    chosen = problems[: args.limit]
+    engine = load(args.model, device=args.device, dtype=args.dtype)
+    settings = {
+        "model": checkpoint_hash(TINY if args.model == "tiny" else resolve(args.model)),
+        "split": args.split,
+        "temperature": args.temperature,
+        "num_samples": args.num_samples,
+        "seed": args.seed,
+        "max_new_tokens": args.max_new_tokens,
+        "dtype": str(engine.dtype).removeprefix("torch."),
+    }
+    journal = Journal(output.with_suffix(".jsonl"), settings)
+    done = journal.open(args.resume)
+    wanted = {(p.id, k) for p in chosen for k in range(args.num_samples)}
+    outcomes = {key: outcome for key, outcome in done.items() if key in wanted}
+    batch_size = args.batch_size or (GPU_BATCH if engine.device.type == "cuda" else None)
+    began, generated = time.monotonic(), 0
+    try:
+        with progress(len(wanted), len(outcomes)) as advance:
+            for outcome in generate(engine, problems, wanted - outcomes.keys(), settings, batch_size):
+                journal.add(outcome)
+                outcomes[outcome.id, outcome.sample] = outcome
+                generated += outcome.tokens
+                advance(outcome)
+    except KeyboardInterrupt:
+        print(
+            f"\nminithink.bench: interrupted after {len(outcomes)} of {len(wanted)} sequences, which are in "
+            f"{journal.path}; continue with --resume.",
+            file=sys.stderr,
+        )
+        return 130
+    finally:
+        journal.close()
+
+    seconds = time.monotonic() - began
+    result = record.new("accuracy", argv, engine.device)
+    rows = [outcomes[p.id, k] for p in chosen for k in range(args.num_samples)]
+    result["settings"] = {"model_name": args.model, **settings, "device": engine.device.type, "limit": args.limit}
+    result["measurements"] = summarize(chosen, rows)
+    result["seconds"], result["tokens_per_second"] = seconds, generated / seconds  # of this run, if it was resumed
+    result["outcome_columns"] = list(Outcome._fields)
+    result["outcomes"] = [list(row) for row in rows]
+    result["complete"] = True
+    record.write(output, result)
+    journal.path.unlink()  # the result holds all of it now
+    for m in result["measurements"]:
+        low, high = m["interval"]
+        print(
+            f"{m['bin']:>10}  n {m['n']:4}  right {m['right']:4}  {m['share']:6.1%} ({low:.1%} to {high:.1%})  "
+            f"{m['mean_tokens']:,.0f} tokens  cut off {m['cut_off']:.1%}"
+        )
+    print(f"written to {output}", file=sys.stderr)
+    return 0
+
+
+def generate(
+    engine: Engine,
+    problems: Sequence[Problem],
+    wanted: set[tuple[str, int]],
+    settings: dict[str, Any],
+    batch_size: int | None,
+) -> Iterator[Outcome]:
+    """Outcomes as the sequences end.
+
+    Args:
+        engine: the model.
+        problems: the whole split: a sequence's number in it decides its draws.
+        wanted: problems' ids and samples to generate.
+        settings: temperature, num_samples, seed, max_new_tokens.
+        batch_size: sequences at once.
+    """
+    if not wanted:
+        return
+    options = {k: settings[k] for k in ("temperature", "num_samples", "seed", "max_new_tokens")}
+    stream = engine.stream([p.question for p in problems], batch_size=batch_size, **options)
+    # The longest first, so that the batch stays full until near the end.
+    running = [s for s in stream.sequences if (problems[s.prompt_index].id, s.sample) in wanted]
+    running.sort(key=lambda s: -problems[s.prompt_index].thinking_tokens)
+    stream.sequences = list(running)
+    for _ in stream.steps():
+        if any(s.finish_reason for s in running):
+            for s in running:
+                if s.finish_reason:
+                    yield _outcome(engine, s, problems[s.prompt_index], stream.stop_ids)
+            running = [s for s in running if not s.finish_reason]
+
+
+def _outcome(engine: Engine, s: Track, problem: Problem, stop_ids: frozenset[int]) -> Outcome:
+    text = engine.tokenizer.decode(s.tokens[:-1] if s.tokens[-1] in stop_ids else s.tokens)
+    return Outcome(problem.id, s.sample, grade(text, problem.answer), len(s.tokens), s.finish_reason)
+
+
+def summarize(problems: Sequence[Problem], rows: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """One row for each length bin that has problems, and one for all."""
+    lengths = {p.id: p.thinking_tokens for p in problems}
+    groups = [(f"{low}–{high}", [r for r in rows if low <= lengths[r.id] < high]) for low, high in BINS]
+    out = []
+    for name, group in [*groups, ("all", list(rows))]:
+        if not group:
+            continue
+        n, right = len(group), sum(r.right for r in group)
+        # Samples of one problem are no independent trials: the interval counts problems.
+        low, high = wilson(right / n, len({r.id for r in group}))
+        out.append({
+            "bin": name,
+            "problems": len({r.id for r in group}),
+            "n": n,
+            "right": right,
+            "share": right / n,
+            "interval": [low, high],
+            "mean_tokens": sum(r.tokens for r in group) / n,
+            "cut_off": sum(r.finish != "stop" for r in group) / n,
+        })  # fmt: skip
+    return out
+
+
+def wilson(share: float, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson's score interval (1927) of a probability, from a share observed in n trials."""
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+class Journal:
+    """What is known of an unfinished run: a first line of settings, then a line for every outcome."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self.path, self.settings = path, settings
+
+    def open(self, resume: bool) -> dict[tuple[str, int], Outcome]:
+        """Open for appending → the outcomes that are there already.
+
+        Raises:
+            UsageError: there is an unfinished run, and it is not to be resumed or had other settings.
+        """
+        try:
+            before = self._read() if self.path.exists() else {}
+            if before and not resume:
+                raise UsageError(
+                    f"{self.path} holds {len(before)} sequences of an interrupted run: add --resume to continue it, "
+                    "or delete the file to begin anew."
+                )
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Written anew, which drops a last line that was cut off.
+            whole = self.path.with_name(self.path.name + ".new")
+            lines: list[Any] = [self.settings, *before.values()]
+            whole.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+            whole.replace(self.path)
+            self.file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise MinithinkError(f"{self.path} cannot be written: {error}; give another --output.") from None
+        return before
+
+    def _read(self) -> dict[tuple[str, int], Outcome]:
+        lines = self.path.read_text(encoding="utf-8").split("\n")[:-1]  # what follows the last \n is cut off
+        if not lines:
+            return {}
+        try:
+            settings, outcomes = json.loads(lines[0]), [Outcome(*json.loads(line)) for line in lines[1:]]
+        except (ValueError, TypeError):
+            raise MinithinkError(f"{self.path} is damaged: delete it, and run without --resume.") from None
+        if settings != self.settings and outcomes:
+            differing = ", ".join(k for k in self.settings if settings.get(k) != self.settings[k])
+            raise UsageError(
+                f"{self.path} holds an interrupted run with other settings ({differing}): give the same, or delete "
+                "the file."
+            )
+        return {(o.id, o.sample): o for o in outcomes}
+
+    def add(self, outcome: Outcome) -> None:
+        """Write one outcome, at once."""
+        self.file.write(json.dumps(outcome) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        """Write no more."""
+        self.file.close()
+
+
+@contextmanager
+def progress(total: int, done: int) -> Iterator[Callable[[Outcome], None]]:
+    """Show on standard error how far a run got: a bar on a terminal, else a line now and then."""
+    right = seen = 0
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task("", total=total, completed=done)
+
+            def advance(outcome: Outcome) -> None:
+                nonlocal right, seen
+                right, seen = right + outcome.right, seen + 1
+                bar.update(task, advance=1, description=f"{right} of {seen} right")
+
+            yield advance
+        return
+    last = time.monotonic()
+
+    def line(outcome: Outcome) -> None:
+        nonlocal right, seen, last
+        right, seen = right + outcome.right, seen + 1
+        if time.monotonic() - last > QUIET or done + seen == total:
+            last = time.monotonic()
+            print(f"{done + seen} of {total} sequences; {right} of {seen} right", file=sys.stderr, flush=True)
+
+    yield line

@@ -1,0 +1,177 @@
+"""What every result file says: how it was measured, on what machine, by which version, and the measurements.
+
+The files lie in `docs/results/`. Whoever wants to know whether a figure still holds runs the command in the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import tempfile
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import minithink
+from minithink.engine import TINY
+from minithink.errors import MinithinkError
+from minithink.weights import checkpoint_hash
+
+ROOT = Path(minithink.__file__).resolve().parent.parent  # of the checkout, where this is one
+RESULTS = Path("docs") / "results"
+DIGITS = 5  # that are kept of every measurement
+PACKAGES = ("torch", "triton", "transformers", "numpy")
+
+
+def new(benchmark: str, argv: list[str], device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The beginning of a result: everything but the settings and measurements, which its benchmark adds.
+
+    Args:
+        benchmark: its name.
+        argv: the arguments after `python -m minithink.bench`.
+        device: where it runs; a GPU is described only if it is used.
+    """
+    return {
+        "benchmark": benchmark,
+        "complete": False,  # set when the last measurement is in
+        "command": shlex.join(["python", "-m", "minithink.bench", *argv]),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "commit": commit(),
+        "embedded_model": checkpoint_hash(TINY),
+        "machine": machine(torch.device(device)),
+        "versions": versions(),
+    }
+
+
+def commit() -> str:
+    """What is measured: MINITHINK_COMMIT, else the checkout's commit ("-dirty" if it was changed), else unknown."""
+    if named := os.environ.get("MINITHINK_COMMIT"):
+        return named
+    top = _git("rev-parse", "--show-toplevel")
+    head = _git("rev-parse", "HEAD")
+    if not head or not top or Path(top).resolve() != ROOT:  # installed below some other repository
+        return "unknown"
+    # A result that was written a minute ago changes nothing that is measured.
+    changes = _git("status", "--porcelain", "--", ".", f":(exclude){RESULTS.as_posix()}")
+    return head + ("-dirty" if changes else "")
+
+
+def _git(*args: str) -> str | None:
+    """What git answers in the checkout; None: no git, no repository."""
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """CPU model and cores that this process may use; GPU and driver, if the device is one."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    out: dict[str, Any] = {
+        "cpu": _line_of("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "cores": len(affinity(0)) if affinity else os.cpu_count(),
+    }
+    if device.type == "cuda":
+        out["gpu"] = torch.cuda.get_device_name(device)
+        words = (_line_of("/proc/driver/nvidia/version", "NVRM version") or "").split()
+        out["driver"] = next((w for w in words if w[:1].isdigit() and "." in w), "unknown")
+        out["cuda"] = torch.version.cuda
+    return out
+
+
+def _line_of(path: str, name: str) -> str | None:
+    """The value of the first line `name : value` of a file; None: no such file or line."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as lines:
+            found = (line.partition(":")[2].strip() for line in lines if line.startswith(name))
+            return next(found, None)
+    except OSError:
+        return None
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what is measured and of what may be compared with; None: not installed."""
+    out: dict[str, str | None] = {"minithink": minithink.__version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            out[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            out[package] = None
+    return out
+
+
+def default_path(name: str) -> Path:
+    """docs/results/NAME.json of the checkout; of the current folder, if this is an installed package."""
+    return (ROOT if (ROOT / "pyproject.toml").is_file() else Path()) / RESULTS / f"{name}.json"
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Write a result. An earlier file of that name is replaced only by a whole one."""
+    text = dumps(rounded(result)) + "\n"
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False, encoding="utf-8") as file:
+            temporary = Path(file.name)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)  # a temporary file is private, a result is not
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        raise MinithinkError(f"The result cannot be written to {path}: {error}; give another --output.") from None
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a result."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise MinithinkError(f"{path} does not exist: run the benchmark that writes it.") from None
+    except (OSError, ValueError) as error:
+        raise MinithinkError(f"{path} is no readable result ({error}): run the benchmark again.") from None
+    if not isinstance(result, dict) or "measurements" not in result:
+        raise MinithinkError(f"{path} is no result of this benchmark: it holds no measurements.")
+    return result
+
+
+def rounded(value: Any) -> Any:
+    """Every float in a tree to DIGITS significant digits; the others as they are. Infinities and NaN become None."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: rounded(v) for k, v in value.items()}
+    return [rounded(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def dumps(value: Any, indent: str = "") -> str:
+    """JSON with two spaces of indentation, where a list of plain values takes one line."""
+    inner = indent + "  "
+    if isinstance(value, dict) and value:
+        lines = [f"{inner}{json.dumps(k)}: {dumps(v, inner)}" for k, v in value.items()]
+        return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+    if isinstance(value, list) and any(isinstance(v, (list, dict)) for v in value):
+        return "[\n" + ",\n".join(inner + dumps(v, inner) for v in value) + f"\n{indent}]"
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def positive(text: str) -> int:
+    """For argparse: a whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return value

@@ -1,0 +1,153 @@
+"""Tables of the documents, made from the result files; --check fails where a document is out of date.
+
+A document says where a table belongs, and everything between the two lines is replaced:
+
+    <!-- table:decode-cpu -->
+    <!-- end -->
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from minithink.bench import record
+from minithink.errors import MinithinkError, UsageError
+
+BEGIN = re.compile(r"<!-- table:(\S+) -->\s*")
+END = "<!-- end -->"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `bench tables`."""
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a document would change")
+    parser.add_argument("--root", type=Path, default=record.ROOT, metavar="FOLDER", help="default: this checkout")
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    """Bring README.md and docs/*.md up to date, or check that they are."""
+    if not args.root.is_dir():
+        raise UsageError(f"--root {args.root} is no folder: give that of the checkout.")
+    stale = []
+    for path in [args.root / "README.md", *sorted((args.root / "docs").glob("*.md"))]:
+        if not path.is_file():
+            continue
+        before = path.read_text(encoding="utf-8")
+        after = fill(before, path.name, args.root / record.RESULTS)
+        if after != before:
+            stale.append(path)
+            if not args.check:
+                path.write_text(after, encoding="utf-8")
+    names = ", ".join(p.relative_to(args.root).as_posix() for p in stale)
+    if stale and args.check:
+        raise MinithinkError(f"Tables are out of date in {names}: run `python -m minithink.bench tables`.")
+    print(f"updated {names}" if stale else "all tables are up to date", file=sys.stderr)
+    return 0
+
+
+def fill(text: str, name: str, results: Path) -> str:
+    """A document with its tables made anew.
+
+    Args:
+        text: of the document.
+        name: of the document, for errors.
+        results: the folder of the result files.
+    """
+    out: list[str] = []
+    lines = iter(enumerate(text.split("\n"), start=1))
+    for number, line in lines:
+        out.append(line)
+        if not (begin := BEGIN.fullmatch(line)):
+            continue
+        table = begin[1]
+        if table not in TABLES:
+            raise MinithinkError(f"{name}:{number} wants the table {table!r}; there are {', '.join(TABLES)}.")
+        for _, inner in lines:
+            if inner.strip() == END:
+                break
+            if BEGIN.fullmatch(inner):
+                raise MinithinkError(f"{name}:{number} begins a table, and the next begins before a line {END}.")
+        else:
+            raise MinithinkError(f"{name}:{number} begins a table, and no line {END} follows.")
+        out += [*TABLES[table](record.read(results / f"{table}.json")), END]
+    return "\n".join(out)
+
+
+def decode(result: dict[str, Any]) -> list[str]:
+    """Speed beside transformers, one row a measurement."""
+    rows: list[tuple[str, ...]] = [
+        ("model", "batch", "minithink", "transformers", "ratio", "decoding alone", "of the byte limit")
+    ]
+    for m in result["measurements"]:
+        peer, share = m.get("peer"), m["ours"].get("share_of_limit")
+        if m["shape"] == "embedded":
+            model = f"embedded, {m['dtype']}, {m['prompt_tokens']} + {m['new_tokens']} tokens"
+        else:
+            model = f"{m['shape']} (random weights), {m['dtype']}, {m['context']:,} tokens held"
+        rows.append((
+            model,
+            str(m["batch"]),
+            f"{m['ours']['tokens_per_second']:,.0f} tok/s",
+            f"{peer['tokens_per_second']:,.0f} tok/s" if peer else "–",
+            f"**{m['ratio']:.2f} ×**" if peer else "–",
+            f"{m['decode_ratio']:.2f} ×" if "decode_ratio" in m else "–",
+            f"{share:.0%}" if share else "–",
+        ))  # fmt: skip
+    for i in (6, 5):  # a column without a figure says nothing
+        if all(row[i] == "–" for row in rows[1:]):
+            rows = [row[:i] + row[i + 1 :] for row in rows]
+    return [*markdown(rows), "", _source(result)]
+
+
+def accuracy(result: dict[str, Any]) -> list[str]:
+    """Share of right answers, one row a length bin."""
+    rows: list[tuple[str, ...]] = [
+        ("reference trace", "problems", "right", "95 % interval", "tokens generated", "cut off")
+    ]
+    for m in result["measurements"]:
+        low, high = m["interval"]
+        right = f"{m['right']} of {m['n']}: **{m['share']:.1%}**"
+        rows.append((
+            "all" if m["bin"] == "all" else f"{m['bin']} tokens",
+            str(m["problems"]),
+            right,
+            f"{low:.1%} to {high:.1%}",
+            f"{m['mean_tokens']:,.0f}",
+            f"{m['cut_off']:.1%}",
+        ))  # fmt: skip
+    return [*markdown(rows), "", _source(result)]
+
+
+def markdown(rows: list[tuple[str, ...]]) -> list[str]:
+    """A table whose first row is the heading; every column but the first is aligned right."""
+    rule = ("---", *["---:"] * (len(rows[0]) - 1))
+    return ["| " + " | ".join(row) + " |" for row in (rows[0], rule, *rows[1:])]
+
+
+def _source(result: dict[str, Any]) -> str:
+    """Where the figures come from, in one line."""
+    machine, versions, settings = result["machine"], result["versions"], result.get("settings", {})
+    where = machine.get("gpu") or machine["cpu"]
+    if "gpu" not in machine and "threads" in settings:
+        where += f", {settings['threads']} threads"
+    what = [f"torch {versions['torch']}"]
+    if result["benchmark"] == "decode" and versions.get("transformers"):
+        what.append(f"transformers {versions['transformers']}")
+    if result["benchmark"] == "accuracy":
+        sampling = f"temperature {settings['temperature']:g}" if settings["temperature"] else "greedy"
+        what.append(f"{settings['split']} split, {sampling}, {settings['dtype']}")
+    commit = result["commit"]
+    short = commit[:10] + ("-dirty" if commit.endswith("-dirty") else "")
+    note = "" if result.get("complete") else " The run was not complete."
+    return f"*{where}; {', '.join(what)}; {result['date'][:10]}, commit {short}: `{result['command']}`.{note}*"
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "decode-cpu": decode,
+    "decode-gpu": decode,
+    "accuracy": accuracy,
+}

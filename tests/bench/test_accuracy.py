@@ -1,0 +1,118 @@
+"""The accuracy benchmark: statistics, interruption, independence of the draws. The model gets a few tokens only."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from minithink.bench import accuracy, record
+from minithink.bench.__main__ import main
+from minithink.bench.accuracy import Outcome, summarize, wilson
+from minithink.tasks import Problem, load_problems
+
+QUICK = ["accuracy", "--device", "cpu", "--max-new-tokens", "12", "--batch-size", "1"]
+
+
+@pytest.mark.parametrize(
+    ("right", "n", "want"),
+    # From the closed form, by hand: at 0 of n the upper end is z²/(n + z²).
+    [(0, 10, (0.0, 0.27753)), (10, 10, (0.72247, 1.0)), (5, 10, (0.23659, 0.76341)), (95, 100, (0.88825, 0.97846))],
+)
+def test_wilson(right: int, n: int, want: tuple[float, float]) -> None:
+    assert wilson(right / n, n) == pytest.approx(want, abs=1e-5)
+
+
+def test_summary() -> None:
+    lengths = {"a": 0, "b": 599, "c": 600, "d": 1999}
+    problems = [Problem(name, "facts", "?", "1", length) for name, length in lengths.items()]
+    rows = [
+        Outcome("a", 0, True, 100, "stop"), Outcome("a", 1, True, 200, "stop"),
+        Outcome("b", 0, False, 300, "length"), Outcome("b", 1, True, 400, "stop"),
+        Outcome("c", 0, False, 500, "context"), Outcome("c", 1, False, 600, "stop"),
+        Outcome("d", 0, True, 700, "stop"), Outcome("d", 1, True, 800, "stop"),
+    ]  # fmt: skip
+    short, middle, long, everything = summarize(problems, rows)
+    assert (short["bin"], short["n"], short["problems"], short["right"]) == ("0–600", 4, 2, 3)
+    assert (short["mean_tokens"], short["cut_off"]) == (250, 0.25)
+    assert short["interval"] == list(wilson(0.75, 2)), "two samples of a problem are not two problems"
+    assert (middle["bin"], middle["right"], middle["cut_off"]) == ("600–1200", 0, 0.5)
+    assert (long["bin"], long["right"]) == ("1200–2000", 2)
+    assert (everything["bin"], everything["n"], everything["share"]) == ("all", 8, 5 / 8)
+
+
+def test_every_problem_has_a_bin() -> None:
+    for split in ("validation", "test"):
+        problems = load_problems(split)
+        rows = [Outcome(p.id, 0, True, 1, "stop") for p in problems]
+        *bins, everything = summarize(problems, rows)
+        assert sum(b["n"] for b in bins) == everything["n"] == len(problems)
+
+
+def test_interruption_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts: list[str] = []
+    monkeypatch.setattr(accuracy, "grade", lambda text, answer: texts.append(text) is None)
+    whole, part = tmp_path / "whole.json", tmp_path / "part.json"
+    options = [*QUICK, "--limit", "2", "--num-samples", "2"]
+    assert main([*options, "--output", str(whole)]) == 0
+    assert not whole.with_suffix(".jsonl").exists()
+    want = record.read(whole)
+    assert want["complete"]
+    assert want["outcome_columns"] == ["id", "sample", "right", "tokens", "finish"]
+    assert [row[:2] for row in want["outcomes"]] == [[p.id, k] for p in load_problems("test")[:2] for k in (0, 1)]
+    assert all(row[2:] == [True, 12, "length"] for row in want["outcomes"])
+    first_texts = Counter(texts)
+    assert len(first_texts) > 2, "samples differ"
+
+    add = accuracy.Journal.add
+
+    def add_one_then_stop(self: accuracy.Journal, outcome: Outcome) -> None:
+        if len(self.path.read_text().splitlines()) > 1:
+            raise KeyboardInterrupt
+        add(self, outcome)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(accuracy.Journal, "add", add_one_then_stop)
+        assert main([*options, "--output", str(part)]) == 130
+    assert "after 1 of 4 sequences" in capsys.readouterr().err
+    assert not part.exists()
+    journal = part.with_suffix(".jsonl")
+    assert len(journal.read_text().splitlines()) == 2
+    journal.write_text(journal.read_text() + '["facts-te')  # the power went
+
+    assert main([*options, "--output", str(part)]) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert main([*options, "--seed", "1", "--resume", "--output", str(part)]) == 2
+    assert "other settings (seed)" in capsys.readouterr().err
+
+    texts.clear()
+    assert main([*options, "--resume", "--output", str(part)]) == 0
+    assert record.read(part)["outcomes"] == want["outcomes"]
+    assert record.read(part)["measurements"] == want["measurements"]
+    assert len(texts) == 3, "what was there is not generated again"
+    assert Counter(texts) < first_texts, "the draws are those of the run that nobody interrupted"
+    assert not journal.exists()
+
+
+def test_a_damaged_journal_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.jsonl").write_text(json.dumps({}) + "\nnonsense\n")
+    assert main([*QUICK, "--resume", "--output", str(tmp_path / "x.json")]) == 1
+    assert "x.jsonl is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--limit", "0"], ["--limit", "x"], ["--split", "a"], ["--temperature", "-1"], ["--device", "abacus"], ["--x"]],
+)
+def test_bad_options_are_one_sentence(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["accuracy", "--output", str(tmp_path / "x.json"), *options])
+    except SystemExit as exit:
+        code = exit.code  # type: ignore[assignment]
+    assert code == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,139 @@
+"""Tables in documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minithink.bench import record, tables
+from minithink.bench.__main__ import main
+from minithink.errors import MinithinkError
+
+ABOUT: dict[str, Any] = {
+    "benchmark": "decode", "complete": True, "command": "python -m minithink.bench decode",
+    "date": "2031-02-03T04:05:06Z", "commit": "0123456789abcdef", "embedded_model": "00",
+    "machine": {"cpu": "Some CPU", "cores": 2}, "versions": {"torch": "2.9", "transformers": "5.1"},
+}  # fmt: skip
+CPU = ABOUT | {
+    "settings": {"threads": 2},
+    "measurements": [
+        {
+            "shape": "embedded", "dtype": "float32", "batch": 8, "prompt_tokens": 200, "new_tokens": 512,
+            "ours": {"tokens_per_second": 1234.5}, "peer": {"tokens_per_second": 600.0}, "ratio": 2.0575,
+            "decode_ratio": 2.25,
+        },
+        {
+            "shape": "embedded", "dtype": "float32", "batch": 1, "prompt_tokens": 200, "new_tokens": 512,
+            "ours": {"tokens_per_second": 200.0},
+        },
+    ],
+}  # fmt: skip
+GPU = ABOUT | {
+    "complete": False,
+    "machine": {"cpu": "Some CPU", "cores": 2, "gpu": "Some GPU"},
+    "measurements": [
+        {
+            "shape": "llama-8b", "dtype": "bfloat16", "batch": 1, "context": 2048,
+            "ours": {"tokens_per_second": 100.0, "share_of_limit": 0.456}, "peer": {"tokens_per_second": 50.0},
+            "ratio": 2.0,
+        },
+    ],
+}  # fmt: skip
+ACCURACY = ABOUT | {
+    "benchmark": "accuracy",
+    "settings": {"split": "test", "temperature": 0.6, "dtype": "bfloat16"},
+    "measurements": [
+        {
+            "bin": "0–600", "problems": 100, "n": 100, "right": 98, "share": 0.98, "interval": [0.93, 0.994],
+            "mean_tokens": 420.4, "cut_off": 0.01,
+        },
+    ],
+}  # fmt: skip
+DOCUMENT = """# Title
+
+`<!-- table:nonsense -->` within a line is no marker.
+
+<!-- table:decode-cpu -->
+old
+<!-- end -->
+between
+<!-- table:accuracy -->
+<!-- end -->
+
+after
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for name, result in {"decode-cpu": CPU, "decode-gpu": GPU, "accuracy": ACCURACY}.items():
+        record.write(tmp_path / record.RESULTS / f"{name}.json", result)
+    (tmp_path / "README.md").write_text(DOCUMENT)
+    (tmp_path / "docs" / "speed.md").write_text("<!-- table:decode-gpu -->\n<!-- end -->")
+    return tmp_path
+
+
+def test_tables_are_filled_in_and_then_up_to_date(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tables", "--check", "--root", str(root)]) == 1
+    assert "README.md, docs/speed.md" in capsys.readouterr().err
+    assert (root / "README.md").read_text() == DOCUMENT, "a check changes nothing"
+
+    assert main(["tables", "--root", str(root)]) == 0
+    assert (root / "README.md").read_text() == """# Title
+
+`<!-- table:nonsense -->` within a line is no marker.
+
+<!-- table:decode-cpu -->
+| model | batch | minithink | transformers | ratio | decoding alone |
+| --- | ---: | ---: | ---: | ---: | ---: |
+| embedded, float32, 200 + 512 tokens | 8 | 1,234 tok/s | 600 tok/s | **2.06 ×** | 2.25 × |
+| embedded, float32, 200 + 512 tokens | 1 | 200 tok/s | – | – | – |
+
+*Some CPU, 2 threads; torch 2.9, transformers 5.1; 2031-02-03, commit 0123456789: `python -m minithink.bench decode`.*
+<!-- end -->
+between
+<!-- table:accuracy -->
+| reference trace | problems | right | 95 % interval | tokens generated | cut off |
+| --- | ---: | ---: | ---: | ---: | ---: |
+| 0–600 tokens | 100 | 98 of 100: **98.0%** | 93.0% to 99.4% | 420 | 1.0% |
+
+*Some CPU; torch 2.9, test split, temperature 0.6, bfloat16; 2031-02-03, commit 0123456789: \
+`python -m minithink.bench decode`.*
+<!-- end -->
+
+after
+"""
+    speed = (root / "docs" / "speed.md").read_text()
+    model = "llama-8b (random weights), bfloat16, 2,048 tokens held"
+    assert f"| {model} | 1 | 100 tok/s | 50 tok/s | **2.00 ×** | 46% |" in speed
+    assert "*Some GPU;" in speed
+    assert "The run was not complete." in speed
+    assert main(["tables", "--check", "--root", str(root)]) == 0
+
+
+def test_a_new_result_makes_a_document_stale(root: Path) -> None:
+    assert main(["tables", "--root", str(root)]) == 0
+    record.write(root / record.RESULTS / "accuracy.json", ACCURACY | {"commit": "unknown"})
+    assert main(["tables", "--check", "--root", str(root)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- table:speed -->\n<!-- end -->", "x.md:1 wants the table 'speed'"),
+        ("\n<!-- table:accuracy -->\n", "x.md:2 begins a table, and no line"),
+        ("<!-- table:accuracy -->\n<!-- table:accuracy -->\n<!-- end -->", "x.md:1 .* the next begins"),
+    ],
+)
+def test_wrong_markers_are_named(root: Path, text: str, message: str) -> None:
+    with pytest.raises(MinithinkError, match=message):
+        tables.fill(text, "x.md", root / record.RESULTS)
+
+
+def test_a_missing_result_is_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / record.RESULTS / "accuracy.json").unlink()
+    assert main(["tables", "--root", str(root)]) == 1
+    assert "accuracy.json does not exist" in capsys.readouterr().err
+    assert main(["tables", "--root", str(root / "nowhere")]) == 2
