@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minithink.errors import UsageError
 from minithink.ref.attention import attention
+from minithink.ref.linear import linear
 from minithink.ref.rms_norm import rms_norm
 from minithink.ref.rope import rope
 from minithink.ref.swiglu import swiglu
@@ -22,13 +23,14 @@ class Backend:
     """The functions of one backend; their signatures are those of the functions in `minithink/ref/`."""
 
     name: str
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     rope: Callable[[Tensor, Tensor, Tensor], Tensor]
     swiglu: Callable[[Tensor], Tensor]
     attention: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-REFERENCE = Backend("reference", rms_norm, rope, swiglu, attention)
+REFERENCE = Backend("reference", linear, rms_norm, rope, swiglu, attention)
 
 NAMES = ("auto", "reference", "triton")
 

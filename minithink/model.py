@@ -59,14 +59,15 @@ class Block(nn.Module):
         c, ops, eps = self.config, self.backend, self.config.rms_norm_eps
         n, hq, hkv = x.shape[0], c.num_heads, c.num_kv_heads
 
-        qkv = linear(ops.rms_norm(x, self.attn_norm, eps), self.qkv, self.qkv_bias)
+        qkv = ops.linear(ops.rms_norm(x, self.attn_norm, eps), self.qkv, self.qkv_bias)
         q, k, v = qkv.view(n, hq + 2 * hkv, c.head_dim).split((hq, hkv, hkv), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = ops.rms_norm(q, self.q_norm, eps), ops.rms_norm(k, self.k_norm, eps)
         out = cache.attend(self.index, q, k, v)  # [N, Hq, D]
-        x = x + linear(out.reshape(n, hq * c.head_dim), self.o, self.o_bias)
+        x = x + ops.linear(out.reshape(n, hq * c.head_dim), self.o, self.o_bias)
 
-        x = x + ops.swiglu(ops.rms_norm(x, self.mlp_norm, eps) @ self.gate_up) @ self.down
+        h = ops.swiglu(ops.linear(ops.rms_norm(x, self.mlp_norm, eps), self.gate_up, None))
+        x = x + ops.linear(h, self.down, None)
         return cache.tap(self.index, x)
 
 
@@ -99,12 +100,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [n, d] after the final norm → [n, V]."""
-        return hidden @ (self.embed if self.head is None else self.head).t()
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x · W + b with W stored [in, out]."""
-    return x @ weight if bias is None else torch.addmm(bias, x, weight)
+        return self.backend.linear(hidden, (self.embed if self.head is None else self.head).t(), None)
 
 
 class Rope:

@@ -119,7 +119,7 @@ class Documents(IterableDataset[tuple[Tensor, Tensor]]):
                 pool.append(document)
                 tokens += len(document[0])
         pool.sort(key=lambda d: -len(d[0]))
-        batches = []
+        batches: list[list[tuple[list[int], int]]] = []
         while len(batches) < POOL:  # what is left over are a few short documents
             rows = max(1, self.batch_tokens // len(pool[0][0]))
             batches.append(pool[:rows])

@@ -580,11 +580,11 @@ class WithoutOne(FullCache):
 
     def attend(self, layer, q, k, v):
         out = super().attend(layer, q, k, v)  # appends, too
-        lane, _, _, before = self._step[0]
-        if self.evicted is None or before < self.prompt_length:
+        [lane] = self._lanes
+        if self.evicted is None or lane.length < self.prompt_length:
             return out
         q = self.backend.rope(q, self._cos, self._sin)
-        keys, values = lane.kv[layer, :, :, : before + len(q)]  # [Hkv, S, D] each
+        keys, values = lane.all[2 * layer : 2 * layer + 2]  # [Hkv, S, D] each
         kept = [j for j in range(keys.shape[1]) if j != self.evicted]
         return self.backend.attention(q, keys[:, kept], values[:, kept])
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -27,10 +28,20 @@ from minithink.model import Rope
 
 @dataclass
 class _Lane:
-    """One sequence's keys and values."""
+    """One sequence's keys and values, and where this step reads and writes them."""
 
     kv: Tensor  # [L, 2, Hkv, capacity, D]; keys are rotated
     length: int = 0  # tokens held
+    new: tuple[Tensor, ...] = ()  # views [Hkv, new tokens, D] of the slots to write: K of layer 0, V of layer 0, K …
+    all: tuple[Tensor, ...] = ()  # views [Hkv, tokens with the new ones, D], in the same order
+
+    def grow(self, count: int) -> range:
+        """Open the slots of `count` new tokens; returns their positions."""
+        before, after = self.length, self.length + count
+        # One call makes the views of all layers: at batch 1 on a CPU, slicing in every layer would be felt.
+        self.new = self.kv[:, :, :, before:after].flatten(0, 1).unbind()
+        self.all = self.kv[:, :, :, :after].flatten(0, 1).unbind()
+        return range(before, after)
 
 
 class FullCache:
@@ -48,7 +59,8 @@ class FullCache:
         self.config, self.rope, self.backend = config, rope, backend
         self.device, self.dtype = torch.device(device), dtype
         self.lanes: dict[int, _Lane] = {}
-        self._step: list[tuple[_Lane, int, int, int]] = []  # lane, first row, last row + 1, tokens before
+        self._lanes: list[_Lane] = []  # of this step, in the order of its rows
+        self._counts: list[int] = []  # new tokens of each
         self._cos = self._sin = torch.empty(0)
 
     def join(self, seq: int, capacity: int) -> None:
@@ -77,29 +89,25 @@ class FullCache:
 
     def begin_step(self, seqs: Sequence[int], counts: Sequence[int]) -> None:
         """Announce one forward pass: sequence seqs[i] brings counts[i] new tokens, in this order."""
-        self._step, row = [], 0
-        positions: list[int] = []
         for seq, count in zip(seqs, counts, strict=True):
             lane = self.lanes[seq]
             if lane.length + count > lane.kv.shape[3]:
                 raise ValueError(
                     f"sequence {seq} holds {lane.length} tokens and reserved {lane.kv.shape[3]}: {count} do not fit"
                 )
-            self._step.append((lane, row, row + count, lane.length))
-            positions.extend(range(lane.length, lane.length + count))
-            row += count
-        self._cos, self._sin = self.rope.at(torch.tensor(positions, device=self.device))
+        self._lanes, self._counts = [self.lanes[seq] for seq in seqs], list(counts)
+        positions = chain.from_iterable(lane.grow(n) for lane, n in zip(self._lanes, counts, strict=True))
+        self._cos, self._sin = self.rope.at(torch.tensor(list(positions), device=self.device))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append and attend. q: [N, Hq, D], k, v: [N, Hkv, D], unrotated; returns [N, Hq, D]."""
         q, k = self.backend.rope(q, self._cos, self._sin), self.backend.rope(k, self._cos, self._sin)
         out = []
-        for lane, start, stop, before in self._step:
-            kv = lane.kv[layer]  # [2, Hkv, capacity, D]
-            after = before + stop - start
-            kv[0, :, before:after] = k[start:stop].transpose(0, 1)
-            kv[1, :, before:after] = v[start:stop].transpose(0, 1)
-            out.append(self.backend.attention(q[start:stop], kv[0, :, :after], kv[1, :, :after]))
+        rows = zip(q.split(self._counts), k.split(self._counts), v.split(self._counts), strict=True)
+        for lane, (q_i, k_i, v_i) in zip(self._lanes, rows, strict=True):
+            lane.new[2 * layer].copy_(k_i.transpose(0, 1))
+            lane.new[2 * layer + 1].copy_(v_i.transpose(0, 1))
+            out.append(self.backend.attention(q_i, lane.all[2 * layer], lane.all[2 * layer + 1]))
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
@@ -107,10 +115,11 @@ class FullCache:
         return hidden
 
     def end_step(self) -> None:
-        """Close the step: what was appended counts from now on."""
-        for lane, start, stop, before in self._step:
-            lane.length = before + stop - start
-        self._step = []
+        """Close the step: its tokens count from now on. A full cache changes nothing between steps."""
+        for lane, count in zip(self._lanes, self._counts, strict=True):
+            lane.length += count
+            lane.new = lane.all = ()
+        self._lanes, self._counts = [], []
 
     def held_bytes(self, seq: int) -> int:
         """Bytes of the keys and values that a sequence holds."""

@@ -18,18 +18,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         [n, Hq, D].
     """
     n, s = q.shape[0], k.shape[1]
-    group = q.shape[1] // k.shape[0]
-    if n == 1:
-        # The g query heads of a group read the same keys: as g rows of one product they read them once.
-        out = F.scaled_dot_product_attention(q.view(1, k.shape[0], group, -1), k[None], v[None])
-        return out.reshape(q.shape)
-    # torch's causal flag aligns the mask at the top left, so it is right only for a whole prompt.
-    mask = None if n == s else torch.ones(n, s, dtype=torch.bool, device=q.device).tril(s - n)
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        k[None].repeat_interleave(group, 1),
-        v[None].repeat_interleave(group, 1),
-        attn_mask=mask,
-        is_causal=mask is None,
-    )
+    # torch's causal flag aligns its mask at the top left, so it is right for a whole prompt only; one query sees all.
+    mask = None if n in (1, s) else torch.ones(n, s, dtype=torch.bool, device=q.device).tril(s - n)
+    q = q.transpose(0, 1)[None]  # [1, Hq, n, D]
+    causal = mask is None and n > 1
+    out = F.scaled_dot_product_attention(q, k[None], v[None], attn_mask=mask, is_causal=causal, enable_gqa=True)
     return out[0].transpose(0, 1)

@@ -1,0 +1,38 @@
+"""The projection: x · W + b for any number of rows, threads and strides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minithink.ref.linear import FEW_ROWS, linear
+from tests.compare import assert_close
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@given(
+    n=st.integers(1, FEW_ROWS + 3), d=st.integers(1, 40), out=st.integers(1, 60),
+    transposed=st.booleans(), biased=st.booleans(), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_linear_is_the_product(threads, n, d, out, transposed, biased, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, d, generator=generator)
+    weight = torch.randn(out, d, generator=generator).t() if transposed else torch.randn(d, out, generator=generator)
+    bias = torch.randn(out, generator=generator) if biased else None
+    want = (x.double() @ weight.double() + (0 if bias is None else bias.double())).float()
+    assert_close("linear", linear(x, weight, bias), want, atol=1e-4, rtol=1e-4)
+
+
+def test_a_strided_input_is_fine(threads):
+    x = torch.randn(4, 20)[:, ::2]
+    weight = torch.randn(10, 12)
+    assert_close("linear", linear(x, weight), x @ weight, atol=1e-5, rtol=1e-5)
