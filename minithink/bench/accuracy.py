@@ -2,7 +2,8 @@
 
 Every finished sequence goes to a JSONL file beside the output at once; `--resume` continues from it. A sequence's
 draws depend on the seed and its number in the split alone, so neither `--limit`, nor the batch size, nor an
-interruption changes which tokens it draws (beyond the rounding of sums of another shape).
+interruption changes which tokens it draws (beyond the rounding of sums of another shape). Several processes can share
+a run: each takes a `--shard`, and a last call with `--join` counts their journals and writes the result.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="auto", choices=("auto", *DTYPES))
     add("--limit", type=record.positive, metavar="N", help="only the first N problems")
     add("--resume", action="store_true", help="continue an interrupted run")
+    add("--shard", type=_shard, metavar="I/N", help="only every N-th sequence from the I-th on; leaves its journal")
+    add("--join", type=Path, nargs="+", default=[], metavar="JOURNAL", help="count what shards have done already")
     add("--output", type=Path, metavar="FILE", help="default: docs/results/accuracy.json, or accuracy-MODEL.json")
 
 
@@ -77,7 +80,10 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     }
     journal = Journal(output.with_suffix(".jsonl"), settings)
     done = journal.open(args.resume)
-    wanted = {(p.id, k) for p in chosen for k in range(args.num_samples)}
+    for path in args.join:
+        done |= Journal(path, settings).read()
+    keys = [(p.id, k) for p in chosen for k in range(args.num_samples)]
+    wanted = set(keys[args.shard[0] :: args.shard[1]] if args.shard else keys)
     outcomes = {key: outcome for key, outcome in done.items() if key in wanted}
     batch_size = args.batch_size or (GPU_BATCH if engine.device.type == "cuda" else None)
     began, generated = time.monotonic(), 0
@@ -98,6 +104,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     finally:
         journal.close()
 
+    if args.shard:
+        print(f"{len(outcomes)} sequences are in {journal.path}; name it after --join.", file=sys.stderr)
+        return 0
     seconds = time.monotonic() - began
     result = record.new("accuracy", argv, engine.device)
     rows = [outcomes[p.id, k] for p in chosen for k in range(args.num_samples)]
@@ -117,6 +126,13 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         )
     print(f"written to {output}", file=sys.stderr)
     return 0
+
+
+def _shard(text: str) -> tuple[int, int]:
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdigit() and count.isdigit() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with whole numbers, I from 0 to N − 1")
+    return int(index), int(count)
 
 
 def generate(
@@ -201,7 +217,7 @@ class Journal:
             UsageError: there is an unfinished run, and it is not to be resumed or had other settings.
         """
         try:
-            before = self._read() if self.path.exists() else {}
+            before = self.read() if self.path.exists() else {}
             if before and not resume:
                 raise UsageError(
                     f"{self.path} holds {len(before)} sequences of an interrupted run: add --resume to continue it, "
@@ -218,7 +234,10 @@ class Journal:
             raise MinithinkError(f"{self.path} cannot be written: {error}; give another --output.") from None
         return before
 
-    def _read(self) -> dict[tuple[str, int], Outcome]:
+    def read(self) -> dict[tuple[str, int], Outcome]:
+        """The outcomes in the file. MinithinkError: there is none, or it is damaged, or of other settings."""
+        if not self.path.is_file():
+            raise MinithinkError(f"{self.path} does not exist: --join takes the journals that shards left.")
         lines = self.path.read_text(encoding="utf-8").split("\n")[:-1]  # what follows the last \n is cut off
         if not lines:
             return {}

@@ -116,3 +116,22 @@ def test_bad_options_are_one_sentence(options: list[str], tmp_path: Path, capsys
     assert code == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_shards_join_to_the_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*QUICK, "--limit", "3"]
+    whole, joined = tmp_path / "whole.json", tmp_path / "joined.json"
+    assert main([*options, "--output", str(whole)]) == 0
+    journals = []
+    for i in range(2):
+        shard = tmp_path / f"shard{i}.json"
+        assert main([*options, "--shard", f"{i}/2", "--output", str(shard)]) == 0
+        assert not shard.exists()
+        journals.append(shard.with_suffix(".jsonl"))
+    assert [len(j.read_text().splitlines()) for j in journals] == [3, 2]  # a line of settings, then 2 and 1 outcomes
+    assert main([*options, "--join", *map(str, journals), "--output", str(joined)]) == 0
+    assert record.read(joined)["outcomes"] == record.read(whole)["outcomes"]
+    assert main([*options, "--join", str(tmp_path / "none.jsonl"), "--output", str(tmp_path / "x.json")]) == 1
+    with pytest.raises(SystemExit):
+        main([*options, "--shard", "2/2"])
+    assert "Traceback" not in capsys.readouterr().err
