@@ -42,13 +42,19 @@ def new(benchmark: str, argv: list[str], device: torch.device | str = "cpu") -> 
     return {
         "benchmark": benchmark,
         "complete": False,  # set when the last measurement is in
-        "command": shlex.join(["python", "-m", "minithink.bench", *argv]),
+        "command": _command(argv),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": commit(),
         "embedded_model": checkpoint_hash(TINY),
         "machine": machine(torch.device(device)),
         "versions": versions(),
     }
+
+
+def _command(argv: list[str]) -> str:
+    """The command line, with folders left out: where files lay on one machine helps nobody on another."""
+    words = [Path(word).name if word.startswith(("/", "~")) else word for word in argv]
+    return shlex.join(["python", "-m", "minithink.bench", *words])
 
 
 def commit() -> str:

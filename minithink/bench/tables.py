@@ -15,8 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from minithink.bench import record
+from minithink.config import ModelConfig
+from minithink.engine import DTYPES, TINY
 from minithink.errors import MinithinkError, UsageError
+from minithink.model import Decoder
 
 BEGIN = re.compile(r"<!-- table:(\S+) -->\s*")
 END = "<!-- end -->"
@@ -80,10 +85,11 @@ def fill(text: str, name: str, results: Path) -> str:
 def decode(result: dict[str, Any]) -> list[str]:
     """Speed beside transformers, one row a measurement."""
     rows: list[tuple[str, ...]] = [
-        ("model", "batch", "minithink", "transformers", "ratio", "decoding alone", "of the byte limit")
+        ("model", "batch", "minithink", "transformers", "ratio", "decoding alone", "byte limit: ours / theirs")
     ]
     for m in result["measurements"]:
-        peer, share = m.get("peer"), m["ours"].get("share_of_limit")
+        peer = m.get("peer")
+        shares = [_share_of_limit(result, m, side) for side in (m["ours"], peer or {})]
         if m["shape"] == "embedded":
             model = f"embedded, {m['dtype']}, {m['prompt_tokens']} + {m['new_tokens']} tokens"
         else:
@@ -95,12 +101,28 @@ def decode(result: dict[str, Any]) -> list[str]:
             f"{peer['tokens_per_second']:,.0f} tok/s" if peer else "–",
             f"**{m['ratio']:.2f} ×**" if peer else "–",
             f"{m['decode_ratio']:.2f} ×" if "decode_ratio" in m else "–",
-            f"{share:.0%}" if share else "–",
+            " / ".join(shares) if any(s != "–" for s in shares) else "–",
         ))  # fmt: skip
     for i in (6, 5):  # a column without a figure says nothing
         if all(row[i] == "–" for row in rows[1:]):
             rows = [row[:i] + row[i + 1 :] for row in rows]
     return [*markdown(rows), "", _source(result)]
+
+
+def _share_of_limit(result: dict[str, Any], m: dict[str, Any], side: dict[str, Any]) -> str:
+    """How near one side comes to reading weights and KV at the bandwidth that was measured in the same run."""
+    if "share_of_limit" in side:
+        return f"{side['share_of_limit']:.1%}"
+    measured = [x["copy_bytes_per_second"] for x in result["measurements"] if "copy_bytes_per_second" in x]
+    if m["shape"] != "embedded" or not measured or "decode_tokens_per_second" not in side:
+        return "–"
+    config, itemsize = ModelConfig.from_folder(TINY), DTYPES[m["dtype"]].itemsize
+    with torch.device("meta"):
+        weights = sum(p.numel() for p in Decoder(config).parameters()) * itemsize
+    held = m["prompt_tokens"] + m["new_tokens"] / 2  # on average
+    kv = m["batch"] * held * config.kv_bytes_per_token(itemsize)
+    seconds = m["batch"] / side["decode_tokens_per_second"]  # a step
+    return f"{(weights + kv) / measured[0] / seconds:.1%}"
 
 
 def accuracy(result: dict[str, Any]) -> list[str]:

@@ -26,6 +26,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.is_cpu and n <= FEW_ROWS and parts > 1 and weight.shape[1] % parts == 0:
         blocks = weight.view(weight.shape[0], parts, -1).transpose(0, 1)  # [parts, in, out / parts]
         out = torch.bmm(x.expand(parts, n, -1), blocks)  # [parts, N, out / parts]
-        out = out.transpose(0, 1).reshape(n, -1)
+        out = out.view(1, -1) if n == 1 else out.transpose(0, 1).reshape(n, -1)
         return out if bias is None else out + bias
     return x @ weight if bias is None else torch.addmm(bias, x, weight)

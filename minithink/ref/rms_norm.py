@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last axis; the statistics are float32 for every dtype.
+    """x / √(mean(x²) + eps) · weight over the last axis; the arithmetic is float32 for every dtype.
+
+    torch computes exactly this in one call. Written out it is six, and a decoding step has 33 of them:
+
+        x32 = x.float()
+        y = (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
     Args:
         x: [..., d] in any floating dtype.
@@ -17,6 +22,4 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Returns:
         [..., d] in the dtype of `x`.
     """
-    x32 = x.float()
-    scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return weight * (x32 * scale).to(x.dtype)
+    return F.rms_norm(x, weight.shape, weight, eps)

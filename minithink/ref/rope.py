@@ -16,6 +16,6 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         [N, H, D] in the dtype of `x`; the arithmetic is float32.
     """
-    a, b = x.float().chunk(2, dim=-1)  # [N, H, D/2] each
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # one angle for all heads
+    a, b = x.float().chunk(2, dim=-1)  # [N, H, D/2] each
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

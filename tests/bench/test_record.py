@@ -91,3 +91,8 @@ def test_what_is_no_result_is_refused(tmp_path, text: str | None) -> None:
         path.write_text(text)
     with pytest.raises(MinithinkError, match=r"x\.json"):
         record.read(path)
+
+
+def test_the_recorded_command_names_no_folder() -> None:
+    command = record.new("x", ["decode", "--output", "/some/where/decode.json", "--batch", "1"])["command"]
+    assert command == "python -m minithink.bench decode --output decode.json --batch 1"

@@ -107,7 +107,7 @@ after
 """
     speed = (root / "docs" / "speed.md").read_text()
     model = "llama-8b (random weights), bfloat16, 2,048 tokens held"
-    assert f"| {model} | 1 | 100 tok/s | 50 tok/s | **2.00 ×** | 46% |" in speed
+    assert f"| {model} | 1 | 100 tok/s | 50 tok/s | **2.00 ×** | 46.0% / – |" in speed
     assert "*Some GPU;" in speed
     assert "The run was not complete." in speed
     assert main(["tables", "--check", "--root", str(root)]) == 0
