@@ -1,17 +1,41 @@
-"""Hypothesis profiles, shared fixtures. `HYPOTHESIS_PROFILE=nightly` draws ten times as many examples."""
+"""Hypothesis profiles, shared fixtures, and the record of a nightly run.
+
+`HYPOTHESIS_PROFILE=nightly` draws ten times as many examples, new ones every night, and writes how it went to
+`docs/results/nightly.json`.
+"""
 
 from __future__ import annotations
 
 import os
 
+import torch
 from hypothesis import HealthCheck, settings
 
 from tests.fixtures_checkpoint import checkpoint, engine  # noqa: F401  (fixtures)
 
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 _fine = [
     HealthCheck.too_slow, HealthCheck.data_too_large,
     HealthCheck.differing_executors, HealthCheck.function_scoped_fixture,
 ]  # fmt: skip
 settings.register_profile("ci", max_examples=100, derandomize=True, deadline=None, suppress_health_check=_fine)
 settings.register_profile("nightly", max_examples=1000, deadline=None, suppress_health_check=_fine)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+settings.load_profile(PROFILE)
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # workers that share the cores wait for each other's threads
+
+
+def pytest_terminal_summary(terminalreporter):
+    if PROFILE != "nightly" or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    from minithink.bench import record
+
+    result = record.new("nightly", [])
+    result["command"] = "HYPOTHESIS_PROFILE=nightly pytest " + " ".join(terminalreporter.config.invocation_params.args)
+    outcomes = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
+    result["measurements"] = {name: len(terminalreporter.stats.get(name, [])) for name in outcomes}
+    result["failures"] = [r.nodeid for r in terminalreporter.stats.get("failed", [])]
+    result["examples"] = "1000 a property, drawn anew (tests that set their own number keep it)"
+    result["complete"] = True
+    record.write(record.default_path("nightly"), result)
