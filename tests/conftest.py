@@ -32,7 +32,8 @@ def pytest_terminal_summary(terminalreporter):
     from minithink.bench import record
 
     result = record.new("nightly", [])
-    result["command"] = "HYPOTHESIS_PROFILE=nightly pytest " + " ".join(terminalreporter.config.invocation_params.args)
+    arguments = terminalreporter.config.invocation_params.args
+    result["command"] = " ".join(["HYPOTHESIS_PROFILE=nightly pytest", *arguments])
     outcomes = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
     result["measurements"] = {name: len(terminalreporter.stats.get(name, [])) for name in outcomes}
     result["failures"] = [r.nodeid for r in terminalreporter.stats.get("failed", [])]
