@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -60,6 +61,18 @@ ROPE_REQUIRED = {
     "yarn": frozenset({"factor"}),
 }
 
+# The most that is believed of a field: far beyond every model, and small enough that a count of bytes fits int64.
+LIMITS = {
+    "vocab_size": 2**27,
+    "hidden_size": 2**27,
+    "intermediate_size": 2**27,
+    "num_layers": 10_000,
+    "num_heads": 2**16,
+    "num_kv_heads": 2**16,
+    "head_dim": 2**16,
+    "max_position": 2**27,  # tokens
+}
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -107,12 +120,13 @@ class ModelConfig:
     dtype: str = "float32"  # of the checkpoint
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
-            "head_dim", "max_position",
-        ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise MinithinkError(f"The model's {name} is {getattr(self, name)}; it must be at least 1.")
+        for name, limit in LIMITS.items():
+            if (value := getattr(self, name)) < 1:
+                raise MinithinkError(f"The model's {name} is {value}; it must be at least 1.")
+            if value > limit:
+                raise MinithinkError(f"The model's {name} is {value}; it must be at most {limit}.")
+        if not 0 < self.rms_norm_eps < math.inf:
+            raise MinithinkError(f"The model's rms_norm_eps is {self.rms_norm_eps}; it must be positive and finite.")
         if self.num_heads % self.num_kv_heads:
             raise MinithinkError(
                 f"The model has {self.num_heads} query heads, which do not divide into groups for "
@@ -231,8 +245,8 @@ class _Fields:
 
     def number(self, name: str, default: float) -> float:
         value = self.get(name, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise MinithinkError(f"{self.where}: the field {name} is {value!r}, not a number.")
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or abs(value) > sys.float_info.max:
+            raise MinithinkError(f"{self.where}: the field {name} is {value!r}, not a finite number.")
         return float(value)
 
     def flag(self, name: str) -> bool:
@@ -252,7 +266,7 @@ class _Fields:
 def _architecture(raw: Mapping[str, Any], where: str) -> str:
     named = raw.get("architectures") or []
     known = ", ".join(ARCHITECTURES)
-    if not isinstance(named, list) or len(named) != 1 or named[0] not in ARCHITECTURES:
+    if not isinstance(named, list) or len(named) != 1 or str(named[0]) not in ARCHITECTURES:
         found = ", ".join(map(str, named)) if isinstance(named, list) else str(named)
         raise MinithinkError(
             f"{where}: the architecture is {found or 'not given'}, and minithink reads only {known} "
@@ -264,11 +278,16 @@ def _architecture(raw: Mapping[str, Any], where: str) -> str:
 def _rope(raw: Mapping[str, Any], max_position: int, where: str) -> tuple[float, RopeScaling]:
     """theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
     tables = [_rope_table(raw[name], where) for name in ("rope_parameters", "rope_scaling") if raw.get(name)]
-    first, second = (tables * 2)[:2] or ({}, {})
-    if {"rope_theta": None} | first != {"rope_theta": first.get("rope_theta")} | second:
-        # Whoever adds rope_scaling to a new file means that one; transformers would drop the other's theta, too.
-        raise MinithinkError(f"{where}: rope_parameters and rope_scaling contradict each other: delete one of them.")
-    fields = dict(first)
+    fields = dict(tables[0]) if tables else {}
+    if len(tables) == 2:
+        second = dict(tables[1])
+        if "rope_theta" in fields:
+            second.setdefault("rope_theta", fields["rope_theta"])  # rope_scaling need not repeat it
+        if second != fields:
+            # Whoever adds rope_scaling to a new file means that one; transformers would drop the other's theta, too.
+            raise MinithinkError(
+                f"{where}: rope_parameters and rope_scaling contradict each other: delete one of them."
+            )
     theta = fields.pop("rope_theta", raw.get("rope_theta") or 10000.0)
     kind = fields.pop("rope_type", "default")
     if fields.pop("partial_rotary_factor", 1.0) != 1.0:
@@ -286,7 +305,7 @@ def _rope(raw: Mapping[str, Any], max_position: int, where: str) -> tuple[float,
     for name, value in [("rope_theta", theta), *fields.items()]:
         if not isinstance(value, (int, float)) or isinstance(value, bool) != (name == "truncate"):
             raise MinithinkError(f"{where}: the RoPE field {name} is {value!r}, not a number.")
-        if name not in ("truncate", "mscale", "mscale_all_dim") and not 0 < value < math.inf:
+        if name not in ("truncate", "mscale", "mscale_all_dim") and not 0 < value <= sys.float_info.max:
             raise MinithinkError(f"{where}: the RoPE field {name} is {value!r}; it must be a positive number.")
     if kind == "llama3" and fields["low_freq_factor"] >= fields["high_freq_factor"]:
         raise MinithinkError(f"{where}: the RoPE field low_freq_factor must be below high_freq_factor.")
@@ -353,7 +372,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise MinithinkError(f"{path} does not exist: is this the folder of a checkpoint?") from None
     except (OSError, UnicodeDecodeError) as error:
         raise MinithinkError(f"{path} cannot be read: {error}.") from None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # not only JSONDecodeError: deep nesting, integers of 5000 digits
         raise MinithinkError(f"{path} is not valid JSON (truncated?): {error}.") from None
     if not isinstance(value, dict):
         raise MinithinkError(f"{path} holds a {type(value).__name__}, not a JSON object.")

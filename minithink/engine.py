@@ -7,8 +7,11 @@ for chunk in engine.stream("What is 6 · 7?"): ...
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -20,41 +23,69 @@ from minithink.errors import MinithinkError, UsageError
 from minithink.model import Decoder, Rope
 from minithink.policies import lookup
 from minithink.sampling import SamplingParams
-from minithink.stream import Chunk, Result, Stream, Track
+from minithink.stream import Chunk, Result, Stream, Track, is_out_of_memory
 from minithink.tokenizer import Tokenizer
 from minithink.weights import load_decoder, resolve
 
 TINY = Path(__file__).parent / "assets" / "tiny"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MAX_BATCH = 32  # sequences at once, where nothing is said
+OPEN_ENDED = 0.8  # of the free memory that keys and values may take, where nobody said how many tokens
+
+# Fields of generation_config.json that change the output and are not supported, unless they are false, 0, empty, …
+UNSUPPORTED = """
+    repetition_penalty encoder_repetition_penalty typical_p num_beams num_beam_groups guidance_scale
+    no_repeat_ngram_size encoder_no_repeat_ngram_size min_new_tokens min_length epsilon_cutoff eta_cutoff
+    penalty_alpha suppress_tokens begin_suppress_tokens bad_words_ids force_words_ids forced_bos_token_id
+    forced_eos_token_id forced_decoder_ids sequence_bias exponential_decay_length_penalty stop_strings
+""".split()  # noqa: SIM905
+ONE_IS_OFF = UNSUPPORTED[:6]  # … or, in these, 1
 
 Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """What holds where the caller says nothing: the checkpoint's `generation_config.json`."""
+    """What holds where the caller says nothing: the checkpoint's `generation_config.json`.
+
+    What the file asks for and minithink does not do, such as a repetition penalty, is left out, and named in
+    `ignored`; the command line prints it.
+    """
 
     temperature: float = 0.0  # a checkpoint that recommends no sampling decodes greedily
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    max_new_tokens: int | None = None  # None: what the context leaves
+    max_new_tokens: int | None = None  # None: what context and memory leave
     stop_ids: frozenset[int] = frozenset()
+    ignored: tuple[str, ...] = ()  # "repetition_penalty = 1.1", … of the file
 
     @classmethod
     def from_folder(cls, folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> GenerationConfig:
         """Read the file, if there is one; what stops may also stand in `config.json` or the tokenizer's files."""
         path = folder / "generation_config.json"
         raw = {k: v for k, v in (read_json(path) if path.exists() else {}).items() if v is not None}
-        for name in ("temperature", "top_k", "top_p", "min_p", "max_new_tokens"):
-            if name in raw and (isinstance(raw[name], bool) or not isinstance(raw[name], (int, float))):
-                raise MinithinkError(f"{path}: {name} is {raw[name]!r}, not a number.")
+        for name, is_valid, what in (
+            ("temperature", _is_real, "a number"),
+            ("top_p", _is_real, "a number"),
+            ("min_p", _is_real, "a number"),
+            ("top_k", _is_whole, "a whole number"),
+            ("max_new_tokens", lambda n: _is_whole(n) and n >= 1, "a whole number from 1 on"),
+            ("do_sample", lambda flag: isinstance(flag, bool), "true or false"),
+            ("eos_token_id", _is_ids, "a token id or a list of them"),
+        ):
+            if name in raw and not is_valid(raw[name]):
+                raise MinithinkError(f"{path}: {name} is {raw[name]!r}, not {what}.")
+        ignored = [
+            f"{name} = {json.dumps(value)[:60]}"
+            for name, value in raw.items()
+            if name in UNSUPPORTED and value and not (name in ONE_IS_OFF and value == 1)
+        ]
         temperature = raw.get("temperature", 1.0 if raw.get("do_sample") else 0.0)
         stops = as_ids(raw.get("eos_token_id")) or config.eos_token_ids or as_ids(tokenizer.eos_id)
         drawing = {
             "temperature": temperature if raw.get("do_sample", True) else 0.0,
-            "top_k": int(raw.get("top_k", 0)),
+            "top_k": raw.get("top_k", 0),
             "top_p": raw.get("top_p", 1.0),
             "min_p": raw.get("min_p", 0.0),
         }
@@ -62,7 +93,9 @@ class GenerationConfig:
             SamplingParams(**drawing)
         except UsageError as error:
             raise MinithinkError(f"{path}: {error}") from None
-        return cls(max_new_tokens=raw.get("max_new_tokens"), stop_ids=frozenset(stops), **drawing)
+        return cls(
+            max_new_tokens=raw.get("max_new_tokens"), stop_ids=frozenset(stops), ignored=tuple(ignored), **drawing
+        )
 
 
 def load(
@@ -78,18 +111,21 @@ def load(
     Args:
         path_or_id: what to load; a folder named tiny is given as `./tiny`.
         revision: branch, tag or commit of a Hugging Face id.
-        device: auto (CUDA, then MPS, then CPU), or a name that torch knows.
+        device: auto (CUDA, then MPS, then CPU), cpu, cuda, cuda:1, … or mps.
         dtype: float32, float16, bfloat16, or auto: the checkpoint's own on CUDA, float32 elsewhere.
         backend: auto, reference or triton.
 
     Raises:
-        UsageError: an argument makes no sense here. MinithinkError: the checkpoint cannot be read.
+        UsageError: an argument makes no sense here. MinithinkError: the checkpoint cannot be read, or does not
+            fit into the memory.
     """
     where = _device(device)
     ops = choose(backend)
     if dtype != "auto" and dtype not in DTYPES:
         raise UsageError(f"The dtype {dtype!r} is unknown; there are auto, {', '.join(DTYPES)}.")
     number_type = DTYPES.get(dtype, None if where.type == "cuda" else torch.float32)
+    if path_or_id == "":
+        raise UsageError("The model's name is empty: give a folder or a Hugging Face id.")
     if embedded := path_or_id in (None, "tiny"):
         if revision is not None:
             raise UsageError(f"The embedded model has no revisions: drop --revision {revision}, or name a model.")
@@ -103,8 +139,14 @@ def load(
             f"{config.vocab_size}; they do not belong together."
         )
     defaults = GenerationConfig.from_folder(folder, config, tokenizer)
-    decoder = load_decoder(folder, device=where, dtype=number_type, backend=ops)
-    return Engine(decoder, tokenizer, defaults)
+    _require_room(config, number_type, where)
+    try:
+        return Engine(load_decoder(folder, device=where, dtype=number_type, backend=ops), tokenizer, defaults)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        fix = "--dtype bfloat16 or a smaller model" if number_type is torch.float32 else "a smaller model"
+        raise MinithinkError(f"Out of memory while {folder} was loaded to {where}: use {fix}.") from error
 
 
 class Engine:
@@ -156,11 +198,12 @@ class Engine:
         stop: str | int | Sequence[str | int] = (),
     ) -> Stream:
         """Generate token by token: iterate over the Stream, then read its `results`. What is None is taken from
-        `generation_config`. Results do not depend on batch_size, beyond the rounding of sums of another shape.
+        `generation_config`. Results do not depend on batch_size, beyond the rounding of sums of another shape (and
+        beyond how many tokens fit into the memory, where nothing limits them).
 
         Args:
             prompts: as in `generate`.
-            max_new_tokens: of each sequence; None: what the context leaves.
+            max_new_tokens: of each sequence; None: what the context leaves, and 80 % of the free memory.
             temperature, top_k, top_p, min_p, seed: see SamplingParams.
             num_samples: sequences for each prompt.
             batch_size: sequences that run at once; None: up to 32, if the memory allows.
@@ -178,6 +221,12 @@ class Engine:
         if budget is not None and not chosen.takes_budget:
             raise UsageError(f"A budget of {budget} was given, and the policy {chosen.name} takes none: drop it.")
         defaults = self.generation_config
+        for name, value in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p)):
+            if value is not None and not _is_real(value):
+                raise UsageError(f"{name} is {value!r}; it must be a number.")
+        for name, value in (("top_k", top_k), ("seed", seed)):
+            if value is not None and not _is_whole(value):
+                raise UsageError(f"{name} is {value!r}; it must be a whole number.")
         params = SamplingParams(
             defaults.temperature if temperature is None else temperature,
             defaults.top_k if top_k is None else top_k,
@@ -187,8 +236,8 @@ class Engine:
         )
         wanted = defaults.max_new_tokens if max_new_tokens is None else max_new_tokens
         for name, value in (("max_new_tokens", wanted), ("num_samples", num_samples), ("batch_size", batch_size)):
-            if value is not None and value < 1:
-                raise UsageError(f"{name} is {value}; it must be at least 1.")
+            if value is not None and (not _is_whole(value) or value < 1):
+                raise UsageError(f"{name} is {value!r}; it must be a whole number and at least 1.")
         ids = [self.prompt_ids(prompt, chat=chat, system=system) for prompt in _as_list(prompts)]
         sequences = [
             Track(i * num_samples + k, i, k, prompt, *self._limit(i, len(prompt), wanted))
@@ -196,6 +245,8 @@ class Engine:
             for k in range(num_samples)
         ]
         stops = (stop,) if isinstance(stop, (str, int)) else tuple(stop)
+        if wanted is None:
+            self._cap(sequences, batch_size)
         return Stream(self, sequences, params, self._fit(sequences, batch_size), stops)
 
     def prompt_ids(self, prompt: Prompt, *, chat: bool | None = None, system: str | None = None) -> list[int]:
@@ -206,16 +257,19 @@ class Engine:
         if system is not None and not templated:
             raise UsageError("A system message needs a text prompt and a chat template: drop --system or --no-chat.")
         if not isinstance(prompt, str):
-            if bad := [i for i in prompt if not isinstance(i, int) or not 0 <= i < self.config.vocab_size]:
+            if bad := [i for i in prompt if type(i) is not int or not 0 <= i < self.config.vocab_size]:
                 raise UsageError(f"The prompt holds {bad[0]!r}, no token id below {self.config.vocab_size}.")
             return list(prompt)
         if not templated:
+            _refuse_surrogates(prompt)
             return self.tokenizer.encode(prompt, add_special_tokens=True)
         messages = [] if system is None else [{"role": "system", "content": system}]
         return self.chat_ids([*messages, {"role": "user", "content": prompt}])
 
     def chat_ids(self, messages: list[dict[str, Any]]) -> list[int]:
         """The tokens of a conversation, `{"role": ..., "content": ...}` each, that the model is to continue."""
+        for message in messages:
+            _refuse_surrogates(message["content"])
         return self.tokenizer.encode(self.tokenizer.apply_chat_template(messages))
 
     def _limit(self, index: int, length: int, wanted: int | None) -> tuple[int, str]:
@@ -228,6 +282,16 @@ class Engine:
             )
         room = context - length
         return (wanted, "length") if wanted is not None and wanted <= room else (room, "context")
+
+    def _cap(self, sequences: list[Track], batch_size: int | None) -> None:
+        """Limit sequences that nobody limited to what fits into the memory, with a reserve for all else."""
+        if (free := _free_bytes(self.device)) is None:
+            return
+        per_token = self.config.kv_bytes_per_token(self.dtype.itemsize)
+        room = int(OPEN_ENDED * free) // per_token // min(batch_size or 1, len(sequences))
+        for s in sequences:
+            if len(s.prompt) < room < len(s.prompt) + s.limit:
+                s.limit, s.limit_reason = room - len(s.prompt), "length"
 
     def _fit(self, sequences: list[Track], batch_size: int | None) -> int:
         """How many sequences run at once: those asked for, or as many as fit."""
@@ -259,15 +323,49 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_ids(value: Any) -> bool:
+    return all(_is_whole(token) and token >= 0 for token in (value if isinstance(value, list) else [value]))
+
+
+def _refuse_surrogates(text: Any) -> None:
+    """Halves of a character, which a terminal or a JSON escape may bring, have no bytes."""
+    if isinstance(text, str) and (found := re.search("[\ud800-\udfff]", text)):
+        raise UsageError(f"The prompt holds the lone surrogate {found[0]!r} at position {found.start()}: remove it.")
+
+
+def _require_room(config: ModelConfig, dtype: torch.dtype | None, device: torch.device) -> None:
+    """Refuse a model that the memory cannot hold, before it is filled."""
+    if (free := _free_bytes(device)) is None:
+        return
+    with torch.device("meta"):
+        count = sum(p.numel() for p in Decoder(config).parameters())
+    tables = 4 * config.max_position * config.head_dim  # Rope's, in float32
+    dtype = dtype or torch.bfloat16  # None: the checkpoint's own, which is no smaller
+    if (needed := count * dtype.itemsize + tables) > free:
+        fix = "--dtype bfloat16" if dtype.itemsize > 2 and 2 * count + tables <= free else "a smaller model"
+        raise MinithinkError(
+            f"Out of memory: {count:,} parameters in {str(dtype).removeprefix('torch.')} and the tables of "
+            f"{config.max_position:,} positions need {needed / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free "
+            f"on {device}: use {fix}."
+        )
+
+
 def _device(name: str) -> torch.device:
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UsageError(f"The device {name!r} is unknown; use auto, cpu, cuda, cuda:1 or mps.") from None
+    if not re.fullmatch(r"cpu|mps|cuda(:[0-9]{1,2})?", str(name)):  # torch knows more, which cannot run this
+        raise UsageError(f"The device {name!r} is unknown; use auto, cpu, cuda, cuda:1 or mps.")
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"--device {name}: torch sees {torch.cuda.device_count()} CUDA devices; use cpu or auto.")
     if device.type == "mps" and not torch.backends.mps.is_available():

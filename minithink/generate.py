@@ -9,6 +9,7 @@ Exit codes: 0 done, 1 failed, 2 asked for something that makes no sense, 130 int
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import re
@@ -70,21 +71,29 @@ class Screen:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     try:
-        args = _parser().parse_args(argv)
-        if args.list_policies:
-            for policy in POLICIES.values():
-                print(f"{policy.name:12} {policy.summary}")
-            return 0
-        return run(args)
+        try:
+            args = _parser().parse_args(argv)
+            if args.list_policies:
+                for policy in POLICIES.values():
+                    print(f"{policy.name:12} {policy.summary}")
+                return 0
+            return run(args)
+        finally:
+            sys.stdout.flush()  # here, where what fails is caught
     except MinithinkError as error:
         print(f"minithink: {CONTROL.sub(' ', ' '.join(str(error).split()))}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:  # before there was anything to show
         print("minithink: interrupted.", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read the output has had enough
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at exit
-        return 0
+        if error.errno == errno.EPIPE:  # whoever read the output has had enough
+            return 0
+        print(f"minithink: the output could not be written ({error.strerror}): make room for it.", file=sys.stderr)
+        return 1
 
 
 def run(args: argparse.Namespace) -> int:
@@ -93,6 +102,12 @@ def run(args: argparse.Namespace) -> int:
     from minithink.engine import load
 
     engine = load(args.model, revision=args.revision, device=args.device, dtype=args.dtype, backend=args.backend)
+    if ignored := engine.generation_config.ignored:
+        print(
+            f"minithink: generation_config.json asks for {', '.join(ignored)}, which is not supported and is left "
+            "out.",
+            file=sys.stderr,
+        )
     if args.interactive:
         return _converse(engine, args, tasks)
     tasks = tasks or [_test_problem(args.seed)]
@@ -128,11 +143,13 @@ def run(args: argparse.Namespace) -> int:
 def summary(results: list[Result], seconds: float) -> str:
     """One line: tokens, speed, memory."""
     tokens, thought = sum(r.generated_tokens for r in results), sum(r.thinking_tokens for r in results)
+    held = sum(r.kv_bytes for r in results)
+    when = " at the end, in all" if len(results) > 1 else ""  # they need not have been held together
     reasons = ", ".join(sorted({r.finish_reason for r in results})) or "interrupted"
     return (
         f"{sum(r.prompt_tokens for r in results):,} prompt tokens, {tokens:,} generated ({thought:,} thinking) in "
         f"{seconds:.1f} s: {tokens / max(seconds, 1e-9):,.0f} tokens/s; "
-        f"KV cache {sum(r.kv_bytes for r in results):,} bytes held; {reasons}"
+        f"KV cache {held:,} bytes ({held / 2**20:,.1f} MiB) held{when}; {reasons}"
     )
 
 
@@ -175,12 +192,13 @@ def _begun(stream: Stream) -> list[Result]:
 
 
 def _verdict(result: Result, answer: str | None) -> str | None:
-    """right or wrong; None where no answer is known, or the sequence was interrupted."""
+    """right or wrong; None where no answer is known, or the sequence was interrupted. A box in the
+    thinking does not count, whether or not the thinking came to an end."""
     from minithink.tasks import grade
 
     if answer is None or result.finish_reason == "interrupted":
         return None
-    return "right" if grade(result.text, answer) else "wrong"
+    return "right" if grade(result.answer, answer) else "wrong"
 
 
 def _converse(engine: Engine, args: argparse.Namespace, tasks: list[Task]) -> int:
@@ -198,7 +216,16 @@ def _converse(engine: Engine, args: argparse.Namespace, tasks: list[Task]) -> in
         if not text.strip():
             continue
         messages.append({"role": "user", "content": text})
-        stream = engine.stream([engine.chat_ids(messages)], **_options(args))
+        ids = engine.chat_ids(messages)
+        if len(ids) >= engine.config.max_position:
+            print(
+                f"minithink: the conversation would have {len(ids):,} tokens and the context holds "
+                f"{engine.config.max_position:,}: say something shorter, or start anew.",
+                file=sys.stderr,
+            )
+            messages.pop()
+            continue
+        stream = engine.stream([ids], **_options(args))
         begin = time.perf_counter()
         code = _until_interrupted(lambda stream=stream: _show_live(screen, stream))  # type: ignore[misc]
         screen.line()
@@ -249,11 +276,11 @@ def read_prompts(path: Path) -> list[Task]:
         UsageError: the file cannot be read, or holds something else.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # with or without a byte order mark
     except (OSError, ValueError) as error:
         raise UsageError(f"The prompt file {path} cannot be read as text: {error}.") from None
     tasks = []
-    if path.suffix != ".jsonl":
+    if path.suffix.lower() != ".jsonl":
         tasks = [Task(text)] if text.strip() else []
     else:
         for number, line in enumerate(text.split("\n"), 1):
@@ -303,7 +330,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--interactive", action="store_true", help="a conversation: one turn a line of the input")
     add("--policy", help="what stays in the KV cache (default: full); see --list-policies")
     add("--budget", type=int, metavar="TOKENS", help="what a policy keeps to")
-    add("--max-new-tokens", type=int, metavar="N", help="default: the model's own, else what the context leaves")
+    add("--max-new-tokens", type=int, metavar="N", help="default: the model's own, else what context and memory leave")
     add("--temperature", type=float, help="0 is greedy (this and the next three default to the model's own)")
     add("--top-k", type=int, help="0 is off")
     add("--top-p", type=float, help="1 is off")

@@ -104,8 +104,8 @@ class Decoder(nn.Module):
 
 
 class Rope:
-    """cos and sin of every position's angles, [max_position, D/2] float32, grown on demand never: the context is
-    `config.max_position` and a longer prompt is refused before it gets here."""
+    """cos and sin of every position's angles: [max_position, D/2] float32 each. A prompt longer than the context is
+    refused before it gets here."""
 
     def __init__(self, config: ModelConfig, device: torch.device | str = "cpu") -> None:
         freq, scale = rope_frequencies(config)

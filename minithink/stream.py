@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from minithink.errors import MinithinkError
 from minithink.kv.full import FullCache
 from minithink.sampling import Sampler, SamplingParams
 from minithink.thinking import Stage, split_thinking
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
     from minithink.engine import Engine
 
 PREFILL_CHUNK = 2048  # prompt tokens per forward pass: bounds the memory of activations
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this is torch's, or Python's, way to say that the memory of a device is full."""
+    said = str(error).lower()  # CUDA and MPS say the first, the CPU's allocator the second
+    return isinstance(error, MemoryError) or "out of memory" in said or "not enough memory" in said
 
 
 class Chunk(NamedTuple):
@@ -142,14 +149,28 @@ class Stream:
         while waiting or running:
             while waiting and len(running) < self.batch_size:
                 s = waiting.popleft()
-                self._take([s], self._prefill(s))
+                self._advance([s])
                 yield [s]
                 if not s.finish_reason:
                     running.append(s)
             if running:
-                self._take(running, self._decode(running))
+                self._advance(running)
                 yield running
                 running = [s for s in running if not s.finish_reason]
+
+    def _advance(self, sequences: list[Track]) -> None:
+        """One token more for each: all of them decode, or the only one is new."""
+        try:
+            logits = self._decode(sequences) if sequences[0].tokens else self._prefill(sequences[0])
+            self._take(sequences, logits)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise MinithinkError(
+                f"Out of memory with {len(self.cache.lanes)} sequences of up to "
+                f"{max(len(s.prompt) + len(s.tokens) for s in sequences):,} tokens at once: use a smaller "
+                "--batch-size, fewer --max-new-tokens or a smaller --dtype."
+            ) from error
 
     def _prefill(self, s: Track) -> Tensor:
         """Join the cache and read the prompt → logits [1, V] of its last token."""

@@ -10,20 +10,15 @@ OPEN, CLOSE = "<think>", "</think>"
 class Stage:
     """Whether a sequence is thinking, token by token. The tags themselves belong to the thinking.
 
-    Tags that are tokens are known by their ids, so that a user who types them ends nothing. Where the tokenizer has
-    none, the text is watched.
+    It begins inside if the prompt ends in <think>, white space aside, as chat templates leave it; a tag that a user
+    typed earlier in the prompt opens nothing. Of what is generated, tags that are tokens are known by their ids, so
+    that the same letters from other tokens end nothing. Where the tokenizer has none, the text is watched.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
         self.open, self.close = tokenizer.id_of(OPEN), tokenizer.id_of(CLOSE)
         self.tail = ""
-        if self.open is None or self.close is None:
-            text = tokenizer.decode(prompt)
-            inside = text.rfind(OPEN) > text.rfind(CLOSE)
-        else:
-            last = next((t for t in reversed(prompt) if t in (self.open, self.close)), None)
-            inside = last == self.open
-        self.name = "think" if inside else "answer"
+        self.name = "think" if tokenizer.decode(prompt).rstrip().endswith(OPEN) else "answer"
 
     def put(self, token: int, piece: str) -> str:
         """The stage of the next token, whose text is `piece`."""

@@ -20,7 +20,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, wraps
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import jinja2
 import tiktoken
 from jinja2.ext import Extension
+from jinja2.filters import do_format
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from minithink.config import read_json
@@ -44,9 +45,19 @@ WHOLE_TEXT = r"(?s:.+)"  # ByteLevel with use_regex=false and no Split before it
 # Other patterns are taken if they use only what Hugging Face's regex engine and tiktoken's read alike.
 _ESCAPE = r"\\(?:[pP]\{[LMNPSZ][a-z]?\}|[sSrnt]|[^\w\s])"
 _PORTABLE = re.compile(
-    r"(?:\(\?i:'s\|'t\|'re\|'ve\|'m\|'ll\|'d\)|\\s\+\(\?!\\S\)"  # contractions; all spaces but the last
-    rf"|\((?:\?:|(?!\?))|\)|\||{_ESCAPE}|\[\^?(?:{_ESCAPE}|(?!--)[^\[\]\\&~])+\]|[^\\\[\](){{}}|?*+^$.]"
-    r"|[?*+][?+]?(?![?*+])|\{\d+(?:,\d*)?\}(?![?*+]))+"
+    rf"""(?:
+        \(\?i:'s\|'t\|'re\|'ve\|'m\|'ll\|'d\)      # the contractions of Llama 3 and Qwen, the only flags
+        | \\s\+\(\?!\\S\)                          # all spaces but the last, the only lookahead
+        | \((?:\?:|(?!\?))                         # a group opens: no other kind than ( and (?:
+        | \)
+        | \|                                       # or
+        | {_ESCAPE}                                # Unicode categories, white space, escaped punctuation
+        | \[\^?(?:{_ESCAPE}|(?!--)[^\[\]\\&~])+\]  # a class, without set operations or classes in it
+        | [^\\\[\](){{}}|?*+^$.]                   # a character that means itself
+        | [?*+][?+]?(?![?*+])                      # a repetition: greedy, lazy or possessive
+        | \{{\d+(?:,\d*)?\}}(?![?*+])              # a counted one, greedy
+    )+""",
+    re.VERBOSE,
 )
 # Unicode's White_Space; str.strip() without an argument takes four control characters more.
 _WHITE = "\t\n\v\f\r \x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
@@ -57,6 +68,7 @@ _BYTE_OF |= {chr(0x100 + n): b for n, b in enumerate(sorted({*range(256)} - {*_P
 _NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MAX_RENDERED = 10_000_000  # characters that a chat template may produce
+_MAX_WIDTH = 10_000  # characters that it may pad or indent by
 
 
 class Tokenizer:
@@ -173,9 +185,10 @@ class Tokenizer:
         """Render `messages` ({"role": ..., "content": ...}) to the prompt that the model was trained on.
 
         `variables` reach the template by name, such as Qwen 3's `enable_thinking`. Special tokens are in the result
-        as text, BOS among them where the template writes it. The template is a program by the model's author: it
-        runs in Jinja's sandbox, and the size of what it makes is bounded, though not its time. MinithinkError: there
-        is no template, or it is malformed or fails.
+        as text, BOS among them where the template writes it. The template is a program by the model's author, and
+        runs in Jinja's sandbox. Bounded are the size of the result, products and powers, and the widths to which text
+        is padded or indented (but not those in `str.format`). Not bounded are its time and what it builds up on the
+        way, as by `~` and `replace`. MinithinkError: there is no template, or it is malformed or fails.
         """
         variables = {"tools": None, "documents": None, **self._named, **variables}
         variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
@@ -196,7 +209,8 @@ class Tokenizer:
     @cached_property
     def _template(self) -> jinja2.Template:
         sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=_JINJA_EXTENSIONS)
-        sandbox.filters["tojson"] = _to_json
+        sandbox.filters |= {name: _of_bounded_width(sandbox.filters[name]) for name in _PADDING_FILTERS}
+        sandbox.filters |= {"tojson": _to_json, "format": _format}
         sandbox.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         return sandbox.from_string(self.chat_template or "")
 
@@ -443,15 +457,52 @@ def _read_chat_template(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, without the products that fill the memory at once."""
+    """Jinja's sandbox, without the products and widths that fill the memory at once."""
 
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"*", "**", "%"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "%":
+            _refuse_wide_format(left)
+            return super().call_binop(context, operator, left, right)
         size, times = (len(x) if hasattr(x, "__len__") else abs(x) for x in (left, right))
         if max(size, times) > 1000 if operator == "**" else size * times > _MAX_RENDERED:
             raise SecurityError(f"the operands of {operator} are too large")
         return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(getattr(obj, "__self__", None), str) and obj.__name__ in _PADDING_METHODS:
+            _refuse_wide(*args, *kwargs.values())
+        return super().call(context, obj, *args, **kwargs)
+
+
+_PADDING_FILTERS = ("center", "indent", "batch", "slice")
+_PADDING_METHODS = ("center", "ljust", "rjust", "zfill", "expandtabs")
+
+
+def _refuse_wide(*widths: Any) -> None:
+    if any(isinstance(width, int) and width > _MAX_WIDTH for width in widths):
+        raise SecurityError(f"the width is more than {_MAX_WIDTH}")
+
+
+def _refuse_wide_format(text: Any) -> None:
+    """A width or precision of five digits or `*` in what `%` formats."""
+    if isinstance(text, str) and re.search(r"%(\([^)]*\))?[^%a-zA-Z]*(\d{5}|\*)", text.replace("%%", "")):
+        raise SecurityError(f"the width is not known to be less than {_MAX_WIDTH}")
+
+
+def _of_bounded_width(pad: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(pad)  # also takes over how Jinja is to call it
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        _refuse_wide(*args[1:], *kwargs.values())
+        return pad(*args, **kwargs)
+
+    return bounded
+
+
+def _format(text: Any, *args: Any, **kwargs: Any) -> str:
+    _refuse_wide_format(text)
+    return do_format(text, *args, **kwargs)
 
 
 class _GenerationTag(Extension):
@@ -476,4 +527,5 @@ def _strftime_now(format: str) -> str:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
+    _refuse_wide(*layout.values())
     return json.dumps(value, ensure_ascii=ensure_ascii, **layout)  # Jinja's own escapes HTML

@@ -49,7 +49,7 @@ POOL = 16  # batches that are sorted by length together
 class Recipe:
     """Everything that decides what is learned; it is stored with the result."""
 
-    tokens: int = 1_000_000_000  # to process, prompts and padding included
+    tokens: int = 1_400_000_000  # to process, prompts and padding included
     batch_tokens: int = 131_072  # a step, padding included
     lr: float = 2e-3
     final_lr: float = 0.0  # share of `lr` at the end
@@ -293,8 +293,8 @@ def train(
     initialise(decoder, recipe.seed)
     decoder.to(team.device).requires_grad_(True)
     optimizers = optimizers_for(decoder, recipe)
-    progress: dict[str, object] = {"recipe": asdict(recipe), "processes": team.size}
-    progress.update(step=0, tokens=0, seconds=0.0)
+    progress: dict[str, object] = {"recipe": asdict(recipe), "processes": team.size, "workers": workers}
+    progress.update(step=0, response_tokens=0, seconds=0.0)
     if resume:
         stored = load_progress(folder, decoder, optimizers)
         if stored["recipe"] != asdict(recipe):
@@ -315,12 +315,13 @@ def train(
         documents, batch_size=None, num_workers=workers, pin_memory=cuda, multiprocessing_context=context,
     )  # fmt: skip
     began = last_save = time.monotonic()
-    seconds_before, tokens = float(str(progress["seconds"])), int(str(progress["tokens"]))
+    seconds_before, tokens = float(str(progress["seconds"])), int(str(progress["response_tokens"]))
     losses: list[float] = []
     step = start
 
     def note_progress() -> dict[str, object]:
-        progress.update(step=step, tokens=tokens, seconds=round(seconds_before + time.monotonic() - began, 1))
+        seconds = seconds_before + time.monotonic() - began
+        progress.update(step=step, response_tokens=tokens, seconds=round(seconds, 1))
         if losses:
             progress["loss"] = round(losses[-1], 5)
         return progress

@@ -33,9 +33,10 @@ from minithink.errors import MinithinkError, UsageError
 from minithink.model import Block, Decoder
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model*.safetensors"  # both kinds of names; repositories hold other copies (consolidated.safetensors), too
 FILES = (
-    "config.json", "generation_config.json", "*.safetensors", INDEX, "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "chat_template.*",
+    "config.json", "generation_config.json", WEIGHTS, INDEX, "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "chat_template.*", "additional_chat_templates/*",
 )  # fmt: skip
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # safetensors' names
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -213,9 +214,9 @@ def resolve(path_or_id: str, revision: str | None = None) -> Path:
         folder = Path(snapshot_download(path_or_id, revision=revision, allow_patterns=list(FILES)))
     except Exception as error:  # which exceptions leave a network library differs from version to version
         raise MinithinkError(_hub_sentence(path_or_id, revision or "main", error)) from error
-    if not any(folder.glob("*.safetensors")):
+    if not any(folder.glob(WEIGHTS)):
         raise MinithinkError(
-            f"The model {path_or_id} has no *.safetensors file at revision {revision or 'main'}, and minithink "
+            f"The model {path_or_id} has no {WEIGHTS} file at revision {revision or 'main'}, and minithink "
             "reads only these (pickled weights, pytorch_model.bin, can run code): use a revision that has them."
         )
     return folder

@@ -157,6 +157,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"architectures": []}, "not given"),
     (LLAMA, {"architectures": None}, "not given"),
     (LLAMA, {"architectures": "LlamaForCausalLM"}, "LlamaForCausalLM"),
+    (LLAMA, {"architectures": [["x"]]}, r"the architecture is \['x'\]"),
     (QWEN3, {"num_experts": 128}, "num_experts"),
     (LLAMA, {"num_local_experts": 8}, "num_local_experts"),
     (LLAMA, {"sliding_window": 4096}, "sliding_window"),
@@ -193,6 +194,16 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"num_attention_heads": 0}, "num_attention_heads is 0"),
     (LLAMA, {"vocab_size": 0}, "vocab_size is 0"),
     (LLAMA, {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'"),
+    (LLAMA, {"rms_norm_eps": 0}, "rms_norm_eps is 0.0; it must be positive"),
+    (LLAMA, {"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06; it must be positive"),
+    (LLAMA, {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be positive"),
+    (LLAMA, {"rms_norm_eps": float("inf")}, "rms_norm_eps is inf, not a finite number"),
+    (LLAMA, {"rms_norm_eps": 10**400}, "rms_norm_eps is 10*, not a finite number"),
+    (LLAMA, {"rope_theta": 10**400}, "rope_theta is 10*; it must be a positive number"),
+    (LLAMA, {"vocab_size": 10**20}, "vocab_size is 10{20}; it must be at most 134217728"),
+    (LLAMA, {"hidden_size": 2**40}, "hidden_size is 1099511627776; it must be at most"),
+    (LLAMA, {"num_hidden_layers": 10**8}, "num_layers is 10{8}; it must be at most 10000"),
+    (LLAMA, {"max_position_embeddings": 10**12}, "max_position is 10{12}; it must be at most"),
     (LLAMA, {"num_key_value_heads": 5}, "32 query heads.*5 KV heads"),
     (LLAMA, {"hidden_size": 4095}, "hidden_size 4095 is not a multiple of 32"),
     (LLAMA, {"head_dim": 127}, "head dimension is 127"),
@@ -203,6 +214,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"eos_token_id": [2, None]}, "eos_token_id"),
     (QWEN3, {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": {"rope_type": "yarn", "factor": 4.0,
      "beta_fast": 16}}, "contradict"),
+    (QWEN3, {"rope_scaling": {"type": "linear", "factor": 4.0, "rope_theta": 5.0},
+     "rope_parameters": {"type": "linear", "factor": 4.0}}, "contradict"),
 ]  # fmt: skip
 
 
@@ -257,7 +270,15 @@ def test_token_ids() -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "does not exist"), (b'{"a": 1', "not valid JSON"), (b"[1]", "a list"), (b"\xff\xfe{}", "cannot be read")],
+    [
+        (None, "does not exist"),
+        (b'{"a": 1', "not valid JSON"),
+        (b"[1]", "a list"),
+        (b"\xff\xfe{}", "cannot be read"),
+        (b'{"a": ' * 200_000, "not valid JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON"),
+    ],
+    ids=range(6),
 )
 def test_files_that_are_no_config(content: bytes | None, message: str, tmp_path: Path) -> None:
     if content is not None:
@@ -265,6 +286,7 @@ def test_files_that_are_no_config(content: bytes | None, message: str, tmp_path:
     with pytest.raises(MinithinkError, match=message) as caught:
         ModelConfig.from_folder(tmp_path)
     assert "config.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_from_folder(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 
 import minithink
 from minithink import stream as stream_module
-from minithink.engine import Engine, load
+from minithink.engine import Engine, GenerationConfig, load
 from minithink.errors import MinithinkError, UsageError
+from minithink.model import Decoder
 from minithink.sampling import Sampler, SamplingParams, filter_logits, gumbel
 from minithink.stream import Chunk, Result
 from minithink.thinking import Stage, split_thinking
@@ -173,6 +175,9 @@ def test_the_token_that_stops_is_counted_but_not_shown(engine: Engine, monkeypat
         ({"do_sample": True, "eos_token_id": 5}, {"temperature": 1.0, "stop_ids": {5}}),
         ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
         ({"max_new_tokens": 3, "min_p": 0.1}, {"max_new_tokens": 3, "min_p": 0.1}),
+        ({"repetition_penalty": 1.0, "num_beams": 1, "min_length": 0, "suppress_tokens": None}, {"ignored": ()}),
+        ({"repetition_penalty": 5.0, "suppress_tokens": [3], "pad_token_id": 0},
+         {"ignored": ("repetition_penalty = 5.0", "suppress_tokens = [3]")}),
     ],
 )  # fmt: skip
 def test_defaults_come_from_the_checkpoint(tmp_path: Path, generation: dict[str, Any] | None, want: Any) -> None:
@@ -217,6 +222,7 @@ def test_chunks_join_to_the_result(engine: Engine, seed: int, temperature: float
         ("hi", "<think>so</think>7", "so", "7"),
         ("hi", "seven", "", "seven"),
         ("<think></think>", "7", "", "7"),
+        ("what does <think> do?", "7", "", "7"),
         ("<think>", "a</think>b<think>c</think>d", "a</think>b<think>c", "d"),
         ("<think>", "", "", ""),
     ],
@@ -290,6 +296,14 @@ def test_no_gradients_and_the_public_names(checkpoint: Path, engine: Engine) -> 
         ("x", {"max_new_tokens": 0}, "max_new_tokens is 0"),
         ("x", {"num_samples": 0}, "num_samples is 0"),
         ("x", {"batch_size": -1}, "batch_size is -1"),
+        ("x", {"num_samples": 1.5}, "num_samples is 1.5"),
+        ("x", {"max_new_tokens": True}, "max_new_tokens is True"),
+        ("x", {"top_k": 1.5}, "top_k is 1.5"),
+        ("x", {"temperature": "hot"}, "temperature is 'hot'"),
+        ([[9, True]], {}, "holds True"),
+        ("a\ud800", {}, "surrogate"),
+        ("a\ud800", {"chat": False}, "surrogate"),
+        ("a", {"system": "\udc00"}, "surrogate"),
         ("x", {"temperature": -0.5}, "-0.5"),
         ("x", {"policy": "nope"}, "'nope' is unknown; there are: full"),
         ("x", {"budget": 7}, "budget of 7"),
@@ -307,6 +321,8 @@ def test_usage_errors(engine: Engine, prompt: Any, options: dict[str, Any], mess
     [
         ({"device": "tpux"}, "'tpux' is unknown"),
         ({"device": "cuda:99"}, "CUDA devices"),
+        ({"device": "meta"}, "'meta' is unknown"),
+        ({"device": "xla"}, "'xla' is unknown"),
         ({"dtype": "int3"}, "'int3' is unknown"),
         ({"backend": "nope"}, "'nope' is unknown"),
         ({"revision": "v1"}, "drop"),
@@ -329,11 +345,35 @@ def test_vocabulary_mismatch(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_generation_config_of_the_wrong_type(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path)
-    write_json(tmp_path / "generation_config.json", {"temperature": "warm"})
-    with pytest.raises(MinithinkError, match="temperature is 'warm'"):
-        load(tmp_path)
+def test_the_empty_name_of_a_model() -> None:
+    with pytest.raises(UsageError, match="name is empty"):
+        load("")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", "warm"),
+        ("temperature", math.nan),
+        ("top_p", True),
+        ("top_k", 1.5),
+        ("top_k", math.inf),
+        ("top_k", -1),
+        ("max_new_tokens", 0),
+        ("max_new_tokens", 2.5),
+        ("do_sample", "no"),
+        ("eos_token_id", "0"),
+        ("eos_token_id", True),
+        ("eos_token_id", [0, 1.5]),
+        ("eos_token_id", -1),
+    ],
+)
+def test_bad_fields_of_the_generation_config(checkpoint: Path, tmp_path: Path, name: str, value: Any) -> None:
+    engine = load(checkpoint)
+    write_json(tmp_path / "generation_config.json", {name: value})
+    with pytest.raises(MinithinkError, match=f"generation_config.json: (The )?{name} is") as caught:
+        GenerationConfig.from_folder(tmp_path, engine.config, engine.tokenizer)
+    assert not isinstance(caught.value, UsageError), "the file is at fault, not what was asked"
 
 
 def test_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,3 +390,54 @@ def test_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.stream([prompt], max_new_tokens=90).batch_size == 1
     with pytest.raises(MinithinkError, match="shorter prompt"):
         engine.stream([[9] * 101])
+
+
+def test_without_a_limit_the_memory_limits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for 100 tokens, of which 80 may be used where nobody asked for more."""
+    per_token = engine.config.kv_bytes_per_token(4)
+    monkeypatch.setattr("minithink.engine._free_bytes", lambda device: 100 * per_token)
+    play(monkeypatch, [[9] * CONTEXT] * 2)
+    results = engine.generate([[9] * 10, [9] * 30])
+    assert [(r.generated_tokens, r.finish_reason) for r in results] == [(70, "length"), (50, "length")]
+    play(monkeypatch, [[9] * CONTEXT] * 2)
+    results = engine.generate([[9] * 10, [9] * 30], batch_size=2)
+    assert [(r.generated_tokens, r.finish_reason) for r in results] == [(30, "length"), (10, "length")]
+    with pytest.raises(MinithinkError, match="Out of memory"):
+        engine.stream([[9] * 10], max_new_tokens=CONTEXT - 10)
+
+
+def test_weights_that_do_not_fit(checkpoint: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = sum(p.numel() for p in engine.decoder.parameters())
+    tables = engine.rope.cos.nbytes + engine.rope.sin.nbytes
+    monkeypatch.setattr("minithink.engine._free_bytes", lambda device: 4 * count + tables)
+    load(checkpoint, device="cpu")
+    for free, fix in ((4 * count + tables - 1, "--dtype bfloat16"), (2 * count, "a smaller model")):
+        monkeypatch.setattr("minithink.engine._free_bytes", lambda device, free=free: free)
+        with pytest.raises(MinithinkError, match=f"{count:,} parameters in float32.*MiB are free on cpu: use {fix}"):
+            load(checkpoint, device="cpu")
+
+
+@pytest.mark.parametrize("step", ["load_decoder", "Rope"])
+def test_memory_that_runs_out_while_loading(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    monkeypatch.setattr(f"minithink.engine.{step}", fail_with("DefaultCPUAllocator: not enough memory: you tried"))
+    with pytest.raises(MinithinkError, match=r"Out of memory while .* --dtype bfloat16"):
+        load(checkpoint, device="cpu")
+    monkeypatch.setattr(f"minithink.engine.{step}", fail_with("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        load(checkpoint, device="cpu")
+
+
+def test_memory_that_runs_out_while_generating(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Decoder, "forward", fail_with("CUDA out of memory. Tried to allocate 2 GiB"))
+    with pytest.raises(MinithinkError, match=r"Out of memory with 1 sequences of up to 9 tokens.*--batch-size"):
+        engine.generate([[9] * 9])
+    monkeypatch.setattr(Decoder, "forward", fail_with("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        engine.generate([[9] * 9])
+
+
+def fail_with(message: str) -> Any:
+    def fail(*args: Any, **options: Any) -> None:
+        raise RuntimeError(message)
+
+    return fail

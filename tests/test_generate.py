@@ -109,9 +109,19 @@ def test_prompt_file_of_objects(
     rows = [{"prompt": "a", "answer": "3"}, {"question": "b\u2028c", "answer": 4}, {"problem": "c"}]
     text = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     (tmp_path / "p.jsonl").write_text(text, encoding="utf-8")
-    play_text(monkeypatch, engine, *[r"so</think>\boxed{3}"] * 3)
-    got = json_of(capsys, *model, "--prompt-file", tmp_path / "p.jsonl")
-    assert [(r["prompt"], r["verdict"]) for r in got] == [(0, "right"), (1, "wrong"), (2, None)]
+    (tmp_path / "bom.JSONL").write_text(text, encoding="utf-8-sig")
+    for name in ("p.jsonl", "bom.JSONL"):
+        play_text(monkeypatch, engine, *[r"so</think>\boxed{3}"] * 3)
+        got = json_of(capsys, *model, "--prompt-file", tmp_path / name)
+        assert [(r["prompt"], r["verdict"]) for r in got] == [(0, "right"), (1, "wrong"), (2, None)]
+
+
+def test_a_box_in_unfinished_thinking_is_no_answer(
+    capsys: Capture, model: Any, tmp_path: Path, monkeypatch: Any, engine: Engine
+) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a", "answer": "3"}))
+    play_text(monkeypatch, engine, r"perhaps \boxed{3}")
+    assert json_of(capsys, *model, "--prompt-file", tmp_path / "p.jsonl")[0]["verdict"] == "wrong"
 
 
 def test_sampling_flags(capsys: Capture, model: Any) -> None:
@@ -167,7 +177,9 @@ def test_a_test_problem(
     assert lines[0] == problems[1].question
     assert rf"so</think>It is \boxed{{{answer}}}." in lines
     assert lines[-2] == verdict
-    assert re.search(r"generated \(\d+ thinking\) in .* tokens/s; KV cache [\d,]+ bytes held; stop$", lines[-1])
+    assert re.search(
+        r"generated \(\d+ thinking\) in .* tokens/s; KV cache [\d,]+ bytes \([\d.]+ MiB\) held; stop$", lines[-1]
+    )
 
 
 def test_a_pipe_gets_plain_text_as_it_is(capsys: Capture, monkeypatch: Any, model: Any, engine: Engine) -> None:
@@ -200,6 +212,7 @@ def test_several_results_are_told_apart(capsys: Capture, monkeypatch: Any, model
     assert main(*model, "Alpha", "--num-samples", 2) == 0
     out = capsys.readouterr()
     assert out.out.startswith("[prompt 0, sample 0]\nso\n\n12\n[prompt 0, sample 1]\nlo\n\n34\n")
+    assert re.search(r"KV cache [\d,]+ bytes \([\d.]+ MiB\) held at the end, in all; stop\n$", out.out)
     assert out.err == "", "no progress outside of a terminal"
 
 
@@ -221,6 +234,17 @@ def test_interactive(capsys: Capture, monkeypatch: Any, model: Any, engine: Engi
         "<|system|>s<|user|>Alpha<|assistant|>12<|user|>who?<|assistant|><think>\n",
     ]
     assert capsys.readouterr().out.count("so</think>12\n") == 2
+
+
+def test_interactive_goes_on_after_a_turn_that_is_too_long(
+    capsys: Capture, monkeypatch: Any, model: Any, engine: Engine
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("who?\n"))
+    monkeypatch.setattr("minithink.sampling.Sampler.sample", scripted([*engine.tokenizer.encode("so</think>12"), 0]))
+    assert main(*model, "a " * CONTEXT, "--interactive") == 0
+    out = capsys.readouterr()
+    assert re.fullmatch(rf"minithink: the conversation would have \d+ tokens .* holds {CONTEXT}: .*\n", out.err)
+    assert out.out.count("so</think>12\n") == 1
 
 
 def scripted(script: Sequence[int]) -> Any:
@@ -260,7 +284,7 @@ def test_control_c_shows_the_text_so_far_and_the_summary(endless: Path) -> None:
     assert process.returncode == 130
     assert errors == ""
     assert len(first) == 40
-    assert re.search(r"generated .* tokens/s; KV cache [1-9][\d,]* bytes held; interrupted\n$", rest)
+    assert re.search(r"generated .* tokens/s; KV cache [1-9][\d,]* bytes \([\d.]+ MiB\) held; interrupted\n$", rest)
 
 
 def test_control_c_in_the_middle_of_several(capsys: Capture, monkeypatch: Any, model: Any, engine: Engine) -> None:
@@ -288,6 +312,17 @@ def test_a_closed_pipe_is_no_error(endless: Path) -> None:
         errors = process.stderr.read()
         assert process.wait(timeout=60) == 0
     assert errors == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("flags", [("Alpha", *SHORT), ("Alpha", *SHORT, "--json"), ("--list-policies",)])
+def test_a_full_disk_is_one_sentence(checkpoint: Path, flags: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "minithink.generate", "--model", str(checkpoint), *flags]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=env, timeout=60)
+    assert done.returncode == 1
+    assert re.fullmatch(r"minithink: the output could not be written \(.*\): make room for it\.\n", done.stderr)
 
 
 def test_module_runs_without_a_warning(checkpoint: Path) -> None:
@@ -322,6 +357,9 @@ def test_module_runs_without_a_warning(checkpoint: Path) -> None:
         (("a", "--system", "s", "--no-chat"), "--system"),
         (("a", "--dtype", "int3"), "'int3'"),
         (("a", "--device", "abacus"), "'abacus'"),
+        (("a", "--device", "meta"), "'meta'"),
+        (("a", "--model", ""), "name is empty"),
+        (("a\udcff",), "surrogate"),
         (("a", "--backend", "nope"), "'nope'"),
         (("a", "--revision", "v1"), "v1"),
         (("a", "--interactive", "--json"), "--json"),
@@ -398,7 +436,8 @@ def test_no_such_model(capsys: Capture, monkeypatch: Any, model: str) -> None:
 
 
 def test_out_of_memory(capsys: Capture, model: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("minithink.engine._free_bytes", lambda device: 2**14)
+    free = iter([2**30, 2**14])  # for the weights, for keys and values
+    monkeypatch.setattr("minithink.engine._free_bytes", lambda device: next(free))
     fails(capsys, 1, "Out of memory.*use --max-new-tokens", *model, "a", "--max-new-tokens", 100)
 
 
@@ -418,3 +457,10 @@ def test_bad_generation_defaults(capsys: Capture, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path)
     write_json(folder / "generation_config.json", {"top_p": 7})
     fails(capsys, 1, "generation_config.json: top_p is 7", "--model", folder, "a")
+
+
+def test_generation_defaults_that_are_left_out_are_named(capsys: Capture, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, generation={"repetition_penalty": 5.0})
+    assert main("--model", folder, "a", *SHORT) == 0
+    sentence = "generation_config.json asks for repetition_penalty = 5.0, which is not supported and is left out."
+    assert capsys.readouterr().err == f"minithink: {sentence}\n"

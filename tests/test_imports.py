@@ -15,6 +15,8 @@ ROOT = Path(__file__).parent.parent
 STDLIB = sys.stdlib_module_names
 RUNTIME = {"torch", "triton", "tiktoken", "safetensors", "huggingface_hub", "numpy", "rich", "jinja2"}
 EXTRAS = {"transformers", "tokenizers", "matplotlib", "pyarrow"}
+# an extra → the one place that may import it
+ONLY_IN = {"transformers": "minithink.bench", "tokenizers": "minithink.tasks.prepare"}
 
 # package → what it may import of the project (prefixes); a package that is not listed may import anything but LEAVES
 ALLOWED = {
@@ -25,8 +27,19 @@ ALLOWED = {
     "minithink.model": ("minithink.backend", "minithink.config", "minithink.errors"),
     "minithink.tasks": ("minithink.tasks", "minithink.errors", "minithink.tokenizer"),
 }
+# package → what it may import beside the standard library and the project; others may import RUNTIME and EXTRAS
+THIRD_PARTY = {f"minithink.{name}": {"torch", "triton"} for name in ("ref", "quant", "kernels")}
 # nothing imports these, except themselves
 LEAVES = ("calibrate", "evaluate", "analysis", "trace", "bench", "train", "generate")
+# what the model and the cache must not know: the registered policies, and the methods that the design names
+METHODS = set(
+    "thinkv skipkv crystal_kv dynts h2o snapkv rkv streaming_llm kivi pm_kvq window".split()  # noqa: SIM905
+)
+
+
+def within(name: str, package: str) -> bool:
+    """Whether a module is the package or in it: minithink.trainer is not in minithink.train."""
+    return name == package or name.startswith(package + ".")
 
 
 def sources() -> dict[str, Path]:
@@ -47,32 +60,39 @@ def imported(source: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute here"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "__import__"):
+            yield from (arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant))
 
 
 def violations(name: str, source: str) -> list[str]:
     """What a module imports against the rules."""
-    rules = next((r for p, r in ALLOWED.items() if name == p or name.startswith(p + ".")), None)
+    rules = next((r for package, r in ALLOWED.items() if within(name, package)), None)
+    packages = next((p for package, p in THIRD_PARTY.items() if within(name, package)), RUNTIME | EXTRAS)
     wrong = []
     for target in imported(source):
         top = target.split(".")[0]
         if top != "minithink":
-            if top not in STDLIB | RUNTIME | EXTRAS:
-                wrong.append(f"{name} imports {target}, which the project does not depend on")
+            if top not in STDLIB | packages:
+                wrong.append(f"{name} imports {target}, which it may not depend on")
+            if not within(name, ONLY_IN.get(top, name)):
+                wrong.append(f"{name} imports {target}, which only {ONLY_IN[top]} may import")
             continue
-        within = [target.startswith(allowed + ".") or target == allowed for allowed in rules or ()]
-        if rules is not None and not any(within):
+        if rules is not None and not any(within(target, allowed) for allowed in rules):
             wrong.append(f"{name} imports {target}; it may import {', '.join(rules)}")
         leaf = target.split(".")[1] if "." in target else ""
-        if leaf in LEAVES and not name.startswith(f"minithink.{leaf}"):
+        if leaf in LEAVES and not within(name, f"minithink.{leaf}"):
             wrong.append(f"{name} imports {target}, which nothing may import")
     return wrong
 
 
-def signature(source: str, function: str) -> list[str] | None:
-    """The parameter names of a function at the top level of a module."""
+def signature(source: str, function: str) -> str | None:
+    """The parameters of a function at the top level of a module: names, kinds and defaults, not annotations."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef) and node.name == function:
-            return [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            for child in ast.walk(node.args):
+                if isinstance(child, ast.arg):
+                    child.annotation = None
+            return ast.unparse(node.args)
     return None
 
 
@@ -87,6 +107,16 @@ def unequal_twins(modules: dict[str, str]) -> list[str]:
         if twin is None or signature(source, op) is None or signature(twin, op) != signature(source, op):
             wrong.append(f"kernels/{op}.py and ref/{op}.py differ in the signature of {op}")
     return wrong
+
+
+def policies_named(source: str, policies: set[str]) -> set[str]:
+    """The policies that a module names in its code: identifiers, imports and strings, but not docstrings."""
+    tree = ast.parse(source)
+    statements = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    docstrings = {id(value) for value in statements if isinstance(value, ast.Constant)}
+    nodes = [node for node in ast.walk(tree) if id(node) not in docstrings]
+    words = {value.lower() for node in nodes for _, value in ast.iter_fields(node) if isinstance(value, str)}
+    return {p for p in policies for word in words if p in word or p.replace("_", "") in word}
 
 
 @pytest.mark.parametrize("name", sorted(sources()))
@@ -104,19 +134,49 @@ def test_the_checks_find_what_is_wrong():
     assert violations("minithink.engine", "from minithink import bench")
     assert violations("minithink.engine", "import requests")
     assert not violations("minithink.bench.x", "from minithink.bench import record\nimport torch, json")
-    same, other = "def op(a, b): ...", "def op(a, c): ..."
-    assert unequal_twins({"minithink.kernels.op": same, "minithink.ref.op": same}) == []
+    assert violations("minithink.engine", "import minithink.train")
+    assert violations("minithink.trainer", "import minithink.train")
+    assert not violations("minithink.train.x", "import minithink.train")
+    assert violations("minithink.modelling", "import minithink.kv.full") == []
+    for package in ("ref", "quant", "kernels"):
+        assert violations(f"minithink.{package}.x", "import numpy")
+        assert violations(f"minithink.{package}.x", "from transformers import AutoModel")
+        assert not violations(f"minithink.{package}.x", "import math, torch\nimport triton.language as tl")
+    for code in ("import transformers", "def f():\n    importlib.import_module('transformers')"):
+        assert violations("minithink.engine", code)
+        assert not violations("minithink.bench.x", code)
+    assert violations("minithink.tasks", "from tokenizers import Tokenizer")
+    assert not violations("minithink.tasks.prepare", "from tokenizers import Tokenizer")
+
+
+@pytest.mark.parametrize("other", ["a, c, *, d=1", "b, a, *, d=1", "a, b, *, d=2", "a, b, *, d", "a, b, d=1", "a, b"])
+def test_unequal_twins_are_found(other):
+    same, other = "def op(a, b, *, d=1): ...", f"def op({other}): ..."
+    annotated = "def op(a: Tensor, b: Tensor, *, d: int = 1) -> Tensor: ..."
+    assert unequal_twins({"minithink.kernels.op": same, "minithink.ref.op": annotated}) == []
     assert unequal_twins({"minithink.kernels.op": same, "minithink.ref.op": other})
     assert unequal_twins({"minithink.kernels.op": same})
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["thinkv = 1", "if self.snapkv: ...", "if policy == 'window': ...", "from minithink.policies import h2o",
+     "import minithink.policies.kivi", "class SnapKVCache: ...", "f(crystal_kv=1)", "def f(rkv_budget): ...",
+     "CrystalKV()"],
+)  # fmt: skip
+def test_named_policies_are_found(code):
+    assert policies_named(code, METHODS)
+    assert not policies_named(f'"""As the paper of H2O, and thinkv."""\n{code}', {"dynts"})
 
 
 def test_the_model_and_the_cache_name_no_policy():
     from minithink.policies import POLICIES
 
-    for name in ("model.py", *(f"kv/{p.name}" for p in (ROOT / "minithink" / "kv").glob("*.py"))):
-        tree = ast.parse((ROOT / "minithink" / name).read_text(encoding="utf-8"))
-        words = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
-        assert not words & (set(POLICIES) - {"full"}), name
+    assert not policies_named('"""Unlike thinkv."""\ndef f():\n    """Not h2o."""', METHODS)
+    for name, path in sources().items():
+        if within(name, "minithink.model") or within(name, "minithink.kv"):
+            source = path.read_text(encoding="utf-8")
+            assert not policies_named(source, METHODS | set(POLICIES) - {"full"}), name
 
 
 def test_kernels_are_found_below_the_package_only():

@@ -531,6 +531,11 @@ def test_what_templates_may_call(spec: dict[str, Any], tmp_path: Path) -> None:
     text = "{{ strftime_now('%Y')|length }} {{ {'a': '<é>'}|tojson }} {{ [2]|tojson(indent=1) }} {{ '-' * 2 ** 2 }}"
     tokenizer = read(spec, tmp_path, chat_template_jinja=text)
     assert tokenizer.apply_chat_template(HELLO) == '4 {"a": "<é>"} [\n 2\n] ----'
+    text = "{{ 'x'|center(3) }}{{ 'a\nb'|indent(1) }}{{ '%d%% %03d'|format(5, 12345678) }}{{ '%s' % 99999 }}"
+    tokenizer = read(
+        spec, tmp_path, chat_template_jinja=text + "{{ 7 % 4 }}{{ 'y'.rjust(2) }}{{ [1, 2]|batch(1)|list }}"
+    )
+    assert tokenizer.apply_chat_template(HELLO) == " x a\n b5% 12345678999993 y[[1], [2]]"
 
 
 @pytest.mark.parametrize(
@@ -546,6 +551,16 @@ def test_what_templates_may_call(spec: dict[str, Any], tmp_path: Path) -> None:
         ("{{ messages[0].nothing.more }}", "UndefinedError"),
         ("{{ 'a' * 100000000000 }}", "SecurityError"),
         ("{{ 9 ** 9999999999 }}", "SecurityError"),
+        ("{{ 'x'|center(3000000000) }}", "SecurityError: 'the width"),
+        ("{{ 'x'|indent(width=3000000000, first=true) }}", "SecurityError: 'the width"),
+        ("{{ [1]|batch(3000000000, 1)|list }}", "SecurityError: 'the width"),
+        ("{{ [1]|slice(3000000000)|list }}", "SecurityError: 'the width"),
+        ("{{ [1]|tojson(indent=3000000000) }}", "SecurityError: 'the width"),
+        ("{{ '%%%3000000000d'|format(1) }}", "SecurityError: 'the width"),
+        ("{{ '%(a)-3000000000d' % {'a': 1} }}", "SecurityError: 'the width"),
+        ("{{ '%*d' % (3000000000, 1) }}", "SecurityError: 'the width"),
+        ("{{ 'x'.ljust(3000000000) }}", "SecurityError: 'the width"),
+        ("{{ messages[0].content.zfill(3000000000) }}", "SecurityError: 'the width"),
         ("{% for i in range(9999999999) %}{{ i }}{% endfor %}", "OverflowError"),
         ("{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}", "SecurityError: 'the text has more than"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),

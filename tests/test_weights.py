@@ -453,11 +453,13 @@ class Hub:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
     tmp = tmp_path_factory.mktemp("hub")
     save_checkpoint(random_decoder(example_config()), tmp / "good", max_shard_bytes=8000)
-    for name in ("tokenizer.json", "chat_template.jinja", "README.md", "pytorch_model.bin", "evil.py"):
+    others = ("tokenizer.json", "chat_template.jinja", "README.md", "pytorch_model.bin", "evil.py")
+    for name in (*others, "consolidated.safetensors"):
         (tmp / "good" / name).write_text("{}")
     (tmp / "pickled").mkdir()
     (tmp / "pickled" / "config.json").write_text("{}")
     (tmp / "pickled" / "pytorch_model.bin").write_text("")
+    (tmp / "pickled" / "consolidated.safetensors").write_text("")
     with HubServer({"some/good": tmp / "good", "some/pickled": tmp / "pickled", "some/gated": tmp / "good"}) as it:
         it.gated.add("some/gated")
         yield it
@@ -471,13 +473,22 @@ def test_hub_download_then_offline(server: HubServer, tmp_path: Path) -> None:
     same_weights(got, load_decoder(server.models["some/good"]))
     names = {p.name for p in Path(folder).iterdir()}
     assert {"config.json", "tokenizer.json", "chat_template.jinja"} < names
-    assert not names & {"pytorch_model.bin", "README.md", "evil.py"}
+    assert not names & {"pytorch_model.bin", "README.md", "evil.py", "consolidated.safetensors"}
     seen = len(server.requests)
     first, named, (_, error) = hub.resolve("some/good", "some/good@main", "some/good@v2", HF_HUB_OFFLINE="1")
     assert first == named == (folder, "")
     assert len(server.requests) == seen, "offline means offline"
     assert "v2" in error
     assert "HF_HUB_OFFLINE" in error
+
+
+def test_what_is_downloaded_is_what_is_read() -> None:
+    from huggingface_hub.utils import filter_repo_objects
+
+    read = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json",
+            "chat_template.jinja", "chat_template.json", "additional_chat_templates/default.jinja"]  # fmt: skip
+    other = ["consolidated.safetensors", "adapter_model.safetensors", "original/model.safetensors", "model.bin"]
+    assert list(filter_repo_objects([*read, *other], allow_patterns=list(weights.FILES))) == read
 
 
 def test_hub_errors(server: HubServer, tmp_path: Path) -> None:

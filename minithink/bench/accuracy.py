@@ -25,6 +25,7 @@ from minithink.errors import MinithinkError, UsageError
 from minithink.sampling import SamplingParams
 from minithink.stream import Track
 from minithink.tasks import SPLITS, Problem, grade, load_problems
+from minithink.thinking import Stage, split_thinking
 from minithink.weights import checkpoint_hash, resolve
 
 BINS = ((0, 600), (600, 1200), (1200, 2000))  # tokens of the reference trace: from, below
@@ -112,7 +113,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     rows = [outcomes[p.id, k] for p in chosen for k in range(args.num_samples)]
     result["settings"] = {"model_name": args.model, **settings, "device": engine.device.type, "limit": args.limit}
     result["measurements"] = summarize(chosen, rows)
-    result["seconds"], result["tokens_per_second"] = seconds, generated / seconds  # of this run, if it was resumed
+    if not args.join:
+        # of this run, if it was resumed
+        result["seconds"], result["tokens_per_second"] = seconds, generated / seconds
     result["outcome_columns"] = list(Outcome._fields)
     result["outcomes"] = [list(row) for row in rows]
     result["complete"] = True
@@ -169,7 +172,9 @@ def generate(
 
 def _outcome(engine: Engine, s: Track, problem: Problem, stop_ids: frozenset[int]) -> Outcome:
     text = engine.tokenizer.decode(s.tokens[:-1] if s.tokens[-1] in stop_ids else s.tokens)
-    return Outcome(problem.id, s.sample, grade(text, problem.answer), len(s.tokens), s.finish_reason)
+    # What a sequence writes while it still thinks is no answer.
+    _, answer = split_thinking(text, Stage(engine.tokenizer, s.prompt).name == "think")
+    return Outcome(problem.id, s.sample, grade(answer, problem.answer), len(s.tokens), s.finish_reason)
 
 
 def summarize(problems: Sequence[Problem], rows: Sequence[Outcome]) -> list[dict[str, Any]]:

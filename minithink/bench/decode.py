@@ -4,7 +4,9 @@ Shapes:
     embedded   the embedded model on real problems: float32 on a CPU, bfloat16 on a GPU. Each side's own generation
                loop runs, greedily and without stop tokens, and neither makes texts. `tokens_per_second` counts all
                that a caller waits for, reading the prompts included; `decode_tokens_per_second` leaves that out:
-               the time of N new tokens less the time of one. Both sides must generate the same tokens.
+               the time of N new tokens less the time of one. Both sides must generate the same tokens up to the
+               first step at which rounding may decide; how far that is stands in the result (in bfloat16 it may be
+               no step at all).
     llama-8b   random weights in the shape of R1-Distill-Llama-8B, bfloat16, random prompts: single decoding steps in
                a plain forward loop, beside the time that reading the weights and the cache takes at the least.
 
@@ -487,8 +489,9 @@ def _print_table(result: dict[str, Any]) -> None:
         peer, note = m.get("peer"), []
         if peer:
             note.append(f"{peer['cache']} cache")
-            note.append("same tokens" if m["same"]["ok"] and "steps_that_agree" in m["same"] else "")
             note.append("" if m["same"]["ok"] else "NOT THE SAME")
+            if must := m["same"].get("steps_that_must_agree"):
+                note.append(f"same tokens for {min(m['same']['steps_that_agree'])} steps ({min(must)} required)")
         if "target" in m:
             note.append(f"target {m['target']} {'reached' if m['target_reached'] else 'missed'}")
         share = m["ours"].get("share_of_limit")

@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import tiktoken
-
 from minithink.tasks import DATA, SPLITS, facts
 
 # Llama 3's pre-tokenizer: numbers are pieces of one to three digits, so every value is one token; a word takes the
@@ -106,13 +104,6 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     _write_json(folder / "tokenizer.json", train_tokenizer(vocab_size))
     _write_json(folder / "tokenizer_config.json", {**config, "model_max_length": 4096})
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-
-
-def encoding(folder: Path) -> tiktoken.Encoding:
-    """The tokenizer of a folder, as training uses it."""
-    from minithink.tokenizer import Tokenizer
-
-    return Tokenizer.from_folder(folder).encoding
 
 
 def draw_split(split: str, folder: Path, seed: int = 7) -> list[dict[str, Any]]:

@@ -56,6 +56,7 @@ def test_interruption_loses_nothing(
 ) -> None:
     texts: list[str] = []
     monkeypatch.setattr(accuracy, "grade", lambda text, answer: texts.append(text) is None)
+    monkeypatch.setattr(accuracy, "split_thinking", lambda text, inside: ("", text))  # 12 tokens are all thinking
     whole, part = tmp_path / "whole.json", tmp_path / "part.json"
     options = [*QUICK, "--limit", "2", "--num-samples", "2"]
     assert main([*options, "--output", str(whole)]) == 0
@@ -135,3 +136,14 @@ def test_shards_join_to_the_whole(tmp_path: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         main([*options, "--shard", "2/2"])
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_box_within_unfinished_thinking_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    import minithink
+
+    engine, problem = minithink.load(device="cpu"), load_problems("test")[0]
+    box = f"\\boxed{{{problem.answer}}}"
+    for text, right in ((box, False), (f"hm</think>{box}", True)):
+        track = engine.stream([problem.question], max_new_tokens=50).sequences[0]
+        track.tokens, track.finish_reason = engine.tokenizer.encode(text), "stop"
+        assert accuracy._outcome(engine, track, problem, frozenset()).right is right
