@@ -330,7 +330,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--interactive", action="store_true", help="a conversation: one turn a line of the input")
     add("--policy", help="what stays in the KV cache (default: full); see --list-policies")
     add("--budget", type=int, metavar="TOKENS", help="what a policy keeps to")
-    add("--max-new-tokens", type=int, metavar="N", help="default: the model's own, else what context and memory leave")
+    add("--max-new-tokens", type=int, metavar="N", help="default: the model's own, or what fits")
     add("--temperature", type=float, help="0 is greedy (this and the next three default to the model's own)")
     add("--top-k", type=int, help="0 is off")
     add("--top-p", type=float, help="1 is off")
