@@ -7,9 +7,9 @@ both), everything else by AdamW; cosine decay. Several GPUs share a step under
 is seen twice; those of the validation and test splits are skipped by their content. Short problems come first: on
 them, looking a value up is learned in a fraction of the tokens that it takes on long ones.
 
-The run can be interrupted at any moment and resumed (`--resume`): weights and optimizer state are safetensors files
-beside `progress.json`, each written completely before it replaces the older one. The result is a checkpoint in the
-Hugging Face layout, in bfloat16.
+The run can be interrupted at any moment and resumed (`--resume`): weights, optimizer state and the step that they
+belong to are one safetensors file, written completely before it replaces the older one. The result is a checkpoint in
+the Hugging Face layout, in bfloat16.
 """
 
 from __future__ import annotations
