@@ -347,7 +347,7 @@ def _require_room(config: ModelConfig, dtype: torch.dtype | None, device: torch.
         return
     with torch.device("meta"):
         count = sum(p.numel() for p in Decoder(config).parameters())
-    tables = 4 * config.max_position * config.head_dim  # Rope's, in float32
+    tables = 8 * config.max_position * config.head_dim  # Rope's, in float32
     dtype = dtype or torch.bfloat16  # None: the checkpoint's own, which is no smaller
     if (needed := count * dtype.itemsize + tables) > free:
         fix = "--dtype bfloat16" if dtype.itemsize > 2 and 2 * count + tables <= free else "a smaller model"

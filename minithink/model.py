@@ -104,17 +104,19 @@ class Decoder(nn.Module):
 
 
 class Rope:
-    """cos and sin of every position's angles: [max_position, D/2] float32 each. A prompt longer than the context is
-    refused before it gets here."""
+    """cos and sin of every position's angles, as `ref.rope` takes them: [max_position, 1, D] float32 each, where the
+    1 stands for all heads. A prompt longer than the context is refused before it gets here."""
 
     def __init__(self, config: ModelConfig, device: torch.device | str = "cpu") -> None:
         freq, scale = rope_frequencies(config)
         angles = torch.outer(torch.arange(config.max_position, dtype=torch.float32), freq)
         # yarn's temperature on the logits, put on both q and k (eq. 14 of the paper puts √t on each)
-        self.cos, self.sin = (angles.cos() * scale).to(device), (angles.sin() * scale).to(device)
+        cos, sin = angles.cos() * scale, angles.sin() * scale  # [max_position, D/2]
+        self.cos = torch.cat((cos, cos), dim=-1).unsqueeze(1).to(device)
+        self.sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(device)
 
     def at(self, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """pos: [N] int64 → cos, sin: [N, D/2]."""
+        """pos: [N] int64 → cos, sin: [N, 1, D]."""
         return self.cos[pos], self.sin[pos]
 
 

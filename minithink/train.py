@@ -155,7 +155,7 @@ class TrainAttention:
 
     def __init__(self, table: Rope, rows: int, length: int) -> None:
         self.rows, self.length = rows, length
-        self.cos, self.sin = table.cos[:length].repeat(rows, 1), table.sin[:length].repeat(rows, 1)
+        self.cos, self.sin = table.cos[:length].repeat(rows, 1, 1), table.sin[:length].repeat(rows, 1, 1)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q: [rows·length, Hq, D], k, v: [rows·length, Hkv, D] → [rows·length, Hq, D]."""

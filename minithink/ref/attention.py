@@ -17,10 +17,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Returns:
         [n, Hq, D].
     """
-    n, s = q.shape[0], k.shape[1]
-    # torch's causal flag aligns its mask at the top left, so it is right for a whole prompt only; one query sees all.
-    mask = None if n in (1, s) else torch.ones(n, s, dtype=torch.bool, device=q.device).tril(s - n)
+    (n, hq, d), (hkv, s, _) = q.shape, k.shape
+    if n == 1:
+        # A single query sees all keys, so the query heads of a group are just several queries of their KV head.
+        out = F.scaled_dot_product_attention(q.view(1, hkv, hq // hkv, d), k[None], v[None])
+        return out.view(1, hq, d)
+    # torch's causal flag aligns its mask at the top left, so it is right for a whole prompt only.
+    mask = None if n == s else torch.ones(n, s, dtype=torch.bool, device=q.device).tril(s - n)
     q = q.transpose(0, 1)[None]  # [1, Hq, n, D]
-    causal = mask is None and n > 1
-    out = F.scaled_dot_product_attention(q, k[None], v[None], attn_mask=mask, is_causal=causal, enable_gqa=True)
+    out = F.scaled_dot_product_attention(q, k[None], v[None], attn_mask=mask, is_causal=n == s, enable_gqa=True)
     return out[0].transpose(0, 1)

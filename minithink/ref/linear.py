@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
+CPUINFO = Path("/proc/cpuinfo")
+# MKL, which torch's CPU builds use, spreads a product with few rows over all threads on Intel's processors only.
+SPREADS = CPUINFO.exists() and "GenuineIntel" in CPUINFO.read_text()
 FEW_ROWS = 32  # up to here a product on a CPU is bound by reading the weights
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x · W + b.
 
-    A product with few rows does little more than read W, and CPU libraries read it with one core. Cut into a block of
-    columns for each thread, W is read by all of them at once.
+    A product with few rows does little more than read W. Where the CPU library reads it with one core, W is cut into
+    a block of columns for each thread.
 
     Args:
         x: [N, in].
@@ -22,10 +27,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         [N, out].
     """
-    n, parts = x.shape[0], torch.get_num_threads()
-    if x.is_cpu and n <= FEW_ROWS and parts > 1 and weight.shape[1] % parts == 0:
-        blocks = weight.view(weight.shape[0], parts, -1).transpose(0, 1)  # [parts, in, out / parts]
-        out = torch.bmm(x.expand(parts, n, -1), blocks)  # [parts, N, out / parts]
-        out = out.view(1, -1) if n == 1 else out.transpose(0, 1).reshape(n, -1)
+    parts = torch.get_num_threads()
+    if x.is_cpu and not SPREADS and x.shape[0] <= FEW_ROWS and parts > 1 and weight.shape[1] % parts == 0:
+        out = _in_blocks(x, weight, parts)
         return out if bias is None else out + bias
     return x @ weight if bias is None else torch.addmm(bias, x, weight)
+
+
+def _in_blocks(x: Tensor, weight: Tensor, parts: int) -> Tensor:
+    """x · W as `parts` products side by side, each with a block of W's columns."""
+    n = x.shape[0]
+    blocks = weight.view(weight.shape[0], parts, -1).transpose(0, 1)  # [parts, in, out / parts]
+    out = torch.bmm(x.expand(parts, n, -1), blocks)  # [parts, N, out / parts]
+    return out.view(1, -1) if n == 1 else out.transpose(0, 1).reshape(n, -1)

@@ -7,15 +7,17 @@ from torch import Tensor
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x_i, x_{i + D/2}) of every head by the angle of that token's position.
+    """Rotate the pairs (a, b) = (x_i, x_{i + D/2}) of every head by the angle of that token's position.
+
+        (a, b)·(cos, cos) + (b, a)·(−sin, sin) = (a·cos − b·sin, b·cos + a·sin)
 
     Args:
         x: [N, H, D], queries or keys of N tokens.
-        cos, sin: [N, D/2] float32, of each token's angles.
+        cos, sin: [N, 1, D] float32, of each token's angles; `cos` holds (cos, cos), `sin` (−sin, sin).
 
     Returns:
         [N, H, D] in the dtype of `x`; the arithmetic is float32.
     """
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # one angle for all heads
-    a, b = x.float().chunk(2, dim=-1)  # [N, H, D/2] each
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    x32 = x.float()
+    swapped = x32.roll(x.shape[-1] // 2, dims=-1)  # (b, a)
+    return torch.addcmul(x32 * cos, swapped, sin).to(x.dtype)

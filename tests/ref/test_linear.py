@@ -11,11 +11,14 @@ from minithink.ref.linear import FEW_ROWS, linear
 from tests.compare import assert_close
 
 
-@pytest.fixture(params=[1, 2, 3])
+@pytest.fixture(params=[(1, False), (2, False), (3, False), (2, True)])
 def threads(request):
+    """Threads, and whether the CPU library spreads a product over them by itself."""
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minithink.ref.linear.SPREADS", request.param[1])
+        torch.set_num_threads(request.param[0])
+        yield
     torch.set_num_threads(before)
 
 

@@ -16,7 +16,8 @@ from tests.strategies import configs, example_config
 def test_rotation_of_a_pair() -> None:
     """(1, 0) turned by a quarter is (0, 1): the pair is (x_i, x_{i + D/2}), and positive angles turn x to y."""
     x = torch.tensor([[[1.0, 2.0, 0.0, 0.0]]])  # [1, 1, 4]
-    cos, sin = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0]])  # a quarter turn, none
+    cos = torch.tensor([[[0.0, 1.0, 0.0, 1.0]]])  # a quarter turn, none
+    sin = torch.tensor([[[-1.0, 0.0, 1.0, 0.0]]])
     assert_same("quarter turn", rope(x, cos, sin), torch.tensor([[[0.0, 2.0, 1.0, 0.0]]]))
 
 
@@ -27,13 +28,14 @@ def test_complex_multiplication(n: int, heads: int, half: int, seed: int) -> Non
     angle = 7 * torch.randn(n, half, generator=generator)
     z = torch.complex(*x.double().chunk(2, -1)) * torch.polar(torch.ones(()).double(), angle.double())[:, None]
     want = torch.cat((z.real, z.imag), -1)
-    assert_close("rotated", rope(x, angle.cos(), angle.sin()), want, atol=3e-6)
+    cos, sin = (torch.cat(halves, -1)[:, None] for halves in ((angle.cos(),) * 2, (-angle.sin(), angle.sin())))
+    assert_close("rotated", rope(x, cos, sin), want, atol=3e-6)
 
 
 @given(config=configs(rope="default"), seed=st.integers(0, 999))
 def test_scores_depend_on_the_distance_alone(config: object, seed: int) -> None:
     table = Rope(config)  # type: ignore[arg-type]
-    d = 2 * table.cos.shape[1]
+    d = table.cos.shape[-1]
     q, k = torch.randn(2, 1, 1, d, generator=torch.Generator().manual_seed(seed)).unbind()
 
     def score(i: int, j: int) -> torch.Tensor:
