@@ -64,10 +64,10 @@ class Block(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = ops.rms_norm(q, self.q_norm, eps), ops.rms_norm(k, self.k_norm, eps)
         out = cache.attend(self.index, q, k, v)  # [N, Hq, D]
-        x = x + ops.linear(out.reshape(n, hq * c.head_dim), self.o, self.o_bias)
+        x = ops.linear(out.reshape(n, hq * c.head_dim), self.o, x if self.o_bias is None else x + self.o_bias)
 
         h = ops.swiglu(ops.linear(ops.rms_norm(x, self.mlp_norm, eps), self.gate_up, None))
-        x = x + ops.linear(h, self.down, None)
+        x = ops.linear(h, self.down, x)
         return cache.tap(self.index, x)
 
 

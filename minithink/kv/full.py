@@ -32,14 +32,14 @@ class _Lane:
 
     kv: Tensor  # [L, 2, Hkv, capacity, D]; keys are rotated
     length: int = 0  # tokens held
-    new: tuple[Tensor, ...] = ()  # views [Hkv, new tokens, D] of the slots to write: K of layer 0, V of layer 0, K …
-    all: tuple[Tensor, ...] = ()  # views [Hkv, tokens with the new ones, D], in the same order
+    new: tuple[Tensor, ...] = ()  # of every layer: the slots to write, a view [2, Hkv, new tokens, D]
+    all: tuple[Tensor, ...] = ()  # keys and values of layer 0, of layer 1, …: views [Hkv, tokens and new ones, D]
 
     def grow(self, count: int) -> range:
         """Open the slots of `count` new tokens; returns their positions."""
         before, after = self.length, self.length + count
         # One call makes the views of all layers: at batch 1 on a CPU, slicing in every layer would be felt.
-        self.new = self.kv[:, :, :, before:after].flatten(0, 1).unbind()
+        self.new = self.kv[:, :, :, before:after].unbind()
         self.all = self.kv[:, :, :, :after].flatten(0, 1).unbind()
         return range(before, after)
 
@@ -102,11 +102,10 @@ class FullCache:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append and attend. q: [N, Hq, D], k, v: [N, Hkv, D], unrotated; returns [N, Hq, D]."""
         q, k = self.backend.rope(q, self._cos, self._sin), self.backend.rope(k, self._cos, self._sin)
+        kv = torch.stack((k, v)).transpose(1, 2)  # [2, Hkv, N, D]
         out = []
-        rows = zip(q.split(self._counts), k.split(self._counts), v.split(self._counts), strict=True)
-        for lane, (q_i, k_i, v_i) in zip(self._lanes, rows, strict=True):
-            lane.new[2 * layer].copy_(k_i.transpose(0, 1))
-            lane.new[2 * layer + 1].copy_(v_i.transpose(0, 1))
+        for lane, q_i, kv_i in zip(self._lanes, q.split(self._counts), kv.split(self._counts, dim=2), strict=True):
+            lane.new[layer].copy_(kv_i)
             out.append(self.backend.attention(q_i, lane.all[2 * layer], lane.all[2 * layer + 1]))
         return out[0] if len(out) == 1 else torch.cat(out)
 

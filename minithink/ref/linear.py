@@ -22,7 +22,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Args:
         x: [N, in].
         weight: [in, out]; any strides, so a transposed [out, in] is fine.
-        bias: [out] or None.
+        bias: what to add: a bias [out], the residual stream [N, out], or None.
 
     Returns:
         [N, out].

@@ -24,13 +24,13 @@ def threads(request):
 
 @given(
     n=st.integers(1, FEW_ROWS + 3), d=st.integers(1, 40), out=st.integers(1, 60),
-    transposed=st.booleans(), biased=st.booleans(), seed=st.integers(0, 2**31),
+    transposed=st.booleans(), biased=st.sampled_from(["", "bias", "residual"]), seed=st.integers(0, 2**31),
 )  # fmt: skip
 def test_linear_is_the_product(threads, n, d, out, transposed, biased, seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n, d, generator=generator)
     weight = torch.randn(out, d, generator=generator).t() if transposed else torch.randn(d, out, generator=generator)
-    bias = torch.randn(out, generator=generator) if biased else None
+    bias = torch.randn((n, out) if biased == "residual" else (out,), generator=generator) if biased else None
     want = (x.double() @ weight.double() + (0 if bias is None else bias.double())).float()
     assert_close("linear", linear(x, weight, bias), want, atol=1e-4, rtol=1e-4)
 
