@@ -1,0 +1,94 @@
+"""Number formats of the cache: what a key or a value is stored as, and the bytes that this takes.
+
+`parse` makes a format of its name. The formats are in `plain` (fp32, fp16, bf16), `fp8`, `nvfp4`, `ternary`,
+`int_symmetric` (int4s, int2s) and `int_asymmetric` (int2, int4, int8, int16); what they share is in `format`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from minithink.errors import UsageError
+from minithink.quant.format import Format
+from minithink.quant.fp8 import Fp8
+from minithink.quant.int_asymmetric import PARAMS, IntAsymmetric, shrink
+from minithink.quant.int_symmetric import Int2Symmetric, Int4Symmetric
+from minithink.quant.nvfp4 import Nvfp4
+from minithink.quant.plain import DTYPES, Plain
+from minithink.quant.ternary import Ternary
+
+__all__ = ["Format", "parse", "parse_pair", "shrink"]
+
+GROUPS = (16, 32, 64, 128)
+SYMMETRIC: dict[str, Callable[..., Format]] = {
+    "nvfp4": Nvfp4,
+    "ternary": Ternary,
+    "int4s": Int4Symmetric,
+    "int2s": Int2Symmetric,
+}
+ASYMMETRIC = {"int2": 2, "int4": 4, "int8": 8, "int16": 16}
+NAMES = (*DTYPES, "fp8", *SYMMETRIC, *ASYMMETRIC)
+
+
+def parse(text: str, default_group: int = 16) -> Format:
+    """The format that a text names: "bf16", "nvfp4", "int2:group=32", "int4:group=32,by=token,params=fp32".
+
+    Options: `group`, 16, 32, 64 or 128 elements; `by`, channel (the default) or token, the axis that a group runs
+    along; of the asymmetric integers also `params`, fp16 (the default) or fp32, the dtype of scales and minima.
+
+    Args:
+        text: a name, and after a colon its options, in any order.
+        default_group: where the text gives none.
+
+    Raises:
+        UsageError: an unknown name, option or value.
+    """
+    name, colon, rest = text.partition(":")
+    if name not in NAMES:
+        raise UsageError(f"The format {name!r} is unknown; choose one of {', '.join(NAMES)}.")
+    allowed: tuple[str, ...] = ()
+    if name in SYMMETRIC:
+        allowed = ("group", "by")
+    elif name in ASYMMETRIC:
+        allowed = ("group", "by", "params")
+    options: dict[str, str] = {}
+    for part in rest.split(",") if colon else ():
+        key, _, value = part.partition("=")
+        if key not in allowed:
+            takes = f"takes {', '.join(allowed)}" if allowed else "has no groups and takes no options"
+            raise UsageError(f"{text!r}: {name} {takes}, not {key!r}.")
+        if key in options:
+            raise UsageError(f"{text!r} gives {key} twice; leave one of them out.")
+        options[key] = value
+    if not allowed:
+        return Fp8() if name == "fp8" else Plain(name)
+
+    group = options.get("group", str(default_group))
+    if group not in map(str, GROUPS):
+        raise UsageError(f"{text!r}: a group has {', '.join(map(str, GROUPS))} elements, not {group!r}.")
+    by = options.get("by", "channel")
+    if by not in ("channel", "token"):
+        raise UsageError(f"{text!r}: a group runs by channel or by token, not by {by!r}.")
+    if name in SYMMETRIC:
+        return SYMMETRIC[name](group=int(group), by=by)
+    params = options.get("params", "fp32" if name == "int16" else "fp16")
+    if params not in PARAMS:
+        raise UsageError(f"{text!r}: params are stored as {' or '.join(PARAMS)}, not as {params!r}.")
+    return IntAsymmetric(ASYMMETRIC[name], int(group), by, params)
+
+
+def parse_pair(text: str, default_group: int = 16) -> tuple[Format, Format]:
+    """The formats of keys and of values: "nvfp4" for both, "int2:by=token/int2" for keys / values.
+
+    Raises:
+        UsageError: as `parse`, or values grouped by token.
+    """
+    keys, slash, values = text.partition("/")
+    k, v = parse(keys, default_group), parse(values if slash else keys, default_group)
+    if v.by == "token":
+        apart = f"{keys}/{replace(v, by='channel')}"
+        raise UsageError(
+            f"{text!r} groups values by token, which only keys can be: write keys and values apart, as in {apart!r}."
+        )
+    return k, v

@@ -1,0 +1,113 @@
+"""Asymmetric integers of 2, 4, 8 and 16 bits (KIVI, `new_pack.py`; PM-KVQ, `quantizer.py`).
+
+A scale and a minimum a group:
+
+    scale = (max − min) / (2^b − 1)     code = clamp(round((x − min) / scale), 0, 2^b − 1)     x̂ = code·scale + min
+
+Ties round to the even code. The parameters are FP16 as in KIVI, whose data are, or FP32 as in PM-KVQ; codes of 16
+bits always have FP32, for FP16 is too coarse for them. Where the papers are silent, or their code fails:
+
+- The scale is taken from the minimum as stored, so that rounding the minimum does not cut off the top.
+- A constant group, or a scale that underflows, has codes 0 and x̂ = min. KIVI's code divides 0 by 0; PM-KVQ's bounds
+  the scale to [1e−5, 1e5], which is not done here: at 16 bits it would coarsen groups with a range below .66.
+- FP16 parameters saturate at 65504. With FP32, inputs saturate at 2^126, where max − min is still finite.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from minithink.errors import UsageError
+from minithink.quant.format import Format, Grouped, divide, saturate, view_as
+from minithink.quant.pack import pack, unpack
+
+PARAMS = {"fp16": torch.float16, "fp32": torch.float32}
+WIDEST = 2.0**126
+
+
+@dataclass(frozen=True)
+class IntAsymmetric(Grouped):
+    """int2, int4, int8 or int16. A group's parameters are its scale, then its minimum."""
+
+    bits: int
+    params: str = "fp16"  # what a scale and a minimum are stored as: "fp16" or "fp32"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "name", f"int{self.bits}")
+        object.__setattr__(self, "param_bytes", 2 * PARAMS[self.params].itemsize)
+        if self.bits == 16 and self.params != "fp32":
+            raise UsageError(f"int16 stores its parameters as fp32, not as {self.params}: leave params out.")
+
+    def __str__(self) -> str:
+        return super().__str__() + (",params=fp32" if self.params == "fp32" and self.bits < 16 else "")
+
+    @property
+    def top(self) -> int:
+        """The largest code, 2^b − 1."""
+        return (1 << self.bits) - 1
+
+    def encode(self, x: Tensor, tensor_scale: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.clamp(-WIDEST, WIDEST)
+        lowest = x.where(valid, math.inf).amin(-1, keepdim=True)  # [..., n, 1]
+        highest = x.where(valid, -math.inf).amax(-1, keepdim=True)
+        lowest = lowest.where(lowest < math.inf, 0.0)  # of no valid element
+        dtype = PARAMS[self.params]
+        stored_min = saturate(lowest, dtype)
+        # scale = (max − min) / (2^b − 1)
+        stored_scale = saturate((highest - stored_min.float()).clamp(min=0) / self.top, dtype)
+        # code = clamp(round((x − min) / scale), 0, 2^b − 1)
+        y = divide(x - stored_min.float(), stored_scale.float())
+        codes = y.round().clamp(0, self.top).to(torch.int32)
+        return codes, torch.cat((stored_scale, stored_min), dim=-1).view(torch.uint8)
+
+    def decode(self, codes: Tensor, params: Tensor, tensor_scale: Tensor) -> Tensor:
+        scale, minimum = view_as(params, PARAMS[self.params]).float().split(1, dim=-1)  # [..., n, 1] each
+        # x̂ = code·scale + min
+        return codes.float() * scale + minimum
+
+
+def shrink(source: Format, target: Format, codes: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
+    """Requantize to half, a quarter or an eighth of the bits, from the codes alone (PM-KVQ's packed backend).
+
+    From 2c bits to c, as often as it takes:
+
+        q' = ⌊(q + 2^(c−1)) / (2^c + 1)⌋      scale' = scale·(2^c + 1)      min' = min
+
+    for (2^2c − 1) = (2^c − 1)·(2^c + 1): the grid of 2^c points spans the same range, and q' is nearest to q on it.
+    A scale that exceeds 65504 in FP16 saturates.
+
+    Args:
+        source, target: asymmetric integers, equal in `group`, `by` and `params`.
+        codes: [..., source.code_bytes] uint8.
+        params: [..., source.params_bytes] uint8; by token a row for every token, or the shared rows, as they are.
+
+    Returns:
+        codes: [..., target.code_bytes] uint8.
+        params: like `params`.
+
+    Raises:
+        UsageError: the formats differ in more than the bits, or the target has more.
+    """
+    if not (
+        isinstance(source, IntAsymmetric)
+        and isinstance(target, IntAsymmetric)
+        and target.bits <= source.bits
+        and replace(source, bits=target.bits) == target
+    ):
+        raise UsageError(f"{source} cannot be shrunk to {target}: only integers can, to fewer bits and nothing else.")
+    q = unpack(codes, source.bits).int()
+    groups = params.unflatten(-1, (params.shape[-1] // source.param_bytes, source.param_bytes))
+    scale, minimum = view_as(groups, PARAMS[source.params]).split(1, dim=-1)
+    bits = source.bits
+    while bits > target.bits:
+        bits //= 2  # c
+        # q' = ⌊(q + 2^(c−1)) / (2^c + 1)⌋
+        q = torch.div(q + (1 << bits - 1), (1 << bits) + 1, rounding_mode="floor")
+        # scale' = scale·(2^c + 1)
+        scale = saturate(scale.float() * ((1 << bits) + 1), scale.dtype)
+    return pack(q, target.bits), torch.cat((scale, minimum), dim=-1).view(torch.uint8).flatten(-2)

@@ -1,0 +1,51 @@
+"""What NVFP4, ternary and the symmetric integers share: a small grid of numbers under one E4M3 scale a group.
+
+    stored scale = E4M3(amax / reach / tensor scale)      step = stored scale · tensor scale
+    code = nearest point of the grid to x / step          x̂ = point · step
+
+`reach` is the point that the group's largest magnitude lands on (but for the rounding of the scale). Zero is on every
+grid and the nearest point is taken, so no element ever moves by more than its own magnitude; scales below 2^(−10)
+round to zero and their groups to zeros, and scales above 448 saturate.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from minithink.quant import e4m3
+from minithink.quant.format import Grouped, divide
+
+
+@dataclass(frozen=True)
+class Symmetric(Grouped):
+    """A grid of points; a family gives its points and their codes."""
+
+    param_bytes: int = field(init=False, default=1)
+    reach: ClassVar[float]
+
+    @abstractmethod
+    def nearest(self, y: Tensor) -> Tensor:
+        """Numbers in units of the step, float32 of any shape, finite or ±∞ → codes of the nearest points."""
+
+    @abstractmethod
+    def point(self, codes: Tensor) -> Tensor:
+        """Codes, uint8 → points, float32."""
+
+    def encode(self, x: Tensor, tensor_scale: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        amax = x.abs().amax(-1, keepdim=True)  # [..., n, 1]; what is not valid is 0
+        # stored scale = E4M3(amax / reach / tensor scale)
+        scale = amax / self.reach
+        stored = e4m3.encode(scale / tensor_scale if self.tensor_scaled else scale)
+        return self.nearest(divide(x, self.step(stored, tensor_scale))), stored
+
+    def decode(self, codes: Tensor, params: Tensor, tensor_scale: Tensor) -> Tensor:
+        return self.point(codes) * self.step(params, tensor_scale)
+
+    def step(self, stored: Tensor, tensor_scale: Tensor) -> Tensor:
+        """stored: [..., n, 1] uint8; tensor_scale: [..., 1, 1] → [..., n, 1] float32."""
+        scale = e4m3.decode(stored)
+        return scale * tensor_scale if self.tensor_scaled else scale
