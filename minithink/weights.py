@@ -16,6 +16,7 @@ import os
 import re
 import struct
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -245,10 +246,12 @@ def _hub_sentence(model: str, revision: str, error: Exception) -> str:
             f"The model {model} (revision {revision}) is not complete in the cache {constants.HF_HUB_CACHE} and "
             "HF_HUB_OFFLINE forbids downloading: unset it, or fetch the model first."
         )
-    reason = " ".join(str(error).split()).removesuffix(".") or type(error).__name__
+    # Nothing cached is only half of what happened; the cause says what the network did.
+    cause = (error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else None) or error
+    reason = textwrap.shorten(str(cause).strip().removesuffix("."), 200, placeholder=" …") or type(cause).__name__
     return (
         f"The model {model} (revision {revision}) could not be fetched from {constants.ENDPOINT}: check the network "
-        f"and the free disk space and try again, or give a local folder ({reason[:200]})."
+        f"and the free disk space and try again, or give a local folder ({reason})."
     )
 
 

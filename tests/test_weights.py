@@ -518,5 +518,6 @@ def test_hub_down(server: HubServer, tmp_path: Path) -> None:
     ((_, error),) = Hub(down, tmp_path).resolve("some/good")
     assert "some/good" in error
     assert "check the network" in error
+    assert error.endswith("refused)."), f"the end says what happened, in whole words: {error}"
     cached = Hub(server.endpoint, tmp_path).resolve("some/good")
     assert Hub(down, tmp_path).resolve("some/good") == cached

@@ -26,7 +26,6 @@
 # %%
 import math
 import textwrap
-import time
 
 import matplotlib.pyplot as plt
 import torch
@@ -110,8 +109,9 @@ print(f"{len(text)} characters, {len(prompt)} tokens\n")
 show(prompt)
 
 # %% [markdown]
-# We let the model think a little, and stop it at an interesting place. It has just written `piz = `. The next token
-# must be the value of `piz`, and the only place where that stands is far back in the prompt.
+# We put the beginning of a thought into its mouth, in the wording of its training, and stop at an interesting place:
+# after `piz = `. The next token must be the value of `piz`, and the only place where that stands is far back in the
+# prompt.
 
 # %%
 thought = "Okay, let me work through this step by step.\nFirst, mos. mos = piz * 7, piz = "
@@ -271,8 +271,11 @@ print(f"one full turn: pair 0 in {2 * math.pi / frequency[0]:.1f} tokens, pair {
 # The second check looks into the cache: the *rotated* keys lie there. A key is rotated once, when it is written.
 #
 # Why turn? A score is a dot product, and a dot product does not change if both sides are turned alike. So the score
-# of a query at position `m` with a key at position `n` depends on `m − n` only. The plot on the right moves the same
-# query and the same key to two places in the text.
+# of a query at position `m` with a key at position `n` depends on `m − n` only.
+#
+# The three circles show where a point of a pair is at the first six positions: the first pair goes around in about
+# six tokens, pair 6 is slower, and of the last pair the six arrows lie on each other. The plot on the right moves the
+# same query and the same key to two places in the text, and the curves cover each other.
 
 # %%
 distance = torch.arange(200)
@@ -290,7 +293,7 @@ assert_close(near, far, rtol=0, atol=1e-2)  # the angle of position 3000 in floa
 print(f"largest difference between the two places: {(near - far).abs().max():.1e}")
 
 figure, axes = plt.subplots(1, 4, figsize=(10, 2.6), width_ratios=(1, 1, 1, 2.2), layout="constrained")
-for axis, pair in zip(axes, (0, 6, 14), strict=False):
+for axis, pair in zip(axes, (0, 6, D // 2 - 1), strict=False):
     axis.add_patch(plt.Circle((0, 0), 1, fill=False, color=GREY, linewidth=0.6))
     for p in range(6):
         angle = (p * frequency[pair]).item()
@@ -363,6 +366,11 @@ figure.colorbar(image, ax=axes, label="attention weight", shrink=0.5, pad=0.01)
 plt.show()
 
 # %% [markdown]
+# A dark square says: this row's token reads that column's token, and hardly anything else. In the upper picture most
+# rows of the later thought have such a square, nearly all right of the orange line: this head looks at a few tokens
+# of the thought itself. In the lower picture most rows are pale over their whole length: this head takes an average
+# over many tokens, those of the prompt, too. The empty triangle on the right is the causal mask.
+#
 # ### Values, output projection, and the first addition
 #
 #     out[i, h] = Σ_j weight[h, i, j] · v[j, h // g]
@@ -513,7 +521,7 @@ for T in (0.3, 0.6, 1.0, 1.5, 3.0):
 #
 # The probability that token `v` wins is *exactly* softmax(logits / T)_v. No sum over the vocabulary, no cumulated
 # probabilities. The library samples like this, and its noise is a function of (seed, sequence, position, token): a
-# sequence draws the same tokens whatever runs beside it.
+# sequence gets the same noise whatever runs beside it.
 #
 # We draw the first token many times, at one position for each draw, and count.
 
@@ -548,12 +556,11 @@ def logits_by_hand(tokens):
 
 
 steps = 60
-text_so_far, times, margins = list(prompt), [], []
+text_so_far, read, margins = list(prompt), 0, []
 for _ in range(steps):
-    began = time.perf_counter()
+    read += len(text_so_far)
     row = logits_by_hand(text_so_far)
     text_so_far.append(row.argmax().item())
-    times.append(time.perf_counter() - began)
     best, second = row.topk(2).values
     margins.append((best - second).item())
 mine = text_so_far[len(prompt) :]
@@ -568,12 +575,11 @@ print(tokenizer.decode(mine))
 [result] = engine.generate(problem.question, temperature=0, max_new_tokens=steps)
 assert result.token_ids == mine, "the engine generates other tokens than the formulas"
 print(f"{steps} of {steps} tokens are equal. The closest decision had a margin of {min(margins):.3f} in the logits.")
-slower = sum(times[-10:]) / sum(times[:10])
-print(f"Without a cache, the last 10 tokens took {slower:.1f} times as long as the first 10.")
+print(f"Without a cache, {read:,} tokens went through the layers to make {steps}.")
 
 # %% [markdown]
-# Every step recomputes all tokens, although only one is new. So the steps get slower, and almost all the work has
-# been done before. What can be kept? That is tutorial 2.
+# Every step recomputes all tokens, although only one is new. So almost all the work has been done before, and there
+# is more of it at every step. What can be kept, and what that saves, tutorial 2 measures.
 #
 # ## Exercises
 #

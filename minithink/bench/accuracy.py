@@ -3,7 +3,8 @@
 Every finished sequence goes to a JSONL file beside the output at once; `--resume` continues from it. A sequence's
 draws depend on the seed and its number in the split alone, so neither `--limit`, nor the batch size, nor an
 interruption changes which tokens it draws (beyond the rounding of sums of another shape). Several processes can share
-a run: each takes a `--shard`, and a last call with `--join` counts their journals and writes the result.
+a run: each takes a `--shard`, and a last call with `--join` counts their journals and writes the result, with the
+machine and the commit that each of them names.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import NormalDist
@@ -30,6 +31,7 @@ from minithink.weights import checkpoint_hash, resolve
 
 BINS = ((0, 600), (600, 1200), (1200, 2000))  # tokens of the reference trace: from, below
 GPU_BATCH = 256
+ORIGIN = ("command", "date", "commit", "machine", "versions")  # of a result: what a journal says of its outcomes
 QUIET = 30.0  # seconds between lines of progress, where there is no terminal
 
 
@@ -80,9 +82,11 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         "dtype": str(engine.dtype).removeprefix("torch."),
     }
     journal = Journal(output.with_suffix(".jsonl"), settings)
-    done = journal.open(args.resume)
-    for path in args.join:
-        done |= Journal(path, settings).read()
+    this_run = record.new("accuracy", argv, engine.device)
+    done = journal.open(args.resume, {name: this_run[name] for name in ORIGIN})
+    joined = [Journal(path, settings) for path in args.join]
+    for one in joined:
+        done |= one.read()
     keys = [(p.id, k) for p in chosen for k in range(args.num_samples)]
     wanted = set(keys[args.shard[0] :: args.shard[1]] if args.shard else keys)
     outcomes = {key: outcome for key, outcome in done.items() if key in wanted}
@@ -113,6 +117,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     rows = [outcomes[p.id, k] for p in chosen for k in range(args.num_samples)]
     result["settings"] = {"model_name": args.model, **settings, "device": engine.device.type, "limit": args.limit}
     result["measurements"] = summarize(chosen, rows)
+    if args.join or args.resume:
+        result["sources"] = sources([journal, *joined], outcomes)
     if not args.join:
         # of this run, if it was resumed
         result["seconds"], result["tokens_per_second"] = seconds, generated / seconds
@@ -129,6 +135,24 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         )
     print(f"written to {output}", file=sys.stderr)
     return 0
+
+
+def sources(journals: Sequence[Journal], counted: Iterable[tuple[str, int]]) -> list[dict[str, Any]]:
+    """Where the sequences that are counted were generated, and how many: one row for every run, in order.
+
+    Args:
+        journals: where a sequence is in several, the last one counts.
+        counted: problems' ids and samples.
+    """
+    origins = {key: origin for journal in journals for key, origin in journal.origins.items()}
+    rows: list[dict[str, Any]] = []
+    for key in counted:
+        origin = origins.get(key, {})
+        row = next((r for r in rows if {**r, "sequences": 0} == {"sequences": 0, **origin}), None)
+        if row is None:
+            rows.append(row := {"sequences": 0, **origin})
+        row["sequences"] += 1
+    return rows
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -210,13 +234,21 @@ def wilson(share: float, n: int, confidence: float = 0.95) -> tuple[float, float
 
 
 class Journal:
-    """What is known of an unfinished run: a first line of settings, then a line for every outcome."""
+    """What is known of an unfinished run: a first line of settings, then a line for every outcome. A line that is an
+    object says where those after it were generated; the first journals had none."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path, self.settings = path, settings
+        self.lines: list[str] = []
+        self.origins: dict[tuple[str, int], dict[str, Any]] = {}
+        self.origin: dict[str, Any] = {}  # of what is added
 
-    def open(self, resume: bool) -> dict[tuple[str, int], Outcome]:
+    def open(self, resume: bool, origin: dict[str, Any]) -> dict[tuple[str, int], Outcome]:
         """Open for appending → the outcomes that are there already.
+
+        Args:
+            resume: there may be some.
+            origin: where those that are added are generated.
 
         Raises:
             UsageError: there is an unfinished run, and it is not to be resumed or had other settings.
@@ -231,12 +263,13 @@ class Journal:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # Written anew, which drops a last line that was cut off.
             whole = self.path.with_name(self.path.name + ".new")
-            lines: list[Any] = [self.settings, *before.values()]
-            whole.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+            lines = [json.dumps(self.settings), *(self.lines[1:] if before else []), json.dumps(origin)]
+            whole.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
             whole.replace(self.path)
             self.file = self.path.open("a", encoding="utf-8")
         except OSError as error:
             raise MinithinkError(f"{self.path} cannot be written: {error}; give another --output.") from None
+        self.origin = origin
         return before
 
     def read(self) -> dict[tuple[str, int], Outcome]:
@@ -247,7 +280,14 @@ class Journal:
         if not lines:
             return {}
         try:
-            settings, outcomes = json.loads(lines[0]), [Outcome(*json.loads(line)) for line in lines[1:]]
+            settings, *rows = map(json.loads, lines)
+            outcomes, origin = list[Outcome](), dict[str, Any]()
+            for row in rows:
+                if isinstance(row, dict):
+                    origin = row
+                    continue
+                outcomes.append(o := Outcome(*row))
+                self.origins[o.id, o.sample] = origin
         except (ValueError, TypeError):
             raise MinithinkError(f"{self.path} is damaged: delete it, and run without --resume.") from None
         if settings != self.settings and outcomes:
@@ -256,10 +296,12 @@ class Journal:
                 f"{self.path} holds an interrupted run with other settings ({differing}): give the same, or delete "
                 "the file."
             )
+        self.lines = lines
         return {(o.id, o.sample): o for o in outcomes}
 
     def add(self, outcome: Outcome) -> None:
         """Write one outcome, at once."""
+        self.origins[outcome.id, outcome.sample] = self.origin
         self.file.write(json.dumps(outcome) + "\n")
         self.file.flush()
 

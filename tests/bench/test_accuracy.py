@@ -72,7 +72,7 @@ def test_interruption_loses_nothing(
     add = accuracy.Journal.add
 
     def add_one_then_stop(self: accuracy.Journal, outcome: Outcome) -> None:
-        if len(self.path.read_text().splitlines()) > 1:
+        if len(self.path.read_text().splitlines()) > 2:
             raise KeyboardInterrupt
         add(self, outcome)
 
@@ -82,7 +82,7 @@ def test_interruption_loses_nothing(
     assert "after 1 of 4 sequences" in capsys.readouterr().err
     assert not part.exists()
     journal = part.with_suffix(".jsonl")
-    assert len(journal.read_text().splitlines()) == 2
+    assert len(journal.read_text().splitlines()) == 3  # settings, origin, an outcome
     journal.write_text(journal.read_text() + '["facts-te')  # the power went
 
     assert main([*options, "--output", str(part)]) == 2
@@ -91,7 +91,9 @@ def test_interruption_loses_nothing(
     assert "other settings (seed)" in capsys.readouterr().err
 
     texts.clear()
+    monkeypatch.setenv("MINITHINK_COMMIT", "later")
     assert main([*options, "--resume", "--output", str(part)]) == 0
+    assert [(s["sequences"], s["commit"] == "later") for s in record.read(part)["sources"]] == [(1, False), (3, True)]
     assert record.read(part)["outcomes"] == want["outcomes"]
     assert record.read(part)["measurements"] == want["measurements"]
     assert len(texts) == 3, "what was there is not generated again"
@@ -119,19 +121,37 @@ def test_bad_options_are_one_sentence(options: list[str], tmp_path: Path, capsys
     assert not list(tmp_path.iterdir())
 
 
-def test_shards_join_to_the_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shards_join_to_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = [*QUICK, "--limit", "3"]
     whole, joined = tmp_path / "whole.json", tmp_path / "joined.json"
     assert main([*options, "--output", str(whole)]) == 0
     journals = []
     for i in range(2):
         shard = tmp_path / f"shard{i}.json"
+        monkeypatch.setenv("MINITHINK_COMMIT", f"of shard {i}")
+        monkeypatch.setattr(record, "machine", lambda device, i=i: {"cpu": f"CPU {i}", "cores": 1})
         assert main([*options, "--shard", f"{i}/2", "--output", str(shard)]) == 0
         assert not shard.exists()
         journals.append(shard.with_suffix(".jsonl"))
-    assert [len(j.read_text().splitlines()) for j in journals] == [3, 2]  # a line of settings, then 2 and 1 outcomes
+    # Settings, origin, then 2 and 1 outcomes.
+    assert [len(j.read_text().splitlines()) for j in journals] == [4, 3]
+    monkeypatch.setenv("MINITHINK_COMMIT", "of the join")
     assert main([*options, "--join", *map(str, journals), "--output", str(joined)]) == 0
-    assert record.read(joined)["outcomes"] == record.read(whole)["outcomes"]
+    result = record.read(joined)
+    assert result["outcomes"] == record.read(whole)["outcomes"]
+    assert "sources" not in record.read(whole)
+    assert result["commit"] == "of the join"
+    assert [(s["sequences"], s["commit"], s["machine"]["cpu"]) for s in result["sources"]] == [
+        (2, "of shard 0", "CPU 0"), (1, "of shard 1", "CPU 1"),
+    ]  # fmt: skip
+    assert "--shard 1/2" in result["sources"][1]["command"]
+
+    old = journals[0].read_text().splitlines(keepends=True)
+    journals[0].write_text("".join([old[0], *old[2:]]))  # as the first journals were
+    assert main([*options, "--join", *map(str, journals), "--output", str(joined)]) == 0
+    assert record.read(joined)["sources"][0] == {"sequences": 2}, "what is not known is not said"
     assert main([*options, "--join", str(tmp_path / "none.jsonl"), "--output", str(tmp_path / "x.json")]) == 1
     with pytest.raises(SystemExit):
         main([*options, "--shard", "2/2"])

@@ -22,6 +22,7 @@ CPU = ABOUT | {
         {
             "shape": "embedded", "dtype": "float32", "batch": 8, "prompt_tokens": 200, "new_tokens": 512,
             "ours": {"tokens_per_second": 1234.5}, "peer": {"tokens_per_second": 600.0}, "ratio": 2.0575,
+            "ratios": [2.0575, 1.987, 2.25],
             "decode_ratio": 2.25,
         },
         {
@@ -88,7 +89,7 @@ def test_tables_are_filled_in_and_then_up_to_date(root: Path, capsys: pytest.Cap
 <!-- table:decode-cpu -->
 | model | batch | minithink | transformers | ratio | decoding alone |
 | --- | ---: | ---: | ---: | ---: | ---: |
-| embedded, float32, 200 + 512 tokens | 8 | 1,234 tok/s | 600 tok/s | **2.06 ×** | 2.25 × |
+| embedded, float32, 200 + 512 tokens | 8 | 1,234 tok/s | 600 tok/s | **2.06 ×** (1.99 to 2.25) | 2.25 × |
 | embedded, float32, 200 + 512 tokens | 1 | 200 tok/s | – | – | – |
 
 *Some CPU, 2 threads; torch 2.9, transformers 5.1; 2031-02-03, commit 0123456789: `python -m minithink.bench decode`.*
@@ -117,6 +118,19 @@ def test_a_new_result_makes_a_document_stale(root: Path) -> None:
     assert main(["tables", "--root", str(root)]) == 0
     record.write(root / record.RESULTS / "accuracy.json", ACCURACY | {"commit": "unknown"})
     assert main(["tables", "--check", "--root", str(root)]) == 1
+
+
+def test_joined_runs_name_their_machines(root: Path) -> None:
+    h200 = {"commit": "fedcba9876543210", "machine": {"cpu": "Another CPU", "gpu": "Some GPU"}}
+    parts = [{"sequences": 60, **h200}, {"sequences": 1007, **h200, "date": "later"}, {"sequences": 3}]
+    parts.append({"sequences": 7, "commit": "0123456789abcdef-dirty", "machine": {"cpu": "A CPU"}})
+    record.write(root / record.RESULTS / "accuracy.json", ACCURACY | {"sources": parts})
+    assert main(["tables", "--root", str(root)]) == 0
+    assert (
+        "*Counted on Some CPU; torch 2.9, test split, temperature 0.6, bfloat16; 2031-02-03, commit 0123456789: "
+        "`python -m minithink.bench decode`. Generated: 1,067 of the sequences on Some GPU, commit fedcba9876; 3 of "
+        "the sequences on a machine not recorded; 7 of the sequences on A CPU, commit 0123456789-dirty.*"
+    ) in (root / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
