@@ -12,10 +12,14 @@ from torch import Tensor
 
 from minithink.errors import UsageError
 from minithink.ref.attention import attention
+from minithink.ref.decode_attention import decode_attention
 from minithink.ref.linear import linear
+from minithink.ref.lrfu import lrfu
+from minithink.ref.redundancy import redundancy
 from minithink.ref.rms_norm import rms_norm
 from minithink.ref.rope import rope
 from minithink.ref.swiglu import swiglu
+from minithink.ref.window_importance import window_importance
 
 
 @dataclass(frozen=True)
@@ -28,9 +32,15 @@ class Backend:
     rope: Callable[[Tensor, Tensor, Tensor], Tensor]
     swiglu: Callable[[Tensor], Tensor]
     attention: Callable[[Tensor, Tensor, Tensor], Tensor]
+    decode_attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    window_importance: Callable[..., Tensor]
+    redundancy: Callable[[Tensor, Tensor, float], Tensor]
+    lrfu: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor, Tensor]]
 
 
-REFERENCE = Backend("reference", linear, rms_norm, rope, swiglu, attention)
+REFERENCE = Backend(
+    "reference", linear, rms_norm, rope, swiglu, attention, decode_attention, window_importance, redundancy, lrfu
+)
 
 NAMES = ("auto", "reference", "triton")
 

@@ -7,6 +7,7 @@ for chunk in engine.stream("What is 6 · 7?"): ...
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -20,8 +21,10 @@ import torch
 from minithink.backend import choose
 from minithink.config import ModelConfig, as_ids, read_json
 from minithink.errors import MinithinkError, UsageError
+from minithink.kv.contract import Policy
+from minithink.kv.manager import bytes_for, check_budget
 from minithink.model import Decoder, Rope
-from minithink.policies import lookup
+from minithink.policies import POLICIES, parse
 from minithink.sampling import SamplingParams
 from minithink.stream import Chunk, Result, Stream, Track, is_out_of_memory
 from minithink.tokenizer import Tokenizer
@@ -193,8 +196,9 @@ class Engine:
         batch_size: int | None = None,
         chat: bool | None = None,
         system: str | None = None,
-        policy: str | None = None,
+        policy: str | Policy | None = None,
         budget: int | None = None,
+        schedule: str | None = None,
         stop: str | int | Sequence[str | int] = (),
     ) -> Stream:
         """Generate token by token: iterate over the Stream, then read its `results`. What is None is taken from
@@ -209,7 +213,10 @@ class Engine:
             batch_size: sequences that run at once; None: up to 32, if the memory allows.
             chat: put texts into the chat template; None: if there is one.
             system: system message of the chat.
-            policy, budget: what stays in the KV cache; None: everything.
+            policy: what stays in the KV cache: a text such as "window:budget=256" (see `minithink.policies`) or a
+                Policy; None: everything, in one plain buffer a sequence.
+            budget: tokens that a policy may keep; fills its hyperparameter of that name.
+            schedule: when it evicts: every, interval:n or sawtooth:B/k.
             stop: token ids and texts that end a sequence, beside the checkpoint's own. A stream may show the
                 beginning of such a text, a result does not.
 
@@ -217,9 +224,7 @@ class Engine:
             UsageError: an argument makes no sense, or a prompt is empty or too long.
             MinithinkError: the keys and values would not fit into the memory.
         """
-        chosen = lookup(policy or "full")
-        if budget is not None and not chosen.takes_budget:
-            raise UsageError(f"A budget of {budget} was given, and the policy {chosen.name} takes none: drop it.")
+        chosen = self._policy(policy, budget, schedule)
         defaults = self.generation_config
         for name, value in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p)):
             if value is not None and not _is_real(value):
@@ -245,9 +250,25 @@ class Engine:
             for k in range(num_samples)
         ]
         stops = (stop,) if isinstance(stop, (str, int)) else tuple(stop)
-        if wanted is None:
+        if chosen is not None:
+            for prompt in ids:
+                check_budget(chosen, len(prompt))
+        if wanted is None and (chosen is None or chosen.limit is None or chosen.exempt_answer):
             self._cap(sequences, batch_size)
-        return Stream(self, sequences, params, self._fit(sequences, batch_size), stops)
+        return Stream(self, sequences, params, self._fit(sequences, batch_size, chosen), stops, chosen)
+
+    def _policy(self, policy: str | Policy | None, budget: int | None, schedule: str | None) -> Policy | None:
+        """A policy of this call alone: what it remembers belongs to one stream."""
+        if isinstance(policy, Policy):
+            if budget is not None or schedule is not None:
+                raise UsageError(f"{policy.name} was given as an object: set its budget and schedule there.")
+            return copy.deepcopy(policy)
+        if policy is None:
+            if budget is not None or schedule is not None:
+                given = f"The schedule {schedule}" if budget is None else f"A budget of {budget} tokens"
+                raise UsageError(f"{given} was given without a policy: name one of {', '.join(POLICIES)}.")
+            return None
+        return parse(policy, budget=budget, schedule=schedule)
 
     def prompt_ids(self, prompt: Prompt, *, chat: bool | None = None, system: str | None = None) -> list[int]:
         """The tokens of a prompt as the model will read them; ids stay as they are."""
@@ -293,7 +314,7 @@ class Engine:
             if len(s.prompt) < room < len(s.prompt) + s.limit:
                 s.limit, s.limit_reason = room - len(s.prompt), "length"
 
-    def _fit(self, sequences: list[Track], batch_size: int | None) -> int:
+    def _fit(self, sequences: list[Track], batch_size: int | None, policy: Policy | None = None) -> int:
         """How many sequences run at once: those asked for, or as many as fit."""
         at_once = min(batch_size or MAX_BATCH, len(sequences))
         free = _free_bytes(self.device)
@@ -301,6 +322,8 @@ class Engine:
             return at_once
         per_token = self.config.kv_bytes_per_token(self.dtype.itemsize)
         sizes = sorted((len(s.prompt) + s.limit for s in sequences), reverse=True)  # the worst that may coincide
+        if policy is not None:
+            return self._fit_policy(sizes[0], at_once, free, policy, batch_size)
         fitting = next((n for n in range(at_once, 0, -1) if sum(sizes[:n]) * per_token <= free), 0)
         if fitting == at_once or (fitting and batch_size is None):
             return fitting
@@ -312,6 +335,18 @@ class Engine:
             f"Out of memory: the keys and values of {at_once} sequences of up to {sizes[0]:,} tokens need "
             f"{sum(sizes[:at_once]) * per_token / 2**20:,.0f} MiB ({per_token:,} bytes a token) and "
             f"{free / 2**20:,.0f} MiB are free: use {' or '.join(fixes) or 'a shorter prompt'}."
+        )
+
+    def _fit_policy(self, tokens: int, at_once: int, free: int, policy: Policy, batch_size: int | None) -> int:
+        """The same under a policy, whose pool is made for the worst case of every row."""
+        needed = bytes_for(self.config, policy, self.dtype, tokens)
+        fitting = min(at_once, free // needed)
+        if fitting == at_once or (fitting and batch_size is None):
+            return fitting
+        fixes = ([f"--batch-size {fitting}"] if fitting else []) + ["fewer --max-new-tokens", "a smaller --budget"]
+        raise MinithinkError(
+            f"Out of memory: under {policy.name}, {at_once} sequences of up to {tokens:,} tokens may need "
+            f"{at_once * needed / 2**20:,.0f} MiB and {free / 2**20:,.0f} MiB are free: use {' or '.join(fixes)}."
         )
 
 

@@ -1,7 +1,8 @@
 """The command line: `python -m minithink.generate [PROMPT]`.
 
-Without a prompt, the embedded model gets one of its test problems. Thinking is shown dimmed, the answer normally. In
-a pipe there is neither colour nor progress; `--json` prints one object a sequence and nothing else.
+Without a prompt, the embedded model gets one of its test problems; the prompt `-` is standard input, which is read
+only then. Thinking is shown dimmed, the answer normally. In a pipe there is neither colour nor progress; `--json`
+prints one object a sequence and nothing else.
 
 Exit codes: 0 done, 1 failed, 2 asked for something that makes no sense, 130 interrupted by Ctrl-C.
 """
@@ -15,6 +16,7 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +24,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from minithink import __version__
 from minithink.errors import MinithinkError, UsageError
-from minithink.policies import POLICIES
 
 if TYPE_CHECKING:  # torch is imported late, so that --help and --version are quick
     from minithink.engine import Engine
@@ -52,9 +53,12 @@ class Screen:
         self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         # NO_COLOR takes every style here, not only colours.
         self.styled = self.console.is_terminal and not os.environ.get("NO_COLOR")
+        self.begun = False  # a line that has not ended
 
     def write(self, text: str, style: str = "") -> None:
         """Show text as it is, now. On a terminal, control characters become U+FFFD."""
+        if text:
+            self.begun = not text.endswith("\n")
         if not self.console.is_terminal:
             sys.stdout.write(text)
             sys.stdout.flush()
@@ -67,6 +71,11 @@ class Screen:
         """Show text and end the line."""
         self.write(text + "\n", style)
 
+    def end_line(self) -> None:
+        """End the line, if one has begun."""
+        if self.begun:
+            self.line()
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
@@ -74,8 +83,10 @@ def main(argv: list[str] | None = None) -> int:
         try:
             args = _parser().parse_args(argv)
             if args.list_policies:
+                from minithink.policies import POLICIES
+
                 for policy in POLICIES.values():
-                    print(f"{policy.name:12} {policy.summary}")
+                    print(f"{policy.name:16} {policy.summary}")
                 return 0
             return run(args)
         finally:
@@ -132,10 +143,10 @@ def run(args: argparse.Namespace) -> int:
         if len(stream.sequences) > 1:
             screen.line(f"[prompt {result.prompt}, sample {result.sample}]")
             _show(screen, result)
-        screen.line()
+        screen.end_line()
         answer = tasks[result.prompt].answer
         if verdict := _verdict(result, answer):
-            screen.line(verdict if verdict == "right" else f"wrong: the answer is {answer}")
+            screen.line(verdict if verdict == "right" else f"wrong: {_what_was_right(result, answer)}")
     screen.line(summary(results, seconds), "dim")
     return code
 
@@ -143,13 +154,18 @@ def run(args: argparse.Namespace) -> int:
 def summary(results: list[Result], seconds: float) -> str:
     """One line: tokens, speed, memory."""
     tokens, thought = sum(r.generated_tokens for r in results), sum(r.thinking_tokens for r in results)
-    held = sum(r.kv_bytes for r in results)
+    held, full = sum(r.kv_bytes for r in results), sum(r.kv_full_bytes for r in results)
     when = " at the end, in all" if len(results) > 1 else ""  # they need not have been held together
+    kinds = Counter[str]()
+    for r in results:
+        kinds.update(r.kv_ledger)
+    parts = ", ".join(f"{kind} {size / 2**20:,.2f}" for kind, size in kinds.items() if size)
+    against = f", {held / full:.1%} of a full cache's {full / 2**20:,.1f} MiB ({parts})" if held != full else ""
     reasons = ", ".join(sorted({r.finish_reason for r in results})) or "interrupted"
     return (
         f"{sum(r.prompt_tokens for r in results):,} prompt tokens, {tokens:,} generated ({thought:,} thinking) in "
         f"{seconds:.1f} s: {tokens / max(seconds, 1e-9):,.0f} tokens/s; "
-        f"KV cache {held:,} bytes ({held / 2**20:,.1f} MiB) held{when}; {reasons}"
+        f"KV cache {held:,} bytes ({held / 2**20:,.1f} MiB) held{when}{against}; {reasons}"
     )
 
 
@@ -160,9 +176,14 @@ def _show_live(screen: Screen, stream: Stream) -> None:
 
 
 def _show(screen: Screen, result: Result) -> None:
-    if result.thinking:
-        screen.line(result.thinking + "\n", "dim")
-    screen.write(result.answer)
+    """A finished sequence as it would have been shown live."""
+    from minithink.thinking import CLOSE
+
+    thinking, closed, answer = result.text.rpartition(CLOSE)
+    if result.thinking and not (closed and result.answer):  # it thought to the end
+        thinking, closed, answer = result.text, "", ""
+    screen.write(thinking + closed, "dim")
+    screen.write(answer)
 
 
 def _run_with_progress(stream: Stream) -> None:
@@ -201,11 +222,21 @@ def _verdict(result: Result, answer: str | None) -> str | None:
     return "right" if grade(result.answer, answer) else "wrong"
 
 
+def _what_was_right(result: Result, answer: str | None) -> str:
+    """The end of the verdict `wrong`: the answer, and whether there was room for one."""
+    if result.finish_reason == "stop":
+        return f"the answer is {answer}"
+    where = "within its" if result.answer else "before an"
+    return f"cut off after {result.generated_tokens:,} tokens, {where} answer (it is {answer})"
+
+
 def _converse(engine: Engine, args: argparse.Namespace, tasks: list[Task]) -> int:
     """Turn after turn, until the input ends. Earlier turns are in the prompt, earlier thinking is not."""
     if engine.tokenizer.chat_template is None:
         raise UsageError("--interactive needs a chat template, and the model has none: drop --interactive.")
     screen, asking = Screen(), sys.stdin.isatty()
+    if asking:
+        print("minithink: every line is a turn of the conversation; Ctrl-D ends it.", file=sys.stderr)
     messages = [{"role": "system", "content": args.system}] if args.system is not None else []
     said = [task.prompt for task in tasks]
     while True:
@@ -228,7 +259,7 @@ def _converse(engine: Engine, args: argparse.Namespace, tasks: list[Task]) -> in
         stream = engine.stream([ids], **_options(args))
         begin = time.perf_counter()
         code = _until_interrupted(lambda stream=stream: _show_live(screen, stream))  # type: ignore[misc]
-        screen.line()
+        screen.end_line()
         screen.line(summary(_begun(stream), time.perf_counter() - begin), "dim")
         if code:
             return code
@@ -236,7 +267,7 @@ def _converse(engine: Engine, args: argparse.Namespace, tasks: list[Task]) -> in
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    names = "max_new_tokens temperature top_k top_p min_p seed num_samples batch_size policy budget"
+    names = "max_new_tokens temperature top_k top_p min_p seed num_samples batch_size policy budget schedule"
     return {name: getattr(args, name) for name in names.split()}
 
 
@@ -261,16 +292,30 @@ def _tasks(args: argparse.Namespace) -> list[Task]:
                 raise UsageError(f"--interactive does not go with --{flag.replace('_', '-')}: drop one of them.")
         if args.num_samples != 1 or args.chat is False:
             raise UsageError("--interactive is one chat: drop --num-samples or --no-chat.")
-    if args.prompt_file is not None:
+        if "-" in given:
+            raise UsageError("--interactive reads its turns from standard input: drop the prompt `-`.")
+    if "-" in (*given, args.prompt_file):
+        given = [_standard_input()]
+    elif args.prompt_file is not None:
         return read_prompts(Path(args.prompt_file))
     if given and not given[0].strip():
         raise UsageError("The prompt is empty: give at least one word.")
     return [Task(text) for text in given]
 
 
+def _standard_input() -> str:
+    """All of it, without the ends of its last line."""
+    try:
+        if hasattr(sys.stdin, "reconfigure"):
+            sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict")  # with or without a byte order mark
+        return sys.stdin.read().rstrip("\n") if sys.stdin is not None else ""
+    except (OSError, ValueError) as error:
+        raise UsageError(f"Standard input cannot be read as text: {error}.") from None
+
+
 def read_prompts(path: Path) -> list[Task]:
     """A .jsonl file holds one object a line, with `prompt`, `question` or `problem`, and `answer` where it is known;
-    any other file is one prompt.
+    any other file is one prompt, without the ends of its last line.
 
     Raises:
         UsageError: the file cannot be read, or holds something else.
@@ -281,7 +326,7 @@ def read_prompts(path: Path) -> list[Task]:
         raise UsageError(f"The prompt file {path} cannot be read as text: {error}.") from None
     tasks = []
     if path.suffix.lower() != ".jsonl":
-        tasks = [Task(text)] if text.strip() else []
+        tasks = [Task(text.rstrip("\n"))] if text.strip() else []
     else:
         for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
@@ -317,19 +362,21 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m minithink.generate", description="Generate with a reasoning model.", allow_abbrev=False
     )
     add = p.add_argument
-    add("prompt_text", nargs="?", metavar="PROMPT", help="default: a test problem of the embedded model, by --seed")
+    add("prompt_text", nargs="?", metavar="PROMPT", help="- is standard input, which is read only then (default: a "
+        "test problem of the embedded model, by --seed)")  # fmt: skip
     add("--version", action="version", version=f"minithink {__version__}")
     add("--list-policies", action="store_true", help="print the policies and exit")
     add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
     add("--revision", help="branch, tag or commit of the Hugging Face id")
     add("--prompt", help="the same as PROMPT")
     add("--prompt-file", metavar="FILE", help=".jsonl: an object a line, with prompt, question or problem, perhaps "
-        "answer; any other file is one prompt")  # fmt: skip
+        "answer; any other file, and - for standard input, is one prompt")  # fmt: skip
     add("--system", help="system message of the chat")
     add("--chat", action=argparse.BooleanOptionalAction, help="use the chat template (default: if there is one)")
     add("--interactive", action="store_true", help="a conversation: one turn a line of the input")
-    add("--policy", help="what stays in the KV cache (default: full); see --list-policies")
+    add("--policy", help="what stays in the KV cache, as in window:budget=256 (default: all of it; --list-policies)")
     add("--budget", type=int, metavar="TOKENS", help="what a policy keeps to")
+    add("--schedule", help="when a policy evicts: every, interval:n or sawtooth:B/k")
     add("--max-new-tokens", type=int, metavar="N", help="default: the model's own, or what fits")
     add("--temperature", type=float, help="0 is greedy (this and the next three default to the model's own)")
     add("--top-k", type=int, help="0 is off")

@@ -10,15 +10,18 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from minithink.errors import MinithinkError
+from minithink.kv.contract import Policy
 from minithink.kv.full import FullCache
+from minithink.kv.ledger import Ledger
+from minithink.kv.manager import KVManager
 from minithink.sampling import Sampler, SamplingParams
-from minithink.thinking import Stage, split_thinking
+from minithink.thinking import CLOSE, OPEN, Stage, split_thinking
 
 if TYPE_CHECKING:
     from minithink.engine import Engine
@@ -54,7 +57,10 @@ class Result:
     prompt_tokens: int
     generated_tokens: int
     thinking_tokens: int
-    kv_bytes: int  # keys and values held at the end
+    kv_bytes: int  # held in the cache at the end: keys, values, and all that belongs to them
+    kv_tokens: int  # that a lane held at the end
+    kv_full_bytes: int  # what a full cache would have held
+    kv_ledger: dict[str, int]  # kv_bytes by kind, see kv/ledger.py
     prefill_seconds: float
     decode_seconds: float  # from the first to the last token, beside whatever else ran
     prompt: int = 0  # index of the prompt
@@ -83,7 +89,8 @@ class Track:
     limit_reason: str  # what finish_reason says then
     tokens: list[int] = field(default_factory=list)  # generated
     finish_reason: str = ""  # "" while it runs
-    kv_bytes: int = 0
+    kv: Ledger = field(default_factory=Ledger)
+    kv_tokens: int = 0
     piece: str = ""  # the text of the last token, where texts are wanted
     tail: str = ""  # the latest text, as long as the longest text that stops
     began: float = 0.0
@@ -101,18 +108,29 @@ class Stream:
         params: SamplingParams,
         batch_size: int,
         stop: Sequence[str | int],
+        policy: Policy | None = None,
     ) -> None:
         self.engine, self.sequences, self.batch_size = engine, sequences, batch_size
         self.stop_ids = engine.generation_config.stop_ids | {s for s in stop if isinstance(s, int)}
         self.stop_texts = tuple(s for s in stop if isinstance(s, str) and s)
         self.sampler = Sampler(params, engine.config.vocab_size, engine.device)
-        self.cache = FullCache(
-            engine.config, engine.rope, device=engine.device, dtype=engine.dtype, backend=engine.decoder.backend
-        )
+        self.cache = self._make_cache(policy)
         self._texts = [engine.tokenizer.stream() for _ in sequences]
         self._read_texts = bool(self.stop_texts)
         self._steps = self._run()
         self._chunks = self._make_chunks()
+
+    def _make_cache(self, policy: Policy | None) -> FullCache | KVManager:
+        """The plain cache, or paged memory under a policy."""
+        engine, tokens = self.engine, self.engine.tokenizer
+        options: dict[str, Any] = {"device": engine.device, "dtype": engine.dtype, "backend": engine.decoder.backend}
+        if policy is None:
+            return FullCache(engine.config, engine.rope, **options)
+        longest = max(len(s.prompt) + s.limit for s in self.sequences)
+        ids = (tokens.id_of(OPEN), tokens.id_of(CLOSE))
+        return KVManager(
+            engine.config, engine.rope, policy, rows=self.batch_size, tokens=longest, think_ids=ids, **options
+        )  # fmt: skip
 
     def steps(self) -> Iterator[int]:
         """Run without making texts; gives the number of tokens that every step brought."""
@@ -166,15 +184,17 @@ class Stream:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
+            at_once = sum(bool(s.began) and not s.finish_reason for s in self.sequences)
             raise MinithinkError(
-                f"Out of memory with {len(self.cache.lanes)} sequences of up to "
+                f"Out of memory with {at_once} sequences of up to "
                 f"{max(len(s.prompt) + len(s.tokens) for s in sequences):,} tokens at once: use a smaller "
                 "--batch-size, fewer --max-new-tokens or a smaller --dtype."
             ) from error
 
     def _prefill(self, s: Track) -> Tensor:
         """Join the cache and read the prompt → logits [1, V] of its last token."""
-        self.cache.join(s.number, len(s.prompt) + s.limit)
+        thinking = Stage(self.engine.tokenizer, s.prompt).name == "think"
+        self.cache.join(s.number, len(s.prompt) + s.limit, len(s.prompt), thinking)
         s.began = time.perf_counter()
         hidden = torch.empty(0)
         for start in range(0, len(s.prompt), PREFILL_CHUNK):
@@ -188,7 +208,7 @@ class Stream:
         return self.engine.decoder.logits(hidden)
 
     def _forward(self, numbers: list[int], counts: list[int], tokens: list[int]) -> Tensor:
-        self.cache.begin_step(numbers, counts)
+        self.cache.begin_step(numbers, counts, tokens)
         hidden: Tensor = self.engine.decoder(torch.tensor(tokens, device=self.engine.device), self.cache)
         self.cache.end_step()
         return hidden
@@ -208,7 +228,7 @@ class Stream:
             if self._read_texts:
                 self._read(s, token)
             if s.finish_reason:
-                s.kv_bytes = self.cache.held_bytes(s.number)
+                s.kv, s.kv_tokens = self.cache.account(s.number), self.cache.held(s.number)
                 self.cache.leave(s.number)
                 self.sampler.drop(s.number)
 
@@ -232,11 +252,15 @@ class Stream:
         pieces = map(engine.tokenizer.stream().put, tokens)
         thought = sum(stage.put(token, piece) == "think" for token, piece in zip(tokens, pieces, strict=True))
         running = s.began and not s.finish_reason
-        held = self.cache.held_bytes(s.number) if running else s.kv_bytes
+        kv = self.cache.account(s.number) if running else s.kv
+        held = self.cache.held(s.number) if running else s.kv_tokens
+        seen = max(0, len(s.prompt) + len(tokens) - 1) if s.first else 0  # the last token was chosen, and never read
         return Result(
             text=text, thinking=thinking, answer=answer, token_ids=list(tokens),
             finish_reason=s.finish_reason or "interrupted", prompt_tokens=len(s.prompt),
-            generated_tokens=len(tokens), thinking_tokens=thought, kv_bytes=held,
+            generated_tokens=len(tokens), thinking_tokens=thought, kv_bytes=kv.total,
+            kv_tokens=held, kv_full_bytes=seen * engine.config.kv_bytes_per_token(engine.dtype.itemsize),
+            kv_ledger={kind: size for kind, size in kv.as_dict().items() if kind != "reserve"},
             prefill_seconds=s.first - s.began if s.first else 0.0, decode_seconds=s.last - s.first,
             prompt=s.prompt_index, sample=s.sample,
         )  # fmt: skip

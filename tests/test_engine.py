@@ -16,7 +16,10 @@ import minithink
 from minithink import stream as stream_module
 from minithink.engine import Engine, GenerationConfig, load
 from minithink.errors import MinithinkError, UsageError
+from minithink.kv.manager import bytes_for
 from minithink.model import Decoder
+from minithink.policies import parse
+from minithink.policies.window import Window
 from minithink.sampling import Sampler, SamplingParams, filter_logits, gumbel
 from minithink.stream import Chunk, Result
 from minithink.thinking import Stage, split_thinking
@@ -306,7 +309,9 @@ def test_no_gradients_and_the_public_names(checkpoint: Path, engine: Engine) -> 
         ("a", {"system": "\udc00"}, "surrogate"),
         ("x", {"temperature": -0.5}, "-0.5"),
         ("x", {"policy": "nope"}, "'nope' is unknown; there are: full"),
-        ("x", {"budget": 7}, "budget of 7"),
+        ("x", {"budget": 7}, "budget of 7 tokens was given without a policy"),
+        ("x", {"policy": Window(budget=9), "budget": 7}, "was given as an object"),
+        ([[1] * 9], {"policy": "window:budget=9,protect_prompt=true"}, "at least 10"),
         ("x", {"chat": False, "system": "s"}, "system message"),
         ([[1]], {"system": "s"}, "system message"),
     ],
@@ -441,3 +446,53 @@ def fail_with(message: str) -> Any:
         raise RuntimeError(message)
 
     return fail
+
+
+# Under a policy ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["full", "window:budget=14", "quant:fmt=int8", "rkv:budget=14,buffer=3,alpha=2"])
+def test_a_policy_keeps_in_a_batch_what_it_keeps_alone(engine: Engine, policy: str) -> None:
+    prompts = [[9, 8, 7] * 4, [5, 6] * 9, [11] * 6]
+    options: dict[str, Any] = {"policy": policy, "max_new_tokens": 12, "temperature": 0.0}
+    together = engine.generate(prompts, batch_size=2, **options)
+    for prompt, result in zip(prompts, together, strict=True):
+        alone = engine.generate([prompt], **options)[0]
+        assert result.token_ids == alone.token_ids
+        assert (result.kv_tokens, result.kv_ledger) == (alone.kv_tokens, alone.kv_ledger)
+        seen = len(prompt) + result.generated_tokens - 1
+        assert result.kv_full_bytes == seen * engine.config.kv_bytes_per_token(4)
+        if "14" in policy:
+            assert 14 <= result.kv_tokens <= 17
+        else:
+            assert result.kv_tokens == seen
+
+
+def test_the_paged_full_cache_generates_as_the_plain_one(engine: Engine) -> None:
+    prompts = [[9, 8, 7] * 4, [5, 6] * 9]
+    options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.8, "seed": 3, "num_samples": 2}
+    plain, paged = engine.generate(prompts, **options), engine.generate(prompts, policy="full", **options)
+    assert [r.token_ids for r in paged] == [r.token_ids for r in plain]
+    assert [r.kv_ledger["payload"] for r in paged] == [r.kv_bytes for r in plain] == [r.kv_full_bytes for r in plain]
+
+
+def test_a_policy_object_is_copied(engine: Engine) -> None:
+    """What a policy remembers belongs to one call."""
+    policy = Window(budget=9)
+    first, second = (engine.generate([[9, 8] * 8], max_new_tokens=6, policy=policy)[0] for _ in range(2))
+    assert first.token_ids == second.token_ids
+    assert first.kv_tokens == 9
+    assert vars(policy) == vars(Window(budget=9))
+
+
+def test_memory_under_a_policy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy's pool holds the worst case of every row."""
+    row = bytes_for(engine.config, parse("full"), torch.float32, 30)
+    monkeypatch.setattr("minithink.engine._free_bytes", lambda device: 3 * row)
+    options: dict[str, Any] = {"max_new_tokens": 20, "policy": "full"}
+    assert engine.stream([[9] * 10] * 5, **options).batch_size == 3
+    with pytest.raises(MinithinkError, match="--batch-size 3"):
+        engine.stream([[9] * 10] * 5, batch_size=4, **options)
+    monkeypatch.setattr("minithink.engine._free_bytes", lambda device: row - 1)
+    with pytest.raises(MinithinkError, match="fewer --max-new-tokens or a smaller --budget"):
+        engine.stream([[9] * 10], **options)

@@ -75,14 +75,37 @@ def problems(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
 # Flags -----------------------------------------------------------------------------------------------------------
 
 
-def test_version_policies_and_help_without_torch() -> None:
+def test_version_and_help_without_torch() -> None:
     code = (
         "import sys\nfrom minithink.generate import main\n"
         "try: main(sys.argv[1:])\nfinally: assert 'torch' not in sys.modules"
     )
-    for flag, text in (("--version", minithink.__version__), ("--list-policies", "full "), ("--help", "--min-p")):
+    for flag, text in (("--version", minithink.__version__), ("--help", "--min-p")):
         done = subprocess.run([sys.executable, "-c", code, flag], capture_output=True, text=True, check=True)
         assert text in done.stdout
+
+
+def test_policies_are_listed(capsys: Capture) -> None:
+    from minithink.policies import POLICIES
+
+    assert main("--list-policies") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(POLICIES)
+    for policy, line in zip(POLICIES.values(), lines, strict=True):
+        assert policy.summary
+        assert policy.summary in line
+
+
+def test_a_policy_says_what_it_holds(capsys: Capture, model: Any) -> None:
+    argv = (*model, "Alpha sits", "--temperature", 0, "--max-new-tokens", 20)
+    [row] = json_of(capsys, *argv, "--policy", "window", "--budget", 9)
+    seen = row["prompt_tokens"] + row["generated_tokens"] - 1
+    assert row["kv_tokens"] == 9 < seen
+    assert row["kv_bytes"] == sum(row["kv_ledger"].values())
+    assert row["kv_ledger"]["payload"] * seen == row["kv_full_bytes"] * 9
+    assert main(*argv, "--policy", "window:budget=9") == 0
+    said = capsys.readouterr().out
+    assert re.search(r"KV cache [\d,]+ bytes .* held, \d+\.\d% of a full cache's .* \(payload .*tables", said), said
 
 
 def test_json_has_the_promised_fields(capsys: Capture, model: Any, engine: Engine) -> None:
@@ -101,6 +124,33 @@ def test_prompt_by_position_flag_and_file(capsys: Capture, model: Any, tmp_path:
         tokens_of(capsys, *model, *SHORT, "--prompt-file", tmp_path / "prompt.txt"),
     ]
     assert rows[0] == rows[1] == rows[2] != tokens_of(capsys, *model, *SHORT, "Alpha\nsit")
+    (tmp_path / "prompt.txt").write_text("Alpha\nsits\n\n")
+    assert tokens_of(capsys, *model, *SHORT, "--prompt-file", tmp_path / "prompt.txt") == rows[0], "as $(...) would"
+
+
+@pytest.mark.parametrize("flags", [("-",), ("--prompt", "-"), ("--prompt-file", "-")])
+def test_prompt_from_standard_input(
+    capsys: Capture, monkeypatch: Any, model: Any, engine: Engine, flags: tuple[str, ...]
+) -> None:
+    want = tokens_of(capsys, *model, *SHORT, "Älpha\nsits")
+    monkeypatch.setattr("sys.stdin", piped("\ufeffÄlpha\r\nsits\r\n".encode()))
+    assert tokens_of(capsys, *model, *SHORT, *flags) == want
+
+
+def piped(content: bytes) -> io.TextIOWrapper:
+    """Standard input as a pipe, in the encoding of a plain locale."""
+    return io.TextIOWrapper(io.BytesIO(content), encoding="latin-1")
+
+
+@pytest.mark.parametrize(("content", "message"), [(b"\xff\xfe\x00", "cannot be read as text"), (b" \n", "empty")])
+def test_bad_standard_input(capsys: Capture, monkeypatch: Any, model: Any, content: bytes, message: str) -> None:
+    monkeypatch.setattr("sys.stdin", piped(content))
+    fails(capsys, 2, message, *model, "-")
+
+
+def test_standard_input_that_is_closed(capsys: Capture, monkeypatch: Any, model: Any) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    fails(capsys, 2, "The prompt is empty", *model, "-")
 
 
 def test_prompt_file_of_objects(
@@ -207,13 +257,47 @@ def test_a_terminal_gets_dimmed_thinking_and_no_escapes(
     assert "12" in re.sub(r"\x1b\[2m[^\x1b]*", "", out), "the answer is not dimmed"
 
 
+@pytest.mark.parametrize(
+    ("text", "steps", "end"),
+    [
+        ("perhaps 7", 4, "wrong: cut off after 4 tokens, before an answer (it is 1,7)"),
+        ("so</think>It is 12", 9, "wrong: cut off after 9 tokens, within its answer (it is 1,7)"),
+        ("so\n\n", 3, "wrong: cut off after 3 tokens, before an answer (it is 1,7)"),
+    ],
+)
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_verdict_on_what_was_cut_off(
+    capsys: Capture, monkeypatch: Any, tmp_path: Path, model: Any, engine: Engine,
+    text: str, steps: int, end: str, samples: int,
+) -> None:  # fmt: skip
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a", "answer": "1,7"}))
+    flags = ("--prompt-file", tmp_path / "p.jsonl", "--num-samples", samples, "--max-new-tokens", steps)
+    shown = engine.tokenizer.decode(engine.tokenizer.encode(text)[:steps])
+    play_text(monkeypatch, engine, *[text] * samples)
+    assert main(*model, *flags) == 0
+    lines = capsys.readouterr().out.rpartition("\n")[0].rpartition("\n")[0]
+    heads = [f"[prompt 0, sample {i}]\n" if samples > 1 else "" for i in range(samples)]
+    own_end = "" if shown.endswith("\n") else "\n"
+    assert lines == "\n".join(f"{head}{shown}{own_end}{end}" for head in heads)
+
+
 def test_several_results_are_told_apart(capsys: Capture, monkeypatch: Any, model: Any, engine: Engine) -> None:
     play_text(monkeypatch, engine, "so</think>12", "lo</think>34")
     assert main(*model, "Alpha", "--num-samples", 2) == 0
     out = capsys.readouterr()
-    assert out.out.startswith("[prompt 0, sample 0]\nso\n\n12\n[prompt 0, sample 1]\nlo\n\n34\n")
+    assert out.out.startswith("[prompt 0, sample 0]\nso</think>12\n[prompt 0, sample 1]\nlo</think>34\n")
     assert re.search(r"KV cache [\d,]+ bytes \([\d.]+ MiB\) held at the end, in all; stop\n$", out.out)
     assert out.err == "", "no progress outside of a terminal"
+
+
+def test_several_results_are_dimmed_as_one_is(capsys: Capture, monkeypatch: Any, model: Any, engine: Engine) -> None:
+    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm"), ("NO_COLOR", "")):
+        monkeypatch.setenv(name, value)
+    play_text(monkeypatch, engine, "so</think>12", "lo")
+    assert main(*model, "Alpha", "--num-samples", 2) == 0
+    out = capsys.readouterr().out
+    assert "\x1b[2mso</think>\x1b[0m12\n" in out
+    assert "\x1b[2mlo\x1b[0m\n" in out, "it never answered"
 
 
 def test_interactive(capsys: Capture, monkeypatch: Any, model: Any, engine: Engine) -> None:
@@ -234,6 +318,16 @@ def test_interactive(capsys: Capture, monkeypatch: Any, model: Any, engine: Engi
         "<|system|>s<|user|>Alpha<|assistant|>12<|user|>who?<|assistant|><think>\n",
     ]
     assert capsys.readouterr().out.count("so</think>12\n") == 2
+
+
+def test_interactive_on_a_terminal_says_what_ends_it(capsys: Capture, monkeypatch: Any, model: Any) -> None:
+    terminal = io.StringIO("")
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", terminal)
+    assert main(*model, "--interactive") == 0
+    out = capsys.readouterr()
+    assert out.err == "minithink: every line is a turn of the conversation; Ctrl-D ends it.\n"
+    assert out.out == "> "
 
 
 def test_interactive_goes_on_after_a_turn_that_is_too_long(
@@ -261,10 +355,10 @@ def scripted(script: Sequence[int]) -> Any:
 # What ends early -------------------------------------------------------------------------------------------------
 
 
-def start(*argv: object, **options: Any) -> subprocess.Popen[str]:
+def start(*argv: object, text: bool = True, **options: Any) -> subprocess.Popen[Any]:
     command = [sys.executable, "-m", "minithink.generate", *map(str, argv)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "always::RuntimeWarning"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, **options)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=text, env=env, **options)
 
 
 @pytest.fixture(scope="module")
@@ -276,15 +370,25 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_control_c_shows_the_text_so_far_and_the_summary(endless: Path) -> None:
-    with start("--model", endless, "Alpha", "--temperature", 0) as process:
-        assert process.stdout is not None
-        first = process.stdout.read(40)  # it has begun to stream
-        process.send_signal(signal.SIGINT)
-        rest, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert errors == ""
-    assert len(first) == 40
-    assert re.search(r"generated .* tokens/s; KV cache [1-9][\d,]* bytes \([\d.]+ MiB\) held; interrupted\n$", rest)
+    # Bytes, unbuffered: a buffer of ours could end within a character, or keep what `communicate` should get.
+    with start("--model", endless, "Alpha", "--temperature", 0, text=False, bufsize=0) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            first = b""
+            while len(first) < 40:  # then it streams
+                piece = process.stdout.read(4096)
+                assert piece, f"it ended by itself: {process.stderr.read().decode()}"
+                first += piece
+            process.send_signal(signal.SIGINT)
+            rest, errors = process.communicate(timeout=300)
+        finally:
+            process.kill()  # does nothing to a process that has ended; leaving `with` would wait for another
+    assert (process.returncode, errors.decode()) == (130, "")
+    text, end, summary = (first + rest).decode().rstrip("\n").rpartition("\n")
+    assert len(text.encode()) >= 40
+    assert end
+    assert re.search(r"generated .* tokens/s; KV cache [1-9][\d,]* bytes \([\d.]+ MiB\) held; interrupted$", summary)
 
 
 def test_control_c_in_the_middle_of_several(capsys: Capture, monkeypatch: Any, model: Any, engine: Engine) -> None:
@@ -344,7 +448,12 @@ def test_module_runs_without_a_warning(checkpoint: Path) -> None:
         (("a", "--prompt-file", "b"), "two prompts"),
         (("a " * CONTEXT,), r"shorten it by \d+ tokens"),
         (("a", "--policy", "nope"), "'nope' is unknown; there are: full"),
-        (("a", "--budget", "64"), "budget of 64 .* full takes none"),
+        (("a", "--budget", "64"), "budget of 64 tokens .* without a policy"),
+        (("a", "--policy", "full", "--budget", "64"), "budget of 64 .* full takes none"),
+        (("a", "--policy", "window:budget=7", "--budget", "64"), "64 tokens was given, and window says budget=7"),
+        (("a", "--policy", "window:bugdet=7"), "no hyperparameter 'bugdet'; it takes budget: int"),
+        (("a", "--policy", "window", "--budget", "64", "--schedule", "weekly"), "schedule 'weekly' is unknown"),
+        (("a", "--schedule", "every"), "without a policy"),
         (("a", "--temperature", "-1"), "-1.0"),
         (("a", "--top-p", "1.5"), "1.5"),
         (("a", "--top-k", "-2"), "-2"),
@@ -364,6 +473,8 @@ def test_module_runs_without_a_warning(checkpoint: Path) -> None:
         (("a", "--revision", "v1"), "v1"),
         (("a", "--interactive", "--json"), "--json"),
         (("a", "--interactive", "--num-samples", "2"), "--num-samples"),
+        (("-", "--interactive"), "standard input: drop the prompt `-`"),
+        (("-", "--prompt-file", "b"), "two prompts"),
         (("a", "--frobnicate"), "--frobnicate"),
         (("a", "--prompt-file"), "--prompt-file"),
     ],

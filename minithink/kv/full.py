@@ -23,6 +23,7 @@ from torch import Tensor
 from minithink.backend import REFERENCE, Backend
 from minithink.config import ModelConfig
 from minithink.errors import MinithinkError
+from minithink.kv.ledger import Ledger
 from minithink.model import Rope
 
 
@@ -63,8 +64,8 @@ class FullCache:
         self._counts: list[int] = []  # new tokens of each
         self._cos = self._sin = torch.empty(0)
 
-    def join(self, seq: int, capacity: int) -> None:
-        """Reserve room for `capacity` tokens of a new sequence."""
+    def join(self, seq: int, capacity: int, prompt: int = 0, thinking: bool = True) -> None:
+        """Reserve room for `capacity` tokens of a new sequence; what else KVManager wants to know is ignored."""
         c = self.config
         shape = (c.num_layers, 2, c.num_kv_heads, capacity, c.head_dim)
         if seq in self.lanes:
@@ -87,7 +88,7 @@ class FullCache:
         """Tokens that the sequence holds."""
         return self.lanes[seq].length
 
-    def begin_step(self, seqs: Sequence[int], counts: Sequence[int]) -> None:
+    def begin_step(self, seqs: Sequence[int], counts: Sequence[int], tokens: Sequence[int] | None = None) -> None:
         """Announce one forward pass: sequence seqs[i] brings counts[i] new tokens, in this order."""
         for seq, count in zip(seqs, counts, strict=True):
             lane = self.lanes[seq]
@@ -124,6 +125,19 @@ class FullCache:
         """Bytes of the keys and values that a sequence holds."""
         return self.lanes[seq].length * self.config.kv_bytes_per_token(self.dtype.itemsize)
 
+    def held(self, seq: int) -> int:
+        """Tokens that a lane of the sequence holds: all of them."""
+        return self.lanes[seq].length
+
     def reserved_bytes(self) -> int:
         """Bytes that all sequences' buffers occupy, held or not."""
         return sum(lane.kv.nbytes for lane in self.lanes.values())
+
+    def account(self, seq: int) -> Ledger:
+        """What one sequence holds, by kind."""
+        return Ledger(payload=self.held_bytes(seq))
+
+    def ledger(self) -> Ledger:
+        """What all buffers are for."""
+        payload = sum(self.held_bytes(seq) for seq in self.lanes)
+        return Ledger(payload=payload, reserve=self.reserved_bytes() - payload)

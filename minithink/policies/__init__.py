@@ -1,29 +1,138 @@
-"""The policies: what decides which keys and values stay in the cache, and in what form."""
+"""The policies: what decides which keys and values stay in the cache, and in what form.
+
+A policy is a dataclass whose fields are its hyperparameters. On the command line they are written
+
+    window:budget=256,protect_prompt=true      name, and after a colon the fields that differ from their defaults
+    a:x=1+b                                    a stack: both at work on one cache
+    a:x=1,y=2,b                                (--policies) a list: a comma before a policy's name starts the next
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import MISSING, Field, fields
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from minithink.errors import UsageError
+from minithink.kv.contract import Policy, Schedule, Stack
+from minithink.policies.crystal_kv_lite import CrystalKVLite
+from minithink.policies.full import Full
+from minithink.policies.kivi import Kivi
+from minithink.policies.pm_kvq import PMKVQ
+from minithink.policies.quant import Quant
+from minithink.policies.random import Random
+from minithink.policies.rkv import Rkv
+from minithink.policies.streaming_llm import StreamingLLM
+from minithink.policies.window import Window
+
+_CLASSES: tuple[type[Policy], ...] = (Full, Window, StreamingLLM, Random, Rkv, CrystalKVLite, Quant, Kivi, PMKVQ)
+POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in _CLASSES}
 
 
-@dataclass(frozen=True)
-class Policy:
-    """One row of the table that `--list-policies` prints."""
-
-    name: str
-    summary: str  # one line
-    takes_budget: bool  # whether it keeps to a number of tokens
-
-
-POLICIES = {
-    policy.name: policy
-    for policy in (Policy("full", "keep every token's key and value (the baseline)", takes_budget=False),)
-}
-
-
-def lookup(name: str) -> Policy:
+def lookup(name: str) -> type[Policy]:
     """The policy of that name. UsageError: there is none; the message lists the names."""
     if name not in POLICIES:
         raise UsageError(f"The policy {name!r} is unknown; there are: {', '.join(POLICIES)}.")
     return POLICIES[name]
+
+
+def takes_budget(cls: type[Policy]) -> bool:
+    """Whether the policy keeps to a number of tokens that one may choose."""
+    return "budget" in _fields(cls)
+
+
+def split(text: str) -> list[str]:
+    """The policies of a list: "a:x=1,y=2,b" → ["a:x=1,y=2", "b"]. What they say is not looked at."""
+    names = "|".join(map(re.escape, POLICIES))
+    return re.split(rf",\s*(?=(?:{names})(?:[:,+]|$))", text.strip())
+
+
+def parse(text: str, *, budget: int | None = None, schedule: str | None = None) -> Policy:
+    """The policy, or the stack, that a text describes.
+
+    Args:
+        text: as above.
+        budget: tokens, for every member that takes a budget (`--budget`).
+        schedule: likewise (`--schedule`).
+
+    Raises:
+        UsageError: an unknown policy, hyperparameter, value or schedule; a budget that is missing, that no member
+            takes, or that the text contradicts.
+    """
+    chosen = [_read(member) for member in re.split(r"\+(?!\d)", text)]  # a digit: the + of 1e+5
+    given = (("budget", budget, f"A budget of {budget} tokens"), ("schedule", schedule, f"The schedule {schedule!r}"))
+    for key, value, what in given:
+        if value is None:
+            continue
+        takers = [(cls, values) for cls, values in chosen if key in _fields(cls)]
+        if not takers:
+            raise UsageError(f"{what} was given, and the policy {text} takes none: drop it.")
+        for cls, values in takers:
+            if values.setdefault(key, value) != value:
+                raise UsageError(f"{what} was given, and {cls.name} says {key}={values[key]}: drop one of them.")
+    members = [_make(cls, values) for cls, values in chosen]
+    return members[0] if len(members) == 1 else Stack(members)
+
+
+def _read(text: str) -> tuple[type[Policy], dict[str, Any]]:
+    """One policy's text: its class, and its fields as the text gives them."""
+    name, colon, rest = text.partition(":")
+    cls = lookup(name)
+    values: dict[str, Any] = {}
+    for part in rest.split(",") if colon else ():
+        key, _, value = part.partition("=")
+        if key not in _fields(cls):
+            raise UsageError(f"The policy {name} has no hyperparameter {key!r}; it takes {_describe(cls)}.")
+        if key in values:
+            raise UsageError(f"The policy {name} is given {key} twice; leave one of them out.")
+        try:
+            values[key] = _typed(value, get_type_hints(cls)[key])
+        except ValueError as error:
+            raise UsageError(f"The policy {name} cannot have {key}={value}; it takes {_describe(cls)}.") from error
+    return cls, values
+
+
+def _make(cls: type[Policy], values: dict[str, Any]) -> Policy:
+    """The policy of these fields. Its budget, if it takes one, is a number or follows from its schedule."""
+    known = _fields(cls)
+    if "schedule" in values:
+        grow = Schedule.parse(values["schedule"]).grow
+        if grow is not None and "budget" in known and values.setdefault("budget", grow) != grow:
+            raise UsageError(
+                f"{cls.name}: the schedule {values['schedule']} lets lanes grow to {grow} tokens, and the budget is "
+                f"{values['budget']}: drop the budget, or make them equal."
+            )
+    if "budget" in known and values.get("budget", known["budget"].default) in (None, MISSING):
+        raise UsageError(f"The policy {cls.name} needs a budget in tokens: give --budget, or {cls.name}:budget=….")
+    return cls(**values)
+
+
+def _fields(cls: type[Policy]) -> dict[str, Field[Any]]:
+    """The hyperparameters by name."""
+    return {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]
+
+
+def _typed(text: str, kind: Any) -> Any:
+    """A field's value. ValueError: the text is none of its type."""
+    if get_origin(kind) in (Union, UnionType):  # X | None
+        if text == "none" and NoneType in get_args(kind):
+            return None
+        (kind,) = (k for k in get_args(kind) if k is not NoneType)
+    allowed = {"true": True, "false": False} if kind is bool else {name: name for name in get_args(kind)}  # Literal
+    if not allowed:
+        return kind(text)  # int, float, str
+    if text not in allowed:
+        raise ValueError(text)
+    return allowed[text]
+
+
+def _describe(cls: type[Policy]) -> str:
+    """All hyperparameters with their types and defaults."""
+    hints = get_type_hints(cls)
+    out = []
+    for name, f in _fields(cls).items():
+        kind = hints[name].__name__ if isinstance(hints[name], type) else str(hints[name]).removeprefix("typing.")
+        default = str(f.default).lower() if f.default is None or isinstance(f.default, bool) else repr(f.default)
+        out.append(f"{name}: {kind}" if f.default is MISSING else f"{name}: {kind} = {default}")
+    return ", ".join(out) or "none"

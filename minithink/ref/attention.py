@@ -21,7 +21,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if n == 1:
         # A single query sees all keys, so the query heads of a group are just several queries of their KV head.
         out = F.scaled_dot_product_attention(q.view(1, hkv, hq // hkv, d), k[None], v[None])
-        return out.view(1, hq, d)
+        return out.reshape(1, hq, d)
     # torch's causal flag aligns its mask at the top left, so it is right for a whole prompt only.
     mask = None if n == s else torch.ones(n, s, dtype=torch.bool, device=q.device).tril(s - n)
     q = q.transpose(0, 1)[None]  # [1, Hq, n, D]

@@ -1,0 +1,397 @@
+"""The whole vocabulary between the KV manager and the policies.
+
+A policy says beforehand how its tokens are stored (`Storage`), who shares a block table (`scope`) and what it needs
+to see (`Demand`). Between two forward passes the manager hands it a `Step`, a view of the cache, and the policy
+answers with edits:
+
+    Evict         drop tokens; their slots are free at once
+    Requantize    move tokens to another format
+    OpenSegment   tokens from now on belong to a new segment, of some thought type
+    SetBudget     another budget for single lanes
+
+Everything speaks of whole batches. Row b of a tensor is sequence slot b of the manager, running or not; a lane is
+(layer, row, KV head). Lanes that share a block table hold the same tokens, so the tensors of a step have one entry
+for all of them: [Lt, B, Ht, …], where Lt is L or 1 and Ht is Hkv or 1, by scope:
+
+    "head"      Lt = L, Ht = Hkv   every lane keeps its own tokens
+    "layer"     Lt = L, Ht = 1     the heads of a layer keep the same tokens
+    "sequence"  Lt = 1, Ht = 1     all lanes of a sequence keep the same tokens
+
+The columns of a step's tensors are the tokens that a lane holds, oldest first; lanes that hold fewer have `pos` −1
+in their last columns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Flag, auto
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from minithink.errors import UsageError
+
+Scope = Literal["head", "layer", "sequence"]
+SCOPES: tuple[Scope, ...] = ("head", "layer", "sequence")  # finest first
+GROUPS = ("sum", "mean", "max", "max_logit", "none")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a policy must know to allocate its state."""
+
+    layers: int  # L
+    rows: int  # B, sequence slots
+    kv_heads: int  # Hkv
+    query_heads: int  # Hq
+    head_dim: int  # D
+    hidden: int  # d
+    scope: Scope  # of the tables: the policy's own or, in a stack, the finest
+    device: torch.device
+
+    @property
+    def tables(self) -> tuple[int, int, int]:
+        """(Lt, B, Ht)."""
+        return (
+            1 if self.scope == "sequence" else self.layers,
+            self.rows,
+            self.kv_heads if self.scope == "head" else 1,
+        )
+
+    @property
+    def sharing(self) -> int:
+        """Lanes that share a table."""
+        layers, rows, heads = self.tables
+        return self.layers * self.rows * self.kv_heads // (layers * rows * heads)
+
+
+class See(Flag):
+    """What a policy may ask to see; keys, values, positions and tokens need no demand."""
+
+    MASS = auto()  # attention probability that each cached token got from the newest queries
+    ROWS = auto()  # attention rows of the last queries
+    QUERY = auto()  # the last queries themselves, rotated
+    HIDDEN = auto()  # the residual stream after a layer
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Observe something, at some layers, every so many generated tokens.
+
+    Raises:
+        UsageError: `every` or `rows` below 1, or an unknown group rule.
+    """
+
+    what: See
+    layers: frozenset[int] | None = None  # None: all; HIDDEN: −1 is after the final norm
+    every: int = 1  # the sequence's generated tokens; 0 generated, at the end of the prompt, is always due
+    rows: int = 1  # ROWS and QUERY: how many of the last queries
+    # How the query heads of a KV head become one: probabilities' sum, mean or max, softmax of the logits' max, or
+    # none: all Hq are given.
+    group: str = "mean"
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.rows < 1:
+            raise UsageError(f"A demand for every {self.every} tokens and {self.rows} rows: both must be at least 1.")
+        if self.group not in GROUPS:
+            raise UsageError(f"The group rule {self.group!r} is unknown; there are {', '.join(GROUPS)}.")
+
+
+# --- edits --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Evict:
+    """Drop tokens. What is protected (`Step.protected`) stays."""
+
+    drop: Tensor  # bool [Lt, B, Ht, S]; [B, Ht, S] with `layer`
+    layer: int | None = None  # None: all tables
+
+
+@dataclass(frozen=True)
+class Requantize:
+    """Store tokens in another of the formats that the policy's Storage names.
+
+    Tokens that the same step evicts are evicted. Tokens in the full-precision buffer stay there.
+    """
+
+    where: Tensor  # bool [Lt, B, Ht, S]; [B, Ht, S] with `layer`
+    fmt: str  # "keys/values", one of Storage's
+    layer: int | None = None
+    how: Literal["values", "shrink"] = "values"  # from the dequantized values, or by integers (PM-KVQ)
+
+
+@dataclass(frozen=True)
+class OpenSegment:
+    """From now on tokens belong to a new segment: those that leave the buffer later, and those appended."""
+
+    open: Tensor  # bool [B]
+    thought: Tensor  # uint8 [B], an index into Storage.thoughts
+
+
+@dataclass(frozen=True)
+class SetBudget:
+    """Other budgets for the lanes of a layer."""
+
+    layer: int
+    tokens: Tensor  # int32 [B, Ht]
+
+
+Edit = Evict | Requantize | OpenSegment | SetBudget
+
+
+# --- storage ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a policy's tokens are stored. A format is written "keys/values" or one name for both; "plain" is the
+    model's own number type."""
+
+    thoughts: tuple[str, ...] = ("plain",)  # the format of each thought type
+    also: tuple[str, ...] = ()  # further formats, to be reached by Requantize
+    prompt: int = 0  # the prompt's thought type
+    block: int = 16  # tokens of a page in the format thoughts[0]
+    # Tokens that wait in full precision until all of them are quantized together; 0: none wait (plain formats).
+    buffer: int = 0
+    # The prompt's last tokens, fewer than the buffer holds: quantize them as a short block, or keep them there.
+    tail: Literal["quantize", "keep"] = "quantize"
+    sink: int = 0  # the prompt's first tokens, which stay plain
+    # With tail "keep": the values of the last `buffer` tokens are read in full precision, also where their keys are
+    # quantized (KIVI's official schedule: keys by block, values one token at a time).
+    lag: bool = False
+    shrink: bool = False  # quantize in thoughts[0], then shrink by integers to the thought's format (PM-KVQ)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """All names, "plain" first: it holds the prompt until it is read."""
+        return tuple(dict.fromkeys(("plain", *self.thoughts, *self.also)))
+
+
+# --- schedules ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When a policy looks at its lanes, the same choice for every policy.
+
+    every          after every token: evict down to the budget as soon as budget + slack tokens are held
+    interval:n     after every n-th generated token: evict whatever exceeds the budget; the slack is n
+    sawtooth:B/k   let a lane grow to B tokens, then keep k of them; the budget is B, the slack 0
+    """
+
+    interval: int = 1
+    grow: int | None = None  # sawtooth's B
+    keep: int | None = None  # sawtooth's k
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """From the command line. UsageError: it is none of the three."""
+        if text == "every":
+            return cls()
+        if (found := re.fullmatch(r"interval:(\d+)", text)) and int(found[1]) >= 1:
+            return cls(int(found[1]))
+        if (found := re.fullmatch(r"sawtooth:(\d+)/(\d+)", text)) and 1 <= int(found[2]) < int(found[1]):
+            return cls(1, int(found[1]), int(found[2]))
+        raise UsageError(
+            f"The schedule {text!r} is unknown; write every, interval:n (n at least 1) or sawtooth:B/k (grow to B "
+            "tokens, then keep k, fewer than B)."
+        )
+
+
+# --- the view of a step -------------------------------------------------------------------------------------
+
+
+class Step(Protocol):
+    """What a policy sees between two forward passes. Layers of tensors without L are picked by `layer`."""
+
+    shape: Shape
+    budget: Tensor  # int32 [Lt, B, Ht], tokens
+    active: Tensor  # bool [B]: rows that took part in the forward pass, their prompt read in full
+    clock: Tensor  # int32 [B]: generated tokens in the cache; 0: the prompt was just read
+    prompt: Tensor  # int32 [B]: tokens of the prompt
+    thinking: Tensor  # bool [B]: the newest token belongs to the think stage
+    tokens: Tensor  # int64 [B]: the newest token's id
+    thought: Tensor  # uint8 [B]: the running segment's type
+    ops: Any  # the backend
+
+    def pos(self, layer: int | None = None) -> Tensor:
+        """Original positions of the tokens held, oldest first, −1 after them: int32 [B, Ht, S] or [Lt, B, Ht, S]."""
+
+    def held(self, layer: int | None = None) -> Tensor:
+        """Tokens that a lane holds: int32 [B, Ht] or [Lt, B, Ht]."""
+
+    def format(self, layer: int | None = None) -> Tensor:
+        """Index into Storage.formats of every token, 255 for those that wait in the buffer: uint8, shaped as pos."""
+
+    def protected(self, layer: int | None = None) -> Tensor:
+        """Tokens that an Evict cannot drop: bool, shaped as `pos`."""
+
+    def keys(self, layer: int) -> Tensor:
+        """Rotated keys, dequantized: float32 [B, Hkv, S, D]; 0 where there is no token."""
+
+    def values(self, layer: int) -> Tensor:
+        """Values, dequantized: float32 [B, Hkv, S, D]."""
+
+    def chronological(self, layer: int) -> Tensor:
+        """The permutation of columns that sorts by position: int64 [B, Ht, S]. Here it is 0, 1, …"""
+
+    def mass(self, layer: int) -> Tensor:
+        """MASS, float32 [B, Hkv, S], or [B, Hq, S] with group "none". After the prompt: summed over its queries."""
+
+    def rows(self, layer: int) -> Tensor:
+        """ROWS, float32 [B, Hkv, rows, S] (or Hq): the newest query is the last row; rows not yet there are 0."""
+
+    def queries(self, layer: int) -> Tensor:
+        """QUERY, float32 [B, Hq, rows, D]; the newest is last, those not yet there are 0."""
+
+    def hidden(self, layer: int) -> Tensor:
+        """HIDDEN, float32 [B, d]: of the newest token."""
+
+    def seen_by(self, policy: Policy) -> Step:
+        """The same step with the budget of one member of a stack."""
+
+    def any(self, what: Tensor) -> bool:
+        """Whether any element is true. Work for nobody may be left out; a captured graph answers True."""
+
+
+# --- policies -----------------------------------------------------------------------------------------------
+
+
+class Policy:
+    """What stays in the cache, and in what form. Subclasses are dataclasses; their fields are hyperparameters.
+
+    Between steps a lane holds at most budget + slack tokens (where `exempt_answer`: not counting the answer's).
+    """
+
+    name: ClassVar[str] = ""
+    summary: ClassVar[str] = ""  # one line, for --list-policies
+    scope: Scope = "head"
+    demands: tuple[Demand, ...] = ()
+    storage: Storage = Storage()
+    budget: int | None = None  # tokens of a lane; None: no limit
+    slack: int = 0  # tokens
+    schedule: str = "every"
+    protect_prompt: bool = False  # never evict the prompt
+    exempt_answer: bool = False  # evict only while the model thinks; the answer is appended beside the budget
+    # Tokens at positions below this are attended as if they stood directly before the next token that is held: a
+    # second copy of the query is rotated to that distance (StreamingLLM's cache positions).
+    pull: int = 0
+
+    def setup(self, shape: Shape) -> None:
+        """Allocate state; called once, before anything runs."""
+
+    def reset(self, row: int) -> None:
+        """A new sequence takes this row: forget the last one."""
+
+    def state(self) -> Iterable[Tensor]:
+        """All tensors of state, for the ledger."""
+        return ()
+
+    def decide(self, step: Step) -> Iterable[Edit]:
+        """What to change, after the forward pass in which the rows `step.active` took part."""
+        return ()
+
+    def steer(self, step: Step, layer: int, hidden: Tensor) -> Tensor:
+        """Change the residual stream after a layer: hidden [B, d] → [B, d]. Only asked of policies that define it."""
+        return hidden
+
+    # -- shared by all: when to evict, and down to what
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens that a lane may hold between steps: budget + slack, under the schedule."""
+        schedule = Schedule.parse(self.schedule)
+        if schedule.grow is not None:
+            return schedule.grow
+        if self.budget is None:
+            return None
+        return self.budget + (schedule.interval if schedule.interval > 1 else self.slack)
+
+    def due(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Which lanes must evict now, and how many tokens each may keep: bool and int32, [Lt, B, Ht]."""
+        schedule = Schedule.parse(self.schedule)
+        held, active = step.held(), step.active & (step.clock % schedule.interval == 0)
+        if self.exempt_answer:
+            active = active & step.thinking
+        keep = step.budget if schedule.keep is None else torch.full_like(step.budget, schedule.keep)
+        if schedule.grow is not None:
+            over = held >= schedule.grow
+        else:
+            over = held >= step.budget + max(1, self.slack if schedule.interval == 1 else 0)
+        return active[None, :, None] & over, keep
+
+    def room(self, step: Step) -> Tensor:
+        """Tokens that the lanes may keep beside the protected ones: int32 [Lt, B, Ht], at least 0."""
+        _, keep = self.due(step)
+        return (keep - step.protected().sum(-1, dtype=torch.int32)).clamp(min=0)
+
+
+class Stack(Policy):
+    """Several policies on one cache. When two disagree about a token, eviction wins over requantization.
+
+    Tables have the finest scope of all. Every member sees its own budget. Two that store differently cannot stack.
+    """
+
+    def __init__(self, members: Sequence[Policy]) -> None:
+        self.members = tuple(members)
+        stored = [m for m in members if m.storage != Storage()]
+        if len(stored) > 1:
+            names = " and ".join(m.name for m in stored)
+            raise UsageError(f"{names} store tokens in different ways and cannot be stacked: leave one out.")
+        self.name = "+".join(m.name for m in members)  # type: ignore[misc]
+        self.scope = min((m.scope for m in members), key=SCOPES.index)
+        self.demands = tuple(d for m in members for d in m.demands)
+        self.storage = stored[0].storage if stored else Storage()
+        self.protect_prompt = any(m.protect_prompt for m in members)
+        self.exempt_answer = any(m.exempt_answer for m in members if m.budget is not None)
+        self.pull = max(m.pull for m in members)
+        budgets = [m.budget for m in members if m.budget is not None]
+        self.budget = min(budgets, default=None)
+
+    @property
+    def limit(self) -> int | None:
+        """The tightest limit of all members."""
+        return min((m.limit for m in self.members if m.limit is not None), default=None)
+
+    def setup(self, shape: Shape) -> None:
+        for member in self.members:
+            member.setup(shape)
+
+    def reset(self, row: int) -> None:
+        for member in self.members:
+            member.reset(row)
+
+    def state(self) -> Iterable[Tensor]:
+        return (tensor for member in self.members for tensor in member.state())
+
+    def decide(self, step: Step) -> Iterable[Edit]:
+        for member in self.members:
+            yield from member.decide(step.seen_by(member))
+
+    def steer(self, step: Step, layer: int, hidden: Tensor) -> Tensor:
+        for member in self.members:
+            hidden = member.steer(step, layer, hidden)
+        return hidden
+
+
+def keep_best(score: Tensor, candidate: Tensor, count: Tensor) -> Tensor:
+    """The `count` best candidates of every lane; of equal scores the older token is kept.
+
+    Args:
+        score: [..., S] float, columns oldest first; anything (also NaN) where there is no candidate.
+        candidate: bool [..., S].
+        count: integers [...]; where there are fewer candidates all are kept.
+
+    Returns:
+        bool [..., S].
+    """
+    order = score.masked_fill(~candidate, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    # Candidates at −∞ may stand behind columns that are none: sort those last, still by score.
+    order = order.gather(-1, (~candidate.gather(-1, order)).to(torch.uint8).sort(dim=-1, stable=True).indices)
+    ranks = torch.arange(score.shape[-1], device=score.device)
+    kept = torch.zeros_like(candidate).scatter(-1, order, ranks < count[..., None])
+    return kept & candidate

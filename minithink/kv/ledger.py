@@ -1,0 +1,36 @@
+"""The byte ledger: what every byte of the cache is for.
+
+Nothing is estimated: `total` is the sum of the sizes of all tensors that the store, the manager and the policy own,
+and whatever no token, running sequence or policy needs right now is `reserve`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Bytes by kind."""
+
+    payload: int = 0  # codes of the keys and values held
+    scales: int = 0  # scales and minima that belong to them
+    tables: int = 0  # page tables, slot masks, lists of tokens with their positions, of what is held
+    buffers: int = 0  # full-precision buffers of running sequences
+    state: int = 0  # of the policy
+    observations: int = 0  # what the manager keeps for a policy to see
+    reserve: int = 0  # free pages and slots, rows that nobody uses, lists of free pages
+
+    @property
+    def held(self) -> int:
+        """Everything but the reserve."""
+        return self.total - self.reserve
+
+    @property
+    def total(self) -> int:
+        """Everything: the sum of all tensors' sizes."""
+        return sum(getattr(self, f.name) for f in fields(self))
+
+    def as_dict(self) -> dict[str, int]:
+        """Kinds by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}

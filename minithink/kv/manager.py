@@ -1,0 +1,619 @@
+"""KVManager: the step protocol, and all that is common to the policies.
+
+    begin_step   which sequences run, with which new tokens; slots are taken for them
+    attend       (per layer) rotate, append, attend; keep what a policy asked to see
+    tap          (per layer) the residual stream passes by: steer it, keep it if asked
+    end_step     the policy decides, its edits are applied
+
+Append-only during the forward pass, edit-only between steps. A prompt may come in chunks; until the last one it
+stays unedited and in full precision, then the policy acts once, and what is left goes where it will stay. Every
+sequence has its own clock, the number of its generated tokens in the cache.
+
+Order at the end of a step: the policy sees the cache as the forward pass left it. Tokens are moved to other formats,
+then evicted, then full buffers are quantized with the thought type of the segment that has run until now, then new
+segments and budgets begin.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from minithink.backend import REFERENCE, Backend
+from minithink.config import ModelConfig
+from minithink.errors import UsageError
+from minithink.kv.contract import (
+    Demand,
+    Edit,
+    Evict,
+    OpenSegment,
+    Policy,
+    Requantize,
+    See,
+    SetBudget,
+    Shape,
+    Stack,
+)
+from minithink.kv.ledger import Ledger
+from minithink.kv.store import PagedStore, Writer, layouts, page_bytes
+from minithink.model import Rope
+from minithink.ref.decode_attention import group_reduce
+
+UNLIMITED = 2**30  # a budget that nothing exceeds
+QUERY_BLOCK = 128  # prompt queries whose probabilities are in memory at once
+
+
+@dataclass
+class _Row:
+    """What the host knows of one sequence."""
+
+    seq: int
+    prompt: int  # tokens
+    thinking: bool
+    length: int = 0  # tokens seen, evicted ones too
+
+    @property
+    def clock(self) -> int:
+        """Generated tokens in the cache; negative while the prompt is read."""
+        return self.length - self.prompt
+
+
+@dataclass
+class _Pass:
+    """One forward pass."""
+
+    rows: list[int]
+    counts: list[int]
+    prompt: bool  # prompts are read; otherwise one token each
+    tokens: list[int]  # the last token of each
+    writer: Writer
+    at: Tensor  # int64 [N]: the rows
+    cos: Tensor
+    sin: Tensor
+    read: object = None
+    valid: Tensor | None = None  # bool [Lt, N, Ht, S]
+    near: tuple[Tensor, Tensor, Tensor] | None = None  # pulled tokens [Lt, N, Ht, S], cos and sin of their query
+    due: list[Demand] = field(default_factory=list)
+
+
+class KVManager:
+    """Keys and values of up to `rows` sequences under one policy."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rope: Rope,
+        policy: Policy,
+        *,
+        rows: int,
+        tokens: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        backend: Backend = REFERENCE,
+        think_ids: tuple[int | None, int | None] = (None, None),
+        pages: int | None = None,
+        columns: int | None = None,
+        poison: bool = False,
+    ) -> None:
+        """
+        Args:
+            policy: decides what stays; it belongs to this manager from now on.
+            rows: sequences at once.
+            tokens: the longest a sequence may become, prompt and answer; the pool is made for `rows` of these.
+            think_ids: the tokens that open and close the think stage; without them a sequence always thinks.
+            pages: of the pool; None: what the worst case needs.
+            columns, poison: see PagedStore.
+        """
+        self.config, self.rope, self.policy, self.backend = config, rope, policy, backend
+        self.device, self.dtype, self.think_ids = torch.device(device), dtype, think_ids
+        c = config
+        self.shape = Shape(
+            c.num_layers, rows, c.num_kv_heads, c.num_heads, c.head_dim, c.hidden_size, policy.scope, self.device
+        )
+        units = self.shape.tables[0] * rows * self.shape.tables[2]
+        if pages is None:
+            pages = units * pages_for(policy, c.head_dim, dtype, tokens)
+        self.store = PagedStore(self.shape, policy.storage, pages=pages, dtype=dtype, columns=columns, poison=poison)
+        policy.setup(self.shape)
+        self.rows: list[_Row | None] = [None] * rows
+        self._row_of: dict[int, int] = {}
+        self.budgets = {
+            id(p): torch.full(self.shape.tables, UNLIMITED, dtype=torch.int32, device=self.device)
+            for p in _members(policy)
+        }
+        self.steers = any(type(p).steer is not Policy.steer for p in _members(policy))
+        self.observed: Counter[str] = Counter()  # observations made, by kind
+        self._pass: _Pass | None = None
+        self._mass: dict[tuple[int, str], Tensor] = {}  # (layer, group rule) → [B, heads, S]
+        self._hidden: dict[int, Tensor] = {}  # layer → [B, d]
+        asked = [d.rows for d in policy.demands if d.what & (See.QUERY | See.ROWS)]
+        layers = c.num_layers if asked else 0
+        # the last queries of every row, in a ring
+        ring = (layers, rows, c.num_heads, max(asked, default=0), c.head_dim)
+        self._queries = torch.zeros(ring, dtype=dtype, device=self.device)
+
+    # -- sequences come and go
+
+    def check(self, prompt: int, budget: int | None = None) -> None:
+        """Refuse a budget that a protected prompt does not fit into. UsageError: says what would be enough."""
+        check_budget(self.policy, prompt, budget)
+
+    @torch.inference_mode()
+    def join(
+        self, seq: int, capacity: int, prompt: int = 0, thinking: bool = True, budget: int | None = None
+    ) -> None:
+        """A new sequence.
+
+        Args:
+            seq: its number.
+            capacity: tokens that it may become at most (the pool was made for `tokens`).
+            prompt: tokens of its prompt; the policy acts when they are read.
+            thinking: whether the prompt ends inside the think stage.
+            budget: for this sequence alone; None: the policy's own.
+        """
+        if seq in self._row_of:
+            raise ValueError(f"sequence {seq} is in the cache already")
+        free = [row for row, taken in enumerate(self.rows) if taken is None]
+        if not free:
+            raise ValueError(f"all {len(self.rows)} rows are taken; sequence {seq} must wait")
+        self.check(prompt, budget)
+        row = free[0]
+        self.rows[row], self._row_of[seq] = _Row(seq, prompt, thinking or None in self.think_ids), row
+        for policy in _members(self.policy):
+            limit = policy.budget if budget is None else budget
+            self.budgets[id(policy)][:, row] = UNLIMITED if limit is None else limit
+        self.policy.reset(row)
+        self._queries[:, row] = 0
+        for held in (*self._mass.values(), *self._hidden.values()):
+            held[row] = 0
+
+    @torch.inference_mode()
+    def leave(self, seq: int) -> None:
+        """Free a sequence's memory."""
+        row = self._row_of.pop(seq)
+        self.rows[row] = None
+        self.store.clear(row)
+
+    def length(self, seq: int) -> int:
+        """Tokens that the sequence has seen; what is left of them is `held`."""
+        return self._row(self._row_of[seq]).length
+
+    def held(self, seq: int) -> int:
+        """Tokens that the fullest lane of a sequence holds."""
+        return int(self.store.count[:, self._row_of[seq]].max())
+
+    # -- a step
+
+    @torch.inference_mode()
+    def begin_step(self, seqs: Sequence[int], counts: Sequence[int], tokens: Sequence[int] | None = None) -> None:
+        """Announce one forward pass: sequence seqs[i] brings counts[i] new tokens, in this order.
+
+        Args:
+            tokens: ids of all new tokens, one sequence after the other; policies and the think stage look at them.
+
+        Raises:
+            Exhausted: the pool is full; nothing has changed.
+        """
+        rows, counts = [self._row_of[seq] for seq in seqs], list(counts)
+        records = [self._row(row) for row in rows]
+        reading = [r.length < r.prompt for r in records]
+        if any(reading) != all(reading):
+            raise ValueError("a step reads prompts or generates, not both: announce them apart")
+        for r, count in zip(records, counts, strict=True):
+            if reading[0] and r.length + count > r.prompt:
+                raise ValueError(f"sequence {r.seq} announced a prompt of {r.prompt} tokens and brings more")
+            if not reading[0] and count != 1:
+                raise ValueError(f"sequence {r.seq} generates: it brings one token a step, not {count}")
+        lengths = [r.length for r in records]
+        writer = self.store.append(rows, counts, lengths, prompt=reading[0])
+        position = [p for start, count in zip(lengths, counts, strict=True) for p in range(start, start + count)]
+        cos, sin = self.rope.at(torch.tensor(position, device=self.device))
+        last, at = [], -1
+        for count in counts:
+            at += count
+            last.append(-1 if tokens is None else tokens[at])
+        now = _Pass(rows, counts, reading[0], last, writer, torch.tensor(rows, device=self.device), cos, sin)
+        for r, token in zip(records, last, strict=True):
+            if not now.prompt and None not in self.think_ids and token in self.think_ids:
+                r.thinking = token == self.think_ids[0]
+        self._pass = now
+        if now.prompt:
+            now.due = list(self.policy.demands)
+            return
+        whole = rows == list(range(len(self.rows)))
+        pos = self.store.positions()
+        now.valid = pos >= 0 if whole else pos[:, now.at] >= 0
+        now.read = self.store.reader(None if whole else now.at)
+        now.due = [d for d in self.policy.demands if any((r.clock + 1) % d.every == 0 for r in records)]
+        if self.policy.pull:
+            self._pull(now, pos if whole else pos[:, now.at], lengths)
+
+    def _pull(self, now: _Pass, pos: Tensor, lengths: list[int]) -> None:
+        """Tokens below `pull` are attended as if they stood directly before the next one that is held."""
+        pull = self.policy.pull
+        others = torch.where(pos >= pull, pos, UNLIMITED).amin(-1)  # [Lt, N, Ht]
+        gap = torch.where(others < UNLIMITED, others - pull, 0).long()
+        at = (torch.tensor(lengths, device=self.device)[None, :, None] - gap).clamp(min=0)
+        cos, sin = self.rope.at(at.flatten())  # [Lt·N·Ht, 1, D]
+        near = (pos >= 0) & (pos < pull)
+        now.near = near, cos.view(*at.shape, -1), sin.view(*at.shape, -1)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Append and attend. q: [n, Hq, D], k, v: [n, Hkv, D], unrotated; returns [n, Hq, D]."""
+        now = self._now
+        raw, q, k = q, self.backend.rope(q, now.cos, now.sin), self.backend.rope(k, now.cos, now.sin)
+        if not now.prompt:
+            now.writer.write(layer, k[:, None], v[:, None])
+            self._keep_queries(layer, q, now)
+            return self._decode(layer, raw, q, now)
+        longest = max(now.counts)
+        kv = torch.stack((k, v), dim=1).split(now.counts)
+        padded = torch.stack([torch.nn.functional.pad(x, (0, 0) * 3 + (0, longest - len(x))) for x in kv])
+        now.writer.write(layer, padded[:, :, 0], padded[:, :, 1])
+        self._keep_queries(layer, q, now)
+        out = []
+        for i, (row, q_i) in enumerate(zip(now.rows, q.split(now.counts), strict=True)):
+            total = self._row(row).length + now.counts[i]
+            k_i, v_i = (x[0, :, :total] for x in self.store.reader(now.at[i : i + 1])(layer))  # [Hkv, total, D]
+            out.append(self.backend.attention(q_i, k_i, v_i))
+            for demand in self._due(See.MASS, layer):
+                self._prompt_mass(layer, row, demand, q_i, k_i)
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _decode(self, layer: int, raw: Tensor, q: Tensor, now: _Pass) -> Tensor:
+        """Attention of one new token each, over whatever the lanes hold. raw, q: [N, Hq, D]."""
+        assert now.valid is not None
+        t = min(layer, now.valid.shape[0] - 1)
+        valid = now.valid[t]  # [N, Ht, S]
+        k, v = now.read(layer)  # type: ignore[operator]
+        watching = list(self._due(See.MASS, layer))
+        # Who is due differs from step to step, and the companions with it: no output may depend on that, so what is
+        # not observed in every step is computed beside the output.
+        always = any(d.every == 1 and d.what & See.MASS and (d.layers is None or layer in d.layers) for d in now.due)
+        out = None
+        if now.near is None and not always:
+            out = self.backend.decode_attention(q, k, v, valid)
+            if not watching:
+                return out
+        n, hq, d = q.shape
+        grouped = q.view(n, k.shape[1], -1, d)
+        logits = grouped @ k.transpose(-1, -2) / d**0.5  # [N, Hkv, g, S]
+        if now.near is not None:
+            near, cos, sin = (x[t] for x in now.near)
+            closer = self.backend.rope(raw.view(n, k.shape[1], -1, d), cos.unsqueeze(2), sin.unsqueeze(2))
+            logits = torch.where(near.unsqueeze(2), closer @ k.transpose(-1, -2) / d**0.5, logits)
+        for demand in watching:
+            self._observe_mass(layer, demand.group, now.at, group_reduce(logits, valid, demand.group))
+        if out is not None:
+            return out
+        p = logits.float().masked_fill(~valid.unsqueeze(2), -torch.inf).softmax(-1)
+        return (p.to(v.dtype) @ v).view(n, hq, d)
+
+    def tap(self, layer: int, hidden: Tensor) -> Tensor:
+        """Steer the residual stream, and keep what is due. hidden: [n, d]."""
+        now = self._now
+        if self.steers and not now.prompt:
+            whole = hidden.new_zeros(len(self.rows), hidden.shape[-1]).index_copy(0, now.at, hidden)
+            hidden = self.policy.steer(self._step(now.rows), layer, whole)[now.at]
+        for _ in self._due(See.HIDDEN, layer):
+            ends = torch.tensor(now.counts, device=self.device).cumsum(0) - 1
+            held = self._hidden.setdefault(
+                layer, torch.zeros(len(self.rows), hidden.shape[-1], dtype=torch.float32, device=self.device)
+            )
+            held[now.at] = hidden[ends].float()
+            self.observed["HIDDEN"] += 1
+        return hidden
+
+    @torch.inference_mode()
+    def end_step(self) -> None:
+        """Close the step: count its tokens, let the policy act, store what must be stored."""
+        now, settled = self._now, []
+        for row, count in zip(now.rows, now.counts, strict=True):
+            r = self._row(row)
+            r.length += count
+            if now.prompt and r.length == r.prompt:
+                settled.append(row)
+        active = settled if now.prompt else now.rows
+        if active:
+            for row in settled:
+                self.store.measure(row)
+            edits = list(self.policy.decide(self._step(active)))
+            self._apply(edits)
+            if not now.prompt and (full := [r for r in now.rows if self._is_full(r)]):
+                self.store.flush(full)
+            for row in settled:
+                self.store.settle(row, self._row(row).length)
+            for edit in edits:
+                self._begin(edit)
+        self._pass = None
+
+    def _is_full(self, row: int) -> bool:
+        return 0 < self.store.storage.buffer == self.store.waiting[row]
+
+    def _apply(self, edits: Sequence[Edit]) -> None:
+        """Moves, then evictions, of all edits together."""
+        drop = torch.zeros_like(self.store.positions(), dtype=torch.bool)
+        dropping = False
+        for edit in edits:
+            if isinstance(edit, Evict):
+                dropping = True
+                if edit.layer is None:
+                    drop |= edit.drop
+                else:
+                    drop[edit.layer] |= edit.drop
+        protected = self._protected()
+        if protected is not None:
+            drop &= ~protected
+        for edit in edits:
+            if isinstance(edit, Requantize):
+                where = torch.zeros_like(drop)
+                if edit.layer is None:
+                    where |= edit.where
+                else:
+                    where[edit.layer] |= edit.where
+                self.store.requantize(where & ~drop, edit.fmt, edit.how)
+        if dropping and _any(drop):
+            self.store.evict(drop)
+
+    def _begin(self, edit: Edit) -> None:
+        """Segments and budgets that hold from now on."""
+        if isinstance(edit, OpenSegment):
+            self.store.open_segment(edit.open, edit.thought)
+            for row, opened in enumerate(edit.open.tolist()):
+                if opened:
+                    self.store.starts[row].append(self._row(row).length)
+        elif isinstance(edit, SetBudget):
+            for budget in self.budgets.values():
+                budget[edit.layer] = edit.tokens
+
+    # -- observations
+
+    def _due(self, what: See, layer: int) -> Iterator[Demand]:
+        """Demands of this kind that are due in this pass, each group rule once."""
+        seen = set()
+        for demand in self._now.due:
+            fits = demand.what & what and (demand.layers is None or layer in demand.layers)
+            if what is See.HIDDEN and demand.layers is None:
+                fits = fits and layer >= 0
+            if fits and demand.group not in seen:
+                seen.add(demand.group)
+                yield demand
+
+    def _observe_mass(self, layer: int, group: str, at: Tensor, mass: Tensor) -> None:
+        """mass: [N, heads, S] of this pass."""
+        self.observed["MASS"] += 1
+        held = mass.new_zeros(len(self.rows), *mass.shape[1:]).index_copy_(0, at, mass)
+        if self.store.reading and (layer, group) in self._mass:  # whose sums are not complete
+            rows, before = list(self.store.reading), self._mass[layer, group]
+            before = torch.nn.functional.pad(before[rows], (0, max(0, held.shape[-1] - before.shape[-1])))
+            held = torch.nn.functional.pad(held, (0, before.shape[-1] - held.shape[-1]))
+            held[rows] = before
+        self._mass[layer, group] = held
+
+    def _prompt_mass(self, layer: int, row: int, demand: Demand, q: Tensor, k: Tensor) -> None:
+        """Add the attention that a chunk pays, some queries at a time. q: [n, Hq, D], k: [Hkv, S, D]."""
+        n, total = q.shape[0], k.shape[1]
+        self.observed["MASS"] += 1
+        heads = self.shape.query_heads if demand.group == "none" else self.shape.kv_heads
+        held = self._mass.get((layer, demand.group))
+        if held is None or held.shape[-1] < total:
+            wider = torch.zeros(len(self.rows), heads, max(total, self._row(row).prompt), device=self.device)
+            if held is not None:
+                wider[..., : held.shape[-1]] = held
+            held = self._mass[layer, demand.group] = wider
+        columns = torch.arange(total, device=self.device)
+        for start in range(0, n, QUERY_BLOCK):
+            block = q[start : start + QUERY_BLOCK]
+            logits = block.view(len(block), k.shape[0], -1, q.shape[-1]).transpose(0, 1) @ k.mT.unsqueeze(1)
+            logits = logits.transpose(0, 1) if logits.dim() == 4 else logits
+            own = total - n + start + torch.arange(len(block), device=self.device)
+            valid = (columns <= own[:, None])[:, None]  # [block, 1, S]
+            mass = group_reduce(logits / q.shape[-1] ** 0.5, valid, demand.group)
+            held[row, :, :total] += mass.sum(0)
+
+    def _keep_queries(self, layer: int, q: Tensor, now: _Pass) -> None:
+        """The newest queries enter the ring at (position mod rows)."""
+        if not self._queries.numel() or not any(
+            d.what & (See.QUERY | See.ROWS) and (d.layers is None or layer in d.layers) for d in self.policy.demands
+        ):
+            return
+        self.observed["QUERY"] += 1
+        size = self._queries.shape[3]
+        for row, count, q_i in zip(now.rows, now.counts, q.split(now.counts), strict=True):
+            end = self._row(row).length + count
+            kept = range(max(end - count, end - size), end)
+            index = torch.tensor([p % size for p in kept], device=self.device)
+            self._queries[layer, row, :, index] = q_i[-len(kept) :].transpose(0, 1)
+
+    def queries(self, layer: int, rows: int) -> Tensor:
+        """The last `rows` queries of every row, oldest first: float32 [B, Hq, rows, D]."""
+        size = self._queries.shape[3]
+        lengths = [r.length if r else 0 for r in self.rows]
+        index = torch.tensor([[(end - rows + i) % size for i in range(rows)] for end in lengths], device=self.device)
+        index = index[:, None, :, None].expand(-1, self.shape.query_heads, -1, self.shape.head_dim)
+        return self._queries[layer].gather(2, index).float()
+
+    # -- views
+
+    def _step(self, active: Sequence[int] = ()) -> _View:
+        return _View(self, list(active), self.policy)
+
+    def _protected(self) -> Tensor | None:
+        if not self.policy.protect_prompt:
+            return None
+        prompt = torch.tensor([r.prompt if r else 0 for r in self.rows], device=self.device)
+        pos = self.store.positions()
+        return (pos >= 0) & (pos < prompt[None, :, None, None])
+
+    def _row(self, row: int) -> _Row:
+        record = self.rows[row]
+        if record is None:
+            raise ValueError(f"row {row} holds no sequence")
+        return record
+
+    @property
+    def _now(self) -> _Pass:
+        if self._pass is None:
+            raise ValueError("there is no step: call begin_step first")
+        return self._pass
+
+    # -- bytes
+
+    def ledger(self) -> Ledger:
+        """What every byte of this manager is for, at this moment."""
+        tokens, store = self.store.account(), self.store
+        observations = [self._queries, *self._mass.values(), *self._hidden.values()]
+        state = [*self.policy.state(), *self.budgets.values()]
+        total = sum(x.nbytes for x in (*store.tensors(), *observations, *state))
+        ledger = replace(
+            tokens,
+            state=sum(x.nbytes for x in state),
+            observations=sum(x.nbytes for x in observations),
+        )
+        return replace(ledger, reserve=total - ledger.total)
+
+    def account(self, seq: int) -> Ledger:
+        """What one sequence holds, by kind: its tokens, their scales and tables, and its buffers."""
+        return self.store.account([self._row_of[seq]])
+
+    def held_bytes(self, seq: int) -> int:
+        """Bytes that one sequence holds."""
+        return self.account(seq).total
+
+    def reserved_bytes(self) -> int:
+        """All bytes, used or not."""
+        return self.ledger().total
+
+
+class _View:
+    """`contract.Step`, over a manager."""
+
+    def __init__(self, manager: KVManager, active: list[int], policy: Policy) -> None:
+        self.manager, self.policy, self._active = manager, policy, active
+        self.shape, self.ops = manager.shape, manager.backend
+        records, device = manager.rows, manager.device
+
+        def by_row(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        self.active = by_row([int(row in active) for row in range(len(records))]).bool()
+        self.clock = by_row([max(0, r.clock) if r else 0 for r in records])
+        self.prompt = by_row([r.prompt if r else 0 for r in records])
+        self.thinking = by_row([int(r.thinking) if r else 0 for r in records]).bool()
+        last = dict(zip(manager._now.rows, manager._now.tokens, strict=True))
+        self.tokens = by_row([last.get(row, -1) for row in range(len(records))], torch.int64)
+        self.thought = manager.store.thought
+        self.budget = manager.budgets.get(id(policy), next(iter(manager.budgets.values())))
+
+    def seen_by(self, policy: Policy) -> _View:
+        return _View(self.manager, self._active, policy)
+
+    def pos(self, layer: int | None = None) -> Tensor:
+        return self._at(self.manager.store.positions(), layer)
+
+    def held(self, layer: int | None = None) -> Tensor:
+        return self._at(self.manager.store.count, layer)
+
+    def format(self, layer: int | None = None) -> Tensor:
+        return self._at(self.manager.store.format(), layer)
+
+    def protected(self, layer: int | None = None) -> Tensor:
+        protected = self.manager._protected()
+        return self._at(torch.zeros_like(self.pos(), dtype=torch.bool) if protected is None else protected, layer)
+
+    def keys(self, layer: int) -> Tensor:
+        return self.manager.store.reader()(layer)[0].float()
+
+    def values(self, layer: int) -> Tensor:
+        return self.manager.store.reader()(layer)[1].float()
+
+    def chronological(self, layer: int) -> Tensor:
+        pos = self.pos(layer)
+        return torch.arange(pos.shape[-1], device=pos.device).expand(pos.shape)
+
+    def mass(self, layer: int) -> Tensor:
+        group = self._demand(See.MASS, layer).group
+        held, width = self.manager._mass[layer, group], self.manager.store.seen
+        return torch.nn.functional.pad(held, (0, max(0, width - held.shape[-1])))[..., :width]
+
+    def queries(self, layer: int) -> Tensor:
+        return self.manager.queries(layer, self._demand(See.QUERY, layer).rows)
+
+    def rows(self, layer: int) -> Tensor:
+        demand, pos = self._demand(See.ROWS, layer), self.pos(layer)  # pos: [B, Ht, S]
+        q, k = self.manager.queries(layer, demand.rows), self.keys(layer)
+        lengths = torch.tensor([r.length if r else 0 for r in self.manager.rows], device=pos.device)
+        out = []
+        for i in range(demand.rows):
+            own = (lengths - demand.rows + i)[:, None, None]  # the query's position
+            valid = (pos >= 0) & (pos <= own)
+            logits = q[:, :, i].unflatten(1, (k.shape[1], -1)) @ k.transpose(-1, -2) / k.shape[-1] ** 0.5
+            out.append(group_reduce(logits, valid, demand.group).nan_to_num(0.0))  # no valid token: no such query
+        return torch.stack(out, dim=2)
+
+    def hidden(self, layer: int) -> Tensor:
+        return self.manager._hidden[layer]
+
+    def any(self, what: Tensor) -> bool:
+        return _any(what)
+
+    def _at(self, x: Tensor, layer: int | None) -> Tensor:
+        return x if layer is None else x[min(layer, x.shape[0] - 1)]
+
+    def _demand(self, what: See, layer: int) -> Demand:
+        for demand in self.policy.demands:
+            if demand.what & what and (demand.layers is None or layer in demand.layers):
+                return demand
+        raise ValueError(f"{self.policy.name} reads {what.name} of layer {layer} and has not demanded it")
+
+
+def _any(what: Tensor) -> bool:
+    return bool(what.any())
+
+
+def _members(policy: Policy) -> tuple[Policy, ...]:
+    return policy.members if isinstance(policy, Stack) else (policy,)
+
+
+def check_budget(policy: Policy, prompt: int, budget: int | None = None) -> None:
+    """UsageError: the budget is no positive number, or a protected prompt leaves no room in it."""
+    # A stack protects the prompt if one of its members does, and its smallest budget must hold it.
+    tokens = policy.budget if budget is None else budget
+    if tokens is None:
+        return
+    if tokens < 1:
+        raise UsageError(f"{policy.name}: the budget is {tokens} tokens; it must be at least 1.")
+    if policy.protect_prompt and tokens <= prompt:
+        raise UsageError(
+            f"{policy.name}: a budget of {tokens} tokens cannot hold the protected prompt of {prompt} and anything "
+            f"else: give at least {prompt + 1}, or protect_prompt=false."
+        )
+
+
+def bytes_for(config: ModelConfig, policy: Policy, dtype: torch.dtype, tokens: int) -> int:
+    """Bytes of the pool and the buffers that a row needs at worst, for a sequence of so many tokens."""
+    storage, dim = policy.storage, config.head_dim
+    lay = layouts(storage, dim, dtype)
+    page = page_bytes(storage, dim, dtype) + max(x.slots * x.side for x in lay)
+    ring = storage.buffer * 2 * dim * dtype.itemsize
+    return config.num_layers * config.num_kv_heads * (pages_for(policy, dim, dtype, tokens) * page + ring)
+
+
+def pages_for(policy: Policy, dim: int, dtype: torch.dtype, tokens: int) -> int:
+    """Pages that one unit may need at worst, for a sequence of so many tokens.
+
+    Every thought type fills its own pages: a new one is opened only when all slots of its type are taken, so a type
+    never has more pages than its fullest moment needs. The prompt is plain until it is read; tokens that change their
+    format need a place in both for a moment.
+    """
+    storage, limit = policy.storage, policy.limit
+    most = tokens if limit is None or policy.exempt_answer else min(tokens, limit + 1)
+    lay = dict(zip(storage.formats, layouts(storage, dim, dtype), strict=True))
+    plain = -(-tokens // lay["plain"].slots)  # the prompt may be all of it
+    if set(storage.formats) == {"plain"} and len(storage.thoughts) == 1:
+        return plain
+    return plain + sum(-(-most // lay[name].slots) + 1 for name in (*storage.thoughts, *storage.also))

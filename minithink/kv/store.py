@@ -1,0 +1,790 @@
+"""PagedStore: keys and values in pages, packed in their formats, with slots that are used again in place.
+
+    pool    [pages, lanes of a unit, bytes of a page]: codes; a slot holds its token's key codes, then its value codes
+    side    beside it: the parameters (scales, minima) of groups of channels, for every slot
+    rows    the parameters of groups of tokens (keys by token): one row a group, alive until its last token is gone
+    ring    the full-precision buffer: tokens that wait to be quantized together
+    place   for every unit the list of its tokens, oldest first: where each lies, and its original position
+
+All pages have one size in bytes and serve any format; a page holds tokens of one unit, one format and one thought
+type (`table.py`). A token never moves while it lives, unless another format is asked for.
+
+Masked-out writes go to a page behind the last one, masked-out reads come from a second one that is all zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minithink.errors import UsageError
+from minithink.kv.contract import Shape, Storage
+from minithink.kv.ledger import Ledger
+from minithink.kv.table import BlockTable, Entry, Exhausted, FreeList
+from minithink.quant import parse_pair, shrink
+from minithink.quant.format import Format
+from minithink.quant.plain import DTYPES, Plain
+
+BUFFER = 255  # the format index of tokens in the ring
+
+Reader = Callable[[int], tuple[Tensor, Tensor]]  # layer → K, V
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One format in this store's pages."""
+
+    k: Format
+    v: Format
+    dim: int
+    slots: int  # of a page, a power of two
+    plain: bool
+
+    @property
+    def k_codes(self) -> int:
+        """Bytes of a key's codes; the value's follow."""
+        return self.k.code_bytes(self.dim)
+
+    @property
+    def codes(self) -> int:
+        """Bytes of a token's codes in one lane."""
+        return self.k_codes + self.v.code_bytes(self.dim)
+
+    @property
+    def by_token(self) -> bool:
+        """Whether keys share parameters across tokens."""
+        return self.k.by == "token"
+
+    @property
+    def k_side(self) -> int:
+        """Bytes of a key's own parameters; the value's follow."""
+        return 0 if self.by_token else self.k.params_bytes(self.dim)
+
+    @property
+    def side(self) -> int:
+        """Bytes of a token's own parameters in one lane."""
+        return self.k_side + self.v.params_bytes(self.dim)
+
+    @property
+    def row(self) -> int:
+        """Bytes of the parameters that a group of tokens shares in one lane."""
+        return self.k.params_bytes(self.dim) if self.by_token else 0
+
+
+class PagedStore:
+    """Tokens of B rows. Rows, lanes and units as in `kv/contract.py`."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        storage: Storage,
+        *,
+        pages: int,
+        scale_rows: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        columns: int | None = None,
+        poison: bool = False,
+    ) -> None:
+        """
+        Args:
+            pages: of a unit; `pages_for` tells how many a sequence may need.
+            scale_rows: groups of keys by token that may live at once; None: a quarter of the tokens that fit.
+            dtype: of plain tokens and of the ring.
+            columns: fix the width of everything that is read to so many tokens; None: as wide as the longest lane.
+                With a fixed width no shape depends on what the sequences hold.
+            poison: fill whatever is freed with NaN, for tests.
+        """
+        self.shape, self.storage, self.dtype, self.poison = shape, storage, dtype, poison
+        self.layouts = layouts(storage, shape.head_dim, dtype)
+        self.thought_format = torch.tensor([storage.formats.index(t) for t in storage.thoughts], device=shape.device)
+        self.page_bytes = page_bytes(storage, shape.head_dim, dtype)
+        per_page, lanes = [lay.slots for lay in self.layouts], shape.sharing
+        self.table = BlockTable(shape, pages, per_page, shape.device)
+        self.pool = torch.zeros(pages + 2, lanes, self.page_bytes, dtype=torch.uint8, device=shape.device)
+        widest = max(lay.slots * lay.side for lay in self.layouts)
+        self.side_bytes = -(-widest // max(per_page)) * max(per_page)
+        self.side = torch.zeros(pages + 2, lanes, self.side_bytes, dtype=torch.uint8, device=shape.device)
+        # per slot of a format: [all slots of all lanes, bytes], codes and parameters
+        self._codes = [self._slots(self.pool, lay, lay.codes) for lay in self.layouts]
+        self._sides = [self._slots(self.side, lay, lay.side) for lay in self.layouts]
+
+        row = max(lay.row for lay in self.layouts)
+        count = 0
+        if row:
+            main = max(lay.slots for lay in self.layouts if lay.by_token)
+            count = -(-pages * main // 4) if scale_rows is None else scale_rows
+        self.free_rows = FreeList(count, "rows of key scales", shape.device)
+        self.rows = torch.zeros(count + 2, lanes, row, dtype=torch.uint8, device=shape.device)
+        self.row_uses = torch.zeros(count + 1, dtype=torch.int32, device=shape.device)  # living tokens
+        self.row_of = torch.full(
+            (pages + 2 if row else 0, self.table.most), count + 1, dtype=torch.int32, device=shape.device
+        )
+
+        lt, b, ht = shape.tables
+        ring = (shape.layers, b, shape.kv_heads, storage.buffer, 2, shape.head_dim)
+        self.ring = torch.zeros(ring, dtype=dtype, device=shape.device)
+        # FP32 scales of K and of V, in each format
+        self.scale = torch.ones(len(self.layouts), 2, shape.layers, b, dtype=torch.float32, device=shape.device)
+        self.thought = torch.full((b,), storage.prompt, dtype=torch.uint8, device=shape.device)
+        # Lists of tokens, one column more than there are: masked-out writes go there. place: page · slots + slot, or
+        # −1 − index for tokens in the ring.
+        width = columns or 16
+        self.place = torch.zeros(lt, b, ht, width + 1, dtype=torch.int32, device=shape.device)
+        self.pos = torch.full((lt, b, ht, width + 1), -1, dtype=torch.int32, device=shape.device)
+        self.count = torch.zeros(lt, b, ht, dtype=torch.int32, device=shape.device)
+        self.columns = columns
+        # What the host knows of each row:
+        self.most = [0] * b  # tokens that a lane holds at most
+        self.waiting = [0] * b  # tokens in the ring, those evicted there counted too
+        self.reading = set[int]()  # rows whose prompt is not settled
+        self.starts: list[list[int]] = [[] for _ in range(b)]  # positions at which segments begin, for reading
+        self.used = {0}  # formats that may hold tokens
+        self.stays_plain = storage.sink > 0 or "plain" in (*storage.thoughts, *storage.also)
+
+    # -- appending
+
+    def append(self, rows: Sequence[int], counts: Sequence[int], lengths: Sequence[int], prompt: bool) -> Writer:
+        """Take slots for new tokens: counts[i] for row rows[i], which has seen lengths[i] tokens before.
+
+        Args:
+            prompt: the tokens belong to prompts and stay plain for now; otherwise one token a row, which goes to the
+                ring or to the format of its row's thought type.
+
+        Returns:
+            what writes the keys and values of these tokens, layer by layer.
+
+        Raises:
+            Exhausted: the pool has no pages left; the store is as it was.
+            UsageError: a lane would hold more tokens than the fixed width; the store is as it was.
+        """
+        n, device = max(counts), self.shape.device
+        most = self._grown(rows, counts)
+        at = torch.tensor(rows, device=device)
+        steps = torch.arange(n, device=device)
+        fits = steps < torch.tensor(counts, device=device)[:, None]  # [N, n]
+        valid = torch.zeros(self.shape.rows, n, dtype=torch.bool, device=device).index_copy_(0, at, fits)
+        positions = torch.zeros(self.shape.rows, n, dtype=torch.int32, device=device)
+        positions[at] = (torch.tensor(lengths, device=device)[:, None] + steps).to(torch.int32)
+        lt, b, ht = self.shape.tables
+        valid, positions = (x[None, :, None].expand(lt, b, ht, n) for x in (valid, positions))
+        if self.storage.buffer and not prompt:
+            index = torch.zeros(self.shape.rows, 1, dtype=torch.int32, device=device)
+            index[at, 0] = torch.tensor([self.waiting[row] for row in rows], dtype=torch.int32, device=device)
+            self._list(most, valid, (-1 - index)[None, :, None].expand(valid.shape), positions)
+            for row in rows:
+                self.waiting[row] += 1
+            return _RingWriter(self, at, index[at, 0].long())
+        thought = self._thoughts()
+        formats = (0,) if prompt else tuple(dict.fromkeys(self.thought_format.tolist()))
+        chosen = torch.zeros_like(thought) if prompt else self.thought_format[thought.long()]
+        valids = {f: valid & (chosen == f)[..., None] for f in formats} if len(formats) > 1 else {formats[0]: valid}
+        places = self._take(valids, thought, f"appending {sum(counts):,} tokens to {len(rows)} sequences")
+        place = sum(torch.where(valids[f], self._join(*places[f]), 0) for f in formats)
+        assert isinstance(place, Tensor)
+        self._list(most, valid, place, positions)
+        if prompt:
+            self.reading.update(rows)
+        return _PageWriter(self, at, {f: (p[:, at], s[:, at], valids[f][:, at]) for f, (p, s) in places.items()})
+
+    def _take(self, valids: dict[int, Tensor], thought: Tensor, purpose: str) -> dict[int, tuple[Tensor, Tensor]]:
+        """Slots for the valid tokens of each format, all of them or none: → page, slot [Lt, B, Ht, n]."""
+        missing = {f: self.table.missing(f, thought, valid.sum(-1)) for f, valid in valids.items()}
+        most = {f: -(-valid.shape[-1] // self.layouts[f].slots) for f, valid in valids.items()}
+        units = self.count.numel()
+        wanted = torch.stack([pages.sum() for pages in missing.values()]).sum()
+        self.table.pages.require(sum(most.values()) * units, wanted, purpose)
+        out = {}
+        for f, valid in valids.items():
+            self.table.open(f, thought, missing[f], most[f])
+            out[f] = self.table.take(f, thought, valid)
+            self.used.add(f)
+        return out
+
+    def _grown(self, rows: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """Tokens that the lanes of every row hold at most, with new ones."""
+        more = [0] * self.shape.rows
+        for row, count in zip(rows, counts, strict=True):
+            more[row] += count
+        most = [held + new for held, new in zip(self.most, more, strict=True)]
+        if self.columns is not None and max(most) > self.columns:  # evictions are not counted: ask the device
+            most = [held + new for held, new in zip(self.count.amax((0, 2)).tolist(), more, strict=True)]
+            if max(most) > self.columns:
+                raise UsageError(f"A lane may hold {max(most)} tokens and the width was fixed to {self.columns}.")
+        return most
+
+    def _list(self, most: list[int], valid: Tensor, place: Tensor, positions: Tensor) -> None:
+        """Put new tokens at the ends of their lists."""
+        if self.columns is None:
+            self._widen(max(most))
+        self.most = most
+        column = torch.where(valid, self.count[..., None] + valid.cumsum(-1) - 1, self.place.shape[-1] - 1)
+        self.place.scatter_(-1, column, place.to(torch.int32))
+        self.pos.scatter_(-1, column, torch.where(valid, positions, -1))
+        self.count += valid.sum(-1, dtype=torch.int32)
+
+    def _widen(self, width: int) -> None:
+        """Room for so many tokens in every list."""
+        have = self.place.shape[-1] - 1
+        if width > have:
+            more = max(width, 2 * have) - have
+            self.place = torch.nn.functional.pad(self.place, (0, more))
+            self.pos = torch.nn.functional.pad(self.pos, (0, more), value=-1)
+
+    # -- reading
+
+    @property
+    def seen(self) -> int:
+        """Columns of what is read."""
+        return self.columns or max(1, *self.most)
+
+    def positions(self) -> Tensor:
+        """Original positions, oldest first, −1 after the last token: int32 [Lt, B, Ht, S]."""
+        return self.pos[..., : self.seen]
+
+    def format(self) -> Tensor:
+        """Index of every token's format, BUFFER in the ring: uint8 [Lt, B, Ht, S]; anything where no token is."""
+        place = self.place[..., : self.seen]
+        page = (place // self.table.most).clamp(min=0).long()
+        return torch.where(place < 0, BUFFER, self.table.format[page])
+
+    def reader(self, rows: Tensor | None = None) -> Reader:
+        """What reads the keys and values of a layer, of some rows (all of them if None): layer → K, V
+        [N, Hkv, S, D] in the store's dtype, 0 where there is no token. What is common to all layers is done here."""
+        place, pos = self.place[..., : self.seen], self.positions()
+        if rows is not None:
+            place, pos = place[:, rows], pos[:, rows]
+        valid = pos >= 0
+        page, slot = (place // self.table.most).long(), (place % self.table.most).long()
+        in_ring = place < 0
+        page, slot = torch.where(valid & ~in_ring, page, len(self.pool) - 1), torch.where(valid & ~in_ring, slot, 0)
+        only = next(iter(self.used)) if len(self.used) == 1 and not self.storage.buffer else None
+        of = None if only is not None else self.table.format[page.clamp(max=self.table.pages.count)]
+
+        def read(layer: int) -> tuple[Tensor, Tensor]:
+            t = min(layer, place.shape[0] - 1)
+            if only is not None:
+                return self._read(only, layer, page[t], slot[t], rows)
+            assert of is not None
+            ks, vs = [], []
+            for f in sorted(self.used):
+                where = torch.where(of[t] == f, page[t], len(self.pool) - 1)
+                k, v = self._read(f, layer, where, torch.where(of[t] == f, slot[t], 0), rows)
+                ks.append(k)
+                vs.append(v)
+            if self.storage.buffer:
+                ring = self.ring[layer] if rows is None else self.ring[layer, rows]  # [N, Hkv, R, 2, D]
+                index = (-1 - place[t]).clamp(min=0).long().expand(-1, ring.shape[1], -1)
+                found = ring.flatten(-2).gather(2, index[..., None].expand(*index.shape, ring.shape[-1] * 2))
+                found = found.masked_fill(~(in_ring[t] & valid[t])[..., None], 0).unflatten(-1, (2, -1))
+                ks.append(found[..., 0, :])
+                vs.append(found[..., 1, :])
+            # every token is in one of the formats, and 0 in the others
+            k, v = torch.stack(ks).sum(0), torch.stack(vs).sum(0)
+            return k, self._lagging(layer, v, pos[t], rows) if self.storage.lag else v
+
+        return read
+
+    def _lagging(self, layer: int, v: Tensor, pos: Tensor, rows: Tensor | None) -> Tensor:
+        """Values with those of the last `buffer` tokens from the ring. v: [N, Hkv, S, D], pos: [N, Ht, S]."""
+        size, sink = self.storage.buffer, self.storage.sink
+        ring = self.ring[layer] if rows is None else self.ring[layer, rows]  # [N, Hkv, R, 2, D]
+        unsettled = torch.tensor([row in self.reading for row in range(self.shape.rows)], device=pos.device)
+        settled = ~(unsettled if rows is None else unsettled[rows])[:, None, None]  # a prompt is not in the ring yet
+        recent = (pos > pos.amax(-1, keepdim=True) - size) & (pos >= sink) & settled
+        index = ((pos - sink) % size).long()[..., None].expand(v.shape)
+        return torch.where(recent[..., None], ring[..., 1, :].gather(2, index), v)
+
+    def _read(self, f: int, layer: int, page: Tensor, slot: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """K and V of one format. page, slot: [N, Ht, S], the zero page where there is none of this format."""
+        lay = self.layouts[f]
+        index = self._index(f, layer, page, slot)  # [N, Hkv, S]
+        codes = self._codes[f].index_select(0, index.flatten()).view(*index.shape, -1)
+        if lay.plain:
+            dim = self.shape.head_dim
+            return codes[..., :dim], codes[..., dim : 2 * dim]
+        k_params, v_params = self._params(f, layer, page, slot, index)
+        scale = self.scale[f, :, layer] if rows is None else self.scale[f, :, layer, rows]  # [2, N]
+        k_scale, v_scale = scale[:, :, None, None]
+        k = lay.k.dequantize(codes[..., : lay.k_codes], k_params, k_scale, self.dtype)
+        return k, lay.v.dequantize(codes[..., lay.k_codes : lay.codes], v_params, v_scale, self.dtype)
+
+    def _params(self, f: int, layer: int, page: Tensor, slot: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Parameters of keys and values, for every token."""
+        lay = self.layouts[f]
+        side = self._sides[f].index_select(0, index.flatten()).view(*index.shape, -1)
+        v_params = side[..., lay.k_side : lay.side]
+        if not lay.by_token:
+            return side[..., : lay.k_side], v_params
+        row = self.row_of[page, slot].long() * self.shape.sharing + self._lane(layer)[:, None]  # [N, Hkv, S]
+        return self.rows.flatten(0, 1)[row][..., : lay.row], v_params
+
+    # -- writing
+
+    def _write(
+        self, f: int, layer: int, rows: Tensor, page: Tensor, slot: Tensor, k: Tensor, v: Tensor,
+        params: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Write tokens of one layer and format. page, slot: [N, Ht, n], k, v: values [N, Hkv, n, D]; with `params`
+        (keys by token) k holds codes already, and params [N, Hkv, groups, bytes] has their rows' content."""
+        lay, index = self.layouts[f], self._index(f, layer, page, slot)
+        if lay.plain:
+            dim = self.shape.head_dim
+            self._codes[f][index, : 2 * dim] = torch.cat((k, v), dim=-1).to(self.dtype)
+            return
+        k_scale, v_scale = self.scale[f, :, layer, rows][:, :, None, None]
+        if params is None:
+            k, k_params = lay.k.quantize(k.float(), k_scale)
+            self._sides[f][index, : lay.k_side] = k_params
+        v, v_params = lay.v.quantize(v.float(), v_scale)
+        self._codes[f][index, : lay.codes] = torch.cat((k, v), dim=-1)
+        self._sides[f][index, lay.k_side : lay.side] = v_params
+
+    def _store(
+        self, rows: Tensor, valid: Tensor, values: Reader, formats: Sequence[int],
+        chosen: Tensor, thought: Tensor, purpose: str,
+    ) -> Tensor:  # fmt: skip
+        """Quantize tokens into pages.
+
+        Args:
+            rows: int64 [N], whose tokens these are.
+            valid: bool [Lt, B, Ht, n], false outside of `rows`.
+            values: layer → K, V [N, Hkv, n, D], finite where valid.
+            formats: that may occur.
+            chosen: format index [Lt, B, Ht] of each unit's tokens.
+            thought: uint8 [Lt, B, Ht].
+
+        Returns:
+            place, int64 [Lt, B, Ht, n], of the valid tokens.
+        """
+        valids = {f: valid & (chosen == f)[..., None] for f in formats}
+        groups: dict[int, Tensor] = {}
+        for f in formats:  # rows of key scales: one for every group with a valid token
+            if self.layouts[f].by_token:
+                size = self.layouts[f].k.group
+                padded = torch.nn.functional.pad(valids[f], (0, -valid.shape[-1] % size))
+                groups[f] = padded.unflatten(-1, (-1, size)).sum(-1, dtype=torch.int32)  # [Lt, B, Ht, groups]
+        if groups:
+            wanted = torch.stack([(g > 0).sum() for g in groups.values()]).sum()
+            self.free_rows.require(sum(g.numel() for g in groups.values()), wanted, purpose)
+        places = self._take(valids, thought, purpose)
+        place = torch.zeros_like(valid, dtype=torch.long)
+        for f in formats:
+            lay, (page, slot) = self.layouts[f], places[f]
+            place = torch.where(valids[f], self._join(page, slot), place)
+            page, slot = page[:, rows], slot[:, rows]
+            row = None
+            if f in groups:
+                row = self.free_rows.draw(groups[f] > 0, groups[f].numel())  # [Lt, B, Ht, groups]
+                self.row_uses[row.long()] = groups[f]
+                row = row[:, rows]
+                spread = row.repeat_interleave(lay.k.group, -1)[..., : valid.shape[-1]]
+                self.row_of[page, slot] = spread
+            for layer in range(self.shape.layers):
+                t = min(layer, valid.shape[0] - 1)
+                k, v = values(layer)
+                params = None
+                if row is not None:
+                    k, params = self._quantize_groups(lay.k, k, valids[f][t][rows], self.scale[f, 0, layer, rows])
+                    number = row[t].long() * self.shape.sharing + self._lane(layer)[:, None]  # [N, Hkv, groups]
+                    self.rows.view(-1, self.rows.shape[-1])[number, : lay.row] = params
+                if self.storage.shrink and f != formats[0]:
+                    self._write_shrunk(formats[0], f, layer, rows, page[t], slot[t], k, v)
+                else:
+                    self._write(f, layer, rows, page[t], slot[t], k, v, params)
+        return place
+
+    @staticmethod
+    def _quantize_groups(fmt: Format, k: Tensor, valid: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys by token. k: [N, Hkv, n, D], valid: [N, Ht, n] → codes [N, Hkv, n, …], params [N, Hkv, groups, …]."""
+        n, more = k.shape[2], -k.shape[2] % fmt.group
+        k = torch.nn.functional.pad(k.float(), (0, 0, 0, more)).unflatten(2, (-1, fmt.group))
+        valid = torch.nn.functional.pad(valid, (0, more)).unflatten(2, (-1, fmt.group)).expand(*k.shape[:-1])
+        codes, params = fmt.quantize(k, scale[:, None, None], valid)
+        return codes.flatten(2, 3)[:, :, :n], params
+
+    def _write_shrunk(
+        self, f: int, to: int, layer: int, rows: Tensor, page: Tensor, slot: Tensor, k: Tensor, v: Tensor
+    ) -> None:
+        """Quantize in format f, shrink the integers to format `to`, write these (PM-KVQ: chained)."""
+        first, last, one = self.layouts[f], self.layouts[to], torch.ones((), device=k.device)
+        index = self._index(to, layer, page, slot)
+        k_codes, k_params = shrink(first.k, last.k, *first.k.quantize(k.float(), one))
+        v_codes, v_params = shrink(first.v, last.v, *first.v.quantize(v.float(), one))
+        self._codes[to][index, : last.codes] = torch.cat((k_codes, v_codes), dim=-1)
+        self._sides[to][index, : last.side] = torch.cat((k_params, v_params), dim=-1)
+
+    # -- what happens between steps
+
+    def evict(self, drop: Tensor) -> None:
+        """Forget tokens: bool [Lt, B, Ht, S]. Their slots are free at once; nothing moves."""
+        place, valid = self.place[..., : drop.shape[-1]], self.positions()[..., : drop.shape[-1]] >= 0
+        self._release(place, drop & valid & (place >= 0))
+        keep = valid & ~drop
+        last = self.place.shape[-1] - 1
+        column = torch.where(keep, keep.cumsum(-1) - 1, last)
+        self.place.scatter_(-1, column, place.clone())
+        pos = torch.full_like(self.pos, -1).scatter_(-1, column, self.pos[..., : drop.shape[-1]])
+        pos[..., last] = -1
+        self.pos, self.count = pos, keep.sum(-1, dtype=torch.int32)
+        if self.columns is None:
+            self.most = self.count.amax((0, 2)).tolist()
+
+    def _release(self, place: Tensor, which: Tensor) -> None:
+        """Free slots, and the rows of scales whose last token they held."""
+        page = torch.where(which, place // self.table.most, self.table.pages.count).long()
+        slot = torch.where(which, place % self.table.most, 0).long()
+        if self.poison:
+            self._poison(page, slot, which)
+        if self.row_of.numel():
+            row = self.row_of[page, slot]
+            used = which & (row < self.free_rows.count)
+            row = torch.where(used, row, self.free_rows.count).long().flatten()
+            self.row_uses.index_add_(0, row, -used.flatten().to(torch.int32))
+            self.row_uses[-1] = 1  # not a row
+            self.row_of[page, slot] = self.free_rows.count + 1
+            # a row is free when its last token goes: once, however many of its tokens go together
+            gone = torch.zeros(self.row_uses.shape, dtype=torch.bool, device=row.device).index_fill_(0, row, True)
+            gone &= self.row_uses == 0
+            numbers = torch.arange(len(gone), device=row.device)
+            self.free_rows.give(numbers, gone)
+            if self.poison:
+                self.rows[:-1][gone] = 255
+        self.table.release(page, slot, which)
+
+    def _poison(self, page: Tensor, slot: Tensor, which: Tensor) -> None:
+        formats = self.table.format[page]
+        for f in range(len(self.layouts)):
+            mine = torch.where(which & (formats == f), page, len(self.pool) - 2)
+            for layer in range(self.shape.layers):
+                if mine.shape[0] > 1 or self.shape.scope != "sequence":
+                    index = self._index(f, layer, mine[layer], slot[layer] % self.layouts[f].slots)
+                else:
+                    index = self._index(f, layer, mine[0], slot[0] % self.layouts[f].slots)
+                codes = self._codes[f].view(torch.uint8) if self._codes[f].dtype != torch.uint8 else self._codes[f]
+                codes[index] = 255
+                self._sides[f][index] = 255
+
+    def flush(self, rows: Sequence[int]) -> None:
+        """Quantize the full ring of some rows, in the format of their running thought type."""
+        at = torch.tensor(rows, device=self.shape.device)
+        size = self.storage.buffer
+        mine = torch.zeros(self.shape.rows, dtype=torch.bool, device=at.device).index_fill_(0, at, True)
+        place = self.place[..., : self.seen]
+        waiting = (place < 0) & (self.positions() >= 0) & mine[None, :, None, None]
+        # from columns of the list to places in the ring, and back
+        index = torch.where(waiting, -1 - place, size).long()
+        valid = torch.zeros(*place.shape[:-1], size + 1, dtype=torch.bool, device=at.device)
+        valid = valid.scatter_(-1, index, True)[..., :size]
+        thought = self._thoughts()
+        new = self._store(
+            at, valid, lambda layer: (self.ring[layer, at, :, :, 0], self.ring[layer, at, :, :, 1]),
+            self._thought_formats(), self.thought_format[thought.long()], thought,
+            f"quantizing the buffers of {len(rows)} sequences",
+        )  # fmt: skip
+        new = torch.nn.functional.pad(new, (0, 1)).gather(-1, index)
+        self.place[..., : self.seen] = torch.where(waiting, new, place).to(torch.int32)
+        for row in rows:
+            self.waiting[row] = 0
+
+    def measure(self, row: int) -> None:
+        """The prompt is read, and nothing of it is evicted or moved yet: take the FP32 scales from it."""
+        read = self.reader(torch.tensor([row], device=self.shape.device))
+        scaled = [f for f, lay in enumerate(self.layouts) if lay.k.tensor_scaled or lay.v.tensor_scaled]
+        for layer in range(self.shape.layers if scaled else 0):
+            amax = [x.float().abs().amax() for x in read(layer)]
+            for f in scaled:
+                self.scale[f, 0, layer, row] = self.layouts[f].k.tensor_scale(amax[0])
+                self.scale[f, 1, layer, row] = self.layouts[f].v.tensor_scale(amax[1])
+
+    def settle(self, row: int, length: int) -> None:
+        """The prompt of `length` tokens is read, and the policy has acted on it: store what is left as it will stay.
+
+        The first `sink` tokens stay plain; the last, which fill no buffer, are quantized too or wait in the ring.
+        """
+        s = self.storage
+        home = int(self.thought_format[s.prompt])
+        at = torch.tensor([row], device=self.shape.device)
+        read = self.reader(at)
+        if self.layouts[home].plain and not s.buffer:
+            self._settled(row)
+            return
+        whole = s.sink + max(0, length - s.sink) // max(1, s.buffer) * max(1, s.buffer)
+        keep = s.tail == "keep"
+        place, pos = self.place[..., : self.seen], self.positions()
+        mine = torch.zeros(self.shape.rows, dtype=torch.bool, device=at.device).index_fill_(0, at, True)
+        # what the policy has moved to another format already stays there
+        here = (pos >= s.sink) & mine[None, :, None, None] & (self.format() == 0)
+        moving, waiting = (here & (pos < whole), here & (pos >= whole)) if keep else (here, torch.zeros_like(here))
+        # groups are made of neighbours in the text: from columns to positions, and back
+        index = torch.where(moving, pos - s.sink, length).long()
+        valid = torch.zeros(*place.shape[:-1], length + 1, dtype=torch.bool, device=at.device)
+        valid = valid.scatter_(-1, index, True)[..., :length]
+
+        def values(layer: int) -> tuple[Tensor, Tensor]:
+            where = index[min(layer, index.shape[0] - 1)][at].expand(-1, self.shape.kv_heads, -1)
+            out = []
+            for x in read(layer):
+                by_position = x.new_zeros(*x.shape[:2], length + 1, x.shape[-1])
+                out.append(by_position.scatter_(2, where[..., None].expand(x.shape), x)[:, :, :length])
+            return out[0], out[1]
+
+        if not self.layouts[home].plain:
+            thought = self._thoughts()
+            new = self._store(
+                at, valid, values, self._thought_formats(), self.thought_format[thought.long()], thought,
+                f"quantizing a prompt of {length:,} tokens",
+            )  # fmt: skip
+            new = torch.nn.functional.pad(new, (0, 1)).gather(-1, index)
+        else:
+            moving = torch.zeros_like(moving)
+            new = place
+        if keep:  # the ring holds position p at (p − sink) mod its size
+            recent = here & (pos >= length - s.buffer)
+            slots = torch.where(recent, (pos - s.sink) % s.buffer, s.buffer)
+            for layer in range(self.shape.layers):
+                into = slots[min(layer, place.shape[0] - 1)][at].long().expand(-1, self.shape.kv_heads, -1)
+                ring = self.ring.new_zeros(1, self.shape.kv_heads, s.buffer + 1, 2, self.shape.head_dim)
+                kv = torch.stack(read(layer), dim=3)
+                ring.scatter_(2, into[..., None, None].expand(kv.shape), kv)
+                self.ring[layer, row] = ring[0, :, :-1]
+            self.waiting[row] = length - min(whole, length)
+        old = place.clone()
+        self.place[..., : self.seen] = torch.where(
+            moving, new, torch.where(waiting, -1 - (pos - whole), place)
+        ).to(torch.int32)  # fmt: skip
+        self._release(old, (moving | waiting) & (old >= 0))
+        self._settled(row)
+
+    def _settled(self, row: int) -> None:
+        """Nothing plain is left when no prompt is, unless it stays so."""
+        self.reading.discard(row)
+        if not self.reading and not self.stays_plain:
+            self.used.discard(0)
+
+    def requantize(self, where: Tensor, name: str, how: str) -> None:
+        """Move tokens to another format: bool [Lt, B, Ht, S]. Those in the ring stay; plain ones cannot shrink.
+
+        Raises:
+            Exhausted: there is no room for both forms at once; the tokens are where they were.
+        """
+        f = self.storage.formats.index(name)
+        place, pos = self.place[..., : self.seen], self.positions()
+        of = self.format()
+        moving = where[..., : self.seen] & (pos >= 0) & (place >= 0) & (of != f)
+        if how == "shrink":
+            moving &= of != 0
+        self.stays_plain |= f == 0
+        n = int(moving.sum(-1).max())
+        if n == 0:
+            return
+        # columns of the moving tokens, first of all: [Lt, B, Ht, n]
+        column = moving.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :n]
+        valid = moving.gather(-1, column)
+        old = place.gather(-1, column)
+        thought = self.table.thought[torch.where(valid, old // self.table.most, self.table.pages.count).long()]
+        at = torch.arange(self.shape.rows, device=place.device)
+        new, done = torch.zeros_like(old, dtype=torch.long), torch.zeros_like(valid)
+        for kind in range(len(self.storage.thoughts)):  # a page holds one thought type
+            mine = valid & (thought == kind)
+            if not bool(mine.any()):
+                continue
+            if how == "shrink":
+                sources = [g for g in sorted(self.used) if g != f and not self.layouts[g].plain]
+                parts = [mine & (of.gather(-1, column) == g) for g in sources]
+            else:
+                sources, parts = [-1], [mine]
+            for source, part in zip(sources, parts, strict=True):
+                if not bool(part.any()):
+                    continue
+                type_ = torch.full(self.shape.tables, kind, dtype=torch.uint8, device=place.device)
+                try:
+                    if how == "shrink":
+                        found = self._shrink_into(source, f, old, part, type_)
+                    else:
+                        read = self.reader()
+
+                        def values(layer: int, read: Reader = read) -> tuple[Tensor, Tensor]:
+                            which = column[min(layer, column.shape[0] - 1)].expand(-1, self.shape.kv_heads, -1)
+                            k, v = read(layer)
+                            pick = which[..., None].expand(*which.shape, k.shape[-1])
+                            return k.gather(2, pick), v.gather(2, pick)
+
+                        found = self._store(
+                            at, part, values, (f,), torch.full(self.shape.tables, f, device=place.device), type_,
+                            f"moving tokens to {name}",
+                        )  # fmt: skip
+                except Exhausted:
+                    if bool(done.any()):
+                        self._release(new, done)  # what found room before
+                    raise
+                new, done = torch.where(part, found, new), done | part
+        self.place.scatter_(-1, torch.where(valid, column, self.place.shape[-1] - 1), new.to(torch.int32))
+        self._release(old, valid)
+
+    def _shrink_into(self, source: int, f: int, old: Tensor, valid: Tensor, thought: Tensor) -> Tensor:
+        """Requantize integers to fewer bits, without their values."""
+        start, end = self.layouts[source], self.layouts[f]
+        page, slot = self._take({f: valid}, thought, "shrinking tokens")[f]
+        old_page = torch.where(valid, old // self.table.most, len(self.pool) - 1).long()
+        old_slot = torch.where(valid, old % self.table.most, 0).long()
+        for layer in range(self.shape.layers):
+            t = min(layer, valid.shape[0] - 1)
+            index = self._index(source, layer, old_page[t], old_slot[t])
+            codes, side = self._codes[source][index], self._sides[source][index]
+            k, k_params = shrink(start.k, end.k, codes[..., : start.k_codes], side[..., : start.k_side])
+            v, v_params = shrink(
+                start.v, end.v, codes[..., start.k_codes : start.codes], side[..., start.k_side : start.side]
+            )
+            index = self._index(f, layer, page[t], slot[t])
+            self._codes[f][index, : end.codes] = torch.cat((k, v), dim=-1)
+            self._sides[f][index, : end.side] = torch.cat((k_params, v_params), dim=-1)
+        return self._join(page, slot)
+
+    def open_segment(self, opened: Tensor, thought: Tensor) -> None:
+        """Tokens that are stored from now on are of this type: bool [B], uint8 [B]."""
+        self.thought = torch.where(opened, thought, self.thought).to(torch.uint8)
+
+    def clear(self, row: int) -> None:
+        """Forget a row."""
+        drop = torch.zeros_like(self.positions(), dtype=torch.bool)
+        drop[:, row] = True
+        self.evict(drop)
+        self.thought[row] = self.storage.prompt
+        self.scale[..., row] = 1
+        self.waiting[row], self.starts[row] = 0, []
+        self.reading.discard(row)
+        self.most[row] = 0
+        if self.poison:
+            self.ring[:, row] = torch.nan
+
+    # -- looking at it
+
+    def entries(self, layer: int, row: int, head: int) -> list[Entry]:
+        """The block table of one unit."""
+        n = int(self.count[layer, row, head])
+        place, pos = self.place[layer, row, head, :n].tolist(), self.pos[layer, row, head, :n].tolist()
+        at = {divmod(p, self.table.most): q for p, q in zip(place, pos, strict=True) if p >= 0}
+        return self.table.entries((layer, row, head), at, self.starts[row] or [0])
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that the store occupies."""
+        own = (self.pool, self.side, self.rows, self.row_uses, self.row_of, self.ring, self.scale, self.thought)
+        lists = (self.place, self.pos, self.count, self.thought_format)
+        return *own, *lists, self.free_rows.stack, self.free_rows.top, *self.table.tensors
+
+    def account(self, rows: Sequence[int] | None = None) -> Ledger:
+        """Bytes that the tokens of some rows hold (None: of all), without the reserve."""
+        rows = [row for row in (range(len(self.most)) if rows is None else rows) if self.most[row]]
+        lanes = self.shape.sharing
+        formats, valid = self.format()[:, rows], self.positions()[:, rows] >= 0
+        place = self.place[:, rows, :, : self.seen]
+        payload = scales = 0
+        for f in sorted(self.used):
+            lay, mine = self.layouts[f], valid & (formats == f)
+            payload += int(mine.sum()) * lanes * lay.codes
+            scales += int(mine.sum()) * lanes * lay.side
+            if lay.by_token:
+                at = place[mine].long()
+                living = self.row_of[at // self.table.most, at % self.table.most].unique().numel()
+                scales += living * lanes * lay.row
+        scaled = sum(fmt.tensor_scaled for lay in self.layouts for fmt in (lay.k, lay.v))
+        scales += len(rows) * scaled * self.scale[0, 0, :, 0].nbytes
+        pages = int((self.table.page[:, rows] != self.table.pages.count).sum())
+        slots = self.table.most * (1 + 4 * bool(self.row_of.numel()))  # is it live, which row of scales
+        tables = int(valid.sum()) * 8 + pages * (slots + 4 + 8) + self.count[:, rows].nbytes
+        ring = self.ring[:, 0].nbytes
+        return Ledger(payload=payload, scales=scales, tables=tables, buffers=len(rows) * ring)
+
+    # -- helpers
+
+    def _slots(self, pool: Tensor, lay: Layout, width: int) -> Tensor:
+        """A view of the pool as slots of one format: [slots of all lanes, bytes], numbers if it is plain."""
+        stride = pool.shape[-1] // lay.slots
+        if lay.plain and pool is self.pool:
+            return pool.view(self.dtype).view(-1, stride // self.dtype.itemsize)[:, : width // self.dtype.itemsize]
+        return pool.view(-1, stride)[:, :width] if stride else pool.view(pool.shape[0] * pool.shape[1] * lay.slots, 0)
+
+    def _index(self, f: int, layer: int, page: Tensor, slot: Tensor) -> Tensor:
+        """Numbers of slots in the views above. page, slot: [N, Ht, n] → [N, Hkv, n]."""
+        lane = page * self.shape.sharing + self._lane(layer)[:, None]
+        return lane * self.layouts[f].slots + slot
+
+    def _lane(self, layer: int) -> Tensor:
+        """Which of its unit's lanes each head of a layer is: [Hkv], or [1] where every lane is a unit."""
+        if self.shape.scope == "head":
+            return torch.zeros(1, dtype=torch.long, device=self.shape.device)
+        heads = torch.arange(self.shape.kv_heads, device=self.shape.device)
+        return heads + (layer * self.shape.kv_heads if self.shape.scope == "sequence" else 0)
+
+    def _join(self, page: Tensor, slot: Tensor) -> Tensor:
+        return page * self.table.most + slot
+
+    def _thoughts(self) -> Tensor:
+        """The running thought type of every unit: uint8 [Lt, B, Ht]."""
+        return self.thought[None, :, None].expand(self.shape.tables)
+
+    def _thought_formats(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(self.thought_format.tolist()))
+
+
+class Writer:
+    """Writes the keys and values of appended tokens."""
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """k, v: [N, n, Hkv, D], padded to the longest, in the order of `append`'s rows."""
+        raise NotImplementedError
+
+
+class _PageWriter(Writer):
+    def __init__(self, store: PagedStore, at: Tensor, places: dict[int, tuple[Tensor, Tensor, Tensor]]) -> None:
+        self.store, self.at, self.places = store, at, places
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        k, v = k.transpose(1, 2), v.transpose(1, 2)  # [N, Hkv, n, D]
+        for f, (page, slot, _) in self.places.items():
+            t = min(layer, page.shape[0] - 1)
+            self.store._write(f, layer, self.at, page[t], slot[t], k, v, None)
+
+
+class _RingWriter(Writer):
+    def __init__(self, store: PagedStore, at: Tensor, index: Tensor) -> None:
+        self.store, self.at, self.index = store, at, index
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self.store.ring[layer, self.at, :, self.index] = torch.stack((k[:, 0], v[:, 0]), dim=2)
+
+
+def layouts(storage: Storage, dim: int, dtype: torch.dtype) -> list[Layout]:
+    """How each of the storage's formats lies in its pages."""
+    size = page_bytes(storage, dim, dtype)
+    out = []
+    for name in storage.formats:
+        k, v = (fmt.fit(dim) for fmt in _pair(name, dtype))
+        per_token = k.code_bytes(dim) + v.code_bytes(dim)
+        out.append(Layout(k, v, dim, 1 << ((size // per_token).bit_length() - 1), name == "plain"))
+    return out
+
+
+def page_bytes(storage: Storage, dim: int, dtype: torch.dtype) -> int:
+    """Bytes of a page in one lane: `block` tokens of the main format, and at least one plain token."""
+
+    def per_token(name: str) -> int:
+        return sum(fmt.code_bytes(dim) for fmt in _pair(name, dtype))
+
+    if storage.block < 1 or storage.block & (storage.block - 1):
+        raise UsageError(f"A block of {storage.block} tokens: it must be a power of two.")
+    size = storage.block * per_token(storage.thoughts[0])
+    while size < per_token("plain"):
+        size *= 2
+    return size
+
+
+def _pair(name: str, dtype: torch.dtype) -> tuple[Format, Format]:
+    """The formats of keys and values."""
+    if name != "plain":
+        return parse_pair(name)
+    plain = Plain(next(n for n, of in DTYPES.items() if of == dtype))
+    return plain, plain

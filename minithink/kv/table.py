@@ -1,0 +1,218 @@
+"""Who holds which page, which slots of it are taken, and the lists of free pages.
+
+    unit    whoever shares a table: a lane (scope "head"), a layer's heads or all lanes of a sequence
+    page    slots for the tokens of one unit, of one format and one thought type; pages of a unit lie anywhere
+    slot    room for one token's key and value, in every lane of the unit
+
+The table of ThinKV §5.2 (figure 6) keeps for every block its physical page, the number of slots filled, the thought
+type, an eviction mask, and the start indices of the segments with a mask of slots for each. Here the last two follow
+from the original position that is kept for every token: `entries` shows them.
+
+Numbers of pages and slots are drawn for whole batches at once, without the host. Where a mask says that nothing is
+wanted, the answer is a number behind the last real one, which exists as a place to write what nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minithink.errors import MinithinkError
+from minithink.kv.contract import Shape
+
+
+class Exhausted(MinithinkError):
+    """The pool has too few free pages, or rows of scales; nothing was changed."""
+
+
+class FreeList:
+    """Free numbers from 0 to count − 1: a stack on the device, drawn from and given back to under masks."""
+
+    def __init__(self, count: int, what: str, device: torch.device) -> None:
+        self.count, self.what = count, what
+        # One entry more than there are numbers: writes that are masked out go there.
+        self.stack = torch.arange(count, -1, -1, device=device, dtype=torch.int32).roll(-1)
+        self.top = torch.tensor(count, device=device)
+        self.at_least = count  # free numbers that the host can be sure of
+
+    @property
+    def free(self) -> int:
+        """How many are free."""
+        return int(self.top)
+
+    def require(self, most: int, wanted: Tensor, purpose: str) -> None:
+        """Make sure that `wanted` (a count, at most `most`) can be drawn. The device is asked only if the host
+        cannot be sure.
+
+        Raises:
+            Exhausted: there are too few.
+        """
+        if most > self.at_least:
+            self.at_least = self.free
+            if most > self.at_least and (needed := int(wanted)) > self.at_least:
+                raise Exhausted(
+                    f"The KV pool is exhausted: {purpose} needs {needed:,} {self.what} and {self.at_least:,} of "
+                    f"{self.count:,} are free; use a smaller --batch-size, budget or --max-new-tokens."
+                )
+
+    def draw(self, want: Tensor, most: int) -> Tensor:
+        """A number for every true element, `count` for the others: bool → int32 of the same shape."""
+        rank = want.flatten().cumsum(0).view(want.shape)  # 1 for the first
+        numbers = self.stack[(self.top - rank).clamp(0, self.count)]
+        self.top -= want.sum()
+        self.at_least = max(0, self.at_least - most)
+        return torch.where(want, numbers, self.count)
+
+    def give(self, numbers: Tensor, which: Tensor) -> None:
+        """Take back the numbers for which `which` is true."""
+        rank = which.flatten().cumsum(0).view(which.shape) - 1
+        place = torch.where(which, self.top + rank, self.count)
+        self.stack[place] = torch.where(which, numbers, self.count).to(torch.int32)
+        self.top += which.sum()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of a block table, as figure 6 of ThinKV shows it."""
+
+    page: int
+    format: int
+    thought: int
+    filled: int  # slots that were ever written
+    starts: tuple[int, ...]  # positions at which the segments begin whose tokens are here
+    segments: tuple[str, ...]  # for each, a 1 for every slot of its tokens
+    evicted: str  # a 1 for every slot that was written and is free again
+
+
+class BlockTable:
+    """The pages of every unit, and the slots of every page."""
+
+    def __init__(self, shape: Shape, pages: int, slots: Sequence[int], device: torch.device) -> None:
+        """slots: of a page in each format."""
+        self.shape, self.slots, self.most = shape, tuple(slots), max(slots)
+        self.pages = FreeList(pages, "pages", device)
+        # one page more: writes that are masked out go there
+        self.live = torch.zeros(pages + 1, self.most, dtype=torch.bool, device=device)
+        self.taken = torch.zeros(pages + 1, dtype=torch.int32, device=device)  # living tokens
+        self.filled = torch.zeros(pages + 1, dtype=torch.int16, device=device)
+        self.thought = torch.zeros(pages + 1, dtype=torch.uint8, device=device)
+        self.format = torch.full((pages + 1,), 255, dtype=torch.uint8, device=device)
+        self.page = torch.full((*shape.tables, 4), pages, dtype=torch.int32, device=device)  # `pages`: none
+        self.widest = 0  # columns of `page` that may be taken, as far as the host knows
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that the table and the list of free pages occupy."""
+        p = self.pages
+        return self.live, self.taken, self.filled, self.thought, self.format, self.page, p.stack, p.top
+
+    def missing(self, fmt: int, thought: Tensor, count: Tensor) -> Tensor:
+        """Pages to open so that every unit has room for `count` tokens: int64 [Lt, B, Ht]; thought as in `take`."""
+        here = self.page.long()
+        room = (self.slots[fmt] - self.taken[here]) * self._fits(fmt, thought, here)
+        lacking = (count - room.sum(-1)).clamp(min=0)
+        return (lacking + self.slots[fmt] - 1) // self.slots[fmt]
+
+    def open(self, fmt: int, thought: Tensor, pages: Tensor, most: int) -> None:
+        """Give every unit so many more pages, at most `most` each: pages int [Lt, B, Ht]."""
+        if not most:
+            return
+        self._widen(most)
+        want = torch.arange(most, device=pages.device) < pages[..., None]  # [Lt, B, Ht, most]
+        new = self.pages.draw(want, want.numel())
+        number = new.long()
+        self.live[number] = False
+        self.taken[number] = 0
+        self.filled[number] = 0
+        self.thought[number] = thought[..., None].expand(want.shape)
+        self.format[number] = torch.where(want, fmt, 255).to(torch.uint8)
+        # into the first columns that hold no page
+        columns = (self.page == self.pages.count).to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+        columns = columns[..., :most]
+        self.page.scatter_(-1, columns, torch.where(want, new, self.page.gather(-1, columns)))
+
+    def take(self, fmt: int, thought: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """Take a free slot for every valid token, in pages of this format and thought type; there must be room.
+
+        Evicted slots are used again in place, those of older pages first.
+
+        Args:
+            fmt: index of the format.
+            thought: uint8 [Lt, B, Ht] (broadcast), the type of each unit's tokens.
+            valid: bool [Lt, B, Ht, n].
+
+        Returns:
+            page and slot, int64 [Lt, B, Ht, n]; the page is `pages.count` where not valid.
+        """
+        per_page, here = self.slots[fmt], self.page.long()
+        fits = self._fits(fmt, thought, here)
+        if valid.shape[-1] == 1:  # the first page with room, its first free slot
+            column = (fits & (self.taken[here] < per_page)).to(torch.uint8).argmax(-1, keepdim=True)
+            page = torch.where(valid, here.gather(-1, column), self.pages.count)
+            slot = self.live[page, :per_page].to(torch.uint8).argmin(-1)
+        else:  # the i-th valid token takes the i-th free slot
+            free = (~self.live[here, :per_page] & fits[..., None]).flatten(-2)  # [Lt, B, Ht, width · slots]
+            rank = (valid.cumsum(-1) - 1).clamp(min=0)
+            column = free.to(torch.uint8).argsort(dim=-1, descending=True, stable=True).gather(-1, rank)
+            page = torch.where(valid, here.gather(-1, column // per_page), self.pages.count)
+            slot = column % per_page
+        self.live[page, slot] = valid
+        self.taken.scatter_add_(0, page.flatten(), valid.flatten().to(torch.int32))
+        filled = torch.where(valid, slot + 1, 0).to(torch.int16)
+        self.filled.scatter_reduce_(0, page.flatten(), filled.flatten(), "amax")
+        return page, slot
+
+    def release(self, page: Tensor, slot: Tensor, which: Tensor) -> None:
+        """Free the slots for which `which` is true, and give back the pages that are empty now. Equal shapes."""
+        page = torch.where(which, page, self.pages.count).long()
+        self.live[page, slot] = False
+        self.taken.scatter_add_(0, page.flatten(), -which.flatten().to(torch.int32))
+        here = self.page.long()
+        empty = (self.page != self.pages.count) & (self.taken[here] == 0)
+        self.pages.give(self.page, empty)
+        self.format[torch.where(empty, here, self.pages.count)] = 255
+        self.page = torch.where(empty, self.pages.count, self.page)
+
+    def entries(
+        self, unit: tuple[int, int, int], tokens: dict[tuple[int, int], int], starts: Sequence[int]
+    ) -> list[Entry]:
+        """The table of one unit, for reading.
+
+        Args:
+            unit: its index (table layer, row, table head).
+            tokens: (page, slot) → original position.
+            starts: positions at which the sequence's segments begin, ascending.
+        """
+        out = []
+        for page in self.page[unit].tolist():
+            if page == self.pages.count:
+                continue
+            slots = range(self.slots[int(self.format[page])])
+            at = {s: tokens[page, s] for s in slots if (page, s) in tokens}
+            of = {s: max((b for b in starts if b <= pos), default=0) for s, pos in at.items()}
+            here = tuple(sorted(set(of.values())))
+            filled = int(self.filled[page])
+            out.append(
+                Entry(
+                    page, int(self.format[page]), int(self.thought[page]), filled, here,
+                    tuple("".join("1" if of.get(s) == b else "0" for s in slots) for b in here),
+                    "".join("1" if s < filled and s not in of else "0" for s in slots),
+                )
+            )  # fmt: skip
+        return out
+
+    def _fits(self, fmt: int, thought: Tensor, here: Tensor) -> Tensor:
+        """Pages of a unit that are for tokens of this format and type: bool [Lt, B, Ht, width]."""
+        return (self.format[here] == fmt) & (self.thought[here] == thought[..., None])
+
+    def _widen(self, most: int) -> None:
+        """Room for `most` more columns."""
+        self.widest += most
+        if self.widest > self.page.shape[-1]:  # as far as the host knows: count
+            self.widest = most + int((self.page != self.pages.count).sum(-1).max())
+            if (more := self.widest - self.page.shape[-1]) > 0:
+                more = max(more, self.page.shape[-1])  # doubling
+                self.page = torch.nn.functional.pad(self.page, (0, more), value=self.pages.count)

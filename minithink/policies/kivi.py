@@ -1,0 +1,53 @@
+"""KIVI: integers of 2 or 4 bits, keys per channel and values per token (Liu et al. 2024, arXiv 2402.02750).
+
+Outliers of keys sit in fixed channels, so a group of keys is G consecutive tokens of one channel (§3.1: "per
+channel"); values have no such pattern, and a group is G channels of one token ("per token"). Scale and minimum are
+FP16 (§3.2; `quant/int_asymmetric.py` has the equations). The newest tokens, the residual, are in full precision
+(algorithm 1): they are quantized R at a time, as soon as R of them wait. The prompt's last tokens, which fill no
+block of R, wait too, and attention while the prompt is read, and of the step that fills the block, sees them exact.
+
+- Values: the official code keeps a sliding window of the last R in full precision and quantizes the oldest one in
+  every step: flush="official". By default ("block") they leave in blocks with the keys, so that R/2 on average are
+  exact instead of R, and the buffer holds no value twice. (In the official schedule a value's codes are written with
+  its key's, and read only when it has left the window: the result is the same, for a value's group is its token.)
+- The official code leaves the key's blocks where a group is constant at 0/0; here such a group is its minimum.
+- Defaults are those of the paper's main results: 2 bits, G = 32, R = 128.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from minithink.errors import UsageError
+from minithink.kv.contract import Policy, Storage
+from minithink.quant import parse_pair
+
+
+@dataclass
+class Kivi(Policy):
+    """Keep everything in 2 or 4 bits, the newest tokens exact."""
+
+    bits: int = 2  # of a key's code: 2, 4 or 8
+    v_bits: int | None = None  # of a value's; none: the same
+    group: int = 32  # G: elements that share scale and minimum
+    residual: int = 128  # R: tokens that are quantized together
+    block: int = 16  # tokens of a page, a power of two
+    flush: Literal["block", "official"] = "block"  # when values are quantized: with their keys, or one every step
+
+    name = "kivi"
+    summary = "keep everything in 2 bits, keys per channel, values per token (KIVI)"
+    scope = "sequence"
+
+    def __post_init__(self) -> None:
+        v_bits = self.bits if self.v_bits is None else self.v_bits
+        if not {self.bits, v_bits} <= {2, 4, 8}:
+            raise UsageError(f"kivi: bits are {self.bits} for keys and {v_bits} for values; choose 2, 4 or 8.")
+        pair = f"int{self.bits}:group={self.group},by=token/int{v_bits}:group={self.group}"
+        parse_pair(pair)  # UsageError: no such group
+        if self.residual < 1 or self.residual % self.group:
+            raise UsageError(
+                f"kivi: a residual of {self.residual} tokens must be a positive multiple of the group, {self.group}."
+            )
+        lag = self.flush == "official"
+        self.storage = Storage(thoughts=(pair,), buffer=self.residual, tail="keep", block=self.block, lag=lag)

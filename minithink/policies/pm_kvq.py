@@ -1,0 +1,99 @@
+"""PM-KVQ: progressive mixed-precision quantization (Liu et al. 2025; official code, spec/baselines.md §15).
+
+Everything is kept. Tokens start as 16-bit integers; whenever the cache outgrows its memory, all of them shrink to
+half the bits, 16 → 8 → 4 → 2, so that early tokens are not coarser than the memory asks for. Three regions:
+
+    sink      the first tokens, in full precision
+    middle    integers of n bits, groups of min(128, D) channels of one token, FP32 scale and minimum
+    window    the newest tokens, in full precision; a full window becomes middle as a whole, then starts anew
+
+After every token (`progress`), as in the official code's accounting, which leaves out scales and minima:
+
+    16·(n_sink + n_window) + n·n_middle > bits · max_len   →   n ← n / 2, once a token at most
+
+Shrinking works on the integers, and a window that moves when n < 16 passes through 16 bits (the packed backend).
+
+- Budget: the same for all layers, in bits a token at `max_len` tokens; the paper's choice of 2 or 4 bits a layer,
+  from gradients, is not here, nor is SmoothAttention, which is folded into the model's weights.
+- Order: the window becomes middle after the decision here. If n halves in the very step in which a window is full,
+  or at the end of the prompt, those tokens have the old n for one more step.
+- At 2 bits and over the budget the official code stops with an error; here it stays at 2 bits.
+- In a stack with evictions the rule counts the tokens that are held, averaged over lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from minithink.errors import UsageError
+from minithink.kv.contract import Edit, OpenSegment, Policy, Requantize, Step, Storage
+from minithink.quant import parse_pair
+
+WIDTHS = (16, 8, 4, 2)  # bits of thought type 0, 1, 2, 3
+WAITS = 255  # `Step.format` of a token in the window
+
+
+@dataclass
+class PMKVQ(Policy):
+    """Keep everything, in fewer and fewer bits."""
+
+    bits: float = 4.0  # budget, bits a number at max_len tokens; 2 to 16
+    max_len: int = 32768  # tokens
+    sink: int = 1  # tokens
+    window: int = 128  # tokens
+    group: int = 128  # channels that share scale and minimum; a head, if that is less
+    block: int = 8  # tokens of a page at 16 bits, a power of two
+
+    name = "pm_kvq"
+    summary = "keep everything in 16, 8, 4, then 2 bits as the cache grows (PM-KVQ)"
+    scope = "sequence"
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bits <= 16:
+            raise UsageError(f"pm_kvq: bits is {self.bits}; it must be from 2 to 16.")
+        if self.max_len < 1 or self.sink < 0 or self.window < 1:
+            raise UsageError(
+                f"pm_kvq: max_len={self.max_len}, sink={self.sink}, window={self.window} tokens: max_len and window "
+                "must be at least 1, sink at least 0."
+            )
+        thoughts = tuple(f"int{width}:group={self.group},params=fp32" for width in WIDTHS)
+        parse_pair(thoughts[0])  # UsageError: no such group
+        self.storage = Storage(
+            thoughts, buffer=self.window, tail="keep", sink=self.sink, shrink=True, block=self.block
+        )
+
+    def decide(self, step: Step) -> Iterable[Edit]:
+        pos, fmt = step.pos(), step.format()  # [Lt, B, Ht, S]
+        # when this step is over, positions below `sink` are the sink, those from `start` on the window: [B]
+        sink = step.prompt.clamp(max=self.sink)
+        start = sink + (step.prompt + step.clock - sink) // self.window * self.window
+        exact = ((pos >= 0) & (pos < sink[:, None, None])) | (pos >= start[:, None, None])
+        middle = (pos >= 0) & ~exact
+        lanes = pos.shape[0] * pos.shape[2]
+        n_exact, n_middle = (x.sum((0, 2, 3)).double() / lanes for x in (exact, middle))
+        level = step.thought.long()
+        goal = progress(level, n_exact, n_middle, self.bits * self.max_len)
+        # what is wider than the goal: integers of formats 1 … goal, for 0 is plain
+        wider = (pos >= 0) & (fmt > 0) & (fmt != WAITS) & (fmt <= goal[:, None, None]) & step.active[:, None, None]
+        for i in range(1, len(WIDTHS)):
+            where = wider & (goal == i)[:, None, None]
+            if step.any(where):
+                yield Requantize(where, self.storage.thoughts[i], how="shrink")
+        yield OpenSegment(step.active & (goal > level), goal.to(step.thought.dtype))
+
+
+def progress(level: Tensor, n_exact: Tensor, n_middle: Tensor, limit: float) -> Tensor:
+    """The next level, an index into WIDTHS: one more where the tokens exceed the limit.
+
+    Args:
+        level: int64 [B].
+        n_exact: tokens of sink and window, counted as 16 bits; any number type [B].
+        n_middle: tokens of `WIDTHS[level]` bits [B].
+        limit: bits · max_len.
+    """
+    # 16·(n_sink + n_window) + n·n_middle
+    held = 16 * n_exact + n_middle * 2.0 ** (4 - level)
+    return (level + (held > limit)).clamp(max=len(WIDTHS) - 1)

@@ -1,0 +1,58 @@
+"""Quant: every token stays, stored in another number format (`minithink/quant/`).
+
+The plainest quantized cache, for comparing formats: new tokens are quantized as they come, or, where keys share their
+scales across tokens, in blocks of `buffer` tokens that wait in full precision until the last of them is there. The
+prompt is quantized when it is read, its last, shorter block too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minithink.errors import UsageError
+from minithink.kv.contract import Policy, Storage
+from minithink.quant import parse, parse_pair
+
+
+@dataclass
+class Quant(Policy):
+    """Keep everything in one format."""
+
+    fmt: str = "nvfp4"  # of keys: a name of minithink/quant, without options
+    v_fmt: str = ""  # of values; "": the same
+    group: int = 16  # elements that share a scale, in formats that have scales: 16, 32, 64 or 128
+    by: str = "channel"  # what a group of keys runs along: channel or token; values always by channel
+    buffer: int = 0  # tokens that wait in full precision; 0: one group if by=token, else none
+    block: int = 16  # tokens of a page, a power of two
+
+    name = "quant"
+    summary = "keep everything in few bits (nvfp4, fp8, int4, ternary, …)"
+    scope = "sequence"
+
+    def __post_init__(self) -> None:
+        keys, values = self.fmt, self.v_fmt or self.fmt
+        if any(mark in keys + values for mark in ":/"):
+            raise UsageError(
+                f"quant: the formats {keys!r} and {values!r} must be plain names; options are fields of their own "
+                "(group, by), and the values' format is v_fmt."
+            )
+        if self.by not in ("channel", "token"):
+            raise UsageError(f"quant: by is {self.by!r}; a group of keys runs by channel or by token.")
+        by_token = self.by == "token"
+        if by_token and not parse(keys).group:
+            raise UsageError(f"quant: {keys} has no groups: drop by=token.")
+        buffer = self.buffer or (self.group if by_token else 0)
+        if buffer < 0 or (by_token and buffer % self.group):
+            raise UsageError(
+                f"quant: a buffer of {buffer} tokens; it must be 0 or more, and by=token a multiple of the group, "
+                f"{self.group}."
+            )
+        pair = f"{self._named(keys, by_token)}/{self._named(values)}"
+        parse_pair(pair)  # UsageError: no such group
+        self.storage = Storage(thoughts=(pair,), buffer=buffer, block=self.block)
+
+    def _named(self, fmt: str, by_token: bool = False) -> str:
+        """The name with its options. UsageError: there is no such format."""
+        if not parse(fmt).group:
+            return fmt
+        return f"{fmt}:group={self.group}" + (",by=token" if by_token else "")

@@ -1,0 +1,61 @@
+"""StreamingLLM: the first `sink` tokens and the last budget − sink (Xiao et al. 2023, arXiv 2309.17453, §3.2).
+
+Attention gives much of its mass to the first tokens whatever they say; without them the softmax is spread anew and
+the model breaks. All lanes keep the same tokens, and the newest token attends before anything is evicted, both as in
+the official code.
+
+- Positions: the paper counts them inside the cache (§3.2), so that the sinks seem to stand directly before the
+  window. `rerotate` does so: the sinks are attended by a second copy of the query, rotated to that distance, which
+  gives the logits of the paper's rotated keys. By default positions stay original, as in all comparisons of
+  reasoning models (R-KV, DynTS).
+- While the prompt is read, attention is over all of it, as with every policy here.
+- `sink` are positions: tokens of the prompt, but the first generated ones too if the prompt is shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from minithink.errors import UsageError
+from minithink.kv.contract import Edit, Evict, Policy, Step, keep_best
+
+
+@dataclass
+class StreamingLLM(Policy):
+    """Keep attention sinks and the newest tokens."""
+
+    budget: int | None = None  # tokens, sinks included
+    sink: int = 4  # tokens; DynTS's runs have 10
+    rerotate: bool = False  # positions inside the cache, as in the paper
+    schedule: str = "every"
+    protect_prompt: bool = False
+
+    name = "streaming_llm"
+    summary = "keep the first and the last tokens (StreamingLLM)"
+    scope = "sequence"
+
+    def __post_init__(self) -> None:
+        if self.sink < 0 or (self.budget is not None and self.budget <= self.sink):
+            raise UsageError(
+                f"streaming_llm: sink is {self.sink} and the budget {self.budget} tokens; sink must be at least 0, "
+                "and the budget more than sink, for the newest token is in it too."
+            )
+        if self.rerotate and self.protect_prompt:
+            raise UsageError(
+                "streaming_llm: rerotate moves the sinks next to the window, and a protected prompt lies between "
+                "them: drop one of the two."
+            )
+        self.pull = self.sink if self.rerotate else 0
+
+    def decide(self, step: Step) -> Iterable[Edit]:
+        due, _ = self.due(step)  # bool [Lt, B, Ht]
+        if not step.any(due):
+            return
+        pos = step.pos()  # [Lt, B, Ht, S]
+        candidate = (pos >= 0) & ~step.protected()
+        score = pos.double().masked_fill(pos < self.sink, torch.inf)
+        kept = keep_best(score, candidate, self.room(step))
+        yield Evict(due[..., None] & candidate & ~kept)

@@ -1,0 +1,48 @@
+"""Parts of an attention, merged by their log-sum-exp: the identity behind flash-decoding (ThinKV §C.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def partial_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over a part of the tokens, and how much weight the part has.
+
+        lse = log Σ_j exp(q·k_j/√D)
+
+    Args:
+        q: [N, Hq, D].
+        k, v: [N, Hkv, S, D], of this part.
+        valid: bool [N, Hkv, S].
+
+    Returns:
+        out: float32 [N, Hq, D], 0 where no token is valid.
+        lse: float32 [N, Hq], −∞ there.
+    """
+    n, hq, d = q.shape
+    grouped = q.view(n, k.shape[1], -1, d).float()
+    logits = grouped @ k.float().transpose(-1, -2) / d**0.5  # [N, Hkv, g, S]
+    logits = logits.masked_fill(~valid[:, :, None], -torch.inf)
+    lse = logits.logsumexp(-1)
+    p = (logits - lse.clamp(min=torch.finfo(torch.float32).min)[..., None]).exp()
+    return (p @ v.float()).view(n, hq, d), lse.view(n, hq)
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """One attention of several.
+
+        out = Σ_i exp(lse_i − lse)·out_i,   lse = log Σ_i exp(lse_i)
+
+    Args:
+        parts: (out [N, Hq, D], lse [N, Hq]) each; somewhere a token must be.
+
+    Returns:
+        out and lse of all parts' tokens together.
+    """
+    outs, lses = torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts])
+    lse = lses.logsumexp(0)
+    # a softmax: its weights sum to 1 even where lse is so large that its rounding shows
+    return (lses.softmax(0)[..., None] * outs).sum(0), lse

@@ -1,0 +1,41 @@
+"""How much a cached key resembles the others: the redundancy of R-KV."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ROWS_AT_ONCE = 256  # rows of C in memory at once
+
+
+def redundancy(k: Tensor, valid: Tensor, threshold: float = 0.5) -> Tensor:
+    """R-KV's redundancy (`rkv/utils.py`, `retain_direction="last"`; SkipKV eq. 5).
+
+        C_ij = k̂_i·k̂_j, k̂ = k/(‖k‖ + 1e−8)     over all valid keys, C_ii = 0
+        C_ij* = 0, j* = the largest j with C_ij > threshold: of those that resemble key i, the newest is spared;
+                a row with no such j loses C_i0 (a side effect of the papers' code, kept)
+        R_j  = softmax_j ( Σ_i C_ij / number of valid keys )
+
+    Of C, [S, S] in every lane, this keeps ROWS_AT_ONCE rows at a time, but it computes all of them. Only j* needs the
+    single elements: Σ_i C_ij = k̂_j·Σ_i k̂_i − k̂_j·k̂_j − Σ_{i: j*_i = j} C_ij.
+
+    Args:
+        k: [B, Hkv, S, D], rotated keys, oldest first; anything (also NaN) where not valid.
+        valid: bool [B, Hkv, S], or [B, 1, S] for all heads.
+
+    Returns:
+        float32 [B, Hkv, S]: sums to 1 over the valid keys, 0 elsewhere.
+    """
+    k = k.float().masked_fill(~valid.unsqueeze(-1), 0.0)
+    unit = k / (k.norm(dim=-1, keepdim=True) + 1e-8)
+    columns = torch.arange(k.shape[2], device=k.device)
+    total = torch.zeros(k.shape[:3], device=k.device)
+    for start in range(0, k.shape[2], ROWS_AT_ONCE):
+        rows = columns[start : start + ROWS_AT_ONCE, None]
+        c = unit[:, :, start : start + ROWS_AT_ONCE] @ unit.transpose(-1, -2)  # [B, Hkv, rows, S]
+        c = c.masked_fill(columns == rows, 0.0)
+        similar = (c > threshold) & valid.unsqueeze(2)
+        newest = torch.where(similar, columns, 0).amax(-1, keepdim=True)  # j*, [B, Hkv, rows, 1]
+        total += c.scatter(-1, newest, 0.0).sum(2)
+    mean = total / valid.sum(-1, keepdim=True)
+    return mean.masked_fill(~valid, -torch.inf).softmax(-1).masked_fill(~valid, 0.0)

@@ -1,0 +1,161 @@
+"""A KVManager driven step by step, what it should compute, and all tensors that it owns."""
+
+from __future__ import annotations
+
+import types
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minithink.backend import Backend
+from minithink.config import ModelConfig
+from minithink.kv.contract import Edit, Evict, Policy, Scope, Step, Storage, keep_best
+from minithink.kv.manager import KVManager
+from minithink.model import Decoder, Rope
+from minithink.ref.rope import rope
+from tests.strategies import MAX_POSITION
+
+
+class Full(Policy):
+    """Keeps everything, in any scope and storage."""
+
+    name = "everything"
+
+    def __init__(self, scope: Scope = "head", storage: Storage | None = None) -> None:
+        self.scope, self.storage = scope, storage or Storage()
+
+
+class Cut(Policy):
+    """Evicts the oldest tokens, on the schedule that all policies share."""
+
+    name = "cut"
+
+    def __init__(self, budget: int | None, **fields: Any) -> None:
+        self.budget = budget
+        for field, value in fields.items():
+            assert hasattr(Policy, field)
+            setattr(self, field, value)
+
+    def decide(self, step: Step) -> Iterable[Edit]:
+        due, _ = self.due(step)
+        protected = step.protected()
+        kept = keep_best(step.pos().float(), (step.pos() >= 0) & ~protected, self.room(step)) | protected
+        yield Evict(due[..., None] & ~kept)
+
+
+def manager_for(decoder: Decoder, policy: Policy, **options: Any) -> KVManager:
+    """Three rows, in the dtype of the decoder; freed memory is poisoned with NaN."""
+    options = {"rows": 3, "tokens": MAX_POSITION, "poison": True, **options}
+    return KVManager(decoder.config, Rope(decoder.config), policy, dtype=decoder.embed.dtype, **options)
+
+
+class Spy:
+    """Stands between the decoder and the manager and remembers what passes, token by token of every sequence."""
+
+    def __init__(self, manager: KVManager) -> None:
+        self.manager = manager
+        # kind → (sequence, layer) → one tensor a token: raw q [Hq, D], k and v [Hkv, D], attention's output [Hq, D],
+        # the residual stream before and after steering [d]
+        self.seen: dict[str, dict[tuple[int, int], list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Pass on, and remember."""
+        out = self.manager.attend(layer, q, k, v)
+        for kind, x in (("q", q), ("k", k), ("v", v), ("out", out)):
+            self._keep(kind, layer, x)
+        return out
+
+    def tap(self, layer: int, hidden: Tensor) -> Tensor:
+        """Pass on, and remember."""
+        out = self.manager.tap(layer, hidden)
+        self._keep("before", layer, hidden)
+        self._keep("after", layer, out)
+        return out
+
+    def _keep(self, kind: str, layer: int, x: Tensor) -> None:
+        now = self.manager._now
+        for row, part in zip(now.rows, x.split(now.counts), strict=True):
+            record = self.manager.rows[row]
+            assert record is not None
+            self.seen[kind][record.seq, layer] += part.double().unbind()
+
+    def get(self, kind: str, seq: int, layer: int) -> Tensor:
+        """All tokens of a sequence so far: [n, …] float64."""
+        return torch.stack(self.seen[kind][seq, layer])
+
+
+@torch.inference_mode()
+def feed(
+    decoder: Decoder, manager: KVManager, chunks: Mapping[int, Sequence[int]], spy: Spy | None = None
+) -> dict[int, Tensor]:
+    """One step: sequence s gets the tokens chunks[s]; returns the logits of each, [len(chunks[s]), V]."""
+    counts, tokens = [len(chunk) for chunk in chunks.values()], [t for chunk in chunks.values() for t in chunk]
+    manager.begin_step(list(chunks), counts, tokens)
+    hidden = decoder(torch.tensor(tokens), spy or manager)
+    manager.end_step()
+    return dict(zip(chunks, decoder.logits(hidden).split(counts), strict=True))
+
+
+class _Masked:
+    """Attention over a whole text, where the query at i sees the key at j if visible[i, j]."""
+
+    def __init__(self, decoder: Decoder, visible: Tensor) -> None:
+        self.visible = visible
+        self.cos, self.sin = Rope(decoder.config).at(torch.arange(len(visible)))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = rope(q, self.cos, self.sin), rope(k, self.cos, self.sin)
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        logits = torch.einsum("ihd,jhd->hij", q, k) / q.shape[-1] ** 0.5
+        return torch.einsum("hij,jhd->ihd", logits.masked_fill(~self.visible, -torch.inf).softmax(-1), v)
+
+    def tap(self, layer: int, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+@torch.inference_mode()
+def masked_logits(decoder: Decoder, text: Sequence[int], visible: Tensor) -> Tensor:
+    """What the tokens of a text give when they see only some of those before them: visible bool [n, n] → [n, V]."""
+    return decoder.logits(decoder(torch.tensor(text), _Masked(decoder, visible)))
+
+
+def text_of(config: ModelConfig, n: int, seed: int) -> list[int]:
+    """n random tokens."""
+    return torch.randint(config.vocab_size, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.inference_mode()
+def kept(manager: KVManager, seq: int) -> list[list[int]]:
+    """Positions that each table of a sequence holds, layer by layer and head by head."""
+    lanes = manager.store.positions()[:, manager._row_of[seq]].flatten(0, 1)
+    return [[p for p in lane if p >= 0] for lane in lanes.tolist()]
+
+
+def owned_bytes(*roots: object) -> int:
+    """Bytes of all tensors that can be reached from objects by their attributes and items; views count once.
+
+    Constants of the model (weights, RoPE's tables) are the model's own.
+    """
+    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in _tensors(roots, set())) if s.nbytes()}
+    return sum(storages.values())
+
+
+def _tensors(x: object, seen: set[int]) -> Iterator[Tensor]:
+    foreign = (Rope, Backend, ModelConfig, nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
+    if id(x) in seen or isinstance(x, foreign):
+        return
+    seen.add(id(x))
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, Mapping):
+        for item in x.values():
+            yield from _tensors(item, seen)
+    elif isinstance(x, (list, tuple, set, frozenset)):
+        for item in x:
+            yield from _tensors(item, seen)
+    elif hasattr(x, "__dict__"):
+        for item in vars(x).values():
+            yield from _tensors(item, seen)

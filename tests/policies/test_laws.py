@@ -1,0 +1,287 @@
+"""What holds for every policy: companions change nothing, the budget is kept, and every byte is accounted for."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+import torch
+from torch import Tensor
+
+from minithink.kv.contract import Stack
+from minithink.kv.manager import KVManager
+from minithink.model import Decoder
+from minithink.policies import POLICIES, parse
+from tests.compare import assert_close, assert_same, margins
+from tests.kv.run import feed, kept, manager_for, owned_bytes, text_of
+from tests.strategies import example_config, random_decoder
+
+torch.set_num_threads(1)
+
+# Every policy, so small that within PROMPT + ANSWER tokens it does all that it can do.
+SMALL: dict[str, tuple[str, ...]] = {
+    "full": ("full",),
+    "window": (
+        "window:budget=12",
+        "window:budget=17,protect_prompt=true,schedule=interval:5",
+        "window:schedule=sawtooth:20/14",
+    ),
+    "streaming_llm": (
+        "streaming_llm:budget=9,sink=3",
+        "streaming_llm:budget=9,sink=3,rerotate=true",
+        "streaming_llm:budget=18,sink=3,schedule=interval:4,protect_prompt=true",
+    ),
+    "random": ("random:budget=10", "random:budget=18,scope=layer,protect_prompt=true,schedule=sawtooth:18/15"),
+    "quant": (
+        "quant:fmt=nvfp4",
+        "quant:fmt=fp8",
+        "quant:fmt=int4,v_fmt=int2,by=token,block=8",
+        "quant:fmt=ternary,by=token,buffer=32,block=4",
+    ),
+    "kivi": ("kivi:group=16,residual=16,block=4", "kivi:bits=4,v_bits=2,group=16,residual=32"),
+    "crystal_kv_lite": (
+        "crystal_kv_lite:budget=18,exempt_answer=false",
+        "crystal_kv_lite:budget=18,lam=0.9,birth=0,track=full,schedule=interval:4",
+    ),
+    "rkv": (
+        "rkv:budget=16,buffer=6,alpha=4,kernel_size=3",
+        "rkv:budget=18,buffer=5,alpha=3,global_clock=true,exempt_answer=true",
+    ),
+    "pm_kvq": ("pm_kvq:bits=4,max_len=24,sink=2,window=6,group=16,block=2",),
+}
+STACKS = (
+    "window:budget=16+quant:fmt=int4,by=token",
+    "kivi:group=16,residual=16,block=4+random:budget=20",
+    "pm_kvq:bits=4,max_len=24,sink=2,window=6,group=16,block=2+streaming_llm:budget=19,sink=3",
+)
+TEXTS = [*(text for texts in SMALL.values() for text in texts), *STACKS]
+
+PROMPT, ANSWER = 13, 45  # tokens of the sequence that is looked at
+OPEN, CLOSE, CLOSES = 7, 8, 30  # ends the think stage; the generated token at which it does
+WIDTH = 100  # columns, more than any sequence has tokens
+
+
+def test_every_policy_is_tried() -> None:
+    assert set(SMALL) == set(POLICIES)
+    for name, texts in SMALL.items():
+        assert texts
+        assert all(type(parse(text)) is POLICIES[name] for text in texts)
+
+
+def decoder_of(seed: int) -> Decoder:
+    """Heads of 16 channels, for the groups of the formats."""
+    architecture = ("Qwen3ForCausalLM", "LlamaForCausalLM")[seed % 2]
+    config = example_config(
+        architecture, num_heads=6, num_kv_heads=2, head_dim=16, hidden_size=24, num_layers=2 + seed
+    )
+    return random_decoder(config, seed)
+
+
+def make(decoder: Decoder, text: str, rows: int, columns: int | None) -> KVManager:
+    return manager_for(decoder, parse(text), rows=rows, tokens=WIDTH, columns=columns, think_ids=(OPEN, CLOSE))
+
+
+class Seen:
+    """What one sequence emitted, and what it kept."""
+
+    def __init__(self) -> None:
+        self.logits: list[Tensor] = []
+        self.kept: list[list[list[int]]] = []
+        self.formats: list[list[int]] = []  # of these
+
+
+def run(decoder: Decoder, text: str, companions: int | None, columns: int | None = None) -> Seen:
+    """One sequence, greedy but for its end of thought; its prompt comes in two chunks.
+
+    Args:
+        companions: two others run beside it, with texts and lengths drawn from this seed; in the middle one leaves
+            and a new one comes. None: it is alone.
+    """
+    rows = 1 if companions is None else 3
+    manager, seen, mine = make(decoder, text, rows, columns), Seen(), text_of(decoder.config, PROMPT, 5)
+    draw = torch.Generator().manual_seed(companions or 0)
+    numbers, others = count(100), list[int]()
+
+    def some(high: int) -> int:
+        return int(torch.randint(1, high, (), generator=draw))
+
+    def welcome() -> None:
+        seq, n = next(numbers), 3 + some(12)
+        words = text_of(decoder.config, n, some(10**6))
+        manager.join(seq, WIDTH, n, thinking=bool(some(3) - 1))
+        cut = some(n)
+        for chunk in (words[:cut], words[cut:]):
+            feed(decoder, manager, {seq: chunk})
+        others.append(seq)
+
+    def talk() -> dict[int, list[int]]:
+        return {seq: [some(decoder.config.vocab_size)] for seq in others}
+
+    def look() -> None:
+        seen.kept.append(kept(manager, 0))
+        row = manager._row_of[0]
+        seen.formats.append(manager.store.format()[:, row][manager.store.positions()[:, row] >= 0].tolist())
+
+    if companions is not None:
+        welcome()
+        for _ in range(some(6)):
+            feed(decoder, manager, talk())
+        welcome()  # into the row that will be used again
+        for _ in range(some(9)):
+            feed(decoder, manager, talk())
+        manager.leave(others.pop())
+    manager.join(0, WIDTH, PROMPT)
+    feed(decoder, manager, {0: mine[:6]})
+    if companions is not None:
+        feed(decoder, manager, talk())
+        welcome()
+    seen.logits.append(feed(decoder, manager, {0: mine[6:]})[0][-1])
+    look()
+    for i in range(ANSWER):
+        token = CLOSE if i == CLOSES else int(seen.logits[-1].argmax())
+        if companions is not None and i == ANSWER // 2:
+            manager.leave(others.pop(0))
+            welcome()
+        # always in the middle of the batch
+        batch = {**dict(list(talk().items())[:1]), 0: [token], **dict(list(talk().items())[1:])}
+        seen.logits.append(feed(decoder, manager, batch)[0][0])
+        look()
+    return seen
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("text", TEXTS)
+def test_companions_change_not_a_bit(text: str, seed: int) -> None:
+    """Law 2, at a fixed shape of the batch: the same bits, the same tokens kept, in the same formats."""
+    decoder = decoder_of(seed)
+    first, second = (run(decoder, text, companions, WIDTH) for companions in (1, 2))
+    assert second.kept == first.kept
+    assert second.formats == first.formats
+    for step, (got, want) in enumerate(zip(second.logits, first.logits, strict=True)):
+        assert_same(f"{text}, step {step}", got, want)
+    assert len(first.kept) == len(first.logits) == ANSWER + 1
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_batch_is_never_worse_than_its_parts(text: str, seed: int) -> None:
+    """Law 2: alone and beside others, the same tokens and the same choice of tokens, wherever one is decided."""
+    decoder = decoder_of(seed)
+    alone, batch = run(decoder, text, None), run(decoder, text, 3)
+    compared = 0
+    for step, (want, got) in enumerate(zip(alone.logits, batch.logits, strict=True)):
+        assert batch.kept[step] == alone.kept[step], f"{text}, step {step}"
+        assert batch.formats[step] == alone.formats[step], f"{text}, step {step}"
+        assert_close(f"{text}, step {step}", got, want, atol=1e-4)
+        if margins(want) <= 1e-5:
+            break  # from here on they may differ
+        assert int(got.argmax()) == int(want.argmax()), f"{text}, step {step}"
+        compared += 1
+    assert compared > ANSWER // 2
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_budget_and_bytes(text: str) -> None:
+    """Law 4, after every step: lanes hold at most budget + slack tokens, and the ledger knows all tensors' bytes."""
+    decoder = decoder_of(0)
+    manager = make(decoder, text, 3, None)
+    policy, config = manager.policy, decoder.config
+    prompts = {0: 13, 1: 5, 2: 9, 3: 12}
+    texts = {s: text_of(config, n + ANSWER, s) for s, n in prompts.items()}
+    answers: dict[int, int] = {}  # position at which each one's answer begins
+    acted = False
+
+    def check() -> None:
+        nonlocal acted
+        ledger = manager.ledger()
+        assert ledger.total == owned_bytes(manager), (text, ledger)
+        assert ledger.reserve >= 0, (text, ledger)
+        of_sequences = sum(manager.held_bytes(s) for s in manager._row_of)
+        assert of_sequences == ledger.held - ledger.state - ledger.observations, (text, ledger)
+        if not policy.demands:
+            assert not manager.observed
+            assert ledger.observations == 0
+        for s in manager._row_of:
+            n = manager.length(s)
+            if n < prompts[s]:
+                continue
+            lanes = kept(manager, s)
+            acted |= any(len(lane) < n for lane in lanes) or bool(manager.store.used - {0})
+            # nothing is held that never was, and nothing twice
+            assert all(lane == sorted(set(lane)) and all(0 <= p < n for p in lane) for lane in lanes)
+            if policy.limit is None:
+                assert all(len(lane) == n for lane in lanes)
+                continue
+            end = answers.get(s, n) if policy.exempt_answer else n
+            limit = torch.full(manager.shape.tables, policy.limit)[:, manager._row_of[s]].flatten()
+            if not isinstance(policy, Stack) and policy.budget is not None:  # lanes with budgets of their own
+                limit = limit + manager.budgets[id(policy)][:, manager._row_of[s]].flatten() - policy.budget
+            assert all(
+                sum(p < end for p in lane) <= most for lane, most in zip(lanes, limit.tolist(), strict=True)
+            ), (text, s, lanes)
+
+    def advance(*seqs: int) -> None:
+        chunks = {}
+        for s in seqs:
+            n = manager.length(s)
+            chunks[s] = texts[s][n : min(n + 5, prompts[s])] if n < prompts[s] else texts[s][n : n + 1]
+            if n >= prompts[s] and chunks[s] == [CLOSE]:
+                answers.setdefault(s, n)
+            if n >= prompts[s] and chunks[s] == [OPEN]:
+                answers.pop(s, None)
+        feed(decoder, manager, chunks)
+        check()
+
+    def begin(s: int) -> None:
+        texts[s] = [5 if i >= prompts[s] and t in (OPEN, CLOSE) else t for i, t in enumerate(texts[s])]
+        texts[s][prompts[s] + CLOSES] = CLOSE
+        manager.join(s, WIDTH, prompts[s])
+        check()
+        while manager.length(s) < prompts[s]:
+            advance(s)
+
+    check()
+    begin(0)
+    for _ in range(3):
+        advance(0)
+    begin(1)
+    for _ in range(20):
+        advance(1, 0)
+    begin(2)
+    for i in range(18):
+        advance(*((0, 1, 2) if i % 3 else (2, 0)))
+    manager.leave(0)
+    check()
+    begin(3)
+    for _ in range(20):
+        advance(2, 3)
+    for _ in range(20):
+        advance(3)
+    for s in (2, 1, 3):
+        manager.leave(s)
+        check()
+    assert acted or text == "full", f"{text} did nothing: choose smaller hyperparameters"
+    assert manager.store.table.pages.free == manager.store.table.pages.count
+    assert manager.store.free_rows.free == manager.store.free_rows.count
+    assert manager.ledger().payload == manager.ledger().buffers == 0
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_pool_suffices(text: str) -> None:
+    """It is made for the longest sequence in every row, whatever part of it is prompt, and for rows used again."""
+    decoder, policy = decoder_of(0), parse(text)
+    most = policy.budget - 1 if policy.protect_prompt and policy.budget is not None else 40
+    prompts, length = (13, most, 3), 50
+    manager = manager_for(decoder, policy, rows=3, tokens=length, think_ids=(OPEN, CLOSE))
+    for turn in range(2):
+        seqs = [3 * turn + i for i in range(3)]
+        for s, n in zip(seqs, prompts, strict=True):
+            manager.join(s, length, n)
+        for s, n in zip(seqs, prompts, strict=True):
+            feed(decoder, manager, {s: text_of(decoder.config, n, s)})
+        while running := [s for s in seqs if manager.length(s) < length]:
+            tokens = text_of(decoder.config, 3, manager.length(seqs[0]))
+            feed(decoder, manager, {s: tokens[s % 3 : s % 3 + 1] for s in running})
+        assert [manager.length(s) for s in seqs] == [length] * 3
+        for s in seqs:
+            manager.leave(s)
