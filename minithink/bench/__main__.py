@@ -1,4 +1,4 @@
-"""The command line: `python -m minithink.bench decode|accuracy|tables`."""
+"""The command line: `python -m minithink.bench decode|accuracy|paged|memory|tables`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import argparse
 import sys
 from typing import NoReturn
 
-from minithink.bench import accuracy, decode, tables
+from minithink.bench import accuracy, decode, memory, paged, tables
 from minithink.errors import MinithinkError, UsageError
 
-COMMANDS = {"decode": decode, "accuracy": accuracy, "tables": tables}
+COMMANDS = {"decode": decode, "accuracy": accuracy, "paged": paged, "memory": memory, "tables": tables}
 
 
 class Parser(argparse.ArgumentParser):

@@ -99,7 +99,7 @@ def decode(result: dict[str, Any]) -> list[str]:
             str(m["batch"]),
             f"{m['ours']['tokens_per_second']:,.0f} tok/s",
             f"{peer['tokens_per_second']:,.0f} tok/s" if peer else "–",
-            f"**{m['ratio']:.2f} ×**" if peer else "–",
+            _ratio(m) if peer else "–",
             f"{m['decode_ratio']:.2f} ×" if "decode_ratio" in m else "–",
             " / ".join(shares) if any(s != "–" for s in shares) else "–",
         ))  # fmt: skip
@@ -107,6 +107,13 @@ def decode(result: dict[str, Any]) -> list[str]:
         if all(row[i] == "–" for row in rows[1:]):
             rows = [row[:i] + row[i + 1 :] for row in rows]
     return [*markdown(rows), "", _source(result)]
+
+
+def _ratio(m: dict[str, Any]) -> str:
+    """The ratio, and from where to where it went in the pairs of runs whose median it is."""
+    pairs = m.get("ratios", [])
+    spread = f" ({min(pairs):.2f} to {max(pairs):.2f})" if len(pairs) > 1 else ""
+    return f"**{m['ratio']:.2f} ×**{spread}"
 
 
 def _share_of_limit(result: dict[str, Any], m: dict[str, Any], side: dict[str, Any]) -> str:
@@ -144,6 +151,27 @@ def accuracy(result: dict[str, Any]) -> list[str]:
     return [*markdown(rows), "", _source(result)]
 
 
+def paged(result: dict[str, Any]) -> list[str]:
+    """Speed of the paged store beside the plain cache, one row a batch size."""
+    rows: list[tuple[str, ...]] = [("batch", "pages", "plain cache", "ratio", "goal")]
+    for m in result["measurements"]:
+        speeds = (f"{m[side]['tokens_per_second']:,.0f} tok/s" for side in ("paged", "plain"))
+        goal = f"{m['target']} ×, {'reached' if m['target_reached'] else 'missed'}" if "target" in m else "–"
+        rows.append((str(m["batch"]), *speeds, _ratio(m), goal))
+    return [*markdown(rows), "", _source(result)]
+
+
+def memory(result: dict[str, Any]) -> list[str]:
+    """Bytes held under each policy, by kind."""
+    kinds = [k for k in result["measurements"][0]["kinds"] if any(m["kinds"][k] for m in result["measurements"])]
+    rows: list[tuple[str, ...]] = [("policy", "tokens a lane", "held", "of full", *kinds)]
+    for m in result["measurements"]:
+        sizes = (f"{m['kinds'][kind] / 2**20:,.2f}" if m["kinds"][kind] else "–" for kind in kinds)
+        held = f"**{m['held'] / 2**20:,.2f} MiB**"
+        rows.append((f"`{m['policy']}`", f"{m['tokens_held']:,}", held, f"{m['share']:.1%}", *sizes))
+    return [*markdown(rows), "", _source(result)]
+
+
 def markdown(rows: list[tuple[str, ...]]) -> list[str]:
     """A table whose first row is the heading; every column but the first is aligned right."""
     rule = ("---", *["---:"] * (len(rows[0]) - 1))
@@ -152,9 +180,9 @@ def markdown(rows: list[tuple[str, ...]]) -> list[str]:
 
 def _source(result: dict[str, Any]) -> str:
     """Where the figures come from, in one line."""
-    machine, versions, settings = result["machine"], result["versions"], result.get("settings", {})
-    where = machine.get("gpu") or machine["cpu"]
-    if "gpu" not in machine and "threads" in settings:
+    versions, settings = result["versions"], result.get("settings", {})
+    where = _place(result)
+    if "gpu" not in result["machine"] and "threads" in settings:
         where += f", {settings['threads']} threads"
     what = [f"torch {versions['torch']}"]
     if result["benchmark"] == "decode" and versions.get("transformers"):
@@ -162,14 +190,31 @@ def _source(result: dict[str, Any]) -> str:
     if result["benchmark"] == "accuracy":
         sampling = f"temperature {settings['temperature']:g}" if settings["temperature"] else "greedy"
         what.append(f"{settings['split']} split, {sampling}, {settings['dtype']}")
-    commit = result["commit"]
-    short = commit[:10] + ("-dirty" if commit.endswith("-dirty") else "")
     note = "" if result.get("complete") else " The run was not complete."
-    return f"*{where}; {', '.join(what)}; {result['date'][:10]}, commit {short}: `{result['command']}`.{note}*"
+    if parts := result.get("sources"):
+        counts: dict[str, int] = {}
+        for part in parts:
+            known = "commit" in part
+            place = f"{_place(part)}, commit {_short(part['commit'])}" if known else "a machine not recorded"
+            counts[place] = counts.get(place, 0) + part["sequences"]
+        note += " Generated: " + "; ".join(f"{n:,} of the sequences on {place}" for place, n in counts.items()) + "."
+        where = f"Counted on {where}"
+    commit = _short(result["commit"])
+    return f"*{where}; {', '.join(what)}; {result['date'][:10]}, commit {commit}: `{result['command']}`.{note}*"
+
+
+def _place(result: dict[str, Any]) -> str:
+    return str(result["machine"].get("gpu") or result["machine"]["cpu"])
+
+
+def _short(commit: str) -> str:
+    return commit[:10] + ("-dirty" if commit.endswith("-dirty") else "")
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "decode-cpu": decode,
     "decode-gpu": decode,
     "accuracy": accuracy,
+    "cache-speed": paged,
+    "cache-bytes": memory,
 }
