@@ -32,7 +32,7 @@ class Backend:
     rope: Callable[[Tensor, Tensor, Tensor], Tensor]
     swiglu: Callable[[Tensor], Tensor]
     attention: Callable[[Tensor, Tensor, Tensor], Tensor]
-    decode_attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    decode_attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     window_importance: Callable[..., Tensor]
     redundancy: Callable[[Tensor, Tensor, float], Tensor]
     lrfu: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor, Tensor]]

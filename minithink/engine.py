@@ -7,6 +7,7 @@ for chunk in engine.stream("What is 6 · 7?"): ...
 
 from __future__ import annotations
 
+import bisect
 import copy
 import json
 import re
@@ -253,8 +254,8 @@ class Engine:
         if chosen is not None:
             for prompt in ids:
                 check_budget(chosen, len(prompt))
-        if wanted is None and (chosen is None or chosen.limit is None or chosen.exempt_answer):
-            self._cap(sequences, batch_size)
+        if wanted is None:
+            self._cap(sequences, batch_size, chosen)
         return Stream(self, sequences, params, self._fit(sequences, batch_size, chosen), stops, chosen)
 
     def _policy(self, policy: str | Policy | None, budget: int | None, schedule: str | None) -> Policy | None:
@@ -304,12 +305,21 @@ class Engine:
         room = context - length
         return (wanted, "length") if wanted is not None and wanted <= room else (room, "context")
 
-    def _cap(self, sequences: list[Track], batch_size: int | None) -> None:
+    def _cap(self, sequences: list[Track], batch_size: int | None, policy: Policy | None) -> None:
         """Limit sequences that nobody limited to what fits into the memory, with a reserve for all else."""
         if (free := _free_bytes(self.device)) is None:
             return
-        per_token = self.config.kv_bytes_per_token(self.dtype.itemsize)
-        room = int(OPEN_ENDED * free) // per_token // min(batch_size or 1, len(sequences))
+        free, rows = int(OPEN_ENDED * free), min(batch_size or 1, len(sequences))
+        if policy is None:
+            room = free // self.config.kv_bytes_per_token(self.dtype.itemsize) // rows
+        else:  # the largest number of tokens whose worst case fits
+            prompt, chosen = max(len(s.prompt) for s in sequences), policy
+
+            def exceeds(tokens: int) -> bool:
+                needed = bytes_for(self.config, chosen, self.dtype, rows=rows, tokens=tokens, prompt=prompt)
+                return needed > free
+
+            room = bisect.bisect_left(range(self.config.max_position + 1), True, key=exceeds) - 1
         for s in sequences:
             if len(s.prompt) < room < len(s.prompt) + s.limit:
                 s.limit, s.limit_reason = room - len(s.prompt), "length"
@@ -323,7 +333,7 @@ class Engine:
         per_token = self.config.kv_bytes_per_token(self.dtype.itemsize)
         sizes = sorted((len(s.prompt) + s.limit for s in sequences), reverse=True)  # the worst that may coincide
         if policy is not None:
-            return self._fit_policy(sizes[0], at_once, free, policy, batch_size)
+            return self._fit_policy(sequences, at_once, free, policy, batch_size)
         fitting = next((n for n in range(at_once, 0, -1) if sum(sizes[:n]) * per_token <= free), 0)
         if fitting == at_once or (fitting and batch_size is None):
             return fitting
@@ -337,16 +347,24 @@ class Engine:
             f"{free / 2**20:,.0f} MiB are free: use {' or '.join(fixes) or 'a shorter prompt'}."
         )
 
-    def _fit_policy(self, tokens: int, at_once: int, free: int, policy: Policy, batch_size: int | None) -> int:
+    def _fit_policy(
+        self, sequences: list[Track], at_once: int, free: int, policy: Policy, batch_size: int | None
+    ) -> int:
         """The same under a policy, whose pool is made for the worst case of every row."""
-        needed = bytes_for(self.config, policy, self.dtype, tokens)
-        fitting = min(at_once, free // needed)
+        tokens, prompt = max(len(s.prompt) + s.limit for s in sequences), max(len(s.prompt) for s in sequences)
+
+        def needed(rows: int) -> int:
+            return bytes_for(self.config, policy, self.dtype, rows=rows, tokens=tokens, prompt=prompt)
+
+        fitting = next((n for n in range(at_once, 0, -1) if needed(n) <= free), 0)
         if fitting == at_once or (fitting and batch_size is None):
             return fitting
-        fixes = ([f"--batch-size {fitting}"] if fitting else []) + ["fewer --max-new-tokens", "a smaller --budget"]
+        fixes = ([f"--batch-size {fitting}"] if fitting else []) + ["fewer --max-new-tokens"]
+        fixes += ["a smaller --budget"] if policy.budget is not None else []
         raise MinithinkError(
-            f"Out of memory: under {policy.name}, {at_once} sequences of up to {tokens:,} tokens may need "
-            f"{at_once * needed / 2**20:,.0f} MiB and {free / 2**20:,.0f} MiB are free: use {' or '.join(fixes)}."
+            f"Out of memory: under {policy.name}, {at_once} {'sequence' if at_once == 1 else 'sequences'} of up to "
+            f"{tokens:,} tokens may need {needed(at_once) / 2**20:,.0f} MiB and {free / 2**20:,.0f} MiB are free: "
+            f"use {' or '.join(fixes)}."
         )
 
 

@@ -83,10 +83,10 @@ def main(argv: list[str] | None = None) -> int:
         try:
             args = _parser().parse_args(argv)
             if args.list_policies:
-                from minithink.policies import POLICIES
+                from minithink.policies import POLICIES, describe
 
                 for policy in POLICIES.values():
-                    print(f"{policy.name:16} {policy.summary}")
+                    print(f"{policy.name:16} {policy.summary}\n{'':16}   {describe(policy)}")
                 return 0
             return run(args)
         finally:

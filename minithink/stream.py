@@ -128,8 +128,10 @@ class Stream:
             return FullCache(engine.config, engine.rope, **options)
         longest = max(len(s.prompt) + s.limit for s in self.sequences)
         ids = (tokens.id_of(OPEN), tokens.id_of(CLOSE))
+        prompt = max(len(s.prompt) for s in self.sequences)
         return KVManager(
-            engine.config, engine.rope, policy, rows=self.batch_size, tokens=longest, think_ids=ids, **options
+            engine.config, engine.rope, policy, rows=self.batch_size, tokens=longest, prompt=prompt, prompts=1,
+            think_ids=ids, **options,
         )  # fmt: skip
 
     def steps(self) -> Iterator[int]:

@@ -16,7 +16,7 @@ import minithink
 from minithink import stream as stream_module
 from minithink.engine import Engine, GenerationConfig, load
 from minithink.errors import MinithinkError, UsageError
-from minithink.kv.manager import bytes_for
+from minithink.kv.manager import KVManager, bytes_for
 from minithink.model import Decoder
 from minithink.policies import parse
 from minithink.policies.window import Window
@@ -487,12 +487,39 @@ def test_a_policy_object_is_copied(engine: Engine) -> None:
 
 def test_memory_under_a_policy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy's pool holds the worst case of every row."""
-    row = bytes_for(engine.config, parse("full"), torch.float32, 30)
-    monkeypatch.setattr("minithink.engine._free_bytes", lambda device: 3 * row)
+
+    def needed(rows: int) -> int:
+        return bytes_for(engine.config, parse("full"), torch.float32, rows=rows, tokens=30, prompt=10)
+
+    monkeypatch.setattr("minithink.engine._free_bytes", lambda device: needed(3))
     options: dict[str, Any] = {"max_new_tokens": 20, "policy": "full"}
     assert engine.stream([[9] * 10] * 5, **options).batch_size == 3
     with pytest.raises(MinithinkError, match="--batch-size 3"):
         engine.stream([[9] * 10] * 5, batch_size=4, **options)
-    monkeypatch.setattr("minithink.engine._free_bytes", lambda device: row - 1)
-    with pytest.raises(MinithinkError, match="fewer --max-new-tokens or a smaller --budget"):
+    monkeypatch.setattr("minithink.engine._free_bytes", lambda device: needed(1) - 1)
+    with pytest.raises(MinithinkError, match=r"1 sequence of .* use fewer --max-new-tokens\."):
         engine.stream([[9] * 10], **options)
+    with pytest.raises(MinithinkError, match="fewer --max-new-tokens or a smaller --budget"):
+        engine.stream([[9] * 10], max_new_tokens=20, policy="window:budget=29")
+
+
+@pytest.mark.parametrize("policy", ["full", "window:budget=64", "quant:fmt=int8", "rkv:budget=64"])
+def test_what_a_pool_needs_is_what_it_takes(engine: Engine, policy: str) -> None:
+    """The estimate is the allocation, and compression makes it smaller."""
+    sizes = {"rows": 3, "tokens": 2000, "prompt": 50}
+    needed = bytes_for(engine.config, parse(policy), torch.float32, **sizes)
+    manager = KVManager(engine.config, engine.rope, parse(policy), prompts=1, **sizes)  # type: ignore[arg-type]
+    assert manager.reserved_bytes() == needed
+    full = 3 * 2000 * engine.config.kv_bytes_per_token(4)
+    assert needed < {"full": 1.1, "quant": 0.6}.get(policy.partition(":")[0], 0.25) * full
+
+
+def test_without_a_limit_a_policy_goes_further(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of 40 tokens of a full cache is enough for a window, however long the text becomes."""
+    full = 40 * engine.config.kv_bytes_per_token(4)
+    monkeypatch.setattr("minithink.engine._free_bytes", lambda device: full * 10 // 8)
+    play(monkeypatch, [[9] * CONTEXT])
+    assert engine.generate([[9] * 10])[0].generated_tokens == 30
+    play(monkeypatch, [[9] * CONTEXT])
+    result = engine.generate([[9] * 10], policy="window:budget=12")[0]
+    assert (result.finish_reason, result.kv_tokens) == ("context", 12)

@@ -89,8 +89,10 @@ def test_policies_are_listed(capsys: Capture) -> None:
     from minithink.policies import POLICIES
 
     assert main("--list-policies") == 0
-    lines = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr().out.splitlines()
+    lines, fields = said[::2], said[1::2]
     assert [line.split()[0] for line in lines] == list(POLICIES)
+    assert "budget: int | None = none" in fields[list(POLICIES).index("window")]
     for policy, line in zip(POLICIES.values(), lines, strict=True):
         assert policy.summary
         assert policy.summary in line

@@ -19,7 +19,7 @@ from minithink.bench import record
 from minithink.engine import Engine, load
 from minithink.errors import MinithinkError
 from minithink.kv.manager import KVManager
-from minithink.policies import lookup, parse, takes_budget
+from minithink.policies import lookup, parse, split, takes_budget
 from minithink.tasks.facts import draw_problem, draw_trace
 
 POLICIES = (
@@ -33,7 +33,7 @@ DEFAULT = "cache-bytes"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench memory`."""
     add = parser.add_argument
-    add("--policies", nargs="+", default=list(POLICIES), metavar="POLICY", help="default: all of this version")
+    add("--policies", default=",".join(POLICIES), metavar="A:X=1,B", help="default: all of this version")
     add("--budget", type=record.positive, default=512, metavar="N", help="of those that take one (default 512)")
     add("--prompt-tokens", type=record.positive, default=200, metavar="N", help="default 200")
     add("--tokens", type=record.positive, default=2000, metavar="N", help="of the text (default 2000)")
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     engine = load(None, device="cpu", dtype="float32")
     path = Path(args.output) if args.output else record.default_path(DEFAULT)
     ids = text(engine, args.tokens)
-    for policy in args.policies:
+    for policy in split(args.policies):
         m = measure(engine, policy, ids, args.prompt_tokens, args.budget)
         result["measurements"].append(m)
         record.write(path, result)
@@ -79,7 +79,7 @@ def measure(engine: Engine, name: str, ids: list[int], prompt: int, budget: int)
     limited = all(takes_budget(lookup(part.partition(":")[0])) for part in name.split("+"))
     policy = parse(name, budget=budget if limited else None)
     ops = engine.decoder.backend
-    cache = KVManager(engine.config, engine.rope, policy, rows=1, tokens=len(ids), backend=ops)
+    cache = KVManager(engine.config, engine.rope, policy, rows=1, tokens=len(ids), prompt=prompt, backend=ops)
     cache.join(0, len(ids), prompt)
     peak = 0
     for start, end in [(0, prompt), *((i, i + 1) for i in range(prompt, len(ids)))]:

@@ -89,6 +89,7 @@ class Demand:
     layers: frozenset[int] | None = None  # None: all; HIDDEN: −1 is after the final norm
     every: int = 1  # the sequence's generated tokens; 0 generated, at the end of the prompt, is always due
     rows: int = 1  # ROWS and QUERY: how many of the last queries
+    prompt: bool = True  # MASS: also of the prompt's queries, when it is read
     # How the query heads of a KV head become one: probabilities' sum, mean or max, softmax of the logits' max, or
     # none: all Hq are given.
     group: str = "mean"
@@ -183,7 +184,7 @@ class Schedule:
     sawtooth:B/k   let a lane grow to B tokens, then keep k of them; the budget is B, the slack 0
     """
 
-    interval: int = 1
+    interval: int | None = None  # n; None: no interval, look at every token
     grow: int | None = None  # sawtooth's B
     keep: int | None = None  # sawtooth's k
 
@@ -195,7 +196,7 @@ class Schedule:
         if (found := re.fullmatch(r"interval:(\d+)", text)) and int(found[1]) >= 1:
             return cls(int(found[1]))
         if (found := re.fullmatch(r"sawtooth:(\d+)/(\d+)", text)) and 1 <= int(found[2]) < int(found[1]):
-            return cls(1, int(found[1]), int(found[2]))
+            return cls(None, int(found[1]), int(found[2]))
         raise UsageError(
             f"The schedule {text!r} is unknown; write every, interval:n (n at least 1) or sawtooth:B/k (grow to B "
             "tokens, then keep k, fewer than B)."
@@ -309,19 +310,30 @@ class Policy:
             return schedule.grow
         if self.budget is None:
             return None
-        return self.budget + (schedule.interval if schedule.interval > 1 else self.slack)
+        return self.budget + (self.slack if schedule.interval is None else schedule.interval)
+
+    def peaks(self, tokens: int, prompt: int) -> list[list[tuple[str, int]]]:
+        """What the pool is made for: moments at which a lane may hold most, each as (format, tokens) for every
+        thought type and every further format.
+
+        Args:
+            tokens: the longest sequence, prompt and answer.
+            prompt: the longest prompt.
+        """
+        most = tokens if self.limit is None or self.exempt_answer else min(tokens, self.limit + 1)
+        return [[(name, most) for name in (*self.storage.thoughts, *self.storage.also)]]
 
     def due(self, step: Step) -> tuple[Tensor, Tensor]:
         """Which lanes must evict now, and how many tokens each may keep: bool and int32, [Lt, B, Ht]."""
         schedule = Schedule.parse(self.schedule)
-        held, active = step.held(), step.active & (step.clock % schedule.interval == 0)
+        held, active = step.held(), step.active & (step.clock % (schedule.interval or 1) == 0)
         if self.exempt_answer:
             active = active & step.thinking
         keep = step.budget if schedule.keep is None else torch.full_like(step.budget, schedule.keep)
         if schedule.grow is not None:
             over = held >= schedule.grow
         else:
-            over = held >= step.budget + max(1, self.slack if schedule.interval == 1 else 0)
+            over = held >= step.budget + max(1, self.slack if schedule.interval is None else 0)
         return active[None, :, None] & over, keep
 
     def room(self, step: Step) -> Tensor:

@@ -16,6 +16,7 @@ segments and budgets begin.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,13 +34,14 @@ from minithink.kv.contract import (
     OpenSegment,
     Policy,
     Requantize,
+    Schedule,
     See,
     SetBudget,
     Shape,
     Stack,
 )
 from minithink.kv.ledger import Ledger
-from minithink.kv.store import PagedStore, Writer, layouts, page_bytes
+from minithink.kv.store import PagedStore, Reader, Writer, layouts
 from minithink.model import Rope
 from minithink.ref.decode_attention import group_reduce
 
@@ -54,6 +56,7 @@ class _Row:
     seq: int
     prompt: int  # tokens
     thinking: bool
+    capacity: int  # tokens that it may become
     length: int = 0  # tokens seen, evicted ones too
 
     @property
@@ -74,8 +77,9 @@ class _Pass:
     at: Tensor  # int64 [N]: the rows
     cos: Tensor
     sin: Tensor
-    read: object = None
+    read: Reader | None = None
     valid: Tensor | None = None  # bool [Lt, N, Ht, S]
+    dense: bool = False  # no lane is shorter than the others
     near: tuple[Tensor, Tensor, Tensor] | None = None  # pulled tokens [Lt, N, Ht, S], cos and sin of their query
     due: list[Demand] = field(default_factory=list)
 
@@ -94,6 +98,8 @@ class KVManager:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         backend: Backend = REFERENCE,
+        prompt: int | None = None,
+        prompts: int | None = None,
         think_ids: tuple[int | None, int | None] = (None, None),
         pages: int | None = None,
         columns: int | None = None,
@@ -103,7 +109,10 @@ class KVManager:
         Args:
             policy: decides what stays; it belongs to this manager from now on.
             rows: sequences at once.
-            tokens: the longest a sequence may become, prompt and answer; the pool is made for `rows` of these.
+            tokens: the longest a sequence may become, prompt and answer; the pool is made for `rows` of these, held
+                as the policy holds them.
+            prompt: the longest prompt; None: it may be all of `tokens`.
+            prompts: how many are read at once, in full precision; None: all rows may.
             think_ids: the tokens that open and close the think stage; without them a sequence always thinks.
             pages: of the pool; None: what the worst case needs.
             columns, poison: see PagedStore.
@@ -114,20 +123,27 @@ class KVManager:
         self.shape = Shape(
             c.num_layers, rows, c.num_kv_heads, c.num_heads, c.head_dim, c.hidden_size, policy.scope, self.device
         )
-        units = self.shape.tables[0] * rows * self.shape.tables[2]
+        prompt = tokens if prompt is None else prompt
+        need = needs(policy, c.head_dim, dtype, tokens, prompt)
+        units = self.shape.tables[0] * self.shape.tables[2]  # of a row
         if pages is None:
-            pages = units * pages_for(policy, c.head_dim, dtype, tokens)
-        self.store = PagedStore(self.shape, policy.storage, pages=pages, dtype=dtype, columns=columns, poison=poison)
+            pages = units * (rows * need.pages + (rows if prompts is None else prompts) * need.prompt_pages)
+        self.store = PagedStore(
+            self.shape, policy.storage, pages=pages, scale_rows=units * rows * need.scale_rows, dtype=dtype,
+            columns=columns, width=need.width, poison=poison,
+        )  # fmt: skip
         policy.setup(self.shape)
         self.rows: list[_Row | None] = [None] * rows
         self._row_of: dict[int, int] = {}
         self.budgets = {
             id(p): torch.full(self.shape.tables, UNLIMITED, dtype=torch.int32, device=self.device)
-            for p in _members(policy)
+            for p in members(policy)
         }
-        self.steers = any(type(p).steer is not Policy.steer for p in _members(policy))
+        self.steers = any(type(p).steer is not Policy.steer for p in members(policy))
+        self.decides = any(type(p).decide is not Policy.decide for p in members(policy))
         self.observed: Counter[str] = Counter()  # observations made, by kind
         self._pass: _Pass | None = None
+        self._waiting_prompts: list[int] = []  # rows whose prompt is read and not stored yet
         self._mass: dict[tuple[int, str], Tensor] = {}  # (layer, group rule) → [B, heads, S]
         self._hidden: dict[int, Tensor] = {}  # layer → [B, d]
         asked = [d.rows for d in policy.demands if d.what & (See.QUERY | See.ROWS)]
@@ -162,8 +178,8 @@ class KVManager:
             raise ValueError(f"all {len(self.rows)} rows are taken; sequence {seq} must wait")
         self.check(prompt, budget)
         row = free[0]
-        self.rows[row], self._row_of[seq] = _Row(seq, prompt, thinking or None in self.think_ids), row
-        for policy in _members(self.policy):
+        self.rows[row], self._row_of[seq] = _Row(seq, prompt, thinking or None in self.think_ids, capacity), row
+        for policy in members(self.policy):
             limit = policy.budget if budget is None else budget
             self.budgets[id(policy)][:, row] = UNLIMITED if limit is None else limit
         self.policy.reset(row)
@@ -176,6 +192,7 @@ class KVManager:
         """Free a sequence's memory."""
         row = self._row_of.pop(seq)
         self.rows[row] = None
+        self._waiting_prompts = [r for r in self._waiting_prompts if r != row]
         self.store.clear(row)
 
     def length(self, seq: int) -> int:
@@ -198,16 +215,21 @@ class KVManager:
         Raises:
             Exhausted: the pool is full; nothing has changed.
         """
+        if not seqs or len(set(seqs)) < len(seqs) or min(counts) < 1:
+            raise ValueError(f"a step needs sequences, each once, with new tokens: {list(seqs)} with {list(counts)}")
         rows, counts = [self._row_of[seq] for seq in seqs], list(counts)
         records = [self._row(row) for row in rows]
         reading = [r.length < r.prompt for r in records]
         if any(reading) != all(reading):
             raise ValueError("a step reads prompts or generates, not both: announce them apart")
         for r, count in zip(records, counts, strict=True):
+            if r.length + count > r.capacity:
+                raise ValueError(f"sequence {r.seq} has {r.length} tokens of {r.capacity}: {count} do not fit")
             if reading[0] and r.length + count > r.prompt:
                 raise ValueError(f"sequence {r.seq} announced a prompt of {r.prompt} tokens and brings more")
             if not reading[0] and count != 1:
                 raise ValueError(f"sequence {r.seq} generates: it brings one token a step, not {count}")
+        self._store_what_waits()
         lengths = [r.length for r in records]
         writer = self.store.append(rows, counts, lengths, prompt=reading[0])
         position = [p for start, count in zip(lengths, counts, strict=True) for p in range(start, start + count)]
@@ -227,6 +249,8 @@ class KVManager:
         whole = rows == list(range(len(self.rows)))
         pos = self.store.positions()
         now.valid = pos >= 0 if whole else pos[:, now.at] >= 0
+        # Sums over a mask of ones only differ from sums without one in time, and only where the width is not fixed.
+        now.dense = self.store.columns is None and self.device.type == "cpu" and bool(now.valid.all())
         now.read = self.store.reader(None if whole else now.at)
         now.due = [d for d in self.policy.demands if any((r.clock + 1) % d.every == 0 for r in records)]
         if self.policy.pull:
@@ -260,23 +284,24 @@ class KVManager:
             total = self._row(row).length + now.counts[i]
             k_i, v_i = (x[0, :, :total] for x in self.store.reader(now.at[i : i + 1])(layer))  # [Hkv, total, D]
             out.append(self.backend.attention(q_i, k_i, v_i))
-            for demand in self._due(See.MASS, layer):
+            for demand in (d for d in self._due(See.MASS, layer) if d.prompt):
                 self._prompt_mass(layer, row, demand, q_i, k_i)
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _decode(self, layer: int, raw: Tensor, q: Tensor, now: _Pass) -> Tensor:
         """Attention of one new token each, over whatever the lanes hold. raw, q: [N, Hq, D]."""
         assert now.valid is not None
+        assert now.read is not None
         t = min(layer, now.valid.shape[0] - 1)
         valid = now.valid[t]  # [N, Ht, S]
-        k, v = now.read(layer)  # type: ignore[operator]
+        k, v = now.read(layer)
         watching = list(self._due(See.MASS, layer))
         # Who is due differs from step to step, and the companions with it: no output may depend on that, so what is
         # not observed in every step is computed beside the output.
         always = any(d.every == 1 and d.what & See.MASS and (d.layers is None or layer in d.layers) for d in now.due)
         out = None
         if now.near is None and not always:
-            out = self.backend.decode_attention(q, k, v, valid)
+            out = self.backend.decode_attention(q, k, v, None if now.dense else valid)
             if not watching:
                 return out
         n, hq, d = q.shape
@@ -318,23 +343,39 @@ class KVManager:
             if now.prompt and r.length == r.prompt:
                 settled.append(row)
         active = settled if now.prompt else now.rows
+        edits: list[tuple[Policy, Edit]] = []
         if active:
             for row in settled:
                 self.store.measure(row)
-            edits = list(self.policy.decide(self._step(active)))
-            self._apply(edits)
-            if not now.prompt and (full := [r for r in now.rows if self._is_full(r)]):
-                self.store.flush(full)
-            for row in settled:
-                self.store.settle(row, self._row(row).length)
-            for edit in edits:
-                self._begin(edit)
-        self._pass = None
+            edits = self._decide(active)
+            if edits:
+                self._apply([edit for _, edit in edits], active)
+        self._pass = None  # the step is over, also if the pool is exhausted now
+        self._waiting_prompts += settled
+        self._store_what_waits()
+        for author, edit in edits:
+            self._begin(author, edit, active)
+
+    def _decide(self, active: Sequence[int]) -> list[tuple[Policy, Edit]]:
+        """The edits of all members, and whose they are."""
+        if not self.decides:
+            return []
+        step = self._step(active)
+        return [(p, edit) for p in members(self.policy) for edit in p.decide(step.seen_by(p))]
+
+    def _store_what_waits(self) -> None:
+        """Quantize full buffers, and prompts that are read. If the pool is exhausted they wait for the next step."""
+        if full := [row for row, r in enumerate(self.rows) if r and self._is_full(row)]:
+            self.store.flush(full)
+        while self._waiting_prompts:
+            row = self._waiting_prompts[0]
+            self.store.settle(row, self._row(row).length)
+            self._waiting_prompts.pop(0)
 
     def _is_full(self, row: int) -> bool:
         return 0 < self.store.storage.buffer == self.store.waiting[row]
 
-    def _apply(self, edits: Sequence[Edit]) -> None:
+    def _apply(self, edits: Sequence[Edit], active: Sequence[int]) -> None:
         """Moves, then evictions, of all edits together."""
         drop = torch.zeros_like(self.store.positions(), dtype=torch.bool)
         dropping = False
@@ -344,7 +385,10 @@ class KVManager:
                 if edit.layer is None:
                     drop |= edit.drop
                 else:
-                    drop[edit.layer] |= edit.drop
+                    drop[min(edit.layer, len(drop) - 1)] |= edit.drop
+        acting = torch.zeros(len(self.rows), dtype=torch.bool, device=self.device)
+        acting[list(active)] = True  # the others have not moved: a prompt that is read in chunks stays whole
+        drop &= acting[None, :, None, None]
         protected = self._protected()
         if protected is not None:
             drop &= ~protected
@@ -354,21 +398,24 @@ class KVManager:
                 if edit.layer is None:
                     where |= edit.where
                 else:
-                    where[edit.layer] |= edit.where
+                    where[min(edit.layer, len(where) - 1)] |= edit.where
+                where &= acting[None, :, None, None]
                 self.store.requantize(where & ~drop, edit.fmt, edit.how)
         if dropping and _any(drop):
             self.store.evict(drop)
 
-    def _begin(self, edit: Edit) -> None:
+    def _begin(self, author: Policy, edit: Edit, active: Sequence[int]) -> None:
         """Segments and budgets that hold from now on."""
         if isinstance(edit, OpenSegment):
-            self.store.open_segment(edit.open, edit.thought)
-            for row, opened in enumerate(edit.open.tolist()):
-                if opened:
-                    self.store.starts[row].append(self._row(row).length)
+            opened = [row for row in active if bool(edit.open[row])]
+            mask = torch.zeros_like(edit.open)
+            mask[opened] = True
+            self.store.open_segment(mask, edit.thought)
+            for row in opened:
+                self.store.starts[row].append(self._row(row).length)
         elif isinstance(edit, SetBudget):
-            for budget in self.budgets.values():
-                budget[edit.layer] = edit.tokens
+            budget = self.budgets[id(author)]
+            budget[min(edit.layer, len(budget) - 1)] = edit.tokens
 
     # -- observations
 
@@ -408,8 +455,9 @@ class KVManager:
         columns = torch.arange(total, device=self.device)
         for start in range(0, n, QUERY_BLOCK):
             block = q[start : start + QUERY_BLOCK]
-            logits = block.view(len(block), k.shape[0], -1, q.shape[-1]).transpose(0, 1) @ k.mT.unsqueeze(1)
-            logits = logits.transpose(0, 1) if logits.dim() == 4 else logits
+            # as one product per KV head: torch would copy the keys for every query
+            grouped = block.unflatten(1, (k.shape[0], -1)).transpose(0, 1)  # [Hkv, block, g, D]
+            logits = (grouped.flatten(1, 2) @ k.mT).unflatten(1, (len(block), -1)).transpose(0, 1)
             own = total - n + start + torch.arange(len(block), device=self.device)
             valid = (columns <= own[:, None])[:, None]  # [block, 1, S]
             mass = group_reduce(logits / q.shape[-1] ** 0.5, valid, demand.group)
@@ -465,20 +513,27 @@ class KVManager:
 
     def ledger(self) -> Ledger:
         """What every byte of this manager is for, at this moment."""
-        tokens, store = self.store.account(), self.store
-        observations = [self._queries, *self._mass.values(), *self._hidden.values()]
-        state = [*self.policy.state(), *self.budgets.values()]
-        total = sum(x.nbytes for x in (*store.tensors(), *observations, *state))
-        ledger = replace(
-            tokens,
-            state=sum(x.nbytes for x in state),
-            observations=sum(x.nbytes for x in observations),
-        )
+        total = sum(x.nbytes for x in self.tensors())
+        state, observed = (sum(x.nbytes for x in kind) for kind in (self._state(), self._observed()))
+        ledger = replace(self.store.account(), state=state, observations=observed)
         return replace(ledger, reserve=total - ledger.total)
 
+    def tensors(self) -> list[Tensor]:
+        """Everything that the manager, its store and its policy occupy."""
+        return [*self.store.tensors(), *self._state(), *self._observed()]
+
+    def _state(self) -> list[Tensor]:
+        return [*self.policy.state(), *self.budgets.values()]
+
+    def _observed(self) -> list[Tensor]:
+        return [self._queries, *self._mass.values(), *self._hidden.values()]
+
     def account(self, seq: int) -> Ledger:
-        """What one sequence holds, by kind: its tokens, their scales and tables, and its buffers."""
-        return self.store.account([self._row_of[seq]])
+        """What one sequence holds, by kind: its tokens, their scales and tables, its buffers, and its row's share of
+        what the policy remembers and sees."""
+        ledger = self.store.account([self._row_of[seq]])
+        share = [sum(x.nbytes for x in kind) // len(self.rows) for kind in (self._state(), self._observed())]
+        return replace(ledger, state=share[0], observations=share[1])
 
     def held_bytes(self, seq: int) -> int:
         """Bytes that one sequence holds."""
@@ -536,8 +591,9 @@ class _View:
         return torch.arange(pos.shape[-1], device=pos.device).expand(pos.shape)
 
     def mass(self, layer: int) -> Tensor:
-        group = self._demand(See.MASS, layer).group
-        held, width = self.manager._mass[layer, group], self.manager.store.seen
+        group, manager = self._demand(See.MASS, layer).group, self.manager
+        heads, width = self.shape.query_heads if group == "none" else self.shape.kv_heads, manager.store.seen
+        held = manager._mass.get((layer, group), torch.zeros(self.shape.rows, heads, 0, device=manager.device))
         return torch.nn.functional.pad(held, (0, max(0, width - held.shape[-1])))[..., :width]
 
     def queries(self, layer: int) -> Tensor:
@@ -575,7 +631,8 @@ def _any(what: Tensor) -> bool:
     return bool(what.any())
 
 
-def _members(policy: Policy) -> tuple[Policy, ...]:
+def members(policy: Policy) -> tuple[Policy, ...]:
+    """Of a stack; of any other policy, itself."""
     return policy.members if isinstance(policy, Stack) else (policy,)
 
 
@@ -583,37 +640,60 @@ def check_budget(policy: Policy, prompt: int, budget: int | None = None) -> None
     """UsageError: the budget is no positive number, or a protected prompt leaves no room in it."""
     # A stack protects the prompt if one of its members does, and its smallest budget must hold it.
     tokens = policy.budget if budget is None else budget
-    if tokens is None:
-        return
-    if tokens < 1:
-        raise UsageError(f"{policy.name}: the budget is {tokens} tokens; it must be at least 1.")
-    if policy.protect_prompt and tokens <= prompt:
-        raise UsageError(
-            f"{policy.name}: a budget of {tokens} tokens cannot hold the protected prompt of {prompt} and anything "
-            f"else: give at least {prompt + 1}, or protect_prompt=false."
-        )
+    kept = [k for m in members(policy) if (k := Schedule.parse(m.schedule).keep) is not None]
+    for what, number in (("a budget of", tokens), *(("a schedule that keeps", k) for k in kept)):
+        if number is None:
+            continue
+        if not 1 <= number <= UNLIMITED:
+            raise UsageError(f"{policy.name}: {what} {number} tokens makes no sense: give 1 to {UNLIMITED:,}.")
+        if policy.protect_prompt and number <= prompt:
+            raise UsageError(
+                f"{policy.name}: {what} {number} tokens cannot hold the protected prompt of {prompt} and anything "
+                f"else: give at least {prompt + 1}, or protect_prompt=false."
+            )
 
 
-def bytes_for(config: ModelConfig, policy: Policy, dtype: torch.dtype, tokens: int) -> int:
-    """Bytes of the pool and the buffers that a row needs at worst, for a sequence of so many tokens."""
-    storage, dim = policy.storage, config.head_dim
-    lay = layouts(storage, dim, dtype)
-    page = page_bytes(storage, dim, dtype) + max(x.slots * x.side for x in lay)
-    ring = storage.buffer * 2 * dim * dtype.itemsize
-    return config.num_layers * config.num_kv_heads * (pages_for(policy, dim, dtype, tokens) * page + ring)
+def bytes_for(config: ModelConfig, policy: Policy, dtype: torch.dtype, *, rows: int, tokens: int, prompt: int) -> int:
+    """Bytes that a manager of so many rows takes, everything counted; nothing is allocated. One prompt is read at a
+    time; arguments as of KVManager."""
+    rope = Rope(replace(config, max_position=1), "meta")
+    policy = copy.deepcopy(policy)
+    manager = KVManager(
+        config, rope, policy, rows=rows, tokens=tokens, prompt=prompt, prompts=1, device="meta", dtype=dtype
+    )
+    return sum(x.nbytes for x in manager.tensors())
 
 
-def pages_for(policy: Policy, dim: int, dtype: torch.dtype, tokens: int) -> int:
-    """Pages that one unit may need at worst, for a sequence of so many tokens.
+@dataclass(frozen=True)
+class Needs:
+    """What one unit needs at worst, for one sequence."""
 
-    Every thought type fills its own pages: a new one is opened only when all slots of its type are taken, so a type
-    never has more pages than its fullest moment needs. The prompt is plain until it is read; tokens that change their
-    format need a place in both for a moment.
+    pages: int
+    prompt_pages: int  # beside these, while the prompt is read
+    scale_rows: int  # groups of keys by token
+    width: int  # tokens in its list
+
+
+def needs(policy: Policy, dim: int, dtype: torch.dtype, tokens: int, prompt: int) -> Needs:
+    """Sizes for a sequence of at most `tokens` tokens, of which at most `prompt` are its prompt.
+
+    A page is opened only when all slots of its thought type are taken, so a type never has more pages than its
+    fullest moment needs; but few survivors may keep all of them. A prompt that is quantized when it is read needs
+    plain pages until then, and leaves all of them but the sink's.
     """
-    storage, limit = policy.storage, policy.limit
-    most = tokens if limit is None or policy.exempt_answer else min(tokens, limit + 1)
+    storage = policy.storage
     lay = dict(zip(storage.formats, layouts(storage, dim, dtype), strict=True))
-    plain = -(-tokens // lay["plain"].slots)  # the prompt may be all of it
-    if set(storage.formats) == {"plain"} and len(storage.thoughts) == 1:
-        return plain
-    return plain + sum(-(-most // lay[name].slots) + 1 for name in (*storage.thoughts, *storage.also))
+    home = storage.thoughts[storage.prompt]
+    stays = lay[home].plain and not storage.buffer  # the prompt's tokens never move
+    moments = policy.peaks(tokens, prompt)
+    peaks = [[(name, max(n, prompt) if name == home else n) for name, n in moment] for moment in moments]
+    pages = max(sum(-(-n // lay[name].slots) for name, n in moment) for moment in peaks)
+    most = max(sum(n for _, n in moment) for moment in peaks)
+    sink = 0 if stays else -(-storage.sink // lay["plain"].slots)
+    groups = min((x.k.group for x in lay.values() if x.by_token), default=0)
+    return Needs(
+        pages=pages + sink,
+        prompt_pages=0 if stays else -(-prompt // lay["plain"].slots),
+        scale_rows=min(most, -(-tokens // groups) + 2) if groups else 0,
+        width=max(prompt, min(tokens, most)) + 1,
+    )

@@ -86,19 +86,28 @@ class PagedStore:
         scale_rows: int | None = None,
         dtype: torch.dtype = torch.float32,
         columns: int | None = None,
+        width: int = 16,
         poison: bool = False,
     ) -> None:
         """
         Args:
-            pages: of a unit; `pages_for` tells how many a sequence may need.
+            pages: of a unit each; the manager's `needs` tells how many a sequence may need.
             scale_rows: groups of keys by token that may live at once; None: a quarter of the tokens that fit.
             dtype: of plain tokens and of the ring.
             columns: fix the width of everything that is read to so many tokens; None: as wide as the longest lane.
                 With a fixed width no shape depends on what the sequences hold.
+            width: tokens that lists have room for at first; they grow.
             poison: fill whatever is freed with NaN, for tests.
         """
         self.shape, self.storage, self.dtype, self.poison = shape, storage, dtype, poison
         self.layouts = layouts(storage, shape.head_dim, dtype)
+        if storage.shrink and any(lay.by_token for lay in self.layouts):
+            raise UsageError(f"Keys by token share their scales and cannot be shrunk: {storage.formats}.")
+        if not storage.buffer and (storage.shrink or any(lay.by_token for lay in self.layouts)):
+            raise UsageError(
+                f"Keys by token, and integers that are shrunk, are quantized together: {storage.formats} need a "
+                "buffer, and have none."
+            )
         self.thought_format = torch.tensor([storage.formats.index(t) for t in storage.thoughts], device=shape.device)
         self.page_bytes = page_bytes(storage, shape.head_dim, dtype)
         per_page, lanes = [lay.slots for lay in self.layouts], shape.sharing
@@ -131,13 +140,14 @@ class PagedStore:
         self.thought = torch.full((b,), storage.prompt, dtype=torch.uint8, device=shape.device)
         # Lists of tokens, one column more than there are: masked-out writes go there. place: page · slots + slot, or
         # −1 − index for tokens in the ring.
-        width = columns or 16
+        width = columns or width
         self.place = torch.zeros(lt, b, ht, width + 1, dtype=torch.int32, device=shape.device)
         self.pos = torch.full((lt, b, ht, width + 1), -1, dtype=torch.int32, device=shape.device)
         self.count = torch.zeros(lt, b, ht, dtype=torch.int32, device=shape.device)
         self.columns = columns
         # What the host knows of each row:
         self.most = [0] * b  # tokens that a lane holds at most
+        self.lengths = [0] * b  # tokens seen, evicted ones too
         self.waiting = [0] * b  # tokens in the ring, those evicted there counted too
         self.reading = set[int]()  # rows whose prompt is not settled
         self.starts: list[list[int]] = [[] for _ in range(b)]  # positions at which segments begin, for reading
@@ -166,6 +176,7 @@ class PagedStore:
         steps = torch.arange(n, device=device)
         fits = steps < torch.tensor(counts, device=device)[:, None]  # [N, n]
         valid = torch.zeros(self.shape.rows, n, dtype=torch.bool, device=device).index_copy_(0, at, fits)
+        seen = {row: length + count for row, length, count in zip(rows, lengths, counts, strict=True)}
         positions = torch.zeros(self.shape.rows, n, dtype=torch.int32, device=device)
         positions[at] = (torch.tensor(lengths, device=device)[:, None] + steps).to(torch.int32)
         lt, b, ht = self.shape.tables
@@ -173,6 +184,7 @@ class PagedStore:
         if self.storage.buffer and not prompt:
             index = torch.zeros(self.shape.rows, 1, dtype=torch.int32, device=device)
             index[at, 0] = torch.tensor([self.waiting[row] for row in rows], dtype=torch.int32, device=device)
+            self.lengths = [seen.get(row, length) for row, length in enumerate(self.lengths)]
             self._list(most, valid, (-1 - index)[None, :, None].expand(valid.shape), positions)
             for row in rows:
                 self.waiting[row] += 1
@@ -184,10 +196,11 @@ class PagedStore:
         places = self._take(valids, thought, f"appending {sum(counts):,} tokens to {len(rows)} sequences")
         place = sum(torch.where(valids[f], self._join(*places[f]), 0) for f in formats)
         assert isinstance(place, Tensor)
+        self.lengths = [seen.get(row, length) for row, length in enumerate(self.lengths)]
         self._list(most, valid, place, positions)
         if prompt:
             self.reading.update(rows)
-        return _PageWriter(self, at, {f: (p[:, at], s[:, at], valids[f][:, at]) for f, (p, s) in places.items()})
+        return _PageWriter(self, at, {f: (page[:, at], slot[:, at]) for f, (page, slot) in places.items()})
 
     def _take(self, valids: dict[int, Tensor], thought: Tensor, purpose: str) -> dict[int, tuple[Tensor, Tensor]]:
         """Slots for the valid tokens of each format, all of them or none: → page, slot [Lt, B, Ht, n]."""
@@ -197,8 +210,10 @@ class PagedStore:
         wanted = torch.stack([pages.sum() for pages in missing.values()]).sum()
         self.table.pages.require(sum(most.values()) * units, wanted, purpose)
         out = {}
+        full = self.shape.device.type != "cpu" or bool(wanted)  # asking costs less than opening nothing, on a CPU
         for f, valid in valids.items():
-            self.table.open(f, thought, missing[f], most[f])
+            if full:
+                self.table.open(f, thought, missing[f], most[f])
             out[f] = self.table.take(f, thought, valid)
             self.used.add(f)
         return out
@@ -257,30 +272,35 @@ class PagedStore:
         if rows is not None:
             place, pos = place[:, rows], pos[:, rows]
         valid = pos >= 0
-        page, slot = (place // self.table.most).long(), (place % self.table.most).long()
         in_ring = place < 0
-        page, slot = torch.where(valid & ~in_ring, page, len(self.pool) - 1), torch.where(valid & ~in_ring, slot, 0)
-        only = next(iter(self.used)) if len(self.used) == 1 and not self.storage.buffer else None
-        of = None if only is not None else self.table.format[page.clamp(max=self.table.pages.count)]
+        paged = valid & ~in_ring
+        page = torch.where(paged, place // self.table.most, len(self.pool) - 1).long()
+        slot = torch.where(paged, place % self.table.most, 0).long()
+        used = sorted(self.used)
+        only = len(used) == 1 and not self.storage.buffer
+        found: dict[int, tuple[Tensor, Tensor | None]] = {}  # by format: bases of slots, rows of key scales
+        for f in used:
+            mine = self.table.format[place // self.table.most] == f
+            of = page if only else torch.where(mine, page, len(self.pool) - 1)
+            keys = self.row_of[of, slot].long() if self.layouts[f].by_token else None
+            found[f] = self._base(f, of, slot % self.layouts[f].slots), keys
 
         def read(layer: int) -> tuple[Tensor, Tensor]:
             t = min(layer, place.shape[0] - 1)
-            if only is not None:
-                return self._read(only, layer, page[t], slot[t], rows)
-            assert of is not None
-            ks, vs = [], []
-            for f in sorted(self.used):
-                where = torch.where(of[t] == f, page[t], len(self.pool) - 1)
-                k, v = self._read(f, layer, where, torch.where(of[t] == f, slot[t], 0), rows)
-                ks.append(k)
-                vs.append(v)
+            parts = [
+                self._read(f, layer, base[t], None if keys is None else keys[t], rows)
+                for f, (base, keys) in found.items()
+            ]
+            if only:
+                return parts[0]
+            ks, vs = [k for k, _ in parts], [v for _, v in parts]
             if self.storage.buffer:
                 ring = self.ring[layer] if rows is None else self.ring[layer, rows]  # [N, Hkv, R, 2, D]
                 index = (-1 - place[t]).clamp(min=0).long().expand(-1, ring.shape[1], -1)
-                found = ring.flatten(-2).gather(2, index[..., None].expand(*index.shape, ring.shape[-1] * 2))
-                found = found.masked_fill(~(in_ring[t] & valid[t])[..., None], 0).unflatten(-1, (2, -1))
-                ks.append(found[..., 0, :])
-                vs.append(found[..., 1, :])
+                waits = ring.flatten(-2).gather(2, index[..., None].expand(*index.shape, ring.shape[-1] * 2))
+                waits = waits.masked_fill(~(in_ring[t] & valid[t])[..., None], 0).unflatten(-1, (2, -1))
+                ks.append(waits[..., 0, :])
+                vs.append(waits[..., 1, :])
             # every token is in one of the formats, and 0 in the others
             k, v = torch.stack(ks).sum(0), torch.stack(vs).sum(0)
             return k, self._lagging(layer, v, pos[t], rows) if self.storage.lag else v
@@ -293,46 +313,45 @@ class PagedStore:
         ring = self.ring[layer] if rows is None else self.ring[layer, rows]  # [N, Hkv, R, 2, D]
         unsettled = torch.tensor([row in self.reading for row in range(self.shape.rows)], device=pos.device)
         settled = ~(unsettled if rows is None else unsettled[rows])[:, None, None]  # a prompt is not in the ring yet
-        recent = (pos > pos.amax(-1, keepdim=True) - size) & (pos >= sink) & settled
+        lengths = torch.tensor(self.lengths, device=pos.device)
+        lengths = (lengths if rows is None else lengths[rows])[:, None, None]
+        recent = (pos >= lengths - size) & (pos >= sink) & settled
         index = ((pos - sink) % size).long()[..., None].expand(v.shape)
         return torch.where(recent[..., None], ring[..., 1, :].gather(2, index), v)
 
-    def _read(self, f: int, layer: int, page: Tensor, slot: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """K and V of one format. page, slot: [N, Ht, S], the zero page where there is none of this format."""
-        lay = self.layouts[f]
-        index = self._index(f, layer, page, slot)  # [N, Hkv, S]
+    def _read(
+        self, f: int, layer: int, base: Tensor, keys: Tensor | None, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """K and V of one format. base, keys: [N, Ht, S], slots (of the zero page where there is none of this format)
+        and rows of key scales."""
+        lay, dim = self.layouts[f], self.shape.head_dim
+        index = self._index(f, layer, base)  # [N, Hkv, S]
         codes = self._codes[f].index_select(0, index.flatten()).view(*index.shape, -1)
         if lay.plain:
-            dim = self.shape.head_dim
             return codes[..., :dim], codes[..., dim : 2 * dim]
-        k_params, v_params = self._params(f, layer, page, slot, index)
+        side = self._sides[f].index_select(0, index.flatten()).view(*index.shape, -1)
+        if keys is None:
+            k_params = side[..., : lay.k_side]
+        else:
+            row = keys * self.shape.sharing + self._lane(layer)[:, None]  # [N, Hkv, S]
+            k_params = self.rows.flatten(0, 1)[row][..., : lay.row]
         scale = self.scale[f, :, layer] if rows is None else self.scale[f, :, layer, rows]  # [2, N]
         k_scale, v_scale = scale[:, :, None, None]
         k = lay.k.dequantize(codes[..., : lay.k_codes], k_params, k_scale, self.dtype)
-        return k, lay.v.dequantize(codes[..., lay.k_codes : lay.codes], v_params, v_scale, self.dtype)
-
-    def _params(self, f: int, layer: int, page: Tensor, slot: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Parameters of keys and values, for every token."""
-        lay = self.layouts[f]
-        side = self._sides[f].index_select(0, index.flatten()).view(*index.shape, -1)
-        v_params = side[..., lay.k_side : lay.side]
-        if not lay.by_token:
-            return side[..., : lay.k_side], v_params
-        row = self.row_of[page, slot].long() * self.shape.sharing + self._lane(layer)[:, None]  # [N, Hkv, S]
-        return self.rows.flatten(0, 1)[row][..., : lay.row], v_params
+        v_codes, v_params = codes[..., lay.k_codes : lay.codes], side[..., lay.k_side : lay.side]
+        return k, lay.v.dequantize(v_codes, v_params, v_scale, self.dtype)
 
     # -- writing
 
     def _write(
-        self, f: int, layer: int, rows: Tensor, page: Tensor, slot: Tensor, k: Tensor, v: Tensor,
-        params: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Write tokens of one layer and format. page, slot: [N, Ht, n], k, v: values [N, Hkv, n, D]; with `params`
-        (keys by token) k holds codes already, and params [N, Hkv, groups, bytes] has their rows' content."""
-        lay, index = self.layouts[f], self._index(f, layer, page, slot)
+        self, f: int, layer: int, rows: Tensor, index: Tensor, k: Tensor, v: Tensor, params: Tensor | None = None
+    ) -> None:
+        """Write tokens of one layer and format into slots. index: [N, Hkv, n], k, v: values [N, Hkv, n, D]; with
+        `params` (keys by token) k holds codes already, and params [N, Hkv, groups, bytes] has their rows' content."""
+        lay, dim = self.layouts[f], self.shape.head_dim
         if lay.plain:
-            dim = self.shape.head_dim
-            self._codes[f][index, : 2 * dim] = torch.cat((k, v), dim=-1).to(self.dtype)
+            both = torch.cat((k, v), dim=-1).to(self.dtype)
+            self._codes[f].index_copy_(0, index.flatten(), both.reshape(-1, 2 * dim))
             return
         k_scale, v_scale = self.scale[f, :, layer, rows][:, :, None, None]
         if params is None:
@@ -393,7 +412,8 @@ class PagedStore:
                 if self.storage.shrink and f != formats[0]:
                     self._write_shrunk(formats[0], f, layer, rows, page[t], slot[t], k, v)
                 else:
-                    self._write(f, layer, rows, page[t], slot[t], k, v, params)
+                    index = self._index(f, layer, self._base(f, page[t], slot[t]))
+                    self._write(f, layer, rows, index, k, v, params)
         return place
 
     @staticmethod
@@ -410,7 +430,7 @@ class PagedStore:
     ) -> None:
         """Quantize in format f, shrink the integers to format `to`, write these (PM-KVQ: chained)."""
         first, last, one = self.layouts[f], self.layouts[to], torch.ones((), device=k.device)
-        index = self._index(to, layer, page, slot)
+        index = self._index(to, layer, self._base(to, page, slot))
         k_codes, k_params = shrink(first.k, last.k, *first.k.quantize(k.float(), one))
         v_codes, v_params = shrink(first.v, last.v, *first.v.quantize(v.float(), one))
         self._codes[to][index, : last.codes] = torch.cat((k_codes, v_codes), dim=-1)
@@ -460,9 +480,9 @@ class PagedStore:
             mine = torch.where(which & (formats == f), page, len(self.pool) - 2)
             for layer in range(self.shape.layers):
                 if mine.shape[0] > 1 or self.shape.scope != "sequence":
-                    index = self._index(f, layer, mine[layer], slot[layer] % self.layouts[f].slots)
+                    index = self._index(f, layer, self._base(f, mine[layer], slot[layer] % self.layouts[f].slots))
                 else:
-                    index = self._index(f, layer, mine[0], slot[0] % self.layouts[f].slots)
+                    index = self._index(f, layer, self._base(f, mine[0], slot[0] % self.layouts[f].slots))
                 codes = self._codes[f].view(torch.uint8) if self._codes[f].dtype != torch.uint8 else self._codes[f]
                 codes[index] = 255
                 self._sides[f][index] = 255
@@ -627,18 +647,20 @@ class PagedStore:
     def _shrink_into(self, source: int, f: int, old: Tensor, valid: Tensor, thought: Tensor) -> Tensor:
         """Requantize integers to fewer bits, without their values."""
         start, end = self.layouts[source], self.layouts[f]
+        # refuses, before anything is taken, what cannot be shrunk
+        shrink(start.k, end.k, self.pool.new_empty(0, start.k_codes), self.side.new_empty(0, start.k_side))
         page, slot = self._take({f: valid}, thought, "shrinking tokens")[f]
         old_page = torch.where(valid, old // self.table.most, len(self.pool) - 1).long()
         old_slot = torch.where(valid, old % self.table.most, 0).long()
         for layer in range(self.shape.layers):
             t = min(layer, valid.shape[0] - 1)
-            index = self._index(source, layer, old_page[t], old_slot[t])
+            index = self._index(source, layer, self._base(source, old_page[t], old_slot[t]))
             codes, side = self._codes[source][index], self._sides[source][index]
             k, k_params = shrink(start.k, end.k, codes[..., : start.k_codes], side[..., : start.k_side])
             v, v_params = shrink(
                 start.v, end.v, codes[..., start.k_codes : start.codes], side[..., start.k_side : start.side]
             )
-            index = self._index(f, layer, page[t], slot[t])
+            index = self._index(f, layer, self._base(f, page[t], slot[t]))
             self._codes[f][index, : end.codes] = torch.cat((k, v), dim=-1)
             self._sides[f][index, : end.side] = torch.cat((k_params, v_params), dim=-1)
         return self._join(page, slot)
@@ -656,7 +678,7 @@ class PagedStore:
         self.scale[..., row] = 1
         self.waiting[row], self.starts[row] = 0, []
         self.reading.discard(row)
-        self.most[row] = 0
+        self.most[row] = self.lengths[row] = 0
         if self.poison:
             self.ring[:, row] = torch.nan
 
@@ -707,10 +729,13 @@ class PagedStore:
             return pool.view(self.dtype).view(-1, stride // self.dtype.itemsize)[:, : width // self.dtype.itemsize]
         return pool.view(-1, stride)[:, :width] if stride else pool.view(pool.shape[0] * pool.shape[1] * lay.slots, 0)
 
-    def _index(self, f: int, layer: int, page: Tensor, slot: Tensor) -> Tensor:
-        """Numbers of slots in the views above. page, slot: [N, Ht, n] → [N, Hkv, n]."""
-        lane = page * self.shape.sharing + self._lane(layer)[:, None]
-        return lane * self.layouts[f].slots + slot
+    def _base(self, f: int, page: Tensor, slot: Tensor) -> Tensor:
+        """Numbers of slots in the views above, in the first lane of their unit. Any equal shapes."""
+        return page * (self.shape.sharing * self.layouts[f].slots) + slot
+
+    def _index(self, f: int, layer: int, base: Tensor) -> Tensor:
+        """The same in the lanes of a layer. base: [N, Ht, n] → [N, Hkv, n]."""
+        return base + self._lane(layer)[:, None] * self.layouts[f].slots
 
     def _lane(self, layer: int) -> Tensor:
         """Which of its unit's lanes each head of a layer is: [Hkv], or [1] where every lane is a unit."""
@@ -739,14 +764,15 @@ class Writer:
 
 
 class _PageWriter(Writer):
-    def __init__(self, store: PagedStore, at: Tensor, places: dict[int, tuple[Tensor, Tensor, Tensor]]) -> None:
-        self.store, self.at, self.places = store, at, places
+    def __init__(self, store: PagedStore, at: Tensor, places: dict[int, tuple[Tensor, Tensor]]) -> None:
+        self.store, self.at = store, at
+        self.bases = {f: store._base(f, page, slot) for f, (page, slot) in places.items()}
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         k, v = k.transpose(1, 2), v.transpose(1, 2)  # [N, Hkv, n, D]
-        for f, (page, slot, _) in self.places.items():
-            t = min(layer, page.shape[0] - 1)
-            self.store._write(f, layer, self.at, page[t], slot[t], k, v, None)
+        for f, base in self.bases.items():
+            index = self.store._index(f, layer, base[min(layer, base.shape[0] - 1)])
+            self.store._write(f, layer, self.at, index, k, v)
 
 
 class _RingWriter(Writer):

@@ -78,18 +78,19 @@ def parse(text: str, *, budget: int | None = None, schedule: str | None = None) 
 def _read(text: str) -> tuple[type[Policy], dict[str, Any]]:
     """One policy's text: its class, and its fields as the text gives them."""
     name, colon, rest = text.partition(":")
-    cls = lookup(name)
+    cls = lookup(name.strip())
     values: dict[str, Any] = {}
     for part in rest.split(",") if colon else ():
         key, _, value = part.partition("=")
+        key = key.strip()
         if key not in _fields(cls):
-            raise UsageError(f"The policy {name} has no hyperparameter {key!r}; it takes {_describe(cls)}.")
+            raise UsageError(f"The policy {name} has no hyperparameter {key!r}; it takes {describe(cls)}.")
         if key in values:
             raise UsageError(f"The policy {name} is given {key} twice; leave one of them out.")
         try:
             values[key] = _typed(value, get_type_hints(cls)[key])
         except ValueError as error:
-            raise UsageError(f"The policy {name} cannot have {key}={value}; it takes {_describe(cls)}.") from error
+            raise UsageError(f"The policy {name} cannot have {key}={value}; it takes {describe(cls)}.") from error
     return cls, values
 
 
@@ -127,7 +128,7 @@ def _typed(text: str, kind: Any) -> Any:
     return allowed[text]
 
 
-def _describe(cls: type[Policy]) -> str:
+def describe(cls: type[Policy]) -> str:
     """All hyperparameters with their types and defaults."""
     hints = get_type_hints(cls)
     out = []

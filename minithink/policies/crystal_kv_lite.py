@@ -51,7 +51,7 @@ class CrystalKVLite(Policy):
     name = "crystal_kv_lite"
     summary = "keep tokens that attention hits often and recently, LRFU (Crystal-KV with equal budgets)"
     scope = "head"
-    demands = (Demand(See.MASS, group="max"),)
+    demands = (Demand(See.MASS, group="max", prompt=False),)
 
     def __post_init__(self) -> None:
         if not 0 <= self.lam <= 1 or not 0 < self.p <= 1:

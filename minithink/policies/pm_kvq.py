@@ -65,6 +65,14 @@ class PMKVQ(Policy):
             thoughts, buffer=self.window, tail="keep", sink=self.sink, shrink=True, block=self.block
         )
 
+    def peaks(self, tokens: int, prompt: int) -> list[list[tuple[str, int]]]:
+        """While tokens move from one width to the next, some are held in both."""
+        limit = self.bits * self.max_len
+        most = [min(tokens, max(prompt, int(limit / width)) + self.window + 1) for width in WIDTHS]
+        most[-1] = tokens
+        held = list(zip(self.storage.thoughts, most, strict=True))
+        return [held[i : i + 2] for i in range(len(held) - 1)]
+
     def decide(self, step: Step) -> Iterable[Edit]:
         pos, fmt = step.pos(), step.format()  # [Lt, B, Ht, S]
         # when this step is over, positions below `sink` are the sink, those from `start` on the window: [B]

@@ -14,8 +14,9 @@ of equal Z the older is kept; every lane is scored by its own tokens (the code l
 Silences: where a prompt is protected (it is not by default) its tokens are scored along, but not chosen among; where
 there is no room for α tokens beside it, the newest that fit are kept.
 Trigger: S ≥ budget + buffer, as in the newer serving code; with buffer=0 one token goes every step, as ThinKV
-describes R-KV. `global_clock` is the first code's: at the end of the prompt, and after that with the first token
-behind every multiple of 128, prompt included.
+describes R-KV. Left out: the code's divide_method=newline and its other rules of which similar key is spared. A
+schedule given by the user stands above `global_clock`, which is the first code's: at the end of the prompt, and
+after that with the first token behind every multiple of 128, prompt included.
 """
 
 from __future__ import annotations

@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> Tensor:
     """softmax(q·kᵀ/√D)·v over the valid tokens of every lane; at least one must be.
 
     Args:
         q: [N, Hq, D], rotated.
         k, v: [N, Hkv, S, D], rotated keys, and values, finite everywhere.
-        valid: bool [N, Hkv, S], or [N, 1, S] for all heads.
+        valid: bool [N, Hkv, S], or [N, 1, S] for all heads; None: all are.
 
     Returns:
         [N, Hq, D].
@@ -21,7 +21,8 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
     n, hq, d = q.shape
     # The query heads of a group are several queries of their KV head.
     grouped = q.view(n, k.shape[1], -1, d)
-    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=valid.unsqueeze(2)).reshape(n, hq, d)
+    mask = None if valid is None else valid.unsqueeze(2)
+    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(n, hq, d)
 
 
 def decode_probabilities(logits: Tensor, valid: Tensor) -> Tensor:

@@ -444,7 +444,7 @@ class StoreMachine(RuleBasedStateMachine):
             if token.format == 0:  # freed slots hold NaN
                 assert token.place is not None
                 page, slot = divmod(token.place, self.store.table.most)
-                index = self.store._index(0, unit[0], torch.tensor([[[page]]]), torch.tensor([[[slot]]]))
+                index = self.store._index(0, unit[0], self.store._base(0, *torch.tensor([[[[page]]], [[[slot]]]])))
                 assert self.store._codes[0][index].isnan().all()
 
     def _requantize(self, name: str, where: Tensor, shrinks: bool) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Demand, Edit, Evict, Policy, See, Shape, Stack, Step
+from minithink.kv.contract import Edit, Evict, Policy, Shape, Stack, Step
 from minithink.kv.manager import KVManager
 from minithink.model import Rope
 from minithink.policies.crystal_kv_lite import CrystalKVLite, survival
@@ -342,9 +342,12 @@ def test_lambda_1_is_lfu() -> None:
 # --- what is asked for --------------------------------------------------------------------------------------
 
 
-def test_it_asks_for_the_groups_maximum_at_every_step() -> None:
-    assert CrystalKVLite.demands == (Demand(See.MASS, every=1, group="max"),)
-
+def test_hits_come_from_the_groups_maximum_of_generated_tokens() -> None:
+    """Nothing is observed while the prompt is read; then maxima, which add up to more than 1."""
+    managers = follow(CrystalKVLite(40), [9], 3)
+    assert not next(managers).observed
+    for manager in managers:
+        assert (manager._mass[0, "max"].sum(-1) > 1).all()
 
 @pytest.mark.parametrize(
     ("wrong", "says"),

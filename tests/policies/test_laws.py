@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minithink.kv.contract import Stack
+from minithink.kv.contract import Schedule, Stack
 from minithink.kv.manager import KVManager
 from minithink.model import Decoder
 from minithink.policies import POLICIES, parse
@@ -196,7 +196,7 @@ def test_budget_and_bytes(text: str) -> None:
         ledger = manager.ledger()
         assert ledger.total == owned_bytes(manager), (text, ledger)
         assert ledger.reserve >= 0, (text, ledger)
-        of_sequences = sum(manager.held_bytes(s) for s in manager._row_of)
+        of_sequences = sum(manager.store.account([row]).total for row in manager._row_of.values())
         assert of_sequences == ledger.held - ledger.state - ledger.observations, (text, ledger)
         if not policy.demands:
             assert not manager.observed
@@ -270,7 +270,8 @@ def test_budget_and_bytes(text: str) -> None:
 def test_the_pool_suffices(text: str) -> None:
     """It is made for the longest sequence in every row, whatever part of it is prompt, and for rows used again."""
     decoder, policy = decoder_of(0), parse(text)
-    most = policy.budget - 1 if policy.protect_prompt and policy.budget is not None else 40
+    keep = Schedule.parse(policy.schedule).keep or policy.budget
+    most = keep - 1 if policy.protect_prompt and keep is not None else 40
     prompts, length = (13, most, 3), 50
     manager = manager_for(decoder, policy, rows=3, tokens=length, think_ids=(OPEN, CLOSE))
     for turn in range(2):

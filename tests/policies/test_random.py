@@ -34,7 +34,7 @@ def test_the_newest_stays_and_the_budget_is_used(budget: int, scope: str, seed: 
 
 def test_the_newest_stays_when_nothing_else_may() -> None:
     sizes = []
-    for i, manager in enumerate(follow(Random(6, schedule="sawtooth:6/2", protect_prompt=True), [4], 9)):
+    for i, manager in enumerate(follow(Random(6, schedule="sawtooth:6/5", protect_prompt=True), [4], 9)):
         assert held(manager, 0)[0][-1] == 3 + i
         sizes.append(len(held(manager, 0)[0]))
     assert sizes == [4, 5, 5, 5, 5, 5, 5, 5, 5, 5]
