@@ -1,10 +1,18 @@
 """PagedStore: keys and values in pages, packed in their formats, with slots that are used again in place.
 
-    pool    [pages, lanes of a unit, bytes of a page]: codes; a slot holds its token's key codes, then its value codes
-    side    beside it: the parameters (scales, minima) of groups of channels, for every slot
-    rows    the parameters of groups of tokens (keys by token): one row a group, alive until its last token is gone
-    ring    the full-precision buffer: tokens that wait to be quantized together
-    place   for every unit the list of its tokens, oldest first: where each lies, and its original position
+    pool        [pages, lanes of a unit, bytes of a page]: codes; a slot holds its token's key codes, then the value's
+    side        beside it: the parameters (scales, minima) of groups of channels, for every slot
+    scale_rows  the parameters of groups of tokens (keys by token): a row a group, until its last token is gone
+    ring        the full-precision buffer: tokens that wait to be quantized together
+    place, pos  for every unit the list of its tokens, oldest first: where each lies, and its original position
+
+The life of a token:
+
+    append    takes a slot, or a place in the ring; the Writer then brings its key and value, layer by layer
+    settle    a prompt is read: what the policy left of it moves from plain pages to where it will stay
+    flush     the ring is full: its tokens are quantized into pages of the running thought type
+    reader    gives every layer's keys and values, oldest token first
+    evict     the token leaves its list, its slot is free; the page too when it was the last one
 
 All pages have one size in bytes and serve any format; a page holds tokens of one unit, one format and one thought
 type (`table.py`). A token never moves while it lives, unless another format is asked for.
@@ -112,6 +120,7 @@ class PagedStore:
         self.page_bytes = page_bytes(storage, shape.head_dim, dtype)
         per_page, lanes = [lay.slots for lay in self.layouts], shape.sharing
         self.table = BlockTable(shape, pages, per_page, shape.device)
+        self.trash_page, self.zero_page = pages, pages + 1  # where masked-out writes go, and such reads come from
         self.pool = torch.zeros(pages + 2, lanes, self.page_bytes, dtype=torch.uint8, device=shape.device)
         widest = max(lay.slots * lay.side for lay in self.layouts)
         self.side_bytes = -(-widest // max(per_page)) * max(per_page)
@@ -126,7 +135,7 @@ class PagedStore:
             main = max(lay.slots for lay in self.layouts if lay.by_token)
             count = -(-pages * main // 4) if scale_rows is None else scale_rows
         self.free_rows = FreeList(count, "rows of key scales", shape.device)
-        self.rows = torch.zeros(count + 2, lanes, row, dtype=torch.uint8, device=shape.device)
+        self.scale_rows = torch.zeros(count + 2, lanes, row, dtype=torch.uint8, device=shape.device)
         self.row_uses = torch.zeros(count + 1, dtype=torch.int32, device=shape.device)  # living tokens
         self.row_of = torch.full(
             (pages + 2 if row else 0, self.table.most), count + 1, dtype=torch.int32, device=shape.device
@@ -274,14 +283,14 @@ class PagedStore:
         valid = pos >= 0
         in_ring = place < 0
         paged = valid & ~in_ring
-        page = torch.where(paged, place // self.table.most, len(self.pool) - 1).long()
+        page = torch.where(paged, place // self.table.most, self.zero_page).long()
         slot = torch.where(paged, place % self.table.most, 0).long()
         used = sorted(self.used)
         only = len(used) == 1 and not self.storage.buffer
         found: dict[int, tuple[Tensor, Tensor | None]] = {}  # by format: bases of slots, rows of key scales
         for f in used:
             mine = self.table.format[place // self.table.most] == f
-            of = page if only else torch.where(mine, page, len(self.pool) - 1)
+            of = page if only else torch.where(mine, page, self.zero_page)
             keys = self.row_of[of, slot].long() if self.layouts[f].by_token else None
             found[f] = self._base(f, of, slot % self.layouts[f].slots), keys
 
@@ -334,7 +343,7 @@ class PagedStore:
             k_params = side[..., : lay.k_side]
         else:
             row = keys * self.shape.sharing + self._lane(layer)[:, None]  # [N, Hkv, S]
-            k_params = self.rows.flatten(0, 1)[row][..., : lay.row]
+            k_params = self.scale_rows.flatten(0, 1)[row][..., : lay.row]
         scale = self.scale[f, :, layer] if rows is None else self.scale[f, :, layer, rows]  # [2, N]
         k_scale, v_scale = scale[:, :, None, None]
         k = lay.k.dequantize(codes[..., : lay.k_codes], k_params, k_scale, self.dtype)
@@ -408,7 +417,7 @@ class PagedStore:
                 if row is not None:
                     k, params = self._quantize_groups(lay.k, k, valids[f][t][rows], self.scale[f, 0, layer, rows])
                     number = row[t].long() * self.shape.sharing + self._lane(layer)[:, None]  # [N, Hkv, groups]
-                    self.rows.view(-1, self.rows.shape[-1])[number, : lay.row] = params
+                    self.scale_rows.view(-1, self.scale_rows.shape[-1])[number, : lay.row] = params
                 if self.storage.shrink and f != formats[0]:
                     self._write_shrunk(formats[0], f, layer, rows, page[t], slot[t], k, v)
                 else:
@@ -471,13 +480,13 @@ class PagedStore:
             numbers = torch.arange(len(gone), device=row.device)
             self.free_rows.give(numbers, gone)
             if self.poison:
-                self.rows[:-1][gone] = 255
+                self.scale_rows[:-1][gone] = 255
         self.table.release(page, slot, which)
 
     def _poison(self, page: Tensor, slot: Tensor, which: Tensor) -> None:
         formats = self.table.format[page]
         for f in range(len(self.layouts)):
-            mine = torch.where(which & (formats == f), page, len(self.pool) - 2)
+            mine = torch.where(which & (formats == f), page, self.trash_page)
             for layer in range(self.shape.layers):
                 if mine.shape[0] > 1 or self.shape.scope != "sequence":
                     index = self._index(f, layer, self._base(f, mine[layer], slot[layer] % self.layouts[f].slots))
@@ -650,7 +659,7 @@ class PagedStore:
         # refuses, before anything is taken, what cannot be shrunk
         shrink(start.k, end.k, self.pool.new_empty(0, start.k_codes), self.side.new_empty(0, start.k_side))
         page, slot = self._take({f: valid}, thought, "shrinking tokens")[f]
-        old_page = torch.where(valid, old // self.table.most, len(self.pool) - 1).long()
+        old_page = torch.where(valid, old // self.table.most, self.zero_page).long()
         old_slot = torch.where(valid, old % self.table.most, 0).long()
         for layer in range(self.shape.layers):
             t = min(layer, valid.shape[0] - 1)
@@ -693,7 +702,7 @@ class PagedStore:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything that the store occupies."""
-        own = (self.pool, self.side, self.rows, self.row_uses, self.row_of, self.ring, self.scale, self.thought)
+        own = (self.pool, self.side, self.scale_rows, self.row_uses, self.row_of, self.ring, self.scale, self.thought)
         lists = (self.place, self.pos, self.count, self.thought_format)
         return *own, *lists, self.free_rows.stack, self.free_rows.top, *self.table.tensors
 

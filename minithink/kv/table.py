@@ -137,7 +137,7 @@ class BlockTable:
     def take(self, fmt: int, thought: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
         """Take a free slot for every valid token, in pages of this format and thought type; there must be room.
 
-        Evicted slots are used again in place, those of older pages first.
+        Evicted slots are used again in place, in the order of the table.
 
         Args:
             fmt: index of the format.

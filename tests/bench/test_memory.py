@@ -1,0 +1,55 @@
+"""The benchmarks of the paged store: what they count, and that they run end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from minithink.bench.__main__ import main
+from minithink.bench.memory import KINDS, draw, text
+from minithink.engine import load
+
+
+def test_bytes_of_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "bytes.json"
+    argv = ["--policies", "full,window:protect_prompt=true,quant:fmt=int8", "--tokens", "60", "--prompt-tokens", "20"]
+    assert main(["memory", *argv, "--budget", "30", "--output", str(out)]) == 0
+    result = json.loads(out.read_text())
+    full, window, quant = result["measurements"]
+    assert result["complete"]
+    assert [m["tokens_held"] for m in (full, window, quant)] == [60, 30, 60]
+    assert full["kinds"]["payload"] == full["full"] == 2 * window["kinds"]["payload"] == 4 * quant["kinds"]["payload"]
+    for m in (full, window, quant):
+        assert sum(m["kinds"][kind] for kind in KINDS) == m["held"] <= m["peak"] <= m["pool"]
+    assert "window:protect_prompt=true" in capsys.readouterr().out
+
+
+def test_the_picture_names_every_policy(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    row = {"kinds": dict.fromkeys(KINDS, 2**20)}
+    result = {"measurements": [{"policy": name, **row} for name in ("one", "other")], "settings": {"tokens": 9}}
+    draw(result, tmp_path / "bytes.svg")
+    first = (tmp_path / "bytes.svg").read_bytes()
+    draw(result, tmp_path / "bytes.svg")
+    assert (tmp_path / "bytes.svg").read_bytes() == first
+    assert first.startswith(b"<?xml")
+
+
+def test_the_text_is_the_same_every_time() -> None:
+    engine = load(None)
+    assert text(engine, 300) == text(engine, 300)
+    assert len(text(engine, 300)) == 300
+
+
+def test_both_caches_generate_the_same(tmp_path: Path) -> None:
+    out = tmp_path / "speed.json"
+    argv = ["--batch", "2", "--prompt-tokens", "30", "--new-tokens", "12", "--repeats", "2", "--threads", "1"]
+    assert main(["paged", *argv, "--output", str(out)]) == 0
+    result = json.loads(out.read_text())
+    [m] = result["measurements"]
+    assert result["complete"]
+    assert m["same_tokens"]
+    assert len(m["ratios"]) == 2
+    assert min(m["ratios"]) <= m["ratio"] <= max(m["ratios"])
