@@ -460,7 +460,7 @@ print(f"{'total':13}{ledger.total:11,}")
 owned = [*manager.store.tensors(), *manager.budgets.values(), *manager.policy.state()]
 assert ledger.total == sum(tensor.nbytes for tensor in owned)
 assert ledger.payload == 128 * config.kv_bytes_per_token(4), "payload should be the budget, to the byte"
-assert ledger.held == window.held[-1] + ledger.state
+assert ledger.held == window.held[-1]  # of the only row
 print(f"\nreserve: {100 * ledger.reserve / ledger.total:.0f} % of all, for {manager.store.table.pages.count} pages")
 
 # %% [markdown]

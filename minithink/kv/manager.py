@@ -690,7 +690,8 @@ def needs(policy: Policy, dim: int, dtype: torch.dtype, tokens: int, prompt: int
     pages = max(sum(-(-n // lay[name].slots) for name, n in moment) for moment in peaks)
     most = max(sum(n for _, n in moment) for moment in peaks)
     sink = 0 if stays else -(-storage.sink // lay["plain"].slots)
-    groups = min((x.k.group for x in lay.values() if x.by_token), default=0)
+    # A buffer that is shorter than a group makes short groups.
+    groups = min((min(x.k.group, storage.buffer) for x in lay.values() if x.by_token), default=0)
     return Needs(
         pages=pages + sink,
         prompt_pages=0 if stays else -(-prompt // lay["plain"].slots),

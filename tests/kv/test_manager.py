@@ -800,3 +800,15 @@ def test_a_fixed_width_is_of_what_is_held(scope: Scope) -> None:
         assert manager.store.positions().shape[-1] <= 7
         seen.append(torch.cat(logits))
     assert_equal_logits("logits", seen[0], seen[1])
+
+
+def test_a_short_buffer_makes_short_groups() -> None:
+    """Every four tokens take a row of key scales, though a group could hold sixteen."""
+    policy = Policy()
+    policy.storage = Storage(("int8:by=token/int8",), buffer=4)
+    manager = manager_for(random_decoder(example_config()), policy, rows=1, tokens=24)
+    manager.join(0, 24, 3)
+    feed(random_decoder(example_config()), manager, {0: [1, 2, 3]})
+    for token in range(21):
+        feed(random_decoder(example_config()), manager, {0: [token]})
+    assert manager.held(0) == 24
