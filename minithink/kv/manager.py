@@ -43,7 +43,7 @@ from minithink.kv.contract import (
 from minithink.kv.ledger import Ledger
 from minithink.kv.store import PagedStore, Reader, Writer, layouts
 from minithink.model import Rope
-from minithink.ref.decode_attention import group_reduce
+from minithink.ref.decode_attention import decode_probabilities, group_reduce
 
 UNLIMITED = 2**30  # a budget that nothing exceeds
 QUERY_BLOCK = 128  # prompt queries whose probabilities are in memory at once
@@ -315,7 +315,7 @@ class KVManager:
             self._observe_mass(layer, demand.group, now.at, group_reduce(logits, valid, demand.group))
         if out is not None:
             return out
-        p = logits.float().masked_fill(~valid.unsqueeze(2), -torch.inf).softmax(-1)
+        p = decode_probabilities(logits, valid)
         return (p.to(v.dtype) @ v).view(n, hq, d)
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:

@@ -185,7 +185,6 @@ class PagedStore:
         steps = torch.arange(n, device=device)
         fits = steps < torch.tensor(counts, device=device)[:, None]  # [N, n]
         valid = torch.zeros(self.shape.rows, n, dtype=torch.bool, device=device).index_copy_(0, at, fits)
-        seen = {row: length + count for row, length, count in zip(rows, lengths, counts, strict=True)}
         positions = torch.zeros(self.shape.rows, n, dtype=torch.int32, device=device)
         positions[at] = (torch.tensor(lengths, device=device)[:, None] + steps).to(torch.int32)
         lt, b, ht = self.shape.tables
@@ -193,10 +192,10 @@ class PagedStore:
         if self.storage.buffer and not prompt:
             index = torch.zeros(self.shape.rows, 1, dtype=torch.int32, device=device)
             index[at, 0] = torch.tensor([self.waiting[row] for row in rows], dtype=torch.int32, device=device)
-            self.lengths = [seen.get(row, length) for row, length in enumerate(self.lengths)]
             self._list(most, valid, (-1 - index)[None, :, None].expand(valid.shape), positions)
-            for row in rows:
+            for row, length in zip(rows, lengths, strict=True):
                 self.waiting[row] += 1
+                self.lengths[row] = length + 1
             return _RingWriter(self, at, index[at, 0].long())
         thought = self._thoughts()
         formats = (0,) if prompt else tuple(dict.fromkeys(self.thought_format.tolist()))
@@ -205,8 +204,9 @@ class PagedStore:
         places = self._take(valids, thought, f"appending {sum(counts):,} tokens to {len(rows)} sequences")
         place = sum(torch.where(valids[f], self._join(*places[f]), 0) for f in formats)
         assert isinstance(place, Tensor)
-        self.lengths = [seen.get(row, length) for row, length in enumerate(self.lengths)]
         self._list(most, valid, place, positions)
+        for row, length, count in zip(rows, lengths, counts, strict=True):
+            self.lengths[row] = length + count
         if prompt:
             self.reading.update(rows)
         return _PageWriter(self, at, {f: (page[:, at], slot[:, at]) for f, (page, slot) in places.items()})
