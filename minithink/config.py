@@ -46,9 +46,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
 ROPE_FIELDS = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
-    "llama3": frozenset(
-        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-    ),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
     "yarn": frozenset(
         {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
         | {"original_max_position_embeddings"}
@@ -345,9 +343,7 @@ def _refuse_what_is_not_supported(raw: Mapping[str, Any], kind: str, read: set[s
             continue
         if name in FIXED:
             if value not in FIXED[name]:
-                raise MinithinkError(
-                    f"{where}: {name} is {value!r}, and minithink supports only {FIXED[name][0]!r}."
-                )
+                raise MinithinkError(f"{where}: {name} is {value!r}, and minithink supports only {FIXED[name][0]!r}.")
         elif kind == "qwen2" and name == "attention_bias":
             continue  # Qwen2 has QKV bias whatever this says
         else:

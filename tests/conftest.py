@@ -9,6 +9,10 @@ from __future__ import annotations
 import os
 
 import torch
+
+# Before anything imports triton: without a GPU its kernels run in the interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 from hypothesis import HealthCheck, settings
 
 from tests.fixtures_checkpoint import checkpoint, engine  # noqa: F401  (fixtures)

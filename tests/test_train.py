@@ -122,9 +122,7 @@ def test_no_document_of_another_split_is_drawn(tokenizer, monkeypatch):
 
 
 def test_processes_of_a_team_draw_different_documents(tokenizer):
-    batches = [
-        next(iter(train.Documents(RECIPE, tokenizer, 4096, 0, 1, rank=rank, world=2)))[0] for rank in range(2)
-    ]
+    batches = [next(iter(train.Documents(RECIPE, tokenizer, 4096, 0, 1, rank=rank, world=2)))[0] for rank in range(2)]
     assert not set(map(tuple, batches[0].tolist())) & set(map(tuple, batches[1].tolist()))
 
 

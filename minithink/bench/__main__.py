@@ -1,4 +1,4 @@
-"""The command line: `python -m minithink.bench decode|accuracy|paged|memory|tables`."""
+"""The command line: `python -m minithink.bench decode|accuracy|paged|memory|compile|tables`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ import argparse
 import sys
 from typing import NoReturn
 
-from minithink.bench import accuracy, decode, memory, paged, tables
+from minithink.bench import accuracy, compile, decode, memory, paged, tables
 from minithink.errors import MinithinkError, UsageError
 
-COMMANDS = {"decode": decode, "accuracy": accuracy, "paged": paged, "memory": memory, "tables": tables}
+COMMANDS = {
+    "decode": decode,
+    "accuracy": accuracy,
+    "paged": paged,
+    "memory": memory,
+    "compile": compile,
+    "tables": tables,
+}
 
 
 class Parser(argparse.ArgumentParser):

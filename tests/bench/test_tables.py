@@ -82,7 +82,9 @@ def test_tables_are_filled_in_and_then_up_to_date(root: Path, capsys: pytest.Cap
     assert (root / "README.md").read_text() == DOCUMENT, "a check changes nothing"
 
     assert main(["tables", "--root", str(root)]) == 0
-    assert (root / "README.md").read_text() == """# Title
+    assert (
+        (root / "README.md").read_text()
+        == """# Title
 
 `<!-- table:nonsense -->` within a line is no marker.
 
@@ -106,6 +108,7 @@ between
 
 after
 """
+    )
     speed = (root / "docs" / "speed.md").read_text()
     model = "llama-8b (random weights), bfloat16, 2,048 tokens held"
     assert f"| {model} | 1 | 100 tok/s | 50 tok/s | **2.00 ×** | 45.6% / – |" in speed

@@ -349,6 +349,7 @@ def test_hits_come_from_the_groups_maximum_of_generated_tokens() -> None:
     for manager in managers:
         assert (manager._mass[0, "max"].sum(-1) > 1).all()
 
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
