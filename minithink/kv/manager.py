@@ -41,7 +41,8 @@ from minithink.kv.contract import (
     Stack,
 )
 from minithink.kv.ledger import Ledger
-from minithink.kv.store import PagedStore, Reader, Writer, layouts
+from minithink.kv.pages import Reading, layouts
+from minithink.kv.store import PagedStore, Writer
 from minithink.model import Rope
 from minithink.ref.decode_attention import decode_probabilities, group_reduce
 
@@ -77,7 +78,7 @@ class _Pass:
     at: Tensor  # int64 [N]: the rows
     cos: Tensor
     sin: Tensor
-    read: Reader | None = None
+    read: Reading | None = None
     valid: Tensor | None = None  # bool [Lt, N, Ht, S]
     dense: bool = False  # no lane is shorter than the others
     near: tuple[Tensor, Tensor, Tensor] | None = None  # pulled tokens [Lt, N, Ht, S], cos and sin of their query

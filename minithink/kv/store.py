@@ -14,16 +14,16 @@ The life of a token:
     reader    gives every layer's keys and values, oldest token first
     evict     the token leaves its list, its slot is free; the page too when it was the last one
 
-All pages have one size in bytes and serve any format; a page holds tokens of one unit, one format and one thought
-type (`table.py`). A token never moves while it lives, unless another format is asked for.
+All pages have one size in bytes and serve any format (`pages.py` says how they are read); a page holds tokens of one
+unit, one format and one thought type (`table.py`). A token never moves while it lives, unless another format is asked
+for.
 
 Masked-out writes go to a page behind the last one, masked-out reads come from a second one that is all zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,58 +31,13 @@ from torch import Tensor
 from minithink.errors import UsageError
 from minithink.kv.contract import Shape, Storage
 from minithink.kv.ledger import Ledger
+from minithink.kv.pages import Pages, Reader, layouts, page_bytes
 from minithink.kv.table import BlockTable, Entry, Exhausted, FreeList
-from minithink.quant import parse_pair, shrink
+from minithink.quant import shrink
 from minithink.quant.format import Format
-from minithink.quant.plain import DTYPES, Plain
-
-BUFFER = 255  # the format index of tokens in the ring
-
-Reader = Callable[[int], tuple[Tensor, Tensor]]  # layer → K, V
 
 
-@dataclass(frozen=True)
-class Layout:
-    """One format in this store's pages."""
-
-    k: Format
-    v: Format
-    dim: int
-    slots: int  # of a page, a power of two
-    plain: bool
-
-    @property
-    def k_codes(self) -> int:
-        """Bytes of a key's codes; the value's follow."""
-        return self.k.code_bytes(self.dim)
-
-    @property
-    def codes(self) -> int:
-        """Bytes of a token's codes in one lane."""
-        return self.k_codes + self.v.code_bytes(self.dim)
-
-    @property
-    def by_token(self) -> bool:
-        """Whether keys share parameters across tokens."""
-        return self.k.by == "token"
-
-    @property
-    def k_side(self) -> int:
-        """Bytes of a key's own parameters; the value's follow."""
-        return 0 if self.by_token else self.k.params_bytes(self.dim)
-
-    @property
-    def side(self) -> int:
-        """Bytes of a token's own parameters in one lane."""
-        return self.k_side + self.v.params_bytes(self.dim)
-
-    @property
-    def row(self) -> int:
-        """Bytes of the parameters that a group of tokens shares in one lane."""
-        return self.k.params_bytes(self.dim) if self.by_token else 0
-
-
-class PagedStore:
+class PagedStore(Pages):
     """Tokens of B rows. Rows, lanes and units as in `kv/contract.py`."""
 
     def __init__(
@@ -125,9 +80,6 @@ class PagedStore:
         widest = max(lay.slots * lay.side for lay in self.layouts)
         self.side_bytes = -(-widest // max(per_page)) * max(per_page)
         self.side = torch.zeros(pages + 2, lanes, self.side_bytes, dtype=torch.uint8, device=shape.device)
-        # per slot of a format: [all slots of all lanes, bytes], codes and parameters
-        self._codes = [self._slots(self.pool, lay, lay.codes) for lay in self.layouts]
-        self._sides = [self._slots(self.side, lay, lay.side) for lay in self.layouts]
 
         row = max(lay.row for lay in self.layouts)
         count = 0
@@ -256,99 +208,6 @@ class PagedStore:
             more = max(width, 2 * have) - have
             self.place = torch.nn.functional.pad(self.place, (0, more))
             self.pos = torch.nn.functional.pad(self.pos, (0, more), value=-1)
-
-    # -- reading
-
-    @property
-    def seen(self) -> int:
-        """Columns of what is read."""
-        return self.columns or max(1, *self.most)
-
-    def positions(self) -> Tensor:
-        """Original positions, oldest first, −1 after the last token: int32 [Lt, B, Ht, S]."""
-        return self.pos[..., : self.seen]
-
-    def format(self) -> Tensor:
-        """Index of every token's format, BUFFER in the ring: uint8 [Lt, B, Ht, S]; anything where no token is."""
-        place = self.place[..., : self.seen]
-        page = (place // self.table.most).clamp(min=0).long()
-        return torch.where(place < 0, BUFFER, self.table.format[page])
-
-    def reader(self, rows: Tensor | None = None) -> Reader:
-        """What reads the keys and values of a layer, of some rows (all of them if None): layer → K, V
-        [N, Hkv, S, D] in the store's dtype, 0 where there is no token. What is common to all layers is done here."""
-        place, pos = self.place[..., : self.seen], self.positions()
-        if rows is not None:
-            place, pos = place[:, rows], pos[:, rows]
-        valid = pos >= 0
-        in_ring = place < 0
-        paged = valid & ~in_ring
-        page = torch.where(paged, place // self.table.most, self.zero_page).long()
-        slot = torch.where(paged, place % self.table.most, 0).long()
-        used = sorted(self.used)
-        only = len(used) == 1 and not self.storage.buffer
-        found: dict[int, tuple[Tensor, Tensor | None]] = {}  # by format: bases of slots, rows of key scales
-        for f in used:
-            mine = self.table.format[place // self.table.most] == f
-            of = page if only else torch.where(mine, page, self.zero_page)
-            keys = self.row_of[of, slot].long() if self.layouts[f].by_token else None
-            found[f] = self._base(f, of, slot % self.layouts[f].slots), keys
-
-        def read(layer: int) -> tuple[Tensor, Tensor]:
-            t = min(layer, place.shape[0] - 1)
-            parts = [
-                self._read(f, layer, base[t], None if keys is None else keys[t], rows)
-                for f, (base, keys) in found.items()
-            ]
-            if only:
-                return parts[0]
-            ks, vs = [k for k, _ in parts], [v for _, v in parts]
-            if self.storage.buffer:
-                ring = self.ring[layer] if rows is None else self.ring[layer, rows]  # [N, Hkv, R, 2, D]
-                index = (-1 - place[t]).clamp(min=0).long().expand(-1, ring.shape[1], -1)
-                waits = ring.flatten(-2).gather(2, index[..., None].expand(*index.shape, ring.shape[-1] * 2))
-                waits = waits.masked_fill(~(in_ring[t] & valid[t])[..., None], 0).unflatten(-1, (2, -1))
-                ks.append(waits[..., 0, :])
-                vs.append(waits[..., 1, :])
-            # every token is in one of the formats, and 0 in the others
-            k, v = torch.stack(ks).sum(0), torch.stack(vs).sum(0)
-            return k, self._lagging(layer, v, pos[t], rows) if self.storage.lag else v
-
-        return read
-
-    def _lagging(self, layer: int, v: Tensor, pos: Tensor, rows: Tensor | None) -> Tensor:
-        """Values with those of the last `buffer` tokens from the ring. v: [N, Hkv, S, D], pos: [N, Ht, S]."""
-        size, sink = self.storage.buffer, self.storage.sink
-        ring = self.ring[layer] if rows is None else self.ring[layer, rows]  # [N, Hkv, R, 2, D]
-        unsettled = torch.tensor([row in self.reading for row in range(self.shape.rows)], device=pos.device)
-        settled = ~(unsettled if rows is None else unsettled[rows])[:, None, None]  # a prompt is not in the ring yet
-        lengths = torch.tensor(self.lengths, device=pos.device)
-        lengths = (lengths if rows is None else lengths[rows])[:, None, None]
-        recent = (pos >= lengths - size) & (pos >= sink) & settled
-        index = ((pos - sink) % size).long()[..., None].expand(v.shape)
-        return torch.where(recent[..., None], ring[..., 1, :].gather(2, index), v)
-
-    def _read(
-        self, f: int, layer: int, base: Tensor, keys: Tensor | None, rows: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """K and V of one format. base, keys: [N, Ht, S], slots (of the zero page where there is none of this format)
-        and rows of key scales."""
-        lay, dim = self.layouts[f], self.shape.head_dim
-        index = self._index(f, layer, base)  # [N, Hkv, S]
-        codes = self._codes[f].index_select(0, index.flatten()).view(*index.shape, -1)
-        if lay.plain:
-            return codes[..., :dim], codes[..., dim : 2 * dim]
-        side = self._sides[f].index_select(0, index.flatten()).view(*index.shape, -1)
-        if keys is None:
-            k_params = side[..., : lay.k_side]
-        else:
-            row = keys * self.shape.sharing + self._lane(layer)[:, None]  # [N, Hkv, S]
-            k_params = self.scale_rows.flatten(0, 1)[row][..., : lay.row]
-        scale = self.scale[f, :, layer] if rows is None else self.scale[f, :, layer, rows]  # [2, N]
-        k_scale, v_scale = scale[:, :, None, None]
-        k = lay.k.dequantize(codes[..., : lay.k_codes], k_params, k_scale, self.dtype)
-        v_codes, v_params = codes[..., lay.k_codes : lay.codes], side[..., lay.k_side : lay.side]
-        return k, lay.v.dequantize(v_codes, v_params, v_scale, self.dtype)
 
     # -- writing
 
@@ -731,28 +590,6 @@ class PagedStore:
 
     # -- helpers
 
-    def _slots(self, pool: Tensor, lay: Layout, width: int) -> Tensor:
-        """A view of the pool as slots of one format: [slots of all lanes, bytes], numbers if it is plain."""
-        stride = pool.shape[-1] // lay.slots
-        if lay.plain and pool is self.pool:
-            return pool.view(self.dtype).view(-1, stride // self.dtype.itemsize)[:, : width // self.dtype.itemsize]
-        return pool.view(-1, stride)[:, :width] if stride else pool.view(pool.shape[0] * pool.shape[1] * lay.slots, 0)
-
-    def _base(self, f: int, page: Tensor, slot: Tensor) -> Tensor:
-        """Numbers of slots in the views above, in the first lane of their unit. Any equal shapes."""
-        return page * (self.shape.sharing * self.layouts[f].slots) + slot
-
-    def _index(self, f: int, layer: int, base: Tensor) -> Tensor:
-        """The same in the lanes of a layer. base: [N, Ht, n] → [N, Hkv, n]."""
-        return base + self._lane(layer)[:, None] * self.layouts[f].slots
-
-    def _lane(self, layer: int) -> Tensor:
-        """Which of its unit's lanes each head of a layer is: [Hkv], or [1] where every lane is a unit."""
-        if self.shape.scope == "head":
-            return torch.zeros(1, dtype=torch.long, device=self.shape.device)
-        heads = torch.arange(self.shape.kv_heads, device=self.shape.device)
-        return heads + (layer * self.shape.kv_heads if self.shape.scope == "sequence" else 0)
-
     def _join(self, page: Tensor, slot: Tensor) -> Tensor:
         return page * self.table.most + slot
 
@@ -790,36 +627,3 @@ class _RingWriter(Writer):
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         self.store.ring[layer, self.at, :, self.index] = torch.stack((k[:, 0], v[:, 0]), dim=2)
-
-
-def layouts(storage: Storage, dim: int, dtype: torch.dtype) -> list[Layout]:
-    """How each of the storage's formats lies in its pages."""
-    size = page_bytes(storage, dim, dtype)
-    out = []
-    for name in storage.formats:
-        k, v = (fmt.fit(dim) for fmt in _pair(name, dtype))
-        per_token = k.code_bytes(dim) + v.code_bytes(dim)
-        out.append(Layout(k, v, dim, 1 << ((size // per_token).bit_length() - 1), name == "plain"))
-    return out
-
-
-def page_bytes(storage: Storage, dim: int, dtype: torch.dtype) -> int:
-    """Bytes of a page in one lane: `block` tokens of the main format, and at least one plain token."""
-
-    def per_token(name: str) -> int:
-        return sum(fmt.code_bytes(dim) for fmt in _pair(name, dtype))
-
-    if storage.block < 1 or storage.block & (storage.block - 1):
-        raise UsageError(f"A block of {storage.block} tokens: it must be a power of two.")
-    size = storage.block * per_token(storage.thoughts[0])
-    while size < per_token("plain"):
-        size *= 2
-    return size
-
-
-def _pair(name: str, dtype: torch.dtype) -> tuple[Format, Format]:
-    """The formats of keys and values."""
-    if name != "plain":
-        return parse_pair(name)
-    plain = Plain(next(n for n, of in DTYPES.items() if of == dtype))
-    return plain, plain

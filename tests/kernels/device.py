@@ -1,4 +1,4 @@
-"""Where the kernels run in these tests: on the GPU, or in Triton's interpreter (`tests/conftest.py` switches it on)."""
+"""Where the kernels run in these tests: on the GPU, or in Triton's interpreter (see `tests/conftest.py`)."""
 
 from __future__ import annotations
 

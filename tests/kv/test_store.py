@@ -27,7 +27,8 @@ from torch import Tensor
 
 from minithink.errors import UsageError
 from minithink.kv.contract import SCOPES, Scope, Shape, Storage
-from minithink.kv.store import BUFFER, PagedStore
+from minithink.kv.pages import BUFFER
+from minithink.kv.store import PagedStore
 from minithink.kv.table import Exhausted
 from minithink.quant import Format, parse_pair, shrink
 from minithink.quant.int_asymmetric import IntAsymmetric

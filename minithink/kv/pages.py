@@ -1,0 +1,270 @@
+"""How tokens lie in pages, and how they are read.
+
+`Layout` says where the codes and the parameters of a format lie in a page, `Pages` holds the tensors (the store, in
+`store.py`, fills them), `Reading` gives the keys and values of a layer as dense tensors. The kernels read the same
+tensors without that copy: `ref/paged_attention.py` and its twin take a Reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from minithink.errors import UsageError
+from minithink.kv.contract import Shape, Storage
+from minithink.kv.table import BlockTable
+from minithink.quant import parse_pair
+from minithink.quant.format import Format
+from minithink.quant.plain import DTYPES, Plain
+
+BUFFER = 255  # the format index of tokens in the ring
+
+Reader = Callable[[int], tuple[Tensor, Tensor]]  # layer → K, V
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One format in this store's pages."""
+
+    k: Format
+    v: Format
+    dim: int
+    slots: int  # of a page, a power of two
+    plain: bool
+
+    @property
+    def k_codes(self) -> int:
+        """Bytes of a key's codes; the value's follow."""
+        return self.k.code_bytes(self.dim)
+
+    @property
+    def codes(self) -> int:
+        """Bytes of a token's codes in one lane."""
+        return self.k_codes + self.v.code_bytes(self.dim)
+
+    @property
+    def by_token(self) -> bool:
+        """Whether keys share parameters across tokens."""
+        return self.k.by == "token"
+
+    @property
+    def k_side(self) -> int:
+        """Bytes of a key's own parameters; the value's follow."""
+        return 0 if self.by_token else self.k.params_bytes(self.dim)
+
+    @property
+    def side(self) -> int:
+        """Bytes of a token's own parameters in one lane."""
+        return self.k_side + self.v.params_bytes(self.dim)
+
+    @property
+    def row(self) -> int:
+        """Bytes of the parameters that a group of tokens shares in one lane."""
+        return self.k.params_bytes(self.dim) if self.by_token else 0
+
+
+class Pages:
+    """The tensors that keys and values are read from; see `store.py` for what they hold."""
+
+    shape: Shape
+    storage: Storage
+    dtype: torch.dtype  # of plain tokens
+    layouts: list[Layout]
+    table: BlockTable
+    pool: Tensor
+    side: Tensor
+    scale_rows: Tensor
+    row_of: Tensor
+    ring: Tensor
+    scale: Tensor
+    place: Tensor
+    pos: Tensor
+    count: Tensor
+    columns: int | None
+    zero_page: int
+    used: set[int]  # formats that may hold tokens
+    # What the host knows of each row:
+    most: list[int]  # tokens that a lane holds at most
+    lengths: list[int]  # tokens seen, evicted ones too
+    reading: set[int]  # rows whose prompt is not settled
+
+    @property
+    def seen(self) -> int:
+        """Columns of what is read."""
+        return self.columns or max(1, *self.most)
+
+    def positions(self) -> Tensor:
+        """Original positions, oldest first, −1 after the last token: int32 [Lt, B, Ht, S]."""
+        return self.pos[..., : self.seen]
+
+    def format(self) -> Tensor:
+        """Index of every token's format, BUFFER in the ring: uint8 [Lt, B, Ht, S]; anything where no token is."""
+        place = self.place[..., : self.seen]
+        page = (place // self.table.most).clamp(min=0).long()
+        return torch.where(place < 0, BUFFER, self.table.format[page])
+
+    def reader(self, rows: Tensor | None = None) -> Reading:
+        """What reads the keys and values of some rows (int64 [N], all of them if None), layer by layer."""
+        return Reading(self, rows)
+
+    # -- slots of one format as rows of a matrix
+
+    @cached_property
+    def _codes(self) -> list[Tensor]:
+        """In each format, the codes of every slot of every lane: [slots, bytes]."""
+        return [self._slots(self.pool, lay, lay.codes) for lay in self.layouts]
+
+    @cached_property
+    def _sides(self) -> list[Tensor]:
+        """In each format, the parameters of every slot."""
+        return [self._slots(self.side, lay, lay.side) for lay in self.layouts]
+
+    def _slots(self, pool: Tensor, lay: Layout, width: int) -> Tensor:
+        """A view of the pool as slots of one format: [slots of all lanes, bytes], numbers if it is plain."""
+        stride = pool.shape[-1] // lay.slots
+        if lay.plain and pool is self.pool:
+            return pool.view(self.dtype).view(-1, stride // self.dtype.itemsize)[:, : width // self.dtype.itemsize]
+        return pool.view(-1, stride)[:, :width] if stride else pool.view(pool.shape[0] * pool.shape[1] * lay.slots, 0)
+
+    def _base(self, f: int, page: Tensor, slot: Tensor) -> Tensor:
+        """Numbers of slots in the views above, in the first lane of their unit. Any equal shapes."""
+        return page * (self.shape.sharing * self.layouts[f].slots) + slot
+
+    def _index(self, f: int, layer: int, base: Tensor) -> Tensor:
+        """The same in the lanes of a layer. base: [N, Ht, n] → [N, Hkv, n]."""
+        return base + self._lane(layer)[:, None] * self.layouts[f].slots
+
+    def _lane(self, layer: int) -> Tensor:
+        """Which of its unit's lanes each head of a layer is: [Hkv], or [1] where every lane is a unit."""
+        if self.shape.scope == "head":
+            return torch.zeros(1, dtype=torch.long, device=self.shape.device)
+        heads = torch.arange(self.shape.kv_heads, device=self.shape.device)
+        return heads + (layer * self.shape.kv_heads if self.shape.scope == "sequence" else 0)
+
+
+class Reading:
+    """Keys and values of some rows, as they are now; what is common to all layers is found once."""
+
+    def __init__(self, pages: Pages, rows: Tensor | None) -> None:
+        self.pages, self.rows = pages, rows
+        self.place, self.pos = pages.place[..., : pages.seen], pages.positions()
+        if rows is not None:
+            self.place, self.pos = self.place[:, rows], self.pos[:, rows]
+
+    def valid(self, layer: int) -> Tensor:
+        """Where a token is: bool [N, Ht, S]."""
+        return self.pos[min(layer, len(self.pos) - 1)] >= 0
+
+    def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K, V [N, Hkv, S, D] in the store's dtype, 0 where there is no token."""
+        t = min(layer, len(self.place) - 1)
+        found = self._found.items()
+        parts = [self._read(f, layer, base[t], None if keys is None else keys[t]) for f, (base, keys) in found]
+        if self._alone:
+            return parts[0]
+        ks, vs = [k for k, _ in parts], [v for _, v in parts]
+        if self.pages.storage.buffer:
+            ring = self._ring(layer)
+            index = (-1 - self.place[t]).clamp(min=0).long().expand(-1, ring.shape[1], -1)
+            waits = ring.flatten(-2).gather(2, index[..., None].expand(*index.shape, ring.shape[-1] * 2))
+            in_ring = (self.place[t] < 0) & self.valid(layer)
+            waits = waits.masked_fill(~in_ring[..., None], 0).unflatten(-1, (2, -1))
+            ks.append(waits[..., 0, :])
+            vs.append(waits[..., 1, :])
+        # every token is in one of the formats, and 0 in the others
+        k, v = torch.stack(ks).sum(0), torch.stack(vs).sum(0)
+        return k, self._lagging(layer, v) if self.pages.storage.lag else v
+
+    @cached_property
+    def _alone(self) -> bool:
+        """Whether all tokens have one format, and none wait."""
+        return len(self.pages.used) == 1 and not self.pages.storage.buffer
+
+    @cached_property
+    def _found(self) -> dict[int, tuple[Tensor, Tensor | None]]:
+        """For every format the bases of its tokens' slots (of the zero page where there is none of it), and their
+        rows of key scales: int64 [Lt, N, Ht, S] each."""
+        pages, most = self.pages, self.pages.table.most
+        paged = (self.pos >= 0) & (self.place >= 0)
+        page = torch.where(paged, self.place // most, pages.zero_page).long()
+        slot = torch.where(paged, self.place % most, 0).long()
+        found: dict[int, tuple[Tensor, Tensor | None]] = {}
+        for f in sorted(pages.used):
+            mine = pages.table.format[self.place // most] == f
+            of = page if self._alone else torch.where(mine, page, pages.zero_page)
+            keys = pages.row_of[of, slot].long() if pages.layouts[f].by_token else None
+            found[f] = pages._base(f, of, slot % pages.layouts[f].slots), keys
+        return found
+
+    def _ring(self, layer: int) -> Tensor:
+        """[N, Hkv, R, 2, D]."""
+        return self.pages.ring[layer] if self.rows is None else self.pages.ring[layer, self.rows]
+
+    def _lagging(self, layer: int, v: Tensor) -> Tensor:
+        """Values with those of the last `buffer` tokens from the ring. v: [N, Hkv, S, D]."""
+        pages, pos, rows = self.pages, self.pos[min(layer, len(self.pos) - 1)], self.rows
+        size, sink = pages.storage.buffer, pages.storage.sink
+        unsettled = torch.tensor([row in pages.reading for row in range(pages.shape.rows)], device=pos.device)
+        settled = ~(unsettled if rows is None else unsettled[rows])[:, None, None]  # a prompt is not in the ring yet
+        lengths = torch.tensor(pages.lengths, device=pos.device)
+        lengths = (lengths if rows is None else lengths[rows])[:, None, None]
+        recent = (pos >= lengths - size) & (pos >= sink) & settled
+        index = ((pos - sink) % size).long()[..., None].expand(v.shape)
+        return torch.where(recent[..., None], self._ring(layer)[..., 1, :].gather(2, index), v)
+
+    def _read(self, f: int, layer: int, base: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+        """K and V of one format. base, keys: [N, Ht, S]."""
+        pages, rows = self.pages, self.rows
+        lay, dim = pages.layouts[f], pages.shape.head_dim
+        index = pages._index(f, layer, base)  # [N, Hkv, S]
+        codes = pages._codes[f].index_select(0, index.flatten()).view(*index.shape, -1)
+        if lay.plain:
+            return codes[..., :dim], codes[..., dim : 2 * dim]
+        side = pages._sides[f].index_select(0, index.flatten()).view(*index.shape, -1)
+        if keys is None:
+            k_params = side[..., : lay.k_side]
+        else:
+            row = keys * pages.shape.sharing + pages._lane(layer)[:, None]  # [N, Hkv, S]
+            k_params = pages.scale_rows.flatten(0, 1)[row][..., : lay.row]
+        scale = pages.scale[f, :, layer] if rows is None else pages.scale[f, :, layer, rows]  # [2, N]
+        k_scale, v_scale = scale[:, :, None, None]
+        k = lay.k.dequantize(codes[..., : lay.k_codes], k_params, k_scale, pages.dtype)
+        v_codes, v_params = codes[..., lay.k_codes : lay.codes], side[..., lay.k_side : lay.side]
+        return k, lay.v.dequantize(v_codes, v_params, v_scale, pages.dtype)
+
+
+def layouts(storage: Storage, dim: int, dtype: torch.dtype) -> list[Layout]:
+    """How each of the storage's formats lies in its pages."""
+    size = page_bytes(storage, dim, dtype)
+    out = []
+    for name in storage.formats:
+        k, v = (fmt.fit(dim) for fmt in _pair(name, dtype))
+        per_token = k.code_bytes(dim) + v.code_bytes(dim)
+        out.append(Layout(k, v, dim, 1 << ((size // per_token).bit_length() - 1), name == "plain"))
+    return out
+
+
+def page_bytes(storage: Storage, dim: int, dtype: torch.dtype) -> int:
+    """Bytes of a page in one lane: `block` tokens of the main format, and at least one plain token."""
+
+    def per_token(name: str) -> int:
+        return sum(fmt.code_bytes(dim) for fmt in _pair(name, dtype))
+
+    if storage.block < 1 or storage.block & (storage.block - 1):
+        raise UsageError(f"A block of {storage.block} tokens: it must be a power of two.")
+    size = storage.block * per_token(storage.thoughts[0])
+    while size < per_token("plain"):
+        size *= 2
+    return size
+
+
+def _pair(name: str, dtype: torch.dtype) -> tuple[Format, Format]:
+    """The formats of keys and values."""
+    if name != "plain":
+        return parse_pair(name)
+    plain = Plain(next(n for n, of in DTYPES.items() if of == dtype))
+    return plain, plain
