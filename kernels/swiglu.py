@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import torch
 import triton
 import triton.language as tl
-from minithink.kernels._common import Variant
 from torch import Tensor
+
+from minithink.kernels._common import Variant
 
 BLOCK = 1024  # outputs of a program
 

@@ -1,11 +1,7 @@
-"""Sampling: temperature, top-k, top-p, min-p, then one draw by the Gumbel-max trick with counter-based noise.
+"""Sampling: temperature, top-k, top-p, min-p, then one draw (`minithink/ref/gumbel_argmax.py`).
 
-    token = argmax_v (filtered_logit_v + g_v),   g_v = −log(−log(1 − u_v)),   u_v uniform in (0, 1)
-
-draws from softmax(filtered logits) exactly (Gumbel 1954; Maddison et al. 2014). The uniforms come from
-Philox4x32-10 (Salmon et al. 2011), a bijection of a counter under a key, with no state that advances: u is a pure
-function of (seed, sequence, position, token id). A sequence therefore draws the same tokens whatever runs beside it,
-and a GPU kernel can compute the same numbers wherever it needs them.
+The draw is by the Gumbel-max trick, with noise that is a pure function of (seed, sequence, position, token id). A
+sequence therefore draws the same tokens whatever runs beside it.
 """
 
 from __future__ import annotations
@@ -18,11 +14,8 @@ import torch
 from torch import Tensor
 
 from minithink.errors import UsageError
+from minithink.ref.gumbel_argmax import gumbel, gumbel_argmax
 
-MASK = 0xFFFFFFFF
-ROUNDS = 10
-MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-WEYL = (0x9E3779B9, 0xBB67AE85)  # what the key grows by every round: the golden ratio, √3 − 1
 COLDEST = 1e-4  # below it, float32 logits divided by the temperature may overflow
 NEAR = 1e-3  # in probability: many times the rounding of a sum over the vocabulary
 
@@ -101,47 +94,7 @@ def sample(logits: Tensor, params: SamplingParams, sequence: Tensor, position: T
     """
     if params.greedy:
         return logits.argmax(-1)
-    return (filter_logits(logits, params) + gumbel(params.seed, sequence, position, logits.shape[-1])).argmax(-1)
-
-
-def gumbel(seed: int, sequence: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise. sequence, position: [B] int64 → [B, V] float32, all finite (−2.9 to 22.9)."""
-    # u is finest near 0, and small u give the large g that decide: log1p keeps their whole resolution.
-    return -(-torch.log1p(-uniform(seed, sequence, position, vocab_size))).log()
-
-
-def uniform(seed: int, sequence: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """Uniforms keyed by (seed, sequence, position, token id). sequence, position: [B] int64.
-
-    Token v takes word v mod 4 of Philox(counter = (v div 4, position, sequence low, sequence high), key = (seed low,
-    seed high)), as (word + ½)·2⁻³² rounded to float32, and at most 1 − 2⁻²⁴: never 0, never 1.
-
-    Returns:
-        [B, V] float32.
-    """
-    quad = torch.arange(-(-vocab_size // 4), device=position.device)
-    column = sequence[:, None]
-    words = philox((quad[None], position[:, None], column & MASK, column >> 32 & MASK), (seed & MASK, seed >> 32))
-    x = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size].float()
-    return x.add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
-
-
-def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> list[Tensor]:
-    """Philox4x32-10. counter: four int64 tensors that broadcast, each word below 2³²; key: two such numbers.
-
-    Returns:
-        four int64 tensors of the broadcast shape, each word below 2³².
-    """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(ROUNDS):
-        # An int64 product wraps modulo 2⁶⁴, which are the very 64 bits of the product of two unsigned words. Only c0
-        # and c2 are multiplied, so only they must be masked every round.
-        a, b = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1 = ((b >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(MASK), b
-        c2, c3 = ((a >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(MASK), a
-        k0, k1 = k0 + WEYL[0] & MASK, k1 + WEYL[1] & MASK
-    return list(torch.broadcast_tensors(c0, c1 & MASK, c2, c3 & MASK))
+    return gumbel_argmax(filter_logits(logits, params), params.seed, sequence, position)
 
 
 class Sampler:

@@ -360,7 +360,11 @@ def scripted(script: Sequence[int]) -> Any:
 def start(*argv: object, text: bool = True, **options: Any) -> subprocess.Popen[Any]:
     command = [sys.executable, "-m", "minithink.generate", *map(str, argv)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "always::RuntimeWarning"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=text, env=env, **options)
+    # Shells start what runs in their background with Ctrl-C ignored, and children inherit that: not this one.
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=text, env=env,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **options,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The command line: `python -m minithink.bench decode|accuracy|paged|memory|compile|tables`."""
+"""The command line: `python -m minithink.bench decode|accuracy|paged|memory|attention|compile|tables`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,11 @@ import argparse
 import sys
 from typing import NoReturn
 
-from minithink.bench import accuracy, compile, decode, memory, paged, tables
+from minithink.bench import accuracy, attention, compile, decode, memory, paged, tables
 from minithink.errors import MinithinkError, UsageError
 
-COMMANDS = {
-    "decode": decode,
-    "accuracy": accuracy,
-    "paged": paged,
-    "memory": memory,
-    "compile": compile,
-    "tables": tables,
-}
+MODULES = (decode, accuracy, paged, memory, attention, compile, tables)
+COMMANDS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 
 class Parser(argparse.ArgumentParser):

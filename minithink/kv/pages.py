@@ -180,6 +180,11 @@ class Reading:
         return k, self._lagging(layer, v) if self.pages.storage.lag else v
 
     @cached_property
+    def numbers(self) -> Tensor:
+        """The rows: int64 [N]."""
+        return torch.arange(self.pages.shape.rows, device=self.pos.device) if self.rows is None else self.rows
+
+    @cached_property
     def _alone(self) -> bool:
         """Whether all tokens have one format, and none wait."""
         return len(self.pages.used) == 1 and not self.pages.storage.buffer

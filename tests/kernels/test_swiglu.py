@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from minithink.kernels.swiglu import swiglu
 
+from minithink.kernels.swiglu import swiglu
 from minithink.ref import swiglu as ref
 from tests.compare import assert_close
 from tests.kernels.device import DEVICE

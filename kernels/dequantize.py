@@ -1,0 +1,153 @@
+"""Numbers from a format of the cache: codes, scales and minima read once, numbers written once. Twin:
+`minithink/ref/dequantize.py`, bit for bit.
+
+Layout: a tile is [BLOCK groups, elements of one]; fp8 and the plain formats, and formats by token, have one group a
+row: by token every channel has its own parameters, which are then loaded as a tile. Those rows are shared by the
+tokens of a group, and come from the cache after the first. Codes are unpacked in registers, along the last axis.
+
+Bound: 4 bits in groups of 16 to bf16 moves 2 + 9/16 bytes an element, for about 6 instructions: memory (2.7 to
+3.4 TB/s on an H200). Where the numbers are only read once more it is better not to write them, and to decode inside
+the kernel that needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minithink.kernels._common import Variant, power_of_2
+from minithink.kernels._formats import (
+    DTYPES,
+    Format,
+    code_dtype,
+    constexprs,
+    decode_scaled,
+    group_step,
+    params_dtype,
+    round_to,
+    saturate,
+    to_fp32,
+    two_levels,
+    unpack,
+    view_as,
+)
+
+TILE = 2048  # elements of a program
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@triton.jit
+def _dequantize(
+    p_codes, codes_outer, codes_inner, p_params, params_outer, params_inner, p_scale, scale_outer, scale_inner, p_out,
+    groups,
+    PER_ROW: tl.constexpr, ELEMENTS: tl.constexpr, BY_TOKEN: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
+    GROUP: tl.constexpr, PARAMS: tl.constexpr, SATURATE: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    programs = tl.cdiv(groups, BLOCK)  # of an outer index, which has so many groups
+    i_outer = (tl.program_id(0) // programs).to(tl.int64)
+    i_group = tl.program_id(0) % programs * BLOCK + tl.arange(0, BLOCK)[:, None]
+    m_group = i_group < groups
+    i_inner = (i_group // PER_ROW).to(tl.int64)
+    # Codes below 8 bits share bytes: a group has fewer of these than elements.
+    SHARING: tl.constexpr = 8 // BITS if BITS < 8 else 1
+    place = tl.arange(0, WIDTH // SHARING)[None, :]
+    o_codes = i_outer * codes_outer + i_inner * codes_inner + i_group % PER_ROW * (ELEMENTS // SHARING) + place
+    stored = tl.load(p_codes + o_codes, m_group & (place < ELEMENTS // SHARING), 0)
+    column = tl.arange(0, WIDTH)[None, :]
+    m_out = m_group & (column < ELEMENTS)
+    if KIND == "plain":
+        x = to_fp32(stored)
+    else:
+        tensor_scale = 1.0
+        if KIND == "fp8" or KIND == "nvfp4":
+            tensor_scale = tl.load(p_scale + i_outer * scale_outer + i_inner * scale_inner, m_group, 1.0)
+        p_row = p_params + i_outer * params_outer + i_inner * params_inner
+        minimum = 0.0
+        if KIND == "fp8":
+            scale = tensor_scale
+        elif KIND == "int" and BY_TOKEN:
+            # scale and minimum lie together: whole pieces of a row are loaded, and then parted
+            i_param = tl.arange(0, 2 * WIDTH)[None, :]
+            both = tl.load(p_row + i_param, m_group & (i_param < 2 * ELEMENTS), 0.0).to(tl.float32)
+            scale, minimum = tl.split(tl.reshape(both, (BLOCK, WIDTH, 2)))
+        elif KIND == "int":
+            scale = tl.load(p_row + i_group % PER_ROW * 2, m_group, 0.0).to(tl.float32)
+            minimum = tl.load(p_row + i_group % PER_ROW * 2 + 1, m_group, 0.0).to(tl.float32)
+        elif BY_TOKEN:
+            scale = group_step(tl.load(p_row + column, m_out, 0), tensor_scale, KIND)
+        else:
+            scale = group_step(tl.load(p_row + i_group % PER_ROW, m_group, 0), tensor_scale, KIND)
+        x = decode_scaled(unpack(stored.to(tl.int32), BITS), scale, minimum, KIND, BITS, PARAMS)
+    if SATURATE:
+        x = saturate(x, OUT)
+    tl.store(p_out + (i_outer * groups + i_group) * ELEMENTS + column, round_to(x, OUT), m_out)
+
+
+def dequantize(fmt: Format, codes: Tensor, params: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decode, in float32; what `dtype` cannot hold saturates.
+
+    Args:
+        fmt: a format of `minithink.quant`.
+        codes: [..., code_bytes] uint8.
+        params: [..., params_bytes] uint8, by token too: the row of every token, which may be expanded.
+        tensor_scale: float32 that broadcasts to [...].
+        dtype: of the result: float32, float16 or bfloat16.
+
+    Returns:
+        [..., D].
+    """
+    lead, dim = codes.shape[:-1], codes.shape[-1] * 8 // fmt.bits
+    by_token = fmt.group > 0 and fmt.by == "token"
+    constants = constexprs(fmt)
+    if constants["KIND"] == "plain" and code_dtype(fmt) == dtype:
+        return view_as(codes, dtype)
+    per_row = 1 if by_token or not fmt.group else params.shape[-1] // fmt.param_bytes  # groups of a row
+    out = codes.new_empty(*lead, dim, dtype=dtype)
+    if out.numel() == 0:
+        return out
+    codes = view_as(codes, code_dtype(fmt))
+    # what is not read has any address
+    nothing = codes[(0,) * codes.ndim]
+    params = view_as(params, params_dtype(fmt)) if fmt.group else nothing.expand(*lead, 1)
+    scale = (tensor_scale if fmt.tensor_scaled else nothing).expand(lead)
+    outer, inner, (codes, params, scale) = two_levels(lead, codes, params, scale)
+    elements = dim // per_row
+    groups = inner * per_row
+    width = power_of_2(elements)
+    block = max(1, min(power_of_2(groups), TILE // width))
+    saturates = not codes.dtype.is_floating_point or torch.finfo(dtype).max <= torch.finfo(codes.dtype).max
+    _dequantize[outer * triton.cdiv(groups, block),](
+        codes, *codes.stride()[:2], params, *params.stride()[:2], scale, *scale.stride(), out, groups,
+        per_row, elements, by_token, **constants, SATURATE=saturates, OUT=NAMES[dtype], BLOCK=block, WIDTH=width,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def variants() -> Iterator[Variant]:
+    kinds = [
+        ("fp8", 8, ""),
+        ("nvfp4", 4, ""),
+        ("ternary", 2, ""),
+        ("int4s", 4, ""),
+        ("int2s", 2, ""),
+        ("int", 16, "fp32"),
+    ]
+    kinds += [("int", bits, params) for bits in (2, 4, 8) for params in ("fp16", "fp32")]
+    kinds += [("plain", 8 * dtype.itemsize, name) for name, dtype in DTYPES.items()]
+    names = ("codes_outer", "codes_inner", "params_outer", "params_inner", "scale_outer", "scale_inner", "groups")
+    for i, (kind, bits, params) in enumerate(kinds):
+        dtype = ("fp32", "fp16", "bf16")[i % 3]  # which number is written changes one instruction
+        loaded = params if kind == "plain" else "i16" if bits == 16 else "u8"
+        signature = {"p_codes": f"*{loaded}", "p_params": f"*{params or 'u8'}", "p_scale": "*fp32"}
+        signature |= {"p_out": f"*{dtype}", **dict.fromkeys(names, "i32")}
+        constants = {"KIND": kind, "BITS": bits, "GROUP": 16, "PARAMS": params, "SATURATE": True, "OUT": dtype}
+        by_channel = {"PER_ROW": 8, "ELEMENTS": 16, "BY_TOKEN": False, "BLOCK": 128, "WIDTH": 16}
+        by_token = {"PER_ROW": 1, "ELEMENTS": 128, "BY_TOKEN": True, "BLOCK": 16, "WIDTH": 128}
+        for shape in (by_channel, by_token) if kind not in ("fp8", "plain") else (by_channel,):
+            yield Variant(_dequantize, signature, {**constants, **shape}, {"enable_fp_fusion": False})

@@ -1,0 +1,661 @@
+"""Attention of one new token a sequence over the pages of its lanes. Twin: `minithink/ref/paged_attention.py`.
+
+    _attend     a program takes a part of one lane: 128 to 1024 tokens in one format, or those in the ring
+    _merge      the parts of a query head become one by their log-sum-exp (`minithink/ref/merge.py`)
+    _mass       (if asked for) what each token got: exp(logit − lse), over the query heads of its KV head
+    _max_logit  the same where the heads' largest logit counts
+
+A lane is a list of places (page · slots + slot), oldest token first; a program reads BLOCK_T of them, then gathers
+the keys and values there. A slot holds a token's key and value side by side, 64 bytes each (NVFP4, D = 128) to 256
+(bfloat16), so a gather by slots moves whole sectors wherever they lie. What was evicted is in no list: nothing is
+masked out, and freed slots are never read. How a lane is split depends on its length alone (`_split`), so that a
+sequence gets the same sums whatever runs beside it.
+
+The g query heads of a KV head are the rows of one block, padded to 16, so that each key is read once and the
+products run on the tensor cores. Quantized codes become planes: a word holds PLANES neighbouring channels, plane i is
+channel i of every word, and its product is with the same channels of q; nothing is interleaved or moved between
+threads. NVFP4 and ternary have a faster path (`_fast_plane`), two codes at a time in 32-bit words; the plain path,
+which the interpreter tests, gives the same numbers.
+
+Bound: the bytes of the lanes' codes and scales, once: 512 a token and lane in bfloat16 at D = 128, and 4 of its
+place. 4·16·D operations a token and lane on the tensor cores (16 rows, of which g are real) are far below their rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minithink.kernels import _formats
+from minithink.kernels._common import INTERPRETED, Variant, power_of_2
+from minithink.kernels._formats import decode_code, e4m3_decode, saturate
+
+BLOCK_T = 64  # tokens of a block; those of a part are whole blocks
+WARPS, STAGES = 2, 3
+FAST = ("nvfp4", "ternary")
+_INTERPRETED = tl.constexpr(INTERPRETED)
+_LOG2E = tl.constexpr(math.log2(math.e))
+# In the fast path a point is 2^−14 of its value and a scale 2^6, so that their product, in fp16, is exact.
+_FAST_FACTOR = tl.constexpr(2.0**8)
+
+
+class Half(NamedTuple):
+    """Keys or values of one format, as compile-time constants. Offsets count words and numbers, not bytes."""
+
+    kind: str  # see `_formats`
+    bits: int
+    group: int
+    by_token: bool
+    fast: bool
+    planes: int
+    words: int  # of a token
+    block: int  # the power of two above, at least 16
+    page: int  # from a page to the next
+    lane: int
+    slot: int
+    start: int
+    side_page: int  # the same among the parameters
+    side_lane: int
+    side_slot: int
+    side_start: int
+    row: int  # from a row of key scales to the next
+    row_lane: int
+
+
+class Cache(NamedTuple):
+    """What all formats share."""
+
+    rows: int  # B
+    kv_heads: int
+    group: int  # g, query heads of a KV head
+    block_g: int
+    dim: int  # D
+    tables: int  # Ht
+    layer_lanes: int  # which of its unit's lanes a head is: layer · layer_lanes + head · head_lanes
+    head_lanes: int
+    most: int  # slots that places count for a page
+    layers: int
+    ring: int  # tokens of the full-precision buffer
+    dtype: str  # of the model: fp32, fp16, bf16
+
+
+@triton.constexpr_function
+def _fast_asm(kind, plane, by_token):
+    """PTX that makes plane `plane` of neighbouring words, two numbers in a register.
+
+    nvfp4:    $1 two words of four codes, $2 their scales ($2, $3 by token: the scale bytes of each word's channels)
+    ternary:  $2 four bytes of four codes, $3, $4 their scales (by token $3 to $6)
+    """
+    # sign and magnitude to their places in fp16: so far left of where the codes stand
+    bits, magnitude, top = (4, 0x0E000E00, 9) if kind == "nvfp4" else (2, 0x04000400, 10)
+    sign, left = 16 - bits * (plane + 1), top - bits * plane
+    move = f"shl.b32 m, c, {left};" if left >= 0 else f"shr.u32 m, c, {-left};"
+    decode = f"shl.b32 s, c, {sign}; and.b32 s, s, 0x80008000; {move} lop3.b32 m, m, {magnitude:#x}, s, 0xEA;"
+    # byte `plane` of two registers of scales as two fp16 numbers, times 2^6
+    widen = "shr.u32 t, t, 1; and.b32 t, t, 0x7F807F80; mul.rn.f16x2 t, t, f;"
+    select = f"{plane + 4}0{plane}0"
+    out = "{ .reg .b32 c, s, m, t, f; mov.b32 f, 0x74007400;"  # 2^14, twice
+    if kind == "nvfp4":
+        out += f" mov.b32 c, $1; {decode}"
+        if by_token:
+            return out + f" prmt.b32 t, $2, $3, 0x{select}; {widen} mul.rn.f16x2 $0, m, t; }}"
+        return out + " mul.rn.f16x2 $0, m, $2; }"
+    for i, spread in enumerate(("0x4140", "0x4342")):
+        out += f" prmt.b32 c, $2, 0, {spread}; {decode}"
+        if by_token:
+            out += f" prmt.b32 t, ${3 + 2 * i}, ${4 + 2 * i}, 0x{select}; {widen} mul.rn.f16x2 ${i}, m, t;"
+        else:
+            out += f" mul.rn.f16x2 ${i}, m, ${3 + i};"
+    return out + " }"
+
+
+@triton.jit
+def _fast_plane(words, scale, KIND: tl.constexpr, PLANE: tl.constexpr, BY_TOKEN: tl.constexpr):
+    """NVFP4 or ternary codes as fp16 numbers: value · 2^−8 / tensor scale, exactly.
+
+    A code's magnitude, moved to the right bits of an fp16 number, is the point times 2^−14: E2M1's exponent and
+    mantissa are the low end of fp16's exponent field and the high end of its mantissa, and denormals work out too.
+    A 32-bit register holds the codes of neighbouring words, so shifts and masks make two numbers at a time.
+
+    words: int16 (NVFP4) or uint8 [T, W], four codes each; scale: fp16 [T, W], E4M3 scale · 2^6, or int32 [T, W], the
+    E4M3 scales of the four channels, by token → fp16 [T, W].
+    """
+    if KIND == "nvfp4":
+        x = tl.inline_asm_elementwise(
+            _fast_asm(KIND, PLANE, BY_TOKEN), "=r,r,r,r" if BY_TOKEN else "=r,r,r", [words, scale], dtype=tl.float16,
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        x = tl.inline_asm_elementwise(
+            _fast_asm(KIND, PLANE, BY_TOKEN), "=r,=r,r,r,r,r,r" if BY_TOKEN else "=r,=r,r,r,r", [words, scale],
+            dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+    return x
+
+
+@triton.jit
+def _scale_fp16(code):
+    """E4M3 scales (uint8, positive) → fp16, times 2^6: the fields move to their places, the biases differ by 8."""
+    return (code.to(tl.int16) << 7).to(tl.float16, bitcast=True) * 16384.0
+
+
+@triton.jit
+def _planes(p_codes, p_params, p_rows, o_codes, o_params, o_rows, m_token, tensor_scale,
+            H: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+    """Keys or values of BLOCK_T tokens as H.planes blocks [BLOCK_T, H.block].
+
+    o_codes, o_params, o_rows: int64 [BLOCK_T], where each token's words, parameters and row of key scales begin.
+    """
+    KIND: tl.constexpr = H.kind
+    BITS: tl.constexpr = H.bits
+    GROUP: tl.constexpr = H.group
+    BY_TOKEN: tl.constexpr = H.by_token
+    PLANES: tl.constexpr = H.planes
+    WORDS: tl.constexpr = H.words
+    BLOCK_W: tl.constexpr = H.block
+    word = tl.arange(0, BLOCK_W)[None, :]
+    m_word = m_token[:, None]
+    if WORDS != BLOCK_W:
+        m_word = m_word & (word < WORDS)
+    raw = tl.load(p_codes + o_codes[:, None] + word, m_word, other=0)
+    out = ()
+    if KIND == "plain":
+        if _INTERPRETED:
+            raw = raw.to(tl.float32)
+        out = (raw,)
+    elif H.fast:
+        if not BY_TOKEN:
+            if WORDS == BLOCK_W and BLOCK_W % (WORDS * PLANES // GROUP) == 0:
+                GROUPS: tl.constexpr = WORDS * PLANES // GROUP
+                p_group = p_params + o_params[:, None] + tl.arange(0, GROUPS)[None, :]
+                code = tl.load(p_group, m_token[:, None], other=0)
+                wide = tl.broadcast_to(_scale_fp16(code)[:, :, None], [code.shape[0], GROUPS, WORDS // GROUPS])
+                scale = wide.reshape([code.shape[0], BLOCK_W])
+            else:
+                scale = _scale_fp16(tl.load(p_params + o_params[:, None] + word * PLANES // GROUP, m_word, other=0))
+        else:  # four scales of a byte are one number
+            scale = tl.load(p_rows + o_rows[:, None] + word, m_word, other=0)
+        for i in tl.static_range(PLANES):
+            out = out + (_fast_plane(raw, scale, KIND, i, BY_TOKEN),)
+    else:
+        raw = raw.to(tl.int32) & ((1 << (BITS * PLANES)) - 1)
+        for i in tl.static_range(PLANES):
+            x = decode_code((raw >> (BITS * i)) & ((1 << BITS) - 1), KIND, BITS, "")
+            if GROUP > 0:
+                if BY_TOKEN:
+                    p_group = p_rows + o_rows[:, None] + (word * PLANES + i) * (2 if KIND == "int" else 1)
+                else:
+                    p_group = p_params + o_params[:, None] + (word * PLANES // GROUP) * (2 if KIND == "int" else 1)
+                if KIND == "int":
+                    x = x * tl.load(p_group, m_word, other=0).to(tl.float32)
+                    x = x + tl.load(p_group + 1, m_word, other=0).to(tl.float32)
+                else:
+                    x = x * e4m3_decode(tl.load(p_group, m_word, other=0))
+            x = saturate(x * tensor_scale, DTYPE)
+            if not _INTERPRETED:
+                x = x.to(tl.bfloat16 if DTYPE == "bf16" else (tl.float16 if DTYPE == "fp16" else tl.float32))
+            out = out + (x,)
+    return out
+
+
+@triton.jit
+def _dots(q, k, PLANES: tl.constexpr):
+    """Σ_i q_i·k_iᵀ, float32 [G, T]; q: PLANES of [G, W], k: PLANES of [T, W]."""
+    s = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
+    for i in tl.static_range(1, PLANES):
+        s = tl.dot(q[i], tl.trans(k[i]), s, input_precision="ieee")
+    return s
+
+
+@triton.jit
+def _query(p_q, head, m_head, C: tl.constexpr, H: tl.constexpr):
+    """The query heads of a group by planes, and what the logits are to be multiplied with: float32 [G, 1].
+
+    For the fast path they become fp16, divided by a power of two, so that what is left is below 2 and keeps its bits.
+    """
+    PLANES: tl.constexpr = H.planes
+    BLOCK_G: tl.constexpr = C.block_g
+    word = tl.arange(0, H.block)[None, :]
+    m = m_head[:, None] & (word < H.words)
+    q = ()
+    for i in tl.static_range(PLANES):
+        x = tl.load(p_q + head[:, None] * C.dim + word * H.planes + i, m, other=0)
+        if _INTERPRETED:
+            x = x.to(tl.float32)
+        q = q + (x,)
+    factor = tl.full([BLOCK_G, 1], 1.0, tl.float32)
+    if H.fast:
+        largest = tl.max(tl.abs(q[0].to(tl.float32)), 1)
+        for i in tl.static_range(1, PLANES):
+            largest = tl.maximum(largest, tl.max(tl.abs(q[i].to(tl.float32)), 1))
+        # the power of two at or below the largest
+        power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)[:, None]
+        factor = tl.where((power > 0) & (power < 1e38), power, 1.0)
+        small = ()
+        for i in tl.static_range(PLANES):
+            small = small + ((q[i].to(tl.float32) / factor).to(tl.float16),)
+        q = small
+        factor = factor * _FAST_FACTOR
+    return q, factor
+
+
+@triton.jit
+def _split(count):
+    """Tokens of a part: by the lane's own length alone, so that its sums do not depend on what runs beside it."""
+    return tl.where(count <= 1024, 128, tl.where(count <= 4096, 256, tl.where(count <= 16384, 512, 1024)))
+
+
+@triton.jit
+def _attend(
+    p_q, p_parts, p_part_lse, p_seen, p_top, p_rows, p_place, p_count, p_format, p_k, p_v,
+    p_k_params, p_v_params, p_k_rows, p_row_of, p_k_scale, p_v_scale, p_ring, softmax_scale, layer, table_layer,
+    first_part, parts, width,
+    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, FORMAT: tl.constexpr, FORMATS: tl.constexpr,
+    IN_RING: tl.constexpr, SEEN: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """One part of one lane.
+
+    p_parts, p_part_lse: float32 [N, Hq, parts, D] and [N, Hq, parts], base 2.
+    p_seen: [N, Hq, width − 1]. SEEN "logits": base-2 logits, float32; "relative": exp2(logit − top), fp16, where
+        p_top [N, Hq, (width − 1) / BLOCK_T] has the top of each block; "": nothing is wanted.
+    p_format: index of every page's format; with several FORMATS only tokens in FORMAT are taken.
+    """
+    K_PLANES: tl.constexpr = K.planes
+    V_PLANES: tl.constexpr = V.planes
+    V_BLOCK: tl.constexpr = V.block
+    BLOCK_G: tl.constexpr = C.block_g
+    DTYPE: tl.constexpr = C.dtype
+    i_lane, i_part = tl.program_id(0), tl.program_id(1)
+    i_n, i_head = i_lane // C.kv_heads, i_lane % C.kv_heads
+    i_row = tl.load(p_rows + i_n)
+    unit = (table_layer * C.rows + i_row) * C.tables
+    if C.tables > 1:
+        unit += i_head
+    count = tl.load(p_count + unit)
+    split = _split(count)
+    start = i_part * split
+    end = tl.minimum(start + split, count)
+    if IN_RING:  # its tokens are the newest
+        start = tl.maximum(count - C.ring, 0)
+        end = count
+    if start >= count:
+        return
+    group = tl.arange(0, BLOCK_G)
+    m_head = group < C.group
+    head = i_n.to(tl.int64) * (C.kv_heads * C.group) + i_head * C.group + group
+    q, factor = _query(p_q, head, m_head, C, K)
+    o_lane = layer * C.layer_lanes + i_head * C.head_lanes
+    k_scale = tl.load(p_k_scale + layer * C.rows + i_row)
+    v_scale = tl.load(p_v_scale + layer * C.rows + i_row)
+    factor = factor * (softmax_scale * _LOG2E)
+    if K.fast and K.kind == "nvfp4":
+        factor = factor * k_scale
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = ()
+    for _ in tl.static_range(V_PLANES):
+        acc = acc + (tl.zeros([BLOCK_G, V_BLOCK], tl.float32),)
+
+    p_place += unit.to(tl.int64) * width
+    for t0 in range(start, end, BLOCK_T):
+        t = t0 + tl.arange(0, BLOCK_T)
+        m_t = t < end
+        place = tl.load(p_place + t, m_t, other=0)
+        if IN_RING:
+            m_t = m_t & (place < 0)
+            # [L, B, Hkv, R, 2, D]
+            index = ((layer * C.rows + i_row).to(tl.int64) * C.kv_heads + i_head) * C.ring + (-1 - place)
+            channel = tl.arange(0, K.block)[None, :]
+            m_kv = m_t[:, None] & (channel < C.dim)
+            o_k = index[:, None] * (2 * C.dim) + channel
+            x_k, x_v = tl.load(p_ring + o_k, m_kv, other=0), tl.load(p_ring + o_k + C.dim, m_kv, other=0)
+            if _INTERPRETED:
+                x_k, x_v = x_k.to(tl.float32), x_v.to(tl.float32)
+            k, v = (x_k,), (x_v,)
+        else:
+            if C.ring > 0:
+                m_t = m_t & (place >= 0)
+                place = tl.maximum(place, 0)
+            page, slot = place // C.most, place % C.most
+            if FORMATS > 1:
+                m_t = m_t & (tl.load(p_format + page, m_t, other=255) == FORMAT)
+            page = page.to(tl.int64)
+            row = page
+            if K.by_token:
+                row = tl.load(p_row_of + page * C.most + slot, m_t, other=0).to(tl.int64)
+                row = row * K.row + o_lane * K.row_lane
+            o_k = page * K.page + (slot * K.slot + o_lane * K.lane + K.start)
+            o_side = page * K.side_page + (slot * K.side_slot + o_lane * K.side_lane + K.side_start)
+            k = _planes(p_k, p_k_params, p_k_rows, o_k, o_side, row, m_t, k_scale, K, DTYPE)
+            o_v = page * V.page + (slot * V.slot + o_lane * V.lane + V.start)
+            o_side = page * V.side_page + (slot * V.side_slot + o_lane * V.side_lane + V.side_start)
+            v = _planes(p_v, p_v_params, p_v_params, o_v, o_side, row, m_t, v_scale, V, DTYPE)
+        s = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
+        for i in tl.static_range(1, K_PLANES):
+            s = tl.dot(q[i], tl.trans(k[i]), s, input_precision="ieee")
+        s = tl.where(m_t[None, :], s * factor, float("-inf"))
+        o_seen = head[:, None] * (width - 1) + t[None, :]
+        if SEEN == "logits":
+            tl.store(p_seen + o_seen, s, m_head[:, None] & m_t[None, :])
+        # the running softmax, in base 2; after −∞ everything before counts nothing
+        new = tl.maximum(top, tl.max(s, 1))
+        shift = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp2(s - shift[:, None])
+        rescale = tl.exp2(top - shift)
+        top, total = new, total * rescale + tl.sum(p, 1)
+        if SEEN == "relative":
+            tl.store(p_seen + o_seen, p, m_head[:, None] & m_t[None, :])
+            tl.store(p_top + head * tl.cdiv(width - 1, BLOCK_T) + t0 // BLOCK_T, new, m_head)
+        sums = ()
+        for i in tl.static_range(V_PLANES):
+            sums = sums + (tl.dot(p.to(v[i].dtype), v[i], acc[i] * rescale[:, None], input_precision="ieee"),)
+        acc = sums
+
+    scale = 1 / tl.where(total > 0, total, 1.0)
+    if V.fast:
+        scale = scale * _FAST_FACTOR
+        if V.kind == "nvfp4":
+            scale = scale * v_scale
+    word = tl.arange(0, V_BLOCK)[None, :]
+    m_out = m_head[:, None] & (word < V.words)
+    o_part = head * parts + first_part + i_part
+    for i in tl.static_range(V_PLANES):
+        o_out = o_part[:, None] * C.dim + word * V.planes + i
+        tl.store(p_parts + o_out, acc[i] * scale[:, None], m_out)
+    tl.store(p_part_lse + o_part, top + tl.log2(total), m_head)
+
+
+@triton.jit
+def _merge(p_parts, p_part_lse, p_out, p_lse, p_rows, p_count, table_layer, parts, C: tl.constexpr,
+           SLICE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr):  # fmt: skip
+    """out = Σ_i exp2(lse_i − lse)·out_i, lse = log2 Σ_i exp2(lse_i), over the parts of a query head that are used: of
+    every SLICE, a format's, as many as the lane is long, and the last, the ring's. 0 for a lane without tokens."""
+    i_head = tl.program_id(0).to(tl.int64)
+    i_n, i_query = i_head // (C.kv_heads * C.group), i_head % (C.kv_heads * C.group)
+    unit = (table_layer * C.rows + tl.load(p_rows + i_n)) * C.tables
+    if C.tables > 1:
+        unit += i_query // C.group
+    count = tl.load(p_count + unit)
+    used = tl.cdiv(count, _split(count))
+    channel = tl.arange(0, BLOCK_D)
+    top = tl.full([], float("-inf"), tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, parts, BLOCK_P):
+        part = start + tl.arange(0, BLOCK_P)
+        m_part = (part < parts) & (part % SLICE < used)
+        if C.ring > 0:
+            m_part = ((part < parts - 1) & (part % SLICE < used)) | ((part == parts - 1) & (count > 0))
+        o_part = i_head * parts + part
+        lse = tl.load(p_part_lse + o_part, part < parts, other=float("-inf"))
+        # what nobody wrote may be anything
+        lse = tl.where(m_part, lse, float("-inf"))
+        m = m_part[:, None] & (channel < C.dim)[None, :]
+        x = tl.load(p_parts + o_part[:, None] * C.dim + channel[None, :], m, other=0.0)
+        new = tl.maximum(top, tl.max(lse, 0))
+        shift = tl.where(new == float("-inf"), 0.0, new)
+        weight = tl.exp2(lse - shift)
+        rescale = tl.exp2(top - shift)
+        acc = acc * rescale + tl.sum(x * weight[:, None], 0)
+        top, total = new, total * rescale + tl.sum(weight, 0)
+    tl.store(p_out + i_head * C.dim + channel, acc / tl.where(total > 0, total, 1.0), channel < C.dim)
+    tl.store(p_lse + i_head, top + tl.log2(total))
+
+
+@triton.jit
+def _mass(p_seen, p_top, p_lse, p_mass, p_rows, p_count, table_layer, width, C: tl.constexpr, RULE: tl.constexpr,
+          SEEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Attention of every token: exp2(logit − lse) of each query head, made one by the rule; 0 where no token is."""
+    GROUP: tl.constexpr = C.group
+    i_lane, i_block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_n, i_head = i_lane // C.kv_heads, i_lane % C.kv_heads
+    unit = (table_layer * C.rows + tl.load(p_rows + i_n)) * C.tables
+    if C.tables > 1:
+        unit += i_head
+    count = tl.load(p_count + unit)
+    t = i_block * BLOCK + tl.arange(0, BLOCK)
+    mass = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(GROUP):
+        head = i_lane * C.group + i
+        x = tl.load(p_seen + head * (width - 1) + t, t < count, other=0.0).to(tl.float32)
+        lse = tl.load(p_lse + head)
+        if SEEN == "relative":
+            top = tl.load(p_top + head * tl.cdiv(width - 1, BLOCK_T) + t // BLOCK_T, t < count, other=-float("inf"))
+            p = tl.where(t < count, x * tl.exp2(top - lse), 0.0)
+        else:
+            p = tl.where(t < count, tl.exp2(x - lse), 0.0)
+        if RULE == "none":
+            tl.store(p_mass + head * (width - 1) + t, p, t < width - 1)
+        elif RULE == "max":
+            mass = tl.maximum(mass, p)
+        else:
+            mass += p
+    if RULE == "mean":
+        mass = mass / C.group
+    if RULE != "none":
+        tl.store(p_mass + i_lane * (width - 1) + t, mass, t < width - 1)
+
+
+@triton.jit
+def _max_logit(p_seen, p_mass, p_rows, p_count, table_layer, width, C: tl.constexpr, BLOCK: tl.constexpr):
+    """softmax over the tokens of the largest logit of the query heads; a program takes a whole lane."""
+    GROUP: tl.constexpr = C.group
+    i_lane = tl.program_id(0).to(tl.int64)
+    i_n, i_head = i_lane // C.kv_heads, i_lane % C.kv_heads
+    unit = (table_layer * C.rows + tl.load(p_rows + i_n)) * C.tables
+    if C.tables > 1:
+        unit += i_head
+    count = tl.load(p_count + unit)
+    top, total = -float("inf"), 0.0
+    for start in range(0, count, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        x = tl.full([BLOCK], -float("inf"), tl.float32)
+        for i in tl.static_range(GROUP):
+            o_seen = (i_lane * C.group + i) * (width - 1) + t
+            x = tl.maximum(x, tl.load(p_seen + o_seen, t < count, other=-float("inf")))
+        new = tl.maximum(top, tl.max(x, 0))
+        total = total * tl.exp2(top - new) + tl.sum(tl.exp2(x - new), 0)
+        top = new
+    for start in range(0, width - 1, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        x = tl.full([BLOCK], -float("inf"), tl.float32)
+        for i in tl.static_range(GROUP):
+            o_seen = (i_lane * C.group + i) * (width - 1) + t
+            x = tl.maximum(x, tl.load(p_seen + o_seen, t < count, other=-float("inf")))
+        p = tl.where(t < count, tl.exp2(x - top) / total, 0.0)
+        tl.store(p_mass + i_lane * (width - 1) + t, p, t < width - 1)
+
+
+def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) -> tuple[Tensor, Tensor | None]:
+    """softmax(q·kᵀ/√D)·v over the tokens that the lanes of a layer hold, and what attention each of them got.
+
+    Args:
+        q: [N, Hq, D], rotated.
+        read: the store's Reading of these N rows; its pages are read where they lie.
+        group: how the query heads of a KV head become one: sum, mean, max, max_logit or none; None: the attention
+            paid is not asked for.
+
+    Returns:
+        out: [N, Hq, D]; 0 for a lane without tokens.
+        mass: float32 [N, Hkv, S] ([N, Hq, S] with "none"), 0 where no token is; None if not asked for.
+    """
+    pages = read.pages
+    n, hq, d = q.shape
+    c, width, rows = cache(pages), pages.place.shape[-1], read.numbers
+    t, seen = min(layer, pages.place.shape[0] - 1), pages.seen
+    formats, ring = sorted(pages.used), pages.ring.shape[3] > 0
+    in_format = _most_parts(seen)
+    parts = len(formats) * in_format + ring
+    how = "" if group is None else "logits"
+    if how and q.dtype != torch.float32 and len(formats) == 1 and not ring and group != "max_logit":
+        how = "relative"
+
+    def scratch(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=q.device)
+
+    q, out, lse = q.contiguous(), torch.empty_like(q), scratch(n, hq)
+    part, part_lse = scratch(n, hq, parts, d), scratch(n, hq, parts)
+    noted = top = lse
+    if how:
+        noted = scratch(n, hq, width - 1, dtype=torch.float16 if how == "relative" else torch.float32)
+        top = scratch(n, hq, -(-(width - 1) // BLOCK_T))
+    for i, f in enumerate(formats):
+        k, v = half(pages, f, "k", q.dtype), half(pages, f, "v", q.dtype)
+        _attend[n * c.kv_heads, in_format](
+            q, part, part_lse, noted, top, rows, pages.place, pages.count, pages.table.format,
+            *words(pages, f, k, v), pages.row_of, pages.scale[f, 0], pages.scale[f, 1], pages.ring,
+            d**-0.5, layer, t, i * in_format, parts, width,
+            c, k, v, f, len(formats), False, how, BLOCK_T, num_warps=WARPS, num_stages=STAGES,
+        )  # fmt: skip
+    if ring:
+        k = ring_half(c)
+        _attend[n * c.kv_heads, 1](
+            q, part, part_lse, noted, top, rows, pages.place, pages.count, pages.table.format,
+            *[pages.ring] * 5, pages.row_of, pages.scale[0, 0], pages.scale[0, 1], pages.ring,
+            d**-0.5, layer, t, parts - 1, parts, width,
+            c, k, k, 255, len(formats), True, how, 16, num_warps=4,
+        )  # fmt: skip
+    _merge[(n * hq,)](
+        part, part_lse, out, lse, rows, pages.count, t, parts,
+        c, in_format, power_of_2(d), min(16, power_of_2(parts)), num_warps=2,
+    )  # fmt: skip
+    if not how:
+        return out, None
+    heads = hq if group == "none" else c.kv_heads
+    mass = torch.empty(n, heads, width - 1, dtype=torch.float32, device=q.device)
+    if group == "max_logit":
+        _max_logit[(n * c.kv_heads,)](noted, mass, rows, pages.count, t, width, c, 128)
+    else:
+        _mass[n * c.kv_heads, -(-(width - 1) // 256)](
+            noted, top, lse, mass, rows, pages.count, t, width, c, group, how, BLOCK_T, 256
+        )
+    return out, mass[..., :seen]
+
+
+def _most_parts(tokens: int) -> int:
+    """Parts of the lane with most of them, of those with at most so many tokens."""
+    steps = ((1024, 128), (4096, 256), (16384, 512), (tokens, 1024))  # as in `_split`
+    return max(-(-min(tokens, most) // split) for most, split in steps)
+
+
+def cache(pages: Any) -> Cache:
+    """What of a store's layout does not depend on the format."""
+    shape = pages.shape
+    group = shape.query_heads // shape.kv_heads
+    return Cache(
+        rows=shape.rows, kv_heads=shape.kv_heads, group=group, block_g=max(16, power_of_2(group)), dim=shape.head_dim,
+        tables=shape.tables[2], layer_lanes=shape.kv_heads if shape.scope == "sequence" else 0,
+        head_lanes=0 if shape.scope == "head" else 1, most=pages.table.most, layers=shape.layers,
+        ring=pages.ring.shape[3], dtype=next(n for n, of in _formats.DTYPES.items() if of == pages.dtype),
+    )  # fmt: skip
+
+
+def half(pages: Any, f: int, which: str, dtype: torch.dtype) -> Half:
+    """Where the keys ("k") or values ("v") of format f lie."""
+    lay, lanes, dim = pages.layouts[f], pages.shape.sharing, pages.shape.head_dim
+    fmt, start = (lay.k, 0) if which == "k" else (lay.v, lay.k_codes)
+    fast = fmt.name in FAST and not INTERPRETED and dtype != torch.float32
+    names = _formats.constexprs(fmt)
+    plain = names["KIND"] == "plain"
+    planes = 1 if plain or fmt.bits >= 8 else 4 if fast else 8 // fmt.bits
+    word = fmt.bits // 8 if planes == 1 else planes * fmt.bits // 8  # bytes
+    count = dim // planes
+    side_start = 0 if which == "k" else lay.k_side
+    size = max(1, _formats.params_dtype(fmt).itemsize) if fmt.group else 1
+    page, slot = pages.pool.shape[-1], pages.pool.shape[-1] // lay.slots
+    side, side_slot = pages.side.shape[-1], pages.side.shape[-1] // lay.slots
+    row = pages.scale_rows.shape[-1]
+    by_token = fmt.by == "token"
+    of = 4 if fast else size
+    return Half(
+        kind=names["KIND"], bits=fmt.bits, group=fmt.group, by_token=by_token, fast=fast, planes=planes,
+        words=count, block=max(16, power_of_2(count)),
+        page=lanes * page // word, lane=page // word, slot=slot // word, start=start // word,
+        side_page=lanes * side // size, side_lane=side // size, side_slot=side_slot // size,
+        side_start=side_start // size, row=lanes * row // of if by_token else 0, row_lane=row // of,
+    )  # fmt: skip
+
+
+def ring_half(c: Cache) -> Half:
+    """The same for the tokens in the ring: D numbers each."""
+    block = max(16, power_of_2(c.dim))
+    return Half("plain", 0, 0, False, False, 1, c.dim, block, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
+def words(pages: Any, f: int, k: Half, v: Half) -> tuple[Tensor, ...]:
+    """The pool and the parameters, as the words and numbers of a format: codes of K and V, parameters of K and V,
+    rows of key scales."""
+    lay = pages.layouts[f]
+
+    def codes(fmt: Any, h: Half) -> Tensor:
+        if h.kind == "plain":
+            return pages.pool.view(_formats.DTYPES[fmt.name])
+        return pages.pool.view(torch.int16) if h.bits * h.planes == 16 else pages.pool
+
+    def params(fmt: Any) -> Tensor:
+        return pages.side.view(_formats.params_dtype(fmt)) if fmt.group else pages.side
+
+    rows = pages.scale_rows
+    if k.by_token:
+        rows = rows.view(torch.int32 if k.fast else _formats.params_dtype(lay.k))
+    return codes(lay.k, k), codes(lay.v, v), pages.side if k.by_token else params(lay.k), params(lay.v), rows
+
+
+def variants() -> Iterator[Variant]:
+    """bfloat16 models with D = 128 and 64, the formats that policies use, with and without the attention paid."""
+    at = {"i32": "layer table_layer first_part parts width", "fp32": "softmax_scale", "*i64": "p_rows"}
+    at |= {"*fp32": "p_parts p_part_lse p_top p_k_scale p_v_scale", "*i32": "p_place p_count p_row_of"}
+    at |= {"*bf16": "p_q p_ring", "*u8": "p_format"}
+    common = {name: kind for kind, names in at.items() for name in names.split()}
+    for dim in (64, 96, 128):
+        c = Cache(2, 2, 4, 16, dim, 1, 2, 1, 16, 2, 32, "bf16")
+        plain = Half("plain", 16, 0, False, False, 1, dim, power_of_2(dim), 64, 64, 64, dim, 0, 0, 0, 0, 0, 0)
+        for k, v, codes, params in (
+            (plain, plain, "*bf16", "*u8"),
+            (_variant("nvfp4", 4, dim), _variant("nvfp4", 4, dim), "*i16", "*u8"),
+            (_variant("nvfp4", 4, dim, True), _variant("nvfp4", 4, dim), "*i16", "*u8"),
+            (_variant("ternary", 2, dim), _variant("ternary", 2, dim), "*u8", "*u8"),
+            (_variant("ternary", 2, dim, True), _variant("ternary", 2, dim), "*u8", "*u8"),
+            (_variant("int", 2, dim, True), _variant("int", 2, dim), "*u8", "*fp16"),
+            (_variant("fp8", 8, dim), _variant("fp8", 8, dim), "*u8", "*u8"),
+        ):
+            signature = common | dict.fromkeys(["p_k", "p_v"], codes)
+            signature |= dict.fromkeys(["p_k_params", "p_v_params", "p_k_rows"], params)
+            if k.fast and k.by_token:
+                signature["p_k_rows"] = "*i32"
+            for seen in ("", "relative") if dim == 128 else ("",):
+                signature["p_seen"] = "*fp16" if seen else "*fp32"
+                constexprs = {
+                    "C": c, "K": k, "V": v, "FORMAT": 1, "FORMATS": 1, "IN_RING": False, "SEEN": seen,
+                    "BLOCK_T": BLOCK_T,
+                }  # fmt: skip
+                yield Variant(_attend, dict(signature), constexprs, {"num_warps": WARPS, "num_stages": STAGES})
+    c = Cache(2, 2, 4, 16, 128, 1, 2, 1, 16, 2, 0, "bf16")
+    at = {"*fp32": "p_parts p_part_lse p_lse p_top p_mass", "*bf16": "p_out", "*i32": "p_count", "*i64": "p_rows"}
+    at |= {"*fp16": "p_seen", "i32": "table_layer parts width"}
+    common = {name: kind for kind, names in at.items() for name in names.split()}
+    constexprs = {"C": c, "SLICE": 32, "BLOCK_D": 128, "BLOCK_P": 16}
+    yield Variant(_merge, {n: common[n] for n in common if n in _merge.arg_names}, constexprs)
+    for rule in ("mean", "max", "none"):
+        constexprs = {"C": c, "RULE": rule, "SEEN": "relative", "BLOCK_T": BLOCK_T, "BLOCK": 256}
+        yield Variant(_mass, {n: common[n] for n in common if n in _mass.arg_names}, constexprs)
+    signature = {n: common[n] for n in common if n in _max_logit.arg_names} | {"p_seen": "*fp32"}
+    yield Variant(_max_logit, signature, {"C": c, "BLOCK": 128})
+
+
+def _variant(kind: str, bits: int, dim: int, by_token: bool = False) -> Half:
+    """A page of 16 tokens and 2 lanes."""
+    fast = kind in FAST
+    planes = 1 if bits == 8 else 4 if fast else 8 // bits
+    count, side = dim // planes, dim // 16
+    slot, row = count * 2, dim // (4 if fast else 1)
+    return Half(
+        kind, bits, 0 if kind == "fp8" else 16, by_token, fast, planes, count, max(16, power_of_2(count)), 32 * slot,
+        16 * slot, slot, 0, 64 * side, 32 * side, 2 * side, 0, 2 * row, row,
+    )  # fmt: skip

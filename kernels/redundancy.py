@@ -1,0 +1,217 @@
+"""R-KV's redundancy without the S × S matrix of cosines in memory. Twin: `minithink/ref/redundancy.py`.
+
+Layout: four launches, each a program per lane and block of BLOCK keys, but for the last.
+
+    _unit      1/(‖k‖ + 1e−8), and a block's share of Σ_i k̂_i
+    _newest    per row i: j*_i, C_ij*, and the row's own column sum without sparing, k̂_i·Σ k̂ − k̂_i·k̂_i
+    _columns   per column j: less Σ_{i: j*_i = j} C_ij*, over the number of valid keys. Each column gathers what its
+               rows spare by comparing all j*_i with j: integers only, always in one order, no atomics
+    _softmax   per lane
+
+_newest looks for j* from the newest keys backwards and stops once every row of its block has found one: where keys
+resemble each other, as those of trained models do, it computes a small part of C. Products of 16-bit keys are taken
+before the norms divide them: then each product is exact on tensor cores, and the sums are in float32.
+Bound: at most S²·D multiply-adds and at least three readings of K per lane: arithmetic for float32 keys and for lanes
+of dissimilar keys, memory otherwise. Blocks without a valid key are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minithink.kernels._common import INTERPRETED, Variant, power_of_2
+
+BLOCK = 64  # keys of a program, and at a time
+SOFTMAX_BLOCK = 1024  # keys at a time
+DEPTH = 32  # of float32 products: more of D at a time would not fit into the registers
+WARPS = 8  # of _newest: with fewer the product does not fit into the registers
+
+
+@triton.jit
+def _keys(p_k, row, m_row, dim, stride_k_s, D: tl.constexpr, FULL: tl.constexpr):
+    """Rows of K, [rows, dims]; zeros where not valid, whatever stands there."""
+    k = tl.load(p_k + row.to(tl.int64)[:, None] * stride_k_s + dim, m_row[:, None] & (dim < D), other=0.0)
+    return k.to(tl.float32) if FULL else k
+
+
+@triton.jit
+def _unit(
+    p_k, p_valid, p_scale, p_partial, heads, width,
+    stride_k_b, stride_k_h, stride_k_s, stride_v_b, stride_v_h,
+    D: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i_lane, i_block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, dim = i_block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)
+    m_in = row < width
+    valid = tl.load(p_valid + i_lane // heads * stride_v_b + i_lane % heads * stride_v_h + row, m_in, other=0) != 0
+    p_partial += (i_lane * tl.num_programs(1) + i_block) * WIDE
+    p_scale += i_lane * width
+    if tl.max(valid.to(tl.int32)) == 0:
+        tl.store(p_scale + row, tl.zeros((BLOCK,), tl.float32), m_in)
+        tl.store(p_partial + dim, tl.zeros((WIDE,), tl.float32))
+        return
+    p_k += i_lane // heads * stride_k_b + i_lane % heads * stride_k_h
+    k = _keys(p_k, row, valid, dim, stride_k_s, D, True)
+    scale = tl.where(valid, 1 / (tl.sqrt(tl.sum(k * k, 1)) + 1e-8), 0.0)
+    tl.store(p_scale + row, scale, m_in)
+    tl.store(p_partial + dim, tl.sum(k * scale[:, None], 0))
+
+
+@triton.jit
+def _newest(
+    p_k, p_valid, p_scale, p_partial, p_newest, p_spared, p_total, heads, width, threshold,
+    stride_k_b, stride_k_h, stride_k_s, stride_v_b, stride_v_h,
+    D: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    i_lane, i_block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, dim = i_block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)
+    p_valid += i_lane // heads * stride_v_b + i_lane % heads * stride_v_h
+    valid = tl.load(p_valid + row, row < width, other=0) != 0
+    if tl.max(valid.to(tl.int32)) == 0:
+        return  # _columns reads only what belongs to valid rows
+    p_k += i_lane // heads * stride_k_b + i_lane % heads * stride_k_h
+    p_scale += i_lane * width
+    scale = tl.load(p_scale + row, valid, other=0.0)
+
+    newest = tl.where(valid, -1, 0)  # j*; rows that are not valid look for none
+    spared = tl.zeros((BLOCK,), tl.float32)  # C_ij*
+    start = (width - 1) // BLOCK * BLOCK
+    while (start >= 0) & (tl.min(newest) < 0):
+        column = start + tl.arange(0, BLOCK)
+        valid_j = tl.load(p_valid + column, column < width, other=0) != 0
+        if tl.max(valid_j.to(tl.int32)) > 0:
+            c = tl.zeros((BLOCK, BLOCK), tl.float32)
+            for o_dim in range(0, WIDE, DEPTH):
+                part = o_dim + tl.arange(0, DEPTH)
+                k_i = _keys(p_k, row, valid, part, stride_k_s, D, FULL)
+                k_j = _keys(p_k, column, valid_j, part, stride_k_s, D, FULL)
+                c = tl.dot(k_i, tl.trans(k_j), c, input_precision="ieee")
+            scale_j = tl.load(p_scale + column, valid_j, other=0.0)
+            c *= scale[:, None] * scale_j[None, :]
+            c = tl.where(row[:, None] == column[None, :], 0.0, c)
+            similar = tl.max(tl.where((c > threshold) & valid_j[None, :], column[None, :], -1), 1)
+            here = tl.sum(tl.where(similar[:, None] == column[None, :], c, 0.0), 1)
+            spared = tl.where(newest < 0, here, spared)
+            newest = tl.where(newest < 0, similar, newest)
+        start -= BLOCK
+
+    k = _keys(p_k, row, valid, dim, stride_k_s, D, True)
+    if tl.min(newest) < 0:  # a row that resembles no key spares C_i0
+        m_first = (dim < D) & (tl.load(p_valid) != 0)
+        first = tl.load(p_k + dim, m_first, other=0.0).to(tl.float32) * tl.load(p_scale)
+        c = tl.where(row == 0, 0.0, tl.sum(k * first[None, :], 1) * scale)
+        spared = tl.where(newest < 0, c, spared)
+        newest = tl.maximum(newest, 0)
+
+    everything = tl.zeros((WIDE,), tl.float32)  # Σ_i k̂_i
+    p_partial += i_lane * tl.num_programs(1) * WIDE
+    for start_block in range(0, tl.num_programs(1), 16):
+        block = start_block + tl.arange(0, 16)
+        m_block = (block < tl.num_programs(1))[:, None]
+        everything += tl.sum(tl.load(p_partial + block[:, None] * WIDE + dim, m_block, other=0.0), 0)
+    unit = k * scale[:, None]
+    o_row = i_lane * width + row
+    tl.store(p_total + o_row, tl.sum(unit * (everything[None, :] - unit), 1), valid)
+    tl.store(p_newest + o_row, newest, valid)
+    tl.store(p_spared + o_row, spared, valid)
+
+
+@triton.jit
+def _columns(
+    p_valid, p_newest, p_spared, p_total, heads, width, stride_v_b, stride_v_h, BLOCK: tl.constexpr
+):  # fmt: skip
+    i_lane = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    p_valid += i_lane // heads * stride_v_b + i_lane % heads * stride_v_h
+    valid_j = tl.load(p_valid + column, column < width, other=0) != 0
+    if tl.max(valid_j.to(tl.int32)) == 0:
+        return  # _softmax reads only what belongs to valid columns
+    p_newest += i_lane * width
+    p_spared += i_lane * width
+    p_total += i_lane * width
+    spared = tl.zeros((BLOCK,), tl.float32)
+    count = tl.zeros((), tl.int32)  # valid keys
+    for start in range(0, width, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        valid = tl.load(p_valid + row, row < width, other=0) != 0
+        newest = tl.load(p_newest + row, valid, other=-1)
+        c = tl.load(p_spared + row, valid, other=0.0)
+        spared += tl.sum(tl.where(newest[:, None] == column[None, :], c[:, None], 0.0), 0)
+        count += tl.sum(valid.to(tl.int32))
+    total = tl.load(p_total + column, valid_j, other=0.0)
+    tl.store(p_total + column, (total - spared) / count.to(tl.float32), valid_j)
+
+
+@triton.jit
+def _softmax(p_valid, p_mean, p_out, heads, width, stride_v_b, stride_v_h, BLOCK: tl.constexpr):
+    i_lane = tl.program_id(0).to(tl.int64)
+    p_valid += i_lane // heads * stride_v_b + i_lane % heads * stride_v_h
+    p_mean += i_lane * width
+    p_out += i_lane * width
+    total = tl.zeros((), tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        valid = tl.load(p_valid + column, column < width, other=0) != 0
+        # Means of cosines are at most 1: no maximum has to be taken off.
+        total += tl.sum(tl.where(valid, tl.exp(tl.load(p_mean + column, valid, other=0.0)), 0.0))
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        valid = tl.load(p_valid + column, column < width, other=0) != 0
+        e = tl.where(valid, tl.exp(tl.load(p_mean + column, valid, other=0.0)), 0.0)
+        tl.store(p_out + column, e / tl.where(total > 0, total, 1.0), column < width)  # zeros in lanes without keys
+
+
+def redundancy(k: Tensor, valid: Tensor, threshold: float = 0.5) -> Tensor:
+    """R-KV's redundancy: softmax over the valid keys of how much each resembles the others, on average.
+
+    Two keys whose cosine is so near the threshold that rounding decides may be judged otherwise than by the twin.
+
+    Args:
+        k: [B, Hkv, S, D], rotated keys, oldest first; anything (also NaN) where not valid.
+        valid: bool [B, Hkv, S], or [B, 1, S] for all heads.
+
+    Returns:
+        float32 [B, Hkv, S]: sums to 1 over the valid keys, 0 elsewhere.
+    """
+    b, heads, width, dim = k.shape
+    lanes, blocks, wide = b * heads, triton.cdiv(width, BLOCK), max(16, power_of_2(dim))
+    out = torch.empty(b, heads, width, dtype=torch.float32, device=k.device)
+    if not out.numel():
+        return out
+    k = k if k.stride(3) == 1 else k.contiguous()
+    valid = valid if valid.stride(-1) == 1 else valid.contiguous()
+    flags = valid.view(torch.uint8).expand(b, heads, width)
+    scale, total, spared = (torch.empty_like(out) for _ in range(3))
+    newest = torch.empty_like(out, dtype=torch.int32)
+    partial = torch.empty(lanes, blocks, wide, dtype=torch.float32, device=k.device)
+    size, of_k, of_v = (heads, width), k.stride()[:3], flags.stride()[:2]
+    shape = {"D": dim, "WIDE": wide, "BLOCK": BLOCK}
+    full = INTERPRETED or k.dtype == torch.float32
+    product = {"FULL": full, "DEPTH": min(wide, DEPTH) if full else wide, "num_warps": WARPS}
+    keys, found, strides = (k, flags, scale, partial), (newest, spared, total), (*of_k, *of_v)
+    _unit[lanes, blocks](*keys, *size, *strides, **shape)
+    _newest[lanes, blocks](*keys, *found, *size, float(threshold), *strides, **shape, **product)
+    _columns[lanes, blocks](flags, *found, *size, *of_v, BLOCK=BLOCK)
+    _softmax[(lanes,)](flags, total, out, *size, *of_v, BLOCK=SOFTMAX_BLOCK)
+    return out
+
+
+def variants() -> Iterator[Variant]:
+    size = {"heads": "i32", "width": "i32", "stride_v_b": "i32", "stride_v_h": "i32", "p_valid": "*u8"}
+    found = {"p_newest": "*i32", "p_spared": "*fp32", "p_total": "*fp32"}
+    for dtype, dims in (("fp32", (64, 128)), ("fp16", (64, 128)), ("bf16", (64, 96, 128))):
+        for dim in dims:
+            shape = {"D": dim, "WIDE": power_of_2(dim), "BLOCK": BLOCK}
+            strides = {"stride_k_b": "i64", "stride_k_h": "i32", "stride_k_s": "i32"}
+            keys = {"p_k": f"*{dtype}", "p_scale": "*fp32", "p_partial": "*fp32", **size, **strides}
+            yield Variant(_unit, keys, shape)
+            full = dtype == "fp32"
+            product = {"FULL": full, "DEPTH": DEPTH if full else power_of_2(dim)}
+            yield Variant(_newest, {**keys, **found, "threshold": "fp32"}, {**shape, **product}, {"num_warps": WARPS})
+    yield Variant(_columns, {**size, **found}, {"BLOCK": BLOCK})
+    yield Variant(_softmax, {**size, "p_mean": "*fp32", "p_out": "*fp32"}, {"BLOCK": SOFTMAX_BLOCK})

@@ -1,0 +1,28 @@
+"""The residual connection and the norm after it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from minithink.ref.rms_norm import rms_norm
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual stream grows by a block's output, and the next block reads it normed.
+
+        summed = x + residual
+        normed = rms_norm(summed)
+
+    The sum is rounded to its dtype before it is normed: the norm sees what the stream holds.
+
+    Args:
+        x: [..., d], the block's output.
+        residual: [..., d], the stream so far.
+        weight: [d].
+        eps: added to the mean square.
+
+    Returns:
+        normed and summed, [..., d] each, in the dtype of `x`.
+    """
+    summed = x + residual
+    return rms_norm(summed, weight, eps), summed

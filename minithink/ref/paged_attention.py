@@ -1,0 +1,50 @@
+"""Attention of one new token a sequence over keys and values that lie in pages, in any formats."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from minithink.ref.decode_attention import decode_attention, group_reduce
+
+
+class Reading(Protocol):
+    """What a store gives to read (`minithink/kv/pages.py`). The kernel looks through it, at the pages themselves."""
+
+    def valid(self, layer: int) -> Tensor:
+        """Where tokens are: bool [N, Hkv or 1, S]."""
+
+    def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K, V: [N, Hkv, S, D], finite everywhere."""
+
+
+def paged_attention(q: Tensor, read: Reading, layer: int, group: str | None = None) -> tuple[Tensor, Tensor | None]:
+    """softmax(q·kᵀ/√D)·v over the tokens that the lanes of a layer hold, and what attention each of them got.
+
+    Args:
+        q: [N, Hq, D], rotated.
+        read: gives the keys and values of these N rows.
+        group: how the query heads of a KV head become one: sum, mean, max, max_logit or none (see
+            `decode_attention.group_reduce`); None: the attention paid is not asked for.
+
+    Returns:
+        out: [N, Hq, D]; 0 for a lane without tokens.
+        mass: float32 [N, Hkv, S] ([N, Hq, S] with "none"), 0 where no token is; None if not asked for.
+    """
+    (k, v), valid = read(layer), read.valid(layer)
+    n, hq, d = q.shape
+    empty = ~valid.any(-1, keepdim=True)  # [N, Ht, 1]
+    some = valid | (empty & (torch.arange(valid.shape[-1], device=q.device) == 0))  # softmax over nothing is NaN
+    out = decode_attention(q, k, v, some).masked_fill(_by_head(empty, hq), 0)
+    if group is None:
+        return out, None
+    logits = q.view(n, k.shape[1], -1, d) @ k.transpose(-1, -2) / d**0.5  # [N, Hkv, g, S]
+    mass = group_reduce(logits, some, group)
+    return out, mass.masked_fill(~_by_head(valid, mass.shape[1]), 0)
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    """[N, Ht, ...] → [N, heads, ...], for the heads of a table or the query heads of a group side by side."""
+    return x.repeat_interleave(heads // x.shape[1], dim=1)

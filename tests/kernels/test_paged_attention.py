@@ -1,0 +1,55 @@
+"""Paged attention: the kernel equals its twin, over stores as policies leave them."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minithink.kernels.paged_attention import paged_attention
+from minithink.kv.contract import SCOPES, Scope
+from minithink.ref import paged_attention as ref
+from tests.compare import assert_close
+from tests.kernels.device import DEVICE
+from tests.kernels.stores import STORAGES, filled
+
+GROUPS = (None, "sum", "mean", "max", "max_logit", "none")
+# Relative to the largest value: float32 sums in another order; products of 16-bit numbers; the reference rounds
+# dequantized numbers and probabilities to the model's type, the fast path does not.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+DTYPES = list(TOLERANCE) if DEVICE.type == "cuda" else [torch.float32, torch.float16]
+
+
+@given(
+    name=st.sampled_from(sorted(STORAGES)),
+    scope=st.sampled_from(SCOPES),
+    lengths=st.lists(st.sampled_from([0, 1, 5, 17, 40, 300]), min_size=1, max_size=3),
+    heads=st.sampled_from([(1, 1), (2, 3), (1, 5)]),
+    dim=st.sampled_from([64, 64, 96, 128]),
+    group=st.sampled_from(GROUPS),
+    dtype=st.sampled_from(DTYPES),
+    spread=st.sampled_from([1e-2, 1.0, 4.0]),
+    some=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_equals_its_twin(
+    name: str, scope: Scope, lengths: list[int], heads: tuple[int, int], dim: int, group: str | None,
+    dtype: torch.dtype, spread: float, some: bool, seed: int,
+) -> None:  # fmt: skip
+    """Any formats and scopes, empty lanes, slots used again, NaN in every slot that is free."""
+    kv_heads, g = heads
+    store = filled(
+        STORAGES[name], scope, lengths, layers=2, kv_heads=kv_heads, group=g, dim=dim, dtype=dtype, steps=9,
+        seed=seed, spread=spread,
+    )  # fmt: skip
+    rows = torch.tensor([len(lengths) - 1, 0][: len(lengths)], device=DEVICE) if some else None
+    n = len(lengths) if rows is None else len(rows)
+    q = torch.randn(n, kv_heads * g, dim, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+    layer = seed % 2
+    want, want_mass = ref.paged_attention(q, store.reader(rows), layer, group)
+    got, mass = paged_attention(q, store.reader(rows), layer, group)
+    near = TOLERANCE[dtype]
+    assert_close(f"out of {name}", got.float(), want.float(), atol=near * max(1e-3, float(want.abs().max())))
+    assert (mass is None) == (group is None)
+    if mass is not None and want_mass is not None:
+        assert_close(f"mass of {name}", mass, want_mass, atol=4 * near * max(1e-3, float(want_mass.max())))
