@@ -1,20 +1,30 @@
 """A backend is a set of functions for the hot paths, chosen once and passed explicitly.
 
-REFERENCE holds the readable PyTorch of `minithink/ref/`. Triton twins with the same signatures join it as TRITON.
+REFERENCE holds the readable PyTorch of `minithink/ref/`, `triton_backend()` the kernels of `kernels/` in its place.
+Their signatures are those of the functions in `minithink/ref/`, where they are documented.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from minithink.errors import UsageError
+from minithink.ref.allocate import allocate
+from minithink.ref.append import append
 from minithink.ref.attention import attention
 from minithink.ref.decode_attention import decode_attention
+from minithink.ref.evict import evict
+from minithink.ref.gumbel_argmax import gumbel_argmax
+from minithink.ref.keep_best import keep_best
 from minithink.ref.linear import linear
 from minithink.ref.lrfu import lrfu
+from minithink.ref.paged_attention import paged_attention
 from minithink.ref.redundancy import redundancy
 from minithink.ref.rms_norm import rms_norm
 from minithink.ref.rope import rope
@@ -24,31 +34,86 @@ from minithink.ref.window_importance import window_importance
 
 @dataclass(frozen=True)
 class Backend:
-    """The functions of one backend; their signatures are those of the functions in `minithink/ref/`."""
+    """The functions of one backend."""
 
     name: str
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    rope: Callable[[Tensor, Tensor, Tensor], Tensor]
-    swiglu: Callable[[Tensor], Tensor]
-    attention: Callable[[Tensor, Tensor, Tensor], Tensor]
-    decode_attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-    window_importance: Callable[..., Tensor]
-    redundancy: Callable[[Tensor, Tensor, float], Tensor]
-    lrfu: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor, Tensor]]
+    in_place: bool  # attention reads keys and values where they lie, and makes no dense copy of them
+    # the decoder
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
+    rope: Callable[[Tensor, Tensor, Tensor], Tensor] = rope
+    swiglu: Callable[[Tensor], Tensor] = swiglu
+    gumbel_argmax: Callable[[Tensor, int, Tensor, Tensor], Tensor] = gumbel_argmax
+    # attention: of prompts, over dense keys and values, over pages
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor] = attention
+    decode_attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = decode_attention
+    paged_attention: Callable[[Tensor, Any, int, str | None], tuple[Tensor, Tensor | None]] = paged_attention
+    # the store
+    append: Callable[..., Tensor] = append
+    allocate: Callable[..., tuple[Tensor, Tensor]] = allocate
+    evict: Callable[..., None] = evict
+    # what policies choose with
+    keep_best: Callable[[Tensor, Tensor, Tensor], Tensor] = keep_best
+    window_importance: Callable[..., Tensor] = window_importance
+    redundancy: Callable[[Tensor, Tensor, float], Tensor] = redundancy
+    lrfu: Callable[..., tuple[Tensor, Tensor, Tensor]] = lrfu
 
 
-REFERENCE = Backend(
-    "reference", linear, rms_norm, rope, swiglu, attention, decode_attention, window_importance, redundancy, lrfu
-)
+REFERENCE = Backend("reference", in_place=False)
 
 NAMES = ("auto", "reference", "triton")
 
 
-def choose(name: str) -> Backend:
-    """The backend of that name; `auto` takes the fastest one that runs here."""
-    if name in ("auto", "reference"):
+@cache
+def triton_backend() -> Backend:
+    """The kernels; made when first asked for, since only then Triton must be there.
+
+    Attention over prompts stays torch's, which is at the hardware's limit already, and so does attention over dense
+    keys and values, which no fast path uses.
+    """
+    from minithink.kernels.allocate import allocate
+    from minithink.kernels.append import append
+    from minithink.kernels.evict import evict
+    from minithink.kernels.gumbel_argmax import gumbel_argmax
+    from minithink.kernels.keep_best import keep_best
+    from minithink.kernels.linear import linear
+    from minithink.kernels.lrfu import lrfu
+    from minithink.kernels.paged_attention import paged_attention
+    from minithink.kernels.redundancy import redundancy
+    from minithink.kernels.rms_norm import rms_norm
+    from minithink.kernels.rope import rope
+    from minithink.kernels.swiglu import swiglu
+    from minithink.kernels.window_importance import window_importance
+
+    return Backend(
+        "triton", in_place=True, linear=linear, rms_norm=rms_norm, rope=rope, swiglu=swiglu,
+        gumbel_argmax=gumbel_argmax, paged_attention=paged_attention, append=append, allocate=allocate, evict=evict,
+        keep_best=keep_best, window_importance=window_importance, redundancy=redundancy, lrfu=lrfu,
+    )  # fmt: skip
+
+
+def choose(name: str, device: torch.device | str = "cpu") -> Backend:
+    """The backend of that name; `auto` takes the fastest one for the device.
+
+    Raises:
+        UsageError: there is no such backend, or it does not run there.
+    """
+    kind = torch.device(device).type
+    if name not in NAMES:
+        raise UsageError(f"The backend {name!r} is unknown; there are {', '.join(NAMES)}.")
+    if name == "reference" or (name == "auto" and kind != "cuda"):
         return REFERENCE
-    if name == "triton":
-        raise UsageError("--backend triton: this version has no Triton kernels yet; use auto or reference.")
-    raise UsageError(f"The backend {name!r} is unknown; there are {', '.join(NAMES)}.")
+    try:
+        import triton  # noqa: F401  (is it installed?)
+    except ImportError:
+        if name == "auto":
+            return REFERENCE
+        raise UsageError("--backend triton: Triton is not installed (it exists for Linux only); use auto.") from None
+    from minithink.kernels._common import INTERPRETED
+
+    if kind != "cuda" and not INTERPRETED:
+        raise UsageError(
+            f"--backend triton runs on NVIDIA GPUs and this is {kind}: use auto, or set TRITON_INTERPRET=1 to let "
+            "Triton's interpreter run the kernels, very slowly."
+        )
+    return triton_backend()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -26,6 +26,7 @@ from minithink.kv.contract import Policy
 from minithink.kv.manager import bytes_for, check_budget
 from minithink.model import Decoder, Rope
 from minithink.policies import POLICIES, parse
+from minithink.policies.full import Full
 from minithink.sampling import SamplingParams
 from minithink.stream import Chunk, Result, Stream, Track, is_out_of_memory
 from minithink.tokenizer import Tokenizer
@@ -124,7 +125,7 @@ def load(
             fit into the memory.
     """
     where = _device(device)
-    ops = choose(backend)
+    ops = choose(backend, where)
     if dtype != "auto" and dtype not in DTYPES:
         raise UsageError(f"The dtype {dtype!r} is unknown; there are auto, {', '.join(DTYPES)}.")
     number_type = DTYPES.get(dtype, None if where.type == "cuda" else torch.float32)
@@ -161,6 +162,15 @@ class Engine:
         self.generation_config = generation_config
         self.device, self.dtype = decoder.embed.device, decoder.embed.dtype
         self.rope = Rope(decoder.config, self.device)
+        # Whether decoding steps are CUDA graphs, whose caches have fixed widths.
+        self.records = decoder.backend.in_place and self.device.type == "cuda"
+        self.columns: Literal["fit"] | None = "fit" if self.records else None
+
+    def _bytes_for(self, policy: Policy, rows: int, tokens: int, prompt: int) -> int:
+        """Bytes of a cache of so many rows under a policy."""
+        return bytes_for(
+            self.config, policy, self.dtype, rows=rows, tokens=tokens, prompt=prompt, columns=self.columns
+        )
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], *, on_token: Callable[[Chunk], None] | None = None, **options: Any
@@ -226,6 +236,8 @@ class Engine:
             MinithinkError: the keys and values would not fit into the memory.
         """
         chosen = self._policy(policy, budget, schedule)
+        if chosen is None and self.records:
+            chosen = Full()  # in pages, for that is what the kernels read
         defaults = self.generation_config
         for name, value in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p)):
             if value is not None and not _is_real(value):
@@ -316,7 +328,7 @@ class Engine:
             prompt, chosen = max(len(s.prompt) for s in sequences), policy
 
             def exceeds(tokens: int) -> bool:
-                needed = bytes_for(self.config, chosen, self.dtype, rows=rows, tokens=tokens, prompt=prompt)
+                needed = self._bytes_for(chosen, rows, tokens, prompt)
                 return needed > free
 
             room = bisect.bisect_left(range(self.config.max_position + 1), True, key=exceeds) - 1
@@ -354,7 +366,7 @@ class Engine:
         tokens, prompt = max(len(s.prompt) + s.limit for s in sequences), max(len(s.prompt) for s in sequences)
 
         def needed(rows: int) -> int:
-            return bytes_for(self.config, policy, self.dtype, rows=rows, tokens=tokens, prompt=prompt)
+            return self._bytes_for(policy, rows, tokens, prompt)
 
         fitting = next((n for n in range(at_once, 0, -1) if needed(n) <= free), 0)
         if fitting == at_once or (fitting and batch_size is None):

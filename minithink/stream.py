@@ -20,6 +20,7 @@ from minithink.kv.contract import Policy
 from minithink.kv.full import FullCache
 from minithink.kv.ledger import Ledger
 from minithink.kv.manager import KVManager
+from minithink.loop import DecodeLoop
 from minithink.sampling import Sampler, SamplingParams
 from minithink.thinking import CLOSE, OPEN, Stage, split_thinking
 
@@ -115,6 +116,9 @@ class Stream:
         self.stop_texts = tuple(s for s in stop if isinstance(s, str) and s)
         self.sampler = Sampler(params, engine.config.vocab_size, engine.device)
         self.cache = self._make_cache(policy)
+        self._loop: DecodeLoop | None = None
+        if isinstance(self.cache, KVManager) and self.cache.capturable:
+            self._loop = DecodeLoop(engine.decoder, self.cache, params)
         self._texts = [engine.tokenizer.stream() for _ in sequences]
         self._read_texts = bool(self.stop_texts)
         self._steps = self._run()
@@ -131,7 +135,7 @@ class Stream:
         prompt = max(len(s.prompt) for s in self.sequences)
         return KVManager(
             engine.config, engine.rope, policy, rows=self.batch_size, tokens=longest, prompt=prompt, prompts=1,
-            think_ids=ids, **options,
+            think_ids=ids, columns=engine.columns, **options,
         )  # fmt: skip
 
     def steps(self) -> Iterator[int]:
@@ -181,8 +185,13 @@ class Stream:
     def _advance(self, sequences: list[Track]) -> None:
         """One token more for each: all of them decode, or the only one is new."""
         try:
-            logits = self._decode(sequences) if sequences[0].tokens else self._prefill(sequences[0])
-            self._take(sequences, logits)
+            if not sequences[0].tokens:
+                self._take(sequences, self._draw(sequences, self._prefill(sequences[0])))
+            elif self._loop is not None:
+                numbers, tokens = [s.number for s in sequences], [s.tokens[-1] for s in sequences]
+                self._take(sequences, self._loop.step(numbers, tokens))
+            else:
+                self._take(sequences, self._draw(sequences, self._decode(sequences)))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -215,10 +224,14 @@ class Stream:
         self.cache.end_step()
         return hidden
 
-    def _take(self, sequences: list[Track], logits: Tensor) -> None:
-        """Draw a token for each sequence, and end those that are done."""
+    def _draw(self, sequences: list[Track], logits: Tensor) -> list[int]:
+        """A token for each sequence. logits: [B, V]."""
         positions = [len(s.prompt) + len(s.tokens) for s in sequences]
-        drawn = self.sampler.sample(logits, [s.number for s in sequences], positions).tolist()
+        drawn: list[int] = self.sampler.sample(logits, [s.number for s in sequences], positions).tolist()
+        return drawn
+
+    def _take(self, sequences: list[Track], drawn: list[int]) -> None:
+        """Give every sequence its token, and end those that are done."""
         now = time.perf_counter()
         for s, token in zip(sequences, drawn, strict=True):
             s.first, s.last = s.first or now, now

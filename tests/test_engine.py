@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import minithink
 from minithink import stream as stream_module
 from minithink.engine import Engine, GenerationConfig, load
 from minithink.errors import MinithinkError, UsageError
+from minithink.kv.contract import Edit, Policy, Step
 from minithink.kv.manager import KVManager, bytes_for
 from minithink.model import Decoder
 from minithink.policies import parse
@@ -264,7 +265,9 @@ def test_a_stream_can_be_left(engine: Engine) -> None:
     result = stream.result
     assert result.token_ids == [c.token_id for c in chunks]
     assert result.finish_reason == "interrupted"
-    assert result.kv_bytes == (result.prompt_tokens + 2) * engine.config.kv_bytes_per_token(4)
+    assert result.kv_tokens == result.prompt_tokens + 2
+    assert result.kv_bytes == result.kv_full_bytes == result.kv_tokens * engine.config.kv_bytes_per_token(4)
+    assert engine.stream("Alpha").result.kv_full_bytes == 0, "nothing has been read"
 
 
 def test_statistics(engine: Engine) -> None:
@@ -311,14 +314,16 @@ def test_no_gradients_and_the_public_names(checkpoint: Path, engine: Engine) -> 
         ("x", {"policy": "nope"}, "'nope' is unknown; there are: full"),
         ("x", {"budget": 7}, "budget of 7 tokens was given without a policy"),
         ("x", {"policy": Window(budget=9), "budget": 7}, "was given as an object"),
-        ([[1] * 9], {"policy": "window:budget=9,protect_prompt=true"}, "at least 10"),
+        ("x", {"policy": Window(budget=9), "schedule": "every"}, "was given as an object"),
+        ([[1], [1] * 9], {"policy": "window:budget=9,protect_prompt=true"}, "at least 10"),
         ("x", {"chat": False, "system": "s"}, "system message"),
         ([[1]], {"system": "s"}, "system message"),
     ],
 )
 def test_usage_errors(engine: Engine, prompt: Any, options: dict[str, Any], message: str) -> None:
+    """Before anything runs."""
     with pytest.raises(UsageError, match=message):
-        engine.generate(prompt, **options)
+        engine.stream(prompt, **options)
 
 
 @pytest.mark.parametrize(
@@ -409,6 +414,11 @@ def test_without_a_limit_the_memory_limits(engine: Engine, monkeypatch: pytest.M
     assert [(r.generated_tokens, r.finish_reason) for r in results] == [(30, "length"), (10, "length")]
     with pytest.raises(MinithinkError, match="Out of memory"):
         engine.stream([[9] * 10], max_new_tokens=CONTEXT - 10)
+    with pytest.raises(MinithinkError, match="Out of memory"):
+        engine.stream([[9] * 80])  # no room for a single token
+    monkeypatch.setattr("minithink.engine._free_bytes", lambda device: CONTEXT * per_token * 10 // 8)
+    [sequence] = engine.stream([[9] * 10]).sequences
+    assert (sequence.limit, sequence.limit_reason) == (CONTEXT - 10, "context"), "all of it fits"
 
 
 def test_weights_that_do_not_fit(checkpoint: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,19 +493,52 @@ def test_a_policy_object_is_copied(engine: Engine) -> None:
     assert first.token_ids == second.token_ids
     assert first.kv_tokens == 9
     assert vars(policy) == vars(Window(budget=9))
+    cache = engine.stream([[9, 8]], policy=policy).cache
+    assert isinstance(cache, KVManager)
+    assert cache.policy is not policy
+
+
+class Stages(Policy):
+    """Remembers whether the first sequence thinks."""
+
+    name = "stages"
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def decide(self, step: Step) -> Iterable[Edit]:
+        self.seen.append(bool(step.thinking[0]))
+        return ()
+
+
+def test_a_policy_is_told_the_stage(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = "so", "12 34"
+    a, b = (len(engine.tokenizer.encode(text)) for text in (before, after))
+    for chat, tag, thinks in ((True, "</think>", True), (False, "<think>", False)):  # the template ends with a tag
+        play_text(monkeypatch, engine, before + tag + after)
+        stream = engine.stream("x", chat=chat, policy=Stages())
+        assert list(stream.steps())
+        assert isinstance(stream.cache, KVManager)
+        assert stream.cache.policy.seen == [thinks] * (1 + a) + [not thinks] * (1 + b)
 
 
 def test_memory_under_a_policy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy's pool holds the worst case of every row."""
 
     def needed(rows: int) -> int:
-        return bytes_for(engine.config, parse("full"), torch.float32, rows=rows, tokens=30, prompt=10)
+        return bytes_for(engine.config, parse("quant:fmt=int8"), torch.float32, rows=rows, tokens=30, prompt=10)
 
     monkeypatch.setattr("minithink.engine._free_bytes", lambda device: needed(3))
-    options: dict[str, Any] = {"max_new_tokens": 20, "policy": "full"}
-    assert engine.stream([[9] * 10] * 5, **options).batch_size == 3
-    with pytest.raises(MinithinkError, match="--batch-size 3"):
-        engine.stream([[9] * 10] * 5, batch_size=4, **options)
+    options: dict[str, Any] = {"max_new_tokens": 20, "policy": "quant:fmt=int8"}
+    prompts = [[9] * 4, *[[9] * 10] * 4]
+    stream = engine.stream(prompts, **options)
+    assert stream.batch_size == 3
+    assert stream.cache.reserved_bytes() == needed(3), "the estimate is what is taken"
+    sizes = f"may need {needed(4) / 2**20:,.0f} MiB and {needed(3) / 2**20:,.0f} MiB are free"
+    with pytest.raises(MinithinkError, match=f"4 sequences of up to 30 tokens {sizes}: use --batch-size 3 or"):
+        engine.stream(prompts, batch_size=4, **options)
+    monkeypatch.setattr("minithink.engine._free_bytes", lambda device: needed(3) - 1)
+    assert engine.stream(prompts, **options).batch_size == 2
     monkeypatch.setattr("minithink.engine._free_bytes", lambda device: needed(1) - 1)
     with pytest.raises(MinithinkError, match=r"1 sequence of .* use fewer --max-new-tokens\."):
         engine.stream([[9] * 10], **options)
@@ -507,11 +550,19 @@ def test_memory_under_a_policy(engine: Engine, monkeypatch: pytest.MonkeyPatch) 
 def test_what_a_pool_needs_is_what_it_takes(engine: Engine, policy: str) -> None:
     """The estimate is the allocation, and compression makes it smaller."""
     sizes = {"rows": 3, "tokens": 2000, "prompt": 50}
-    needed = bytes_for(engine.config, parse(policy), torch.float32, **sizes)
-    manager = KVManager(engine.config, engine.rope, parse(policy), prompts=1, **sizes)  # type: ignore[arg-type]
-    assert manager.reserved_bytes() == needed
+    for dtype in (torch.bfloat16, torch.float32):
+        needed = bytes_for(engine.config, parse(policy), dtype, **sizes)
+        options: dict[str, Any] = {"prompts": 1, "dtype": dtype, **sizes}
+        assert KVManager(engine.config, engine.rope, parse(policy), **options).reserved_bytes() == needed
     full = 3 * 2000 * engine.config.kv_bytes_per_token(4)
     assert needed < {"full": 1.1, "quant": 0.6}.get(policy.partition(":")[0], 0.25) * full
+
+
+def test_an_estimate_leaves_the_policy_alone(engine: Engine) -> None:
+    policy = parse("crystal_kv_lite:budget=64")
+    before = dict(vars(policy))
+    bytes_for(engine.config, policy, torch.float32, rows=1, tokens=99, prompt=9)
+    assert vars(policy) == before
 
 
 def test_without_a_limit_a_policy_goes_further(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -523,3 +574,23 @@ def test_without_a_limit_a_policy_goes_further(engine: Engine, monkeypatch: pyte
     play(monkeypatch, [[9] * CONTEXT])
     result = engine.generate([[9] * 10], policy="window:budget=12")[0]
     assert (result.finish_reason, result.kv_tokens) == ("context", 12)
+
+
+@pytest.mark.parametrize("tokens", [60, CONTEXT])
+def test_without_a_limit_a_policy_takes_what_fits_and_no_more(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    """The most tokens whose worst case, in every row, fits into the share that may be taken."""
+
+    def needed(n: int) -> int:
+        return bytes_for(engine.config, parse("quant:fmt=int8"), torch.float32, rows=2, tokens=n, prompt=20)
+
+    monkeypatch.setattr("minithink.engine.OPEN_ENDED", 0.5)
+    for spare in (0, 1):
+        free = 2 * (needed(tokens) - spare)
+        room = max(n for n in range(20, CONTEXT + 1) if 2 * needed(n) <= free)
+        monkeypatch.setattr("minithink.engine._free_bytes", lambda device, free=free: free)
+        stream = engine.stream([[9] * 10, [9] * 20], policy="quant:fmt=int8", batch_size=2)
+        reason = "context" if room == CONTEXT else "length"
+        assert [(s.limit, s.limit_reason) for s in stream.sequences] == [(room - 10, reason), (room - 20, reason)]
+    assert room < tokens

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import minithink
 from minithink import generate as cli
 from minithink.engine import Engine
+from minithink.stream import Result
 from minithink.tasks import Problem
 from tests.fixtures_checkpoint import CONTEXT, edit_json, write_checkpoint, write_json
 from tests.test_engine import play_text
@@ -104,10 +106,30 @@ def test_a_policy_says_what_it_holds(capsys: Capture, model: Any) -> None:
     seen = row["prompt_tokens"] + row["generated_tokens"] - 1
     assert row["kv_tokens"] == 9 < seen
     assert row["kv_bytes"] == sum(row["kv_ledger"].values())
+    assert set(row["kv_ledger"]) == {"payload", "scales", "tables", "buffers", "state", "observations"}
     assert row["kv_ledger"]["payload"] * seen == row["kv_full_bytes"] * 9
     assert main(*argv, "--policy", "window:budget=9") == 0
     said = capsys.readouterr().out
     assert re.search(r"KV cache [\d,]+ bytes .* held, \d+\.\d% of a full cache's .* \(payload .*tables", said), said
+
+
+def test_the_summary_adds_up() -> None:
+    kinds = ({"payload": 2 * 2**20, "scales": 0, "tables": 2**20}, {"payload": 2**20, "state": 2**20})
+    first, second = (
+        Result(
+            text="", thinking="", answer="", token_ids=[], finish_reason=reason, prompt_tokens=600,
+            generated_tokens=500, thinking_tokens=400, kv_bytes=sum(kv.values()), kv_tokens=9,
+            kv_full_bytes=10 * 2**20, kv_ledger=kv, prefill_seconds=1.0, decode_seconds=1.0,
+        )
+        for reason, kv in zip(("stop", "length"), kinds, strict=True)
+    )  # fmt: skip
+    assert cli.summary([first, second], 2.0) == (
+        "1,200 prompt tokens, 1,000 generated (800 thinking) in 2.0 s: 500 tokens/s; KV cache 5,242,880 bytes "
+        "(5.0 MiB) held at the end, in all, 25.0% of a full cache's 20.0 MiB (payload 3.00, tables 1.00, state "
+        "1.00); length, stop"
+    )
+    larger = replace(first, kv_bytes=20 * 2**20)
+    assert "(20.0 MiB) held, 200.0% of a full cache's 10.0 MiB (" in cli.summary([larger], 2.0)
 
 
 def test_json_has_the_promised_fields(capsys: Capture, model: Any, engine: Engine) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -42,6 +42,10 @@ def params(draw: st.DrawFn) -> SamplingParams:
 
 
 @given(logits=logits(), params=params())
+@example(logits=torch.zeros(1, 4), params=SamplingParams(top_p=0.5))  # the boundary, without rounding
+@example(logits=torch.tensor([[0.0, 1.0]]), params=SamplingParams(top_p=1e-9))  # 1 − top_p is 1 in float32
+@example(logits=torch.linspace(0, 1, 8)[None], params=SamplingParams(top_k=4, top_p=0.5))  # the order matters
+@example(logits=torch.tensor([[0.0, 200.0]]), params=SamplingParams())  # 1 keeps all, whatever underflows
 def test_filters_equal_transformers(logits: Tensor, params: SamplingParams) -> None:
     from transformers.generation import logits_process as theirs
 
@@ -67,6 +71,14 @@ def test_filters_equal_transformers(logits: Tensor, params: SamplingParams) -> N
     assert (rank.masked_fill(kept, -1).amax(-1) < worst_kept).all(), case
 
 
+def test_half_precision_is_filtered_in_float32() -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
+    params = SamplingParams(temperature=0.6, top_p=0.9, min_p=0.01)
+    got = filter_logits(logits, params)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, filter_logits(logits.float(), params))
+
+
 @given(data=st.data(), logits=logits(), params=params())
 def test_sampler_equals_its_definition(data: st.DataObject, logits: Tensor, params: SamplingParams) -> None:
     rows = logits.shape[0]
@@ -78,6 +90,21 @@ def test_sampler_equals_its_definition(data: st.DataObject, logits: Tensor, para
         want = sample(logits, params, torch.tensor(sequences), torch.tensor(positions))
         assert_same("tokens", sampler.sample(logits, sequences, positions), want)
     sampler.drop(sequences[0])
+    assert sequences[0] not in sampler._noise
+
+
+def test_sampler_equals_its_definition_at_the_boundaries() -> None:
+    """Of many tokens that are drawn often; the boundary is a sum, which the two add up in different orders."""
+    generator, number, position = torch.Generator().manual_seed(0), [0] * 60, list(range(60))
+    for logits in torch.randn(60, 1, 40, generator=generator).expand(-1, 60, -1):
+        p = logits[0].softmax(-1).sort(descending=True).values
+        for params in (
+            SamplingParams(top_p=float(p[:12].sum())),
+            SamplingParams(min_p=float(p[12] / p[0])),
+            SamplingParams(top_k=5),
+        ):
+            want = sample(logits, params, torch.tensor(number), torch.tensor(position))
+            assert_same("tokens", Sampler(params, 40).sample(logits, number, position), want)
 
 
 @given(data=st.data(), logits=logits(), params=params())

@@ -1,4 +1,4 @@
-"""The command line: `python -m minithink.bench decode|accuracy|paged|memory|attention|compile|tables`."""
+"""The command line: `python -m minithink.bench decode|accuracy|paged|memory|attention|steps|compile|tables`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import argparse
 import sys
 from typing import NoReturn
 
-from minithink.bench import accuracy, attention, compile, decode, memory, paged, tables
+from minithink.bench import accuracy, attention, compile, decode, memory, paged, steps, tables
 from minithink.errors import MinithinkError, UsageError
 
-MODULES = (decode, accuracy, paged, memory, attention, compile, tables)
+MODULES = (decode, accuracy, paged, memory, attention, steps, compile, tables)
 COMMANDS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 

@@ -290,7 +290,7 @@ class RandomModel:
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype, peer: bool) -> None:
         self.config, self.device, self.dtype = config, device, dtype
         with torch.device("meta"):
-            decoder = Decoder(config, choose("auto"))
+            decoder = Decoder(config, choose("auto", device))
         self.decoder = decoder.to(dtype).to_empty(device=device).requires_grad_(False)
         torch.manual_seed(0)
         for p in self.decoder.parameters():

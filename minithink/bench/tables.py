@@ -172,6 +172,35 @@ def memory(result: dict[str, Any]) -> list[str]:
     return [*markdown(rows), "", _source(result)]
 
 
+def attention(result: dict[str, Any]) -> list[str]:
+    """Time of decode attention in every format, and how many times as fast it is, one row a shape."""
+    names = dict.fromkeys(m["format"] for m in result["measurements"])
+    titles = ("torch, contiguous" if name == "sdpa" else name for name in names)
+    rows: list[tuple[str, ...]] = [("sequences", "tokens of each", *titles)]
+    for batch, length in dict.fromkeys((m["batch"], m["length"]) for m in result["measurements"]):
+        of = {m["format"]: m for m in result["measurements"] if (m["batch"], m["length"]) == (batch, length)}
+        rows.append((f"{batch}", f"{length:,}", *(_time(of[name]) if name in of else "–" for name in names)))
+    return [*markdown(rows), "", _source(result)]
+
+
+def _time(m: dict[str, Any]) -> str:
+    """A time in microseconds, to three digits or more, and what it gains."""
+    digits = next(d for d, least in ((0, 100), (1, 10), (2, 0)) if m["microseconds"] >= least)
+    return f"{m['microseconds']:,.{digits}f} µs" + (f", **{m['ratio']:.2f} ×**" if "ratio" in m else "")
+
+
+def steps(result: dict[str, Any]) -> list[str]:
+    """Time of each step of tutorial 05 and its share of the bandwidth, one row a step, two columns a shape."""
+    shapes = list(dict.fromkeys((m["batch"], m["length"]) for m in result["measurements"]))
+    names = dict.fromkeys(m["step"] for m in result["measurements"])
+    rows: list[tuple[str, ...]] = [("", *(x for b, n in shapes for x in (f"{b} × {n:,} tokens", "of bandwidth")))]
+    for name in names:
+        of = {(m["batch"], m["length"]): m for m in result["measurements"] if m["step"] == name}
+        figures = ((_time(of[s]), f"**{of[s]['share']:.0%}**") if s in of else ("–", "–") for s in shapes)
+        rows.append((next(iter(of.values()))["what"], *(x for pair in figures for x in pair)))
+    return [*markdown(rows), "", _source(result)]
+
+
 def markdown(rows: list[tuple[str, ...]]) -> list[str]:
     """A table whose first row is the heading; every column but the first is aligned right."""
     rule = ("---", *["---:"] * (len(rows[0]) - 1))
@@ -217,4 +246,6 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "accuracy": accuracy,
     "cache-speed": paged,
     "cache-bytes": memory,
+    "attention": attention,
+    "steps": steps,
 }

@@ -20,6 +20,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ from minithink.model import Rope
 from minithink.ref.decode_attention import decode_probabilities, group_reduce
 
 UNLIMITED = 2**30  # a budget that nothing exceeds
+NARROWEST = 256  # columns, where they follow the lanes
 QUERY_BLOCK = 128  # prompt queries whose probabilities are in memory at once
 
 
@@ -76,6 +78,7 @@ class _Pass:
     tokens: list[int]  # the last token of each
     writer: Writer
     at: Tensor  # int64 [N]: the rows
+    lengths: Tensor  # int64 [N]: tokens that each has seen before
     cos: Tensor
     sin: Tensor
     read: Reading | None = None
@@ -103,7 +106,7 @@ class KVManager:
         prompts: int | None = None,
         think_ids: tuple[int | None, int | None] = (None, None),
         pages: int | None = None,
-        columns: int | None = None,
+        columns: int | Literal["fit"] | None = None,
         poison: bool = False,
     ) -> None:
         """
@@ -116,7 +119,9 @@ class KVManager:
             prompts: how many are read at once, in full precision; None: all rows may.
             think_ids: the tokens that open and close the think stage; without them a sequence always thinks.
             pages: of the pool; None: what the worst case needs.
-            columns, poison: see PagedStore.
+            columns: fix the width of what is read, so that no shape depends on what the lanes hold; "fit": all
+                tensors have the worst case's width, and what is read is a power of two that the lanes fit into.
+            poison: see PagedStore.
         """
         self.config, self.rope, self.policy, self.backend = config, rope, policy, backend
         self.device, self.dtype, self.think_ids = torch.device(device), dtype, think_ids
@@ -129,9 +134,14 @@ class KVManager:
         units = self.shape.tables[0] * self.shape.tables[2]  # of a row
         if pages is None:
             pages = units * (rows * need.pages + (rows if prompts is None else prompts) * need.prompt_pages)
+        self._fits = columns == "fit"
+        if columns == "fit":
+            columns = need.width
+        self.width = need.width if columns is None else columns  # of the lists
         self.store = PagedStore(
             self.shape, policy.storage, pages=pages, scale_rows=units * rows * need.scale_rows, dtype=dtype,
-            columns=columns, width=need.width, poison=poison,
+            columns=columns, width=need.width, table_width=4 if columns is None else need.pages + need.prompt_pages,
+            backend=backend, poison=poison,
         )  # fmt: skip
         policy.setup(self.shape)
         self.rows: list[_Row | None] = [None] * rows
@@ -231,6 +241,7 @@ class KVManager:
             if not reading[0] and count != 1:
                 raise ValueError(f"sequence {r.seq} generates: it brings one token a step, not {count}")
         self._store_what_waits()
+        self.fit_columns(max(counts))
         lengths = [r.length for r in records]
         writer = self.store.append(rows, counts, lengths, prompt=reading[0])
         position = [p for start, count in zip(lengths, counts, strict=True) for p in range(start, start + count)]
@@ -239,7 +250,8 @@ class KVManager:
         for count in counts:
             at += count
             last.append(-1 if tokens is None else tokens[at])
-        now = _Pass(rows, counts, reading[0], last, writer, torch.tensor(rows, device=self.device), cos, sin)
+        here, before = torch.tensor(rows, device=self.device), torch.tensor(lengths, device=self.device)
+        now = _Pass(rows, counts, reading[0], last, writer, here, before, cos, sin)
         for r, token in zip(records, last, strict=True):
             if not now.prompt and None not in self.think_ids and token in self.think_ids:
                 r.thinking = token == self.think_ids[0]
@@ -255,14 +267,65 @@ class KVManager:
         now.read = self.store.reader(None if whole else now.at)
         now.due = [d for d in self.policy.demands if any((r.clock + 1) % d.every == 0 for r in records)]
         if self.policy.pull:
-            self._pull(now, pos if whole else pos[:, now.at], lengths)
+            self._pull(now)
 
-    def _pull(self, now: _Pass, pos: Tensor, lengths: list[int]) -> None:
+    @torch.inference_mode()
+    def begin_next(self, at: Tensor, active: Tensor, lengths: Tensor, waiting: Tensor) -> None:
+        """`begin_step` for one generated token each, from tensors alone, as a CUDA graph captures it. What is
+        observed at all is observed. `end_next` follows when it has run.
+
+        Args:
+            at: int64 [N], rows, each once.
+            active: bool [N], those that bring a token; the others change nothing, and their outputs mean nothing.
+            lengths: int64 [N], tokens that each row has seen.
+            waiting: int64 [N], tokens in each row's buffer.
+        """
+        writer = self.store.append_next(at, active, lengths, waiting)
+        cos, sin = self.rope.at(lengths)
+        now = _Pass([], [1] * len(at), False, [], writer, at, lengths, cos, sin, due=list(self.policy.demands))
+        self._pass, now.read = now, self.store.reader(at)
+        now.valid = self.store.positions()[:, at] >= 0
+        if self.policy.pull:
+            self._pull(now)
+
+    @torch.inference_mode()
+    def end_next(self, seqs: Sequence[int], tokens: Sequence[int]) -> None:
+        """After a step that began with `begin_next`: the host learns of it, the policy acts."""
+        rows = [self._row_of[seq] for seq in seqs]
+        records = [self._row(row) for row in rows]
+        self.store.appended(rows, [r.length for r in records])
+        for r, token in zip(records, tokens, strict=True):
+            if None not in self.think_ids and token in self.think_ids:
+                r.thinking = token == self.think_ids[0]
+        none = torch.empty(0)
+        self._pass = _Pass(rows, [1] * len(rows), False, list(tokens), Writer(), none, none, none, none)
+        self.end_step()
+
+    @property
+    def capturable(self) -> bool:
+        """Whether steps may begin with `begin_next`: widths are fixed, and nobody needs the host inside of a step."""
+        return self.store.columns is not None and not self.steers and not self.store.storage.lag
+
+    def fit_columns(self, more: int) -> None:
+        """With columns="fit": the width that lanes need which may grow by so many tokens."""
+        if not self._fits:
+            return
+        if max(self.store.most) + more > self.store.seen:
+            self.store.refresh()  # evictions were not counted
+        wanted = max(NARROWEST, max(self.store.most) + more)
+        self.store.columns = min(self.width, 1 << (wanted - 1).bit_length())
+
+    def next_state(self, seq: int) -> tuple[int, int, int]:
+        """What `begin_next` must know of a sequence: its row, the tokens it has seen, those in its buffer."""
+        row = self._row_of[seq]
+        return row, self._row(row).length, self.store.waiting[row]
+
+    def _pull(self, now: _Pass) -> None:
         """Tokens below `pull` are attended as if they stood directly before the next one that is held."""
-        pull = self.policy.pull
+        pull, pos = self.policy.pull, self.store.positions()[:, now.at]
         others = torch.where(pos >= pull, pos, UNLIMITED).amin(-1)  # [Lt, N, Ht]
         gap = torch.where(others < UNLIMITED, others - pull, 0).long()
-        at = (torch.tensor(lengths, device=self.device)[None, :, None] - gap).clamp(min=0)
+        at = (now.lengths[None, :, None] - gap).clamp(min=0)
         cos, sin = self.rope.at(at.flatten())  # [Lt·N·Ht, 1, D]
         near = (pos >= 0) & (pos < pull)
         now.near = near, cos.view(*at.shape, -1), sin.view(*at.shape, -1)
@@ -270,11 +333,11 @@ class KVManager:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append and attend. q: [n, Hq, D], k, v: [n, Hkv, D], unrotated; returns [n, Hq, D]."""
         now = self._now
-        raw, q, k = q, self.backend.rope(q, now.cos, now.sin), self.backend.rope(k, now.cos, now.sin)
         if not now.prompt:
-            now.writer.write(layer, k[:, None], v[:, None])
+            raw, q = q, self.backend.append(q, k, v, now.cos, now.sin, now.writer, layer)
             self._keep_queries(layer, q, now)
             return self._decode(layer, raw, q, now)
+        q, k = self.backend.rope(q, now.cos, now.sin), self.backend.rope(k, now.cos, now.sin)
         longest = max(now.counts)
         kv = torch.stack((k, v), dim=1).split(now.counts)
         padded = torch.stack([torch.nn.functional.pad(x, (0, 0) * 3 + (0, longest - len(x))) for x in kv])
@@ -293,6 +356,13 @@ class KVManager:
         """Attention of one new token each, over whatever the lanes hold. raw, q: [N, Hq, D]."""
         assert now.valid is not None
         assert now.read is not None
+        if self.backend.in_place and now.near is None and not self.store.storage.lag:
+            asked = [demand.group for demand in self._due(See.MASS, layer)]
+            for group in asked or (None,):
+                attended, mass = self.backend.paged_attention(q, now.read, layer, group)
+                if group is not None and mass is not None:
+                    self._observe_mass(layer, group, now.at, mass)
+            return attended
         t = min(layer, now.valid.shape[0] - 1)
         valid = now.valid[t]  # [N, Ht, S]
         k, v = now.read(layer)
@@ -326,11 +396,14 @@ class KVManager:
             whole = hidden.new_zeros(len(self.rows), hidden.shape[-1]).index_copy(0, now.at, hidden)
             hidden = self.policy.steer(self._step(now.rows), layer, whole)[now.at]
         for _ in self._due(See.HIDDEN, layer):
-            ends = torch.tensor(now.counts, device=self.device).cumsum(0) - 1
             held = self._hidden.setdefault(
                 layer, torch.zeros(len(self.rows), hidden.shape[-1], dtype=torch.float32, device=self.device)
             )
-            held[now.at] = hidden[ends].float()
+            if now.prompt:
+                hidden_last = hidden[torch.tensor(now.counts, device=self.device).cumsum(0) - 1]
+            else:
+                hidden_last = hidden
+            held[now.at] = hidden_last.float()
             self.observed["HIDDEN"] += 1
         return hidden
 
@@ -434,6 +507,12 @@ class KVManager:
     def _observe_mass(self, layer: int, group: str, at: Tensor, mass: Tensor) -> None:
         """mass: [N, heads, S] of this pass."""
         self.observed["MASS"] += 1
+        if self.store.columns is not None:  # widths are fixed: in place, for addresses must stay
+            size = (len(self.rows), mass.shape[1], self.width)
+            if (layer, group) not in self._mass or self._mass[layer, group].shape != size:
+                self._mass[layer, group] = mass.new_zeros(size)
+            self._mass[layer, group][at, :, : mass.shape[-1]] = mass
+            return
         held = mass.new_zeros(len(self.rows), *mass.shape[1:]).index_copy_(0, at, mass)
         if self.store.reading and (layer, group) in self._mass:  # whose sums are not complete
             rows, before = list(self.store.reading), self._mass[layer, group]
@@ -449,7 +528,8 @@ class KVManager:
         heads = self.shape.query_heads if demand.group == "none" else self.shape.kv_heads
         held = self._mass.get((layer, demand.group))
         if held is None or held.shape[-1] < total:
-            wider = torch.zeros(len(self.rows), heads, max(total, self._row(row).prompt), device=self.device)
+            width = self.width if self.store.columns is not None else max(total, self._row(row).prompt)
+            wider = torch.zeros(len(self.rows), heads, width, device=self.device)
             if held is not None:
                 wider[..., : held.shape[-1]] = held
             held = self._mass[layer, demand.group] = wider
@@ -472,6 +552,9 @@ class KVManager:
             return
         self.observed["QUERY"] += 1
         size = self._queries.shape[3]
+        if not now.prompt:
+            self._queries[layer].transpose(1, 2)[now.at, now.lengths % size] = q
+            return
         for row, count, q_i in zip(now.rows, now.counts, q.split(now.counts), strict=True):
             end = self._row(row).length + count
             kept = range(max(end - count, end - size), end)
@@ -654,14 +737,18 @@ def check_budget(policy: Policy, prompt: int, budget: int | None = None) -> None
             )
 
 
-def bytes_for(config: ModelConfig, policy: Policy, dtype: torch.dtype, *, rows: int, tokens: int, prompt: int) -> int:
+def bytes_for(
+    config: ModelConfig, policy: Policy, dtype: torch.dtype, *, rows: int, tokens: int, prompt: int,
+    columns: Literal["fit"] | None = None,
+) -> int:  # fmt: skip
     """Bytes that a manager of so many rows takes, everything counted; nothing is allocated. One prompt is read at a
     time; arguments as of KVManager."""
     rope = Rope(replace(config, max_position=1), "meta")
     policy = copy.deepcopy(policy)
     manager = KVManager(
-        config, rope, policy, rows=rows, tokens=tokens, prompt=prompt, prompts=1, device="meta", dtype=dtype
-    )
+        config, rope, policy, rows=rows, tokens=tokens, prompt=prompt, prompts=1, device="meta", dtype=dtype,
+        columns=columns,
+    )  # fmt: skip
     return sum(x.nbytes for x in manager.tensors())
 
 

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from minithink.backend import REFERENCE, Backend
 from minithink.errors import UsageError
 from minithink.kv.contract import Shape, Storage
 from minithink.kv.ledger import Ledger
@@ -50,6 +51,8 @@ class PagedStore(Pages):
         dtype: torch.dtype = torch.float32,
         columns: int | None = None,
         width: int = 16,
+        table_width: int = 4,
+        backend: Backend = REFERENCE,
         poison: bool = False,
     ) -> None:
         """
@@ -59,10 +62,13 @@ class PagedStore(Pages):
             dtype: of plain tokens and of the ring.
             columns: fix the width of everything that is read to so many tokens; None: as wide as the longest lane.
                 With a fixed width no shape depends on what the sequences hold.
-            width: tokens that lists have room for at first; they grow.
+            width: tokens that lists have room for at first; they grow, unless `columns` are fixed.
+            table_width: pages that a unit has room for at first; tables grow too, but not in `append_next`.
+            backend: the functions that do it.
             poison: fill whatever is freed with NaN, for tests.
         """
         self.shape, self.storage, self.dtype, self.poison = shape, storage, dtype, poison
+        self.backend = backend
         self.layouts = layouts(storage, shape.head_dim, dtype)
         if storage.shrink and any(lay.by_token for lay in self.layouts):
             raise UsageError(f"Keys by token share their scales and cannot be shrunk: {storage.formats}.")
@@ -74,7 +80,7 @@ class PagedStore(Pages):
         self.thought_format = torch.tensor([storage.formats.index(t) for t in storage.thoughts], device=shape.device)
         self.page_bytes = page_bytes(storage, shape.head_dim, dtype)
         per_page, lanes = [lay.slots for lay in self.layouts], shape.sharing
-        self.table = BlockTable(shape, pages, per_page, shape.device)
+        self.table = BlockTable(shape, pages, per_page, shape.device, table_width)
         self.trash_page, self.zero_page = pages, pages + 1  # where masked-out writes go, and such reads come from
         self.pool = torch.zeros(pages + 2, lanes, self.page_bytes, dtype=torch.uint8, device=shape.device)
         widest = max(lay.slots * lay.side for lay in self.layouts)
@@ -106,6 +112,9 @@ class PagedStore(Pages):
         self.pos = torch.full((lt, b, ht, width + 1), -1, dtype=torch.int32, device=shape.device)
         self.count = torch.zeros(lt, b, ht, dtype=torch.int32, device=shape.device)
         self.columns = columns
+        self.home = tuple(dict.fromkeys(storage.formats.index(t) for t in storage.thoughts))  # of generated tokens
+        self.slots = torch.tensor(per_page, dtype=torch.int32, device=shape.device)
+        self.overflow = torch.zeros((), dtype=torch.bool, device=shape.device)  # of `append_next`
         # What the host knows of each row:
         self.most = [0] * b  # tokens that a lane holds at most
         self.lengths = [0] * b  # tokens seen, evicted ones too
@@ -133,35 +142,108 @@ class PagedStore(Pages):
         """
         n, device = max(counts), self.shape.device
         most = self._grown(rows, counts)
+        width = max(most) if self.columns is None else None
         at = torch.tensor(rows, device=device)
-        steps = torch.arange(n, device=device)
-        fits = steps < torch.tensor(counts, device=device)[:, None]  # [N, n]
-        valid = torch.zeros(self.shape.rows, n, dtype=torch.bool, device=device).index_copy_(0, at, fits)
-        positions = torch.zeros(self.shape.rows, n, dtype=torch.int32, device=device)
-        positions[at] = (torch.tensor(lengths, device=device)[:, None] + steps).to(torch.int32)
-        lt, b, ht = self.shape.tables
-        valid, positions = (x[None, :, None].expand(lt, b, ht, n) for x in (valid, positions))
+        fits = torch.arange(n, device=device) < torch.tensor(counts, device=device)[:, None]  # [N, n]
+        valid, positions = self._spread(at, fits, torch.tensor(lengths, device=device))
         if self.storage.buffer and not prompt:
-            index = torch.zeros(self.shape.rows, 1, dtype=torch.int32, device=device)
-            index[at, 0] = torch.tensor([self.waiting[row] for row in rows], dtype=torch.int32, device=device)
-            self._list(most, valid, (-1 - index)[None, :, None].expand(valid.shape), positions)
-            for row, length in zip(rows, lengths, strict=True):
-                self.waiting[row] += 1
-                self.lengths[row] = length + 1
-            return _RingWriter(self, at, index[at, 0].long())
-        thought = self._thoughts()
-        formats = (0,) if prompt else tuple(dict.fromkeys(self.thought_format.tolist()))
-        chosen = torch.zeros_like(thought) if prompt else self.thought_format[thought.long()]
-        valids = {f: valid & (chosen == f)[..., None] for f in formats} if len(formats) > 1 else {formats[0]: valid}
-        places = self._take(valids, thought, f"appending {sum(counts):,} tokens to {len(rows)} sequences")
-        place = sum(torch.where(valids[f], self._join(*places[f]), 0) for f in formats)
-        assert isinstance(place, Tensor)
-        self._list(most, valid, place, positions)
-        for row, length, count in zip(rows, lengths, counts, strict=True):
-            self.lengths[row] = length + count
+            waiting = torch.tensor([self.waiting[row] for row in rows], device=device)
+            writer = self._append_to_ring(at, valid, positions, waiting, width)
+        else:
+            writer = self._append_to_pages(
+                at, valid, positions, width, prompt, f"appending {sum(counts):,} tokens to {len(rows)} sequences"
+            )
+        self.most = most
+        self._count(rows, counts, lengths, prompt)
         if prompt:
             self.reading.update(rows)
+        return writer
+
+    def append_next(self, at: Tensor, active: Tensor, lengths: Tensor, waiting: Tensor) -> Writer:
+        """One generated token for some rows, from tensors alone, as a CUDA graph captures it: the host does nothing
+        here, and tells afterwards what it knows (`appended`). Widths are fixed; too small a pool sets `overflow`.
+
+        Args:
+            at: int64 [N], rows, each once.
+            active: bool [N], those that bring a token.
+            lengths: int64 [N], tokens that each row has seen.
+            waiting: int64 [N], tokens in each row's ring.
+        """
+        valid, positions = self._spread(at, active[:, None], lengths)
+        if self.storage.buffer:
+            return self._append_to_ring(at, valid, positions, waiting, None)
+        return self._append_to_pages(at, valid, positions, None, False, None)
+
+    def appended(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """What the host must know after `append_next`."""
+        for row in rows:
+            self.most[row] += 1
+        self.used.update(self.appends)
+        self._count(rows, [1] * len(rows), lengths, False)
+
+    @property
+    def appends(self) -> tuple[int, ...]:
+        """Formats that `append_next` may write."""
+        return () if self.storage.buffer else self.home
+
+    def refresh(self) -> None:
+        """Ask the device how many tokens the lanes hold, after evictions."""
+        self.most = self.count.amax((0, 2)).tolist()
+
+    def _count(self, rows: Sequence[int], counts: Sequence[int], lengths: Sequence[int], prompt: bool) -> None:
+        for row, length, count in zip(rows, lengths, counts, strict=True):
+            self.lengths[row] = length + count
+            if self.storage.buffer and not prompt:
+                self.waiting[row] += count
+
+    def _spread(self, at: Tensor, fits: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Which new tokens there are, and their positions, for every unit: [Lt, B, Ht, n] each. fits: bool [N, n]."""
+        (lt, b, ht), n = self.shape.tables, fits.shape[1]
+        valid = torch.zeros(b, n, dtype=torch.bool, device=at.device).index_copy_(0, at, fits)
+        own = (lengths[:, None] + torch.arange(n, device=at.device)).to(torch.int32)
+        positions = torch.zeros(b, n, dtype=torch.int32, device=at.device).index_copy_(0, at, own)
+        return valid[None, :, None].expand(lt, b, ht, n), positions[None, :, None].expand(lt, b, ht, n)
+
+    def _append_to_ring(
+        self, at: Tensor, valid: Tensor, positions: Tensor, waiting: Tensor, width: int | None
+    ) -> Writer:
+        index = torch.zeros(self.shape.rows, 1, dtype=torch.int32, device=at.device)
+        index.index_copy_(0, at, waiting[:, None].to(torch.int32))
+        self._list(valid, (-1 - index)[None, :, None].expand(valid.shape), positions, width)
+        return _RingWriter(self, at, waiting)
+
+    def _append_to_pages(
+        self, at: Tensor, valid: Tensor, positions: Tensor, width: int | None, prompt: bool, purpose: str | None
+    ) -> Writer:
+        """purpose: for the error if the pool is too small; None: nobody may ask how much is free."""
+        thought = self._thoughts()
+        formats = (0,) if prompt else self.home
+        chosen = torch.zeros_like(thought) if prompt else self.thought_format[thought.long()]
+        valids = {f: valid & (chosen == f)[..., None] for f in formats} if len(formats) > 1 else {formats[0]: valid}
+        if purpose is None:
+            places = self._take_next(valids, chosen, thought, valid)
+        else:
+            places = self._take(valids, thought, purpose)
+        place = sum(torch.where(valids[f], self._join(*places[f]), 0) for f in formats)
+        assert isinstance(place, Tensor)
+        self._list(valid, place, positions, width)
         return _PageWriter(self, at, {f: (page[:, at], slot[:, at]) for f, (page, slot) in places.items()})
+
+    def _take_next(
+        self, valids: dict[int, Tensor], chosen: Tensor, thought: Tensor, valid: Tensor
+    ) -> dict[int, tuple[Tensor, Tensor]]:
+        """`_take` for one token of each unit, without asking anything of the device."""
+        t = self.table
+        page, slot = self.backend.allocate(
+            t.live, t.taken, t.filled, t.thought, t.format, t.page, t.pages.stack, t.pages.top,
+            chosen.to(torch.uint8), thought, valid[..., 0], self.slots, self.overflow,
+        )  # fmt: skip
+        page, slot = page[..., None], slot[..., None]
+        if len(valids) == 1:
+            return dict.fromkeys(valids, (page, slot))
+        return {
+            f: (torch.where(mine, page, self.trash_page), torch.where(mine, slot, 0)) for f, mine in valids.items()
+        }
 
     def _take(self, valids: dict[int, Tensor], thought: Tensor, purpose: str) -> dict[int, tuple[Tensor, Tensor]]:
         """Slots for the valid tokens of each format, all of them or none: → page, slot [Lt, B, Ht, n]."""
@@ -191,11 +273,10 @@ class PagedStore(Pages):
                 raise UsageError(f"A lane may hold {max(most)} tokens and the width was fixed to {self.columns}.")
         return most
 
-    def _list(self, most: list[int], valid: Tensor, place: Tensor, positions: Tensor) -> None:
-        """Put new tokens at the ends of their lists."""
-        if self.columns is None:
-            self._widen(max(most))
-        self.most = most
+    def _list(self, valid: Tensor, place: Tensor, positions: Tensor, width: int | None) -> None:
+        """Put new tokens at the ends of their lists. width: what these need; None: it is fixed."""
+        if width is not None:
+            self._widen(width)
         column = torch.where(valid, self.count[..., None] + valid.cumsum(-1) - 1, self.place.shape[-1] - 1)
         self.place.scatter_(-1, column, place.to(torch.int32))
         self.pos.scatter_(-1, column, torch.where(valid, positions, -1))
@@ -316,9 +397,14 @@ class PagedStore(Pages):
         self.place.scatter_(-1, column, place.clone())
         pos = torch.full_like(self.pos, -1).scatter_(-1, column, self.pos[..., : drop.shape[-1]])
         pos[..., last] = -1
-        self.pos, self.count = pos, keep.sum(-1, dtype=torch.int32)
+        count = keep.sum(-1, dtype=torch.int32)
         if self.columns is None:
-            self.most = self.count.amax((0, 2)).tolist()
+            self.pos, self.count = pos, count
+        else:  # where widths are fixed addresses are too
+            self.pos.copy_(pos)
+            self.count.copy_(count)
+        if self.columns is None:
+            self.refresh()
 
     def _release(self, place: Tensor, which: Tensor) -> None:
         """Free slots, and the rows of scales whose last token they held."""
@@ -369,7 +455,7 @@ class PagedStore(Pages):
         thought = self._thoughts()
         new = self._store(
             at, valid, lambda layer: (self.ring[layer, at, :, :, 0], self.ring[layer, at, :, :, 1]),
-            self._thought_formats(), self.thought_format[thought.long()], thought,
+            self.home, self.thought_format[thought.long()], thought,
             f"quantizing the buffers of {len(rows)} sequences",
         )  # fmt: skip
         new = torch.nn.functional.pad(new, (0, 1)).gather(-1, index)
@@ -422,7 +508,7 @@ class PagedStore(Pages):
         if not self.layouts[home].plain:
             thought = self._thoughts()
             new = self._store(
-                at, valid, values, self._thought_formats(), self.thought_format[thought.long()], thought,
+                at, valid, values, self.home, self.thought_format[thought.long()], thought,
                 f"quantizing a prompt of {length:,} tokens",
             )  # fmt: skip
             new = torch.nn.functional.pad(new, (0, 1)).gather(-1, index)
@@ -535,7 +621,7 @@ class PagedStore(Pages):
 
     def open_segment(self, opened: Tensor, thought: Tensor) -> None:
         """Tokens that are stored from now on are of this type: bool [B], uint8 [B]."""
-        self.thought = torch.where(opened, thought, self.thought).to(torch.uint8)
+        self.thought.copy_(torch.where(opened, thought, self.thought))
 
     def clear(self, row: int) -> None:
         """Forget a row."""
@@ -562,7 +648,7 @@ class PagedStore(Pages):
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything that the store occupies."""
         own = (self.pool, self.side, self.scale_rows, self.row_uses, self.row_of, self.ring, self.scale, self.thought)
-        lists = (self.place, self.pos, self.count, self.thought_format)
+        lists = (self.place, self.pos, self.count, self.thought_format, self.slots, self.overflow)
         return *own, *lists, self.free_rows.stack, self.free_rows.top, *self.table.tensors
 
     def account(self, rows: Sequence[int] | None = None) -> Ledger:
@@ -597,12 +683,16 @@ class PagedStore(Pages):
         """The running thought type of every unit: uint8 [Lt, B, Ht]."""
         return self.thought[None, :, None].expand(self.shape.tables)
 
-    def _thought_formats(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(self.thought_format.tolist()))
-
 
 class Writer:
-    """Writes the keys and values of appended tokens."""
+    """Writes the keys and values of appended tokens. A kernel looks through it, at where they go."""
+
+    store: PagedStore
+    at: Tensor  # rows, int64 [N]
+    index: Tensor | None = None  # their tokens' places in the ring, int64 [N]; None: the tokens go into pages
+    # Of every format, slots in the first lane of their units, int64 [Lt, N, Ht, n]; on the trash page there is no
+    # token of that format.
+    bases: dict[int, Tensor]
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """k, v: [N, n, Hkv, D], padded to the longest, in the order of `append`'s rows."""
@@ -623,7 +713,7 @@ class _PageWriter(Writer):
 
 class _RingWriter(Writer):
     def __init__(self, store: PagedStore, at: Tensor, index: Tensor) -> None:
-        self.store, self.at, self.index = store, at, index
+        self.store, self.at, self.index, self.bases = store, at, index, {}
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         self.store.ring[layer, self.at, :, self.index] = torch.stack((k[:, 0], v[:, 0]), dim=2)

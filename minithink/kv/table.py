@@ -90,8 +90,10 @@ class Entry:
 class BlockTable:
     """The pages of every unit, and the slots of every page."""
 
-    def __init__(self, shape: Shape, pages: int, slots: Sequence[int], device: torch.device) -> None:
-        """slots: of a page in each format."""
+    def __init__(
+        self, shape: Shape, pages: int, slots: Sequence[int], device: torch.device, width: int = 4
+    ) -> None:
+        """slots: of a page in each format; width: pages of a unit that there is room for at first."""
         self.shape, self.slots, self.most = shape, tuple(slots), max(slots)
         self.pages = FreeList(pages, "pages", device)
         # one page more: writes that are masked out go there
@@ -100,7 +102,7 @@ class BlockTable:
         self.filled = torch.zeros(pages + 1, dtype=torch.int16, device=device)
         self.thought = torch.zeros(pages + 1, dtype=torch.uint8, device=device)
         self.format = torch.full((pages + 1,), 255, dtype=torch.uint8, device=device)
-        self.page = torch.full((*shape.tables, 4), pages, dtype=torch.int32, device=device)  # `pages`: none
+        self.page = torch.full((*shape.tables, width), pages, dtype=torch.int32, device=device)  # `pages`: none
         self.widest = 0  # columns of `page` that may be taken, as far as the host knows
 
     @property
@@ -174,7 +176,7 @@ class BlockTable:
         empty = (self.page != self.pages.count) & (self.taken[here] == 0)
         self.pages.give(self.page, empty)
         self.format[torch.where(empty, here, self.pages.count)] = 255
-        self.page = torch.where(empty, self.pages.count, self.page)
+        self.page.masked_fill_(empty, self.pages.count)
 
     def entries(
         self, unit: tuple[int, int, int], tokens: dict[tuple[int, int], int], starts: Sequence[int]

@@ -7,30 +7,47 @@ from pathlib import Path
 
 import pytest
 
+from minithink.bench import memory
 from minithink.bench.__main__ import main
 from minithink.bench.memory import KINDS, draw, text
 from minithink.engine import load
+from minithink.policies import POLICIES
 
 
 def test_bytes_of_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "bytes.json"
-    argv = ["--policies", "full,window:protect_prompt=true,quant:fmt=int8", "--tokens", "60", "--prompt-tokens", "20"]
+    names = ["full", "window:protect_prompt=true", "quant:fmt=int8", "window:schedule=sawtooth:40/10+quant:fmt=int8"]
+    argv = ["--policies", ",".join(names), "--tokens", "60", "--prompt-tokens", "20"]
     assert main(["memory", *argv, "--budget", "30", "--output", str(out)]) == 0
     result = json.loads(out.read_text())
-    full, window, quant = result["measurements"]
+    full, window, quant, sawtooth = result["measurements"]
     assert result["complete"]
+    assert [m["policy"] for m in result["measurements"]] == names
+    assert [m["budget"] for m in result["measurements"]] == [None, 30, None, 40]
     assert [m["tokens_held"] for m in (full, window, quant)] == [60, 30, 60]
+    assert full["peak"] == full["held"] < full["pool"]
+    assert sawtooth["peak"] > sawtooth["held"], "it has just shrunk"
     assert full["kinds"]["payload"] == full["full"] == 2 * window["kinds"]["payload"] == 4 * quant["kinds"]["payload"]
-    for m in (full, window, quant):
+    for m in result["measurements"]:
         assert sum(m["kinds"][kind] for kind in KINDS) == m["held"] <= m["peak"] <= m["pool"]
-    assert "window:protect_prompt=true" in capsys.readouterr().out
+        assert m["share"] == pytest.approx(m["held"] / m["full"], rel=1e-3)
+    said = capsys.readouterr().out
+    assert "window:protect_prompt=true" in said
+    assert f"{quant['share']:.1%} of full" in said
 
 
-def test_the_picture_names_every_policy(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_every_policy_is_measured() -> None:
+    assert {name.partition(":")[0] for name in memory.POLICIES} == set(POLICIES)
+
+
+def test_the_picture_names_every_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    axes = pytest.importorskip("matplotlib.axes").Axes
+    barh, bars = axes.barh, []
+    monkeypatch.setattr(axes, "barh", lambda *a, **k: bars.append((*a[1:], k["left"], k["label"])) or barh(*a, **k))
     row = {"kinds": dict.fromkeys(KINDS, 2**20)}
     result = {"measurements": [{"policy": name, **row} for name in ("one", "other")], "settings": {"tokens": 9}}
     draw(result, tmp_path / "bytes.svg")
+    assert bars == [(["other", "one"], [1.0, 1.0], [i, i], kind) for i, kind in enumerate(KINDS)], "in MiB, stacked"
     first = (tmp_path / "bytes.svg").read_bytes()
     draw(result, tmp_path / "bytes.svg")
     assert (tmp_path / "bytes.svg").read_bytes() == first

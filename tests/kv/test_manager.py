@@ -31,9 +31,10 @@ from minithink.kv.contract import (
     Step,
     Storage,
 )
-from minithink.kv.manager import KVManager, check_budget
+from minithink.kv.manager import KVManager, Needs, check_budget, needs
 from minithink.kv.table import Exhausted
 from minithink.model import Rope
+from minithink.policies import parse
 from minithink.ref.rope import rope
 from tests.compare import assert_close, assert_same
 from tests.drive import full_cache, prompt_logits, step
@@ -279,8 +280,8 @@ def test_what_is_protected_cannot_be_evicted() -> None:
     assert (manager.store.format()[:, 0][manager.store.positions()[:, 0] >= 0] == 1).all()
 
 
-@pytest.mark.parametrize("budget", [0, -3])
-def test_a_budget_is_positive(budget: int) -> None:
+@pytest.mark.parametrize("budget", [0, -3, 2**30 + 1])
+def test_a_budget_is_positive_and_fits_into_32_bits(budget: int) -> None:
     with pytest.raises(UsageError, match=rf"a budget of {budget} tokens makes no sense: give 1 to"):
         check_budget(Cut(8), 3, budget)
     with pytest.raises(UsageError, match=rf"a budget of {budget} tokens makes no sense: give 1 to"):
@@ -291,6 +292,10 @@ def test_a_sawtooth_must_leave_room_for_a_protected_prompt() -> None:
     check_budget(Cut(9, schedule="sawtooth:9/4", protect_prompt=True), 3)
     with pytest.raises(UsageError, match="a schedule that keeps 4 tokens cannot hold the protected prompt of 4"):
         check_budget(Cut(9, schedule="sawtooth:9/4", protect_prompt=True), 4)
+    for policy in (Cut(None, schedule="sawtooth:9/4"), Stack([Cut(9), Cut(9, schedule="sawtooth:9/4")])):
+        policy.protect_prompt = True
+        with pytest.raises(UsageError, match="keeps 4 tokens cannot hold the protected prompt of 4"):
+            check_budget(policy, 4)
 
 
 def test_a_stack_protects_the_prompt_for_all_its_members() -> None:
@@ -710,6 +715,39 @@ def test_exhaustion_changes_nothing(scope: Scope) -> None:
     for s, parts in logits.items():
         got = torch.cat(parts)
         assert_equal_logits(f"sequence {s}", got, prompt_logits(decoder, texts[s][: len(got)]))
+
+
+PM_KVQ = "pm_kvq:bits=4,max_len=24,sink=2,window=6,group=16,block=2"
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "prompt", "want"),  # pages, pages for the prompt, scale rows, width
+    [
+        ("full", 100, 30, Needs(7, 0, 0, 101)),  # 16 tokens a page, and one to write
+        ("window:budget=40", 100, 30, Needs(3, 0, 0, 42)),  # 41 before the oldest goes
+        ("window:budget=20", 100, 34, Needs(3, 0, 0, 35)),  # the prompt is read as a whole
+        ("quant:fmt=int8", 100, 30, Needs(7, 8, 0, 101)),  # 4 plain tokens where 16 are quantized
+        ("kivi:group=16,residual=16,block=4", 100, 30, Needs(7, 30, 9, 101)),  # 7 groups, a short one, one to write
+        ("window:budget=5+quant:fmt=int8,by=token", 300, 6, Needs(1, 2, 6, 7)),  # survivors of as many groups
+        (PM_KVQ, 100, 30, Needs(19 + 10 + 2, 30, 0, 101)),  # 37 tokens in 16 and in 8 bits, and the sink
+    ],
+)
+def test_what_a_sequence_needs(text: str, tokens: int, prompt: int, want: Needs) -> None:
+    """Counted by hand, for heads of 16 numbers."""
+    assert needs(parse(text), 16, torch.float32, tokens, prompt) == want
+
+
+def test_as_many_prompts_are_read_at_once_as_the_pool_was_made_for() -> None:
+    """Each in full precision until its last chunk."""
+    decoder = random_decoder(example_config(head_dim=16))
+    every, single = (manager_for(decoder, parse("quant:fmt=int4"), tokens=32, prompts=n) for n in (None, 1))
+    for manager in (every, single):
+        for seq in range(3):
+            manager.join(seq, 32, 32)
+        feed(decoder, manager, {0: [1] * 31})
+    feed(decoder, every, {1: [1] * 31, 2: [1] * 31})
+    with pytest.raises(Exhausted):
+        feed(decoder, single, {1: [1] * 31, 2: [1] * 31})
 
 
 class Thoughts(Watch):

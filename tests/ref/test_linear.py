@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minithink.ref import linear as module
 from minithink.ref.linear import FEW_ROWS, linear
 from tests.compare import assert_close
 
@@ -33,6 +34,26 @@ def test_linear_is_the_product(threads, n, d, out, transposed, biased, seed):
     bias = torch.randn((n, out) if biased == "residual" else (out,), generator=generator) if biased else None
     want = (x.double() @ weight.double() + (0 if bias is None else bias.double())).float()
     assert_close("linear", linear(x, weight, bias), want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("spreads", "cores", "rows", "device", "cut"),
+    [
+        (False, 2, FEW_ROWS, "cpu", True),
+        (False, 2, FEW_ROWS + 1, "cpu", False),  # bound by arithmetic, which the library spreads
+        (False, 1, 1, "cpu", False),
+        (True, 2, 1, "cpu", False),
+        (False, 2, 1, "meta", False),
+    ],
+)
+def test_few_rows_are_cut_where_the_library_reads_with_one_core(monkeypatch, spreads, cores, rows, device, cut):
+    """No number depends on this, only the time."""
+    in_blocks, seen = module._in_blocks, []
+    monkeypatch.setattr(module, "_in_blocks", lambda x, w, parts: seen.append(parts) or in_blocks(x, w, parts))
+    monkeypatch.setattr(module, "SPREADS", spreads)
+    monkeypatch.setattr("torch.get_num_threads", lambda: cores)
+    linear(torch.ones(rows, 3, device=device), torch.ones(3, 4, device=device))
+    assert seen == ([cores] if cut else [])
 
 
 def test_a_strided_input_is_fine(threads):

@@ -1,0 +1,291 @@
+"""One new token a sequence: queries and keys are rotated, keys and values quantized into their slots, in one launch.
+Twin: `minithink/ref/append.py`, bit for bit.
+
+A program takes one token and KV head: its g query heads as a tile [g, D], its key and its value each as a tile
+[groups, elements of one], as their formats quantize them. The partner of a channel, D/2 away, is loaded a second time
+from where the first load has brought it, so that the rotation fits any tile. Where the token goes is one number: the
+slot's in the first lane of its unit, or the place in the ring. Parameters, and codes wider than a byte, are stored
+byte by byte, for they need not be aligned behind a key of another format.
+
+A launch serves one format. Where rows have several, each has its own, and only the first rotates the queries; a token
+that is not of the launch's format has a slot of the trash page, and nothing is written for it. Offsets are int64.
+
+Bound: q, k and v are read once; q and the codes are written once: (2·g + 2)·2·D bytes in bfloat16 and a slot, 2.6 kB
+a token and KV head at g = 4, D = 128, as much as attention reads of 5 plain tokens. One sequence is bound by the
+launch and by latency: a program is one warp, whose loads wait for no other, but for a tensor's scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minithink.kernels import _formats
+from minithink.kernels._common import Variant, power_of_2
+from minithink.kernels._formats import Format, encode_group, pack, round_to, saturate, to_fp32
+
+RING = -1  # in place of a format's index
+
+
+class Half(NamedTuple):
+    """Keys or values of one format, as compile-time constants."""
+
+    kind: str  # see `_formats`
+    bits: int
+    params: str
+    groups: int  # of a token; 1 where no channels share parameters
+    elements: int  # of a group
+    block: int  # powers of two that hold the groups, and the elements of one
+    width: int
+    start: int  # of the codes in a slot; in bytes, or where the whole slot is plain in numbers
+    side_start: int  # of the parameters
+
+
+class Place(NamedTuple):
+    """What keys and values share: the model's shape, and how slots lie."""
+
+    kv_heads: int
+    group: int  # g, query heads of a KV head
+    dim: int  # D
+    layers: int
+    rows: int  # B
+    format: int  # its index in the store, or RING
+    slots: int  # of a page, in one lane
+    slot: int  # from a slot to the next, in bytes or numbers as `Half.start`
+    side_slot: int
+    layer_lanes: int  # which of its unit's lanes a head is: layer · layer_lanes + head · head_lanes
+    head_lanes: int
+    ring: int  # places of the ring; 0: the tokens go into pages
+    dtype: str  # of the model: fp32, fp16, bf16
+
+
+@triton.jit
+def _rotated(p_x, p_cos, p_sin, channel, m, dim):
+    """(a, b)·(cos, cos) + (b, a)·(−sin, sin): the float32 numbers of these channels of heads that start at p_x.
+
+    Of the two products the second is not rounded, as in torch's addcmul; the interpreter rounds both.
+    """
+    partner = tl.where(channel < dim // 2, channel + dim // 2, channel - dim // 2)
+    x = to_fp32(tl.load(p_x + channel, m, other=0.0))
+    swapped = to_fp32(tl.load(p_x + partner, m, other=0.0))
+    cos, sin = tl.load(p_cos + channel, m, other=0.0), tl.load(p_sin + channel, m, other=0.0)
+    return tl.fma(swapped, sin, x * cos)
+
+
+@triton.jit
+def _tile(F: tl.constexpr):
+    """Groups, elements of one, the channels that these are, and which of them exist."""
+    BLOCK: tl.constexpr = F.block
+    WIDTH: tl.constexpr = F.width
+    i_group = tl.arange(0, BLOCK)[:, None]
+    element = tl.arange(0, WIDTH)[None, :]
+    return i_group, i_group * F.elements + element, (i_group < F.groups) & (element < F.elements)
+
+
+@triton.jit
+def _store_bytes(p, bits, m, SIZE: tl.constexpr):
+    """The low bytes of integers, lowest first."""
+    for i in tl.static_range(SIZE):
+        tl.store(p + i, (bits >> (8 * i)) & 255, m)
+
+
+@triton.jit
+def _bits_of(x, TYPE: tl.constexpr):
+    """float32 of numbers that TYPE holds → int32, their bits as TYPE in the low ones."""
+    if TYPE == "fp32":
+        bits = x.to(tl.int32, bitcast=True)
+    else:
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32)
+    return bits
+
+
+@triton.jit
+def _store(x, i_group, channel, m, p_codes, p_side, p_scale, F: tl.constexpr):
+    """A key or a value into its slot. x: float32 [BLOCK, WIDTH], 0 outside of m; p_scale: of its tensor's scale."""
+    KIND: tl.constexpr = F.kind
+    BITS: tl.constexpr = F.bits
+    PARAMS: tl.constexpr = F.params
+    m_group = i_group < F.groups
+    p_codes += F.start
+    if KIND == "plain":
+        if p_codes.dtype.element_ty == tl.uint8:  # beside another format
+            if PARAMS != "fp32":
+                x = saturate(x, PARAMS)
+            _store_bytes(p_codes + channel * (BITS // 8), _bits_of(round_to(x, PARAMS), PARAMS), m, BITS // 8)
+        else:
+            tl.store(p_codes + channel, round_to(x, PARAMS), m)
+    else:
+        tensor_scale = 1.0
+        if KIND == "fp8" or KIND == "nvfp4":
+            tensor_scale = tl.load(p_scale)
+        code, scale, minimum = encode_group(saturate(x, "fp32"), m, tensor_scale, KIND, BITS, PARAMS, 1)
+        if BITS > 8:
+            _store_bytes(p_codes + channel * 2, code, m, 2)
+        else:
+            SHARING: tl.constexpr = 8 // BITS  # codes of a byte
+            PLACES: tl.constexpr = F.width // SHARING
+            place = tl.arange(0, PLACES)[None, :]
+            m_code = m_group & (place < F.elements // SHARING)
+            tl.store(p_codes + i_group * (F.elements // SHARING) + place, pack(code, BITS), m_code)
+        p_side += F.side_start
+        if KIND == "int":
+            SIZE: tl.constexpr = 4 if PARAMS == "fp32" else 2
+            _store_bytes(p_side + i_group * (2 * SIZE), _bits_of(scale, PARAMS), m_group, SIZE)
+            _store_bytes(p_side + i_group * (2 * SIZE) + SIZE, _bits_of(minimum, PARAMS), m_group, SIZE)
+        elif KIND != "fp8":
+            tl.store(p_side + i_group, scale, m_group)
+
+
+@triton.jit(do_not_specialize=["layer", "limit"])
+def _append(
+    p_q, p_k, p_v, p_cos, p_sin, p_out, p_rows, p_at, p_codes, p_side, p_scale, layer, limit,
+    q_token, q_head, k_token, k_head, v_token, v_head, cos_token, sin_token, at_layer, at_token, at_head,
+    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, QUERIES: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    MODEL: tl.constexpr = C.dtype
+    i_n, i_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    # What the stores wait for is asked for first.
+    at = tl.load(p_at + layer * at_layer + i_n * at_token + i_head * at_head).to(tl.int64)
+    row = tl.load(p_rows + i_n).to(tl.int64)
+    p_cos += i_n * cos_token
+    p_sin += i_n * sin_token
+    if QUERIES:
+        i = tl.arange(0, BLOCK_G)[:, None]
+        i_query = i_head * C.group + i
+        channel = tl.arange(0, BLOCK_D)[None, :]
+        m_q = (i < C.group) & (channel < C.dim)
+        q = _rotated(p_q + i_n * q_token + i_query * q_head, p_cos, p_sin, channel, m_q, C.dim)
+        o_out = (i_n * (C.kv_heads * C.group) + i_query) * C.dim
+        tl.store(p_out + o_out + channel, round_to(q, MODEL), m_q)
+    if at < limit:
+        if C.ring > 0:
+            slot = ((layer * C.rows + row) * C.kv_heads + i_head) * C.ring + at
+        else:
+            slot = at + (layer * C.layer_lanes + i_head * C.head_lanes) * C.slots
+        p_code, p_param = p_codes + slot * C.slot, p_side + slot * C.side_slot
+        p_own = p_scale + (2 * C.format * C.layers + layer) * C.rows + row
+        i_group, k_channel, m_k = _tile(K)
+        k = _rotated(p_k + i_n * k_token + i_head * k_head, p_cos, p_sin, k_channel, m_k, C.dim)
+        _store(to_fp32(round_to(k, MODEL)), i_group, k_channel, m_k, p_code, p_param, p_own, K)
+        i_group, v_channel, m_v = _tile(V)
+        v = to_fp32(tl.load(p_v + i_n * v_token + i_head * v_head + v_channel, m_v, other=0.0))
+        _store(v, i_group, v_channel, m_v, p_code, p_param, p_own + C.layers * C.rows, V)
+
+
+def append(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, writer: Any, layer: int) -> Tensor:
+    """Rotate one new token a sequence, and store its keys and values where the writer has taken room for them.
+
+    Args:
+        q: [N, Hq, D], unrotated; not copied if the last axis is dense, and neither are k and v.
+        k, v: [N, Hkv, D], the key unrotated; it is stored as rotated and rounded to its dtype.
+        cos, sin: [N, 1, D] float32, as of `rope`.
+        writer: of a PagedStore, for these N rows; its pages or its ring are written where they lie.
+        layer: whose keys and values these are.
+
+    Returns:
+        The rotated queries: [N, Hq, D] in the dtype of `q`, contiguous.
+    """
+    store, (n, heads, dim), kv_heads = writer.store, q.shape, k.shape[1]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out.numel() == 0:
+        return out
+    q, k, v, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, cos, sin))
+    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0))
+    tile = power_of_2(heads // kv_heads), power_of_2(dim)
+    dtype, stored = _name(q.dtype), _name(store.dtype)
+    plain = half("plain", 0, stored, 0, dim), half("plain", 0, stored, 0, dim, dim)
+    # format, where the tokens go [Lt, N, Ht], the first number that is no place for them, what is written, K, V
+    launches: list[tuple[int, Tensor, int, Tensor, Half, Half]] = []
+    if writer.index is not None:
+        launches.append((RING, writer.index[None, :, None], store.ring.shape[3], store.ring, *plain))
+    for f, base in writer.bases.items():
+        lay = store.layouts[f]
+        trash = store.trash_page * store.shape.sharing * lay.slots
+        k_half, v_half = plain if lay.plain else halves(lay.k, lay.v, dim)
+        pool = store.pool.view(store.dtype) if lay.plain else store.pool
+        launches.append((f, base[..., 0], trash, pool, k_half, v_half))
+    for i, (f, at, limit, codes, k_half, v_half) in enumerate(launches):
+        # 0 along an axis of tables that is one for all layers or heads
+        steps = [0 if size == 1 else step for size, step in zip(at.shape, at.stride(), strict=True)]
+        _append[n, kv_heads](
+            q, k, v, cos, sin, out, writer.at, at, codes, store.side, store.scale, layer, limit, *strides, *steps,
+            place(store, f, heads // kv_heads, dtype), k_half, v_half, i == 0, *tile,
+            num_warps=warps(*tile), enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+def place(store: Any, f: int, group: int, dtype: str) -> Place:
+    """How the slots of a format lie in a store, or the places of its ring."""
+    shape, ring = store.shape, store.ring.shape[3] if f == RING else 0
+    slots, slot, side_slot = 0, 2 * shape.head_dim, 0
+    if f != RING:
+        lay = store.layouts[f]
+        size = store.dtype.itemsize if lay.plain else 1
+        slots, slot = lay.slots, store.pool.shape[-1] // lay.slots // size
+        side_slot = store.side.shape[-1] // lay.slots
+    return Place(
+        kv_heads=shape.kv_heads, group=group, dim=shape.head_dim, layers=shape.layers, rows=shape.rows, format=f,
+        slots=slots, slot=slot, side_slot=side_slot, layer_lanes=shape.kv_heads if shape.scope == "sequence" else 0,
+        head_lanes=0 if shape.scope == "head" else 1, ring=ring, dtype=dtype,
+    )  # fmt: skip
+
+
+def halves(k: Format, v: Format, dim: int) -> tuple[Half, Half]:
+    """Keys and values of formats that are no store's plain one, side by side in a slot."""
+    start, side_start = dim * k.bits // 8, dim // k.group * k.param_bytes if k.group else 0
+    return half(**_constants(k), dim=dim), half(**_constants(v), dim=dim, start=start, side_start=side_start)
+
+
+def half(kind: str, bits: int, params: str, group: int, dim: int, start: int = 0, side_start: int = 0) -> Half:
+    """Keys or values, from what `_formats.constexprs` says of their format."""
+    elements = group or dim
+    groups = dim // elements
+    return Half(kind, bits, params, groups, elements, power_of_2(groups), power_of_2(elements), start, side_start)
+
+
+def _constants(fmt: Format) -> dict[str, Any]:
+    return {name.lower(): value for name, value in _formats.constexprs(fmt).items()}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return next(name for name, of in _formats.DTYPES.items() if of == dtype)
+
+
+def warps(block_g: int, block_d: int) -> int:
+    """One, unless a KV head has many query heads."""
+    return max(1, min(4, block_g * block_d // 512))
+
+
+def variants() -> Iterator[Variant]:
+    """The ring, pages of the model's numbers, and formats of 2 to 32 bits, alike and apart."""
+    names = "q_token q_head k_token k_head v_token v_head cos_token sin_token at_layer at_token at_head layer limit"
+    common = dict.fromkeys(names.split(), "i32") | dict.fromkeys(("p_cos", "p_sin", "p_scale"), "*fp32")
+    common |= {"p_rows": "*i64", "p_at": "*i64", "p_side": "*u8"}
+    formats = {  # kind, bits, parameters, group
+        "nvfp4": ("nvfp4", 4, "", 16), "ternary": ("ternary", 2, "", 16), "fp8": ("fp8", 8, "", 0),
+        "int2s": ("int2s", 2, "", 32), "int4s": ("int4s", 4, "", 16), "int2": ("int", 2, "fp16", 32),
+        "int4": ("int", 4, "fp16", 16), "int8": ("int", 8, "fp32", 32), "int16": ("int", 16, "fp32", 32),
+        "fp16": ("plain", 16, "fp16", 0), "bf16": ("plain", 16, "bf16", 0),
+    }  # fmt: skip
+    pairs = "nvfp4/nvfp4 ternary/ternary fp8/nvfp4 int2s/int8 int4s/int16 int4/int2 bf16/fp16".split()
+    for dtype, dim, group in (("bf16", 128, 4), ("fp16", 96, 6), ("fp32", 64, 1)):
+        plain = ("plain", 32 if dtype == "fp32" else 16, dtype, 0)
+        tile = power_of_2(group), power_of_2(dim)
+        signature = common | dict.fromkeys(("p_q", "p_k", "p_v", "p_out"), f"*{dtype}")
+        for k, v in ((plain, plain), *([formats[name] for name in pair.split("/")] for pair in pairs)):
+            for ring in (16, 0) if k is plain else (0,):
+                own = Place(2, group, dim, 2, 3, RING if ring else 1, 16, 2 * dim, 8, 2, 1, ring, dtype)
+                constexprs = {
+                    "C": own, "K": half(*k, dim), "V": half(*v, dim, dim, 8), "QUERIES": True,
+                    "BLOCK_G": tile[0], "BLOCK_D": tile[1],
+                }  # fmt: skip
+                codes = {"p_codes": f"*{dtype}" if k is plain else "*u8"}
+                options = {"num_warps": warps(*tile), "enable_fp_fusion": False}
+                yield Variant(_append, signature | codes, constexprs, options)

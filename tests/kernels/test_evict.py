@@ -1,0 +1,209 @@
+"""Evictions: kernel and twin leave lists, tables and free pages as `PagedStore.evict` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from minithink.kernels.allocate import allocate
+from minithink.kernels.evict import evict
+from minithink.kv.contract import SCOPES, Scope, Shape
+from minithink.kv.store import PagedStore
+from minithink.ref import evict as ref
+from tests.compare import assert_same
+from tests.kernels.device import DEVICE
+from tests.kernels.stores import STORAGES
+from tests.kernels.test_allocate import assert_consistent, assert_tables_same
+
+NAMES = ["plain", "plain", "nvfp4", "ternary", "thoughts", "apart"]  # rows of key scales are the caller's
+
+
+def tensors(store: PagedStore) -> tuple[Tensor, ...]:
+    """What the operation changes, in its order."""
+    t = store.table
+    return store.place, store.pos, store.count, t.live, t.taken, t.format, t.page, t.pages.stack, t.pages.top
+
+
+def assert_tensors_same(name: str, got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
+    """All but what stands in `place` behind the last token."""
+    held = want[1] >= 0
+    assert_same(f"{name} place", got[0].masked_fill(~held, 0), want[0].masked_fill(~held, 0))
+    names = "pos", "count", "live", "taken", "format", "page", "stack", "top"
+    for what, x, y in zip(names, got[1:], want[1:], strict=True):
+        assert_same(f"{name} {what}", x, y)
+
+
+class KernelStore(PagedStore):
+    """A store that evicts by the kernel; single tokens of one format get their slots by the kernel `allocate`."""
+
+    def evict(self, drop: Tensor) -> None:
+        twins = tuple(x.clone() for x in tensors(self))
+        before, garbage = drop.clone(), (self.positions() < 0)[..., : drop.shape[-1]]
+        assert evict(drop | garbage, *tensors(self), self.table.most) is None  # behind the last token: anything
+        ref.evict(drop | garbage, *twins, self.table.most)
+        assert_tensors_same("kernel and twin", tensors(self), twins)
+        assert_same("drop", drop, before)
+        if self.columns is None:
+            self.most = self.count.amax((0, 2)).tolist()
+
+    def _take(self, valids: dict[int, Tensor], thought: Tensor, purpose: str) -> dict[int, tuple[Tensor, Tensor]]:
+        (f, valid), *others = valids.items()
+        if others or valid.shape[-1] > 1:
+            return super()._take(valids, thought, purpose)
+        t, overflow = self.table, torch.zeros((), dtype=torch.bool, device=DEVICE)
+        t._widen(1)
+        t.pages.at_least = 0  # only the device knows
+        self.used.add(f)
+        fmt = torch.full_like(thought, f)
+        slots = torch.tensor(t.slots, dtype=torch.int32, device=DEVICE)
+        pages = t.live, t.taken, t.filled, t.thought, t.format, t.page, t.pages.stack, t.pages.top
+        page, slot = allocate(*pages, fmt, thought, valid[..., 0], slots, overflow)
+        assert not overflow
+        return {f: (page[..., None], slot[..., None])}
+
+
+def new_store(
+    kind: type[PagedStore], name: str, sizes: tuple[int, int, int], scope: Scope, **options: int
+) -> PagedStore:
+    layers, rows, heads = sizes
+    shape = Shape(layers, rows, heads, 2 * heads, 32, 8, scope, DEVICE)
+    return kind(shape, STORAGES[name], **{"pages": 600, **options})  # type: ignore[arg-type]
+
+
+def assert_stores_same(got: PagedStore, want: PagedStore) -> None:
+    assert_tables_same("store", got.table, want.table)
+    lists = [(s.place.masked_fill(s.pos < 0, 0), s.pos, s.count) for s in (got, want)]
+    for what, x, y in zip(("place", "pos", "count"), *lists, strict=True):
+        assert_same(what, x, y)
+    assert_consistent(got.table)
+
+
+def drops(kind: str, store: PagedStore, generator: torch.Generator, everywhere: Callable[[Tensor], Tensor]) -> Tensor:
+    """bool [Lt, B, Ht, S]."""
+    pos = store.positions()
+    chance = torch.rand(pos.shape, generator=generator).to(DEVICE)
+    if kind == "few":  # one token or none of a unit
+        return (chance < 0.5) & (chance == torch.where(pos >= 0, chance, 2).amin(-1, keepdim=True))
+    if kind == "oldest":  # a whole stretch: pages become empty together
+        return (pos >= 0) & (pos < 24) & everywhere(pos)
+    if kind == "newest":
+        return (pos >= 7) & everywhere(pos)
+    share = {"none": 0.0, "some": 0.3, "most": 0.9, "all": 1.1}[kind]
+    return (pos >= 0) & (chance < share) & everywhere(pos)
+
+
+@given(
+    name=st.sampled_from(NAMES),
+    sizes=st.sampled_from([(1, 1, 1), (1, 3, 2), (2, 2, 1), (2, 3, 1), (1, 1, 3)]),
+    scope=st.sampled_from(SCOPES),
+    blocks=st.sampled_from([(8, 16), (4, 32), (8, 64), (2, 16)]),
+    steps=st.lists(
+        st.sampled_from(["none", "few", "some", "most", "all", "oldest", "newest", "append", "append", "clear"]),
+        min_size=3, max_size=7,
+    ),
+    fixed=st.booleans(),
+    seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_equals_the_store(
+    name: str, sizes: tuple[int, int, int], scope: Scope, blocks: tuple[int, int], steps: list[str], fixed: bool,
+    seed: int,
+) -> None:  # fmt: skip
+    """Lists of several blocks and of none, tokens in a buffer, empty pages, rows that are done and start again."""
+    generator = torch.Generator().manual_seed(seed)
+    options = {"columns": 90} if fixed else {"width": 1 + seed % 20}
+    want = new_store(PagedStore, name, sizes, scope, **options)
+    got = new_store(KernelStore, name, sizes, scope, **options)
+    lengths = [0] * sizes[1]
+    some = torch.ones(1, dtype=torch.bool)
+
+    def everywhere(pos: Tensor) -> Tensor:
+        """But for some units, which keep everything."""
+        return some.to(DEVICE).expand(pos.shape[:-1])[..., None]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for constant, value in zip(("UNITS", "BLOCK", "TABLES", "COLUMNS"), (*blocks, 8, 4), strict=True):
+            patch.setattr(f"minithink.kernels.evict.{constant}", value)
+        patch.setattr("minithink.kernels.allocate.TABLES", 8)
+        patch.setattr("minithink.kernels.allocate.UNITS", 8)
+        for step in steps:
+            some = torch.rand(want.shape.tables, generator=generator) < 0.8
+            if step == "clear":
+                row = int(torch.randint(sizes[1], (), generator=generator))
+                lengths[row] = 0
+                for store in (got, want):
+                    store.clear(row)
+            elif step != "append":
+                drop = drops(step, want, generator, everywhere)
+                for store in (got, want):
+                    store.evict(drop)
+            elif new := [row for row, length in enumerate(lengths) if not length]:
+                counts = torch.randint(1, 50, (len(new),), generator=generator).tolist()
+                for store in (got, want):
+                    store.append(new, counts, [0] * len(new), prompt=True)
+                    for row, count in zip(new, counts, strict=True):
+                        store.settle(row, count)
+                for row, count in zip(new, counts, strict=True):
+                    lengths[row] = count
+            else:
+                kinds = torch.randint(len(want.storage.thoughts), (sizes[1],), generator=generator).to(DEVICE)
+                rows = [row for row in range(sizes[1]) if torch.rand((), generator=generator) < 0.8] or [0]
+                for store in (got, want):
+                    store.open_segment(torch.ones_like(kinds, dtype=torch.bool), kinds.to(torch.uint8))
+                for _ in range(4):
+                    for store in (got, want):
+                        if full := [row for row in rows if 0 < store.storage.buffer == store.waiting[row]]:
+                            store.flush(full)
+                        store.append(rows, [1] * len(rows), [lengths[row] for row in rows], prompt=False)
+                    for row in rows:
+                        lengths[row] += 1
+            assert_stores_same(got, want)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_as_it_is_launched(scope: Scope) -> None:
+    """More tokens than a block, more pages than a block of a table: twice, with appended tokens between."""
+    # plain tokens fill a page of this format each
+    stores = [
+        new_store(kind, "nvfp4", (1, 3, 2), scope, pages=6000, width=2600) for kind in (KernelStore, PagedStore)
+    ]
+    generator = torch.Generator().manual_seed(1)
+    for store in stores:
+        store.append([0, 2], [1500, 1027], [0, 0], prompt=True)
+    for i in range(2):
+        drop = torch.rand(stores[0].positions().shape, generator=generator).to(DEVICE) < 0.3
+        drop[..., 1020:1026] = False
+        drop[:, 0, :, : 1030 * i] = False  # then nothing moves in the first block
+        for store in stores:
+            store.evict(drop)
+        assert_stores_same(*stores)
+        for store in stores:
+            store.append([0, 1], [1, 1], [1500 + i, i], prompt=False)
+        assert_stores_same(*stores)
+    drop = torch.ones_like(stores[0].positions(), dtype=torch.bool)
+    for store in stores:
+        store.evict(drop)
+    assert_stores_same(*stores)
+    assert stores[0].table.pages.free == 6000
+
+
+def test_units_that_drop_nothing_are_left_alone() -> None:
+    """Not a byte of theirs is written, nor behind their last token, whatever `drop` holds there."""
+    store = new_store(PagedStore, "plain", (2, 2, 2), "head", width=12)
+    store.append([0, 1], [5, 9], [0, 0], prompt=True)
+    store.place.masked_fill_(store.pos < 0, 12345)
+    before = [x.clone() for x in tensors(store)]
+    drop = store.positions() < 0  # no token
+    evict(drop, *tensors(store), store.table.most)
+    for x, y in zip(tensors(store), before, strict=True):
+        assert_same("a tensor", x, y)
+    drop[1, 1, 0, 3] = True
+    evict(drop, *tensors(store), store.table.most)
+    changed = (store.pos != before[1]).any(-1)
+    assert changed.nonzero().tolist() == [[1, 1, 0]]
+    assert store.count.flatten().tolist() == [5, 5, 9, 9, 5, 5, 8, 9]
+    assert store.pos[1, 1, 0].tolist() == [0, 1, 2, 4, 5, 6, 7, 8, *[-1] * (store.pos.shape[-1] - 8)]

@@ -1,0 +1,626 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 5. One kernel
+#
+# Tutorials 3 and 4 laid tokens into pages and made them smaller. Now somebody has to read them fast. In a decode step
+# attention has one query for each sequence and must read all keys and values, so its time is the time of reading, if
+# nothing else is in the way. Usually something is. We go from PyTorch to a Triton kernel in five steps. Before each
+# step we predict what will limit it, and afterwards we look at what was measured.
+#
+# No GPU is needed. Triton has an interpreter that runs kernels on the CPU, slowly, which is enough to prove them
+# right. Triton's *compiler* needs no GPU either, so we can look at the machine code. Only speed needs the real thing:
+# speeds come from the file `docs/results/steps.json`, which `python -m minithink.bench steps` writes on a GPU. Where
+# that file is missing, the tutorial says so. (Triton is published for Linux. On other systems this one can be read,
+# not run.)
+#
+# The kernels stand in `minithink/bench/steps.py`, one below the other. Have that file open beside this one.
+
+# %%
+import difflib
+import importlib.util
+import inspect
+import json
+import math
+import os
+import subprocess
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy
+import torch
+
+os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"  # read when triton is imported, below
+from minithink.bench import record, steps
+from minithink.bench.steps import Cut
+from minithink.kernels.paged_attention import paged_attention
+from minithink.kv.contract import Shape, Storage
+from minithink.kv.store import PagedStore
+from minithink.ref.merge import merge, partial_attention
+from minithink.ref.paged_attention import paged_attention as reference
+
+if os.environ["TRITON_INTERPRET"] == "1" and tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4):
+    raise RuntimeError(f"numpy {numpy.__version__} cannot run Triton's interpreter: pip install 'numpy<2.4'")
+torch.set_grad_enabled(False)  # we only read
+torch.set_num_threads(1)
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
+plt.rcParams.update({
+    "figure.facecolor": "white", "axes.facecolor": "white", "figure.dpi": 110, "font.size": 9,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9, "legend.frameon": False,
+})  # fmt: skip
+print("kernels run", "on the GPU" if device.type == "cuda" else "in Triton's interpreter, on the CPU")
+
+# %% [markdown]
+# ## The task
+#
+# A *lane* is what one KV head of one sequence holds. It is a list of places, oldest token first. A place is a row of
+# the cache, page · slots + slot, and holds the token's key and its value side by side:
+#
+#     q      [B, Hq, D]          one query for each head
+#     cache  [places, 2, D]      keys and values of all lanes, wherever there was room
+#     place  int32 [B, Hkv, S]   the list of each lane
+#     count  int32 [B, Hkv]      how long it is; what follows in `place` means nothing
+#     out    [B, Hq, D]          softmax(q·kᵀ/√D)·v; g = Hq / Hkv query heads share each lane
+#
+# The two shapes that we care about have the heads of an 8-billion-parameter Llama, in bfloat16: many sequences of
+# medium length, and a single long one. What do they cost at the least?
+
+# %%
+Hq, Hkv, D = steps.HEADS, steps.KV_HEADS, steps.DIM
+g = Hq // Hkv
+BANDWIDTH = 4.8e12  # bytes a second of an H200, by its data sheet
+ARITHMETIC = 989e12  # bfloat16 operations a second of its tensor cores, likewise
+TOKEN = 2 * D * 2 + 4  # bytes: key, value, place
+
+
+def least(b: int, t: int) -> float:
+    """Seconds, if every lane is read once, at full speed."""
+    return b * Hkv * t * TOKEN / BANDWIDTH
+
+
+print(f"{Hq} query heads, {Hkv} KV heads, D = {D}: {TOKEN} bytes for a token of a lane")
+for b, t in steps.SHAPES:
+    operations = b * Hq * t * 4 * D  # a multiplication and an addition for each number of the key and of the value
+    size, busy = b * Hkv * t * TOKEN, operations / ARITHMETIC
+    print(f"{b:3} × {t:6,} tokens: {size / 1e6:7,.0f} MB, at least {least(b, t) * 1e6:6.1f} µs; "
+          f"{operations / size:.1f} operations a byte: {busy * 1e6:.1f} µs of arithmetic")  # fmt: skip
+    assert busy < least(b, t) / 20
+print(f"for each byte read the tensor cores could do {ARITHMETIC / BANDWIDTH:.0f} operations")
+
+# %% [markdown]
+# Arithmetic is no concern: this is a task of reading. The goal is a share of the bandwidth near 100 %.
+#
+# ## Waiting
+#
+# Memory has a second number, its latency. A load that misses the caches takes most of a microsecond to come back, and
+# while nobody asks, nothing comes. To get 4.8 TB/s, bytes must be *on their way* all the time: bandwidth × latency of
+# them. This is Little's law, the same as for queues in shops.
+
+# %%
+LATENCY = 0.8e-6  # seconds, round: under load, from a program's point of view
+SMS = 132  # multiprocessors, each runs several programs side by side
+SHARED = 227 * 1024  # bytes of shared memory that the programs of one of them can have together
+flight = BANDWIDTH * LATENCY
+print(f"{flight / 1e6:.1f} MB on their way, {flight / SMS / 1024:.0f} KiB for each of {SMS} multiprocessors")
+assert 25 < flight / SMS / 1024 < 35
+
+
+def predict(programs: int, ask: float, waits: float, again: float = 1, more: float = 1) -> float:
+    """The share of the bandwidth that a kernel reaches at most.
+
+    Args:
+        programs: that run at one time; each asks for `ask` bytes, and waits so many latencies for them.
+        again: how often every byte is asked for.
+        more: bytes that move beside, as a factor.
+    """
+    rate = programs * ask / (waits * LATENCY)
+    return min(1, rate / BANDWIDTH) / (again * more)
+
+
+# %% [markdown]
+# `predict` is a bound, not a forecast. It knows how much is asked for at one time and how often the same is asked for
+# again. It does not know what a program does between two questions. Where a measurement is far *below* the bound,
+# there is something to find. Where it is *above*, we have misunderstood something (or a cache has helped).
+#
+# This is what we compare with:
+
+# %%
+path = record.default_path("steps")
+measured, place_of_measurement = {}, ""
+if path.is_file():
+    result = record.read(path)
+    for m in result["measurements"]:
+        measured[m["step"], m["batch"], m["length"]] = m
+    where = f"{result['machine']['gpu']}, {result['date'][:10]}, commit {result['commit'][:10]}"
+    print(f"speeds below were measured on {where}: {result['command']}")
+    print(f"reading alone reached {result['read_bytes_per_second'] / 1e12:.2f} TB/s there: this is 100 %")
+else:
+    result = {"sweep": []}
+    print("There is no docs/results/steps.json: no speeds are shown below. On a machine with an NVIDIA GPU,")
+    print("python -m minithink.bench steps    writes it.")
+bounds = {}
+
+
+def compare(name: str, *shares: float) -> None:
+    """Print what was predicted for the two shapes, and what was measured."""
+    print(f"{steps.STEPS[name].title}")
+    for (b, t), share in zip(steps.SHAPES, shares, strict=True):
+        bounds[name, b, t] = share
+        m = measured.get((name, b, t))
+        said = f"{m['share']:6.1%}, {m['microseconds']:,.0f} µs" if m else "not measured yet"
+        print(f"  {b:3} × {t:6,}: at most {share:6.1%} of the bandwidth; measured: {said}")
+
+
+# %% [markdown]
+# ## Step 0: the reference, and its test
+#
+# In PyTorch it takes three operations: gather the keys and values that the lists name, put zeros where no token is,
+# attend. `steps.gather` is this function. Nobody would call it fast: the gather reads and writes, the masking reads
+# and writes, attention reads. Each byte moves five times.
+
+# %%
+print(inspect.getsource(steps.gather))
+compare("gather", *[1 / 5] * 2)
+
+# %% [markdown]
+# It is the yardstick, so all later steps must agree with it. On what inputs? On those that break kernels: lanes that
+# are empty, have one token, end within a tile, or fill it exactly; heads that share a lane and heads that do not;
+# large logits; lists whose ends are garbage; and NaN in every slot that is free, so that whoever reads one is found
+# out.
+#
+# A *property test* draws many such inputs. The library's tests use hypothesis for that. Here a loop will do. Its
+# lanes begin short and grow, so that the first failure is a small one.
+
+
+# %%
+def draw(number: int) -> tuple:
+    """Example `number`: q, cache, place, count. Lanes have up to 4 + number tokens; some have 16 or 17."""
+    noise = torch.Generator().manual_seed(number)
+
+    def pick(*of):
+        return of[torch.randint(len(of), (), generator=noise).item()]
+
+    rows, (kv_heads, group), dim = pick(1, 2), pick((1, 1), (2, 2), (1, 5)), pick(16, 32)
+    count = torch.randint(0, 5 + number, (rows, kv_heads), generator=noise, dtype=torch.int32)
+    if pick(False, True):
+        count[0, 0] = pick(0, 1, 16, 17)
+    lanes, width = rows * kv_heads, int(count.max()) + 1
+    slots, pages = 4, -(-width // 4) + 1  # of a lane
+    cache = torch.full((lanes * pages * slots, 2, dim), math.nan)
+    owner = torch.randperm(lanes * pages, generator=noise).view(lanes, pages)  # pages lie anywhere
+    place = torch.zeros(lanes, width, dtype=torch.int32)
+    for lane, n in enumerate(count.flatten().tolist()):
+        rows_of_lane = (owner[lane, :, None] * slots + torch.arange(slots)).flatten()
+        rows_of_lane = rows_of_lane[torch.randperm(len(rows_of_lane), generator=noise)][:width]  # reused slots
+        place[lane, : len(rows_of_lane)] = rows_of_lane  # also behind the end: those rows stay NaN
+        cache[rows_of_lane[:n]] = torch.randn(n, 2, dim, generator=noise) * pick(0.1, 1.0, 5.0)
+    q = torch.randn(rows, kv_heads * group, dim, generator=noise) * pick(1.0, 10.0)
+    return tuple(x.to(device) for x in (q, cache, place.view(rows, kv_heads, width), count))
+
+
+def first_failure(attend, examples: int = 25) -> str | None:
+    """None if `attend` equals the reference on all examples."""
+    for number in range(examples):
+        q, cache, place, count = draw(number)
+        want, got = steps.gather(q, cache, place, count), attend(q, cache, place, count)
+        error = (got - want).abs().max().item() / max(1e-3, want.abs().max().item())
+        if not error < 1e-5:  # NaN is not less
+            return (
+                f"example {number}, {list(q.shape)} queries, lanes of {count.flatten().tolist()}: error {error:.1e}"
+            )
+    return None
+
+
+q, cache, place, count = draw(9)
+print(f"example 9: q {list(q.shape)}, lanes of {count.flatten().tolist()} tokens, "
+      f"{cache.isnan().all(-1).all(-1).sum().item()} of {len(cache)} slots are free and hold NaN")  # fmt: skip
+assert first_failure(steps.gather) is None
+
+# %% [markdown]
+# ## Step 1: a program for each query head
+#
+# A Triton kernel is a program that runs many times at once, each with its own number. Ours takes one query head. It
+# goes through its lane in tiles of BLOCK_T tokens and keeps a *running softmax*: the largest logit so far, the sum of
+# exponentials relative to it, and the sum of values with those weights. A new tile may bring a larger logit. Then
+# what was summed before shrinks:
+#
+#     new   = max(top, max_j s_j)
+#     p_j   = 2^(s_j − new)
+#     total = total · 2^(top − new) + Σ_j p_j
+#     acc   = acc   · 2^(top − new) + Σ_j p_j·v_j
+#
+# At the end acc / total is the output, and no list of logits was ever stored. (Powers of two instead of e: the
+# hardware has them. The factor log₂ e goes into the scale.)
+
+# %%
+print(inspect.getsource(steps._query_head.fn))
+assert "acc = acc * rescale + tl.sum(p[:, None] * v, 0)" in inspect.getsource(steps._query_head.fn)
+
+# %% [markdown]
+# Does it do what the reference does? With tiles of one token, and with tiles of eight, so that our small lanes have
+# several:
+
+# %%
+one_by_one = partial(steps.query_heads, cut=Cut(tokens=1, warps=1, stages=1))
+by_tile = partial(steps.query_heads, cut=Cut(tokens=8, warps=1, stages=1))
+assert first_failure(one_by_one, 12) is None
+assert first_failure(by_tile) is None
+print("both equal the reference")
+
+# %% [markdown]
+# Prediction. Token by token, a program asks for one key and one value and waits until they come. (The list does not
+# count: 32 places are in one line of the cache.) With 32 tokens in a tile it asks for more at a time, but first waits
+# for the places and then for what lies there: two latencies. And in both cases the g query heads of a KV head ask for
+# the same bytes.
+
+# %%
+shapes = steps.SHAPES
+kv = TOKEN - 4
+compare("token", *(predict(b * Hq, kv, waits=1, again=g) for b, t in shapes))
+tile = steps.TILE.tokens
+compare("tile", *(predict(b * Hq, tile * kv, waits=2, again=g) for b, t in shapes))
+assert bounds["tile", 64, 4096] == 1 / g
+
+# %% [markdown]
+# The second bound, one g-th, holds if every question goes to memory. The g programs of a lane run side by side, so
+# the cache on the chip answers some of them. That is luck, not design. The single sequence shows the other trouble:
+# there are only as many programs as query heads, and 100 of the 132 multiprocessors have nothing to do.
+#
+# ## A kernel that is wrong
+#
+# Before we go on: can the test fail? A test that cannot is worth nothing. We break the kernel, one line at a time,
+# and look. The function takes the kernel's source, replaces a piece, and loads the result as a module.
+
+
+# %%
+def mutant(old: str, new: str):
+    """Step 1 with one piece of its source replaced."""
+    source = inspect.getsource(steps._query_head.fn)
+    assert source.count(old) == 1, f"{old!r} should occur once"
+    mutant.number += 1
+    file = Path(f"mutant_{mutant.number}.py")
+    file.write_text("import triton\nimport triton.language as tl\n\n\n" + source.replace(old, new), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return partial(by_tile, kernel=module._query_head)
+
+
+mutant.number = 0
+broken = mutant("acc * rescale", "acc")  # what was summed before does not shrink
+q, cache, place, count = draw(2)
+error = (broken(q, cache, place, count) - steps.gather(q, cache, place, count)).abs().max().item()
+print(f"a test with lanes of {count.flatten().tolist()} tokens: error {error:.1e}, nothing to see")
+assert error < 1e-6
+print("the property test:", first_failure(broken))
+assert first_failure(broken) is not None
+
+# %% [markdown]
+# In a single tile nothing has to shrink, so a test with short lanes sees nothing. This is why examples must cross the
+# borders of tiles. Some other mistakes that people make:
+
+# %%
+mistakes = {
+    "the end of the last tile is not masked": ("tl.where(m_t, tl.sum(k * q[None, :], 1) * scale, float(\"-inf\"))",
+                                               "tl.sum(k * q[None, :], 1) * scale"),
+    "the largest logit is not taken off": ("new = tl.maximum(top, tl.max(s, 0))",
+                                           "new = tl.full([], 0.0, tl.float32)"),
+    "values are read where keys are": ("p_token + DIM, m_t", "p_token, m_t"),
+    "the neighbour's lane": ("i_lane = i_head // GROUP", "i_lane = i_head // (GROUP + 1)"),
+    "an empty lane divides by zero": ("tl.where(total > 0, total, 1.0)", "total"),
+    "addresses have 32 bits": (".to(tl.int64)\n        p_token", "\n        p_token"),
+}  # fmt: skip
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # numpy's, about the infinities that we provoke
+    found = {name: first_failure(mutant(old, new)) for name, (old, new) in mistakes.items()}
+for name, failure in found.items():
+    print(f"{name:40} {failure or 'NOT FOUND'}")
+assert [name for name, failure in found.items() if failure is None] == ["addresses have 32 bits"]
+
+# %% [markdown]
+# One survives. It needs a cache of more than 2³¹ numbers, which no small test has. Such things must be known, and
+# looked for with other means: the benchmark below checks every step against the reference before it times it, and its
+# cache for 64 × 4,096 tokens has 2²⁹ numbers, still not enough. The kernels widen the place to 64 bits at once.
+#
+# ## Step 2: query heads that share a lane share the read
+#
+# Grouped-query attention was invented to read less, so the kernel should. A program now takes a KV head, and its g
+# query heads are the rows of a matrix. Two sums over tiles become two matrix products:
+#
+#     s   [rows, tokens] = q [rows, D] · kᵀ [D, tokens]
+#     acc [rows, D]     += p [rows, tokens] · v [tokens, D]
+#
+# Tensor cores multiply blocks of at least 16 rows. We have g = 4, so the others are zeros. That wastes three quarters
+# of arithmetic that costs nothing here. Keys and values stay in bfloat16 all the way; only sums are float32.
+
+# %%
+for line in inspect.getsource(steps._kv_head.fn).splitlines():
+    if any(piece in line for piece in ("row = ", "q = tl.load", "tl.dot", "for t0")):
+        print(line)
+by_group = partial(steps.kv_heads, cut=Cut(tokens=16, warps=1, stages=1))
+assert first_failure(by_group) is None
+print("\nequals the reference")
+compare("group", *(predict(b * Hkv, steps.GROUP.tokens * kv, waits=2) for b, t in shapes))
+print(f"programs: {', '.join(f'{b * Hkv} for {b} × {t:,}' for b, t in shapes)}; multiprocessors: {SMS}")
+assert bounds["group", 64, 4096] == 1
+assert bounds["group", 1, 16384] < 0.05
+
+# %% [markdown]
+# For 64 sequences nothing obvious is left in the way. The single one is stuck: 8 programs, where there were 32.
+# Whoever serves one user with a long thought has bought 132 multiprocessors and uses 8.
+#
+# ## Step 3: parts
+#
+# The lane must be cut. Each part is an attention of its own, and leaves two things: its output, and the logarithm of
+# its sum of exponentials, `lse`. These are enough to put the parts together exactly, because a softmax over
+# everything is a weighted mean of softmaxes over parts, and the weight of a part is its share of the sum:
+#
+#     out = Σ_i 2^(lse_i − lse) · out_i      lse = log₂ Σ_i 2^lse_i
+#
+# This is the identity behind flash-decoding. The library's `ref/merge.py` has it in a few lines of PyTorch (with e
+# instead of 2):
+
+# %%
+noise = torch.Generator().manual_seed(0)
+q = torch.randn(1, 4, 16, generator=noise)
+k, v = torch.randn(2, 1, 2, 100, 16, generator=noise)  # [1, Hkv, 100, D] each
+everywhere = torch.ones(1, 2, 100, dtype=torch.bool)
+whole, _ = partial_attention(q, k, v, everywhere)
+pieces = [partial_attention(q, k[:, :, i : i + 30], v[:, :, i : i + 30], everywhere[:, :, i : i + 30])
+          for i in range(0, 100, 30)]  # fmt: skip
+merged, _ = merge(pieces)
+plain_mean = sum(out for out, _ in pieces) / len(pieces)
+print(f"four parts, merged: error {(merged - whole).abs().max():.1e}; their plain mean: error "
+      f"{(plain_mean - whole).abs().max():.2f}")  # fmt: skip
+assert (merged - whole).abs().max() < 1e-6
+assert (plain_mean - whole).abs().max() > 0.1
+
+# %% [markdown]
+# In the kernel little changes: a second number says which part, the loop runs from `start` to `end`, and the result
+# goes to a scratch tensor. A second, tiny kernel merges. This is the difference to step 2:
+
+# %%
+old, new = (inspect.getsource(kernel.fn).splitlines() for kernel in (steps._kv_head, steps._part))
+for line in difflib.unified_diff(old, new, lineterm="", n=0):
+    if not line.startswith(("---", "+++", "@@")):
+        print(line)
+print()
+print(inspect.getsource(steps._merge.fn))
+by_part = partial(steps.parts, cut=Cut(tokens=16, warps=1, stages=1), split=24)
+assert first_failure(by_part) is None
+print("equals the reference, with parts of 24 tokens: one tile and a half")
+
+# %% [markdown]
+# How long should a part be? Short ones give work to all multiprocessors, but every part's output is written and read
+# again, in float32, for g heads. `part_length` takes 128 tokens for short lanes up to 1,024 for long ones.
+
+# %%
+for b, t in shapes:
+    split = steps.part_length(t)
+    parts = math.ceil(t / split)
+    again = b * Hq * parts * 2 * (D + 1) * 4
+    share = again / (b * Hkv * t * TOKEN)
+    print(f"{b:3} × {t:6,}: parts of {split}, {b * Hkv * parts:,} programs; scratch {again / 1e6:5.1f} MB, "
+          f"{share:.1%} more")  # fmt: skip
+    assert 0.01 < share < 0.04
+
+
+def scratch(t: int) -> float:
+    return 1 + g * 2 * (D + 1) * 4 / (steps.part_length(t) * TOKEN)
+
+
+def running(b: int, t: int, shared: int) -> int:
+    """Programs that run at one time: as many as there are, or fit into the shared memory."""
+    return min(b * Hkv * math.ceil(t / steps.part_length(t)), SMS * (SHARED // shared))
+
+
+# %% [markdown]
+# ## What the compiler made of it
+#
+# How many programs fit beside each other on a multiprocessor depends on the shared memory that each takes. The
+# compiler knows, and it needs no GPU to tell us. We ask it for code for an H200 (sm_90), in another process, because
+# this one interprets. We also count `cp.async` in the code: those are loads that go to shared memory by themselves,
+# while the program does something else.
+
+# %%
+code = """
+import itertools, json
+from minithink.bench.compile import compiled
+from minithink.bench.steps import variants
+for variant in itertools.islice(variants(), 9):
+    made = compiled(variant, 90)
+    print(json.dumps({
+        "kernel": variant.kernel.fn.__name__, "tokens": variant.constexprs["BLOCK_T"], **variant.options,
+        "shared": made.metadata.shared, "async": made.asm["ptx"].count("cp.async.cg"),
+        "tensor": made.asm["ptx"].count("mma.sync"),
+    }))
+"""
+done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True,
+                      text=True)  # fmt: skip
+assert done.returncode == 0, done.stderr
+facts = [json.loads(line) for line in done.stdout.splitlines()]
+print("kernel        tokens  warps  stages   shared memory   programs that fit   asynchronous loads   products")
+for fact in facts:
+    fits = f"{SHARED // fact['shared']:19}" if fact["shared"] else " " * 18 + "–"
+    print(f"{fact['kernel']:12} {fact['tokens']:7} {fact['num_warps']:6} {fact['num_stages']:7} {fact['shared']:15,} "
+          f"{fits} {fact['async']:20} {fact['tensor']:10}")  # fmt: skip
+made = {(fact["kernel"], fact["tokens"], fact["num_warps"], fact["num_stages"]): fact for fact in facts}
+split, flying = made[("_part", *steps.SPLIT)], made[("_part", *steps.FLIGHT)]
+assert split["async"] == 0 < flying["async"]
+assert made[("_query_head", *steps.TILE)]["tensor"] == 0 < split["tensor"]
+compare("split", *(predict(running(b, t, split["shared"]), steps.SPLIT.tokens * kv, waits=2, more=scratch(t))
+                   for b, t in shapes))  # fmt: skip
+
+# %% [markdown]
+# The bound for the single sequence has jumped from a few percent to nearly everything. But look at the column of
+# asynchronous loads: step 3 has none.
+#
+# ## Step 4: never stop asking
+#
+# A program of step 3 asks for a tile, waits, computes, asks again. While it computes, none of its bytes are on their
+# way. Only the other programs on the multiprocessor can fill the gap, and `predict` does not know of the gap at all.
+#
+# Triton closes it with one number, `num_stages`. With more than one stage, the compiler rewrites the loop: the loads
+# of the next tiles are started, as asynchronous copies to shared memory, before the present tile is worked on. The
+# source stays the same, and so do the results.
+#
+# There is a catch, and the table above shows it. A key's address comes from a load, that of its place. Stages are
+# shared between the two loads, one after the other. Compare the shared memory: with 2 and 3 stages there is room
+# for *one* tile of keys and values (64 tokens · 512 bytes = 32 KiB), with 5 for two, with 7 for three.
+
+# %%
+tile = 64 * kv
+print("stages   tiles in shared memory   programs of a multiprocessor   KiB on their way, at most")
+tiles = {}
+for stages in (1, 2, 3, 5, 7):
+    fact = made["_part", 64, 2, stages]
+    tiles[stages] = fact["shared"] // tile
+    if fact["async"]:
+        on_the_way = (SHARED // fact["shared"]) * tiles[stages] * tile
+        print(f"{stages:6} {tiles[stages]:24} {SHARED // fact['shared']:30} {on_the_way / 1024:27.0f}")
+    else:
+        print(f"{stages:6}                        – {SHARED // fact['shared']:30}     while it waits, not otherwise")
+assert [tiles[stages] for stages in (2, 3, 5, 7)] == [1, 1, 2, 3]
+compare("flight", *(predict(running(b, t, flying["shared"]), tiles[steps.FLIGHT.stages] * tile, waits=2,
+                            more=scratch(t)) for b, t in shapes))  # fmt: skip
+in_flight = partial(steps.parts, cut=Cut(tokens=16, warps=2, stages=5), split=32)
+assert first_failure(in_flight) is None
+print("equals the reference")
+
+# %% [markdown]
+# Any of them has more on its way than Little's law wants, if all programs of a multiprocessor ask at the same time.
+# They do not. What a gap costs, and how many warps should share a tile (fewer warps: more registers for each, fewer
+# meetings), cannot be computed from a table. One tries. The benchmark times some neighbours of the cut we chose:
+
+# %%
+for b, t in shapes:
+    rows = [m for m in result["sweep"] if (m["batch"], m["length"]) == (b, t)]
+    print(f"{b} × {t:,} tokens" + ("" if rows else ": not measured yet"))
+    for m in sorted(rows, key=lambda m: -m["share"]):
+        cut = Cut(**m["cut"])
+        print(f"  {m['share']:6.1%}  tiles of {cut.tokens:3}, {cut.warps} warps, {cut.stages} stages"
+              + ("   <- ours" if cut == steps.FLIGHT else ""))  # fmt: skip
+
+# %% [markdown]
+# ## All steps
+
+# %%
+titles = {name: step.title for name, step in steps.STEPS.items()}
+titles |= {"kernel": "kernels/paged_attention.py", "sdpa": "torch, contiguous"}
+figure, axes = plt.subplots(1, 2, figsize=(9, 2.9), sharey=True, layout="constrained")
+for axis, (b, t) in zip(axes, shapes, strict=True):
+    for i, name in enumerate(titles):
+        if (name, b, t) in bounds:
+            axis.barh(i, bounds[name, b, t], 0.75, color="#e2e8f0", label="bound" if i == 0 else None)
+        if m := measured.get((name, b, t)):
+            axis.barh(i, m["share"], 0.4, color=BLUE if name in steps.STEPS else GREEN,
+                      label="measured" if i == 0 else None)  # fmt: skip
+            axis.text(m["share"] + 0.01, i, f"{m['microseconds']:,.0f} µs", va="center", fontsize=7)
+    axis.axvline(1, color=GREY, linewidth=0.7)
+    axis.set(title=f"{b} × {t:,} tokens", xlabel="share of the bandwidth", xlim=(0, 1.15))
+axes[0].set_yticks(range(len(titles)), titles.values())
+axes[0].invert_yaxis()
+figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=7)
+if not measured:
+    figure.suptitle("bounds only: nothing has been measured yet", fontsize=9, color=ORANGE)
+plt.show()
+
+# %% [markdown]
+# ## Step 5: what the real kernel adds
+#
+# `kernels/paged_attention.py` is step 4, and:
+#
+# * **Formats.** A lane may hold FP8, NVFP4, ternary or integer tokens, also several formats at once. Each format is a
+#   launch whose parts go to the same merge. Codes are decoded in registers: four bits come from memory, and sixteen
+#   go into the product.
+# * **The ring.** Formats that quantize tokens in groups keep the newest ones in full precision in a small buffer. It
+#   is one more part.
+# * **Mass.** Policies ask what attention each token got. Logits are noted on the way, and when `lse` is known, a
+#   further kernel turns them into probabilities.
+# * **Any head size**, tables that several heads share, and batches in which only some rows take part.
+# * **Its own length decides.** Our `part_length` looks at the longest lane of the batch. So a sequence is cut
+#   otherwise beside a long one than alone, its sums are rounded otherwise, and in the end it may get another token.
+#   In the real kernel each lane's own length decides how it is cut, on the device.
+#
+# We can see the last one. A store as in tutorial 3, with one sequence of 200 tokens, once alone and once beside a
+# sequence of 1,100:
+
+
+# %%
+def store_of(lengths: list[int], formats: tuple[str, ...] = ()) -> PagedStore:
+    """A store in which sequences of these lengths were read; row 0 holds the same whatever stands beside it."""
+    shape = Shape(1, len(lengths), 1, 2, head_dim=32, hidden=64, scope="head", device=device)
+    store = PagedStore(shape, Storage(formats) if formats else Storage(), pages=128, dtype=torch.float32)
+    k, v = torch.zeros(2, len(lengths), max(lengths), 1, 32)
+    for row, n in enumerate(lengths):
+        k[row, :n], v[row, :n] = torch.randn(2, n, 1, 32, generator=torch.Generator().manual_seed(row))
+    rows = list(range(len(lengths)))
+    store.append(rows, lengths, [0] * len(rows), prompt=True).write(0, k.to(device), v.to(device))
+    for row in rows:
+        store.measure(row)
+        store.settle(row, lengths[row])
+    return store
+
+
+q = torch.randn(2, 2, 32, generator=torch.Generator().manual_seed(5)).to(device)
+alone, beside = store_of([200]), store_of([200, 1100])
+ours = [
+    steps.parts(q[:n], *steps.inputs(s, 0), longest=most)[0] for n, s, most in ((1, alone, 200), (2, beside, 1100))
+]
+real = [paged_attention(q[:n], s.reader(), 0)[0][0] for n, s in ((1, alone), (2, beside))]
+print(f"step 4:  parts of {steps.part_length(200)} alone, of {steps.part_length(1100)} beside; "
+      f"difference {(ours[0] - ours[1]).abs().max():.1e}")  # fmt: skip
+print(f"real:    difference {(real[0] - real[1]).abs().max():.1e}")
+assert torch.equal(real[0], real[1]), "a batch should never be worse than its parts"
+assert 0 < (ours[0] - ours[1]).abs().max() < 1e-6
+
+# %% [markdown]
+# And the same store in four bits, against the reference, with the attention that each token got:
+
+# %%
+packed = store_of([70, 9], ("nvfp4",))
+want, want_mass = reference(q, packed.reader(), 0, "mean")
+got, mass = paged_attention(q, packed.reader(), 0, "mean")
+print(f"NVFP4: output differs by {(got - want).abs().max():.1e}, mass by {(mass - want_mass).abs().max():.1e}; "
+      f"the masses of a lane sum to {mass[0, 0].sum():.6f}")  # fmt: skip
+assert (got - want).abs().max() < 1e-5
+assert (mass - want_mass).abs().max() < 1e-5
+four, sixteen = D // 2 * 2 + 2 * D // 16 + 4, TOKEN
+print(f"bytes of a token of a lane at D = {D}: {sixteen} in bfloat16, {four} in NVFP4: "
+      f"at the same bandwidth {sixteen / four:.1f} times as fast")  # fmt: skip
+assert 3.3 < sixteen / four < 3.6
+
+# %% [markdown]
+# That factor is what four bits are worth at the most, if decoding hides behind reading. `docs/kernels.md` says how
+# the kernel's speed is measured, in every format.
+#
+# What to take along: first the bytes, then how often they move, then who is idle, then what is on its way. Each step
+# was an answer to one of these questions, and each had its test before it had its speed.
+#
+# ## Exercises
+#
+# 1. **A survivor.** Write a mutant of step 3 that no example finds, and then the example that finds it. (Try the
+#    line with `start >= count`, and the mask in `_merge`.)
+# 2. **Shared lists.** Let all KV heads of a sequence share one list of places. How many bytes does that save, in
+#    percent, in bfloat16 and in NVFP4? Is it worth a kernel?
+# 3. **Rows.** How many query heads of a group fit into the 16 rows before arithmetic doubles? From how many queries
+#    of a sequence at a time (drafts of a speculative decoder, say) is the task no longer one of reading?
+# 4. **Short lanes.** Compute the bound for 256 sequences of 1,024 tokens, and for 1 of 512. What limits the second
+#    one, and would parts of 64 tokens help? Remember that a second kernel costs a launch.
+# 5. **Measure.** If you have an NVIDIA GPU, run `python -m minithink.bench steps` and look for the largest gap
+#    between bound and measurement. What does `predict` not know?
