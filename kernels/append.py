@@ -274,7 +274,7 @@ def variants() -> Iterator[Variant]:
         "int4": ("int", 4, "fp16", 16), "int8": ("int", 8, "fp32", 32), "int16": ("int", 16, "fp32", 32),
         "fp16": ("plain", 16, "fp16", 0), "bf16": ("plain", 16, "bf16", 0),
     }  # fmt: skip
-    pairs = "nvfp4/nvfp4 ternary/ternary fp8/nvfp4 int2s/int8 int4s/int16 int4/int2 bf16/fp16".split()
+    pairs = ["nvfp4/nvfp4", "ternary/ternary", "fp8/nvfp4", "int2s/int8", "int4s/int16", "int4/int2", "bf16/fp16"]
     for dtype, dim, group in (("bf16", 128, 4), ("fp16", 96, 6), ("fp32", 64, 1)):
         plain = ("plain", 32 if dtype == "fp32" else 16, dtype, 0)
         tile = power_of_2(group), power_of_2(dim)

@@ -486,6 +486,8 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
         mass: float32 [N, Hkv, S] ([N, Hq, S] with "none"), 0 where no token is; None if not asked for.
     """
     pages = read.pages
+    if pages.storage.lag:
+        raise ValueError("values that lag behind their keys (Storage.lag) are not read here: use the reference")
     n, hq, d = q.shape
     c, width, rows = cache(pages), pages.place.shape[-1], read.numbers
     t, seen = min(layer, pages.place.shape[0] - 1), pages.seen

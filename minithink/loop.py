@@ -58,7 +58,8 @@ class DecodeLoop:
         cache = self.cache
         rows, lengths, waiting = zip(*(cache.next_state(seq) for seq in seqs), strict=True)
         n = next((size for size in SIZES if len(seqs) <= size <= len(cache.rows)), len(cache.rows))
-        idle = [row for row in range(len(cache.rows)) if row not in set(rows)][: n - len(seqs)]
+        taken = set(rows)
+        idle = [row for row in range(len(cache.rows)) if row not in taken][: n - len(seqs)]
         more = [0] * len(idle)
         values = [
             [*rows, *idle], [1] * len(rows) + more, [*lengths, *more], [*waiting, *more], [*tokens, *more],

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minithink.config import ModelConfig
+from minithink.config import ModelConfig, RopeScaling
 from minithink.model import Decoder, Rope, rope_frequencies
 from minithink.weights import load_decoder
 from tests.compare import assert_close, margins
@@ -46,7 +48,19 @@ def test_every_architecture_with_every_rope_kind(architecture: str, rope: str) -
     assert_logits_match(example_config(architecture, rope), tokens, seed=2)
 
 
+def yarn(factor: float, original: int, fast: float, slow: float, theta: float = 1e4, **more: Any) -> Any:
+    """An `example` for the properties below."""
+    rope = RopeScaling("yarn", factor, original, beta_fast=fast, beta_slow=slow, **more)
+    return example(config=replace(example_config(head_dim=20, rope_theta=theta), rope=rope))
+
+
 @given(config=configs())
+@yarn(1.5, 64, 4.0, 1.0, theta=50.0)  # the ramp begins inside
+@yarn(4.0, 8, 32.0, 2.0)  # a step at 0
+@yarn(4.0, 64, 1.0, 1.0, truncate=False)  # a step between dimensions
+@yarn(4.0, 64, 32.0, 0.5, theta=2.0)  # the ramp would end outside
+@yarn(4.0, 64, 32.0, 1.0, mscale=1.0, mscale_all_dim=0.5)
+@yarn(4.0, 64, 32.0, 1.0, mscale_all_dim=0.5)  # alone it means nothing
 def test_rope_frequencies_equal_transformers(config: ModelConfig) -> None:
     """To the rounding: 1/(θ^x·s) and θ^−x/s are both right, and differ in the last bit. Where llama3 mixes, keep =
     (turns − low)/(high − low) passes on three roundings of turns ≤ high, and freq·(keep + (1 − keep)/s) up to s − 1

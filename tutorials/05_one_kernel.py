@@ -614,8 +614,8 @@ assert 3.3 < sixteen / four < 3.6
 #
 # ## Exercises
 #
-# 1. **A survivor.** Write a mutant of step 3 that no example finds, and then the example that finds it. (Try the
-#    line with `start >= count`, and the mask in `_merge`.)
+# 1. **A survivor.** Write a mutant of step 3 that no example finds, and then the example that finds it. For one
+#    mutant there is no such example: `start > count` instead of `start >= count`. Why?
 # 2. **Shared lists.** Let all KV heads of a sequence share one list of places. How many bytes does that save, in
 #    percent, in bfloat16 and in NVFP4? Is it worth a kernel?
 # 3. **Rows.** How many query heads of a group fit into the 16 rows before arithmetic doubles? From how many queries

@@ -31,12 +31,17 @@ from torch import Tensor
 
 from minithink.backend import choose
 from minithink.bench import record
+from minithink.bench.attention import copy_speed
 from minithink.bench.peer import CACHES, Peer, transformers
 from minithink.config import ModelConfig, RopeScaling
 from minithink.engine import TINY, Engine, load
 from minithink.errors import MinithinkError, UsageError
 from minithink.kv.full import FullCache
+from minithink.kv.manager import KVManager
+from minithink.loop import DecodeLoop
 from minithink.model import Decoder, Rope
+from minithink.policies import parse
+from minithink.sampling import SamplingParams
 from minithink.tasks import load_problems
 
 TARGETS = {("cpu", 1): 1.8, ("cpu", 8): 1.3}  # least ratio to transformers, by device and batch, embedded model
@@ -47,7 +52,8 @@ QUESTION = 32  # tokens at the end of a prompt that cutting spares: what is aske
 CHUNK = 512  # tokens of each sequence per forward pass, when random prompts are read
 BLOCK = 16  # steps of one side before it is the other's turn
 SHAPES: dict[str, ModelConfig | None] = {
-    "embedded": None,
+    "embedded": None,  # its own generation loop
+    "embedded-steps": None,  # the same weights, step by step
     "llama-8b": ModelConfig(
         architecture="LlamaForCausalLM", vocab_size=128256, hidden_size=4096, intermediate_size=14336,
         num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, max_position=131072, rms_norm_eps=1e-5,
@@ -86,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--new-tokens", type=record.positive, metavar="N", help="embedded model (default 512; 256 on a GPU)")
     add("--repeats", type=record.positive, default=3, metavar="N", help="embedded model (default 3)")
     add("--context", type=record.positive, default=2048, metavar="N", help="tokens read first, other shapes")
+    add("--policy", metavar="NAME:X=1", help="under which other shapes run, ours alone (default: the full cache)")
     add("--steps", type=record.positive, default=64, metavar="N", help="decoding steps timed, other shapes")
     add("--time-budget", type=record.positive, metavar="SECONDS", help="begin nothing later (default on a GPU: 200)")
     add("--output", type=Path, metavar="FILE", help="default: docs/results/decode-cpu.json, decode-gpu.json")
@@ -131,12 +138,12 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             try:
                 if loaded != shape:
                     model = None  # free the one before
-                    model, loaded = _model(shape, device, bool(caches)), shape
+                    model, loaded = _model(shape, device, bool(caches) and args.policy is None), shape
                 if isinstance(model, Embedded):
                     m = model.measure(batch, args.prompt_tokens, new_tokens, args.repeats, caches, deadline)
                 else:
                     assert model is not None
-                    m = model.measure(batch, args.context, args.steps, deadline)
+                    m = model.measure(batch, args.context, args.steps, deadline, args.policy)
                 result["measurements"].append({"shape": shape, "device": device.type, **m})
             except UsageError:
                 raise
@@ -159,6 +166,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 def _model(shape: str, device: torch.device, peer: bool) -> Embedded | RandomModel:
     config = SHAPES[shape]
+    if shape == "embedded-steps":
+        engine = load("tiny", device=device.type, dtype="bfloat16")
+        return RandomModel(engine.config, device, torch.bfloat16, False, engine)
     return Embedded(device, peer) if config is None else RandomModel(config, device, torch.bfloat16, peer)
 
 
@@ -285,10 +295,16 @@ def same_tokens(ours: list[list[int]], theirs: list[list[int]], margins: Tensor,
 
 
 class RandomModel:
-    """A shape with random weights, the same on both sides."""
+    """A shape with random weights, the same on both sides; or the embedded model's own, step by step."""
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype, peer: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, peer: bool, engine: Engine | None = None
+    ) -> None:
         self.config, self.device, self.dtype = config, device, dtype
+        self.bandwidth = copy_bandwidth(device)
+        if engine is not None:
+            self.decoder, self.rope, self.peer = engine.decoder, engine.rope, None
+            return
         with torch.device("meta"):
             decoder = Decoder(config, choose("auto", device))
         self.decoder = decoder.to(dtype).to_empty(device=device).requires_grad_(False)
@@ -300,10 +316,11 @@ class RandomModel:
                 p.normal_(0.0, 0.02)
         self.rope = Rope(config, device)
         self.peer = Peer.from_decoder(self.decoder) if peer else None
-        self.bandwidth = copy_bandwidth(device)
 
     @torch.inference_mode()
-    def measure(self, batch: int, context: int, steps: int, deadline: Deadline) -> dict[str, Any]:
+    def measure(
+        self, batch: int, context: int, steps: int, deadline: Deadline, policy: str | None = None
+    ) -> dict[str, Any]:
         """Time single steps at a cache of `context` tokens.
 
         Args:
@@ -311,6 +328,7 @@ class RandomModel:
             context: tokens that each holds when the first step begins.
             steps: that are timed on every side, in turns of BLOCK; fewer if the deadline comes.
             deadline: begin no turn after it.
+            policy: what stays in the cache. The sequences are at different points of its cycle then.
         """
         room = context + BLOCK + steps
         if room > self.config.max_position:
@@ -321,8 +339,10 @@ class RandomModel:
             "dtype": str(self.dtype).removeprefix("torch."),
             "batch": batch,
             "context": context,
+            **({"policy": policy} if policy else {}),
         }
-        sides: dict[str, Ours | Theirs] = {"ours": Ours(self, batch, room)}
+        ours = Ours(self, batch, room + (2 * batch if policy else 0), context, policy)
+        sides: dict[str, Ours | Theirs] = {"ours": ours}
         if self.peer:
             sides["peer"] = Theirs(self.peer, self.device)
         logits, prefill = {}, {}
@@ -339,6 +359,8 @@ class RandomModel:
             side.start()
             for _ in range(BLOCK):
                 side.step()
+        if policy:
+            ours.stagger()
         times: dict[str, list[float]] = {name: [] for name in sides}
         while len(times["ours"]) < steps and not (times["ours"] and deadline.over()):
             turn = min(BLOCK, steps - len(times["ours"]))
@@ -354,6 +376,8 @@ class RandomModel:
             weights -= self.decoder.embed.nbytes
         held = context + BLOCK + (done + 1) / 2  # tokens, the mean over the timed steps
         cache = int(batch * held * self.config.kv_bytes_per_token(self.dtype.itemsize))
+        if policy:  # as many as are held at the end, which is a random moment of every sequence's cycle
+            cache = sum(ours.cache.held_bytes(i) for i in ours.sequences)
         limit = (weights + cache) / self.bandwidth
         out |= {
             "steps": done,
@@ -363,7 +387,7 @@ class RandomModel:
             "limit_milliseconds": limit * 1e3,
         }
         for name, seconds in times.items():
-            step = statistics.median(seconds)
+            step = statistics.mean(seconds) if policy else statistics.median(seconds)  # some steps evict
             out[name] = {
                 "tokens_per_second": batch / step,
                 "step_milliseconds": step * 1e3,
@@ -378,15 +402,25 @@ class RandomModel:
 
 
 class Ours:
-    """The decoder over a full cache, as the engine runs it."""
+    """The decoder over a full cache or a policy's, as the engine runs it."""
 
-    def __init__(self, model: RandomModel, batch: int, room: int) -> None:
+    def __init__(self, model: RandomModel, batch: int, room: int, prompt: int, policy: str | None) -> None:
         self.model, self.sequences = model, range(batch)
-        self.cache = FullCache(
-            model.config, model.rope, device=model.device, dtype=model.dtype, backend=model.decoder.backend
-        )
+        backend = model.decoder.backend
+        options: dict[str, Any] = {"device": model.device, "dtype": model.dtype, "backend": backend}
+        self.cache: FullCache | KVManager
+        self.loop: DecodeLoop | None = None
+        if backend.in_place or policy:
+            self.cache = KVManager(
+                model.config, model.rope, parse(policy or "full"), rows=batch, tokens=room, prompt=prompt,
+                columns="fit" if backend.in_place else None, **options,
+            )  # fmt: skip
+            if self.cache.capturable:
+                self.loop = DecodeLoop(model.decoder, self.cache, SamplingParams(temperature=0))
+        else:
+            self.cache = FullCache(model.config, model.rope, **options)
         for i in self.sequences:
-            self.cache.join(i, room)
+            self.cache.join(i, room, prompt)
         self.last, self.tokens = torch.empty(0), list[int]()
 
     def read(self, prompts: Tensor) -> Tensor:
@@ -405,8 +439,20 @@ class Ours:
 
     def step(self) -> None:
         """One token further, chosen tokens on the host."""
+        if self.loop is not None:
+            self.tokens = self.loop.step(self.sequences, self.tokens)
+            return
         self.last = self.model.decoder.logits(self._forward([1] * len(self.tokens), self.tokens))
         self.start()
+
+    def stagger(self) -> None:
+        """Let sequence i run 2·i steps ahead."""
+        for done in range(2 * len(self.sequences)):
+            some = [i for i in self.sequences if done < 2 * i]
+            if some and self.loop is not None:
+                tokens = self.loop.step(some, [self.tokens[i] for i in some])
+                for i, token in zip(some, tokens, strict=True):
+                    self.tokens[i] = token
 
     def _forward(self, counts: list[int], tokens: list[int]) -> Tensor:
         self.cache.begin_step(self.sequences, counts)
@@ -446,16 +492,12 @@ class Theirs:
 
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes read and written per second by a plain copy, the fastest of several."""
-    size = 2**32 if device.type == "cuda" else 2**27
+    if device.type == "cuda":
+        return copy_speed()
+    size = 2**27
     a, b = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     b.copy_(a)
-    _wait(device)
-
-    def copy() -> None:
-        b.copy_(a)
-        _wait(device)
-
-    return 2 * size / min(timed(copy) for _ in range(5))
+    return 2 * size / min(timed(lambda: b.copy_(a)) for _ in range(5))
 
 
 def timed(work: Callable[[], object]) -> float:

@@ -232,11 +232,12 @@ class Step(Protocol):
     def protected(self, layer: int | None = None) -> Tensor:
         """Tokens that an Evict cannot drop: bool, shaped as `pos`."""
 
-    def keys(self, layer: int) -> Tensor:
-        """Rotated keys, dequantized: float32 [B, Hkv, S, D]; 0 where there is no token."""
+    def keys(self, layer: int, rows: Tensor | None = None) -> Tensor:
+        """Rotated keys, dequantized: float32 [B, Hkv, S, D]; 0 where there is no token. rows, bool [B]: read these
+        alone, the others are 0 too."""
 
-    def values(self, layer: int) -> Tensor:
-        """Values, dequantized: float32 [B, Hkv, S, D]."""
+    def values(self, layer: int, rows: Tensor | None = None) -> Tensor:
+        """Values, dequantized, in the same way: float32 [B, Hkv, S, D]."""
 
     def chronological(self, layer: int) -> Tensor:
         """The permutation of columns that sorts by position: int64 [B, Ht, S]. Here it is 0, 1, …"""

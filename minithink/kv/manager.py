@@ -284,8 +284,8 @@ class KVManager:
         cos, sin = self.rope.at(lengths)
         now = _Pass([], [1] * len(at), False, [], writer, at, lengths, cos, sin, due=list(self.policy.demands))
         self._pass, now.read = now, self.store.reader(at)
-        now.valid = self.store.positions()[:, at] >= 0
         if self.policy.pull:
+            now.valid = self.store.positions()[:, at] >= 0
             self._pull(now)
 
     @torch.inference_mode()
@@ -354,7 +354,6 @@ class KVManager:
 
     def _decode(self, layer: int, raw: Tensor, q: Tensor, now: _Pass) -> Tensor:
         """Attention of one new token each, over whatever the lanes hold. raw, q: [N, Hq, D]."""
-        assert now.valid is not None
         assert now.read is not None
         if self.backend.in_place and now.near is None and not self.store.storage.lag:
             asked = [demand.group for demand in self._due(See.MASS, layer)]
@@ -363,6 +362,7 @@ class KVManager:
                 if group is not None and mass is not None:
                     self._observe_mass(layer, group, now.at, mass)
             return attended
+        assert now.valid is not None
         t = min(layer, now.valid.shape[0] - 1)
         valid = now.valid[t]  # [N, Ht, S]
         k, v = now.read(layer)
@@ -633,6 +633,7 @@ class _View:
 
     def __init__(self, manager: KVManager, active: list[int], policy: Policy) -> None:
         self.manager, self.policy, self._active = manager, policy, active
+        self._readings: tuple[Tensor | None, Reading] | None = None  # the last one asked for
         self.shape, self.ops = manager.shape, manager.backend
         records, device = manager.rows, manager.device
 
@@ -664,11 +665,21 @@ class _View:
         protected = self.manager._protected()
         return self._at(torch.zeros_like(self.pos(), dtype=torch.bool) if protected is None else protected, layer)
 
-    def keys(self, layer: int) -> Tensor:
-        return self.manager.store.reader()(layer)[0].float()
+    def keys(self, layer: int, rows: Tensor | None = None) -> Tensor:
+        return self._read(layer, rows, 0)
 
-    def values(self, layer: int) -> Tensor:
-        return self.manager.store.reader()(layer)[1].float()
+    def values(self, layer: int, rows: Tensor | None = None) -> Tensor:
+        return self._read(layer, rows, 1)
+
+    def _read(self, layer: int, rows: Tensor | None, which: int) -> Tensor:
+        if self._readings is None or self._readings[0] is not rows:
+            some = None if rows is None else rows.nonzero().flatten()
+            self._readings = rows, self.manager.store.reader(some)
+        reading = self._readings[1]
+        x = reading(layer)[which].float()
+        if reading.rows is None:
+            return x
+        return x.new_zeros(self.shape.rows, *x.shape[1:]).index_copy_(0, reading.rows, x)
 
     def chronological(self, layer: int) -> Tensor:
         pos = self.pos(layer)

@@ -151,9 +151,17 @@ class Reading:
 
     def __init__(self, pages: Pages, rows: Tensor | None) -> None:
         self.pages, self.rows = pages, rows
-        self.place, self.pos = pages.place[..., : pages.seen], pages.positions()
-        if rows is not None:
-            self.place, self.pos = self.place[:, rows], self.pos[:, rows]
+        self._place, self._pos = pages.place[..., : pages.seen], pages.positions()
+
+    @cached_property
+    def place(self) -> Tensor:
+        """int32 [Lt, N, Ht, S]."""
+        return self._place if self.rows is None else self._place[:, self.rows]
+
+    @cached_property
+    def pos(self) -> Tensor:
+        """int32 [Lt, N, Ht, S], −1 after the last token."""
+        return self._pos if self.rows is None else self._pos[:, self.rows]
 
     def valid(self, layer: int) -> Tensor:
         """Where a token is: bool [N, Ht, S]."""

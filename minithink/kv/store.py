@@ -389,6 +389,15 @@ class PagedStore(Pages):
 
     def evict(self, drop: Tensor) -> None:
         """Forget tokens: bool [Lt, B, Ht, S]. Their slots are free at once; nothing moves."""
+        if self.backend.in_place and not self.row_of.numel() and not self.poison:
+            t = self.table
+            self.backend.evict(
+                drop, self.place, self.pos, self.count, t.live, t.taken, t.format, t.page, t.pages.stack, t.pages.top,
+                t.most,
+            )  # fmt: skip
+            if self.columns is None:
+                self.refresh()
+            return
         place, valid = self.place[..., : drop.shape[-1]], self.positions()[..., : drop.shape[-1]] >= 0
         self._release(place, drop & valid & (place >= 0))
         keep = valid & ~drop

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Demand, Evict, Policy, See, Shape, Step, keep_best
+from minithink.kv.contract import Demand, Evict, Policy, See, Shape, Step
 
 NOWHERE = 2**31 - 1  # the position of columns without a token: behind all others
 
@@ -96,7 +96,7 @@ class CrystalKVLite(Policy):
         due, _ = self.due(step)
         if step.any(due):
             free = (pos >= 0) & ~step.protected()
-            kept = keep_best(survival(score, last), free, self.room(step))
+            kept = step.ops.keep_best(survival(score, last), free, self.room(step))
             yield Evict(free & ~kept & due[..., None])
 
     def _find(self, pos: Tensor, born: Tensor) -> tuple[Tensor, Tensor]:

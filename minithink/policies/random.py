@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minithink.kv.contract import Edit, Evict, Policy, Scope, Step, keep_best
+from minithink.kv.contract import Edit, Evict, Policy, Scope, Step
 
 WORD = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: keeps zeros from hashing to zeros
@@ -40,7 +40,7 @@ class Random(Policy):
         candidate = (pos >= 0) & ~step.protected()
         lot = lots(self.seed, step.clock, pos).double()
         newest = pos == pos.amax(-1, keepdim=True)
-        kept = keep_best(lot.masked_fill(newest, torch.inf), candidate, self.room(step).clamp(min=1))
+        kept = step.ops.keep_best(lot.masked_fill(newest, torch.inf), candidate, self.room(step).clamp(min=1))
         yield Evict(due[..., None] & candidate & ~kept)
 
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Demand, Evict, Policy, See, Step, keep_best
+from minithink.kv.contract import Demand, Evict, Policy, See, Step
 
 
 @dataclass
@@ -78,15 +78,15 @@ class Rkv(Policy):
         due, _ = self.due(step)
         if not step.any(due):
             return
-        room = self.room(step)
+        room, rows = self.room(step), due.any(-1).any(0)  # rows: bool [B]
         for layer in range(step.shape.layers):
             held = step.pos(layer) >= 0  # [B, Hkv, S]
             free = held & ~step.protected(layer)
             window = self.window(step, layer, room[layer])
             # Lanes that are not due have no valid token: a kernel does nothing there.
-            score = self.score(step, layer, held & due[layer][..., None], window)
+            score = self.score(step, layer, held & due[layer][..., None], window, rows)
             others = room[layer] - (free & window).sum(-1, dtype=torch.int32)
-            keep = window | keep_best(score, free & ~window, others)
+            keep = window | step.ops.keep_best(score, free & ~window, others)
             yield Evict(free & ~keep & due[layer][..., None], layer)
 
     def window(self, step: Step, layer: int, room: Tensor) -> Tensor:
@@ -95,9 +95,9 @@ class Rkv(Policy):
         column = torch.arange(pos.shape[-1], device=pos.device)
         return (column < held) & (column >= held - room.clamp(max=self.alpha)[..., None])
 
-    def score(self, step: Step, layer: int, valid: Tensor, window: Tensor) -> Tensor:
-        """Z = λ·Ĩ − (1 − λ)·R, float32 [B, Hkv, S]: of the valid tokens, of no meaning in the window."""
-        q, k = step.queries(layer), step.keys(layer)  # [B, Hq, α, D], [B, Hkv, S, D]
+    def score(self, step: Step, layer: int, valid: Tensor, window: Tensor, rows: Tensor) -> Tensor:
+        """Z = λ·Ĩ − (1 − λ)·R, float32 [B, Hkv, S]: of the valid tokens of some rows, of no meaning in the window."""
+        q, k = step.queries(layer), step.keys(layer, rows)  # [B, Hq, α, D], [B, Hkv, S, D]
         importance = step.ops.window_importance(q, k, valid & ~window, self.kernel_size, self.pooling)
         redundancy = step.ops.redundancy(k, valid, self.threshold)
         score: Tensor = self.lam * importance - (1 - self.lam) * redundancy

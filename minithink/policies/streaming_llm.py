@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Edit, Evict, Policy, Step, keep_best
+from minithink.kv.contract import Edit, Evict, Policy, Step
 
 
 @dataclass
@@ -57,5 +57,5 @@ class StreamingLLM(Policy):
         pos = step.pos()  # [Lt, B, Ht, S]
         candidate = (pos >= 0) & ~step.protected()
         score = pos.double().masked_fill(pos < self.sink, torch.inf)
-        kept = keep_best(score, candidate, self.room(step))
+        kept = step.ops.keep_best(score, candidate, self.room(step))
         yield Evict(due[..., None] & candidate & ~kept)

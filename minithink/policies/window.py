@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from minithink.kv.contract import Edit, Evict, Policy, Step, keep_best
+from minithink.kv.contract import Edit, Evict, Policy, Step
 
 
 @dataclass
@@ -30,5 +30,5 @@ class Window(Policy):
             return
         pos = step.pos()  # [Lt, B, Ht, S]
         candidate = (pos >= 0) & ~step.protected()
-        kept = keep_best(pos.double(), candidate, self.room(step))
+        kept = step.ops.keep_best(pos.double(), candidate, self.room(step))
         yield Evict(due[..., None] & candidate & ~kept)

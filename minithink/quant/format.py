@@ -192,5 +192,6 @@ def divide(x: Tensor, step: Tensor) -> Tensor:
 
 def view_as(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Bytes as numbers. data: [..., n·itemsize] uint8, strided in any way, at any offset → [..., n] of `dtype`."""
-    data = data.contiguous()
-    return (data.clone() if data.storage_offset() % dtype.itemsize else data).view(dtype)
+    # One row of a wider tensor counts as contiguous, with a stride that may not be whole numbers.
+    whole = data.is_contiguous() and not any(n % dtype.itemsize for n in (data.storage_offset(), *data.stride()[:-1]))
+    return (data if whole else data.clone(memory_format=torch.contiguous_format)).view(dtype)

@@ -55,7 +55,7 @@ class IntAsymmetric(Grouped):
         x = x.clamp(-WIDEST, WIDEST)
         lowest = x.where(valid, math.inf).amin(-1, keepdim=True)  # [..., n, 1]
         highest = x.where(valid, -math.inf).amax(-1, keepdim=True)
-        lowest = lowest.where(lowest < math.inf, 0.0)  # of no valid element
+        lowest = lowest.where(lowest < math.inf, 0.0) + 0.0  # of no valid element; and −0 becomes 0
         dtype = PARAMS[self.params]
         stored_min = saturate(lowest, dtype)
         # scale = (max − min) / (2^b − 1)

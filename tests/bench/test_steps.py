@@ -63,6 +63,20 @@ def test_equals_the_reference(
     assert_close(f"out of {name}", got.float(), want.float(), atol=near)
 
 
+@pytest.mark.parametrize("name", list(SMALL))
+@pytest.mark.parametrize("sign", [1, -1])
+def test_logits_whose_exponentials_do_not_exist(name: str, sign: int) -> None:
+    """All of a lane's logits are 256 or −256, so that it gets the mean of its values."""
+    cache = torch.randn(64, 2, 16, generator=torch.Generator().manual_seed(0))
+    cache[:, 0] = sign * 8.0
+    place = torch.arange(64, dtype=torch.int32).flip(0).view(1, 1, 64)
+    count = torch.tensor([[57 if name != "token" else 9]], dtype=torch.int32)
+    want = cache[place[0, 0, : int(count)].long(), 1].mean(0).expand(1, 2, 16)
+    q = torch.full((1, 2, 16), 8.0)
+    got = SMALL[name](*(x.to(DEVICE) for x in (q, cache, place, count)))
+    assert_close(name, got, want, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", list(steps.STEPS))
 def test_the_cuts_that_are_timed(name: str) -> None:
     store = filled(STORAGES["plain"], "head", [150 if name != "token" else 9, 3], kv_heads=1, steps=4)
@@ -104,12 +118,12 @@ def test_parts_are_those_of_the_kernel() -> None:
 
 
 def test_the_kernel_that_only_reads() -> None:
-    x = torch.arange(64, dtype=torch.int32, device=DEVICE)
+    x = torch.randint(2**31 - 1, (64,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     out = torch.empty(4, dtype=torch.int32, device=DEVICE)
-    steps._read[(4,)](x, out, 8, 2)
+    steps._read[(4,)](x.to(DEVICE), out, 8, 2)
     want = [0, 0, 0, 0]
-    for i in range(64):
-        want[i // 16] ^= i
+    for i, number in enumerate(x.tolist()):
+        want[i // 16] ^= number
     assert out.tolist() == want
 
 

@@ -32,6 +32,7 @@ STORAGES = stores.STORAGES | {
     "thoughts-at-once": Storage(("nvfp4", "ternary", "fp8"), block=8, also=("int4s",)),
     "plain-too": Storage(("int4:group=32", "plain", "int2s/ternary"), block=8),
     "numbers": Storage(("fp16/nvfp4", "bf16/fp32", "fp8/fp16")),
+    "fp16-int8": Storage(("fp16/int8:group=32",)),
 }
 # Groups as long as a row, of any even number of channels; parameters and wide codes behind an odd number of bytes.
 ODD = {
@@ -179,7 +180,7 @@ def test_a_prompt_of_one_token(scope: Scope) -> None:
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, of the interpreter
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("storage", ["plain", "fp8", "ternary", "kivi"])
+@pytest.mark.parametrize("storage", ["plain", "fp8", "ternary", "kivi", "fp16-int8"])
 def test_what_is_no_ordinary_number(storage: str, dtype: torch.dtype) -> None:
     """Infinite and denormal numbers and zeros of both signs, at position 0, where nothing turns."""
     both = pair(STORAGES[storage], "layer", [5], 1, kv_heads=1, group=1, dim=32, dtype=dtype)

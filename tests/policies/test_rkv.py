@@ -38,7 +38,7 @@ SIX = SimpleNamespace(
     pos=lambda layer=None: torch.arange(6).view(1, 1, 6)[(None,) if layer is None else ...],
     held=lambda layer=None: torch.full((1, 1), 6)[(None,) if layer is None else ...],
     protected=lambda layer=None: torch.zeros(1, 1, 6, dtype=torch.bool)[(None,) if layer is None else ...],
-    keys=lambda layer: KEYS[None, None], queries=lambda layer: QUERIES[None],
+    keys=lambda layer, rows: KEYS[None, None], queries=lambda layer: QUERIES[None],
 )  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def test_worked_example(lam: float, kernel_size: int, want: list[float] | None, 
     policy, step = Rkv(budget=4, lam=lam, alpha=2, buffer=2, kernel_size=kernel_size), SIX
     window = torch.arange(6).view(1, 1, 6) >= 4
     if want is not None:
-        score = policy.score(step, 0, torch.ones_like(window), window)  # type: ignore[arg-type]
+        score = policy.score(step, 0, torch.ones_like(window), window, torch.ones(1).bool())  # type: ignore[arg-type]
         assert score[0, 0, :4].tolist() == pytest.approx(want, abs=6e-5)
     (edit,) = policy.decide(step)  # type: ignore[arg-type]
     assert edit.layer == 0
