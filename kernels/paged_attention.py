@@ -8,8 +8,8 @@
 A lane is a list of places (page · slots + slot), oldest token first; a program reads BLOCK_T of them, then gathers
 the keys and values there. A slot holds a token's key and value side by side, 64 bytes each (NVFP4, D = 128) to 256
 (bfloat16), so a gather by slots moves whole sectors wherever they lie. What was evicted is in no list: nothing is
-masked out, and freed slots are never read. How a lane is split depends on its length alone (`_split`), so that a
-sequence gets the same sums whatever runs beside it.
+masked out, and freed slots are never read. How a lane is split depends on its length and on the batch's shape
+(`_split`), so that a sequence gets the same sums whatever the others hold.
 
 The g query heads of a KV head are the rows of one block, padded to 16, so that each key is read once and the
 products run on the tensor cores. Quantized codes become planes: a word holds PLANES neighbouring channels, plane i is
@@ -36,9 +36,10 @@ from minithink.kernels import _formats
 from minithink.kernels._common import INTERPRETED, Variant, power_of_2
 from minithink.kernels._formats import decode_code, e4m3_decode, saturate
 
-BLOCK_T = 64  # tokens of a block; those of a part are whole blocks
-WARPS, STAGES = 2, 3
-FAST = ("nvfp4", "ternary")
+MANY_LANES = 256  # from here on there are programs enough without small parts
+# Tokens of a block (those of a part are whole blocks), warps, stages; tuned on an H200.
+FEW, MANY, QUANTIZED = (128, 4, 2), (64, 2, 3), (16, 1, 4)
+FAST = ("nvfp4", "ternary", "fp8")
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _LOG2E = tl.constexpr(math.log2(math.e))
 # In the fast path a point is 2^−14 of its value and a scale 2^6, so that their product, in fp16, is exact.
@@ -82,6 +83,7 @@ class Cache(NamedTuple):
     most: int  # slots that places count for a page
     layers: int
     ring: int  # tokens of the full-precision buffer
+    coarse: bool  # many lanes, few parts of each
     dtype: str  # of the model: fp32, fp16, bf16
 
 
@@ -89,9 +91,16 @@ class Cache(NamedTuple):
 def _fast_asm(kind, plane, by_token):
     """PTX that makes plane `plane` of neighbouring words, two numbers in a register.
 
+    fp8:      $2 four bytes
     nvfp4:    $1 two words of four codes, $2 their scales ($2, $3 by token: the scale bytes of each word's channels)
     ternary:  $2 four bytes of four codes, $3, $4 their scales (by token $3 to $6)
     """
+    if kind == "fp8":
+        out = "{ .reg .b32 c, s;"
+        for i, spread in enumerate(("0x4140", "0x4342")):
+            out += f" prmt.b32 c, $2, 0, {spread}; shl.b32 s, c, 8; and.b32 s, s, 0x80008000; shl.b32 c, c, 7;"
+            out += f" lop3.b32 ${i}, c, 0x3F803F80, s, 0xEA;"
+        return out + " }"
     # sign and magnitude to their places in fp16: so far left of where the codes stand
     bits, magnitude, top = (4, 0x0E000E00, 9) if kind == "nvfp4" else (2, 0x04000400, 10)
     sign, left = 16 - bits * (plane + 1), top - bits * plane
@@ -117,16 +126,20 @@ def _fast_asm(kind, plane, by_token):
 
 @triton.jit
 def _fast_plane(words, scale, KIND: tl.constexpr, PLANE: tl.constexpr, BY_TOKEN: tl.constexpr):
-    """NVFP4 or ternary codes as fp16 numbers: value · 2^−8 / tensor scale, exactly.
+    """NVFP4, ternary or FP8 codes as fp16 numbers: value · 2^−8 / tensor scale, exactly.
 
     A code's magnitude, moved to the right bits of an fp16 number, is the point times 2^−14: E2M1's exponent and
     mantissa are the low end of fp16's exponent field and the high end of its mantissa, and denormals work out too.
     A 32-bit register holds the codes of neighbouring words, so shifts and masks make two numbers at a time.
 
-    words: int16 (NVFP4) or uint8 [T, W], four codes each; scale: fp16 [T, W], E4M3 scale · 2^6, or int32 [T, W], the
-    E4M3 scales of the four channels, by token → fp16 [T, W].
+    words: int16 (NVFP4) or uint8 [T, W], four codes each (FP8: one, and no scale); scale: fp16 [T, W], E4M3 scale ·
+    2^6, or int32 [T, W], the E4M3 scales of the four channels, by token → fp16 [T, W].
     """
-    if KIND == "nvfp4":
+    if KIND == "fp8":
+        x = tl.inline_asm_elementwise(
+            _fast_asm(KIND, PLANE, BY_TOKEN), "=r,=r,r", [words], dtype=tl.float16, is_pure=True, pack=4
+        )
+    elif KIND == "nvfp4":
         x = tl.inline_asm_elementwise(
             _fast_asm(KIND, PLANE, BY_TOKEN), "=r,r,r,r" if BY_TOKEN else "=r,r,r", [words, scale], dtype=tl.float16,
             is_pure=True, pack=2,
@@ -170,7 +183,9 @@ def _planes(p_codes, p_params, p_rows, o_codes, o_params, o_rows, m_token, tenso
             raw = raw.to(tl.float32)
         out = (raw,)
     elif H.fast:
-        if not BY_TOKEN:
+        if KIND == "fp8":
+            scale = 0
+        elif not BY_TOKEN:
             if WORDS == BLOCK_W and BLOCK_W % (WORDS * PLANES // GROUP) == 0:
                 GROUPS: tl.constexpr = WORDS * PLANES // GROUP
                 p_group = p_params + o_params[:, None] + tl.arange(0, GROUPS)[None, :]
@@ -202,15 +217,6 @@ def _planes(p_codes, p_params, p_rows, o_codes, o_params, o_rows, m_token, tenso
                 x = x.to(tl.bfloat16 if DTYPE == "bf16" else (tl.float16 if DTYPE == "fp16" else tl.float32))
             out = out + (x,)
     return out
-
-
-@triton.jit
-def _dots(q, k, PLANES: tl.constexpr):
-    """Σ_i q_i·k_iᵀ, float32 [G, T]; q: PLANES of [G, W], k: PLANES of [T, W]."""
-    s = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
-    for i in tl.static_range(1, PLANES):
-        s = tl.dot(q[i], tl.trans(k[i]), s, input_precision="ieee")
-    return s
 
 
 @triton.jit
@@ -246,9 +252,14 @@ def _query(p_q, head, m_head, C: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
-def _split(count):
-    """Tokens of a part: by the lane's own length alone, so that its sums do not depend on what runs beside it."""
-    return tl.where(count <= 1024, 128, tl.where(count <= 4096, 256, tl.where(count <= 16384, 512, 1024)))
+def _split(count, COARSE: tl.constexpr):
+    """Tokens of a part: by the lane's length, and by whether the batch has many lanes (idle rows count too), but not
+    by what the other lanes hold."""
+    if COARSE:
+        split = tl.where(count <= 4096, 1024, 2048)
+    else:
+        split = tl.where(count <= 1024, 128, tl.where(count <= 4096, 256, tl.where(count <= 16384, 512, 1024)))
+    return split
 
 
 @triton.jit
@@ -271,6 +282,7 @@ def _attend(
     V_BLOCK: tl.constexpr = V.block
     BLOCK_G: tl.constexpr = C.block_g
     DTYPE: tl.constexpr = C.dtype
+    COARSE: tl.constexpr = C.coarse
     i_lane, i_part = tl.program_id(0), tl.program_id(1)
     i_n, i_head = i_lane // C.kv_heads, i_lane % C.kv_heads
     i_row = tl.load(p_rows + i_n)
@@ -278,7 +290,7 @@ def _attend(
     if C.tables > 1:
         unit += i_head
     count = tl.load(p_count + unit)
-    split = _split(count)
+    split = _split(count, COARSE)
     start = i_part * split
     end = tl.minimum(start + split, count)
     if IN_RING:  # its tokens are the newest
@@ -294,7 +306,7 @@ def _attend(
     k_scale = tl.load(p_k_scale + layer * C.rows + i_row)
     v_scale = tl.load(p_v_scale + layer * C.rows + i_row)
     factor = factor * (softmax_scale * _LOG2E)
-    if K.fast and K.kind == "nvfp4":
+    if K.fast and K.kind != "ternary":  # which has no tensor scale
         factor = factor * k_scale
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
@@ -360,7 +372,7 @@ def _attend(
     scale = 1 / tl.where(total > 0, total, 1.0)
     if V.fast:
         scale = scale * _FAST_FACTOR
-        if V.kind == "nvfp4":
+        if V.kind != "ternary":
             scale = scale * v_scale
     word = tl.arange(0, V_BLOCK)[None, :]
     m_out = m_head[:, None] & (word < V.words)
@@ -376,13 +388,14 @@ def _merge(p_parts, p_part_lse, p_out, p_lse, p_rows, p_count, table_layer, part
            SLICE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr):  # fmt: skip
     """out = Σ_i exp2(lse_i − lse)·out_i, lse = log2 Σ_i exp2(lse_i), over the parts of a query head that are used: of
     every SLICE, a format's, as many as the lane is long, and the last, the ring's. 0 for a lane without tokens."""
+    COARSE: tl.constexpr = C.coarse
     i_head = tl.program_id(0).to(tl.int64)
     i_n, i_query = i_head // (C.kv_heads * C.group), i_head % (C.kv_heads * C.group)
     unit = (table_layer * C.rows + tl.load(p_rows + i_n)) * C.tables
     if C.tables > 1:
         unit += i_query // C.group
     count = tl.load(p_count + unit)
-    used = tl.cdiv(count, _split(count))
+    used = tl.cdiv(count, _split(count, COARSE))
     channel = tl.arange(0, BLOCK_D)
     top = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
@@ -489,10 +502,10 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
     if pages.storage.lag:
         raise ValueError("values that lag behind their keys (Storage.lag) are not read here: use the reference")
     n, hq, d = q.shape
-    c, width, rows = cache(pages), pages.place.shape[-1], read.numbers
+    c, width, rows = cache(pages, n), pages.place.shape[-1], read.numbers
     t, seen = min(layer, pages.place.shape[0] - 1), pages.seen
     formats, ring = sorted(pages.used), pages.ring.shape[3] > 0
-    in_format = _most_parts(seen)
+    in_format = _most_parts(seen, c.coarse)
     parts = len(formats) * in_format + ring
     how = "" if group is None else "logits"
     if how and q.dtype != torch.float32 and len(formats) == 1 and not ring and group != "max_logit":
@@ -506,14 +519,15 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
     noted = top = lse
     if how:
         noted = scratch(n, hq, width - 1, dtype=torch.float16 if how == "relative" else torch.float32)
-        top = scratch(n, hq, -(-(width - 1) // BLOCK_T))
+        top = scratch(n, hq, -(-(width - 1) // 16))
     for i, f in enumerate(formats):
         k, v = half(pages, f, "k", q.dtype), half(pages, f, "v", q.dtype)
+        block, warps, stages = shape_of_program(c, k, v)
         _attend[n * c.kv_heads, in_format](
             q, part, part_lse, noted, top, rows, pages.place, pages.count, pages.table.format,
             *words(pages, f, k, v), pages.row_of, pages.scale[f, 0], pages.scale[f, 1], pages.ring,
             d**-0.5, layer, t, i * in_format, parts, width,
-            c, k, v, f, len(formats), False, how, BLOCK_T, num_warps=WARPS, num_stages=STAGES,
+            c, k, v, f, len(formats), False, how, block, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     if ring:
         k = ring_half(c)
@@ -535,26 +549,36 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
         _max_logit[(n * c.kv_heads,)](noted, mass, rows, pages.count, t, width, c, 128)
     else:
         _mass[n * c.kv_heads, -(-(width - 1) // 256)](
-            noted, top, lse, mass, rows, pages.count, t, width, c, group, how, BLOCK_T, 256
+            noted, top, lse, mass, rows, pages.count, t, width, c, group, how, block, 256
         )
     return out, mass[..., :seen]
 
 
-def _most_parts(tokens: int) -> int:
+def shape_of_program(c: Cache, k: Half, v: Half) -> tuple[int, int, int]:
+    """Tokens of a block, warps, stages."""
+    if k.fast and v.fast:
+        return QUANTIZED
+    return MANY if c.coarse or k.kind != "plain" or c.dtype == "fp32" else FEW
+
+
+def _most_parts(tokens: int, coarse: bool) -> int:
     """Parts of the lane with most of them, of those with at most so many tokens."""
     steps = ((1024, 128), (4096, 256), (16384, 512), (tokens, 1024))  # as in `_split`
+    if coarse:
+        steps = ((4096, 1024), (tokens, 2048))
     return max(-(-min(tokens, most) // split) for most, split in steps)
 
 
-def cache(pages: Any) -> Cache:
-    """What of a store's layout does not depend on the format."""
+def cache(pages: Any, rows: int) -> Cache:
+    """What of a store's layout does not depend on the format; rows: N."""
     shape = pages.shape
     group = shape.query_heads // shape.kv_heads
     return Cache(
         rows=shape.rows, kv_heads=shape.kv_heads, group=group, block_g=max(16, power_of_2(group)), dim=shape.head_dim,
         tables=shape.tables[2], layer_lanes=shape.kv_heads if shape.scope == "sequence" else 0,
         head_lanes=0 if shape.scope == "head" else 1, most=pages.table.most, layers=shape.layers,
-        ring=pages.ring.shape[3], dtype=next(n for n, of in _formats.DTYPES.items() if of == pages.dtype),
+        ring=pages.ring.shape[3], coarse=rows * shape.kv_heads >= MANY_LANES,
+        dtype=next(n for n, of in _formats.DTYPES.items() if of == pages.dtype),
     )  # fmt: skip
 
 
@@ -616,7 +640,7 @@ def variants() -> Iterator[Variant]:
     at |= {"*bf16": "p_q p_ring", "*u8": "p_format"}
     common = {name: kind for kind, names in at.items() for name in names.split()}
     for dim in (64, 96, 128):
-        c = Cache(2, 2, 4, 16, dim, 1, 2, 1, 16, 2, 32, "bf16")
+        c = Cache(2, 2, 4, 16, dim, 1, 2, 1, 16, 2, 32, dim == 64, "bf16")
         plain = Half("plain", 16, 0, False, False, 1, dim, power_of_2(dim), 64, 64, 64, dim, 0, 0, 0, 0, 0, 0)
         for k, v, codes, params in (
             (plain, plain, "*bf16", "*u8"),
@@ -633,19 +657,20 @@ def variants() -> Iterator[Variant]:
                 signature["p_k_rows"] = "*i32"
             for seen in ("", "relative") if dim == 128 else ("",):
                 signature["p_seen"] = "*fp16" if seen else "*fp32"
+                block, warps, stages = shape_of_program(c, k, v)
                 constexprs = {
                     "C": c, "K": k, "V": v, "FORMAT": 1, "FORMATS": 1, "IN_RING": False, "SEEN": seen,
-                    "BLOCK_T": BLOCK_T,
+                    "BLOCK_T": block,
                 }  # fmt: skip
-                yield Variant(_attend, dict(signature), constexprs, {"num_warps": WARPS, "num_stages": STAGES})
-    c = Cache(2, 2, 4, 16, 128, 1, 2, 1, 16, 2, 0, "bf16")
+                yield Variant(_attend, dict(signature), constexprs, {"num_warps": warps, "num_stages": stages})
+    c = Cache(2, 2, 4, 16, 128, 1, 2, 1, 16, 2, 0, False, "bf16")
     at = {"*fp32": "p_parts p_part_lse p_lse p_top p_mass", "*bf16": "p_out", "*i32": "p_count", "*i64": "p_rows"}
     at |= {"*fp16": "p_seen", "i32": "table_layer parts width"}
     common = {name: kind for kind, names in at.items() for name in names.split()}
     constexprs = {"C": c, "SLICE": 32, "BLOCK_D": 128, "BLOCK_P": 16}
     yield Variant(_merge, {n: common[n] for n in common if n in _merge.arg_names}, constexprs)
     for rule in ("mean", "max", "none"):
-        constexprs = {"C": c, "RULE": rule, "SEEN": "relative", "BLOCK_T": BLOCK_T, "BLOCK": 256}
+        constexprs = {"C": c, "RULE": rule, "SEEN": "relative", "BLOCK_T": 64, "BLOCK": 256}
         yield Variant(_mass, {n: common[n] for n in common if n in _mass.arg_names}, constexprs)
     signature = {n: common[n] for n in common if n in _max_logit.arg_names} | {"p_seen": "*fp32"}
     yield Variant(_max_logit, signature, {"C": c, "BLOCK": 128})
