@@ -93,7 +93,9 @@ def decode(result: dict[str, Any]) -> list[str]:
         if m["shape"] == "embedded":
             model = f"embedded, {m['dtype']}, {m['prompt_tokens']} + {m['new_tokens']} tokens"
         else:
-            model = f"{m['shape']} (random weights), {m['dtype']}, {m['context']:,} tokens held"
+            shape = "embedded, single steps" if m["shape"] == "embedded-steps" else f"{m['shape']} (random weights)"
+            held = f"`{m['policy']}` after {m['context']:,} tokens" if "policy" in m else f"{m['context']:,} tokens held"
+            model = f"{shape}, {m['dtype']}, {held}"
         rows.append((
             model,
             str(m["batch"]),
@@ -243,6 +245,9 @@ def _short(commit: str) -> str:
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "decode-cpu": decode,
     "decode-gpu": decode,
+    "decode-gpu-steps": decode,
+    "decode-gpu-16k": decode,
+    "decode-gpu-rkv": decode,
     "accuracy": accuracy,
     "cache-speed": paged,
     "cache-bytes": memory,
