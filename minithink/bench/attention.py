@@ -176,7 +176,9 @@ def used_store(storage: Storage, layers: int, batch: int, length: int) -> PagedS
                 part.bitwise_and_(0xBF)  # below 2: its codes have NaNs among them
         _random_params(store.side, lay.v)
         _random_params(store.scale_rows, lay.k)
-        store.scale.fill_(0.01)
+        for which, fmt in enumerate((lay.k, lay.v)):
+            if fmt.tensor_scaled:
+                store.scale[f, which] = 0.01
     if lay.by_token:  # tokens are quantized together with their neighbours
         group = torch.arange(length, device="cuda") // lay.k.group
         row = torch.arange(units, device="cuda")[:, None] * groups + group

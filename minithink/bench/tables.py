@@ -93,8 +93,11 @@ def decode(result: dict[str, Any]) -> list[str]:
         if m["shape"] == "embedded":
             model = f"embedded, {m['dtype']}, {m['prompt_tokens']} + {m['new_tokens']} tokens"
         else:
-            shape = "embedded, single steps" if m["shape"] == "embedded-steps" else f"{m['shape']} (random weights)"
-            held = f"`{m['policy']}` after {m['context']:,} tokens" if "policy" in m else f"{m['context']:,} tokens held"
+            steps = m["shape"] == "embedded-steps"
+            shape = "embedded, single steps" if steps else f"{m['shape']} (random weights)"
+            held = f"{m['context']:,} tokens held"
+            if "policy" in m:
+                held = f"`{m['policy']}` after {m['context']:,} tokens"
             model = f"{shape}, {m['dtype']}, {held}"
         rows.append((
             model,
