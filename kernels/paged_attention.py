@@ -38,7 +38,8 @@ from minithink.kernels._formats import decode_code, e4m3_decode, saturate
 
 MANY_LANES = 256  # from here on there are programs enough without small parts
 # Tokens of a block (those of a part are whole blocks), warps, stages; tuned on an H200.
-FEW, MANY, QUANTIZED = (128, 4, 2), (64, 2, 3), (16, 1, 4)
+FEW, MANY = (128, 4, 2), (64, 2, 3)
+QUANTIZED_FEW, QUANTIZED = (64, 2, 3), (16, 1, 4)
 FAST = ("nvfp4", "ternary", "fp8")
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _LOG2E = tl.constexpr(math.log2(math.e))
@@ -522,7 +523,7 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
         top = scratch(n, hq, -(-(width - 1) // 16))
     for i, f in enumerate(formats):
         k, v = half(pages, f, "k", q.dtype), half(pages, f, "v", q.dtype)
-        block, warps, stages = shape_of_program(c, k, v)
+        block, warps, stages = shape_of_program(c, k, v, n * c.kv_heads)
         _attend[n * c.kv_heads, in_format](
             q, part, part_lse, noted, top, rows, pages.place, pages.count, pages.table.format,
             *words(pages, f, k, v), pages.row_of, pages.scale[f, 0], pages.scale[f, 1], pages.ring,
@@ -554,10 +555,10 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
     return out, mass[..., :seen]
 
 
-def shape_of_program(c: Cache, k: Half, v: Half) -> tuple[int, int, int]:
+def shape_of_program(c: Cache, k: Half, v: Half, lanes: int) -> tuple[int, int, int]:
     """Tokens of a block, warps, stages."""
     if k.fast and v.fast:
-        return QUANTIZED
+        return QUANTIZED if lanes >= MANY_LANES // 4 else QUANTIZED_FEW
     return MANY if c.coarse or k.kind != "plain" or c.dtype == "fp32" else FEW
 
 
@@ -657,7 +658,7 @@ def variants() -> Iterator[Variant]:
                 signature["p_k_rows"] = "*i32"
             for seen in ("", "relative") if dim == 128 else ("",):
                 signature["p_seen"] = "*fp16" if seen else "*fp32"
-                block, warps, stages = shape_of_program(c, k, v)
+                block, warps, stages = shape_of_program(c, k, v, 512 if c.coarse else 8)
                 constexprs = {
                     "C": c, "K": k, "V": v, "FORMAT": 1, "FORMATS": 1, "IN_RING": False, "SEEN": seen,
                     "BLOCK_T": block,
