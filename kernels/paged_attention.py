@@ -597,8 +597,9 @@ def half(pages: Any, f: int, which: str, dtype: torch.dtype) -> Half:
     size = max(1, _formats.params_dtype(fmt).itemsize) if fmt.group else 1
     page, slot = pages.pool.shape[-1], pages.pool.shape[-1] // lay.slots
     side, side_slot = pages.side.shape[-1], pages.side.shape[-1] // lay.slots
-    row = pages.scale_rows.shape[-1]
-    by_token = fmt.by == "token"
+    row, by_token = pages.scale_rows.shape[-1], fmt.by == "token"
+    if not by_token and (side_slot % size or side_start % size):
+        raise ValueError(f"the parameters of {fmt} are not aligned beside those of {lay.k}: choose other groups")
     of = 4 if fast else size
     return Half(
         kind=names["KIND"], bits=fmt.bits, group=fmt.group, by_token=by_token, fast=fast, planes=planes,

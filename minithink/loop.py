@@ -62,7 +62,8 @@ class DecodeLoop:
         idle = [row for row in range(len(cache.rows)) if row not in taken][: n - len(seqs)]
         more = [0] * len(idle)
         values = [
-            [*rows, *idle], [1] * len(rows) + more, [*lengths, *more], [*waiting, *more], [*tokens, *more],
+            [*rows, *idle], [1] * len(rows) + more, [*lengths, *(cache.store.lengths[row] for row in idle)],
+            [*waiting, *(cache.store.waiting[row] for row in idle)], [*tokens, *more],
             [*seqs, *more], [*(length + 1 for length in lengths), *more],
         ]  # fmt: skip
         cache.fit_columns(1)

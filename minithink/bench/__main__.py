@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib.util import find_spec
 from typing import NoReturn
 
-from minithink.bench import accuracy, attention, compile, decode, memory, paged, steps, tables
+from minithink.bench import accuracy, attention, compile, decode, memory, paged, tables
 from minithink.errors import MinithinkError, UsageError
 
-MODULES = (decode, accuracy, paged, memory, attention, steps, compile, tables)
+MODULES = [decode, accuracy, paged, memory, attention, compile, tables]
+if find_spec("triton") is not None:  # it exists for Linux only
+    from minithink.bench import steps
+
+    MODULES.insert(5, steps)
 COMMANDS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 

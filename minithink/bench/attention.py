@@ -23,7 +23,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minithink.bench import record
 from minithink.errors import MinithinkError, UsageError
-from minithink.kernels.paged_attention import paged_attention
 from minithink.kv.contract import Shape, Storage
 from minithink.kv.store import PagedStore
 from minithink.ref.paged_attention import paged_attention as reference
@@ -99,6 +98,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def shape(names: list[str], batch: int, length: int, repeats: int) -> Iterator[dict[str, Any]]:
     """One batch size and length: torch's attention, then every format."""
+    from minithink.kernels.paged_attention import paged_attention  # here: Triton exists for Linux only
+
     plain = batch * length * KV_HEADS * DIM * 4
     layers = max(1, -(-ROTATE // plain))
     here = {"batch": batch, "length": length, "layers": layers}
@@ -199,6 +200,8 @@ def _random_params(of: Tensor, fmt: Any) -> None:
 
 def check(name: str) -> float:
     """The largest error of a small case, relative to the largest value of the reference."""
+    from minithink.kernels.paged_attention import paged_attention
+
     store = used_store(FORMATS[name], 2, 3, 1500)
     q = torch.randn(3, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     want, mass = reference(q.float(), _as_float32(store), 1, "mean")

@@ -284,8 +284,9 @@ class KVManager:
         cos, sin = self.rope.at(lengths)
         now = _Pass([], [1] * len(at), False, [], writer, at, lengths, cos, sin, due=list(self.policy.demands))
         self._pass, now.read = now, self.store.reader(at)
-        if self.policy.pull:
+        if self.policy.pull or not self.backend.in_place:
             now.valid = self.store.positions()[:, at] >= 0
+        if self.policy.pull:
             self._pull(now)
 
     @torch.inference_mode()

@@ -179,6 +179,7 @@ class PagedStore(Pages):
         for row in rows:
             self.most[row] += 1
         self.used.update(self.appends)
+        self.table.pages.at_least *= bool(self.storage.buffer)  # pages may have been drawn: ask when it matters
         self._count(rows, [1] * len(rows), lengths, False)
 
     @property

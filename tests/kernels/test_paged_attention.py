@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minithink.kernels import paged_attention as kernel
 from minithink.kernels.paged_attention import paged_attention
-from minithink.kv.contract import SCOPES, Scope
+from minithink.kv.contract import SCOPES, Scope, Storage
 from minithink.ref import paged_attention as ref
-from tests.compare import assert_close
+from tests.compare import assert_close, assert_same
 from tests.kernels.device import DEVICE
 from tests.kernels.stores import STORAGES, filled
 
@@ -30,13 +32,15 @@ DTYPES = list(TOLERANCE) if DEVICE.type == "cuda" else [torch.float32, torch.flo
     dtype=st.sampled_from(DTYPES),
     spread=st.sampled_from([1e-2, 1.0, 4.0]),
     some=st.booleans(),
+    many=st.booleans(),
     seed=st.integers(0, 999),
 )
 def test_equals_its_twin(
     name: str, scope: Scope, lengths: list[int], heads: tuple[int, int], dim: int, group: str | None,
-    dtype: torch.dtype, spread: float, some: bool, seed: int,
+    dtype: torch.dtype, spread: float, some: bool, many: bool, seed: int,
 ) -> None:  # fmt: skip
-    """Any formats and scopes, empty lanes, slots used again, NaN in every slot that is free."""
+    """Any formats and scopes, empty lanes, slots used again, NaN in every slot that is free; cut as for many lanes or
+    for few."""
     kv_heads, g = heads
     store = filled(
         STORAGES[name], scope, lengths, layers=2, kv_heads=kv_heads, group=g, dim=dim, dtype=dtype, steps=9,
@@ -47,10 +51,32 @@ def test_equals_its_twin(
     q = torch.randn(n, kv_heads * g, dim, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
     layer = seed % 2
     want, want_mass = ref.paged_attention(q, store.reader(rows), layer, group)
-    got, mass = paged_attention(q, store.reader(rows), layer, group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "MANY_LANES", 1 if many else 10**6)
+        got, mass = paged_attention(q, store.reader(rows), layer, group)
     # A logit's rounding is relative to the logit, and becomes a relative error of its probability.
     near = TOLERANCE[dtype] * max(1, 2 * spread)
     assert_close(f"out of {name}", got.float(), want.float(), atol=near * max(1e-3, float(want.abs().max())))
     assert (mass is None) == (group is None)
     if mass is not None and want_mass is not None:
         assert_close(f"mass of {name}", mass, want_mass, atol=4 * near * max(1e-3, float(want_mass.max())))
+
+
+def test_a_sequence_does_not_notice_what_others_lose() -> None:
+    """A lane of several parts gives the same bits when the others have lost nearly everything."""
+    store = filled(STORAGES["nvfp4"], "head", [300, 170, 40], steps=4, seed=3)
+    q = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    before, _ = paged_attention(q, store.reader(), 0)
+    drop = store.positions() > 1
+    drop[:, 0] = False
+    store.evict(drop)
+    after, _ = paged_attention(q, store.reader(), 0)
+    assert_same("row 0", after[0], before[0])
+    assert not torch.equal(after[1], before[1])
+
+
+def test_values_that_lag_are_refused() -> None:
+    storage = Storage(("int2:group=32,by=token/int2:group=32",), buffer=32, tail="keep", lag=True)
+    store = filled(storage, "sequence", [40], steps=3)
+    with pytest.raises(ValueError, match="lag"):
+        paged_attention(torch.zeros(1, 4, 64, device=DEVICE), store.reader(), 0)

@@ -1,0 +1,221 @@
+"""The decode loop of CUDA graphs: it generates what the reference generates, and says when the pool is too small."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from minithink.backend import REFERENCE, Backend, triton_backend
+from minithink.engine import Engine, load
+from minithink.errors import MinithinkError
+from minithink.kv.contract import Storage
+from minithink.kv.manager import KVManager
+from minithink.loop import SIZES, DecodeLoop
+from minithink.model import Decoder, Rope
+from minithink.policies import parse
+from minithink.sampling import SamplingParams
+from minithink.stream import Stream
+from minithink.tasks import load_problems
+from tests.compare import margins
+from tests.kv.run import Full, text_of
+from tests.strategies import example_config, random_decoder
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+
+POLICIES = (
+    None,  # a full cache: in pages for the kernels, in one buffer a sequence for the reference
+    "window:budget=96",
+    "streaming_llm:budget=80,sink=4",
+    "streaming_llm:budget=80,sink=4,rerotate=true",
+    "rkv:budget=96,buffer=16",
+    "crystal_kv_lite:budget=112",
+    "quant:fmt=fp8",
+    "quant:fmt=int4,by=token",
+    "kivi:bits=4",
+)
+DRAWS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.6, "seed": 3}}
+AT_ONCE = 3
+
+
+@cache
+def engine(backend: str) -> Engine:
+    return load("tiny", device="cuda", dtype="float32", backend=backend)
+
+
+def questions() -> list[str]:
+    """Short problems of various lengths, more than run at once."""
+    shortest = sorted(load_problems("test"), key=lambda p: p.thinking_tokens)
+    return [p.question for p in shortest[: 2 * AT_ONCE + 1]]
+
+
+def ran(backend: str, policy: str | None, **options: Any) -> Stream:
+    """A stream, run to its end."""
+    stream = engine(backend).stream(questions(), policy=policy, max_new_tokens=260, batch_size=AT_ONCE, **options)
+    for _ in stream.steps():
+        pass
+    return stream
+
+
+@needs_cuda
+@pytest.mark.parametrize("draw", sorted(DRAWS))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_loop_generates_what_the_reference_does(policy: str | None, draw: str) -> None:
+    """Sequences end at different times, and others take their rows; few graphs are recorded for all steps."""
+    want, got = ran("reference", policy, **DRAWS[draw]), ran("triton", policy, **DRAWS[draw])
+    assert want._loop is None
+    for i, (a, b) in enumerate(zip(got.results, want.results, strict=True)):
+        same = next((k for k, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=False)) if x != y), None)
+        assert a.token_ids == b.token_ids, f"{policy}, sequence {i}: {same} tokens are the same"
+        assert (a.finish_reason, a.kv_tokens) == (b.finish_reason, b.kv_tokens)
+    lengths = {r.generated_tokens for r in want.results}
+    assert policy is not None or len(lengths) > 2, "the sequences should end at different times"
+    loop = got._loop
+    assert loop is not None
+    sizes, widths, formats = zip(*loop.recorded, strict=True)
+    # fewer rows, where sequences end and none waits; a width that follows the lanes; formats that come and go
+    assert set(sizes) <= {1, 2, AT_ONCE}
+    assert all(w == loop.cache.width or w & (w - 1) == 0 for w in widths)
+    assert len(set(formats)) <= 2
+    assert len(loop.recorded) <= 3 * 2 * 2
+    assert max(lengths) > 4 * len(loop.recorded)
+
+
+@needs_cuda
+@pytest.mark.parametrize("policy", ["full", "rkv:budget=96,buffer=16", "kivi:bits=4"])
+def test_a_graph_is_its_steps(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same kernels one by one, in steps that begin with `begin_step`."""
+    recorded = ran("triton", policy, temperature=0)
+    assert recorded._loop is not None
+    monkeypatch.setattr(engine("triton"), "records", False)
+    monkeypatch.setattr(engine("triton"), "columns", None)
+    launched = ran("triton", policy, temperature=0)
+    assert launched._loop is None
+    assert [r.token_ids for r in recorded.results] == [r.token_ids for r in launched.results]
+    assert [r.kv_tokens for r in recorded.results] == [r.kv_tokens for r in launched.results]
+
+
+# -- a loop by itself
+
+
+def on_gpu(backend: Backend) -> Decoder:
+    config = example_config(num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=64, intermediate_size=64)
+    decoder = Decoder(config, backend).requires_grad_(False)
+    decoder.load_state_dict(random_decoder(config, 1).state_dict())
+    return decoder.to("cuda")
+
+
+def cache_for(decoder: Decoder, policy: Any, rows: int, tokens: int, **options: Any) -> KVManager:
+    return KVManager(
+        decoder.config, Rope(decoder.config, "cuda"), policy, rows=rows, tokens=tokens, device="cuda",
+        backend=decoder.backend, columns="fit", **options,
+    )  # fmt: skip
+
+
+@torch.inference_mode()
+def step(decoder: Decoder, manager: KVManager, chunks: dict[int, list[int]]) -> dict[int, torch.Tensor]:
+    """A step that is not recorded → logits [V] of each sequence's last token, on the CPU."""
+    counts = [len(chunk) for chunk in chunks.values()]
+    tokens = [token for chunk in chunks.values() for token in chunk]
+    manager.begin_step(list(chunks), counts, tokens)
+    hidden = decoder(torch.tensor(tokens, device="cuda"), manager)
+    manager.end_step()
+    return {s: x[-1].cpu() for s, x in zip(chunks, decoder.logits(hidden).split(counts), strict=True)}
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    "policy",
+    ["full", "window:budget=20", "rkv:budget=24,buffer=8,alpha=4", "quant:fmt=nvfp4", "quant:fmt=int4,by=token"],
+)
+def test_some_of_the_sequences_in_any_order(policy: str) -> None:
+    """Those that pause stay as they are, and so do the tokens in their buffers; rows are used again."""
+    twin, ours = on_gpu(REFERENCE), on_gpu(triton_backend())
+    want, got = (cache_for(d, parse(policy), rows=5, tokens=400) for d in (twin, ours))
+    loop = DecodeLoop(ours, got, SamplingParams(temperature=0))
+    last: dict[int, int] = {}
+
+    def join(seq: int, n: int) -> None:
+        for manager, decoder in ((want, twin), (got, ours)):
+            manager.join(seq, 400, n)
+            chosen = step(decoder, manager, {seq: text_of(decoder.config, n, seq)})[seq]
+            last[seq] = int(chosen.argmax())
+
+    def talk(seqs: Sequence[int]) -> None:
+        fed = {seq: last[seq] for seq in seqs}
+        logits = step(twin, want, {seq: [token] for seq, token in fed.items()})
+        drawn = loop.step(list(fed), list(fed.values()))
+        for seq, token in zip(fed, drawn, strict=True):
+            sure = float(margins(logits[seq][None])[0]) > 1e-2  # a rounded code may be another
+            assert not sure or token == int(logits[seq].argmax()), f"sequence {seq} at {want.length(seq)}"
+            last[seq] = int(logits[seq].argmax())
+            assert got.next_state(seq) == want.next_state(seq)
+            assert got.held(seq) == want.held(seq)
+
+    for seq, n in enumerate((30, 7, 19, 1)):
+        join(seq, n)
+    for i in range(40):
+        talk([(0, 1, 2, 3), (2, 0), (3,), (1, 3, 0)][i % 4])
+    for manager in (want, got):
+        manager.leave(2)
+    join(9, 25)
+    for i in range(230):  # beyond the narrowest width
+        talk([(9, 0), (0, 1, 3, 9), (0,)][i % 3])
+    assert {n for n, _, _ in loop.recorded} <= {1, 2, 4} <= set(SIZES)
+    assert len(loop.recorded) <= 12
+
+
+@needs_cuda
+def test_draws_belong_to_sequence_and_position() -> None:
+    """Drawn in the graph as `generate` draws outside of it: alone and in a batch the same tokens."""
+    together = ran("triton", "full", **DRAWS["sampled"])
+    sampled = engine("triton").stream(
+        questions()[:1], policy="full", max_new_tokens=80, batch_size=1, **DRAWS["sampled"]
+    )
+    for _ in sampled.steps():
+        pass
+    assert sampled.result.token_ids == together.results[0].token_ids[: len(sampled.result.token_ids)]
+
+
+@needs_cuda
+def test_too_small_a_pool() -> None:
+    """Noticed in the step that finds no page, and not before."""
+    decoder = on_gpu(triton_backend())
+    units = 2 * 2  # of two layers and heads
+    manager = cache_for(decoder, Full(storage=Storage(block=4)), rows=2, tokens=100, pages=6 * units)
+    for seq, n in ((0, 8), (1, 4)):  # two pages and one of each unit: three are free
+        manager.join(seq, 100, n)
+        step(decoder, manager, {seq: text_of(decoder.config, n, seq)})
+    loop = DecodeLoop(decoder, manager, SamplingParams(temperature=0))
+    tokens = [1, 2]
+    for _ in range(4):  # a page each, with four slots
+        tokens = loop.step([0, 1], tokens)
+    assert manager.store.table.pages.free == units
+    with pytest.raises(MinithinkError, match=r"The KV pool of 24 pages is exhausted: use a smaller --batch-size"):
+        loop.step([0, 1], tokens)
+    assert [manager.length(seq) for seq in (0, 1)] == [12, 8]
+
+
+@needs_cuda
+def test_the_last_page_suffices() -> None:
+    decoder = on_gpu(triton_backend())
+    manager = cache_for(decoder, Full(storage=Storage(block=4)), rows=1, tokens=100, pages=3 * 4)
+    manager.join(5, 100, 4)
+    step(decoder, manager, {5: [1, 2, 3, 4]})
+    loop, tokens = DecodeLoop(decoder, manager, SamplingParams(temperature=0)), [1]
+    for _ in range(8):
+        tokens = loop.step([5], tokens)
+    assert (manager.length(5), manager.store.table.pages.free) == (12, 0)
+    with pytest.raises(MinithinkError, match="exhausted"):
+        loop.step([5], tokens)
+
+
+def test_what_cannot_be_recorded_is_refused() -> None:
+    """Without fixed widths addresses change. No GPU is needed to say so."""
+    decoder = random_decoder(example_config())
+    manager = KVManager(decoder.config, Rope(decoder.config), parse("full"), rows=1, tokens=9)
+    with pytest.raises(ValueError, match="steps under full cannot be recorded"):
+        DecodeLoop(decoder, manager, SamplingParams(temperature=0))
