@@ -122,7 +122,8 @@ class BlockTable:
         """Give every unit so many more pages, at most `most` each: pages int [Lt, B, Ht]."""
         if not most:
             return
-        self._widen(most)
+        self._widen(pages, most)
+        most = min(most, self.page.shape[-1])
         want = torch.arange(most, device=pages.device) < pages[..., None]  # [Lt, B, Ht, most]
         new = self.pages.draw(want, want.numel())
         number = new.long()
@@ -210,11 +211,12 @@ class BlockTable:
         """Pages of a unit that are for tokens of this format and type: bool [Lt, B, Ht, width]."""
         return (self.format[here] == fmt) & (self.thought[here] == thought[..., None])
 
-    def _widen(self, most: int) -> None:
-        """Room for `most` more columns."""
+    def _widen(self, pages: Tensor, most: int) -> None:
+        """Room for so many more pages of every unit, at most `most` each. Where there is room the table stays where
+        it is: recorded graphs know its address."""
         self.widest += most
         if self.widest > self.page.shape[-1]:  # as far as the host knows: count
-            self.widest = most + int((self.page != self.pages.count).sum(-1).max())
+            self.widest = int(((self.page != self.pages.count).sum(-1) + pages).max())
             if (more := self.widest - self.page.shape[-1]) > 0:
                 more = max(more, self.page.shape[-1])  # doubling
                 self.page = torch.nn.functional.pad(self.page, (0, more), value=self.pages.count)

@@ -495,14 +495,11 @@ def test_a_prompt_is_refused_after_steps_that_took_the_room() -> None:
     assert manager.store.table.pages.free == 0
 
 
-MOVES = pytest.mark.xfail(strict=True, reason="BlockTable widens for one unit's pages beside another's")
-
-
 @pytest.mark.parametrize(
     "text",
     [
-        pytest.param("full", marks=MOVES),
-        pytest.param("rkv:budget=16,buffer=6,alpha=4,kernel_size=3", marks=MOVES),
+        "full",
+        "rkv:budget=16,buffer=6,alpha=4,kernel_size=3",
         "quant:fmt=fp8",
     ],
 )
