@@ -56,7 +56,7 @@ class KernelStore(PagedStore):
         if others or valid.shape[-1] > 1:
             return super()._take(valids, thought, purpose)
         t, overflow = self.table, torch.zeros((), dtype=torch.bool, device=DEVICE)
-        t._widen(1)
+        t._widen(torch.ones_like(self.count), 1)
         t.pages.at_least = 0  # only the device knows
         self.used.add(f)
         fmt = torch.full_like(thought, f)
