@@ -195,7 +195,7 @@ def _planes(p_codes, p_params, p_rows, o_codes, o_params, o_rows, m_token, tenso
                 scale = wide.reshape([code.shape[0], BLOCK_W])
             else:
                 scale = _scale_fp16(tl.load(p_params + o_params[:, None] + word * PLANES // GROUP, m_word, other=0))
-        else:  # four scales of a byte are one number
+        else:  # four scales, a byte each, are one number
             scale = tl.load(p_rows + o_rows[:, None] + word, m_word, other=0)
         for i in tl.static_range(PLANES):
             out = out + (_fast_plane(raw, scale, KIND, i, BY_TOKEN),)

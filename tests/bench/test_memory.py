@@ -70,3 +70,14 @@ def test_both_caches_generate_the_same(tmp_path: Path) -> None:
     assert m["same_tokens"]
     assert len(m["ratios"]) == 2
     assert min(m["ratios"]) <= m["ratio"] <= max(m["ratios"])
+
+
+@pytest.mark.parametrize("name", ["window:budget=30", "window:schedule=sawtooth:40/30"])
+def test_a_policy_may_name_its_own_budget(name: str, tmp_path: Path) -> None:
+    """The default --budget is for those that name none."""
+    out = tmp_path / "bytes.json"
+    argv = ["--policies", name, "--tokens", "60", "--prompt-tokens", "20", "--output", str(out)]
+    assert main(["memory", *argv]) == 0
+    (m,) = json.loads(out.read_text())["measurements"]
+    assert m["budget"] in (30, 40)
+    assert m["tokens_held"] < 41

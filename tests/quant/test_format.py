@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minithink.errors import UsageError
 from minithink.quant import Format, parse
-from minithink.quant.format import scale_with_headroom
+from minithink.quant.format import scale_with_headroom, view_as
 from minithink.quant.nvfp4 import Nvfp4
 from tests.compare import assert_close, assert_same
 from tests.quant.draw import DTYPES, FORMATS, GROUPED, SYMMETRIC, numbers, own_scale, round_trip, with_option
@@ -247,3 +247,11 @@ def test_only_tensor_scaled_formats_read_the_scale(fmt: Format) -> None:
         one, other = one[:, None], other[:, None]
     same = torch.equal(round_trip(fmt, x, one), round_trip(fmt, x, other))
     assert same != fmt.tensor_scaled
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_rows_of_an_odd_stride_are_read(rows: int) -> None:
+    """One row of a wider tensor counts as contiguous, whatever its stride is."""
+    data = torch.arange(22, dtype=torch.uint8).view(2, 11)[:rows, :8]
+    want = torch.stack([row.clone().view(torch.float16) for row in data])
+    assert_same("numbers", view_as(data, torch.float16), want)

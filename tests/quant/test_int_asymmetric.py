@@ -261,3 +261,10 @@ def test_shrink_takes_rows_in_any_layout() -> None:
 def test_shrink_changes_the_bits_of_integers_only(source: str, target: str) -> None:
     with pytest.raises(UsageError, match="cannot be shrunk"):
         shrink(parse(source), parse(target), *parse(source).quantize(torch.randn(32), ONE))
+
+
+@pytest.mark.parametrize("order", [[-0.0, 0.0], [0.0, -0.0]])
+def test_a_minimum_of_zero_has_no_sign(order: list[float]) -> None:
+    """Which of two zeros is the smaller one is up to the reduction: the bytes must not depend on it."""
+    _, params = family("int4:group=16").quantize(torch.tensor(order * 8), ONE)
+    assert not params.any()
