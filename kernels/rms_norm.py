@@ -23,14 +23,16 @@ PER_THREAD = 16  # numbers that a thread holds
 
 @triton.jit
 def _rms_norm(
-    p_x, p_weight, p_out, rows, inner, width, stride_outer, stride_inner, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+    p_x, p_weight, p_out, rows, inner, width, stride_outer, stride_inner, stride_weight, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     i_row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    i_outer, i_inner = i_row // inner, i_row % inner
     column = tl.arange(0, BLOCK)[None, :]
     m_in = (i_row < rows) & (column < width)
-    o_x = (i_row // inner).to(tl.int64) * stride_outer + (i_row % inner).to(tl.int64) * stride_inner
+    o_x = i_outer.to(tl.int64) * stride_outer + i_inner.to(tl.int64) * stride_inner
     x = tl.load(p_x + o_x + column, m_in, other=0).to(tl.float32)  # [ROWS, BLOCK]
-    weight = tl.load(p_weight + column, column < width, other=0).to(tl.float32)
+    weight = tl.load(p_weight + i_inner * stride_weight + column, m_in, other=0).to(tl.float32)
     # x / √(mean(x²) + eps) · weight
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / width + eps)
     tl.store(p_out + i_row.to(tl.int64) * width + column, x * scale[:, None] * weight, m_in)
@@ -41,7 +43,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Args:
         x: [..., d] in any floating dtype; not copied if the last axis is dense and has at most two before it.
-        weight: [d].
+        weight: [d], or [H, d] for `x` [..., H, d]: one for each head.
         eps: added to the mean square.
 
     Returns:
@@ -60,8 +62,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     outer, inner, _ = x.shape
     rows_of_program, block, warps = shape_of_program(width)
     _rms_norm[(triton.cdiv(outer * inner, rows_of_program),)](
-        x, weight.contiguous(), out, outer * inner, inner, width, x.stride(0), x.stride(1), eps,
-        rows_of_program, block, num_warps=warps,
+        x, weight.contiguous(), out, outer * inner, inner, width, x.stride(0), x.stride(1),
+        0 if weight.dim() == 1 else width, eps, rows_of_program, block, num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -76,7 +78,7 @@ def shape_of_program(width: int) -> tuple[int, int, int]:
 def variants() -> Iterator[Variant]:
     for dtype in ("fp32", "fp16", "bf16"):
         signature = dict.fromkeys(("p_x", "p_weight", "p_out"), f"*{dtype}")
-        signature |= dict.fromkeys(("rows", "inner", "width", "stride_outer", "stride_inner"), "i32")
+        signature |= dict.fromkeys(("rows", "inner", "width", "stride_outer", "stride_inner", "stride_weight"), "i32")
         for width in (64, 128, 1536, 4096, 8192):
             rows, block, warps = shape_of_program(width)
             yield Variant(

@@ -3,12 +3,13 @@
 Tokens of all sequences lie in one flat row of N tokens, so a batch of any lengths needs no padding. The model does
 not know which token belongs to which sequence, nor at which position it stands: it hands unrotated q, k and v of
 every layer to an object with `attend`, which does (a KV cache at inference, `TrainAttention` in training), and shows
-it the residual stream after every layer through `tap`.
+it the residual stream after every layer through `tap`. The heads of q and of k stay in one tensor, qk, as long as the
+same is done to both: a decoding step of a small model is bound by the number of calls.
 
     x = embed[token]
     for each layer:
-        q, k, v = split(norm(x) · W_qkv)          Qwen2: + b_qkv;  Qwen3: q, k = norm(q), norm(k) per head
-        x = x + attend(q, k, v) · W_o             RoPE and softmax(q·kᵀ/√D)·v happen there
+        qk, v = split(norm(x) · W_qkv)            Qwen2: + b_qkv;  Qwen3: qk = norm(qk) per head
+        x = x + attend(qk, v) · W_o               RoPE and softmax(q·kᵀ/√D)·v happen there
         x = x + swiglu(norm(x) · W_gate_up) · W_down
     logits = norm(x) · W_vocab
 """
@@ -28,8 +29,17 @@ from minithink.config import ModelConfig
 class Attention(Protocol):
     """What the decoder asks of whatever holds the keys and values."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Rotate, append, attend. q: [N, Hq, D], k and v: [N, Hkv, D], unrotated; returns [N, Hq, D]."""
+    def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
+        """Rotate, append, attend.
+
+        Args:
+            layer: whose queries, keys and values these are.
+            qk: [N, Hq + Hkv, D], unrotated; the heads of the queries, then those of the keys.
+            v: [N, Hkv, D].
+
+        Returns:
+            [N, Hq, D].
+        """
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
         """See, and perhaps change, the residual stream after `layer` (−1: after the final norm): [N, d]."""
@@ -46,8 +56,7 @@ class Block(nn.Module):
         self.attn_norm = nn.Parameter(torch.empty(d))
         self.qkv = nn.Parameter(torch.empty(d, q_out + 2 * kv_out))
         self.qkv_bias = nn.Parameter(torch.empty(q_out + 2 * kv_out)) if c.qkv_bias else None
-        self.q_norm = nn.Parameter(torch.empty(c.head_dim)) if c.qk_norm else None
-        self.k_norm = nn.Parameter(torch.empty(c.head_dim)) if c.qk_norm else None
+        self.qk_norm = nn.Parameter(torch.empty(2, c.head_dim)) if c.qk_norm else None  # of q, of k
         self.o = nn.Parameter(torch.empty(q_out, d))
         self.o_bias = nn.Parameter(torch.empty(d)) if c.o_bias else None
         self.mlp_norm = nn.Parameter(torch.empty(d))
@@ -60,10 +69,12 @@ class Block(nn.Module):
         n, hq, hkv = x.shape[0], c.num_heads, c.num_kv_heads
 
         qkv = ops.linear(ops.rms_norm(x, self.attn_norm, eps), self.qkv, self.qkv_bias)
-        q, k, v = qkv.view(n, hq + 2 * hkv, c.head_dim).split((hq, hkv, hkv), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = ops.rms_norm(q, self.q_norm, eps), ops.rms_norm(k, self.k_norm, eps)
-        out = cache.attend(self.index, q, k, v)  # [N, Hq, D]
+        # split_with_sizes, since `split` is Python around it that takes longer than the call
+        qk, v = qkv.view(n, hq + 2 * hkv, c.head_dim).split_with_sizes((hq + hkv, hkv), dim=1)
+        if self.qk_norm is not None:
+            weight = self.qk_norm.repeat_interleave(hq, dim=0)[: hq + hkv]  # Hq times q's, Hkv times k's
+            qk = ops.rms_norm(qk, weight, eps)
+        out = cache.attend(self.index, qk, v)  # [N, Hq, D]
         x = ops.linear(out.reshape(n, hq * c.head_dim), self.o, x if self.o_bias is None else x + self.o_bias)
 
         h = ops.swiglu(ops.linear(ops.rms_norm(x, self.mlp_norm, eps), self.gate_up, None))

@@ -157,10 +157,11 @@ class TrainAttention:
         self.rows, self.length = rows, length
         self.cos, self.sin = table.cos[:length].repeat(rows, 1, 1), table.sin[:length].repeat(rows, 1, 1)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q: [rows·length, Hq, D], k, v: [rows·length, Hkv, D] → [rows·length, Hq, D]."""
-        q, k = rope(q, self.cos, self.sin), rope(k, self.cos, self.sin)
-        q, k, v = (x.unflatten(0, (self.rows, self.length)).transpose(1, 2) for x in (q, k, v))
+    def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
+        """qk: [rows·length, Hq + Hkv, D], v: [rows·length, Hkv, D] → [rows·length, Hq, D]."""
+        qk = rope(qk, self.cos, self.sin)
+        qk, v = (x.unflatten(0, (self.rows, self.length)).transpose(1, 2) for x in (qk, v))
+        q, k = qk.tensor_split((-v.shape[1],), dim=1)  # [rows, Hq, length, D], [rows, Hkv, length, D]
         # Padding stands at the end of its row, so no real token sees it.
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1)
@@ -176,13 +177,18 @@ def loss_of(decoder: Decoder, table: Rope, tokens: Tensor, labels: Tensor) -> Te
     return F.cross_entropy(logits.float(), labels.flatten(), ignore_index=IGNORE)
 
 
+def _is_vector(name: str, p: Tensor) -> bool:
+    """Biases, and the weights of norms: `qk_norm` holds two."""
+    return p.dim() == 1 or name.endswith("norm")
+
+
 def initialise(decoder: Decoder, seed: int) -> None:
     """Normal weights of 0.02, those that write into the residual stream scaled down by √(2L); norms at 1."""
     generator = torch.Generator().manual_seed(seed)
     writes = 0.02 / math.sqrt(2 * decoder.config.num_layers)
     with torch.no_grad():
         for name, p in decoder.named_parameters():
-            if p.dim() == 1:
+            if _is_vector(name, p):
                 p.fill_(1.0)
             else:
                 std = writes if name.endswith((".o", ".down")) else 0.02
@@ -200,8 +206,8 @@ def optimizers_for(decoder: Decoder, recipe: Recipe) -> list[torch.optim.Optimiz
     """Muon for the blocks' matrices, AdamW for the embedding (with weight decay) and for vectors (without)."""
     if not hasattr(torch.optim, "Muon"):
         raise MinithinkError(f"Training needs torch.optim.Muon, which torch {torch.__version__} lacks: use 2.9.")
-    matrices = [p for block in decoder.blocks for p in block.parameters() if p.dim() == 2]
-    vectors = [p for p in decoder.parameters() if p.dim() < 2]
+    matrices = [p for name, p in decoder.blocks.named_parameters() if not _is_vector(name, p)]
+    vectors = [p for name, p in decoder.named_parameters() if _is_vector(name, p)]
     tables = [p for p in (decoder.embed, decoder.head) if p is not None]
     groups = [{"params": tables, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [
@@ -236,6 +242,8 @@ def load_progress(folder: Path, decoder: Decoder, optimizers: list[torch.optim.O
     with torch.no_grad(), safe_open(path, "pt") as file:
         for key_and_name in file.keys():  # noqa: SIM118, a file is not a dict
             key, name = key_and_name.split(" ")
+            if name not in parameters:
+                raise MinithinkError(f"{path} is of another version, which had a parameter {name}: start anew.")
             p, value = parameters[name], file.get_tensor(key_and_name)
             if key == "weight":
                 p.copy_(value)

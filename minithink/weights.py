@@ -59,7 +59,7 @@ def tensors_of(decoder: Decoder) -> dict[str, Tensor]:
     for i, b in enumerate(decoder.blocks):
         assert isinstance(b, Block)
         layer, attn, mlp = f"model.layers.{i}.", f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
-        bias = b.qkv_bias
+        bias, norm = b.qkv_bias, b.qk_norm
         out |= {
             layer + "input_layernorm.weight": b.attn_norm,
             attn + "q_proj.weight": b.qkv[:, :q].t(),
@@ -68,8 +68,8 @@ def tensors_of(decoder: Decoder) -> dict[str, Tensor]:
             attn + "q_proj.bias": None if bias is None else bias[:q],
             attn + "k_proj.bias": None if bias is None else bias[q : q + kv],
             attn + "v_proj.bias": None if bias is None else bias[q + kv :],
-            attn + "q_norm.weight": b.q_norm,
-            attn + "k_norm.weight": b.k_norm,
+            attn + "q_norm.weight": None if norm is None else norm[0],
+            attn + "k_norm.weight": None if norm is None else norm[1],
             attn + "o_proj.weight": b.o.t(),
             attn + "o_proj.bias": b.o_bias,
             layer + "post_attention_layernorm.weight": b.mlp_norm,

@@ -134,12 +134,12 @@ class _Spy:
     """An `Attention` that returns zeros and records what it was shown."""
 
     def __init__(self) -> None:
-        self.attended: list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = []
+        self.attended: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
         self.tapped: list[int] = []
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.attended.append((layer, tuple(q.shape), tuple(k.shape), tuple(v.shape)))
-        return torch.zeros_like(q)
+    def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
+        self.attended.append((layer, tuple(qk.shape), tuple(v.shape)))
+        return torch.zeros_like(qk[:, : qk.shape[1] - v.shape[1]])
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
         self.tapped.append(layer)
@@ -150,8 +150,8 @@ def test_the_cache_sees_every_layer_and_may_steer() -> None:
     config = example_config()
     decoder, spy = random_decoder(config), _Spy()
     hidden = decoder(torch.tensor([1, 2, 3]), spy)
-    q, kv = (3, config.num_heads, config.head_dim), (3, config.num_kv_heads, config.head_dim)
-    assert spy.attended == [(0, q, kv, kv), (1, q, kv, kv)]
+    qk, v = (3, config.num_heads + config.num_kv_heads, config.head_dim), (3, config.num_kv_heads, config.head_dim)
+    assert spy.attended == [(0, qk, v), (1, qk, v)]
     assert spy.tapped == [0, 1, -1]
     steered = hidden - 1  # what the tap after the final norm added reaches the caller
 

@@ -93,6 +93,14 @@ def test_a_resumed_run_sees_the_batches_of_its_steps(tokenizer, monkeypatch):
         assert torch.equal(ours, theirs)
 
 
+def test_progress_of_another_version_is_refused(tmp_path, config):
+    decoder = Decoder(config)
+    train.save_progress(tmp_path, decoder, [], {"step": 1})
+    del decoder.blocks[1].qk_norm
+    with pytest.raises(train.MinithinkError, match=r"blocks\.1\.qk_norm"):
+        train.load_progress(tmp_path, decoder, [])
+
+
 def test_resuming_nothing_is_an_error(tmp_path, config):
     with pytest.raises(train.MinithinkError, match="no interrupted run"):
         run(tmp_path, config, RECIPE, resume=True)
@@ -137,6 +145,21 @@ def test_training_and_the_cache_compute_the_same(config):
             cache.join(0, 33)
             cache.begin_step([0], [33])
             assert_close("hidden", decoder(tokens[i], cache), together[i], atol=1e-5, rtol=1e-5)
+
+
+def test_norms_begin_at_one_and_are_not_orthogonalized(config):
+    """The norms of q and k, too, whose weights are one matrix."""
+    decoder = Decoder(config)
+    train.initialise(decoder, 0)
+    muon, adam = (
+        {id(p): g["weight_decay"] for g in o.param_groups for p in g["params"]}
+        for o in train.optimizers_for(decoder, RECIPE)
+    )
+    assert not muon.keys() & adam.keys()
+    assert muon.keys() | adam.keys() == {id(p) for p in decoder.parameters()}
+    norms = [p for name, p in decoder.named_parameters() if name.endswith("norm")]
+    assert len(norms) == 3 * config.num_layers + 1
+    assert all(p.eq(1).all() and adam[id(p)] == 0 for p in norms)
 
 
 def test_the_schedule_warms_up_and_ends_at_its_final_share():

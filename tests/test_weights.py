@@ -31,6 +31,7 @@ torch.set_num_threads(1)
 ROOT = Path(__file__).parent.parent
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 Q0 = "model.layers.0.self_attn.q_proj.weight"
+Q_NORM, K_NORM = (f"model.layers.0.self_attn.{x}_norm.weight" for x in "qk")
 
 
 def same_weights(got: torch.nn.Module, want: torch.nn.Module) -> None:
@@ -102,6 +103,17 @@ def test_round_trip(config: ModelConfig, shard: int, tmp_path_factory: pytest.Te
             assert_same(f"logits of {name}", again(tokens).logits, model(tokens).logits)
     for path in tmp.glob("*/*"):
         path.unlink()
+
+
+def test_the_norms_of_q_and_k_are_one_parameter_and_two_tensors(folder: Path) -> None:
+    q, k = torch.rand(10), torch.rand(10)
+    rewrite(folder, **{Q_NORM: q, K_NORM: k})
+    decoder = load_decoder(folder)
+    assert_same("loaded", decoder.blocks[0].qk_norm, torch.stack((q, k)))
+    save_checkpoint(decoder, folder)
+    tensors = load_file(folder / "model.safetensors")
+    assert_same("q's", tensors[Q_NORM], q)
+    assert_same("k's", tensors[K_NORM], k)
 
 
 def test_parameters_need_no_gradient(folder: Path) -> None:
@@ -233,9 +245,10 @@ def test_loading_allocates_the_weights_and_no_more(shard: int | None, tmp_path: 
 # --- damage -------------------------------------------------------------------------------------------------
 
 
-def test_missing_tensor(folder: Path) -> None:
-    rewrite(folder, **{Q0: None})
-    refused(folder, "model.safetensors", Q0, "[40, 24]", "missing")
+@pytest.mark.parametrize(("name", "shape"), [(Q0, "[40, 24]"), (Q_NORM, "[10]"), (K_NORM, "[10]")])
+def test_missing_tensor(name: str, shape: str, folder: Path) -> None:
+    rewrite(folder, **{name: None})
+    refused(folder, "model.safetensors", name, shape, "missing")
 
 
 def test_extra_tensor(folder: Path) -> None:
@@ -243,9 +256,10 @@ def test_extra_tensor(folder: Path) -> None:
     refused(folder, "model.safetensors", "model.layers.0.self_attn.q_proj.bias", "[40]", "no place")
 
 
-def test_misshapen_tensor(folder: Path) -> None:
-    rewrite(folder, **{Q0: torch.zeros(24, 40)})
-    refused(folder, "model.safetensors", Q0, "[24, 40]", "[40, 24]")
+@pytest.mark.parametrize(("name", "shape"), [(Q0, "[40, 24]"), (Q_NORM, "[10]"), (K_NORM, "[10]")])
+def test_misshapen_tensor(name: str, shape: str, folder: Path) -> None:
+    rewrite(folder, **{name: torch.zeros(24, 39)})
+    refused(folder, "model.safetensors", name, "[24, 39]", shape)
 
 
 def test_vocabulary_of_another_size(folder: Path) -> None:

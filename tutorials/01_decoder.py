@@ -125,8 +125,9 @@ labels = [visible(t) for t in tokens]
 # ## A witness
 #
 # The library's decoder does not compute attention itself. It hands unrotated q, k and v to an object with a method
-# `attend`, and shows it the residual stream after every layer through `tap`. Normally that object is a KV cache. Ours
-# is one that also takes notes. The notes are what we check our own arithmetic against.
+# `attend`, and shows it the residual stream after every layer through `tap`. (The heads of q and of k come in one
+# tensor, because the same will be done to both.) Normally that object is a KV cache. Ours is one that also takes
+# notes. The notes are what we check our own arithmetic against.
 
 
 # %%
@@ -137,9 +138,10 @@ class Witness(FullCache):
         super().__init__(*args, **options)
         self.handed, self.returned, self.residual = {}, {}, {}
 
-    def attend(self, layer, q, k, v):
+    def attend(self, layer, qk, v):
+        q, k = qk.split((Hq, Hkv), dim=1)
         self.handed[layer] = q, k, v
-        self.returned[layer] = super().attend(layer, q, k, v)
+        self.returned[layer] = super().attend(layer, qk, v)
         return self.returned[layer]
 
     def tap(self, layer, hidden):
@@ -229,10 +231,12 @@ print("q:", tuple(q.shape), " k:", tuple(k.shape), " v:", tuple(v.shape))
 # ### QK-norm
 #
 # Qwen3 normalizes every head of q and of k once more. So no score can be large only because a vector is long.
-# (Llama has neither this nor biases. Qwen2 adds a bias to q, k and v.)
+# (Llama has neither this nor biases. Qwen2 adds a bias to q, k and v.) The parameter `qk_norm` holds q's weight and
+# k's.
 
 # %%
-q, k = rms_norm(q, block.q_norm), rms_norm(k, block.k_norm)
+w_q, w_k = block.qk_norm  # [D] each
+q, k = rms_norm(q, w_q), rms_norm(k, w_k)
 
 for mine, theirs in zip((q, k, v), witness.handed[0], strict=True):
     assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
@@ -410,7 +414,7 @@ def layer_by_hand(x, block):
     n, position = len(x), torch.arange(len(x))
     a = rms_norm(x, block.attn_norm)
     q, k, v = (a @ block.qkv).view(n, Hq + 2 * Hkv, D).split((Hq, Hkv, Hkv), dim=1)
-    q, k = rms_norm(q, block.q_norm), rms_norm(k, block.k_norm)
+    q, k = (rms_norm(heads, w) for heads, w in zip((q, k), block.qk_norm, strict=True))
     weight = attention_weights(rope(q, position), rope(k, position))
     out = torch.einsum("hij,jhd->ihd", weight, v.repeat_interleave(g, dim=1))
     x = x + out.reshape(n, Hq * D) @ block.o

@@ -71,9 +71,9 @@ class NoCache:
     def __init__(self):
         self.keys, self.values = [], []
 
-    def attend(self, layer, q, k, v):  # q: [N, Hq, D], k and v: [N, Hkv, D]
-        cos, sin = engine.rope.at(torch.arange(len(q)))
-        q, k = decoder.backend.rope(q, cos, sin), decoder.backend.rope(k, cos, sin)
+    def attend(self, layer, qk, v):  # qk: [N, Hq + Hkv, D], q's heads and then k's; v: [N, Hkv, D]
+        cos, sin = engine.rope.at(torch.arange(len(qk)))
+        q, k = decoder.backend.rope(qk, cos, sin).split((Hq, Hkv), dim=1)
         self.keys.append(k)
         self.values.append(v)
         return decoder.backend.attention(q, k.transpose(0, 1), v.transpose(0, 1))
@@ -589,12 +589,12 @@ class WithoutOne(FullCache):
 
     evicted, prompt_length = None, 0
 
-    def attend(self, layer, q, k, v):
-        out = super().attend(layer, q, k, v)  # appends, too
+    def attend(self, layer, qk, v):
+        out = super().attend(layer, qk, v)  # appends, too
         [lane] = self._lanes
         if self.evicted is None or lane.length < self.prompt_length:
             return out
-        q = self.backend.rope(q, self._cos, self._sin)
+        q = self.backend.rope(qk[:, :Hq], self._cos, self._sin)
         keys, values = lane.all[2 * layer : 2 * layer + 2]  # [Hkv, S, D] each
         kept = [j for j in range(keys.shape[1]) if j != self.evicted]
         return self.backend.attention(q, keys[:, kept], values[:, kept])

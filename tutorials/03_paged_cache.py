@@ -548,7 +548,8 @@ def write(letters: str) -> list:
     """These tokens come, one a step; their queries, keys and values are noise → the rows of the block table."""
     for letter in letters:
         thinkv.begin_step([0], [1], [ord(letter) - ord("A")])
-        thinkv.attend(0, *torch.randn(3, 1, 2, 16, generator=noise).bfloat16())
+        q, k, v = torch.randn(3, 1, 2, 16, generator=noise).bfloat16()
+        thinkv.attend(0, torch.cat((q, k), dim=1), v)
         thinkv.end_step()
     print(f"after {letters[-1]}   page  type  filled  starts   segment masks       eviction mask")
     entries = thinkv.store.entries(layer=0, row=0, head=0)

@@ -106,9 +106,9 @@ class Witness(FullCache):
 
     queries: torch.Tensor
 
-    def attend(self, layer, q, k, v):
-        self.queries[layer] = self.backend.rope(q, self._cos, self._sin)
-        return super().attend(layer, q, k, v)
+    def attend(self, layer, qk, v):
+        self.queries[layer] = self.backend.rope(qk[:, :Hq], self._cos, self._sin)
+        return super().attend(layer, qk, v)
 
 
 [answer] = engine.generate(problem.question, temperature=0)
@@ -513,10 +513,10 @@ class Quantized:
     def __init__(self, keys: str, values: str) -> None:
         self.keys, self.values = keys, values
 
-    def attend(self, layer, q, k, v):  # q: [N, Hq, D], k and v: [N, Hkv, D]
-        n, P = len(q), len(prompt)
+    def attend(self, layer, qk, v):  # qk: [N, Hq + Hkv, D], q's heads and then k's; v: [N, Hkv, D]
+        n, P = len(qk), len(prompt)
         cos, sin = engine.rope.at(torch.arange(n))
-        q, k = decoder.backend.rope(q, cos, sin), decoder.backend.rope(k, cos, sin)
+        q, k = decoder.backend.rope(qk, cos, sin).split((Hq, Hkv), dim=1)
         k, v = k.transpose(0, 1), v.transpose(0, 1)
         reading = decoder.backend.attention(q[:P], k[:, :P], v[:, :P])
         k, v = roundtrip(self.keys, k[None])[0], roundtrip(self.values, v[None])[0]

@@ -309,8 +309,8 @@ class RandomModel:
             decoder = Decoder(config, choose("auto", device))
         self.decoder = decoder.to(dtype).to_empty(device=device).requires_grad_(False)
         torch.manual_seed(0)
-        for p in self.decoder.parameters():
-            if p.dim() == 1:
+        for name, p in self.decoder.named_parameters():
+            if p.dim() == 1 or name.endswith("norm"):
                 p.fill_(1.0)
             else:
                 p.normal_(0.0, 0.02)

@@ -33,14 +33,14 @@ class _Lane:
 
     kv: Tensor  # [L, 2, Hkv, capacity, D]; keys are rotated
     length: int = 0  # tokens held
-    new: tuple[Tensor, ...] = ()  # of every layer: the slots to write, a view [2, Hkv, new tokens, D]
+    new: tuple[Tensor, ...] = ()  # of every layer: the slots to write, a view [2·Hkv, new tokens, D]
     all: tuple[Tensor, ...] = ()  # keys and values of layer 0, of layer 1, …: views [Hkv, tokens and new ones, D]
 
     def grow(self, count: int) -> range:
         """Open the slots of `count` new tokens; returns their positions."""
         before, after = self.length, self.length + count
         # One call makes the views of all layers: at batch 1 on a CPU, slicing in every layer would be felt.
-        self.new = self.kv[:, :, :, before:after].unbind()
+        self.new = self.kv[:, :, :, before:after].flatten(1, 2).unbind()
         self.all = self.kv[:, :, :, :after].flatten(0, 1).unbind()
         return range(before, after)
 
@@ -100,12 +100,14 @@ class FullCache:
         positions = chain.from_iterable(lane.grow(n) for lane, n in zip(self._lanes, counts, strict=True))
         self._cos, self._sin = self.rope.at(torch.tensor(list(positions), device=self.device))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append and attend. q: [N, Hq, D], k, v: [N, Hkv, D], unrotated; returns [N, Hq, D]."""
-        q, k = self.backend.rope(q, self._cos, self._sin), self.backend.rope(k, self._cos, self._sin)
-        kv = torch.stack((k, v)).transpose(1, 2)  # [2, Hkv, N, D]
+    def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
+        """Append and attend. qk: [N, Hq + Hkv, D], unrotated, v: [N, Hkv, D]; returns [N, Hq, D]."""
+        qk = self.backend.rope(qk, self._cos, self._sin)
+        q, k = qk.split_with_sizes((self.config.num_heads, self.config.num_kv_heads), dim=1)
+        kv = torch.cat((k, v), dim=1).transpose(0, 1)  # [2·Hkv, N, D]
+        parts = q.split_with_sizes(self._counts), kv.split_with_sizes(self._counts, dim=1)
         out = []
-        for lane, q_i, kv_i in zip(self._lanes, q.split(self._counts), kv.split(self._counts, dim=2), strict=True):
+        for lane, q_i, kv_i in zip(self._lanes, *parts, strict=True):
             lane.new[layer].copy_(kv_i)
             out.append(self.backend.attention(q_i, lane.all[2 * layer], lane.all[2 * layer + 1]))
         return out[0] if len(out) == 1 else torch.cat(out)

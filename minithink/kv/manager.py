@@ -331,14 +331,15 @@ class KVManager:
         near = (pos >= 0) & (pos < pull)
         now.near = near, cos.view(*at.shape, -1), sin.view(*at.shape, -1)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append and attend. q: [n, Hq, D], k, v: [n, Hkv, D], unrotated; returns [n, Hq, D]."""
-        now = self._now
+    def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
+        """Append and attend. qk: [n, Hq + Hkv, D], unrotated, v: [n, Hkv, D]; returns [n, Hq, D]."""
+        now, heads = self._now, (self.config.num_heads, self.config.num_kv_heads)
         if not now.prompt:
-            raw, q = q, self.backend.append(q, k, v, now.cos, now.sin, now.writer, layer)
+            raw, k = qk.split_with_sizes(heads, dim=1)
+            q = self.backend.append(raw, k, v, now.cos, now.sin, now.writer, layer)
             self._keep_queries(layer, q, now)
             return self._decode(layer, raw, q, now)
-        q, k = self.backend.rope(q, now.cos, now.sin), self.backend.rope(k, now.cos, now.sin)
+        q, k = self.backend.rope(qk, now.cos, now.sin).split_with_sizes(heads, dim=1)
         longest = max(now.counts)
         kv = torch.stack((k, v), dim=1).split(now.counts)
         padded = torch.stack([torch.nn.functional.pad(x, (0, 0) * 3 + (0, longest - len(x))) for x in kv])

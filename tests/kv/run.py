@@ -61,9 +61,10 @@ class Spy:
         # the residual stream before and after steering [d]
         self.seen: dict[str, dict[tuple[int, int], list[Tensor]]] = defaultdict(lambda: defaultdict(list))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
         """Pass on, and remember."""
-        out = self.manager.attend(layer, q, k, v)
+        q, k = qk.tensor_split((-v.shape[1],), dim=1)
+        out = self.manager.attend(layer, qk, v)
         for kind, x in (("q", q), ("k", k), ("v", v), ("out", out)):
             self._keep(kind, layer, x)
         return out
@@ -106,8 +107,8 @@ class _Masked:
         self.visible = visible
         self.cos, self.sin = Rope(decoder.config).at(torch.arange(len(visible)))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k = rope(q, self.cos, self.sin), rope(k, self.cos, self.sin)
+    def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
+        q, k = rope(qk, self.cos, self.sin).tensor_split((-v.shape[1],), dim=1)
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         logits = torch.einsum("ihd,jhd->hij", q, k) / q.shape[-1] ** 0.5
         return torch.einsum("hij,jhd->ihd", logits.masked_fill(~self.visible, -torch.inf).softmax(-1), v)

@@ -74,8 +74,9 @@ def test_the_numbers_of_the_example(prompt: int) -> None:
     for part in (slice(0, prompt), *(slice(i, i + 1) for i in range(prompt, 16))):
         manager.begin_step([0], [part.stop - part.start])
         for layer in range(TINY.num_layers):
-            heads = [x[part, None].expand(-1, TINY.num_kv_heads, -1) for x in (k, v)]
-            manager.attend(layer, torch.ones(part.stop - part.start, TINY.num_heads, TINY.head_dim), *heads)
+            k_new, v_new = (x[part, None].expand(-1, TINY.num_kv_heads, -1) for x in (k, v))
+            q_new = torch.ones(part.stop - part.start, TINY.num_heads, TINY.head_dim)
+            manager.attend(layer, torch.cat((q_new, k_new), dim=1), v_new)
         manager.end_step()
     got_k, got_v = manager.store.reader()(1)
     want_k = torch.tensor([[0, 10], [1.1, 10], [2.2, 11], [3.3, 13]]).repeat_interleave(2, 1).repeat(4, 1)

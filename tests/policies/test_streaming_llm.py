@@ -41,7 +41,7 @@ def attention(policy: StreamingLLM, keys: Tensor = K, values: Tensor = V, prompt
     for part in (slice(0, prompt), *(slice(i, i + 1) for i in range(prompt, len(keys)))):
         k, v = keys[part, None], values[part, None]
         manager.begin_step([0], [len(k)])
-        out = manager.attend(0, Q.expand(k.shape), k, v)
+        out = manager.attend(0, torch.cat((Q.expand(k.shape), k), dim=1), v)
         if part.stop < len(keys):  # look before the last eviction
             manager.end_step()
     assert [p for p in manager.store.positions()[0, 0, 0].tolist() if p >= 0] == [0, 3, 4, 5]
