@@ -18,7 +18,8 @@ class Variant:
     kernel: Any  # a triton.jit function
     signature: dict[str, str]  # argument → type: "*bf16", "*fp32", "*u8", "i32", "fp32"
     constexprs: dict[str, Any] = field(default_factory=dict)  # argument → value
-    options: dict[str, int] = field(default_factory=dict)  # num_warps, num_stages
+    options: dict[str, int] = field(default_factory=dict)  # num_warps, num_stages, launch_pdl
+    arch: int = 80  # the lowest compute capability, times 10
 
 
 def power_of_2(n: int) -> int:

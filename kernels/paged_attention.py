@@ -1,6 +1,6 @@
 """Attention of one new token a sequence over the pages of its lanes. Twin: `minithink/ref/paged_attention.py`.
 
-    _attend     a program takes a part of one lane: 128 to 1024 tokens in one format, or those in the ring
+    _attend     a program takes a part of one lane: 128 to 4096 tokens in one format, or those in the ring
     _merge      the parts of a query head become one by their log-sum-exp (`minithink/ref/merge.py`)
     _mass       (if asked for) what each token got: exp(logit − lse), over the query heads of its KV head
     _max_logit  the same where the heads' largest logit counts
@@ -14,8 +14,12 @@ masked out, and freed slots are never read. How a lane is split depends on its l
 The g query heads of a KV head are the rows of one block, padded to 16, so that each key is read once and the
 products run on the tensor cores. Quantized codes become planes: a word holds PLANES neighbouring channels, plane i is
 channel i of every word, and its product is with the same channels of q; nothing is interleaved or moved between
-threads. NVFP4 and ternary have a faster path (`_fast_plane`), two codes at a time in 32-bit words; the plain path,
-which the interpreter tests, gives the same numbers.
+threads. 16-bit models have a faster path (`_fast_plane`), two codes at a time in 32-bit words; the plain path, which
+the interpreter tests, gives the same numbers.
+
+Keys by token share their scales within a group of tokens. Blocks begin where groups do, and the scales of a group are
+read and converted once (`_times_rows`); only where evictions have left tokens of several groups in one place, each
+token reads its own.
 
 Bound: the bytes of the lanes' codes and scales, once: 512 a token and lane in bfloat16 at D = 128, and 4 of its
 place. 4·16·D operations a token and lane on the tensor cores (16 rows, of which g are real) are far below their rate.
@@ -36,11 +40,11 @@ from minithink.kernels import _formats
 from minithink.kernels._common import INTERPRETED, Variant, power_of_2
 from minithink.kernels._formats import decode_code, e4m3_decode, saturate
 
-MANY_LANES = 256  # from here on there are programs enough without small parts
+PARTS = (256, 512), (64, 256), (0, 128)  # from so many lanes on, tokens of a part in a short lane
+MANY_LANES = 64  # from here on there are blocks enough for small ones, and no use in overlapping the merge
 # Tokens of a block (those of a part are whole blocks), warps, stages; tuned on an H200.
-FEW, MANY = (128, 4, 2), (64, 2, 3)
-QUANTIZED_FEW, QUANTIZED = (64, 2, 3), (16, 1, 4)
-FAST = ("nvfp4", "ternary", "fp8")
+FEW, PLAIN, QUANTIZED = (128, 4, 2), (64, 2, 3), (32, 1, 3)
+FAST = ("nvfp4", "ternary", "fp8", "int2", "int4", "int8")
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _LOG2E = tl.constexpr(math.log2(math.e))
 # In the fast path a point is 2^−14 of its value and a scale 2^6, so that their product, in fp16, is exact.
@@ -84,18 +88,30 @@ class Cache(NamedTuple):
     most: int  # slots that places count for a page
     layers: int
     ring: int  # tokens of the full-precision buffer
-    coarse: bool  # many lanes, few parts of each
+    base: int  # tokens of a part, at least
     dtype: str  # of the model: fp32, fp16, bf16
+    overlap: bool = False  # the merge is launched while attention still runs (compute capability 9)
 
 
 @triton.constexpr_function
-def _fast_asm(kind, plane, by_token):
+def _fast_asm(kind, plane, scales):
     """PTX that makes plane `plane` of neighbouring words, two numbers in a register.
 
     fp8:      $2 four bytes
-    nvfp4:    $1 two words of four codes, $2 their scales ($2, $3 by token: the scale bytes of each word's channels)
-    ternary:  $2 four bytes of four codes, $3, $4 their scales (by token $3 to $6)
+    nvfp4:    $1 two words of four codes; with one scale a word $2 has both, with four $2 and $3 have four bytes each
+    ternary:  $2 four bytes of four codes; with one scale a word $3 and $4 have two each, with four $3 to $6
+    int4:     $1 two words of four codes;  int2: $2 four bytes of four codes;  int8: $2 four bytes
     """
+    if kind.startswith("int"):  # 1024 + code is the number with these low bits
+        bits = int(kind[3:])
+        code = f"shr.u32 c, c, {bits * plane}; and.b32 c, c, {(1 << bits) - 1:#06x}{(1 << bits) - 1:04x};"
+        code += " or.b32 c, c, 0x64006400; sub.rn.f16x2"
+        if bits == 4:
+            return f"{{ .reg .b32 c, b; mov.b32 b, 0x64006400; mov.b32 c, $1; {code} $0, c, b; }}"
+        out = "{ .reg .b32 c, b; mov.b32 b, 0x64006400;"
+        for i, spread in enumerate(("0x4140", "0x4342")):
+            out += f" prmt.b32 c, $2, 0, {spread}; {code} ${i}, c, b;"
+        return out + " }"
     if kind == "fp8":
         out = "{ .reg .b32 c, s;"
         for i, spread in enumerate(("0x4140", "0x4342")):
@@ -113,12 +129,16 @@ def _fast_asm(kind, plane, by_token):
     out = "{ .reg .b32 c, s, m, t, f; mov.b32 f, 0x74007400;"  # 2^14, twice
     if kind == "nvfp4":
         out += f" mov.b32 c, $1; {decode}"
-        if by_token:
+        if scales == 0:
+            return out + " mov.b32 $0, m; }"
+        if scales == 4:
             return out + f" prmt.b32 t, $2, $3, 0x{select}; {widen} mul.rn.f16x2 $0, m, t; }}"
         return out + " mul.rn.f16x2 $0, m, $2; }"
     for i, spread in enumerate(("0x4140", "0x4342")):
         out += f" prmt.b32 c, $2, 0, {spread}; {decode}"
-        if by_token:
+        if scales == 0:
+            out += f" mov.b32 ${i}, m;"
+        elif scales == 4:
             out += f" prmt.b32 t, ${3 + 2 * i}, ${4 + 2 * i}, 0x{select}; {widen} mul.rn.f16x2 ${i}, m, t;"
         else:
             out += f" mul.rn.f16x2 ${i}, m, ${3 + i};"
@@ -126,28 +146,34 @@ def _fast_asm(kind, plane, by_token):
 
 
 @triton.jit
-def _fast_plane(words, scale, KIND: tl.constexpr, PLANE: tl.constexpr, BY_TOKEN: tl.constexpr):
-    """NVFP4, ternary or FP8 codes as fp16 numbers: value · 2^−8 / tensor scale, exactly.
+def _fast_plane(words, scale, KIND: tl.constexpr, PLANE: tl.constexpr, SCALES: tl.constexpr):
+    """NVFP4, ternary or FP8 codes as fp16 numbers: value · 2^−8 / tensor scale, exactly; without scales (SCALES 0)
+    NVFP4 and ternary points · 2^−14, and integers as they are.
 
     A code's magnitude, moved to the right bits of an fp16 number, is the point times 2^−14: E2M1's exponent and
     mantissa are the low end of fp16's exponent field and the high end of its mantissa, and denormals work out too.
     A 32-bit register holds the codes of neighbouring words, so shifts and masks make two numbers at a time.
 
-    words: int16 (NVFP4) or uint8 [T, W], four codes each (FP8: one, and no scale); scale: fp16 [T, W], E4M3 scale ·
-    2^6, or int32 [T, W], the E4M3 scales of the four channels, by token → fp16 [T, W].
+    words: int16 (NVFP4) or uint8 [T, W], four codes each (FP8: one, and no scale); scale: one of each word, fp16
+    [T, W], E4M3 scale · 2^6, or four, int32 [T, W], the E4M3 scales of its channels → fp16 [T, W].
     """
     if KIND == "fp8":
         x = tl.inline_asm_elementwise(
-            _fast_asm(KIND, PLANE, BY_TOKEN), "=r,=r,r", [words], dtype=tl.float16, is_pure=True, pack=4
+            _fast_asm(KIND, PLANE, SCALES), "=r,=r,r", [words], dtype=tl.float16, is_pure=True, pack=4
         )
+    elif SCALES == 0:
+        x = tl.inline_asm_elementwise(
+            _fast_asm(KIND, PLANE, SCALES), "=r,r" if KIND == "nvfp4" or KIND == "int4" else "=r,=r,r", [words],
+            dtype=tl.float16, is_pure=True, pack=2 if KIND == "nvfp4" or KIND == "int4" else 4,
+        )  # fmt: skip
     elif KIND == "nvfp4":
         x = tl.inline_asm_elementwise(
-            _fast_asm(KIND, PLANE, BY_TOKEN), "=r,r,r,r" if BY_TOKEN else "=r,r,r", [words, scale], dtype=tl.float16,
-            is_pure=True, pack=2,
+            _fast_asm(KIND, PLANE, SCALES), "=r,r,r,r" if SCALES == 4 else "=r,r,r", [words, scale],
+            dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
         x = tl.inline_asm_elementwise(
-            _fast_asm(KIND, PLANE, BY_TOKEN), "=r,=r,r,r,r,r,r" if BY_TOKEN else "=r,=r,r,r,r", [words, scale],
+            _fast_asm(KIND, PLANE, SCALES), "=r,=r,r,r,r,r,r" if SCALES == 4 else "=r,=r,r,r,r", [words, scale],
             dtype=tl.float16, is_pure=True, pack=4,
         )  # fmt: skip
     return x
@@ -160,9 +186,17 @@ def _scale_fp16(code):
 
 
 @triton.jit
+def _affine(code, both):
+    """code · scale + minimum in fp16, rounded once; both: int32, the minimum above the scale."""
+    scale = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.fma(code, scale, (both >> 16).to(tl.int16).to(tl.float16, bitcast=True))
+
+
+@triton.jit
 def _planes(p_codes, p_params, p_rows, o_codes, o_params, o_rows, m_token, tensor_scale,
-            H: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
-    """Keys or values of BLOCK_T tokens as H.planes blocks [BLOCK_T, H.block].
+            H: tl.constexpr, DTYPE: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
+    """Keys or values of BLOCK_T tokens as H.planes blocks [BLOCK_T, H.block], scaled, or fast ones by token without
+    their scales.
 
     o_codes, o_params, o_rows: int64 [BLOCK_T], where each token's words, parameters and row of key scales begin.
     """
@@ -183,10 +217,32 @@ def _planes(p_codes, p_params, p_rows, o_codes, o_params, o_rows, m_token, tenso
         if _INTERPRETED:
             raw = raw.to(tl.float32)
         out = (raw,)
+    elif H.fast and KIND == "int":
+        POINTS: tl.constexpr = f"int{BITS}"
+        if SCALED and BY_TOKEN:
+            for i in tl.static_range(PLANES):
+                both = tl.load(p_rows + o_rows[:, None] + (word * PLANES + i), m_word, other=0)
+                out = out + (_affine(_fast_plane(raw, 0, POINTS, i, 0), both),)
+        elif SCALED:
+            GROUPS: tl.constexpr = WORDS * PLANES // GROUP
+            if WORDS == BLOCK_W and GROUPS * GROUP == WORDS * PLANES and BLOCK_W % GROUPS == 0:
+                p_group = p_params + o_params[:, None] + tl.arange(0, GROUPS)[None, :]
+                both = tl.load(p_group, m_token[:, None], other=0)
+                both = tl.broadcast_to(both[:, :, None], [both.shape[0], GROUPS, WORDS // GROUPS])
+                both = both.reshape([raw.shape[0], BLOCK_W])
+            else:
+                both = tl.load(p_params + o_params[:, None] + word * PLANES // GROUP, m_word, other=0)
+            for i in tl.static_range(PLANES):
+                out = out + (_affine(_fast_plane(raw, 0, POINTS, i, 0), both),)
+        else:
+            for i in tl.static_range(PLANES):
+                out = out + (_fast_plane(raw, 0, POINTS, i, 0),)
     elif H.fast:
-        if KIND == "fp8":
-            scale = 0
-        elif not BY_TOKEN:
+        SCALES: tl.constexpr = 0 if KIND == "fp8" or not SCALED else 4 if BY_TOKEN else 1
+        scale = 0
+        if SCALES == 4:  # a byte each, they are one number
+            scale = tl.load(p_rows + o_rows[:, None] + word, m_word, other=0)
+        elif SCALES == 1:
             if WORDS == BLOCK_W and BLOCK_W % (WORDS * PLANES // GROUP) == 0:
                 GROUPS: tl.constexpr = WORDS * PLANES // GROUP
                 p_group = p_params + o_params[:, None] + tl.arange(0, GROUPS)[None, :]
@@ -195,10 +251,8 @@ def _planes(p_codes, p_params, p_rows, o_codes, o_params, o_rows, m_token, tenso
                 scale = wide.reshape([code.shape[0], BLOCK_W])
             else:
                 scale = _scale_fp16(tl.load(p_params + o_params[:, None] + word * PLANES // GROUP, m_word, other=0))
-        else:  # four scales, a byte each, are one number
-            scale = tl.load(p_rows + o_rows[:, None] + word, m_word, other=0)
         for i in tl.static_range(PLANES):
-            out = out + (_fast_plane(raw, scale, KIND, i, BY_TOKEN),)
+            out = out + (_fast_plane(raw, scale, KIND, i, SCALES),)
     else:
         raw = raw.to(tl.int32) & ((1 << (BITS * PLANES)) - 1)
         for i in tl.static_range(PLANES):
@@ -248,19 +302,53 @@ def _query(p_q, head, m_head, C: tl.constexpr, H: tl.constexpr):
         for i in tl.static_range(PLANES):
             small = small + ((q[i].to(tl.float32) / factor).to(tl.float16),)
         q = small
-        factor = factor * _FAST_FACTOR
+        if H.kind != "int":
+            factor = factor * _FAST_FACTOR
     return q, factor
 
 
 @triton.jit
-def _split(count, COARSE: tl.constexpr):
-    """Tokens of a part: by the lane's length, and by whether the batch has many lanes (idle rows count too), but not
-    by what the other lanes hold."""
-    if COARSE:
-        split = tl.where(count <= 4096, 1024, 2048)
+def _times_rows(k, p_row, m_row, H: tl.constexpr):
+    """Planes of points, [T, W] each, times the key scales · 2^6 of their groups (of integers: times the scales, plus
+    the minima); a group is GROUP tokens in a row.
+
+    Scales are converted once for all tokens of a group. p_row: pointers [T / GROUP] to the groups' rows of scales,
+    m_row: which there are.
+    """
+    PLANES: tl.constexpr = H.planes
+    GROUP: tl.constexpr = H.group
+    GROUPS: tl.constexpr = k[0].shape[0] // GROUP
+    BLOCK_W: tl.constexpr = H.block
+    word = tl.arange(0, BLOCK_W)[None, :]
+    m_row = (word < H.words) & m_row[:, None]
+    out = ()
+    if H.kind == "int":
+        for i in tl.static_range(PLANES):
+            both = tl.load(p_row[:, None] + (word * PLANES + i), m_row, other=0)  # int32, scale and minimum
+            both = tl.broadcast_to(both[:, None, :], [GROUPS, GROUP, BLOCK_W])
+            out = out + (_affine(k[i].reshape([GROUPS, GROUP, BLOCK_W]), both).reshape([GROUPS * GROUP, BLOCK_W]),)
     else:
-        split = tl.where(count <= 1024, 128, tl.where(count <= 4096, 256, tl.where(count <= 16384, 512, 1024)))
-    return split
+        scales = tl.load(p_row[:, None] + word, m_row, other=0)  # int32, four of them
+        for i in tl.static_range(PLANES):
+            x = k[i].reshape([GROUPS, GROUP, BLOCK_W]) * _scale_fp16((scales >> (8 * i)) & 0xFF)[:, None, :]
+            out = out + (x.reshape([GROUPS * GROUP, BLOCK_W]),)
+    return out
+
+
+@triton.jit
+def _logits(q, k, PLANES: tl.constexpr):
+    """Σ over planes of q · kᵀ: float32 [G, T]."""
+    s = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
+    for i in tl.static_range(1, PLANES):
+        s = tl.dot(q[i], tl.trans(k[i]), s, input_precision="ieee")
+    return s
+
+
+@triton.jit
+def _split(count, BASE: tl.constexpr):
+    """Tokens of a part: by the lane's length, and by how many lanes the batch has (idle rows count too), but not by
+    what the other lanes hold."""
+    return BASE * tl.where(count <= 1024, 1, tl.where(count <= 4096, 2, tl.where(count <= 16384, 4, 8)))
 
 
 @triton.jit
@@ -278,12 +366,15 @@ def _attend(
         p_top [N, Hq, (width − 1) / BLOCK_T] has the top of each block; "": nothing is wanted.
     p_format: index of every page's format; with several FORMATS only tokens in FORMAT are taken.
     """
+    if C.overlap:
+        tl.extra.cuda.gdc_launch_dependents()  # `_merge` may take its place on the GPU, and waits there
     K_PLANES: tl.constexpr = K.planes
     V_PLANES: tl.constexpr = V.planes
     V_BLOCK: tl.constexpr = V.block
     BLOCK_G: tl.constexpr = C.block_g
     DTYPE: tl.constexpr = C.dtype
-    COARSE: tl.constexpr = C.coarse
+    BASE: tl.constexpr = C.base
+    GROUPED: tl.constexpr = K.fast and K.by_token and BLOCK_T % K.group == 0
     i_lane, i_part = tl.program_id(0), tl.program_id(1)
     i_n, i_head = i_lane // C.kv_heads, i_lane % C.kv_heads
     i_row = tl.load(p_rows + i_n)
@@ -291,7 +382,7 @@ def _attend(
     if C.tables > 1:
         unit += i_head
     count = tl.load(p_count + unit)
-    split = _split(count, COARSE)
+    split = _split(count, BASE)
     start = i_part * split
     end = tl.minimum(start + split, count)
     if IN_RING:  # its tokens are the newest
@@ -307,7 +398,7 @@ def _attend(
     k_scale = tl.load(p_k_scale + layer * C.rows + i_row)
     v_scale = tl.load(p_v_scale + layer * C.rows + i_row)
     factor = factor * (softmax_scale * _LOG2E)
-    if K.fast and K.kind != "ternary":  # which has no tensor scale
+    if K.fast and K.kind != "ternary" and K.kind != "int":  # which have no tensor scale
         factor = factor * k_scale
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
@@ -316,9 +407,20 @@ def _attend(
         acc = acc + (tl.zeros([BLOCK_G, V_BLOCK], tl.float32),)
 
     p_place += unit.to(tl.int64) * width
+    first = start
+    if GROUPED:
+        # Groups of keys by token have one row of scales. Begin early, so that no block cuts through a group; what was
+        # evicted from one may shift the next ones all the same.
+        near = start + tl.arange(0, K.group)
+        lies = tl.load(p_place + near, near < end, other=-1)
+        rows = tl.load(p_row_of + lies, lies >= 0, other=-1)
+        own = tl.max(tl.where(near == start, rows, -1), 0)
+        start -= (K.group - tl.sum((rows == own).to(tl.int32), 0)) % K.group
     for t0 in range(start, end, BLOCK_T):
         t = t0 + tl.arange(0, BLOCK_T)
         m_t = t < end
+        if GROUPED:
+            m_t = m_t & (t >= first)
         place = tl.load(p_place + t, m_t, other=0)
         if IN_RING:
             m_t = m_t & (place < 0)
@@ -341,17 +443,28 @@ def _attend(
             page = page.to(tl.int64)
             row = page
             if K.by_token:
-                row = tl.load(p_row_of + page * C.most + slot, m_t, other=0).to(tl.int64)
-                row = row * K.row + o_lane * K.row_lane
+                number = tl.load(p_row_of + place, m_t, other=-1)
+                if not GROUPED:
+                    row = number.to(tl.int64) * K.row + o_lane * K.row_lane
             o_k = page * K.page + (slot * K.slot + o_lane * K.lane + K.start)
             o_side = page * K.side_page + (slot * K.side_slot + o_lane * K.side_lane + K.side_start)
-            k = _planes(p_k, p_k_params, p_k_rows, o_k, o_side, row, m_t, k_scale, K, DTYPE)
+            k = _planes(p_k, p_k_params, p_k_rows, o_k, o_side, row, m_t, k_scale, K, DTYPE, not GROUPED)
             o_v = page * V.page + (slot * V.slot + o_lane * V.lane + V.start)
             o_side = page * V.side_page + (slot * V.side_slot + o_lane * V.side_lane + V.side_start)
-            v = _planes(p_v, p_v_params, p_v_params, o_v, o_side, row, m_t, v_scale, V, DTYPE)
-        s = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
-        for i in tl.static_range(1, K_PLANES):
-            s = tl.dot(q[i], tl.trans(k[i]), s, input_precision="ieee")
+            v = _planes(p_v, p_v_params, p_v_params, o_v, o_side, row, m_t, v_scale, V, DTYPE, True)
+        if GROUPED:
+            # of each group of tokens the row of scales that it should have in common
+            numbers = number.reshape([BLOCK_T // K.group, K.group])
+            common = tl.max(numbers, 1)
+            p_row = p_k_rows + common.to(tl.int64) * K.row + o_lane * K.row_lane
+            s = _logits(q, _times_rows(k, p_row, common >= 0, K), K_PLANES)
+            strange = (numbers != common[:, None]) & (numbers >= 0)
+            if tl.max(tl.max(strange.to(tl.int32), 1), 0) > 0:  # tokens of other groups among them
+                row = tl.load(p_row_of + place, m_t, other=0).to(tl.int64) * K.row + o_lane * K.row_lane
+                each = _planes(p_k, p_k_params, p_k_rows, o_k, o_side, row, m_t, k_scale, K, DTYPE, True)
+                s = _logits(q, each, K_PLANES)
+        else:
+            s = _logits(q, k, K_PLANES)
         s = tl.where(m_t[None, :], s * factor, float("-inf"))
         o_seen = head[:, None] * (width - 1) + t[None, :]
         if SEEN == "logits":
@@ -371,7 +484,7 @@ def _attend(
         acc = sums
 
     scale = 1 / tl.where(total > 0, total, 1.0)
-    if V.fast:
+    if V.fast and V.kind != "int":
         scale = scale * _FAST_FACTOR
         if V.kind != "ternary":
             scale = scale * v_scale
@@ -389,18 +502,20 @@ def _merge(p_parts, p_part_lse, p_out, p_lse, p_rows, p_count, table_layer, part
            SLICE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr):  # fmt: skip
     """out = Σ_i exp2(lse_i − lse)·out_i, lse = log2 Σ_i exp2(lse_i), over the parts of a query head that are used: of
     every SLICE, a format's, as many as the lane is long, and the last, the ring's. 0 for a lane without tokens."""
-    COARSE: tl.constexpr = C.coarse
+    BASE: tl.constexpr = C.base
     i_head = tl.program_id(0).to(tl.int64)
     i_n, i_query = i_head // (C.kv_heads * C.group), i_head % (C.kv_heads * C.group)
     unit = (table_layer * C.rows + tl.load(p_rows + i_n)) * C.tables
     if C.tables > 1:
         unit += i_query // C.group
     count = tl.load(p_count + unit)
-    used = tl.cdiv(count, _split(count, COARSE))
+    used = tl.cdiv(count, _split(count, BASE))
     channel = tl.arange(0, BLOCK_D)
     top = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
     acc = tl.zeros([BLOCK_D], tl.float32)
+    if C.overlap:
+        tl.extra.cuda.gdc_wait()  # for the parts
     for start in range(0, parts, BLOCK_P):
         part = start + tl.arange(0, BLOCK_P)
         m_part = (part < parts) & (part % SLICE < used)
@@ -506,7 +621,7 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
     c, width, rows = cache(pages, n), pages.place.shape[-1], read.numbers
     t, seen = min(layer, pages.place.shape[0] - 1), pages.seen
     formats, ring = sorted(pages.used), pages.ring.shape[3] > 0
-    in_format = _most_parts(seen, c.coarse)
+    in_format = _most_parts(seen, c.base)
     parts = len(formats) * in_format + ring
     how = "" if group is None else "logits"
     if how and q.dtype != torch.float32 and len(formats) == 1 and not ring and group != "max_logit":
@@ -540,7 +655,7 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
         )  # fmt: skip
     _merge[(n * hq,)](
         part, part_lse, out, lse, rows, pages.count, t, parts,
-        c, in_format, power_of_2(d), min(16, power_of_2(parts)), num_warps=2,
+        c, in_format, power_of_2(d), min(32, power_of_2(parts)), num_warps=4, launch_pdl=c.overlap,
     )  # fmt: skip
     if not how:
         return out, None
@@ -557,17 +672,20 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
 
 def shape_of_program(c: Cache, k: Half, v: Half, lanes: int) -> tuple[int, int, int]:
     """Tokens of a block, warps, stages."""
-    if k.fast and v.fast:
-        return QUANTIZED if lanes >= MANY_LANES // 4 else QUANTIZED_FEW
-    return MANY if c.coarse or k.kind != "plain" or c.dtype == "fp32" else FEW
+    if k.fast and v.fast and k.bits < 8:
+        return QUANTIZED if lanes >= MANY_LANES else FEW
+    return FEW if c.dtype != "fp32" and (k.fast or k.kind == "plain") else PLAIN
 
 
-def _most_parts(tokens: int, coarse: bool) -> int:
+def _most_parts(tokens: int, base: int) -> int:
     """Parts of the lane with most of them, of those with at most so many tokens."""
-    steps = ((1024, 128), (4096, 256), (16384, 512), (tokens, 1024))  # as in `_split`
-    if coarse:
-        steps = ((4096, 1024), (tokens, 2048))
-    return max(-(-min(tokens, most) // split) for most, split in steps)
+    steps = ((1024, 1), (4096, 2), (16384, 4), (tokens, 8))  # as in `_split`
+    return max(-(-min(tokens, most) // (base * times)) for most, times in steps)
+
+
+def base(lanes: int) -> int:
+    """Tokens of a part in short lanes: with many lanes there are programs enough without small parts."""
+    return next(size for least, size in PARTS if lanes >= least)
 
 
 def cache(pages: Any, rows: int) -> Cache:
@@ -578,8 +696,10 @@ def cache(pages: Any, rows: int) -> Cache:
         rows=shape.rows, kv_heads=shape.kv_heads, group=group, block_g=max(16, power_of_2(group)), dim=shape.head_dim,
         tables=shape.tables[2], layer_lanes=shape.kv_heads if shape.scope == "sequence" else 0,
         head_lanes=0 if shape.scope == "head" else 1, most=pages.table.most, layers=shape.layers,
-        ring=pages.ring.shape[3], coarse=rows * shape.kv_heads >= MANY_LANES,
+        ring=pages.ring.shape[3], base=base(rows * shape.kv_heads),
         dtype=next(n for n, of in _formats.DTYPES.items() if of == pages.dtype),
+        overlap=not INTERPRETED and rows * shape.kv_heads < MANY_LANES
+        and torch.cuda.get_device_capability(pages.place.device)[0] >= 9,
     )  # fmt: skip
 
 
@@ -587,17 +707,20 @@ def half(pages: Any, f: int, which: str, dtype: torch.dtype) -> Half:
     """Where the keys ("k") or values ("v") of format f lie."""
     lay, lanes, dim = pages.layouts[f], pages.shape.sharing, pages.shape.head_dim
     fmt, start = (lay.k, 0) if which == "k" else (lay.v, lay.k_codes)
-    fast = fmt.name in FAST and not INTERPRETED and dtype != torch.float32
+    side, side_slot = pages.side.shape[-1], pages.side.shape[-1] // lay.slots
+    side_start, by_token = 0 if which == "k" else lay.k_side, fmt.by == "token"
     names = _formats.constexprs(fmt)
+    fast = fmt.name in FAST and not INTERPRETED and dtype != torch.float32
+    size = max(1, _formats.params_dtype(fmt).itemsize) if fmt.group else 1
+    if fast and names["KIND"] == "int":
+        fast = names["PARAMS"] == "fp16" and (by_token or not (side % 4 or side_slot % 4 or side_start % 4))
+        size = 4 if fast else size  # scale and minimum at once
     plain = names["KIND"] == "plain"
     planes = 1 if plain or fmt.bits >= 8 else 4 if fast else 8 // fmt.bits
     word = fmt.bits // 8 if planes == 1 else planes * fmt.bits // 8  # bytes
     count = dim // planes
-    side_start = 0 if which == "k" else lay.k_side
-    size = max(1, _formats.params_dtype(fmt).itemsize) if fmt.group else 1
     page, slot = pages.pool.shape[-1], pages.pool.shape[-1] // lay.slots
-    side, side_slot = pages.side.shape[-1], pages.side.shape[-1] // lay.slots
-    row, by_token = pages.scale_rows.shape[-1], fmt.by == "token"
+    row = pages.scale_rows.shape[-1]
     if not by_token and (side_slot % size or side_start % size):
         raise ValueError(f"the parameters of {fmt} are not aligned beside those of {lay.k}: choose other groups")
     of = 4 if fast else size
@@ -626,13 +749,14 @@ def words(pages: Any, f: int, k: Half, v: Half) -> tuple[Tensor, ...]:
             return pages.pool.view(_formats.DTYPES[fmt.name])
         return pages.pool.view(torch.int16) if h.bits * h.planes == 16 else pages.pool
 
-    def params(fmt: Any) -> Tensor:
-        return pages.side.view(_formats.params_dtype(fmt)) if fmt.group else pages.side
+    def params(fmt: Any, h: Half) -> Tensor:
+        dtype = torch.int32 if h.fast and h.kind == "int" else _formats.params_dtype(fmt)
+        return pages.side.view(dtype) if fmt.group else pages.side
 
     rows = pages.scale_rows
     if k.by_token:
         rows = rows.view(torch.int32 if k.fast else _formats.params_dtype(lay.k))
-    return codes(lay.k, k), codes(lay.v, v), pages.side if k.by_token else params(lay.k), params(lay.v), rows
+    return codes(lay.k, k), codes(lay.v, v), pages.side if k.by_token else params(lay.k, k), params(lay.v, v), rows
 
 
 def variants() -> Iterator[Variant]:
@@ -642,7 +766,7 @@ def variants() -> Iterator[Variant]:
     at |= {"*bf16": "p_q p_ring", "*u8": "p_format"}
     common = {name: kind for kind, names in at.items() for name in names.split()}
     for dim in (64, 96, 128):
-        c = Cache(2, 2, 4, 16, dim, 1, 2, 1, 16, 2, 32, dim == 64, "bf16")
+        c = Cache(2, 2, 4, 16, dim, 1, 2, 1, 16, 2, 32, 1024 if dim == 64 else 128, "bf16")
         plain = Half("plain", 16, 0, False, False, 1, dim, power_of_2(dim), 64, 64, 64, dim, 0, 0, 0, 0, 0, 0)
         for k, v, codes, params in (
             (plain, plain, "*bf16", "*u8"),
@@ -650,7 +774,9 @@ def variants() -> Iterator[Variant]:
             (_variant("nvfp4", 4, dim, True), _variant("nvfp4", 4, dim), "*i16", "*u8"),
             (_variant("ternary", 2, dim), _variant("ternary", 2, dim), "*u8", "*u8"),
             (_variant("ternary", 2, dim, True), _variant("ternary", 2, dim), "*u8", "*u8"),
-            (_variant("int", 2, dim, True), _variant("int", 2, dim), "*u8", "*fp16"),
+            (_variant("int", 4, dim), _variant("int", 4, dim), "*i16", "*i32"),
+            (_variant("int", 2, dim, True), _variant("int", 2, dim), "*u8", "*i32"),
+            (_variant("int", 2, dim, True, False), _variant("int", 2, dim, False, False), "*u8", "*fp16"),
             (_variant("fp8", 8, dim), _variant("fp8", 8, dim), "*u8", "*u8"),
         ):
             signature = common | dict.fromkeys(["p_k", "p_v"], codes)
@@ -659,18 +785,24 @@ def variants() -> Iterator[Variant]:
                 signature["p_k_rows"] = "*i32"
             for seen in ("", "relative") if dim == 128 else ("",):
                 signature["p_seen"] = "*fp16" if seen else "*fp32"
-                block, warps, stages = shape_of_program(c, k, v, 512 if c.coarse else 8)
+                block, warps, stages = shape_of_program(c, k, v, 512)
                 constexprs = {
                     "C": c, "K": k, "V": v, "FORMAT": 1, "FORMATS": 1, "IN_RING": False, "SEEN": seen,
                     "BLOCK_T": block,
                 }  # fmt: skip
-                yield Variant(_attend, dict(signature), constexprs, {"num_warps": warps, "num_stages": stages})
-    c = Cache(2, 2, 4, 16, 128, 1, 2, 1, 16, 2, 0, False, "bf16")
+                options = {"num_warps": warps, "num_stages": stages}
+                yield Variant(_attend, dict(signature), constexprs, options)
+                if dim == 128 and not seen:
+                    constexprs = constexprs | {"C": c._replace(overlap=True)}
+                    yield Variant(_attend, dict(signature), constexprs, options, 90)
+    c = Cache(2, 2, 4, 16, 128, 1, 2, 1, 16, 2, 0, 128, "bf16")
     at = {"*fp32": "p_parts p_part_lse p_lse p_top p_mass", "*bf16": "p_out", "*i32": "p_count", "*i64": "p_rows"}
     at |= {"*fp16": "p_seen", "i32": "table_layer parts width"}
     common = {name: kind for kind, names in at.items() for name in names.split()}
     constexprs = {"C": c, "SLICE": 32, "BLOCK_D": 128, "BLOCK_P": 16}
-    yield Variant(_merge, {n: common[n] for n in common if n in _merge.arg_names}, constexprs)
+    signature = {n: common[n] for n in common if n in _merge.arg_names}
+    yield Variant(_merge, signature, constexprs)
+    yield Variant(_merge, signature, constexprs | {"C": c._replace(overlap=True)}, {"launch_pdl": True}, 90)
     for rule in ("mean", "max", "none"):
         constexprs = {"C": c, "RULE": rule, "SEEN": "relative", "BLOCK_T": 64, "BLOCK": 256}
         yield Variant(_mass, {n: common[n] for n in common if n in _mass.arg_names}, constexprs)
@@ -678,9 +810,8 @@ def variants() -> Iterator[Variant]:
     yield Variant(_max_logit, signature, {"C": c, "BLOCK": 128})
 
 
-def _variant(kind: str, bits: int, dim: int, by_token: bool = False) -> Half:
+def _variant(kind: str, bits: int, dim: int, by_token: bool = False, fast: bool = True) -> Half:
     """A page of 16 tokens and 2 lanes."""
-    fast = kind in FAST
     planes = 1 if bits == 8 else 4 if fast else 8 // bits
     count, side = dim // planes, dim // 16
     slot, row = count * 2, dim // (4 if fast else 1)

@@ -9,6 +9,7 @@ replays, divided by the layers.
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import sys
 import warnings
@@ -217,8 +218,11 @@ def check(name: str) -> float:
 
 
 def _as_float32(store: PagedStore) -> Any:
-    """What the store gives to read, in float32."""
-    read = store.reader()
+    """What the store gives to read, in float32: codes are not rounded to the model's type first."""
+    wide = copy.copy(store)
+    if not any(store.layouts[f].plain for f in store.used):
+        wide.dtype = torch.float32
+    read = wide.reader()
 
     class Wide:
         def valid(self, layer: int) -> Tensor:

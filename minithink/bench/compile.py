@@ -37,15 +37,14 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         variants = list(importlib.import_module(f"minithink.kernels.{name}").variants())
         for arch in args.arch or ARCHITECTURES:
             shared = 0
-            for variant in variants:
+            fitting = [variant for variant in variants if variant.arch <= arch]
+            for variant in fitting:
                 try:
                     shared = max(shared, compiled(variant, arch).metadata.shared)
                 except Exception as error:  # whatever the compiler raises is the finding
                     failed += 1
                     print(f"{name} sm_{arch} {variant.constexprs}: {error}", file=sys.stderr)
-            print(
-                f"{name:20} sm_{arch}  {len(variants):3} variants, at most {shared / 1024:.0f} KiB of shared memory"
-            )
+            print(f"{name:20} sm_{arch}  {len(fitting):3} variants, at most {shared / 1024:.0f} KiB of shared memory")
     if failed:
         print(f"{failed} variants did not compile.", file=sys.stderr)
     return int(failed > 0)

@@ -52,7 +52,7 @@ def test_equals_its_twin(
     layer = seed % 2
     want, want_mass = ref.paged_attention(q, store.reader(rows), layer, group)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "MANY_LANES", 1 if many else 10**6)
+        patch.setattr(kernel, "PARTS", ((0, 1024 if many else 128),))
         got, mass = paged_attention(q, store.reader(rows), layer, group)
     # A logit's rounding is relative to the logit, and becomes a relative error of its probability.
     near = TOLERANCE[dtype] * max(1, 2 * spread)
