@@ -382,7 +382,8 @@ class KVManager:
         logits = grouped @ k.transpose(-1, -2) / d**0.5  # [N, Hkv, g, S]
         if now.near is not None:
             near, cos, sin = (x[t] for x in now.near)
-            closer = self.backend.rope(raw.view(n, k.shape[1], -1, d), cos.unsqueeze(2), sin.unsqueeze(2))
+            cos, sin = (x.expand(-1, k.shape[1], -1).reshape(-1, 1, d) for x in (cos, sin))  # [N·Hkv, 1, D]
+            closer = self.backend.rope(raw.reshape(n * k.shape[1], -1, d), cos, sin).view(grouped.shape)
             logits = torch.where(near.unsqueeze(2), closer @ k.transpose(-1, -2) / d**0.5, logits)
         for demand in watching:
             self._observe_mass(layer, demand.group, now.at, group_reduce(logits, valid, demand.group))

@@ -90,9 +90,7 @@ class Entry:
 class BlockTable:
     """The pages of every unit, and the slots of every page."""
 
-    def __init__(
-        self, shape: Shape, pages: int, slots: Sequence[int], device: torch.device, width: int = 4
-    ) -> None:
+    def __init__(self, shape: Shape, pages: int, slots: Sequence[int], device: torch.device, width: int = 4) -> None:
         """slots: of a page in each format; width: pages of a unit that there is room for at first."""
         self.shape, self.slots, self.most = shape, tuple(slots), max(slots)
         self.pages = FreeList(pages, "pages", device)

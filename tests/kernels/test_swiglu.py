@@ -25,8 +25,12 @@ ROUNDING = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 )
 def test_equals_its_twin(rows: int, width: int, dtype: torch.dtype, scale: float, seed: int) -> None:
     x = torch.randn(rows, 2 * width, generator=torch.Generator().manual_seed(seed)).mul(scale).to(DEVICE, dtype)
-    want = ref.swiglu(x.float())
-    assert_close("swiglu", swiglu(x), want.to(dtype), atol=1e-30, rtol=ROUNDING[dtype])
+    want, got = ref.swiglu(x.float()), swiglu(x).float()
+    # A GPU computes exp(−gate) as a power of two: gate · log2(e) is rounded, and that error grows with the gate.
+    margin = ROUNDING[dtype] + x.float().chunk(2, -1)[0].abs() * 2**-23
+    worst = (got - want).abs() - margin * want.abs() - (6e-8 if dtype == torch.float16 else 1e-30)
+    assert got.shape == want.shape
+    assert bool((worst <= 0).all()), f"off by {worst.max()} more than the margin"
 
 
 @pytest.mark.parametrize("value", [0.0, 80.0, -80.0, 1e30, -1e30])
