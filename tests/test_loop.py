@@ -276,18 +276,48 @@ class Launched:
         return self.out
 
 
-@pytest.mark.parametrize(
-    "policy",
-    ["window:budget=12", "rkv:budget=16,buffer=6,alpha=4,exempt_answer=true", "rkv:budget=9,buffer=4+quant:fmt=fp8",
-     "rkv:budget=9,buffer=4+quant:fmt=nvfp4,buffer=5", "quant:fmt=nvfp4", "crystal_kv_lite:budget=18"],
-)  # fmt: skip
-def test_what_graphs_are_given(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step its sequences, each decision the rows that are due, all padded with other rows, each once."""
+@pytest.fixture
+def by_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops that run on a CPU, decisions too."""
     monkeypatch.setattr(loop_module, "Recorded", Launched)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(manager_module, "NARROWEST", 8)
-    decides = parse(policy).recordable and policy != "quant:fmt=nvfp4"
-    monkeypatch.setattr(KVManager, "records_decisions", property(lambda _: decides))
+    recorded = property(lambda cache: bool(cache.deciding) and cache.policy.recordable)
+    monkeypatch.setattr(KVManager, "records_decisions", recorded)
+
+
+@pytest.mark.parametrize("policy", ["window:budget=12,schedule=interval:5", "rkv:budget=12,buffer=0,alpha=4,lam=1"])
+@pytest.mark.usefixtures("by_launches")
+def test_who_pads_a_graph_stays_as_it_is(policy: str) -> None:
+    """A sequence that pauses while it holds more than its budget, or between two evictions: tokens and queries."""
+    decoder = with_backend(decoder_of(0), ONE_BY_ONE)
+    got, want = (
+        manager_for(decoder, parse(policy), backend=ONE_BY_ONE, rows=6, tokens=90, columns="fit", poison=False)
+        for _ in range(2)
+    )
+    loop = DecodeLoop(decoder, got, SamplingParams(temperature=0))
+    for seq in range(4):
+        for manager in (got, want):
+            manager.join(seq, 90, 10)
+            feed(decoder, manager, {seq: text_of(decoder.config, 10, seq)})
+    for i, seqs in enumerate([(0, 1, 2, 3)] * 9 + [(1, 2, 3), (3, 1, 2), (0,), (0, 3, 2)] * 4):
+        fed = {seq: (5 * seq + i) % 19 for seq in seqs}
+        feed(decoder, want, {seq: [token] for seq, token in fed.items()})
+        loop.step(list(fed), list(fed.values()))
+        assert_same_state(f"{policy}, step {i}", got, want, range(4), exact=False)
+    decisions = [values for graph in loop.decisions.values() for values in graph.seen]  # type: ignore[attr-defined]
+    assert (4, 3) in [(values.shape[1], int(values[ACTIVE].sum())) for values in decisions]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["window:budget=12,schedule=interval:5", "rkv:budget=16,buffer=6,alpha=4,exempt_answer=true",
+     "rkv:budget=9,buffer=4+quant:fmt=fp8",
+     "rkv:budget=9,buffer=4+quant:fmt=nvfp4,buffer=5", "quant:fmt=nvfp4", "crystal_kv_lite:budget=18"],
+)  # fmt: skip
+@pytest.mark.usefixtures("by_launches")
+def test_what_graphs_are_given(policy: str) -> None:
+    """Each step its sequences, each decision the rows that are due, all padded with other rows, each once."""
     decoder = with_backend(decoder_of(0), ONE_BY_ONE)
     options: dict[str, Any] = {"rows": 6, "tokens": 90, "columns": "fit", "think_ids": (7, 8), "poison": False}
     got, want = (manager_for(decoder, parse(policy), backend=ONE_BY_ONE, **options) for _ in range(2))
@@ -310,7 +340,7 @@ def test_what_graphs_are_given(policy: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(steps) == 40
     for values in (*steps, *decisions):
         assert len(values[0].unique()) == values.shape[1] in (1, 2, 4, 6)
-    assert bool(decisions) == decides
+    assert bool(decisions) == policy.startswith(("window", "rkv"))
     assert len(decisions) < 40
     for values in decisions:
         due = int(values[ACTIVE].sum())
