@@ -1,41 +1,76 @@
-"""The decode loop of a GPU: one CUDA graph a step.
+"""The decode loop of a GPU: one CUDA graph a step, and one for what the policy decides.
 
 A decoding step of a small batch is some hundred kernels, each of a few microseconds; launched one by one from Python
 they take ten times as long as they run. A CUDA graph is recorded once and launched as a whole. It replays the same
 kernels on the same addresses, so everything that changes from step to step goes through one tensor of inputs: which
 rows take part, how long they are, their newest tokens. Sequences come and go between replays.
 
-    inputs ──► take slots ──► layers: append, attend, … ──► logits ──► draw ──► tokens, overflow flag
+    inputs ──► take slots ──► layers: append, attend, … ──► logits ──► draw ──► tokens, rows that are due, overflow
+                                                                                                │
+    next step ◄── evict ◄── choose ◄── layers: score keys ◄── inputs of the rows that are due ◄─┘
+
+A policy has something to decide in few steps, and for few rows: these are a batch of their own, in a second graph. A
+policy that cannot be recorded (`Policy.recordable`) acts between steps, kernel by kernel.
 
 A graph belongs to a number of rows (SIZES: fewer sequences leave some rows idle), to a bound on how long the lanes
 are (powers of two: it decides the grid of attention) and to the formats that the lanes hold. Each is recorded when it
-is first needed. The host reads the tokens that were drawn and whether the pool was too small, nothing else; then the
-policy acts, outside of the graph, if it has something to decide.
+is first needed. The host reads the tokens that were drawn, who is due and whether the pool was too small, nothing
+else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minithink.errors import MinithinkError
 from minithink.kv.manager import KVManager
+from minithink.kv.view import ACTIVE, STATE
 from minithink.model import Decoder
 from minithink.sampling import SamplingParams, filter_logits
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of a graph; and as many as there are
-INPUTS = 7  # row, active, tokens seen, tokens in the buffer, newest token, number in the draws, position to draw for
+
+Key = tuple[int, int, frozenset[int]]  # of a graph: rows, columns, formats
 
 
-@dataclass
-class _Recorded:
-    graph: torch.cuda.CUDAGraph
-    inputs: Tensor  # int64 [INPUTS, N], on the device
-    staging: Tensor  # the same, pinned on the host
-    out: Tensor  # int64 [N + 1]: tokens, overflow
+class Recorded:
+    """Kernels that are recorded once and replayed with other inputs."""
+
+    def __init__(self, run: Callable[[Tensor, Tensor], object], values: Tensor, out: Tensor, pool: Any) -> None:
+        """Run once with nobody active, which compiles what must be compiled and changes nothing; then record.
+
+        Args:
+            run: of (inputs, out); it launches kernels and asks nothing of the device.
+            values: int64 [k, N] on the host, inputs of N rows.
+            out: what `run` writes to, on the device.
+            pool: memory that all graphs share, for no two of them run at once.
+        """
+        self.out = out
+        self._inputs = values.to(out.device)
+        self._inputs[ACTIVE] = 0
+        self._staging = torch.empty_like(values, pin_memory=True)
+        self._copied = torch.cuda.Event()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run(self._inputs, out)
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            run(self._inputs, out)
+
+    def replay(self, values: Tensor) -> Tensor:
+        """`out`, for these inputs; the host does not wait for it."""
+        self._copied.synchronize()  # the staging buffer may be on its way still, from the last replay
+        self._staging.copy_(values)
+        self._inputs.copy_(self._staging, non_blocking=True)
+        self._copied.record()
+        self._graph.replay()
+        return self.out
 
 
 class DecodeLoop:
@@ -45,7 +80,8 @@ class DecodeLoop:
         if not cache.capturable:
             raise ValueError(f"steps under {cache.policy.name} cannot be recorded")
         self.decoder, self.cache, self.params = decoder, cache, params
-        self.recorded: dict[tuple[int, int, frozenset[int]], _Recorded] = {}
+        self.recorded: dict[Key, Recorded] = {}  # steps
+        self.decisions: dict[Key, Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     @torch.inference_mode()
@@ -55,60 +91,65 @@ class DecodeLoop:
         Raises:
             MinithinkError: the pool of pages is too small; the sequences cannot go on.
         """
-        cache = self.cache
-        rows, lengths, waiting = zip(*(cache.next_state(seq) for seq in seqs), strict=True)
-        n = next((size for size in SIZES if len(seqs) <= size <= len(cache.rows)), len(cache.rows))
-        taken = set(rows)
-        idle = [row for row in range(len(cache.rows)) if row not in taken][: n - len(seqs)]
-        more = [0] * len(idle)
-        values = [
-            [*rows, *idle], [1] * len(rows) + more, [*lengths, *(cache.store.lengths[row] for row in idle)],
-            [*waiting, *(cache.store.waiting[row] for row in idle)], [*tokens, *more],
-            [*seqs, *more], [*(length + 1 for length in lengths), *more],
-        ]  # fmt: skip
+        cache, store = self.cache, self.cache.store
+        states = [cache.state_after(seq, token) for seq, token in zip(seqs, tokens, strict=True)]
+        rows = [row for row, *_ in states]
+        inputs = [[*state, store.waiting[state[0]], seq] for state, seq in zip(states, seqs, strict=True)]
+        for row in self._idle(rows):
+            inputs.append([row, 0, store.lengths[row] + 1, 0, 0, 0, store.waiting[row], 0])
         cache.fit_columns(1)
-        key = n, cache.store.seen, frozenset(cache.store.used | set(cache.store.appends))
-        found = self.recorded.get(key)
-        if found is None:
-            found = self.recorded[key] = self._record(n, torch.tensor(values))
-        found.staging.copy_(torch.tensor(values))
-        found.inputs.copy_(found.staging, non_blocking=True)
-        found.graph.replay()
-        *drawn, overflow = found.out.tolist()
+        store.used.update(store.appends)
+        out = self._replay(self.recorded, self._step, inputs, 2 * len(inputs) + 1).tolist()
+        drawn, due, overflow = out[: len(seqs)], out[len(inputs) :], out[-1]
         if overflow:
             raise MinithinkError(
-                f"The KV pool of {cache.store.table.pages.count:,} pages is exhausted: use a smaller --batch-size, "
+                f"The KV pool of {store.table.pages.count:,} pages is exhausted: use a smaller --batch-size, "
                 "budget or --max-new-tokens."
             )
-        cache.end_next(seqs, tokens)
-        return drawn[: len(seqs)]
+        acting = [state for state, flag in zip(states, due, strict=False) if flag]
+        cache.end_next(seqs, tokens, (lambda: self._decide(acting)) if cache.records_decisions else None)
+        return drawn
 
-    def _record(self, n: int, values: Tensor) -> _Recorded:
-        """Run once with nobody active, which compiles what must be compiled and changes nothing; then record."""
-        device = self.cache.device
-        inputs = values.to(device)
-        inputs[1] = 0
-        out = torch.zeros(n + 1, dtype=torch.int64, device=device)
-        self.cache.store.used.update(self.cache.store.appends)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._run(inputs, out)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            self._run(inputs, out)
-        return _Recorded(graph, inputs, torch.empty(INPUTS, n, dtype=torch.int64, pin_memory=True), out)
+    def _decide(self, states: Sequence[tuple[int, ...]]) -> None:
+        """Let the policy act on the rows of these states, those that are due."""
+        if not states:
+            return
+        others = self._idle([row for row, *_ in states])
+        inputs = [*states, *([row] + [0] * (STATE - 1) for row in others)]
+        self._replay(self.decisions, lambda state, _: self.cache.decide_next(state), inputs, 0)
 
-    def _run(self, inputs: Tensor, out: Tensor) -> None:
-        """What is recorded."""
-        at, active, lengths, waiting, tokens, sequence, position = inputs
-        self.cache.begin_next(at, active.bool(), lengths, waiting)
+    def _idle(self, rows: Sequence[int]) -> list[int]:
+        """Rows that a graph has beside these."""
+        count, taken = len(self.cache.rows), set(rows)
+        size = next((size for size in SIZES if len(rows) <= size <= count), count)
+        return [row for row in range(count) if row not in taken][: size - len(rows)]
+
+    def _replay(
+        self, recorded: dict[Key, Recorded], run: Callable[[Tensor, Tensor], object],
+        inputs: Sequence[Sequence[int]], numbers: int,
+    ) -> Tensor:  # fmt: skip
+        """Replay the graph for so many rows, recorded now if there is none. inputs: of each row; → `numbers` ints."""
+        values = torch.tensor(inputs).t().contiguous()
+        key = len(inputs), self.cache.store.seen, frozenset(self.cache.store.used)
+        if key not in recorded:
+            out = torch.zeros(numbers, dtype=torch.int64, device=self.cache.device)
+            recorded[key] = Recorded(run, values, out, self._pool)
+        return recorded[key].replay(values)
+
+    def _step(self, inputs: Tensor, out: Tensor) -> None:
+        """What is recorded of a step. inputs: int64 [STATE + 2, N], the rows' states when the newest token is in the
+        cache, tokens in their buffers, numbers of the draws; out: int64 [2N + 1], tokens, who is due, overflow."""
+        state, (waiting, sequence) = inputs[:STATE], inputs[STATE:]
+        at, active, lengths, _, _, tokens = state
+        self.cache.begin_next(at, active.bool(), lengths - 1, waiting)
         logits = self.decoder.logits(self.decoder(tokens, self.cache))
         if self.params.greedy:
             drawn = logits.argmax(-1)
         else:
             x = filter_logits(logits, self.params)
-            drawn = self.decoder.backend.gumbel_argmax(x, self.params.seed, sequence, position)
-        out[:-1].copy_(drawn)
+            drawn = self.decoder.backend.gumbel_argmax(x, self.params.seed, sequence, lengths)
+        n = len(at)
+        out[:n].copy_(drawn)
+        if self.cache.records_decisions:
+            out[n:-1].copy_(self.cache.due_next(state))
         out[-1:].copy_(self.cache.store.overflow)

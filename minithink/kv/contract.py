@@ -9,9 +9,10 @@ answers with edits:
     OpenSegment   tokens from now on belong to a new segment, of some thought type
     SetBudget     another budget for single lanes
 
-Everything speaks of whole batches. Row b of a tensor is sequence slot b of the manager, running or not; a lane is
-(layer, row, KV head). Lanes that share a block table hold the same tokens, so the tensors of a step have one entry
-for all of them: [Lt, B, Ht, …], where Lt is L or 1 and Ht is Hkv or 1, by scope:
+Everything speaks of whole batches. Row b of a tensor is sequence slot b of the manager, running or not; a policy that
+is `recordable` may be shown some rows alone, numbered anew. A lane is (layer, row, KV head). Lanes that share a block
+table hold the same tokens, so the tensors of a step have one entry for all of them: [Lt, B, Ht, …], where Lt is L or
+1 and Ht is Hkv or 1, by scope:
 
     "head"      Lt = L, Ht = Hkv   every lane keeps its own tokens
     "layer"     Lt = L, Ht = 1     the heads of a layer keep the same tokens
@@ -233,8 +234,8 @@ class Step(Protocol):
         """Tokens that an Evict cannot drop: bool, shaped as `pos`."""
 
     def keys(self, layer: int, rows: Tensor | None = None) -> Tensor:
-        """Rotated keys, dequantized: float32 [B, Hkv, S, D]; 0 where there is no token. rows, bool [B]: read these
-        alone, the others are 0 too."""
+        """Rotated keys, dequantized: float32 [B, Hkv, S, D]; 0 where there is no token. rows, bool [B]: those that
+        are looked at; the others may be 0 too."""
 
     def values(self, layer: int, rows: Tensor | None = None) -> Tensor:
         """Values, dequantized, in the same way: float32 [B, Hkv, S, D]."""
@@ -258,7 +259,7 @@ class Step(Protocol):
         """The same step with the budget of one member of a stack."""
 
     def any(self, what: Tensor) -> bool:
-        """Whether any element is true. Work for nobody may be left out; a captured graph answers True."""
+        """Whether any element is true. Work for nobody may be left out; what is recorded answers True."""
 
 
 # --- policies -----------------------------------------------------------------------------------------------
@@ -272,6 +273,10 @@ class Policy:
 
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""  # one line, for --list-policies
+    # Whether `due` and `decide` may be recorded as a CUDA graph and be shown some rows alone: they keep no state, and
+    # ask the host for nothing but `step.any` (no shape depends on what a tensor holds, no tensor is made of a list of
+    # numbers); `decide` yields Evicts alone, of lanes that are due. A subclass says it anew.
+    recordable: ClassVar[bool] = False
     scope: Scope = "head"
     demands: tuple[Demand, ...] = ()
     storage: Storage = Storage()
@@ -283,6 +288,10 @@ class Policy:
     # Tokens at positions below this are attended as if they stood directly before the next token that is held: a
     # second copy of the query is rotated to that distance (StreamingLLM's cache positions).
     pull: int = 0
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.recordable = vars(cls).get("recordable", False)
 
     def setup(self, shape: Shape) -> None:
         """Allocate state; called once, before anything runs."""
@@ -357,6 +366,8 @@ class Stack(Policy):
             names = " and ".join(m.name for m in stored)
             raise UsageError(f"{names} store tokens in different ways and cannot be stacked: leave one out.")
         self.name = "+".join(m.name for m in members)  # type: ignore[misc]
+        deciding = [m for m in members if type(m).decide is not Policy.decide]
+        self.recordable = all(m.recordable for m in deciding)  # type: ignore[misc]
         self.scope = min((m.scope for m in members), key=SCOPES.index)
         self.demands = tuple(d for m in members for d in m.demands)
         self.storage = stored[0].storage if stored else Storage()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -44,6 +44,7 @@ from minithink.kv.contract import (
 from minithink.kv.ledger import Ledger
 from minithink.kv.pages import Reading, layouts
 from minithink.kv.store import PagedStore, Writer
+from minithink.kv.view import View
 from minithink.model import Rope
 from minithink.ref.decode_attention import decode_probabilities, group_reduce
 
@@ -151,7 +152,7 @@ class KVManager:
             for p in members(policy)
         }
         self.steers = any(type(p).steer is not Policy.steer for p in members(policy))
-        self.decides = any(type(p).decide is not Policy.decide for p in members(policy))
+        self.deciding = tuple(p for p in members(policy) if type(p).decide is not Policy.decide)
         self.observed: Counter[str] = Counter()  # observations made, by kind
         self._pass: _Pass | None = None
         self._waiting_prompts: list[int] = []  # rows whose prompt is read and not stored yet
@@ -253,8 +254,7 @@ class KVManager:
         here, before = torch.tensor(rows, device=self.device), torch.tensor(lengths, device=self.device)
         now = _Pass(rows, counts, reading[0], last, writer, here, before, cos, sin)
         for r, token in zip(records, last, strict=True):
-            if not now.prompt and None not in self.think_ids and token in self.think_ids:
-                r.thinking = token == self.think_ids[0]
+            r.thinking = r.thinking if now.prompt else self._thinks(r, token)
         self._pass = now
         if now.prompt:
             now.due = list(self.policy.demands)
@@ -290,22 +290,55 @@ class KVManager:
             self._pull(now)
 
     @torch.inference_mode()
-    def end_next(self, seqs: Sequence[int], tokens: Sequence[int]) -> None:
-        """After a step that began with `begin_next`: the host learns of it, the policy acts."""
+    def end_next(
+        self, seqs: Sequence[int], tokens: Sequence[int], decide: Callable[[], object] | None = None
+    ) -> None:
+        """After a step that began with `begin_next`: the host learns of it, the policy acts.
+
+        Args:
+            decide: is called in place of the policy, when the tokens are counted and before full buffers are stored.
+        """
         rows = [self._row_of[seq] for seq in seqs]
         records = [self._row(row) for row in rows]
         self.store.appended(rows, [r.length for r in records])
         for r, token in zip(records, tokens, strict=True):
-            if None not in self.think_ids and token in self.think_ids:
-                r.thinking = token == self.think_ids[0]
+            r.thinking = self._thinks(r, token)
         none = torch.empty(0)
         self._pass = _Pass(rows, [1] * len(rows), False, list(tokens), Writer(), none, none, none, none)
-        self.end_step()
+        self._end_step(decide)
+
+    @torch.inference_mode()
+    def due_next(self, state: Tensor) -> Tensor:
+        """Which rows the policy will act on after a step that began with `begin_next`: bool [R]. From tensors alone,
+        as a CUDA graph captures it.
+
+        Args:
+            state: int64 [view.STATE, R], see `state_after`; each row once.
+        """
+        view = View(self, self.policy, state, recorded=True)
+        due = torch.zeros_like(view.active)
+        for policy in self.deciding:
+            due |= policy.due(view.seen_by(policy))[0].any(2).any(0)
+        return due & view.active
+
+    @torch.inference_mode()
+    def decide_next(self, state: Tensor) -> None:
+        """Let the policy act on these rows alone, in the same way: for `end_next`. Rows that did not take part stay
+        as they are. state: as of `due_next`."""
+        view = View(self, self.policy, state, recorded=True)
+        drop = self._dropped([edit for _, edit in self._edits(view)], view)
+        everywhere = torch.zeros_like(self.store.positions(), dtype=torch.bool)
+        self.store.evict(everywhere.index_copy_(1, view.row, drop))
 
     @property
     def capturable(self) -> bool:
         """Whether steps may begin with `begin_next`: widths are fixed, and nobody needs the host inside of a step."""
         return self.store.columns is not None and not self.steers and not self.store.storage.lag
+
+    @property
+    def records_decisions(self) -> bool:
+        """Whether `decide_next` can be captured and does all that the policy does."""
+        return bool(self.deciding) and self.policy.recordable and self.store.evicts_in_place
 
     def fit_columns(self, more: int) -> None:
         """With columns="fit": the width that lanes need which may grow by so many tokens."""
@@ -320,6 +353,12 @@ class KVManager:
         """What `begin_next` must know of a sequence: its row, the tokens it has seen, those in its buffer."""
         row = self._row_of[seq]
         return row, self._row(row).length, self.store.waiting[row]
+
+    def state_after(self, seq: int, token: int) -> tuple[int, ...]:
+        """What the policy must know of a sequence when this token will be in the cache: view.STATE numbers."""
+        row = self._row_of[seq]
+        r = self._row(row)
+        return row, 1, r.length + 1, r.prompt, int(self._thinks(r, token)), token
 
     def _pull(self, now: _Pass) -> None:
         """Tokens below `pull` are attended as if they stood directly before the next one that is held."""
@@ -413,6 +452,9 @@ class KVManager:
     @torch.inference_mode()
     def end_step(self) -> None:
         """Close the step: count its tokens, let the policy act, store what must be stored."""
+        self._end_step(None)
+
+    def _end_step(self, decide: Callable[[], object] | None) -> None:
         now, settled = self._now, []
         for row, count in zip(now.rows, now.counts, strict=True):
             r = self._row(row)
@@ -424,21 +466,21 @@ class KVManager:
         if active:
             for row in settled:
                 self.store.measure(row)
-            edits = self._decide(active)
-            if edits:
-                self._apply([edit for _, edit in edits], active)
+            if decide is not None:
+                decide()
+            elif self.deciding:
+                step = self._step(active)
+                edits = self._edits(step)
+                self._apply([edit for _, edit in edits], step)
         self._pass = None  # the step is over, also if the pool is exhausted now
         self._waiting_prompts += settled
         self._store_what_waits()
         for author, edit in edits:
             self._begin(author, edit, active)
 
-    def _decide(self, active: Sequence[int]) -> list[tuple[Policy, Edit]]:
+    def _edits(self, step: View) -> list[tuple[Policy, Edit]]:
         """The edits of all members, and whose they are."""
-        if not self.decides:
-            return []
-        step = self._step(active)
-        return [(p, edit) for p in members(self.policy) for edit in p.decide(step.seen_by(p))]
+        return [(p, edit) for p in self.deciding for edit in p.decide(step.seen_by(p))]
 
     def _store_what_waits(self) -> None:
         """Quantize full buffers, and prompts that are read. If the pool is exhausted they wait for the next step."""
@@ -452,34 +494,37 @@ class KVManager:
     def _is_full(self, row: int) -> bool:
         return 0 < self.store.storage.buffer == self.store.waiting[row]
 
-    def _apply(self, edits: Sequence[Edit], active: Sequence[int]) -> None:
+    def _apply(self, edits: Sequence[Edit], step: View) -> None:
         """Moves, then evictions, of all edits together."""
-        drop = torch.zeros_like(self.store.positions(), dtype=torch.bool)
-        dropping = False
-        for edit in edits:
-            if isinstance(edit, Evict):
-                dropping = True
-                if edit.layer is None:
-                    drop |= edit.drop
-                else:
-                    drop[min(edit.layer, len(drop) - 1)] |= edit.drop
-        acting = torch.zeros(len(self.rows), dtype=torch.bool, device=self.device)
-        acting[list(active)] = True  # the others have not moved: a prompt that is read in chunks stays whole
-        drop &= acting[None, :, None, None]
-        protected = self._protected()
-        if protected is not None:
-            drop &= ~protected
-        for edit in edits:
-            if isinstance(edit, Requantize):
-                where = torch.zeros_like(drop)
-                if edit.layer is None:
-                    where |= edit.where
-                else:
-                    where[min(edit.layer, len(where) - 1)] |= edit.where
-                where &= acting[None, :, None, None]
-                self.store.requantize(where & ~drop, edit.fmt, edit.how)
-        if dropping and _any(drop):
+        evictions = [edit for edit in edits if isinstance(edit, Evict)]
+        moves = [edit for edit in edits if isinstance(edit, Requantize)]
+        if not evictions and not moves:
+            return
+        drop = self._dropped(evictions, step)
+        for edit in moves:
+            where = torch.zeros_like(drop)
+            if edit.layer is None:
+                where |= edit.where
+            else:
+                where[min(edit.layer, len(where) - 1)] |= edit.where
+            where &= step.active[None, :, None, None]
+            self.store.requantize(where & ~drop, edit.fmt, edit.how)
+        if evictions and bool(drop.any()):
             self.store.evict(drop)
+
+    @staticmethod
+    def _dropped(edits: Sequence[Edit], step: View) -> Tensor:
+        """Tokens that go, of the rows that are shown: bool [Lt, R, Ht, S]."""
+        drop = torch.zeros_like(step.pos(), dtype=torch.bool)
+        for edit in edits:
+            if not isinstance(edit, Evict):
+                raise ValueError(f"{step.policy.name} is recordable and yields {type(edit).__name__}")
+            if edit.layer is None:
+                drop |= edit.drop
+            else:
+                drop[min(edit.layer, len(drop) - 1)] |= edit.drop
+        drop &= step.active[None, :, None, None]  # a prompt that is read in chunks stays whole
+        return drop & ~step.protected()
 
     def _begin(self, author: Policy, edit: Edit, active: Sequence[int]) -> None:
         """Segments and budgets that hold from now on."""
@@ -564,25 +609,21 @@ class KVManager:
             index = torch.tensor([p % size for p in kept], device=self.device)
             self._queries[layer, row, :, index] = q_i[-len(kept) :].transpose(0, 1)
 
-    def queries(self, layer: int, rows: int) -> Tensor:
-        """The last `rows` queries of every row, oldest first: float32 [B, Hq, rows, D]."""
-        size = self._queries.shape[3]
-        lengths = [r.length if r else 0 for r in self.rows]
-        index = torch.tensor([[(end - rows + i) % size for i in range(rows)] for end in lengths], device=self.device)
-        index = index[:, None, :, None].expand(-1, self.shape.query_heads, -1, self.shape.head_dim)
-        return self._queries[layer].gather(2, index).float()
+    # -- what the host knows of the rows
 
-    # -- views
+    def _step(self, active: Sequence[int] = ()) -> View:
+        """All rows, as the policy sees them."""
+        last = dict(zip(self._now.rows, self._now.tokens, strict=True))
+        state = []
+        for row, r in enumerate(self.rows):
+            known = (r.length, r.prompt, int(r.thinking)) if r else (0, 0, 0)
+            state.append((row, int(row in active), *known, last.get(row, -1)))
+        return View(self, self.policy, torch.tensor(list(zip(*state, strict=True)), device=self.device))
 
-    def _step(self, active: Sequence[int] = ()) -> _View:
-        return _View(self, list(active), self.policy)
-
-    def _protected(self) -> Tensor | None:
-        if not self.policy.protect_prompt:
-            return None
-        prompt = torch.tensor([r.prompt if r else 0 for r in self.rows], device=self.device)
-        pos = self.store.positions()
-        return (pos >= 0) & (pos < prompt[None, :, None, None])
+    def _thinks(self, r: _Row, token: int) -> bool:
+        """Whether a sequence thinks after this token."""
+        marks = None not in self.think_ids and token in self.think_ids
+        return token == self.think_ids[0] if marks else r.thinking
 
     def _row(self, row: int) -> _Row:
         record = self.rows[row]
@@ -629,104 +670,6 @@ class KVManager:
     def reserved_bytes(self) -> int:
         """All bytes, used or not."""
         return self.ledger().total
-
-
-class _View:
-    """`contract.Step`, over a manager."""
-
-    def __init__(self, manager: KVManager, active: list[int], policy: Policy) -> None:
-        self.manager, self.policy, self._active = manager, policy, active
-        self._readings: tuple[Tensor | None, Reading] | None = None  # the last one asked for
-        self.shape, self.ops = manager.shape, manager.backend
-        records, device = manager.rows, manager.device
-
-        def by_row(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
-
-        self.active = by_row([int(row in active) for row in range(len(records))]).bool()
-        self.clock = by_row([max(0, r.clock) if r else 0 for r in records])
-        self.prompt = by_row([r.prompt if r else 0 for r in records])
-        self.thinking = by_row([int(r.thinking) if r else 0 for r in records]).bool()
-        last = dict(zip(manager._now.rows, manager._now.tokens, strict=True))
-        self.tokens = by_row([last.get(row, -1) for row in range(len(records))], torch.int64)
-        self.thought = manager.store.thought
-        self.budget = manager.budgets.get(id(policy), next(iter(manager.budgets.values())))
-
-    def seen_by(self, policy: Policy) -> _View:
-        return _View(self.manager, self._active, policy)
-
-    def pos(self, layer: int | None = None) -> Tensor:
-        return self._at(self.manager.store.positions(), layer)
-
-    def held(self, layer: int | None = None) -> Tensor:
-        return self._at(self.manager.store.count, layer)
-
-    def format(self, layer: int | None = None) -> Tensor:
-        return self._at(self.manager.store.format(), layer)
-
-    def protected(self, layer: int | None = None) -> Tensor:
-        protected = self.manager._protected()
-        return self._at(torch.zeros_like(self.pos(), dtype=torch.bool) if protected is None else protected, layer)
-
-    def keys(self, layer: int, rows: Tensor | None = None) -> Tensor:
-        return self._read(layer, rows, 0)
-
-    def values(self, layer: int, rows: Tensor | None = None) -> Tensor:
-        return self._read(layer, rows, 1)
-
-    def _read(self, layer: int, rows: Tensor | None, which: int) -> Tensor:
-        if self._readings is None or self._readings[0] is not rows:
-            some = None if rows is None else rows.nonzero().flatten()
-            self._readings = rows, self.manager.store.reader(some)
-        reading = self._readings[1]
-        x = reading(layer)[which].float()
-        if reading.rows is None:
-            return x
-        return x.new_zeros(self.shape.rows, *x.shape[1:]).index_copy_(0, reading.rows, x)
-
-    def chronological(self, layer: int) -> Tensor:
-        pos = self.pos(layer)
-        return torch.arange(pos.shape[-1], device=pos.device).expand(pos.shape)
-
-    def mass(self, layer: int) -> Tensor:
-        group, manager = self._demand(See.MASS, layer).group, self.manager
-        heads, width = self.shape.query_heads if group == "none" else self.shape.kv_heads, manager.store.seen
-        held = manager._mass.get((layer, group), torch.zeros(self.shape.rows, heads, 0, device=manager.device))
-        return torch.nn.functional.pad(held, (0, max(0, width - held.shape[-1])))[..., :width]
-
-    def queries(self, layer: int) -> Tensor:
-        return self.manager.queries(layer, self._demand(See.QUERY, layer).rows)
-
-    def rows(self, layer: int) -> Tensor:
-        demand, pos = self._demand(See.ROWS, layer), self.pos(layer)  # pos: [B, Ht, S]
-        q, k = self.manager.queries(layer, demand.rows), self.keys(layer)
-        lengths = torch.tensor([r.length if r else 0 for r in self.manager.rows], device=pos.device)
-        out = []
-        for i in range(demand.rows):
-            own = (lengths - demand.rows + i)[:, None, None]  # the query's position
-            valid = (pos >= 0) & (pos <= own)
-            logits = q[:, :, i].unflatten(1, (k.shape[1], -1)) @ k.transpose(-1, -2) / k.shape[-1] ** 0.5
-            out.append(group_reduce(logits, valid, demand.group).nan_to_num(0.0))  # no valid token: no such query
-        return torch.stack(out, dim=2)
-
-    def hidden(self, layer: int) -> Tensor:
-        return self.manager._hidden[layer]
-
-    def any(self, what: Tensor) -> bool:
-        return _any(what)
-
-    def _at(self, x: Tensor, layer: int | None) -> Tensor:
-        return x if layer is None else x[min(layer, x.shape[0] - 1)]
-
-    def _demand(self, what: See, layer: int) -> Demand:
-        for demand in self.policy.demands:
-            if demand.what & what and (demand.layers is None or layer in demand.layers):
-                return demand
-        raise ValueError(f"{self.policy.name} reads {what.name} of layer {layer} and has not demanded it")
-
-
-def _any(what: Tensor) -> bool:
-    return bool(what.any())
 
 
 def members(policy: Policy) -> tuple[Policy, ...]:

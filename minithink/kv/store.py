@@ -388,9 +388,14 @@ class PagedStore(Pages):
 
     # -- what happens between steps
 
+    @property
+    def evicts_in_place(self) -> bool:
+        """Whether `evict` is the backend's kernels and nothing beside them."""
+        return self.backend.in_place and not self.row_of.numel() and not self.poison
+
     def evict(self, drop: Tensor) -> None:
         """Forget tokens: bool [Lt, B, Ht, S]. Their slots are free at once; nothing moves."""
-        if self.backend.in_place and not self.row_of.numel() and not self.poison:
+        if self.evicts_in_place:
             t = self.table
             self.backend.evict(
                 drop, self.place, self.pos, self.count, t.live, t.taken, t.format, t.page, t.pages.stack, t.pages.top,

@@ -31,6 +31,7 @@ class Random(Policy):
 
     name = "random"
     summary = "evict tokens by lot (a control)"
+    recordable = True
 
     def decide(self, step: Step) -> Iterable[Edit]:
         due, _ = self.due(step)  # bool [Lt, B, Ht]
@@ -50,7 +51,7 @@ def lots(seed: int, clock: Tensor, pos: Tensor) -> Tensor:
     layer, head = (torch.arange(n, device=pos.device) for n in (layers, heads))
     lot = torch.full((1,), seed & WORD, device=pos.device)
     for word in (
-        torch.tensor(seed >> 32 & WORD, device=pos.device), layer[:, None, None, None],
+        torch.full((1,), seed >> 32 & WORD, device=pos.device), layer[:, None, None, None],
         clock[None, :, None, None], head[None, None, :, None], pos,
     ):  # fmt: skip
         lot = _mix(lot ^ (_mix(word) + GOLDEN))

@@ -50,6 +50,7 @@ class Rkv(Policy):
 
     name = "rkv"
     summary = "keep tokens that are attended to and do not repeat others (R-KV)"
+    recordable = True
     scope = "head"
 
     def __post_init__(self) -> None:
@@ -78,27 +79,29 @@ class Rkv(Policy):
         due, _ = self.due(step)
         if not step.any(due):
             return
-        room, rows = self.room(step), due.any(-1).any(0)  # rows: bool [B]
-        for layer in range(step.shape.layers):
-            held = step.pos(layer) >= 0  # [B, Hkv, S]
-            free = held & ~step.protected(layer)
-            window = self.window(step, layer, room[layer])
-            # Lanes that are not due have no valid token: a kernel does nothing there.
-            score = self.score(step, layer, held & due[layer][..., None], window, rows)
-            others = room[layer] - (free & window).sum(-1, dtype=torch.int32)
-            keep = window | step.ops.keep_best(score, free & ~window, others)
-            yield Evict(free & ~keep & due[layer][..., None], layer)
+        room, rows, pos = self.room(step), due.any(-1).any(0), step.pos()  # rows: bool [B], pos: [L, B, Hkv, S]
+        window = self.window(step, room)
+        free = (pos >= 0) & ~step.protected()
+        # Lanes that are not due have no valid token: a kernel does nothing there.
+        valid = (pos >= 0) & due[..., None]
+        older = valid & ~window
+        layers = range(step.shape.layers)
+        score = torch.stack([self.score(step, layer, valid[layer], older[layer], rows) for layer in layers])
+        others = room - (free & window).sum(-1, dtype=torch.int32)
+        keep = window | step.ops.keep_best(score, free & ~window, others)
+        yield Evict(free & ~keep & due[..., None])
 
-    def window(self, step: Step, layer: int, room: Tensor) -> Tensor:
-        """The last α tokens of every lane, fewer where there is no room for them: bool [B, Hkv, S]."""
-        pos, held = step.pos(layer), step.held(layer)[..., None]
+    def window(self, step: Step, room: Tensor) -> Tensor:
+        """The last α tokens of every lane, fewer where there is no room for them: bool [L, B, Hkv, S]."""
+        pos, held = step.pos(), step.held()[..., None]
         column = torch.arange(pos.shape[-1], device=pos.device)
         return (column < held) & (column >= held - room.clamp(max=self.alpha)[..., None])
 
-    def score(self, step: Step, layer: int, valid: Tensor, window: Tensor, rows: Tensor) -> Tensor:
-        """Z = λ·Ĩ − (1 − λ)·R, float32 [B, Hkv, S]: of the valid tokens of some rows, of no meaning in the window."""
+    def score(self, step: Step, layer: int, valid: Tensor, older: Tensor, rows: Tensor) -> Tensor:
+        """Z = λ·Ĩ − (1 − λ)·R, float32 [B, Hkv, S]: of the valid tokens of some rows that are older than the window,
+        of no meaning elsewhere. valid, older: bool [B, Hkv, S], rows: bool [B]."""
         q, k = step.queries(layer), step.keys(layer, rows)  # [B, Hq, α, D], [B, Hkv, S, D]
-        importance = step.ops.window_importance(q, k, valid & ~window, self.kernel_size, self.pooling)
+        importance = step.ops.window_importance(q, k, older, self.kernel_size, self.pooling)
         redundancy = step.ops.redundancy(k, valid, self.threshold)
         score: Tensor = self.lam * importance - (1 - self.lam) * redundancy
         return score

@@ -22,6 +22,7 @@ class Window(Policy):
 
     name = "window"
     summary = "keep the last tokens"
+    recordable = True
     scope = "sequence"
 
     def decide(self, step: Step) -> Iterable[Edit]:

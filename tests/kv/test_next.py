@@ -59,13 +59,15 @@ def with_backend(decoder: Decoder, backend: Any) -> Decoder:
 
 @torch.inference_mode()
 def feed_next(
-    decoder: Decoder, manager: KVManager, tokens: Mapping[int, int], idle: Sequence[int] = (), turn: int = 0
-) -> dict[int, Tensor]:
+    decoder: Decoder, manager: KVManager, tokens: Mapping[int, int], idle: Sequence[int] = (), turn: int = 0,
+    decide: Callable[[], object] | None = None,
+) -> dict[int, Tensor]:  # fmt: skip
     """One token for each of these sequences, in a step that begins with `begin_next` → logits [V] of each.
 
     Args:
         idle: rows that are part of the step and bring nothing, with or without a sequence; nothing of theirs changes.
         turn: by how many places the rows are turned, so that idle ones are not always the last.
+        decide: in place of the policy.
     """
     store = manager.store
     manager.fit_columns(1)
@@ -80,7 +82,7 @@ def feed_next(
     assert not store.overflow
     for row, want in zip(idle, before, strict=True):
         assert_same_content(f"idle row {row}", content(manager, row), want)
-    manager.end_next(list(tokens), list(tokens.values()))
+    manager.end_next(list(tokens), list(tokens.values()), decide)
     logits = decoder.logits(hidden)
     return {seq: logits[order.index(i)] for i, seq in enumerate(tokens)}
 

@@ -56,11 +56,11 @@ def test_worked_example(lam: float, kernel_size: int, want: list[float] | None, 
     policy, step = Rkv(budget=4, lam=lam, alpha=2, buffer=2, kernel_size=kernel_size), SIX
     window = torch.arange(6).view(1, 1, 6) >= 4
     if want is not None:
-        score = policy.score(step, 0, torch.ones_like(window), window, torch.ones(1).bool())  # type: ignore[arg-type]
+        score = policy.score(step, 0, torch.ones_like(window), ~window, torch.ones(1).bool())  # type: ignore[arg-type]
         assert score[0, 0, :4].tolist() == pytest.approx(want, abs=6e-5)
     (edit,) = policy.decide(step)  # type: ignore[arg-type]
-    assert edit.layer == 0
-    assert (~edit.drop[0, 0]).nonzero().flatten().tolist() == kept
+    assert edit.layer is None
+    assert (~edit.drop[0, 0, 0]).nonzero().flatten().tolist() == kept
 
 
 # --- when ---------------------------------------------------------------------------------------------------
@@ -142,11 +142,11 @@ class Watched(Rkv):
     def decide(self, step: Step) -> Iterator[Evict]:
         due, keep = self.due(step)
         edits = list(super().decide(step))
-        assert [e.layer for e in edits] == (list(range(step.shape.layers)) if due.any() else [])
-        for layer, edit in enumerate(edits):
+        assert [e.layer for e in edits] == ([None] if due.any() else [])
+        for layer in range(step.shape.layers if edits else 0):
             self.notes.append((
                 step.keys(layer), step.queries(layer), step.held(layer), step.protected(layer).clone(),
-                due[layer], keep[layer], edit.drop,
+                due[layer], keep[layer], edits[0].drop[layer],
             ))  # fmt: skip
         yield from edits
 

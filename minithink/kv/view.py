@@ -1,0 +1,149 @@
+"""What a policy sees of a manager's cache between two steps: `contract.Step`.
+
+A view shows all rows, or, where decisions are recorded as a CUDA graph, some rows as a batch of their own. All that
+the host knows of the rows comes in one tensor: a graph is replayed with another one each time.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from minithink.kv.contract import Demand, Policy, See
+from minithink.kv.pages import Reading
+from minithink.ref.decode_attention import group_reduce
+
+if TYPE_CHECKING:
+    from minithink.kv.manager import KVManager
+
+STATE = 6  # numbers of a row: row, took part, tokens seen, tokens of the prompt, thinks, newest token
+ACTIVE = 1  # the second of them
+
+
+class View:
+    """`contract.Step`, over a manager."""
+
+    def __init__(self, manager: KVManager, policy: Policy, state: Tensor, recorded: bool = False) -> None:
+        """
+        Args:
+            state: int64 [STATE, R], of every row that is shown.
+            recorded: the rows are any of the manager's, each once, and nothing here may ask the host; otherwise they
+                are all of them, in order.
+        """
+        self.manager, self.policy, self.recorded = manager, policy, recorded
+        self.shape, self.ops = replace(manager.shape, rows=state.shape[1]), manager.backend
+        self.row, active, self.length, prompt, thinking, self.tokens = state
+        self.active, self.thinking = active.bool(), thinking.bool()
+        self.prompt, self.clock = prompt.int(), (self.length - prompt).clamp(min=0).int()
+        self.thought = self._shown(manager.store.thought, 0)
+        self.budget = self._budget(policy)
+        self._reading: tuple[Tensor | None, Reading] | None = None  # the last one asked for
+        self._slots: dict[int, Tensor] = {}  # where the last queries are, by how many
+
+    def seen_by(self, policy: Policy) -> View:
+        if policy is self.policy:
+            return self
+        other = copy.copy(self)
+        other.policy, other.budget = policy, self._budget(policy)
+        return other
+
+    def _budget(self, policy: Policy) -> Tensor:
+        budgets = self.manager.budgets
+        return self._shown(budgets.get(id(policy), next(iter(budgets.values()))), 1)
+
+    def _shown(self, x: Tensor, dim: int) -> Tensor:
+        """The rows that are shown, of a tensor of all rows."""
+        return x.index_select(dim, self.row) if self.recorded else x
+
+    def pos(self, layer: int | None = None) -> Tensor:
+        return self._at(self._pos, layer)
+
+    @cached_property
+    def _pos(self) -> Tensor:
+        return self._shown(self.manager.store.positions(), 1)
+
+    def held(self, layer: int | None = None) -> Tensor:
+        return self._at(self._shown(self.manager.store.count, 1), layer)
+
+    def format(self, layer: int | None = None) -> Tensor:
+        return self._at(self._shown(self.manager.store.format(), 1), layer)
+
+    def protected(self, layer: int | None = None) -> Tensor:
+        return self._at(self._protected, layer)
+
+    @cached_property
+    def _protected(self) -> Tensor:
+        if not self.manager.policy.protect_prompt:
+            return torch.zeros_like(self._pos, dtype=torch.bool)
+        return (self._pos >= 0) & (self._pos < self.prompt[None, :, None, None])
+
+    def keys(self, layer: int, rows: Tensor | None = None) -> Tensor:
+        return self._read(layer, rows, 0)
+
+    def values(self, layer: int, rows: Tensor | None = None) -> Tensor:
+        return self._read(layer, rows, 1)
+
+    def _read(self, layer: int, rows: Tensor | None, which: int) -> Tensor:
+        rows = None if self.recorded else rows  # all that are shown
+        if self._reading is None or self._reading[0] is not rows:
+            some = rows.nonzero().flatten() if rows is not None else self.row if self.recorded else None
+            self._reading = rows, self.manager.store.reader(some)
+        reading = self._reading[1]
+        x = reading(layer)[which].float()
+        if rows is None or reading.rows is None:
+            return x
+        return x.new_zeros(self.shape.rows, *x.shape[1:]).index_copy_(0, reading.rows, x)
+
+    def chronological(self, layer: int) -> Tensor:
+        pos = self.pos(layer)
+        return torch.arange(pos.shape[-1], device=pos.device).expand(pos.shape)
+
+    def mass(self, layer: int) -> Tensor:
+        group, manager = self._demand(See.MASS, layer).group, self.manager
+        width = manager.store.seen
+        if (held := manager._mass.get((layer, group))) is None:
+            heads = self.shape.query_heads if group == "none" else self.shape.kv_heads
+            return torch.zeros(self.shape.rows, heads, width, device=manager.device)
+        return torch.nn.functional.pad(self._shown(held, 0), (0, max(0, width - held.shape[-1])))[..., :width]
+
+    def queries(self, layer: int) -> Tensor:
+        return self._last_queries(layer, self._demand(See.QUERY, layer).rows)
+
+    def _last_queries(self, layer: int, n: int) -> Tensor:
+        """The last n queries of every row, oldest first: float32 [R, Hq, n, D]."""
+        ring = self.manager._queries[layer]  # [B, Hq, size, D]
+        if n not in self._slots:
+            last = torch.arange(n, device=ring.device) - n
+            self._slots[n] = (self.length[:, None] + last) % ring.shape[2]  # [R, n]
+        return ring[self.row[:, None], :, self._slots[n]].transpose(1, 2).float()
+
+    def rows(self, layer: int) -> Tensor:
+        demand, pos = self._demand(See.ROWS, layer), self.pos(layer)  # pos: [R, Ht, S]
+        q, k = self._last_queries(layer, demand.rows), self.keys(layer)
+        out = []
+        for i in range(demand.rows):
+            own = (self.length - demand.rows + i)[:, None, None]  # the query's position
+            valid = (pos >= 0) & (pos <= own)
+            logits = q[:, :, i].unflatten(1, (k.shape[1], -1)) @ k.transpose(-1, -2) / k.shape[-1] ** 0.5
+            out.append(group_reduce(logits, valid, demand.group).nan_to_num(0.0))  # no valid token: no such query
+        return torch.stack(out, dim=2)
+
+    def hidden(self, layer: int) -> Tensor:
+        return self._shown(self.manager._hidden[layer], 0)
+
+    def any(self, what: Tensor) -> bool:
+        return self.recorded or bool(what.any())
+
+    def _at(self, x: Tensor, layer: int | None) -> Tensor:
+        return x if layer is None else x[min(layer, x.shape[0] - 1)]
+
+    def _demand(self, what: See, layer: int) -> Demand:
+        for demand in self.policy.demands:
+            if demand.what & what and (demand.layers is None or layer in demand.layers):
+                return demand
+        raise ValueError(f"{self.policy.name} reads {what.name} of layer {layer} and has not demanded it")

@@ -1,0 +1,372 @@
+"""Decisions from tensors alone, as a CUDA graph captures them: `due_next` and `decide_next`.
+
+Shown the rows that are due as a batch of their own, in any order and beside idle rows, a policy keeps the tokens that
+it keeps when it is shown all rows; nothing else changes, and nothing asks the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import minithink.kv.manager as manager_module
+from minithink.backend import REFERENCE, triton_backend
+from minithink.kv.contract import Edit, Evict, OpenSegment, Policy, Stack, Step
+from minithink.kv.manager import KVManager
+from minithink.kv.view import ACTIVE, STATE
+from minithink.model import Decoder
+from minithink.policies import POLICIES, parse
+from minithink.policies.window import Window
+from tests.compare import assert_close, assert_same
+from tests.kv.run import Cut, feed, kept, manager_for, text_of
+from tests.kv.test_next import ONE_BY_ONE, assert_same_content, assert_same_state, content, feed_next, with_backend
+from tests.policies.test_laws import CLOSE, OPEN, SMALL, WIDTH, decoder_of
+from tests.strategies import example_config, random_decoder
+
+torch.set_num_threads(1)
+
+RECORDABLE = ("window", "streaming_llm", "random", "rkv")
+TEXTS = (
+    *(text for name in RECORDABLE for text in SMALL[name]),
+    "rkv:schedule=sawtooth:24/15,alpha=3,protect_prompt=true",
+    "rkv:budget=18,schedule=interval:5,alpha=20,pooling=avg,exempt_answer=true",
+    # two that evict; evictions before full buffers are quantized, whose keys share scales in the last one
+    "rkv:budget=17,buffer=5,alpha=3+random:budget=20,scope=layer,schedule=interval:7",
+    "rkv:budget=16,buffer=3,alpha=4+quant:fmt=nvfp4",
+    "rkv:budget=16,buffer=6,alpha=4+quant:fmt=nvfp4,buffer=5",
+    "rkv:budget=16,buffer=6,alpha=4+kivi:group=16,residual=16,block=4",
+)
+NEVER, IDLE = 10**6, 5  # no token; a token that nobody may look at
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Widths that follow such short lanes."""
+    monkeypatch.setattr(manager_module, "NARROWEST", 4)
+
+
+def make(decoder: Decoder, policy: Policy | str, **options: Any) -> KVManager:
+    options = {"rows": 5, "tokens": WIDTH, "think_ids": (OPEN, CLOSE), "columns": "fit", **options}
+    policy = parse(policy) if isinstance(policy, str) else policy
+    return manager_for(decoder, policy, backend=decoder.backend, **options)
+
+
+def tensor_of(states: Sequence[Sequence[int]], idle: Iterable[int], order: Tensor | None = None) -> Tensor:
+    """States as `due_next` takes them, with those of idle rows, which may be anything but active."""
+    rows = [*states, *((row, 0, 3, 2, 1, IDLE) for row in idle)]
+    return torch.tensor(rows)[slice(None) if order is None else order].t().contiguous()
+
+
+class Apart:
+    """Decides for the rows that are due alone, padded with others, in an order that is drawn."""
+
+    def __init__(self, manager: KVManager, seed: int) -> None:
+        self.manager, self.draw = manager, torch.Generator().manual_seed(seed)
+        self.decided = list[int]()  # how many rows were due, each time that one was
+
+    def some(self, high: int) -> int:
+        return int(torch.randint(high, (), generator=self.draw))
+
+    def feed(self, decoder: Decoder, tokens: dict[int, int], idle: Sequence[int]) -> dict[int, Tensor]:
+        """`feed_next`, whose decision is apart."""
+        states = [self.manager.state_after(seq, token) for seq, token in tokens.items()]
+        return feed_next(decoder, self.manager, tokens, idle, decide=lambda: self.decide(states))
+
+    def decide(self, states: list[tuple[int, ...]]) -> None:
+        manager, rows = self.manager, len(self.manager.rows)
+
+        def padded(states: list[tuple[int, ...]]) -> tuple[Tensor, list[int]]:
+            taken = [state[0] for state in states]
+            idle = [row for row in torch.randperm(rows, generator=self.draw).tolist() if row not in taken]
+            idle = idle[: self.some(len(idle) + 1)]
+            order = torch.randperm(len(states) + len(idle), generator=self.draw)
+            return tensor_of(states, idle, order), idle
+
+        state, _ = padded(states)
+        due = manager.due_next(state)
+        assert due.shape == (state.shape[1],)
+        assert due.dtype == torch.bool
+        assert not (due & ~state[ACTIVE].bool()).any()
+        acting = set(state[0][due].tolist())
+        assert self.evicting(states) == acting
+        if acting:
+            self.decided.append(len(acting))
+            state, idle = padded([state for state in states if state[0] in acting])
+            others = [row for row in range(rows) if row not in acting]
+            before = {row: content(manager, row) for row in others}
+            manager.decide_next(state)
+            for row in others:
+                assert_same_content(f"row {row}, idle: {row in idle}", content(manager, row), before[row])
+
+    def evicting(self, states: list[tuple[int, ...]]) -> set[int]:
+        """Rows that lose tokens when the policy is shown all of them."""
+        step = self.manager._step([row for row, *_ in states])
+        drop = self.manager._dropped([edit for _, edit in self.manager._edits(step)], step)
+        return set((drop & (step.pos() >= 0)).any(3).any(2).any(0).nonzero().flatten().tolist())
+
+
+# -- the same tokens stay
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_decisions_apart_are_decisions(text: str) -> None:
+    """Ragged batches beside sequences that pause, read their prompt, leave and come; one ends its thought."""
+    decoder = with_backend(decoder_of(0), ONE_BY_ONE)
+    one, other = make(decoder, text), make(decoder, text)
+    apart = Apart(one, TEXTS.index(text))
+    seqs, words, long = list[int](), text_of(decoder.config, 14, 9), 10**3
+
+    def welcome(seq: int, n: int, thinking: bool = True) -> None:
+        for manager in (one, other):
+            manager.join(seq, WIDTH, n, thinking)
+            feed(decoder, manager, {seq: text_of(decoder.config, n, seq)})
+        seqs.append(seq)
+
+    for seq, n in enumerate((14, 5, 9)):
+        welcome(seq, n)
+    for i in range(48):
+        if i == 20:
+            seqs.remove(1)
+            for manager in (one, other):
+                manager.leave(1)
+                manager.join(long, WIDTH, len(words))  # its prompt is read a token at a time
+        if 20 <= i < 20 + len(words):
+            for manager in (one, other):
+                feed(decoder, manager, {long: words[i - 20 : i - 19]})
+        if i == 23:
+            welcome(7, 11, thinking=False)
+        if i == 20 + len(words):
+            seqs.append(long)
+        batch = [seqs[j] for j in torch.randperm(len(seqs), generator=apart.draw)]
+        batch = batch[: 1 + apart.some(len(seqs))] if i % 3 == 1 else batch
+        tokens = {seq: apart.some(decoder.config.vocab_size) for seq in batch}
+        if i in (30, 34) and 0 in tokens:
+            tokens[0] = CLOSE if i == 30 else OPEN
+        taken = {one._row_of[seq] for seq in batch}
+        idle = [row for row in range(5) if row not in taken][: apart.some(3)]
+        got = apart.feed(decoder, tokens, idle)
+        want = feed_next(decoder, other, tokens, idle)
+        for seq in batch:
+            assert_same(f"sequence {seq}, step {i}", got[seq], want[seq])
+        assert_same_state(f"{text}, step {i}", one, other, seqs)
+    assert len(apart.decided) > 3
+    assert max(apart.decided) > 1 or len(apart.decided) < 25  # one by one, where they are seldom due
+    for seq in seqs:
+        one.leave(seq)
+    assert one.store.table.pages.free == one.store.table.pages.count
+
+
+def test_each_has_its_own_budget() -> None:
+    decoder = with_backend(decoder_of(0), ONE_BY_ONE)
+    one, other = (make(decoder, "rkv:budget=30,buffer=2,alpha=3") for _ in range(2))
+    apart = Apart(one, 1)
+    for seq, budget in ((0, 9), (1, None), (2, 15)):
+        for manager in (one, other):
+            manager.join(seq, WIDTH, 4, budget=budget)
+            feed(decoder, manager, {seq: text_of(decoder.config, 4, seq)})
+    for i in range(33):
+        apart.feed(decoder, {2: i % 9, 0: 3, 1: i % 7}, [4])
+        feed_next(decoder, other, {2: i % 9, 0: 3, 1: i % 7}, [4])
+        assert_same_state(f"step {i}", one, other, (0, 1, 2))
+    assert [one.held(seq) for seq in (0, 1, 2)] == [9 + (33 - 7) % 2, 31, 15 + (33 - 13) % 2]
+
+
+class Everything(Policy):
+    """Drops all tokens of all rows, whoever they are, and what is protected too."""
+
+    budget: int | None = 4
+    recordable = True
+
+    def due(self, step: Step) -> tuple[Tensor, Tensor]:
+        return torch.ones_like(step.budget, dtype=torch.bool), step.budget
+
+    def decide(self, step: Step) -> Iterable[Edit]:
+        yield Evict(torch.ones_like(step.pos(), dtype=torch.bool))
+
+
+def test_what_nobody_may_drop() -> None:
+    """Rows that took no part, and the prompt where it is protected, stay whatever the policy says."""
+    decoder, policy = decoder_of(0), Everything()
+    policy.protect_prompt = True
+    manager = make(decoder, policy)
+    for seq, n in enumerate((2, 3, 1)):
+        manager.join(seq, WIDTH, n)
+        feed(decoder, manager, {seq: text_of(decoder.config, n, seq)})
+    for _ in range(3):
+        feed_next(decoder, manager, {0: 1, 1: 1, 2: 1}, decide=lambda: None)
+    assert [manager.held(seq) for seq in range(3)] == [5, 6, 4]
+    states = [manager.state_after(seq, 1) for seq in range(3)]
+    two = tensor_of([states[2], states[0]], [1, 3])
+    assert manager.due_next(two).tolist() == [True, True, False, False]
+    manager.decide_next(two)
+    assert [kept(manager, seq)[0] for seq in range(3)] == [[0, 1], [0, 1, 2, 3, 4, 5], [0]]
+    manager.decide_next(tensor_of([], [0, 1, 2, 4]))
+    assert [manager.held(seq) for seq in range(3)] == [2, 6, 1]
+
+
+def test_state_after() -> None:
+    """What a sequence will be when the token is there, before the host has counted it."""
+    decoder = decoder_of(0)
+    manager = make(decoder, "window:budget=9")
+    for seq, n, thinking in ((4, 3, False), (6, 5, True)):
+        manager.join(seq, WIDTH, n, thinking)
+        feed(decoder, manager, {seq: text_of(decoder.config, n, seq)})
+    assert len(manager.state_after(4, 1)) == STATE
+    assert manager.state_after(4, 1) == (0, 1, 4, 3, 0, 1)
+    assert manager.state_after(4, OPEN) == (0, 1, 4, 3, 1, OPEN)
+    assert manager.state_after(6, CLOSE) == (1, 1, 6, 5, 0, CLOSE)
+    feed_next(decoder, manager, {6: CLOSE})
+    assert manager.state_after(6, 2) == (1, 1, 7, 5, 0, 2)
+    assert manager.state_after(6, OPEN) == (1, 1, 7, 5, 1, OPEN)
+
+
+# -- whose decisions are recorded
+
+
+@dataclass
+class Noted(Window):
+    """Adds something of its own."""
+
+    def decide(self, step: Step) -> Iterable[Edit]:
+        print(step.held().max().item())
+        return super().decide(step)
+
+
+def test_who_is_recordable() -> None:
+    """Those that say so themselves; a stack if all are that decide."""
+    assert {name for name, policy in POLICIES.items() if policy.recordable} == set(RECORDABLE)
+    assert not Noted.recordable
+    assert not Cut(3).recordable
+    rkv, stateful = "rkv:budget=16", "crystal_kv_lite:budget=18"
+    for text in (f"{rkv}+quant:fmt=fp8", f"window:budget=9+{rkv}"):
+        assert parse(text).recordable, text
+    for text in (f"{rkv}+{stateful}", f"{stateful}+full"):
+        assert not parse(text).recordable, text
+    assert not Stack.recordable
+
+
+def test_when_decisions_are_recorded() -> None:
+    """Where evictions are the kernels' alone, and there is something to decide."""
+    plain = random_decoder(example_config(head_dim=16))
+    kernels = with_backend(plain, triton_backend())
+
+    def records(text: str, decoder: Decoder = kernels, poison: bool = False) -> bool:
+        return make(decoder, text, poison=poison).records_decisions
+
+    rkv = "rkv:budget=16,buffer=6,alpha=4"
+    for text in (rkv, "window:budget=9", f"{rkv}+quant:fmt=fp8", f"{rkv}+quant:fmt=nvfp4,buffer=8"):
+        assert records(text), text
+    assert not records(rkv, plain)
+    assert not records(rkv, poison=True)
+    assert not records(f"{rkv}+quant:fmt=int4,by=token")  # keys share scales
+    assert not records("full")
+    assert not records("crystal_kv_lite:budget=18")
+
+
+class Talkative(Cut):
+    recordable = True
+
+    def decide(self, step: Step) -> Iterable[Edit]:
+        yield OpenSegment(step.active, step.thought)
+
+
+def test_other_edits_are_refused() -> None:
+    decoder = decoder_of(0)
+    manager = make(decoder, Talkative(5))
+    manager.join(0, WIDTH, 1)
+    feed(decoder, manager, {0: [1]})
+    with pytest.raises(ValueError, match="cut is recordable and yields OpenSegment"):
+        manager.decide_next(tensor_of([manager.state_after(0, 1)], []))
+
+
+# -- nothing asks the host
+
+
+class AsksNothing(TorchDispatchMode):
+    """Refuses what a CUDA graph cannot record: numbers read or made by the host, shapes that depend on values."""
+
+    REFUSED = (
+        "_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "unique2",
+        "_unique2", "repeat_interleave", "bincount",
+    )  # fmt: skip
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("aten::").split(".")[0]
+        assert name not in self.REFUSED, name
+        if name in ("index", "index_put_"):
+            assert all(i is None or i.dtype != torch.bool for i in args[1]), f"{name} by a mask"
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_asks_is_noticed() -> None:
+    x = torch.arange(3)
+    for wrong in (
+        lambda: x.sum().item(), lambda: x.tolist()[int(x[0])], lambda: torch.tensor([1, 2]), lambda: x[x > 1],
+        lambda: bool(x.any()), lambda: x.nonzero(), lambda: x.masked_select(x > 1), lambda: torch.tensor(3),
+    ):  # fmt: skip
+        with pytest.raises(AssertionError), AsksNothing():
+            wrong()
+    with AsksNothing():
+        _ = x[x] + torch.where(x > 1, x, 0)
+
+
+@pytest.mark.parametrize("text", [t for t in TEXTS if "kivi" not in t])  # rows of key scales: never recorded
+def test_nothing_asks_the_host(text: str) -> None:
+    """Down to the kernel that evicts, which runs afterwards here."""
+    evictions: list[tuple[Any, ...]] = []
+    backend = replace(REFERENCE, in_place=True, evict=lambda *args: evictions.append(args))
+    decoder = with_backend(decoder_of(0), backend)
+    manager = make(decoder, text, poison=False)
+    for seq, n in enumerate((13, 9)):
+        manager.join(seq, WIDTH, n)
+        feed(decoder, manager, {seq: text_of(decoder.config, n, seq)})
+    decided = 0
+    for _ in range(12):
+        states = [manager.state_after(seq, IDLE) for seq in (1, 0)]
+        state = tensor_of(states, [3, 4])
+
+        def decide(state: Tensor = state) -> None:
+            nonlocal decided
+            with AsksNothing():
+                due = manager.due_next(state)
+                manager.decide_next(state)
+            REFERENCE.evict(*evictions.pop())
+            decided += int(due.sum())
+
+        feed_next(decoder, manager, {1: IDLE, 0: IDLE}, decide=decide)
+    assert decided > 0
+
+
+# -- the kernels
+
+
+# numpy's, of the interpreter: a row that holds nothing
+@pytest.mark.filterwarnings("ignore:divide by zero encountered in log2:RuntimeWarning")
+@pytest.mark.parametrize("text", ["rkv:budget=9,buffer=3,alpha=3,kernel_size=3", "window:budget=8+quant:fmt=nvfp4"])
+def test_the_kernels_decide_as_their_twins(text: str) -> None:
+    """Apart by the kernels, and for all rows by their twins."""
+    config = example_config(
+        hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=16, vocab_size=23
+    )
+    twin = random_decoder(config, 3)
+    ours = with_backend(twin, triton_backend())
+    got, want = (make(d, text, rows=4, tokens=30, poison=False, think_ids=(NEVER, NEVER)) for d in (ours, twin))
+    assert got.records_decisions
+    for seq, n in ((0, 7), (1, 3), (2, 6)):
+        for d, manager in ((ours, got), (twin, want)):
+            manager.join(seq, 30, n)
+            feed(d, manager, {seq: text_of(config, n, seq)})
+    apart = Apart(got, 0)
+    for i in range(8):
+        tokens = dict(zip([(2, 0, 1), (1, 0), (2,)][i % 3], text_of(config, 3, i), strict=False))
+        ours_said = apart.feed(ours, tokens, [])
+        for seq, logits in feed_next(twin, want, tokens).items():
+            assert_close(f"sequence {seq}, step {i}", ours_said[seq], logits, atol=1e-5)
+        assert_same_state(f"step {i}", got, want, (0, 1, 2), exact=False)
+    assert apart.decided
