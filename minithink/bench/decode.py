@@ -341,7 +341,7 @@ class RandomModel:
             "context": context,
             **({"policy": policy} if policy else {}),
         }
-        ours = Ours(self, batch, room + (2 * batch if policy else 0), context, policy)
+        ours = Ours(self, batch, room + (2 * batch + steps if policy else 0), context, policy)
         sides: dict[str, Ours | Theirs] = {"ours": ours}
         if self.peer:
             sides["peer"] = Theirs(self.peer, self.device)
@@ -361,6 +361,8 @@ class RandomModel:
                 side.step()
         if policy:
             ours.stagger()
+            for _ in range(steps):  # decisions are recorded, too, when one is first needed
+                ours.step()
         times: dict[str, list[float]] = {name: [] for name in sides}
         while len(times["ours"]) < steps and not (times["ours"] and deadline.over()):
             turn = min(BLOCK, steps - len(times["ours"]))
@@ -391,6 +393,7 @@ class RandomModel:
             out[name] = {
                 "tokens_per_second": batch / step,
                 "step_milliseconds": step * 1e3,
+                "median_milliseconds": statistics.median(seconds) * 1e3,
                 "slowest_milliseconds": max(seconds) * 1e3,
                 "share_of_limit": limit / step,
                 "prefill_seconds": prefill[name],

@@ -234,11 +234,11 @@ class Step(Protocol):
         """Tokens that an Evict cannot drop: bool, shaped as `pos`."""
 
     def keys(self, layer: int, rows: Tensor | None = None) -> Tensor:
-        """Rotated keys, dequantized: float32 [B, Hkv, S, D]; 0 where there is no token. rows, bool [B]: those that
-        are looked at; the others may be 0 too."""
+        """Rotated keys, dequantized, in the model's number type: [B, Hkv, S, D]; 0 where there is no token. rows,
+        bool [B]: those that are looked at; the others may be 0 too."""
 
     def values(self, layer: int, rows: Tensor | None = None) -> Tensor:
-        """Values, dequantized, in the same way: float32 [B, Hkv, S, D]."""
+        """Values, dequantized, in the same way: [B, Hkv, S, D]."""
 
     def chronological(self, layer: int) -> Tensor:
         """The permutation of columns that sorts by position: int64 [B, Ht, S]. Here it is 0, 1, …"""
@@ -250,7 +250,7 @@ class Step(Protocol):
         """ROWS, float32 [B, Hkv, rows, S] (or Hq): the newest query is the last row; rows not yet there are 0."""
 
     def queries(self, layer: int) -> Tensor:
-        """QUERY, float32 [B, Hq, rows, D]; the newest is last, those not yet there are 0."""
+        """QUERY, in the model's number type, [B, Hq, rows, D]; the newest is last, those not yet there are 0."""
 
     def hidden(self, layer: int) -> Tensor:
         """HIDDEN, float32 [B, d]: of the newest token."""

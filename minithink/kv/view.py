@@ -94,7 +94,7 @@ class View:
             some = rows.nonzero().flatten() if rows is not None else self.row if self.recorded else None
             self._reading = rows, self.manager.store.reader(some)
         reading = self._reading[1]
-        x = reading(layer)[which].float()
+        x = reading(layer)[which]
         if rows is None or reading.rows is None:
             return x
         return x.new_zeros(self.shape.rows, *x.shape[1:]).index_copy_(0, reading.rows, x)
@@ -115,16 +115,16 @@ class View:
         return self._last_queries(layer, self._demand(See.QUERY, layer).rows)
 
     def _last_queries(self, layer: int, n: int) -> Tensor:
-        """The last n queries of every row, oldest first: float32 [R, Hq, n, D]."""
+        """The last n queries of every row, oldest first: [R, Hq, n, D]."""
         ring = self.manager._queries[layer]  # [B, Hq, size, D]
         if n not in self._slots:
             last = torch.arange(n, device=ring.device) - n
             self._slots[n] = (self.length[:, None] + last) % ring.shape[2]  # [R, n]
-        return ring[self.row[:, None], :, self._slots[n]].transpose(1, 2).float()
+        return ring[self.row[:, None], :, self._slots[n]].transpose(1, 2)
 
     def rows(self, layer: int) -> Tensor:
         demand, pos = self._demand(See.ROWS, layer), self.pos(layer)  # pos: [R, Ht, S]
-        q, k = self._last_queries(layer, demand.rows), self.keys(layer)
+        q, k = self._last_queries(layer, demand.rows).float(), self.keys(layer).float()
         out = []
         for i in range(demand.rows):
             own = (self.length - demand.rows + i)[:, None, None]  # the query's position
