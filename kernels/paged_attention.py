@@ -45,6 +45,8 @@ MANY_LANES = 64  # from here on there are blocks enough for small ones, and no u
 # Tokens of a block (those of a part are whole blocks), warps, stages; tuned on an H200.
 FEW, PLAIN, QUANTIZED = (128, 4, 2), (64, 2, 3), (32, 1, 3)
 FAST = ("nvfp4", "ternary", "fp8", "int2", "int4", "int8")
+# Programmatic dependent launch came to Triton after 3.2.
+CAN_OVERLAP = not INTERPRETED and hasattr(tl.extra.cuda, "gdc_wait")
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _LOG2E = tl.constexpr(math.log2(math.e))
 # In the fast path a point is 2^−14 of its value and a scale 2^6, so that their product, in fp16, is exact.
@@ -655,7 +657,8 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
         )  # fmt: skip
     _merge[(n * hq,)](
         part, part_lse, out, lse, rows, pages.count, t, parts,
-        c, in_format, power_of_2(d), min(32, power_of_2(parts)), num_warps=4, launch_pdl=c.overlap,
+        c, in_format, power_of_2(d), min(32, power_of_2(parts)), num_warps=4,
+        **({"launch_pdl": True} if c.overlap else {}),
     )  # fmt: skip
     if not how:
         return out, None
@@ -698,7 +701,7 @@ def cache(pages: Any, rows: int) -> Cache:
         head_lanes=0 if shape.scope == "head" else 1, most=pages.table.most, layers=shape.layers,
         ring=pages.ring.shape[3], base=base(rows * shape.kv_heads),
         dtype=next(n for n, of in _formats.DTYPES.items() if of == pages.dtype),
-        overlap=not INTERPRETED and rows * shape.kv_heads < MANY_LANES
+        overlap=CAN_OVERLAP and rows * shape.kv_heads < MANY_LANES
         and torch.cuda.get_device_capability(pages.place.device)[0] >= 9,
     )  # fmt: skip
 
