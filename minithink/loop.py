@@ -13,8 +13,9 @@ A policy has something to decide in few steps, and for few rows: these are a bat
 policy that cannot be recorded (`Policy.recordable`) acts between steps, kernel by kernel.
 
 A graph belongs to a number of rows (SIZES: fewer sequences leave some rows idle), to a bound on how long the lanes
-are (powers of two: it decides the grid of attention) and to the formats that the lanes hold. Each is recorded when it
-is first needed. The host reads the tokens that were drawn, who is due and whether the pool was too small, nothing
+are (powers of two: it decides the grid of attention), to the formats that the lanes hold, and to what the policy is
+shown of this step: who asks for attention every 128 tokens pays for it in few steps. Each is recorded when it is
+first needed. The host reads the tokens that were drawn, who is due and whether the pool was too small, nothing
 else.
 """
 
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from minithink.errors import MinithinkError
+from minithink.kv.contract import Demand
 from minithink.kv.manager import KVManager
 from minithink.kv.view import ACTIVE, STATE
 from minithink.model import Decoder
@@ -34,7 +36,7 @@ from minithink.sampling import SamplingParams, filter_logits
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of a graph; and as many as there are
 
-Key = tuple[int, int, frozenset[int]]  # of a graph: rows, columns, formats
+Key = tuple[int, int, frozenset[int], tuple[Demand, ...]]  # of a graph: rows, columns, formats, what is observed
 
 
 class Recorded:
@@ -99,7 +101,10 @@ class DecodeLoop:
             inputs.append([row, 0, store.lengths[row] + 1, 0, 0, 0, store.waiting[row], 0])
         cache.fit_columns(1)
         store.used.update(store.appends)
-        out = self._replay(self.recorded, self._step, inputs, 2 * len(inputs) + 1).tolist()
+        observed = cache.demands_due(seqs)
+        out = self._replay(
+            self.recorded, lambda x, out: self._step(x, out, observed), inputs, 2 * len(inputs) + 1, observed
+        ).tolist()
         drawn, due, overflow = out[: len(seqs)], out[len(inputs) :], out[-1]
         if overflow:
             raise MinithinkError(
@@ -126,22 +131,22 @@ class DecodeLoop:
 
     def _replay(
         self, recorded: dict[Key, Recorded], run: Callable[[Tensor, Tensor], object],
-        inputs: Sequence[Sequence[int]], numbers: int,
+        inputs: Sequence[Sequence[int]], numbers: int, observed: tuple[Demand, ...] = (),
     ) -> Tensor:  # fmt: skip
         """Replay the graph for so many rows, recorded now if there is none. inputs: of each row; → `numbers` ints."""
         values = torch.tensor(inputs).t().contiguous()
-        key = len(inputs), self.cache.store.seen, frozenset(self.cache.store.used)
+        key = len(inputs), self.cache.store.seen, frozenset(self.cache.store.used), observed
         if key not in recorded:
             out = torch.zeros(numbers, dtype=torch.int64, device=self.cache.device)
             recorded[key] = Recorded(run, values, out, self._pool)
         return recorded[key].replay(values)
 
-    def _step(self, inputs: Tensor, out: Tensor) -> None:
+    def _step(self, inputs: Tensor, out: Tensor, observed: Sequence[Demand]) -> None:
         """What is recorded of a step. inputs: int64 [STATE + 2, N], the rows' states when the newest token is in the
         cache, tokens in their buffers, numbers of the draws; out: int64 [2N + 1], tokens, who is due, overflow."""
         state, (waiting, sequence) = inputs[:STATE], inputs[STATE:]
         at, active, lengths, _, _, tokens = state
-        self.cache.begin_next(at, active.bool(), lengths - 1, waiting)
+        self.cache.begin_next(at, active.bool(), lengths - 1, waiting, observed)
         logits = self.decoder.logits(self.decoder(tokens, self.cache))
         if self.params.greedy:
             drawn = logits.argmax(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,7 @@ import minithink.loop as loop_module
 from minithink.backend import REFERENCE, Backend, triton_backend
 from minithink.engine import Engine, load
 from minithink.errors import MinithinkError
-from minithink.kv.contract import Storage
+from minithink.kv.contract import Demand, Policy, See, Storage
 from minithink.kv.manager import KVManager
 from minithink.kv.view import ACTIVE, STATE
 from minithink.loop import SIZES, DecodeLoop
@@ -24,7 +25,7 @@ from minithink.policies import parse
 from minithink.sampling import SamplingParams
 from minithink.stream import Stream
 from minithink.tasks import load_problems
-from tests.compare import margins
+from tests.compare import assert_close, margins
 from tests.kv.run import Full, feed, manager_for, text_of
 from tests.kv.test_next import ONE_BY_ONE, assert_same_state, with_backend
 from tests.policies.test_laws import decoder_of
@@ -83,7 +84,7 @@ def test_the_loop_generates_what_the_reference_does(policy: str | None, draw: st
     assert policy is not None or len(lengths) > 2, "the sequences should end at different times"
     loop = got._loop
     assert loop is not None
-    sizes, widths, formats = zip(*loop.recorded, strict=True)
+    sizes, widths, formats, _ = zip(*loop.recorded, strict=True)
     # fewer rows, where sequences end and none waits; a width that follows the lanes; formats that come and go
     assert set(sizes) <= {1, 2, AT_ONCE}
     assert all(w == loop.cache.width or w & (w - 1) == 0 for w in widths)
@@ -93,8 +94,8 @@ def test_the_loop_generates_what_the_reference_does(policy: str | None, draw: st
     decides = policy is not None and not policy.startswith("crystal")  # which keeps state
     assert loop.cache.records_decisions == decides
     assert bool(loop.decisions) == decides
-    assert {n for n, _, _ in loop.decisions} <= {1, 2, AT_ONCE}
-    assert {key[1:] for key in loop.decisions} <= {key[1:] for key in loop.recorded}
+    assert {n for n, *_ in loop.decisions} <= {1, 2, AT_ONCE}
+    assert {key[1:3] for key in loop.decisions} <= {key[1:3] for key in loop.recorded}
 
 
 @needs_cuda
@@ -208,7 +209,7 @@ def test_some_of_the_sequences_in_any_order(policy: str) -> None:
     join(9, 25)
     for i in range(230):  # beyond the narrowest width
         talk([(9, 0), (0, 1, 3, 9), (0,)][i % 3])
-    assert {n for n, _, _ in loop.recorded} <= {1, 2, 4} <= set(SIZES)
+    assert {n for n, *_ in loop.recorded} <= {1, 2, 4} <= set(SIZES)
     assert max(len(loop.recorded), len(loop.decisions)) <= 12
     assert bool(loop.decisions) == policy.startswith(("window", "rkv"))
 
@@ -355,3 +356,37 @@ def test_what_cannot_be_recorded_is_refused() -> None:
     manager = KVManager(decoder.config, Rope(decoder.config), parse("full"), rows=1, tokens=9)
     with pytest.raises(ValueError, match="steps under full cannot be recorded"):
         DecodeLoop(decoder, manager, SamplingParams(temperature=0))
+
+
+@dataclass
+class Glancing(Policy):
+    """Sees attention after every fourth token, and does nothing."""
+
+    budget: int = 80
+    name = "glancing"
+    demands = (Demand(See.MASS, every=4),)
+
+
+@pytest.mark.usefixtures("by_launches")
+def test_a_graph_for_steps_that_observe_and_one_for_the_others() -> None:
+    decoder = with_backend(decoder_of(0), ONE_BY_ONE)
+    got, want = (
+        manager_for(decoder, Glancing(), backend=ONE_BY_ONE, rows=2, tokens=90, columns="fit") for _ in range(2)
+    )
+    loop = DecodeLoop(decoder, got, SamplingParams(temperature=0))
+    for seq in range(2):
+        for manager in (got, want):
+            manager.join(seq, 90, 5)
+            feed(decoder, manager, {seq: text_of(decoder.config, 5, seq)})
+    for i in range(12):
+        # the second sequence is two tokens behind, and both are observed when either is due
+        fed = {seq: (3 * seq + i) % 19 for seq in ((0,) if i < 2 else (0, 1))}
+        feed(decoder, want, {seq: [token] for seq, token in fed.items()})
+        due = bool(loop.cache.demands_due(list(fed)))
+        assert due == any((i + 1 - 2 * seq) % 4 == 0 for seq in fed)
+        loop.step(list(fed), list(fed.values()))
+        for key, mass in want._mass.items():
+            assert_close(f"mass {key}, step {i}", got._mass[key], mass, atol=1e-6)
+    runs = {observed: sum(len(g.seen) for k, g in loop.recorded.items() if k[3] == observed)  # type: ignore[attr-defined]
+            for observed in [(), Glancing.demands]}  # fmt: skip
+    assert runs == {(): 7, Glancing.demands: 5}

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -86,7 +86,8 @@ class _Pass:
     valid: Tensor | None = None  # bool [Lt, N, Ht, S]
     dense: bool = False  # no lane is shorter than the others
     near: tuple[Tensor, Tensor, Tensor] | None = None  # pulled tokens [Lt, N, Ht, S], cos and sin of their query
-    due: list[Demand] = field(default_factory=list)
+    due: Sequence[Demand] = ()
+    active: Tensor | None = None  # bool [N]: those of the rows that take part; None: all
 
 
 class KVManager:
@@ -265,24 +266,28 @@ class KVManager:
         # Sums over a mask of ones only differ from sums without one in time, and only where the width is not fixed.
         now.dense = self.store.columns is None and self.device.type == "cpu" and bool(now.valid.all())
         now.read = self.store.reader(None if whole else now.at)
-        now.due = [d for d in self.policy.demands if any((r.clock + 1) % d.every == 0 for r in records)]
+        now.due = self.demands_due(seqs)
         if self.policy.pull:
             self._pull(now)
 
     @torch.inference_mode()
-    def begin_next(self, at: Tensor, active: Tensor, lengths: Tensor, waiting: Tensor) -> None:
-        """`begin_step` for one generated token each, from tensors alone, as a CUDA graph captures it. What is
-        observed at all is observed. `end_next` follows when it has run.
+    def begin_next(
+        self, at: Tensor, active: Tensor, lengths: Tensor, waiting: Tensor, due: Sequence[Demand] | None = None
+    ) -> None:
+        """`begin_step` for one generated token each, from tensors alone, as a CUDA graph captures it. `end_next`
+        follows when it has run.
 
         Args:
             at: int64 [N], rows, each once.
             active: bool [N], those that bring a token; the others change nothing, and their outputs mean nothing.
             lengths: int64 [N], tokens that each row has seen.
             waiting: int64 [N], tokens in each row's buffer.
+            due: what is observed, see `demands_due`; None: all that the policy asks for.
         """
         writer = self.store.append_next(at, active, lengths, waiting)
         cos, sin = self.rope.at(lengths)
-        now = _Pass([], [1] * len(at), False, [], writer, at, lengths, cos, sin, due=list(self.policy.demands))
+        now = _Pass([], [1] * len(at), False, [], writer, at, lengths, cos, sin, active=active)
+        now.due = self.policy.demands if due is None else due
         self._pass, now.read = now, self.store.reader(at)
         if self.policy.pull or not self.backend.in_place:
             now.valid = self.store.positions()[:, at] >= 0
@@ -349,6 +354,11 @@ class KVManager:
         wanted = max(NARROWEST, max(self.store.most) + more)
         self.store.columns = min(self.width, 1 << (wanted - 1).bit_length())
 
+    def demands_due(self, seqs: Sequence[int]) -> tuple[Demand, ...]:
+        """What must be observed when each of these sequences brings its next token."""
+        clocks = {self._row(self._row_of[seq]).clock + 1 for seq in seqs}
+        return tuple(d for d in self.policy.demands if any(clock % d.every == 0 for clock in clocks))
+
     def next_state(self, seq: int) -> tuple[int, int, int]:
         """What `begin_next` must know of a sequence: its row, the tokens it has seen, those in its buffer."""
         row = self._row_of[seq]
@@ -401,7 +411,7 @@ class KVManager:
             for group in asked or (None,):
                 attended, mass = self.backend.paged_attention(q, now.read, layer, group)
                 if group is not None and mass is not None:
-                    self._observe_mass(layer, group, now.at, mass)
+                    self._observe_mass(layer, group, now, mass)
             return attended
         assert now.valid is not None
         t = min(layer, now.valid.shape[0] - 1)
@@ -425,7 +435,7 @@ class KVManager:
             closer = self.backend.rope(raw.reshape(n * k.shape[1], -1, d), cos, sin).view(grouped.shape)
             logits = torch.where(near.unsqueeze(2), closer @ k.transpose(-1, -2) / d**0.5, logits)
         for demand in watching:
-            self._observe_mass(layer, demand.group, now.at, group_reduce(logits, valid, demand.group))
+            self._observe_mass(layer, demand.group, now, group_reduce(logits, valid, demand.group))
         if out is not None:
             return out
         p = decode_probabilities(logits, valid)
@@ -445,7 +455,7 @@ class KVManager:
                 hidden_last = hidden[torch.tensor(now.counts, device=self.device).cumsum(0) - 1]
             else:
                 hidden_last = hidden
-            held[now.at] = hidden_last.float()
+            held[now.at] = _of_active(hidden_last.float(), held, now)
             self.observed["HIDDEN"] += 1
         return hidden
 
@@ -552,16 +562,17 @@ class KVManager:
                 seen.add(demand.group)
                 yield demand
 
-    def _observe_mass(self, layer: int, group: str, at: Tensor, mass: Tensor) -> None:
+    def _observe_mass(self, layer: int, group: str, now: _Pass, mass: Tensor) -> None:
         """mass: [N, heads, S] of this pass."""
         self.observed["MASS"] += 1
         if self.store.columns is not None:  # widths are fixed: in place, for addresses must stay
             size = (len(self.rows), mass.shape[1], self.width)
             if (layer, group) not in self._mass or self._mass[layer, group].shape != size:
                 self._mass[layer, group] = mass.new_zeros(size)
-            self._mass[layer, group][at, :, : mass.shape[-1]] = mass
+            held = self._mass[layer, group][..., : mass.shape[-1]]
+            held[now.at] = _of_active(mass, held, now)
             return
-        held = mass.new_zeros(len(self.rows), *mass.shape[1:]).index_copy_(0, at, mass)
+        held = mass.new_zeros(len(self.rows), *mass.shape[1:]).index_copy_(0, now.at, mass)
         if self.store.reading and (layer, group) in self._mass:  # whose sums are not complete
             rows, before = list(self.store.reading), self._mass[layer, group]
             before = torch.nn.functional.pad(before[rows], (0, max(0, held.shape[-1] - before.shape[-1])))
@@ -670,6 +681,13 @@ class KVManager:
     def reserved_bytes(self) -> int:
         """All bytes, used or not."""
         return self.ledger().total
+
+
+def _of_active(new: Tensor, held: Tensor, now: _Pass) -> Tensor:
+    """What is observed of the rows that take part, and what is held of the others. new: [N, …], held: [B, …]."""
+    if now.active is None:
+        return new
+    return torch.where(now.active.view(-1, *[1] * (new.ndim - 1)), new, held[now.at])
 
 
 def members(policy: Policy) -> tuple[Policy, ...]:

@@ -7,7 +7,7 @@ Widths that follow the lanes change no number, and a pool that is too small is n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from torch import Tensor
 
 import minithink.kv.manager as manager_module
 from minithink.backend import REFERENCE, triton_backend
-from minithink.kv.contract import SCOPES, Edit, OpenSegment, Policy, Scope, Step, Storage
+from minithink.kv.contract import SCOPES, Demand, Edit, OpenSegment, Policy, Scope, See, Step, Storage
 from minithink.kv.manager import KVManager
 from minithink.kv.table import Exhausted
 from minithink.model import Decoder
@@ -76,12 +76,12 @@ def feed_next(
     states += [(row, store.lengths[row], store.waiting[row], 0, 3) for row in idle]
     order = [(i + turn) % len(states) for i in range(len(states))]
     at, lengths, waiting, active, fed = torch.tensor([states[i] for i in order]).t().contiguous()
-    before = [content(manager, row) for row in idle]
+    before = [content(manager, row) | observed(manager, row) for row in idle]
     manager.begin_next(at, active.bool(), lengths, waiting)
     hidden = decoder(fed, manager)
     assert not store.overflow
     for row, want in zip(idle, before, strict=True):
-        assert_same_content(f"idle row {row}", content(manager, row), want)
+        assert_same_content(f"idle row {row}", content(manager, row) | observed(manager, row), want)
     manager.end_next(list(tokens), list(tokens.values()), decide)
     logits = decoder.logits(hidden)
     return {seq: logits[order.index(i)] for i, seq in enumerate(tokens)}
@@ -100,6 +100,12 @@ def content(manager: KVManager, row: int) -> dict[str, Tensor]:
     pages = out["page"][out["page"] != store.table.pages.count].long()
     out["live"], out["taken"] = store.table.live[pages], store.table.taken[pages]
     return {name: x.clone() for name, x in out.items()}
+
+
+def observed(manager: KVManager, row: int) -> dict[str, Tensor]:
+    """What the policy was shown of a row."""
+    held = {**manager._mass, **{("hidden", layer): x for layer, x in manager._hidden.items()}}
+    return {f"observed {key}": x[row].clone() for key, x in held.items()}
 
 
 def assert_same_content(name: str, got: dict[str, Tensor], want: dict[str, Tensor], atol: float = 0.0) -> None:
@@ -170,6 +176,32 @@ class Pair:
             assert_same(f"sequence {seq} at {self.step.length(seq)}", logits, want[seq][0])
         assert_same_state(self.step.policy.name, self.next, self.step, self.seqs)
         return got
+
+
+@dataclass
+class Watching(Policy):
+    """Sees, and does nothing."""
+
+    budget: int = 50
+    name = "watching"
+    demands = (Demand(See.MASS), Demand(See.HIDDEN, layers=frozenset({-1, 0})))
+
+
+def test_what_was_seen_of_idle_rows_stays() -> None:
+    """Of a prompt that is half read, too, whose sums are not complete."""
+    decoder = with_backend(decoder_of(0), ONE_BY_ONE)
+    manager = manager_for(decoder, Watching(), backend=ONE_BY_ONE, rows=3, tokens=60, columns="fit")
+    manager.join(0, 60, 3)
+    feed(decoder, manager, {0: text_of(decoder.config, 3, 0)})
+    manager.join(1, 60, 6)
+    text = text_of(decoder.config, 6, 1)
+    feed(decoder, manager, {1: text[:3]})
+    seen = observed(manager, 0)
+    assert len(seen) == decoder.config.num_layers + 2
+    assert all(x.any() for x in observed(manager, 1).values())
+    feed_next(decoder, manager, {0: 5}, idle=[1, 2])
+    for name, before in seen.items():
+        assert not torch.equal(observed(manager, 0)[name], before), name
 
 
 # -- begin_next is begin_step
