@@ -41,6 +41,7 @@ from minithink.kernels._common import INTERPRETED, Variant, power_of_2
 from minithink.kernels._formats import decode_code, e4m3_decode, saturate
 
 PARTS = (256, 512), (64, 256), (0, 128)  # from so many lanes on, tokens of a part in a short lane
+SHORT = 1024  # tokens of a short lane
 MANY_LANES = 64  # from here on there are blocks enough for small ones, and no use in overlapping the merge
 # Tokens of a block (those of a part are whole blocks), warps, stages; tuned on an H200.
 FEW, PLAIN, QUANTIZED = (128, 4, 2), (64, 2, 3), (32, 1, 3)
@@ -49,6 +50,7 @@ FAST = ("nvfp4", "ternary", "fp8", "int2", "int4", "int8")
 CAN_OVERLAP = not INTERPRETED and hasattr(tl.extra.cuda, "gdc_wait")
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _LOG2E = tl.constexpr(math.log2(math.e))
+_LARGEST_FP16 = tl.constexpr(_formats.LARGEST["fp16"])
 # In the fast path a point is 2^−14 of its value and a scale 2^6, so that their product, in fp16, is exact.
 _FAST_FACTOR = tl.constexpr(2.0**8)
 
@@ -90,7 +92,8 @@ class Cache(NamedTuple):
     most: int  # slots that places count for a page
     layers: int
     ring: int  # tokens of the full-precision buffer
-    base: int  # tokens of a part, at least
+    base: int  # tokens of a part, in lanes of at most `short` tokens
+    short: int
     dtype: str  # of the model: fp32, fp16, bf16
     overlap: bool = False  # the merge is launched while attention still runs (compute capability 9)
 
@@ -189,9 +192,11 @@ def _scale_fp16(code):
 
 @triton.jit
 def _affine(code, both):
-    """code · scale + minimum in fp16, rounded once; both: int32, the minimum above the scale."""
+    """code · scale + minimum in fp16, rounded once, saturating; both: int32, the minimum above the scale."""
     scale = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-    return tl.fma(code, scale, (both >> 16).to(tl.int16).to(tl.float16, bitcast=True))
+    x = tl.fma(code, scale, (both >> 16).to(tl.int16).to(tl.float16, bitcast=True))
+    largest = tl.full([], _LARGEST_FP16, tl.float16)
+    return tl.minimum(tl.maximum(x, -largest), largest)
 
 
 @triton.jit
@@ -347,10 +352,10 @@ def _logits(q, k, PLANES: tl.constexpr):
 
 
 @triton.jit
-def _split(count, BASE: tl.constexpr):
+def _split(count, BASE: tl.constexpr, SHORT: tl.constexpr):
     """Tokens of a part: by the lane's length, and by how many lanes the batch has (idle rows count too), but not by
     what the other lanes hold."""
-    return BASE * tl.where(count <= 1024, 1, tl.where(count <= 4096, 2, tl.where(count <= 16384, 4, 8)))
+    return BASE * tl.where(count <= SHORT, 1, tl.where(count <= 4 * SHORT, 2, tl.where(count <= 16 * SHORT, 4, 8)))
 
 
 @triton.jit
@@ -376,7 +381,11 @@ def _attend(
     BLOCK_G: tl.constexpr = C.block_g
     DTYPE: tl.constexpr = C.dtype
     BASE: tl.constexpr = C.base
+    SHORT: tl.constexpr = C.short
     GROUPED: tl.constexpr = K.fast and K.by_token and BLOCK_T % K.group == 0
+    tl.static_assert(
+        not (GROUPED and SEEN == "relative"), "blocks that begin early have no place of their own in p_top"
+    )
     i_lane, i_part = tl.program_id(0), tl.program_id(1)
     i_n, i_head = i_lane // C.kv_heads, i_lane % C.kv_heads
     i_row = tl.load(p_rows + i_n)
@@ -384,7 +393,7 @@ def _attend(
     if C.tables > 1:
         unit += i_head
     count = tl.load(p_count + unit)
-    split = _split(count, BASE)
+    split = _split(count, BASE, SHORT)
     start = i_part * split
     end = tl.minimum(start + split, count)
     if IN_RING:  # its tokens are the newest
@@ -505,13 +514,14 @@ def _merge(p_parts, p_part_lse, p_out, p_lse, p_rows, p_count, table_layer, part
     """out = Σ_i exp2(lse_i − lse)·out_i, lse = log2 Σ_i exp2(lse_i), over the parts of a query head that are used: of
     every SLICE, a format's, as many as the lane is long, and the last, the ring's. 0 for a lane without tokens."""
     BASE: tl.constexpr = C.base
+    SHORT: tl.constexpr = C.short
     i_head = tl.program_id(0).to(tl.int64)
     i_n, i_query = i_head // (C.kv_heads * C.group), i_head % (C.kv_heads * C.group)
     unit = (table_layer * C.rows + tl.load(p_rows + i_n)) * C.tables
     if C.tables > 1:
         unit += i_query // C.group
     count = tl.load(p_count + unit)
-    used = tl.cdiv(count, _split(count, BASE))
+    used = tl.cdiv(count, _split(count, BASE, SHORT))
     channel = tl.arange(0, BLOCK_D)
     top = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
@@ -623,7 +633,7 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
     c, width, rows = cache(pages, n), pages.place.shape[-1], read.numbers
     t, seen = min(layer, pages.place.shape[0] - 1), pages.seen
     formats, ring = sorted(pages.used), pages.ring.shape[3] > 0
-    in_format = _most_parts(seen, c.base)
+    in_format = _most_parts(seen, c.base, c.short)
     parts = len(formats) * in_format + ring
     how = "" if group is None else "logits"
     if how and q.dtype != torch.float32 and len(formats) == 1 and not ring and group != "max_logit":
@@ -680,9 +690,9 @@ def shape_of_program(c: Cache, k: Half, v: Half, lanes: int) -> tuple[int, int, 
     return FEW if c.dtype != "fp32" and (k.fast or k.kind == "plain") else PLAIN
 
 
-def _most_parts(tokens: int, base: int) -> int:
+def _most_parts(tokens: int, base: int, short: int) -> int:
     """Parts of the lane with most of them, of those with at most so many tokens."""
-    steps = ((1024, 1), (4096, 2), (16384, 4), (tokens, 8))  # as in `_split`
+    steps = ((short, 1), (4 * short, 2), (16 * short, 4), (tokens, 8))  # as in `_split`
     return max(-(-min(tokens, most) // (base * times)) for most, times in steps)
 
 
@@ -699,7 +709,7 @@ def cache(pages: Any, rows: int) -> Cache:
         rows=shape.rows, kv_heads=shape.kv_heads, group=group, block_g=max(16, power_of_2(group)), dim=shape.head_dim,
         tables=shape.tables[2], layer_lanes=shape.kv_heads if shape.scope == "sequence" else 0,
         head_lanes=0 if shape.scope == "head" else 1, most=pages.table.most, layers=shape.layers,
-        ring=pages.ring.shape[3], base=base(rows * shape.kv_heads),
+        ring=pages.ring.shape[3], base=base(rows * shape.kv_heads), short=SHORT,
         dtype=next(n for n, of in _formats.DTYPES.items() if of == pages.dtype),
         overlap=CAN_OVERLAP and rows * shape.kv_heads < MANY_LANES
         and torch.cuda.get_device_capability(pages.place.device)[0] >= 9,
@@ -763,13 +773,14 @@ def words(pages: Any, f: int, k: Half, v: Half) -> tuple[Tensor, ...]:
 
 
 def variants() -> Iterator[Variant]:
-    """bfloat16 models with D = 128 and 64, the formats that policies use, with and without the attention paid."""
+    """bfloat16 models, the formats that policies use, for many lanes and for few."""
     at = {"i32": "layer table_layer first_part parts width", "fp32": "softmax_scale", "*i64": "p_rows"}
     at |= {"*fp32": "p_parts p_part_lse p_top p_k_scale p_v_scale", "*i32": "p_place p_count p_row_of"}
     at |= {"*bf16": "p_q p_ring", "*u8": "p_format"}
     common = {name: kind for kind, names in at.items() for name in names.split()}
-    for dim in (64, 96, 128):
-        c = Cache(2, 2, 4, 16, dim, 1, 2, 1, 16, 2, 32, 1024 if dim == 64 else 128, "bf16")
+    for dim, lanes in ((64, 512), (96, 8), (128, 512), (128, 8)):
+        overlap = (dim, lanes) == (128, 8)
+        c = Cache(2, 2, 4, 16, dim, 1, 2, 1, 16, 2, 32, base(lanes), SHORT, "bf16", overlap)
         plain = Half("plain", 16, 0, False, False, 1, dim, power_of_2(dim), 64, 64, 64, dim, 0, 0, 0, 0, 0, 0)
         for k, v, codes, params in (
             (plain, plain, "*bf16", "*u8"),
@@ -786,19 +797,21 @@ def variants() -> Iterator[Variant]:
             signature |= dict.fromkeys(["p_k_params", "p_v_params", "p_k_rows"], params)
             if k.fast and k.by_token:
                 signature["p_k_rows"] = "*i32"
-            for seen in ("", "relative") if dim == 128 else ("",):
-                signature["p_seen"] = "*fp16" if seen else "*fp32"
-                block, warps, stages = shape_of_program(c, k, v, 512)
+            block, warps, stages = shape_of_program(c, k, v, lanes)
+            ways = [(1, False, "")]  # formats in use, of the ring, what is noted
+            if (dim, lanes, v.kind) == (128, 512, "nvfp4"):
+                ways += [(2, False, "logits")] if k.by_token else [(1, False, "relative")]
+            if (dim, lanes, k.kind) == (128, 512, "plain"):
+                ways += [(1, False, "relative"), (2, True, "logits")]
+            for formats, ring, seen in ways:
+                signature["p_seen"] = "*fp16" if seen == "relative" else "*fp32"
                 constexprs = {
-                    "C": c, "K": k, "V": v, "FORMAT": 1, "FORMATS": 1, "IN_RING": False, "SEEN": seen,
-                    "BLOCK_T": block,
+                    "C": c, "K": k, "V": v, "FORMAT": 1, "FORMATS": formats, "IN_RING": ring, "SEEN": seen,
+                    "BLOCK_T": 16 if ring else block,
                 }  # fmt: skip
-                options = {"num_warps": warps, "num_stages": stages}
-                yield Variant(_attend, dict(signature), constexprs, options)
-                if dim == 128 and not seen:
-                    constexprs = constexprs | {"C": c._replace(overlap=True)}
-                    yield Variant(_attend, dict(signature), constexprs, options, 90)
-    c = Cache(2, 2, 4, 16, 128, 1, 2, 1, 16, 2, 0, 128, "bf16")
+                options = {"num_warps": 4} if ring else {"num_warps": warps, "num_stages": stages}
+                yield Variant(_attend, dict(signature), constexprs, options, 90 if overlap else 80)
+    c = Cache(2, 2, 4, 16, 128, 1, 2, 1, 16, 2, 0, 128, SHORT, "bf16")
     at = {"*fp32": "p_parts p_part_lse p_lse p_top p_mass", "*bf16": "p_out", "*i32": "p_count", "*i64": "p_rows"}
     at |= {"*fp16": "p_seen", "i32": "table_layer parts width"}
     common = {name: kind for kind, names in at.items() for name in names.split()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import statistics
 import sys
 import warnings
@@ -41,6 +42,8 @@ FORMATS = {
 HEADS, KV_HEADS, DIM = 32, 8, 128
 ROTATE = 400 * 2**20  # bytes that the layers hold together, at least: several times the cache
 GENERATIONS = 4
+# Sequences and tokens of each that are compared: for each way to cut lanes, and for each length of the parts.
+CHECKED = (3, 1000), (9, 1500), (33, 1500), (1, 10_000), (9, 20_000)
 DEFAULT = "attention"
 
 
@@ -103,13 +106,16 @@ def shape(names: list[str], batch: int, length: int, repeats: int) -> Iterator[d
 
     plain = batch * length * KV_HEADS * DIM * 4
     layers = max(1, -(-ROTATE // plain))
-    here = {"batch": batch, "length": length, "layers": layers}
+    here = {"batch": batch, "length": length}
     seconds, backend = peer(batch, length, layers, repeats)
     times = {"sdpa": seconds}
     yield here | {
-        "format": "sdpa", "backend": backend, "microseconds": seconds * 1e6, "bytes_per_second": plain / seconds,
+        "layers": layers, "format": "sdpa", "backend": backend, "microseconds": seconds * 1e6,
+        "bytes_per_second": plain / seconds,
     }  # fmt: skip
     for name in names:
+        a_lane = bytes_read(used_store(FORMATS[name], 1, 1, length), length)
+        layers = max(1, math.ceil(ROTATE / (batch * KV_HEADS * a_lane)))
         store = used_store(FORMATS[name], layers, batch, length)
         q = torch.randn(layers, batch, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
         read = store.reader()
@@ -121,7 +127,12 @@ def shape(names: list[str], batch: int, length: int, repeats: int) -> Iterator[d
 
             seconds = times[label] = timed(call, layers, repeats)
             moved = bytes_read(store, length) * batch * KV_HEADS
-            m = here | {"format": label, "microseconds": seconds * 1e6, "bytes_per_second": moved / seconds}
+            m = here | {
+                "layers": layers,
+                "format": label,
+                "microseconds": seconds * 1e6,
+                "bytes_per_second": moved / seconds,
+            }
             against = "sdpa" if label == "bf16" else "bf16"
             if against in times:
                 m |= {"ratio": times[against] / seconds, "beside": against}
@@ -200,21 +211,26 @@ def _random_params(of: Tensor, fmt: Any) -> None:
 
 
 def check(name: str) -> float:
-    """The largest error of a small case, relative to the largest value of the reference."""
+    """The largest error of some small cases, relative to the largest value of the reference."""
+    error = max(_difference(name, *size) for size in CHECKED)
+    print(f"{name:24} error {error:.2e}", flush=True)
+    if not error < 2e-2:
+        raise MinithinkError(f"{name} differs from the reference by {error:.3g} of its largest value.")
+    return error
+
+
+def _difference(name: str, batch: int, length: int) -> float:
+    """Of the outputs and of the mass, whichever is larger, relative to the largest value."""
     from minithink.kernels.paged_attention import paged_attention
 
-    store = used_store(FORMATS[name], 2, 3, 1500)
-    q = torch.randn(3, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    store = used_store(FORMATS[name], 2, batch, length)
+    q = torch.randn(batch, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     want, mass = reference(q.float(), _as_float32(store), 1, "mean")
     got, got_mass = paged_attention(q, store.reader(), 1, "mean")
     assert mass is not None
     assert got_mass is not None
     error = float((got.float() - want).abs().max() / want.abs().max())
-    error = max(error, float((got_mass - mass).abs().max() / mass.abs().max()))
-    print(f"{name:24} error {error:.2e}", flush=True)
-    if not error < 2e-2:
-        raise MinithinkError(f"{name} differs from the reference by {error:.3g} of its largest value.")
-    return error
+    return max(error, float((got_mass - mass).abs().max() / mass.abs().max()))
 
 
 def _as_float32(store: PagedStore) -> Any:

@@ -114,7 +114,7 @@ def test_parts_are_those_of_the_kernel() -> None:
     from minithink.kernels.paged_attention import _most_parts
 
     for tokens in (1, 128, 1024, 4096, 16384, 40000):
-        assert -(-tokens // steps.part_length(tokens)) == _most_parts(tokens, 128)
+        assert -(-tokens // steps.part_length(tokens)) == _most_parts(tokens, 128, 1024)
 
 
 def test_the_kernel_that_only_reads() -> None:

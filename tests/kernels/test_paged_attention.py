@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minithink.kernels import paged_attention as kernel
@@ -22,8 +22,14 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = list(TOLERANCE) if DEVICE.type == "cuda" else [torch.float32, torch.float16]
 
 
+# PARTS, MANY_LANES, SHORT. With the last, lanes of 17 tokens are long ones already, and those of 300 are cut as
+# others of 20,000.
+CUTS = {"few lanes": (((0, 128),), 10**6, 1024), "many": (((0, 512),), 0, 1024), "long": (((0, 16),), 0, 16)}
+
+
+@pytest.mark.parametrize("name", sorted(STORAGES))
+@settings(max_examples=max(1, settings().max_examples // 8))
 @given(
-    name=st.sampled_from(sorted(STORAGES)),
     scope=st.sampled_from(SCOPES),
     lengths=st.lists(st.sampled_from([0, 1, 5, 17, 40, 300]), min_size=1, max_size=3),
     heads=st.sampled_from([(1, 1), (2, 3), (1, 5)]),
@@ -32,15 +38,15 @@ DTYPES = list(TOLERANCE) if DEVICE.type == "cuda" else [torch.float32, torch.flo
     dtype=st.sampled_from(DTYPES),
     spread=st.sampled_from([1e-2, 1.0, 4.0]),
     some=st.booleans(),
-    many=st.booleans(),
+    cut=st.sampled_from(sorted(CUTS)),
     seed=st.integers(0, 999),
 )
 def test_equals_its_twin(
     name: str, scope: Scope, lengths: list[int], heads: tuple[int, int], dim: int, group: str | None,
-    dtype: torch.dtype, spread: float, some: bool, many: bool, seed: int,
+    dtype: torch.dtype, spread: float, some: bool, cut: str, seed: int,
 ) -> None:  # fmt: skip
-    """Any formats and scopes, empty lanes, slots used again, NaN in every slot that is free; cut as for many lanes or
-    for few."""
+    """Every format in any scope, empty lanes, slots used again, NaN in every slot that is free; lanes cut as many
+    are, as few are, or as very long ones."""
     kv_heads, g = heads
     store = filled(
         STORAGES[name], scope, lengths, layers=2, kv_heads=kv_heads, group=g, dim=dim, dtype=dtype, steps=9,
@@ -52,7 +58,8 @@ def test_equals_its_twin(
     layer = seed % 2
     want, want_mass = ref.paged_attention(q, store.reader(rows), layer, group)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "PARTS", ((0, 1024 if many else 128),))
+        for name_of, value in zip(("PARTS", "MANY_LANES", "SHORT"), CUTS[cut], strict=True):
+            patch.setattr(kernel, name_of, value)
         got, mass = paged_attention(q, store.reader(rows), layer, group)
     # A logit's rounding is relative to the logit, and becomes a relative error of its probability.
     near = TOLERANCE[dtype] * max(1, 2 * spread)
@@ -73,6 +80,31 @@ def test_a_sequence_does_not_notice_what_others_lose() -> None:
     after, _ = paged_attention(q, store.reader(), 0)
     assert_same("row 0", after[0], before[0])
     assert not torch.equal(after[1], before[1])
+
+
+@given(
+    base=st.sampled_from([16, 128, 256, 512]), short=st.sampled_from([16, 1024]), most=st.integers(1, 50_000),
+    share=st.floats(0, 1),
+)  # fmt: skip
+def test_there_is_room_for_all_parts(base: int, short: int, most: int, share: float) -> None:
+    """Of any lane that holds at most as many tokens as the longest may."""
+    count = int(share * most)
+    split = base * next(
+        times for long, times in ((short, 1), (4 * short, 2), (16 * short, 4), (count, 8)) if count <= long
+    )
+    assert -(-count // split) <= kernel._most_parts(most, base, short)
+
+
+@pytest.mark.parametrize("name", ["int4", "int2-by-token"])
+def test_integers_beyond_half_precision_stay_finite(name: str) -> None:
+    """The kernel decodes them in fp16 and saturates, whatever the model's type."""
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+    store = filled(STORAGES[name], "head", [70, 33], dtype=dtype, steps=3, seed=1, spread=1e5)
+    q = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE, dtype)
+    out, mass = paged_attention(q, store.reader(), 0, "mean")
+    assert mass is not None
+    assert out.isfinite().all()
+    assert mass.isfinite().all()
 
 
 def test_values_that_lag_are_refused() -> None:
