@@ -19,15 +19,18 @@ from minithink.ref.allocate import allocate
 from minithink.ref.append import append
 from minithink.ref.attention import attention
 from minithink.ref.decode_attention import decode_attention
+from minithink.ref.dequantize import dequantize
 from minithink.ref.evict import evict
 from minithink.ref.gumbel_argmax import gumbel_argmax
 from minithink.ref.keep_best import keep_best
 from minithink.ref.linear import linear
 from minithink.ref.lrfu import lrfu
 from minithink.ref.paged_attention import paged_attention
+from minithink.ref.quantize import quantize
 from minithink.ref.redundancy import redundancy
 from minithink.ref.rms_norm import rms_norm
 from minithink.ref.rope import rope
+from minithink.ref.shrink import shrink
 from minithink.ref.swiglu import swiglu
 from minithink.ref.window_importance import window_importance
 
@@ -52,6 +55,9 @@ class Backend:
     append: Callable[..., Tensor] = append
     allocate: Callable[..., tuple[Tensor, Tensor]] = allocate
     evict: Callable[..., None] = evict
+    quantize: Callable[..., tuple[Tensor, Tensor]] = quantize
+    dequantize: Callable[[Any, Tensor, Tensor, Tensor, torch.dtype], Tensor] = dequantize
+    shrink: Callable[[Any, Any, Tensor, Tensor], tuple[Tensor, Tensor]] = shrink
     # what policies choose with
     keep_best: Callable[[Tensor, Tensor, Tensor], Tensor] = keep_best
     window_importance: Callable[..., Tensor] = window_importance
@@ -73,22 +79,26 @@ def triton_backend() -> Backend:
     """
     from minithink.kernels.allocate import allocate
     from minithink.kernels.append import append
+    from minithink.kernels.dequantize import dequantize
     from minithink.kernels.evict import evict
     from minithink.kernels.gumbel_argmax import gumbel_argmax
     from minithink.kernels.keep_best import keep_best
     from minithink.kernels.linear import linear
     from minithink.kernels.lrfu import lrfu
     from minithink.kernels.paged_attention import paged_attention
+    from minithink.kernels.quantize import quantize
     from minithink.kernels.redundancy import redundancy
     from minithink.kernels.rms_norm import rms_norm
     from minithink.kernels.rope import rope
+    from minithink.kernels.shrink import shrink
     from minithink.kernels.swiglu import swiglu
     from minithink.kernels.window_importance import window_importance
 
     return Backend(
         "triton", in_place=True, linear=linear, rms_norm=rms_norm, rope=rope, swiglu=swiglu,
         gumbel_argmax=gumbel_argmax, paged_attention=paged_attention, append=append, allocate=allocate, evict=evict,
-        keep_best=keep_best, window_importance=window_importance, redundancy=redundancy, lrfu=lrfu,
+        quantize=quantize, dequantize=dequantize, shrink=shrink, keep_best=keep_best,
+        window_importance=window_importance, redundancy=redundancy, lrfu=lrfu,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from minithink.backend import Backend
 from minithink.errors import UsageError
 from minithink.kv.contract import Shape, Storage
 from minithink.kv.table import BlockTable
@@ -73,6 +74,7 @@ class Pages:
     shape: Shape
     storage: Storage
     dtype: torch.dtype  # of plain tokens
+    backend: Backend
     layouts: list[Layout]
     table: BlockTable
     pool: Tensor
@@ -245,9 +247,10 @@ class Reading:
             k_params = pages.scale_rows.flatten(0, 1)[row][..., : lay.row]
         scale = pages.scale[f, :, layer] if rows is None else pages.scale[f, :, layer, rows]  # [2, N]
         k_scale, v_scale = scale[:, :, None, None]
-        k = lay.k.dequantize(codes[..., : lay.k_codes], k_params, k_scale, pages.dtype)
+        dequantize = pages.backend.dequantize
+        k = dequantize(lay.k, codes[..., : lay.k_codes], k_params, k_scale, pages.dtype)
         v_codes, v_params = codes[..., lay.k_codes : lay.codes], side[..., lay.k_side : lay.side]
-        return k, lay.v.dequantize(v_codes, v_params, v_scale, pages.dtype)
+        return k, dequantize(lay.v, v_codes, v_params, v_scale, pages.dtype)
 
 
 def layouts(storage: Storage, dim: int, dtype: torch.dtype) -> list[Layout]:

@@ -305,9 +305,9 @@ class PagedStore(Pages):
             return
         k_scale, v_scale = self.scale[f, :, layer, rows][:, :, None, None]
         if params is None:
-            k, k_params = lay.k.quantize(k.float(), k_scale)
+            k, k_params = self.backend.quantize(lay.k, k, k_scale)
             self._sides[f][index, : lay.k_side] = k_params
-        v, v_params = lay.v.quantize(v.float(), v_scale)
+        v, v_params = self.backend.quantize(lay.v, v, v_scale)
         self._codes[f][index, : lay.codes] = torch.cat((k, v), dim=-1)
         self._sides[f][index, lay.k_side : lay.side] = v_params
 
@@ -366,13 +366,12 @@ class PagedStore(Pages):
                     self._write(f, layer, rows, index, k, v, params)
         return place
 
-    @staticmethod
-    def _quantize_groups(fmt: Format, k: Tensor, valid: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    def _quantize_groups(self, fmt: Format, k: Tensor, valid: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Keys by token. k: [N, Hkv, n, D], valid: [N, Ht, n] → codes [N, Hkv, n, …], params [N, Hkv, groups, …]."""
         n, more = k.shape[2], -k.shape[2] % fmt.group
-        k = torch.nn.functional.pad(k.float(), (0, 0, 0, more)).unflatten(2, (-1, fmt.group))
+        k = torch.nn.functional.pad(k, (0, 0, 0, more)).unflatten(2, (-1, fmt.group))
         valid = torch.nn.functional.pad(valid, (0, more)).unflatten(2, (-1, fmt.group)).expand(*k.shape[:-1])
-        codes, params = fmt.quantize(k, scale[:, None, None], valid)
+        codes, params = self.backend.quantize(fmt, k, scale[:, None, None], valid)
         return codes.flatten(2, 3)[:, :, :n], params
 
     def _write_shrunk(
@@ -381,8 +380,9 @@ class PagedStore(Pages):
         """Quantize in format f, shrink the integers to format `to`, write these (PM-KVQ: chained)."""
         first, last, one = self.layouts[f], self.layouts[to], torch.ones((), device=k.device)
         index = self._index(to, layer, self._base(to, page, slot))
-        k_codes, k_params = shrink(first.k, last.k, *first.k.quantize(k.float(), one))
-        v_codes, v_params = shrink(first.v, last.v, *first.v.quantize(v.float(), one))
+        ops = self.backend
+        k_codes, k_params = ops.shrink(first.k, last.k, *ops.quantize(first.k, k, one))
+        v_codes, v_params = ops.shrink(first.v, last.v, *ops.quantize(first.v, v, one))
         self._codes[to][index, : last.codes] = torch.cat((k_codes, v_codes), dim=-1)
         self._sides[to][index, : last.side] = torch.cat((k_params, v_params), dim=-1)
 
@@ -625,8 +625,8 @@ class PagedStore(Pages):
             t = min(layer, valid.shape[0] - 1)
             index = self._index(source, layer, self._base(source, old_page[t], old_slot[t]))
             codes, side = self._codes[source][index], self._sides[source][index]
-            k, k_params = shrink(start.k, end.k, codes[..., : start.k_codes], side[..., : start.k_side])
-            v, v_params = shrink(
+            k, k_params = self.backend.shrink(start.k, end.k, codes[..., : start.k_codes], side[..., : start.k_side])
+            v, v_params = self.backend.shrink(
                 start.v, end.v, codes[..., start.k_codes : start.codes], side[..., start.k_side : start.side]
             )
             index = self._index(f, layer, self._base(f, page[t], slot[t]))
