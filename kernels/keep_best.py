@@ -65,9 +65,9 @@ def _keep_best(p_score, p_candidate, p_count, p_kept, width, BITS: tl.constexpr,
         low, high = tl.full((), 0, tl.uint32), tl.full((), 0xFFFFFFFF, tl.uint32)
     else:
         low, high = tl.full((), 0, tl.uint64), tl.full((), 0xFFFFFFFFFFFFFFFF, tl.uint64)
-    one = low + 1
+    one = low + 1  # 1, typed as `low`
     digit = tl.arange(0, 256)
-    shift = low + BITS  # of the digit searched last
+    shift = low + BITS  # of the digit searched last; BITS, typed as `low`, which is still 0
     while (shift > 0) & (inside > missing):
         shift -= 8
         count = tl.zeros((256,), tl.int32)  # candidates in the range, by digit

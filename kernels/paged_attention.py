@@ -5,6 +5,9 @@
     _mass       (if asked for) what each token got: exp(logit − lse), over the query heads of its KV head
     _max_logit  the same where the heads' largest logit counts
 
+First read `_attend` with one plain format, no ring and SEEN "": that is step 4 of tutorial 5. Then `_merge` and
+`_planes`, and last `_fast_asm`.
+
 A lane is a list of places (page · slots + slot), oldest token first; a program reads BLOCK_T of them, then gathers
 the keys and values there. A slot holds a token's key and value side by side, 64 bytes each (NVFP4, D = 128) to 256
 (bfloat16), so a gather by slots moves whole sectors wherever they lie. What was evicted is in no list: nothing is
@@ -43,8 +46,9 @@ from minithink.kernels._formats import decode_code, e4m3_decode, saturate
 PARTS = (256, 512), (64, 256), (0, 128)  # from so many lanes on, tokens of a part in a short lane
 SHORT = 1024  # tokens of a short lane
 MANY_LANES = 64  # from here on there are blocks enough for small ones, and no use in overlapping the merge
-# Tokens of a block (those of a part are whole blocks), warps, stages; tuned on an H200.
-FEW, PLAIN, QUANTIZED = (128, 4, 2), (64, 2, 3), (32, 1, 3)
+# Tokens of a block (those of a part are whole blocks), warps, stages; tuned on an H200. What takes which:
+# `shape_of_program`.
+LARGE, MEDIUM, SMALL = (128, 4, 2), (64, 2, 3), (32, 1, 3)
 FAST = ("nvfp4", "ternary", "fp8", "int2", "int4", "int8")
 # Programmatic dependent launch came to Triton after 3.2.
 CAN_OVERLAP = not INTERPRETED and hasattr(tl.extra.cuda, "gdc_wait")
@@ -684,10 +688,11 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
 
 
 def shape_of_program(c: Cache, k: Half, v: Half, lanes: int) -> tuple[int, int, int]:
-    """Tokens of a block, warps, stages."""
+    """Tokens of a block, warps, stages: SMALL for fewer than 8 bits and many lanes, MEDIUM for what is decoded to or
+    kept in float32 and what has no fast path, else LARGE."""
     if k.fast and v.fast and k.bits < 8:
-        return QUANTIZED if lanes >= MANY_LANES else FEW
-    return FEW if c.dtype != "fp32" and (k.fast or k.kind == "plain") else PLAIN
+        return SMALL if lanes >= MANY_LANES else LARGE
+    return LARGE if c.dtype != "fp32" and (k.fast or k.kind == "plain") else MEDIUM
 
 
 def _most_parts(tokens: int, base: int, short: int) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from minithink.kernels._common import Variant, power_of_2
 
 TILE = 1024  # numbers of a program: rows are taken together up to this many
-PER_THREAD = 16  # numbers that a thread holds
+PER_THREAD = 16  # numbers that a thread holds; a warp has 32 threads
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """The decode loop of a GPU: one CUDA graph a step, and one for what the policy decides.
 
-A decoding step of a small batch is some hundred kernels, each of a few microseconds; launched one by one from Python
-they take ten times as long as they run. A CUDA graph is recorded once and launched as a whole. It replays the same
-kernels on the same addresses, so everything that changes from step to step goes through one tensor of inputs: which
-rows take part, how long they are, their newest tokens. Sequences come and go between replays.
+A decoding step of a small batch is several hundred kernels, each of a few microseconds; launched one by one from
+Python they take ten times as long as they run. A CUDA graph is recorded once and launched as a whole. It replays the
+same kernels on the same addresses, so everything that changes from step to step goes through one tensor of inputs:
+which rows take part, how long they are, their newest tokens. Sequences come and go between replays.
 
     inputs ──► take slots ──► layers: append, attend, … ──► logits ──► draw ──► tokens, rows that are due, overflow
                                                                                                 │
@@ -101,17 +101,17 @@ class DecodeLoop:
             inputs.append([row, 0, store.lengths[row] + 1, 0, 0, 0, store.waiting[row], 0])
         cache.fit_columns(1)
         store.used.update(store.appends)
-        observed = cache.demands_due(seqs)
+        observed, n = cache.demands_due(seqs), len(inputs)
         out = self._replay(
-            self.recorded, lambda x, out: self._step(x, out, observed), inputs, 2 * len(inputs) + 1, observed
+            self.recorded, lambda x, out: self._step(x, out, observed), inputs, 2 * n + 1, observed
         ).tolist()
-        drawn, due, overflow = out[: len(seqs)], out[len(inputs) :], out[-1]
+        drawn, due, overflow = out[: len(seqs)], out[n : n + len(seqs)], out[-1]
         if overflow:
             raise MinithinkError(
                 f"The KV pool of {store.table.pages.count:,} pages is exhausted: use a smaller --batch-size, "
                 "budget or --max-new-tokens."
             )
-        acting = [state for state, flag in zip(states, due, strict=False) if flag]
+        acting = [state for state, flag in zip(states, due, strict=True) if flag]
         cache.end_next(seqs, tokens, (lambda: self._decide(acting)) if cache.records_decisions else None)
         return drawn
 
@@ -143,9 +143,10 @@ class DecodeLoop:
 
     def _step(self, inputs: Tensor, out: Tensor, observed: Sequence[Demand]) -> None:
         """What is recorded of a step. inputs: int64 [STATE + 2, N], the rows' states when the newest token is in the
-        cache, tokens in their buffers, numbers of the draws; out: int64 [2N + 1], tokens, who is due, overflow."""
+        cache; how many tokens wait in each row's full-precision buffer (`Storage.buffer`); numbers of the draws. out:
+        int64 [2N + 1], tokens, who is due, overflow."""
         state, (waiting, sequence) = inputs[:STATE], inputs[STATE:]
-        at, active, lengths, _, _, tokens = state
+        at, active, lengths, _, _, tokens = state  # see kv/view.py, STATE
         self.cache.begin_next(at, active.bool(), lengths - 1, waiting, observed)
         logits = self.decoder.logits(self.decoder(tokens, self.cache))
         if self.params.greedy:

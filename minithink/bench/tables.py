@@ -185,7 +185,7 @@ def attention(result: dict[str, Any]) -> list[str]:
     for batch, length in dict.fromkeys((m["batch"], m["length"]) for m in result["measurements"]):
         of = {m["format"]: m for m in result["measurements"] if (m["batch"], m["length"]) == (batch, length)}
         rows.append((f"{batch}", f"{length:,}", *(_time(of[name]) if name in of else "–" for name in names)))
-    return [*markdown(rows), "", _source(result)]
+    return [*markdown(rows), "", *_bandwidths(result), _source(result)]
 
 
 def _time(m: dict[str, Any]) -> str:
@@ -201,9 +201,21 @@ def steps(result: dict[str, Any]) -> list[str]:
     rows: list[tuple[str, ...]] = [("", *(x for b, n in shapes for x in (f"{b} × {n:,} tokens", "of bandwidth")))]
     for name in names:
         of = {(m["batch"], m["length"]): m for m in result["measurements"] if m["step"] == name}
-        figures = ((_time(of[s]), f"**{of[s]['share']:.0%}**") if s in of else ("–", "–") for s in shapes)
+        figures = ((_time(of[s]), f"**{_percent(of[s]['share'])}**") if s in of else ("–", "–") for s in shapes)
         rows.append((next(iter(of.values()))["what"], *(x for pair in figures for x in pair)))
-    return [*markdown(rows), "", _source(result)]
+    return [*markdown(rows), "", *_bandwidths(result), _source(result)]
+
+
+def _percent(share: float) -> str:
+    """With one decimal below 10 %, where whole percents would hide what is gained."""
+    return f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
+
+
+def _bandwidths(result: dict[str, Any]) -> list[str]:
+    """The bandwidths that were measured in the same run, as a paragraph; nothing where none was."""
+    kinds = {"read_bytes_per_second": "reading alone", "copy_bytes_per_second": "a copy"}
+    speeds = [f"{what} {result[key] / 1e12:.2f} TB/s" for key, what in kinds.items() if key in result]
+    return [f"Bandwidth in the same run: {', '.join(speeds)}.", ""] if speeds else []
 
 
 def markdown(rows: list[tuple[str, ...]]) -> list[str]:
