@@ -17,8 +17,8 @@ masked out, and freed slots are never read. How a lane is split depends on its l
 The g query heads of a KV head are the rows of one block, padded to 16, so that each key is read once and the
 products run on the tensor cores. Quantized codes become planes: a word holds PLANES neighbouring channels, plane i is
 channel i of every word, and its product is with the same channels of q; nothing is interleaved or moved between
-threads. 16-bit models have a faster path (`_fast_plane`), two codes at a time in 32-bit words; the plain path, which
-the interpreter tests, gives the same numbers.
+threads. 16-bit models have a faster path (`_fast_plane`), two codes at a time in 32-bit words, in fp16 whatever the
+model's type; the plain path, which the interpreter tests, rounds what it decodes to that type, as the twin does.
 
 Keys by token share their scales within a group of tokens. Blocks begin where groups do, and the scales of a group are
 read and converted once (`_times_rows`); only where evictions have left tokens of several groups in one place, each
@@ -50,8 +50,6 @@ MANY_LANES = 64  # from here on there are blocks enough for small ones, and no u
 # `shape_of_program`.
 LARGE, MEDIUM, SMALL = (128, 4, 2), (64, 2, 3), (32, 1, 3)
 FAST = ("nvfp4", "ternary", "fp8", "int2", "int4", "int8")
-# Programmatic dependent launch came to Triton after 3.2.
-CAN_OVERLAP = not INTERPRETED and hasattr(tl.extra.cuda, "gdc_wait")
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _LOG2E = tl.constexpr(math.log2(math.e))
 _LARGEST_FP16 = tl.constexpr(_formats.LARGEST["fp16"])
@@ -716,7 +714,7 @@ def cache(pages: Any, rows: int) -> Cache:
         head_lanes=0 if shape.scope == "head" else 1, most=pages.table.most, layers=shape.layers,
         ring=pages.ring.shape[3], base=base(rows * shape.kv_heads), short=SHORT,
         dtype=next(n for n, of in _formats.DTYPES.items() if of == pages.dtype),
-        overlap=CAN_OVERLAP and rows * shape.kv_heads < MANY_LANES
+        overlap=not INTERPRETED and rows * shape.kv_heads < MANY_LANES
         and torch.cuda.get_device_capability(pages.place.device)[0] >= 9,
     )  # fmt: skip
 
