@@ -8,7 +8,8 @@ Shapes:
                first step at which rounding may decide; how far that is stands in the result (in bfloat16 it may be
                no step at all).
     llama-8b   random weights in the shape of R1-Distill-Llama-8B, bfloat16, random prompts: single decoding steps,
-               ours as the engine runs them, beside the time that reading the weights and the cache takes at the least.
+               ours as the engine runs them, beside the time that reading the weights and the cache takes at the
+               least.
 
 Runs of the two sides alternate, so that a machine that slows down slows both. A ratio is ours / theirs in tokens per
 second: above 1, minithink is faster.
