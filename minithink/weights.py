@@ -16,7 +16,6 @@ import os
 import re
 import struct
 import tempfile
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -31,6 +30,7 @@ from torch import Tensor
 from minithink.backend import REFERENCE, Backend
 from minithink.config import ModelConfig, read_json
 from minithink.errors import MinithinkError, UsageError
+from minithink.hub import download
 from minithink.model import Block, Decoder
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -209,50 +209,13 @@ def resolve(path_or_id: str, revision: str | None = None) -> Path:
         what = "is a file, not the folder of a checkpoint" if path.is_file() else "does not exist: no such folder"
         raise MinithinkError(f"{path_or_id!r} {what}; give a folder, or a Hugging Face id like Qwen/Qwen3-0.6B.")
 
-    from huggingface_hub import snapshot_download  # here, because it is slow to import and local folders need it not
-
-    try:
-        folder = Path(snapshot_download(path_or_id, revision=revision, allow_patterns=list(FILES)))
-    except Exception as error:  # which exceptions leave a network library differs from version to version
-        raise MinithinkError(_hub_sentence(path_or_id, revision or "main", error)) from error
+    folder = download(path_or_id, FILES, revision)
     if not any(folder.glob(WEIGHTS)):
         raise MinithinkError(
             f"The model {path_or_id} has no {WEIGHTS} file at revision {revision or 'main'}, and minithink "
             "reads only these (pickled weights, pytorch_model.bin, can run code): use a revision that has them."
         )
     return folder
-
-
-def _hub_sentence(model: str, revision: str, error: Exception) -> str:
-    """What to do about an error of huggingface_hub."""
-    from huggingface_hub import constants, errors
-
-    if isinstance(error, errors.GatedRepoError):
-        return (
-            f"The model {model} is gated: accept its terms at {constants.ENDPOINT}/{model}, then log in with "
-            "`hf auth login` or set HF_TOKEN."
-        )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            f"The model {model} is not at {constants.ENDPOINT}, or is private: check the spelling (or that the "
-            "folder exists, if you meant one), or log in with `hf auth login`."
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"The model {model} has no revision {revision!r}: give one of its branches, tags or commits."
-    if isinstance(error, errors.HFValidationError):
-        return f"{model!r} is neither a folder nor a valid Hugging Face id (name or owner/name): correct it."
-    if isinstance(error, errors.LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
-        return (
-            f"The model {model} (revision {revision}) is not complete in the cache {constants.HF_HUB_CACHE} and "
-            "HF_HUB_OFFLINE forbids downloading: unset it, or fetch the model first."
-        )
-    # Nothing cached is only half of what happened; the cause says what the network did.
-    cause = (error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else None) or error
-    reason = textwrap.shorten(str(cause).strip().removesuffix("."), 200, placeholder=" …") or type(cause).__name__
-    return (
-        f"The model {model} (revision {revision}) could not be fetched from {constants.ENDPOINT}: check the network "
-        f"and the free disk space and try again, or give a local folder ({reason})."
-    )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class HubServer:
-    """Serves folders as models; `requests` records every path asked for."""
+    """Serves folders as models, or as datasets (`datasets/owner/name`); `requests` records every path asked for."""
 
     def __init__(self, models: dict[str, Path]) -> None:
         self.models, self.gated, self.requests = models, set[str](), list[str]()
@@ -46,8 +46,8 @@ class HubServer:
         """Reply to one request."""
         path = unquote(urlsplit(to.path).path)
         self.requests.append(path)
-        api = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(revision|tree)/([^/]+)/?", path)
-        file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        api = re.fullmatch(r"/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)/(revision|tree)/([^/]+)/?", path)
+        file = re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         found = api or file
         model = found[1] if found else ""
         revision = (api[3] if api else file[2] if file else "") if found else ""
@@ -59,10 +59,17 @@ class HubServer:
         folder = self.models[model]
         if api:
             files = [
-                {"type": "file", "path": p.name, "rfilename": p.name, "size": p.stat().st_size, "oid": self.etag(p)}
-                for p in sorted(folder.iterdir())
+                {"type": "file", "path": name, "rfilename": name, "size": p.stat().st_size, "oid": self.etag(p)}
+                for p in sorted(folder.rglob("*"))
+                if p.is_file() and (name := p.relative_to(folder).as_posix())
             ]
-            info = {"id": model, "sha": COMMIT, "siblings": files, "private": False, "gated": model in self.gated}
+            info = {
+                "id": model.removeprefix("datasets/"),
+                "sha": COMMIT,
+                "siblings": files,
+                "private": False,
+                "gated": model in self.gated,
+            }
             return self.send(to, 200, {}, json.dumps(files if api[2] == "tree" else info).encode(), body)
         if model in self.gated:  # the list of files is public, their contents are not
             return self.send(to, 401, {"X-Error-Code": "GatedRepo"}, b"{}", body)

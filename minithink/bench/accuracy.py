@@ -25,11 +25,10 @@ from minithink.engine import DTYPES, TINY, Engine, load
 from minithink.errors import MinithinkError, UsageError
 from minithink.sampling import SamplingParams
 from minithink.stream import Track
-from minithink.tasks import SPLITS, Problem, grade, load_problems
+from minithink.tasks import BINS, SPLITS, Problem, grade, load_problems
 from minithink.thinking import Stage, split_thinking
 from minithink.weights import checkpoint_hash, resolve
 
-BINS = ((0, 600), (600, 1200), (1200, 2000))  # tokens of the reference trace: from, below
 GPU_BATCH = 256
 ORIGIN = ("command", "date", "commit", "machine", "versions")  # of a result: what a journal says of its outcomes
 QUIET = 30.0  # seconds between lines of progress, where there is no terminal

@@ -15,6 +15,7 @@ from minithink.errors import MinithinkError, UsageError
 
 SPLITS = ("validation", "test")
 DATA = Path(__file__).parent / "data"
+BINS = ((0, 600), (600, 1200), (1200, 2000))  # tokens of the reference trace: from, below
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,11 @@ class Problem:
     question: str  # the user's message
     answer: str  # what the last \boxed{} must hold
     thinking_tokens: int  # of the reference trace; by these a problem belongs to a length bin
+
+    @property
+    def length_bin(self) -> str:
+        """Its bin of BINS, as tables name it; empty where it is longer than all."""
+        return next((f"{low}–{high}" for low, high in BINS if low <= self.thinking_tokens < high), "")
 
 
 def load_problems(split: str, family: str = "facts") -> list[Problem]:

@@ -1,0 +1,1 @@
+"""Evaluation: datasets, and graders of what a model answers."""

@@ -1,0 +1,363 @@
+r"""Datasets: the embedded families, files, ready entries for the usual benchmarks, and other datasets of the hub.
+
+Files are data: JSON, CSV and parquet are read, scripts that datasets bring along are neither fetched nor run.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minithink.errors import MinithinkError, UsageError
+from minithink.evaluate.grading import GRADERS
+from minithink.hub import download
+from minithink.tasks import DATA, boxed, load_problems
+
+INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
+CHOOSE = "The answer is one letter: A, B, C or D."
+QUESTION = ("question", "problem", "prompt")  # the names of fields, in the order in which they are looked for
+ANSWER = ("answer", "expected_answer", "final_answer", "target", "solution")
+FORMATS = (".jsonl", ".csv", ".json", ".parquet")
+SHARD = re.compile(r"-\d{5}-of-\d{5}")
+
+
+@dataclass(frozen=True)
+class Example:
+    """One problem to put to a model."""
+
+    id: str
+    question: str  # the user's message, template applied
+    answer: str
+    grader: str  # a name in grading.GRADERS
+    group: str = ""  # length bin, level or subject: for tables
+
+
+def load_dataset(
+    name: str, split: str | None = None, limit: int | None = None, *, grader: str = "exact"
+) -> list[Example]:
+    r"""The examples of a dataset, in its order.
+
+    `name` is one of
+
+    - an embedded family: `facts`. Splits: validation, test.
+    - a ready entry of ENTRIES, in upper or lower case: `MATH-500`. Split: test; GSM8K has train, too.
+    - a file: `problems.jsonl`, `.csv`, `.json` (a list) or `.parquet`. It has no splits. Of each row, the question is
+      the first field there is of QUESTION, the answer the first of ANSWER (of a `solution` with a \boxed{}, what the
+      last one holds); `id`, `group` and `grader` are optional. The question is the message as it is.
+    - a dataset of the hub: `hub:owner/name`, or `hub:owner/name:config` where it has several. Its files are those
+      whose path holds the split (and the config) as a word, `main/test-00000-of-00001.parquet`; their fields are
+      those of a file, and INSTRUCTION is put after the question.
+
+    Args:
+        name: as above.
+        split: None: test.
+        limit: only the first so many.
+        grader: of rows in files that name none; ready entries know theirs.
+
+    Raises:
+        UsageError: there is no such dataset, split or grader.
+        MinithinkError: a file is missing, damaged, empty, or lacks something; it says which line and what.
+    """
+    if limit is not None and limit < 1:
+        raise UsageError(f"A limit of {limit} examples leaves none: give 1 or more.")
+    if grader not in GRADERS:
+        raise UsageError(f"There is no grader {grader!r}; there are {', '.join(GRADERS)}.")
+    entry = next((key for key in ENTRIES if key.casefold() == name.casefold()), None)
+    if entry is not None:
+        examples = _from_entry(entry, split)
+    elif name in _families():
+        problems = load_problems(split or "test", name)
+        examples = [Example(p.id, p.question, p.answer, "exact", p.length_bin) for p in problems]
+    elif name.startswith("hub:"):
+        examples = _from_hub(name, split or "test", grader)
+    elif name.lower().endswith(FORMATS):
+        if split is not None:
+            raise UsageError(f"{name} is a file, which has no split {split!r}: drop the split.")
+        path = Path(os.path.expanduser(name))  # Path's own raises for an unknown ~user
+        examples = _from_rows(_rows([path]), path.stem, grader)
+    else:
+        raise UsageError(
+            f"There is no dataset {name!r}; there are {', '.join([*_families(), *ENTRIES])}, files "
+            f"({', '.join('*' + suffix for suffix in FORMATS)}) and hub:owner/name."
+        )
+    return examples[:limit]
+
+
+def _families() -> list[str]:
+    return sorted(path.name.removesuffix("-test.jsonl") for path in DATA.glob("*-test.jsonl"))
+
+
+# --- rows
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One row of a file."""
+
+    fields: Mapping[str, Any]
+    path: Path
+    number: int
+    unit: str  # what the number counts: line or row
+
+    def error(self, what: str) -> MinithinkError:
+        return MinithinkError(f"{self.path}, {self.unit} {self.number} {what}.")
+
+    def get(self, *names: str) -> str:
+        """The text of the first of the fields that has any, else nothing; a whole float loses its ".0"."""
+        for name in names:
+            value = self.fields.get(name)
+            if value is None or (isinstance(value, str) and not value.strip()):
+                continue
+            if isinstance(value, float) and value.is_integer():
+                value = int(value)
+            unreal = isinstance(value, float) and not math.isfinite(value)
+            if unreal or isinstance(value, bool) or not isinstance(value, (str, int, float)):
+                raise self.error(f"has {value!r} as its {name}, which is neither text nor a number")
+            text = str(value)
+            if any("\ud800" <= c <= "\udfff" for c in text):
+                raise self.error(f"has half a character (a lone surrogate) in its {name}")
+            return text
+        return ""
+
+    def need(self, *names: str) -> str:
+        """As `get`; MinithinkError where there is nothing."""
+        text = self.get(*names)
+        if not text:
+            what = names[0] if len(names) == 1 else f"{names[0]} (no field {', '.join(names[:-1])} or {names[-1]})"
+            raise self.error(f"has no {what}")
+        return text
+
+
+def _rows(paths: Iterable[Path]) -> list[_Row]:
+    """The rows of files, at least one in each."""
+    rows = []
+    for path in paths:
+        try:
+            found = list(_read(path))
+        except FileNotFoundError:
+            raise MinithinkError(f"{path} does not exist: give an existing file.") from None
+        except UnicodeDecodeError as error:
+            raise MinithinkError(
+                f"{path} is not in UTF-8 ({error.reason}, byte {error.start}): convert it."
+            ) from None
+        except (OSError, ValueError, RecursionError, csv.Error) as error:
+            raise MinithinkError(f"{path} cannot be read as {path.suffix.lower()[1:]}: {error}.") from None
+        if not found:
+            raise MinithinkError(f"{path} holds no examples.")
+        rows += found
+    return rows
+
+
+def _read(path: Path) -> Iterator[_Row]:
+    """The rows of one file, by its suffix."""
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        yield from (_Row(fields, path, n, "row") for n, fields in enumerate(_parquet(path), 1))
+    elif suffix == ".csv":
+        with path.open(encoding="utf-8-sig", newline="") as file:  # Excel begins its files with a byte-order mark
+            reader = csv.DictReader(file, strict=True)
+            width = len(reader.fieldnames or ())
+            before = reader.line_num  # a row may span several lines: it is named by its first
+            for fields in reader:
+                row = _Row(fields, path, before + 1, "line")
+                if None in fields:
+                    raise row.error(f"has more fields than the {width} of the header")
+                yield row
+                before = reader.line_num
+    elif suffix == ".json" and (rows := _json_list(path)) is not None:
+        for n, fields in enumerate(rows, 1):
+            yield _row(fields, path, n, "row")
+    else:
+        with path.open(encoding="utf-8-sig") as lines:
+            for n, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    fields = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise MinithinkError(f"{path}, line {n} is no JSON: {error}.") from None
+                yield _row(fields, path, n, "line")
+
+
+def _row(fields: Any, path: Path, number: int, unit: str) -> _Row:
+    row = _Row(fields, path, number, unit)
+    if not isinstance(fields, dict):
+        raise row.error("is no JSON object")
+    return row
+
+
+def _json_list(path: Path) -> list[Any] | None:
+    """What a JSON file lists; None where it is no list, but may be JSON lines under another name."""
+    text = path.read_text(encoding="utf-8-sig")
+    if not text.lstrip().startswith("["):
+        return None
+    rows = json.loads(text)
+    assert isinstance(rows, list)
+    return rows
+
+
+def _parquet(path: Path) -> list[dict[str, Any]]:
+    try:
+        from pyarrow import ArrowException, parquet  # here: an extra
+    except ImportError:
+        raise MinithinkError(
+            f"{path} needs pyarrow to be read, which is not installed: pip install 'minithink[datasets]'."
+        ) from None
+    try:
+        rows: list[dict[str, Any]] = parquet.ParquetFile(path).read().to_pylist()
+    except ArrowException as error:
+        raise ValueError(str(error).rstrip(".")) from None
+    return rows
+
+
+def _from_rows(rows: Iterable[_Row], name: str, grader: str, instruction: str = "") -> list[Example]:
+    """Examples from files whose format nobody has told."""
+    examples = []
+    for n, row in enumerate(rows, 1):
+        question, answer = row.need(*QUESTION), row.need(*ANSWER)
+        if not row.get(*ANSWER[:-1]):  # a solution
+            answer = boxed(answer) or answer
+        named = row.get("grader") or grader
+        if named not in GRADERS:
+            raise row.error(f"names the grader {named!r}; there are {', '.join(GRADERS)}")
+        message = f"{question}\n\n{instruction}" if instruction else question
+        examples.append(Example(row.get("id") or f"{name}-{n}", message, answer, named, row.get("group")))
+    return _distinct(examples, rows)
+
+
+def _distinct(examples: list[Example], rows: Iterable[_Row]) -> list[Example]:
+    """The examples, if no two have the same id."""
+    seen: dict[str, _Row] = {}
+    for example, row in zip(examples, rows, strict=True):
+        before = seen.setdefault(example.id, row)
+        if before is not row:
+            raise row.error(f"has the id {example.id!r} of {before.unit} {before.number}")
+    return examples
+
+
+# --- ready entries
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A benchmark whose format is known."""
+
+    repo: str  # a dataset of the hub
+    files: Mapping[str, str]  # split → file
+    read: Callable[[_Row], tuple[str, str]]  # → the message, the answer
+    grader: str
+    id: str = "id"  # a field; where there is none, examples are numbered
+    group: Callable[[_Row], str] = lambda row: ""
+
+
+def _asks(question: str, answer: str) -> Callable[[_Row], tuple[str, str]]:
+    """The fields that hold the question and the answer."""
+    return lambda row: (f"{row.need(question)}\n\n{INSTRUCTION}", row.need(answer))
+
+
+def _gsm8k(row: _Row) -> tuple[str, str]:
+    """The answer stands behind the solution: … #### 18."""
+    _, mark, answer = row.need("answer").rpartition("####")
+    if not mark or not answer.strip():
+        raise row.error('has no "#### " and number at the end of its answer')
+    return f"{row.need('question')}\n\n{INSTRUCTION}", answer.strip()
+
+
+def _gpqa(row: _Row) -> tuple[str, str]:
+    """Four choices, in an order that the question decides: the file has the right one first."""
+    question = row.need("Question").strip()
+    choices = [row.need(f) for f in ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))]
+    # By hashes rather than `random`: the same for every version of Python.
+    order = sorted(range(4), key=lambda i: hashlib.sha256(f"{question}\n{i}".encode()).digest())
+    listed = "\n".join(f"({letter}) {choices[i].strip()}" for letter, i in zip("ABCD", order, strict=True))
+    return f"{question}\n\n{listed}\n\n{INSTRUCTION} {CHOOSE}", "ABCD"[order.index(0)]
+
+
+# Ids, files and fields were looked up in copies of the hub's pages from 2025 and in code of 2026 that pins these
+# files, at the commits below; the data themselves were not downloaded. AIME24 and GPQA are a split "train" on the
+# hub, and benchmarks all the same: test.
+ENTRIES: Mapping[str, Entry] = {
+    # 6e4ed1a2: problem, solution, answer, subject, level, unique_id
+    "MATH-500": Entry(
+        "HuggingFaceH4/MATH-500", {"test": "test.jsonl"}, _asks("problem", "answer"), "math", "unique_id",
+        lambda row: f"level {row.need('level')}",
+    ),
+    # 2fe88a2f: id, problem, solution, answer, url, year
+    "AIME24": Entry(
+        "HuggingFaceH4/aime_2024", {"test": "data/train-00000-of-00001.parquet"}, _asks("problem", "answer"), "math",
+    ),
+    # 563bb840: problem, answer, id (as a copy of the dataset lists them)
+    "AIME25": Entry("math-ai/aime25", {"test": "test.jsonl"}, _asks("problem", "answer"), "math"),
+    # 80815d3: id, question, answer (as code that reads them has it; the dataset's own list was not found, nor whether
+    # an answer is 27 or 27.0, which are equal to the grader)
+    "AMC23": Entry("math-ai/amc23", {"test": "test-00000-of-00001.parquet"}, _asks("question", "answer"), "math"),
+    # 740312ad: question, answer
+    "GSM8K": Entry(
+        "openai/gsm8k", {split: f"main/{split}-00000-of-00001.parquet" for split in ("train", "test")}, _gsm8k,
+        "number",
+    ),
+    # 90b8e5b: Question, Correct Answer, Incorrect Answer 1 to 3, Record ID, High-level domain, and many more. Gated:
+    # its terms ask that no example be shown online.
+    "GPQA-Diamond": Entry(
+        "Idavidrein/gpqa", {"test": "gpqa_diamond.csv"}, _gpqa, "choice", "Record ID",
+        lambda row: row.get("High-level domain"),
+    ),
+}  # fmt: skip
+
+
+def _from_entry(name: str, split: str | None) -> list[Example]:
+    entry, split = ENTRIES[name], split or "test"
+    if split not in entry.files:
+        raise UsageError(f"{name} has no split {split!r}; there is {' and '.join(entry.files)}.")
+    path = download(entry.repo, [entry.files[split]], kind="dataset") / entry.files[split]
+    if not path.is_file():
+        raise MinithinkError(f"The dataset {entry.repo} has no file {entry.files[split]} any more: update minithink.")
+    rows, examples = _rows([path]), []
+    for n, row in enumerate(rows, 1):
+        question, answer = entry.read(row)
+        id = row.get(entry.id) or f"{name}-{split}-{n}"
+        examples.append(Example(id, question, answer, entry.grader, entry.group(row)))
+    return _distinct(examples, rows)
+
+
+# --- other datasets of the hub
+
+
+def _from_hub(name: str, split: str, grader: str) -> list[Example]:
+    repo, _, config = name.removeprefix("hub:").partition(":")
+    if repo.count("/") != 1:
+        raise UsageError(f"{name!r} names no dataset of the hub: write hub:owner/name or hub:owner/name:config.")
+    words = [word for word in (config, split) if word]
+    if any(not re.fullmatch(r"[\w.+-]+", word) for word in words):  # they become patterns of paths
+        raise UsageError(f"{name!r} with the split {split!r}: a config and a split are words of a file's path.")
+    patterns = [f"*{'*'.join(order)}*{suffix}" for order in (words, words[::-1]) for suffix in FORMATS]
+    folder = download(repo, patterns, kind="dataset")
+    # Patterns know no words (test is in latest, too), and the cache may hold files of other calls.
+    files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.suffix in FORMATS]
+    files = [file for file in files if all(_has_word(file, word) for word in words)]
+    of = f"the split {split!r}" + (f" and the config {config!r}" if config else "")
+    if not files:
+        raise MinithinkError(
+            f"The dataset {repo} has no file {' or '.join(FORMATS)} of {of} (a word of its path): give another split "
+            "or hub:owner/name:config, or download the file and name it."
+        )
+    wholes = sorted({SHARD.sub("", file) for file in files})
+    if len(wholes) > 1:
+        raise UsageError(
+            f"The dataset {repo} has several files of {of}: {', '.join(wholes)}; choose by hub:{repo}:config, or "
+            "download one and name it."
+        )
+    rows = _rows(folder / file for file in files)
+    return _from_rows(rows, f"{repo.partition('/')[2]}-{split}", grader, INSTRUCTION)
+
+
+def _has_word(path: str, word: str) -> bool:
+    return re.search(rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z0-9])", path) is not None

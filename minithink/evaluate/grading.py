@@ -1,0 +1,153 @@
+r"""Graders: is what a text answers the answer of the problem?
+
+Only what follows `</think>` counts. Each grader first finds an answer in the text, then compares it; where it finds
+none that it can read, the text is wrong. The names that datasets give them:
+
+- `exact`: the last \boxed{}, character for character, spaces apart.
+- `math`: the last \boxed{}, equal by math-verify (extra `math`): 1/2 is 0.5, and {1, 2} is {2, 1}.
+- `number`: the one number in the last \boxed{}; thousands separators, currencies and units do not matter.
+- `choice`: the letter A to D in the last \boxed{}, or, without a box, in the last "answer is (B)".
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from minithink.errors import MinithinkError, UsageError
+from minithink.tasks import boxed
+
+
+@dataclass(frozen=True)
+class Graded:
+    """What a text answers, and whether it is right."""
+
+    found: str | None  # None: no answer that the grader can read
+    right: bool
+
+
+@dataclass(frozen=True)
+class Grader:
+    """Finds an answer in a text, and compares it; called with a text and the right answer: is the text right?"""
+
+    find: Callable[[str], str | None]
+    equal: Callable[[str, str], bool]  # what was found, the right answer
+
+    def __call__(self, text: str, answer: str) -> bool:
+        return self.grade(text, answer).right
+
+    def grade(self, text: str, answer: str) -> Graded:
+        found = self.find(text)
+        return Graded(found, found is not None and self.equal(found, answer))
+
+
+def grade(text: str, answer: str, grader: str) -> Graded:
+    """Grade one generated text.
+
+    Args:
+        text: what was generated; what comes before `</think>` is no answer.
+        answer: the right one.
+        grader: a name in GRADERS.
+
+    Raises:
+        UsageError: there is no such grader.
+        MinithinkError: `math` without math-verify, or outside of the main thread.
+    """
+    if grader not in GRADERS:
+        raise UsageError(f"There is no grader {grader!r}; there are {', '.join(GRADERS)}.")
+    return GRADERS[grader].grade(text, answer)
+
+
+def _same_characters(found: str, answer: str) -> bool:
+    return re.sub(r"\s", "", found) == re.sub(r"\s", "", answer)
+
+
+# --- number
+
+# What may stand in or around a number and is no part of it: \, \! \; {,} $ \$ and the like.
+_SPACING = re.compile(r"\\[,!;: ]|\\?\$")
+# A unit's exponent, as in m^2 or \text{ cm}^{3}, is no second number.
+_EXPONENT = re.compile(r"(?<=[A-Za-z}])\^(?:\{-?[0-9]\}|-?[0-9])")
+_NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|-?\.[0-9]+")
+
+
+def _number(text: str) -> str | None:
+    """The one number in a short text, without thousands separators; None where there is none, or several."""
+    text = text.replace("−", "-").replace("{,}", ",")
+    numbers = _NUMBER.findall(_EXPONENT.sub("", _SPACING.sub("", text)))
+    return numbers[0].replace(",", "") if len(numbers) == 1 else None
+
+
+def _find_number(text: str) -> str | None:
+    box = boxed(text)
+    return None if box is None else _number(box)
+
+
+def _same_number(found: str, answer: str) -> bool:
+    right = _number(answer)
+    return right is not None and Decimal(found) == Decimal(right)
+
+
+# --- choice
+
+_FONT = r"\\(?:text|textbf|textit|textrm|mathbf|mathrm|mathsf|boldsymbol|bf|rm)"
+# The letter alone, or with its text: "B) 5 m". A second label, "(A) or (B)", makes it no choice.
+_LABEL = re.compile(r"\(?\s*([A-D])\s*(?:[).:](?!.*(?<![A-Za-z])[A-D][).:]).*)?", re.DOTALL)
+# **B**, $B$, \text{(B)} and \boxed apart
+_STATED = re.compile(rf"(?i:answer\s*(?:is|:))[\s:*$]*(?:{_FONT}\s*\{{)?[\s(*]*([A-D])(?![A-Za-z0-9])")
+
+
+def _find_choice(text: str) -> str | None:
+    box = boxed(text)
+    if box is None:
+        stated = _STATED.findall(text.rpartition("</think>")[2])
+        return stated[-1] if stated else None
+    label = _LABEL.fullmatch(re.sub(rf"{_FONT}(?![A-Za-z])|[{{}}$*]", "", box).strip())
+    return label[1] if label else None
+
+
+# --- math
+
+
+def _same_mathematics(found: str, answer: str) -> bool:
+    """Whether two expressions in LaTeX are equal, as math-verify sees it."""
+    parse, verify = _math_verify()
+    if threading.current_thread() is not threading.main_thread():
+        # Its limits of time are signals, which only the main thread gets; without them 9^{9^9} never ends.
+        raise MinithinkError("The grader math works in the main thread only: grade there.")
+    if _same_characters(found, answer):
+        return True  # even where math-verify can read neither
+
+    def read(text: str) -> list[Any]:
+        # In a box both are read alike: 0.\overline{3} between dollars would be 0. It does not read "204.".
+        return parse(rf"\boxed{{{text.strip().removesuffix('.')}}}")
+
+    try:
+        # The right one first: what verify does about assignments (x = 5) and intervals depends on which is which.
+        return bool(verify(read(answer), read(found)))
+    except Exception:  # sympy, whose errors are of every kind
+        return False
+
+
+def _math_verify() -> tuple[Callable[..., list[Any]], Callable[..., bool]]:
+    try:
+        from math_verify import parse, verify  # here: an extra, and slow to import
+    except ImportError:
+        raise MinithinkError(
+            "The grader math needs math-verify, which is not installed: pip install 'minithink[math]'."
+        ) from None
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # that it cannot read an answer is no news
+    return parse, verify
+
+
+GRADERS: Mapping[str, Grader] = {
+    "exact": Grader(boxed, _same_characters),
+    "math": Grader(boxed, _same_mathematics),
+    "number": Grader(_find_number, _same_number),
+    "choice": Grader(_find_choice, lambda found, answer: found == answer.strip()),
+}

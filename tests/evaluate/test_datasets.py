@@ -1,0 +1,403 @@
+"""Every kind of dataset loads as it should, or is refused with a sentence that says where and what."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from minithink.errors import MinithinkError, UsageError
+from minithink.evaluate import datasets
+from minithink.evaluate.datasets import CHOOSE, ENTRIES, INSTRUCTION, Example, load_dataset
+from minithink.evaluate.grading import GRADERS
+from minithink.tasks import BINS, SPLITS, load_problems
+from tests.hub_server import HubServer
+
+ROOT = Path(__file__).parents[2]
+FIXTURES = Path(__file__).parent / "fixtures"  # invented problems in the formats of the ready entries
+PARQUET = {"AIME24": "aime24", "AMC23": "amc23", "GSM8K": "gsm8k"}  # whose fixtures become parquet at test time
+has_pyarrow = importlib.util.find_spec("pyarrow") is not None
+FROZEN = ["(A) chlorine, Cl2", "(B) neon", "(C) nitrogen", "(D) oxygen"]
+needs_pyarrow = pytest.mark.skipif(not has_pyarrow, reason="needs the extra datasets")
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def fixture_rows(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (FIXTURES / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def refused(name: str | Path, *mentions: str, split: str | None = None, error: type = MinithinkError) -> str:
+    """Loading fails with one sentence that mentions all of these."""
+    with pytest.raises(error) as caught:
+        load_dataset(str(name), split)
+    sentence = str(caught.value)
+    for mention in mentions:
+        assert mention in sentence, sentence
+    assert sentence.endswith(".")
+    assert "\n" not in sentence
+    return sentence
+
+
+# --- the embedded families
+
+
+def test_the_embedded_family():
+    for split in SPLITS:
+        problems = load_problems(split)
+        got = load_dataset("facts", split)
+        assert [(e.id, e.question, e.answer) for e in got] == [(p.id, p.question, p.answer) for p in problems]
+        assert {e.grader for e in got} == {"exact"}
+        for e, p in zip(got, problems, strict=True):
+            (inside,) = [f"{low}–{high}" for low, high in BINS if low <= p.thinking_tokens < high]
+            assert e.group == inside
+    assert load_dataset("facts") == load_dataset("facts", "test")
+    assert load_dataset("facts", limit=3) == load_dataset("facts")[:3]
+    refused("facts", "train", "validation and test", split="train", error=UsageError)
+
+
+# --- files
+
+
+def test_fields_are_found_in_their_order(tmp_path):
+    path = tmp_path / "p.jsonl"
+    rows = [
+        {"prompt": "q?", "problem": "p?", "question": "a?", "answer": "1", "solution": "2", "group": "easy"},
+        {"prompt": "q?", "problem": "p?", "question": " ", "answer": None, "target": 2, "solution": "3"},
+        {"id": 7, "prompt": "q?", "solution": r"It is \boxed{1} and \boxed{\frac{1}{2}}.", "grader": "math"},
+        {"id": "x", "prompt": "q?", "solution": "5"},
+        {"question": "f?", "answer": 27.0},
+        {"question": "g?", "answer": 0.5, "expected_answer": "no"},
+        {"question": "h?", "answer": 10**400},
+    ]
+    path.write_text("\n\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    assert load_dataset(str(path)) == [
+        Example("p-1", "a?", "1", "exact", "easy"),
+        Example("p-2", "p?", "2", "exact"),
+        Example("7", "q?", r"\frac{1}{2}", "math"),
+        Example("x", "q?", "5", "exact"),
+        Example("p-5", "f?", "27", "exact"),
+        Example("p-6", "g?", "0.5", "exact"),
+        Example("p-7", "h?", "1" + "0" * 400, "exact"),
+    ]
+    assert [e.grader for e in load_dataset(str(path), grader="number")][:3] == ["number", "number", "math"]
+    assert len(load_dataset(str(path), limit=2)) == 2
+
+
+# Any character that UTF-8 has. (Before 3.11 Python's csv refuses NUL.)
+words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1).filter(str.strip)
+rows_of_words = st.lists(st.tuples(words, words, words), min_size=1, max_size=5, unique_by=lambda row: row[0])
+
+
+@given(rows_of_words, st.booleans())
+@example([("a", 'x,"\r\n\u2028\x85y', "\ufeff")], False)
+def test_what_is_written_is_read(tmp_path, rows, escape):
+    fields = [dict(zip(("id", "question", "answer"), row, strict=True)) for row in rows]
+    want = [Example(*row, "exact") for row in rows]
+
+    lines, listed, table = tmp_path / "a.jsonl", tmp_path / "a.json", tmp_path / "a.csv"
+    lines.write_text("".join(json.dumps(f, ensure_ascii=escape) + "\n" for f in fields), encoding="utf-8")
+    assert load_dataset(str(lines)) == want
+    listed.write_text(json.dumps(fields, ensure_ascii=escape), encoding="utf-8")
+    assert load_dataset(str(listed)) == want
+    shutil.copy(lines, listed)  # lines under the name of a list
+    assert load_dataset(str(listed)) == want
+    with table.open("w", encoding="utf-8-sig" if escape else "utf-8", newline="") as file:
+        writer = csv.DictWriter(file, ["id", "question", "answer"])
+        writer.writeheader()
+        writer.writerows(fields)
+    assert load_dataset(str(table)) == want
+
+
+@needs_pyarrow
+def test_parquet(tmp_path):
+    write_parquet(tmp_path / "p.parquet", [{"problem": "é?", "answer": 5}, {"problem": "2?", "answer": 6}])
+    got = load_dataset(str(tmp_path / "p.parquet"))
+    assert got == [Example("p-1", "é?", "5", "exact"), Example("p-2", "2?", "6", "exact")]
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 no")
+    refused(tmp_path / "broken.parquet", "broken.parquet cannot be read as parquet")
+    write_parquet(tmp_path / "q.parquet", [{"problem": "1?", "answer": "5"}, {"problem": "2?", "answer": None}])
+    refused(tmp_path / "q.parquet", "q.parquet, row 2 has no answer")
+
+
+def test_parquet_without_pyarrow(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "p.parquet").write_bytes(b"")
+    refused(tmp_path / "p.parquet", "p.parquet needs pyarrow", "pip install 'minithink[datasets]'")
+
+
+GOOD = '{"question": "1?", "answer": "1"}\n'
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "mentions"),
+    [
+        ("a.jsonl", "", ["a.jsonl holds no examples"]),
+        ("a.jsonl", "\n \n", ["a.jsonl holds no examples"]),
+        ("a.json", "[]", ["a.json holds no examples"]),
+        ("a.csv", "question,answer\n", ["a.csv holds no examples"]),
+        ("a.jsonl", GOOD + "\n{", ["a.jsonl, line 3 is no JSON"]),
+        ("a.jsonl", GOOD + "[1]\n", ["a.jsonl, line 2 is no JSON object"]),
+        ("a.json", f"[{GOOD}, 5]", ["a.json, row 2 is no JSON object"]),
+        ("a.json", f"[{GOOD}", ["a.json cannot be read as json"]),
+        ("a.jsonl", "[" * 100_000, ["a.jsonl, line 1 is no JSON"]),
+        ("a.jsonl", GOOD + '{"answer": "1"}', ["line 2 has no question", "problem or prompt"]),
+        ("a.jsonl", '{"question": " \\n", "answer": "1"}', ["line 1 has no question"]),
+        ("a.jsonl", '{"question": "1?", "answer": ""}', ["line 1 has no answer", "target or solution"]),
+        ("a.jsonl", '{"question": "1?", "answer": ["1"]}', ["line 1 has ['1'] as its answer", "neither text"]),
+        ("a.jsonl", '{"question": "1?", "answer": true}', ["line 1 has True as its answer"]),
+        ("a.jsonl", '{"question": "1?", "answer": NaN}', ["line 1 has nan as its answer"]),
+        ("a.jsonl", '{"question": "1?", "answer": -Infinity}', ["line 1 has -inf as its answer"]),
+        ("a.jsonl", '{"question": "\\ud83d", "answer": "1"}', ["line 1 has half a character", "question"]),
+        ("a.jsonl", '{"question": "1?", "answer": "1", "grader": "gut"}', ["line 1", "'gut'", "exact, math"]),
+        ("a.jsonl", '{"id": 1, "question": "1?", "answer": "1"}\n' * 2, ["line 2 has the id '1' of line 1"]),
+        ("a.jsonl", GOOD + '{"id": "a-1", "question": "1?", "answer": "1"}', ["line 2 has the id 'a-1' of line 1"]),
+        ("a.csv", 'question,answer\n"1\n?",1\n2?\n', ["a.csv, line 4 has no answer"]),
+        ("a.csv", "question,answer\n1?,1,1\n", ["a.csv, line 2 has more fields than the 2 of the header"]),
+        ("a.csv", 'question,answer\n"1?,1\n', ["a.csv cannot be read as csv"]),
+        ("a.csv", "frage,antwort\n1?,1\n", ["a.csv, line 2 has no question"]),
+        ("a.csv", b"question,answer\n\xff,1\n", ["a.csv is not in UTF-8", "convert it"]),
+        ("a.jsonl", b"\xff\n", ["a.jsonl is not in UTF-8", "byte 0"]),
+    ],
+)
+def test_bad_files(tmp_path, file, content, mentions):
+    path = tmp_path / file
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    refused(path, str(path), *mentions)
+
+
+def test_what_there_is_not(tmp_path):
+    refused(tmp_path / "none.csv", "none.csv does not exist")
+    (tmp_path / "folder.jsonl").mkdir()
+    refused(tmp_path / "folder.jsonl", "folder.jsonl cannot be read")
+    (tmp_path / "a.jsonl").write_text(GOOD)
+    refused(tmp_path / "a.jsonl", "has no split 'test'", split="test", error=UsageError)
+    sentence = refused("MATH500", "no dataset 'MATH500'", "facts", "*.jsonl", "hub:owner/name", error=UsageError)
+    assert all(name in sentence for name in ENTRIES)
+    refused("MATH-500", "MATH-500 has no split 'train'; there is test", split="train", error=UsageError)
+    for name in ("hub:gsm8k", "hub:", "hub:a/b/c"):
+        refused(name, repr(name), "hub:owner/name", error=UsageError)
+    refused("hub:a/b:*", "words of a file's path", error=UsageError)
+    refused("hub:a/b", "words of a file's path", split="../x", error=UsageError)
+    with pytest.raises(UsageError, match="limit of 0"):
+        load_dataset("facts", limit=0)
+    with pytest.raises(UsageError, match="no grader 'gut'"):
+        load_dataset("facts", grader="gut")
+
+
+# --- ready entries
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The ready entries' repositories as folders, filled with the fixtures; `download` gives these."""
+    for name, entry in ENTRIES.items():
+        for file in entry.files.values():
+            path = tmp_path / entry.repo / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.suffix != ".parquet":
+                shutil.copy(FIXTURES / {"GPQA-Diamond": "gpqa_diamond.csv"}.get(name, f"{name.lower()}.jsonl"), path)
+            elif has_pyarrow:
+                write_parquet(path, fixture_rows(PARQUET[name]))
+
+    def download(repo, patterns, revision=None, kind="model"):
+        assert kind == "dataset"
+        return tmp_path / repo
+
+    monkeypatch.setattr(datasets, "download", download)
+    return tmp_path
+
+
+def entry_names():
+    return [pytest.param(n, marks=needs_pyarrow if n in PARQUET else ()) for n in ENTRIES]
+
+
+@pytest.mark.parametrize("name", entry_names())
+def test_every_entry_loads_its_fixture(hub, name):
+    got = load_dataset(name)
+    assert len(got) == 2
+    assert load_dataset(name.lower(), "test", limit=1) == got[:1]
+    for e in got:
+        assert "Please reason step by step, and put your final answer within \\boxed{}." in e.question
+        assert e.grader == ENTRIES[name].grader
+        assert e.grader in GRADERS
+        if e.grader == "math" and not importlib.util.find_spec("math_verify"):
+            continue
+        assert GRADERS[e.grader](rf"</think>It is \boxed{{{e.answer}}}", e.answer)
+    assert len({e.id for e in got}) == 2
+
+
+def test_math500(hub):
+    first, second = load_dataset("MATH-500")
+    assert first == Example(
+        "test/prealgebra/1.json", f"What is $\\frac{{1}}{{4}} + \\frac{{1}}{{4}}$?\n\n{INSTRUCTION}", r"\frac{1}{2}",
+        "math", "level 1",
+    )  # fmt: skip
+    assert second.group == "level 2"
+
+
+def test_aime25(hub):
+    assert [(e.id, e.answer) for e in load_dataset("AIME25")] == [("0", "7"), ("1", "588")]
+
+
+@needs_pyarrow
+def test_parquet_entries(hub):
+    assert [(e.id, e.answer) for e in load_dataset("AIME24")] == [("60", "204"), ("61", "025")]
+    assert [(e.id, e.answer) for e in load_dataset("AMC23")] == [("0", "27.0"), ("1", "36.0")]
+    assert [(e.id, e.answer) for e in load_dataset("GSM8K")] == [("GSM8K-test-1", "18"), ("GSM8K-test-2", "70,000")]
+    assert [e.id for e in load_dataset("GSM8K", "train")] == ["GSM8K-train-1", "GSM8K-train-2"]
+    write_parquet(
+        hub / "openai/gsm8k/main/test-00000-of-00001.parquet", [{"question": "1?", "answer": "#### 4\n#### 5"}]
+    )
+    assert [e.answer for e in load_dataset("GSM8K")] == ["5"]
+    write_parquet(hub / "openai/gsm8k/main/test-00000-of-00001.parquet", [{"question": "1?", "answer": "5"}])
+    refused("GSM8K", "row 1 has no", "####")
+
+
+def test_gpqa_shuffles_the_choices_by_the_question(hub):
+    first, second = load_dataset("GPQA-Diamond")
+    assert (first.id, first.group, second.id, second.group) == ("recAAA", "Chemistry", "recBBB", "Physics")
+    question, choices, ask = first.question.split("\n\n")
+    assert question == "Which of these is a noble gas,\nat room temperature?"
+    assert ask == f"{INSTRUCTION} {CHOOSE}"
+    assert sorted(line[4:] for line in choices.split("\n")) == ["chlorine, Cl2", "neon", "nitrogen", "oxygen"]
+    assert [line[:4] for line in choices.split("\n")] == ["(A) ", "(B) ", "(C) ", "(D) "]
+    # Frozen: another order would make results incomparable.
+    assert choices.split("\n") == FROZEN
+    for e, right in ((first, "neon"), (second, "3")):
+        assert f"({e.answer}) {right}" in e.question.split("\n")
+
+
+@given(words, st.lists(words, min_size=4, max_size=4, unique_by=str.strip))
+def test_gpqa_order_is_a_permutation(question, choices):
+    names = ["Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"]
+    fields = dict(zip(names, choices, strict=True)) | {"Question": question}
+    message, letter = datasets._gpqa(datasets._Row(fields, Path("x"), 1, "line"))
+    assert (message, letter) == datasets._gpqa(datasets._Row(fields, Path("y"), 2, "line"))
+    order = sorted(range(4), key=lambda i: hashlib.sha256(f"{question.strip()}\n{i}".encode()).digest())
+    shown = [f"({mark}) {choices[i].strip()}" for mark, i in zip("ABCD", order, strict=True)]
+    assert message == "\n\n".join([question.strip(), "\n".join(shown), f"{INSTRUCTION} {CHOOSE}"])
+    assert shown["ABCD".index(letter)] == f"({letter}) {choices[0].strip()}"
+
+
+def test_gpqa_has_its_answer_everywhere():
+    """No letter is right more often than chance allows."""
+    fields = {f: f for f in ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")}
+    rows = [datasets._Row({**fields, "Question": f"Question {i}?"}, Path("x"), i, "line") for i in range(1000)]
+    letters = [datasets._gpqa(row)[1] for row in rows]
+    assert all(200 < letters.count(letter) < 300 for letter in "ABCD")
+
+
+def test_an_entry_that_lost_a_field_or_a_file(hub):
+    path = hub / "math-ai/aime25/test.jsonl"
+    path.write_text('{"id": 1, "problem": "1?", "solution": "1"}')
+    refused("AIME25", "test.jsonl, line 1 has no answer")
+    path.write_text('{"id": 1, "problem": "1?", "answer": 1}\n' * 2)
+    refused("AIME25", "line 2 has the id '1' of line 1")
+    path.unlink()
+    refused("AIME25", "math-ai/aime25 has no file test.jsonl any more")
+
+
+# --- a hub
+
+
+class Client:
+    """Loads datasets in a process of its own, because huggingface_hub reads the environment when it is imported."""
+
+    def __init__(self, endpoint: str, home: Path) -> None:
+        self.env = {"PATH": os.environ["PATH"], "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HOME": str(home)}
+
+    def load(self, *names: str, **env: str) -> list[Any]:
+        """For each name (or `name@split`) the examples' ids, questions and answers, or the error."""
+        code = (
+            "import json, sys\nfrom minithink.errors import MinithinkError\n"
+            "from minithink.evaluate.datasets import load_dataset\n"
+            "for name in sys.argv[1:]:\n"
+            "    try: print(json.dumps([(e.id, e.question, e.answer) for e in load_dataset(*name.split('@'))]))\n"
+            "    except MinithinkError as e: print(json.dumps(str(e)))"
+        )
+        args = [sys.executable, "-c", code, *names]
+        path = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
+        env = self.env | path | env
+        done = subprocess.run(args, capture_output=True, text=True, env=env, cwd=ROOT, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
+    tmp = tmp_path_factory.mktemp("hub")
+    line = '{"question": "%s?", "answer": "1"}\n'
+    for file in ("main/test-00000-of-00002.jsonl", "main/test-00001-of-00002.jsonl", "main/train.jsonl",
+                 "test/hard.jsonl", "latest.jsonl", "main/test.py", "main/test.pkl"):  # fmt: skip
+        (tmp / "many" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp / "many" / file).write_text(line % file)
+    (tmp / "plain").mkdir()
+    for file in ("test.csv", "latest.csv"):
+        (tmp / "plain" / file).write_text("question,answer\n1?,1\n")
+    for folder, fixture in (("math", "math-500.jsonl"), ("gpqa", "gpqa_diamond.csv")):
+        (tmp / folder).mkdir()
+        shutil.copy(FIXTURES / fixture, tmp / folder / {"math": "test.jsonl"}.get(folder, fixture))
+    folders = {
+        "some/many": "many",
+        "some/plain": "plain",
+        "HuggingFaceH4/MATH-500": "math",
+        "Idavidrein/gpqa": "gpqa",
+    }
+    with HubServer({f"datasets/{name}": tmp / folder for name, folder in folders.items()}) as it:
+        it.gated.add("datasets/Idavidrein/gpqa")
+        yield it
+
+
+def test_datasets_of_a_hub(server, tmp_path):
+    names = ["hub:some/plain", "hub:some/many:main", "hub:some/many:hard", "hub:some/many:main@train", "MATH-500"]
+    plain, main, hard, train, entry = first = Client(server.endpoint, tmp_path).load(*names)
+    assert plain == [["plain-test-1", f"1?\n\n{INSTRUCTION}", "1"]]
+    assert [(id, q.split("?")[0]) for id, q, _ in main] == [
+        ("many-test-1", "main/test-00000-of-00002.jsonl"), ("many-test-2", "main/test-00001-of-00002.jsonl"),
+    ]  # fmt: skip
+    assert [q.split("?")[0] for _, q, _ in hard] == ["test/hard.jsonl"]
+    assert [q.split("?")[0] for _, q, _ in train] == ["main/train.jsonl"]
+    assert [id for id, _, _ in entry] == ["test/prealgebra/1.json", "test/precalculus/2.json"]
+    assert not any(path.suffix in (".py", ".pkl") for path in tmp_path.rglob("*")), "data, and no code"
+
+    seen = len(server.requests)
+    assert Client(server.endpoint, tmp_path).load(*names, HF_HUB_OFFLINE="1") == first
+    assert len(server.requests) == seen, "offline means offline"
+
+
+def test_refusals_of_a_hub(server, tmp_path):
+    expected = {
+        "hub:some/many": ["several files of the split 'test': main/test.jsonl, test/hard.jsonl", "hub:some/many:"],
+        "hub:some/many@dev": ["some/many has no file", "of the split 'dev'"],
+        "hub:some/many:soft": ["no file", "of the split 'test' and the config 'soft'"],
+        "hub:some/nothing": ["The dataset some/nothing is not at", "check the spelling"],
+        "GPQA-Diamond": ["Idavidrein/gpqa is gated", f"{server.endpoint}/datasets/Idavidrein/gpqa", "hf auth login"],
+        "AIME25": ["The dataset math-ai/aime25 is not at"],
+    }
+    got = Client(server.endpoint, tmp_path).load(*expected)
+    for sentence, mentions in zip(got, expected.values(), strict=True):
+        assert isinstance(sentence, str)
+        for mention in mentions:
+            assert mention in sentence, sentence
+    (sentence,) = Client(server.endpoint, tmp_path / "empty").load("MATH-500", HF_HUB_OFFLINE="1")
+    assert "The dataset HuggingFaceH4/MATH-500" in sentence
+    assert "HF_HUB_OFFLINE" in sentence
