@@ -192,7 +192,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], ignored: Iter
     """The settings that differ, with both values, as "seed 0 and 1, limit none and 5"; empty: none do.
 
     Args:
-        before, now: settings by name, as JSON has them.
+        before, now: settings by name, of values that JSON knows; a tuple is a list.
         ignored: names that may differ.
     """
     names = [name for name in {**before, **now} if name not in set(ignored)]
@@ -245,7 +245,6 @@ class Journal:
         self.records: list[Record] = []  # what was there, of all ranks
         self.done: set[Key] = set()  # these, and what was appended
         self.notes: list[str] = []  # sentences for the user
-        settings = json.loads(json.dumps(settings))  # as they come back: tuples are lists
         free = {*MAY_DIFFER, *allow}
         fixed = {name: value for name, value in settings.items() if name not in MAY_DIFFER}
         changing = {name: value for name, value in settings.items() if name in free}

@@ -264,6 +264,7 @@ def test_settings_are_kept_to(tmp_path: Path) -> None:
     for change, said in [
         ({"seed": 1}, "seed 0 and 1"),
         ({"seed": False}, "seed 0 and false"),
+        ({"model": "M"}, 'model "m" and "M"'),
         ({"policies": ("full", "kivi")}, r'policies \["full"\] and \["full", "kivi"\]'),
         ({"limit": 5}, "limit not given and 5"),
         ({"batch_size": 8, "seed": 2}, "seed 0 and 2, batch_size 4 and 8"),

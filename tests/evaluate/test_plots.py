@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from minithink.evaluate import plots
 from minithink.evaluate.__main__ import main
 from minithink.evaluate.journal import Journal, Record
-from minithink.evaluate.plots import COLORS, MARKERS, pareto_front
+from minithink.evaluate.plots import COLORS, MARKERS, draw, pareto_front
 from minithink.evaluate.summary import summarize
 from tests.evaluate.draw import record
 
@@ -99,7 +99,7 @@ def test_pictures_are_the_same_every_time(tmp_path: Path, capsys: pytest.Capture
 
 def test_what_is_drawn() -> None:
     pytest.importorskip("matplotlib")
-    rows = [replace(r, pass_at_1_low=0.7, pass_at_1_high=0.8) for r in summarize(results()) if r.group is None]
+    rows = [replace(r, pass_at_1_low=0.7, pass_at_1_high=0.9) for r in summarize(results()) if r.group is None]
     with plots._settings():
         [axis] = plots._by_budget(rows, accuracy=True).axes
         [length] = plots._by_budget(rows, accuracy=False).axes
@@ -108,11 +108,11 @@ def test_what_is_drawn() -> None:
     assert set(lines) == set(NAMES[1:3])
     points, _, (bars,) = lines["rkv:buffer=0"].lines
     assert [list(map(float, xy)) for xy in points.get_xydata()] == [[128, 75], [512, 75]]
-    assert [[float(y) for _, y in bar] for bar in bars.get_segments()] == [pytest.approx([70, 80])] * 2
+    assert [[float(y) for _, y in bar] for bar in bars.get_segments()] == [pytest.approx([70, 90])] * 2
     across = {line.get_label(): line.get_ydata() for line in axis.lines if len(line.get_xdata()) == 2}
     assert list(across["full"]) == list(across["kivi:bits=2+_x"]) == [75, 75]
     [band] = axis.patches
-    assert (band.get_y(), band.get_height()) == pytest.approx((70, 10)), "the interval of the full cache"
+    assert (band.get_y(), band.get_height()) == pytest.approx((70, 20)), "the interval of the full cache"
     assert axis.get_xscale() == "log"
     assert [label.get_text() for label in axis.get_xticklabels()] == ["128", "512"]
     assert not length.patches
@@ -163,10 +163,11 @@ def test_several_folders_are_one_picture(
     pytest.importorskip("matplotlib")
     rows = results()
     a = write(tmp_path / "a", [r for r in rows if r.policy == "full"])
-    b = write(tmp_path / "b", [r for r in rows if r.policy != "full"])
+    others = sorted({r.policy for r in rows} - {"full"}, reverse=True)
+    b = write(tmp_path / "b", [r for r in rows if r.policy != "full"], policies=others)
     with (b / "results.jsonl").open("a") as file:
         file.write('{"policy"')  # it is still running
-    whole = write(tmp_path / "whole", rows, policies=["full", *sorted({r.policy for r in rows} - {"full"})])
+    whole = write(tmp_path / "whole", rows, policies=["full", *others])
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert main(["plot", str(a), str(b)]) == 0
@@ -178,6 +179,16 @@ def test_several_folders_are_one_picture(
     for path in (tmp_path / "here").glob("*.svg"):
         assert path.read_bytes() == (whole / path.name).read_bytes()
     assert len(list((tmp_path / "here").glob("*.svg"))) == 3
+    texts = (tmp_path / "here" / "accuracy-by-budget.svg").read_text()
+    assert texts.index(">rkv:buffer=0<") < texts.index(">a&amp;b&lt;c&gt;$x$<"), "in the order of --policies"
+
+
+def test_groups_are_not_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = summarize(results())
+    assert len({row.group for row in rows}) == 3
+    one, other = draw(rows, tmp_path / "one"), draw([r for r in rows if r.group is None], tmp_path / "other")
+    assert [p.read_bytes() for p in one] == [p.read_bytes() for p in other]
 
 
 def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
