@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from importlib.util import find_spec
-from typing import NoReturn
 
 from minithink.bench import accuracy, attention, compile, decode, memory, paged, tables
-from minithink.errors import MinithinkError, UsageError
+from minithink.commands import Parser, exit_code
 
 MODULES = [decode, accuracy, paged, memory, attention, compile, tables]
 if find_spec("triton") is not None:  # it exists for Linux only
@@ -16,13 +14,6 @@ if find_spec("triton") is not None:  # it exists for Linux only
 
     MODULES.insert(5, steps)
 COMMANDS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, and nothing else."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; --help lists the options.\n")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,14 +25,7 @@ def main(argv: list[str] | None = None) -> int:
         summary = (module.__doc__ or "").splitlines()[0]
         module.add_arguments(commands.add_parser(name, help=summary, description=summary))
     args = parser.parse_args(argv)
-    try:
-        return COMMANDS[args.command].run(args, argv)
-    except MinithinkError as error:
-        print(f"minithink.bench: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-    except KeyboardInterrupt:
-        print("\nminithink.bench: interrupted", file=sys.stderr)
-        return 130
+    return exit_code("minithink.bench", lambda: COMMANDS[args.command].run(args, argv))
 
 
 if __name__ == "__main__":

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from minithink.bench import record
 from minithink.engine import DTYPES, TINY, Engine, load
 from minithink.errors import MinithinkError, UsageError
+from minithink.intervals import wilson
 from minithink.sampling import SamplingParams
 from minithink.stream import Track
 from minithink.tasks import BINS, SPLITS, Problem, grade, load_problems
@@ -222,14 +221,6 @@ def summarize(problems: Sequence[Problem], rows: Sequence[Outcome]) -> list[dict
             "cut_off": sum(r.finish != "stop" for r in group) / n,
         })  # fmt: skip
     return out
-
-
-def wilson(share: float, n: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval (1927) of a probability, from a share observed in n trials."""
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
-    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 class Journal:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import shlex
 import subprocess
-import tempfile
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -23,11 +21,11 @@ import torch
 import minithink
 from minithink.engine import TINY
 from minithink.errors import MinithinkError
+from minithink.files import dumps, replace, rounded
 from minithink.weights import checkpoint_hash
 
 ROOT = Path(minithink.__file__).resolve().parent.parent  # of the checkout, where this is one
 RESULTS = Path("docs") / "results"
-DIGITS = 5  # that are kept of every measurement
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 
 
@@ -122,20 +120,9 @@ def default_path(name: str) -> Path:
 
 def write(path: Path, result: dict[str, Any]) -> None:
     """Write a result. An earlier file of that name is replaced only by a whole one."""
-    text = dumps(rounded(result)) + "\n"
-    temporary = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False, encoding="utf-8") as file:
-            temporary = Path(file.name)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.chmod(0o644)  # a temporary file is private, a result is not
-        os.replace(temporary, path)
+        replace(path, dumps(rounded(result)) + "\n")
     except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
         raise MinithinkError(f"The result cannot be written to {path}: {error}; give another --output.") from None
 
 
@@ -150,26 +137,6 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(result, dict) or "measurements" not in result:
         raise MinithinkError(f"{path} is no result of this benchmark: it holds no measurements.")
     return result
-
-
-def rounded(value: Any) -> Any:
-    """Every float in a tree to DIGITS significant digits; the others as they are. Infinities and NaN become None."""
-    if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {k: rounded(v) for k, v in value.items()}
-    return [rounded(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-def dumps(value: Any, indent: str = "") -> str:
-    """JSON with two spaces of indentation, where a list of plain values takes one line."""
-    inner = indent + "  "
-    if isinstance(value, dict) and value:
-        lines = [f"{inner}{json.dumps(k)}: {dumps(v, inner)}" for k, v in value.items()]
-        return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
-    if isinstance(value, list) and any(isinstance(v, (list, dict)) for v in value):
-        return "[\n" + ",\n".join(inner + dumps(v, inner) for v in value) + f"\n{indent}]"
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def positive(text: str) -> int:

@@ -1,1 +1,1 @@
-"""Evaluation: datasets, and graders of what a model answers."""
+"""Evaluation: datasets, graders, what is kept of every finished sequence, and what that adds up to."""

@@ -10,19 +10,11 @@ import pytest
 
 from minithink.bench import accuracy, record
 from minithink.bench.__main__ import main
-from minithink.bench.accuracy import Outcome, summarize, wilson
+from minithink.bench.accuracy import Outcome, summarize
+from minithink.intervals import wilson
 from minithink.tasks import Problem, load_problems
 
 QUICK = ["accuracy", "--device", "cpu", "--max-new-tokens", "12", "--batch-size", "1"]
-
-
-@pytest.mark.parametrize(
-    ("right", "n", "want"),
-    # From the closed form, by hand: at 0 of n the upper end is z²/(n + z²).
-    [(0, 10, (0.0, 0.27753)), (10, 10, (0.72247, 1.0)), (5, 10, (0.23659, 0.76341)), (95, 100, (0.88825, 0.97846))],
-)
-def test_wilson(right: int, n: int, want: tuple[float, float]) -> None:
-    assert wilson(right / n, n) == pytest.approx(want, abs=1e-5)
 
 
 def test_summary() -> None:

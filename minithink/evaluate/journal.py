@@ -1,0 +1,422 @@
+"""What an evaluation run leaves behind: one line for every finished sequence, and the settings.
+
+    DIR/config.json        the settings, and how the run was started and resumed
+    DIR/results.jsonl      a Record a line; of a data-parallel run, results-0.jsonl, results-1.jsonl, … one a rank
+
+A line is written when its sequence ends, so killing the process loses the sequences that were running and no other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from types import NoneType, TracebackType
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+from minithink.errors import MinithinkError, UsageError
+from minithink.files import dumps, replace
+
+try:
+    import fcntl
+except ImportError:  # not on Windows, where nobody keeps two processes off one folder
+    fcntl = None  # type: ignore[assignment]
+
+CONFIG = "config.json"
+# Settings that change neither what is generated nor how it is graded: a resumed run may have others.
+MAY_DIFFER = {
+    "output_dir": "the folder may have been moved",
+    "resume": "says that a run is resumed",
+    "device": "arithmetic differs in the last bits only",
+    "trace": "a recording beside the results",
+}
+# Settings in which runs may differ that are shown in one picture: what is compared there.
+COMPARED = ("policies", "budgets", "schedule", "batch_size", *MAY_DIFFER)
+
+
+class Key(NamedTuple):
+    """Which sequence a record is about; there is one record of each."""
+
+    policy: str
+    budget: int | float | None
+    id: str
+    sample: int
+
+    def __str__(self) -> str:
+        budget = "" if self.budget is None else f" with budget {self.budget}"
+        return f"{self.policy}{budget}, problem {self.id}, sample {self.sample}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """How one sequence ended, and what it took.
+
+    Raises:
+        ValueError: a field has the wrong type, or a number is negative, infinite or NaN.
+    """
+
+    policy: str  # as on the command line
+    budget: int | float | None  # tokens; below 1: a share of what the full cache generates; None: the policy has none
+    id: str  # of the problem
+    sample: int  # from 0
+    group: str  # of problems: a family, a length bin, a subject; "" where there are none
+    right: bool
+    found: str | None  # the answer that was graded; None: the text has none
+    finish_reason: str  # stop | length | context
+    prompt_tokens: int
+    generated_tokens: int  # with the one that stopped
+    thinking_tokens: int
+    kv_bytes_peak: int  # held for this sequence: keys, values and all that belongs to them, at the fullest step
+    kv_bytes_mean: float  # over its steps
+    tokens_peak: float  # kept, mean over the lanes, at the fullest step
+    tokens_mean: float  # likewise, over its steps
+    steps: int  # of decoding
+    evicting_steps: int  # of these, after which some lane lost a token
+    seconds: float  # its part of the time: of every step, the duration divided by the sequences that took part
+    text_sha: str  # see `text_hash`
+    text: str | None = None  # all that was generated, where it is kept
+
+    def __post_init__(self) -> None:
+        for name, kinds in _KINDS.items():
+            value = getattr(self, name)
+            # bool is an int for isinstance; a whole number may stand where a float may.
+            if type(value) not in kinds and not (type(value) is int and float in kinds):
+                wanted = " or ".join(_WORDS[kind] for kind in kinds)
+                raise ValueError(f"{name} is {value!r}, and it must be {wanted}")
+            if isinstance(value, (int, float)) and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} is {value}, and it must be finite and at least 0")
+        if self.budget is not None and not (self.budget >= 1 if type(self.budget) is int else 0 < self.budget < 1):
+            raise ValueError(f"budget is {self.budget!r}, and it must be whole tokens or a share between 0 and 1")
+        if self.evicting_steps > self.steps:
+            raise ValueError(f"evicting_steps is {self.evicting_steps}, and there were {self.steps} steps")
+
+    @property
+    def key(self) -> Key:
+        """Which sequence this is."""
+        return Key(self.policy, self.budget, self.id, self.sample)
+
+    def to_json(self) -> str:
+        """One line of JSON in ASCII, without the line's end; a text that is not kept is left out."""
+        values = {name: getattr(self, name) for name in _KINDS}
+        if self.text is None:
+            del values["text"]
+        return json.dumps(values, allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Record:
+        """The record of what a line holds. ValueError: a field is unknown, missing, or has no such value."""
+        if unknown := [name for name in values if name not in _KINDS]:
+            raise ValueError(f"the field {unknown[0]!r} is unknown")
+        if missing := [name for name in _KINDS if name not in values and name != "text"]:
+            raise ValueError(f"the field {missing[0]!r} is missing")
+        return cls(**values)
+
+
+_KINDS = {name: get_args(kind) or (kind,) for name, kind in get_type_hints(Record).items()}
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
+
+
+def text_hash(text: str) -> str:
+    """The first 16 hexadecimal digits of a text's SHA-256: whether two runs generated the same."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a folder holds."""
+
+    folder: Path
+    settings: dict[str, Any]
+    runs: list[dict[str, Any]]  # how it was started and resumed
+    records: list[Record]  # file by file, as they were written
+    notes: list[str]  # what was passed over: a last line that is cut off
+
+
+def read(folder: Path) -> Run:
+    """What a run has left so far; it may still be running. All its results files count together.
+
+    Raises:
+        UsageError: there is no such folder, or no run in it; a line is damaged, or a sequence is there twice.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is no folder: give one that an evaluation wrote.")
+    paths = _result_files(folder)
+    if not paths:
+        raise UsageError(f"{folder} holds no results.jsonl: give a folder that an evaluation wrote.")
+    settings, runs = _read_config(folder)
+    records, notes = list[Record](), list[str]()
+    for path in paths:
+        more, _, note = _read_lines(path)
+        records += more
+        if note:
+            notes.append(f"{path} {note}, which is passed over.")
+    check_unique(records, folder)
+    return Run(folder, settings, runs, records, notes)
+
+
+def join(runs: Sequence[Run]) -> list[Record]:
+    """The records of several folders, to be compared with each other.
+
+    Raises:
+        UsageError: two folders hold the same sequence, or their settings differ in more than COMPARED.
+    """
+    for run in runs[1:]:
+        if differing := differences(runs[0].settings, run.settings, COMPARED):
+            raise UsageError(
+                f"{runs[0].folder} and {run.folder} are runs of different settings ({differing}): plot them apart."
+            )
+    seen: dict[Key, Run] = {}
+    for run in runs:
+        for record in run.records:
+            if (other := seen.setdefault(record.key, run)) is not run:
+                raise UsageError(f"{other.folder} and {run.folder} both hold {record.key}: leave one of them out.")
+    return [record for run in runs for record in run.records]
+
+
+def check_unique(records: Iterable[Record], where: object = "The list of records") -> None:
+    """UsageError: two records are about the same sequence."""
+    seen = set[Key]()
+    for record in records:
+        if record.key in seen:
+            raise UsageError(f"{where} holds {record.key} twice: delete one of the two lines.")
+        seen.add(record.key)
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], ignored: Iterable[str] = ()) -> str:
+    """The settings that differ, with both values, as "seed 0 and 1, limit none and 5"; empty: none do.
+
+    Args:
+        before, now: settings by name, of values that JSON knows; a tuple is a list.
+        ignored: names that may differ.
+    """
+    names = [name for name in {**before, **now} if name not in set(ignored)]
+
+    def said(settings: Mapping[str, Any], name: str) -> str:
+        return json.dumps(settings[name], ensure_ascii=False, sort_keys=True) if name in settings else "not given"
+
+    pairs = ((name, said(before, name), said(now, name)) for name in names)
+    return ", ".join(f"{name} {old} and {new}" for name, old, new in pairs if old != new)
+
+
+class Journal:
+    """The results of a run, open for appending. Also a context manager.
+
+    Several processes may share a folder as ranks of one run, each with its own file; rank 0 opens first. Whoever
+    divides the work among them divides the list of all sequences, and leaves out those in `done` afterwards: then it
+    does not matter in which order the ranks look, nor how many there were before an interruption.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, Any],
+        *,
+        resume: bool = False,
+        rank: int | None = None,
+        allow: Iterable[str] = (),
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Open a folder, and make it if there is none.
+
+        A last line that is cut off or damaged is removed, and `notes` says so. A folder without any finished
+        sequence is as good as new.
+
+        Args:
+            folder: where the files lie.
+            settings: whatever decides what is generated and how it is graded, as JSON knows it; beside that, only
+                those in MAY_DIFFER.
+            resume: continue what is there.
+            rank: of this process in a data-parallel run; None: it is alone.
+            allow: further settings that may differ from those before, such as batch_size, if the user says so.
+            about: kept beside the settings: command, date, commit, machine.
+
+        Raises:
+            UsageError: there are results, and they are not to be resumed, or have other settings, or are damaged.
+            MinithinkError: another process writes here, or the folder cannot be written.
+        """
+        self.folder = folder
+        self.path = folder / ("results.jsonl" if rank is None else f"results-{rank}.jsonl")
+        self.records: list[Record] = []  # what was there, of all ranks
+        self.done: set[Key] = set()  # these, and what was appended
+        self.notes: list[str] = []  # sentences for the user
+        free = {*MAY_DIFFER, *allow}
+        fixed = {name: value for name, value in settings.items() if name not in MAY_DIFFER}
+        changing = {name: value for name, value in settings.items() if name in free}
+        new = not self.path.exists()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file: FileIO = self.path.open("ab", buffering=0)  # appended: no write ever lands on another
+            try:
+                self._lock(alone=not rank)
+                before, runs = self._read(resume or bool(rank), fixed, free)
+                if not rank:
+                    runs.append({**(about or {}), **changing, "sequences_before": len(self.records)})
+                    replace(folder / CONFIG, dumps({"settings": before, "runs": runs}) + "\n")
+            except BaseException:
+                self.close()
+                if new:
+                    self.path.unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            raise MinithinkError(f"{folder} cannot be written: {error}; give another folder.") from None
+
+    def _lock(self, alone: bool) -> None:
+        """Keep other processes out for as long as the file is open; the system lets go when the process dies."""
+        others = [path for path in _result_files(self.folder) if path != self.path] if alone else []
+        free = _locked(self._file, exclusive=True)
+        for path in others:
+            with path.open("rb") as file:
+                free = free and _locked(file, exclusive=False)
+        if not free:
+            raise MinithinkError(
+                f"Another process is writing to {self.folder}: wait until it ends, stop it, or give another folder."
+            )
+
+    def _read(
+        self, resume: bool, settings: dict[str, Any], free: set[str]
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Learn what is there, refuse what does not go on, and cut off what is broken at the end of this file.
+
+        Returns:
+            The settings that the folder keeps to, and how its run was started and resumed before.
+        """
+        size = None
+        for path in _result_files(self.folder):
+            records, whole, note = _read_lines(path)
+            self.records += records
+            if note and path == self.path:
+                size = whole
+                self.notes.append(f"{path} {note}, which is cut off; that sequence is generated again.")
+            elif note:
+                self.notes.append(f"{path} {note}, which is passed over.")
+        check_unique(self.records, self.folder)
+        before, runs = (settings, list[dict[str, Any]]()) if not self.records else _read_config(self.folder)
+        if self.records and not resume:
+            raise UsageError(
+                f"{self.folder} holds {len(self.records):,} sequences of an earlier run: add --resume to continue "
+                "it, or give another folder."
+            )
+        if differing := differences(before, settings, free):
+            raise UsageError(
+                f"{self.folder} holds a run with other settings (then and now: {differing}): give the same, or "
+                "another folder."
+            )
+        if size is not None:
+            self._file.truncate(size)
+        self.done = {record.key for record in self.records}
+        return before, runs
+
+    def append(self, record: Record) -> None:
+        """Write one record. When this returns, the operating system has it: it survives the end of the process,
+        whatever ends it, though not that of the machine.
+
+        Raises:
+            UsageError: this sequence has a record already.
+            MinithinkError: it cannot be written; what was written before is whole.
+        """
+        if record.key in self.done:
+            raise UsageError(f"{self.folder} holds {record.key} already: it must not be generated twice.")
+        line = record.to_json().encode() + b"\n"
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(line)
+            if written != len(line):  # the disk became full within the line
+                self._file.truncate(size)
+                raise OSError(f"{written} of {len(line)} bytes fitted")
+        except OSError as error:
+            raise MinithinkError(
+                f"{self.path} cannot be written ({error}): the {len(self.done):,} sequences before are safe; make "
+                "room, and add --resume."
+            ) from None
+        self.done.add(record.key)
+
+    def close(self) -> None:
+        """Write no more, and let others."""
+        self._file.close()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _result_files(folder: Path) -> list[Path]:
+    """results.jsonl, then those of the ranks in order."""
+    names = {path: re.fullmatch(r"results(?:-(\d+))?\.jsonl", path.name) for path in folder.glob("results*.jsonl")}
+    found = [(int(match[1] or -1), path) for path, match in names.items() if match]
+    return [path for _, path in sorted(found)]
+
+
+def _locked(file: Any, exclusive: bool) -> bool:
+    """Lock a file until it is closed → False: another process has it."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: nobody is kept out
+        return True
+    return True
+
+
+def _read_config(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The settings of a run, and how it was started and resumed."""
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        settings, runs = config["settings"], config["runs"]
+        if not isinstance(settings, dict) or not isinstance(runs, list):
+            raise TypeError("settings are an object and runs are a list")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(
+            f"{path}, the settings of the results beside it, cannot be read ({error}): restore it, or give another "
+            "folder."
+        ) from None
+    return settings, runs
+
+
+def _read_lines(path: Path) -> tuple[list[Record], int, str]:
+    """The records of one file.
+
+    Returns:
+        The records; the bytes up to the end of the last good line; what is wrong with what follows ("": nothing).
+
+    Raises:
+        UsageError: a line is no record; only the last may be, where it is cut off or no JSON.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error}.") from None
+    lines = data.split(b"\n")
+    last = len(lines) if lines[-1] else len(lines) - 1
+    records, size = list[Record](), 0
+    for number, line in enumerate(lines[:last], start=1):
+        try:
+            if number == len(lines):  # a line without an end may still look whole
+                raise ValueError("it has no end")
+            values = json.loads(line)
+            if not isinstance(values, dict):
+                raise ValueError("it is no object")
+        except (ValueError, RecursionError) as error:
+            if number == last:
+                return records, size, f"has an incomplete last line ({number}, {len(data) - size:,} bytes)"
+            raise UsageError(f"{path}, line {number}, is damaged ({error}): delete that line.") from None
+        try:
+            records.append(Record.from_dict(values))
+        except ValueError as error:
+            raise UsageError(
+                f"{path}, line {number}: {error}; read it with the version that wrote it, or delete that line."
+            ) from None
+        size += len(line) + 1
+    return records, size, ""

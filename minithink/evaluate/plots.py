@@ -1,0 +1,225 @@
+"""Redraw the pictures of evaluation runs: accuracy and length by budget, accuracy by bytes.
+
+A policy has one colour and one marker in all pictures, and the markers alone tell policies apart in print without
+colours. The same records give the same bytes, whatever the user's matplotlib is set to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minithink.errors import MinithinkError, UsageError
+from minithink.evaluate.journal import join, read
+from minithink.evaluate.summary import FULL, Row, budget_text, size, summarize
+from minithink.files import replace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, without yellow, which is faint on white, and black, which is for the full cache.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = "os^DvPX*<>h"  # as many as are prime to COLORS: 66 policies before a pair occurs again
+GREY = "#444444"
+RC: dict[Any, Any] = {
+    "svg.hashsalt": "minithink",  # ids in the file are drawn from it
+    "svg.fonttype": "none",  # text stays text: it can be searched and read aloud
+    "text.parse_math": False,  # a $ is a $
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `evaluate plot`."""
+    add = parser.add_argument
+    add("folders", type=Path, nargs="+", metavar="DIR", help="what runs wrote; several go into one picture")
+    add("--output-dir", type=Path, metavar="FOLDER", help="default: DIR, or the current folder if there are several")
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    """Draw what the folders hold now."""
+    runs = [read(folder) for folder in args.folders]
+    for note in (note for one in runs for note in one.notes):
+        print(f"minithink.evaluate: {note}", file=sys.stderr)
+    policies = [policy for one in runs for policy in one.settings.get("policies") or []]
+    rows = summarize(join(runs), policies=[p for p in policies if isinstance(p, str)])
+    if not rows:
+        folders = ", ".join(map(str, args.folders))
+        raise UsageError(f"No sequence is finished in {folders}: wait for the first, or continue with --resume.")
+    output = args.output_dir or (args.folders[0] if len(args.folders) == 1 else Path())
+    for path in draw(rows, output):
+        print(f"drawn to {path}", file=sys.stderr)
+    return 0
+
+
+def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Draw everything that the rows allow, over all problems → the SVG files.
+
+    accuracy-by-budget.svg and length-by-budget.svg, where some policy has a budget in tokens;
+    accuracy-by-share.svg and length-by-share.svg, where one has a share; accuracy-by-bytes.svg.
+
+    Raises:
+        MinithinkError: matplotlib is missing, or a file cannot be written.
+    """
+    rows = [row for row in rows if row.group is None]
+    paths = []
+    with _settings():
+        figures = {"accuracy-by-bytes": _by_bytes(rows)}
+        for kind, name in ((int, "budget"), (float, "share")):
+            if any(isinstance(row.budget, kind) for row in rows):
+                chosen = [row for row in rows if row.budget is None or isinstance(row.budget, kind)]
+                figures[f"accuracy-by-{name}"] = _by_budget(chosen, accuracy=True)
+                figures[f"length-by-{name}"] = _by_budget(chosen, accuracy=False)
+        for name, figure in figures.items():
+            paths.append(path := folder / f"{name}.svg")
+            whole = io.BytesIO()
+            figure.savefig(whole, format="svg", metadata={"Date": None})
+            try:
+                replace(path, whole.getvalue())
+            except OSError as error:
+                raise MinithinkError(
+                    f"The picture cannot be written to {path}: {error}; give another --output-dir."
+                ) from None
+    return paths
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Which points no other dominates, the cheapest first.
+
+    A point dominates another that costs as much or more and is worth as much or less, unless both are equal.
+
+    Args:
+        points: cost (less is better) and worth (more is better).
+    """
+    order = sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1]))
+    best = [float("-inf"), *accumulate((points[i][1] for i in order), max)]
+    front: list[int] = []
+    for i, before in zip(order, best, strict=False):
+        if points[i][1] > before or (front and points[i] == points[front[-1]]):
+            front.append(i)
+    return front
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    """matplotlib as it comes, with RC; the user's own settings are back afterwards."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise MinithinkError(
+            "A plot needs matplotlib, which is not installed: run `pip install minithink[plots]`."
+        ) from None
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(RC)
+        yield
+
+
+def _figure(rows: Sequence[Row]) -> tuple[Figure, Axes]:
+    """A figure with room for a legend below the axes, where it covers nothing."""
+    from matplotlib.figure import Figure
+
+    lines = len(_styles(rows)) + 1
+    figure = Figure(figsize=(7, 4 + 0.2 * lines), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _styles(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """How each policy is drawn, in the order of the rows. The full cache is grey."""
+    others = [policy for policy in dict.fromkeys(row.policy for row in rows) if policy != FULL]
+    styles: dict[str, dict[str, Any]] = {}
+    if len(others) < len({row.policy for row in rows}):
+        styles[FULL] = {"color": GREY, "marker": "|"}
+    for i, policy in enumerate(others):
+        styles[policy] = {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)]}
+    return styles
+
+
+def _by_budget(rows: Sequence[Row], accuracy: bool) -> Figure:
+    """One line a policy. Those without a budget lie across the picture, `full` with its interval as a band."""
+    figure, axis = _figure(rows)
+    budgets = sorted({row.budget for row in rows if row.budget is not None})
+    for policy, style in _styles(rows).items():
+        own = [row for row in rows if row.policy == policy]
+        y = [100 * row.pass_at_1 if accuracy else row.generated_mean for row in own]
+        errors = _errors(own) if accuracy else None
+        if own[0].budget is not None:
+            x: list[Any] = [row.budget for row in own]
+            axis.errorbar(x, y, yerr=errors, label=policy, capsize=3, markersize=6, linewidth=1.5, **style)
+            continue
+        axis.axhline(
+            y[0], label=policy, linestyle="-" if policy == FULL else "--", linewidth=1.5, markevery=[0, 1], **style
+        )
+        if policy == FULL and accuracy:
+            axis.axhspan(100 * own[0].pass_at_1_low, 100 * own[0].pass_at_1_high, color=GREY, alpha=0.15, linewidth=0)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(budgets, [budget_text(budget) for budget in budgets])
+    axis.minorticks_off()
+    axis.margins(x=0.08)
+    if all(isinstance(budget, int) for budget in budgets):
+        axis.set_xlabel("budget, tokens kept a lane")
+    else:
+        axis.set_xlabel("budget, share of what the full cache generates")
+    if accuracy:
+        axis.set_ylabel("pass@1, % (95 % interval)")
+    else:
+        axis.set_ylabel("tokens generated, mean")
+        axis.set_ylim(bottom=0)
+    _legend(figure)
+    return figure
+
+
+def _by_bytes(rows: Sequence[Row]) -> Figure:
+    """A point for every policy and budget; the Pareto front is ringed and joined by steps. A policy that held
+    nothing has no place on a logarithmic axis."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    rows = [row for row in rows if row.kv_bytes_peak > 0]
+    figure, axis = _figure(rows)
+    for policy, style in _styles(rows).items():
+        own = sorted((row for row in rows if row.policy == policy), key=lambda row: row.kv_bytes_peak)
+        style = style | ({"marker": "p"} if policy == FULL else {})
+        axis.errorbar(
+            [row.kv_bytes_peak for row in own], [100 * row.pass_at_1 for row in own], yerr=_errors(own), label=policy,
+            capsize=3, markersize=6, linewidth=1, linestyle=":", elinewidth=1, **style,
+        )  # fmt: skip
+    points = [(row.kv_bytes_peak, 100 * row.pass_at_1) for row in rows]
+    front = [points[i] for i in pareto_front(points)]
+    axis.plot(
+        [x for x, _ in front], [y for _, y in front], drawstyle="steps-post", color="black", linewidth=0.8,
+        marker="o", markersize=13, markerfacecolor="none", label="Pareto front", gid="pareto-front",
+    )  # fmt: skip
+    axis.set_xscale("log", base=2)
+    axis.margins(x=0.1)
+    # About six ticks, however many powers of two there are: 256 KiB, 1 MiB, …
+    axis.xaxis.set_major_locator(LogLocator(base=2, numticks=7))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x).replace(".0 ", " ")))
+    axis.minorticks_off()
+    axis.set_xlabel("peak of the KV cache, bytes a sequence")
+    axis.set_ylabel("pass@1, % (95 % interval)")
+    _legend(figure)
+    return figure
+
+
+def _errors(rows: Sequence[Row]) -> list[list[float]]:
+    """How far the intervals reach below and above pass@1, in percentage points."""
+    below = [100 * (row.pass_at_1 - row.pass_at_1_low) for row in rows]
+    above = [100 * (row.pass_at_1_high - row.pass_at_1) for row in rows]
+    return [[max(0.0, e) for e in below], [max(0.0, e) for e in above]]
+
+
+def _legend(figure: Figure) -> None:
+    """Below the axes; in one column, for a policy's text can be long."""
+    figure.legend(loc="outside lower left")

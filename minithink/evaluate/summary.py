@@ -1,0 +1,273 @@
+"""What the records of a run add up to: a row for every policy and budget, with intervals and a paired comparison."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from math import fsum
+from pathlib import Path
+from statistics import median
+
+from minithink.errors import MinithinkError
+from minithink.evaluate.journal import Record, check_unique
+from minithink.files import dumps, replace, rounded
+from minithink.intervals import CONFIDENCE, RESAMPLES, bootstrap, wilson
+
+FULL = "full"  # the policy that keeps everything: what the others are compared with
+
+Budget = int | float | None
+Cell = tuple[str, Budget]  # a policy at a budget
+
+
+@dataclass(frozen=True)
+class Row:
+    """A policy at a budget, over all problems or those of one group. Shares are from 0 to 1."""
+
+    policy: str
+    budget: int | float | None  # as in a Record
+    group: str | None  # None: all problems
+    problems: int
+    samples: int  # sequences, over all problems
+    pass_at_1: float  # mean over problems of the share of a problem's samples that are right
+    pass_at_1_low: float  # its interval
+    pass_at_1_high: float
+    interval: str  # how that was found: bootstrap | wilson
+    reference: str | None  # the policy that this one is compared with; None: there is none
+    paired_problems: int  # that both have
+    difference: float | None  # pass@1 minus the reference's, over these
+    difference_low: float | None  # its interval; None: the difference is the same for each problem
+    difference_high: float | None
+    generated_mean: float  # tokens
+    generated_median: float
+    cut_off: float  # share of the sequences that did not stop by themselves
+    kv_bytes_peak: float  # mean over sequences of a sequence's peak
+    kv_bytes_most: int  # the highest peak of any sequence
+    kv_bytes_mean: float  # held by a sequence at an average step
+    tokens_peak: float  # kept a lane; mean over sequences of a sequence's peak
+    tokens_mean: float  # kept a lane at an average step
+    evicting_share: float | None  # of the sequence-steps: with an eviction; None: there were no steps
+    tokens_per_second: float | None  # generated, by all sequences of one device together; None: it took no time
+
+
+def summarize(records: Iterable[Record], seed: int = 0, policies: Sequence[str] = ()) -> list[Row]:
+    """One row for every policy and budget, and one more for each group of problems, where there are several.
+
+    pass@1 is the mean over problems of the mean over their samples, so a problem counts once, however many samples
+    it has. Its 95 % interval is the percentile bootstrap over problems, 10,000 resamples (`intervals.bootstrap`).
+    Where each problem has the same share (all right, all wrong, a single problem), resamples are all alike, and an
+    interval without width would say too much: then it is Wilson's, of that share in as many trials as there are
+    problems.
+
+    The reference of a comparison is `full`, or where that is missing the first policy: at the same budget, or else
+    without one. Compared are the problems that both have, each with the difference of its two shares; the interval
+    is the bootstrap over these differences, and none is given where all are equal.
+
+    Args:
+        records: in any order, which changes nothing.
+        seed: of the resamples.
+        policies: the order of the rows; those not in it follow, `full` before the others, then by name.
+
+    Raises:
+        UsageError: a sequence is there twice.
+    """
+    ordered = sorted(records, key=lambda r: (r.policy, str(r.budget), r.id, r.sample))
+    check_unique(ordered)
+    names = [*policies, FULL, *(r.policy for r in ordered)]
+    place = {name: i for i, name in reversed(list(enumerate(names)))}
+    cells = sorted({(r.policy, r.budget) for r in ordered}, key=lambda cell: (place[cell[0]], *budget_order(cell[1])))
+    present = [policy for policy, _ in cells]
+    reference = FULL if FULL in present else next(iter(present), FULL)
+    groups = sorted({r.group for r in ordered})
+    out = []
+    for group in [None, *(groups if len(groups) > 1 else [])]:
+        members: dict[Cell, list[Record]] = defaultdict(list)
+        for r in ordered:
+            if group in (None, r.group):
+                members[r.policy, r.budget].append(r)
+        shares = {cell: _shares(rows) for cell, rows in members.items()}
+        for cell in cells:
+            if cell not in members:
+                continue
+            others = [] if cell[0] == reference else [(reference, cell[1]), (reference, None)]
+            other = next((shares[c] for c in others if c in shares), None)
+            out.append(_row(cell, group, members[cell], shares[cell], reference, other, seed))
+    return out
+
+
+def budget_order(budget: Budget) -> tuple[int, float]:
+    """Sorts budgets: none, then tokens, then shares."""
+    if budget is None:
+        return 0, 0
+    return (1 if isinstance(budget, int) else 2), budget
+
+
+def _shares(records: Sequence[Record]) -> dict[str, float]:
+    """Problem → the share of its samples that are right."""
+    samples: dict[str, list[bool]] = defaultdict(list)
+    for r in records:
+        samples[r.id].append(r.right)
+    return {id: sum(right) / len(right) for id, right in samples.items()}
+
+
+def _row(
+    cell: Cell,
+    group: str | None,
+    records: Sequence[Record],
+    shares: dict[str, float],
+    reference: str,
+    other: dict[str, float] | None,
+    seed: int,
+) -> Row:
+    """One row. `shares` and `other`: of this policy's and of the reference's problems."""
+    n, count = len(shares), len(records)
+    share = fsum(shares.values()) / n
+    resampled = bootstrap(list(shares.values()), seed)
+    low, high = resampled or wilson(share, n)
+    pairs = [shares[id] - other[id] for id in shares if id in other] if other else []
+    difference = fsum(pairs) / len(pairs) if pairs else None
+    difference_low, difference_high = bootstrap(pairs, seed) or (None, None)
+    steps, seconds = sum(r.steps for r in records), fsum(r.seconds for r in records)
+    # The mean over time is one over sequence-steps: a sequence counts by its length.
+    weights = [r.steps if steps else 1 for r in records]
+    return Row(
+        policy=cell[0],
+        budget=cell[1],
+        group=group,
+        problems=n,
+        samples=count,
+        pass_at_1=share,
+        pass_at_1_low=low,
+        pass_at_1_high=high,
+        interval="bootstrap" if resampled else "wilson",
+        reference=reference if pairs else None,
+        paired_problems=len(pairs),
+        difference=difference,
+        difference_low=difference_low,
+        difference_high=difference_high,
+        generated_mean=sum(r.generated_tokens for r in records) / count,
+        generated_median=float(median(r.generated_tokens for r in records)),
+        cut_off=sum(r.finish_reason != "stop" for r in records) / count,
+        kv_bytes_peak=sum(r.kv_bytes_peak for r in records) / count,
+        kv_bytes_most=max(r.kv_bytes_peak for r in records),
+        kv_bytes_mean=fsum(w * r.kv_bytes_mean for w, r in zip(weights, records, strict=True)) / sum(weights),
+        tokens_peak=fsum(r.tokens_peak for r in records) / count,
+        tokens_mean=fsum(w * r.tokens_mean for w, r in zip(weights, records, strict=True)) / sum(weights),
+        evicting_share=sum(r.evicting_steps for r in records) / steps if steps else None,
+        tokens_per_second=sum(r.generated_tokens for r in records) / seconds if seconds else None,
+    )
+
+
+def write(folder: Path, rows: Sequence[Row], seed: int = 0) -> list[Path]:
+    """Write summary.json, summary.csv and summary.md → where they are. Each is replaced as a whole.
+
+    Raises:
+        MinithinkError: a file cannot be written.
+    """
+    contents = {"json": as_json(rows, seed), "csv": as_csv(rows), "md": as_markdown(rows, seed)}
+    paths = []
+    for suffix, text in contents.items():
+        paths.append(path := folder / f"summary.{suffix}")
+        try:
+            replace(path, text)
+        except OSError as error:
+            raise MinithinkError(f"The summary cannot be written to {path}: {error}; give another folder.") from None
+    return paths
+
+
+def as_json(rows: Sequence[Row], seed: int = 0) -> str:
+    """The rows with their columns' names, and how the intervals were drawn. What is not known is null."""
+    head = {"confidence": CONFIDENCE, "resamples": RESAMPLES, "seed": seed}
+    return dumps(rounded({**head, "rows": [asdict(row) for row in rows]})) + "\n"
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """A header and a line a row; what is not known is empty. Units are those of Row: bytes, tokens, shares of 1."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, [f.name for f in fields(Row)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rounded(asdict(row)) for row in rows)
+    return out.getvalue()
+
+
+def as_markdown(rows: Sequence[Row], seed: int = 0) -> str:
+    """A table of all problems and one of each group, with a line that says what the intervals are."""
+    groups = list(dict.fromkeys(row.group for row in rows))
+    parts = []
+    for group in groups:
+        members = [row for row in rows if row.group == group]
+        title = "All problems" if group is None else f"Group {_escaped(group)}"
+        parts.append(f"## {title}\n\n{_table(members)}")
+    parts.append(
+        "pass@1 is the mean over problems of the mean over their samples, with its 95 % interval (bootstrap over "
+        f"problems, {RESAMPLES:,} resamples, seed {seed}; marked w: Wilson's, for each problem has the same share). "
+        "Differences are percentage points, paired over the problems that both policies have. KV bytes and tokens "
+        "kept a lane are those of one sequence. Tokens/s: all sequences of one device together."
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(rows: Sequence[Row]) -> str:
+    """The rows of one group."""
+    header = [
+        "policy", "budget", "problems × samples", "pass@1", "difference", "tokens, mean (median)", "cut off",
+        "KV peak", "KV mean", "kept, peak (mean)", "evicting steps", "tokens/s",
+    ]  # fmt: skip
+    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
+    for row in rows:
+        mark = " w" if row.interval == "wilson" else ""
+        difference = "–"
+        if row.difference is not None:
+            difference = points(row.difference)
+            if row.difference_low is not None and row.difference_high is not None:
+                difference += f" ({points(row.difference_low)} to {points(row.difference_high)})"
+            difference += f" against {_code(str(row.reference))}"
+        lines.append([
+            _code(row.policy),
+            budget_text(row.budget),
+            f"{row.problems:,} × {row.samples / row.problems:.3g}",
+            f"{row.pass_at_1:.1%} ({row.pass_at_1_low:.1%} to {row.pass_at_1_high:.1%}{mark})",
+            difference,
+            f"{row.generated_mean:,.0f} ({row.generated_median:,.0f})",
+            f"{row.cut_off:.1%}",
+            size(row.kv_bytes_peak),
+            size(row.kv_bytes_mean),
+            f"{row.tokens_peak:,.0f} ({row.tokens_mean:,.0f})",
+            "–" if row.evicting_share is None else f"{row.evicting_share:.1%}",
+            "–" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
+        ])  # fmt: skip
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _escaped(text: str) -> str:
+    """Text that a Markdown table shows as it is."""
+    escaped = "".join("\\" + c if c in "\\|`*_<>[]#" else c for c in text)
+    return " ".join(escaped.split())
+
+
+def _code(text: str) -> str:
+    """Text as code in a Markdown table, where a bar would end the cell."""
+    return "`" + " ".join(text.split()).replace("`", "'").replace("|", "\\|") + "`"
+
+
+def points(difference: float) -> str:
+    """A difference of shares, in percentage points with its sign."""
+    return f"{round(100 * difference, 1) + 0.0:+.1f}".replace("-", "−")  # + 0.0: there is no −0.0
+
+
+def budget_text(budget: Budget) -> str:
+    """256 → "256", 0.25 → "25 %", None → "–"."""
+    if budget is None:
+        return "–"
+    return f"{budget:,}" if isinstance(budget, int) else f"{100 * budget:g} %"
+
+
+def size(count: float) -> str:
+    """Bytes with a unit: 512 B, 1.5 KiB, 24.0 MiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} GiB"

@@ -1,0 +1,52 @@
+"""Intervals of 95 %: what a finite number of problems says of a mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist
+
+import numpy as np
+
+CONFIDENCE = 0.95
+RESAMPLES = 10_000
+
+
+def wilson(share: float, n: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Wilson's score interval (1927) of a probability, from a share observed in n trials."""
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def bootstrap(
+    values: Sequence[float], seed: int = 0, resamples: int = RESAMPLES, confidence: float = CONFIDENCE
+) -> tuple[float, float] | None:
+    """The percentile bootstrap interval (Efron 1979) of a mean.
+
+    A resample draws n of the n values with replacement. The interval runs from the 2.5 % to the 97.5 % quantile of
+    the resamples' means (linear between order statistics). Equal values are interchangeable, so a resample is drawn
+    as the number of times that each distinct value occurs: one multinomial draw, of numpy's PCG64 with this seed.
+    The order of the values does not matter, and the mean is always inside: where rounding would put it outside, the
+    end is moved to it.
+
+    Args:
+        values: one a problem, finite; they count as equal where they agree to 12 decimals.
+        seed: of the resamples.
+        resamples: how many.
+        confidence: the share of the resamples' means inside.
+
+    Returns:
+        The two ends; None where all values are equal, or there are none: resamples say nothing then.
+    """
+    ordered = np.sort(np.asarray(values, np.float64))
+    _, first, counts = np.unique(np.round(ordered, 12), return_index=True, return_counts=True)
+    distinct, n = ordered[first], len(values)
+    if len(distinct) < 2:
+        return None
+    drawn = np.random.default_rng(seed).multinomial(n, counts / n, size=resamples)  # [resamples, distinct values]
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(drawn @ distinct / n, [tail, 1 - tail])
+    mean = math.fsum(values) / n
+    return min(float(low), mean), max(float(high), mean)

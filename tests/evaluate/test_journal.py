@@ -1,0 +1,369 @@
+"""The journal: nothing that was written is lost, nothing that does not belong together is joined."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minithink.errors import MinithinkError, UsageError
+from minithink.evaluate import journal as module
+from minithink.evaluate.journal import MAY_DIFFER, Journal, Key, Record, differences, join, read, text_hash
+from tests.evaluate.draw import record, records, runs
+
+SETTINGS = {"model": "m", "policies": ["full"], "seed": 0, "batch_size": 4, "device": "cpu"}
+
+
+def write(folder: Path, rows: list[Record], settings: dict[str, object] = SETTINGS, **options: object) -> Journal:
+    with Journal(folder, settings, **options) as journal:  # type: ignore[arg-type]
+        for row in rows:
+            journal.append(row)
+    return journal
+
+
+@given(records())
+def test_a_record_is_one_line_and_comes_back(row: Record) -> None:
+    line = row.to_json()
+    assert "\n" not in line
+    assert line.isascii()
+    assert Record.from_dict(json.loads(line)) == row
+    assert ("text" in json.loads(line)) == (row.text is not None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"right": 1}, "right is 1, and it must be true or false"),
+        ({"sample": True}, "sample is True, and it must be a whole number"),
+        ({"steps": 1.0}, "steps is 1.0"),
+        ({"steps": -1}, "steps is -1"),
+        ({"seconds": float("nan")}, "seconds is nan"),
+        ({"kv_bytes_mean": float("inf")}, "kv_bytes_mean is inf"),
+        ({"found": 3}, "found is 3, and it must be text or null"),
+        ({"policy": None}, "policy is None, and it must be text"),
+        ({"budget": 0}, "budget is 0"),
+        ({"budget": 1.5}, "budget is 1.5"),
+        ({"budget": 0.0}, "budget is 0.0"),
+        ({"budget": True}, "budget is True"),
+        ({"evicting_steps": 101}, "evicting_steps is 101, and there were 100 steps"),
+    ],
+)
+def test_a_record_holds_what_it_should(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match="^" + said):
+        record(**changes)
+    assert record(seconds=1, budget=0.5).budget == 0.5, "a whole number may stand where a float may"
+
+
+def test_the_hash_of_a_text() -> None:
+    # printf text | sha256sum
+    assert text_hash("text") == "982d9e3eb996f559"
+    assert text_hash("\ud800") != text_hash("\ud801")
+
+
+def test_unknown_and_missing_fields_are_refused_with_their_line(tmp_path: Path) -> None:
+    write(tmp_path, [record(sample=i) for i in range(3)])
+    path = tmp_path / "results.jsonl"
+    lines = path.read_text().splitlines()
+    fields = json.loads(lines[1])
+    for row, said in [
+        (fields | {"extra": 1}, "line 2: the field 'extra' is unknown"),
+        ({k: v for k, v in fields.items() if k != "seconds"}, "line 2: the field 'seconds' is missing"),
+        (fields | {"right": "yes"}, "line 2: right is 'yes'"),
+    ]:
+        path.write_text("\n".join([lines[0], json.dumps(row), lines[2], ""]))
+        for opened in (lambda: read(tmp_path), lambda: Journal(tmp_path, SETTINGS, resume=True)):
+            with pytest.raises(UsageError, match=said):
+                opened()
+        # A last line that is JSON is not one that was cut off: it is not removed either.
+        path.write_text("\n".join([lines[0], json.dumps(row), ""]))
+        before = path.read_bytes()
+        with pytest.raises(UsageError, match=said):
+            Journal(tmp_path, SETTINGS, resume=True)
+        assert path.read_bytes() == before
+
+
+def test_every_truncation_of_the_last_line_is_repaired(tmp_path: Path) -> None:
+    rows = [record(sample=i, text="é\n") for i in range(3)]
+    write(tmp_path, rows)
+    path = tmp_path / "results.jsonl"
+    whole = path.read_bytes()
+    begin = whole[:-1].rindex(b"\n") + 1
+    for end in range(begin, len(whole)):
+        path.write_bytes(whole[:end])
+        assert read(tmp_path).records == rows[:2]
+        assert len(read(tmp_path).notes) == (end > begin)
+        assert path.read_bytes() == whole[:end], "reading changes nothing"
+        with Journal(tmp_path, SETTINGS, resume=True) as journal:
+            assert journal.records == rows[:2]
+            assert journal.done == {r.key for r in rows[:2]}
+            assert len(journal.notes) == (end > begin)
+            if end > begin:
+                assert f"{path} has an incomplete last line (3, {end - begin} bytes)" in journal.notes[0]
+            journal.append(rows[2])
+        assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("rubbish", [b"nonsense\n", b"\0\0\0", b"\xff\n", b"3\n", b"[" * 100_000 + b"\n", b"\n"])
+def test_a_damaged_last_line_is_cut_off_and_any_other_is_an_error(tmp_path: Path, rubbish: bytes) -> None:
+    write(tmp_path, [record()])
+    path = tmp_path / "results.jsonl"
+    good = path.read_bytes()
+    path.write_bytes(good + rubbish)
+    with Journal(tmp_path, SETTINGS, resume=True) as journal:
+        assert journal.records == [record()]
+        assert "incomplete last line (2, " in journal.notes[0]
+    assert path.read_bytes() == good
+    broken = good + rubbish.rstrip(b"\n") + b"\n" + record(sample=1).to_json().encode() + b"\n"
+    path.write_bytes(broken)
+    for opened in (lambda: read(tmp_path), lambda: Journal(tmp_path, SETTINGS, resume=True)):
+        with pytest.raises(UsageError, match=r"results\.jsonl, line 2, is damaged"):
+            opened()
+    assert path.read_bytes() == broken
+
+
+def test_a_sequence_is_there_once(tmp_path: Path) -> None:
+    row = record(policy="rkv", budget=256, id="p7", sample=2)
+    with Journal(tmp_path, SETTINGS) as journal:
+        journal.append(row)
+        for other in (record(policy="rkv", budget=512, id="p7", sample=2), record(id="p7", sample=2)):
+            journal.append(other)
+        with pytest.raises(UsageError, match="rkv with budget 256, problem p7, sample 2 already"):
+            journal.append(record(policy="rkv", budget=256, id="p7", sample=2, right=False))
+    assert len(read(tmp_path).records) == 3
+    (tmp_path / "results-0.jsonl").write_text(row.to_json() + "\n")
+    for opened in (lambda: read(tmp_path), lambda: Journal(tmp_path, SETTINGS, resume=True)):
+        with pytest.raises(UsageError, match="problem p7, sample 2 twice"):
+            opened()
+
+
+def test_a_line_is_in_the_file_when_append_returns(tmp_path: Path) -> None:
+    with Journal(tmp_path, SETTINGS) as journal:
+        for i in range(3):
+            journal.append(record(sample=i))
+            assert journal.path.read_text().count("\n") == i + 1
+            assert journal.done == {("full", None, "p0", k) for k in range(i + 1)}
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
+    with Journal(tmp_path, SETTINGS) as journal:
+        journal.append(record())
+        file = journal._file
+
+        class Full:
+            def __getattr__(self, name: str) -> object:
+                return getattr(file, name)
+
+            def write(self, line: bytes) -> int | None:
+                return file.write(line[:40])
+
+        journal._file = Full()  # type: ignore[assignment]
+        with pytest.raises(MinithinkError, match=r"40 of \d+ bytes fitted.*: the 1 sequences before are safe"):
+            journal.append(record(sample=1))
+        assert Key("full", None, "p0", 1) not in journal.done
+    assert (tmp_path / "results.jsonl").read_text() == record().to_json() + "\n"
+
+
+CHILD = """
+import json, sys
+from pathlib import Path
+from minithink.evaluate.journal import Journal, Record
+
+fields = json.loads(sys.argv[2])
+with Journal(Path(sys.argv[1]), {"model": "m"}, resume=True) as journal:
+    start = len(journal.done)
+    for i in range(start, start + 100_000):
+        journal.append(Record(**{**fields, "sample": i}))
+        sys.stdout.write(f"{i}\\n")
+        sys.stdout.flush()
+"""
+
+
+def child(folder: Path, size: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", CHILD, str(folder), record(text="x" * size).to_json()]
+    return subprocess.Popen(command, cwd=Path(__file__).parent.parent.parent, stdout=subprocess.PIPE)
+
+
+@settings(max_examples=10)
+@given(after=st.integers(1, 200), delay=st.floats(0, 3e-3), size=st.sampled_from([0, 5_000, 100_000]))
+def test_a_killed_process_loses_nothing_that_was_appended(
+    tmp_path_factory: pytest.TempPathFactory, after: int, delay: float, size: int
+) -> None:
+    folder = tmp_path_factory.mktemp("killed")
+    appended = 0
+    for _ in range(2):  # the second one goes on where the first was killed
+        process = child(folder, size)
+        assert process.stdout is not None
+        for _ in range(after):
+            process.stdout.readline()
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        said = process.stdout.read().split(b"\n")[:-1]
+        assert process.wait() == -signal.SIGKILL
+        appended += after + len(said)
+        found = read(folder).records
+        assert [r.sample for r in found] == list(range(len(found)))
+        assert appended <= len(found) <= appended + 1, "beside what was appended, only the one in flight"
+        appended = len(found)
+    with Journal(folder, {"model": "m"}, resume=True) as journal:
+        assert len(journal.done) == appended
+
+
+def test_two_processes_do_not_write_to_one_folder(tmp_path: Path) -> None:
+    process = child(tmp_path, 0)
+    assert process.stdout is not None
+    process.stdout.readline()
+    try:
+        for rank in (None, 0):
+            with pytest.raises(MinithinkError, match=r"^Another process is writing to .*: wait until it ends"):
+                Journal(tmp_path, {"model": "m"}, resume=True, rank=rank)
+        assert not (tmp_path / "results-0.jsonl").exists(), "what was refused leaves nothing"
+        assert read(tmp_path).records, "reading needs no lock"
+    finally:
+        process.kill()
+        process.stdout.close()
+        process.wait()
+    Journal(tmp_path, {"model": "m"}, resume=True).close()
+
+
+def test_without_locks_nobody_is_kept_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError("no locks here")
+
+    with Journal(tmp_path, SETTINGS):
+        monkeypatch.setattr(module.fcntl, "flock", none)
+        Journal(tmp_path, SETTINGS).close()
+        monkeypatch.setattr(module, "fcntl", None)
+        Journal(tmp_path, SETTINGS).close()
+
+
+def test_what_is_there_is_not_overwritten_by_chance(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "run"
+    Journal(folder, SETTINGS).close()
+    Journal(folder, SETTINGS | {"seed": 1}).close()  # nothing was finished: it is as good as new
+    assert read(folder).settings["seed"] == 1
+    write(folder, [record()])
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(UsageError, match=r"holds 1 sequences of an earlier run: add --resume"):
+        Journal(folder, SETTINGS)
+    with pytest.raises(UsageError, match="add --resume"):
+        Journal(folder, SETTINGS, rank=0)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    with Journal(folder, SETTINGS, resume=True) as journal:
+        assert journal.records == [record()]
+
+
+def test_settings_are_kept_to(tmp_path: Path) -> None:
+    write(tmp_path, [record()], about={"commit": "one"})
+    for change, said in [
+        ({"seed": 1}, "seed 0 and 1"),
+        ({"seed": False}, "seed 0 and false"),
+        ({"model": "M"}, 'model "m" and "M"'),
+        ({"policies": ("full", "kivi")}, r'policies \["full"\] and \["full", "kivi"\]'),
+        ({"limit": 5}, "limit not given and 5"),
+        ({"batch_size": 8, "seed": 2}, "seed 0 and 2, batch_size 4 and 8"),
+    ]:
+        with pytest.raises(UsageError, match=rf"other settings \(then and now: {said}\)"):
+            Journal(tmp_path, {**SETTINGS, **change}, resume=True)
+    with pytest.raises(UsageError, match=r"then and now: seed 0 and not given\)"):
+        Journal(tmp_path, {k: v for k, v in SETTINGS.items() if k != "seed"}, resume=True)
+    free = {**SETTINGS, "policies": ("full",), **dict.fromkeys(MAY_DIFFER, "other")}
+    Journal(tmp_path, free, resume=True, about={"commit": "two"}).close()
+    Journal(tmp_path, {**SETTINGS, "batch_size": 8}, resume=True, allow=["batch_size"]).close()
+    run = read(tmp_path)
+    assert run.settings == {k: v for k, v in SETTINGS.items() if k != "device"}
+    assert run.runs == [
+        {"commit": "one", "device": "cpu", "sequences_before": 0},
+        {"commit": "two", **dict.fromkeys(MAY_DIFFER, "other"), "sequences_before": 1},
+        {"batch_size": 8, "device": "cpu", "sequences_before": 1},
+    ]
+
+
+VALUES = st.none() | st.booleans() | st.integers(0, 2) | st.text("ab", max_size=2)
+SOME = st.dictionaries(st.sampled_from("abcd"), VALUES)
+
+
+@given(SOME, SOME, st.sets(st.sampled_from("abcd")))
+def test_differences_are_those_of_the_values(before: dict, now: dict, ignored: set) -> None:
+    def same(name: str) -> bool:
+        one, other = [(d[name], type(d[name])) if name in d else None for d in (before, now)]
+        return one == other
+
+    want = {name for name in {*before, *now} - ignored if not same(name)}
+    said = differences(before, now, ignored)
+    assert {part.split(" ")[0] for part in said.split(", ") if part} == want
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"settings": []}', '{"settings": {}, "runs": 3}', "[" * 99_999])
+def test_results_without_settings_are_refused(tmp_path: Path, text: str | None) -> None:
+    write(tmp_path, [record()])
+    (tmp_path / "config.json").unlink()
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    for opened in (lambda: read(tmp_path), lambda: Journal(tmp_path, SETTINGS, resume=True)):
+        with pytest.raises(UsageError, match=r"config\.json, the settings of the results beside it, cannot be read"):
+            opened()
+
+
+@settings(max_examples=30)
+@given(runs(), st.integers(1, 4))
+def test_the_files_of_ranks_join_to_one(tmp_path_factory: pytest.TempPathFactory, rows: list[Record], n: int) -> None:
+    one, several = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("several")
+    write(one, rows)
+    for rank in range(n):
+        write(several, rows[rank::n], rank=rank)
+    assert len(list(several.glob("results-*.jsonl"))) == n
+    assert sorted(read(one).records, key=repr) == sorted(read(several).records, key=repr)
+    assert read(one).settings == read(several).settings
+    assert len(read(several).runs) == 1, "rank 0 speaks for all"
+    with Journal(several, SETTINGS, resume=True, rank=0) as journal:
+        assert journal.done == {r.key for r in rows}
+
+
+def test_ranks_are_read_in_order_and_nothing_else_is(tmp_path: Path) -> None:
+    for rank in (10, 2):
+        (tmp_path / f"results-{rank}.jsonl").write_text(record(sample=rank).to_json() + "\n")
+    for name in ("results-x.jsonl", "results.jsonl.old", "old-results.jsonl", "results-1.json"):
+        (tmp_path / name).write_text("nonsense\n")
+    (tmp_path / "config.json").write_text('{"settings": {}, "runs": []}')
+    assert [r.sample for r in read(tmp_path).records] == [2, 10]
+    (tmp_path / "results-2.jsonl").write_text(record().to_json())
+    with Journal(tmp_path, {}, resume=True, rank=0) as journal:
+        assert [r.sample for r in journal.records] == [10]
+        assert "results-2.jsonl has an incomplete last line (1, " in journal.notes[0]
+        assert "passed over" in journal.notes[0]
+    assert (tmp_path / "results-2.jsonl").read_text(), "it is another rank's"
+
+
+def test_folders_join_if_they_are_comparable(tmp_path: Path) -> None:
+    a, b, c, d = (tmp_path / name for name in "abcd")
+    write(a, [record()])
+    write(b, [record(policy="kivi")], {**SETTINGS, "policies": ["kivi"], "batch_size": 8})
+    write(c, [record(sample=1)], {**SETTINGS, "model": "other"})
+    write(d, [record(right=False)])
+    assert [r.policy for r in join([read(a), read(b)])] == ["full", "kivi"]
+    with pytest.raises(UsageError, match=r'different settings \(model "m" and "other"\)'):
+        join([read(a), read(b), read(c)])
+    for pair in ([a, d], [a, a]):
+        with pytest.raises(UsageError, match="full, problem p0, sample 0"):
+            join([read(folder) for folder in pair])
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="none is no folder"):
+        read(tmp_path / "none")
+    with pytest.raises(UsageError, match=r"holds no results\.jsonl"):
+        read(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MinithinkError, match=r"file cannot be written: .*; give another folder"):
+        Journal(tmp_path / "file", SETTINGS)
+    (tmp_path / "results.jsonl").mkdir()
+    (tmp_path / "config.json").write_text('{"settings": {}, "runs": []}')
+    with pytest.raises(UsageError, match=r"results\.jsonl cannot be read"):
+        read(tmp_path)

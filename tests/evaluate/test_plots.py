@@ -1,0 +1,245 @@
+"""Pictures: what they show, that they are the same every time, and which points lie on the front."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minithink.evaluate import plots
+from minithink.evaluate.__main__ import main
+from minithink.evaluate.journal import Journal, Record
+from minithink.evaluate.plots import COLORS, MARKERS, draw, pareto_front
+from minithink.evaluate.summary import summarize
+from tests.evaluate.draw import record
+
+NAMES = ["full", "rkv:buffer=0", "a&b<c>$x$", "kivi:bits=2+_x"]
+POINTS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=12)
+
+
+def results(budgets: list[int | float | None] | None = None) -> list[Record]:
+    """Two policies with budgets, two without."""
+    cells = [(NAMES[0], None), (NAMES[3], None), *((name, b) for name in NAMES[1:3] for b in budgets or [128, 512])]
+    return [
+        record(
+            policy=policy, budget=budget, id=str(i), right=i < 3, group="gh"[i % 2], kv_bytes_peak=2**16 + 2**10 * n
+        )
+        for n, (policy, budget) in enumerate(cells)
+        for i in range(4)
+    ]
+
+
+def write(folder: Path, rows: list[Record], **changed: object) -> Path:
+    with Journal(folder, {"model": "m", "policies": sorted({r.policy for r in rows}), **changed}) as journal:
+        for row in rows:
+            journal.append(row)
+    return folder
+
+
+@given(POINTS)
+def test_the_pareto_front(points: list[tuple[int, int]]) -> None:
+    def dominates(one: tuple[int, int], other: tuple[int, int]) -> bool:
+        return one != other and one[0] <= other[0] and one[1] >= other[1]
+
+    front = pareto_front(points)
+    assert len(set(front)) == len(front)
+    assert [points[i][0] for i in front] == sorted(points[i][0] for i in front)
+    for i, point in enumerate(points):
+        assert (i in front) == (not any(dominates(other, point) for other in points))
+
+
+def test_a_pareto_front_by_hand() -> None:
+    #  cheap and poor, dominated by it, dear and good, the same again, dear and no better than cheaper ones
+    assert pareto_front([(1, 10), (1, 9), (4, 90), (4, 90), (9, 90), (2, 10)]) == [0, 2, 3]
+
+
+def test_markers_and_colours_tell_policies_apart() -> None:
+    pytest.importorskip("matplotlib")
+    assert len(set(COLORS)) == len(COLORS)
+    assert len(set(MARKERS)) == len(MARKERS)
+    rows = summarize([record(policy=f"p{i:02}") for i in range(len(COLORS) * len(MARKERS))])
+    styles = [tuple(style.values()) for style in plots._styles(rows).values()]
+    assert len(set(styles)) == len(COLORS) * len(MARKERS)
+    assert len({marker for _, marker in styles[: len(MARKERS)]}) == len(MARKERS), "without colours, too"
+
+
+def test_pictures_are_the_same_every_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    folder = write(tmp_path / "run", results())
+    assert main(["plot", str(folder)]) == 0
+    pictures = sorted(folder.glob("*.svg"))
+    names = ["accuracy-by-budget.svg", "accuracy-by-bytes.svg", "length-by-budget.svg"]
+    assert [p.name for p in pictures] == names
+    assert all(f"drawn to {p}" in capsys.readouterr().err for p in pictures[:1])
+    first = [p.read_bytes() for p in pictures]
+    for data in first:
+        said = [
+            "".join(text.itertext()) for text in ElementTree.fromstring(data).iter("{http://www.w3.org/2000/svg}text")
+        ]
+        assert set(NAMES) <= set(said)
+        assert b"<dc:date>" not in data
+    with matplotlib.rc_context({"lines.linewidth": 9, "font.size": 30, "svg.fonttype": "path"}):
+        assert main(["plot", str(folder)]) == 0
+        assert matplotlib.rcParams["font.size"] == 30, "the user's settings are back"
+    assert [p.read_bytes() for p in pictures] == first
+    command = [sys.executable, "-m", "minithink.evaluate", "plot", str(folder), "--output-dir", str(tmp_path / "new")]
+    root = Path(__file__).parent.parent.parent
+    subprocess.run(
+        command, check=True, cwd=root, env={"PYTHONHASHSEED": "1", "TZ": "Asia/Tokyo"}, capture_output=True
+    )
+    assert [(tmp_path / "new" / name).read_bytes() for name in names] == first
+
+
+def test_what_is_drawn() -> None:
+    pytest.importorskip("matplotlib")
+    rows = [replace(r, pass_at_1_low=0.7, pass_at_1_high=0.9) for r in summarize(results()) if r.group is None]
+    with plots._settings():
+        [axis] = plots._by_budget(rows, accuracy=True).axes
+        [length] = plots._by_budget(rows, accuracy=False).axes
+        [bytes_axis] = plots._by_bytes(rows).axes
+    lines = {c.get_label(): c for c in axis.containers}
+    assert set(lines) == set(NAMES[1:3])
+    points, _, (bars,) = lines["rkv:buffer=0"].lines
+    assert [list(map(float, xy)) for xy in points.get_xydata()] == [[128, 75], [512, 75]]
+    assert [[float(y) for _, y in bar] for bar in bars.get_segments()] == [pytest.approx([70, 90])] * 2
+    across = {line.get_label(): line.get_ydata() for line in axis.lines if len(line.get_xdata()) == 2}
+    assert list(across["full"]) == list(across["kivi:bits=2+_x"]) == [75, 75]
+    [band] = axis.patches
+    assert (band.get_y(), band.get_height()) == pytest.approx((70, 20)), "the interval of the full cache"
+    assert axis.get_xscale() == "log"
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["128", "512"]
+    assert not length.patches
+    assert [list(c.lines[0].get_ydata()) for c in length.containers] == [[100, 100]] * 2
+    assert bytes_axis.get_xscale() == "log"
+    sizes = {c.get_label(): list(c.lines[0].get_xdata()) for c in bytes_axis.containers}
+    assert sizes == {
+        "full": [2**16], "kivi:bits=2+_x": [2**16 + 2**10], "rkv:buffer=0": [2**16 + 2 * 2**10, 2**16 + 3 * 2**10],
+        "a&b<c>$x$": [2**16 + 4 * 2**10, 2**16 + 5 * 2**10],
+    }  # fmt: skip
+    [front] = [line for line in bytes_axis.lines if line.get_gid() == "pareto-front"]
+    assert front.get_xydata().tolist() == [[2**16, 75]], "all are as good, one is the smallest"
+
+
+def test_the_legend_covers_no_data() -> None:
+    pytest.importorskip("matplotlib")
+    rows = [r for r in summarize(results()) if r.group is None]
+    with plots._settings():
+        for figure in (plots._by_bytes(rows), plots._by_budget(rows, True), plots._by_budget(rows, False)):
+            figure.draw_without_rendering()
+            legend = figure.legends[0].get_window_extent()
+            [axis] = figure.axes
+            assert legend.y1 <= axis.get_tightbbox().y0 + 1
+            assert legend.y0 >= 0
+            assert {text.get_text() for text in figure.legends[0].get_texts()} >= set(NAMES)
+
+
+def test_shares_have_a_picture_of_their_own(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    mixed = write(tmp_path / "mixed", results([128, 0.25]))
+    assert main(["plot", str(mixed)]) == 0
+    assert {p.stem for p in mixed.glob("*.svg")} == {
+        "accuracy-by-budget", "length-by-budget", "accuracy-by-share", "length-by-share", "accuracy-by-bytes",
+    }  # fmt: skip
+    assert "25 %" in (mixed / "accuracy-by-share.svg").read_text()
+    assert "25 %" not in (mixed / "accuracy-by-budget.svg").read_text()
+    none = write(tmp_path / "none", [record(kv_bytes_peak=0), record(policy="kivi")])
+    assert main(["plot", str(none)]) == 0
+    assert {p.stem for p in none.glob("*.svg")} == {"accuracy-by-bytes"}
+    text = (none / "accuracy-by-bytes.svg").read_text()
+    assert ">kivi<" in text
+    assert ">full<" not in text, "no bytes have no place on a logarithmic axis"
+
+
+def test_several_folders_are_one_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    rows = results()
+    a = write(tmp_path / "a", [r for r in rows if r.policy == "full"])
+    others = sorted({r.policy for r in rows} - {"full"}, reverse=True)
+    b = write(tmp_path / "b", [r for r in rows if r.policy != "full"], policies=others)
+    with (b / "results.jsonl").open("a") as file:
+        file.write('{"policy"')  # it is still running
+    whole = write(tmp_path / "whole", rows, policies=["full", *others])
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["plot", str(a), str(b)]) == 0
+    assert (
+        "b/results.jsonl has an incomplete last line (21, 9 bytes), which is passed over." in capsys.readouterr().err
+    )
+    assert main(["plot", str(whole)]) == 0
+    assert not list(a.glob("*.svg"))
+    for path in (tmp_path / "here").glob("*.svg"):
+        assert path.read_bytes() == (whole / path.name).read_bytes()
+    assert len(list((tmp_path / "here").glob("*.svg"))) == 3
+    texts = (tmp_path / "here" / "accuracy-by-budget.svg").read_text()
+    assert texts.index(">rkv:buffer=0<") < texts.index(">a&amp;b&lt;c&gt;$x$<"), "in the order of --policies"
+
+
+def test_groups_are_not_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = summarize(results())
+    assert len({row.group for row in rows}) == 3
+    one, other = draw(rows, tmp_path / "one"), draw([r for r in rows if r.group is None], tmp_path / "other")
+    assert [p.read_bytes() for p in one] == [p.read_bytes() for p in other]
+
+
+def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, other = write(tmp_path / "good", results()), write(tmp_path / "other", results(), model="n")
+    begun, damaged = write(tmp_path / "begun", []), write(tmp_path / "damaged", results())
+    lines = (damaged / "results.jsonl").read_text().splitlines(keepends=True)
+    (damaged / "results.jsonl").write_text("".join(["x\n", *lines[1:]]))
+    for argv, said in [
+        ([], "required"),
+        (["draw"], "invalid choice"),
+        (["plot"], "required: DIR"),
+        (["plot", str(good), "--x"], "unrecognized"),
+        (["plot", str(tmp_path / "none")], "none is no folder"),
+        (["plot", str(tmp_path)], "holds no results.jsonl"),
+        (["plot", str(begun)], "No sequence is finished in"),
+        (["plot", str(good), str(other)], 'model "m" and "n"'),
+        (["plot", str(good), str(good)], "both hold full, problem 0"),
+        (["plot", str(damaged)], "results.jsonl, line 1, is damaged"),
+    ]:
+        try:
+            code = main(argv)
+        except SystemExit as exit:
+            code = exit.code  # type: ignore[assignment]
+        out, err = capsys.readouterr()
+        assert code == 2, argv
+        assert said in err
+        assert len(err.strip().splitlines()) == 1
+        assert not out
+    assert not list(tmp_path.rglob("*.svg"))
+
+
+def test_what_cannot_be_drawn_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path / "run", results())
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        assert main(["plot", str(folder)]) == 1
+        want = "A plot needs matplotlib, which is not installed: run `pip install minithink[plots]`."
+        assert capsys.readouterr().err == f"minithink.evaluate: {want}\n"
+    pytest.importorskip("matplotlib")
+    assert main(["plot", str(folder), "--output-dir", str(folder / "config.json")]) == 1
+    assert "give another --output-dir" in capsys.readouterr().err
+
+
+def test_a_plot_needs_no_model(tmp_path: Path) -> None:
+    """torch takes seconds to import, and is not needed to draw."""
+    folder = write(tmp_path / "run", results())
+    code = (
+        "import sys; from minithink.evaluate.__main__ import main; "
+        f"main(['plot', {json.dumps(str(folder))}]); sys.exit('torch' in sys.modules)"
+    )
+    root = Path(__file__).parent.parent.parent
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True).returncode == 0

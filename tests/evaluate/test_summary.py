@@ -1,0 +1,209 @@
+"""Summaries: by hand, and what must hold whatever the records are."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import random
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minithink.errors import MinithinkError, UsageError
+from minithink.evaluate.journal import Record
+from minithink.evaluate.summary import Row, as_csv, as_json, as_markdown, budget_text, points, size, summarize, write
+from minithink.intervals import bootstrap, wilson
+from tests.evaluate.draw import record, runs
+
+# Problems p, q, r; q has four samples, the others one.
+FULL = [
+    record(id="p", right=True, generated_tokens=100, steps=100, seconds=1.0, kv_bytes_mean=1000.0, tokens_mean=50.0),
+    *[
+        record(id="q", sample=i, right=i == 0, generated_tokens=200, steps=200, seconds=0.5, kv_bytes_peak=4096,
+               kv_bytes_mean=2000.0, tokens_mean=80.0, tokens_peak=160.0, finish_reason=("length", "context")[i % 2])
+        for i in range(4)
+    ],
+    record(id="r", right=False, generated_tokens=1000, steps=0, seconds=0.0, kv_bytes_mean=9.0, tokens_mean=9.0),
+]  # fmt: skip
+
+
+def test_a_row_by_hand() -> None:
+    (row,) = summarize(FULL)
+    assert (row.policy, row.budget, row.group, row.problems, row.samples) == ("full", None, None, 3, 6)
+    assert row.pass_at_1 == pytest.approx((1 + 1 / 4 + 0) / 3), "problems count alike, not sequences"
+    assert (row.pass_at_1_low, row.pass_at_1_high) == bootstrap([1, 0.25, 0])
+    assert row.interval == "bootstrap"
+    assert (row.generated_mean, row.generated_median) == (1900 / 6, 200)
+    assert row.cut_off == 4 / 6
+    assert (row.kv_bytes_peak, row.kv_bytes_most) == ((2 * 2048 + 4 * 4096) / 6, 4096)
+    assert row.kv_bytes_mean == (100 * 1000 + 800 * 2000) / 900, "over sequence-steps"
+    assert row.tokens_mean == (100 * 50 + 800 * 80) / 900
+    assert row.tokens_peak == (2 * 150 + 4 * 160) / 6
+    assert row.evicting_share == 0
+    assert row.tokens_per_second == 1900 / 3
+    assert [row.reference, row.difference, row.difference_low, row.paired_problems] == [None, None, None, 0]
+
+
+def test_evictions_by_hand() -> None:
+    rows = [record(id="p", steps=100, evicting_steps=10), record(id="q", steps=300, evicting_steps=50)]
+    assert summarize(rows)[0].evicting_share == 60 / 400
+
+
+def test_what_took_no_steps_and_no_time() -> None:
+    (row,) = summarize([record(id=x, steps=0, seconds=0.0, kv_bytes_mean=b) for x, b in (("p", 1.0), ("q", 3.0))])
+    assert (row.evicting_share, row.tokens_per_second, row.kv_bytes_mean) == (None, None, 2.0)
+
+
+@pytest.mark.parametrize(("right", "n"), [(0, 5), (5, 5), (1, 1), (0, 1)])
+def test_where_resamples_are_all_alike_the_interval_is_wilsons(right: int, n: int) -> None:
+    (row,) = summarize([record(id=str(i), right=i < right) for i in range(n)])
+    assert row.interval == "wilson"
+    assert (row.pass_at_1_low, row.pass_at_1_high) == wilson(right / n, n)
+    halves = [record(id=str(i), sample=s, right=s == 0) for i in range(4) for s in (0, 1)]
+    assert summarize(halves)[0].pass_at_1_low == wilson(0.5, 4)[0], "problems are the trials, not sequences"
+
+
+def test_a_paired_comparison_by_hand() -> None:
+    # full: p 1, q 1/4, r 0. a: q 1, r 0, s 1. They share q and r.
+    a = [record(policy="a", budget=8, id=x, right=x != "r") for x in "qrs"]
+    full, row = summarize([*a, *FULL])
+    assert (full.policy, full.reference, full.difference) == ("full", None, None)
+    assert (row.reference, row.paired_problems) == ("full", 2)
+    assert row.difference == pytest.approx(((1 - 1 / 4) + 0) / 2)
+    assert (row.difference_low, row.difference_high) == bootstrap([0.75, 0.0])
+    alone = summarize([*FULL, record(policy="a", id="elsewhere")])[1]
+    assert (alone.reference, alone.paired_problems, alone.difference) == (None, 0, None)
+    equal = summarize([*FULL, *[replace(r, policy="b") for r in FULL]])[1]
+    assert (equal.difference, equal.difference_low, equal.difference_high) == (0, None, None)
+
+
+def test_without_full_the_first_policy_is_compared_with_at_the_same_budget() -> None:
+    def at(policy: str, budget: int | float | None, right: bool) -> Record:
+        return record(policy=policy, budget=budget, right=right)
+
+    rows = [at("a", 8, True), at("a", 16, False), at("b", 8, True), at("b", 16, True), at("c", None, True)]
+    by_name = {(r.policy, r.budget): r for r in summarize(rows)}
+    assert [r.difference for r in by_name.values()] == [None, None, 0, 1, None]
+    assert [r.reference for r in by_name.values()] == [None, None, "a", "a", None]
+    named = summarize(rows, policies=["b", "a"])
+    assert [(r.policy, r.budget, r.difference) for r in named] == [
+        ("b", 8, None), ("b", 16, None), ("a", 8, 0), ("a", 16, -1), ("c", None, None),
+    ]  # fmt: skip
+    # One without a budget is compared with at every budget; full is, wherever it stands.
+    assert [r.difference for r in summarize(rows, policies=["c"])] == [None, 0, -1, 0, 0]
+    late = summarize([*rows, at("full", None, False)], policies=["a", "b", "c", "full"])
+    assert [r.reference for r in late] == ["full"] * 5 + [None]
+    assert summarize([*rows, at("full", None, False)])[0].policy == "full"
+
+
+def test_the_order_of_rows() -> None:
+    budgets = [0.5, 512, None, 64, 0.25]
+    rows = summarize([record(policy="a", budget=b) for b in budgets])
+    assert [r.budget for r in rows] == [None, 64, 512, 0.25, 0.5]
+
+
+def test_groups() -> None:
+    assert [r.group for r in summarize([record(group="g", id=x) for x in "pq"])] == [None], "one group is all"
+    rows = [record(id=x, group=g, right=x == "p", policy=policy)
+            for policy in ("full", "a") for x, g in (("p", "short"), ("q", "long"), ("r", "long"))]  # fmt: skip
+    found = summarize([*rows, record(id="s", group="other", policy="a")])
+    assert [(r.group, r.policy, r.problems) for r in found] == [
+        (None, "full", 3), (None, "a", 4), ("long", "full", 2), ("long", "a", 2), ("other", "a", 1),
+        ("short", "full", 1), ("short", "a", 1),
+    ]  # fmt: skip
+    assert [r.pass_at_1 for r in found] == [1 / 3, 1 / 2, 0, 0, 1, 1, 1]
+    assert found[3].difference == 0
+    assert found[4].difference is None
+
+
+@settings(max_examples=50)
+@given(runs(), st.randoms(use_true_random=False), st.integers(0, 2))
+def test_laws(rows: list[Record], rng: random.Random, seed: int) -> None:
+    found = summarize(rows, seed)
+    assert summarize(rng.sample(rows, len(rows)), seed) == found, "the order of the records changes nothing"
+    assert sum(r.samples for r in found if r.group is None) == len(rows)
+    if any(r.group is not None for r in found):
+        assert sum(r.samples for r in found if r.group is not None) == len(rows)
+    for row in found:
+        assert 0 <= row.pass_at_1_low <= row.pass_at_1 <= row.pass_at_1_high <= 1
+        if row.difference is not None and row.difference_low is not None and row.difference_high is not None:
+            assert -1 <= row.difference_low <= row.difference <= row.difference_high <= 1
+        assert row.kv_bytes_peak <= row.kv_bytes_most
+    text = as_json(found, seed)
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    json.loads(text, parse_constant=refuse)
+    assert len(list(csv.DictReader(io.StringIO(as_csv(found))))) == len(found)
+    with pytest.raises(UsageError, match="twice"):
+        summarize([*rows, rows[0]])
+
+
+def test_nothing_is_summed_up_to_nothing() -> None:
+    assert summarize([]) == []
+
+
+def test_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = summarize([*FULL, *[replace(r, policy="a|b", budget=0.25, right=True) for r in FULL]])
+    paths = write(tmp_path / "new", rows)
+    assert [p.name for p in paths] == ["summary.json", "summary.csv", "summary.md"]
+    result = json.loads(paths[0].read_text())
+    assert {k: v for k, v in result.items() if k != "rows"} == {"confidence": 0.95, "resamples": 10_000, "seed": 0}
+    columns = [f.name for f in fields(Row)]
+    assert [list(row) for row in result["rows"]] == [columns, columns]
+    assert result["rows"][0]["pass_at_1"] == 0.41667
+    assert result["rows"][0]["reference"] is None
+    header, first, second = csv.reader(paths[1].read_text().splitlines())
+    assert header == columns
+    assert (first[0], first[1], second[0], second[1]) == ("full", "", "a|b", "0.25")
+    before = paths[0].read_bytes()
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(MinithinkError, match=r"summary\.json: disk full; give another folder"):
+        write(tmp_path / "new", [])
+    assert paths[0].read_bytes() == before
+
+
+def test_the_markdown_table() -> None:
+    right = [replace(r, policy="a|b", budget=0.25, right=True, seconds=0.0, group="x_y") for r in FULL]
+    text = as_markdown(summarize([*FULL, *right]), seed=7)
+    assert text.startswith("## All problems\n\n| policy | budget | problems × samples | pass@1 |")
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert {line.replace("\\|", "").count("|") for line in lines} == {13}, "a bar in a name ends no cell"
+    low, high = bootstrap([1, 0.25, 0]) or (0, 0)
+    first, second = lines[2:4]
+    assert first.startswith(
+        f"| `full` | – | 3 × 2 | 41.7% ({low:.1%} to {high:.1%}) | – | 317 (200) | 66.7% | 3.3 KiB |"
+    )
+    assert first.endswith("| 157 (77) | 0.0% | 633 |")
+    difference = bootstrap([0, 0.75, 1]) or (0, 0)
+    wilsons = f"100.0% ({wilson(1, 3)[0]:.1%} to 100.0% w)"
+    said = f"+58.3 ({points(difference[0])} to {points(difference[1])}) against `full`"
+    assert second.startswith(f"| `a\\|b` | 25 % | 3 × 2 | {wilsons} | {said} |")
+    assert second.endswith("| – |")
+    assert "## Group x\\_y" in text
+    assert "10,000 resamples, seed 7" in text
+    same = as_markdown(summarize([*FULL, *[replace(r, policy="a") for r in FULL]]))
+    assert "| +0.0 against `full` |" in same
+
+
+@pytest.mark.parametrize(
+    ("said", "want"),
+    [
+        (size(0), "0 B"), (size(1023), "1,023 B"), (size(1536), "1.5 KiB"), (size(2**20), "1.0 MiB"),
+        (size(2**30), "1.0 GiB"), (size(5 * 2**40), "5,120.0 GiB"), (points(0.125), "+12.5"),
+        (points(-0.03), "−3.0"), (points(-1e-9), "+0.0"), (budget_text(None), "–"), (budget_text(4096), "4,096"),
+        (budget_text(0.25), "25 %"), (budget_text(0.125), "12.5 %"),
+    ],
+)  # fmt: skip
+def test_units(said: str, want: str) -> None:
+    assert said == want
