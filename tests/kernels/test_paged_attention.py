@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,9 +24,13 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = list(TOLERANCE) if DEVICE.type == "cuda" else [torch.float32, torch.float16]
 
 
-# PARTS, MANY_LANES, SHORT. With the last, lanes of 17 tokens are long ones already, and those of 300 are cut as
-# others of 20,000.
-CUTS = {"few lanes": (((0, 128),), 10**6, 1024), "many": (((0, 512),), 0, 1024), "long": (((0, 16),), 0, 16)}
+# What the lanes are cut as. With the last, those of 17 tokens are long ones already, and what is left of prompts of
+# 300 is cut as lanes of 10,000 are; parts are whole blocks.
+CUTS: dict[str, dict[str, Any]] = {
+    "few lanes": {"PARTS": ((0, 128),), "MANY_LANES": 10**6},
+    "many": {"PARTS": ((0, 512),), "MANY_LANES": 0},
+    "long": {"PARTS": ((0, 16),), "SHORT": 16} | dict.fromkeys(("LARGE", "MEDIUM", "SMALL"), (16, 1, 3)),
+}
 
 
 @pytest.mark.parametrize("name", sorted(STORAGES))
@@ -58,8 +64,8 @@ def test_equals_its_twin(
     layer = seed % 2
     want, want_mass = ref.paged_attention(q, store.reader(rows), layer, group)
     with pytest.MonkeyPatch.context() as patch:
-        for name_of, value in zip(("PARTS", "MANY_LANES", "SHORT"), CUTS[cut], strict=True):
-            patch.setattr(kernel, name_of, value)
+        for constant, value in CUTS[cut].items():
+            patch.setattr(kernel, constant, value)
         got, mass = paged_attention(q, store.reader(rows), layer, group)
     # A logit's rounding is relative to the logit, and becomes a relative error of its probability.
     near = TOLERANCE[dtype] * max(1, 2 * spread)
@@ -67,6 +73,18 @@ def test_equals_its_twin(
     assert (mass is None) == (group is None)
     if mass is not None and want_mass is not None:
         assert_close(f"mass of {name}", mass, want_mass, atol=4 * near * max(1e-3, float(want_mass.max())))
+
+
+@pytest.mark.parametrize("prompt", [12, 60, 200, 500, 1100])
+def test_lanes_of_every_length_are_whole(prompt: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the length of the parts: some tens of tokens, or some hundreds in parts eight times as long."""
+    for constant, value in CUTS["long"].items():
+        monkeypatch.setattr(kernel, constant, value)
+    store = filled(STORAGES["plain"], "head", [prompt], steps=1, seed=2)
+    q = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    want, _ = ref.paged_attention(q, store.reader(), 0)
+    got, _ = paged_attention(q, store.reader(), 0)
+    assert_close("out", got, want, atol=2e-6)
 
 
 def test_a_sequence_does_not_notice_what_others_lose() -> None:
