@@ -1,11 +1,11 @@
-"""What the command lines of `bench` and `evaluate` share: errors of one sentence, and exit codes."""
+"""What command lines share: subcommands, errors of one sentence, and exit codes."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 from minithink.errors import MinithinkError, UsageError
 
@@ -19,7 +19,25 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; --help lists the options.\n")
 
 
-def exit_code(program: str, command: Callable[[], int]) -> int:
+def run(program: str, description: str, commands: Mapping[str, Any], argv: list[str] | None) -> int:
+    """Run one subcommand of `python -m program` → its exit code, as of `exit_code`.
+
+    Args:
+        commands: name → a module with `add_arguments(parser)` and `run(args, argv)`; the first line of its docstring
+            is its help.
+        argv: None: what the program was called with.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    parser = Parser(prog=f"python -m {program}", description=description)
+    choices = parser.add_subparsers(dest="command", required=True, metavar="|".join(commands))
+    for name, module in commands.items():
+        summary = (module.__doc__ or "").splitlines()[0]
+        module.add_arguments(choices.add_parser(name, help=summary, description=summary))
+    args = parser.parse_args(argv)
+    return exit_code(program, lambda: commands[args.command].run(args, argv))
+
+
+def exit_code(program: str, command: Callable[[], int], interrupted: str = "interrupted") -> int:
     """Run a command → its exit code: 0, 1 (it failed), 2 (it makes no sense as asked) or 130 (interrupted)."""
     try:
         return command()
@@ -27,5 +45,5 @@ def exit_code(program: str, command: Callable[[], int]) -> int:
         print(f"{program}: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
-        print(f"\n{program}: interrupted", file=sys.stderr)
+        print(f"\n{program}: {interrupted}", file=sys.stderr)
         return INTERRUPTED

@@ -33,6 +33,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from minithink.commands import exit_code
 from minithink.config import ModelConfig
 from minithink.errors import MinithinkError, UsageError
 from minithink.model import Decoder, Rope
@@ -387,7 +388,8 @@ def main(argv: list[str] | None = None) -> int:
         kind = {"int": int, "float": float}[str(field.type)]
         parser.add_argument("--" + field.name.replace("_", "-"), type=kind, default=field.default)
     args = parser.parse_args(argv)
-    try:
+
+    def run() -> int:
         recipe = Recipe(**{f.name: getattr(args, f.name) for f in fields(Recipe)})
         # Rows of the vocabulary are padded to a multiple of 64, which matrix units like.
         vocab = -(-Tokenizer.from_folder(args.tokenizer).vocab_size // 64) * 64
@@ -396,13 +398,9 @@ def main(argv: list[str] | None = None) -> int:
             recipe, config, args.tokenizer, args.output,
             device=args.device, workers=args.workers, resume=args.resume,
         )  # fmt: skip
-    except MinithinkError as error:
-        print(f"minithink.train: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-    except KeyboardInterrupt:
-        print(f"\nminithink.train: interrupted; go on with --resume --output {args.output}", file=sys.stderr)
-        return 130
-    return 0
+        return 0
+
+    return exit_code("minithink.train", run, f"interrupted; go on with --resume --output {args.output}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 
 from minithink.bench import record
 from minithink.engine import Engine, load
-from minithink.errors import MinithinkError
+from minithink.figures import need_matplotlib
 from minithink.kv.manager import KVManager
 from minithink.policies import lookup, parse, split, takes_budget
 from minithink.tasks.facts import draw_problem, draw_trace
@@ -107,12 +107,7 @@ def measure(engine: Engine, name: str, ids: list[int], prompt: int, budget: int)
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Stacked bars, one a policy."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise MinithinkError(
-            "A plot needs matplotlib, which is not installed: run `pip install minithink[plots]`."
-        ) from None
+    matplotlib = need_matplotlib()
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 

@@ -20,7 +20,7 @@ from decimal import Decimal
 from typing import Any
 
 from minithink.errors import MinithinkError, UsageError
-from minithink.tasks import boxed
+from minithink.tasks import boxed, same_characters
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,6 @@ def grade(text: str, answer: str, grader: str) -> Graded:
     if grader not in GRADERS:
         raise UsageError(f"There is no grader {grader!r}; there are {', '.join(GRADERS)}.")
     return GRADERS[grader].grade(text, answer)
-
-
-def _same_characters(found: str, answer: str) -> bool:
-    return re.sub(r"\s", "", found) == re.sub(r"\s", "", answer)
 
 
 # --- number
@@ -120,7 +116,7 @@ def _same_mathematics(found: str, answer: str) -> bool:
     if threading.current_thread() is not threading.main_thread():
         # Its limits of time are signals, which only the main thread gets; without them 9^{9^9} never ends.
         raise MinithinkError("The grader math works in the main thread only: grade there.")
-    if _same_characters(found, answer):
+    if same_characters(found, answer):
         return True  # even where math-verify can read neither
 
     def read(text: str) -> list[Any]:
@@ -146,7 +142,7 @@ def _math_verify() -> tuple[Callable[..., list[Any]], Callable[..., bool]]:
 
 
 GRADERS: Mapping[str, Grader] = {
-    "exact": Grader(boxed, _same_characters),
+    "exact": Grader(boxed, same_characters),
     "math": Grader(boxed, _same_mathematics),
     "number": Grader(_find_number, _same_number),
     "choice": Grader(_find_choice, lambda found, answer: found == answer.strip()),

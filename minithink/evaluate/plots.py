@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate.journal import join, read
 from minithink.evaluate.summary import FULL, Row, budget_text, size, summarize
+from minithink.figures import need_matplotlib
 from minithink.files import replace
 
 if TYPE_CHECKING:
@@ -115,12 +116,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
 @contextmanager
 def _settings() -> Iterator[None]:
     """matplotlib as it comes, with RC; the user's own settings are back afterwards."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise MinithinkError(
-            "A plot needs matplotlib, which is not installed: run `pip install minithink[plots]`."
-        ) from None
+    matplotlib = need_matplotlib()
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(RC)

@@ -513,10 +513,7 @@ class KVManager:
         drop = self._dropped(evictions, step)
         for edit in moves:
             where = torch.zeros_like(drop)
-            if edit.layer is None:
-                where |= edit.where
-            else:
-                where[min(edit.layer, len(where) - 1)] |= edit.where
+            _mark(where, edit.where, edit.layer)
             where &= step.active[None, :, None, None]
             self.store.requantize(where & ~drop, edit.fmt, edit.how)
         if evictions and bool(drop.any()):
@@ -529,10 +526,7 @@ class KVManager:
         for edit in edits:
             if not isinstance(edit, Evict):
                 raise ValueError(f"{step.policy.name} is recordable and yields {type(edit).__name__}")
-            if edit.layer is None:
-                drop |= edit.drop
-            else:
-                drop[min(edit.layer, len(drop) - 1)] |= edit.drop
+            _mark(drop, edit.drop, edit.layer)
         drop &= step.active[None, :, None, None]  # a prompt that is read in chunks stays whole
         return drop & ~step.protected()
 
@@ -681,6 +675,14 @@ class KVManager:
     def reserved_bytes(self) -> int:
         """All bytes, used or not."""
         return self.ledger().total
+
+
+def _mark(mask: Tensor, more: Tensor, layer: int | None) -> None:
+    """Add the tokens of an edit. mask: bool [Lt, R, Ht, S]; more: likewise, or [R, Ht, S] of a layer."""
+    if layer is None:
+        mask |= more
+    else:
+        mask[min(layer, len(mask) - 1)] |= more
 
 
 def _of_active(new: Tensor, held: Tensor, now: _Pass) -> Tensor:

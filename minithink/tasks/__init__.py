@@ -67,4 +67,9 @@ def boxed(text: str) -> str | None:
 def grade(text: str, answer: str) -> bool:
     """Whether the last box of a generated text holds `answer`, spaces apart."""
     found = boxed(text)
-    return found is not None and re.sub(r"\s", "", found) == re.sub(r"\s", "", answer)
+    return found is not None and same_characters(found, answer)
+
+
+def same_characters(found: str, answer: str) -> bool:
+    """Whether two answers are equal, spaces apart."""
+    return re.sub(r"\s", "", found) == re.sub(r"\s", "", answer)
