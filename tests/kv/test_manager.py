@@ -234,6 +234,26 @@ def test_lanes_may_have_budgets_of_their_own() -> None:
 # -- protection, and what is refused
 
 
+@pytest.mark.parametrize("scope", SCOPES)
+def test_an_edit_of_one_layer_leaves_the_others_alone(scope: Scope) -> None:
+    """Where layers share a table, it is that table's edit."""
+
+    class InOneLayer(Full):
+        def decide(self, step: Step) -> Iterable[Edit]:
+            pos = step.pos(1)
+            yield Evict((pos >= 0) & (pos < 4), layer=1)
+            yield Evict((pos >= 6) & (pos < 8), layer=1)
+
+    config = example_config()
+    decoder = random_decoder(config)
+    manager = manager_for(decoder, InOneLayer(scope))
+    manager.join(0, 20, 9)
+    feed(decoder, manager, {0: text_of(config, 9, 0)})
+    everything, late = list(range(9)), [4, 5, 8]
+    heads = config.num_kv_heads if scope == "head" else 1
+    assert kept(manager, 0) == ([late] if scope == "sequence" else [everything] * heads + [late] * heads)
+
+
 def test_a_protected_prompt_needs_room() -> None:
     config = example_config()
     decoder = random_decoder(config)
