@@ -1,7 +1,7 @@
 """Hypothesis profiles, shared fixtures, and the record of a nightly run.
 
 `HYPOTHESIS_PROFILE=nightly` draws ten times as many examples, new ones every night, and writes how it went to
-`docs/results/nightly.json`.
+`docs/results/nightly.json`. `sanitize` draws two: for tools that make kernels many times slower.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _fine = [
 ]  # fmt: skip
 settings.register_profile("ci", max_examples=100, derandomize=True, deadline=None, suppress_health_check=_fine)
 settings.register_profile("nightly", max_examples=1000, deadline=None, suppress_health_check=_fine)
+settings.register_profile("sanitize", max_examples=2, derandomize=True, deadline=None, suppress_health_check=_fine)
 settings.load_profile(PROFILE)
 
 if "PYTEST_XDIST_WORKER" in os.environ:

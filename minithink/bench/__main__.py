@@ -1,4 +1,4 @@
-"""The command line: `python -m minithink.bench decode|accuracy|paged|memory|attention|steps|compile|tables`."""
+"""The command line: `python -m minithink.bench COMMAND`, one for each module of COMMANDS."""
 
 from __future__ import annotations
 
@@ -6,13 +6,24 @@ import sys
 from importlib.util import find_spec
 
 from minithink import commands
-from minithink.bench import accuracy, attention, compile, decode, memory, paged, tables
+from minithink.bench import (
+    accuracy,
+    append,
+    attention,
+    compile,
+    counters,
+    decode,
+    memory,
+    paged,
+    sanitize,
+    tables,
+)
 
-MODULES = [decode, accuracy, paged, memory, attention, compile, tables]
+MODULES = [decode, accuracy, paged, memory, attention, append, counters, sanitize, compile, tables]
 if find_spec("triton") is not None:  # it exists for Linux only
     from minithink.bench import steps
 
-    MODULES.insert(5, steps)
+    MODULES.insert(MODULES.index(counters), steps)
 COMMANDS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 

@@ -188,6 +188,37 @@ def attention(result: dict[str, Any]) -> list[str]:
     return [*markdown(rows), "", *_bandwidths(result), _source(result)]
 
 
+def append(result: dict[str, Any]) -> list[str]:
+    """Time of what a new token costs before attention, and its share, one row a batch and format."""
+    rows: list[tuple[str, ...]] = [
+        ("sequences", "tokens of each", "format", "append", "buffer's share", "attention", "of attention's time")
+    ]
+    for m in result["measurements"]:
+        times = (f"{m[name + '_microseconds']:,.1f} µs" for name in ("append", "buffer", "attention"))
+        rows.append((f"{m['batch']}", f"{m['length']:,}", m["format"], *times, f"**{m['share']:.1%}**"))
+    return [*markdown(rows), "", _source(result)]
+
+
+def counters(result: dict[str, Any]) -> list[str]:
+    """Hardware counters of attention's kernels, one row each."""
+    rows: list[tuple[str, ...]] = [
+        ("case", "kernel", "bandwidth of memory", "issue slots", "warps", "cycles that a warp waits for memory")
+    ]
+    for m in result["measurements"]:
+        shares = (f"{m[name]:.0f}%" for name in ("dram", "issue", "warps"))
+        shape = f"{m['case']}: {m['batch']} × {m['length']:,}"
+        rows.append((shape, f"`{m['kernel']}`", *shares, f"{m['waiting_for_memory']:.1f}"))
+    return [*markdown(rows), "", _source(result)]
+
+
+def sanitize(result: dict[str, Any]) -> list[str]:
+    """What compute-sanitizer found, one row a tool."""
+    rows: list[tuple[str, ...]] = [("tool", "errors", "processes", "tests")]
+    for m in result["measurements"]:
+        rows.append((m["tool"], f"**{m['errors']}**", f"{m['processes']}", m["tests"]))
+    return [*markdown(rows), "", _source(result)]
+
+
 def _time(m: dict[str, Any]) -> str:
     """A time in microseconds, to three digits or more, and what it gains."""
     digits = next(d for d, least in ((0, 100), (1, 10), (2, 0)) if m["microseconds"] >= least)
@@ -267,5 +298,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "cache-speed": paged,
     "cache-bytes": memory,
     "attention": attention,
+    "append": append,
     "steps": steps,
+    "counters": counters,
+    "sanitize": sanitize,
 }

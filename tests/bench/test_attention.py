@@ -5,19 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
 from minithink.bench import record, tables
-from minithink.bench.__main__ import main
+from tests.bench.result import RESULT, says_that_there_is_no_gpu
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["attention", "--output", str(tmp_path / "attention.json")]) == 1
-    [line] = capsys.readouterr().err.splitlines()
-    assert "NVIDIA GPU" in line
-    assert not list(tmp_path.iterdir())
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    says_that_there_is_no_gpu("attention", tmp_path)
 
 
 def test_the_table(tmp_path: Path) -> None:
@@ -25,9 +18,7 @@ def test_the_table(tmp_path: Path) -> None:
         return {"batch": batch, "length": 4096, "format": name, "microseconds": microseconds, **more}
 
     result = {
-        "benchmark": "attention", "complete": True, "command": "python -m minithink.bench attention",
-        "date": "2031-02-03T04:05:06Z", "commit": "0123456789abcdef", "machine": {"cpu": "A CPU", "gpu": "A GPU"},
-        "versions": {"torch": "2.9"},
+        **RESULT, "benchmark": "attention",
         "measurements": [
             row(1, "sdpa", 12.34), row(1, "bf16", 9.876, ratio=1.249), row(64, "sdpa", 1234.5),
             row(64, "bf16", 250.4, ratio=4.93), row(64, "nvfp4", 80.0, ratio=3.13),

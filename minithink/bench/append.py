@@ -1,0 +1,142 @@
+"""What a new token costs before attention: its slots are taken, it is rotated, quantized and written.
+
+A store of several layers is filled token by token, as decoding fills it, by a CUDA graph that moves itself on; then
+its replays are timed, and attention over the same store. Formats whose groups span tokens write to a buffer, which is
+quantized when it is full, kernel by kernel: that time is divided by the buffer's tokens. Everything counts that the
+cache does once a step for all layers: counting, taking slots, noting places.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minithink.backend import triton_backend
+from minithink.bench import record
+from minithink.bench.attention import DIM, FORMATS, HEADS, KV_HEADS, timed
+from minithink.errors import MinithinkError
+from minithink.kv.contract import Shape, Storage
+from minithink.kv.store import PagedStore
+
+DEFAULT = "append"
+LAYERS = 16
+LIMIT = 0.05  # of attention's time, from FROM sequences on
+FROM = 64
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `bench append`."""
+    add = parser.add_argument
+    add("--batches", type=record.positive, nargs="+", default=[1, 64, 256], metavar="N", help="default: 1 64 256")
+    add("--length", type=record.positive, default=1024, metavar="N", help="tokens of each (default 1024)")
+    add("--repeats", type=record.positive, default=64, metavar="N", help="steps that are timed (default 64)")
+    add("--output", metavar="FILE", help=f"default: docs/results/{DEFAULT}.json")
+
+
+def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Measure, write, print."""
+    if not torch.cuda.is_available():
+        raise MinithinkError("bench append measures kernels on an NVIDIA GPU, and torch finds none here.")
+    path = Path(args.output) if args.output else record.default_path(DEFAULT)
+    result = record.new(DEFAULT, list(argv), "cuda")
+    result["settings"] = {
+        "query_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "dtype": "bfloat16", "layers": LAYERS,
+        "repeats": args.repeats, "goal": LIMIT, "goal_from_batch": FROM,
+    }  # fmt: skip
+    result["measurements"] = []
+    for batch in args.batches:
+        for name, storage in FORMATS.items():
+            m = {"batch": batch, "length": args.length, "format": name}
+            m |= measure(storage, batch, args.length, args.repeats)
+            result["measurements"].append(m)
+            record.write(path, result)
+            print(
+                f"{batch:4} x {args.length:6}  {name:24} append {m['append_microseconds']:7.2f} us  "
+                f"buffer {m['buffer_microseconds']:7.2f} us  attention {m['attention_microseconds']:8.1f} us  "
+                f"{m['share']:6.1%}", flush=True,
+            )  # fmt: skip
+            torch.cuda.empty_cache()
+    result["complete"] = True
+    record.write(path, result)
+    print(f"written to {path}", file=sys.stderr)
+    return 0
+
+
+def measure(storage: Storage, batch: int, length: int, repeats: int) -> dict[str, Any]:
+    """Microseconds of a layer in one step: to append, for the buffer's share, to attend; and the share of both."""
+    ops = triton_backend()
+    shape = Shape(LAYERS, batch, KV_HEADS, HEADS, DIM, HEADS * DIM, "head", torch.device("cuda"))
+    rows, size = list(range(batch)), storage.buffer
+    total = length + repeats + 8
+    store = _store(shape, storage, total)
+    at = torch.arange(batch, device="cuda")
+    active = torch.ones(batch, dtype=torch.bool, device="cuda")
+    lengths, waiting = torch.zeros(2, batch, dtype=torch.int64, device="cuda").unbind()
+    q = torch.randn(batch, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, batch, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16).unbind()
+    cos, sin = torch.rand(2, batch, 1, DIM, device="cuda").unbind()
+
+    def step() -> None:
+        writer = store.append_next(at, active, lengths, waiting)
+        for layer in range(LAYERS):
+            ops.append(q, k, v, cos, sin, writer, layer)
+        lengths.add_(1)
+        if size:
+            waiting.add_(1)
+
+    # The first tokens, and all kernels compiled: as a step of the loop does it.
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    side.synchronize()
+    store.appended(rows, [0] * batch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    steps: list[float] = []
+    flushes: list[float] = []
+    for n in range(1, total):
+        if size and store.waiting[0] == size:
+            flushes.append(_microseconds(lambda: store.flush(rows)))
+            waiting.zero_()
+        steps.append(_microseconds(graph.replay))
+        store.appended(rows, [n] * batch)
+    if bool(store.overflow):
+        raise MinithinkError(f"The pool was too small for {batch} sequences of {total} tokens.")
+    read = store.reader()
+    attention = timed(lambda i: ops.paged_attention(q, read, i, None), LAYERS, 20) * 1e6
+    append = statistics.median(steps[-repeats:]) / LAYERS
+    buffer = statistics.median(flushes[len(flushes) // 2 :]) / LAYERS / size if flushes else 0.0
+    out = {"append_microseconds": append, "buffer_microseconds": buffer, "attention_microseconds": attention}
+    share = (append + buffer) / attention
+    return out | {"share": share} | ({"target_reached": share <= LIMIT} if batch >= FROM else {})
+
+
+def _store(shape: Shape, storage: Storage, tokens: int) -> PagedStore:
+    """An empty store with room for so many tokens of each row."""
+    lanes = shape.layers * shape.rows * shape.kv_heads
+    one = PagedStore(
+        Shape(1, 1, 1, 1, DIM, DIM, "head", shape.device), storage, pages=1, scale_rows=1, dtype=torch.bfloat16
+    )
+    lay = one.layouts[one.home[0]]
+    pages = -(-tokens // lay.slots)
+    rows = lanes * (-(-tokens // lay.k.group) + 1) if lay.by_token else 0
+    return PagedStore(
+        shape, storage, pages=lanes * pages, scale_rows=rows, dtype=torch.bfloat16, columns=tokens, table_width=pages,
+        backend=triton_backend(),
+    )  # fmt: skip
+
+
+def _microseconds(run: Callable[[], object]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
