@@ -47,3 +47,14 @@ def exit_code(program: str, command: Callable[[], int], interrupted: str = "inte
     except KeyboardInterrupt:
         print(f"\n{program}: {interrupted}", file=sys.stderr)
         return INTERRUPTED
+
+
+def positive(text: str) -> int:
+    """For argparse: a whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return value
