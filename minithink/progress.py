@@ -13,7 +13,7 @@ Advance = Callable[[bool], None]  # called with every sequence that ends: is it 
 
 
 @contextmanager
-def progress(total: int, done: int, label: str = "") -> Iterator[Advance]:
+def progress(total: int, done: int, label: str = "", silent: bool = False) -> Iterator[Advance]:
     """Show on standard error how many sequences are done, how many of those of this run are right, and when the rest
     will be done if they are as fast.
 
@@ -21,7 +21,11 @@ def progress(total: int, done: int, label: str = "") -> Iterator[Advance]:
         total: sequences.
         done: of these, before.
         label: what runs, in front of all that.
+        silent: show nothing; another process does.
     """
+    if silent:
+        yield lambda is_right: None
+        return
     right = seen = 0
     begin = last = time.monotonic()
     if sys.stderr.isatty():
