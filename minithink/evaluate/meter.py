@@ -40,7 +40,7 @@ class Meter(Protocol):
         """These took part: one whose prompt was read, or all that decode."""
 
     def take(self, sequences: Sequence[Track]) -> list[Held]:
-        """What these sequences held. They have ended, and are forgotten."""
+        """What these sequences held, which have ended; to be asked before the stream goes on. They are forgotten."""
 
 
 def meter(stream: Stream) -> Meter:
