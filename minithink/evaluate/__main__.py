@@ -1,30 +1,40 @@
 """The command line: `python -m minithink.evaluate --policies … --output-dir DIR`, and its companions
-`python -m minithink.evaluate plot DIR…` and `python -m minithink.evaluate tune …`."""
+`python -m minithink.evaluate plot DIR…`, `… tune …` and `… margins`."""
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 from minithink import commands
-from minithink.evaluate import plots, runner, tune
+from minithink.errors import UsageError
 
-COMMANDS = {"plot": plots, "tune": tune}  # a first word that is none of these is an option of the run itself
-PROGRAM = "minithink.evaluate"
+PROGRAM, DESCRIPTION = "minithink.evaluate", "Accuracy, length and memory of policies."
+COMMANDS = ("plot", "tune", "margins")  # a first word that is none of these is an option of the run itself
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run it → exit code: 0, 1 (it failed), 2 (it makes no sense as asked) or 130 (interrupted)."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] and argv[0] in COMMANDS:
-        return commands.run(PROGRAM, "Accuracy, length and memory of policies.", COMMANDS, argv)
+    first = argv[0] if argv else ""
+    if first in COMMANDS:  # only its own module is imported: a plot needs no torch
+        module = import_module(f"minithink.evaluate.{'plots' if first == 'plot' else first}")
+        return commands.run(PROGRAM, DESCRIPTION, {first: module}, argv)
+    return commands.exit_code(PROGRAM, lambda: _run(first, argv))
+
+
+def _run(first: str, argv: list[str]) -> int:
+    if first and not first.startswith("-"):
+        raise UsageError(f"There is no command {first!r}; there are {', '.join(COMMANDS)}, and options (--help).")
+    from minithink.evaluate import runner
+
     parser = commands.Parser(
-        prog=f"python -m {PROGRAM}", description="Accuracy, length and memory of policies.",
-        epilog=f"`python -m {PROGRAM} plot DIR…` redraws pictures, `python -m {PROGRAM} tune …` chooses "
-        "hyperparameters.",
+        prog=f"python -m {PROGRAM}", description=DESCRIPTION,
+        epilog=f"`python -m {PROGRAM} plot DIR…` redraws pictures, `… tune` chooses hyperparameters, `… margins` "
+        "counts where another batch size may change a result.",
     )  # fmt: skip
     runner.add_arguments(parser)
-    args = parser.parse_args(argv)
-    return commands.exit_code(PROGRAM, lambda: runner.run(args, argv))
+    return runner.run(parser.parse_args(argv), argv)
 
 
 if __name__ == "__main__":

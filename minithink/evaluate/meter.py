@@ -7,7 +7,7 @@ of their own (`kv/apart.py`), the ledger is asked after every step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -20,6 +20,8 @@ from minithink.kv.full import FullCache
 from minithink.kv.manager import KVManager
 from minithink.kv.view import ACTIVE
 from minithink.stream import Stream, Track
+
+Watch = Callable[[list[Track]], object]  # Stream.on_step
 
 
 class Held(NamedTuple):
@@ -53,6 +55,16 @@ def meter(stream: Stream) -> Meter:
         raise ValueError("only streams of a fixed shape are measured: Engine.stream(fixed=True)")
     stream.on_step = measure
     return measure
+
+
+def both(one: Watch, other: Watch) -> Watch:
+    """Calls one, then the other."""
+
+    def call(sequences: list[Track]) -> None:
+        one(sequences)
+        other(sequences)
+
+    return call
 
 
 class DeviceMeter:

@@ -27,9 +27,10 @@ from minithink.evaluate import plots, summary
 from minithink.evaluate.datasets import Example, load_dataset
 from minithink.evaluate.grading import GRADERS, grade
 from minithink.evaluate.journal import Journal, Key, Record, read, text_hash
-from minithink.evaluate.meter import Held, meter
+from minithink.evaluate.meter import Held, both, meter
 from minithink.evaluate.plan import Cell, budgets, check, plan, policy_of, tokens_of
 from minithink.evaluate.ranks import Ranks
+from minithink.evaluate.recall import Recall
 from minithink.evaluate.summary import FULL, Row
 from minithink.policies import split
 from minithink.progress import progress
@@ -57,23 +58,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of them that do not say what is compared."""
+    add_drawing_arguments(parser)
+    add = parser.add_argument
+    add("--grader", default="exact", choices=list(GRADERS), help="of files that name none (default: exact)")
+    add("--batch-size", type=positive, metavar="N", help=f"rows at once, from beginning to end (default: {GPU_BATCH} "
+        f"on a GPU, else {CPU_BATCH})")  # fmt: skip
+    add("--recall", action="store_true", help="also find how many of the tokens that full attention looks at most "
+        "are kept: slow, for reference")  # fmt: skip
+    add("--output-dir", type=Path, required=True, metavar="DIR", help="where the results go")
+    add("--resume", action="store_true", help="finish what is in DIR")
+    add("--keep-text", action="store_true", help="keep what was generated in results.jsonl, not only its hash")
+
+
+def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those that say what is generated with the full cache."""
     add = parser.add_argument
     add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
     add("--dataset", default="facts", help="an embedded family, MATH-500, AIME24, …, a .jsonl, .csv, .json or "
         ".parquet file, or hub:owner/name (default: facts)")  # fmt: skip
     add("--split", help="of the dataset (default: test)")
-    add("--grader", default="exact", choices=list(GRADERS), help="of files that name none (default: exact)")
     add("--num-samples", type=positive, default=1, metavar="N", help="sequences for each problem (default: 1)")
     add("--temperature", type=float, help="0 is greedy (this and the next default to the model's own)")
     add("--top-p", type=float, help="1 is off")
     add("--seed", type=int, default=0, help="of the draws (default: 0)")
     add("--limit", type=positive, metavar="N", help="only the first N problems")
-    add("--batch-size", type=positive, metavar="N", help=f"rows at once, from beginning to end (default: {GPU_BATCH} "
-        f"on a GPU, else {CPU_BATCH})")  # fmt: skip
     add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what the context leaves")
-    add("--output-dir", type=Path, required=True, metavar="DIR", help="where the results go")
-    add("--resume", action="store_true", help="finish what is in DIR")
-    add("--keep-text", action="store_true", help="keep what was generated in results.jsonl, not only its hash")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", choices=("auto", *DTYPES))
     add("--backend", default="auto", help="auto, reference, triton")
@@ -162,7 +171,7 @@ class Job:
     def __init__(
         self, engine: Engine, examples: list[Example], args: argparse.Namespace, policies: list[str]
     ) -> None:
-        self.engine, self.examples, self.schedule, self.keep_text = engine, examples, args.schedule, args.keep_text
+        self.engine, self.examples, self.args = engine, examples, args
         self.prompts = [engine.prompt_ids(example.question) for example in examples]
         own = engine.generation_config
         self.drawing = {  # options of Engine.stream
@@ -185,6 +194,7 @@ class Job:
             "policies": list(dict.fromkeys(policies)),
             "budgets": args.budgets,
             "schedule": args.schedule,
+            "recall": args.recall,
             **self.drawing,
             "dtype": str(engine.dtype).removeprefix("torch."),
             "backend": engine.decoder.backend.name,
@@ -206,7 +216,9 @@ class Job:
             lengths: the same of single sequences, by problem and sample, as far as they are known.
         """
         stream = self.stream(cell, mean)
-        measure = meter(stream)
+        measure, recall = meter(stream), Recall(stream) if self.args.recall else None
+        if recall is not None:
+            stream.on_step = both(measure, recall)
         keys = self.keys(cell)
         chosen = [s for s in stream.sequences if keys[s.number] in wanted]
         stream.sequences = in_order(chosen, [lengths.get(keys[s.number][2:], 0) for s in chosen])
@@ -221,12 +233,13 @@ class Job:
             last = now
             ended = [s for s in advanced if s.finish_reason]
             for s, held in zip(ended, measure.take(ended), strict=True):
-                yield self._record(stream, s, keys[s.number], held, each - began.pop(s.number))
+                share = recall.take(s) if recall is not None else None
+                yield self._record(stream, s, keys[s.number], held, each - began.pop(s.number), share)
 
     def stream(self, cell: Cell, mean: float) -> Stream:
         """Of all sequences of a cell, with the budget of each."""
         own = [tokens_of(cell.budget, len(prompt), mean) for prompt in self.prompts]
-        policy = policy_of(cell, self.schedule, longest=max(n or 0 for n in own))
+        policy = policy_of(cell, self.args.schedule, longest=max(n or 0 for n in own))
         # Without kernels the full cache is read fastest from one plain buffer a sequence.
         plain = cell.policy == FULL and not self.engine.records
         stream = self.engine.stream(self.prompts, policy=None if plain else policy, fixed=True, **self.drawing)
@@ -234,7 +247,7 @@ class Job:
             s.budget = own[s.prompt_index]
         return stream
 
-    def _record(self, stream: Stream, s: Track, key: Key, held: Held, seconds: float) -> Record:
+    def _record(self, stream: Stream, s: Track, key: Key, held: Held, seconds: float, recall: float | None) -> Record:
         tokenizer, example = self.engine.tokenizer, self.examples[s.prompt_index]
         text = tokenizer.decode(s.tokens[:-1] if s.tokens[-1] in stream.stop_ids else s.tokens)
         # What a sequence writes while it still thinks is no answer.
@@ -246,7 +259,7 @@ class Job:
             generated_tokens=len(s.tokens), thinking_tokens=count_thinking(tokenizer, s.prompt, s.tokens),
             kv_bytes_peak=held.bytes_peak, kv_bytes_mean=held.bytes_mean, tokens_peak=held.tokens_peak,
             tokens_mean=held.tokens_mean, steps=held.steps, evicting_steps=held.evicting_steps, seconds=seconds,
-            text_sha=text_hash(text), text=text if self.keep_text else None,
+            text_sha=text_hash(text), text=text if self.args.keep_text else None, recall=recall,
         )  # fmt: skip
 
 
