@@ -37,7 +37,7 @@ MAY_DIFFER = {
     "trace": "a recording beside the results",
 }
 # Settings in which runs may differ that are shown in one picture: what is compared there.
-COMPARED = ("policies", "budgets", "schedule", "batch_size", *MAY_DIFFER)
+COMPARED = ("policies", "budgets", "schedule", "batch_size", "backend", "recall", "keep_text", *MAY_DIFFER)
 
 
 class Key(NamedTuple):

@@ -113,6 +113,8 @@ def evaluate(args: argparse.Namespace, argv: list[str], ranks: Ranks) -> list[Ro
     for grader in {example.grader for example in examples}:
         grade(r"\boxed{1}", "1", grader)
     engine = load(args.model, device=ranks.device(args.device), dtype=args.dtype, backend=args.backend)
+    if (ignored := engine.generation_config.ignored) and not ranks.rank:
+        _say(f"generation_config.json asks for {', '.join(ignored)}, which is not supported and is left out")
     job = Job(engine, examples, args, [cell.policy for cell in cells])
     check(cells, args.schedule, max(map(len, job.prompts)))
     about = {

@@ -104,6 +104,14 @@ def test_beside_a_loop(graphed: Engine, policy: str) -> None:
     check(stream, "budget" in policy)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_on_a_gpu(model: Path, policy: str) -> None:
+    stream = stream_of(load(model, device="cuda"), policy)
+    assert isinstance(stream.cache, KVManager)
+    check(stream, "budget" in policy)
+
+
 @pytest.mark.parametrize("policy", [None, *POLICIES])
 def test_with_caches_of_their_own(engine: Engine, policy: str | None) -> None:
     stream = stream_of(engine, policy)

@@ -28,6 +28,7 @@ from minithink.kv.apart import Apart
 from minithink.sampling import filter_logits, gumbel
 from minithink.stream import Stream, Track
 from tests.evaluate.run import NEW, QUESTIONS, evaluate, options, recorded
+from tests.fixtures_checkpoint import write_checkpoint
 from tests.test_loop import Launched
 
 torch.set_num_threads(1)
@@ -292,6 +293,31 @@ def test_beside_the_loop_of_a_gpu(
     names = ("text_sha", "right", "generated_tokens", "tokens_peak", "tokens_mean", "steps", "evicting_steps")
     for key, want in whole.items():
         assert [got[key][name] for name in names] == [want[name] for name in names], key
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_order_and_interruption_change_nothing_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, and so do the bytes, which are counted by a graph."""
+    words = ["--dataset", "facts", "--split", "validation", "--device", "cuda", "--batch-size", "4", "--limit", "9"]
+    words += ["--max-new-tokens", "300", "--policies"]
+    words += ["full,rkv:budget=200,buffer=16,kivi,window:budget=150+quant:fmt=fp8"]
+    assert main([*words, "--output-dir", str(tmp_path / "whole")]) == 0
+    monkeypatch.setattr(runner, "in_order", backwards)
+    given = [*words, "--output-dir", str(tmp_path / "parts")]
+    for after in (5, 21):
+        with monkeypatch.context() as patch:
+            interrupt(patch, after)
+            assert main([*given, "--resume"]) == 130
+    assert main([*given, "--resume"]) == 0
+    assert recorded(tmp_path / "parts") == recorded(tmp_path / "whole")
+
+
+def test_what_a_checkpoint_asks_for_in_vain_is_said(
+    problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    penalized = write_checkpoint(tmp_path / "model", generation={"repetition_penalty": 1.1})
+    evaluate(penalized, problems, tmp_path / "out", limit=1, max_new_tokens=2)
+    assert "generation_config.json asks for repetition_penalty = 1.1, which" in capsys.readouterr().err
 
 
 def test_what_cannot_be_recorded_goes_apart(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

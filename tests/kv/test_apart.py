@@ -23,13 +23,13 @@ torch.set_num_threads(1)
 
 
 class Push(Policy):
-    """Steers: adds a vector that depends on the layer and the sequence's clock."""
+    """Steers: adds what depends on the layer, the sequence's clock and its newest token."""
 
     name = "push"
 
     def steer(self, step: Step, layer: int, hidden: Tensor) -> Tensor:
         assert hidden.shape[0] == 1, "of one sequence alone"
-        return hidden + 0.1 * (layer + 1) + 0.01 * step.clock[:, None]
+        return hidden + 0.1 * (layer + 1) + 0.01 * (step.clock + step.tokens)[:, None]
 
 
 def caches(decoder: Decoder, kind: str) -> Any:
