@@ -73,7 +73,7 @@ class DeviceMeter:
     def __init__(self, cache: KVManager) -> None:
         self.cache = cache
         rows = len(cache.rows)
-        # after the prompt: tokens, bytes; steps, of these with an eviction; tokens: sum, peak; bytes: sum, peak
+        # tokens and bytes after the prompt; steps, of these with an eviction; sums of tokens and bytes; their peaks
         self.sums = torch.zeros(8, rows, dtype=torch.float64, device=cache.device)
         self.before = cache.store.count.clone()  # tokens that the lanes held
         self._row = dict[int, int]()  # of a sequence's number
@@ -119,11 +119,9 @@ class DeviceMeter:
         tokens = count.double().mean((0, 2))
         size = (self.cache.store.held().sum(0) + values[2]).double()
         lost = (count <= self.before).any(2).any(0)
-        ones = torch.ones_like(tokens)
-        sums[2:5] += torch.where(active, torch.stack((ones, lost.double(), tokens)), 0)
-        sums[6] += torch.where(active, size, 0)
-        sums[5] = torch.where(active, torch.maximum(sums[5], tokens), sums[5])
-        sums[7] = torch.where(active, torch.maximum(sums[7], size), sums[7])
+        now = torch.stack((torch.ones_like(tokens), lost.double(), tokens, size)).masked_fill(~active, 0)
+        sums[2:6] += now
+        sums[6:8] = torch.maximum(sums[6:8], now[2:])
         self.before.copy_(torch.where(active[None, :, None], count, self.before))
 
     def take(self, sequences: Sequence[Track]) -> list[Held]:
@@ -133,7 +131,7 @@ class DeviceMeter:
 
 def _held(
     prompt_tokens: float, prompt_bytes: float, steps: float, evicting: float,
-    tokens: float, tokens_peak: float, size: float, size_peak: float,
+    tokens: float, size: float, tokens_peak: float, size_peak: float,
 ) -> Held:  # fmt: skip
     """From a column of sums."""
     if not steps:
@@ -184,4 +182,4 @@ class LedgerMeter:
 
     def take(self, sequences: Sequence[Track]) -> list[Held]:
         ended = [self._sums.pop(s.number) for s in sequences]
-        return [_held(*x.prompt, x.steps, x.evicting, x.tokens, x.tokens_peak, x.size, x.size_peak) for x in ended]
+        return [_held(*x.prompt, x.steps, x.evicting, x.tokens, x.size, x.tokens_peak, x.size_peak) for x in ended]

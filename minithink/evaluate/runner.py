@@ -223,7 +223,8 @@ class Job:
             stream.on_step = both(measure, recall)
         keys = self.keys(cell)
         chosen = [s for s in stream.sequences if keys[s.number] in wanted]
-        stream.sequences = in_order(chosen, [lengths.get(keys[s.number][2:], 0) for s in chosen])
+        # where nothing is known of its length, a long question makes a long answer
+        stream.sequences = in_order(chosen, [lengths.get(keys[s.number][2:], len(s.prompt)) for s in chosen])
         began = dict[int, float]()
         each, last = 0.0, time.perf_counter()  # seconds that a sequence would have if it had decoded from the start
         for advanced in stream.advances():

@@ -18,7 +18,8 @@ from minithink.kv.apart import Apart
 from minithink.kv.full import FullCache
 from minithink.kv.manager import KVManager
 from minithink.stream import Stream, Track
-from tests.evaluate.run import QUESTIONS
+from tests.evaluate.run import QUESTIONS, STOPS
+from tests.fixtures_checkpoint import write_checkpoint
 from tests.test_loop import Launched
 
 torch.set_num_threads(1)
@@ -48,8 +49,8 @@ def graphed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 def stream_of(engine: Engine, policy: str | None, **options: Any) -> Stream:
-    options = {"max_new_tokens": 24, "batch_size": 3, "temperature": 0.9, **options}
-    return engine.stream(QUESTIONS, policy=policy, fixed=True, **options)
+    options = {"max_new_tokens": 16, "batch_size": 2, "temperature": 0.9, **options}
+    return engine.stream(QUESTIONS[:5], policy=policy, fixed=True, **options)
 
 
 def run(stream: Stream) -> tuple[list[Held], list[Held]]:
@@ -106,7 +107,9 @@ def test_beside_a_loop(graphed: Engine, policy: str) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 @pytest.mark.parametrize("policy", POLICIES)
-def test_on_a_gpu(model: Path, policy: str) -> None:
+def test_on_a_gpu(tmp_path: Path, policy: str) -> None:
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "hidden_size": 64, "intermediate_size": 64}
+    model = write_checkpoint(tmp_path / "model", generation={"eos_token_id": STOPS}, shape=shape)
     stream = stream_of(load(model, device="cuda"), policy)
     assert isinstance(stream.cache, KVManager)
     check(stream, "budget" in policy)

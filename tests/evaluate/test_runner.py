@@ -199,6 +199,26 @@ def test_order_and_interruption_change_nothing(
     assert (tmp_path / "results.jsonl").read_text() == lines
 
 
+def test_the_longest_go_first(model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what the full cache generated or, for the full cache itself, by their prompts."""
+    orders = []
+    in_order = runner.in_order
+
+    def note(sequences: list[Track], lengths: list[int]) -> list[Track]:
+        out = in_order(sequences, lengths)
+        orders.append([s.prompt_index for s in out])
+        return out
+
+    monkeypatch.setattr(runner, "in_order", note)
+    got = evaluate(model, problems, tmp_path, policies="full,kivi:group=16")
+    for order, name, policy in zip(
+        orders, ("prompt_tokens", "generated_tokens"), ("full", "kivi:group=16"), strict=True
+    ):
+        known = {int(key.id[1:]): r[name] for key, r in got.items() if key.policy == "full"}
+        assert sorted(order) == list(range(len(QUESTIONS)))
+        assert [known[i] for i in order] == sorted(known.values(), reverse=True), policy
+
+
 def test_fewer_problems_change_nothing(
     model: Path, problems: Path, tmp_path: Path, whole: dict[Key, Any]
 ) -> None:  # fmt: skip
