@@ -160,6 +160,24 @@ def test_a_share_is_of_what_the_full_cache_generates(
     assert json.loads((tmp_path / "config.json").read_text())["settings"]["policies"] == ["full", "window"]
 
 
+def test_the_mean_is_taken_when_all_processes_are_there(
+    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for each other when the journal is open, before its sequences are averaged, and at the end."""
+    events: list[str] = []
+    reading, append = runner.read, Journal.append
+
+    def note(self: Journal, record: Record) -> None:
+        events.append(record.policy)
+        append(self, record)
+
+    monkeypatch.setattr(Ranks, "wait", lambda self: events.append("wait"))
+    monkeypatch.setattr(runner, "read", lambda folder: events.append("read") or reading(folder))
+    monkeypatch.setattr(Journal, "append", note)
+    evaluate(model, problems, tmp_path, policies="window", budgets="0.25,0.5", limit=1)
+    assert events == ["wait", "full", "wait", "read", "window", "window", "wait", "read"]
+
+
 # Laws ------------------------------------------------------------------------------------------------------------
 
 
@@ -397,9 +415,16 @@ def test_other_settings_are_refused(
         err = capsys.readouterr().err
         assert said in err
         assert len(err.strip().splitlines()) == 1
-    problems.with_name("q.jsonl").write_text(problems.read_text().replace("Who sits?", "Who stands?"))
-    assert main(options(model, problems.with_name("q.jsonl"), tmp_path, limit=1, resume=True)) == 2
-    assert "problems" in capsys.readouterr().err
+    # a file that has changed, and a checkpoint that has moved
+    mine, moved = tmp_path / "mine.jsonl", tmp_path / "moved"
+    mine.write_text(problems.read_text())
+    moved.symlink_to(model)
+    evaluate(model, mine, tmp_path / "out", limit=1)
+    assert main(options(moved, mine, tmp_path / "out", limit=1, resume=True)) == 0
+    mine.write_text(problems.read_text().replace("Who sits?", "Who stands?"))
+    capsys.readouterr()
+    assert main(options(model, mine, tmp_path / "out", limit=1, resume=True)) == 2
+    assert '(then and now: problems "' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
