@@ -243,9 +243,9 @@ class Job:
         """Of all sequences of a cell, with the budget of each."""
         own = [tokens_of(cell.budget, len(prompt), mean) for prompt in self.prompts]
         policy = policy_of(cell, self.args.schedule, longest=max(n or 0 for n in own))
-        # Without kernels the full cache is read fastest from one plain buffer a sequence.
-        plain = cell.policy == FULL and not self.engine.records
-        stream = self.engine.stream(self.prompts, policy=None if plain else policy, fixed=True, **self.drawing)
+        # The full cache is read from pages where kernels do that, and else from a plain buffer, as without a policy.
+        chosen = None if cell.policy == FULL else policy
+        stream = self.engine.stream(self.prompts, policy=chosen, fixed=True, **self.drawing)
         for s in stream.sequences:
             s.budget = own[s.prompt_index]
         return stream
