@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from minithink.evaluate import plots
 from tests.evaluate.run import write_model, write_problems
 
 
@@ -18,3 +19,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_problems(tmp_path_factory.mktemp("problems") / "p.jsonl")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs draw no pictures, which takes a second."""
+    monkeypatch.setattr(plots, "draw", lambda rows, folder: [])

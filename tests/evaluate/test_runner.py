@@ -20,7 +20,7 @@ import torch
 import minithink.loop as loop_module
 from minithink.engine import Engine, load
 from minithink.errors import MinithinkError, UsageError
-from minithink.evaluate import runner
+from minithink.evaluate import plots, runner
 from minithink.evaluate.__main__ import main
 from minithink.evaluate.journal import Journal, Key, Record, read, text_hash
 from minithink.evaluate.ranks import Ranks
@@ -32,7 +32,9 @@ from tests.fixtures_checkpoint import write_checkpoint
 from tests.test_loop import Launched
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("quick")
 
+DRAW = plots.draw
 # Each kind of cache: everything, evictions by heads with observations, with state, formats with buffers, a stack.
 POLICIES = (
     "full,rkv:budget=16,buffer=2,alpha=3,crystal_kv_lite:budget=14,protect_prompt=false,exempt_answer=false,"
@@ -56,9 +58,13 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
 
 
 def test_what_is_recorded_is_what_generate_gives(
-    model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(plots, "draw", DRAW)
     evaluate(model, problems, tmp_path, num_samples=2, keep_text=True, seed=3, policies="full,window:budget=12")
+    assert {path.stem for path in tmp_path.glob("*.svg")} == {
+        "accuracy-by-budget", "length-by-budget", "accuracy-by-bytes",
+    }  # fmt: skip
     out = capsys.readouterr()
     engine = load(model, device="cpu")
     got = {r.key: r for r in read(tmp_path).records}
@@ -499,6 +505,7 @@ def test_without_matplotlib_there_is_a_summary(
     model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(plots, "draw", DRAW)
     evaluate(model, problems, tmp_path, limit=1)
     assert "no plots: " in capsys.readouterr().err
     assert (tmp_path / "summary.md").exists()

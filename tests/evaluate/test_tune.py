@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from minithink.evaluate import runner
 from minithink.evaluate.__main__ import main
 from minithink.evaluate.grading import Graded
 from minithink.evaluate.summary import summarize
-from minithink.evaluate.tune import allowed, grid, ranking
+from minithink.evaluate.tune import allowed, grid, ranking, write
 from minithink.tasks import load_problems
 from tests.evaluate.draw import record
 from tests.evaluate.run import options
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def test_every_combination() -> None:
@@ -102,6 +105,22 @@ def test_a_table_is_written(
     assert main([*tuned, *given]) == 2, "it is a run like others"
     assert "add --resume" in capsys.readouterr().err
     assert main([*tuned, *given, "--resume"]) == 0
+
+
+def test_what_chance_may_have_chosen_is_marked(tmp_path: Path) -> None:
+    rights = {"rkv:lam=1": 20, "rkv:lam=2": 17, "rkv:lam=3": 2}
+    points = {policy: {"lam": policy[-1]} for policy in rights}
+    rows = [
+        record(policy=policy, budget=8, id=str(i), right=i < n) for policy, n in rights.items() for i in range(20)
+    ]
+    args = argparse.Namespace(policy="rkv", dataset="facts", split="validation")
+    text = write(tmp_path, ranking(summarize(rows), points), points, args)
+    assert [line.split(" | ")[:2] for line in text.splitlines()[2:5]] == [
+        ["| **best**", "1"],
+        ["| ≈", "2"],
+        ["| ", "3"],
+    ]
+    assert (tmp_path / "tuning.md").read_text() == text
 
 
 @pytest.mark.parametrize(
