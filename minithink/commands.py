@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -40,10 +41,26 @@ def run(program: str, description: str, commands: Mapping[str, Any], argv: list[
 def exit_code(program: str, command: Callable[[], int], interrupted: str = "interrupted") -> int:
     """Run a command → its exit code: 0, 1 (it failed), 2 (it makes no sense as asked) or 130 (interrupted)."""
     try:
-        return command()
+        code = command()
+        sys.stdout.flush()  # here, where what fails is caught
+        return code
+    except BrokenPipeError:  # whoever read the output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at exit
+        return 0
     except MinithinkError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         print(f"\n{program}: {interrupted}", file=sys.stderr)
         return INTERRUPTED
+
+
+def positive(text: str) -> int:
+    """For argparse: a whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return value

@@ -211,6 +211,7 @@ class Engine:
         budget: int | None = None,
         schedule: str | None = None,
         stop: str | int | Sequence[str | int] = (),
+        fixed: bool = False,
     ) -> Stream:
         """Generate token by token: iterate over the Stream, then read its `results`. What is None is taken from
         `generation_config`. Results do not depend on batch_size, beyond the rounding of sums of another shape (and
@@ -230,6 +231,8 @@ class Engine:
             schedule: when it evicts: every, interval:n or sawtooth:B/k.
             stop: token ids and texts that end a sequence, beside the checkpoint's own. A stream may show the
                 beginning of such a text, a result does not.
+            fixed: every generating step has batch_size rows, idle ones where no sequence is left, and a sequence's
+                tokens do not depend on what runs beside it in a single bit.
 
         Raises:
             UsageError: an argument makes no sense, or a prompt is empty or too long.
@@ -268,7 +271,8 @@ class Engine:
                 check_budget(chosen, len(prompt))
         if wanted is None:
             self._cap(sequences, batch_size, chosen)
-        return Stream(self, sequences, params, self._fit(sequences, batch_size, chosen), stops, chosen)
+        rows = self._fit(sequences, batch_size, chosen, fixed)
+        return Stream(self, sequences, params, rows, stops, chosen, fixed)
 
     def _policy(self, policy: str | Policy | None, budget: int | None, schedule: str | None) -> Policy | None:
         """A policy of this call alone: what it remembers belongs to one stream."""
@@ -336,9 +340,12 @@ class Engine:
             if len(s.prompt) < room < len(s.prompt) + s.limit:
                 s.limit, s.limit_reason = room - len(s.prompt), "length"
 
-    def _fit(self, sequences: list[Track], batch_size: int | None, policy: Policy | None = None) -> int:
-        """How many sequences run at once: those asked for, or as many as fit."""
-        at_once = min(batch_size or MAX_BATCH, len(sequences))
+    def _fit(
+        self, sequences: list[Track], batch_size: int | None, policy: Policy | None = None, fixed: bool = False
+    ) -> int:
+        """How many sequences run at once: those asked for, or as many as fit; fixed: also where there are fewer."""
+        at_once = batch_size or MAX_BATCH
+        at_once = at_once if fixed else min(at_once, len(sequences))
         free = _free_bytes(self.device)
         if free is None:
             return at_once

@@ -79,10 +79,13 @@ class Recorded:
 class DecodeLoop:
     """Steps of one model over one cache."""
 
-    def __init__(self, decoder: Decoder, cache: KVManager, params: SamplingParams) -> None:
+    def __init__(
+        self, decoder: Decoder, cache: KVManager, params: SamplingParams, sizes: Sequence[int] = SIZES
+    ) -> None:
+        """sizes: of the graphs of steps, beside all rows; with none of them, no shape depends on who takes part."""
         if not cache.capturable:
             raise ValueError(f"steps under {cache.policy.name} cannot be recorded")
-        self.decoder, self.cache, self.params = decoder, cache, params
+        self.decoder, self.cache, self.params, self.sizes = decoder, cache, params, sizes
         self.recorded: dict[Key, Recorded] = {}  # steps
         self.decisions: dict[Key, Recorded] = {}
         self.flushes: dict[Key, Recorded] = {}
@@ -99,7 +102,7 @@ class DecodeLoop:
         states = [cache.state_after(seq, token) for seq, token in zip(seqs, tokens, strict=True)]
         rows = [row for row, *_ in states]
         inputs = [[*state, store.waiting[state[0]], seq] for state, seq in zip(states, seqs, strict=True)]
-        for row in self._idle(rows):
+        for row in self._idle(rows, self.sizes):
             inputs.append([row, 0, store.lengths[row] + 1, 0, 0, 0, store.waiting[row], 0])
         cache.fit_columns(1)
         store.used.update(store.appends)
@@ -125,22 +128,22 @@ class DecodeLoop:
         """Let the policy act on the rows of these states, those that are due."""
         if not states:
             return
-        others = self._idle([row for row, *_ in states])
+        others = self._idle([row for row, *_ in states], SIZES)  # each row decides for itself, in any number
         inputs = [*states, *([row] + [0] * (STATE - 1) for row in others)]
         self._replay(self.decisions, lambda state, _: self.cache.decide_next(state), inputs, 0)
 
     def _flush(self, rows: Sequence[int]) -> None:
         """Quantize the buffers of these rows, which are full. Whether there was room the next step will say."""
         store = self.cache.store
-        inputs = [*([row, 1] for row in rows), *([row, 0] for row in self._idle(rows))]
+        inputs = [*([row, 1] for row in rows), *([row, 0] for row in self._idle(rows, SIZES))]
         store.used.update(store.home)
         self._replay(self.flushes, lambda x, _: store.flush_next(x[0], x[ACTIVE].bool()), inputs, 0)
         store.flushed(rows)
 
-    def _idle(self, rows: Sequence[int]) -> list[int]:
+    def _idle(self, rows: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """Rows that a graph has beside these."""
         count, taken = len(self.cache.rows), set(rows)
-        size = next((size for size in SIZES if len(rows) <= size <= count), count)
+        size = next((size for size in sizes if len(rows) <= size <= count), count)
         return [row for row in range(count) if row not in taken][: size - len(rows)]
 
     def _replay(

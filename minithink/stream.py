@@ -6,9 +6,10 @@ decoder, as one flat row, and a sequence that ends makes room for the next one o
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,13 +17,14 @@ import torch
 from torch import Tensor
 
 from minithink.errors import MinithinkError
+from minithink.kv.apart import Apart
 from minithink.kv.contract import Policy
 from minithink.kv.full import FullCache
 from minithink.kv.ledger import Ledger
 from minithink.kv.manager import KVManager
-from minithink.loop import DecodeLoop
+from minithink.loop import SIZES, DecodeLoop
 from minithink.sampling import Sampler, SamplingParams
-from minithink.thinking import CLOSE, OPEN, Stage, split_thinking
+from minithink.thinking import CLOSE, OPEN, Stage, count_thinking, split_thinking
 
 if TYPE_CHECKING:
     from minithink.engine import Engine
@@ -88,6 +90,7 @@ class Track:
     prompt: list[int]
     limit: int  # generate at most that many tokens
     limit_reason: str  # what finish_reason says then
+    budget: int | None = None  # tokens that the policy may keep of this sequence; None: the policy's own number
     tokens: list[int] = field(default_factory=list)  # generated
     finish_reason: str = ""  # "" while it runs
     kv: Ledger = field(default_factory=Ledger)
@@ -110,22 +113,36 @@ class Stream:
         batch_size: int,
         stop: Sequence[str | int],
         policy: Policy | None = None,
+        fixed: bool = False,
     ) -> None:
-        self.engine, self.sequences, self.batch_size = engine, sequences, batch_size
+        """fixed: every step has `batch_size` rows, idle ones too (see Engine.stream)."""
+        self.engine, self.sequences, self.batch_size, self.fixed = engine, sequences, batch_size, fixed
         self.stop_ids = engine.generation_config.stop_ids | {s for s in stop if isinstance(s, int)}
         self.stop_texts = tuple(s for s in stop if isinstance(s, str) and s)
         self.sampler = Sampler(params, engine.config.vocab_size, engine.device)
         self.cache = self._make_cache(policy)
         self._loop: DecodeLoop | None = None
         if isinstance(self.cache, KVManager) and self.cache.capturable:
-            self._loop = DecodeLoop(engine.decoder, self.cache, params)
+            self._loop = DecodeLoop(engine.decoder, self.cache, params, () if fixed else SIZES)
+        # called after every forward pass with its sequences, when the policy has acted on them and none has left
+        self.on_step: Callable[[list[Track]], object] = lambda sequences: None
         self._texts = [engine.tokenizer.stream() for _ in sequences]
         self._read_texts = bool(self.stop_texts)
         self._steps = self._run()
         self._chunks = self._make_chunks()
 
-    def _make_cache(self, policy: Policy | None) -> FullCache | KVManager:
-        """The plain cache, or paged memory under a policy."""
+    def _make_cache(self, policy: Policy | None) -> FullCache | KVManager | Apart:
+        """The plain cache, or paged memory under a policy; of every sequence alone, where a common one would not keep
+        to a fixed shape."""
+        if not self.fixed:
+            return self._cache_of(policy, self.batch_size)
+        one = self._cache_of(copy.deepcopy(policy), 1)
+        if isinstance(one, KVManager) and one.capturable:
+            return self._cache_of(policy, self.batch_size)
+        return Apart(lambda: self._cache_of(copy.deepcopy(policy), 1))
+
+    def _cache_of(self, policy: Policy | None, rows: int) -> FullCache | KVManager:
+        """A cache for so many sequences."""
         engine, tokens = self.engine, self.engine.tokenizer
         options: dict[str, Any] = {"device": engine.device, "dtype": engine.dtype, "backend": engine.decoder.backend}
         if policy is None:
@@ -134,13 +151,17 @@ class Stream:
         ids = (tokens.id_of(OPEN), tokens.id_of(CLOSE))
         prompt = max(len(s.prompt) for s in self.sequences)
         return KVManager(
-            engine.config, engine.rope, policy, rows=self.batch_size, tokens=longest, prompt=prompt, prompts=1,
+            engine.config, engine.rope, policy, rows=rows, tokens=longest, prompt=prompt, prompts=1,
             think_ids=ids, columns=engine.columns, **options,
         )  # fmt: skip
 
     def steps(self) -> Iterator[int]:
         """Run without making texts; gives the number of tokens that every step brought."""
         return (len(advanced) for advanced in self._steps)
+
+    def advances(self) -> Iterator[list[Track]]:
+        """Likewise; gives the sequences that every step brought a token, those that end with it too."""
+        return self._steps
 
     def __iter__(self) -> Iterator[Chunk]:
         return self
@@ -186,12 +207,13 @@ class Stream:
         """One token more for each: all of them decode, or the only one is new."""
         try:
             if not sequences[0].tokens:
-                self._take(sequences, self._draw(sequences, self._prefill(sequences[0])))
+                drawn = self._draw(sequences, self._prefill(sequences[0]))
             elif self._loop is not None:
-                numbers, tokens = [s.number for s in sequences], [s.tokens[-1] for s in sequences]
-                self._take(sequences, self._loop.step(numbers, tokens))
+                drawn = self._loop.step([s.number for s in sequences], [s.tokens[-1] for s in sequences])
             else:
-                self._take(sequences, self._draw(sequences, self._decode(sequences)))
+                drawn = self._draw(sequences, self._decode(sequences))
+            self.on_step(sequences)
+            self._take(sequences, drawn)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -205,7 +227,7 @@ class Stream:
     def _prefill(self, s: Track) -> Tensor:
         """Join the cache and read the prompt → logits [1, V] of its last token."""
         thinking = Stage(self.engine.tokenizer, s.prompt).name == "think"
-        self.cache.join(s.number, len(s.prompt) + s.limit, len(s.prompt), thinking)
+        self.cache.join(s.number, len(s.prompt) + s.limit, len(s.prompt), thinking, s.budget)
         s.began = time.perf_counter()
         hidden = torch.empty(0)
         for start in range(0, len(s.prompt), PREFILL_CHUNK):
@@ -215,12 +237,14 @@ class Stream:
 
     def _decode(self, running: list[Track]) -> Tensor:
         """One token further → logits [B, V]."""
-        hidden = self._forward([s.number for s in running], [1] * len(running), [s.tokens[-1] for s in running])
-        return self.engine.decoder.logits(hidden)
+        numbers, tokens = [s.number for s in running], [s.tokens[-1] for s in running]
+        idle = self.batch_size - len(running) if isinstance(self.cache, Apart) else 0
+        return self.engine.decoder.logits(self._forward(numbers, [1] * len(running), tokens, idle))[: len(running)]
 
-    def _forward(self, numbers: list[int], counts: list[int], tokens: list[int]) -> Tensor:
+    def _forward(self, numbers: list[int], counts: list[int], tokens: list[int], idle: int = 0) -> Tensor:
         self.cache.begin_step(numbers, counts, tokens)
-        hidden: Tensor = self.engine.decoder(torch.tensor(tokens, device=self.engine.device), self.cache)
+        fed = torch.tensor(tokens + [0] * idle, device=self.engine.device)
+        hidden: Tensor = self.engine.decoder(fed, self.cache)
         self.cache.end_step()
         return hidden
 
@@ -262,10 +286,8 @@ class Stream:
         engine, tokens = self.engine, s.tokens
         text = engine.tokenizer.decode(tokens[:-1] if tokens and tokens[-1] in self.stop_ids else tokens)
         text = text[: min((at for stop in self.stop_texts if (at := text.find(stop)) >= 0), default=len(text))]
-        stage = Stage(engine.tokenizer, s.prompt)
-        thinking, answer = split_thinking(text, stage.name == "think")
-        pieces = map(engine.tokenizer.stream().put, tokens)
-        thought = sum(stage.put(token, piece) == "think" for token, piece in zip(tokens, pieces, strict=True))
+        thinking, answer = split_thinking(text, Stage(engine.tokenizer, s.prompt).name == "think")
+        thought = count_thinking(engine.tokenizer, s.prompt, tokens)
         running = s.began and not s.finish_reason
         kv = self.cache.account(s.number) if running else s.kv
         held = self.cache.held(s.number) if running else s.kv_tokens

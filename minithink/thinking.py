@@ -38,6 +38,14 @@ class Stage:
         return "think"
 
 
+def count_thinking(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> int:
+    """How many of the generated tokens belong to the thinking."""
+    stage, put = Stage(tokenizer, prompt), tokenizer.stream().put
+    if stage.open is not None and stage.close is not None:  # their texts are not looked at
+        return sum(stage.put(token, "") == "think" for token in tokens)
+    return sum(stage.put(token, put(token)) == "think" for token in tokens)
+
+
 def split_thinking(text: str, inside: bool) -> tuple[str, str]:
     """Thinking and answer of a generated text; `inside`: it begins within <think>."""
     before, opened, rest = ("", OPEN, text) if inside else text.partition(OPEN)

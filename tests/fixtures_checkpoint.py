@@ -44,11 +44,14 @@ def write_tokenizer(folder: Path, special: list[str] = SPECIAL, template: str | 
 
 
 def write_checkpoint(
-    folder: Path, *, seed: int = 0, generation: dict[str, Any] | None = None, **tokenizer_options: Any
-) -> Path:
-    """Random Qwen3 weights beside such a tokenizer; `generation` goes to generation_config.json."""
+    folder: Path, *, seed: int = 0, generation: dict[str, Any] | None = None, shape: dict[str, Any] | None = None,
+    **tokenizer_options: Any,
+) -> Path:  # fmt: skip
+    """Random Qwen3 weights beside such a tokenizer; `generation` goes to generation_config.json, `shape` to the
+    config."""
     vocab_size = write_tokenizer(folder, **tokenizer_options)
-    config = example_config(vocab_size=vocab_size, max_position=CONTEXT, eos_token_ids=(0,), bos_token_id=None)
+    fields = {"vocab_size": vocab_size, "max_position": CONTEXT, "eos_token_ids": (0,), "bos_token_id": None}
+    config = example_config(**fields, **(shape or {}))
     save_checkpoint(random_decoder(config, seed), folder)
     if generation is not None:
         write_json(folder / "generation_config.json", generation)

@@ -13,8 +13,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from minithink.bench import record
 from minithink.engine import DTYPES, TINY, Engine, load
 from minithink.errors import MinithinkError, UsageError
 from minithink.intervals import wilson
+from minithink.progress import progress
 from minithink.sampling import SamplingParams
 from minithink.stream import Track
 from minithink.tasks import BINS, SPLITS, Problem, grade, load_problems
@@ -30,7 +30,6 @@ from minithink.weights import checkpoint_hash, resolve
 
 GPU_BATCH = 256
 ORIGIN = ("command", "date", "commit", "machine", "versions")  # of a result: what a journal says of its outcomes
-QUIET = 30.0  # seconds between lines of progress, where there is no terminal
 
 
 class Outcome(NamedTuple):
@@ -96,7 +95,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
                 journal.add(outcome)
                 outcomes[outcome.id, outcome.sample] = outcome
                 generated += outcome.tokens
-                advance(outcome)
+                advance(outcome.right)
     except KeyboardInterrupt:
         print(
             f"\nminithink.bench: interrupted after {len(outcomes)} of {len(wanted)} sequences, which are in "
@@ -298,34 +297,3 @@ class Journal:
     def close(self) -> None:
         """Write no more."""
         self.file.close()
-
-
-@contextmanager
-def progress(total: int, done: int) -> Iterator[Callable[[Outcome], None]]:
-    """Show on standard error how far a run got: a bar on a terminal, else a line now and then."""
-    right = seen = 0
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task("", total=total, completed=done)
-
-            def advance(outcome: Outcome) -> None:
-                nonlocal right, seen
-                right, seen = right + outcome.right, seen + 1
-                bar.update(task, advance=1, description=f"{right} of {seen} right")
-
-            yield advance
-        return
-    last = time.monotonic()
-
-    def line(outcome: Outcome) -> None:
-        nonlocal right, seen, last
-        right, seen = right + outcome.right, seen + 1
-        if time.monotonic() - last > QUIET or done + seen == total:
-            last = time.monotonic()
-            print(f"{done + seen} of {total} sequences; {right} of {seen} right", file=sys.stderr, flush=True)
-
-    yield line

@@ -5,28 +5,18 @@ The files lie in `docs/results/`. Whoever wants to know whether a figure still h
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
-import shlex
-import subprocess
-from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import minithink
+from minithink.commands import positive as positive
 from minithink.engine import TINY
 from minithink.errors import MinithinkError
 from minithink.files import dumps, replace, rounded
+from minithink.origin import RESULTS, ROOT, command, commit, date, machine, versions
 from minithink.weights import checkpoint_hash
-
-ROOT = Path(minithink.__file__).resolve().parent.parent  # of the checkout, where this is one
-RESULTS = Path("docs") / "results"
-PACKAGES = ("torch", "triton", "transformers", "numpy")
 
 
 def new(benchmark: str, argv: list[str], device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -40,77 +30,13 @@ def new(benchmark: str, argv: list[str], device: torch.device | str = "cpu") -> 
     return {
         "benchmark": benchmark,
         "complete": False,  # set when the last measurement is in
-        "command": _command(argv),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "command": command("minithink.bench", argv),
+        "date": date(),
         "commit": commit(),
         "embedded_model": checkpoint_hash(TINY),
         "machine": machine(torch.device(device)),
         "versions": versions(),
     }
-
-
-def _command(argv: list[str]) -> str:
-    """The command line, with folders left out: where files lay on one machine helps nobody on another."""
-    words = [Path(word).name if word.startswith(("/", "~")) else word for word in argv]
-    return shlex.join(["python", "-m", "minithink.bench", *words])
-
-
-def commit() -> str:
-    """What is measured: MINITHINK_COMMIT, else the checkout's commit ("-dirty" if it was changed), else unknown."""
-    if named := os.environ.get("MINITHINK_COMMIT"):
-        return named
-    top = _git("rev-parse", "--show-toplevel")
-    head = _git("rev-parse", "HEAD")
-    if not head or not top or Path(top).resolve() != ROOT:  # installed below some other repository
-        return "unknown"
-    # A result that was written a minute ago changes nothing that is measured.
-    changes = _git("status", "--porcelain", "--", ".", f":(exclude){RESULTS.as_posix()}")
-    return head + ("-dirty" if changes else "")
-
-
-def _git(*args: str) -> str | None:
-    """What git answers in the checkout; None: no git, no repository."""
-    try:
-        done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """CPU model and cores that this process may use; GPU and driver, if the device is one."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    out: dict[str, Any] = {
-        "cpu": _line_of("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
-        "cores": len(affinity(0)) if affinity else os.cpu_count(),
-    }
-    if device.type == "cuda":
-        out["gpu"] = torch.cuda.get_device_name(device)
-        words = (_line_of("/proc/driver/nvidia/version", "NVRM version") or "").split()
-        out["driver"] = next((w for w in words if w[:1].isdigit() and "." in w), "unknown")
-        out["cuda"] = torch.version.cuda
-    return out
-
-
-def _line_of(path: str, name: str) -> str | None:
-    """The value of the first line `name : value` of a file; None: no such file or line."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as lines:
-            found = (line.partition(":")[2].strip() for line in lines if line.startswith(name))
-            return next(found, None)
-    except OSError:
-        return None
-
-
-def versions() -> dict[str, str | None]:
-    """Versions of what is measured and of what may be compared with; None: not installed."""
-    out: dict[str, str | None] = {"minithink": minithink.__version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            out[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            out[package] = None
-    return out
 
 
 def default_path(name: str) -> Path:
@@ -137,14 +63,3 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(result, dict) or "measurements" not in result:
         raise MinithinkError(f"{path} is no result of this benchmark: it holds no measurements.")
     return result
-
-
-def positive(text: str) -> int:
-    """For argparse: a whole number of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return value

@@ -1,18 +1,40 @@
-"""The command line: `python -m minithink.evaluate plot DIR…`."""
+"""The command line: `python -m minithink.evaluate --policies … --output-dir DIR`, and its companions
+`python -m minithink.evaluate plot DIR…`, `… tune …` and `… margins`."""
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 from minithink import commands
-from minithink.evaluate import plots
+from minithink.errors import UsageError
 
-COMMANDS = {"plot": plots}  # a first word that is none of these will be an option of the run itself
+PROGRAM, DESCRIPTION = "minithink.evaluate", "Accuracy, length and memory of policies."
+COMMANDS = ("plot", "tune", "margins")  # a first word that is none of these is an option of the run itself
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand → exit code: 0, 1 (it failed), 2 (it makes no sense as asked) or 130 (interrupted)."""
-    return commands.run("minithink.evaluate", "Accuracy, length and memory of policies.", COMMANDS, argv)
+    """Run it → exit code: 0, 1 (it failed), 2 (it makes no sense as asked) or 130 (interrupted)."""
+    argv = sys.argv[1:] if argv is None else argv
+    first = argv[0] if argv else ""
+    if first in COMMANDS:  # only its own module is imported: a plot needs no torch
+        module = import_module(f"minithink.evaluate.{'plots' if first == 'plot' else first}")
+        return commands.run(PROGRAM, DESCRIPTION, {first: module}, argv)
+    return commands.exit_code(PROGRAM, lambda: _run(first, argv))
+
+
+def _run(first: str, argv: list[str]) -> int:
+    if first and not first.startswith("-"):
+        raise UsageError(f"There is no command {first!r}; there are {', '.join(COMMANDS)}, and options (--help).")
+    from minithink.evaluate import runner
+
+    parser = commands.Parser(
+        prog=f"python -m {PROGRAM}", description=DESCRIPTION,
+        epilog=f"`python -m {PROGRAM} plot DIR…` redraws pictures, `… tune` chooses hyperparameters, `… margins` "
+        "counts where another batch size may change a result.",
+    )  # fmt: skip
+    runner.add_arguments(parser)
+    return runner.run(parser.parse_args(argv), argv)
 
 
 if __name__ == "__main__":

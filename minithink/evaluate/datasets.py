@@ -73,7 +73,7 @@ def load_dataset(
     entry = next((key for key in ENTRIES if key.casefold() == name.casefold()), None)
     if entry is not None:
         examples = _from_entry(entry, split)
-    elif name in _families():
+    elif name in families():
         problems = load_problems(split or "test", name)
         examples = [Example(p.id, p.question, p.answer, "exact", p.length_bin) for p in problems]
     elif name.startswith("hub:"):
@@ -85,13 +85,14 @@ def load_dataset(
         examples = _from_rows(_rows([path]), path.stem, grader)
     else:
         raise UsageError(
-            f"There is no dataset {name!r}; there are {', '.join([*_families(), *ENTRIES])}, files "
+            f"There is no dataset {name!r}; there are {', '.join([*families(), *ENTRIES])}, files "
             f"({', '.join('*' + suffix for suffix in FORMATS)}) and hub:owner/name."
         )
     return examples[:limit]
 
 
-def _families() -> list[str]:
+def families() -> list[str]:
+    """The embedded ones."""
     return sorted(path.name.removesuffix("-test.jsonl") for path in DATA.glob("*-test.jsonl"))
 
 

@@ -37,7 +37,7 @@ MAY_DIFFER = {
     "trace": "a recording beside the results",
 }
 # Settings in which runs may differ that are shown in one picture: what is compared there.
-COMPARED = ("policies", "budgets", "schedule", "batch_size", *MAY_DIFFER)
+COMPARED = ("policies", "budgets", "schedule", "batch_size", "backend", "recall", "keep_text", *MAY_DIFFER)
 
 
 class Key(NamedTuple):
@@ -81,6 +81,9 @@ class Record:
     seconds: float  # its part of the time: of every step, the duration divided by the sequences that took part
     text_sha: str  # see `text_hash`
     text: str | None = None  # all that was generated, where it is kept
+    recall: float | None = (
+        None  # of the tokens that full attention looks at most, see recall.py; where it is measured
+    )
 
     def __post_init__(self) -> None:
         for name, kinds in _KINDS.items():
@@ -102,10 +105,9 @@ class Record:
         return Key(self.policy, self.budget, self.id, self.sample)
 
     def to_json(self) -> str:
-        """One line of JSON in ASCII, without the line's end; a text that is not kept is left out."""
+        """One line of JSON in ASCII, without the line's end; what is optional and not there is left out."""
         values = {name: getattr(self, name) for name in _KINDS}
-        if self.text is None:
-            del values["text"]
+        values = {name: value for name, value in values.items() if value is not None or name not in _OPTIONAL}
         return json.dumps(values, allow_nan=False)
 
     @classmethod
@@ -113,12 +115,13 @@ class Record:
         """The record of what a line holds. ValueError: a field is unknown, missing, or has no such value."""
         if unknown := [name for name in values if name not in _KINDS]:
             raise ValueError(f"the field {unknown[0]!r} is unknown")
-        if missing := [name for name in _KINDS if name not in values and name != "text"]:
+        if missing := [name for name in _KINDS if name not in values and name not in _OPTIONAL]:
             raise ValueError(f"the field {missing[0]!r} is missing")
         return cls(**values)
 
 
 _KINDS = {name: get_args(kind) or (kind,) for name, kind in get_type_hints(Record).items()}
+_OPTIONAL = ("text", "recall")
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
 
 

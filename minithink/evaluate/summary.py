@@ -50,6 +50,7 @@ class Row:
     tokens_mean: float  # kept a lane at an average step
     evicting_share: float | None  # of the sequence-steps: with an eviction; None: there were no steps
     tokens_per_second: float | None  # generated, by all sequences of one device together; None: it took no time
+    recall: float | None  # mean over the sequences for which it was measured; None: there is none
 
 
 def summarize(records: Iterable[Record], seed: int = 0, policies: Sequence[str] = ()) -> list[Row]:
@@ -157,6 +158,9 @@ def _row(
         tokens_mean=fsum(w * r.tokens_mean for w, r in zip(weights, records, strict=True)) / sum(weights),
         evicting_share=sum(r.evicting_steps for r in records) / steps if steps else None,
         tokens_per_second=sum(r.generated_tokens for r in records) / seconds if seconds else None,
+        recall=fsum(recalls) / len(recalls)
+        if (recalls := [r.recall for r in records if r.recall is not None])
+        else None,
     )
 
 
@@ -215,6 +219,8 @@ def _table(rows: Sequence[Row]) -> str:
         "policy", "budget", "problems × samples", "pass@1", "difference", "tokens, mean (median)", "cut off",
         "KV peak", "KV mean", "kept, peak (mean)", "evicting steps", "tokens/s",
     ]  # fmt: skip
+    recalls = any(row.recall is not None for row in rows)
+    header += ["recall"] if recalls else []
     lines = [header, ["---", *["---:"] * (len(header) - 1)]]
     for row in rows:
         mark = " w" if row.interval == "wilson" else ""
@@ -237,6 +243,7 @@ def _table(rows: Sequence[Row]) -> str:
             f"{row.tokens_peak:,.0f} ({row.tokens_mean:,.0f})",
             "–" if row.evicting_share is None else f"{row.evicting_share:.1%}",
             "–" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
+            *(["–" if row.recall is None else f"{row.recall:.1%}"] if recalls else []),
         ])  # fmt: skip
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

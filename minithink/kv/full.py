@@ -64,7 +64,9 @@ class FullCache:
         self._counts: list[int] = []  # new tokens of each
         self._cos = self._sin = torch.empty(0)
 
-    def join(self, seq: int, capacity: int, prompt: int = 0, thinking: bool = True) -> None:
+    def join(
+        self, seq: int, capacity: int, prompt: int = 0, thinking: bool = True, budget: int | None = None
+    ) -> None:
         """Reserve room for `capacity` tokens of a new sequence; what else KVManager wants to know is ignored."""
         c = self.config
         shape = (c.num_layers, 2, c.num_kv_heads, capacity, c.head_dim)

@@ -668,9 +668,12 @@ class KVManager:
     def account(self, seq: int) -> Ledger:
         """What one sequence holds, by kind: its tokens, their scales and tables, its buffers, and its row's share of
         what the policy remembers and sees."""
-        ledger = self.store.account([self._row_of[seq]])
-        share = [sum(x.nbytes for x in kind) // len(self.rows) for kind in (self._state(), self._observed())]
-        return replace(ledger, state=share[0], observations=share[1])
+        return replace(self.store.account([self._row_of[seq]]), **self.row_shares())
+
+    def row_shares(self) -> dict[str, int]:
+        """Bytes of what the policy remembers and sees, divided by the rows: state and observations."""
+        kinds = {"state": self._state(), "observations": self._observed()}
+        return {name: sum(x.nbytes for x in kind) // len(self.rows) for name, kind in kinds.items()}
 
     def held_bytes(self, seq: int) -> int:
         """Bytes that one sequence holds."""

@@ -721,25 +721,44 @@ class PagedStore(Pages):
     def account(self, rows: Sequence[int] | None = None) -> Ledger:
         """Bytes that the tokens of some rows hold (None: of all), without the reserve."""
         rows = [row for row in (range(len(self.most)) if rows is None else rows) if self.most[row]]
-        lanes = self.shape.sharing
-        formats, valid = self.format()[:, rows], self.positions()[:, rows] >= 0
-        place = self.place[:, rows, :, : self.seen]
-        payload = scales = 0
-        for f in sorted(self.used):
-            lay, mine = self.layouts[f], valid & (formats == f)
-            payload += int(mine.sum()) * lanes * lay.codes
-            scales += int(mine.sum()) * lanes * lay.side
-            if lay.by_token:
-                at = place[mine].long()
-                living = self.row_of[at // self.table.most, at % self.table.most].unique().numel()
-                scales += living * lanes * lay.row
+        if not rows:
+            return Ledger()
+        payload, scales, tables, buffers = self.held(torch.tensor(rows, device=self.shape.device)).sum(1).tolist()
+        return Ledger(payload=payload, scales=scales, tables=tables, buffers=buffers)
+
+    def held(self, rows: Tensor | None = None) -> Tensor:
+        """Bytes that the tokens of each row hold; nothing is asked of the device, so that a CUDA graph may do it.
+
+        Args:
+            rows: int64 [N]; None: all of them.
+
+        Returns:
+            int64 [4, N]: payload, scales, tables and buffers, as the ledger has them.
+        """
+        pos, place, pages, t = self.positions(), self.place[..., : self.seen], self.table.page, self.table
+        if rows is not None:
+            pos, place, pages = pos[:, rows], place[:, rows], pages[:, rows]
+        valid = pos >= 0
+        paged = valid & (place >= 0)
+        page = torch.where(paged, place // t.most, t.pages.count).long()  # of the others the format is none
+        formats, lanes, each = t.format[page], self.shape.sharing, (0, 2, 3)
+        payload = scales = torch.zeros(valid.shape[1], dtype=torch.int64, device=pos.device)
+        for f, lay in enumerate(self.layouts):
+            mine = formats == f
+            count = mine.sum(each) * lanes
+            payload = payload + count * lay.codes
+            scales = scales + count * lay.side
+            if lay.by_token:  # n living tokens share a row of scales: each has one nth of it
+                row = self.row_of[page, torch.where(paged, place % t.most, 0).long()]
+                uses = self.row_uses[torch.where(mine, row, self.free_rows.count).long()]
+                share = torch.where(mine, 1 / uses.double(), 0).sum(each)
+                scales = scales + share.round().long() * lanes * lay.row
         scaled = sum(fmt.tensor_scaled for lay in self.layouts for fmt in (lay.k, lay.v))
-        scales += len(rows) * scaled * self.scale[0, 0, :, 0].nbytes
-        pages = int((self.table.page[:, rows] != self.table.pages.count).sum())
-        slots = self.table.most * (1 + 4 * bool(self.row_of.numel()))  # is it live, which row of scales
-        tables = int(valid.sum()) * 8 + pages * (slots + 4 + 8) + self.count[:, rows].nbytes
-        ring = self.ring[:, 0].nbytes
-        return Ledger(payload=payload, scales=scales, tables=tables, buffers=len(rows) * ring)
+        scales = scales + scaled * self.scale[0, 0, :, 0].nbytes
+        slots = t.most * (1 + 4 * bool(self.row_of.numel()))  # is it live, which row of scales
+        opened = (pages != t.pages.count).sum(each)
+        tables = valid.sum(each) * 8 + opened * (slots + 4 + 8) + self.count[:, 0].nbytes
+        return torch.stack((payload, scales, tables, torch.full_like(payload, self.ring[:, 0].nbytes)))
 
     # -- helpers
 

@@ -48,6 +48,15 @@ def split(text: str) -> list[str]:
     return re.split(rf",\s*(?=(?:{names})(?:[:,+]|$))", text.strip())
 
 
+def leaves_open(text: str, field: str) -> bool:
+    """Whether a policy, or some member of a stack, has this hyperparameter and its text does not say it.
+
+    Raises:
+        UsageError: the text makes no sense.
+    """
+    return any(field in _fields(cls) and field not in values for cls, values in _members(text))
+
+
 def parse(text: str, *, budget: int | None = None, schedule: str | None = None) -> Policy:
     """The policy, or the stack, that a text describes.
 
@@ -60,7 +69,7 @@ def parse(text: str, *, budget: int | None = None, schedule: str | None = None) 
         UsageError: an unknown policy, hyperparameter, value or schedule; a budget that is missing, that no member
             takes, or that the text contradicts.
     """
-    chosen = [_read(member) for member in re.split(r"\+(?!\d)", text)]  # a digit: the + of 1e+5
+    chosen = _members(text)
     given = (("budget", budget, f"A budget of {budget} tokens"), ("schedule", schedule, f"The schedule {schedule!r}"))
     for key, value, what in given:
         if value is None:
@@ -73,6 +82,11 @@ def parse(text: str, *, budget: int | None = None, schedule: str | None = None) 
                 raise UsageError(f"{what} was given, and {cls.name} says {key}={values[key]}: drop one of them.")
     members = [_make(cls, values) for cls, values in chosen]
     return members[0] if len(members) == 1 else Stack(members)
+
+
+def _members(text: str) -> list[tuple[type[Policy], dict[str, Any]]]:
+    """Of a stack: classes, and the fields that the text gives."""
+    return [_read(member) for member in re.split(r"\+(?!\d)", text)]  # a digit: the + of 1e+5
 
 
 def _read(text: str) -> tuple[type[Policy], dict[str, Any]]:

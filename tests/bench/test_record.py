@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 
 import pytest
 
@@ -25,37 +25,6 @@ def test_a_result_says_how_it_came_to_be() -> None:
     assert {"minithink", "python", "torch", "triton", "transformers"} <= result["versions"].keys()
 
 
-def test_the_commit_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MINITHINK_COMMIT", "abc123")
-    assert record.commit() == "abc123"
-
-
-def test_the_commit_is_that_of_the_checkout(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def git(*args: str) -> str:
-        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        return subprocess.run(
-            ["git", "-C", str(tmp_path), *who, *args], check=True, capture_output=True, text=True
-        ).stdout.strip()
-
-    monkeypatch.delenv("MINITHINK_COMMIT", raising=False)
-    monkeypatch.setattr(record, "ROOT", tmp_path.resolve())
-    assert record.commit() == "unknown"
-    git("init")
-    assert record.commit() == "unknown", "there is no commit yet"
-    (tmp_path / "code.py").write_text("1\n")
-    git("add", ".")
-    git("commit", "-m", "one")
-    head = git("rev-parse", "HEAD")
-    assert record.commit() == head
-    record.write(tmp_path / record.RESULTS / "decode-cpu.json", {"measurements": []})
-    assert record.commit() == head, "a result changes nothing that is measured"
-    (tmp_path / "code.py").write_text("2\n")
-    assert record.commit() == head + "-dirty"
-    (tmp_path / "inner").mkdir()
-    monkeypatch.setattr(record, "ROOT", (tmp_path / "inner").resolve())
-    assert record.commit() == "unknown", "an installed package does not take the commit of the repository around it"
-
-
 def test_writing_is_all_or_nothing(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "new" / "folder" / "x.json"
     record.write(path, {"measurements": [1]})
@@ -64,7 +33,7 @@ def test_writing_is_all_or_nothing(tmp_path, monkeypatch: pytest.MonkeyPatch) ->
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(record.os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(MinithinkError, match="disk full"):
         record.write(path, {"measurements": [2]})
     assert path.read_text() == before

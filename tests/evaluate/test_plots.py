@@ -198,7 +198,7 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     (damaged / "results.jsonl").write_text("".join(["x\n", *lines[1:]]))
     for argv, said in [
         ([], "required"),
-        (["draw"], "invalid choice"),
+        (["draw"], "There is no command 'draw'; there are plot, tune, margins"),
         (["plot"], "required: DIR"),
         (["plot", str(good), "--x"], "unrecognized"),
         (["plot", str(tmp_path / "none")], "none is no folder"),

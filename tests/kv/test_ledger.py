@@ -91,6 +91,16 @@ def test_payload_and_scales_by_hand(name: str, scope: Scope) -> None:
     assert ledger.scales == LANES * (32 * own + 2 * shared) + tensor_scales
     ring = STORAGES[name].buffer * 2 * 16 * 4 * LANES
     assert ledger.buffers == ring
+    table, tables = manager.store.table, manager.shape.tables[0] * manager.shape.tables[2]
+    opened = int((table.page[:, 0] != table.pages.count).sum())
+    page = (
+        table.most * (5 if name == "kivi" else 1) + 4 + 8
+    )  # is a slot live, its row of scales; the page's own numbers
+    assert ledger.tables == tables * (32 * 8 + 4) + opened * page  # a token's place and position; how many there are
+    if name == "kivi":  # tokens that wait have a place, too
+        for token in range(3):
+            feed(DECODER, manager, {0: [token]})
+        assert manager.ledger().tables == ledger.tables + 3 * 8 * tables
 
 
 def test_a_prompt_counts_in_full_until_it_is_read() -> None:

@@ -1,0 +1,110 @@
+"""Count where another batch size may change what is drawn, and where it did.
+
+The full cache generates the same sequences in batches of several sizes. The text of the first goes through the model
+once more, as a prompt, for the margin of each draw: how far the winner, noise included, was above the second. Sums of
+another shape differ in their last bits, so that sequences may part where a margin is below NEAR, and nowhere else.
+(In 16 bits a rounding is larger than NEAR: the law is one of float32. The margins themselves are rounded, too.)
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from minithink.commands import positive
+from minithink.engine import Engine, load
+from minithink.errors import UsageError
+from minithink.evaluate import runner
+from minithink.evaluate.datasets import load_dataset
+from minithink.evaluate.plan import Cell
+from minithink.evaluate.summary import FULL
+from minithink.kv.full import FullCache
+from minithink.ref.gumbel_argmax import gumbel
+from minithink.sampling import SamplingParams, filter_logits
+from minithink.stream import Track
+
+NEAR = 1e-5  # in logits
+
+
+class Parting(NamedTuple):
+    """Where a sequence began to differ."""
+
+    number: int  # of the sequence
+    batch_size: int
+    token: int  # generated before
+    margin: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `evaluate margins`."""
+    runner.add_drawing_arguments(parser)
+    parser.add_argument("--batch-sizes", type=_sizes, default=[1, 8], metavar="N,N,…", help="default: 1,8")
+
+
+def _sizes(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    """Generate at every size, compare, print → 1 where a difference is more than a near tie explains."""
+    if len(args.batch_sizes) < 2:
+        raise UsageError(f"--batch-sizes names {len(args.batch_sizes)} size, and two are compared: give 1,8.")
+    examples = load_dataset(args.dataset, args.split, args.limit)
+    engine = load(args.model, device=args.device, dtype=args.dtype, backend=args.backend)
+    runs = []
+    for size in args.batch_sizes:
+        others = {"batch_size": size, "budgets": [], "schedule": None, "recall": False, "keep_text": False}
+        job = runner.Job(engine, examples, argparse.Namespace(**vars(args), **others), [FULL])
+        stream = job.stream(Cell(FULL, None), 0.0)
+        for _ in stream.steps():
+            pass
+        runs.append(stream.sequences)
+        params = stream.sampler.params
+    margins = {s.number: draw_margins(engine, s, params) for s in runs[0]}
+    parted = [p for size, other in zip(args.batch_sizes[1:], runs[1:], strict=True)
+              for p in partings(runs[0], other, size, margins)]  # fmt: skip
+    draws = sum(map(len, margins.values()))
+    near = sum(margin < NEAR for own in margins.values() for margin in own)
+    print(f"{len(runs[0])} sequences, {draws:,} draws; {near} with a margin below {NEAR:g}; batch sizes "
+          f"{', '.join(map(str, args.batch_sizes))}; {str(engine.dtype).removeprefix('torch.')}")  # fmt: skip
+    for p in parted:
+        print(
+            f"sequence {p.number} differs at batch size {p.batch_size} from token {p.token} on: margin {p.margin:.3g}"
+        )
+    unexplained = sum(p.margin >= NEAR for p in parted)
+    print(f"{len(parted)} sequences differ, {unexplained} of them at a larger margin")
+    return int(unexplained > 0)
+
+
+@torch.inference_mode()
+def draw_margins(engine: Engine, s: Track, params: SamplingParams) -> list[float]:
+    """How far the winner of each draw was above the second, in logits (of the temperature)."""
+    cache = FullCache(engine.config, engine.rope, device=engine.device, dtype=engine.dtype)
+    text = [*s.prompt, *s.tokens[:-1]]
+    cache.join(0, len(text))
+    cache.begin_step([0], [len(text)])
+    hidden = engine.decoder(torch.tensor(text, device=engine.device), cache)
+    logits = engine.decoder.logits(hidden[len(s.prompt) - 1 :]).float()  # [tokens, V]
+    if not params.greedy:
+        positions = torch.arange(len(s.prompt), len(s.prompt) + len(s.tokens), device=engine.device)
+        noise = gumbel(params.seed, torch.full_like(positions, s.number), positions, logits.shape[-1])
+        logits = filter_logits(logits, params) + noise
+    best, second = logits.topk(2, dim=-1).values.unbind(-1)
+    out: list[float] = (best - second).tolist()
+    return out
+
+
+def partings(
+    want: Sequence[Track], got: Sequence[Track], batch_size: int, margins: dict[int, list[float]]
+) -> list[Parting]:
+    """Where sequences began to differ from those wanted. margins: of these, by number."""
+    out = []
+    for a, b in zip(want, got, strict=True):
+        if a.tokens != b.tokens:
+            pairs = zip(a.tokens, b.tokens, strict=False)
+            first = next(i for i, (x, y) in enumerate(pairs) if x != y)
+            out.append(Parting(a.number, batch_size, first, margins[a.number][first]))
+    return out

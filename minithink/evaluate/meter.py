@@ -1,0 +1,185 @@
+"""What every sequence of a stream holds, measured after each of its decoding steps.
+
+Beside the graphed loop it is counted on the device, for all rows at once, by one more graph that runs while the host
+prepares the next step; the host reads a sequence's sums when it ends, and nothing before. Where sequences have caches
+of their own (`kv/apart.py`), the ledger is asked after every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from minithink import loop
+from minithink.kv.apart import Apart
+from minithink.kv.full import FullCache
+from minithink.kv.manager import KVManager
+from minithink.kv.view import ACTIVE
+from minithink.stream import Stream, Track
+
+Watch = Callable[[list[Track]], object]  # Stream.on_step
+
+
+class Held(NamedTuple):
+    """Of one sequence over its decoding steps; if it took none, after its prompt. Tokens: means over the lanes."""
+
+    steps: int
+    evicting_steps: int  # after which some lane held no more tokens than before
+    tokens_peak: float
+    tokens_mean: float
+    bytes_peak: int
+    bytes_mean: float
+
+
+class Meter(Protocol):
+    """Called after every forward pass of a stream (`Stream.on_step`)."""
+
+    def __call__(self, sequences: Sequence[Track]) -> None:
+        """These took part: one whose prompt was read, or all that decode."""
+
+    def take(self, sequences: Sequence[Track]) -> list[Held]:
+        """What these sequences held, which have ended; to be asked before the stream goes on. They are forgotten."""
+
+
+def meter(stream: Stream) -> Meter:
+    """What measures a stream of a fixed shape, from its first step on."""
+    if isinstance(stream.cache, Apart):
+        measure: Meter = LedgerMeter(stream.cache)
+    elif isinstance(stream.cache, KVManager):
+        measure = DeviceMeter(stream.cache)
+    else:
+        raise ValueError("only streams of a fixed shape are measured: Engine.stream(fixed=True)")
+    stream.on_step = measure
+    return measure
+
+
+def both(one: Watch, other: Watch) -> Watch:
+    """Calls one, then the other."""
+
+    def call(sequences: list[Track]) -> None:
+        one(sequences)
+        other(sequences)
+
+    return call
+
+
+class DeviceMeter:
+    """Rows of one manager, measured by a CUDA graph."""
+
+    def __init__(self, cache: KVManager) -> None:
+        self.cache = cache
+        rows = len(cache.rows)
+        # tokens and bytes after the prompt; steps, of these with an eviction; sums of tokens and bytes; their peaks
+        self.sums = torch.zeros(8, rows, dtype=torch.float64, device=cache.device)
+        self.before = cache.store.count.clone()  # tokens that the lanes held
+        self._row = dict[int, int]()  # of a sequence's number
+        self._values: dict[tuple[int, ...], Tensor] = {}  # the last inputs, by what they say
+        self._recorded: dict[int, loop.Recorded] = {}  # by the width that is read
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @torch.inference_mode()
+    def __call__(self, sequences: Sequence[Track]) -> None:
+        first = sequences[0]
+        if not first.tokens:
+            self._row[first.number] = row = self.cache.next_state(first.number)[0]
+            at = torch.tensor([row], device=self.sums.device)
+            count = self.cache.store.count
+            self.before[:, row] = count[:, row]
+            self.sums[:, row] = 0
+            self.sums[0, row] = count[:, row].double().mean()
+            self.sums[1, row] = self.cache.store.held(at).sum() + self._state()
+            return
+        values, width = self._inputs([self._row[s.number] for s in sequences]), self.cache.store.seen
+        if width not in self._recorded:
+            self._recorded[width] = loop.Recorded(self._add, values, self.sums, self._pool)
+        self._recorded[width].replay(values)
+
+    def _state(self) -> int:
+        """Bytes of a row's share of what the policy remembers and sees."""
+        return sum(self.cache.row_shares().values())
+
+    def _inputs(self, rows: Sequence[int]) -> Tensor:
+        """int64 [3, B]: the rows, which of them took part, bytes of a row's state. Made anew where it differs."""
+        key = (self._state(), *rows)
+        if key not in self._values:
+            values = torch.zeros(3, len(self.cache.rows), dtype=torch.int64)
+            values[0] = torch.arange(values.shape[1])
+            values[ACTIVE, list(rows)] = 1
+            values[2] = key[0]
+            self._values = {key: values}
+        return self._values[key]
+
+    def _add(self, values: Tensor, sums: Tensor) -> None:
+        """What is recorded: one step more, of the rows that took part."""
+        active, count = values[ACTIVE].bool(), self.cache.store.count  # [B], [Lt, B, Ht]
+        tokens = count.double().mean((0, 2))
+        size = (self.cache.store.held().sum(0) + values[2]).double()
+        lost = (count <= self.before).any(2).any(0)
+        now = torch.stack((torch.ones_like(tokens), lost.double(), tokens, size)).masked_fill(~active, 0)
+        sums[2:6] += now
+        sums[6:8] = torch.maximum(sums[6:8], now[2:])
+        self.before.copy_(torch.where(active[None, :, None], count, self.before))
+
+    def take(self, sequences: Sequence[Track]) -> list[Held]:
+        rows = [self._row.pop(s.number) for s in sequences]
+        return [_held(*column) for column in zip(*self.sums[:, rows].tolist(), strict=True)] if rows else []
+
+
+def _held(
+    prompt_tokens: float, prompt_bytes: float, steps: float, evicting: float,
+    tokens: float, size: float, tokens_peak: float, size_peak: float,
+) -> Held:  # fmt: skip
+    """From a column of sums."""
+    if not steps:
+        return Held(0, 0, prompt_tokens, prompt_tokens, round(prompt_bytes), prompt_bytes)
+    return Held(int(steps), int(evicting), tokens_peak, tokens / steps, round(size_peak), size / steps)
+
+
+@dataclass
+class _Sums:
+    """Of one sequence so far."""
+
+    prompt: tuple[float, int]  # after it: tokens, bytes
+    before: Tensor | None  # tokens that the lanes held
+    steps: int = 0
+    evicting: int = 0
+    tokens: float = 0.0
+    tokens_peak: float = 0.0
+    size: int = 0
+    size_peak: int = 0
+
+
+class LedgerMeter:
+    """Sequences with caches of their own."""
+
+    def __init__(self, cache: Apart) -> None:
+        self.cache = cache
+        self._sums = dict[int, _Sums]()
+
+    @torch.inference_mode()
+    def __call__(self, sequences: Sequence[Track]) -> None:
+        for s in sequences:
+            cache = self.cache.caches[s.number]
+            size = cache.account(s.number).total
+            if isinstance(cache, FullCache):
+                count, tokens = None, float(cache.held(s.number))
+            else:
+                count = cache.store.count.clone()
+                tokens = float(count.double().mean())
+            if not s.tokens:
+                self._sums[s.number] = _Sums((tokens, size), count)
+                continue
+            x = self._sums[s.number]
+            x.steps += 1
+            x.evicting += count is not None and x.before is not None and bool((count <= x.before).any())
+            x.tokens, x.tokens_peak = x.tokens + tokens, max(x.tokens_peak, tokens)
+            x.size, x.size_peak = x.size + size, max(x.size_peak, size)
+            x.before = count
+
+    def take(self, sequences: Sequence[Track]) -> list[Held]:
+        ended = [self._sums.pop(s.number) for s in sequences]
+        return [_held(*x.prompt, x.steps, x.evicting, x.tokens, x.size, x.tokens_peak, x.size_peak) for x in ended]

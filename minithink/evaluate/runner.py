@@ -1,0 +1,293 @@
+"""Evaluate policies: generate, grade, measure, sum up.
+
+Every policy and budget has its turn with all problems. The batch has one shape from beginning to end, and a
+sequence's draws belong to its number in the dataset; so neither the order, nor an interruption, nor the number of
+processes changes a token. A finished sequence is in the journal at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from minithink import origin
+from minithink.commands import INTERRUPTED, positive
+from minithink.engine import DTYPES, TINY, Engine, load
+from minithink.errors import MinithinkError
+from minithink.evaluate import plots, summary
+from minithink.evaluate.datasets import Example, load_dataset
+from minithink.evaluate.grading import GRADERS, grade
+from minithink.evaluate.journal import Journal, Key, Record, read, text_hash
+from minithink.evaluate.meter import Held, both, meter
+from minithink.evaluate.plan import Cell, budgets, check, plan, policy_of, tokens_of
+from minithink.evaluate.ranks import Ranks
+from minithink.evaluate.recall import Recall
+from minithink.evaluate.summary import FULL, Row
+from minithink.policies import split
+from minithink.progress import progress
+from minithink.sampling import SamplingParams
+from minithink.stream import Stream, Track
+from minithink.thinking import Stage, count_thinking, split_thinking
+from minithink.weights import checkpoint_hash, resolve
+
+GPU_BATCH, CPU_BATCH = 256, 8
+FREE = ("model", "backend", "keep_text")  # settings that a resumed run may change: the checkpoint's hash stays
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of a run."""
+    add = parser.add_argument
+    add(
+        "--policies", type=split, default=[FULL], metavar="P,P,…", help="as in full,rkv:buffer=0,kivi (default: full)"
+    )
+    add("--budgets", type=budgets, default=[], metavar="N,N,…", help="for the policies that take one and do not name "
+        "it: tokens of a lane, the prompt's too (256,512); or shares (0.25,0.5), of what the full cache generates, "
+        "beside the prompt: then full is run first")  # fmt: skip
+    add("--schedule", help="when a policy evicts: every, interval:n or sawtooth:B/k")
+    add_run_arguments(parser)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of them that do not say what is compared."""
+    add_drawing_arguments(parser)
+    add = parser.add_argument
+    add("--grader", default="exact", choices=list(GRADERS), help="of files that name none (default: exact)")
+    add("--batch-size", type=positive, metavar="N", help=f"rows at once, from beginning to end (default: {GPU_BATCH} "
+        f"on a GPU, else {CPU_BATCH})")  # fmt: skip
+    add("--recall", action="store_true", help="also find how many of the tokens that full attention looks at most "
+        "are kept: slow, for reference")  # fmt: skip
+    add("--output-dir", type=Path, required=True, metavar="DIR", help="where the results go")
+    add("--resume", action="store_true", help="finish what is in DIR")
+    add("--keep-text", action="store_true", help="keep what was generated in results.jsonl, not only its hash")
+
+
+def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those that say what is generated with the full cache."""
+    add = parser.add_argument
+    add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
+    add("--dataset", default="facts", help="an embedded family, MATH-500, AIME24, …, a .jsonl, .csv, .json or "
+        ".parquet file, or hub:owner/name (default: facts)")  # fmt: skip
+    add("--split", help="of the dataset (default: test)")
+    add("--num-samples", type=positive, default=1, metavar="N", help="sequences for each problem (default: 1)")
+    add("--temperature", type=float, help="0 is greedy (this and the next default to the model's own)")
+    add("--top-p", type=float, help="1 is off")
+    add("--seed", type=int, default=0, help="of the draws (default: 0)")
+    add("--limit", type=positive, metavar="N", help="only the first N problems")
+    add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what the context leaves")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
+    add("--dtype", default="auto", choices=("auto", *DTYPES))
+    add("--backend", default="auto", help="auto, reference, triton")
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    """Evaluate, write the summary, print the table."""
+    with Ranks() as ranks:
+        rows = evaluate(args, argv, ranks)
+        if rows is None:
+            return INTERRUPTED
+        if not ranks.rank:
+            finish(args.output_dir, rows)
+    return 0
+
+
+def evaluate(args: argparse.Namespace, argv: list[str], ranks: Ranks) -> list[Row] | None:
+    """Generate what is not there yet → what all of it adds up to; None: interrupted, which was said.
+
+    Args:
+        args: of `add_arguments`.
+        argv: for the record.
+    """
+    cells = plan(args.policies, args.budgets, args.schedule)
+    # refuse what makes no sense before a model is loaded
+    SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
+    examples = load_dataset(args.dataset, args.split, args.limit, grader=args.grader)
+    for grader in {example.grader for example in examples}:
+        grade(r"\boxed{1}", "1", grader)
+    engine = load(args.model, device=ranks.device(args.device), dtype=args.dtype, backend=args.backend)
+    if (ignored := engine.generation_config.ignored) and not ranks.rank:
+        _say(f"generation_config.json asks for {', '.join(ignored)}, which is not supported and is left out")
+    job = Job(engine, examples, args, [cell.policy for cell in cells])
+    check(cells, args.schedule, max(map(len, job.prompts)))
+    about = {
+        "command": origin.command("minithink.evaluate", argv), "date": origin.date(), "commit": origin.commit(),
+        "machine": origin.machine(engine.device), "versions": origin.versions(), "processes": ranks.size,
+    }  # fmt: skip
+    journal = ranks.in_turn(
+        partial(Journal, args.output_dir, job.settings, resume=args.resume, rank=ranks.file, allow=FREE, about=about)
+    )
+    with journal:
+        ranks.wait()
+        for note in journal.notes:
+            if not ranks.rank or str(journal.path) in note:
+                _say(note)
+        if not ranks.rank and FULL not in args.policies and cells[0].policy == FULL:
+            _say("budgets are shares of what the full cache generates, so full is run first")
+        try:
+            _run(job, cells, journal, ranks)
+        except KeyboardInterrupt:
+            _say(
+                f"interrupted: {len(journal.done):,} of {len(cells) * len(job.keys(cells[0])):,} sequences are in "
+                f"{args.output_dir}; give the same command with --resume to finish the rest"
+            )
+            return None
+        ranks.wait()
+    return summary.summarize(read(args.output_dir).records, policies=job.settings["policies"])
+
+
+def _run(job: Job, cells: list[Cell], journal: Journal, ranks: Ranks) -> None:
+    """Every cell in its turn: this process's part of what is not done yet."""
+    lengths = {(r.id, r.sample): r.generated_tokens for r in journal.records if r.policy == FULL}
+    mean = 0.0
+    for number, cell in enumerate(cells, 1):
+        own = job.keys(cell)[ranks.rank :: ranks.size]
+        todo = [key for key in own if key not in journal.done]
+        if isinstance(cell.budget, float) and not mean:
+            ranks.wait()  # for what the others generated with the full cache
+            whole = [r for r in read(journal.folder).records if r.policy == FULL]
+            mean = fmean(r.generated_tokens for r in whole)
+        if not todo:
+            continue
+        with progress(
+            len(own), len(own) - len(todo), f"{cell} ({number} of {len(cells)})", ranks.rank > 0
+        ) as advance:
+            for record in job.records(cell, set(todo), mean, lengths):
+                journal.append(record)
+                advance(record.right)
+                if cell.policy == FULL:
+                    lengths[record.id, record.sample] = record.generated_tokens
+        gc.collect()  # streams and graphs lie in cycles, and the next ones need their memory
+
+
+class Job:
+    """What all cells share: a model, problems, settings."""
+
+    def __init__(
+        self, engine: Engine, examples: list[Example], args: argparse.Namespace, policies: list[str]
+    ) -> None:
+        self.engine, self.examples, self.args = engine, examples, args
+        self.prompts = [engine.prompt_ids(example.question) for example in examples]
+        own = engine.generation_config
+        self.drawing = {  # options of Engine.stream
+            "temperature": own.temperature if args.temperature is None else args.temperature,
+            "top_k": own.top_k,
+            "top_p": own.top_p if args.top_p is None else args.top_p,
+            "min_p": own.min_p,
+            "seed": args.seed,
+            "num_samples": args.num_samples,
+            "max_new_tokens": args.max_new_tokens or own.max_new_tokens or engine.config.max_position,
+            "batch_size": args.batch_size or (GPU_BATCH if engine.device.type == "cuda" else CPU_BATCH),
+        }
+        self.settings: dict[str, Any] = {
+            "model": args.model,
+            "checkpoint": checkpoint_hash(TINY if args.model == "tiny" else resolve(args.model)),
+            "dataset": args.dataset,
+            "split": args.split,
+            "limit": args.limit,
+            "problems": _hash(examples),
+            "policies": list(dict.fromkeys(policies)),
+            "budgets": args.budgets,
+            "schedule": args.schedule,
+            "recall": args.recall,
+            **self.drawing,
+            "dtype": str(engine.dtype).removeprefix("torch."),
+            "backend": engine.decoder.backend.name,
+            "device": engine.device.type,
+            "keep_text": args.keep_text,
+        }
+
+    def keys(self, cell: Cell) -> list[Key]:
+        """All sequences of a cell, by their numbers."""
+        return [Key(*cell, example.id, k) for example in self.examples for k in range(self.drawing["num_samples"])]
+
+    def records(
+        self, cell: Cell, wanted: Collection[Key], mean: float, lengths: Mapping[tuple[str, int], int]
+    ) -> Iterator[Record]:
+        """Records of the wanted sequences, as they end.
+
+        Args:
+            mean: tokens that the full cache generates, for budgets that are shares.
+            lengths: the same of single sequences, by problem and sample, as far as they are known.
+        """
+        stream = self.stream(cell, mean)
+        measure, recall = meter(stream), Recall(stream) if self.args.recall else None
+        if recall is not None:
+            stream.on_step = both(measure, recall)
+        keys = self.keys(cell)
+        chosen = [s for s in stream.sequences if keys[s.number] in wanted]
+        # where nothing is known of its length, a long question makes a long answer
+        stream.sequences = in_order(chosen, [lengths.get(keys[s.number][2:], len(s.prompt)) for s in chosen])
+        began = dict[int, float]()
+        each, last = 0.0, time.perf_counter()  # seconds that a sequence would have if it had decoded from the start
+        for advanced in stream.advances():
+            now = time.perf_counter()
+            if len(advanced[0].tokens) == 1:  # its prompt was read, and nobody else took part
+                began[advanced[0].number] = each - (now - last)
+            else:
+                each += (now - last) / len(advanced)
+            last = now
+            ended = [s for s in advanced if s.finish_reason]
+            for s, held in zip(ended, measure.take(ended), strict=True):
+                share = recall.take(s) if recall is not None else None
+                yield self._record(stream, s, keys[s.number], held, each - began.pop(s.number), share)
+
+    def stream(self, cell: Cell, mean: float) -> Stream:
+        """Of all sequences of a cell, with the budget of each."""
+        own = [tokens_of(cell.budget, len(prompt), mean) for prompt in self.prompts]
+        policy = policy_of(cell, self.args.schedule, longest=max(n or 0 for n in own))
+        # The full cache is read from pages where kernels do that, and else from a plain buffer, as without a policy.
+        chosen = None if cell.policy == FULL else policy
+        stream = self.engine.stream(self.prompts, policy=chosen, fixed=True, **self.drawing)
+        for s in stream.sequences:
+            s.budget = own[s.prompt_index]
+        return stream
+
+    def _record(self, stream: Stream, s: Track, key: Key, held: Held, seconds: float, recall: float | None) -> Record:
+        tokenizer, example = self.engine.tokenizer, self.examples[s.prompt_index]
+        text = tokenizer.decode(s.tokens[:-1] if s.tokens[-1] in stream.stop_ids else s.tokens)
+        # What a sequence writes while it still thinks is no answer.
+        _, answer = split_thinking(text, Stage(tokenizer, s.prompt).name == "think")
+        graded = grade(answer, example.answer, example.grader)
+        return Record(
+            policy=key.policy, budget=key.budget, id=key.id, sample=key.sample, group=example.group,
+            right=graded.right, found=graded.found, finish_reason=s.finish_reason, prompt_tokens=len(s.prompt),
+            generated_tokens=len(s.tokens), thinking_tokens=count_thinking(tokenizer, s.prompt, s.tokens),
+            kv_bytes_peak=held.bytes_peak, kv_bytes_mean=held.bytes_mean, tokens_peak=held.tokens_peak,
+            tokens_mean=held.tokens_mean, steps=held.steps, evicting_steps=held.evicting_steps, seconds=seconds,
+            text_sha=text_hash(text), text=text if self.args.keep_text else None, recall=recall,
+        )  # fmt: skip
+
+
+def in_order(sequences: list[Track], lengths: Sequence[int]) -> list[Track]:
+    """The longest first, so that the batch stays full until near the end."""
+    order = sorted(range(len(sequences)), key=lambda i: -lengths[i])
+    return [sequences[i] for i in order]
+
+
+def finish(folder: Path, rows: list[Row]) -> None:
+    """Write the summary and the plots, print the table."""
+    paths = summary.write(folder, rows)
+    try:
+        paths += plots.draw(rows, folder)
+    except MinithinkError as error:
+        _say(f"no plots: {error}")
+    print(summary.as_markdown(rows))
+    _say(f"written to {', '.join(map(str, paths))}")
+
+
+def _hash(examples: list[Example]) -> str:
+    """Of all that problems ask and expect, 16 hexadecimal digits."""
+    content = [[e.id, e.question, e.answer, e.grader] for e in examples]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def _say(text: str) -> None:
+    print(f"minithink.evaluate: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,137 @@
+"""Choose the hyperparameters of a policy, on problems that are not of a test split.
+
+Every combination of the values given is a policy of one evaluation (`runner.py`), with everything that has: a
+journal, --resume, intervals. The best is the one with the highest pass@1; of equals, the one that holds fewer bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from minithink.commands import INTERRUPTED
+from minithink.errors import MinithinkError, UsageError
+from minithink.evaluate import runner, summary
+from minithink.evaluate.datasets import families, load_dataset
+from minithink.evaluate.plan import budgets
+from minithink.evaluate.ranks import Ranks
+from minithink.evaluate.summary import Row
+from minithink.files import dumps, replace, rounded
+from minithink.tasks import load_problems
+
+SPLITS = ("validation", "train")  # on which one may choose
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `evaluate tune`."""
+    add = parser.add_argument
+    add("--policy", required=True, metavar="P", help="whose hyperparameters are chosen, as in rkv:buffer=0")
+    add("--grid", type=_grid, action="append", required=True, metavar="FIELD=V,V,…", help="values to try of a field;"
+        " several --grid are combined")  # fmt: skip
+    add("--budget", type=budgets, default=[], metavar="N", help="of all of them: tokens, or a share, as --budgets of "
+        "a run")  # fmt: skip
+    add("--schedule", help="when the policy evicts: every, interval:n or sawtooth:B/k")
+    runner.add_run_arguments(parser)
+
+
+def _grid(text: str) -> tuple[str, list[str]]:
+    """FIELD=V,V,… → the field, its values."""
+    field, equals, values = text.partition("=")
+    if not (field and equals and all(values.split(","))):
+        raise argparse.ArgumentTypeError(f"{text!r} is not FIELD=V,V,…, as in lam=0.1,0.5")
+    return field, values.split(",")
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    """Evaluate every point of the grid, write tuning.json and tuning.md, print the table."""
+    if len(args.budget) > 1:
+        raise UsageError(f"Hyperparameters are chosen at one budget, and --budget names {len(args.budget)}.")
+    fields = [field for field, _ in args.grid]
+    if twice := next((field for field in fields if fields.count(field) > 1), None):
+        raise UsageError(f"--grid names {twice} twice: put all of its values behind one.")
+    args.split = allowed(args.dataset, args.split, args.limit)
+    points = grid(args.policy, args.grid)
+    args.policies, args.budgets = list(points), args.budget
+    with Ranks() as ranks:
+        rows = runner.evaluate(args, argv, ranks)
+        if rows is None:
+            return INTERRUPTED
+        if not ranks.rank:
+            runner.finish(args.output_dir, rows)
+            ranked = ranking(rows, points)
+            print(write(args.output_dir, ranked, points, args))
+    return 0
+
+
+def grid(policy: str, fields: Sequence[tuple[str, Sequence[str]]]) -> dict[str, dict[str, str]]:
+    """Texts of policies, and the values that each has."""
+    points = {}
+    for values in product(*(values for _, values in fields)):
+        chosen = dict(zip((field for field, _ in fields), values, strict=True))
+        said = ",".join(f"{field}={value}" for field, value in chosen.items())
+        points[policy + ("," if ":" in policy.rpartition("+")[2] else ":") + said] = chosen
+    return points
+
+
+def allowed(dataset: str, split: str | None, limit: int | None = None) -> str | None:
+    """The split on which one may choose.
+
+    Raises:
+        UsageError: it is one on which figures are reported, or holds problems of such a one.
+    """
+    if dataset in families():
+        split = split or "validation"
+    if split is None and not dataset.lower().endswith((".jsonl", ".csv", ".json", ".parquet")):
+        raise UsageError(
+            f"{dataset} without --split is its test split, and nothing is ever tuned on that: give another."
+        )
+    if split is not None and split not in SPLITS:
+        raise UsageError(f"Nothing is ever tuned on the split {split!r}: give --split {' or '.join(SPLITS)}.")
+    tests = {problem.question for family in families() for problem in load_problems("test", family)}
+    if found := sum(example.question in tests for example in load_dataset(dataset, split, limit)):
+        raise UsageError(
+            f"{dataset} holds {found} problems of an embedded test split: nothing is ever tuned on these."
+        )
+    return split
+
+
+def ranking(rows: Sequence[Row], points: dict[str, Any]) -> list[Row]:
+    """The points, best first: by pass@1, of equals by bytes."""
+    mine = [row for row in rows if row.group is None and row.policy in points]
+    return sorted(mine, key=lambda row: (-row.pass_at_1, row.kv_bytes_mean))
+
+
+def write(folder: Path, ranked: Sequence[Row], points: dict[str, dict[str, str]], args: argparse.Namespace) -> str:
+    """Write tuning.json and tuning.md → the table."""
+    best = ranked[0]
+    table = [
+        {**points[row.policy], "policy": row.policy, "pass_at_1": row.pass_at_1,
+         "interval": [row.pass_at_1_low, row.pass_at_1_high], "kv_bytes_mean": row.kv_bytes_mean,
+         "generated_mean": row.generated_mean, "problems": row.problems}
+        for row in ranked
+    ]  # fmt: skip
+    head = {"dataset": args.dataset, "split": args.split, "budget": best.budget, "best": best.policy}
+    header = ["", *next(iter(points.values())), "pass@1", "95 % interval", "KV mean", "tokens"]
+    lines = [header, ["---"] * len(header)]
+    for row in ranked:
+        # An interval that reaches the best point's says that chance may have chosen.
+        mark = "**best**" if row is best else "≈" if row.pass_at_1_high >= best.pass_at_1_low else ""
+        lines.append([
+            mark, *points[row.policy].values(), f"{row.pass_at_1:.1%}",
+            f"{row.pass_at_1_low:.1%} to {row.pass_at_1_high:.1%}", summary.size(row.kv_bytes_mean),
+            f"{row.generated_mean:,.0f}",
+        ])  # fmt: skip
+    text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    text += (
+        f"\n\n`{args.policy}`, budget {summary.budget_text(best.budget)}, {args.dataset} {args.split or ''}, "
+        f"{best.problems} problems. ≈: its interval overlaps the best one's, so chance may have chosen.\n"
+    )
+    try:
+        replace(folder / "tuning.json", dumps(rounded({**head, "points": table})) + "\n")
+        replace(folder / "tuning.md", text)
+    except OSError as error:
+        raise MinithinkError(f"The table cannot be written to {folder}: {error}; give another folder.") from None
+    return text

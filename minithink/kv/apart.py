@@ -1,0 +1,84 @@
+"""Apart: sequences whose caches know nothing of each other, side by side in batches of one size.
+
+The last bits of a matrix product depend on how many rows it has, those of a sum on how long it is. Here the decoder
+always sees the same number of rows when it generates, idle ones among them, and every sequence has a cache of its
+own, as wide as it needs: so its tokens are the same, bit for bit, whatever runs beside it, and in whichever order.
+Prompts are read alone. It costs a step of the cache for every sequence; CUDA graphs have the same property for less
+(`minithink/loop.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from minithink.kv.full import FullCache
+from minithink.kv.ledger import Ledger
+from minithink.kv.manager import KVManager
+
+
+class Apart:
+    """Any number of sequences, each with its own cache."""
+
+    def __init__(self, make: Callable[[], FullCache | KVManager]) -> None:
+        """make: a cache for one sequence."""
+        self._make = make
+        self.caches: dict[int, FullCache | KVManager] = {}  # by the numbers of their sequences
+        self._now: list[tuple[FullCache | KVManager, int]] = []  # of this step, with the number of new tokens
+
+    def join(
+        self, seq: int, capacity: int, prompt: int = 0, thinking: bool = True, budget: int | None = None
+    ) -> None:
+        """A new sequence; arguments as of KVManager."""
+        if seq in self.caches:
+            raise ValueError(f"sequence {seq} is in the cache already")
+        cache = self._make()
+        cache.join(seq, capacity, prompt, thinking, budget)
+        self.caches[seq] = cache
+
+    def leave(self, seq: int) -> None:
+        """Free a sequence's memory."""
+        del self.caches[seq]
+
+    def begin_step(self, seqs: Sequence[int], counts: Sequence[int], tokens: Sequence[int]) -> None:
+        """Announce one forward pass, as of KVManager. Rows behind those of these tokens are idle."""
+        self._now, at = [], 0
+        for seq, count in zip(seqs, counts, strict=True):
+            self.caches[seq].begin_step([seq], [count], tokens[at : at + count])
+            self._now.append((self.caches[seq], count))
+            at += count
+
+    def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
+        """Append and attend. qk: [n, Hq + Hkv, D], v: [n, Hkv, D]; returns [n, Hq, D], 0 for idle rows."""
+        out, at = qk.new_zeros(len(qk), qk.shape[1] - v.shape[1], qk.shape[2]), 0
+        for cache, count in self._now:
+            rows = slice(at, at := at + count)
+            out[rows] = cache.attend(layer, qk[rows], v[rows])
+        return out
+
+    def tap(self, layer: int, hidden: Tensor) -> Tensor:
+        """Steer the residual stream, and keep what is due. hidden: [n, d]."""
+        parts, at = [], 0
+        for cache, count in self._now:
+            parts.append(cache.tap(layer, hidden[at : (at := at + count)]))
+        return torch.cat([*parts, hidden[at:]])
+
+    def end_step(self) -> None:
+        """Close the step."""
+        for cache, _ in self._now:
+            cache.end_step()
+        self._now = []
+
+    def account(self, seq: int) -> Ledger:
+        """What one sequence holds, by kind."""
+        return self.caches[seq].account(seq)
+
+    def held(self, seq: int) -> int:
+        """Tokens that the fullest lane of a sequence holds."""
+        return self.caches[seq].held(seq)
+
+    def reserved_bytes(self) -> int:
+        """All bytes of the sequences that are here, used or not."""
+        return sum(cache.reserved_bytes() for cache in self.caches.values())

@@ -1,0 +1,104 @@
+"""What is run: policies at budgets."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minithink.errors import UsageError
+from minithink.evaluate.plan import Cell, budgets, check, plan, policy_of, tokens_of
+from minithink.kv.contract import Stack
+
+
+def test_budgets_are_tokens_or_shares() -> None:
+    assert budgets("256,512") == [256, 512]
+    assert budgets("0.25, 0.5,1") == [0.25, 0.5, 1]
+    assert [type(x) for x in budgets("1,0.5")] == [int, float]
+    for text in ("0", "1.5", "-1", "x", "", "256,", "nan", "1.0", "inf"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is no budget"):
+            budgets(text)
+
+
+def test_every_policy_at_every_budget_that_it_takes() -> None:
+    policies = ["full", "rkv:buffer=0", "kivi", "window:budget=99", "rkv+quant:fmt=fp8"]
+    cells = plan(policies, [256, 512])
+    assert cells == [
+        ("full", None), ("rkv:buffer=0", 256), ("rkv:buffer=0", 512), ("kivi", None), ("window:budget=99", 99),
+        ("rkv+quant:fmt=fp8", 256), ("rkv+quant:fmt=fp8", 512),
+    ]  # fmt: skip
+
+
+def test_full_goes_first_where_a_share_needs_it() -> None:
+    assert plan(["rkv", "kivi"], [0.25]) == [("full", None), ("rkv", 0.25), ("kivi", None)]
+    assert plan(["rkv", "full"], [0.25]) == [("full", None), ("rkv", 0.25)]
+    assert plan(["rkv", "full"], [256]) == [("rkv", 256), ("full", None)]
+
+
+def test_a_schedule_may_say_the_budget() -> None:
+    cells = plan(["full", "rkv:schedule=every,budget=8", "window"], [], "sawtooth:64/32")
+    assert cells == [("full", None), ("rkv:schedule=every,budget=8", 8), ("window", 64)]
+    assert policy_of(cells[1], "sawtooth:64/32").schedule == "every", "its own goes before"
+    window = policy_of(cells[2], "sawtooth:64/32")
+    assert (window.schedule, window.budget) == ("sawtooth:64/32", 64)
+
+
+@pytest.mark.parametrize(
+    ("policies", "numbers", "schedule", "said"),
+    [
+        (["nonsense"], [], None, "The policy 'nonsense' is unknown"),
+        (["rkv:x=1"], [], None, "has no hyperparameter 'x'"),
+        (["rkv"], [], None, "needs a budget in tokens: give --budget"),
+        (["full", "full"], [], None, "The policy full is named twice"),
+        (["rkv"], [8, 8], None, "The budget 8 is named twice"),
+        (["full", "kivi"], [256], None, "full, kivi leaves its budget open: drop --budgets"),
+        (["full"], [], "every", "full leaves its schedule open: drop --schedule"),
+        (["rkv"], [8], "sometimes", "The schedule 'sometimes' is unknown"),
+        (["rkv"], [8], "sawtooth:64/32", "drop the budget, or make them equal"),
+        (["window:budget=8+rkv:budget=9", "rkv"], [], None, "needs a budget"),
+        (["window:budget=7+rkv"], [8], None, "A budget of 8 tokens was given, and window says budget=7"),
+        (["kivi:group=7"], [], None, "group"),
+    ],
+)
+def test_what_makes_no_sense(policies: list[str], numbers: list[Any], schedule: str | None, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        plan(policies, numbers, schedule)
+
+
+@given(st.floats(0.001, 0.999), st.integers(1, 5000), st.floats(0, 10_000))
+def test_shares(share: float, prompt: int, mean: float) -> None:
+    got = tokens_of(share, prompt, mean)
+    assert got is not None
+    assert got > prompt, "a protected prompt fits"
+    assert abs(got - prompt - share * mean) <= (0.5 if share * mean > 1 else 1)
+    assert tokens_of(256, prompt, mean) is tokens_of(None, prompt, mean) is None
+
+
+def test_shares_by_hand() -> None:
+    assert [tokens_of(0.25, prompt, 1000.0) for prompt in (10, 300)] == [260, 550]
+
+
+def test_policies() -> None:
+    assert policy_of(Cell("rkv:buffer=0", 256), None).budget == 256
+    assert policy_of(Cell("rkv:buffer=0", 0.5), None, longest=77).budget == 77
+    assert policy_of(Cell("rkv:budget=9", 9), None).budget == 9
+    stack = policy_of(Cell("window+rkv+quant:fmt=fp8", 256), "interval:9")
+    assert isinstance(stack, Stack)
+    assert [(m.budget, m.schedule) for m in stack.members] == [(256, "interval:9")] * 2 + [(None, "every")]
+
+
+def test_a_protected_prompt_must_fit() -> None:
+    cells = plan(["rkv:protect_prompt=true", "window"], [100])
+    check(cells, None, 99)
+    with pytest.raises(UsageError, match="100 tokens cannot hold the protected prompt of 100"):
+        check(cells, None, 100)
+    check(plan(["rkv:protect_prompt=true"], [0.5]), None, 10_000)
+
+
+def test_cells_are_named() -> None:
+    assert [str(c) for c in (Cell("full", None), Cell("rkv", 1256), Cell("rkv", 0.5))] == [
+        "full", "rkv at 1,256 tokens", "rkv at 0.5",
+    ]  # fmt: skip

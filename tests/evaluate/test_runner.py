@@ -1,0 +1,610 @@
+"""The runner: what is recorded is right, nothing is lost, and nothing depends on order, interruption or company."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import minithink.loop as loop_module
+from minithink.engine import Engine, load
+from minithink.errors import MinithinkError, UsageError
+from minithink.evaluate import plots, runner
+from minithink.evaluate.__main__ import main
+from minithink.evaluate.journal import Journal, Key, Record, read, text_hash
+from minithink.evaluate.ranks import Ranks
+from minithink.kv.apart import Apart
+from minithink.sampling import filter_logits, gumbel
+from minithink.stream import Stream, Track
+from tests.evaluate.run import NEW, QUESTIONS, evaluate, options, recorded
+from tests.fixtures_checkpoint import write_checkpoint
+from tests.test_loop import Launched
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("quick")
+
+DRAW = plots.draw
+# Each kind of cache: everything, evictions by heads with observations, with state, formats with buffers, a stack.
+POLICIES = (
+    "full,rkv:budget=16,buffer=2,alpha=3,crystal_kv_lite:budget=14,protect_prompt=false,exempt_answer=false,"
+    "kivi:group=16,residual=16,window:budget=16+quant:fmt=fp8"
+)
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Ctrl-C when so many sequences are written."""
+    append = Journal.append
+
+    def stop(self: Journal, record: Record) -> None:
+        if len(self.done) >= after:
+            raise KeyboardInterrupt
+        append(self, record)
+
+    monkeypatch.setattr(Journal, "append", stop)
+
+
+# What is recorded ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_recorded_is_what_generate_gives(
+    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plots, "draw", DRAW)
+    evaluate(model, problems, tmp_path, num_samples=2, keep_text=True, seed=3, policies="full,window:budget=12")
+    assert {path.stem for path in tmp_path.glob("*.svg")} == {
+        "accuracy-by-budget", "length-by-budget", "accuracy-by-bytes",
+    }  # fmt: skip
+    out = capsys.readouterr()
+    engine = load(model, device="cpu")
+    got = {r.key: r for r in read(tmp_path).records}
+    assert len(got) == 2 * 2 * len(QUESTIONS)
+    for policy, budget in (("full", None), ("window:budget=12", 12)):
+        results = engine.generate(QUESTIONS, policy=policy, max_new_tokens=NEW, num_samples=2, seed=3, batch_size=3)
+        for want in results:
+            r = got[Key(policy, budget, f"p{want.prompt}", want.sample)]
+            assert (r.text, r.text_sha) == (want.text, text_hash(want.text))
+            assert (r.prompt_tokens, r.generated_tokens) == (want.prompt_tokens, want.generated_tokens)
+            assert (r.thinking_tokens, r.finish_reason) == (want.thinking_tokens, want.finish_reason)
+            assert r.group == "gh"[want.prompt % 2]
+            assert r.steps == want.generated_tokens - 1
+            assert not r.right
+            assert r.found is None
+            kept = want.prompt_tokens + r.steps
+            assert r.tokens_peak == (
+                kept if budget is None else min(kept, 12) if r.steps else min(r.prompt_tokens, 12)
+            )
+            assert bool(r.evicting_steps) == (budget is not None and r.steps > 0 and kept > 12)
+            assert r.kv_bytes_mean <= r.kv_bytes_peak
+            assert r.seconds > 0
+    assert {r.finish_reason for r in got.values()} == {"stop", "length"}
+    assert "| `window:budget=12` | 12 |" in out.out
+    assert f"written to {tmp_path / 'summary.json'}" in out.err
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [(row["policy"], row["group"], row["samples"]) for row in summary["rows"]] == [
+        (policy, group, n) for group, n in ((None, 14), ("g", 8), ("h", 6)) for policy in ("full", "window:budget=12")
+    ]
+    assert len(list(csv.reader((tmp_path / "summary.csv").open()))) == 7
+    assert (tmp_path / "summary.md").read_text() in out.out
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["settings"]["temperature"] == 0.9
+    assert (config["settings"]["policies"], config["settings"]["seed"]) == (["full", "window:budget=12"], 3)
+    assert str(tmp_path) not in config["runs"][0]["command"]
+
+
+def test_answers_are_graded(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a sequence writes after its thinking, by the grader of its problem."""
+    rows = [
+        {"id": "a", "question": "x", "answer": "3", "grader": "number"},
+        {"id": "b", "question": "x", "answer": "4", "grader": "number"},
+        {"id": "c", "question": "x", "answer": "3.0"},
+    ]
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = r"so \boxed{4}</think>It is \boxed{3.0}."
+    monkeypatch.setattr("minithink.tokenizer.Tokenizer.decode", lambda *_: said)
+    # the prompt ends in <think>
+    monkeypatch.setattr(runner, "Stage", lambda *_: type("Inside", (), {"name": "think"}))
+    got = evaluate(model, path, tmp_path / "out")
+    assert [(r["found"], r["right"]) for _, r in sorted(got.items())] == [
+        ("3.0", True), ("3.0", False), ("3.0", True),
+    ]  # fmt: skip
+    monkeypatch.setattr("minithink.tokenizer.Tokenizer.decode", lambda *_: said.partition("</think>")[0])
+    got = evaluate(model, path, tmp_path / "cut", grader="number")
+    assert not any(r["right"] for r in got.values()), "a box in thinking that never ends is no answer"
+
+
+def test_seconds_are_shared(model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every step the sequences in it have equal parts; all parts together are the time of the run."""
+    now = [0.0]
+    advance = Stream._advance
+
+    def tick(self: Stream, sequences: list[Track]) -> None:
+        now[0] += 5.0 if not sequences[0].tokens else 1.0
+        advance(self, sequences)
+        for s in sequences:
+            shares[s.number] = shares.get(s.number, 0) + (5.0 if len(s.tokens) == 1 else 1.0 / len(sequences))
+
+    shares: dict[int, float] = {}
+    monkeypatch.setattr(Stream, "_advance", tick)
+    monkeypatch.setattr(runner.time, "perf_counter", lambda: now[0])
+    assert main(options(model, problems, tmp_path)) == 0
+    records = read(tmp_path).records
+    assert {int(r.id[1:]): r.seconds for r in records} == pytest.approx(shares)
+    assert sum(r.seconds for r in records) == pytest.approx(now[0])
+
+
+# Budgets ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_share_is_of_what_the_full_cache_generates(
+    model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    got = evaluate(model, problems, tmp_path, policies="window", budgets="0.25,10")
+    assert "so full is run first" in capsys.readouterr().err
+    full = [r for key, r in got.items() if key.policy == "full"]
+    assert len(full) == len(QUESTIONS)
+    mean = sum(r["generated_tokens"] for r in full) / len(full)
+    evicted = 0
+    for r in got.values():
+        if r["policy"] == "window" and r["steps"]:
+            seen = r["prompt_tokens"] + r["steps"]
+            allowed = r["prompt_tokens"] + round(0.25 * mean) if r["budget"] == 0.25 else 10
+            assert r["tokens_peak"] == min(seen, allowed)
+            evicted += seen > allowed
+    assert evicted > len(QUESTIONS)
+    assert json.loads((tmp_path / "config.json").read_text())["settings"]["policies"] == ["full", "window"]
+
+
+def test_the_mean_is_taken_when_all_processes_are_there(
+    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for each other when the journal is open, before its sequences are averaged, and at the end."""
+    events: list[str] = []
+    reading, append = runner.read, Journal.append
+
+    def note(self: Journal, record: Record) -> None:
+        events.append(record.policy)
+        append(self, record)
+
+    monkeypatch.setattr(Ranks, "wait", lambda self: events.append("wait"))
+    monkeypatch.setattr(runner, "read", lambda folder: events.append("read") or reading(folder))
+    monkeypatch.setattr(Journal, "append", note)
+    evaluate(model, problems, tmp_path, policies="window", budgets="0.25,0.5", limit=1)
+    assert events == ["wait", "full", "wait", "read", "window", "window", "wait", "read"]
+
+
+# Laws ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, problems: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Key, dict[str, Any]]:
+    """A run that nobody interrupted."""
+    return evaluate(model, problems, tmp_path_factory.mktemp("whole"), policies=POLICIES)
+
+
+def backwards(sequences: list[Track], lengths: Iterable[int]) -> list[Track]:
+    return sequences[::-1]
+
+
+def test_order_and_interruption_change_nothing(
+    model: Path, problems: Path, tmp_path: Path, whole: dict[Key, Any], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Bit for bit: another order, so that other sequences run side by side, and interruptions at any place."""
+    given = options(model, problems, tmp_path, policies=POLICIES)
+    monkeypatch.setattr(runner, "in_order", backwards)
+    for after, more in ((2, []), (11, ["--resume"]), (20, ["--resume"])):
+        with monkeypatch.context() as patch:
+            interrupt(patch, after)
+            assert main([*given, *more]) == 130
+        err = capsys.readouterr().err
+        assert f"interrupted: {after} of 35 sequences are in {tmp_path}" in err
+        assert "--resume" in err
+        assert len(read(tmp_path).records) == after
+    assert main(given) == 2
+    assert "add --resume" in capsys.readouterr().err
+    assert main([*given, "--resume"]) == 0
+    assert recorded(tmp_path) == whole
+    runs = json.loads((tmp_path / "config.json").read_text())["runs"]
+    assert [r["sequences_before"] for r in runs] == [0, 2, 11, 20]
+    lines = (tmp_path / "results.jsonl").read_text()
+    assert main([*given, "--resume"]) == 0, "nothing is left to do"
+    assert (tmp_path / "results.jsonl").read_text() == lines
+
+
+def test_the_longest_go_first(model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what the full cache generated or, for the full cache itself, by their prompts."""
+    orders = []
+    in_order = runner.in_order
+
+    def note(sequences: list[Track], lengths: list[int]) -> list[Track]:
+        out = in_order(sequences, lengths)
+        orders.append([s.prompt_index for s in out])
+        return out
+
+    monkeypatch.setattr(runner, "in_order", note)
+    got = evaluate(model, problems, tmp_path, policies="full,kivi:group=16")
+    for order, name, policy in zip(
+        orders, ("prompt_tokens", "generated_tokens"), ("full", "kivi:group=16"), strict=True
+    ):
+        known = {int(key.id[1:]): r[name] for key, r in got.items() if key.policy == "full"}
+        assert sorted(order) == list(range(len(QUESTIONS)))
+        assert [known[i] for i in order] == sorted(known.values(), reverse=True), policy
+
+
+def test_fewer_problems_change_nothing(
+    model: Path, problems: Path, tmp_path: Path, whole: dict[Key, Any]
+) -> None:  # fmt: skip
+    got = evaluate(model, problems, tmp_path, policies="full,window:budget=16+quant:fmt=fp8", limit=2)
+    assert got == {
+        key: r for key, r in whole.items() if key.id in ("p0", "p1") and key.policy in {k.policy for k in got}
+    }
+    assert len(got) == 4
+
+
+def test_every_step_has_one_shape(
+    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that the decoder sees when it generates: idle ones from the first step to the last."""
+    seen = set()
+    forward = Stream._forward
+
+    def watch(self: Stream, numbers: list[int], counts: list[int], tokens: list[int], idle: int = 0) -> torch.Tensor:
+        hidden = forward(self, numbers, counts, tokens, idle)
+        if len(self.sequences[0].tokens or self.sequences[-1].tokens) and max(counts) == 1:
+            seen.add((len(hidden), idle))
+        return hidden
+
+    monkeypatch.setattr(Stream, "_forward", watch)
+    evaluate(model, problems, tmp_path, policies="full,window:budget=16", batch_size=5)
+    assert {n for n, _ in seen} == {5}
+    assert len({idle for _, idle in seen}) > 2
+
+
+def test_another_batch_size_matters_at_near_ties_only(model: Path, problems: Path, tmp_path: Path) -> None:
+    """Sequences are equal up to a draw in which two candidates, noise included, were within 1e-5 of each other."""
+    runs = [drawn(model, batch_size, num_samples=4) for batch_size in (1, 3, 8)]
+    steps = sum(len(tokens) for tokens, _ in runs[0].values())
+    near = sum(m < 1e-5 for _, margins in runs[0].values() for m in margins)
+    assert steps > 300
+    assert near <= steps * 1e-3, f"{near} of {steps} steps"
+    for other in runs[1:]:
+        for number, (tokens, margins) in runs[0].items():
+            first = next((i for i, (a, b) in enumerate(zip(tokens, other[number][0], strict=False)) if a != b), None)
+            assert first is None or margins[first] < 1e-5, f"sequence {number}, token {first}"
+            assert first is not None or tokens == other[number][0]
+
+
+def drawn(model: Path, batch_size: int, num_samples: int) -> dict[int, tuple[list[int], list[float]]]:
+    """Sequence → its tokens, and how far the winner of each draw was above the second."""
+    engine = load(model, device="cpu")
+    stream = engine.stream(
+        QUESTIONS, fixed=True, batch_size=batch_size, num_samples=num_samples, max_new_tokens=NEW, seed=1
+    )
+    margins: dict[int, list[float]] = {s.number: [] for s in stream.sequences}
+    sample = stream.sampler.sample
+
+    def watch(logits: torch.Tensor, sequences: list[int], positions: list[int]) -> torch.Tensor:
+        noise = gumbel(1, torch.tensor(sequences), torch.tensor(positions), logits.shape[-1])
+        two = (filter_logits(logits, stream.sampler.params) + noise).topk(2).values
+        for number, (a, b) in zip(sequences, two.tolist(), strict=True):
+            margins[number].append(a - b)
+        return sample(logits, sequences, positions)
+
+    stream.sampler.sample = watch  # type: ignore[method-assign]
+    for _ in stream.steps():
+        pass
+    return {s.number: (s.tokens, margins[s.number]) for s in stream.sequences}
+
+
+def test_beside_the_loop_of_a_gpu(
+    model: Path, problems: Path, tmp_path: Path, whole: dict[Key, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same texts from graphs, launched one by one here; every graph of a step has all rows."""
+    monkeypatch.setattr(loop_module, "Recorded", Launched)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    loaded = runner.load
+
+    def load_graphed(*args: Any, **options: Any) -> Engine:
+        engine = loaded(*args, **options)
+        engine.columns, engine.records = "fit", True
+        return engine
+
+    loops = []
+    init = loop_module.DecodeLoop.__init__
+
+    def note(self: loop_module.DecodeLoop, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        loops.append(self)
+
+    monkeypatch.setattr(runner, "load", load_graphed)
+    monkeypatch.setattr(loop_module.DecodeLoop, "__init__", note)
+    monkeypatch.setattr(runner, "in_order", backwards)
+    got = evaluate(model, problems, tmp_path, policies=POLICIES)
+    assert len(loops) == 5
+    assert {n for loop in loops for n, *_ in loop.recorded} == {3}
+    names = ("text_sha", "right", "generated_tokens", "tokens_peak", "tokens_mean", "steps", "evicting_steps")
+    for key, want in whole.items():
+        assert [got[key][name] for name in names] == [want[name] for name in names], key
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_order_and_interruption_change_nothing_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, and so do the bytes, which are counted by a graph."""
+    words = ["--dataset", "facts", "--split", "validation", "--device", "cuda", "--batch-size", "4", "--limit", "9"]
+    words += ["--max-new-tokens", "300", "--policies"]
+    words += ["full,rkv:budget=200,buffer=16,kivi,window:budget=150+quant:fmt=fp8"]
+    assert main([*words, "--output-dir", str(tmp_path / "whole")]) == 0
+    monkeypatch.setattr(runner, "in_order", backwards)
+    given = [*words, "--output-dir", str(tmp_path / "parts")]
+    for after in (5, 21):
+        with monkeypatch.context() as patch:
+            interrupt(patch, after)
+            assert main([*given, "--resume"]) == 130
+    assert main([*given, "--resume"]) == 0
+    assert recorded(tmp_path / "parts") == recorded(tmp_path / "whole")
+
+
+def test_what_a_checkpoint_asks_for_in_vain_is_said(
+    problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    penalized = write_checkpoint(tmp_path / "model", generation={"repetition_penalty": 1.1})
+    evaluate(penalized, problems, tmp_path / "out", limit=1, max_new_tokens=2)
+    assert "generation_config.json asks for repetition_penalty = 1.1, which" in capsys.readouterr().err
+
+
+def test_what_cannot_be_recorded_goes_apart(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(model, device="cpu")
+    monkeypatch.setattr(engine, "columns", "fit")
+    policy = "kivi:group=16,residual=16,flush=official"
+    assert isinstance(engine.stream("x", policy=policy, fixed=True, max_new_tokens=9).cache, Apart)
+
+
+# Interruptions of all kinds --------------------------------------------------------------------------------------
+
+
+def test_a_killed_run_goes_on(model: Path, problems: Path, tmp_path: Path, whole: dict[Key, Any]) -> None:
+    """kill -9 in the middle; what was finished is there."""
+    given = options(model, problems, tmp_path, policies=POLICIES)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "minithink.evaluate", *given], cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    path = tmp_path / "results.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (path.exists() and path.read_text().count("\n") >= 4):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    before = len(read(tmp_path).records)
+    assert 4 <= before < 35
+    assert main([*given, "--resume"]) == 0
+    assert recorded(tmp_path) == whole
+
+
+def test_a_last_line_that_was_cut_off(
+    model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    want = evaluate(model, problems, tmp_path)
+    path = tmp_path / "results.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    assert main(options(model, problems, tmp_path, resume=True)) == 0
+    assert "incomplete last line (7," in capsys.readouterr().err
+    assert recorded(tmp_path) == want
+
+
+def test_other_settings_are_refused(
+    model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluate(model, problems, tmp_path, limit=1)
+    capsys.readouterr()
+    for changed, said in [
+        ({"seed": 1}, "seed 0 and 1"), ({"batch_size": 4}, "batch_size 3 and 4"), ({"limit": 2}, "limit 1 and 2"),
+        ({"policies": "full,kivi:group=16"}, 'policies ["full"] and ["full", "kivi:group=16"]'),
+        ({"temperature": 0.5}, "temperature 0.9 and 0.5"), ({"top_p": 0.5}, "top_p 1.0 and 0.5"),
+        ({"max_new_tokens": 9}, "max_new_tokens 24 and 9"), ({"num_samples": 2}, "num_samples 1 and 2"),
+        ({"dtype": "bfloat16"}, 'dtype "float32" and "bfloat16"'),
+    ]:  # fmt: skip
+        given = {"limit": 1, "resume": True, **changed}
+        assert main(options(model, problems, tmp_path, **given)) == 2
+        err = capsys.readouterr().err
+        assert said in err
+        assert len(err.strip().splitlines()) == 1
+    # a file that has changed, and a checkpoint that has moved
+    mine, moved = tmp_path / "mine.jsonl", tmp_path / "moved"
+    mine.write_text(problems.read_text())
+    moved.symlink_to(model)
+    evaluate(model, mine, tmp_path / "out", limit=1)
+    assert main(options(moved, mine, tmp_path / "out", limit=1, resume=True)) == 0
+    mine.write_text(problems.read_text().replace("Who sits?", "Who stands?"))
+    capsys.readouterr()
+    assert main(options(model, mine, tmp_path / "out", limit=1, resume=True)) == 2
+    assert '(then and now: problems "' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changed", "code", "said"),
+    [
+        ({"policies": "nonsense"}, 2, "The policy 'nonsense' is unknown; there are: full, window"),
+        ({"policies": "rkv"}, 2, "needs a budget"),
+        ({"policies": "rkv:protect_prompt=true", "budgets": 8}, 2, "8 tokens cannot hold the protected prompt of"),
+        ({"budgets": "0"}, 2, "'0' is no budget"),
+        ({"schedule": "never", "policies": "window", "budgets": 9}, 2, "The schedule 'never' is unknown"),
+        ({"split": "test"}, 2, "is a file, which has no split 'test'"),
+        ({"dataset": "facts", "split": "train"}, 2, "The split 'train' does not exist"),
+        ({"dataset": "nothing"}, 2, "There is no dataset 'nothing'"),
+        ({"dataset": "none.jsonl"}, 1, "none.jsonl does not exist"),
+        ({"temperature": "-1"}, 2, "The temperature is -1.0"),
+        ({"top_p": "2"}, 2, "top_p is 2.0"),
+        ({"seed": "-1"}, 2, "The seed is -1"),
+        ({"num_samples": "0"}, 2, "no whole number of at least 1"),
+        ({"device": "abacus"}, 2, "The device 'abacus' is unknown"),
+        ({"model": "/nowhere/at all"}, 1, "minithink.evaluate: "),
+        ({"output_dir": None}, 2, "--output-dir"),
+        ({"grader": "gut"}, 2, "invalid choice: 'gut'"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    model: Path, problems: Path, tmp_path: Path, changed: dict[str, Any], code: int, said: str,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = tmp_path / "out"
+    try:
+        got = main(options(model, problems, folder, **changed))
+    except SystemExit as exit:
+        got = exit.code  # type: ignore[assignment]
+    err = capsys.readouterr().err
+    assert got == code, err
+    assert said in err
+    assert len(err.strip().splitlines()) == 1, err
+    assert not folder.exists(), "nothing is left of what makes no sense"
+
+
+def test_too_little_memory(
+    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows are promised their worst case, also those that will be idle."""
+    monkeypatch.setattr("minithink.engine._require_room", lambda *_: None)
+    monkeypatch.setattr("minithink.engine._free_bytes", lambda device: 2**17)
+    assert main(options(model, problems, tmp_path, policies="window:budget=50", batch_size=99, limit=1)) == 1
+    assert "Out of memory: under window, 99 sequences" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["file", "below a file"])
+def test_a_folder_that_cannot_be_made(
+    model: Path, problems: Path, tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / ("x" if "below" in place else "")
+    assert main(options(model, problems, folder)) == 1
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_without_math_verify_nothing_begins(
+    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    assert main(options(model, problems, tmp_path / "out", grader="math")) == 1
+    assert "pip install 'minithink[math]'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_matplotlib_there_is_a_summary(
+    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(plots, "draw", DRAW)
+    evaluate(model, problems, tmp_path, limit=1)
+    assert "no plots: " in capsys.readouterr().err
+    assert (tmp_path / "summary.md").exists()
+    assert not list(tmp_path.glob("*.svg"))
+
+
+# Several processes -----------------------------------------------------------------------------------------------
+
+
+def started(given: list[str], ranks: int) -> list[subprocess.CompletedProcess[str]]:
+    """As torchrun starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "minithink.evaluate", *given], cwd=Path(__file__).parents[2], text=True,
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    return [subprocess.CompletedProcess(p.args, *wait(p)) for p in processes]
+
+
+def wait(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=240)
+    return process.returncode, out, err
+
+
+def test_two_processes_generate_what_one_does(model: Path, problems: Path, tmp_path: Path) -> None:
+    policies = "window"
+    shared, alone = tmp_path / "shared", tmp_path / "alone"
+    for process in started(options(model, problems, shared, policies=policies, budgets="0.25"), 2):
+        assert process.returncode == 0, process.stderr
+    want = evaluate(model, problems, alone, policies=policies, budgets="0.25")
+    assert recorded(shared) == want
+    parts = [[json.loads(line) for line in (shared / f"results-{i}.jsonl").open()] for i in range(2)]
+    for policy in ("full", "window"):
+        ids = [sorted(r["id"] for r in part if r["policy"] == policy) for part in parts]
+        assert ids == [["p0", "p2", "p4", "p6"], ["p1", "p3", "p5"]]
+    assert (shared / "summary.json").exists()
+    # one process finishes what two have begun, and what it finds of them stays where it is
+    path = shared / "results-1.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-2]))
+    assert main([*options(model, problems, shared, policies=policies, budgets="0.25"), "--resume"]) == 0
+    assert recorded(shared) == want
+    assert len((shared / "results.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("error", [None, MinithinkError("full."), UsageError("no.")])
+def test_what_the_first_process_refuses_ends_all(
+    error: MinithinkError | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it alone says why."""
+    told: list[object] = []
+
+    def broadcast(box: list[object], source: int) -> None:
+        assert source == 0
+        told[:] = told or box
+        box[:] = told
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = []
+
+    def act() -> str:
+        done.append(1)
+        if error is not None:
+            raise error
+        return "opened"
+
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        with Ranks() as ranks:
+            assert ranks.file == rank
+            if error is None:
+                assert ranks.in_turn(act) == "opened"
+            elif rank == 0:
+                with pytest.raises(type(error), match=str(error)):
+                    ranks.in_turn(act)
+            else:
+                with pytest.raises(SystemExit) as end:
+                    ranks.in_turn(act)
+                assert end.value.code == (2 if isinstance(error, UsageError) else 1)
+    assert len(done) == (2 if error is None else 1)
+
+
+def test_each_process_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Ranks().device("auto") == "auto"
+    assert Ranks().file is None
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    for name, value in (("WORLD_SIZE", "4"), ("RANK", "3"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    for there in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert [Ranks().device(name) for name in ("auto", "cuda", "cpu", "cuda:0")] == [
+            "cuda:1" if there else "auto", "cuda:1", "cpu", "cuda:0",
+        ]  # fmt: skip
