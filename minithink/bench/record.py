@@ -29,18 +29,21 @@ RESULTS = Path("docs") / "results"
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 
 
-def new(benchmark: str, argv: list[str], device: torch.device | str = "cpu") -> dict[str, Any]:
+def new(
+    benchmark: str, argv: list[str], device: torch.device | str = "cpu", *, program: str = "minithink.bench"
+) -> dict[str, Any]:
     """The beginning of a result: everything but the settings and measurements, which its benchmark adds.
 
     Args:
         benchmark: its name.
-        argv: the arguments after `python -m minithink.bench`.
+        argv: the arguments after `python -m PROGRAM`.
         device: where it runs; a GPU is described only if it is used.
+        program: the module that measures.
     """
     return {
         "benchmark": benchmark,
         "complete": False,  # set when the last measurement is in
-        "command": _command(argv),
+        "command": _command(program, argv),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": commit(),
         "embedded_model": checkpoint_hash(TINY),
@@ -49,10 +52,10 @@ def new(benchmark: str, argv: list[str], device: torch.device | str = "cpu") -> 
     }
 
 
-def _command(argv: list[str]) -> str:
+def _command(program: str, argv: list[str]) -> str:
     """The command line, with folders left out: where files lay on one machine helps nobody on another."""
     words = [Path(word).name if word.startswith(("/", "~")) else word for word in argv]
-    return shlex.join(["python", "-m", "minithink.bench", *words])
+    return shlex.join(["python", "-m", program, *words])
 
 
 def commit() -> str:
