@@ -5,8 +5,9 @@ Sparsity is ThinKV's: the share of cached tokens whose attention is below 1 % of
 Thoughts are known from the traces' wording: transitions are paragraphs between blank lines that open with a doubt,
 execution lines begin with the words that open calculations, the rest is reasoning. Answer attention is DynTS's and
 Crystal-KV's. The vector is the difference of the mean hidden states at the ends of lines before sentences that are no
-transition and before those that are (SEAL, SkipKV §4.2, with the sign that is to lessen transitions), added there. Mind that here a blank line comes before
-every transition and before little else: the vector holds that token, too, so that its norm is no sign of a premise.
+transition and before those that are (SEAL, SkipKV §4.2, with the sign that is to lessen transitions), added there.
+Mind that here a blank line comes before every transition and before little else: the vector holds that token, too, so
+that its norm is no sign of a premise.
 """
 
 from __future__ import annotations
@@ -182,6 +183,8 @@ def sparsity_by_kind(looks: Sequence[Look]) -> list[dict[str, Any]]:
     out = list[dict[str, Any]]()
     for kind in KINDS:
         rows = torch.cat([x.tokens[[k == kind for k in x.token_kinds]] for x in looks])
+        if not len(rows):
+            continue
         means = torch.cat([x.sparsity[[k == kind for k in x.kinds]] for x in looks])
         out += [
             {
