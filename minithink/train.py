@@ -38,7 +38,7 @@ from minithink.config import ModelConfig
 from minithink.errors import MinithinkError, UsageError
 from minithink.model import Decoder, Rope
 from minithink.ref.rope import rope
-from minithink.tasks import facts, prepare
+from minithink.tasks import facts, ledger, prepare
 from minithink.tokenizer import Tokenizer
 from minithink.weights import save_checkpoint
 
@@ -50,18 +50,22 @@ POOL = 16  # batches that are sorted by length together
 class Recipe:
     """Everything that decides what is learned; it is stored with the result."""
 
-    tokens: int = 1_400_000_000  # to process, prompts and padding included
+    tokens: int = 2_000_000_000  # to process, prompts and padding included
     batch_tokens: int = 131_072  # a step, padding included
     lr: float = 2e-3
     final_lr: float = 0.0  # share of `lr` at the end
     warmup_steps: int = 100
     weight_decay: float = 0.1  # on matrices
     clip: float = 1.0
-    short_first: float = 0.06  # share of the tokens that is spent on short problems first
-    min_derived: int = 3  # calculations a problem
+    short_first: float = 0.1  # share of the tokens that is spent on short problems first
+    ledger_share: float = 0.5  # of the documents: problems of the family ledger; the others are of facts
+    min_derived: int = 3  # calculations a problem of facts
     max_derived: int = 40
-    long_share: float = 0.04  # of the documents: up to `longest_derived` calculations
     longest_derived: int = 64
+    min_steps: int = 2  # steps a problem of ledger
+    max_steps: int = 30
+    longest_steps: int = 46
+    long_share: float = 0.04  # of the documents: up to the longest
     seed: int = 0
 
 
@@ -131,10 +135,16 @@ class Documents(IterableDataset[tuple[Tensor, Tensor]]):
     def draw(self, rng: random.Random, short: bool) -> tuple[list[int], int]:
         """A document's tokens, and how many of them are prompt."""
         r = self.recipe
-        low, high = r.min_derived, max(r.min_derived, r.max_derived // 4 if short else r.max_derived)
-        if not short and rng.random() < r.long_share:
-            low, high = high, r.longest_derived
-        while (problem := facts.draw_problem(rng, rng.randint(low, high))).split() != "train":
+        if rng.random() < r.ledger_share:
+            family, low, high, longest = ledger.FAMILY, r.min_steps, r.max_steps, r.longest_steps
+        else:
+            family, low, high, longest = facts.FAMILY, r.min_derived, r.max_derived, r.longest_derived
+        if short:
+            high = max(low, high // 4)
+        elif rng.random() < r.long_share:
+            low, high = high, longest
+        draw_problem = prepare.FAMILIES[family].draw_problem
+        while (problem := draw_problem(rng, rng.randint(low, high))).split() != "train":
             pass
         prompt, response = prepare.document(problem, rng)
         head = self.tokenizer.encode(prompt)

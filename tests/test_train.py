@@ -17,8 +17,9 @@ from minithink.tokenizer import Tokenizer
 from tests.compare import assert_close
 
 RECIPE = train.Recipe(
-    tokens=90_000, batch_tokens=3_000, warmup_steps=4, min_derived=1, max_derived=2, long_share=0.0, lr=4e-3
-)
+    tokens=90_000, batch_tokens=3_000, warmup_steps=4, min_derived=1, max_derived=2, min_steps=1, max_steps=2,
+    long_share=0.0, lr=4e-3,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +128,39 @@ def test_no_document_of_another_split_is_drawn(tokenizer, monkeypatch):
     next(iter(train.Documents(RECIPE, tokenizer, 4096, start=0, steps=1)))
     assert len(seen) > 50
     assert set(seen) == {"train"}
+
+
+def test_both_families_are_drawn_in_their_sizes_and_short_problems_first(tokenizer, monkeypatch):
+    recipe = train.Recipe(
+        ledger_share=0.25, min_derived=5, max_derived=24, longest_derived=32, min_steps=3, max_steps=16,
+        longest_steps=20, long_share=0.2,
+    )  # fmt: skip
+    sizes: dict[str, list[int]] = {}
+
+    def note(problem, rng):
+        size = len(problem.steps) if problem.family == "ledger" else sum(bool(f.op) for f in problem.facts)
+        sizes.setdefault(problem.family, []).append(size)
+        return "", ""
+
+    monkeypatch.setattr(train.prepare, "document", note)
+    documents, rng = train.Documents(recipe, tokenizer, 4096, start=0, steps=1), train.random.Random(1)
+    for _ in range(400):
+        documents.draw(rng, short=True)
+    assert 60 <= len(sizes["ledger"]) <= 140
+    assert (min(sizes["ledger"]), max(sizes["ledger"])) == (3, 4)
+    assert min(sizes["facts"]) >= 5
+    assert max(sizes["facts"]) <= 6 + 2  # a few that nothing needs
+    sizes.clear()
+    for _ in range(400):
+        documents.draw(rng, short=False)
+    assert (min(sizes["ledger"]), max(sizes["ledger"])) == (3, 20)
+    assert 0.1 < sum(size >= 16 for size in sizes["ledger"]) / len(sizes["ledger"]) < 0.4
+    assert max(sizes["facts"]) >= 30
+    only = train.Documents(replace(recipe, ledger_share=1.0), tokenizer, 4096, start=0, steps=1)
+    sizes.clear()
+    for _ in range(20):
+        only.draw(rng, short=False)
+    assert set(sizes) == {"ledger"}
 
 
 def test_processes_of_a_team_draw_different_documents(tokenizer):

@@ -19,18 +19,21 @@ from minithink.origin import RESULTS, ROOT, command, commit, date, machine, vers
 from minithink.weights import checkpoint_hash
 
 
-def new(benchmark: str, argv: list[str], device: torch.device | str = "cpu") -> dict[str, Any]:
+def new(
+    benchmark: str, argv: list[str], device: torch.device | str = "cpu", *, program: str = "minithink.bench"
+) -> dict[str, Any]:
     """The beginning of a result: everything but the settings and measurements, which its benchmark adds.
 
     Args:
         benchmark: its name.
-        argv: the arguments after `python -m minithink.bench`.
+        argv: the arguments after `python -m PROGRAM`.
         device: where it runs; a GPU is described only if it is used.
+        program: the module that measures.
     """
     return {
         "benchmark": benchmark,
         "complete": False,  # set when the last measurement is in
-        "command": command("minithink.bench", argv),
+        "command": command(program, argv),
         "date": date(),
         "commit": commit(),
         "embedded_model": checkpoint_hash(TINY),

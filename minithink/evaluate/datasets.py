@@ -47,7 +47,7 @@ def load_dataset(
 
     `name` is one of
 
-    - an embedded family: `facts`. Splits: validation, test.
+    - an embedded family: `facts` or `ledger`. Splits: validation, test.
     - a ready entry of ENTRIES, in upper or lower case: `MATH-500`. Split: test; GSM8K has train, too.
     - a file: `problems.jsonl`, `.csv`, `.json` (a list) or `.parquet`. It has no splits. Of each row, the question is
       the first field there is of QUESTION, the answer the first of ANSWER (of a `solution` with a \boxed{}, what the

@@ -2,8 +2,8 @@
 
     python -m minithink.tasks.prepare --output minithink/assets/tiny
 
-trains the byte-level BPE on task text (needs the extra `train`), and writes the tokenizer's files and the chat
-template there, and the validation and test problems beside this file with their SHA-256 in `SHA256SUMS`.
+trains the byte-level BPE on text of both families (needs the extra `train`), and writes the tokenizer's files and the
+chat template there, and the validation and test problems beside this file with their SHA-256 in `SHA256SUMS`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from minithink.tasks import DATA, SPLITS, facts
+from minithink.tasks import BINS, DATA, SPLITS, facts, ledger
+from minithink.tasks.facts import FactsProblem
+from minithink.tasks.ledger import LedgerProblem
 
 # Llama 3's pre-tokenizer: numbers are pieces of one to three digits, so every value is one token; a word takes the
 # space before it; ".\n\n" is one piece, as in the models that this one stands for.
@@ -56,26 +59,27 @@ third those three time times to together too total true try turn two under until
 way we well were what when where which while who whole why will with without word work would write yet you your zero
 """.split()  # noqa: SIM905
 
-# Calculations that a problem of each split needs, and how many problems with reference thinking of that length.
-BINS = ((1, 600), (600, 1200), (1200, 2000))  # tokens, upper edge excluded
-COUNTS = {"validation": (100, 200, 200), "test": (100, 300, 300)}
+FAMILIES: dict[str, ModuleType] = {facts.FAMILY: facts, ledger.FAMILY: ledger}
+SIZES = {facts.FAMILY: (4, 48), ledger.FAMILY: (2, 40)}  # calculations or steps of a problem of the splits, at most
+COUNTS = {"validation": (100, 200, 200), "test": (100, 300, 300)}  # problems of each of BINS, for each family
 
 
-def document(problem: facts.FactsProblem, rng: random.Random) -> tuple[str, str]:
+def document(problem: FactsProblem | LedgerProblem, rng: random.Random) -> tuple[str, str]:
     """A training document: the prompt as the chat template renders it, and the response."""
-    thinking, answer = facts.draw_trace(problem, rng)
+    thinking, answer = FAMILIES[problem.family].draw_trace(problem, rng)
     return f"<|user|>{problem.question}<|assistant|><think>\n", f"{thinking}</think>{answer}<|end|>"
 
 
 def train_tokenizer(vocab_size: int, documents: int = 3000, seed: int = 1) -> dict[str, Any]:
-    """The contents of `tokenizer.json` for a BPE trained on drawn documents."""
+    """The contents of `tokenizer.json` for a BPE trained on drawn documents, of both families in turn."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     rng = random.Random(seed)
 
     def texts() -> Iterator[str]:
-        for _ in range(documents):
-            prompt, response = document(facts.draw_problem(rng, rng.randint(4, 40)), rng)
+        for i in range(documents):
+            family = list(FAMILIES)[i % len(FAMILIES)]
+            prompt, response = document(FAMILIES[family].draw_problem(rng, rng.randint(4, 40)), rng)
             yield from re.split("|".join(map(re.escape, (*SPECIAL, *THINK))), prompt + response)
         for word in ENGLISH:
             yield from [f" {word}", f" {word}", word.capitalize()] * 2
@@ -106,25 +110,25 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
 
 
-def draw_split(split: str, folder: Path, seed: int = 7) -> list[dict[str, Any]]:
-    """Problems of one split, bin by bin, until each bin is full."""
+def draw_split(family: str, split: str, folder: Path, seed: int = 7) -> list[dict[str, Any]]:
+    """Problems of one split, bin by bin, until each bin is full. folder: of the tokenizer, by which lengths count."""
     from minithink.tokenizer import Tokenizer
 
     tokenizer, rng = Tokenizer.from_folder(folder), random.Random(f"{split}{seed}")
     wanted = dict(zip(BINS, COUNTS[split], strict=True))
     rows: dict[tuple[int, int], list[dict[str, Any]]] = {b: [] for b in BINS}
     while any(len(rows[b]) < wanted[b] for b in BINS):
-        problem = facts.draw_problem(rng, rng.randint(4, 48))
+        problem = FAMILIES[family].draw_problem(rng, rng.randint(*SIZES[family]))
         if problem.split() != split:
             continue
         # The reference trace is drawn from the problem's own hash, so that anyone can draw it again.
-        thinking, _ = facts.draw_trace(problem, random.Random(problem.digest()))
+        thinking, _ = FAMILIES[family].draw_trace(problem, random.Random(problem.digest()))
         tokens = len(tokenizer.encode(thinking))
         for low, high in BINS:
             if low <= tokens < high and len(rows[low, high]) < wanted[low, high]:
                 rows[low, high].append({
-                    "id": f"facts-{split}-{problem.digest().hex()[:12]}",
-                    "family": facts.FAMILY,
+                    "id": f"{family}-{split}-{problem.digest().hex()[:12]}",
+                    "family": family,
                     "question": problem.question,
                     "answer": problem.answer,
                     "thinking_tokens": tokens,
@@ -135,14 +139,15 @@ def draw_split(split: str, folder: Path, seed: int = 7) -> list[dict[str, Any]]:
 
 
 def write_splits(folder: Path) -> None:
-    """Write the JSONL files and their hashes."""
+    """Write the JSONL files of both families and their hashes."""
     DATA.mkdir(parents=True, exist_ok=True)
     sums = []
-    for split in SPLITS:
-        path = DATA / f"{facts.FAMILY}-{split}.jsonl"
-        text = "".join(json.dumps(row) + "\n" for row in draw_split(split, folder))
-        path.write_text(text, encoding="utf-8")
-        sums.append(f"{hashlib.sha256(text.encode()).hexdigest()}  {path.name}\n")
+    for family in FAMILIES:
+        for split in SPLITS:
+            path = DATA / f"{family}-{split}.jsonl"
+            text = "".join(json.dumps(row) + "\n" for row in draw_split(family, split, folder))
+            path.write_text(text, encoding="utf-8")
+            sums.append(f"{hashlib.sha256(text.encode()).hexdigest()}  {path.name}\n")
     (DATA / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
 
 

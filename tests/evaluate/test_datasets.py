@@ -60,10 +60,11 @@ def refused(name: str | Path, *mentions: str, split: str | None = None, error: t
 # --- the embedded families
 
 
-def test_the_embedded_family():
+@pytest.mark.parametrize("family", ["facts", "ledger"])
+def test_the_embedded_families(family):
     for split in SPLITS:
-        problems = load_problems(split)
-        got = load_dataset("facts", split)
+        problems = load_problems(split, family)
+        got = load_dataset(family, split)
         assert [(e.id, e.question, e.answer) for e in got] == [(p.id, p.question, p.answer) for p in problems]
         assert {e.grader for e in got} == {"exact"}
         for e, p in zip(got, problems, strict=True):

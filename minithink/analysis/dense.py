@@ -1,0 +1,196 @@
+"""Decoding with dense masks: every token stays in memory, and a mask says which ones still count.
+
+Nothing is saved this way. It is the shortest road from an idea for eviction to an accuracy: the slot of a token is
+its position, a sketch of a policy scores all slots of all lanes at once, and the lowest are masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from minithink.engine import Engine
+from minithink.ref.rope import rope
+from minithink.thinking import CLOSE
+
+EVERY = 16  # tokens from one eviction to the next
+RECENT = 64  # tokens that no eviction touches, if the budget has room for them
+
+
+class Dense:
+    """Keys and values of `rows` sequences, and the mask `kept`; an `Attention` for the decoder."""
+
+    def __init__(self, engine: Engine, rows: int, capacity: int, window: int = 8) -> None:
+        """capacity: tokens of a sequence; window: newest queries to remember."""
+        c, device = engine.config, engine.device
+        self.rope, self.groups, self.window = engine.rope, c.num_heads // c.num_kv_heads, window
+        shape = (c.num_layers, rows, c.num_kv_heads, capacity)
+        self.k, self.v = (torch.zeros(*shape, c.head_dim, dtype=engine.dtype, device=device) for _ in range(2))
+        self.kept = torch.ones(shape, dtype=torch.bool, device=device)
+        self.mass = torch.zeros(shape, device=device)  # of the last step: probability, mean over the group
+        self.queries = torch.zeros(c.num_layers, rows, c.num_heads, window, c.head_dim, device=device)
+        self.hidden = torch.zeros(rows, c.hidden_size, device=device)  # after the final norm, of the last step
+        self.steer: Callable[[int, Tensor], Tensor] | None = None  # (layer, hidden) → hidden
+        self.row = torch.arange(rows, device=device)[:, None]
+        self.column = torch.arange(capacity, device=device)
+
+    def begin(self, pos: Tensor, end: int) -> None:
+        """Announce tokens: pos int64 [rows, n], all below `end`. A later token at a position replaces the older."""
+        self.pos, self.end = pos, end
+        self.cos, self.sin = self.rope.at(pos.flatten())
+
+    def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
+        """qk: [rows·n, Hq + Hkv, D], v: [rows·n, Hkv, D] → [rows·n, Hq, D]."""
+        rows, n = self.pos.shape
+        hkv = v.shape[1]
+        q, k = rope(qk, self.cos, self.sin).unflatten(0, (rows, n)).tensor_split((-hkv,), dim=2)
+        self.k[layer][self.row, :, self.pos] = k.to(self.k.dtype)
+        self.v[layer][self.row, :, self.pos] = v.unflatten(0, (rows, n)).to(self.v.dtype)
+        k, v = self.k[layer, :, :, : self.end], self.v[layer, :, :, : self.end]
+        grouped = q.unflatten(2, (hkv, self.groups))  # [rows, n, Hkv, G, D]
+        logits = torch.einsum("bnhgd,bhtd->bhgnt", grouped, k) / q.shape[-1] ** 0.5
+        past = self.column[: self.end] <= self.pos[..., None]  # [rows, n, T]
+        seen = past[:, None, None] & self.kept[layer, :, :, None, None, : self.end]
+        p = logits.float().masked_fill(~seen, -torch.inf).softmax(-1)
+        if n == 1:
+            self.mass[layer, :, :, : self.end] = p[..., 0, :].mean(2)
+            self.queries[layer] = torch.cat((self.queries[layer, :, :, 1:], q.transpose(1, 2).float()), dim=2)
+        out = torch.einsum("bhgnt,bhtd->bnhgd", p.to(v.dtype), v)
+        return out.flatten(2, 3).flatten(0, 1)
+
+    def tap(self, layer: int, hidden: Tensor) -> Tensor:
+        if layer < 0:
+            self.hidden = hidden
+        elif self.steer is not None:
+            return self.steer(layer, hidden)
+        return hidden
+
+
+class Sketch:
+    """A policy in a few lines: it sees every step, and scores tokens when some have to go."""
+
+    def __init__(self, cache: Dense, prompts: Tensor) -> None:
+        """prompts: their lengths, int64 [rows]."""
+        self.cache, self.prompts = cache, prompts
+
+    def observe(self, step: int, token: Tensor) -> None:
+        """After the decoder has read the generated token number `step`, int64 [rows]."""
+
+    def score(self, step: int) -> Tensor:
+        """[L, rows, Hkv, end]: the lowest go first; prompts and recent tokens are left out by the caller."""
+        raise NotImplementedError
+
+
+def evict(cache: Dense, score: Tensor, prompts: Tensor, budget: Tensor) -> None:
+    """Mask what a lane holds beyond its prompt and `budget` tokens (int64 [rows]), the lowest scores first."""
+    column = cache.column[: cache.end]
+    now = cache.pos  # [rows, 1]
+    generated = (column >= prompts[:, None]) & (column <= now)  # [rows, T]
+    recent = column > now - torch.minimum(budget // 2, torch.full_like(budget, RECENT))[:, None]
+    held = cache.kept[..., : cache.end] & generated[None, :, None]
+    score = score.float().masked_fill(recent[None, :, None], torch.inf).masked_fill(~held, -torch.inf)
+    rank = score.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    cache.kept[..., : cache.end] &= ~generated[None, :, None] | (rank < budget[None, :, None, None])
+
+
+@torch.inference_mode()
+def decode(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    sketch: Callable[[Dense, Tensor], Sketch] | None = None,
+    budget: Tensor | None = None,
+    steer: Callable[[Tensor, int, Tensor], Tensor] | None = None,
+) -> list[list[int]]:
+    """Generated tokens of every prompt, with the one that stopped. Two runs with equal prompts and seed draw the same
+    noise, so that they write the same text until their logits differ.
+
+    Args:
+        sketch: makes the policy; None: everything stays.
+        budget: generated tokens that a lane keeps beside its prompt, int64 [rows].
+        steer: (last token [rows], layer, hidden [rows, d]) → hidden, for generated tokens.
+    """
+    device, rows = engine.device, len(prompts)
+    stops = torch.tensor(sorted(engine.generation_config.stop_ids), device=device)
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    widest = int(lengths.max())
+    tokens = torch.zeros(rows, widest, dtype=torch.long, device=device)
+    for i, prompt in enumerate(prompts):
+        tokens[i, : len(prompt)] = torch.tensor(prompt)
+    max_new_tokens = min(max_new_tokens, engine.config.max_position - widest)
+    cache = Dense(engine, rows, widest + max_new_tokens)
+    cache.begin(torch.arange(widest, device=device).expand(rows, -1), widest)
+    hidden = engine.decoder(tokens.flatten(), cache).view(rows, widest, -1)[cache.row[:, 0], lengths - 1]
+    policy = sketch(cache, lengths) if sketch else None
+    generator = torch.Generator(device).manual_seed(seed)
+    out = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=device)
+    done = torch.zeros(rows, dtype=torch.bool, device=device)
+    for step in range(max_new_tokens):
+        logits = engine.decoder.logits(hidden).float()
+        if temperature > 0:  # argmax(logits / T + Gumbel noise) is a draw from the softmax
+            noise = torch.rand(logits.shape, generator=generator, device=device).clamp_min(1e-20)
+            logits = logits / temperature - (-noise.log()).log()
+        token = torch.where(done, stops[0], logits.argmax(-1))
+        out[:, step] = token
+        done |= torch.isin(token, stops)
+        if step % EVERY == EVERY - 1 and bool(done.all()):
+            break
+        cache.begin((lengths + step)[:, None], widest + step + 1)
+        cache.steer = partial(steer, token) if steer else None
+        hidden = engine.decoder(token, cache)
+        if policy is not None and budget is not None:
+            policy.observe(step, token)
+            if step % EVERY == EVERY - 1:
+                evict(cache, policy.score(step), lengths, budget)
+    ends = torch.isin(out, stops)
+    ends[:, -1] = True
+    return [row[: int(n) + 1] for row, n in zip(out.tolist(), ends.int().argmax(1), strict=True)]
+
+
+class Watcher:
+    """An `Attention` over one whole sequence that hands every layer's probabilities on, and its hidden states."""
+
+    def __init__(self, engine: Engine, length: int, see: Callable[[int, Tensor], None]) -> None:
+        self.cos, self.sin = engine.rope.at(torch.arange(length, device=engine.device))
+        self.see, self.hidden = see, list[Tensor]()
+        self.future = torch.ones(length, length, dtype=torch.bool, device=engine.device).triu(1)
+
+    def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
+        hkv = v.shape[1]
+        q, k = rope(qk, self.cos, self.sin).transpose(0, 1).tensor_split((-hkv,))
+        groups = q.shape[0] // hkv
+        k, v = (x.repeat_interleave(groups, 0) for x in (k, v.transpose(0, 1)))
+        logits = (q @ k.transpose(1, 2)).float() / q.shape[-1] ** 0.5
+        p = logits.masked_fill(self.future, -torch.inf).softmax(-1)
+        self.see(layer, p)  # [Hq, n, n]
+        return (p.to(v.dtype) @ v).transpose(0, 1)
+
+    def tap(self, layer: int, hidden: Tensor) -> Tensor:
+        if layer >= 0:
+            self.hidden.append(hidden)
+        return hidden
+
+
+@torch.inference_mode()
+def watch(engine: Engine, ids: Sequence[int], see: Callable[[int, Tensor], None]) -> list[Tensor]:
+    """Read a whole sequence at once. see(layer, p [Hq, n, n]) → hidden states after every layer, [n, d] each."""
+    watcher = Watcher(engine, len(ids), see)
+    engine.decoder(torch.tensor(list(ids), device=engine.device), watcher)
+    return watcher.hidden
+
+
+def thinking_end(engine: Engine, generated: Sequence[int]) -> int:
+    """How many generated tokens come before `</think>`; all, where it never comes."""
+    close = engine.tokenizer.id_of(CLOSE)
+    return next((i for i, t in enumerate(generated) if t == close), len(generated))
+
+
+def batches(count: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size`."""
+    return (slice(i, i + size) for i in range(0, count, size))

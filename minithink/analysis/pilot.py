@@ -1,0 +1,242 @@
+"""A pilot: do policies of different kinds come out differently on a task? Sketches with masks, not the methods.
+
+Every 16 tokens, every KV head keeps its prompt, the last 64 tokens, and of the other generated tokens those with the
+highest scores, in all a share of what the full cache generated for the same problem:
+
+    window      the position
+    h2o         attention received so far
+    rkv         R-KV's importance and redundancy (ref/window_importance.py, ref/redundancy.py; λ = 0.1)
+    lrfu        hits of a recency-frequency rule, as in Crystal-KV (ref/lrfu.py; λ = 0.6, p = 0.9)
+    sentences   rkv, less the similarity of a token's sentence to a later one where that is above 0.95, as in SkipKV
+    answer      an oracle: attention from the answer of the full-cache run
+    hindsight   an oracle: the largest attention that the full-cache run still pays to the token, in this head
+
+All runs draw the same noise, so a run writes the full cache's text until evictions change a choice. From there on,
+the oracles' positions are those of another text: their figures are lower bounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minithink.analysis.dense import EVERY, Dense, Sketch, batches, decode, thinking_end, watch
+from minithink.analysis.premises import begin, common_arguments, line_ends, outcome
+from minithink.bench import record
+from minithink.engine import Engine
+from minithink.errors import UsageError
+from minithink.ref.lrfu import lrfu
+from minithink.ref.redundancy import redundancy
+from minithink.ref.window_importance import window_importance
+
+
+class Window(Sketch):
+    def score(self, step: int) -> Tensor:
+        return self.cache.column[: self.cache.end].expand(self.cache.mass[..., : self.cache.end].shape)
+
+
+class H2O(Sketch):
+    def __init__(self, cache: Dense, prompts: Tensor) -> None:
+        super().__init__(cache, prompts)
+        self.sum = torch.zeros_like(cache.mass)
+
+    def observe(self, step: int, token: Tensor) -> None:
+        end = self.cache.end
+        self.sum[..., :end] += self.cache.mass[..., :end]
+
+    def score(self, step: int) -> Tensor:
+        return self.sum[..., : self.cache.end]
+
+
+class Rkv(Sketch):
+    lam = 0.1
+
+    def score(self, step: int) -> Tensor:
+        c = self.cache
+        valid = c.kept[..., : c.end] & (c.column[: c.end] <= c.pos)[None, :, None]
+        out = torch.zeros(valid.shape, device=valid.device)
+        for i in range(len(out)):
+            k = c.k[i, :, :, : c.end]
+            importance = window_importance(c.queries[i, :, :, -min(c.window, step + 1) :], k, valid[i])
+            out[i] = self.lam * importance - (1 - self.lam) * redundancy(k, valid[i])
+        return out
+
+
+class Lrfu(Sketch):
+    def __init__(self, cache: Dense, prompts: Tensor) -> None:
+        super().__init__(cache, prompts)
+        self.crf = torch.zeros_like(cache.mass)
+        self.last = torch.zeros(cache.mass.shape, dtype=torch.int32, device=cache.mass.device)
+
+    def observe(self, step: int, token: Tensor) -> None:
+        c, end = self.cache, self.cache.end
+        valid = c.kept[..., :end] & (c.column[:end] <= c.pos)[None, :, None]
+        t = torch.tensor(step, dtype=torch.int32, device=c.mass.device)
+        state = (c.mass[..., :end], valid, valid, self.crf[..., :end], self.last[..., :end], t)
+        self.crf[..., :end], self.last[..., :end], self.current = lrfu(*state, lam=0.6, p=0.9)
+
+    def score(self, step: int) -> Tensor:
+        return self.current.clamp_min(-1e30)  # what was never hit still goes after what is gone already
+
+
+class Sentences(Rkv):
+    threshold = 0.95
+
+    def __init__(self, cache: Dense, prompts: Tensor, newline: Tensor) -> None:
+        """newline: bool [V], the tokens that end a sentence."""
+        super().__init__(cache, prompts)
+        self.newline = newline
+        rows, slots = cache.mass.shape[1], cache.mass.shape[-1]
+        self.sentence = torch.zeros(rows, slots, dtype=torch.long, device=newline.device)  # of every slot
+        self.current = self.sentence[:, 0].clone()
+        self.sums = torch.zeros(rows, slots // 4, cache.hidden.shape[-1], device=newline.device)  # hidden states
+
+    def observe(self, step: int, token: Tensor) -> None:
+        row = self.cache.row[:, 0]
+        self.sums[row, self.current] += self.cache.hidden
+        self.sentence[row, self.cache.pos[:, 0]] = self.current
+        self.current = (self.current + self.newline[token]).clamp(max=self.sums.shape[1] - 1)
+
+    def score(self, step: int) -> Tensor:
+        unit = F.normalize(self.sums, dim=-1)  # the direction of the sum is that of the mean
+        index = torch.arange(unit.shape[1], device=unit.device)
+        complete = index < self.current[:, None]  # [rows, S]
+        later = (index[:, None] < index) & complete[:, None]
+        largest = (unit @ unit.transpose(1, 2)).masked_fill(~later, 0.0).amax(-1)  # [rows, S]
+        penalty = largest.where(largest > self.threshold, 0.0).gather(1, self.sentence[:, : self.cache.end])
+        return super().score(step) - penalty[None, :, None]
+
+
+class Known(Sketch):
+    """An oracle: the score of every slot is known beforehand, for every block of EVERY steps."""
+
+    def __init__(self, cache: Dense, prompts: Tensor, scores: Tensor) -> None:
+        """scores: [blocks or 1, L, rows, Hkv, slots]."""
+        super().__init__(cache, prompts)
+        self.scores = scores
+
+    def score(self, step: int) -> Tensor:
+        scores = self.scores[min((step + 1) // EVERY, len(self.scores) - 1)].float()
+        return F.pad(scores, (0, max(0, self.cache.end - scores.shape[-1])))[..., : self.cache.end]
+
+
+def foresee(engine: Engine, prompts: Sequence[list[int]], generated: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
+    """What full-cache runs attend to later on.
+
+    Returns:
+        answer: [1, L, rows, Hkv, slots], mean attention of the tokens behind `</think>`.
+        future: [blocks, L, rows, Hkv, slots] float16; block i: the largest attention from block i of EVERY generated
+            tokens on.
+    """
+    c, rows = engine.config, len(prompts)
+    slots = max(len(p) + len(g) for p, g in zip(prompts, generated, strict=True))
+    blocks = -(-max(map(len, generated)) // EVERY)
+    shape = (c.num_layers, rows, c.num_kv_heads, slots)
+    answer = torch.zeros(1, *shape, device=engine.device)
+    future = torch.zeros(blocks, *shape, dtype=torch.float16, device=engine.device)
+    for row, (prompt, tokens) in enumerate(zip(prompts, generated, strict=True)):
+        start, behind = len(prompt), len(prompt) + thinking_end(engine, tokens) + 1
+
+        def see(layer: int, p: Tensor, row: int = row, start: int = start, behind: int = behind) -> None:
+            p = p.unflatten(0, (c.num_kv_heads, -1)).mean(1)  # [Hkv, n, n]
+            n = p.shape[-1]
+            if behind < n:
+                answer[0, layer, row, :, :n] = p[:, behind:].mean(1)
+            own = p[:, start:]
+            own = F.pad(own, (0, 0, 0, -own.shape[1] % EVERY)).unflatten(1, (-1, EVERY)).amax(2)  # [Hkv, blocks, n]
+            future[: own.shape[1], layer, row, :, :n] = own.flip(1).cummax(1).values.flip(1).transpose(0, 1).half()
+
+        watch(engine, [*prompt, *tokens], see)
+    return answer, future
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    common_arguments(parser)
+    parser.add_argument("--budgets", type=shares, default=(0.25, 0.5), help="shares of the full run's tokens")
+    parser.add_argument("--policies", default=",".join(POLICIES), help="default: all")
+
+
+def shares(text: str) -> tuple[float, ...]:
+    """For argparse: numbers above 0, up to 1."""
+    values = tuple(float(part) for part in text.split(","))
+    if not all(0 < value <= 1 for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r} are no shares above 0 and up to 1")
+    return values
+
+
+ORACLES = ("answer", "hindsight")
+POLICIES: dict[str, type[Sketch]] = {
+    "window": Window,
+    "h2o": H2O,
+    "rkv": Rkv,
+    "lrfu": Lrfu,
+    "sentences": Sentences,
+    "answer": Known,
+    "hindsight": Known,
+}
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    """Generate with the full cache, then with every sketch and budget; write the result, print a table."""
+    names = args.policies.split(",")
+    if unknown := set(names) - POLICIES.keys():
+        raise UsageError(f"There is no sketch {min(unknown)!r}; there are {', '.join(POLICIES)}.")
+    engine, problems, result = begin(args, "pilot", argv)
+    found: dict[tuple[str, float], list[list[int]]] = {}
+    for part in batches(len(problems), args.batch_size):
+        for key, tokens in pilot(engine, [engine.prompt_ids(p.question) for p in problems[part]], names, args):
+            found.setdefault(key, []).extend(tokens)
+    full = found["full", 1.0]
+    result["measurements"] = [
+        {
+            "policy": name,
+            "budget": share,
+            **outcome(engine, problems, tokens),
+            "tokens_until_other": sum(map(shared, tokens, full)) / len(full),
+        }
+        for (name, share), tokens in found.items()
+    ]
+    result["complete"] = True
+    record.write(args.output, result)
+    for m in result["measurements"]:
+        print(f"{m['policy']:>10} {m['budget']:5.0%}  right {m['right']:6.1%}  {m['tokens']:7,.0f} tokens")
+    print(f"written to {args.output}", file=sys.stderr)
+    return 0
+
+
+def shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two texts share at their beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def pilot(
+    engine: Engine, prompts: Sequence[list[int]], names: Sequence[str], args: argparse.Namespace
+) -> list[tuple[tuple[str, float], list[list[int]]]]:
+    """(sketch, share of the full run) → generated tokens, for one batch; the full cache first."""
+    options: dict[str, Any] = {"temperature": args.temperature, "seed": args.seed}
+    full = decode(engine, prompts, args.max_new_tokens, **options)
+    lengths = torch.tensor([len(g) for g in full], device=engine.device)
+    newline = line_ends(engine)
+    seen = foresee(engine, prompts, full) if set(names) & set(ORACLES) else ()
+    known = dict(zip(ORACLES, seen, strict=False))
+    out = [(("full", 1.0), full)]
+    for name in names:
+
+        def make(cache: Dense, lengths: Tensor, name: str = name) -> Sketch:
+            extra: tuple[Tensor, ...] = (known[name],) if name in known else (newline,) if name == "sentences" else ()
+            return POLICIES[name](cache, lengths, *extra)
+
+        for share in args.budgets:
+            began = time.monotonic()
+            budget = (lengths * share).ceil().long()
+            tokens = decode(engine, prompts, args.max_new_tokens, sketch=make, budget=budget, **options)
+            out.append(((name, share), tokens))
+            print(f"{name} {share:.0%}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+    return out

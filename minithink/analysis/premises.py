@@ -1,0 +1,285 @@
+"""Three premises, looked at in full-cache traces: attention sparsity tells thoughts apart; answers attend to thinking
+far back; a steering vector makes a model doubt less.
+
+Sparsity is ThinKV's: the share of cached tokens whose attention is below 1 % of the row's largest, mean over heads.
+Thoughts are known from the traces' wording: transitions are paragraphs between blank lines that open with a doubt,
+execution lines begin with the words that open calculations, the rest is reasoning. Answer attention is DynTS's and
+Crystal-KV's. The vector is the difference of the mean hidden states at the ends of lines before sentences that are no
+transition and before those that are (SEAL, SkipKV §4.2, with the sign that is to lessen transitions), added there.
+Mind that here a blank line comes before every transition and before little else: the vector holds that token, too, so
+that its norm is no sign of a premise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minithink.analysis.dense import batches, decode, thinking_end, watch
+from minithink.bench import record
+from minithink.engine import Engine, load
+from minithink.tasks import Problem, grade, load_problems
+from minithink.tasks.writing import MANNERS
+
+KINDS = ("reasoning", "execution", "transition")
+DOUBT = re.compile(r"Wait|Alternatively|Before I answer")
+EXECUTION = re.compile(rf"({'|'.join(w for m in MANNERS for w in m.compute)}|Then|And) [a-z]{{3}}(@\d+)? = ")
+FAR = 64  # thinking tokens before the answer that count as near
+STRENGTHS = (0.25, 0.5, 0.75, 1.0)
+
+
+class Sentence(NamedTuple):
+    """A line of a text: tokens `start` to `end`, where the next one begins."""
+
+    start: int
+    end: int
+    kind: str
+
+
+def sentences(pieces: Sequence[str]) -> list[Sentence]:
+    """The lines of a text, given as the texts of its tokens; a blank line belongs to the line before it."""
+    out, start, doubting, fresh = list[Sentence](), 0, False, True
+    for i, piece in enumerate(pieces):
+        if "\n" not in piece and i + 1 < len(pieces):
+            continue
+        line = "".join(pieces[start : i + 1])
+        doubting = bool(DOUBT.match(line)) if fresh else doubting
+        kind = "transition" if doubting else "execution" if EXECUTION.match(line) else "reasoning"
+        out.append(Sentence(start, i + 1, kind))
+        start, fresh = i + 1, "\n\n" in piece
+    return out
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    common_arguments(parser)
+    parser.add_argument("--layer", type=int, default=5, help="whose hidden states are steered (default: 5, as 0.7 L)")
+    parser.add_argument("--steered", type=record.positive, default=16, help="problems that are steered")
+
+
+def common_arguments(parser: argparse.ArgumentParser) -> None:
+    """What premises and pilot share."""
+    add = parser.add_argument
+    add("--model", default="tiny")
+    add("--family", default="facts", help="facts or ledger: validation problems")
+    add("--limit", type=record.positive, default=32, help="problems (default: 32)")
+    add("--device", default="auto")
+    add("--batch-size", type=record.positive, default=96)
+    add("--max-new-tokens", type=record.positive, default=2600)
+    add("--temperature", type=float, default=0.6)
+    add("--seed", type=int, default=0)
+    add("--output", type=Path, required=True, metavar="FILE")
+
+
+def begin(args: argparse.Namespace, name: str, argv: list[str]) -> tuple[Engine, list[Problem], dict[str, Any]]:
+    """The engine, the problems and a new result."""
+    engine = load(args.model, device=args.device, backend="reference", dtype="float32")
+    problems = load_problems("validation", args.family)[: args.limit]
+    result = record.new(name, argv, engine.device, program="minithink.analysis")
+    names = ("model", "family", "limit", "max_new_tokens", "temperature", "seed")
+    result["settings"] = {n: getattr(args, n) for n in names}
+    return engine, problems, result
+
+
+def generate(
+    engine: Engine, problems: Sequence[Problem], args: argparse.Namespace, **options: Any
+) -> list[list[int]]:
+    """Generated tokens of every problem, batch by batch."""
+    out = list[list[int]]()
+    for part in batches(len(problems), args.batch_size):
+        prompts = [engine.prompt_ids(p.question) for p in problems[part]]
+        options |= {"temperature": args.temperature, "seed": args.seed}
+        out += decode(engine, prompts, args.max_new_tokens, **options)
+    return out
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    """Generate, look, steer, write the result."""
+    engine, problems, result = begin(args, "premises", argv)
+    generated = generate(engine, problems, args)
+    traces = [(engine.prompt_ids(p.question), g) for p, g in zip(problems, generated, strict=True)]
+    looks = [look(engine, prompt, g, args.layer) for prompt, g in traces]
+    result["measurements"] = {
+        "full_cache": outcome(engine, problems, generated),
+        "sparsity": sparsity_by_kind(looks),
+        "separability": separability(looks),
+        "answer_attention": answer_attention(looks),
+        "steering": steering(engine, problems[: args.steered], args, looks),
+    }
+    result["complete"] = True
+    record.write(args.output, result)
+    print(f"written to {args.output}", file=sys.stderr)
+    return 0
+
+
+def outcome(engine: Engine, problems: Sequence[Problem], generated: Sequence[list[int]]) -> dict[str, float]:
+    """Accuracy, mean tokens and mean number of doubts (paragraphs) of some runs."""
+    texts = [engine.tokenizer.decode(g) for g in generated]
+    right = [grade(t, p.answer) and "</think>" in t for t, p in zip(texts, problems, strict=True)]
+    stops = engine.generation_config.stop_ids
+    return {
+        "problems": len(problems),
+        "right": sum(right) / len(right),
+        "tokens": sum(map(len, generated)) / len(generated),
+        "cut_off": sum(g[-1] not in stops for g in generated) / len(generated),
+        "doubts": sum(len(re.findall(rf"\n\n(?:{DOUBT.pattern})", t)) for t in texts) / len(texts),
+    }
+
+
+class Look(NamedTuple):
+    """What one trace shows."""
+
+    kinds: list[str]  # of every sentence of the thinking
+    sparsity: Tensor  # [sentences, L]
+    tokens: Tensor  # [thinking tokens, L]: sparsity of single rows
+    token_kinds: list[str]
+    far: Tensor  # [L]: share of the answer's attention to thinking tokens that is farther than FAR from its end
+    top: Tensor  # [L]: share of it that the tenth of the thinking tokens with most of it holds
+    on_thinking: Tensor  # [L]: share of all attention of the answer's tokens that is on thinking tokens
+    before: Tensor  # [sentences, d]: hidden states at the token before each sentence, at the steered layer
+
+
+def look(engine: Engine, prompt: list[int], generated: list[int], layer: int) -> Look:
+    """Read one trace again, and measure."""
+    n = thinking_end(engine, generated)
+    start, end = len(prompt), len(prompt) + n
+    found = sentences([engine.tokenizer.decode([t]) for t in generated[:n]])
+    rows = torch.arange(start, end)
+    sparse, far, top, on = (list[Tensor]() for _ in range(4))
+
+    def see(_: int, p: Tensor) -> None:
+        thinking = p[:, start:end]  # [Hq, rows, n]
+        below = thinking < 0.01 * thinking.amax(-1, keepdim=True)
+        cached = torch.arange(p.shape[-1], device=p.device) <= rows.to(p.device)[:, None]
+        sparse.append(((below & cached).sum(-1) / cached.sum(-1)).mean(0).cpu())
+        answer = p[:, end + 1 :, start:end].sum((0, 1))  # behind </think>; mass by thinking token
+        total = answer.sum()
+        far.append((answer[:-FAR].sum() / total).cpu())
+        top.append((answer.sort(descending=True).values[: max(1, n // 10)].sum() / total).cpu())
+        on.append((total / p[:, end + 1 :].sum()).cpu())
+
+    hidden = watch(engine, [*prompt, *generated], see)
+    tokens = torch.stack(sparse, 1)  # [n, L]
+    return Look(
+        [s.kind for s in found],
+        torch.stack([tokens[s.start : s.end].mean(0) for s in found]),
+        tokens,
+        [s.kind for s in found for _ in range(s.start, s.end)],
+        torch.stack(far),
+        torch.stack(top),
+        torch.stack(on),
+        torch.stack([hidden[min(layer, len(hidden) - 1)][start + s.start - 1].cpu() for s in found]),
+    )
+
+
+def sparsity_by_kind(looks: Sequence[Look]) -> list[dict[str, Any]]:
+    """Mean and standard deviation of the rows' sparsity, for every layer and kind, and of the sentences' means."""
+    out = list[dict[str, Any]]()
+    for kind in KINDS:
+        rows = torch.cat([x.tokens[[k == kind for k in x.token_kinds]] for x in looks])
+        if not len(rows):
+            continue
+        means = torch.cat([x.sparsity[[k == kind for k in x.kinds]] for x in looks])
+        out += [
+            {
+                "kind": kind, "layer": i, "tokens": len(rows), "mean": float(rows[:, i].mean()),
+                "sd": float(rows[:, i].std(correction=0)),
+                "sd_of_sentences": float(means[:, i].std(correction=0)),
+            }
+            for i in range(rows.shape[1])
+        ]  # fmt: skip
+    return out
+
+
+def separability(looks: Sequence[Look]) -> dict[str, Any]:
+    """How well one layer's mean sparsity tells the kinds of sentences apart.
+
+    `auc`: for two kinds, the best layer's probability that a sentence of one lies above one of the other (the order
+    that fits better). `accuracy`: of the best layer with two thresholds, all chosen on the even traces and counted on
+    the odd ones, beside the share of the most frequent kind there.
+    """
+    auc = list[dict[str, Any]]()
+    x = torch.cat([one.sparsity for one in looks])
+    kinds = [k for one in looks for k in one.kinds]
+    for i, first in enumerate(KINDS):
+        for second in KINDS[i + 1 :]:
+            a, b = (x[[k == kind for k in kinds]] for kind in (first, second))
+            if len(a) and len(b):
+                values = [area(a[:, j], b[:, j]) for j in range(x.shape[1])]
+                best = max(range(len(values)), key=lambda j: abs(values[j] - 0.5))
+                auc.append({"kinds": [first, second], "layer": best, "auc": max(values[best], 1 - values[best])})
+    halves = [[one for i, one in enumerate(looks) if i % 2 == half] for half in range(2)]
+    if not all(halves):
+        return {"auc": auc}
+    (fit_x, fit_y), (new_x, new_y) = (
+        (torch.cat([o.sparsity for o in half]), torch.tensor([KINDS.index(k) for o in half for k in o.kinds]))
+        for half in halves
+    )
+    _, layer, low, high, order = max(
+        (float((classify(fit_x[:, j], lo, hi, order) == fit_y).float().mean()), j, lo, hi, order)
+        for j in range(x.shape[1])
+        for lo, hi in pairs(fit_x[:, j].quantile(torch.linspace(0, 1, 21)).tolist())
+        for order in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0))
+    )
+    right = classify(new_x[:, layer], low, high, order) == new_y
+    majority = new_y.bincount(minlength=3).max() / len(new_y)
+    split = {"layer": layer, "accuracy": float(right.float().mean()), "majority": float(majority), "n": len(new_y)}
+    return {"auc": auc, "two_thresholds": split}
+
+
+def area(a: Tensor, b: Tensor) -> float:
+    """Area under the ROC curve: the probability that one of a lies above one of b, ties counting half."""
+    return float(((a[:, None] > b).double() + 0.5 * (a[:, None] == b).double()).mean())
+
+
+def pairs(values: Sequence[float]) -> list[tuple[float, float]]:
+    return [(lo, hi) for i, lo in enumerate(values) for hi in values[i:]]
+
+
+def classify(x: Tensor, low: float, high: float, order: tuple[int, int, int]) -> Tensor:
+    """The kind (an index into KINDS) of values below, between and above two thresholds."""
+    return torch.tensor(order)[(x > low).long() + (x > high).long()]
+
+
+def answer_attention(looks: Sequence[Look]) -> dict[str, Any]:
+    """Means over traces, by layer and in all."""
+    out = dict[str, Any]()
+    for name in ("far", "top", "on_thinking"):
+        values = torch.stack([getattr(one, name) for one in looks])  # [traces, L]
+        values = values[~values.isnan().any(1)]  # traces that never answered
+        out[name] = {"mean": float(values.mean()), "layers": values.mean(0).tolist()}
+    return out
+
+
+def steering(
+    engine: Engine, problems: Sequence[Problem], args: argparse.Namespace, looks: Sequence[Look]
+) -> dict[str, Any]:
+    """Runs with α·V added at the ends of lines: right, tokens and doubts by α."""
+    h = torch.cat([one.before for one in looks])
+    doubt = torch.tensor([k == "transition" for one in looks for k in one.kinds])
+    if doubt.all() or not doubt.any():
+        return {"runs": []}
+    vector = (h[~doubt].mean(0) - h[doubt].mean(0)).to(engine.device)
+    boundary = line_ends(engine)
+    runs = list[dict[str, float]]()
+    for alpha in (0.0, *STRENGTHS):
+
+        def steer(last: Tensor, layer: int, hidden: Tensor, alpha: float = alpha) -> Tensor:
+            return hidden + alpha * boundary[last, None] * vector if layer == args.layer else hidden
+
+        runs.append({"strength": alpha, **outcome(engine, problems, generate(engine, problems, args, steer=steer))})
+    norms = {"norm": float(vector.norm()), "residual_norm": float(h.norm(dim=-1).mean())}
+    return {"layer": args.layer, **norms, "runs": runs}
+
+
+def line_ends(engine: Engine) -> Tensor:
+    """bool [V]: the tokens that end a line."""
+    t = engine.tokenizer
+    ends = [i < t.vocab_size and "\n" in t.decode([i]) for i in range(engine.config.vocab_size)]
+    return torch.tensor(ends, device=engine.device)

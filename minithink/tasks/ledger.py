@@ -1,0 +1,193 @@
+"""The task family "ledger": balances that are changed step by step, modulo 100, so that newer values supersede older.
+
+A problem gives the balances of four to nine accounts and up to some fifty numbered steps, each of which sets one
+account anew or moves an amount between two, and asks for three balances at the end:
+
+    Balances (mod 100): tup@0 = 56; nug@0 = 20; lim@0 = 7; ded@0 = 33. Steps: 1: tup = tup + nug; 2: lim = lim * 3;
+    3: move 12 from ded to nug; 4: tup = lim - tup. Find tup, ded and nug.
+
+`tup@3` is what tup holds since step 3. The prompt's steps name accounts only: of what step an account's newest
+balance is has to be found there. The reference trace (`writing.py` has its three kinds of thought and its manners)
+says so first, and only then fetches the value, by a key that occurs once in the text:
+
+    reasoning   "Next, step 4: tup = lim - tup. I need lim@2 and tup@1 to find tup@4."
+    execution   "Now lim@2 = 21 and tup@1 = 76, 21 - 76 = 45, so tup@4 = 45."
+
+Every value stands directly behind its key, where it is found as where it is read, because that is what induction
+heads find; the words of facts, "tup@4 = lim@2 - tup@1 = 21 - 76 = 45", put fifteen tokens between.
+
+From then on tup@1 is superseded: nothing needs it again but a doubt about one of the last few steps. Some accounts
+are busy, others rest for hundreds of tokens until something needs them: the newest balance of each has to be kept,
+however old it is, and nothing else. The answer reads them where they were found.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from minithink.tasks.writing import MODULUS, NAMES, Fact, Trace, digest, listing, split_of
+
+FAMILY = "ledger"
+MULTIPLIERS = (2, 3, 7, 9)  # times 4, 5 and 8 would soon leave nothing but a few round balances
+RECENT = 5  # balances: how far a doubt looks back
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step sets: one account, or the two between which it moves an amount, from the first to the second."""
+
+    sets: tuple[Fact, ...]
+
+    @property
+    def text(self) -> str:
+        if len(self.sets) == 1:
+            return f"{self.sets[0].name} = {self.sets[0].expression}"
+        source, target = self.sets
+        return f"move {source.right} from {source.name} to {target.name}"
+
+
+@dataclass(frozen=True)
+class LedgerProblem:
+    """Balances at the beginning, steps in their order, and the three accounts that the problem asks for."""
+
+    family: ClassVar[str] = FAMILY
+    balances: tuple[Fact, ...]  # name = number
+    steps: tuple[Step, ...]
+    targets: tuple[str, ...]
+
+    @property
+    def question(self) -> str:
+        given = "; ".join(f"{f.name}@0 = {f.expression}" for f in self.balances)
+        steps = "; ".join(f"{i}: {step.text}" for i, step in enumerate(self.steps, 1))
+        return f"Balances (mod {MODULUS}): {given}. Steps: {steps}. Find {listing(self.targets)}."
+
+    def versions(self) -> list[list[Fact]]:
+        """What every step sets, with the step behind every name: `tup@4 = lim@2 - tup@1`. Step 0: what is given."""
+        newest = {f.name: f"{f.name}@0" for f in self.balances}
+        out = [[replace(f, name=newest[f.name]) for f in self.balances]]
+        for i, step in enumerate(self.steps, 1):
+
+            def since(operand: str | int) -> str | int:
+                return newest[operand] if isinstance(operand, str) else operand
+
+            out.append([Fact(f"{f.name}@{i}", since(f.left), f.op, since(f.right)) for f in step.sets])
+            newest.update((f.name, f"{f.name}@{i}") for f in step.sets)
+        return out
+
+    def newest(self) -> dict[str, str]:
+        """The last version of every account: `{"tup": "tup@4"}`."""
+        return {f.name.partition("@")[0]: f.name for step in self.versions() for f in step}
+
+    def values(self) -> dict[str, int]:
+        """Every version's value."""
+        known: dict[str, int] = {}
+        for step in self.versions():
+            for fact in step:
+                known[fact.name] = fact.apply(known)
+        return known
+
+    @property
+    def answer(self) -> str:
+        values, newest = self.values(), self.newest()
+        return ", ".join(str(values[newest[t]]) for t in self.targets)
+
+    def digest(self) -> bytes:
+        """SHA-256 of the problem's content, whatever the order in which the balances are listed."""
+        given = sorted(f"{f.name}={f.left}" for f in self.balances)
+        return digest([FAMILY, *given, *(step.text for step in self.steps), *self.targets])
+
+    def split(self) -> str:
+        """The split that the problem belongs to by its content alone: no two splits can share a problem."""
+        return split_of(self.digest())
+
+
+def draw_problem(rng: random.Random, size: int) -> LedgerProblem:
+    """A problem of `size` steps."""
+    accounts = rng.sample(NAMES, rng.randint(4, min(9, 4 + size)))
+    balances = tuple(Fact(name, rng.randrange(MODULUS)) for name in accounts)
+    busy = rng.sample(accounts, 3)  # most steps set one of these; who is busy changes
+    steps: list[Step] = []
+    for _ in range(size):
+        if rng.random() < 0.2:
+            busy[rng.randrange(3)] = rng.choice([a for a in accounts if a not in busy])
+        name = rng.choice(busy if rng.random() < 0.75 else accounts)
+        other, third = rng.sample([a for a in accounts if a != name], 2)
+        kind, sign = rng.random(), rng.choice("+-")
+        if kind < 0.4:
+            fact = Fact(name, name, sign, other)
+        elif kind < 0.55:
+            fact = Fact(name, name, sign, rng.randint(2, 29))
+        elif kind < 0.65:
+            fact = Fact(name, name, "*", rng.choice(MULTIPLIERS))
+        elif kind < 0.8:
+            fact = Fact(name, other, sign, third)
+        elif kind < 0.85:
+            fact = Fact(name, other)
+        else:
+            amount = rng.randint(2, 29)
+            steps.append(Step((Fact(name, name, "-", amount), Fact(other, other, "+", amount))))
+            continue
+        steps.append(Step((fact,)))
+    changed = {fact.name for step in steps for fact in step.sets}
+    targets = sorted(rng.sample(accounts, len(accounts)), key=lambda a: a not in changed)[:3]  # of those first
+    return LedgerProblem(balances, tuple(steps), tuple(rng.sample(targets, 3)))
+
+
+def draw_trace(problem: LedgerProblem, rng: random.Random) -> tuple[str, str]:
+    """One solution: the thinking (between `<think>\\n` and `</think>`) and the answer (what follows)."""
+    return _Trace(problem, rng).write()
+
+
+class _Trace(Trace):
+    """Carries the steps out in their order, a few at a time."""
+
+    def __init__(self, problem: LedgerProblem, rng: random.Random) -> None:
+        self.problem, self.versions = problem, problem.versions()
+        super().__init__([f for step in self.versions for f in step], problem.values(), rng)
+
+    def write(self) -> tuple[str, str]:
+        steps = len(self.problem.steps)
+        done = 0
+        while done < steps:
+            run = range(done + 1, min(steps, done + self.rng.choice((1, 2, 2, 3, 3, 4))) + 1)
+            self.plan(run)
+            self.compute([f.name for i in run for f in self.versions[i]])
+            done = run[-1]
+        if self.rng.random() < self.manner.verify:
+            self.verify()
+        newest = self.problem.newest()
+        return self.close([newest[t] for t in self.problem.targets])
+
+    def plan(self, run: range) -> None:
+        """Reasoning: what the steps of a run need, and since when it holds."""
+        for i in run:
+            if i == run[0]:
+                lead = "First," if i == 1 else "Last," if run[-1] == len(self.problem.steps) else "Next,"
+            else:
+                lead = self.rng.choice(("Here", "And here", "Well,"))
+            needs = list(dict.fromkeys(need for f in self.versions[i] for need in f.needs))
+            sets = listing([f.name for f in self.versions[i]])
+            self.say(f"{lead} step {i}: {self.problem.steps[i - 1].text}. I need {listing(needs)} to find {sets}.")
+
+    def shown(self, fact: Fact, value: int) -> str:
+        """How a calculation is written: `lim@2 = 21 and tup@1 = 76, 21 - 76 = 45`; a mere copy: `lim@2 = 21`."""
+        read = " and ".join(f"{need} = {self.known[need]}" for need in fact.needs)
+        return f"{read}, {fact.numbers(self.known)} = {value}" if fact.op else read
+
+    def derivation(self, fact: Fact, value: int) -> str:
+        """A calculation, and the balance that it sets: `lim@2 = 21 and tup@1 = 76, 21 - 76 = 45, so tup@4 = 45`."""
+        return f"{self.shown(fact, value)}, so {fact.name} = {value}"
+
+    def doubtful(self, run: Sequence[str]) -> list[str]:
+        """What the last few steps before the run set."""
+        return [n for n in self.known if n not in run and not n.endswith("@0")][-RECENT:]
+
+    def verify(self) -> None:
+        """Transition: a last look at the newest balances, of all accounts or of those that are asked for."""
+        newest = self.problem.newest()
+        over = list(newest) if self.rng.random() < 0.5 else self.problem.targets
+        found = [f"{name} is {newest[name]} = {self.truth[newest[name]]}" for name in over]
+        self.paragraph("Before I answer, let me look over it all again.", *(f"Again {line}, fine." for line in found))

@@ -1,0 +1,194 @@
+"""What the task families share: names, calculations modulo 100, manners, and how a trace is written.
+
+A trace thinks as reasoning models do, in three kinds of thought (the names are ThinKV's):
+
+    reasoning   plan: what must be computed, and from what
+    execution   compute it: "Now led = lit - 13 = 31 - 13 = 18."
+    transition  doubt: re-check a run, look back at an old value, work backwards, correct a slip; set off by blank
+                lines and opened by "Wait" or "Alternatively"
+
+How much a trace doubts is a trait of the trace: its manner (brisk, steady, careful) is drawn once, shows in the first
+line and in the wording after it, and raises or lowers every inclination to re-check, which long runs and products
+raise further. Slips (a lost carry, one off) happen in some calculations and are corrected at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+MODULUS = 100
+
+# Three-letter names: consonant, vowel, consonant; words that the traces use otherwise are left out.
+_ENGLISH = {"for", "not", "now", "let", "get", "was", "yes", "but", "mod", "has", "him", "her", "his", "far", "sum"}
+NAMES = [
+    word
+    for i, word in enumerate(c + v + e for c in "bdfghjklmnprstvz" for v in "aeiou" for e in "bdgklmnprstvz")
+    if i % 4 == 0 and word not in _ENGLISH
+][:256]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One definition: `name = left op right`, or `name = left` where `op` is empty. Operands: names or numbers."""
+
+    name: str
+    left: str | int
+    op: str = ""
+    right: str | int = 0
+
+    @property
+    def expression(self) -> str:
+        return f"{self.left} {self.op} {self.right}" if self.op else str(self.left)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The names that it is defined through, each once, in order."""
+        operands = (self.left, self.right) if self.op else (self.left,)
+        return tuple(dict.fromkeys(x for x in operands if isinstance(x, str)))
+
+    def apply(self, values: Mapping[str, int]) -> int:
+        a, b = (values[x] if isinstance(x, str) else x for x in (self.left, self.right))
+        return {"": a, "+": a + b, "-": a - b, "*": a * b}[self.op] % MODULUS
+
+    def numbers(self, values: Mapping[str, int]) -> str:
+        """The expression with every name replaced by its value."""
+        a, b = (values[x] if isinstance(x, str) else x for x in (self.left, self.right))
+        return f"{a} {self.op} {b}" if self.op else str(a)
+
+
+def digest(content: Iterable[str]) -> bytes:
+    """SHA-256 of a problem's content."""
+    return hashlib.sha256(";".join(content).encode()).digest()
+
+
+def split_of(digest: bytes) -> str:
+    """The split that a problem belongs to by its content alone: no two splits can share a problem."""
+    return "test" if digest[0] < 16 else "validation" if digest[0] < 32 else "train"
+
+
+def listing(words: Sequence[str]) -> str:
+    """One word: `a`; more: `a, b and c`."""
+    return ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else words[0]
+
+
+@dataclass(frozen=True)
+class Manner:
+    """A trait of the trace: how it speaks, and how much it doubts."""
+
+    opening: tuple[str, ...]
+    compute: tuple[str, ...]  # how a run of calculations begins
+    slip: float  # the largest share of calculations with a slip
+    recheck: float  # inclination to re-check a run
+    look_back: float  # inclination to doubt an old value
+    verify: float  # probability of a last pass over everything
+
+
+MANNERS = (
+    Manner(
+        ("Okay, this should be quick.", "Right, straight to it."),
+        ("So", "Then"), slip=0.12, recheck=0.06, look_back=0.02, verify=0.05,
+    ),
+    Manner(
+        ("Okay, let me work through this step by step.", "Let me think about this step by step."),
+        ("Now", "So now"), slip=0.06, recheck=0.2, look_back=0.08, verify=0.3,
+    ),
+    Manner(
+        ("Okay, I want to be careful here and check my work as I go.", "Let me be careful, it is easy to slip here."),
+        ("Carefully now,", "Slowly now,"), slip=0.04, recheck=0.5, look_back=0.2, verify=0.7,
+    ),
+)  # fmt: skip
+
+
+class Trace:
+    """Writes one solution; `lines` grows as the thinking does. A family says what is planned and what is doubted."""
+
+    def __init__(self, facts: Iterable[Fact], truth: Mapping[str, int], rng: random.Random) -> None:
+        """facts: all definitions; truth: every name's value."""
+        self.facts = {f.name: f for f in facts}
+        self.truth, self.rng = truth, rng
+        self.known: dict[str, int] = {}  # what the trace has found, in that order
+        self.manner = rng.choice(MANNERS)
+        self.slip = rng.uniform(0, self.manner.slip)
+        self.lines: list[str] = []
+        self.say(rng.choice(self.manner.opening))
+
+    def say(self, line: str) -> None:
+        self.lines.append(line + "\n")
+
+    def paragraph(self, *lines: str) -> None:
+        """A transition: set off by blank lines on both sides."""
+        self.lines[-1] = self.lines[-1].rstrip("\n") + "\n\n"
+        self.lines.extend(line + "\n" for line in lines)
+        self.lines[-1] += "\n"
+
+    def compute(self, run: Sequence[str]) -> None:
+        """Execution: one line a name, a slip corrected at once; then perhaps a doubt about the run."""
+        for i, name in enumerate(run):
+            fact = self.facts[name]
+            for need in fact.needs:
+                self.known.setdefault(need, self.truth[need])
+            value = self.truth[name]
+            first = self.rng.choice(self.manner.compute) if i == 0 else "And" if i == len(run) - 1 else "Then"
+            if self.rng.random() < self.slip and fact.op:
+                wrong = (value + self.rng.choice((10, -10, 1, -1))) % MODULUS
+                self.say(f"{first} {self.derivation(fact, wrong)}.")
+                right = f"{fact.numbers(self.known)} = {value}, not {wrong}"
+                opener = self.rng.choice(("Wait, that is wrong.", "Wait, no, I made a slip."))
+                self.paragraph(f"{opener} {right}. So {name} = {value}.")
+            else:
+                self.say(f"{first} {self.derivation(fact, value)}.")
+            self.known[name] = value
+        hard = sum(self.facts[name].op == "*" for name in run)
+        if self.rng.random() < self.manner.recheck * (0.6 + 0.2 * len(run) + 0.3 * hard):
+            self.recheck(run)
+        if (old := self.doubtful(run)) and self.rng.random() < self.manner.look_back:
+            self.look_back(self.rng.choice(old))
+
+    def doubtful(self, run: Sequence[str]) -> list[str]:
+        """The names that may be looked back at after a run."""
+        raise NotImplementedError
+
+    def shown(self, fact: Fact, value: int) -> str:
+        """How a calculation is written: `lit - 13 = 31 - 13 = 18`."""
+        return f"{fact.expression} = {fact.numbers(self.known)} = {value}"
+
+    def derivation(self, fact: Fact, value: int) -> str:
+        """A calculation, and what it defines: `led = lit - 13 = 31 - 13 = 18`."""
+        return f"{fact.name} = {self.shown(fact, value)}"
+
+    def check(self, name: str) -> str:
+        return f"Again {self.derivation(self.facts[name], self.known[name])}"
+
+    def recheck(self, run: Sequence[str]) -> None:
+        """Transition: go over the run again, or work backwards from its last value."""
+        fact = self.facts[run[-1]]
+        if fact.op in ("+", "-") and self.rng.random() < 0.35:
+            # name = left + right  =>  name - right = left
+            back = Fact(str(fact.left), fact.name, "-" if fact.op == "+" else "+", fact.right)
+            value = self.known[back.name]
+            shown = f"{self.shown(back, value)}, and {back.name} = {value}"
+            self.paragraph(f"Alternatively, work backwards: {shown}. Good, that agrees.")
+            return
+        lines = [self.rng.choice(("Wait, let me check that again.", "Wait, let me go over this again."))]
+        lines += [f"{self.check(name)}, that matches." for name in run[-3:]]
+        self.paragraph(*lines)
+
+    def look_back(self, name: str) -> None:
+        """Transition: doubt a value that was found earlier."""
+        self.paragraph(
+            self.rng.choice((f"Wait, was {name} right?", f"Alternatively, look at {name} once more."))
+            + f" {self.check(name)}. Yes, {name} = {self.known[name]} stands."
+        )
+
+    def close(self, targets: Sequence[str]) -> tuple[str, str]:
+        """The last line, which seldom collects the results, and the answer → thinking, answer."""
+        found = listing([f"{t} = {self.truth[t]}" for t in targets])
+        if self.rng.random() < 0.12:
+            self.say(f"So the results are {found}.")
+        else:
+            self.say(self.rng.choice(("That is all I need.", "Now I can answer.", "That settles it.")))
+        boxed = ", ".join(str(self.truth[t]) for t in targets)
+        return "".join(self.lines), f"\n\nI find {found}, so the answer is \\boxed{{{boxed}}}."

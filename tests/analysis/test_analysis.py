@@ -1,0 +1,199 @@
+"""Dense decoding is decoding; masks keep what they should; thoughts are told apart by their wording."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import pytest
+import torch
+
+from minithink.analysis import __main__, dense, pilot, premises
+from minithink.analysis.dense import EVERY, Dense, decode, evict, watch
+from minithink.engine import TINY, load
+from minithink.tasks import Problem, facts, ledger
+from minithink.tokenizer import Tokenizer
+from tests.compare import assert_close
+
+PROMPTS = ["Who sits left of Alpha?", "Alpha sits left of Bravo. Who sits third?"]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return load(checkpoint, device="cpu", backend="reference")
+
+
+@pytest.fixture(scope="module")
+def prompts(model):
+    return [model.prompt_ids(p) for p in PROMPTS]
+
+
+def test_dense_decoding_writes_what_the_engine_writes(model, prompts):
+    expected = [r.token_ids for r in model.generate(prompts, max_new_tokens=40, temperature=0.0)]
+    assert decode(model, prompts, 40) == expected
+
+
+def test_equal_seeds_draw_equal_noise(model, prompts):
+    first, again, other = (decode(model, prompts, 30, temperature=1.0, seed=s) for s in (1, 1, 2))
+    assert first == again != other
+
+
+def test_a_whole_sequence_is_read_as_it_is_decoded(model, prompts):
+    [ids] = [prompts[1]]
+    rows = {}
+    watch(model, ids, lambda layer, p: rows.__setitem__(layer, p))
+    cache = Dense(model, 1, len(ids))
+    with torch.inference_mode():
+        cache.begin(torch.arange(len(ids) - 1)[None], len(ids) - 1)
+        model.decoder(torch.tensor(ids[:-1]), cache)
+        cache.begin(torch.tensor([[len(ids) - 1]]), len(ids))
+        model.decoder(torch.tensor(ids[-1:]), cache)
+    for layer, p in rows.items():
+        assert_close("rows", p.sum(-1), torch.ones(p.shape[:2]), atol=1e-5, rtol=0.0)
+        last = p[:, -1].unflatten(0, (model.config.num_kv_heads, -1)).mean(1)
+        assert_close("mass", cache.mass[layer, 0], last, atol=1e-5, rtol=1e-4)
+
+
+def test_eviction_keeps_prompt_recent_tokens_and_the_best(model):
+    cache = Dense(model, 2, 200)
+    prompts, budget = torch.tensor([5, 20]), torch.tensor([8, 150])
+    cache.begin(torch.tensor([[104], [119]]), 120)
+    score = torch.zeros(*cache.kept.shape[:3], 120)
+    score[0, 0, 0, 30] = 1.0
+    score[1, 0, 0, 7] = 2.0
+    score[0, 0, 0, 110] = 9.0  # a slot that is not written yet
+    evict(cache, score, prompts, budget)
+    assert cache.kept[:, 0, :, :5].all()
+    assert cache.kept[..., 120:].all()
+    assert cache.kept[:, 0, :, 105:].all()
+    held = cache.kept[:, 0, :, 5:105]
+    assert held.sum(-1).eq(8).all()
+    assert held[..., -4:].all()  # half of the budget are recent tokens
+    assert cache.kept[0, 0, 0, 30]
+    assert cache.kept[1, 0, 0, 7]
+    assert not cache.kept[1, 0, 0, 30]
+    assert cache.kept[:, 1].all()  # 100 generated tokens fit
+    evict(cache, score + torch.arange(120), prompts, torch.tensor([3, 10]))
+    assert cache.kept[0, 0, 0, 5:105].nonzero().flatten().tolist() == [97, 98, 99]
+    assert cache.kept[0, 1, 0, 20:120].nonzero().flatten().tolist() == list(range(90, 100))
+
+
+@pytest.mark.parametrize("name", pilot.POLICIES)
+def test_every_sketch_runs_and_holds_its_budget(model, prompts, name):
+    caches = []
+    full = decode(model, prompts, 60)
+    known = dict(zip(pilot.ORACLES, pilot.foresee(model, prompts, full), strict=True))
+
+    def make(cache, lengths):
+        caches.append(cache)
+        extra = [known[name]] if name in known else [premises.line_ends(model)] if name == "sentences" else []
+        return pilot.POLICIES[name](cache, lengths, *extra)
+
+    budget = torch.tensor([20, 200])
+    out = decode(model, prompts, 60, sketch=make, budget=budget)
+    assert all(len(tokens) <= 60 for tokens in out)
+    [cache] = caches
+    start = len(prompts[0])
+    held = cache.kept[:, 0, :, start : start + 60].sum(-1)
+    if len(out[0]) == 60:
+        assert (held <= 20 + EVERY).all()
+        assert (held >= 20).all()
+    assert cache.kept[:, 1].all()
+    assert out[1] == full[1]  # what evicts nothing changes nothing
+
+
+def test_hindsight_knows_the_largest_attention_to_come(model, prompts):
+    full = decode(model, prompts, 40)
+    _, future = pilot.foresee(model, prompts, full)
+    rows = {}
+    watch(model, [*prompts[0], *full[0]], lambda layer, p: rows.__setitem__(layer, p))
+    start, n = len(prompts[0]), len(prompts[0]) + len(full[0])
+    for layer, p in rows.items():
+        p = p.unflatten(0, (model.config.num_kv_heads, -1)).mean(1)
+        for block in range(len(full[0]) // EVERY):
+            want = p[:, start + block * EVERY :].amax(1)
+            assert_close("future", future[block, layer, 0, :, :n].float(), want, atol=1e-3, rtol=1e-3)
+
+
+def test_steering_sees_the_last_token_and_changes_the_text(model, prompts):
+    seen = []
+
+    def steer(last, layer, hidden):
+        seen.append((layer, last.tolist()))
+        return hidden + 5.0 * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(layer))
+
+    plain, steered = decode(model, prompts, 20), decode(model, prompts, 20, steer=steer)
+    assert plain != steered
+    assert [t[0] for t in plain] == [t[0] for t in steered]  # the prompt is not steered
+    assert {layer for layer, _ in seen} == set(range(model.config.num_layers))
+    assert seen[0][1] == [t[0] for t in plain]
+
+
+@pytest.mark.parametrize("family", [facts, ledger])
+def test_thoughts_are_told_apart_by_their_wording(family):
+    tokenizer, rng = Tokenizer.from_folder(TINY), random.Random(2)
+    for _ in range(20):
+        thinking, _ = family.draw_trace(family.draw_problem(rng, 12), rng)
+        pieces = [tokenizer.decode([t]) for t in tokenizer.encode(thinking)]
+        found = premises.sentences(pieces)
+        lines = ["".join(pieces[s.start : s.end]) for s in found]
+        assert "".join(lines) == thinking
+        for line, sentence in zip(lines, found, strict=True):
+            doubt = line.startswith(("Wait", "Alternatively", "Before I answer", "Again"))
+            plan = any(word in line for word in ("I need", " is given", "I have", "I already", "Here", "Back"))
+            assert (sentence.kind == "transition") == doubt, line
+            assert not (sentence.kind == "execution" and plan), line
+            computes = re.match(r"(So|Then|Now|So now|And|Carefully now,|Slowly now,) \w+(@\d+)? = ", line)
+            assert (sentence.kind == "execution") == bool(computes), line
+        assert {s.kind for s in found} >= {"reasoning", "execution"}
+
+
+def test_separability_of_what_is_apart_and_of_what_is_not():
+    apart, mixed = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0])
+    assert premises.area(apart, torch.tensor([0.0, -1.0])) == 1.0
+    assert premises.area(apart, mixed) == 0.5
+    assert premises.classify(torch.tensor([0.0, 1.0, 2.0, 9.0]), 0.0, 1.0, (2, 0, 1)).tolist() == [2, 0, 1, 1]
+    kinds = ["reasoning", "execution", "transition"] * 4
+    clear = torch.tensor([[0.0, 0.5], [1.0, 0.5], [2.0, 0.5]] * 4)
+    looks = [premises.Look(kinds, clear, clear, kinds, *(torch.ones(2),) * 3, torch.zeros(12, 4)) for _ in range(2)]
+    found = premises.separability(looks)
+    assert [row["auc"] for row in found["auc"]] == [1.0] * 3
+    assert {row["layer"] for row in found["auc"]} == {0}
+    assert found["two_thresholds"] == {"layer": 0, "accuracy": 1.0, "majority": pytest.approx(1 / 3), "n": 12}
+    rows = premises.sparsity_by_kind(looks)
+    assert [(r["kind"], r["layer"], r["mean"], r["sd"]) for r in rows][:2] == [
+        ("reasoning", 0, 0, 0),
+        ("reasoning", 1, 0.5, 0),
+    ]
+
+
+@pytest.mark.parametrize("command", ["premises", "pilot"])
+def test_the_command_line_writes_a_result(checkpoint, tmp_path, monkeypatch, command):
+    made = [Problem(str(i), "facts", PROMPTS[i], "7", 5) for i in range(2)]
+    monkeypatch.setattr(premises, "load_problems", lambda split, family: {"validation": made}[split])
+    output = tmp_path / "x.json"
+    options = ["--model", str(checkpoint), "--device", "cpu", "--max-new-tokens", "40", "--output", str(output)]
+    assert __main__.main([command, *options, "--batch-size", "1"]) == 0
+    result = json.loads(output.read_text())
+    assert result["complete"]
+    assert result["command"].startswith(f"python -m minithink.analysis {command} ")
+    if command == "pilot":
+        assert len(result["measurements"]) == 1 + 2 * len(pilot.POLICIES)
+        assert all(m["problems"] == 2 and m["right"] == 0 for m in result["measurements"])
+    else:
+        assert set(result["measurements"]) == {
+            "full_cache", "sparsity", "separability", "answer_attention", "steering",
+        }  # fmt: skip
+
+
+def test_an_unknown_sketch_is_refused(checkpoint, tmp_path, capsys):
+    output = str(tmp_path / "x.json")
+    assert __main__.main(["pilot", "--policies", "window,h3o", "--output", output]) == 2
+    assert "h3o" in capsys.readouterr().err
+
+
+def test_where_the_thinking_ends(model):
+    close = model.tokenizer.id_of("</think>")
+    assert dense.thinking_end(model, [8, 9, close, 7, close]) == 2
+    assert dense.thinking_end(model, [8, 9]) == 2
