@@ -19,7 +19,7 @@ from minithink.errors import MinithinkError
 from minithink.kv.contract import Policy
 from minithink.kv.full import FullCache
 from minithink.kv.ledger import Ledger
-from minithink.kv.manager import KVManager
+from minithink.kv.manager import KVManager, Recorder
 from minithink.loop import DecodeLoop
 from minithink.sampling import Sampler, SamplingParams
 from minithink.thinking import CLOSE, OPEN, Stage, split_thinking
@@ -110,6 +110,7 @@ class Stream:
         batch_size: int,
         stop: Sequence[str | int],
         policy: Policy | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.engine, self.sequences, self.batch_size = engine, sequences, batch_size
         self.stop_ids = engine.generation_config.stop_ids | {s for s in stop if isinstance(s, int)}
@@ -117,8 +118,10 @@ class Stream:
         self.sampler = Sampler(params, engine.config.vocab_size, engine.device)
         self.cache = self._make_cache(policy)
         self._loop: DecodeLoop | None = None
-        if isinstance(self.cache, KVManager) and self.cache.capturable:
-            self._loop = DecodeLoop(engine.decoder, self.cache, params)
+        if isinstance(self.cache, KVManager):
+            self.cache.recorder = recorder
+            if self.cache.capturable:
+                self._loop = DecodeLoop(engine.decoder, self.cache, params)
         self._texts = [engine.tokenizer.stream() for _ in sequences]
         self._read_texts = bool(self.stop_texts)
         self._steps = self._run()
