@@ -13,7 +13,6 @@ import argparse
 import errno
 import json
 import os
-import re
 import sys
 import time
 from collections import Counter
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from minithink import __version__
+from minithink.commands import CONTROL
 from minithink.errors import MinithinkError, UsageError
 
 if TYPE_CHECKING:  # torch is imported late, so that --help and --version are quick
@@ -32,8 +32,6 @@ if TYPE_CHECKING:  # torch is imported late, so that --help and --version are qu
 
 INTERRUPTED = 130  # what shells report for a program that SIGINT ended
 PROMPT_FIELDS = ("prompt", "question", "problem")
-# All control characters but \\n and \\t, those of 8 bits too: a terminal would obey them.
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Task(NamedTuple):
