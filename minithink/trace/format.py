@@ -265,11 +265,11 @@ class Trace:
     def sentences(self) -> Array:
         """The number of each token's sentence: int64 [n]. A token with a line break ends one, as in SkipKV's code;
         blank tokens directly behind it belong to it too."""
-        out, number, open_ = list[int](), 0, False
+        out, number, open_ = list[int](), -1, False
         for text in self.texts:
             if text.strip() and not open_:
-                number, open_ = number + bool(out), True
-            out.append(number)
+                number, open_ = number + 1, True
+            out.append(max(0, number))
             open_ = open_ and "\n" not in text
         return np.array(out, dtype=np.int64)
 
