@@ -324,7 +324,7 @@ function start(d) {
     ".": () => { pinned = true; choose(chosen + 1, true); }, ",": () => { pinned = true; choose(chosen - 1, true); },
   };
   document.addEventListener("keydown", (event) => {
-    const at = event.target, own = at.tagName === "SELECT" || ((at.tagName === "BUTTON" || at.type === "checkbox") && event.key === " ");
+    const at = event.target, own = (at.tagName === "SELECT" && !",.".includes(event.key)) || ((at.tagName === "BUTTON" || at.type === "checkbox") && event.key === " ");
     if (own || event.ctrlKey || event.altKey || event.metaKey || !(event.key in KEYS)) return;
     event.preventDefault();
     if (event.key !== " ") play(false);
