@@ -109,11 +109,11 @@ def as_json(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value, allow_nan=False).encode()
 
 
-def pack(about: Mapping[str, Any], arrays: Arrays, level: int = 6) -> bytes:
+def pack(about: Mapping[str, Any], arrays: Arrays) -> bytes:
     """The content of a PART. about: JSON, read again by `unpack`."""
     listed = [[name, array.dtype.str, array.size] for name, array in arrays.items()]
     head = json.dumps({**about, "arrays": listed}).encode()
-    return zlib.compress(b"".join((LENGTH.pack(len(head)), head, *(a.tobytes() for a in arrays.values()))), level)
+    return zlib.compress(b"".join((LENGTH.pack(len(head)), head, *(a.tobytes() for a in arrays.values()))))
 
 
 def unpack(content: bytes) -> tuple[dict[str, Any], dict[str, Array]]:

@@ -34,7 +34,7 @@ def render(file: File, sequence: int) -> str:
                   "img-src data:",
         "css": parts["css"],
         "js": parts["js"],
-        "data": base64.b64encode(pack(about, arrays, level=9)).decode(),
+        "data": base64.b64encode(pack(about, arrays)).decode(),
     })  # fmt: skip
 
 

@@ -27,12 +27,13 @@ def show(file: File, sequence: int, console: Console | None = None) -> None:
     generated = max(0, trace.steps)
     console.print(
         f"{' + '.join(head.policies)}, sequence {sequence}: {trace.prompt:,} prompt tokens, {generated:,} generated"
-        + ("" if file.done else "; the run was interrupted, or its file is cut off")
+        + ("" if file.done else "; the run was interrupted, or its file is cut off"),
+        soft_wrap=True,  # the terminal itself wraps
     )
-    console.print(text(trace, bool(console.color_system)))
+    console.print(text(trace, bool(console.color_system)), soft_wrap=True)
     if trace.steps < 0:
         return
-    console.print(bytes_held(trace))
+    console.print(bytes_held(trace), soft_wrap=True)
     console.print(heads(trace))
 
 
