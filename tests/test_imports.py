@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 STDLIB = sys.stdlib_module_names
 RUNTIME = {"torch", "triton", "tiktoken", "safetensors", "huggingface_hub", "numpy", "rich", "jinja2"}
-EXTRAS = {"transformers", "tokenizers", "matplotlib", "pyarrow", "math_verify", "selenium"}
+EXTRAS = {"transformers", "tokenizers", "matplotlib", "pyarrow", "math_verify", "selenium", "PIL"}
 # an extra → the one place that may import it
 ONLY_IN = {
     "transformers": "minithink.bench",
@@ -22,6 +22,7 @@ ONLY_IN = {
     "pyarrow": "minithink.evaluate.datasets",
     "math_verify": "minithink.evaluate.grading",
     "selenium": "minithink.bench",
+    "PIL": "minithink.bench.trace",
 }
 
 # package → what it may import of the project (prefixes); a package that is not listed may import anything but LEAVES

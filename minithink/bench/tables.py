@@ -261,8 +261,8 @@ def trace(result: dict[str, Any]) -> list[str]:
             rows.append((f"`{m['policy']}`", _ratio(m), f"{share:.1%}", size, f"{m['events']:,}"))
         else:
             text += [
-                f"The page of a made-up trace of {m['tokens']:,} tokens, {m['layers']} layers × {m['kv_heads']} heads and "
-                f"{m['events']:,} evictions has {m['page_bytes'] / 2**20:.1f} MiB; {m['browser']} opens it in "
+                f"The page of a made-up trace of {m['tokens']:,} tokens, {m['layers']} layers × {m['kv_heads']} heads"
+                f" and {m['events']:,} evictions has {m['page_bytes'] / 2**20:.1f} MiB; {m['browser']} opens it in "
                 f"**{m['open_seconds']:.2f} s**, the slider's first move takes **{m['first_scrub_seconds']:.3f} s**, "
                 f"later ones {m['later_scrub_seconds']:.3f} s (goal: below {m['target']:g} s, "
                 f"{'reached' if m['target_reached'] else 'missed'}).",

@@ -1,14 +1,15 @@
 """What a trace costs: recording it, its bytes, and how long its page takes in a browser.
 
 Recording: the embedded model decodes the same problem with and without a recorder, in pairs, one after the other, on
-one thread; the ratio of their CPU seconds is the median of the pairs'. The page: a made-up trace of 16,384 tokens, 8 layers of 4 KV heads, every head with
-a budget and evictions of its own, opened in a fresh headless Chromium; times are the browser's own, each until the
-frame is on the screen. Pictures for the documents are taken on request.
+one thread; the ratio of their CPU seconds is the median of the pairs'. The page: a made-up trace of 16,384 tokens, 8
+layers of 4 KV heads, every head with a budget and evictions of its own, opened in a fresh headless Chromium; times
+are the browser's own, each until the frame is on the screen. Pictures for the documents are taken on request.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import statistics
 import sys
 import tempfile
@@ -35,6 +36,7 @@ PICTURES = (  # name, dark, width, height, colour, share of the steps, share of 
     ("trace-score", True, 1180, 860, "score", 0.6, 0.42),
     ("trace-narrow", False, 500, 820, "sentence", 1.0, 0.5),
 )
+COLOURS = 160  # of a picture, which must be small
 SCRUB = """
 const done = arguments[1], time = document.getElementById("time"), began = performance.now();
 time.value = arguments[0];
@@ -212,6 +214,7 @@ def made_up(path: Path, tokens: int, layers: int = 8, heads: int = 4, budget: in
 
 def take_pictures(trace: Path, folder: Path) -> None:
     """Screenshots of a trace's page, as PICTURES says."""
+    from PIL import Image
     from selenium.webdriver import ActionChains
     from selenium.webdriver.support.ui import Select
 
@@ -234,5 +237,7 @@ def take_pictures(trace: Path, folder: Path) -> None:
                 ActionChains(driver).move_to_element(span).perform()
                 driver.execute_script("scrollTo(0, 0)")
                 time.sleep(0.3)
-                driver.save_screenshot(str(folder / f"{name}.png"))
+                picture = Image.open(io.BytesIO(driver.get_screenshot_as_png())).convert("RGB")
+                picture = picture.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+                picture.save(folder / f"{name}.png", optimize=True)
                 print(f"taken: {folder / name}.png")
