@@ -29,7 +29,7 @@ from minithink.trace.format import ARRAYS, KINDS, VERSION, Head, Writer, as_json
 from minithink.trace.page import render
 from minithink.trace.recorder import Recorder
 
-POLICIES = "full,rkv:budget=512,buffer=32,crystal_kv_lite:budget=512,kivi"
+POLICIES = "full,rkv:budget=512,buffer=32,crystal_kv_lite:budget=512"
 GOAL = 1.0  # seconds until a long trace is open, and again until the first scrub is shown
 PICTURES = (  # name, dark, width, height, colour, share of the steps, share of the tokens that is pointed at
     ("trace-heads", False, 1180, 860, "heads", 0.8, 0.45),
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench trace`."""
     add = parser.add_argument
     add("--policies", default=POLICIES, metavar="A:X=1,B", help=f"default: {POLICIES}")
-    add("--new-tokens", type=record.positive, default=512, metavar="N", help="default 512")
+    add("--new-tokens", type=record.positive, default=256, metavar="N", help="default 256")
     add("--repeats", type=record.positive, default=3, metavar="N", help="pairs, and openings of the page (default 3)")
     add("--page-tokens", type=record.positive, default=16_384, metavar="N", help="default 16,384")
     add("--output", metavar="FILE", help="default: docs/results/trace.json")

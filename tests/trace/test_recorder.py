@@ -143,6 +143,7 @@ STORAGES = {
     "plain": Storage(),
     "two": Storage(thoughts=("fp8", "nvfp4"), also=("int8",), names=("slow", "fast"), prompt=1),
     "buffered": Storage(thoughts=("int8", "int4", "fp8"), also=("plain",), buffer=4, tail="keep", sink=2),
+    "single": Storage(thoughts=("int8", "fp8"), buffer=1, block=4),
     "whole": Storage(thoughts=("nvfp4",), also=("int8",), buffer=5),
 }
 
@@ -238,6 +239,29 @@ def test_who_evicts_is_the_first_who_wants_it(tmp_path: Path) -> None:
     by = {int(p): names[i] for p, i in zip(trace.evict_pos, trace.evict_by, strict=True)}
     assert by == {0: "cut", 1: "odd", 2: "cut", 3: "odd", 5: "odd", 7: "odd"}
     assert trace.evict_step.tolist() == [0] * len(trace.evict_pos)
+
+
+def test_a_score_belongs_to_its_step(tmp_path: Path) -> None:
+    """Who evicts without a word about scores has none, whatever was said before."""
+
+    class Once(Policy):
+        name = "once"
+
+        def decide(self, step: Step) -> Iterable[Edit]:
+            pos = step.pos()
+            if int(step.clock[0]) % 2 == 0:
+                step.note(pos.float())
+            yield Evict(pos == step.clock[:, None, None])
+
+    watched = Watched(tmp_path / "trace", Once())
+    watched.join(0, 5)
+    watched.feed({0: [1, 2, 3, 4, 5]})
+    for _ in range(3):
+        watched.feed({0: [6]})
+    trace = watched.check().traces[0]
+    known = np.where(trace.evict_step % 2 == 0, trace.evict_pos, np.nan)
+    assert np.array_equal(trace.evict_score, known, equal_nan=True)
+    assert set(trace.evict_pos.tolist()) == {0, 1, 2, 3}
 
 
 class Odd(Policy):
