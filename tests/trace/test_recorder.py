@@ -421,3 +421,17 @@ def test_the_file_cannot_be_written(tmp_path: Path) -> None:
     if Path("/dev/full").exists():
         with pytest.raises(MinithinkError, match="No space left"):
             Recorder(Path("/dev/full"))
+
+
+@pytest.mark.parametrize(("steps", "events", "parts"), [(256, 2**16, 1), (256, 4, 7), (5, 2**16, 2)])
+def test_parts(steps: int, events: int, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is written after so many steps, or evictions and moves; they are few that may be lost."""
+    monkeypatch.setattr(recorder_module, "PART_STEPS", steps)
+    monkeypatch.setattr(recorder_module, "PART_EVENTS", events)
+    watched = Watched(tmp_path / "trace", Cut(4))
+    watched.join(0, 4)
+    watched.feed({0: [1, 2, 3, 4]})
+    for _ in range(7):  # each evicts one token of all four units
+        watched.feed({0: [6]})
+    watched.check()
+    assert watched.path.read_bytes().count(b"PART") == parts
