@@ -285,6 +285,21 @@ def test_keys(opened: Page) -> None:
 
 
 @needs_browser
+def test_keys_scroll_nothing(opened: Page) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    metrics = {"width": 800, "height": 300, "deviceScaleFactor": 1, "mobile": False}
+    opened.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        assert opened.js("return document.documentElement.scrollHeight") > 600
+        opened.press(Keys.END)
+        opened.press(Keys.PAGE_DOWN, 2)
+        assert opened.js("return scrollY") == 0
+    finally:
+        opened.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@needs_browser
 def test_a_token_tells_its_story(opened: Page) -> None:
     opened.point(0)
     said = opened.text("token")
