@@ -60,6 +60,7 @@ class Place(NamedTuple):
     side_slot: int
     layer_lanes: int  # which of its unit's lanes a head is: layer · layer_lanes + head · head_lanes
     head_lanes: int
+    lanes: int  # of a unit
     ring: int  # places of the ring; 0: the tokens go into pages
     dtype: str  # of the model: fp32, fp16, bf16
 
@@ -88,14 +89,14 @@ def _tile(F: tl.constexpr):
 
 
 @triton.jit
-def _store_bytes(p, bits, m, SIZE: tl.constexpr):
+def store_bytes(p, bits, m, SIZE: tl.constexpr):
     """The low bytes of integers, lowest first."""
     for i in tl.static_range(SIZE):
         tl.store(p + i, (bits >> (8 * i)) & 255, m)
 
 
 @triton.jit
-def _bits_of(x, TYPE: tl.constexpr):
+def bits_of(x, TYPE: tl.constexpr):
     """float32 of numbers that TYPE holds → int32, their bits as TYPE in the low ones."""
     if TYPE == "fp32":
         bits = x.to(tl.int32, bitcast=True)
@@ -105,18 +106,18 @@ def _bits_of(x, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _store(x, i_group, channel, m, p_codes, p_side, p_scale, F: tl.constexpr):
-    """A key or a value into its slot. x: float32 [BLOCK, WIDTH], 0 outside of m; p_scale: of its tensor's scale."""
+def store(x, i_group, channel, m, m_group, p_codes, p_side, p_scale, F: tl.constexpr):
+    """Groups of keys or values into their slots. x: float32 [BLOCK, WIDTH], 0 outside of m; i_group, m_group, and the
+    pointers to codes and parameters, which may be one for all: [BLOCK, 1]; p_scale: of the tensor's scale."""
     KIND: tl.constexpr = F.kind
     BITS: tl.constexpr = F.bits
     PARAMS: tl.constexpr = F.params
-    m_group = i_group < F.groups
     p_codes += F.start
     if KIND == "plain":
         if p_codes.dtype.element_ty == tl.uint8:  # beside another format
             if PARAMS != "fp32":
                 x = saturate(x, PARAMS)
-            _store_bytes(p_codes + channel * (BITS // 8), _bits_of(round_to(x, PARAMS), PARAMS), m, BITS // 8)
+            store_bytes(p_codes + channel * (BITS // 8), bits_of(round_to(x, PARAMS), PARAMS), m, BITS // 8)
         else:
             tl.store(p_codes + channel, round_to(x, PARAMS), m)
     else:
@@ -125,7 +126,7 @@ def _store(x, i_group, channel, m, p_codes, p_side, p_scale, F: tl.constexpr):
             tensor_scale = tl.load(p_scale)
         code, scale, minimum = encode_group(saturate(x, "fp32"), m, tensor_scale, KIND, BITS, PARAMS, 1)
         if BITS > 8:
-            _store_bytes(p_codes + channel * 2, code, m, 2)
+            store_bytes(p_codes + channel * 2, code, m, 2)
         else:
             SHARING: tl.constexpr = 8 // BITS  # codes of a byte
             PLACES: tl.constexpr = F.width // SHARING
@@ -135,8 +136,8 @@ def _store(x, i_group, channel, m, p_codes, p_side, p_scale, F: tl.constexpr):
         p_side += F.side_start
         if KIND == "int":
             SIZE: tl.constexpr = 4 if PARAMS == "fp32" else 2
-            _store_bytes(p_side + i_group * (2 * SIZE), _bits_of(scale, PARAMS), m_group, SIZE)
-            _store_bytes(p_side + i_group * (2 * SIZE) + SIZE, _bits_of(minimum, PARAMS), m_group, SIZE)
+            store_bytes(p_side + i_group * (2 * SIZE), bits_of(scale, PARAMS), m_group, SIZE)
+            store_bytes(p_side + i_group * (2 * SIZE) + SIZE, bits_of(minimum, PARAMS), m_group, SIZE)
         elif KIND != "fp8":
             tl.store(p_side + i_group, scale, m_group)
 
@@ -172,10 +173,10 @@ def _append(
         p_own = p_scale + (2 * C.format * C.layers + layer) * C.rows + row
         i_group, k_channel, m_k = _tile(K)
         k = _rotated(p_k + i_n * k_token + i_head * k_head, p_cos, p_sin, k_channel, m_k, C.dim)
-        _store(to_fp32(round_to(k, MODEL)), i_group, k_channel, m_k, p_code, p_param, p_own, K)
+        store(to_fp32(round_to(k, MODEL)), i_group, k_channel, m_k, i_group < K.groups, p_code, p_param, p_own, K)
         i_group, v_channel, m_v = _tile(V)
         v = to_fp32(tl.load(p_v + i_n * v_token + i_head * v_head + v_channel, m_v, other=0.0))
-        _store(v, i_group, v_channel, m_v, p_code, p_param, p_own + C.layers * C.rows, V)
+        store(v, i_group, v_channel, m_v, i_group < V.groups, p_code, p_param, p_own + C.layers * C.rows, V)
 
 
 def append(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, writer: Any, layer: int) -> Tensor:
@@ -199,7 +200,7 @@ def append(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, writer: An
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0))
     tile = power_of_2(heads // kv_heads), power_of_2(dim)
     dtype, stored = _name(q.dtype), _name(store.dtype)
-    plain = half("plain", 0, stored, 0, dim), half("plain", 0, stored, 0, dim, dim)
+    plain = plain_halves(stored, dim)
     # format, where the tokens go [Lt, N, Ht], the first number that is no place for them, what is written, K, V
     launches: list[tuple[int, Tensor, int, Tensor, Half, Half]] = []
     if writer.index is not None:
@@ -233,13 +234,19 @@ def place(store: Any, f: int, group: int, dtype: str) -> Place:
     return Place(
         kv_heads=shape.kv_heads, group=group, dim=shape.head_dim, layers=shape.layers, rows=shape.rows, format=f,
         slots=slots, slot=slot, side_slot=side_slot, layer_lanes=shape.kv_heads if shape.scope == "sequence" else 0,
-        head_lanes=0 if shape.scope == "head" else 1, ring=ring, dtype=dtype,
+        head_lanes=0 if shape.scope == "head" else 1, lanes=shape.sharing, ring=ring, dtype=dtype,
     )  # fmt: skip
 
 
-def halves(k: Format, v: Format, dim: int) -> tuple[Half, Half]:
-    """Keys and values of formats that are no store's plain one, side by side in a slot."""
-    start, side_start = dim * k.bits // 8, dim // k.group * k.param_bytes if k.group else 0
+def plain_halves(dtype: str, dim: int) -> tuple[Half, Half]:
+    """Keys and values as the model's numbers."""
+    return half("plain", 0, dtype, 0, dim), half("plain", 0, dtype, 0, dim, dim)
+
+
+def halves(k: Format, v: Format, dim: int, by_token: bool = False) -> tuple[Half, Half]:
+    """Keys and values of formats that are no store's plain one, side by side in a slot; keys by token have no
+    parameters there."""
+    start, side_start = dim * k.bits // 8, dim // k.group * k.param_bytes if k.group and not by_token else 0
     return half(**_constants(k), dim=dim), half(**_constants(v), dim=dim, start=start, side_start=side_start)
 
 
@@ -281,7 +288,7 @@ def variants() -> Iterator[Variant]:
         signature = common | dict.fromkeys(("p_q", "p_k", "p_v", "p_out"), f"*{dtype}")
         for k, v in ((plain, plain), *([formats[name] for name in pair.split("/")] for pair in pairs)):
             for ring in (16, 0) if k is plain else (0,):
-                own = Place(2, group, dim, 2, 3, RING if ring else 1, 16, 2 * dim, 8, 2, 1, ring, dtype)
+                own = Place(2, group, dim, 2, 3, RING if ring else 1, 16, 2 * dim, 8, 2, 1, 4, ring, dtype)
                 constexprs = {
                     "C": own, "K": half(*k, dim), "V": half(*v, dim, dim, 8), "QUERIES": True,
                     "BLOCK_G": tile[0], "BLOCK_D": tile[1],

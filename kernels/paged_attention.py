@@ -96,6 +96,7 @@ class Cache(NamedTuple):
     ring: int  # tokens of the full-precision buffer
     base: int  # tokens of a part, in lanes of at most `short` tokens
     short: int
+    even: int  # parts are whole blocks of so many tokens
     dtype: str  # of the model: fp32, fp16, bf16
     overlap: bool = False  # the merge is launched while attention still runs (compute capability 9)
 
@@ -354,10 +355,13 @@ def _logits(q, k, PLANES: tl.constexpr):
 
 
 @triton.jit
-def _split(count, BASE: tl.constexpr, SHORT: tl.constexpr):
+def _split(count, C: tl.constexpr):
     """Tokens of a part: by the lane's length, and by how many lanes the batch has (idle rows count too), but not by
-    what the other lanes hold."""
-    return BASE * tl.where(count <= SHORT, 1, tl.where(count <= 4 * SHORT, 2, tl.where(count <= 16 * SHORT, 4, 8)))
+    what the other lanes hold. All parts of a lane are about as long: a short one would only be another program."""
+    SHORT: tl.constexpr = C.short
+    most = C.base * tl.where(count <= SHORT, 1, tl.where(count <= 4 * SHORT, 2, tl.where(count <= 16 * SHORT, 4, 8)))
+    parts = tl.cdiv(tl.maximum(count, 1), most)
+    return tl.minimum(tl.cdiv(tl.cdiv(count, parts), C.even) * C.even, most)
 
 
 @triton.jit
@@ -382,8 +386,6 @@ def _attend(
     V_BLOCK: tl.constexpr = V.block
     BLOCK_G: tl.constexpr = C.block_g
     DTYPE: tl.constexpr = C.dtype
-    BASE: tl.constexpr = C.base
-    SHORT: tl.constexpr = C.short
     GROUPED: tl.constexpr = K.fast and K.by_token and BLOCK_T % K.group == 0
     tl.static_assert(
         not (GROUPED and SEEN == "relative"), "blocks that begin early have no place of their own in p_top"
@@ -395,7 +397,7 @@ def _attend(
     if C.tables > 1:
         unit += i_head
     count = tl.load(p_count + unit)
-    split = _split(count, BASE, SHORT)
+    split = _split(count, C)
     start = i_part * split
     end = tl.minimum(start + split, count)
     if IN_RING:  # its tokens are the newest
@@ -515,15 +517,13 @@ def _merge(p_parts, p_part_lse, p_out, p_lse, p_rows, p_count, table_layer, part
            SLICE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr):  # fmt: skip
     """out = Σ_i exp2(lse_i − lse)·out_i, lse = log2 Σ_i exp2(lse_i), over the parts of a query head that are used: of
     every SLICE, a format's, as many as the lane is long, and the last, the ring's. 0 for a lane without tokens."""
-    BASE: tl.constexpr = C.base
-    SHORT: tl.constexpr = C.short
     i_head = tl.program_id(0).to(tl.int64)
     i_n, i_query = i_head // (C.kv_heads * C.group), i_head % (C.kv_heads * C.group)
     unit = (table_layer * C.rows + tl.load(p_rows + i_n)) * C.tables
     if C.tables > 1:
         unit += i_query // C.group
     count = tl.load(p_count + unit)
-    used = tl.cdiv(count, _split(count, BASE, SHORT))
+    used = tl.cdiv(count, _split(count, C))
     channel = tl.arange(0, BLOCK_D)
     top = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
@@ -713,6 +713,7 @@ def cache(pages: Any, rows: int) -> Cache:
         tables=shape.tables[2], layer_lanes=shape.kv_heads if shape.scope == "sequence" else 0,
         head_lanes=0 if shape.scope == "head" else 1, most=pages.table.most, layers=shape.layers,
         ring=pages.ring.shape[3], base=base(rows * shape.kv_heads), short=SHORT,
+        even=max(LARGE[0], MEDIUM[0], SMALL[0]),
         dtype=next(n for n, of in _formats.DTYPES.items() if of == pages.dtype),
         overlap=not INTERPRETED and rows * shape.kv_heads < MANY_LANES
         and torch.cuda.get_device_capability(pages.place.device)[0] >= 9,
@@ -783,7 +784,7 @@ def variants() -> Iterator[Variant]:
     common = {name: kind for kind, names in at.items() for name in names.split()}
     for dim, lanes in ((64, 512), (96, 8), (128, 512), (128, 8)):
         overlap = (dim, lanes) == (128, 8)
-        c = Cache(2, 2, 4, 16, dim, 1, 2, 1, 16, 2, 32, base(lanes), SHORT, "bf16", overlap)
+        c = Cache(2, 2, 4, 16, dim, 1, 2, 1, 16, 2, 32, base(lanes), SHORT, 128, "bf16", overlap)
         plain = Half("plain", 16, 0, False, False, 1, dim, power_of_2(dim), 64, 64, 64, dim, 0, 0, 0, 0, 0, 0)
         for k, v, codes, params in (
             (plain, plain, "*bf16", "*u8"),
@@ -814,7 +815,7 @@ def variants() -> Iterator[Variant]:
                 }  # fmt: skip
                 options = {"num_warps": 4} if ring else {"num_warps": warps, "num_stages": stages}
                 yield Variant(_attend, dict(signature), constexprs, options, 90 if overlap else 80)
-    c = Cache(2, 2, 4, 16, 128, 1, 2, 1, 16, 2, 0, 128, SHORT, "bf16")
+    c = Cache(2, 2, 4, 16, 128, 1, 2, 1, 16, 2, 0, 128, SHORT, 128, "bf16")
     at = {"*fp32": "p_parts p_part_lse p_lse p_top p_mass", "*bf16": "p_out", "*i32": "p_count", "*i64": "p_rows"}
     at |= {"*fp16": "p_seen", "i32": "table_layer parts width"}
     common = {name: kind for kind, names in at.items() for name in names.split()}

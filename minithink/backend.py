@@ -20,7 +20,9 @@ from minithink.ref.append import append
 from minithink.ref.attention import attention
 from minithink.ref.decode_attention import decode_attention
 from minithink.ref.dequantize import dequantize
+from minithink.ref.enlist import enlist
 from minithink.ref.evict import evict
+from minithink.ref.flush import flush
 from minithink.ref.gumbel_argmax import gumbel_argmax
 from minithink.ref.keep_best import keep_best
 from minithink.ref.linear import linear
@@ -53,7 +55,9 @@ class Backend:
     paged_attention: Callable[[Tensor, Any, int, str | None], tuple[Tensor, Tensor | None]] = paged_attention
     # the store
     append: Callable[..., Tensor] = append
-    allocate: Callable[..., tuple[Tensor, Tensor]] = allocate
+    enlist: Callable[..., None] = enlist
+    allocate: Callable[..., Tensor] = allocate
+    flush: Callable[[Any], None] = flush
     evict: Callable[..., None] = evict
     quantize: Callable[..., tuple[Tensor, Tensor]] = quantize
     dequantize: Callable[[Any, Tensor, Tensor, Tensor, torch.dtype], Tensor] = dequantize
@@ -80,7 +84,9 @@ def triton_backend() -> Backend:
     from minithink.kernels.allocate import allocate
     from minithink.kernels.append import append
     from minithink.kernels.dequantize import dequantize
+    from minithink.kernels.enlist import enlist
     from minithink.kernels.evict import evict
+    from minithink.kernels.flush import flush
     from minithink.kernels.gumbel_argmax import gumbel_argmax
     from minithink.kernels.keep_best import keep_best
     from minithink.kernels.linear import linear
@@ -96,9 +102,9 @@ def triton_backend() -> Backend:
 
     return Backend(
         "triton", in_place=True, linear=linear, rms_norm=rms_norm, rope=rope, swiglu=swiglu,
-        gumbel_argmax=gumbel_argmax, paged_attention=paged_attention, append=append, allocate=allocate, evict=evict,
-        quantize=quantize, dequantize=dequantize, shrink=shrink, keep_best=keep_best,
-        window_importance=window_importance, redundancy=redundancy, lrfu=lrfu,
+        gumbel_argmax=gumbel_argmax, paged_attention=paged_attention, append=append, enlist=enlist,
+        allocate=allocate, flush=flush, evict=evict, quantize=quantize, dequantize=dequantize, shrink=shrink,
+        keep_best=keep_best, window_importance=window_importance, redundancy=redundancy, lrfu=lrfu,
     )  # fmt: skip
 
 

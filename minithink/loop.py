@@ -1,4 +1,4 @@
-"""The decode loop of a GPU: one CUDA graph a step, and one for what the policy decides.
+"""The decode loop of a GPU: one CUDA graph a step, one for what the policy decides, one for buffers that are full.
 
 A decoding step of a small batch is several hundred kernels, each of a few microseconds; launched one by one from
 Python they take ten times as long as they run. A CUDA graph is recorded once and launched as a whole. It replays the
@@ -10,7 +10,8 @@ which rows take part, how long they are, their newest tokens. Sequences come and
     next step ◄── evict ◄── choose ◄── layers: score keys ◄── inputs of the rows that are due ◄─┘
 
 A policy has something to decide in few steps, and for few rows: these are a batch of their own, in a second graph. A
-policy that cannot be recorded (`Policy.recordable`) acts between steps, kernel by kernel.
+policy that cannot be recorded (`Policy.recordable`) acts between steps, kernel by kernel. Tokens that are quantized
+together wait in a buffer; the rows whose buffers are full are a batch of a third graph.
 
 A graph belongs to a number of rows (SIZES: fewer sequences leave some rows idle), to a bound on how long the lanes
 are (powers of two: it decides the grid of attention), to the formats that the lanes hold, and to what the policy is
@@ -84,6 +85,7 @@ class DecodeLoop:
         self.decoder, self.cache, self.params = decoder, cache, params
         self.recorded: dict[Key, Recorded] = {}  # steps
         self.decisions: dict[Key, Recorded] = {}
+        self.flushes: dict[Key, Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     @torch.inference_mode()
@@ -112,7 +114,11 @@ class DecodeLoop:
                 "budget or --max-new-tokens."
             )
         acting = [state for state, flag in zip(states, due, strict=True) if flag]
-        cache.end_next(seqs, tokens, (lambda: self._decide(acting)) if cache.records_decisions else None)
+        cache.end_next(
+            seqs, tokens,
+            decide=(lambda: self._decide(acting)) if cache.records_decisions else None,
+            flush=self._flush if store.flushes_next else None,
+        )  # fmt: skip
         return drawn
 
     def _decide(self, states: Sequence[tuple[int, ...]]) -> None:
@@ -122,6 +128,14 @@ class DecodeLoop:
         others = self._idle([row for row, *_ in states])
         inputs = [*states, *([row] + [0] * (STATE - 1) for row in others)]
         self._replay(self.decisions, lambda state, _: self.cache.decide_next(state), inputs, 0)
+
+    def _flush(self, rows: Sequence[int]) -> None:
+        """Quantize the buffers of these rows, which are full. Whether there was room the next step will say."""
+        store = self.cache.store
+        inputs = [*([row, 1] for row in rows), *([row, 0] for row in self._idle(rows))]
+        store.used.update(store.home)
+        self._replay(self.flushes, lambda x, _: store.flush_next(x[0], x[ACTIVE].bool()), inputs, 0)
+        store.flushed(rows)
 
     def _idle(self, rows: Sequence[int]) -> list[int]:
         """Rows that a graph has beside these."""

@@ -1,9 +1,10 @@
 """What a new token costs before attention: its slots are taken, it is rotated, quantized and written.
 
-A store of several layers is filled token by token, as decoding fills it, by a CUDA graph that moves itself on; then
-its replays are timed, and attention over the same store. Formats whose groups span tokens write to a buffer, which is
-quantized when it is full, kernel by kernel: that time is divided by the buffer's tokens. Everything counts that the
-cache does once a step for all layers: counting, taking slots, noting places.
+A store of several layers is filled token by token, as decoding fills it, by a CUDA graph that moves itself on; its
+last replays are timed, and attention over the same store. Formats whose groups span tokens write to a buffer, which
+another graph quantizes for the sequences whose buffers are full; as in decoding they are at different points, and in
+every step some are due. Everything counts that the cache does once a step for all layers: listing the tokens, taking
+slots.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from minithink.kv.contract import Shape, Storage
 from minithink.kv.store import PagedStore
 
 DEFAULT = "append"
-LAYERS = 16
+LAYERS = 32
 LIMIT = 0.05  # of attention's time, from FROM sequences on
 FROM = 64
 
@@ -69,15 +70,19 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def measure(storage: Storage, batch: int, length: int, repeats: int) -> dict[str, Any]:
-    """Microseconds of a layer in one step: to append, for the buffer's share, to attend; and the share of both."""
+    """Microseconds of a layer in one step: to append, for full buffers, to attend; and the share of the first two."""
     ops = triton_backend()
     shape = Shape(LAYERS, batch, KV_HEADS, HEADS, DIM, HEADS * DIM, "head", torch.device("cuda"))
-    rows, size = list(range(batch)), storage.buffer
-    total = length + repeats + 8
-    store = _store(shape, storage, total)
+    size, total = storage.buffer, length + repeats
+    store = _store(shape, storage, total + 1)
+    store.used = set(store.home)  # no prompt is in it
     at = torch.arange(batch, device="cuda")
-    active = torch.ones(batch, dtype=torch.bool, device="cuda")
-    lengths, waiting = torch.zeros(2, batch, dtype=torch.int64, device="cuda").unbind()
+    lengths = torch.zeros(batch, dtype=torch.int64, device="cuda")
+    # Sequences are at different points of their buffers; in a step as many are full as in any other.
+    points = [row * size // batch for row in range(batch)]
+    waiting = torch.tensor(points, device="cuda")
+    full = torch.zeros(-(-batch // max(1, size)), dtype=torch.int64, device="cuda")
+    active, due = (torch.zeros(len(x), dtype=torch.bool, device="cuda") for x in (at, full))
     q = torch.randn(batch, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     k, v = torch.randn(2, batch, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16).unbind()
     cos, sin = torch.rand(2, batch, 1, DIM, device="cuda").unbind()
@@ -86,36 +91,46 @@ def measure(storage: Storage, batch: int, length: int, repeats: int) -> dict[str
         writer = store.append_next(at, active, lengths, waiting)
         for layer in range(LAYERS):
             ops.append(q, k, v, cos, sin, writer, layer)
-        lengths.add_(1)
+        lengths.add_(active)
         if size:
-            waiting.add_(1)
+            waiting.add_(active)
 
-    # The first tokens, and all kernels compiled: as a step of the loop does it.
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step()
-    side.synchronize()
-    store.appended(rows, [0] * batch)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    step_graph = recorded(step)  # while nobody is active
+    flush_graph = recorded(lambda: store.flush_next(full, due)) if size else None
+    active.fill_(True)
     steps: list[float] = []
     flushes: list[float] = []
-    for n in range(1, total):
-        if size and store.waiting[0] == size:
-            flushes.append(_microseconds(lambda: store.flush(rows)))
-            waiting.zero_()
-        steps.append(_microseconds(graph.replay))
-        store.appended(rows, [n] * batch)
+    for n in range(total):
+        if flush_graph and (rows := [row for row, point in enumerate(points) if point == size]):
+            full[: len(rows)] = torch.tensor(rows, device="cuda")
+            due[:] = torch.arange(len(due), device="cuda") < len(rows)
+            flushes.append(microseconds(flush_graph.replay))
+            waiting[rows] = 0
+            points = [0 if point == size else point for point in points]
+        steps.append(microseconds(step_graph.replay))
+        store.appended(range(batch), [n] * batch)
+        points = [point + 1 for point in points]
     if bool(store.overflow):
         raise MinithinkError(f"The pool was too small for {batch} sequences of {total} tokens.")
     read = store.reader()
     attention = timed(lambda i: ops.paged_attention(q, read, i, None), LAYERS, 20) * 1e6
     append = statistics.median(steps[-repeats:]) / LAYERS
-    buffer = statistics.median(flushes[len(flushes) // 2 :]) / LAYERS / size if flushes else 0.0
+    buffer = statistics.median(flushes[len(flushes) // 2 :]) * len(flushes) / total / LAYERS if flushes else 0.0
     out = {"append_microseconds": append, "buffer_microseconds": buffer, "attention_microseconds": attention}
     share = (append + buffer) / attention
     return out | {"share": share} | ({"target_reached": share <= LIMIT} if batch >= FROM else {})
+
+
+def recorded(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of what `run` launches, after one run that compiles it."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
 
 
 def _store(shape: Shape, storage: Storage, tokens: int) -> PagedStore:
@@ -133,7 +148,8 @@ def _store(shape: Shape, storage: Storage, tokens: int) -> PagedStore:
     )  # fmt: skip
 
 
-def _microseconds(run: Callable[[], object]) -> float:
+def microseconds(run: Callable[[], object]) -> float:
+    """Of the device, from before the first of its kernels until after the last."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     run()

@@ -324,12 +324,14 @@ class KVManager:
 
     @torch.inference_mode()
     def end_next(
-        self, seqs: Sequence[int], tokens: Sequence[int], decide: Callable[[], object] | None = None
-    ) -> None:
+        self, seqs: Sequence[int], tokens: Sequence[int], decide: Callable[[], object] | None = None,
+        flush: Callable[[Sequence[int]], object] | None = None,
+    ) -> None:  # fmt: skip
         """After a step that began with `begin_next`: the host learns of it, the policy acts.
 
         Args:
             decide: is called in place of the policy, when the tokens are counted and before full buffers are stored.
+            flush: is called with the rows whose buffers are full, in place of the store's `flush`.
         """
         rows = [self._row_of[seq] for seq in seqs]
         records = [self._row(row) for row in rows]
@@ -338,7 +340,7 @@ class KVManager:
             r.thinking = self._thinks(r, token)
         none = torch.empty(0)
         self._pass = _Pass(rows, [1] * len(rows), False, list(tokens), tokens, Writer(), none, none, none, none)
-        self._end_step(decide)
+        self._end_step(decide, flush)
 
     @torch.inference_mode()
     def due_next(self, state: Tensor) -> Tensor:
@@ -490,9 +492,11 @@ class KVManager:
     @torch.inference_mode()
     def end_step(self) -> None:
         """Close the step: count its tokens, let the policy act, store what must be stored."""
-        self._end_step(None)
+        self._end_step()
 
-    def _end_step(self, decide: Callable[[], object] | None) -> None:
+    def _end_step(
+        self, decide: Callable[[], object] | None = None, flush: Callable[[Sequence[int]], object] | None = None
+    ) -> None:
         now, settled = self._now, []
         for row, count in zip(now.rows, now.counts, strict=True):
             r = self._row(row)
@@ -512,7 +516,7 @@ class KVManager:
                 self._apply(edits, step)
         self._pass = None  # the step is over, also if the pool is exhausted now
         self._waiting_prompts += settled
-        self._store_what_waits()
+        self._store_what_waits(flush)
         for author, edit in edits:
             self._begin(author, edit, active)
         if self.recorder is not None:
@@ -522,10 +526,10 @@ class KVManager:
         """The edits of all members, and whose they are."""
         return [(p, edit) for p in self.deciding for edit in p.decide(step.seen_by(p))]
 
-    def _store_what_waits(self) -> None:
+    def _store_what_waits(self, flush: Callable[[Sequence[int]], object] | None = None) -> None:
         """Quantize full buffers, and prompts that are read. If the pool is exhausted they wait for the next step."""
         if full := [row for row, r in enumerate(self.rows) if r and self._is_full(row)]:
-            self.store.flush(full)
+            (flush or self.store.flush)(full)
         while self._waiting_prompts:
             row = self._waiting_prompts[0]
             self.store.settle(row, self._row(row).length)

@@ -169,10 +169,10 @@ class PagedStore(Pages):
             lengths: int64 [N], tokens that each row has seen.
             waiting: int64 [N], tokens in each row's ring.
         """
-        valid, positions = self._spread(at, active[:, None], lengths)
+        self.backend.enlist(self.place, self.pos, self.count, at, active, lengths, waiting)
         if self.storage.buffer:
-            return self._append_to_ring(at, valid, positions, waiting, None)
-        return self._append_to_pages(at, valid, positions, None, False, None)
+            return _RingWriter(self, at, waiting)
+        return _PageWriter(self, at, self._allocate(at, active, 1))
 
     def appended(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """What the host must know after `append_next`."""
@@ -214,37 +214,33 @@ class PagedStore(Pages):
         return _RingWriter(self, at, waiting)
 
     def _append_to_pages(
-        self, at: Tensor, valid: Tensor, positions: Tensor, width: int | None, prompt: bool, purpose: str | None
+        self, at: Tensor, valid: Tensor, positions: Tensor, width: int | None, prompt: bool, purpose: str
     ) -> Writer:
-        """purpose: for the error if the pool is too small; None: nobody may ask how much is free."""
         thought = self._thoughts()
         formats = (0,) if prompt else self.home
         chosen = torch.zeros_like(thought) if prompt else self.thought_format[thought.long()]
         valids = {f: valid & (chosen == f)[..., None] for f in formats} if len(formats) > 1 else {formats[0]: valid}
-        if purpose is None:
-            places = self._take_next(valids, chosen, thought, valid)
-        else:
-            places = self._take(valids, thought, purpose)
+        places = self._take(valids, thought, purpose)
         place = sum(torch.where(valids[f], self._join(*places[f]), 0) for f in formats)
         assert isinstance(place, Tensor)
         self._list(valid, place, positions, width)
-        return _PageWriter(self, at, {f: (page[:, at], slot[:, at]) for f, (page, slot) in places.items()})
+        bases = {f: self._base(f, page[:, at], slot[:, at]) for f, (page, slot) in places.items()}
+        return _PageWriter(self, at, bases)
 
-    def _take_next(
-        self, valids: dict[int, Tensor], chosen: Tensor, thought: Tensor, valid: Tensor
-    ) -> dict[int, tuple[Tensor, Tensor]]:
-        """`_take` for one token of each unit, without asking anything of the device."""
+    def _allocate(self, at: Tensor, active: Tensor, size: int) -> dict[int, Tensor]:
+        """Slots for the tokens that lie in no page yet, without asking anything of the device: for each format the
+        numbers of the slots in the first lane of their units, int64 [Lt, N, Ht, size], as in `Writer.bases`."""
         t = self.table
-        page, slot = self.backend.allocate(
-            t.live, t.taken, t.filled, t.thought, t.format, t.page, t.pages.stack, t.pages.top,
-            chosen.to(torch.uint8), thought, valid[..., 0], self.slots, self.overflow,
+        base = self.backend.allocate(
+            t.live, t.taken, t.filled, t.thought, t.format, t.page, t.pages.stack, t.pages.top, self.place,
+            self.count, at, active, self.thought, self.thought_format, self.slots, self.overflow, size,
+            self.shape.sharing,
         )  # fmt: skip
-        page, slot = page[..., None], slot[..., None]
-        if len(valids) == 1:
-            return dict.fromkeys(valids, (page, slot))
-        return {
-            f: (torch.where(mine, page, self.trash_page), torch.where(mine, slot, 0)) for f, mine in valids.items()
-        }
+        if len(self.home) == 1:
+            return {self.home[0]: base}
+        chosen = self.thought_format[self.thought[at].long()][:, None, None]
+        trash = {f: self.trash_page * self.shape.sharing * self.layouts[f].slots for f in self.home}
+        return {f: torch.where(chosen == f, base, trash[f]) for f in self.home}
 
     def _take(self, valids: dict[int, Tensor], thought: Tensor, purpose: str) -> dict[int, tuple[Tensor, Tensor]]:
         """Slots for the valid tokens of each format, all of them or none: → page, slot [Lt, B, Ht, n]."""
@@ -354,17 +350,34 @@ class PagedStore(Pages):
             for layer in range(self.shape.layers):
                 t = min(layer, valid.shape[0] - 1)
                 k, v = values(layer)
-                params = None
-                if row is not None:
-                    k, params = self._quantize_groups(lay.k, k, valids[f][t][rows], self.scale[f, 0, layer, rows])
-                    number = row[t].long() * self.shape.sharing + self._lane(layer)[:, None]  # [N, Hkv, groups]
-                    self.scale_rows.view(-1, self.scale_rows.shape[-1])[number, : lay.row] = params
                 if self.storage.shrink and f != formats[0]:
                     self._write_shrunk(formats[0], f, layer, rows, page[t], slot[t], k, v)
                 else:
-                    index = self._index(f, layer, self._base(f, page[t], slot[t]))
-                    self._write(f, layer, rows, index, k, v, params)
+                    base = self._base(f, page[t], slot[t])
+                    self._write_tokens(
+                        f, layer, rows, base, k, v, valids[f][t][rows], None if row is None else row[t]
+                    )
         return place
+
+    def _write_tokens(
+        self,
+        f: int,
+        layer: int,
+        rows: Tensor,
+        base: Tensor,
+        k: Tensor,
+        v: Tensor,
+        valid: Tensor,
+        group: Tensor | None,
+    ) -> None:
+        """Quantize tokens of one layer into their slots. base: [N, Ht, n], k, v: [N, Hkv, n, D], valid: [N, Ht, n],
+        group: rows of scales of keys by token, [N, Ht, groups]."""
+        params = None
+        if group is not None:
+            k, params = self._quantize_groups(self.layouts[f].k, k, valid, self.scale[f, 0, layer, rows])
+            number = group.long() * self.shape.sharing + self._lane(layer)[:, None]  # [N, Hkv, groups]
+            self.scale_rows.view(-1, self.scale_rows.shape[-1])[number, : self.layouts[f].row] = params
+        self._write(f, layer, rows, self._index(f, layer, base), k, v, params)
 
     def _quantize_groups(self, fmt: Format, k: Tensor, valid: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Keys by token. k: [N, Hkv, n, D], valid: [N, Ht, n] → codes [N, Hkv, n, …], params [N, Hkv, groups, …]."""
@@ -457,7 +470,11 @@ class PagedStore(Pages):
                 self._sides[f][index] = 255
 
     def flush(self, rows: Sequence[int]) -> None:
-        """Quantize the full ring of some rows, in the format of their running thought type."""
+        """Quantize the full ring of some rows, in the format of their running thought type.
+
+        Raises:
+            Exhausted: the pool has no pages left; the store is as it was.
+        """
         at = torch.tensor(rows, device=self.shape.device)
         size = self.storage.buffer
         mine = torch.zeros(self.shape.rows, dtype=torch.bool, device=at.device).index_fill_(0, at, True)
@@ -477,6 +494,41 @@ class PagedStore(Pages):
         self.place[..., : self.seen] = torch.where(waiting, new, place).to(torch.int32)
         for row in rows:
             self.waiting[row] = 0
+
+    def flush_next(self, at: Tensor, active: Tensor) -> None:
+        """`flush` from tensors alone, as `append_next`; the host tells afterwards what it knows (`flushed`).
+
+        Args:
+            at: int64 [N], rows, each once.
+            active: bool [N], those whose ring is full; the others stay as they are.
+        """
+        bases, groups = self._allocate(at, active, self.storage.buffer), dict[int, Tensor]()
+        for f in self.home:
+            lay = self.layouts[f]
+            if lay.by_token:
+                page = self.shape.sharing * lay.slots  # in slots
+                held = bases[f] < self.trash_page * page
+                padded = torch.nn.functional.pad(held, (0, -held.shape[-1] % lay.k.group))
+                uses = padded.unflatten(-1, (-1, lay.k.group)).sum(-1, dtype=torch.int32)  # [Lt, N, Ht, groups]
+                self.overflow |= (uses > 0).sum() > self.free_rows.top
+                number = groups[f] = self.free_rows.draw(uses > 0, 0)
+                self.free_rows.top.clamp_(min=0)
+                self.row_uses[number.long()] = uses
+                spread = number.repeat_interleave(lay.k.group, -1)[..., : held.shape[-1]]
+                self.row_of[bases[f] // page, bases[f] % page] = spread
+        self.backend.flush(_BufferWriter(self, at, bases, groups))
+
+    def flushed(self, rows: Sequence[int]) -> None:
+        """What the host must know after `flush_next`."""
+        self.used.update(self.home)
+        self.table.pages.at_least = self.free_rows.at_least = 0  # some were drawn: ask when it matters
+        for row in rows:
+            self.waiting[row] = 0
+
+    @property
+    def flushes_next(self) -> bool:
+        """Whether full rings can be quantized by `flush_next`."""
+        return self.storage.buffer > 0 and not self.storage.shrink
 
     def measure(self, row: int) -> None:
         """The prompt is read, and nothing of it is evicted or moved yet: take the FP32 scales from it."""
@@ -715,9 +767,8 @@ class Writer:
 
 
 class _PageWriter(Writer):
-    def __init__(self, store: PagedStore, at: Tensor, places: dict[int, tuple[Tensor, Tensor]]) -> None:
-        self.store, self.at = store, at
-        self.bases = {f: store._base(f, page, slot) for f, (page, slot) in places.items()}
+    def __init__(self, store: PagedStore, at: Tensor, bases: dict[int, Tensor]) -> None:
+        self.store, self.at, self.bases = store, at, bases
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         k, v = k.transpose(1, 2), v.transpose(1, 2)  # [N, Hkv, n, D]
@@ -732,3 +783,20 @@ class _RingWriter(Writer):
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         self.store.ring[layer, self.at, :, self.index] = torch.stack((k[:, 0], v[:, 0]), dim=2)
+
+
+class _BufferWriter:
+    """Quantizes full rings. The kernel looks through it, as through a Writer."""
+
+    def __init__(self, store: PagedStore, at: Tensor, bases: dict[int, Tensor], groups: dict[int, Tensor]) -> None:
+        self.store, self.at, self.bases, self.layers = store, at, bases, store.shape.layers
+        self.groups = groups  # of formats with keys by token, their rows of scales: int32 [Lt, N, Ht, groups]
+
+    def store_layer(self, layer: int) -> None:
+        store = self.store
+        k, v = store.ring[layer, self.at].unbind(3)  # [N, Hkv, R, D] each
+        for f, bases in self.bases.items():
+            base = bases[min(layer, len(bases) - 1)]
+            valid = base < store.trash_page * store.shape.sharing * store.layouts[f].slots
+            group = self.groups[f][min(layer, len(bases) - 1)] if f in self.groups else None
+            store._write_tokens(f, layer, self.at, base, k, v, valid, group)

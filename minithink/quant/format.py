@@ -190,6 +190,11 @@ def divide(x: Tensor, step: Tensor) -> Tensor:
     return x / step.where(step > 0, math.inf)
 
 
+def divide_by(x: Tensor, number: float) -> Tensor:
+    """x / number, rounded once. By a Python number torch divides so on CPUs; on GPUs it multiplies by 1 / number."""
+    return x / torch.full_like(x, number)
+
+
 def view_as(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Bytes as numbers. data: [..., n·itemsize] uint8, strided in any way, at any offset → [..., n] of `dtype`."""
     # One row of a wider tensor counts as contiguous, with a stride that may not be whole numbers.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from minithink.errors import UsageError
-from minithink.quant.format import Format, Grouped, divide, saturate, view_as
+from minithink.quant.format import Format, Grouped, divide, divide_by, saturate, view_as
 from minithink.quant.pack import pack, unpack
 
 PARAMS = {"fp16": torch.float16, "fp32": torch.float32}
@@ -59,7 +59,7 @@ class IntAsymmetric(Grouped):
         dtype = PARAMS[self.params]
         stored_min = saturate(lowest, dtype)
         # scale = (max − min) / (2^b − 1)
-        stored_scale = saturate((highest - stored_min.float()).clamp(min=0) / self.top + 0.0, dtype)
+        stored_scale = saturate(divide_by((highest - stored_min.float()).clamp(min=0), self.top) + 0.0, dtype)
         # code = clamp(round((x − min) / scale), 0, 2^b − 1)
         y = divide(x - stored_min.float(), stored_scale.float())
         codes = y.round().clamp(0, self.top).to(torch.int32)

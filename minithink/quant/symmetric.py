@@ -17,7 +17,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from minithink.quant import e4m3
-from minithink.quant.format import Grouped, divide
+from minithink.quant.format import Grouped, divide, divide_by
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Symmetric(Grouped):
     def encode(self, x: Tensor, tensor_scale: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
         amax = x.abs().amax(-1, keepdim=True)  # [..., n, 1]; what is not valid is 0
         # stored scale = E4M3(amax / reach / tensor scale)
-        scale = amax / self.reach
+        scale = divide_by(amax, self.reach)
         stored = e4m3.encode(scale / tensor_scale if self.tensor_scaled else scale)
         return self.nearest(divide(x, self.step(stored, tensor_scale))), stored
 

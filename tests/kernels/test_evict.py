@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minithink.kernels.allocate import allocate
 from minithink.kernels.evict import evict
 from minithink.kv.contract import SCOPES, Scope, Shape
 from minithink.kv.store import PagedStore
@@ -39,7 +38,7 @@ def assert_tensors_same(name: str, got: tuple[Tensor, ...], want: tuple[Tensor, 
 
 
 class KernelStore(PagedStore):
-    """A store that evicts by the kernel; single tokens of one format get their slots by the kernel `allocate`."""
+    """A store that evicts by the kernel."""
 
     def evict(self, drop: Tensor) -> None:
         twins = tuple(x.clone() for x in tensors(self))
@@ -50,21 +49,6 @@ class KernelStore(PagedStore):
         assert_same("drop", drop, before)
         if self.columns is None:
             self.most = self.count.amax((0, 2)).tolist()
-
-    def _take(self, valids: dict[int, Tensor], thought: Tensor, purpose: str) -> dict[int, tuple[Tensor, Tensor]]:
-        (f, valid), *others = valids.items()
-        if others or valid.shape[-1] > 1:
-            return super()._take(valids, thought, purpose)
-        t, overflow = self.table, torch.zeros((), dtype=torch.bool, device=DEVICE)
-        t._widen(torch.ones_like(self.count), 1)
-        t.pages.at_least = 0  # only the device knows
-        self.used.add(f)
-        fmt = torch.full_like(thought, f)
-        slots = torch.tensor(t.slots, dtype=torch.int32, device=DEVICE)
-        pages = t.live, t.taken, t.filled, t.thought, t.format, t.page, t.pages.stack, t.pages.top
-        page, slot = allocate(*pages, fmt, thought, valid[..., 0], slots, overflow)
-        assert not overflow
-        return {f: (page[..., None], slot[..., None])}
 
 
 def new_store(
@@ -128,8 +112,6 @@ def test_equals_the_store(
     with pytest.MonkeyPatch.context() as patch:
         for constant, value in zip(("UNITS", "BLOCK", "TABLES", "COLUMNS"), (*blocks, 8, 4), strict=True):
             patch.setattr(f"minithink.kernels.evict.{constant}", value)
-        patch.setattr("minithink.kernels.allocate.TABLES", 8)
-        patch.setattr("minithink.kernels.allocate.UNITS", 8)
         for step in steps:
             some = torch.rand(want.shape.tables, generator=generator) < 0.8
             if step == "clear":

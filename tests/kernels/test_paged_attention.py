@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,17 +102,30 @@ def test_a_sequence_does_not_notice_what_others_lose() -> None:
     assert not torch.equal(after[1], before[1])
 
 
+@triton.jit
+def _split_of(p_out, p_count, C: tl.constexpr):
+    tl.store(p_out, kernel._split(tl.load(p_count), C))
+
+
 @given(
-    base=st.sampled_from([16, 128, 256, 512]), short=st.sampled_from([16, 1024]), most=st.integers(1, 50_000),
-    share=st.floats(0, 1),
+    base=st.sampled_from([16, 128, 256, 512]), short=st.sampled_from([16, 1024]), even=st.sampled_from([16, 128]),
+    most=st.integers(1, 50_000), share=st.floats(0, 1),
 )  # fmt: skip
-def test_there_is_room_for_all_parts(base: int, short: int, most: int, share: float) -> None:
-    """Of any lane that holds at most as many tokens as the longest may."""
-    count = int(share * most)
-    split = base * next(
+def test_there_is_room_for_all_parts(base: int, short: int, even: int, most: int, share: float) -> None:
+    """Of any lane that holds at most as many tokens as the longest may; and parts are whole blocks, equally long."""
+    count, even = int(share * most), min(even, base)
+    longest = base * next(
         times for long, times in ((short, 1), (4 * short, 2), (16 * short, 4), (count, 8)) if count <= long
     )
-    assert -(-count // split) <= kernel._most_parts(most, base, short)
+    out = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    c = kernel.Cache(1, 1, 1, 16, 64, 1, 1, 1, 16, 1, 0, base, short, even, "fp32")
+    _split_of[(1,)](out, torch.tensor([count], dtype=torch.int32, device=DEVICE), c)
+    split = int(out)
+    assert split % even == 0
+    assert split <= longest
+    parts = -(-count // longest)
+    assert -(-count // max(1, split)) <= parts <= kernel._most_parts(most, base, short)
+    assert split - even < count / max(1, parts)  # no longer than it must be
 
 
 @pytest.mark.parametrize("name", ["int4", "int2-by-token"])

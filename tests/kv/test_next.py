@@ -90,14 +90,18 @@ def feed_next(
 def content(manager: KVManager, row: int) -> dict[str, Tensor]:
     """All that a row holds: lists, counts, pages, keys and values of every layer, in the pages and in the ring."""
     store, at = manager.store, torch.tensor([row])
-    read, most = store.reader(at), int(store.count[:, row].max())
-    out = {"count": store.count[:, row], "pos": store.pos[:, row, :, :most], "page": store.table.page[:, row]}
-    holds = store.pos[:, row, :, :most] >= 0
-    out["place"] = torch.where(holds, store.place[:, row, :, :most], 0)
+    read, most, none = store.reader(at), int(store.count[:, row].max()), store.table.pages.count
+    out = {"count": store.count[:, row], "pos": store.pos[:, row, :, :most]}
+    # Which pages they are does not matter: a page is the column of its table.
+    page, place = store.table.page[:, row], store.place[:, row, :, :most]
+    of_place = (place // store.table.most)[..., None] == page[..., None, :]  # [Lt, Ht, most, width]
+    column = of_place.to(torch.uint8).argmax(-1) * store.table.most + place % store.table.most
+    out["page"] = page != none
+    out["place"] = torch.where(out["pos"] >= 0, torch.where(place < 0, place, column), 0)
     out["thought"], out["scale"] = store.thought[row], store.scale[..., row]
     for layer in range(manager.shape.layers):
         out[f"k of layer {layer}"], out[f"v of layer {layer}"] = (x[..., :most, :] for x in read(layer))
-    pages = out["page"][out["page"] != store.table.pages.count].long()
+    pages = page[out["page"]].long()
     out["live"], out["taken"] = store.table.live[pages], store.table.taken[pages]
     return {name: x.clone() for name, x in out.items()}
 
@@ -496,7 +500,7 @@ def test_too_small_a_pool_is_noticed() -> None:
     assert_same("who had room", logits[1], want[1])
     after = content(small, 0)
     assert after["count"].eq(5).all()
-    assert after["place"][..., 4].eq(store.trash_page * table.most).all()
+    assert store.place[:, 0, :, 4].eq(store.trash_page * table.most).all()
     for part in ("page", "live", "taken", "scale"):
         assert_same(part, after[part], before[0][part])
     for name in ("pos", "place"):

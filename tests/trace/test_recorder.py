@@ -191,7 +191,7 @@ class Anything(Policy):
     storage=st.sampled_from(sorted(STORAGES)), notes=st.booleans(), stacked=st.booleans(),
     part=st.sampled_from([1, 7, 256]),
 )  # fmt: skip
-@settings(max_examples=15)
+@settings(max_examples=12)
 def test_any_edits_are_recorded(
     tmp_path_factory: pytest.TempPathFactory,
     seed: int,

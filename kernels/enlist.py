@@ -1,0 +1,71 @@
+"""New tokens at the ends of their lists. Twin: `minithink/ref/enlist.py`.
+
+A program takes UNITS units; each reads its count and writes two numbers behind its list's end.
+Bound: 8 bytes read and 12 written a unit, in sectors of 32: the launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minithink.kernels._common import Variant
+
+UNITS = 128  # of a program
+
+
+@triton.jit
+def _enlist(
+    p_place, p_pos, p_count, p_at, p_active, p_lengths, p_waiting, units, n, rows, heads, width, UNITS: tl.constexpr
+):
+    i = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
+    m = i < units
+    i_n = i // heads % n
+    m = m & (tl.load(p_active + i_n, m, other=0) != 0)
+    row = tl.load(p_at + i_n, m, other=0)
+    i_unit = (i // (n * heads) * rows + row) * heads + i % heads  # of all rows; int64
+    count = tl.load(p_count + i_unit, m, other=0)
+    o_end = i_unit * width + count
+    tl.store(p_place + o_end, (-1 - tl.load(p_waiting + i_n, m, other=0)).to(tl.int32), m)
+    tl.store(p_pos + o_end, tl.load(p_lengths + i_n, m, other=0).to(tl.int32), m)
+    tl.store(p_count + i_unit, count + 1, m)
+
+
+def enlist(
+    place: Tensor, pos: Tensor, count: Tensor, at: Tensor, active: Tensor, lengths: Tensor, waiting: Tensor
+) -> None:
+    """Put one token of every row that brings one at the end of the lists of all its units.
+
+    Its place is −1 − w, as of all tokens that lie in no page yet: w is its index in the buffer. Changed in place:
+    place, pos and count, which are contiguous. S: columns of the lists, of which the last belongs to nobody.
+
+    Args:
+        place: int32 [Lt, B, Ht, S].
+        pos: int32 [Lt, B, Ht, S], original positions.
+        count: int32 [Lt, B, Ht], tokens in each list, fewer than S − 1.
+        at: int64 [N], rows, each once.
+        active: bool [N], those that bring a token.
+        lengths: int64 [N], its position.
+        waiting: int64 [N], its index in the buffer; 0 where there is none.
+    """
+    layers, rows, heads = count.shape
+    units, n = layers * len(at) * heads, len(at)
+    if not units:
+        return
+    at, active, lengths, waiting = (x.contiguous() for x in (at, active, lengths, waiting))
+    _enlist[(triton.cdiv(units, UNITS),)](
+        place, pos, count, at, active.view(torch.uint8), lengths, waiting, units, n, rows, heads, place.shape[-1],
+        UNITS,
+    )  # fmt: skip
+
+
+def variants() -> Iterator[Variant]:
+    pointers = dict.fromkeys(("p_place", "p_pos", "p_count"), "*i32") | {"p_active": "*u8"}
+    pointers |= dict.fromkeys(("p_at", "p_lengths", "p_waiting"), "*i64")
+    yield Variant(
+        _enlist, pointers | dict.fromkeys(("units", "n", "rows", "heads", "width"), "i32"), {"UNITS": UNITS}
+    )

@@ -1,0 +1,164 @@
+"""Full buffers into pages: the keys and values that waited are quantized into their slots, in all layers at once.
+Twin: `minithink/ref/flush.py`, byte for byte.
+
+A program takes some tokens of one buffer and lane: as many as keys by token share their scales, else TOKENS. Keys by
+token are a tile [tokens, D], whose columns are the groups; what is quantized by channel is a tile [tokens · groups,
+elements of one], as in `append`, whose bytes these are. Tokens that were evicted while they waited have a slot of the
+trash page; they are not read, and count for nothing in a group.
+
+A launch serves one format; tokens of another have slots of the trash page too.
+
+Bound: the buffer is read once, codes and parameters are written once, 4·D bytes and some D a token and lane in
+bfloat16. Few rows are due in a step: latency and the launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from minithink.kernels import _formats
+from minithink.kernels._common import Variant, power_of_2
+from minithink.kernels._formats import encode_group, pack, saturate, to_fp32
+from minithink.kernels.append import Place, bits_of, half, halves, place, plain_halves, store, store_bytes
+
+TOKENS = 16  # of a program, where keys are quantized by channel
+WARPS = 4
+
+
+@triton.jit
+def _by_channel(
+    p_ring, p_at, p_codes, p_side, p_own, first, limit, lane_slots, C: tl.constexpr, F: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Keys or values of some tokens. p_ring: the buffer's first; p_at: of the slots; p_own: of a tensor's scale."""
+    BLOCK: tl.constexpr = F.block
+    WIDTH: tl.constexpr = F.width
+    line = tl.arange(0, TOKENS * BLOCK)[:, None]
+    i_token, i_group = first + line // BLOCK, line % BLOCK
+    at = tl.load(p_at + i_token, i_token < C.ring, other=limit)
+    m_group = (at < limit) & (i_group < F.groups)
+    element = tl.arange(0, WIDTH)[None, :]
+    channel = i_group * F.elements + element
+    m = m_group & (element < F.elements)
+    x = to_fp32(tl.load(p_ring + i_token * (2 * C.dim) + channel, m, other=0.0))
+    slot = at + lane_slots
+    store(x, i_group, channel, m, m_group, p_codes + slot * C.slot, p_side + slot * C.side_slot, p_own, F)
+
+
+@triton.jit
+def _by_token(
+    p_ring, p_at, p_codes, p_params, p_own, first, limit, lane_slots, C: tl.constexpr, F: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Keys of one group of tokens. p_params: of the group's row of scales."""
+    KIND: tl.constexpr = F.kind
+    BITS: tl.constexpr = F.bits
+    PARAMS: tl.constexpr = F.params
+    i_token = first + tl.arange(0, TOKENS)[:, None]
+    at = tl.load(p_at + i_token, i_token < C.ring, other=limit)
+    channel = tl.arange(0, BLOCK_D)[None, :]
+    m_channel = channel < C.dim
+    m = (at < limit) & m_channel
+    if tl.max((at < limit).to(tl.int32)) > 0:
+        x = saturate(to_fp32(tl.load(p_ring + i_token * (2 * C.dim) + channel, m, other=0.0)), "fp32")
+        tensor_scale = 1.0
+        if KIND == "nvfp4":
+            tensor_scale = tl.load(p_own)
+        code, scale, minimum = encode_group(x, m, tensor_scale, KIND, BITS, PARAMS, 0)
+        p_code = p_codes + (at + lane_slots) * C.slot + F.start
+        if BITS > 8:
+            store_bytes(p_code + channel * 2, code, m, 2)
+        else:
+            SHARING: tl.constexpr = 8 // BITS  # codes of a byte
+            byte = tl.arange(0, BLOCK_D // SHARING)[None, :]
+            tl.store(p_code + byte, pack(code, BITS), (at < limit) & (byte < C.dim // SHARING))
+        if KIND == "int":
+            SIZE: tl.constexpr = 4 if PARAMS == "fp32" else 2
+            store_bytes(p_params + channel * (2 * SIZE), bits_of(scale, PARAMS), m_channel, SIZE)
+            store_bytes(p_params + channel * (2 * SIZE) + SIZE, bits_of(minimum, PARAMS), m_channel, SIZE)
+        else:
+            tl.store(p_params + channel, scale, m_channel)
+
+
+@triton.jit(do_not_specialize=["limit"])
+def _flush(
+    p_ring, p_rows, p_at, p_group, p_codes, p_side, p_shared, p_scale, limit, row_bytes,
+    at_layer, at_token, at_head, group_layer, group_token, group_head,
+    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BY_TOKEN: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    i_n, i_head = (tl.program_id(0) // C.kv_heads).to(tl.int64), (tl.program_id(0) % C.kv_heads).to(tl.int64)
+    layer, i_part = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    row = tl.load(p_rows + i_n).to(tl.int64)
+    p_at += layer * at_layer + i_n * at_token + i_head * at_head
+    p_ring += ((layer * C.rows + row) * C.kv_heads + i_head) * (C.ring * 2 * C.dim)
+    lane = layer * C.layer_lanes + i_head * C.head_lanes
+    p_own = p_scale + (2 * C.format * C.layers + layer) * C.rows + row
+    first = i_part * TOKENS
+    lane_slots = lane * C.slots
+    if BY_TOKEN:
+        group = tl.load(p_group + layer * group_layer + i_n * group_token + i_head * group_head + i_part).to(tl.int64)
+        p_params = p_shared + (group * C.lanes + lane) * row_bytes
+        _by_token(p_ring, p_at, p_codes, p_params, p_own, first, limit, lane_slots, C, K, TOKENS, BLOCK_D)
+    else:
+        _by_channel(p_ring, p_at, p_codes, p_side, p_own, first, limit, lane_slots, C, K, TOKENS)
+    p_own += C.layers * C.rows
+    _by_channel(p_ring + C.dim, p_at, p_codes, p_side, p_own, first, limit, lane_slots, C, V, TOKENS)
+
+
+def flush(writer: Any) -> None:
+    """Quantize the keys and values that wait in the buffers of some rows, in all layers, and write them into slots.
+
+    Args:
+        writer: knows the rows, where each of their tokens goes, and which rows of scales the groups of keys by token
+            have.
+    """
+    pages, dim = writer.store, writer.store.shape.head_dim
+    n, heads, layers = len(writer.at), pages.shape.kv_heads, pages.shape.layers
+    if not n:
+        return
+    for f, base in writer.bases.items():
+        lay = pages.layouts[f]
+        dtype = next(name for name, of in _formats.DTYPES.items() if of == pages.dtype)
+        limit = pages.trash_page * pages.shape.sharing * lay.slots
+        k, v = plain_halves(dtype, dim) if lay.plain else halves(lay.k, lay.v, dim, lay.by_token)
+        pool = pages.pool.view(pages.dtype) if lay.plain else pages.pool
+        group = writer.groups[f] if lay.by_token else base
+        tokens = power_of_2(min(lay.k.group if lay.by_token else TOKENS, pages.storage.buffer))
+        # 0 along an axis of tables that is one for all layers or heads
+        steps = [
+            0 if size == 1 else step for x in (base, group)
+            for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)
+        ]  # fmt: skip
+        where = place(pages, f, 1, dtype)._replace(ring=pages.storage.buffer)
+        _flush[n * heads, layers, triton.cdiv(pages.storage.buffer, tokens)](
+            pages.ring, writer.at, base, group, pool, pages.side, pages.scale_rows, pages.scale, limit,
+            pages.scale_rows.shape[-1], *steps, where, k, v, lay.by_token, tokens, power_of_2(dim),
+            num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def variants() -> Iterator[Variant]:
+    """Keys by token and by channel, formats of 2 to 16 bits."""
+    names = "limit row_bytes at_layer at_token at_head group_layer group_token group_head"
+    common = dict.fromkeys(names.split(), "i32") | {"p_scale": "*fp32", "p_rows": "*i64", "p_at": "*i64"}
+    common |= dict.fromkeys(("p_codes", "p_side", "p_shared"), "*u8")
+    for dtype, dim in (("bf16", 128), ("fp16", 96), ("fp32", 64)):
+        for by_token, tokens, k, v in (
+            (True, 16, ("nvfp4", 4, "", 16), ("nvfp4", 4, "", 16)),
+            (True, 32, ("int", 2, "fp16", 32), ("int", 2, "fp16", 32)),
+            (True, 16, ("ternary", 2, "", 16), ("fp8", 8, "", 0)),
+            (True, 16, ("int", 16, "fp32", 16), ("int", 8, "fp32", 32)),
+            (False, 16, ("nvfp4", 4, "", 16), ("nvfp4", 4, "", 16)),
+            (False, 16, ("ternary", 2, "", 16), ("int4s", 4, "", 16)),
+        ):
+            constexprs = {
+                "C": Place(2, 1, dim, 2, 3, 1, 16, 2 * dim, 8, 2, 1, 2, 32, dtype), "K": half(*k, dim),
+                "V": half(*v, dim, dim, 8), "BY_TOKEN": by_token, "TOKENS": tokens, "BLOCK_D": power_of_2(dim),
+            }  # fmt: skip
+            signature = common | {"p_ring": f"*{dtype}", "p_group": "*i32" if by_token else "*i64"}
+            yield Variant(_flush, signature, constexprs, {"num_warps": WARPS, "enable_fp_fusion": False})

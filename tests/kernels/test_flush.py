@@ -1,0 +1,131 @@
+"""Full buffers into pages: kernel and twin byte for byte, and both hold what `PagedStore.flush` makes of them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from minithink.backend import REFERENCE, Backend, triton_backend
+from minithink.kv.contract import SCOPES, Scope, Storage
+from minithink.kv.store import PagedStore
+from tests.compare import assert_same
+from tests.kernels.device import DEVICE
+from tests.kernels.stores import STORAGES, filled
+from tests.kernels.test_allocate import assert_consistent, assert_tables_same
+
+# The buffer is a multiple of the groups, or not; shorter than one; keys by channel; several formats; plain ones.
+BUFFERED = {
+    **{name: STORAGES[name] for name in ("int2-by-token", "nvfp4-by-token", "ternary-by-token", "kivi", "thoughts")},
+    "two groups": Storage(("nvfp4:by=token/fp8",), block=8, buffer=32),
+    "a group and a half": Storage(("int4:group=16,by=token/int8:group=16",), block=8, buffer=24),
+    "half a group": Storage(("ternary:by=token/nvfp4",), block=4, buffer=8),
+    "wide": Storage(("int16:group=16,by=token,params=fp32/int16:group=16,params=fp32",), buffer=16),
+    "floats": Storage(("fp16/bf16", "fp32"), buffer=4, block=4),
+    "both": Storage(("nvfp4:by=token/nvfp4", "int2:group=16,by=token/ternary"), block=8, buffer=16),
+}
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def with_full_rings(
+    storage: Storage, scope: Scope, rows: int, dtype: torch.dtype, dim: int, gone: float, seed: int
+) -> PagedStore:
+    """Some of the tokens in the rings are evicted; freed slots are NaN."""
+    lengths = [5 + (seed + 3 * i) % 40 for i in range(rows)]
+    store = filled(storage, scope, lengths, layers=2, dim=dim, dtype=dtype, steps=7, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    fed = [n + 7 for n in lengths]
+    while waiting := [row for row in range(rows) if store.waiting[row] < storage.buffer]:
+        writer = store.append(waiting, [1] * len(waiting), [fed[row] for row in waiting], prompt=False)
+        for layer in range(2):
+            x = torch.randn(2, len(waiting), 1, 2, dim, generator=generator).to(DEVICE, dtype)
+            writer.write(layer, *x.unbind())
+        for row in waiting:
+            fed[row] += 1
+    chance = torch.rand(store.positions().shape, generator=generator).to(DEVICE)
+    store.evict((store.positions() >= 0) & (chance < gone))
+    return store
+
+
+def flushed(store: PagedStore, at: Tensor, active: Tensor, backend: Backend) -> PagedStore:
+    """A copy, with some rows' rings in pages."""
+    out = copy.deepcopy(store)
+    for name in ("_codes", "_sides"):  # views
+        out.__dict__.pop(name, None)
+    out.backend = backend
+    out.flush_next(at, active)
+    out.flushed(at[active].tolist())
+    return out
+
+
+@pytest.mark.parametrize("name", sorted(BUFFERED))
+@settings(max_examples=max(1, settings().max_examples // 20))
+@given(
+    scope=st.sampled_from(SCOPES),
+    rows=st.integers(1, 3),
+    dtype=st.sampled_from(DTYPES),
+    dim=st.sampled_from([32, 64, 96]),
+    gone=st.sampled_from([0.0, 0.4, 0.9]),
+    seed=st.integers(0, 2**31),
+)
+def test_equals_the_twin_and_the_store(
+    name: str, scope: Scope, rows: int, dtype: torch.dtype, dim: int, gone: float, seed: int
+) -> None:
+    """Some rows in any order, some of them idle."""
+    storage = BUFFERED[name]
+    store = with_full_rings(storage, scope, rows, dtype, dim, gone, seed)
+    generator = torch.Generator().manual_seed(seed)
+    at = torch.randperm(rows, generator=generator)[: 1 + seed % rows].to(DEVICE)
+    active = (torch.rand(len(at), generator=generator) < 0.8).to(DEVICE)
+    twin, ours = (flushed(store, at, active, backend) for backend in (REFERENCE, triton_backend()))
+    none = store.table.pages.count
+    assert_tables_same(name, ours.table, twin.table)
+    held = twin.pos >= 0
+    assert_same("place", ours.place.masked_fill(~held, 0), twin.place.masked_fill(~held, 0))
+    for what in ("pool", "side", "row_of", "scale_rows", "ring", "pos", "count"):
+        last = none if what in ("pool", "side", "row_of") else len(getattr(twin, what))
+        if what == "scale_rows":
+            last = twin.free_rows.count
+        assert_same(what, *(getattr(s, what)[:last].contiguous().view(torch.uint8) for s in (ours, twin)))
+    assert_same("uses", ours.row_uses[: twin.free_rows.count], twin.row_uses[: twin.free_rows.count])
+    assert not ours.overflow
+    assert not twin.overflow
+
+    want = copy.deepcopy(store)
+    for view in ("_codes", "_sides"):
+        want.__dict__.pop(view, None)
+    if rows_due := at[active].tolist():
+        want.flush(rows_due)
+    for got in (twin, ours):
+        assert_consistent(got.table)
+        assert got.waiting == want.waiting
+        assert_same("formats", *(s.format().masked_fill(s.positions() < 0, 0) for s in (got, want)))
+        assert got.table.pages.free == want.table.pages.free
+        assert got.free_rows.free == want.free_rows.free
+        assert_same("uses", *(s.row_uses[: s.free_rows.count].sort().values for s in (got, want)))
+        for layer in range(2):
+            for part, x, y in zip("kv", got.reader()(layer), want.reader()(layer), strict=True):
+                assert_same(f"{part} of layer {layer}", x, y)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_too_small_a_pool_is_noticed(scope: Scope) -> None:
+    """No rows of scales, or no pages: the flag says it, and what the others hold stays."""
+    store = with_full_rings(BUFFERED["nvfp4-by-token"], scope, 2, torch.float32, 32, 0.0, 3)
+    at, active = torch.tensor([1], device=DEVICE), torch.tensor([True], device=DEVICE)
+    for empty in (store.free_rows, store.table.pages):
+        poor = copy.deepcopy(store)
+        for name in ("_codes", "_sides"):
+            poor.__dict__.pop(name, None)
+        (poor.free_rows if empty is store.free_rows else poor.table.pages).top.fill_(0)
+        before = [x[:1].clone() for x in poor.reader()(1)]
+        for backend in (REFERENCE, triton_backend()):
+            got = flushed(poor, at, active, backend)
+            assert got.overflow
+            assert int(got.free_rows.top) >= 0
+            for x, y in zip(got.reader()(1), before, strict=True):
+                assert_same("row 0", x[:1], y)
