@@ -438,6 +438,8 @@ def test_what_was_interrupted_says_so(browser: Page, tmp_path: Path) -> None:
     browser.press(".")
     assert "by first from 4 heads, step 3" in browser.text("token")
     assert "score" not in browser.text("token")
+    browser.press(".", 12)
+    assert "kept\nby 4 of 4 heads" in browser.text("token"), "they share a table"
     none = {name: [] for name in arrays()}
     none |= {"ids": [1], "pieces": [1], "text": [65], "budget_step": [0], "budget": [-1] * 4}
     path.write_text(page.render(read(write(tmp_path / "trace", arrays(**none))), 0), encoding="utf-8")
