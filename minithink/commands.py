@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -11,6 +12,8 @@ from typing import Any, NoReturn
 from minithink.errors import MinithinkError, UsageError
 
 INTERRUPTED = 130  # what shells report for a program that SIGINT ended
+# All control characters but \\n and \\t, those of 8 bits too: a terminal would obey them.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Parser(argparse.ArgumentParser):

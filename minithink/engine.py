@@ -23,7 +23,7 @@ from minithink.backend import choose
 from minithink.config import ModelConfig, as_ids, read_json
 from minithink.errors import MinithinkError, UsageError
 from minithink.kv.contract import Policy
-from minithink.kv.manager import bytes_for, check_budget
+from minithink.kv.manager import Recorder, bytes_for, check_budget
 from minithink.model import Decoder, Rope
 from minithink.policies import POLICIES, parse
 from minithink.policies.full import Full
@@ -212,6 +212,7 @@ class Engine:
         schedule: str | None = None,
         stop: str | int | Sequence[str | int] = (),
         fixed: bool = False,
+        recorder: Recorder | None = None,
     ) -> Stream:
         """Generate token by token: iterate over the Stream, then read its `results`. What is None is taken from
         `generation_config`. Results do not depend on batch_size, beyond the rounding of sums of another shape (and
@@ -233,14 +234,15 @@ class Engine:
                 beginning of such a text, a result does not.
             fixed: every generating step has batch_size rows, idle ones where no sequence is left, and a sequence's
                 tokens do not depend on what runs beside it in a single bit.
+            recorder: is told what happens in the cache, which is then in pages also where there is no policy.
 
         Raises:
             UsageError: an argument makes no sense, or a prompt is empty or too long.
             MinithinkError: the keys and values would not fit into the memory.
         """
         chosen = self._policy(policy, budget, schedule)
-        if chosen is None and self.records:
-            chosen = Full()  # in pages, for that is what the kernels read
+        if chosen is None and (self.records or recorder is not None):
+            chosen = Full()  # in pages, for that is what the kernels read and what is recorded
         defaults = self.generation_config
         for name, value in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p)):
             if value is not None and not _is_real(value):
@@ -272,7 +274,7 @@ class Engine:
         if wanted is None:
             self._cap(sequences, batch_size, chosen)
         rows = self._fit(sequences, batch_size, chosen, fixed)
-        return Stream(self, sequences, params, rows, stops, chosen, fixed)
+        return Stream(self, sequences, params, rows, stops, chosen, fixed, recorder)
 
     def _policy(self, policy: str | Policy | None, budget: int | None, schedule: str | None) -> Policy | None:
         """A policy of this call alone: what it remembers belongs to one stream."""

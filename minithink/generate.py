@@ -13,7 +13,6 @@ import argparse
 import errno
 import json
 import os
-import re
 import sys
 import time
 from collections import Counter
@@ -23,16 +22,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from minithink import __version__
+from minithink.commands import CONTROL
 from minithink.errors import MinithinkError, UsageError
 
 if TYPE_CHECKING:  # torch is imported late, so that --help and --version are quick
     from minithink.engine import Engine
     from minithink.stream import Result, Stream
+    from minithink.trace.recorder import Recorder
 
 INTERRUPTED = 130  # what shells report for a program that SIGINT ended
 PROMPT_FIELDS = ("prompt", "question", "problem")
-# All control characters but \\n and \\t, those of 8 bits too: a terminal would obey them.
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Task(NamedTuple):
@@ -122,7 +121,37 @@ def run(args: argparse.Namespace) -> int:
     if args.interactive:
         return _converse(engine, args, tasks)
     tasks = tasks or [_test_problem(args.seed)]
-    stream = engine.stream([task.prompt for task in tasks], chat=args.chat, system=args.system, **_options(args))
+    begin = time.perf_counter()
+    recorder = _recorder(engine, args)
+    try:
+        stream = engine.stream(
+            [task.prompt for task in tasks], chat=args.chat, system=args.system, recorder=recorder, **_options(args)
+        )
+        return _generate(args, tasks, stream)
+    finally:
+        if recorder is not None:
+            recorder.close()
+            print(
+                f"minithink: traced {recorder.steps:,} steps in {args.trace}, {recorder.size:,} bytes; recording "
+                f"took {recorder.seconds:.2f} of {time.perf_counter() - begin:.2f} s. To look at it: "
+                f"python -m minithink.trace view {args.trace}",
+                file=sys.stderr,
+            )
+
+
+def _recorder(engine: Engine, args: argparse.Namespace) -> Recorder | None:
+    """What --trace asks for."""
+    if args.trace is None:
+        return None
+    from minithink.trace.recorder import Recorder
+
+    names = ("model", "policy", "budget", "schedule", "seed", "temperature")
+    about = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return Recorder(Path(args.trace), engine.tokenizer, about=about)
+
+
+def _generate(args: argparse.Namespace, tasks: list[Task], stream: Stream) -> int:
+    """Generate and show → the exit code."""
     if args.json:
         code = _until_interrupted(lambda: _run_with_progress(stream))
         for result in _begun(stream):
@@ -287,7 +316,7 @@ def _tasks(args: argparse.Namespace) -> list[Task]:
     if args.system is not None and args.chat is False:
         raise UsageError("--system needs the chat template that --no-chat turns off: drop one of them.")
     if args.interactive:
-        for flag in ("json", "prompt_file"):
+        for flag in ("json", "prompt_file", "trace"):
             if getattr(args, flag):
                 raise UsageError(f"--interactive does not go with --{flag.replace('_', '-')}: drop one of them.")
         if args.num_samples != 1 or args.chat is False:
@@ -388,6 +417,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", help="auto, float32, float16, bfloat16")
     add("--backend", default="auto", help="auto, reference, triton")
+    add(
+        "--trace",
+        metavar="FILE",
+        help="record what happens in the cache; python -m minithink.trace view FILE shows it",
+    )
     add("--json", action="store_true", help="print one JSON object a sequence and nothing else")
     return p
 

@@ -21,7 +21,7 @@ from minithink.kv.apart import Apart
 from minithink.kv.contract import Policy
 from minithink.kv.full import FullCache
 from minithink.kv.ledger import Ledger
-from minithink.kv.manager import KVManager
+from minithink.kv.manager import KVManager, Recorder
 from minithink.loop import SIZES, DecodeLoop
 from minithink.sampling import Sampler, SamplingParams
 from minithink.thinking import CLOSE, OPEN, Stage, count_thinking, split_thinking
@@ -114,6 +114,7 @@ class Stream:
         stop: Sequence[str | int],
         policy: Policy | None = None,
         fixed: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         """fixed: every step has `batch_size` rows, idle ones too (see Engine.stream)."""
         self.engine, self.sequences, self.batch_size, self.fixed = engine, sequences, batch_size, fixed
@@ -122,8 +123,10 @@ class Stream:
         self.sampler = Sampler(params, engine.config.vocab_size, engine.device)
         self.cache = self._make_cache(policy)
         self._loop: DecodeLoop | None = None
-        if isinstance(self.cache, KVManager) and self.cache.capturable:
-            self._loop = DecodeLoop(engine.decoder, self.cache, params, () if fixed else SIZES)
+        if isinstance(self.cache, KVManager):
+            self.cache.recorder = recorder
+            if self.cache.capturable:
+                self._loop = DecodeLoop(engine.decoder, self.cache, params, () if fixed else SIZES)
         # called after every forward pass with its sequences, when the policy has acted on them and none has left
         self.on_step: Callable[[list[Track]], object] = lambda sequences: None
         self._texts = [engine.tokenizer.stream() for _ in sequences]

@@ -17,9 +17,10 @@ from minithink.bench import (
     paged,
     sanitize,
     tables,
+    trace,
 )
 
-MODULES = [decode, accuracy, paged, memory, attention, append, counters, sanitize, compile, tables]
+MODULES = [decode, accuracy, paged, memory, attention, append, counters, sanitize, trace, compile, tables]
 if find_spec("triton") is not None:  # it exists for Linux only
     from minithink.bench import steps
 

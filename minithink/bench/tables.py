@@ -249,6 +249,28 @@ def _bandwidths(result: dict[str, Any]) -> list[str]:
     return [f"Bandwidth in the same run: {', '.join(speeds)}.", ""] if speeds else []
 
 
+def trace(result: dict[str, Any]) -> list[str]:
+    """What recording costs, one row a policy, and what the page of a long trace takes."""
+    rows: list[tuple[str, ...]] = [
+        ("policy", "CPU time with a recorder", "its own share", "bytes a step", "evictions and moves")
+    ]
+    text = list[str]()
+    for m in result["measurements"]:
+        if m["what"] == "recording":
+            share, size = m["recorder_seconds"] / m["seconds"], f"{m['bytes_per_step']:,.0f}"
+            rows.append((f"`{m['policy']}`", _ratio(m), f"{share:.1%}", size, f"{m['events']:,}"))
+        else:
+            text += [
+                f"The page of a made-up trace of {m['tokens']:,} tokens, {m['layers']} layers × {m['kv_heads']} heads"
+                f" and {m['events']:,} evictions has {m['page_bytes'] / 2**20:.1f} MiB; {m['browser']} opens it in "
+                f"**{m['open_seconds']:.2f} s**, the slider's first move takes **{m['first_scrub_seconds']:.3f} s**, "
+                f"later ones {m['later_scrub_seconds']:.3f} s (goal: below {m['target']:g} s, "
+                f"{'reached' if m['target_reached'] else 'missed'}).",
+                "",
+            ]
+    return [*markdown(rows), "", *text, _source(result)]
+
+
 def markdown(rows: list[tuple[str, ...]]) -> list[str]:
     """A table whose first row is the heading; every column but the first is aligned right."""
     rule = ("---", *["---:"] * (len(rows[0]) - 1))
@@ -302,4 +324,5 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "steps": steps,
     "counters": counters,
     "sanitize": sanitize,
+    "trace": trace,
 }

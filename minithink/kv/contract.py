@@ -156,6 +156,7 @@ class Storage:
 
     thoughts: tuple[str, ...] = ("plain",)  # the format of each thought type
     also: tuple[str, ...] = ()  # further formats, to be reached by Requantize
+    names: tuple[str, ...] = ()  # of the thought types, for people
     prompt: int = 0  # the prompt's thought type
     block: int = 16  # tokens of a page in the format thoughts[0]
     # Tokens that wait in full precision until all of them are quantized together; 0: none wait (plain formats).
@@ -257,6 +258,11 @@ class Step(Protocol):
 
     def seen_by(self, policy: Policy) -> Step:
         """The same step with the budget of one member of a stack."""
+
+    def note(self, score: Tensor, where: Tensor | None = None) -> None:
+        """For whoever records: what the policy thinks of each token, the higher the longer it stays. It changes
+        nothing, and costs nothing where nobody records. score: float [Lt, B, Ht, S]; where: bool, shaped so, tokens
+        that have a score; None: all that are held."""
 
     def any(self, what: Tensor) -> bool:
         """Whether any element is true. Work for nobody may be left out; what is recorded answers True."""

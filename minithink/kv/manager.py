@@ -20,7 +20,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -77,6 +77,7 @@ class _Pass:
     counts: list[int]
     prompt: bool  # prompts are read; otherwise one token each
     tokens: list[int]  # the last token of each
+    ids: Sequence[int]  # all new tokens, one sequence after the other; empty where nobody told
     writer: Writer
     at: Tensor  # int64 [N]: the rows
     lengths: Tensor  # int64 [N]: tokens that each has seen before
@@ -88,6 +89,28 @@ class _Pass:
     near: tuple[Tensor, Tensor, Tensor] | None = None  # pulled tokens [Lt, N, Ht, S], cos and sin of their query
     due: Sequence[Demand] = ()
     active: Tensor | None = None  # bool [N]: those of the rows that take part; None: all
+
+
+class Recorder(Protocol):
+    """Who is told what happens in a cache, see `minithink/trace/`. It changes nothing."""
+
+    def joined(self, manager: KVManager, seq: int, row: int) -> None:
+        """A sequence has come."""
+
+    def noted(self, step: View, policy: Policy, score: Tensor, where: Tensor | None) -> None:
+        """A policy says what it thinks of the tokens, see `Step.note`."""
+
+    def evicting(self, step: View, edits: Sequence[tuple[Policy, Edit]], drop: Tensor) -> None:
+        """Tokens go, bool [Lt, B, Ht, S], of these edits and whose they are. They are in the cache still."""
+
+    def stepped(
+        self, rows: Sequence[int], counts: Sequence[int], ids: Sequence[int], edits: Sequence[tuple[Policy, Edit]]
+    ) -> None:
+        """A step of these rows is over, with so many new tokens each and all of their ids (none: nobody told). The
+        cache is as the next step will find it."""
+
+    def left(self, seq: int) -> None:
+        """A sequence is about to go."""
 
 
 class KVManager:
@@ -155,6 +178,7 @@ class KVManager:
         self.steers = any(type(p).steer is not Policy.steer for p in members(policy))
         self.deciding = tuple(p for p in members(policy) if type(p).decide is not Policy.decide)
         self.observed: Counter[str] = Counter()  # observations made, by kind
+        self.recorder: Recorder | None = None  # to be set before the first sequence joins
         self._pass: _Pass | None = None
         self._waiting_prompts: list[int] = []  # rows whose prompt is read and not stored yet
         self._mass: dict[tuple[int, str], Tensor] = {}  # (layer, group rule) → [B, heads, S]
@@ -199,10 +223,14 @@ class KVManager:
         self._queries[:, row] = 0
         for held in (*self._mass.values(), *self._hidden.values()):
             held[row] = 0
+        if self.recorder is not None:
+            self.recorder.joined(self, seq, row)
 
     @torch.inference_mode()
     def leave(self, seq: int) -> None:
         """Free a sequence's memory."""
+        if self.recorder is not None:
+            self.recorder.left(seq)
         row = self._row_of.pop(seq)
         self.rows[row] = None
         self._waiting_prompts = [r for r in self._waiting_prompts if r != row]
@@ -253,7 +281,7 @@ class KVManager:
             at += count
             last.append(-1 if tokens is None else tokens[at])
         here, before = torch.tensor(rows, device=self.device), torch.tensor(lengths, device=self.device)
-        now = _Pass(rows, counts, reading[0], last, writer, here, before, cos, sin)
+        now = _Pass(rows, counts, reading[0], last, tokens or (), writer, here, before, cos, sin)
         for r, token in zip(records, last, strict=True):
             r.thinking = r.thinking if now.prompt else self._thinks(r, token)
         self._pass = now
@@ -286,7 +314,7 @@ class KVManager:
         """
         writer = self.store.append_next(at, active, lengths, waiting)
         cos, sin = self.rope.at(lengths)
-        now = _Pass([], [1] * len(at), False, [], writer, at, lengths, cos, sin, active=active)
+        now = _Pass([], [1] * len(at), False, [], (), writer, at, lengths, cos, sin, active=active)
         now.due = self.policy.demands if due is None else due
         self._pass, now.read = now, self.store.reader(at)
         if self.policy.pull or not self.backend.in_place:
@@ -311,7 +339,7 @@ class KVManager:
         for r, token in zip(records, tokens, strict=True):
             r.thinking = self._thinks(r, token)
         none = torch.empty(0)
-        self._pass = _Pass(rows, [1] * len(rows), False, list(tokens), Writer(), none, none, none, none)
+        self._pass = _Pass(rows, [1] * len(rows), False, list(tokens), tokens, Writer(), none, none, none, none)
         self._end_step(decide, flush)
 
     @torch.inference_mode()
@@ -344,8 +372,8 @@ class KVManager:
 
     @property
     def records_decisions(self) -> bool:
-        """Whether `decide_next` can be captured and does all that the policy does."""
-        return bool(self.deciding) and self.policy.recordable and self.store.evicts_in_place
+        """Whether `decide_next` can be captured and does all that the policy does. A recorder wants to see it."""
+        return self.recorder is None and bool(self.deciding) and self.policy.recordable and self.store.evicts_in_place
 
     def fit_columns(self, more: int) -> None:
         """With columns="fit": the width that lanes need which may grow by so many tokens."""
@@ -485,12 +513,14 @@ class KVManager:
             elif self.deciding:
                 step = self._step(active)
                 edits = self._edits(step)
-                self._apply([edit for _, edit in edits], step)
+                self._apply(edits, step)
         self._pass = None  # the step is over, also if the pool is exhausted now
         self._waiting_prompts += settled
         self._store_what_waits(flush)
         for author, edit in edits:
             self._begin(author, edit, active)
+        if self.recorder is not None:
+            self.recorder.stepped(now.rows, now.counts, now.ids, edits)
 
     def _edits(self, step: View) -> list[tuple[Policy, Edit]]:
         """The edits of all members, and whose they are."""
@@ -508,10 +538,10 @@ class KVManager:
     def _is_full(self, row: int) -> bool:
         return 0 < self.store.storage.buffer == self.store.waiting[row]
 
-    def _apply(self, edits: Sequence[Edit], step: View) -> None:
+    def _apply(self, edits: Sequence[tuple[Policy, Edit]], step: View) -> None:
         """Moves, then evictions, of all edits together."""
-        evictions = [edit for edit in edits if isinstance(edit, Evict)]
-        moves = [edit for edit in edits if isinstance(edit, Requantize)]
+        evictions = [edit for _, edit in edits if isinstance(edit, Evict)]
+        moves = [edit for _, edit in edits if isinstance(edit, Requantize)]
         if not evictions and not moves:
             return
         drop = self._dropped(evictions, step)
@@ -521,6 +551,8 @@ class KVManager:
             where &= step.active[None, :, None, None]
             self.store.requantize(where & ~drop, edit.fmt, edit.how)
         if evictions and bool(drop.any()):
+            if self.recorder is not None:
+                self.recorder.evicting(step, edits, drop)
             self.store.evict(drop)
 
     @staticmethod

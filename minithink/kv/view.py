@@ -136,6 +136,10 @@ class View:
     def hidden(self, layer: int) -> Tensor:
         return self._shown(self.manager._hidden[layer], 0)
 
+    def note(self, score: Tensor, where: Tensor | None = None) -> None:
+        if (recorder := self.manager.recorder) is not None:
+            recorder.noted(self, self.policy, score, where)
+
     def any(self, what: Tensor) -> bool:
         return self.recorded or bool(what.any())
 

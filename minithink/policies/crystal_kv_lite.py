@@ -92,6 +92,7 @@ class CrystalKVLite(Policy):
         mass = torch.stack([step.mass(layer) for layer in range(step.shape.layers)])
         crf, last, score = step.ops.lrfu(mass, pos >= 0, counted, crf, last, clock, self.lam, self.p)
         self._keep(torch.where(pos >= 0, pos, NOWHERE), crf, last)
+        step.note(score)
 
         due, _ = self.due(step)
         if step.any(due):

@@ -87,6 +87,7 @@ class Rkv(Policy):
         older = valid & ~window
         layers = range(step.shape.layers)
         score = torch.stack([self.score(step, layer, valid[layer], older[layer], rows) for layer in layers])
+        step.note(score, older)
         others = room - (free & window).sum(-1, dtype=torch.int32)
         keep = window | step.ops.keep_best(score, free & ~window, others)
         yield Evict(free & ~keep & due[..., None])

@@ -32,7 +32,7 @@ NEVER = 10**6  # no token
 KEYS = torch.tensor([(2, 0), (1.8, 0.2), (-0.5, 1), (0.3, 1.6), (-1, -0.2), (0.6, 0.8)])
 QUERIES = torch.tensor([[(1, 0.2), (0.3, 1)], [(0.5, -0.5), (1, 0.5)]])
 SIX = SimpleNamespace(
-    shape=SimpleNamespace(layers=1), ops=REFERENCE, any=lambda x: bool(x.any()),
+    shape=SimpleNamespace(layers=1), ops=REFERENCE, any=lambda x: bool(x.any()), note=lambda *_: None,
     budget=torch.full((1, 1, 1), 4, dtype=torch.int32), active=torch.ones(1, dtype=torch.bool),
     clock=torch.tensor([2]), prompt=torch.tensor([4]), thinking=torch.ones(1, dtype=torch.bool),
     pos=lambda layer=None: torch.arange(6).view(1, 1, 6)[(None,) if layer is None else ...],

@@ -1,0 +1,386 @@
+"""The file of a trace: chunks, one behind the other, that are never changed once they are written.
+
+    magic    16 bytes
+    HEAD     JSON: version, the shape of the cache, the policy, names
+    PART     arrays of one sequence: what happened since its last part
+    …
+    DONE     JSON: how long recording took; a file without it belongs to a run that was interrupted
+
+A chunk is its kind (4 letters), the length of its content (uint32), the CRC-32 of both and the content (uint32), and
+the content. A PART's content is deflated (zlib): the length of a JSON object (uint32), the object, which names every
+array with its type and length, and the arrays' bytes, all little-endian.
+
+Why not numpy's .npz: its directory stands at the end, so an interrupted run would leave nothing readable, and the
+recorder would have to keep everything until then. Nothing here can hold code; lengths and types are checked before
+anything is read, and what the numbers mean before anything is shown.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from minithink.errors import MinithinkError
+from minithink.kv.ledger import Ledger
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+MAGIC = b"\x89minithink\r\n\x1a\n\0\1"  # as PNG's: it shows whether a transfer has mangled line ends
+VERSION = 1
+CHUNK = struct.Struct("<4sII")
+LENGTH = struct.Struct("<I")
+MOST = 2**28  # bytes of a chunk, deflated or not
+KINDS = tuple(f.name for f in fields(Ledger) if f.name != "reserve")  # columns of `bytes`
+NEVER = 2**31 - 1  # a step that does not come
+GONE, WAITS = 254, 255  # formats: of a token that is not held, of one in the full-precision buffer
+
+# Every array of a PART: type, and what an entry stands for. Arrays of one kind have equal lengths.
+ARRAYS = {
+    "ids": ("<i4", "token"),  # the prompt's, then the generated ones
+    "pieces": ("<u4", "token"),  # bytes of its text
+    "text": ("|u1", "byte"),  # UTF-8 of all tokens; "" is the text of one that ends inside a character
+    "thinks": ("|u1", "step"),  # step 0: the prompt is read; step t: generated token t is in the cache
+    "thought": ("|u1", "step"),  # thought type of the token that this step brought
+    "bytes": ("<i8", "kind"),  # the ledger of the sequence after the step: KINDS
+    "evict_step": ("<u4", "eviction"),
+    "evict_unit": ("<u2", "eviction"),  # lanes that share a table are a unit: layer · Ht + head
+    "evict_pos": ("<u4", "eviction"),
+    "evict_by": ("|u1", "eviction"),  # index into HEAD's `policies`
+    "evict_score": ("<f4", "eviction"),  # NaN: not known
+    "move_step": ("<u4", "move"),  # to another format
+    "move_unit": ("<u2", "move"),
+    "move_pos": ("<u4", "move"),
+    "move_to": ("|u1", "move"),  # index into HEAD's `formats`, or WAITS
+    "budget_step": ("<u4", "budget"),
+    "budget": ("<i4", "unit"),  # of every unit, where it has changed; −1: none
+    "score_step": ("<u4", "snapshot"),
+    "score_by": ("|u1", "snapshot"),
+    "score_count": ("<u4", "snapshot"),
+    "score_pos": ("<u4", "score"),
+    "rank": ("|u1", "score"),  # of 255: the share of its unit's tokens that a token outdoes, mean over the units
+}
+Arrays = Mapping[str, Array]
+
+
+class Writer:
+    """Writes a file, chunk by chunk. Whatever is written is readable at once."""
+
+    def __init__(self, path: Path) -> None:
+        """An earlier file of that name is replaced. MinithinkError: it cannot be written."""
+        self.path, self.size = path, 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: BinaryIO = path.open("wb")
+        except OSError as error:
+            raise self._refusal(error) from None
+        self._write(MAGIC)
+
+    def chunk(self, kind: bytes, content: bytes) -> None:
+        """Append one. MinithinkError: there is no room for it."""
+        crc = zlib.crc32(content, zlib.crc32(kind))
+        self._write(CHUNK.pack(kind, len(content), crc) + content)
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        self._file.close()
+
+    def _write(self, data: bytes) -> None:
+        try:
+            self._file.write(data)
+            self._file.flush()
+        except OSError as error:
+            raise self._refusal(error) from None
+        self.size += len(data)
+
+    def _refusal(self, error: OSError) -> MinithinkError:
+        return MinithinkError(f"The trace cannot be written to {self.path}: {error.strerror}; give another --trace.")
+
+
+def as_json(value: Mapping[str, Any]) -> bytes:
+    """The content of HEAD and DONE."""
+    return json.dumps(value, allow_nan=False).encode()
+
+
+def pack(about: Mapping[str, Any], arrays: Arrays) -> bytes:
+    """The content of a PART. about: JSON, read again by `unpack`."""
+    listed = [[name, array.dtype.str, array.size] for name, array in arrays.items()]
+    head = json.dumps({**about, "arrays": listed}).encode()
+    return zlib.compress(b"".join((LENGTH.pack(len(head)), head, *(a.tobytes() for a in arrays.values()))))
+
+
+def unpack(content: bytes) -> tuple[dict[str, Any], dict[str, Array]]:
+    """→ about, arrays. ValueError: it is none."""
+    inflater = zlib.decompressobj()
+    try:
+        data = inflater.decompress(content, MOST)
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+    if not inflater.eof:
+        raise ValueError("it is cut off, or too long")
+    (length,) = LENGTH.unpack_from(data.ljust(LENGTH.size, b"\0"))
+    about = json.loads(data[LENGTH.size : LENGTH.size + length])
+    if not isinstance(about, dict) or not isinstance(listed := about.pop("arrays", None), list):
+        raise ValueError("it lists no arrays")
+    arrays, at = {}, LENGTH.size + length
+    for entry in listed:
+        name, dtype, count = entry if isinstance(entry, list) and len(entry) == 3 else ("", "", -1)
+        if name not in ARRAYS or dtype != ARRAYS[name][0] or not isinstance(count, int) or count < 0:
+            raise ValueError(f"{str(entry)[:80]} is no array of a trace")
+        size = count * np.dtype(dtype).itemsize
+        if at + size > len(data):
+            raise ValueError(f"{name} is longer than what there is")
+        arrays[name] = np.frombuffer(data, dtype, count, at)
+        at += size
+    if at != len(data) or set(arrays) != set(ARRAYS):
+        raise ValueError("arrays are missing, or something is left over")
+    return about, arrays
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+@dataclass(frozen=True)
+class Head:
+    """What is common to all sequences of a file."""
+
+    layers: int
+    kv_heads: int
+    scope: str  # of the tables: head | layer | sequence
+    policies: list[str]  # the policy, or the members of a stack
+    formats: list[str]  # of tokens
+    thoughts: list[int]  # the format that tokens of each thought type get
+    thought_names: list[str]
+    prompt_thought: int
+    buffer: int  # tokens that wait in full precision
+    full_bytes: int  # of a token in a full cache
+    about: dict[str, Any] = field(default_factory=dict)  # model, policy, …: whatever one was told
+
+    @property
+    def tables(self) -> tuple[int, int]:
+        """(Lt, Ht): units are numbered layer by layer."""
+        return 1 if self.scope == "sequence" else self.layers, self.kv_heads if self.scope == "head" else 1
+
+    @property
+    def units(self) -> int:
+        """Lt · Ht."""
+        return self.tables[0] * self.tables[1]
+
+    @property
+    def sharing(self) -> int:
+        """Lanes, of one layer and KV head each, that share a table."""
+        return self.layers * self.kv_heads // self.units
+
+    def check(self) -> None:
+        """ValueError: a field is not what it should be."""
+        counts = [self.layers, self.kv_heads, self.prompt_thought, self.buffer, self.full_bytes, *self.thoughts]
+        names = [self.scope, *self.policies, *self.formats, *self.thought_names]
+        if not all(map(_is_count, counts)) or not all(isinstance(name, str) for name in names):
+            raise ValueError("a number or a name is none")
+        if not (0 < self.layers * self.kv_heads < 2**16 and self.scope in ("head", "layer", "sequence")):
+            raise ValueError(f"{self.layers} layers of {self.kv_heads} heads, scope {self.scope!r}")
+        if not self.policies or not self.formats or not self.thoughts or max(self.thoughts) >= len(self.formats):
+            raise ValueError("policies, formats or thought types are missing")
+        if not isinstance(self.about, dict):
+            raise ValueError("what it is about is missing")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What happened to one sequence. n tokens, of which `prompt` are its prompt; steps 0, 1, …, T: see ARRAYS."""
+
+    head: Head
+    sequence: int
+    prompt: int
+    arrays: Arrays
+
+    def __getattr__(self, name: str) -> Array:
+        """The arrays by name."""
+        if name in ARRAYS and "arrays" in self.__dict__:
+            return self.arrays[name]
+        raise AttributeError(name)
+
+    @property
+    def tokens(self) -> int:
+        """n."""
+        return len(self.ids)
+
+    @property
+    def steps(self) -> int:
+        """T, generated tokens that the cache has seen."""
+        return len(self.thinks) - 1
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """Of every token."""
+        data, ends = self.text.tobytes(), self.pieces.cumsum().tolist()
+        return [data[a:b].decode("utf-8", "replace") for a, b in zip([0, *ends], ends, strict=False)]
+
+    @cached_property
+    def ledger(self) -> Array:
+        """Bytes after every step, by kind: int64 [T + 1, KINDS]."""
+        return self.bytes.reshape(-1, len(KINDS))
+
+    @cached_property
+    def budgets(self) -> Array:
+        """int32 [changes, units], from `budget_step` on; −1: none."""
+        return self.budget.reshape(-1, self.head.units)
+
+    @cached_property
+    def born(self) -> Array:
+        """The step that brought each token: int64 [n]."""
+        return np.maximum(0, np.arange(self.tokens) - self.prompt + 1)
+
+    @cached_property
+    def gone(self) -> Array:
+        """The step at which each token left each unit, or NEVER: int32 [units, n]."""
+        gone = np.full((self.head.units, self.tokens), NEVER, dtype=np.int32)
+        gone[self.evict_unit, self.evict_pos] = self.evict_step
+        return gone
+
+    def kept(self, step: int) -> Array:
+        """Which tokens each unit holds after a step: bool [units, n]."""
+        return (self.born <= step) & (self.gone > step)
+
+    def format(self, step: int) -> Array:
+        """Index into `formats` of every token after a step, WAITS or GONE: uint8 [units, n]."""
+        head = self.head
+        thoughts = np.array(head.thoughts, dtype=np.uint8)
+        entered = np.full(self.tokens, 0, dtype=np.uint8)  # prompts are read in full precision
+        entered[self.prompt :] = WAITS if head.buffer else thoughts[self.thought[1:]]
+        out = np.tile(entered, (head.units, 1))
+        done = self.move_step <= step
+        out[self.move_unit[done], self.move_pos[done]] = self.move_to[done]  # of equal indices the last one counts
+        return np.where(self.kept(step), out, GONE).astype(np.uint8)
+
+    @cached_property
+    def sentences(self) -> Array:
+        """The number of each token's sentence: int64 [n]. A token with a line break ends one, as in SkipKV's code;
+        blank tokens directly behind it belong to it too."""
+        out, number, open_ = list[int](), -1, False
+        for text in self.texts:
+            if text.strip() and not open_:
+                number, open_ = number + 1, True
+            out.append(max(0, number))
+            open_ = open_ and "\n" not in text
+        return np.array(out, dtype=np.int64)
+
+    def check(self) -> None:
+        """ValueError: the numbers do not fit together."""
+        a, units, n, most = self.arrays, self.head.units, self.tokens, max(self.steps, 0)
+        kinds: dict[str, set[int]] = {}
+        for name, (_, kind) in ARRAYS.items():
+            kinds.setdefault(kind, set()).add(len(a[name]))
+        if bad := [kind for kind, lengths in kinds.items() if len(lengths) > 1]:
+            raise ValueError(f"arrays of {bad[0]}s differ in length")
+        # a prompt that is not read yet, or not to its end, has no step
+        if n != self.prompt + self.steps if self.steps >= 0 else n > self.prompt:
+            raise ValueError(f"{n} tokens and {self.steps} steps after a prompt of {self.prompt}")
+        if len(self.bytes) != len(KINDS) * len(self.thinks) or len(self.budget) != units * len(self.budget_step):
+            raise ValueError("bytes or budgets are missing")
+        if self.pieces.sum(dtype=np.int64) != len(self.text) or self.score_count.sum(dtype=np.int64) != len(
+            self.rank
+        ):
+            raise ValueError("texts or scores are missing")
+        limits = {
+            "evict_unit": units, "move_unit": units, "evict_pos": n, "move_pos": n, "score_pos": n,
+            "evict_by": len(self.head.policies), "score_by": len(self.head.policies),
+            "evict_step": most + 1, "move_step": most + 1, "budget_step": most + 1, "score_step": most + 1,
+            "thought": len(self.head.thoughts), "thinks": 2,
+        }  # fmt: skip
+        for name, limit in limits.items():
+            if len(a[name]) and int(a[name].max()) >= limit:
+                raise ValueError(f"{name} reaches {int(a[name].max())}, and must stay below {limit}")
+        for name in ("evict_step", "move_step", "budget_step", "score_step"):
+            if (np.diff(a[name].astype(np.int64)) < 0).any():
+                raise ValueError(f"{name} runs backwards")
+        if ((self.move_to >= len(self.head.formats)) & (self.move_to != WAITS)).any():
+            raise ValueError("a token moved to a format that is not named")
+        where = self.evict_unit.astype(np.int64) * n + self.evict_pos
+        if len(np.unique(where)) < len(where) or (self.evict_step < self.born[self.evict_pos]).any():
+            raise ValueError("a token is evicted twice, or before it came")
+
+
+@dataclass(frozen=True)
+class File:
+    """A trace file, as far as it goes."""
+
+    head: Head
+    traces: dict[int, Trace]  # by the number of the sequence
+    done: dict[str, Any] | None  # what recording cost; None: the run was interrupted
+
+
+def read(path: Path) -> File:
+    """Read a file. The end of an interrupted run may be missing.
+
+    Raises:
+        MinithinkError: there is no such file, it is none, of another version, or damaged.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise MinithinkError(f"The trace {path} cannot be read: {error.strerror}.") from None
+    if data[: len(MAGIC)] != MAGIC:
+        raise MinithinkError(f"{path} is no trace of minithink: make one with `minithink.generate --trace FILE`.")
+    head, done, parts = None, None, dict[int, tuple[int, list[dict[str, Array]]]]()
+    at = len(MAGIC)
+    try:
+        while at + CHUNK.size <= len(data):
+            kind, length, crc = CHUNK.unpack_from(data, at)
+            content = data[at + CHUNK.size : at + CHUNK.size + length]
+            if len(content) < length:
+                break  # the last chunk was not written to its end
+            if length > MOST or zlib.crc32(content, zlib.crc32(kind)) != crc:
+                raise ValueError("a checksum does not fit")
+            if done is not None or (kind == b"HEAD") != (head is None):
+                raise ValueError(f"a chunk {kind.decode('ascii', 'replace')} stands where none may")
+            if kind == b"HEAD":
+                head = _head(path, json.loads(content))
+            elif kind == b"DONE":
+                done = json.loads(content)
+            elif kind == b"PART":
+                about, arrays = unpack(content)
+                sequence, prompt = about.get("sequence"), about.get("prompt")
+                if not isinstance(sequence, int) or not isinstance(prompt, int) or prompt < 0:
+                    raise ValueError("a part belongs to no sequence")
+                known, collected = parts.setdefault(sequence, (prompt, []))
+                if known != prompt:
+                    raise ValueError(f"sequence {sequence} has prompts of {known} and of {prompt} tokens")
+                collected.append(arrays)
+            else:
+                raise ValueError(f"a chunk {kind.decode('ascii', 'replace')} is unknown")
+            at += CHUNK.size + length
+        if head is None:
+            raise ValueError("it ends before anything is said")
+        if done is not None and not (isinstance(done, dict) and at == len(data)):
+            raise ValueError("something follows its end")
+        traces = {}
+        for sequence, (prompt, collected) in parts.items():
+            joined = {name: np.concatenate([part[name] for part in collected]) for name in ARRAYS}
+            traces[sequence] = Trace(head, sequence, prompt, joined)
+            traces[sequence].check()
+    except (ValueError, RecursionError) as error:
+        raise MinithinkError(f"The trace {path} is damaged ({error}): record it again.") from None
+    return File(head, traces, done)
+
+
+def _head(path: Path, value: Any) -> Head:
+    if not isinstance(value, dict) or value.get("version") != VERSION:
+        version = value.get("version") if isinstance(value, dict) else None
+        raise MinithinkError(
+            f"The trace {path} has version {version}, and this minithink reads {VERSION}: record it again."
+        )
+    try:
+        head = Head(**{key: item for key, item in value.items() if key != "version"})
+        head.check()
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"its head is none: {error}") from None
+    return head

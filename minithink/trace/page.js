@@ -1,0 +1,354 @@
+"use strict";
+// The data: base64 of a deflated block; a JSON object behind its length, then the arrays that it lists.
+const $ = (id) => document.getElementById(id);
+const TYPES = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i4: Int32Array, f4: Float32Array, f8: Float64Array };
+const LEVELS = 8, HUES = 8; // classes l1 to l8, c0 to c7
+const MODES = { heads: "heads that keep it", thought: "thought type", sentence: "sentence", score: "score" };
+const STAGES = ["prompt", "thinking", "answer"];
+
+async function load() {
+  const coded = atob($("data").textContent), bytes = new Uint8Array(coded.length);
+  for (let i = 0; i < coded.length; i++) bytes[i] = coded.charCodeAt(i);
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const block = await new Response(stream).arrayBuffer();
+  const length = new DataView(block).getUint32(0, true);
+  const d = JSON.parse(new TextDecoder().decode(new Uint8Array(block, 4, length)));
+  let at = 4 + length;
+  for (const [name, type, count] of d.arrays) {
+    const Type = TYPES[type.slice(1)], end = at + count * Type.BYTES_PER_ELEMENT;
+    d[name] = new Type(block.slice(at, end)); // a copy, for views must be aligned
+    at = end;
+  }
+  return d;
+}
+
+const number = (n) => n.toLocaleString("en");
+const mib = (n) => n >= 104857.6 ? (n / 1048576).toFixed(2) + " MiB" : (n / 1024).toFixed(1) + " KiB";
+
+function element(name, text = "", className = "") {
+  const e = document.createElement(name);
+  e.textContent = text;
+  if (className) e.className = className;
+  return e;
+}
+
+function start(d) {
+  const n = d.texts.length, [Lt, Ht] = d.tables, units = Lt * Ht, lanes = d.layers * d.heads, share = lanes / units;
+  const budgets = d.budget, spans = new Array(n);
+  const alive = new Uint16Array(n), held = new Uint32Array(units); // at the step that is shown
+  const shown = new Int16Array(n).fill(-1); // the class of every token
+  let t = d.steps, mode = "heads", chosen = -1, pinned = false, playing = 0;
+  const born = (p) => Math.max(0, p - d.prompt + 1);
+  const visible = () => Math.min(n, d.prompt + t); // tokens that came until now
+
+  // --- bytes by kind: differences become sums
+  const K = d.kinds.length, T = K ? d.bytes.length / K : 0;
+  const bytes = d.kinds.map((_, k) => {
+    const of = d.bytes.slice(k * T, (k + 1) * T);
+    for (let i = 1; i < T; i++) of[i] += of[i - 1];
+    return of;
+  });
+
+  // --- the classes of tokens: 0 is a token that is yet to come; then every colour, kept and gone
+  const plain = 1, level = (i) => 2 + i, hue = (i) => 2 + LEVELS + i; // l1 is level(0)
+  const GONE = 2 + LEVELS + HUES;
+  const names = ["future", "", ...Array.from({ length: LEVELS }, (_, i) => "l" + (i + 1)),
+    ...Array.from({ length: HUES }, (_, i) => "c" + i)];
+  const nl = (p) => d.texts[p].includes("\n") && !d.texts[p].trim() ? " nl" : ""; // line breaks alone are shown
+
+  function build() {
+    const text = $("text"), all = document.createDocumentFragment();
+    let line = null;
+    for (let p = 0; p < n; p++) {
+      if (line === null || d.texts[p - 1].includes("\n")) all.append(line = document.createElement("div"));
+      const span = spans[p] = document.createElement("span");
+      span.textContent = d.texts[p];
+      span.p = p;
+      line.append(span);
+    }
+    text.append(all);
+  }
+
+  function count() {
+    const until = visible();
+    held.fill(until);
+    for (let p = 0; p < until; p++) {
+      let left = units;
+      for (let i = d.start[p]; i < d.start[p + 1] && d.step[i] <= t; i++) { left--; held[d.unit[i]]--; }
+      alive[p] = left;
+    }
+  }
+
+  function snapshot() { // the last one until now, or −1
+    let i = d.snapshotStep.length - 1;
+    while (i >= 0 && d.snapshotStep[i] > t) i--;
+    return i;
+  }
+
+  function colours() {
+    const until = visible(), at = snapshot() * n;
+    if (mode === "heads") return (p) => level(Math.ceil(alive[p] * LEVELS / units) - 1);
+    if (mode === "sentence") return (p) => hue(1 + d.sentence[p] % 6);
+    if (mode === "score") return (p) => at >= 0 && d.rank[at + p] ? level((d.rank[at + p] - 1) * LEVELS >> 8) : plain;
+    if (d.thoughts.length) return (p) => d.stage[p] ? hue(1 + d.thought[p] % 7) : hue(0);
+    return (p) => hue(d.stage[p] === 2 ? 2 : d.stage[p]);
+  }
+
+  function paint() {
+    const until = visible(), colour = colours();
+    for (let p = 0; p < n; p++) {
+      let code = 0;
+      if (p < until) code = alive[p] ? colour(p) : mode === "heads" || mode === "score" ? GONE + plain : GONE + colour(p);
+      if (code === shown[p]) continue;
+      shown[p] = code;
+      spans[p].className = names[code % GONE] + (code >= GONE ? " gone" : "") + nl(p) + (p === chosen ? " chosen" : "");
+    }
+  }
+
+  // --- chart
+  const W = 400, H = 118, LEFT = 4, TOP = 14, BOTTOM = 16;
+  const full = (step) => (d.prompt + step) * d.fullBytes;
+  const x = (step) => LEFT + (W - 2 * LEFT) * (T > 1 ? step / (T - 1) : 0);
+  let cursor = null;
+  function chart() {
+    const svg = $("chart"), make = (name, of, text) => {
+      const e = document.createElementNS("http://www.w3.org/2000/svg", name);
+      for (const key in of) e.setAttribute(key, of[key]);
+      if (text !== undefined) e.textContent = text;
+      svg.append(e);
+      return e;
+    };
+    if (!T) return;
+    const points = Array.from({ length: Math.min(T, 400) }, (_, i, a) => Math.round(i * (T - 1) / Math.max(1, Math.min(T, 400) - 1)));
+    const total = (step) => bytes.reduce((sum, of) => sum + of[step], 0);
+    const most = Math.max(full(T - 1), ...points.map(total), 1);
+    const y = (value) => H - BOTTOM - (H - TOP - BOTTOM) * value / most;
+    const base = new Float64Array(points.length);
+    bytes.forEach((of, k) => {
+      const below = points.map((step, i) => `${x(step).toFixed(1)},${y(base[i]).toFixed(1)}`).reverse();
+      const above = points.map((step, i) => `${x(step).toFixed(1)},${y(base[i] += of[step]).toFixed(1)}`);
+      make("polygon", { points: [...above, ...below].join(" "), class: "k" + k % 6 });
+      const item = element("li", "");
+      item.append(element("i", "", "k" + k % 6), d.kinds[k]);
+      $("kinds").append(item);
+    });
+    make("line", { class: "axis", x1: LEFT, x2: W - LEFT, y1: H - BOTTOM, y2: H - BOTTOM });
+    make("line", { class: "full", x1: x(0), y1: y(full(0)), x2: x(T - 1), y2: y(full(T - 1)) });
+    make("text", { x: x(T - 1), y: y(full(T - 1)) - 4, "text-anchor": "end" }, "a full cache: " + mib(full(T - 1)));
+    make("text", { x: LEFT, y: H - 4 }, "0");
+    make("text", { x: W - LEFT, y: H - 4, "text-anchor": "end" }, number(T - 1) + " generated tokens");
+    cursor = make("line", { class: "cursor", y1: TOP, y2: H - BOTTOM });
+    const seek = (event) => {
+      const box = svg.getBoundingClientRect();
+      go(Math.round(((event.clientX - box.left) / box.width * W - LEFT) / (W - 2 * LEFT) * (T - 1)));
+    };
+    svg.addEventListener("pointerdown", seek);
+    svg.addEventListener("pointermove", (event) => event.buttons && seek(event));
+  }
+
+  function readout() {
+    if (!T) return;
+    cursor.setAttribute("x1", x(t));
+    cursor.setAttribute("x2", x(t));
+    const sum = bytes.reduce((all, of) => all + of[t], 0);
+    const parts = d.kinds.map((kind, k) => `${kind} ${mib(bytes[k][t])}`).join(", ");
+    $("held").textContent = `${mib(sum)}, ${(100 * sum / full(t)).toFixed(0)} % of a full cache's ${mib(full(t))}: ${parts}`;
+  }
+
+  // --- layers × heads
+  const cells = [];
+  function table(into, content) { // content: (unit) → [text, class]
+    into.textContent = "";
+    const head = into.createTHead().insertRow(), made = [];
+    head.append(element("th"));
+    for (let h = 0; h < Ht; h++) head.append(element("th", Ht === 1 && d.heads > 1 ? `all ${d.heads} heads` : "head " + h));
+    const body = into.createTBody();
+    for (let l = 0; l < Lt; l++) {
+      const row = body.insertRow(), title = element("th", Lt === 1 && d.layers > 1 ? `all ${d.layers} layers` : "layer " + l);
+      title.scope = "row";
+      row.append(title);
+      for (let h = 0; h < Ht; h++) {
+        const [text, className] = content(l * Ht + h);
+        const cell = element("td", text, className);
+        row.append(cell);
+        made.push(cell);
+      }
+    }
+    return made;
+  }
+
+  function map() {
+    const until = visible();
+    if (!cells.length) cells.push(...table($("map"), () => ["", ""]));
+    let most = 1;
+    for (let u = 0; u < units; u++) most = Math.max(most, held[u]);
+    for (let u = 0; u < units; u++) {
+      cells[u].textContent = number(held[u]);
+      cells[u].className = held[u] ? "l" + Math.ceil(held[u] * LEVELS / most) : "";
+    }
+    let i = d.budgetStep.length - 1;
+    while (i > 0 && d.budgetStep[i] > t) i--;
+    const now = budgets.subarray(i * units, (i + 1) * units), low = Math.min(...now), high = Math.max(...now);
+    $("budget").textContent = `of ${number(until)} tokens; ` + (high < 0 ? "no budget"
+      : low === high ? `budget ${number(low)}` : `budgets ${low < 0 ? "none" : number(low)} to ${number(high)}`);
+  }
+
+  // --- one token
+  const spell = (text) => text === "" ? "(inside a character)" : text.replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/ /g, "␣");
+  const short = (s) => Number.isNaN(s) ? "?" : Number.isFinite(s) ? Number(s.toPrecision(3)).toString().replace("-", "−") : s < 0 ? "−∞" : "∞";
+  function describe() {
+    const into = $("token"), p = chosen;
+    if (p < 0 || p >= n) return;
+    into.textContent = "";
+    const list = document.createElement("dl");
+    const say = (what, value, name = "span") => {
+      const dd = document.createElement("dd");
+      dd.append(element(name, value));
+      list.append(element("dt", what), dd);
+    };
+    say("text", spell(d.texts[p]), "code");
+    say("position", `${number(p)}${born(p) ? `, generated token ${number(born(p))}` : ", in the prompt"}; id ${d.ids[p]}`);
+    const thought = d.thoughts.length ? `, ${d.thoughts[d.thought[p]]}` : "";
+    say("part", `${STAGES[d.stage[p]]}${thought}; sentence ${number(d.sentence[p])}`);
+    const at = snapshot(), rank = at < 0 ? 0 : d.rank[at * n + p];
+    if (p >= visible()) say("kept", "not there yet");
+    else say("kept", `by ${number(alive[p] * share)} of ${number(lanes)} heads`);
+    if (rank && p < visible()) say("score", `above ${(100 * (rank - 1) / 254).toFixed(0)} % of the tokens (step ${number(d.snapshotStep[at])}, mean over heads)`);
+    const gone = new Map(), by = new Map();
+    for (let i = d.start[p]; i < d.start[p + 1]; i++) {
+      if (d.step[i] > t) continue;
+      gone.set(d.unit[i], i);
+      by.set(d.by[i], [...(by.get(d.by[i]) ?? []), i]);
+    }
+    for (const [author, which] of by) {
+      const range = (of) => { const a = Math.min(...of), b = Math.max(...of); return a === b || Number.isNaN(a) ? short(a) : `${short(a)} to ${short(b)}`; };
+      const steps = which.map((i) => d.step[i]), a = Math.min(...steps), b = Math.max(...steps);
+      const scores = which.map((i) => d.score[i]).filter((s) => !Number.isNaN(s));
+      say("evicted", `by ${d.policies[author]} from ${number(which.length * share)} heads, step ${a === b ? number(a) : `${number(a)} to ${number(b)}`}`
+        + (scores.length ? `; score ${range(scores)}` : ""));
+    }
+    into.append(list);
+    if (gone.size && units > 1 && units <= 256) {
+      const grid = document.createElement("table"), box = element("div", "", "wide");
+      grid.append(element("caption", "evicted at step", "quiet"));
+      for (const [u, cell] of table(grid, (u) => gone.has(u) ? [number(d.step[gone.get(u)]), ""] : ["kept", "l5"]).entries())
+        if (gone.has(u)) cell.title = `${d.policies[d.by[gone.get(u)]]}, score ${short(d.score[gone.get(u)])}`;
+      box.append(grid);
+      into.append(box);
+    }
+  }
+
+  function choose(p, scroll = false) {
+    if (p < 0 || p >= n || p === chosen) return;
+    if (chosen >= 0) spans[chosen].classList.remove("chosen");
+    chosen = p;
+    spans[p].classList.add("chosen");
+    if (scroll) spans[p].scrollIntoView({ block: "nearest" });
+    describe();
+  }
+
+  // --- what is shown
+  function legend() {
+    const items = [], add = (className, text) => items.push([className, text]);
+    if (mode === "heads") { add("l8", `kept by all ${number(lanes)} heads`); add("l4", "by half"); add("l1", "by few"); }
+    else if (mode === "score") { add("l8", "scored above most"); add("l4", "middle"); add("l1", "below most"); add("", "no score"); }
+    else if (mode === "sentence") add("c1", "neighbouring sentences differ in colour");
+    else if (d.thoughts.length) { add("c0", "prompt"); d.thoughts.forEach((name, i) => add("c" + (1 + i % 7), name)); }
+    else STAGES.forEach((name, i) => add("c" + i, name));
+    $("legend").textContent = "";
+    for (const [className, text] of items) {
+      const item = document.createElement("li");
+      item.append(element("i", "", className), text);
+      $("legend").append(item);
+    }
+    const last = document.createElement("li");
+    last.append(element("span", "kept by none", "gone"));
+    $("legend").append(last);
+  }
+
+  let pending = 0;
+  function show() {
+    pending = 0;
+    count();
+    paint();
+    readout();
+    map();
+    describe();
+    const time = $("time"), said = `${number(t)} of ${number(d.steps)}`;
+    time.value = t;
+    time.setAttribute("aria-valuetext", said + " generated tokens");
+    $("now").textContent = said + " tokens";
+    if ($("follow").checked && visible()) spans[visible() - 1].scrollIntoView({ block: "nearest" });
+  }
+  function go(step) {
+    t = Math.max(0, Math.min(d.steps, step));
+    if (!pending) pending = requestAnimationFrame(show); // many events, one picture
+  }
+  function play(on) {
+    $("play").textContent = on ? "Pause" : "Play";
+    $("play").setAttribute("aria-pressed", on);
+    cancelAnimationFrame(playing);
+    playing = 0;
+    if (!on) return;
+    if (t >= d.steps) t = 0;
+    const from = t, began = performance.now(), speed = Math.max(20, d.steps / 20) / 1000; // tokens a millisecond
+    const tick = (time) => {
+      go(from + Math.floor(Math.max(0, time - began) * speed));
+      if (t >= d.steps) play(false);
+      else playing = requestAnimationFrame(tick);
+    };
+    playing = requestAnimationFrame(tick);
+  }
+
+  $("time").max = d.steps;
+  $("time").addEventListener("input", (event) => { play(false); go(Number(event.target.value)); });
+  $("play").addEventListener("click", () => play(!playing));
+  for (const key in MODES) {
+    if (key === "score" && !d.snapshotStep.length) continue;
+    const name = key === "thought" && !d.thoughts.length ? "stage" : MODES[key], option = element("option", name);
+    option.value = key;
+    $("mode").append(option);
+  }
+  $("mode").addEventListener("change", (event) => { mode = event.target.value; legend(); show(); });
+  $("text").addEventListener("pointerover", (event) => { if (!pinned && event.target.p !== undefined) choose(event.target.p); });
+  $("text").addEventListener("click", (event) => {
+    const p = event.target.p;
+    if (p === undefined) return;
+    pinned = !(pinned && p === chosen);
+    choose(p);
+  });
+  const leap = Math.max(1, Math.round(d.steps / 20));
+  const KEYS = {
+    ArrowLeft: () => go(t - 1), ArrowRight: () => go(t + 1), PageUp: () => go(t - leap), PageDown: () => go(t + leap),
+    Home: () => go(0), End: () => go(d.steps), " ": () => play(!playing),
+    ".": () => { pinned = true; choose(chosen + 1, true); }, ",": () => { pinned = true; choose(chosen - 1, true); },
+  };
+  document.addEventListener("keydown", (event) => {
+    const at = event.target, own = (at.tagName === "SELECT" && !",.".includes(event.key)) || ((at.tagName === "BUTTON" || at.type === "checkbox") && event.key === " ");
+    if (own || event.ctrlKey || event.altKey || event.metaKey || !(event.key in KEYS)) return;
+    event.preventDefault();
+    if (event.key !== " ") play(false);
+    KEYS[event.key]();
+  });
+
+  const about = Object.entries(d.about).map(([key, value]) => `${key} ${value}`);
+  about.push(`${number(d.prompt)} prompt tokens, ${number(d.steps)} generated`, `${d.layers} layers × ${d.heads} KV heads`);
+  if (d.done) about.push(`recording took ${Number(d.done.seconds).toFixed(2)} s for ${number(Number(d.done.steps))} steps`);
+  else {
+    $("notice").textContent = "The run was interrupted, or its file is cut off: the trace shows it as far as it was written.";
+    $("notice").hidden = false;
+  }
+  $("about").textContent = about.join(" · ");
+  build();
+  chart();
+  legend();
+  show();
+  document.documentElement.dataset.ready = "yes";
+  requestAnimationFrame(() => setTimeout(() => performance.mark("shown"))); // the first picture is there
+}
+
+load().then(start).catch((error) => {
+  $("notice").textContent = `This page cannot be shown (${error}); it needs a browser of 2023 or newer.`;
+  $("notice").hidden = false;
+  throw error;
+});

@@ -1,0 +1,112 @@
+"""The page of a trace: one HTML file with everything in it, which asks nothing of any network.
+
+`page.html` is the frame, `page.css` and `page.js` are put into it, and the data as base64 of a deflated block: a JSON
+object behind its length, then the bytes of the arrays that it lists, as in the trace file. A content security policy
+allows this one script and style sheet and nothing else. Text of the trace reaches the page as text nodes alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from minithink.trace.format import KINDS, Array, File, Trace, pack
+
+RANKS = 2**20  # of scores that a page holds: longer traces show fewer snapshots
+SNAPSHOTS = 256
+FLOAT_MASK = 0xFFFFF000  # the 11 bits of a score that are shown; what is 0 deflates
+
+
+def render(file: File, sequence: int) -> str:
+    """The page of one sequence."""
+    trace = file.traces[sequence]
+    about, arrays = data(trace, file.done)
+    parts = {name: (files("minithink.trace") / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
+    title = f"minithink trace: {' + '.join(trace.head.policies)}, sequence {sequence}"
+    return _fill(parts["html"], {
+        "title": html.escape(title),
+        "policy": f"default-src 'none'; script-src '{_hash(parts['js'])}'; style-src '{_hash(parts['css'])}'; "
+                  "img-src data:",
+        "css": parts["css"],
+        "js": parts["js"],
+        "data": base64.b64encode(pack(about, arrays)).decode(),
+    })  # fmt: skip
+
+
+def data(trace: Trace, done: dict[str, Any] | None) -> tuple[dict[str, Any], dict[str, Array]]:
+    """What the page knows: JSON, and arrays."""
+    head = trace.head
+    thoughts = [
+        head.thought_names[i] if i < len(head.thought_names) else f"type {i} ({head.formats[f]})"
+        for i, f in enumerate(head.thoughts)
+    ]
+    kinds = [i for i, kind in enumerate(KINDS) if trace.ledger[:, i].any()]
+    snapshots = _thinned(len(trace.score_step), min(SNAPSHOTS, max(8, RANKS // max(1, trace.tokens))))
+    about = {
+        "sequence": trace.sequence,
+        "prompt": trace.prompt,
+        "steps": max(0, trace.steps),
+        "layers": head.layers,
+        "heads": head.kv_heads,
+        "tables": head.tables,
+        "policies": head.policies,
+        "thoughts": thoughts if len(thoughts) > 1 else [],
+        "kinds": [KINDS[i] for i in kinds],
+        "fullBytes": head.full_bytes,
+        "about": {str(key): str(value) for key, value in head.about.items()},
+        "done": done,
+        "texts": trace.texts,
+    }
+    order = np.argsort(trace.evict_pos, kind="stable")  # of one token together, in the order of their steps
+    arrays = {
+        "ids": trace.ids,
+        "stage": np.concatenate([np.zeros(min(trace.prompt, trace.tokens)), 2 - trace.thinks[1:]]).astype("u1"),
+        "thought": np.concatenate([np.full(min(trace.prompt, trace.tokens), head.prompt_thought), trace.thought[1:]])
+        .astype("u1"),
+        "sentence": trace.sentences.astype("<u4"),
+        "start": np.searchsorted(trace.evict_pos[order], np.arange(trace.tokens + 1)).astype("<u4"),
+        "step": trace.evict_step[order].astype("<u4"),
+        "unit": trace.evict_unit[order].astype("<u2"),
+        "by": trace.evict_by[order].astype("u1"),
+        "score": (trace.evict_score[order].view("<u4") & FLOAT_MASK).view("<f4"),
+        "bytes": np.diff(trace.ledger[:, kinds], axis=0, prepend=0).astype("<f8").T.ravel(),  # differences, by kind
+        "budgetStep": trace.budget_step.astype("<u4"),
+        "budget": trace.budget.astype("<i4"),
+        "snapshotStep": trace.score_step[snapshots].astype("<u4"),
+        "rank": _ranks(trace, snapshots),
+    }  # fmt: skip
+    return about, arrays
+
+
+def _thinned(count: int, most: int) -> Array:
+    """Some of so many, evenly, the last one among them."""
+    if count <= most:
+        return np.arange(count)
+    return np.unique(np.linspace(0, count - 1, most).round().astype(np.int64))
+
+
+def _ranks(trace: Trace, snapshots: Array) -> Array:
+    """1 to 255 for every token that has a score, 0 for the others: uint8 [snapshots · n]."""
+    out = np.zeros((len(snapshots), trace.tokens), dtype=np.uint8)
+    ends = trace.score_count.cumsum()
+    for row, i in zip(out, snapshots, strict=True):
+        part = slice(int(ends[i] - trace.score_count[i]), int(ends[i]))
+        row[trace.score_pos[part]] = np.maximum(1, trace.rank[part])
+    return out.ravel()
+
+
+def _hash(content: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+
+
+def _fill(template: str, values: dict[str, str]) -> str:
+    """Each {{name}} of the template once; what is put in is not looked at again."""
+    pieces = template.split("{{")
+    return pieces[0] + "".join(
+        values[name] + rest for name, _, rest in (piece.partition("}}") for piece in pieces[1:])
+    )

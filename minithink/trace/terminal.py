@@ -1,0 +1,80 @@
+"""How a trace ended, for a terminal: the text by how many heads keep each token, bytes, tokens kept by each head."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from minithink.commands import CONTROL
+from minithink.trace.format import KINDS, File, Trace
+
+# From few heads to all of them; colours of 256, light on dark and dark on light alike. Shares from 0, above each.
+STYLES = ((0.0, "on grey93"), (0.25, "on light_sky_blue1"), (0.5, "on sky_blue2"), (0.75, "on steel_blue1"))
+NOBODY = "dim strike"
+
+
+def show(file: File, sequence: int, console: Console | None = None) -> None:
+    """Print it. Without colours, tokens that no head keeps stand in [brackets]."""
+    trace = file.traces[sequence]
+    if console is None:
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="replace")  # an ASCII terminal shows ? for what it lacks
+        console = Console(highlight=False, markup=False, emoji=False)
+    head = trace.head
+    generated = max(0, trace.steps)
+    console.print(
+        f"{' + '.join(head.policies)}, sequence {sequence}: {trace.prompt:,} prompt tokens, {generated:,} generated"
+        + ("" if file.done else "; the run was interrupted, or its file is cut off"),
+        soft_wrap=True,  # the terminal itself wraps
+    )
+    console.print(text(trace, bool(console.color_system)), soft_wrap=True)
+    if trace.steps < 0:
+        return
+    console.print(bytes_held(trace), soft_wrap=True)
+    console.print(heads(trace))
+
+
+def text(trace: Trace, coloured: bool = True) -> Text:
+    """All tokens as the cache holds them at the end."""
+    shares = trace.kept(max(0, trace.steps)).mean(0).tolist()
+    out = Text()
+    gone = False
+    for piece, share in zip(trace.texts, shares, strict=True):
+        piece = CONTROL.sub("\ufffd", piece)
+        if coloured:
+            style = next((style for least, style in reversed(STYLES) if share > least), NOBODY)
+            out.append(piece, "black " + style if share else style)
+            continue
+        if gone != (share == 0):
+            out.append("]" if gone else "[")
+            gone = not gone
+        out.append(piece)
+    return out.append("]" if gone else "")
+
+
+def bytes_held(trace: Trace) -> str:
+    """One line: bytes at the end, and at the most, by kind."""
+    last, totals = trace.ledger[-1], trace.ledger.sum(1)
+    full = trace.tokens * trace.head.full_bytes
+    parts = ", ".join(f"{kind} {size:,}" for kind, size in zip(KINDS, last.tolist(), strict=True) if size)
+    return (
+        f"{totals[-1]:,} bytes held, {totals[-1] / full:.1%} of a full cache's {full:,} ({parts}); at most "
+        f"{totals.max():,}"
+    )
+
+
+def heads(trace: Trace) -> Table:
+    """Tokens that each head of each layer keeps at the end; one row or column where all share a table."""
+    layers, kv_heads = trace.head.tables
+    table = Table(title="tokens kept", title_justify="left")
+    table.add_column("")
+    for head in range(kv_heads):
+        table.add_column("all heads" if trace.head.scope != "head" else f"head {head}", justify="right")
+    kept = trace.kept(trace.steps).sum(1).reshape(layers, kv_heads).tolist()
+    for layer, row in enumerate(kept):
+        name = "all layers" if trace.head.scope == "sequence" else f"layer {layer}"
+        table.add_row(name, *(f"{count:,}" for count in row))
+    return table

@@ -1,0 +1,130 @@
+"""python -m minithink.trace view, and generate --trace."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+import webbrowser
+from pathlib import Path
+
+import pytest
+
+from minithink import generate
+from minithink.trace.__main__ import main
+from minithink.trace.format import read
+from tests.trace.draw import TEXTS, arrays, write
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return write(tmp_path / "run.trace", arrays(), arrays(TEXTS[:9]))
+
+
+def test_view_writes_a_page(trace: Path, capsys: Capture) -> None:
+    assert main(["view", str(trace)]) == 0
+    page = trace.with_name("run.trace.html")
+    assert capsys.readouterr().out == f"written to {page}\n"
+    assert "sequence 0</title>" in page.read_text()
+    other = trace.with_name("other") / "page.html"
+    assert main(["view", str(trace), "--output", str(other), "--sequence", "1"]) == 0
+    assert "sequence 1</title>" in other.read_text()
+
+
+def test_open(trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", lambda url: opened.append(url) or True)
+    assert main(["view", str(trace), "--open"]) == 0
+    assert opened == [trace.with_name("run.trace.html").as_uri()]
+    monkeypatch.setattr(webbrowser, "open", lambda url: False)
+    assert main(["view", str(trace), "--open"]) == 1
+    assert re.search(r"No browser was found: open .*run\.trace\.html in one yourself", capsys.readouterr().err)
+
+
+def test_terminal(trace: Path, capsys: Capture) -> None:
+    assert main(["view", str(trace), "--terminal", "--sequence", "1"]) == 0
+    assert capsys.readouterr().out.startswith("first + second, sequence 1: 5 prompt tokens, 4 generated\n")
+    assert not trace.with_name("run.trace.html").exists()
+
+
+def test_what_makes_no_sense(trace: Path, tmp_path: Path, capsys: Capture) -> None:
+    empty = write(tmp_path / "empty")
+    (tmp_path / "folder").mkdir()
+    for argv, code, said in [
+        ([trace, "--terminal", "--open"], 2, "--terminal writes no page"),
+        ([trace, "--terminal", "--output", "x"], 2, "--terminal writes no page"),
+        ([trace, "--sequence", 7], 2, r"--sequence 7 is not in .*; there are 0, 1\."),
+        ([empty], 1, "ends before a token was read"),
+        ([tmp_path / "none"], 1, "cannot be read"),
+        ([trace, "--output", tmp_path / "folder"], 1, "The page cannot be written to .*folder"),
+    ]:  # fmt: skip
+        assert main(["view", *map(str, argv)]) == code
+        assert re.search(said, capsys.readouterr().err)
+
+
+def test_generate_traces(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Every sequence, and what recording took is said; standard output is as it would be."""
+    path = tmp_path / "run.trace"
+    argv = ["--model", str(checkpoint), "Alpha sits", "--max-new-tokens", "9", "--num-samples", "2", "--json"]
+    argv += ["--policy", "window", "--budget", "8", "--seed", "4"]
+    assert generate.main(argv) == 0
+    want = capsys.readouterr()
+    assert generate.main([*argv, "--trace", str(path)]) == 0
+    got = capsys.readouterr()
+    assert re.sub(r'_seconds": [^,]*', "", got.out) == re.sub(r'_seconds": [^,]*', "", want.out)
+    size = path.stat().st_size
+    said = rf"minithink: traced \d+ steps in {path}, {size:,} bytes; recording took [0-9.]+ of [0-9.]+ s\. "
+    assert re.fullmatch(said + rf"To look at it: python -m minithink\.trace view {path}\n", got.err)
+    file = read(path)
+    assert sorted(file.traces) == [0, 1]
+    assert file.head.about == {"model": str(checkpoint), "policy": "window", "budget": 8, "seed": 4}
+    assert file.head.policies == ["window"]
+    assert len(file.traces[0].evict_pos) > 0
+    assert generate.main([*argv[:2], "--interactive", "--trace", str(path)]) == 2
+    assert "--interactive does not go with --trace" in capsys.readouterr().err
+    assert generate.main([*argv, "--trace", str(tmp_path)]) == 1
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_without_a_policy_the_full_cache_is_traced(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "run.trace"
+    assert generate.main(["--model", str(checkpoint), "Alpha", "--max-new-tokens", "5", "--trace", str(path)]) == 0
+    trace = read(path).traces[0]
+    assert trace.head.policies == ["full"]
+    assert trace.kept(trace.steps).all()
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_that_is_interrupted(sign: signal.Signals, tmp_path: Path) -> None:
+    """After Ctrl-C all is there; after kill -9 what was written until then, so many steps at a time."""
+    path = tmp_path / "run.trace"
+    code = """
+import sys, torch
+from minithink import generate
+from minithink.trace import recorder
+torch.set_num_threads(1)
+recorder.PART_STEPS = 16
+sys.exit(generate.main(sys.argv[1:]))"""
+    argv = ["--policy", "window:budget=300", "--max-new-tokens", "4000", "--temperature", "2", "--trace", str(path)]
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen([sys.executable, "-c", code, *argv], cwd=root, stdout=-3, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        if path.exists() and path.stat().st_size > 1000:  # its first part
+            break
+        time.sleep(0.05)
+    process.send_signal(sign)
+    _, err = process.communicate(timeout=30)
+    file = read(path)
+    (trace,) = file.traces.values()
+    assert trace.steps >= 15
+    assert trace.texts
+    assert (file.done is not None) == (sign == signal.SIGINT)
+    assert (b"minithink: traced" in err) == (sign == signal.SIGINT)
+    if sign == signal.SIGKILL:
+        assert trace.steps % 16 == 15

@@ -1,0 +1,448 @@
+"""The page: what it is told, and what it does in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minithink.bench.browser import chromium, missing
+from minithink.trace import page
+from minithink.trace.format import KINDS, File, Trace, read
+from tests.trace.draw import PROMPT, TEXTS, arrays, write
+
+N, STEPS = len(TEXTS), len(TEXTS) - PROMPT
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> File:
+    return read(write(tmp_path_factory.mktemp("trace") / "trace", arrays()))
+
+
+# -- without a browser
+
+
+def test_nothing_of_the_trace_is_markup(file: File) -> None:
+    """Whatever a token says, the page has its own two scripts, and a policy that lets nothing else in."""
+    html = page.render(file, 0)
+    assert html.count("<script") == html.count("</script>") == 2
+    assert "hacked" not in html
+    assert "{{" not in html.replace("{{}}", "")
+    assert re.findall(r'\b(?:src|href)="([^"]*)"', html) == ["data:,"]
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", html)
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)
+    assert policy is not None
+    assert policy[1].startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy[1]
+
+
+def test_titles_are_escaped(tmp_path: Path) -> None:
+    file = read(write(tmp_path / "trace", arrays(), head={"policies": ["<b>{{js}}", "x"]}))
+    html = page.render(file, 0)
+    assert "<title>minithink trace: &lt;b&gt;{{js}} + x, sequence 0</title>" in html
+
+
+def test_what_the_page_knows(file: File) -> None:
+    about, got = page.data(file.traces[0], file.done)
+    assert about["thoughts"] == ["<b>slow</b>", "fast"]
+    assert about["kinds"] == [KINDS[i] for i in (0, 2, 4, 5)], "none that is always 0"
+    assert (about["prompt"], about["steps"], about["texts"]) == (PROMPT, STEPS, TEXTS)
+    assert got["stage"].tolist() == [0] * PROMPT + [1] * (STEPS - 3) + [2] * 3
+    assert got["thought"].tolist() == [0] * PROMPT + [t // 2 % 2 for t in range(1, STEPS + 1)]
+    trace = file.traces[0]
+    of_first = slice(int(got["start"][0]), int(got["start"][1]))
+    assert got["step"][of_first].tolist() == [3, STEPS, STEPS, STEPS], "in the order of the steps"
+    assert got["unit"][of_first].tolist() == [3, 0, 1, 2]
+    assert got["start"][-1] == len(trace.evict_pos)
+    assert np.array_equal(
+        np.isnan(got["score"]), np.isnan(trace.evict_score[np.argsort(trace.evict_pos, kind="stable")])
+    )
+    assert np.nanmax(np.abs(got["score"][np.isfinite(got["score"])])) <= 1
+    summed = got["bytes"].reshape(4, -1).cumsum(1).T
+    assert (summed == trace.ledger[:, [0, 2, 4, 5]]).all()
+    assert got["rank"].tolist() == [{2: 255, 6: 1, 7: 130}.get(p, 0) for p in range(N)], "0 is: none"
+
+
+def test_long_traces_show_fewer_snapshots(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert page._thinned(5, 8).tolist() == [0, 1, 2, 3, 4]
+    assert page._thinned(100, 4).tolist() == [0, 33, 66, 99]
+    many = arrays(
+        score_step=range(10), score_by=[0] * 10, score_count=[1] * 10, score_pos=[2] * 10, rank=range(10, 110, 10)
+    )
+    monkeypatch.setattr(page, "RANKS", 8 * N)
+    _, got = page.data(Trace(file.head, 0, PROMPT, many), None)
+    assert got["snapshotStep"].tolist() == [0, 1, 3, 4, 5, 6, 8, 9]
+    assert got["rank"].reshape(8, N)[:, 2].tolist() == [10, 20, 40, 50, 60, 70, 90, 100]
+
+
+# -- in a browser
+
+
+class Page:
+    """A page that is open."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+
+    def js(self, code: str, *arguments: Any) -> Any:
+        return self.driver.execute_script(code, *arguments)
+
+    def open(self, path: Path) -> None:
+        self.driver.get_log("performance")
+        self.driver.get(path.as_uri())
+        self.wait("document.documentElement.dataset.ready === 'yes'")
+
+    def wait(self, condition: str) -> None:
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        WebDriverWait(self.driver, 20, 0.02).until(lambda _: self.js(f"return {condition}"))
+
+    def press(self, key: str, times: int = 1) -> None:
+        from selenium.webdriver import ActionChains
+
+        for _ in range(times):
+            ActionChains(self.driver).send_keys(key).perform()
+        self.settle()
+
+    def settle(self) -> None:
+        """After the next picture."""
+        self.driver.execute_async_script("const done = arguments[0]; requestAnimationFrame(() => setTimeout(done))")
+
+    def point(self, position: int, click: bool = False) -> None:
+        from selenium.webdriver import ActionChains
+
+        span = self.js("return document.querySelectorAll('#text span')[arguments[0]]", position)
+        chain = ActionChains(self.driver).move_to_element(span)
+        (chain.click() if click else chain).perform()
+
+    def seek(self, step: int) -> None:
+        self.js(
+            "const e = document.getElementById('time'); e.value = arguments[0]; e.dispatchEvent(new Event('input'))",
+            step,
+        )
+        self.settle()
+
+    def colour(self, mode: str) -> None:
+        from selenium.webdriver.support.ui import Select
+
+        Select(self.driver.find_element("id", "mode")).select_by_value(mode)
+        self.settle()
+
+    @property
+    def now(self) -> str:
+        return self.text("now")
+
+    def text(self, name: str) -> str:
+        return str(self.js("return document.getElementById(arguments[0]).innerText", name))
+
+    def classes(self) -> list[str]:
+        return list(self.js("return [...document.querySelectorAll('#text span')].map((e) => e.className)"))
+
+    def cells(self, name: str) -> list[str]:
+        return list(
+            self.js("return [...document.querySelectorAll(`#${arguments[0]} td`)].map((e) => e.innerText)", name)
+        )
+
+    def requests(self) -> list[str]:
+        """Addresses that were asked for, but for the page itself."""
+        log = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
+        asked = [m["params"]["request"]["url"] for m in log if m["method"] == "Network.requestWillBeSent"]
+        return [url for url in asked if not url.startswith("file:")]
+
+
+needs_browser = pytest.mark.skipif(missing() is not None, reason=missing() or "")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Page]:
+    with chromium() as driver:
+        yield Page(driver)
+
+
+@pytest.fixture(scope="module")
+def path(file: File, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "trace.html"
+    path.write_text(page.render(file, 0), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def opened(browser: Page, path: Path) -> Iterator[Page]:
+    """The page, opened anew; it may neither complain nor ask for anything."""
+    browser.driver.get_log("browser")
+    browser.open(path)
+    yield browser
+    assert browser.driver.get_log("browser") == []
+    assert browser.requests() == []
+
+
+@needs_browser
+def test_the_text_is_the_tokens(opened: Page) -> None:
+    """Escaped: what looks like markup is text, and nothing of it ran."""
+    spans = opened.js("return [...document.querySelectorAll('#text span')].map((e) => e.textContent)")
+    assert spans == TEXTS
+    assert opened.js(
+        "return [typeof window.hacked, document.querySelectorAll('#text img, #text script').length]"
+    ) == [
+        "undefined",
+        0,
+    ]
+    lines = opened.js("return [...document.querySelectorAll('#text > div')].map((e) => e.textContent)")
+    assert lines == ["".join(TEXTS[:6]), "".join(TEXTS[6:9]), TEXTS[9], "".join(TEXTS[10:])]
+    assert opened.driver.title == "minithink trace: first + second, sequence 0"
+    about = opened.text("about")
+    assert "model <script>window.hacked = 1</script>" in about
+    assert "5 prompt tokens, 11 generated · 2 layers × 2 KV heads · recording took 0.25 s for 11 steps" in about
+    assert opened.js("return document.getElementById('notice').hidden")
+
+
+def shown(trace: Trace, step: int, colour: Callable[[int, int], str]) -> list[str]:
+    """The classes that tokens should have. colour: of (position, heads that keep it)."""
+    out = []
+    for p, text in enumerate(TEXTS):
+        heads = int(trace.kept(step)[:, p].sum())
+        name = colour(p, heads) if p < PROMPT + step else "future"
+        gone = " gone" if p < PROMPT + step and not heads else ""
+        out.append(name + gone + (" nl" if text == "\n" else ""))
+    return out
+
+
+@needs_browser
+def test_the_slider_goes_through_time(opened: Page, file: File) -> None:
+    """Colours, bytes, tokens kept and budgets of every step."""
+    trace = file.traces[0]
+    assert opened.now == "11 of 11 tokens", "it opens at the end"
+    for step in (11, 0, 1, 3, 7, 10, 11):
+        opened.seek(step)
+        assert opened.now == f"{step} of 11 tokens"
+        assert opened.classes() == shown(trace, step, lambda p, heads: f"l{2 * heads}" if heads else "")
+        assert opened.cells("map") == [str(x) for x in trace.kept(step).sum(1)]
+        total, full = trace.ledger[step].sum(), 64 * (PROMPT + step)
+        said = opened.text("held")
+        assert said.startswith(
+            f"{total / 1024:.1f} KiB, {100 * total / full:.0f} % of a full cache's {full / 1024:.1f} KiB"
+        )
+        budgets = "7 to 9" if step >= 4 else "none to 9"
+        assert opened.text("budget") == f"of {PROMPT + step} tokens; budgets {budgets}"
+        assert opened.js("return document.getElementById('time').getAttribute('aria-valuetext')") == (
+            f"{step} of 11 generated tokens"
+        )
+    x = [float(opened.js("return document.querySelector('.cursor').getAttribute('x1')"))]
+    opened.seek(0)
+    x.append(float(opened.js("return document.querySelector('.cursor').getAttribute('x1')")))
+    assert x == [396, 4]
+
+
+@needs_browser
+def test_every_colour(opened: Page, file: File) -> None:
+    trace = file.traces[0]
+    names = opened.js("return [...document.getElementById('mode').options].map((e) => e.textContent)")
+    assert names == ["heads that keep it", "thought type", "sentence", "score"]
+    opened.colour("sentence")
+    assert opened.classes() == shown(trace, 11, lambda p, _: f"c{1 + trace.sentences[p] % 6}")
+    opened.colour("thought")
+    want = ["c0"] * PROMPT + [f"c{1 + t // 2 % 2}" for t in range(1, STEPS + 1)]
+    assert opened.classes() == shown(trace, 11, lambda p, _: want[p])
+    assert opened.text("legend").split("\n") == ["prompt", "<b>slow</b>", "fast", "kept by none"]
+    opened.colour("score")
+    level = {2: "l8", 6: "l1", 7: "l5"}
+    assert opened.classes() == shown(trace, 11, lambda p, heads: level.get(p, "") if heads else "")
+    opened.seek(3)
+    assert opened.classes() == shown(trace, 3, lambda p, heads: ""), "before the first snapshot"
+    opened.colour("heads")
+    assert opened.text("legend").startswith("kept by all 4 heads")
+
+
+@needs_browser
+def test_keys(opened: Page) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    for key, times, now in [
+        (Keys.HOME, 1, 0), (Keys.ARROW_RIGHT, 3, 3), (Keys.ARROW_LEFT, 1, 2), (Keys.ARROW_LEFT, 4, 0),
+        (Keys.END, 1, 11), (Keys.ARROW_RIGHT, 1, 11), (Keys.PAGE_UP, 2, 9), (Keys.PAGE_DOWN, 1, 10),
+    ]:  # fmt: skip
+        opened.press(key, times)
+        assert opened.now == f"{now} of 11 tokens", key
+    opened.press(".", 3)
+    assert "position\n2, in the prompt" in opened.text("token")
+    opened.press(",")
+    assert "position\n1, in the prompt" in opened.text("token")
+    opened.press(Keys.END)
+    opened.press(" ")  # from the beginning to the end in a moment
+    assert opened.js("return document.getElementById('play').getAttribute('aria-pressed')") == "true"
+    opened.wait("document.getElementById('play').textContent === 'Play'")
+    opened.settle()
+    assert opened.now == "11 of 11 tokens"
+    opened.press(Keys.HOME)
+    opened.js("document.getElementById('play').focus()")
+    opened.press(" ")  # a button's own key
+    opened.wait("document.getElementById('now').textContent === '11 of 11 tokens'")
+
+
+@needs_browser
+def test_keys_scroll_nothing(opened: Page) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    metrics = {"width": 800, "height": 300, "deviceScaleFactor": 1, "mobile": False}
+    opened.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        assert opened.js("return document.documentElement.scrollHeight") > 600
+        opened.press(Keys.END)
+        opened.press(Keys.PAGE_DOWN, 2)
+        assert opened.js("return scrollY") == 0
+    finally:
+        opened.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@needs_browser
+def test_a_token_tells_its_story(opened: Page) -> None:
+    opened.point(0)
+    said = opened.text("token")
+    assert "text\nIs␣" in said
+    assert "position\n0, in the prompt; id 0" in said
+    assert "part\nprompt, <b>slow</b>; sentence 0" in said
+    assert "kept\nby 0 of 4 heads" in said
+    assert "by first from 1 heads, step 3; score −1" in said
+    assert "by second from 3 heads, step 11; score −∞ to ∞" in said
+    assert opened.cells("token") == ["11", "11", "11", "3"]
+    opened.seek(5)
+    assert "kept\nby 3 of 4 heads" in opened.text("token")
+    assert opened.cells("token") == ["kept", "kept", "kept", "3"]
+    opened.point(6)
+    said = opened.text("token")
+    assert "text\n<img␣src=x␣onerror=hacked()>" in said
+    assert "position\n6, generated token 2; id 6" in said
+    assert "score\nabove 0 % of the tokens (step 4, mean over heads)" in said
+    assert "evicted" not in said
+    opened.point(7, click=True)
+    opened.point(6)
+    assert "position\n7" in opened.text("token"), "a click keeps a token"
+    assert [i for i, name in enumerate(opened.classes()) if "chosen" in name] == [7]
+    opened.point(7, click=True)
+    opened.point(6)
+    assert "position\n6" in opened.text("token"), "until the next one"
+    opened.seek(0)
+    assert "kept\nnot there yet" in opened.text("token")
+
+
+@needs_browser
+def test_the_chart_is_a_slider_too(opened: Page) -> None:
+    from selenium.webdriver import ActionChains
+
+    svg = opened.driver.find_element("id", "chart")
+    ActionChains(opened.driver).move_to_element(svg).click().perform()
+    opened.settle()
+    assert opened.now in ("5 of 11 tokens", "6 of 11 tokens")
+    assert opened.text("kinds").split() == ["payload", "tables", "state", "observations"]
+    assert opened.js("return document.querySelectorAll('#chart polygon').length") == 4
+
+
+@needs_browser
+def test_labels_and_roles(opened: Page) -> None:
+    tree = opened.driver.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
+    named = {(n["role"]["value"], n["name"]["value"]) for n in tree if n.get("role") and n.get("name")}
+    for role, name in [
+        ("slider", "Generated tokens"), ("button", "Play"), ("combobox", "Colour"), ("checkbox", "follow"),
+        ("region", "Tokens: comma and full stop go through them"), ("heading", "KV bytes held"),
+        ("rowheader", "layer 1"), ("group", "Time and colours"),
+    ]:  # fmt: skip
+        assert (role, name) in named
+    assert any(role in ("image", "img") and name.startswith("KV bytes held") for role, name in named)
+    assert opened.js("return document.documentElement.lang") == "en"
+
+
+def contrast(first: list[float], second: list[float]) -> float:
+    """WCAG's contrast of two colours, 0 to 255."""
+
+    def luminance(rgb: list[float]) -> float:
+        parts = [x / 255 / 12.92 if x <= 10 else ((x / 255 + 0.055) / 1.055) ** 2.4 for x in rgb]
+        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+    low, high = sorted((luminance(first), luminance(second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_is_readable(scheme: str, opened: Page) -> None:
+    """In the dark too: every colour leaves a contrast of at least 4.5 to its text (3.5 where no head keeps it)."""
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    opened.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    code = """
+        const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+        const rgb = (...colours) => { canvas.clearRect(0, 0, 1, 1);
+          for (const c of colours) { canvas.fillStyle = c; canvas.fillRect(0, 0, 1, 1); }
+          return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3); };
+        const paper = getComputedStyle(document.body).backgroundColor, out = {};
+        for (const name of arguments[0]) {
+          const span = document.querySelector("#text span"), style = getComputedStyle(span);
+          span.className = name;
+          out[name] = [rgb(paper, style.backgroundColor), rgb(paper, style.backgroundColor, style.color)];
+        }
+        return [rgb(paper), out]"""
+    hues = [f"c{i}" for i in range(8)]
+    names = ["", *(f"l{i}" for i in range(1, 9)), *hues, "gone", *(f"{name} gone" for name in hues)]
+    paper, colours = opened.js(code, names)
+    assert (sum(paper) < 150) == (scheme == "dark")
+    for name, (ground, ink) in colours.items():
+        assert contrast(ground, ink) >= (3.5 if "gone" in name else 4.5), (scheme, name, ground, ink)
+    assert len({tuple(ground) for ground, _ in colours.values()}) > 20
+    opened.driver.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "light"}]}
+    )
+
+
+@needs_browser
+def test_narrow_windows(opened: Page) -> None:
+    """One column, and nothing that must be scrolled sideways."""
+
+    def wide(width: int) -> list[float]:
+        metrics = {"width": width, "height": 700, "deviceScaleFactor": 1, "mobile": False}
+        opened.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        code = """const left = (e) => document.querySelector(e).getBoundingClientRect().left;
+            const page = document.documentElement;
+            return [page.scrollWidth - page.clientWidth, left("aside") - left("#reading")]"""
+        return list(opened.js(code))
+
+    try:
+        assert wide(340) == [0, 0]
+        assert wide(1280)[1] > 400
+    finally:
+        opened.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@needs_browser
+def test_what_was_interrupted_says_so(browser: Page, tmp_path: Path) -> None:
+    """Without thought types tokens are coloured by stage; where all share a table, so do the cells."""
+    plain = {"scope": "sequence", "thoughts": [0], "thought_names": []}
+    changed = {"thought": [0] * 12, "evict_unit": [0] * 9, "evict_pos": range(9), "evict_step": range(3, 12),
+               "evict_by": [0] * 9, "evict_score": [np.nan] * 9, "move_unit": [0], "budget_step": [0], "budget": [-1],
+               "score_step": [], "score_by": [], "score_count": [], "score_pos": [], "rank": []}  # fmt: skip
+    file = read(write(tmp_path / "trace", arrays(**changed), head=plain, done=False))
+    path = tmp_path / "page.html"
+    path.write_text(page.render(file, 0), encoding="utf-8")
+    browser.open(path)
+    assert "was interrupted" in browser.text("notice")
+    names = browser.js("return [...document.getElementById('mode').options].map((e) => e.textContent)")
+    assert names == ["heads that keep it", "stage", "sentence"]
+    browser.colour("thought")
+    stages = ["c0"] * PROMPT + ["c1"] * 8 + ["c2"] * 3
+    assert browser.classes() == shown(file.traces[0], 11, lambda p, _: stages[p])
+    assert browser.cells("map") == ["7"]
+    assert browser.text("budget") == "of 16 tokens; no budget"
+    browser.press(".")
+    assert "by first from 4 heads, step 3" in browser.text("token")
+    assert "score" not in browser.text("token")
+    browser.press(".", 12)
+    assert "kept\nby 4 of 4 heads" in browser.text("token"), "they share a table"
+    none = {name: [] for name in arrays()}
+    none |= {"ids": [1], "pieces": [1], "text": [65], "budget_step": [0], "budget": [-1] * 4}
+    path.write_text(page.render(read(write(tmp_path / "trace", arrays(**none))), 0), encoding="utf-8")
+    browser.open(path)
+    assert browser.now == "0 of 0 tokens"
+    assert browser.driver.get_log("browser") == []

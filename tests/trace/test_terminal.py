@@ -1,0 +1,67 @@
+"""How a trace ended, in a terminal."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from minithink.trace.format import File, read
+from minithink.trace.terminal import NOBODY, STYLES, show, text
+from tests.trace.draw import TEXTS, arrays, write
+
+
+def shown(file: File, colours: bool = False) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=colours, color_system="256" if colours else None)
+    show(file, 0, console)
+    return out.getvalue()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> File:
+    return read(write(tmp_path / "trace", arrays()))
+
+
+def test_without_colours(file: File) -> None:
+    said = shown(file)
+    assert said.startswith("first + second, sequence 0: 5 prompt tokens, 11 generated\n[Is ]<script>window.hacked")
+    assert "\x1b" not in said, "control characters of a token are shown as U+FFFD"
+    assert " \ufffd[31mü" in said
+    assert "405 bytes held, 39.6% of a full cache's 1,024 (payload 384, tables 11, state 8, observations 2)" in said
+    assert said.split("at most")[1].split()[0] == "405"
+    rows = [line.split("│")[1:-1] for line in said.splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in row] for row in rows] == [["layer 0", "15", "15"], ["layer 1", "15", "7"]]
+
+
+def test_with_colours(file: File) -> None:
+    """Kept by three of four heads, by all, by none."""
+    trace = file.traces[0]
+    spans = text(trace).spans
+    shares = trace.kept(trace.steps).mean(0)
+    styles = [NOBODY if s == 0 else "black " + (STYLES[2][1] if s == 0.75 else STYLES[3][1]) for s in shares]
+    assert [str(span.style) for span in spans] == [s for s, piece in zip(styles, TEXTS, strict=True) if piece]
+    assert text(trace).plain == "".join(TEXTS).replace("\x1b", "\ufffd")
+    assert "\x1b[" in shown(file, colours=True)
+
+
+def test_brackets_close(tmp_path: Path) -> None:
+    """Also where the last token is gone."""
+    gone = {"evict_unit": [0, 1, 2, 3] * 2, "evict_pos": [14] * 4 + [15] * 4, "evict_step": [11] * 8,
+            "evict_by": [0] * 8, "evict_score": [0] * 8}  # fmt: skip
+    trace = read(write(tmp_path / "trace", arrays(**gone))).traces[0]
+    assert text(trace, coloured=False).plain.endswith("[ü\n]")
+
+
+def test_shared_tables_and_cut_files(tmp_path: Path) -> None:
+    one = {"evict_unit": [], "evict_pos": [], "evict_step": [], "evict_by": [], "evict_score": [], "move_unit": [0],
+           "budget_step": [], "budget": []}  # fmt: skip
+    said = shown(read(write(tmp_path / "trace", arrays(**one), head={"scope": "sequence"}, done=False)))
+    assert "11 generated; the run was interrupted, or its file is cut off\n" in said
+    assert "all heads" in said
+    assert "│ all layers │        16 │" in said
+    none = {name: [] for name in arrays()} | {"ids": [1], "pieces": [1], "text": [65]}
+    said = shown(read(write(tmp_path / "trace", arrays(**none))))
+    assert said == "first + second, sequence 0: 5 prompt tokens, 0 generated\nA\n"
