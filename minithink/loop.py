@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,14 +100,19 @@ class DecodeLoop:
             MinithinkError: the pool of pages is too small; the sequences cannot go on.
         """
         cache, store = self.cache, self.cache.store
-        states = [cache.state_after(seq, token) for seq, token in zip(seqs, tokens, strict=True)]
-        rows = [row for row, *_ in states]
-        inputs = [[*state, store.waiting[state[0]], seq] for state, seq in zip(states, seqs, strict=True)]
-        for row in self._idle(rows, self.sizes):
-            inputs.append([row, 0, store.lengths[row] + 1, 0, 0, 0, store.waiting[row], 0])
+        states = cache.states_after(seqs, tokens)  # [STATE, len(seqs)]
+        rows = states[0].tolist()
+        others = self._idle(rows, self.sizes)
+        n = len(rows) + len(others)
+        inputs = np.zeros((STATE + 2, n), dtype=np.int64)
+        inputs[:STATE, : len(rows)] = states
+        inputs[0, len(rows) :] = others
+        inputs[2, len(rows) :] = [store.lengths[row] + 1 for row in others]
+        inputs[STATE] = [store.waiting[row] for row in (*rows, *others)]
+        inputs[STATE + 1, : len(rows)] = seqs
         cache.fit_columns(1)
         store.used.update(store.appends)
-        observed, n = cache.demands_due(seqs), len(inputs)
+        observed = cache.demands_due(seqs)
         out = self._replay(
             self.recorded, lambda x, out: self._step(x, out, observed), inputs, 2 * n + 1, observed
         ).tolist()
@@ -116,7 +122,7 @@ class DecodeLoop:
                 f"The KV pool of {store.table.pages.count:,} pages is exhausted: use a smaller --batch-size, "
                 "budget or --max-new-tokens."
             )
-        acting = [state for state, flag in zip(states, due, strict=True) if flag]
+        acting = states[:, np.array(due, dtype=bool)]
         cache.end_next(
             seqs, tokens,
             decide=(lambda: self._decide(acting)) if cache.records_decisions else None,
@@ -124,18 +130,20 @@ class DecodeLoop:
         )  # fmt: skip
         return drawn
 
-    def _decide(self, states: Sequence[tuple[int, ...]]) -> None:
-        """Let the policy act on the rows of these states, those that are due."""
-        if not states:
-            return
-        others = self._idle([row for row, *_ in states], SIZES)  # each row decides for itself, in any number
-        inputs = [*states, *([row] + [0] * (STATE - 1) for row in others)]
-        self._replay(self.decisions, lambda state, _: self.cache.decide_next(state), inputs, 0)
+    def _decide(self, states: np.ndarray) -> None:
+        """Let the policy act on the rows of these states, those that are due: int64 [STATE, N]."""
+        if states.size:
+            others = self._idle(states[0].tolist(), SIZES)  # each row decides for itself, in any number
+            inputs = np.zeros((STATE, states.shape[1] + len(others)), dtype=np.int64)
+            inputs[:, : states.shape[1]] = states
+            inputs[0, states.shape[1] :] = others
+            self._replay(self.decisions, lambda state, _: self.cache.decide_next(state), inputs, 0)
 
     def _flush(self, rows: Sequence[int]) -> None:
         """Quantize the buffers of these rows, which are full. Whether there was room the next step will say."""
         store = self.cache.store
-        inputs = [*([row, 1] for row in rows), *([row, 0] for row in self._idle(rows, SIZES))]
+        others = self._idle(rows, SIZES)
+        inputs = np.array([[*rows, *others], [1] * len(rows) + [0] * len(others)], dtype=np.int64)
         store.used.update(store.home)
         self._replay(self.flushes, lambda x, _: store.flush_next(x[0], x[ACTIVE].bool()), inputs, 0)
         store.flushed(rows)
@@ -148,11 +156,11 @@ class DecodeLoop:
 
     def _replay(
         self, recorded: dict[Key, Recorded], run: Callable[[Tensor, Tensor], object],
-        inputs: Sequence[Sequence[int]], numbers: int, observed: tuple[Demand, ...] = (),
+        inputs: np.ndarray, numbers: int, observed: tuple[Demand, ...] = (),
     ) -> Tensor:  # fmt: skip
-        """Replay the graph for so many rows, recorded now if there is none. inputs: of each row; → `numbers` ints."""
-        values = torch.tensor(inputs).t().contiguous()
-        key = len(inputs), self.cache.store.seen, frozenset(self.cache.store.used), observed
+        """Replay the graph of so many rows, recorded now if there is none. inputs: int64 [k, N]; → `numbers` ints."""
+        values = torch.from_numpy(inputs)
+        key = inputs.shape[1], self.cache.store.seen, frozenset(self.cache.store.used), observed
         if key not in recorded:
             out = torch.zeros(numbers, dtype=torch.int64, device=self.cache.device)
             recorded[key] = Recorded(run, values, out, self._pool)

@@ -22,7 +22,7 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -188,6 +188,18 @@ def loss_of(decoder: Decoder, table: Rope, tokens: Tensor, labels: Tensor) -> Te
     return F.cross_entropy(logits.float(), labels.flatten(), ignore_index=IGNORE)
 
 
+def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """For inputs of any shape. One analysis of torch 2.11 (how reads of joint norms coalesce) fails on such shapes by
+    an assertion of its own, and is left out where it exists."""
+    unwanted = "triton.coalesce_tiling_analysis"
+    return torch.compile(function, dynamic=True, options={unwanted: False} if has_option(unwanted) else None)
+
+
+def has_option(name: str) -> bool:
+    """Whether torch's compiler knows an option."""
+    return name in torch._inductor.list_options()
+
+
 def _is_vector(name: str, p: Tensor) -> bool:
     """Biases, and the weights of norms: `qk_norm` holds two."""
     return p.dim() == 1 or name.endswith("norm")
@@ -322,7 +334,7 @@ def train(
     elif (folder / "progress.safetensors").exists():
         raise UsageError(f"{folder} holds an interrupted run; give --resume, or another --output.")
     table = Rope(config, team.device)
-    compute = torch.compile(loss_of, dynamic=True) if cuda and compile_model else loss_of
+    compute = compiled(loss_of) if cuda and compile_model else loss_of
 
     start = int(str(progress["step"]))
     steps = max(start, math.ceil(recipe.tokens / recipe.batch_tokens))

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -282,8 +283,9 @@ class KVManager:
             last.append(-1 if tokens is None else tokens[at])
         here, before = torch.tensor(rows, device=self.device), torch.tensor(lengths, device=self.device)
         now = _Pass(rows, counts, reading[0], last, tokens or (), writer, here, before, cos, sin)
-        for r, token in zip(records, last, strict=True):
-            r.thinking = r.thinking if now.prompt else self._thinks(r, token)
+        if not now.prompt:
+            for r, thinks in zip(records, self._think(records, last), strict=True):
+                r.thinking = thinks
         self._pass = now
         if now.prompt:
             now.due = list(self.policy.demands)
@@ -336,8 +338,8 @@ class KVManager:
         rows = [self._row_of[seq] for seq in seqs]
         records = [self._row(row) for row in rows]
         self.store.appended(rows, [r.length for r in records])
-        for r, token in zip(records, tokens, strict=True):
-            r.thinking = self._thinks(r, token)
+        for r, thinks in zip(records, self._think(records, tokens), strict=True):
+            r.thinking = thinks
         none = torch.empty(0)
         self._pass = _Pass(rows, [1] * len(rows), False, list(tokens), tokens, Writer(), none, none, none, none)
         self._end_step(decide, flush)
@@ -348,7 +350,7 @@ class KVManager:
         as a CUDA graph captures it.
 
         Args:
-            state: int64 [view.STATE, R], see `state_after`; each row once.
+            state: int64 [view.STATE, R], see `states_after`; each row once.
         """
         view = View(self, self.policy, state, recorded=True)
         due = torch.zeros_like(view.active)
@@ -386,6 +388,8 @@ class KVManager:
 
     def demands_due(self, seqs: Sequence[int]) -> tuple[Demand, ...]:
         """What must be observed when each of these sequences brings its next token."""
+        if not self.policy.demands:
+            return ()
         clocks = {self._row(self._row_of[seq]).clock + 1 for seq in seqs}
         return tuple(d for d in self.policy.demands if any(clock % d.every == 0 for clock in clocks))
 
@@ -394,11 +398,13 @@ class KVManager:
         row = self._row_of[seq]
         return row, self._row(row).length, self.store.waiting[row]
 
-    def state_after(self, seq: int, token: int) -> tuple[int, ...]:
-        """What the policy must know of a sequence when this token will be in the cache: view.STATE numbers."""
-        row = self._row_of[seq]
-        r = self._row(row)
-        return row, 1, r.length + 1, r.prompt, int(self._thinks(r, token)), token
+    def states_after(self, seqs: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        """What the policy must know of sequences when these tokens will be in the cache: int64 [view.STATE, N]."""
+        rows = [self._row_of[seq] for seq in seqs]
+        records = [self._row(row) for row in rows]
+        lengths, prompts = [r.length + 1 for r in records], [r.prompt for r in records]
+        thinks = self._think(records, tokens)
+        return np.array([rows, [1] * len(rows), lengths, prompts, thinks, tokens], dtype=np.int64)
 
     def _pull(self, now: _Pass) -> None:
         """Tokens below `pull` are attended as if they stood directly before the next one that is held."""
@@ -528,15 +534,13 @@ class KVManager:
 
     def _store_what_waits(self, flush: Callable[[Sequence[int]], object] | None = None) -> None:
         """Quantize full buffers, and prompts that are read. If the pool is exhausted they wait for the next step."""
-        if full := [row for row, r in enumerate(self.rows) if r and self._is_full(row)]:
+        size = self.store.storage.buffer
+        if size and (full := [row for row, r in enumerate(self.rows) if r and self.store.waiting[row] == size]):
             (flush or self.store.flush)(full)
         while self._waiting_prompts:
             row = self._waiting_prompts[0]
             self.store.settle(row, self._row(row).length)
             self._waiting_prompts.pop(0)
-
-    def _is_full(self, row: int) -> bool:
-        return 0 < self.store.storage.buffer == self.store.waiting[row]
 
     def _apply(self, edits: Sequence[tuple[Policy, Edit]], step: View) -> None:
         """Moves, then evictions, of all edits together."""
@@ -661,10 +665,13 @@ class KVManager:
             state.append((row, int(row in active), *known, last.get(row, -1)))
         return View(self, self.policy, torch.tensor(list(zip(*state, strict=True)), device=self.device))
 
-    def _thinks(self, r: _Row, token: int) -> bool:
-        """Whether a sequence thinks after this token."""
-        marks = None not in self.think_ids and token in self.think_ids
-        return token == self.think_ids[0] if marks else r.thinking
+    def _think(self, records: Sequence[_Row], tokens: Sequence[int]) -> list[bool]:
+        """Whether each sequence thinks after its token."""
+        opens, closes = self.think_ids
+        if None in (opens, closes) or not {opens, closes}.intersection(tokens):
+            return [r.thinking for r in records]
+        pairs = zip(records, tokens, strict=True)
+        return [token == opens if token in (opens, closes) else r.thinking for r, token in pairs]
 
     def _row(self, row: int) -> _Row:
         record = self.rows[row]

@@ -135,6 +135,11 @@ def kept(manager: KVManager, seq: int) -> list[list[int]]:
     return [[p for p in lane if p >= 0] for lane in lanes.tolist()]
 
 
+def state_after(manager: KVManager, seq: int, token: int) -> tuple[int, ...]:
+    """Of one sequence, when this token will be in the cache: view.STATE numbers."""
+    return tuple(manager.states_after([seq], [token])[:, 0].tolist())
+
+
 def owned_bytes(*roots: object) -> int:
     """Bytes of all tensors that can be reached from objects by their attributes and items; views count once.
 

@@ -24,7 +24,7 @@ from minithink.model import Decoder
 from minithink.policies import POLICIES, parse
 from minithink.policies.window import Window
 from tests.compare import assert_close, assert_same
-from tests.kv.run import Cut, feed, kept, manager_for, text_of
+from tests.kv.run import Cut, feed, kept, manager_for, state_after, text_of
 from tests.kv.test_next import ONE_BY_ONE, assert_same_content, assert_same_state, content, feed_next, with_backend
 from tests.policies.test_laws import CLOSE, OPEN, SMALL, WIDTH, decoder_of
 from tests.strategies import example_config, random_decoder
@@ -75,7 +75,7 @@ class Apart:
 
     def feed(self, decoder: Decoder, tokens: dict[int, int], idle: Sequence[int]) -> dict[int, Tensor]:
         """`feed_next`, whose decision is apart."""
-        states = [self.manager.state_after(seq, token) for seq, token in tokens.items()]
+        states = [state_after(self.manager, seq, token) for seq, token in tokens.items()]
         return feed_next(decoder, self.manager, tokens, idle, decide=lambda: self.decide(states))
 
     def decide(self, states: list[tuple[int, ...]]) -> None:
@@ -201,7 +201,7 @@ def test_what_nobody_may_drop() -> None:
     for _ in range(3):
         feed_next(decoder, manager, {0: 1, 1: 1, 2: 1}, decide=lambda: None)
     assert [manager.held(seq) for seq in range(3)] == [5, 6, 4]
-    states = [manager.state_after(seq, 1) for seq in range(3)]
+    states = [state_after(manager, seq, 1) for seq in range(3)]
     two = tensor_of([states[2], states[0]], [1, 3])
     assert manager.due_next(two).tolist() == [True, True, False, False]
     manager.decide_next(two)
@@ -217,13 +217,13 @@ def test_state_after() -> None:
     for seq, n, thinking in ((4, 3, False), (6, 5, True)):
         manager.join(seq, WIDTH, n, thinking)
         feed(decoder, manager, {seq: text_of(decoder.config, n, seq)})
-    assert len(manager.state_after(4, 1)) == STATE
-    assert manager.state_after(4, 1) == (0, 1, 4, 3, 0, 1)
-    assert manager.state_after(4, OPEN) == (0, 1, 4, 3, 1, OPEN)
-    assert manager.state_after(6, CLOSE) == (1, 1, 6, 5, 0, CLOSE)
+    assert len(state_after(manager, 4, 1)) == STATE
+    assert state_after(manager, 4, 1) == (0, 1, 4, 3, 0, 1)
+    assert state_after(manager, 4, OPEN) == (0, 1, 4, 3, 1, OPEN)
+    assert state_after(manager, 6, CLOSE) == (1, 1, 6, 5, 0, CLOSE)
     feed_next(decoder, manager, {6: CLOSE})
-    assert manager.state_after(6, 2) == (1, 1, 7, 5, 0, 2)
-    assert manager.state_after(6, OPEN) == (1, 1, 7, 5, 1, OPEN)
+    assert state_after(manager, 6, 2) == (1, 1, 7, 5, 0, 2)
+    assert state_after(manager, 6, OPEN) == (1, 1, 7, 5, 1, OPEN)
 
 
 # -- whose decisions are recorded
@@ -282,7 +282,7 @@ def test_other_edits_are_refused() -> None:
     manager.join(0, WIDTH, 1)
     feed(decoder, manager, {0: [1]})
     with pytest.raises(ValueError, match="cut is recordable and yields OpenSegment"):
-        manager.decide_next(tensor_of([manager.state_after(0, 1)], []))
+        manager.decide_next(tensor_of([state_after(manager, 0, 1)], []))
 
 
 # -- nothing asks the host
@@ -328,7 +328,7 @@ def test_nothing_asks_the_host(text: str) -> None:
         feed(decoder, manager, {seq: text_of(decoder.config, n, seq)})
     decided = 0
     for _ in range(12):
-        states = [manager.state_after(seq, IDLE) for seq in (1, 0)]
+        states = [state_after(manager, seq, IDLE) for seq in (1, 0)]
         state = tensor_of(states, [3, 4])
 
         def decide(state: Tensor = state) -> None:
