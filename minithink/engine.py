@@ -28,7 +28,7 @@ from minithink.model import Decoder, Rope
 from minithink.policies import POLICIES, parse
 from minithink.policies.full import Full
 from minithink.sampling import SamplingParams
-from minithink.stream import Chunk, Result, Stream, Track, is_out_of_memory
+from minithink.stream import Chunk, Result, Stream, Track, is_out_of_memory, prompts_at_once
 from minithink.tokenizer import Tokenizer
 from minithink.weights import load_decoder, resolve
 
@@ -169,7 +169,14 @@ class Engine:
     def _bytes_for(self, policy: Policy, rows: int, tokens: int, prompt: int) -> int:
         """Bytes of a cache of so many rows under a policy."""
         return bytes_for(
-            self.config, policy, self.dtype, rows=rows, tokens=tokens, prompt=prompt, columns=self.columns
+            self.config,
+            policy,
+            self.dtype,
+            rows=rows,
+            tokens=tokens,
+            prompt=prompt,
+            prompts=prompts_at_once(rows),
+            columns=self.columns,
         )
 
     def generate(

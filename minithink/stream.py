@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,10 +33,21 @@ if TYPE_CHECKING:
 PREFILL_CHUNK = 2048  # prompt tokens per forward pass: bounds the memory of activations
 
 
+def prompts_at_once(rows: int) -> int:
+    """How many prompts the graphed loop reads together. Reading one takes as long as several steps, so that a large
+    batch had better wait until some rows are free."""
+    return max(1, rows // 32)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether this is torch's, or Python's, way to say that the memory of a device is full."""
     said = str(error).lower()  # CUDA and MPS say the first, the CPU's allocator the second
     return isinstance(error, MemoryError) or "out of memory" in said or "not enough memory" in said
+
+
+def _tokens(sequences: Sequence[Track]) -> int:
+    """Of their prompts together."""
+    return sum(len(s.prompt) for s in sequences)
 
 
 class Chunk(NamedTuple):
@@ -123,10 +135,12 @@ class Stream:
         self.sampler = Sampler(params, engine.config.vocab_size, engine.device)
         self.cache = self._make_cache(policy)
         self._loop: DecodeLoop | None = None
+        self._together = 1  # prompts that are read in one pass
         if isinstance(self.cache, KVManager):
             self.cache.recorder = recorder
             if self.cache.capturable:
                 self._loop = DecodeLoop(engine.decoder, self.cache, params, () if fixed else SIZES)
+                self._together = prompts_at_once(batch_size)
         # called after every forward pass with its sequences, when the policy has acted on them and none has left
         self.on_step: Callable[[list[Track]], object] = lambda sequences: None
         self._texts = [engine.tokenizer.stream() for _ in sequences]
@@ -154,8 +168,8 @@ class Stream:
         ids = (tokens.id_of(OPEN), tokens.id_of(CLOSE))
         prompt = max(len(s.prompt) for s in self.sequences)
         return KVManager(
-            engine.config, engine.rope, policy, rows=rows, tokens=longest, prompt=prompt, prompts=1,
-            think_ids=ids, columns=engine.columns, **options,
+            engine.config, engine.rope, policy, rows=rows, tokens=longest, prompt=prompt,
+            prompts=prompts_at_once(rows), think_ids=ids, columns=engine.columns, **options,
         )  # fmt: skip
 
     def steps(self) -> Iterator[int]:
@@ -195,22 +209,28 @@ class Stream:
         """The loop. Gives, after every step, the sequences that have a new token."""
         waiting, running = deque(self.sequences), list[Track]()
         while waiting or running:
-            while waiting and len(running) < self.batch_size:
-                s = waiting.popleft()
-                self._advance([s])
-                yield [s]
-                if not s.finish_reason:
-                    running.append(s)
+            while waiting and self.batch_size - len(running) >= min(self._together, len(waiting)):
+                group = [waiting.popleft()]
+                while (
+                    waiting
+                    and len(group) < self._together
+                    and _tokens(group) + len(waiting[0].prompt) <= PREFILL_CHUNK
+                ):
+                    group.append(waiting.popleft())
+                self._advance(group)
+                yield group
+                running += [s for s in group if not s.finish_reason]
             if running:
                 self._advance(running)
                 yield running
                 running = [s for s in running if not s.finish_reason]
 
     def _advance(self, sequences: list[Track]) -> None:
-        """One token more for each: all of them decode, or the only one is new."""
+        """One token more for each: all of them decode, or all are new."""
         try:
             if not sequences[0].tokens:
-                drawn = self._draw(sequences, self._prefill(sequences[0]))
+                logits = self._prefill(sequences)
+                drawn = [self._draw([s], own)[0] for s, own in zip(sequences, logits.split(1), strict=True)]
             elif self._loop is not None:
                 drawn = self._loop.step([s.number for s in sequences], [s.tokens[-1] for s in sequences])
             else:
@@ -227,12 +247,25 @@ class Stream:
                 "--batch-size, fewer --max-new-tokens or a smaller --dtype."
             ) from error
 
-    def _prefill(self, s: Track) -> Tensor:
-        """Join the cache and read the prompt → logits [1, V] of its last token."""
-        thinking = Stage(self.engine.tokenizer, s.prompt).name == "think"
-        self.cache.join(s.number, len(s.prompt) + s.limit, len(s.prompt), thinking, s.budget)
-        s.began = time.perf_counter()
-        hidden = torch.empty(0)
+    def _prefill(self, sequences: list[Track]) -> Tensor:
+        """Join the cache and read the prompts, several or a long one → logits [N, V] of their last tokens."""
+        for s in sequences:
+            thinking = Stage(self.engine.tokenizer, s.prompt).name == "think"
+            self.cache.join(s.number, len(s.prompt) + s.limit, len(s.prompt), thinking, s.budget)
+            s.began = time.perf_counter()
+        if _tokens(sequences) <= PREFILL_CHUNK:
+            # Where no bit may depend on who is read together, products always have the same number of rows.
+            padded = self.fixed and self._together > 1
+            idle = PREFILL_CHUNK - _tokens(sequences) if padded else 0
+            counts = [len(s.prompt) for s in sequences]
+            hidden = self._forward(
+                [s.number for s in sequences], counts, [t for s in sequences for t in s.prompt], idle
+            )
+            ends = list(accumulate(counts))
+            ends += ends[-1:] * (self._together - len(ends) if padded else 0)
+            last = hidden[[end - 1 for end in ends]]
+            return self.engine.decoder.logits(last)[: len(sequences)]
+        [s] = sequences
         for start in range(0, len(s.prompt), PREFILL_CHUNK):
             tokens = s.prompt[start : start + PREFILL_CHUNK]
             hidden = self._forward([s.number], [len(tokens)], tokens)

@@ -39,7 +39,7 @@ class Meter(Protocol):
     """Called after every forward pass of a stream (`Stream.on_step`)."""
 
     def __call__(self, sequences: Sequence[Track]) -> None:
-        """These took part: one whose prompt was read, or all that decode."""
+        """These took part: some whose prompts were read, or all that decode."""
 
     def take(self, sequences: Sequence[Track]) -> list[Held]:
         """What these sequences held, which have ended; to be asked before the stream goes on. They are forgotten."""
@@ -83,15 +83,14 @@ class DeviceMeter:
 
     @torch.inference_mode()
     def __call__(self, sequences: Sequence[Track]) -> None:
-        first = sequences[0]
-        if not first.tokens:
-            self._row[first.number] = row = self.cache.next_state(first.number)[0]
-            at = torch.tensor([row], device=self.sums.device)
-            count = self.cache.store.count
-            self.before[:, row] = count[:, row]
-            self.sums[:, row] = 0
-            self.sums[0, row] = count[:, row].double().mean()
-            self.sums[1, row] = self.cache.store.held(at).sum() + self._state()
+        if not sequences[0].tokens:
+            for s in sequences:
+                self._row[s.number] = row = self.cache.next_state(s.number)[0]
+                count, at = self.cache.store.count, torch.tensor([row], device=self.sums.device)
+                self.before[:, row] = count[:, row]
+                self.sums[:, row] = 0
+                self.sums[0, row] = count[:, row].double().mean()
+                self.sums[1, row] = self.cache.store.held(at).sum() + self._state()
             return
         values, width = self._inputs([self._row[s.number] for s in sequences]), self.cache.store.seen
         if width not in self._recorded:

@@ -229,8 +229,8 @@ class Job:
         each, last = 0.0, time.perf_counter()  # seconds that a sequence would have if it had decoded from the start
         for advanced in stream.advances():
             now = time.perf_counter()
-            if len(advanced[0].tokens) == 1:  # its prompt was read, and nobody else took part
-                began[advanced[0].number] = each - (now - last)
+            if len(advanced[0].tokens) == 1:  # their prompts were read, and nobody else took part
+                began |= {s.number: each - (now - last) / len(advanced) for s in advanced}
             else:
                 each += (now - last) / len(advanced)
             last = now

@@ -424,19 +424,25 @@ class KVManager:
             q = self.backend.append(raw, k, v, now.cos, now.sin, now.writer, layer)
             self._keep_queries(layer, q, now)
             return self._decode(layer, raw, q, now)
+        rows, longest = sum(now.counts), max(now.counts)  # rows behind those are idle
+        idle, qk, v = len(qk) - rows, qk[:rows], v[:rows]
         q, k = self.backend.rope(qk, now.cos, now.sin).split_with_sizes(heads, dim=1)
-        longest = max(now.counts)
         kv = torch.stack((k, v), dim=1).split(now.counts)
         padded = torch.stack([torch.nn.functional.pad(x, (0, 0) * 3 + (0, longest - len(x))) for x in kv])
         now.writer.write(layer, padded[:, :, 0], padded[:, :, 1])
         self._keep_queries(layer, q, now)
         out = []
         for i, (row, q_i) in enumerate(zip(now.rows, q.split(now.counts), strict=True)):
-            total = self._row(row).length + now.counts[i]
-            k_i, v_i = (x[0, :, :total] for x in self.store.reader(now.at[i : i + 1])(layer))  # [Hkv, total, D]
+            if before := self._row(row).length:
+                read = self.store.reader(now.at[i : i + 1])(layer)
+                k_i, v_i = (x[0, :, : before + now.counts[i]] for x in read)  # [Hkv, T, D]
+            else:  # all that it may look at is in this pass
+                k_i, v_i = kv[i].permute(1, 2, 0, 3).unbind()
             out.append(self.backend.attention(q_i, k_i, v_i))
             for demand in (d for d in self._due(See.MASS, layer) if d.prompt):
                 self._prompt_mass(layer, row, demand, q_i, k_i)
+        if idle:
+            out.append(q.new_zeros(idle, *q.shape[1:]))
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _decode(self, layer: int, raw: Tensor, q: Tensor, now: _Pass) -> Tensor:
@@ -516,6 +522,12 @@ class KVManager:
                 self.store.measure(row)
             if decide is not None:
                 decide()
+            elif now.prompt and self.records_decisions:  # of these rows alone
+                ends = dict(zip(now.rows, now.tokens, strict=True))
+                states = [
+                    (row, 1, r.length, r.prompt, r.thinking, ends[row]) for row in settled if (r := self._row(row))
+                ]
+                self.decide_next(torch.tensor(states, device=self.device).t().contiguous())
             elif self.deciding:
                 step = self._step(active)
                 edits = self._edits(step)
@@ -762,14 +774,14 @@ def check_budget(policy: Policy, prompt: int, budget: int | None = None) -> None
 
 def bytes_for(
     config: ModelConfig, policy: Policy, dtype: torch.dtype, *, rows: int, tokens: int, prompt: int,
-    columns: Literal["fit"] | None = None,
+    prompts: int = 1, columns: Literal["fit"] | None = None,
 ) -> int:  # fmt: skip
-    """Bytes that a manager of so many rows takes, everything counted; nothing is allocated. One prompt is read at a
-    time; arguments as of KVManager."""
+    """Bytes that a manager of so many rows takes, everything counted; nothing is allocated. Arguments as of
+    KVManager."""
     rope = Rope(replace(config, max_position=1), "meta")
     policy = copy.deepcopy(policy)
     manager = KVManager(
-        config, rope, policy, rows=rows, tokens=tokens, prompt=prompt, prompts=1, device="meta", dtype=dtype,
+        config, rope, policy, rows=rows, tokens=tokens, prompt=prompt, prompts=prompts, device="meta", dtype=dtype,
         columns=columns,
     )  # fmt: skip
     return sum(x.nbytes for x in manager.tensors())

@@ -105,7 +105,9 @@ class Pages:
 
     def format(self) -> Tensor:
         """Index of every token's format, BUFFER in the ring: uint8 [Lt, B, Ht, S]; anything where no token is."""
-        place = self.place[..., : self.seen]
+        return self._format_of(self.place[..., : self.seen])
+
+    def _format_of(self, place: Tensor) -> Tensor:
         page = (place // self.table.most).clamp(min=0).long()
         return torch.where(place < 0, BUFFER, self.table.format[page])
 

@@ -144,8 +144,12 @@ class PagedStore(Pages):
         most = self._grown(rows, counts)
         width = max(most) if self.columns is None else None
         at = torch.tensor(rows, device=device)
-        fits = torch.arange(n, device=device) < torch.tensor(counts, device=device)[:, None]  # [N, n]
-        valid, positions = self._spread(at, fits, torch.tensor(lengths, device=device))
+        column = torch.arange(n, device=device)
+        # of every unit of these rows: [Lt, N, Ht, n]
+        lt, _, ht = self.shape.tables
+        fits = column < torch.tensor(counts, device=device)[:, None]
+        position = torch.tensor(lengths, device=device)[:, None] + column
+        valid, positions = (x[None, :, None].expand(lt, len(rows), ht, n) for x in (fits, position.to(torch.int32)))
         if self.storage.buffer and not prompt:
             waiting = torch.tensor([self.waiting[row] for row in rows], device=device)
             writer = self._append_to_ring(at, valid, positions, waiting, width)
@@ -197,35 +201,24 @@ class PagedStore(Pages):
             if self.storage.buffer and not prompt:
                 self.waiting[row] += count
 
-    def _spread(self, at: Tensor, fits: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Which new tokens there are, and their positions, for every unit: [Lt, B, Ht, n] each. fits: bool [N, n]."""
-        (lt, b, ht), n = self.shape.tables, fits.shape[1]
-        valid = torch.zeros(b, n, dtype=torch.bool, device=at.device).index_copy_(0, at, fits)
-        own = (lengths[:, None] + torch.arange(n, device=at.device)).to(torch.int32)
-        positions = torch.zeros(b, n, dtype=torch.int32, device=at.device).index_copy_(0, at, own)
-        return valid[None, :, None].expand(lt, b, ht, n), positions[None, :, None].expand(lt, b, ht, n)
-
     def _append_to_ring(
         self, at: Tensor, valid: Tensor, positions: Tensor, waiting: Tensor, width: int | None
     ) -> Writer:
-        index = torch.zeros(self.shape.rows, 1, dtype=torch.int32, device=at.device)
-        index.index_copy_(0, at, waiting[:, None].to(torch.int32))
-        self._list(valid, (-1 - index)[None, :, None].expand(valid.shape), positions, width)
+        self._list(at, valid, (-1 - waiting)[None, :, None, None].expand(valid.shape), positions, width)
         return _RingWriter(self, at, waiting)
 
     def _append_to_pages(
         self, at: Tensor, valid: Tensor, positions: Tensor, width: int | None, prompt: bool, purpose: str
     ) -> Writer:
-        thought = self._thoughts()
+        thought = self._thoughts(at)
         formats = (0,) if prompt else self.home
         chosen = torch.zeros_like(thought) if prompt else self.thought_format[thought.long()]
         valids = {f: valid & (chosen == f)[..., None] for f in formats} if len(formats) > 1 else {formats[0]: valid}
-        places = self._take(valids, thought, purpose)
+        places = self._take(at, valids, thought, purpose)
         place = sum(torch.where(valids[f], self._join(*places[f]), 0) for f in formats)
         assert isinstance(place, Tensor)
-        self._list(valid, place, positions, width)
-        bases = {f: self._base(f, page[:, at], slot[:, at]) for f, (page, slot) in places.items()}
-        return _PageWriter(self, at, bases)
+        self._list(at, valid, place, positions, width)
+        return _PageWriter(self, at, {f: self._base(f, page, slot) for f, (page, slot) in places.items()})
 
     def _allocate(self, at: Tensor, active: Tensor, size: int) -> dict[int, Tensor]:
         """Slots for the tokens that lie in no page yet, without asking anything of the device: for each format the
@@ -242,19 +235,21 @@ class PagedStore(Pages):
         trash = {f: self.trash_page * self.shape.sharing * self.layouts[f].slots for f in self.home}
         return {f: torch.where(chosen == f, base, trash[f]) for f in self.home}
 
-    def _take(self, valids: dict[int, Tensor], thought: Tensor, purpose: str) -> dict[int, tuple[Tensor, Tensor]]:
-        """Slots for the valid tokens of each format, all of them or none: → page, slot [Lt, B, Ht, n]."""
-        missing = {f: self.table.missing(f, thought, valid.sum(-1)) for f, valid in valids.items()}
+    def _take(
+        self, at: Tensor, valids: dict[int, Tensor], thought: Tensor, purpose: str
+    ) -> dict[int, tuple[Tensor, Tensor]]:
+        """Slots for the valid tokens of each format in some rows, or none: → page, slot [Lt, N, Ht, n]."""
+        missing = {f: self.table.missing(f, thought, valid.sum(-1), at) for f, valid in valids.items()}
         most = {f: -(-valid.shape[-1] // self.layouts[f].slots) for f, valid in valids.items()}
-        units = self.count.numel()
+        units = thought.numel()
         wanted = torch.stack([pages.sum() for pages in missing.values()]).sum()
         self.table.pages.require(sum(most.values()) * units, wanted, purpose)
         out = {}
         full = self.shape.device.type != "cpu" or bool(wanted)  # asking costs less than opening nothing, on a CPU
         for f, valid in valids.items():
             if full:
-                self.table.open(f, thought, missing[f], most[f])
-            out[f] = self.table.take(f, thought, valid)
+                self.table.open(f, thought, missing[f], most[f], at)
+            out[f] = self.table.take(f, thought, valid, at)
             self.used.add(f)
         return out
 
@@ -270,14 +265,18 @@ class PagedStore(Pages):
                 raise UsageError(f"A lane may hold {max(most)} tokens and the width was fixed to {self.columns}.")
         return most
 
-    def _list(self, valid: Tensor, place: Tensor, positions: Tensor, width: int | None) -> None:
+    def _list(self, at: Tensor, valid: Tensor, place: Tensor, positions: Tensor, width: int | None) -> None:
         """Put new tokens at the ends of their lists. width: what these need; None: it is fixed."""
         if width is not None:
             self._widen(width)
-        column = torch.where(valid, self.count[..., None] + valid.cumsum(-1) - 1, self.place.shape[-1] - 1)
-        self.place.scatter_(-1, column, place.to(torch.int32))
-        self.pos.scatter_(-1, column, torch.where(valid, positions, -1))
-        self.count += valid.sum(-1, dtype=torch.int32)
+        held = self.count[:, at]
+        column = torch.where(valid, held[..., None] + valid.cumsum(-1) - 1, self.place.shape[-1] - 1)
+        lt, _, ht = self.shape.tables
+        layer, head = (torch.arange(n, device=at.device) for n in (lt, ht))
+        end = layer[:, None, None, None], at[:, None, None], head[:, None], column
+        self.place[end] = place.to(torch.int32)
+        self.pos[end] = torch.where(valid, positions, -1)
+        self.count[:, at] = held + valid.sum(-1, dtype=torch.int32)
 
     def _widen(self, width: int) -> None:
         """Room for so many tokens in every list."""
@@ -315,14 +314,14 @@ class PagedStore(Pages):
 
         Args:
             rows: int64 [N], whose tokens these are.
-            valid: bool [Lt, B, Ht, n], false outside of `rows`.
+            valid: bool [Lt, N, Ht, n].
             values: layer → K, V [N, Hkv, n, D], finite where valid.
             formats: that may occur.
-            chosen: format index [Lt, B, Ht] of each unit's tokens.
-            thought: uint8 [Lt, B, Ht].
+            chosen: format index [Lt, N, Ht] of each unit's tokens.
+            thought: uint8 [Lt, N, Ht].
 
         Returns:
-            place, int64 [Lt, B, Ht, n], of the valid tokens.
+            place, int64 [Lt, N, Ht, n], of the valid tokens.
         """
         valids = {f: valid & (chosen == f)[..., None] for f in formats}
         groups: dict[int, Tensor] = {}
@@ -330,21 +329,19 @@ class PagedStore(Pages):
             if self.layouts[f].by_token:
                 size = self.layouts[f].k.group
                 padded = torch.nn.functional.pad(valids[f], (0, -valid.shape[-1] % size))
-                groups[f] = padded.unflatten(-1, (-1, size)).sum(-1, dtype=torch.int32)  # [Lt, B, Ht, groups]
+                groups[f] = padded.unflatten(-1, (-1, size)).sum(-1, dtype=torch.int32)  # [Lt, N, Ht, groups]
         if groups:
             wanted = torch.stack([(g > 0).sum() for g in groups.values()]).sum()
             self.free_rows.require(sum(g.numel() for g in groups.values()), wanted, purpose)
-        places = self._take(valids, thought, purpose)
+        places = self._take(rows, valids, thought, purpose)
         place = torch.zeros_like(valid, dtype=torch.long)
         for f in formats:
             lay, (page, slot) = self.layouts[f], places[f]
             place = torch.where(valids[f], self._join(page, slot), place)
-            page, slot = page[:, rows], slot[:, rows]
             row = None
             if f in groups:
-                row = self.free_rows.draw(groups[f] > 0, groups[f].numel())  # [Lt, B, Ht, groups]
+                row = self.free_rows.draw(groups[f] > 0, groups[f].numel())  # [Lt, N, Ht, groups]
                 self.row_uses[row.long()] = groups[f]
-                row = row[:, rows]
                 spread = row.repeat_interleave(lay.k.group, -1)[..., : valid.shape[-1]]
                 self.row_of[page, slot] = spread
             for layer in range(self.shape.layers):
@@ -354,22 +351,13 @@ class PagedStore(Pages):
                     self._write_shrunk(formats[0], f, layer, rows, page[t], slot[t], k, v)
                 else:
                     base = self._base(f, page[t], slot[t])
-                    self._write_tokens(
-                        f, layer, rows, base, k, v, valids[f][t][rows], None if row is None else row[t]
-                    )
+                    self._write_tokens(f, layer, rows, base, k, v, valids[f][t], None if row is None else row[t])
         return place
 
     def _write_tokens(
-        self,
-        f: int,
-        layer: int,
-        rows: Tensor,
-        base: Tensor,
-        k: Tensor,
-        v: Tensor,
-        valid: Tensor,
+        self, f: int, layer: int, rows: Tensor, base: Tensor, k: Tensor, v: Tensor, valid: Tensor,
         group: Tensor | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Quantize tokens of one layer into their slots. base: [N, Ht, n], k, v: [N, Hkv, n, D], valid: [N, Ht, n],
         group: rows of scales of keys by token, [N, Ht, groups]."""
         params = None
@@ -477,21 +465,20 @@ class PagedStore(Pages):
         """
         at = torch.tensor(rows, device=self.shape.device)
         size = self.storage.buffer
-        mine = torch.zeros(self.shape.rows, dtype=torch.bool, device=at.device).index_fill_(0, at, True)
-        place = self.place[..., : self.seen]
-        waiting = (place < 0) & (self.positions() >= 0) & mine[None, :, None, None]
+        place = self.place[:, at, :, : self.seen]  # [Lt, N, Ht, S]
+        waiting = (place < 0) & (self.positions()[:, at] >= 0)
         # from columns of the list to places in the ring, and back
         index = torch.where(waiting, -1 - place, size).long()
         valid = torch.zeros(*place.shape[:-1], size + 1, dtype=torch.bool, device=at.device)
         valid = valid.scatter_(-1, index, True)[..., :size]
-        thought = self._thoughts()
+        thought = self._thoughts(at)
         new = self._store(
             at, valid, lambda layer: (self.ring[layer, at, :, :, 0], self.ring[layer, at, :, :, 1]),
             self.home, self.thought_format[thought.long()], thought,
             f"quantizing the buffers of {len(rows)} sequences",
         )  # fmt: skip
         new = torch.nn.functional.pad(new, (0, 1)).gather(-1, index)
-        self.place[..., : self.seen] = torch.where(waiting, new, place).to(torch.int32)
+        self.place[:, at, :, : self.seen] = torch.where(waiting, new, place).to(torch.int32)
         for row in rows:
             self.waiting[row] = 0
 
@@ -554,10 +541,9 @@ class PagedStore(Pages):
             return
         whole = s.sink + max(0, length - s.sink) // max(1, s.buffer) * max(1, s.buffer)
         keep = s.tail == "keep"
-        place, pos = self.place[..., : self.seen], self.positions()
-        mine = torch.zeros(self.shape.rows, dtype=torch.bool, device=at.device).index_fill_(0, at, True)
+        place, pos = self.place[:, at, :, : self.seen], self.positions()[:, at]  # [Lt, 1, Ht, S]
         # what the policy has moved to another format already stays there
-        here = (pos >= s.sink) & mine[None, :, None, None] & (self.format() == 0)
+        here = (pos >= s.sink) & (self._format_of(place) == 0)
         moving, waiting = (here & (pos < whole), here & (pos >= whole)) if keep else (here, torch.zeros_like(here))
         # groups are made of neighbours in the text: from columns to positions, and back
         index = torch.where(moving, pos - s.sink, length).long()
@@ -565,7 +551,7 @@ class PagedStore(Pages):
         valid = valid.scatter_(-1, index, True)[..., :length]
 
         def values(layer: int) -> tuple[Tensor, Tensor]:
-            where = index[min(layer, index.shape[0] - 1)][at].expand(-1, self.shape.kv_heads, -1)
+            where = index[min(layer, index.shape[0] - 1)].expand(-1, self.shape.kv_heads, -1)
             out = []
             for x in read(layer):
                 by_position = x.new_zeros(*x.shape[:2], length + 1, x.shape[-1])
@@ -573,7 +559,7 @@ class PagedStore(Pages):
             return out[0], out[1]
 
         if not self.layouts[home].plain:
-            thought = self._thoughts()
+            thought = self._thoughts(at)
             new = self._store(
                 at, valid, values, self.home, self.thought_format[thought.long()], thought,
                 f"quantizing a prompt of {length:,} tokens",
@@ -586,17 +572,16 @@ class PagedStore(Pages):
             recent = here & (pos >= length - s.buffer)
             slots = torch.where(recent, (pos - s.sink) % s.buffer, s.buffer)
             for layer in range(self.shape.layers):
-                into = slots[min(layer, place.shape[0] - 1)][at].long().expand(-1, self.shape.kv_heads, -1)
+                into = slots[min(layer, place.shape[0] - 1)].long().expand(-1, self.shape.kv_heads, -1)
                 ring = self.ring.new_zeros(1, self.shape.kv_heads, s.buffer + 1, 2, self.shape.head_dim)
                 kv = torch.stack(read(layer), dim=3)
                 ring.scatter_(2, into[..., None, None].expand(kv.shape), kv)
                 self.ring[layer, row] = ring[0, :, :-1]
             self.waiting[row] = length - min(whole, length)
-        old = place.clone()
-        self.place[..., : self.seen] = torch.where(
+        self.place[:, at, :, : self.seen] = torch.where(
             moving, new, torch.where(waiting, -1 - (pos - whole), place)
         ).to(torch.int32)  # fmt: skip
-        self._release(old, (moving | waiting) & (old >= 0))
+        self._release(place, (moving | waiting) & (place >= 0))
         self._settled(row)
 
     def _settled(self, row: int) -> None:
@@ -670,7 +655,8 @@ class PagedStore(Pages):
         start, end = self.layouts[source], self.layouts[f]
         # refuses, before anything is taken, what cannot be shrunk
         shrink(start.k, end.k, self.pool.new_empty(0, start.k_codes), self.side.new_empty(0, start.k_side))
-        page, slot = self._take({f: valid}, thought, "shrinking tokens")[f]
+        at = torch.arange(self.shape.rows, device=valid.device)
+        page, slot = self._take(at, {f: valid}, thought, "shrinking tokens")[f]
         old_page = torch.where(valid, old // self.table.most, self.zero_page).long()
         old_slot = torch.where(valid, old % self.table.most, 0).long()
         for layer in range(self.shape.layers):
@@ -765,9 +751,10 @@ class PagedStore(Pages):
     def _join(self, page: Tensor, slot: Tensor) -> Tensor:
         return page * self.table.most + slot
 
-    def _thoughts(self) -> Tensor:
-        """The running thought type of every unit: uint8 [Lt, B, Ht]."""
-        return self.thought[None, :, None].expand(self.shape.tables)
+    def _thoughts(self, at: Tensor) -> Tensor:
+        """The running thought type of every unit of some rows: uint8 [Lt, N, Ht]."""
+        lt, _, ht = self.shape.tables
+        return self.thought[at][None, :, None].expand(lt, len(at), ht)
 
 
 class Writer:

@@ -109,20 +109,20 @@ class BlockTable:
         p = self.pages
         return self.live, self.taken, self.filled, self.thought, self.format, self.page, p.stack, p.top
 
-    def missing(self, fmt: int, thought: Tensor, count: Tensor) -> Tensor:
-        """Pages to open so that every unit has room for `count` tokens: int64 [Lt, B, Ht]; thought as in `take`."""
-        here = self.page.long()
+    def missing(self, fmt: int, thought: Tensor, count: Tensor, at: Tensor | None = None) -> Tensor:
+        """Pages to open so that every unit has room for `count` tokens: int64 [Lt, N, Ht]; others as in `take`."""
+        here = self._of(at).long()
         room = (self.slots[fmt] - self.taken[here]) * self._fits(fmt, thought, here)
         lacking = (count - room.sum(-1)).clamp(min=0)
         return (lacking + self.slots[fmt] - 1) // self.slots[fmt]
 
-    def open(self, fmt: int, thought: Tensor, pages: Tensor, most: int) -> None:
-        """Give every unit so many more pages, at most `most` each: pages int [Lt, B, Ht]."""
+    def open(self, fmt: int, thought: Tensor, pages: Tensor, most: int, at: Tensor | None = None) -> None:
+        """Give every unit so many more pages, at most `most` each: pages int [Lt, N, Ht]; others as in `take`."""
         if not most:
             return
-        self._widen(pages, most)
+        self._widen(pages, most, at)
         most = min(most, self.page.shape[-1])
-        want = torch.arange(most, device=pages.device) < pages[..., None]  # [Lt, B, Ht, most]
+        want = torch.arange(most, device=pages.device) < pages[..., None]  # [Lt, N, Ht, most]
         new = self.pages.draw(want, want.numel())
         number = new.long()
         self.live[number] = False
@@ -131,31 +131,35 @@ class BlockTable:
         self.thought[number] = thought[..., None].expand(want.shape)
         self.format[number] = torch.where(want, fmt, 255).to(torch.uint8)
         # into the first columns that hold no page
-        columns = (self.page == self.pages.count).to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+        own = self._of(at)
+        columns = (own == self.pages.count).to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
         columns = columns[..., :most]
-        self.page.scatter_(-1, columns, torch.where(want, new, self.page.gather(-1, columns)))
+        own.scatter_(-1, columns, torch.where(want, new, own.gather(-1, columns)))
+        if at is not None:
+            self.page[:, at] = own
 
-    def take(self, fmt: int, thought: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    def take(self, fmt: int, thought: Tensor, valid: Tensor, at: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Take a free slot for every valid token, in pages of this format and thought type; there must be room.
 
         Evicted slots are used again in place, in the order of the table.
 
         Args:
             fmt: index of the format.
-            thought: uint8 [Lt, B, Ht] (broadcast), the type of each unit's tokens.
-            valid: bool [Lt, B, Ht, n].
+            thought: uint8 [Lt, N, Ht] (broadcast), the type of each unit's tokens.
+            valid: bool [Lt, N, Ht, n].
+            at: int64 [N], of these rows, each once; None: of all B.
 
         Returns:
-            page and slot, int64 [Lt, B, Ht, n]; the page is `pages.count` where not valid.
+            page and slot, int64 [Lt, N, Ht, n]; the page is `pages.count` where not valid.
         """
-        per_page, here = self.slots[fmt], self.page.long()
+        per_page, here = self.slots[fmt], self._of(at).long()
         fits = self._fits(fmt, thought, here)
         if valid.shape[-1] == 1:  # the first page with room, its first free slot
             column = (fits & (self.taken[here] < per_page)).to(torch.uint8).argmax(-1, keepdim=True)
             page = torch.where(valid, here.gather(-1, column), self.pages.count)
             slot = self.live[page, :per_page].to(torch.uint8).argmin(-1)
         else:  # the i-th valid token takes the i-th free slot
-            free = (~self.live[here, :per_page] & fits[..., None]).flatten(-2)  # [Lt, B, Ht, width · slots]
+            free = (~self.live[here, :per_page] & fits[..., None]).flatten(-2)  # [Lt, N, Ht, width · slots]
             rank = (valid.cumsum(-1) - 1).clamp(min=0)
             column = free.to(torch.uint8).argsort(dim=-1, descending=True, stable=True).gather(-1, rank)
             page = torch.where(valid, here.gather(-1, column // per_page), self.pages.count)
@@ -205,16 +209,22 @@ class BlockTable:
             )  # fmt: skip
         return out
 
+    def _of(self, at: Tensor | None) -> Tensor:
+        """The tables of some rows: a copy; of all rows: themselves."""
+        return self.page if at is None else self.page[:, at]
+
     def _fits(self, fmt: int, thought: Tensor, here: Tensor) -> Tensor:
-        """Pages of a unit that are for tokens of this format and type: bool [Lt, B, Ht, width]."""
+        """Pages of a unit that are for tokens of this format and type: bool [Lt, N, Ht, width]."""
         return (self.format[here] == fmt) & (self.thought[here] == thought[..., None])
 
-    def _widen(self, pages: Tensor, most: int) -> None:
-        """Room for so many more pages of every unit, at most `most` each. Where there is room the table stays where
+    def _widen(self, pages: Tensor, most: int, at: Tensor | None) -> None:
+        """Room for so many more pages of the units, at most `most` each. Where there is room the table stays where
         it is: recorded graphs know its address."""
         self.widest += most
         if self.widest > self.page.shape[-1]:  # as far as the host knows: count
-            self.widest = int(((self.page != self.pages.count).sum(-1) + pages).max())
+            used = (self.page != self.pages.count).sum(-1)  # of all rows: what others use counts for the next time
+            used[:, slice(None) if at is None else at] += pages
+            self.widest = int(used.max())
             if (more := self.widest - self.page.shape[-1]) > 0:
                 more = max(more, self.page.shape[-1])  # doubling
                 self.page = torch.nn.functional.pad(self.page, (0, more), value=self.pages.count)

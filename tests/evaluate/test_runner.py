@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+import minithink.engine as engine_module
 import minithink.loop as loop_module
+import minithink.stream as stream_module
 from minithink.engine import Engine, load
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate import plots, runner
@@ -26,7 +28,7 @@ from minithink.evaluate.journal import Journal, Key, Record, read, text_hash
 from minithink.evaluate.ranks import Ranks
 from minithink.kv.apart import Apart
 from minithink.sampling import filter_logits, gumbel
-from minithink.stream import Stream, Track
+from minithink.stream import PREFILL_CHUNK, Stream, Track
 from tests.evaluate.run import NEW, QUESTIONS, evaluate, options, recorded
 from tests.fixtures_checkpoint import write_checkpoint
 from tests.test_loop import Launched
@@ -308,10 +310,22 @@ def drawn(model: Path, batch_size: int, num_samples: int) -> dict[int, tuple[lis
     return {s.number: (s.tokens, margins[s.number]) for s in stream.sequences}
 
 
+@pytest.mark.parametrize("together", [1, 2])
 def test_beside_the_loop_of_a_gpu(
-    model: Path, problems: Path, tmp_path: Path, whole: dict[Key, Any], monkeypatch: pytest.MonkeyPatch
+    together: int, model: Path, problems: Path, tmp_path: Path, whole: dict[Key, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same texts from graphs, launched one by one here; every graph of a step has all rows."""
+    """The same texts from graphs, launched one by one here; every graph of a step has all rows, and where prompts are
+    read together every pass over them too."""
+    read = list[tuple[int, int]]()
+    forward = Stream._forward
+
+    def count(self: Stream, numbers: list[int], counts: list[int], tokens: list[int], idle: int = 0) -> Any:
+        read.append((len(numbers), len(tokens) + idle))
+        return forward(self, numbers, counts, tokens, idle)
+
+    monkeypatch.setattr(Stream, "_forward", count)
+    for module in (stream_module, engine_module):
+        monkeypatch.setattr(module, "prompts_at_once", lambda rows: min(rows, together))
     monkeypatch.setattr(loop_module, "Recorded", Launched)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     loaded = runner.load
@@ -334,6 +348,9 @@ def test_beside_the_loop_of_a_gpu(
     got = evaluate(model, problems, tmp_path, policies=POLICIES)
     assert len(loops) == 5
     assert {n for loop in loops for n, *_ in loop.recorded} == {3}
+    assert {n for n, _ in read} == {1, together}
+    if together > 1:
+        assert {tokens for _, tokens in read} == {PREFILL_CHUNK}
     names = ("text_sha", "right", "generated_tokens", "tokens_peak", "tokens_mean", "steps", "evicting_steps")
     for key, want in whole.items():
         assert [got[key][name] for name in names] == [want[name] for name in names], key
