@@ -122,10 +122,10 @@ def test_there_is_room_for_all_parts(base: int, short: int, even: int, most: int
     _split_of[(1,)](out, torch.tensor([count], dtype=torch.int32, device=DEVICE), c)
     split = int(out)
     assert split % even == 0
-    assert split <= longest
+    assert 0 < split <= longest
     parts = -(-count // longest)
-    assert -(-count // max(1, split)) <= parts <= kernel._most_parts(most, base, short)
-    assert split - even < count / max(1, parts)  # no longer than it must be
+    assert -(-count // split) <= parts <= kernel._most_parts(most, base, short)
+    assert split - even < max(1, count) / max(1, parts)  # no longer than it must be
 
 
 @pytest.mark.parametrize("name", ["int4", "int2-by-token"])
