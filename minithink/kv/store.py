@@ -179,7 +179,8 @@ class PagedStore(Pages):
         for row in rows:
             self.most[row] += 1
         self.used.update(self.appends)
-        self.table.pages.at_least *= bool(self.storage.buffer)  # pages may have been drawn: ask when it matters
+        if not self.storage.buffer:
+            self.table.drawn()
         self._count(rows, [1] * len(rows), lengths, False)
 
     @property
@@ -521,7 +522,8 @@ class PagedStore(Pages):
     def flushed(self, rows: Sequence[int]) -> None:
         """What the host must know after `flush_next`."""
         self.used.update(self.home)
-        self.table.pages.at_least = self.free_rows.at_least = 0  # some were drawn: ask when it matters
+        self.table.drawn()
+        self.free_rows.at_least = 0  # some were drawn: ask when it matters
         for row in rows:
             self.waiting[row] = 0
 

@@ -18,8 +18,9 @@ from torch import Tensor
 
 import minithink.kv.manager as manager_module
 from minithink.backend import REFERENCE, triton_backend
-from minithink.kv.contract import SCOPES, Demand, Edit, OpenSegment, Policy, Scope, See, Step, Storage
+from minithink.kv.contract import SCOPES, Demand, Edit, OpenSegment, Policy, Scope, See, Shape, Step, Storage
 from minithink.kv.manager import KVManager
+from minithink.kv.store import PagedStore
 from minithink.kv.table import Exhausted
 from minithink.model import Decoder
 from minithink.policies import POLICIES, parse
@@ -516,6 +517,28 @@ def test_too_small_a_pool_is_noticed() -> None:
 
     small.begin_next(at, ~some, none, none)  # nobody takes part
     assert bool(store.overflow)
+
+
+@pytest.mark.parametrize("buffer", [0, 1])
+def test_tables_grow_after_steps_that_filled_them(buffer: int) -> None:
+    """The host does not count the columns that such steps take, and knows that."""
+    storage, device = Storage(("fp32",), buffer=buffer, block=1), torch.device("cpu")
+    store = PagedStore(Shape(1, 1, 1, 1, 16, 16, "head", device), storage, pages=9, columns=8, table_width=3)
+    row, some = torch.tensor([0]), torch.tensor([True])
+    for i in range(6):
+        values = torch.full((2, 1, 1, 1, 16), float(i))
+        if i < 3:
+            store.append_next(row, some, torch.tensor([i]), torch.tensor([0])).write(0, *values)
+            store.appended([0], [i])
+        else:
+            store.append([0], [1], [i], prompt=False).write(0, *values)
+        if buffer and i < 3:
+            store.flush_next(row, some)
+            store.flushed([0])
+        elif buffer:
+            store.flush([0])
+    assert store.reader()(0)[0][0, 0, :6, 0].tolist() == list(range(6))
+    assert (store.table.page < 9).sum() == 6 == 9 - store.table.pages.free
 
 
 def test_a_prompt_is_refused_after_steps_that_took_the_room() -> None:
