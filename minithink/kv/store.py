@@ -80,6 +80,11 @@ class PagedStore(Pages):
         self.thought_format = torch.tensor([storage.formats.index(t) for t in storage.thoughts], device=shape.device)
         self.page_bytes = page_bytes(storage, shape.head_dim, dtype)
         per_page, lanes = [lay.slots for lay in self.layouts], shape.sharing
+        if (pages + 1) * max(per_page) > 2**31:
+            raise UsageError(
+                f"A pool of {pages:,} pages of up to {max(per_page)} slots has more slots than 32 bits can number: "
+                "use a smaller --batch-size, budget or --max-new-tokens."
+            )
         self.table = BlockTable(shape, pages, per_page, shape.device, table_width)
         self.trash_page, self.zero_page = pages, pages + 1  # where masked-out writes go, and such reads come from
         self.pool = torch.zeros(pages + 2, lanes, self.page_bytes, dtype=torch.uint8, device=shape.device)
