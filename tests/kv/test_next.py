@@ -83,9 +83,27 @@ def feed_next(
     assert not store.overflow
     for row, want in zip(idle, before, strict=True):
         assert_same_content(f"idle row {row}", content(manager, row) | observed(manager, row), want)
-    manager.end_next(list(tokens), list(tokens.values()), decide)
+    manager.end_next(
+        list(tokens), list(tokens.values()), decide,
+        (lambda rows: flush_next(manager, rows, turn)) if store.flushes_next else None,
+    )  # fmt: skip
     logits = decoder.logits(hidden)
     return {seq: logits[order.index(i)] for i, seq in enumerate(tokens)}
+
+
+def flush_next(manager: KVManager, rows: Sequence[int], turn: int) -> None:
+    """Quantize full buffers as a graph does, some other rows beside them, in any order; they stay as they are."""
+    store = manager.store
+    others = [row for row in range(len(manager.rows)) if row not in rows][: turn % 4]
+    states = [*((row, 1) for row in rows), *((row, 0) for row in others)]
+    at, active = torch.tensor([states[(i + turn) % len(states)] for i in range(len(states))]).t().contiguous()
+    store.used.update(store.home)
+    before = [content(manager, row) for row in others]
+    store.flush_next(at, active.bool())
+    store.flushed(rows)
+    assert not store.overflow
+    for row, want in zip(others, before, strict=True):
+        assert_same_content(f"row {row}, whose buffer is not full", content(manager, row), want)
 
 
 def content(manager: KVManager, row: int) -> dict[str, Tensor]:
@@ -126,7 +144,9 @@ def formats(manager: KVManager, seq: int) -> list[int]:
 
 
 def assert_same_state(name: str, got: KVManager, want: KVManager, seqs: Iterable[int], exact: bool = True) -> None:
-    """What the sequences hold, in which form, and all bytes by kind."""
+    """What the sequences hold, in which form, and all bytes by kind. `flush` opens pages before it takes slots, and
+    `flush_next` takes those that are free first: then tokens lie elsewhere, and evictions empty other pages."""
+    anywhere = got.store.flushes_next
     for seq in seqs:
         assert kept(got, seq) == kept(want, seq), f"{name}, sequence {seq}"
         assert formats(got, seq) == formats(want, seq), f"{name}, sequence {seq}"
@@ -135,12 +155,16 @@ def assert_same_state(name: str, got: KVManager, want: KVManager, seqs: Iterable
         assert got.next_state(seq) == want.next_state(seq)
         assert got.store.lengths[got._row_of[seq]] == got.length(seq)
         if exact:
-            assert got.account(seq) == want.account(seq), f"{name}, sequence {seq}"
-            assert_same_content(f"{name}, sequence {seq}", *(content(m, m._row_of[seq]) for m in (got, want)))
-    assert got.store.table.pages.free == want.store.table.pages.free, name
+            a, b = (replace(m.account(seq), **{"tables": 0} if anywhere else {}) for m in (got, want))
+            assert a == b, f"{name}, sequence {seq}"
+            ours, theirs = (content(m, m._row_of[seq]) for m in (got, want))
+            for part in ("page", "place", "live", "taken") if anywhere else ():
+                del theirs[part]
+            assert_same_content(f"{name}, sequence {seq}", ours, theirs)
+    assert anywhere or got.store.table.pages.free == want.store.table.pages.free, name
     assert got.store.free_rows.free == want.store.free_rows.free, name
     assert got.store.thought.equal(want.store.thought), name
-    if exact:
+    if exact and not anywhere:
         assert got.ledger() == want.ledger(), name
 
 
@@ -290,6 +314,7 @@ STORAGES = (
     Storage(thoughts=("int4:group=16", "ternary"), prompt=1, block=4),
     Storage(thoughts=("fp32",), buffer=4, block=2, tail="keep", sink=2),
     Storage(thoughts=("nvfp4", "int2:group=16"), buffer=3, block=4),
+    Storage(thoughts=("int4:group=16,by=token/fp8", "nvfp4:by=token/nvfp4"), buffer=5, block=2),
 )
 
 
