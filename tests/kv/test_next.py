@@ -97,7 +97,6 @@ def flush_next(manager: KVManager, rows: Sequence[int], turn: int) -> None:
     others = [row for row in range(len(manager.rows)) if row not in rows][: turn % 4]
     states = [*((row, 1) for row in rows), *((row, 0) for row in others)]
     at, active = torch.tensor([states[(i + turn) % len(states)] for i in range(len(states))]).t().contiguous()
-    store.used.update(store.home)
     before = [content(manager, row) for row in others]
     store.flush_next(at, active.bool())
     store.flushed(rows)
@@ -564,6 +563,20 @@ def test_tables_grow_after_steps_that_filled_them(buffer: int) -> None:
             store.flush([0])
     assert store.reader()(0)[0][0, 0, :6, 0].tolist() == list(range(6))
     assert (store.table.page < 9).sum() == 6 == 9 - store.table.pages.free
+
+
+def test_rows_of_scales_that_were_drawn_are_counted() -> None:
+    """A flush by the host is refused, when flushes by graphs have taken all of them."""
+    storage, device = Storage(("nvfp4:by=token/nvfp4",), buffer=2), torch.device("cpu")
+    store = PagedStore(Shape(1, 1, 1, 1, 16, 16, "head", device), storage, pages=9, columns=8, scale_rows=2)
+    for i in range(6):
+        store.append([0], [1], [i], prompt=False).write(0, *torch.randn(2, 1, 1, 1, 16))
+        if i in (1, 3):
+            store.flush_next(torch.tensor([0]), torch.tensor([True]))
+            store.flushed([0])
+    assert store.reader()(0)[0][0, 0, :6].any(-1).all()
+    with pytest.raises(Exhausted, match="needs 1 rows of key scales and 0 of 2 are free"):
+        store.flush([0])
 
 
 def test_a_prompt_is_refused_after_steps_that_took_the_room() -> None:
