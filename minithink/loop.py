@@ -136,7 +136,6 @@ class DecodeLoop:
         """Quantize the buffers of these rows, which are full. Whether there was room the next step will say."""
         store = self.cache.store
         inputs = [*([row, 1] for row in rows), *([row, 0] for row in self._idle(rows, SIZES))]
-        store.used.update(store.home)
         self._replay(self.flushes, lambda x, _: store.flush_next(x[0], x[ACTIVE].bool()), inputs, 0)
         store.flushed(rows)
 
