@@ -360,9 +360,8 @@ def _split(count, C: tl.constexpr):
     what the other lanes hold. All parts of a lane are about as long: a short one would only be another program."""
     SHORT: tl.constexpr = C.short
     most = C.base * tl.where(count <= SHORT, 1, tl.where(count <= 4 * SHORT, 2, tl.where(count <= 16 * SHORT, 4, 8)))
-    count = tl.maximum(count, 1)
-    parts = tl.cdiv(count, most)
-    return tl.minimum(tl.cdiv(tl.cdiv(count, parts), C.even) * C.even, most)
+    count = tl.maximum(count, 1)  # a part of no tokens would be divided by
+    return tl.minimum(tl.cdiv(tl.cdiv(count, tl.cdiv(count, most)), C.even) * C.even, most)
 
 
 @triton.jit

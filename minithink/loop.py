@@ -144,7 +144,6 @@ class DecodeLoop:
         store = self.cache.store
         others = self._idle(rows, SIZES)
         inputs = np.array([[*rows, *others], [1] * len(rows) + [0] * len(others)], dtype=np.int64)
-        store.used.update(store.home)
         self._replay(self.flushes, lambda x, _: store.flush_next(x[0], x[ACTIVE].bool()), inputs, 0)
         store.flushed(rows)
 

@@ -314,15 +314,21 @@ def test_who_pads_a_graph_stays_as_it_is(policy: str) -> None:
     "policy",
     ["window:budget=12,schedule=interval:5", "rkv:budget=16,buffer=6,alpha=4,exempt_answer=true",
      "rkv:budget=9,buffer=4+quant:fmt=fp8",
-     "rkv:budget=9,buffer=4+quant:fmt=nvfp4,buffer=5", "quant:fmt=nvfp4", "crystal_kv_lite:budget=18"],
+     "rkv:budget=9,buffer=4+quant:fmt=nvfp4,buffer=5", "quant:fmt=nvfp4", "crystal_kv_lite:budget=18",
+     "quant:fmt=nvfp4,by=token,buffer=16", "kivi:bits=4,group=16,residual=16"],
 )  # fmt: skip
 @pytest.mark.usefixtures("by_launches")
-def test_what_graphs_are_given(policy: str) -> None:
-    """Each step its sequences, each decision the rows that are due, all padded with other rows, each once."""
+def test_what_graphs_are_given(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step its sequences, each decision the rows that are due, each flush those whose buffers are full, all
+    padded with other rows, each once."""
     decoder = with_backend(decoder_of(0), ONE_BY_ONE)
     options: dict[str, Any] = {"rows": 6, "tokens": 90, "columns": "fit", "think_ids": (7, 8), "poison": False}
     got, want = (manager_for(decoder, parse(policy), backend=ONE_BY_ONE, **options) for _ in range(2))
     loop = DecodeLoop(decoder, got, SamplingParams(temperature=0))
+    full: list[list[int]] = []  # the rows whose buffers the other one has flushed
+    flush = want.store.flush
+    monkeypatch.setattr(want.store, "flush", lambda rows: (full.append(list(rows)), flush(rows)))
+    monkeypatch.delattr(got.store.__class__, "flush")
     seqs, last, draw = [4, 2, 7, 3, 9], dict[int, int](), torch.Generator().manual_seed(1)
     for seq in seqs:
         for manager in (got, want):
@@ -346,8 +352,41 @@ def test_what_graphs_are_given(policy: str) -> None:
     for values in decisions:
         due = int(values[ACTIVE].sum())
         assert 0 < due <= values.shape[1] < 2 * due or values.shape[1] == 6
+    flushes = [values for graph in loop.flushes.values() for values in graph.seen]  # type: ignore[attr-defined]
+    given = [values[0][values[ACTIVE].bool()].tolist() for values in flushes]
+    assert sorted(given) == sorted(full)
+    assert bool(full) == ("buffer=5" in policy or policy.startswith(("quant:fmt=nvfp4,by", "kivi")))
+    for rows, values in zip(given, flushes, strict=True):
+        assert len(values[0].unique()) == values.shape[1] == next(n for n in (1, 2, 4, 6) if n >= len(rows))
     assert {len(values) for values in steps} == {STATE + 2}
     assert len(loop.decisions) <= 4 * 4 * 2
+
+
+@pytest.mark.parametrize(
+    "policy", ["quant:fmt=nvfp4,by=token", "kivi:bits=4,group=16,residual=16", "quant:fmt=fp8,buffer=5"]
+)
+@pytest.mark.usefixtures("by_launches")
+def test_who_pads_a_flush_keeps_its_buffer(policy: str) -> None:
+    """Three buffers are full, the fourth lacks a token: the tokens are those of steps that are not recorded."""
+    decoder = with_backend(decoder_of(0), ONE_BY_ONE)
+    got, want = (
+        manager_for(decoder, parse(policy), backend=ONE_BY_ONE, rows=5, tokens=90, columns="fit") for _ in range(2)
+    )
+    loop, last = DecodeLoop(decoder, got, SamplingParams(temperature=0), sizes=()), [0, 1, 2, 3]
+    for seq in range(4):
+        for manager in (got, want):
+            manager.join(seq, 90, 10)
+            feed(decoder, manager, {seq: text_of(decoder.config, 10, seq)})
+    for i in range(19):
+        fed = {seq: last[seq] for seq in ((0, 1, 2) if i == 0 else (3, 0, 1, 2))}
+        logits = feed(decoder, want, {seq: [token] for seq, token in fed.items()})
+        drawn = dict(zip(fed, loop.step(list(fed), list(fed.values())), strict=True))
+        assert drawn == {seq: int(logits[seq].argmax()) for seq in fed}, f"step {i}"
+        assert_same_state(f"{policy}, step {i}", got, want, range(4), exact=False)
+        last = [drawn.get(seq, last[seq]) for seq in range(4)]
+    flushes = [values for graph in loop.flushes.values() for values in graph.seen]  # type: ignore[attr-defined]
+    assert {n for n, *_ in loop.recorded} == {5}, "a step has all rows"
+    assert {(4, 3), (1, 1)} == {(values.shape[1], int(values[ACTIVE].sum())) for values in flushes}
 
 
 def test_what_cannot_be_recorded_is_refused() -> None:

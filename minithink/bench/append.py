@@ -124,6 +124,7 @@ def measure(storage: Storage, batch: int, length: int, repeats: int) -> dict[str
 def recorded(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """A CUDA graph of what `run` launches, after one run that compiles it."""
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         run()
     side.synchronize()

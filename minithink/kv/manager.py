@@ -813,11 +813,11 @@ def needs(policy: Policy, dim: int, dtype: torch.dtype, tokens: int, prompt: int
     pages = max(sum(-(-n // lay[name].slots) for name, n in moment) for moment in peaks)
     most = max(sum(n for _, n in moment) for moment in peaks)
     sink = 0 if stays else -(-storage.sink // lay["plain"].slots)
-    # A buffer that is shorter than a group makes short groups.
-    groups = min((min(x.k.group, storage.buffer) for x in lay.values() if x.by_token), default=0)
+    # A buffer that is no multiple of a group makes a short group whenever it is full: 2 of 24 tokens in groups of 16.
+    groups = max((-(-storage.buffer // x.k.group) for x in lay.values() if x.by_token), default=0)  # of a buffer
     return Needs(
         pages=pages + sink,
         prompt_pages=0 if stays else -(-prompt // lay["plain"].slots),
-        scale_rows=min(most, -(-tokens // groups) + 2) if groups else 0,
+        scale_rows=min(most, -(-tokens * groups // storage.buffer) + 2) if groups else 0,
         width=max(prompt, min(tokens, most)) + 1,
     )

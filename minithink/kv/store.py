@@ -80,6 +80,11 @@ class PagedStore(Pages):
         self.thought_format = torch.tensor([storage.formats.index(t) for t in storage.thoughts], device=shape.device)
         self.page_bytes = page_bytes(storage, shape.head_dim, dtype)
         per_page, lanes = [lay.slots for lay in self.layouts], shape.sharing
+        if (pages + 1) * max(per_page) > 2**31:
+            raise UsageError(
+                f"A pool of {pages:,} pages of up to {max(per_page)} slots has more slots than 32 bits can number: "
+                "use a smaller --batch-size, budget or --max-new-tokens."
+            )
         self.table = BlockTable(shape, pages, per_page, shape.device, table_width)
         self.trash_page, self.zero_page = pages, pages + 1  # where masked-out writes go, and such reads come from
         self.pool = torch.zeros(pages + 2, lanes, self.page_bytes, dtype=torch.uint8, device=shape.device)
@@ -183,7 +188,8 @@ class PagedStore(Pages):
         for row in rows:
             self.most[row] += 1
         self.used.update(self.appends)
-        self.table.pages.at_least *= bool(self.storage.buffer)  # pages may have been drawn: ask when it matters
+        if not self.storage.buffer:
+            self.table.drawn()
         self._count(rows, [1] * len(rows), lengths, False)
 
     @property
@@ -508,7 +514,8 @@ class PagedStore(Pages):
     def flushed(self, rows: Sequence[int]) -> None:
         """What the host must know after `flush_next`."""
         self.used.update(self.home)
-        self.table.pages.at_least = self.free_rows.at_least = 0  # some were drawn: ask when it matters
+        self.table.drawn()
+        self.free_rows.at_least = 0  # some were drawn: ask when it matters
         for row in rows:
             self.waiting[row] = 0
 

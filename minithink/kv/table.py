@@ -59,12 +59,14 @@ class FreeList:
                 )
 
     def draw(self, want: Tensor, most: int) -> Tensor:
-        """A number for every true element, `count` for the others: bool → int32 of the same shape."""
+        """A number for every true element, `count` for the others, and for those for which none is left where nobody
+        has asked `require`: bool → int32 of the same shape."""
         rank = want.flatten().cumsum(0).view(want.shape)  # 1 for the first
         numbers = self.stack[(self.top - rank).clamp(0, self.count)]
+        drawn = torch.where(want & (rank <= self.top), numbers, self.count)
         self.top -= want.sum()
         self.at_least = max(0, self.at_least - most)
-        return torch.where(want, numbers, self.count)
+        return drawn
 
     def give(self, numbers: Tensor, which: Tensor) -> None:
         """Take back the numbers for which `which` is true."""
@@ -137,6 +139,10 @@ class BlockTable:
         own.scatter_(-1, columns, torch.where(want, new, own.gather(-1, columns)))
         if at is not None:
             self.page[:, at] = own
+
+    def drawn(self) -> None:
+        """Pages were opened on the device: how many are left, and columns without one, is asked when it matters."""
+        self.pages.at_least, self.widest = 0, self.page.shape[-1]
 
     def take(self, fmt: int, thought: Tensor, valid: Tensor, at: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Take a free slot for every valid token, in pages of this format and thought type; there must be room.

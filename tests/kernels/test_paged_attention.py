@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minithink.kernels import paged_attention as kernel
@@ -111,6 +111,7 @@ def _split_of(p_out, p_count, C: tl.constexpr):
     base=st.sampled_from([16, 128, 256, 512]), short=st.sampled_from([16, 1024]), even=st.sampled_from([16, 128]),
     most=st.integers(1, 50_000), share=st.floats(0, 1),
 )  # fmt: skip
+@example(128, 1024, 128, 300, 0.0)  # an empty lane: its parts have a length, which is divided by
 def test_there_is_room_for_all_parts(base: int, short: int, even: int, most: int, share: float) -> None:
     """Of any lane that holds at most as many tokens as the longest may; and parts are whole blocks, equally long."""
     count, even = int(share * most), min(even, base)

@@ -757,6 +757,20 @@ def test_what_a_sequence_needs(text: str, tokens: int, prompt: int, want: Needs)
     assert needs(parse(text), 16, torch.float32, tokens, prompt) == want
 
 
+@pytest.mark.parametrize(("group", "buffer", "want"), [(16, 24, 19), (16, 12, 19), (16, 32, 15), (32, 48, 11)])
+def test_groups_that_do_not_fill_a_buffer(group: int, buffer: int, want: int) -> None:
+    """A short one whenever it is full: for all of them there are rows of scales."""
+    storage = Storage((f"int4:group={group},by=token/int4:group=16",), buffer=buffer, tail="keep")
+    decoder = random_decoder(example_config(head_dim=16, max_position=200))
+    manager = manager_for(decoder, Full(storage=storage), rows=1, tokens=200, prompt=1, poison=False)
+    rows = manager.store.free_rows
+    assert rows.count == want * 4  # of two layers and heads
+    manager.join(0, 200, 1)
+    for i in range(200):
+        feed(decoder, manager, {0: [i % 7]})
+    assert rows.count - rows.free == 200 // buffer * -(-buffer // group) * 4
+
+
 def test_as_many_prompts_are_read_at_once_as_the_pool_was_made_for() -> None:
     """Each in full precision until its last chunk."""
     decoder = random_decoder(example_config(head_dim=16))

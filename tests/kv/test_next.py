@@ -18,8 +18,9 @@ from torch import Tensor
 
 import minithink.kv.manager as manager_module
 from minithink.backend import REFERENCE, triton_backend
-from minithink.kv.contract import SCOPES, Demand, Edit, OpenSegment, Policy, Scope, See, Step, Storage
+from minithink.kv.contract import SCOPES, Demand, Edit, OpenSegment, Policy, Scope, See, Shape, Step, Storage
 from minithink.kv.manager import KVManager
+from minithink.kv.store import PagedStore
 from minithink.kv.table import Exhausted
 from minithink.model import Decoder
 from minithink.policies import POLICIES, parse
@@ -82,9 +83,26 @@ def feed_next(
     assert not store.overflow
     for row, want in zip(idle, before, strict=True):
         assert_same_content(f"idle row {row}", content(manager, row) | observed(manager, row), want)
-    manager.end_next(list(tokens), list(tokens.values()), decide)
+    manager.end_next(
+        list(tokens), list(tokens.values()), decide,
+        (lambda rows: flush_next(manager, rows, turn)) if store.flushes_next else None,
+    )  # fmt: skip
     logits = decoder.logits(hidden)
     return {seq: logits[order.index(i)] for i, seq in enumerate(tokens)}
+
+
+def flush_next(manager: KVManager, rows: Sequence[int], turn: int) -> None:
+    """Quantize full buffers as a graph does, some other rows beside them, in any order; they stay as they are."""
+    store = manager.store
+    others = [row for row in range(len(manager.rows)) if row not in rows][: turn % 4]
+    states = [*((row, 1) for row in rows), *((row, 0) for row in others)]
+    at, active = torch.tensor([states[(i + turn) % len(states)] for i in range(len(states))]).t().contiguous()
+    before = [content(manager, row) for row in others]
+    store.flush_next(at, active.bool())
+    store.flushed(rows)
+    assert not store.overflow
+    for row, want in zip(others, before, strict=True):
+        assert_same_content(f"row {row}, whose buffer is not full", content(manager, row), want)
 
 
 def content(manager: KVManager, row: int) -> dict[str, Tensor]:
@@ -125,7 +143,9 @@ def formats(manager: KVManager, seq: int) -> list[int]:
 
 
 def assert_same_state(name: str, got: KVManager, want: KVManager, seqs: Iterable[int], exact: bool = True) -> None:
-    """What the sequences hold, in which form, and all bytes by kind."""
+    """What the sequences hold, in which form, and all bytes by kind. `flush` opens pages before it takes slots, and
+    `flush_next` takes those that are free first: then tokens lie elsewhere, and evictions empty other pages."""
+    anywhere = got.store.flushes_next
     for seq in seqs:
         assert kept(got, seq) == kept(want, seq), f"{name}, sequence {seq}"
         assert formats(got, seq) == formats(want, seq), f"{name}, sequence {seq}"
@@ -134,12 +154,16 @@ def assert_same_state(name: str, got: KVManager, want: KVManager, seqs: Iterable
         assert got.next_state(seq) == want.next_state(seq)
         assert got.store.lengths[got._row_of[seq]] == got.length(seq)
         if exact:
-            assert got.account(seq) == want.account(seq), f"{name}, sequence {seq}"
-            assert_same_content(f"{name}, sequence {seq}", *(content(m, m._row_of[seq]) for m in (got, want)))
-    assert got.store.table.pages.free == want.store.table.pages.free, name
+            a, b = (replace(m.account(seq), **{"tables": 0} if anywhere else {}) for m in (got, want))
+            assert a == b, f"{name}, sequence {seq}"
+            ours, theirs = (content(m, m._row_of[seq]) for m in (got, want))
+            for part in ("page", "place", "live", "taken") if anywhere else ():
+                del theirs[part]
+            assert_same_content(f"{name}, sequence {seq}", ours, theirs)
+    assert anywhere or got.store.table.pages.free == want.store.table.pages.free, name
     assert got.store.free_rows.free == want.store.free_rows.free, name
     assert got.store.thought.equal(want.store.thought), name
-    if exact:
+    if exact and not anywhere:
         assert got.ledger() == want.ledger(), name
 
 
@@ -289,6 +313,7 @@ STORAGES = (
     Storage(thoughts=("int4:group=16", "ternary"), prompt=1, block=4),
     Storage(thoughts=("fp32",), buffer=4, block=2, tail="keep", sink=2),
     Storage(thoughts=("nvfp4", "int2:group=16"), buffer=3, block=4),
+    Storage(thoughts=("int4:group=16,by=token/fp8", "nvfp4:by=token/nvfp4"), buffer=5, block=2),
 )
 
 
@@ -516,6 +541,42 @@ def test_too_small_a_pool_is_noticed() -> None:
 
     small.begin_next(at, ~some, none, none)  # nobody takes part
     assert bool(store.overflow)
+
+
+@pytest.mark.parametrize("buffer", [0, 1])
+def test_tables_grow_after_steps_that_filled_them(buffer: int) -> None:
+    """The host does not count the columns that such steps take, and knows that."""
+    storage, device = Storage(("fp32",), buffer=buffer, block=1), torch.device("cpu")
+    store = PagedStore(Shape(1, 1, 1, 1, 16, 16, "head", device), storage, pages=9, columns=8, table_width=3)
+    row, some = torch.tensor([0]), torch.tensor([True])
+    for i in range(6):
+        values = torch.full((2, 1, 1, 1, 16), float(i))
+        if i < 3:
+            store.append_next(row, some, torch.tensor([i]), torch.tensor([0])).write(0, *values)
+            store.appended([0], [i])
+        else:
+            store.append([0], [1], [i], prompt=False).write(0, *values)
+        if buffer and i < 3:
+            store.flush_next(row, some)
+            store.flushed([0])
+        elif buffer:
+            store.flush([0])
+    assert store.reader()(0)[0][0, 0, :6, 0].tolist() == list(range(6))
+    assert (store.table.page < 9).sum() == 6 == 9 - store.table.pages.free
+
+
+def test_rows_of_scales_that_were_drawn_are_counted() -> None:
+    """A flush by the host is refused, when flushes by graphs have taken all of them."""
+    storage, device = Storage(("nvfp4:by=token/nvfp4",), buffer=2), torch.device("cpu")
+    store = PagedStore(Shape(1, 1, 1, 1, 16, 16, "head", device), storage, pages=9, columns=8, scale_rows=2)
+    for i in range(6):
+        store.append([0], [1], [i], prompt=False).write(0, *torch.randn(2, 1, 1, 1, 16))
+        if i in (1, 3):
+            store.flush_next(torch.tensor([0]), torch.tensor([True]))
+            store.flushed([0])
+    assert store.reader()(0)[0][0, 0, :6].any(-1).all()
+    with pytest.raises(Exhausted, match="needs 1 rows of key scales and 0 of 2 are free"):
+        store.flush([0])
 
 
 def test_a_prompt_is_refused_after_steps_that_took_the_room() -> None:

@@ -595,3 +595,13 @@ def test_store(case: str) -> None:
     run_state_machine_as_test(
         lambda: StoreMachine(CASES[case]), settings=settings(max_examples=share, stateful_step_count=steps)
     )
+
+
+@pytest.mark.parametrize(("formats", "most"), [(("plain",), 16), (("ternary",), 16), (("nvfp4", "ternary"), 32)])
+def test_slots_have_numbers_of_32_bits(formats: tuple[str, ...], most: int) -> None:
+    """One more page than there are, for writes that are masked out."""
+    shape = Shape(1, 1, 1, 2, 64, 8, "head", torch.device("meta"))
+    store = PagedStore(shape, Storage(formats), pages=2**31 // most - 1, dtype=torch.bfloat16)
+    assert store.table.most == most
+    with pytest.raises(UsageError, match=f"of up to {most} slots has more slots than 32 bits can number"):
+        PagedStore(shape, Storage(formats), pages=2**31 // most, dtype=torch.bfloat16)

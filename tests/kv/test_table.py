@@ -64,6 +64,14 @@ def test_numbers_are_drawn_once(count: int, data: st.DataObject) -> None:
         assert set(numbers.stack[: numbers.free].tolist()) == free
 
 
+def test_more_than_there_are() -> None:
+    """Where nobody has asked `require`, as in a CUDA graph: no number is given twice."""
+    numbers = FreeList(3, "pages", CPU)
+    first = numbers.draw(mask(1, 0, 1), 0)
+    assert (first.tolist(), numbers.free) == ([0, 3, 1], 1)
+    assert numbers.draw(mask(0, 1, 1, 1), 0).tolist() == [3, 2, 3, 3]
+
+
 def test_the_host_asks_only_if_it_must() -> None:
     numbers = FreeList(8, "pages", CPU)
     numbers.require(8, torch.tensor(torch.nan), "a count that nobody looks at")
