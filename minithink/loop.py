@@ -37,7 +37,8 @@ from minithink.sampling import SamplingParams, filter_logits
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of a graph; and as many as there are
 
-Key = tuple[int, int, frozenset[int], tuple[Demand, ...]]  # of a graph: rows, columns, formats, what is observed
+# of a graph: rows, columns, formats, what is observed, whether it says who is due (not while a recorder watches)
+Key = tuple[int, int, frozenset[int], tuple[Demand, ...], bool]
 
 
 class Recorded:
@@ -152,7 +153,8 @@ class DecodeLoop:
     ) -> Tensor:  # fmt: skip
         """Replay the graph for so many rows, recorded now if there is none. inputs: of each row; → `numbers` ints."""
         values = torch.tensor(inputs).t().contiguous()
-        key = len(inputs), self.cache.store.seen, frozenset(self.cache.store.used), observed
+        cache = self.cache
+        key = len(inputs), cache.store.seen, frozenset(cache.store.used), observed, cache.records_decisions
         if key not in recorded:
             out = torch.zeros(numbers, dtype=torch.int64, device=self.cache.device)
             recorded[key] = Recorded(run, values, out, self._pool)
