@@ -3,7 +3,7 @@
 Nothing that is evaluated depends on it. Where sequences share a manager, as beside the loop of a GPU, the recorder
 picks out its own, and leaves when that has ended: until then the policy decides kernel by kernel. Where each sequence
 has a cache of its own, only the recorded one's is watched. A plain buffer has nothing to tell, so beside it the same
-tokens go into pages as well, which nobody reads but the recorder.
+tokens take slots in pages as well, which nobody sees but the recorder.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from minithink.evaluate.plan import Cell
 from minithink.kv.apart import Apart
@@ -90,7 +88,7 @@ class Recording:
 
 
 class Doubled(FullCache):
-    """A plain cache whose tokens are in pages, too. All that it answers is the plain one's."""
+    """A plain cache whose tokens have slots in pages, too, into which nothing is written: a recorder reads no keys."""
 
     def __init__(self, plain: FullCache, pages: KVManager) -> None:
         super().__init__(plain.config, plain.rope, device=plain.device, dtype=plain.dtype, backend=plain.backend)
@@ -109,10 +107,6 @@ class Doubled(FullCache):
     def begin_step(self, seqs: Sequence[int], counts: Sequence[int], tokens: Sequence[int] | None = None) -> None:
         super().begin_step(seqs, counts, tokens)
         self.pages.begin_step(seqs, counts, tokens)
-
-    def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
-        self.pages.attend(layer, qk, v)
-        return super().attend(layer, qk, v)
 
     def end_step(self) -> None:
         super().end_step()
