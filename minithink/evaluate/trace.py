@@ -88,7 +88,7 @@ class Recording:
 
 
 class Doubled(FullCache):
-    """A plain cache whose tokens have slots in pages, too, into which nothing is written: a recorder reads no keys."""
+    """A plain cache whose tokens have slots in pages, too, which stay empty: a recorder reads no keys."""
 
     def __init__(self, plain: FullCache, pages: KVManager) -> None:
         super().__init__(plain.config, plain.rope, device=plain.device, dtype=plain.dtype, backend=plain.backend)
@@ -98,7 +98,7 @@ class Doubled(FullCache):
         self, seq: int, capacity: int, prompt: int = 0, thinking: bool = True, budget: int | None = None
     ) -> None:
         super().join(seq, capacity, prompt, thinking, budget)
-        self.pages.join(seq, capacity, prompt, thinking, budget)
+        self.pages.join(seq, capacity, prompt, thinking)
 
     def leave(self, seq: int) -> None:
         super().leave(seq)

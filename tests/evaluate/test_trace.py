@@ -334,7 +334,7 @@ def test_other_sequences_are_not_watched(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_plain_buffer_stays_what_it_is(model: Path, tmp_path: Path) -> None:
-    stream = load(model, device="cpu").stream(QUESTIONS[:2], fixed=True, max_new_tokens=5)
+    stream = load(model, device="cpu").stream(QUESTIONS[:2], fixed=True, max_new_tokens=5, chat=False)
     recording = Recording(tmp_path / "run.trace", stream, 0, {})
     steps = stream.steps()
     next(steps)
@@ -353,6 +353,7 @@ def test_a_plain_buffer_stays_what_it_is(model: Path, tmp_path: Path) -> None:
         doubled.pages.length(0)
     assert not doubled.lanes
     recording.close()
+    assert not the_trace(tmp_path / "run.trace").thinks[0], "a prompt without a chat does not think"
 
 
 def test_memory_is_let_go(model: Path, tmp_path: Path) -> None:
