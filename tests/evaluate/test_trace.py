@@ -222,7 +222,7 @@ def test_what_is_done_is_not_recorded(
     assert "traced" not in err
     assert path.read_bytes() == before, "an earlier trace stays"
     assert main([*given, "--resume"]) == 0, "nor need it be given again"
-    assert "trac" not in capsys.readouterr().err
+    assert "record" not in capsys.readouterr().err
 
 
 def test_an_interrupted_sequence_leaves_what_there_is(
