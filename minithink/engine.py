@@ -241,7 +241,8 @@ class Engine:
                 beginning of such a text, a result does not.
             fixed: every generating step has batch_size rows, idle ones where no sequence is left, and a sequence's
                 tokens do not depend on what runs beside it in a single bit.
-            recorder: is told what happens in the cache, which is then in pages also where there is no policy.
+            recorder: is told what happens in the cache, which is then in pages also where there is no policy. Not
+                with `fixed` where each sequence has a cache of its own (see kv/apart.py).
 
         Raises:
             UsageError: an argument makes no sense, or a prompt is empty or too long.

@@ -38,7 +38,8 @@ from minithink.sampling import SamplingParams, filter_logits
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of a graph; and as many as there are
 
-Key = tuple[int, int, frozenset[int], tuple[Demand, ...]]  # of a graph: rows, columns, formats, what is observed
+# of a graph: rows, columns, formats, what is observed, whether it says who is due (not while a recorder watches)
+Key = tuple[int, int, frozenset[int], tuple[Demand, ...], bool]
 
 
 class Recorded:
@@ -158,8 +159,8 @@ class DecodeLoop:
         inputs: np.ndarray, numbers: int, observed: tuple[Demand, ...] = (),
     ) -> Tensor:  # fmt: skip
         """Replay the graph of so many rows, recorded now if there is none. inputs: int64 [k, N]; → `numbers` ints."""
-        values = torch.from_numpy(inputs)
-        key = inputs.shape[1], self.cache.store.seen, frozenset(self.cache.store.used), observed
+        values, cache = torch.from_numpy(inputs), self.cache
+        key = inputs.shape[1], cache.store.seen, frozenset(cache.store.used), observed, cache.records_decisions
         if key not in recorded:
             out = torch.zeros(numbers, dtype=torch.int64, device=self.cache.device)
             recorded[key] = Recorded(run, values, out, self._pool)

@@ -134,6 +134,8 @@ class Stream:
         self.stop_texts = tuple(s for s in stop if isinstance(s, str) and s)
         self.sampler = Sampler(params, engine.config.vocab_size, engine.device)
         self.cache = self._make_cache(policy)
+        if recorder is not None and isinstance(self.cache, Apart):
+            raise ValueError("a recorder belongs to one manager, and here each sequence has one: see Apart.prepare")
         self._loop: DecodeLoop | None = None
         self._together = 1  # prompts that are read in one pass
         if isinstance(self.cache, KVManager):
@@ -152,14 +154,14 @@ class Stream:
         """The plain cache, or paged memory under a policy; of every sequence alone, where a common one would not keep
         to a fixed shape."""
         if not self.fixed:
-            return self._cache_of(policy, self.batch_size)
-        one = self._cache_of(copy.deepcopy(policy), 1)
+            return self.cache_of(policy, self.batch_size)
+        one = self.cache_of(copy.deepcopy(policy), 1)
         if isinstance(one, KVManager) and one.capturable:
-            return self._cache_of(policy, self.batch_size)
-        return Apart(lambda: self._cache_of(copy.deepcopy(policy), 1))
+            return self.cache_of(policy, self.batch_size)
+        return Apart(lambda: self.cache_of(copy.deepcopy(policy), 1))
 
-    def _cache_of(self, policy: Policy | None, rows: int) -> FullCache | KVManager:
-        """A cache for so many sequences."""
+    def cache_of(self, policy: Policy | None, rows: int) -> FullCache | KVManager:
+        """A cache for so many sequences of this stream."""
         engine, tokens = self.engine, self.engine.tokenizer
         options: dict[str, Any] = {"device": engine.device, "dtype": engine.dtype, "backend": engine.decoder.backend}
         if policy is None:

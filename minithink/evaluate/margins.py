@@ -56,7 +56,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     engine = load(args.model, device=args.device, dtype=args.dtype, backend=args.backend)
     runs = []
     for size in args.batch_sizes:
-        others = {"batch_size": size, "budgets": [], "schedule": None, "recall": False, "keep_text": False}
+        others = {"batch_size": size, "budgets": []}
+        others |= dict.fromkeys(("recall", "keep_text"), False) | dict.fromkeys(("schedule", "trace"))
         job = runner.Job(engine, examples, argparse.Namespace(**vars(args), **others), [FULL])
         stream = job.stream(Cell(FULL, None), 0.0)
         for _ in stream.steps():

@@ -32,6 +32,7 @@ from minithink.evaluate.plan import Cell, budgets, check, plan, policy_of, token
 from minithink.evaluate.ranks import Ranks
 from minithink.evaluate.recall import Recall
 from minithink.evaluate.summary import FULL, Row
+from minithink.evaluate.trace import Recording, path_of
 from minithink.policies import split
 from minithink.progress import progress
 from minithink.sampling import SamplingParams
@@ -40,6 +41,7 @@ from minithink.thinking import Stage, count_thinking, split_thinking
 from minithink.weights import checkpoint_hash, resolve
 
 GPU_BATCH, CPU_BATCH = 256, 8
+TRACED = 0  # the number of the sequence that --trace records: the first problem's first sample
 FREE = ("model", "backend", "keep_text")  # settings that a resumed run may change: the checkpoint's hash stays
 
 
@@ -65,6 +67,10 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         f"on a GPU, else {CPU_BATCH})")  # fmt: skip
     add("--recall", action="store_true", help="also find how many of the tokens that full attention looks at most "
         "are kept: slow, for reference")  # fmt: skip
+    add("--trace", type=Path, metavar="FILE", help="record what happens in the cache of the first problem's first "
+        "sequence, for `python -m minithink.trace view FILE`. Where several policies or budgets are run each has its "
+        "own file, with its name before the suffix: FILE run.trace, run.rkv-256.trace. A sequence that is done "
+        "already is not run again, and not recorded")  # fmt: skip
     add("--output-dir", type=Path, required=True, metavar="DIR", help="where the results go")
     add("--resume", action="store_true", help="finish what is in DIR")
     add("--keep-text", action="store_true", help="keep what was generated in results.jsonl, not only its hash")
@@ -139,6 +145,10 @@ def evaluate(args: argparse.Namespace, argv: list[str], ranks: Ranks) -> list[Ro
                 f"{args.output_dir}; give the same command with --resume to finish the rest"
             )
             return None
+        finally:
+            for recording in job.recordings:
+                recording.close()
+                _say(recording.said)
         ranks.wait()
     return summary.summarize(read(args.output_dir).records, policies=job.settings["policies"])
 
@@ -148,7 +158,14 @@ def _run(job: Job, cells: list[Cell], journal: Journal, ranks: Ranks) -> None:
     lengths = {(r.id, r.sample): r.generated_tokens for r in journal.records if r.policy == FULL}
     mean = 0.0
     for number, cell in enumerate(cells, 1):
-        own = job.keys(cell)[ranks.rank :: ranks.size]
+        keys = job.keys(cell)
+        own = keys[ranks.rank :: ranks.size]
+        trace = None if job.args.trace is None else path_of(job.args.trace, cell, cells)
+        if trace is not None and not ranks.rank and keys[TRACED] in journal.done:
+            _say(
+                f"nothing to record in {trace}: {keys[TRACED]}, is in {journal.folder} already and is not generated "
+                "again"
+            )
         todo = [key for key in own if key not in journal.done]
         if isinstance(cell.budget, float) and not mean:
             ranks.wait()  # for what the others generated with the full cache
@@ -159,7 +176,7 @@ def _run(job: Job, cells: list[Cell], journal: Journal, ranks: Ranks) -> None:
         with progress(
             len(own), len(own) - len(todo), f"{cell} ({number} of {len(cells)})", ranks.rank > 0
         ) as advance:
-            for record in job.records(cell, set(todo), mean, lengths):
+            for record in job.records(cell, set(todo), mean, lengths, trace):
                 journal.append(record)
                 advance(record.right)
                 if cell.policy == FULL:
@@ -174,6 +191,7 @@ class Job:
         self, engine: Engine, examples: list[Example], args: argparse.Namespace, policies: list[str]
     ) -> None:
         self.engine, self.examples, self.args = engine, examples, args
+        self.recordings: list[Recording] = []
         self.prompts = [engine.prompt_ids(example.question) for example in examples]
         own = engine.generation_config
         self.drawing = {  # options of Engine.stream
@@ -202,6 +220,7 @@ class Job:
             "backend": engine.decoder.backend.name,
             "device": engine.device.type,
             "keep_text": args.keep_text,
+            "trace": args.trace.name if args.trace is not None else None,
         }
 
     def keys(self, cell: Cell) -> list[Key]:
@@ -209,13 +228,15 @@ class Job:
         return [Key(*cell, example.id, k) for example in self.examples for k in range(self.drawing["num_samples"])]
 
     def records(
-        self, cell: Cell, wanted: Collection[Key], mean: float, lengths: Mapping[tuple[str, int], int]
-    ) -> Iterator[Record]:
+        self, cell: Cell, wanted: Collection[Key], mean: float, lengths: Mapping[tuple[str, int], int],
+        trace: Path | None = None,
+    ) -> Iterator[Record]:  # fmt: skip
         """Records of the wanted sequences, as they end.
 
         Args:
             mean: tokens that the full cache generates, for budgets that are shares.
             lengths: the same of single sequences, by problem and sample, as far as they are known.
+            trace: where sequence TRACED is recorded, if it is wanted.
         """
         stream = self.stream(cell, mean)
         measure, recall = meter(stream), Recall(stream) if self.args.recall else None
@@ -225,6 +246,12 @@ class Job:
         chosen = [s for s in stream.sequences if keys[s.number] in wanted]
         # where nothing is known of its length, a long question makes a long answer
         stream.sequences = in_order(chosen, [lengths.get(keys[s.number][2:], len(s.prompt)) for s in chosen])
+        recording = None
+        if trace is not None and keys[TRACED] in wanted:
+            recording = Recording(trace, stream, TRACED, self._about(keys[TRACED]))
+            self.recordings.append(recording)
+            # it goes first, for while it runs a policy on a GPU decides kernel by kernel
+            stream.sequences.sort(key=lambda s: s.number != TRACED)
         began = dict[int, float]()
         each, last = 0.0, time.perf_counter()  # seconds that a sequence would have if it had decoded from the start
         for advanced in stream.advances():
@@ -235,6 +262,8 @@ class Job:
                 each += (now - last) / len(advanced)
             last = now
             ended = [s for s in advanced if s.finish_reason]
+            if recording is not None and any(s.number == TRACED for s in ended):
+                recording.close()
             for s, held in zip(ended, measure.take(ended), strict=True):
                 share = recall.take(s) if recall is not None else None
                 yield self._record(stream, s, keys[s.number], held, each - began.pop(s.number), share)
@@ -249,6 +278,12 @@ class Job:
         for s in stream.sequences:
             s.budget = own[s.prompt_index]
         return stream
+
+    def _about(self, key: Key) -> dict[str, Any]:
+        """What a trace says of its sequence."""
+        names = ("model", "dataset", "split", "schedule", "seed", "temperature")
+        about = {"policy": key.policy, "budget": key.budget, "problem": key.id, "sample": key.sample}
+        return {k: v for k, v in {**about, **{n: self.settings[n] for n in names}}.items() if v is not None}
 
     def _record(self, stream: Stream, s: Track, key: Key, held: Held, seconds: float, recall: float | None) -> Record:
         tokenizer, example = self.engine.tokenizer, self.examples[s.prompt_index]

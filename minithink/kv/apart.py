@@ -26,6 +26,8 @@ class Apart:
         """make: a cache for one sequence."""
         self._make = make
         self.caches: dict[int, FullCache | KVManager] = {}  # by the numbers of their sequences
+        # called with the number of a sequence that comes and the cache made for it; gives the one that it gets
+        self.prepare: Callable[[int, FullCache | KVManager], FullCache | KVManager] = lambda seq, cache: cache
         self._now: list[tuple[FullCache | KVManager, int]] = []  # of this step, with the number of new tokens
 
     def join(
@@ -34,13 +36,13 @@ class Apart:
         """A new sequence; arguments as of KVManager."""
         if seq in self.caches:
             raise ValueError(f"sequence {seq} is in the cache already")
-        cache = self._make()
+        cache = self.prepare(seq, self._make())
         cache.join(seq, capacity, prompt, thinking, budget)
         self.caches[seq] = cache
 
     def leave(self, seq: int) -> None:
         """Free a sequence's memory."""
-        del self.caches[seq]
+        self.caches.pop(seq).leave(seq)
 
     def begin_step(self, seqs: Sequence[int], counts: Sequence[int], tokens: Sequence[int]) -> None:
         """Announce one forward pass, as of KVManager. Rows behind those of these tokens are idle."""

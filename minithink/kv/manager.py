@@ -179,7 +179,7 @@ class KVManager:
         self.steers = any(type(p).steer is not Policy.steer for p in members(policy))
         self.deciding = tuple(p for p in members(policy) if type(p).decide is not Policy.decide)
         self.observed: Counter[str] = Counter()  # observations made, by kind
-        self.recorder: Recorder | None = None  # to be set before the first sequence joins
+        self.recorder: Recorder | None = None  # to be set before those join that it records
         self._pass: _Pass | None = None
         self._waiting_prompts: list[int] = []  # rows whose prompt is read and not stored yet
         self._mass: dict[tuple[int, str], Tensor] = {}  # (layer, group rule) → [B, heads, S]
