@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import os
 import signal
@@ -64,9 +65,9 @@ def test_what_is_recorded_is_what_generate_gives(
 ) -> None:
     monkeypatch.setattr(plots, "draw", DRAW)
     evaluate(model, problems, tmp_path, num_samples=2, keep_text=True, seed=3, policies="full,window:budget=12")
-    assert {path.stem for path in tmp_path.glob("*.svg")} == {
-        "accuracy-by-budget", "length-by-budget", "accuracy-by-bytes",
-    }  # fmt: skip
+    pictures = {"accuracy-by-budget", "length-by-budget", "accuracy-by-bytes"}
+    drawn = pictures if importlib.util.find_spec("matplotlib") else set()
+    assert {path.stem for path in tmp_path.glob("*.svg")} == drawn
     out = capsys.readouterr()
     engine = load(model, device="cpu")
     got = {r.key: r for r in read(tmp_path).records}

@@ -152,9 +152,9 @@ def test_it_runs_first_and_is_whole_when_it_ends(
     began, ended = [], []
     prefill, append = Stream._prefill, Journal.append
 
-    def begin(self: Stream, s: Track) -> torch.Tensor:
-        began.append(s.number)
-        return prefill(self, s)
+    def begin(self: Stream, sequences: list[Track]) -> torch.Tensor:
+        began.extend(s.number for s in sequences)
+        return prefill(self, sequences)
 
     def end(self: Journal, record: Record) -> None:
         ended.append(record.id)
