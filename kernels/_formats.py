@@ -80,6 +80,11 @@ def code_dtype(fmt: Format) -> torch.dtype:
     return DTYPES[fmt.name] if fmt.name in DTYPES else CODES[fmt.bits]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """fp32, fp16 or bf16."""
+    return next(name for name, of in DTYPES.items() if of == dtype)
+
+
 def view_as(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Bytes as numbers, copied where they are misaligned. data: [..., n·itemsize] uint8 → [..., n] of `dtype`."""
     size = dtype.itemsize

@@ -216,7 +216,7 @@ def allocate(
     lists = place, count, at, active, thought, formats, slots
     sizes = none, most, page.shape[-1], place.shape[-1], n, rows, heads, size, lanes
     blocks = power_of_2(most), BLOCK, power_of_2(size)
-    warps = max(1, min(4, blocks[0] * blocks[2] // 512))
+    warps = warps_for(blocks[0], blocks[2])
     _find[(units,)](*pages, top, *lists, base, left, asked, before, *sizes, *blocks, num_warps=warps)
     rank = asked.cumsum(0, dtype=torch.int32)
     _open[(triton.cdiv(units, UNITS),)](
@@ -224,6 +224,11 @@ def allocate(
         *blocks, UNITS, num_warps=warps,
     )  # fmt: skip
     return base
+
+
+def warps_for(slots: int, size: int) -> int:
+    """One, unless many slots are compared with many tokens."""
+    return max(1, min(4, slots * size // 512))
 
 
 def variants() -> Iterator[Variant]:
@@ -238,6 +243,6 @@ def variants() -> Iterator[Variant]:
     opened = {"p_stack": "*i32", "p_overflow": "*u8", "p_rank": "*i32", "units": "i32"}
     for slots, size in ((1, 1), (16, 1), (16, 16), (64, 128)):
         blocks = {"SLOTS": slots, "BLOCK": BLOCK, "SIZE": size}
-        options = {"num_warps": max(1, min(4, slots * size // 512))}
+        options = {"num_warps": warps_for(slots, size)}
         yield Variant(_find, shared, blocks, options)
         yield Variant(_open, shared | opened, blocks | {"UNITS": UNITS}, options)

@@ -199,7 +199,7 @@ def append(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, writer: An
     q, k, v, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, cos, sin))
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0))
     tile = power_of_2(heads // kv_heads), power_of_2(dim)
-    dtype, stored = _name(q.dtype), _name(store.dtype)
+    dtype, stored = _formats.dtype_name(q.dtype), _formats.dtype_name(store.dtype)
     plain = plain_halves(stored, dim)
     # format, where the tokens go [Lt, N, Ht], the first number that is no place for them, what is written, K, V
     launches: list[tuple[int, Tensor, int, Tensor, Half, Half]] = []
@@ -207,19 +207,21 @@ def append(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, writer: An
         launches.append((RING, writer.index[None, :, None], store.ring.shape[3], store.ring, *plain))
     for f, base in writer.bases.items():
         lay = store.layouts[f]
-        trash = store.trash_page * store.shape.sharing * lay.slots
         k_half, v_half = plain if lay.plain else halves(lay.k, lay.v, dim)
         pool = store.pool.view(store.dtype) if lay.plain else store.pool
-        launches.append((f, base[..., 0], trash, pool, k_half, v_half))
+        launches.append((f, base[..., 0], store.nowhere(f), pool, k_half, v_half))
     for i, (f, at, limit, codes, k_half, v_half) in enumerate(launches):
-        # 0 along an axis of tables that is one for all layers or heads
-        steps = [0 if size == 1 else step for size, step in zip(at.shape, at.stride(), strict=True)]
         _append[n, kv_heads](
-            q, k, v, cos, sin, out, writer.at, at, codes, store.side, store.scale, layer, limit, *strides, *steps,
+            q, k, v, cos, sin, out, writer.at, at, codes, store.side, store.scale, layer, limit, *strides, *steps(at),
             place(store, f, heads // kv_heads, dtype), k_half, v_half, i == 0, *tile,
             num_warps=warps(*tile), enable_fp_fusion=False,
         )  # fmt: skip
     return out
+
+
+def steps(of: Tensor) -> list[int]:
+    """Of [Lt, N, Ht, …] the strides of the first three axes, 0 where tables are one for all layers or heads."""
+    return [0 if size == 1 else step for size, step in zip(of.shape[:3], of.stride()[:3], strict=True)]
 
 
 def place(store: Any, f: int, group: int, dtype: str) -> Place:
@@ -259,10 +261,6 @@ def half(kind: str, bits: int, params: str, group: int, dim: int, start: int = 0
 
 def _constants(fmt: Format) -> dict[str, Any]:
     return {name.lower(): value for name, value in _formats.constexprs(fmt).items()}
-
-
-def _name(dtype: torch.dtype) -> str:
-    return next(name for name, of in _formats.DTYPES.items() if of == dtype)
 
 
 def warps(block_g: int, block_d: int) -> int:

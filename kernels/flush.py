@@ -20,10 +20,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from minithink.kernels import _formats
 from minithink.kernels._common import Variant, power_of_2
-from minithink.kernels._formats import encode_group, pack, saturate, to_fp32
-from minithink.kernels.append import Place, bits_of, half, halves, place, plain_halves, store, store_bytes
+from minithink.kernels._formats import dtype_name, encode_group, pack, saturate, to_fp32
+from minithink.kernels.append import Place, bits_of, half, halves, place, plain_halves, steps, store, store_bytes
 
 TOKENS = 16  # of a program, where keys are quantized by channel
 WARPS = 4
@@ -123,21 +122,16 @@ def flush(writer: Any) -> None:
         return
     for f, base in writer.bases.items():
         lay = pages.layouts[f]
-        dtype = next(name for name, of in _formats.DTYPES.items() if of == pages.dtype)
-        limit = pages.trash_page * pages.shape.sharing * lay.slots
+        dtype = dtype_name(pages.dtype)
         k, v = plain_halves(dtype, dim) if lay.plain else halves(lay.k, lay.v, dim, lay.by_token)
         pool = pages.pool.view(pages.dtype) if lay.plain else pages.pool
         group = writer.groups[f] if lay.by_token else base
         tokens = power_of_2(min(lay.k.group if lay.by_token else TOKENS, pages.storage.buffer))
-        # 0 along an axis of tables that is one for all layers or heads
-        steps = [
-            0 if size == 1 else step for x in (base, group)
-            for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)
-        ]  # fmt: skip
         where = place(pages, f, 1, dtype)._replace(ring=pages.storage.buffer)
         _flush[n * heads, layers, triton.cdiv(pages.storage.buffer, tokens)](
-            pages.ring, writer.at, base, group, pool, pages.side, pages.scale_rows, pages.scale, limit,
-            pages.scale_rows.shape[-1], *steps, where, k, v, lay.by_token, tokens, power_of_2(dim),
+            pages.ring, writer.at, base, group, pool, pages.side, pages.scale_rows, pages.scale,
+            pages.nowhere(f), pages.scale_rows.shape[-1], *steps(base), *steps(group), where, k, v,
+            lay.by_token, tokens, power_of_2(dim),
             num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 

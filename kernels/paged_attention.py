@@ -714,7 +714,7 @@ def cache(pages: Any, rows: int) -> Cache:
         head_lanes=0 if shape.scope == "head" else 1, most=pages.table.most, layers=shape.layers,
         ring=pages.ring.shape[3], base=base(rows * shape.kv_heads), short=SHORT,
         even=max(LARGE[0], MEDIUM[0], SMALL[0]),
-        dtype=next(n for n, of in _formats.DTYPES.items() if of == pages.dtype),
+        dtype=_formats.dtype_name(pages.dtype),
         overlap=not INTERPRETED and rows * shape.kv_heads < MANY_LANES
         and torch.cuda.get_device_capability(pages.place.device)[0] >= 9,
     )  # fmt: skip

@@ -169,15 +169,9 @@ class Engine:
     def _bytes_for(self, policy: Policy, rows: int, tokens: int, prompt: int) -> int:
         """Bytes of a cache of so many rows under a policy."""
         return bytes_for(
-            self.config,
-            policy,
-            self.dtype,
-            rows=rows,
-            tokens=tokens,
-            prompt=prompt,
-            prompts=prompts_at_once(rows),
+            self.config, policy, self.dtype, rows=rows, tokens=tokens, prompt=prompt, prompts=prompts_at_once(rows),
             columns=self.columns,
-        )
+        )  # fmt: skip
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], *, on_token: Callable[[Chunk], None] | None = None, **options: Any

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from minithink import __version__
-from minithink.commands import CONTROL
+from minithink.commands import CONTROL, INTERRUPTED
 from minithink.errors import MinithinkError, UsageError
 
 if TYPE_CHECKING:  # torch is imported late, so that --help and --version are quick
@@ -30,7 +30,6 @@ if TYPE_CHECKING:  # torch is imported late, so that --help and --version are qu
     from minithink.stream import Result, Stream
     from minithink.trace.recorder import Recorder
 
-INTERRUPTED = 130  # what shells report for a program that SIGINT ended
 PROMPT_FIELDS = ("prompt", "question", "problem")
 
 

@@ -102,15 +102,10 @@ class DecodeLoop:
         """
         cache, store = self.cache, self.cache.store
         states = cache.states_after(seqs, tokens)  # [STATE, len(seqs)]
-        rows = states[0].tolist()
-        others = self._idle(rows, self.sizes)
-        n = len(rows) + len(others)
-        inputs = np.zeros((STATE + 2, n), dtype=np.int64)
-        inputs[:STATE, : len(rows)] = states
-        inputs[0, len(rows) :] = others
-        inputs[2, len(rows) :] = [store.lengths[row] + 1 for row in others]
-        inputs[STATE] = [store.waiting[row] for row in (*rows, *others)]
-        inputs[STATE + 1, : len(rows)] = seqs
+        inputs = self._with_idle(np.vstack((states, np.zeros_like(seqs), seqs)), self.sizes)
+        rows, n = inputs[0].tolist(), inputs.shape[1]
+        inputs[2, len(seqs) :] = [store.lengths[row] + 1 for row in rows[len(seqs) :]]
+        inputs[STATE] = [store.waiting[row] for row in rows]
         cache.fit_columns(1)
         store.used.update(store.appends)
         observed = cache.demands_due(seqs)
@@ -134,25 +129,25 @@ class DecodeLoop:
     def _decide(self, states: np.ndarray) -> None:
         """Let the policy act on the rows of these states, those that are due: int64 [STATE, N]."""
         if states.size:
-            others = self._idle(states[0].tolist(), SIZES)  # each row decides for itself, in any number
-            inputs = np.zeros((STATE, states.shape[1] + len(others)), dtype=np.int64)
-            inputs[:, : states.shape[1]] = states
-            inputs[0, states.shape[1] :] = others
+            inputs = self._with_idle(states, SIZES)  # each row decides for itself, in any number
             self._replay(self.decisions, lambda state, _: self.cache.decide_next(state), inputs, 0)
 
     def _flush(self, rows: Sequence[int]) -> None:
         """Quantize the buffers of these rows, which are full. Whether there was room the next step will say."""
         store = self.cache.store
-        others = self._idle(rows, SIZES)
-        inputs = np.array([[*rows, *others], [1] * len(rows) + [0] * len(others)], dtype=np.int64)
+        inputs = self._with_idle(np.array([rows, [1] * len(rows)]), SIZES)
         self._replay(self.flushes, lambda x, _: store.flush_next(x[0], x[ACTIVE].bool()), inputs, 0)
         store.flushed(rows)
 
-    def _idle(self, rows: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """Rows that a graph has beside these."""
-        count, taken = len(self.cache.rows), set(rows)
-        size = next((size for size in sizes if len(rows) <= size <= count), count)
-        return [row for row in range(count) if row not in taken][: size - len(rows)]
+    def _with_idle(self, inputs: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+        """Inputs of rows, int64 [k, N], whose numbers come first; behind them, with zeros, those of the rows that a
+        graph has beside these."""
+        count, n, taken = len(self.cache.rows), inputs.shape[1], set(inputs[0].tolist())
+        size = next((size for size in sizes if n <= size <= count), count)
+        out = np.zeros((len(inputs), size), dtype=np.int64)
+        out[:, :n] = inputs
+        out[0, n:] = [row for row in range(count) if row not in taken][: size - n]
+        return out
 
     def _replay(
         self, recorded: dict[Key, Recorded], run: Callable[[Tensor, Tensor], object],

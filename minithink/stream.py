@@ -213,11 +213,7 @@ class Stream:
         while waiting or running:
             while waiting and self.batch_size - len(running) >= min(self._together, len(waiting)):
                 group = [waiting.popleft()]
-                while (
-                    waiting
-                    and len(group) < self._together
-                    and _tokens(group) + len(waiting[0].prompt) <= PREFILL_CHUNK
-                ):
+                while waiting and len(group) < self._together and _tokens([*group, waiting[0]]) <= PREFILL_CHUNK:
                     group.append(waiting.popleft())
                 self._advance(group)
                 yield group
@@ -255,14 +251,12 @@ class Stream:
             thinking = Stage(self.engine.tokenizer, s.prompt).name == "think"
             self.cache.join(s.number, len(s.prompt) + s.limit, len(s.prompt), thinking, s.budget)
             s.began = time.perf_counter()
-        if _tokens(sequences) <= PREFILL_CHUNK:
+        if (total := _tokens(sequences)) <= PREFILL_CHUNK:
             # Where no bit may depend on who is read together, products always have the same number of rows.
             padded = self.fixed and self._together > 1
-            idle = PREFILL_CHUNK - _tokens(sequences) if padded else 0
-            counts = [len(s.prompt) for s in sequences]
-            hidden = self._forward(
-                [s.number for s in sequences], counts, [t for s in sequences for t in s.prompt], idle
-            )
+            numbers, counts = [s.number for s in sequences], [len(s.prompt) for s in sequences]
+            tokens = [token for s in sequences for token in s.prompt]
+            hidden = self._forward(numbers, counts, tokens, PREFILL_CHUNK - total if padded else 0)
             ends = list(accumulate(counts))
             ends += ends[-1:] * (self._together - len(ends) if padded else 0)
             last = hidden[[end - 1 for end in ends]]

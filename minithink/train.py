@@ -191,13 +191,8 @@ def loss_of(decoder: Decoder, table: Rope, tokens: Tensor, labels: Tensor) -> Te
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """For inputs of any shape. One analysis of torch 2.11 (how reads of joint norms coalesce) fails on such shapes by
     an assertion of its own, and is left out where it exists."""
-    unwanted = "triton.coalesce_tiling_analysis"
-    return torch.compile(function, dynamic=True, options={unwanted: False} if has_option(unwanted) else None)
-
-
-def has_option(name: str) -> bool:
-    """Whether torch's compiler knows an option."""
-    return name in torch._inductor.list_options()
+    unwanted = {"triton.coalesce_tiling_analysis"}.intersection(torch._inductor.list_options())
+    return torch.compile(function, dynamic=True, options=dict.fromkeys(unwanted, False))
 
 
 def _is_vector(name: str, p: Tensor) -> bool:

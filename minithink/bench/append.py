@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 
 from minithink.backend import triton_backend
 from minithink.bench import record
-from minithink.bench.attention import DIM, FORMATS, HEADS, KV_HEADS, timed
+from minithink.bench.attention import DIM, FORMATS, HEADS, KV_HEADS, microseconds, recorded, timed
 from minithink.errors import MinithinkError
 from minithink.kv.contract import Shape, Storage
 from minithink.kv.store import PagedStore
@@ -121,19 +121,6 @@ def measure(storage: Storage, batch: int, length: int, repeats: int) -> dict[str
     return out | {"share": share} | ({"target_reached": share <= LIMIT} if batch >= FROM else {})
 
 
-def recorded(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of what `run` launches, after one run that compiles it."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
 def _store(shape: Shape, storage: Storage, tokens: int) -> PagedStore:
     """An empty store with room for so many tokens of each row."""
     lanes = shape.layers * shape.rows * shape.kv_heads
@@ -147,13 +134,3 @@ def _store(shape: Shape, storage: Storage, tokens: int) -> PagedStore:
         shape, storage, pages=lanes * pages, scale_rows=rows, dtype=torch.bfloat16, columns=tokens, table_width=pages,
         backend=triton_backend(),
     )  # fmt: skip
-
-
-def microseconds(run: Callable[[], object]) -> float:
-    """Of the device, from before the first of its kernels until after the last."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3

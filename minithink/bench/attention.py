@@ -275,25 +275,37 @@ def peer(batch: int, length: int, layers: int, repeats: int) -> tuple[float, str
 
 def timed(call: Callable[[int], Any], layers: int, repeats: int) -> float:
     """Median seconds of one layer."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for i in (0, layers - 1):
-            call(i)
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def run() -> None:
         for i in range(layers):
             call(i)
-    times = []
-    for i in range(repeats + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if i >= 3:
-            times.append(start.elapsed_time(end) / 1e3 / layers)
-    return statistics.median(times)
+
+    graph = recorded(run)
+    times = [microseconds(graph.replay) for _ in range(repeats + 3)]
+    return statistics.median(times[3:]) / 1e6 / layers
+
+
+def recorded(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of what `run` launches, after one run that compiles it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def microseconds(run: Callable[[], object]) -> float:
+    """Of the device, from before the first of its kernels until after the last."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
 
 
 def copy_speed() -> float:

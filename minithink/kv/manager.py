@@ -523,11 +523,7 @@ class KVManager:
             if decide is not None:
                 decide()
             elif now.prompt and self.records_decisions:  # of these rows alone
-                ends = dict(zip(now.rows, now.tokens, strict=True))
-                states = [
-                    (row, 1, r.length, r.prompt, r.thinking, ends[row]) for row in settled if (r := self._row(row))
-                ]
-                self.decide_next(torch.tensor(states, device=self.device).t().contiguous())
+                self.decide_next(self._states(settled)[:, settled])
             elif self.deciding:
                 step = self._step(active)
                 edits = self._edits(step)
@@ -670,12 +666,16 @@ class KVManager:
 
     def _step(self, active: Sequence[int] = ()) -> View:
         """All rows, as the policy sees them."""
+        return View(self, self.policy, self._states(active))
+
+    def _states(self, active: Sequence[int]) -> Tensor:
+        """Of all rows, after a step of some: int64 [view.STATE, B]."""
         last = dict(zip(self._now.rows, self._now.tokens, strict=True))
         state = []
         for row, r in enumerate(self.rows):
             known = (r.length, r.prompt, int(r.thinking)) if r else (0, 0, 0)
             state.append((row, int(row in active), *known, last.get(row, -1)))
-        return View(self, self.policy, torch.tensor(list(zip(*state, strict=True)), device=self.device))
+        return torch.tensor(list(zip(*state, strict=True)), device=self.device)
 
     def _think(self, records: Sequence[_Row], tokens: Sequence[int]) -> list[bool]:
         """Whether each sequence thinks after its token."""

@@ -87,6 +87,7 @@ class Pages:
     pos: Tensor
     count: Tensor
     columns: int | None
+    trash_page: int
     zero_page: int
     used: set[int]  # formats that may hold tokens
     # What the host knows of each row:
@@ -133,6 +134,10 @@ class Pages:
         if lay.plain and pool is self.pool:
             return pool.view(self.dtype).view(-1, stride // self.dtype.itemsize)[:, : width // self.dtype.itemsize]
         return pool.view(-1, stride)[:, :width] if stride else pool.view(pool.shape[0] * pool.shape[1] * lay.slots, 0)
+
+    def nowhere(self, f: int) -> int:
+        """The slot of format f, as of `_base`, of tokens that have none; those that have are below."""
+        return self.trash_page * self.shape.sharing * self.layouts[f].slots
 
     def _base(self, f: int, page: Tensor, slot: Tensor) -> Tensor:
         """Numbers of slots in the views above, in the first lane of their unit. Any equal shapes."""

@@ -238,8 +238,7 @@ class PagedStore(Pages):
         if len(self.home) == 1:
             return {self.home[0]: base}
         chosen = self.thought_format[self.thought[at].long()][:, None, None]
-        trash = {f: self.trash_page * self.shape.sharing * self.layouts[f].slots for f in self.home}
-        return {f: torch.where(chosen == f, base, trash[f]) for f in self.home}
+        return {f: torch.where(chosen == f, base, self.nowhere(f)) for f in self.home}
 
     def _take(
         self, at: Tensor, valids: dict[int, Tensor], thought: Tensor, purpose: str
@@ -333,23 +332,18 @@ class PagedStore(Pages):
         groups: dict[int, Tensor] = {}
         for f in formats:  # rows of key scales: one for every group with a valid token
             if self.layouts[f].by_token:
-                size = self.layouts[f].k.group
-                padded = torch.nn.functional.pad(valids[f], (0, -valid.shape[-1] % size))
-                groups[f] = padded.unflatten(-1, (-1, size)).sum(-1, dtype=torch.int32)  # [Lt, N, Ht, groups]
+                groups[f] = self._group_sizes(f, valids[f])
         if groups:
             wanted = torch.stack([(g > 0).sum() for g in groups.values()]).sum()
             self.free_rows.require(sum(g.numel() for g in groups.values()), wanted, purpose)
         places = self._take(rows, valids, thought, purpose)
         place = torch.zeros_like(valid, dtype=torch.long)
         for f in formats:
-            lay, (page, slot) = self.layouts[f], places[f]
+            page, slot = places[f]
             place = torch.where(valids[f], self._join(page, slot), place)
             row = None
             if f in groups:
-                row = self.free_rows.draw(groups[f] > 0, groups[f].numel())  # [Lt, N, Ht, groups]
-                self.row_uses[row.long()] = groups[f]
-                spread = row.repeat_interleave(lay.k.group, -1)[..., : valid.shape[-1]]
-                self.row_of[page, slot] = spread
+                row = self._draw_rows(f, groups[f], page, slot, groups[f].numel())
             for layer in range(self.shape.layers):
                 t = min(layer, valid.shape[0] - 1)
                 k, v = values(layer)
@@ -359,6 +353,20 @@ class PagedStore(Pages):
                     base = self._base(f, page[t], slot[t])
                     self._write_tokens(f, layer, rows, base, k, v, valids[f][t], None if row is None else row[t])
         return place
+
+    def _group_sizes(self, f: int, valid: Tensor) -> Tensor:
+        """Valid tokens of each group of keys by token. valid: bool [Lt, N, Ht, n] → int32 [Lt, N, Ht, groups]."""
+        size = self.layouts[f].k.group
+        padded = torch.nn.functional.pad(valid, (0, -valid.shape[-1] % size))
+        return padded.unflatten(-1, (-1, size)).sum(-1, dtype=torch.int32)
+
+    def _draw_rows(self, f: int, uses: Tensor, page: Tensor, slot: Tensor, most: int) -> Tensor:
+        """A row of scales for every group with a valid token, at most so many, and which tokens read it. uses: as of
+        `_group_sizes`; page, slot: [Lt, N, Ht, n] → int32 [Lt, N, Ht, groups]."""
+        row = self.free_rows.draw(uses > 0, most)
+        self.row_uses[row.long()] = uses
+        self.row_of[page, slot] = row.repeat_interleave(self.layouts[f].k.group, -1)[..., : page.shape[-1]]
+        return row
 
     def _write_tokens(
         self, f: int, layer: int, rows: Tensor, base: Tensor, k: Tensor, v: Tensor, valid: Tensor,
@@ -497,18 +505,12 @@ class PagedStore(Pages):
         """
         bases, groups = self._allocate(at, active, self.storage.buffer), dict[int, Tensor]()
         for f in self.home:
-            lay = self.layouts[f]
-            if lay.by_token:
-                page = self.shape.sharing * lay.slots  # in slots
-                held = bases[f] < self.trash_page * page
-                padded = torch.nn.functional.pad(held, (0, -held.shape[-1] % lay.k.group))
-                uses = padded.unflatten(-1, (-1, lay.k.group)).sum(-1, dtype=torch.int32)  # [Lt, N, Ht, groups]
+            if self.layouts[f].by_token:
+                uses = self._group_sizes(f, bases[f] < self.nowhere(f))
                 self.overflow |= (uses > 0).sum() > self.free_rows.top
-                number = groups[f] = self.free_rows.draw(uses > 0, 0)
+                page = self.shape.sharing * self.layouts[f].slots  # in slots
+                groups[f] = self._draw_rows(f, uses, bases[f] // page, bases[f] % page, 0)
                 self.free_rows.top.clamp_(min=0)
-                self.row_uses[number.long()] = uses
-                spread = number.repeat_interleave(lay.k.group, -1)[..., : held.shape[-1]]
-                self.row_of[bases[f] // page, bases[f] % page] = spread
         self.backend.flush(_BufferWriter(self, at, bases, groups))
 
     def flushed(self, rows: Sequence[int]) -> None:
@@ -809,7 +811,6 @@ class _BufferWriter:
         store = self.store
         k, v = store.ring[layer, self.at].unbind(3)  # [N, Hkv, R, D] each
         for f, bases in self.bases.items():
-            base = bases[min(layer, len(bases) - 1)]
-            valid = base < store.trash_page * store.shape.sharing * store.layouts[f].slots
-            group = self.groups[f][min(layer, len(bases) - 1)] if f in self.groups else None
-            store._write_tokens(f, layer, self.at, base, k, v, valid, group)
+            t = min(layer, len(bases) - 1)
+            group = self.groups[f][t] if f in self.groups else None
+            store._write_tokens(f, layer, self.at, bases[t], k, v, bases[t] < store.nowhere(f), group)

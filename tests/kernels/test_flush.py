@@ -51,11 +51,17 @@ def with_full_rings(
     return store
 
 
+def copied(store: PagedStore) -> PagedStore:
+    """A store of its own; views of the pool are made anew."""
+    out = copy.deepcopy(store)
+    for name in ("_codes", "_sides"):
+        out.__dict__.pop(name, None)
+    return out
+
+
 def flushed(store: PagedStore, at: Tensor, active: Tensor, backend: Backend) -> PagedStore:
     """A copy, with some rows' rings in pages."""
-    out = copy.deepcopy(store)
-    for name in ("_codes", "_sides"):  # views
-        out.__dict__.pop(name, None)
+    out = copied(store)
     out.backend = backend
     out.flush_next(at, active)
     out.flushed(at[active].tolist())
@@ -95,9 +101,7 @@ def test_equals_the_twin_and_the_store(
     assert not ours.overflow
     assert not twin.overflow
 
-    want = copy.deepcopy(store)
-    for view in ("_codes", "_sides"):
-        want.__dict__.pop(view, None)
+    want = copied(store)
     if rows_due := at[active].tolist():
         want.flush(rows_due)
     for got in (twin, ours):
@@ -118,9 +122,7 @@ def test_too_small_a_pool_is_noticed(scope: Scope) -> None:
     store = with_full_rings(BUFFERED["nvfp4-by-token"], scope, 2, torch.float32, 32, 0.0, 3)
     at, active = torch.tensor([1], device=DEVICE), torch.tensor([True], device=DEVICE)
     for empty in (store.free_rows, store.table.pages):
-        poor = copy.deepcopy(store)
-        for name in ("_codes", "_sides"):
-            poor.__dict__.pop(name, None)
+        poor = copied(store)
         (poor.free_rows if empty is store.free_rows else poor.table.pages).top.fill_(0)
         before = [x[:1].clone() for x in poor.reader()(1)]
         for backend in (REFERENCE, triton_backend()):

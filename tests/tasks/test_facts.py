@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minithink.tasks import SPLITS, facts, grade, load_problems
-from minithink.tasks.writing import MANNERS, MODULUS
+from minithink.tasks.writing import MODULUS
+from tests.tasks.manners import assert_three_kinds_and_manners
 
 problems = st.builds(facts.draw_problem, st.integers(0, 2**32).map(random.Random), st.integers(1, 64))
 
@@ -79,23 +80,8 @@ def test_the_split_depends_on_the_content_alone(problem, rng):
 
 
 def test_thoughts_of_all_three_kinds_and_manners_that_differ():
-    rng = random.Random(5)
-    waits = {}
-    texts = []
-    for _ in range(300):
-        problem = facts.draw_problem(rng, 24)
-        thinking, _ = facts.draw_trace(problem, rng)
-        texts.append(thinking)
-        opening = thinking.split("\n")[0]
-        manner = next(i for i, m in enumerate(MANNERS) if opening in m.opening)
-        waits.setdefault(manner, []).append(len(re.findall("Wait, let me|Alternatively", thinking)))
-    mean = [sum(waits[i]) / len(waits[i]) for i in range(3)]
-    assert mean[0] < mean[1] < mean[2]  # the inclination to re-check is a trait of the trace
-    collected = sum("So the results are" in t for t in texts) / len(texts)
-    assert 0.02 < collected < 0.3  # most traces do not collect their results
-    everything = "".join(texts)
-    for word in ("so I need", "I have", "is given", "Wait, ", "Alternatively, ", "Before I answer", "\n\n"):
-        assert word in everything
+    words = ("so I need", "I have", "is given", "Wait, ", "Alternatively, ", "Before I answer", "\n\n")
+    assert_three_kinds_and_manners(facts, 24, words)
 
 
 def test_a_name_that_is_given_is_not_computed():

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minithink.tasks import SPLITS, grade, ledger, load_problems
-from minithink.tasks.writing import MANNERS, MODULUS, NAMES, Fact
+from minithink.tasks.writing import MODULUS, NAMES, Fact
+from tests.tasks.manners import assert_three_kinds_and_manners
 
 seeds = st.integers(0, 2**32)
 problems = st.builds(ledger.draw_problem, seeds.map(random.Random), st.integers(1, 56))
@@ -163,23 +164,8 @@ def test_an_example():
 
 
 def test_thoughts_of_all_three_kinds_and_manners_that_differ():
-    rng = random.Random(5)
-    waits: dict[int, list[int]] = {}
-    texts = []
-    for _ in range(300):
-        problem = ledger.draw_problem(rng, 16)
-        thinking, _ = ledger.draw_trace(problem, rng)
-        texts.append(thinking)
-        opening = thinking.split("\n")[0]
-        manner = next(i for i, m in enumerate(MANNERS) if opening in m.opening)
-        waits.setdefault(manner, []).append(len(re.findall("Wait, let me|Alternatively", thinking)))
-    mean = [sum(waits[i]) / len(waits[i]) for i in range(3)]
-    assert mean[0] < mean[1] < mean[2]  # the inclination to re-check is a trait of the trace
-    collected = sum("So the results are" in t for t in texts) / len(texts)
-    assert 0.02 < collected < 0.3  # most traces do not collect their results
-    everything = "".join(texts)
-    for word in ("I need", "Wait, that is wrong", "was ", "backwards", "Before I answer", "that matches", "move "):
-        assert word in everything
+    words = ("I need", "Wait, that is wrong", "was ", "backwards", "Before I answer", "that matches", "move ")
+    assert_three_kinds_and_manners(ledger, 16, words)
 
 
 def test_accounts_rest_while_others_are_busy():
