@@ -8,6 +8,7 @@ highest scores, in all a share of what the full cache generated for the same pro
     rkv         R-KV's importance and redundancy (ref/window_importance.py, ref/redundancy.py; λ = 0.1)
     lrfu        hits of a recency-frequency rule, as in Crystal-KV (ref/lrfu.py; λ = 0.6, p = 0.9)
     sentences   rkv, less the similarity of a token's sentence to a later one where that is above 0.95, as in SkipKV
+    skipkv      sentences, and steered away from transitions (premises.py), with a vector from the full cache's runs
     answer      an oracle: attention from the answer of the full-cache run
     hindsight   an oracle: the largest attention that the full-cache run still pays to the token, in this head
 
@@ -28,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minithink.analysis.dense import EVERY, Dense, Sketch, batches, decode, thinking_end, watch
-from minithink.analysis.premises import begin, common_arguments, line_ends, outcome
+from minithink.analysis.premises import Steer, begin, common_arguments, direction, look, outcome, token_table
 from minithink.bench import record
 from minithink.engine import Engine
 from minithink.errors import UsageError
@@ -161,6 +162,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common_arguments(parser)
     parser.add_argument("--budgets", type=shares, default=(0.25, 0.5), help="shares of the full run's tokens")
     parser.add_argument("--policies", default=",".join(POLICIES), help="default: all")
+    parser.add_argument("--strength", type=float, default=1.0, help="of the steering (default: 1)")
+    parser.add_argument("--at", choices=("boundary", "every"), default="boundary", help="where it is (boundary)")
 
 
 def shares(text: str) -> tuple[float, ...]:
@@ -178,6 +181,7 @@ POLICIES: dict[str, type[Sketch]] = {
     "rkv": Rkv,
     "lrfu": Lrfu,
     "sentences": Sentences,
+    "skipkv": Sentences,
     "answer": Known,
     "hindsight": Known,
 }
@@ -223,20 +227,28 @@ def pilot(
     options: dict[str, Any] = {"temperature": args.temperature, "seed": args.seed}
     full = decode(engine, prompts, args.max_new_tokens, **options)
     lengths = torch.tensor([len(g) for g in full], device=engine.device)
-    newline = line_ends(engine)
+    newline = token_table(engine, "\n")
+    steered: dict[str, Any] = {}
+    if "skipkv" in names:
+        looks = [look(engine, prompt, tokens, args.layer) for prompt, tokens in zip(prompts, full, strict=True)]
+        h, doubts = (torch.cat([getattr(one, part) for one in looks]) for part in ("opening", "doubts"))
+        if doubts.any() and not doubts.all():
+            steered = {"vector": args.strength * direction(h, doubts), "layer": args.layer, "at": args.at}
     seen = foresee(engine, prompts, full) if set(names) & set(ORACLES) else ()
     known = dict(zip(ORACLES, seen, strict=False))
     out = [(("full", 1.0), full)]
     for name in names:
 
         def make(cache: Dense, lengths: Tensor, name: str = name) -> Sketch:
-            extra: tuple[Tensor, ...] = (known[name],) if name in known else (newline,) if name == "sentences" else ()
-            return POLICIES[name](cache, lengths, *extra)
+            kind = POLICIES[name]
+            extra: tuple[Tensor, ...] = (known[name],) if name in known else (newline,) if kind is Sentences else ()
+            return kind(cache, lengths, *extra)
 
         for share in args.budgets:
             began = time.monotonic()
             budget = (lengths * share).ceil().long()
-            tokens = decode(engine, prompts, args.max_new_tokens, sketch=make, budget=budget, **options)
+            steer = Steer(engine, **steered) if steered and name == "skipkv" else None
+            tokens = decode(engine, prompts, args.max_new_tokens, sketch=make, budget=budget, steer=steer, **options)
             out.append(((name, share), tokens))
             print(f"{name} {share:.0%}: {time.monotonic() - began:.0f} s", file=sys.stderr)
     return out

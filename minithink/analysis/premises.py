@@ -4,10 +4,9 @@ far back; a steering vector makes a model doubt less.
 Sparsity is ThinKV's: the share of cached tokens whose attention is below 1 % of the row's largest, mean over heads.
 Thoughts are known from the traces' wording: transitions are paragraphs between blank lines that open with a doubt,
 execution lines begin with the words that open calculations, the rest is reasoning. Answer attention is DynTS's and
-Crystal-KV's. The vector is the difference of the mean hidden states at the ends of lines before sentences that are no
-transition and before those that are (SEAL, SkipKV §4.2, with the sign that is to lessen transitions), added there.
-Mind that here a blank line comes before every transition and before little else: the vector holds that token, too, so
-that its norm is no sign of a premise.
+Crystal-KV's. The vector is the difference of the mean hidden states at the blank lines before thoughts that are no
+transition and before those that are (SEAL, SkipKV §4.2, with the sign that is to lessen transitions); it is added at
+blank lines, as SEAL does, or at every token of the thinking, as SkipKV does.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,12 +27,13 @@ from minithink.bench import record
 from minithink.engine import Engine, load
 from minithink.tasks import Problem, grade, load_problems
 from minithink.tasks.writing import MANNERS
+from minithink.thinking import CLOSE
 
 KINDS = ("reasoning", "execution", "transition")
 DOUBT = re.compile(r"Wait|Alternatively|Before I answer")
 EXECUTION = re.compile(rf"({'|'.join(w for m in MANNERS for w in m.compute)}|Then|And) [a-z]{{3}}(@\d+)? = ")
 FAR = 64  # thinking tokens before the answer that count as near
-STRENGTHS = (0.25, 0.5, 0.75, 1.0)
+STRENGTHS = {"boundary": (0.25, 0.5, 1.0, 2.0), "every": (0.05, 0.1, 0.25, 0.5, 1.0)}
 
 
 class Sentence(NamedTuple):
@@ -41,6 +42,7 @@ class Sentence(NamedTuple):
     start: int
     end: int
     kind: str
+    opens: bool = False  # a thought, behind a blank line
 
 
 def sentences(pieces: Sequence[str]) -> list[Sentence]:
@@ -52,14 +54,13 @@ def sentences(pieces: Sequence[str]) -> list[Sentence]:
         line = "".join(pieces[start : i + 1])
         doubting = bool(DOUBT.match(line)) if fresh else doubting
         kind = "transition" if doubting else "execution" if EXECUTION.match(line) else "reasoning"
-        out.append(Sentence(start, i + 1, kind))
+        out.append(Sentence(start, i + 1, kind, fresh and start > 0))
         start, fresh = i + 1, "\n\n" in piece
     return out
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common_arguments(parser)
-    parser.add_argument("--layer", type=int, default=5, help="whose hidden states are steered (default: 5, as 0.7 L)")
     parser.add_argument("--steered", type=record.positive, default=16, help="problems that are steered")
 
 
@@ -74,6 +75,7 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", type=record.positive, default=2600)
     add("--temperature", type=float, default=0.6)
     add("--seed", type=int, default=0)
+    add("--layer", type=int, default=5, help="whose hidden states are steered (default: 5, as 0.7 L)")
     add("--output", type=Path, required=True, metavar="FILE")
 
 
@@ -88,14 +90,14 @@ def begin(args: argparse.Namespace, name: str, argv: list[str]) -> tuple[Engine,
 
 
 def generate(
-    engine: Engine, problems: Sequence[Problem], args: argparse.Namespace, **options: Any
+    engine: Engine, problems: Sequence[Problem], args: argparse.Namespace, steer: Callable[[], Steer] | None = None
 ) -> list[list[int]]:
-    """Generated tokens of every problem, batch by batch."""
+    """Generated tokens of every problem, batch by batch, each with a new `Steer`."""
     out = list[list[int]]()
     for part in batches(len(problems), args.batch_size):
         prompts = [engine.prompt_ids(p.question) for p in problems[part]]
-        options |= {"temperature": args.temperature, "seed": args.seed}
-        out += decode(engine, prompts, args.max_new_tokens, **options)
+        options: dict[str, Any] = {"temperature": args.temperature, "seed": args.seed}
+        out += decode(engine, prompts, args.max_new_tokens, steer=steer() if steer else None, **options)
     return out
 
 
@@ -142,7 +144,8 @@ class Look(NamedTuple):
     far: Tensor  # [L]: share of the answer's attention to thinking tokens that is farther than FAR from its end
     top: Tensor  # [L]: share of it that the tenth of the thinking tokens with most of it holds
     on_thinking: Tensor  # [L]: share of all attention of the answer's tokens that is on thinking tokens
-    before: Tensor  # [sentences, d]: hidden states at the token before each sentence, at the steered layer
+    opening: Tensor  # [thoughts but the first, d]: hidden states at the blank lines before, at the steered layer
+    doubts: Tensor  # bool [thoughts but the first]: which of them are transitions
 
 
 def look(engine: Engine, prompt: list[int], generated: list[int], layer: int) -> Look:
@@ -174,8 +177,15 @@ def look(engine: Engine, prompt: list[int], generated: list[int], layer: int) ->
         torch.stack(far),
         torch.stack(top),
         torch.stack(on),
-        torch.stack([hidden[min(layer, len(hidden) - 1)][start + s.start - 1].cpu() for s in found]),
+        *openings(hidden[min(layer, len(hidden) - 1)][start:end].cpu(), found),
     )
+
+
+def openings(hidden: Tensor, found: Sequence[Sentence]) -> tuple[Tensor, Tensor]:
+    """hidden: [thinking tokens, d] → those before thoughts, [thoughts but the first, d]; which are transitions."""
+    opening = [s for s in found if s.opens]
+    before = torch.tensor([s.start - 1 for s in opening], dtype=torch.long)
+    return hidden[before], torch.tensor([s.kind == "transition" for s in opening], dtype=torch.bool)
 
 
 def sparsity_by_kind(looks: Sequence[Look]) -> list[dict[str, Any]]:
@@ -260,26 +270,43 @@ def answer_attention(looks: Sequence[Look]) -> dict[str, Any]:
 def steering(
     engine: Engine, problems: Sequence[Problem], args: argparse.Namespace, looks: Sequence[Look]
 ) -> dict[str, Any]:
-    """Runs with α·V added at the ends of lines: right, tokens and doubts by α."""
-    h = torch.cat([one.before for one in looks])
-    doubt = torch.tensor([k == "transition" for one in looks for k in one.kinds])
+    """Runs with α·V added: right, tokens and doubts by where and α."""
+    h, doubt = (torch.cat([getattr(one, name) for one in looks]) for name in ("opening", "doubts"))
     if doubt.all() or not doubt.any():
         return {"runs": []}
-    vector = (h[~doubt].mean(0) - h[doubt].mean(0)).to(engine.device)
-    boundary = line_ends(engine)
-    runs = list[dict[str, float]]()
-    for alpha in (0.0, *STRENGTHS):
-
-        def steer(last: Tensor, layer: int, hidden: Tensor, alpha: float = alpha) -> Tensor:
-            return hidden + alpha * boundary[last, None] * vector if layer == args.layer else hidden
-
-        runs.append({"strength": alpha, **outcome(engine, problems, generate(engine, problems, args, steer=steer))})
+    vector = direction(h, doubt)
+    runs = list[dict[str, Any]]()
+    for at, alpha in (("nowhere", 0.0), *((at, alpha) for at, values in STRENGTHS.items() for alpha in values)):
+        steer = partial(Steer, engine, alpha * vector, args.layer, at)
+        tokens = generate(engine, problems, args, steer=steer)
+        runs.append({"at": at, "strength": alpha, **outcome(engine, problems, tokens)})
     norms = {"norm": float(vector.norm()), "residual_norm": float(h.norm(dim=-1).mean())}
-    return {"layer": args.layer, **norms, "runs": runs}
+    return {"layer": args.layer, **norms, "thoughts": len(doubt), "transitions": int(doubt.sum()), "runs": runs}
 
 
-def line_ends(engine: Engine) -> Tensor:
-    """bool [V]: the tokens that end a line."""
+def direction(opening: Tensor, doubts: Tensor) -> Tensor:
+    """From transitions to other thoughts: the difference of the means of hidden states, [d]."""
+    return opening[~doubts].mean(0) - opening[doubts].mean(0)
+
+
+class Steer:
+    """Adds a vector to one layer's output while a sequence thinks: at blank lines, or at every token."""
+
+    def __init__(self, engine: Engine, vector: Tensor, layer: int, at: str) -> None:
+        self.vector, self.layer = vector.to(engine.device), layer
+        self.where = token_table(engine, "" if at == "every" else "\n\n")
+        self.close = engine.tokenizer.id_of(CLOSE)
+        self.answers = torch.tensor(False, device=engine.device)  # then bool [rows]: which have closed their thinking
+
+    def __call__(self, last: Tensor, layer: int, hidden: Tensor) -> Tensor:
+        if layer != self.layer:
+            return hidden
+        self.answers = self.answers | (last == (-1 if self.close is None else self.close))
+        return hidden + (self.where[last] & ~self.answers)[:, None] * self.vector
+
+
+def token_table(engine: Engine, part: str) -> Tensor:
+    """bool [V]: the tokens whose text holds `part`."""
     t = engine.tokenizer
-    ends = [i < t.vocab_size and "\n" in t.decode([i]) for i in range(engine.config.vocab_size)]
-    return torch.tensor(ends, device=engine.device)
+    holds = [i < t.vocab_size and part in t.decode([i]) for i in range(engine.config.vocab_size)]
+    return torch.tensor(holds, device=engine.device)

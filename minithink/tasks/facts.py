@@ -131,6 +131,7 @@ class _Trace(Trace):
 
     def write(self) -> tuple[str, str]:
         for i, target in enumerate(self.targets):
+            self.part()
             lead = ("First,", "Next,", "Last,")[i]
             if target in self.known:
                 self.say(f"{lead} {target}. I already have {target} = {self.known[target]}.")
@@ -153,6 +154,7 @@ class _Trace(Trace):
                 run.append(open_names.pop())
             self.compute(run)
             if open_names:
+                self.part()
                 lead = self.rng.choice(("Back to", "Now back to", "That leaves me at")) + f" {open_names[-1]}."
 
     def missing(self, name: str) -> list[str]:

@@ -153,6 +153,7 @@ class _Trace(Trace):
         done = 0
         while done < steps:
             run = range(done + 1, min(steps, done + self.rng.choice((1, 2, 2, 3, 3, 4))) + 1)
+            self.part()
             self.plan(run)
             self.compute([f.name for i in run for f in self.versions[i]])
             done = run[-1]

@@ -4,8 +4,11 @@ A trace thinks as reasoning models do, in three kinds of thought (the names are 
 
     reasoning   plan: what must be computed, and from what
     execution   compute it: "Now led = lit - 13 = 31 - 13 = 18."
-    transition  doubt: re-check a run, look back at an old value, work backwards, correct a slip; set off by blank
-                lines and opened by "Wait" or "Alternatively"
+    transition  doubt: re-check a run, look back at an old value, work backwards, correct a slip; opened by "Wait" or
+                "Alternatively"
+
+A blank line stands between two thoughts, whatever their kinds, as in the texts of large models: it is there that the
+next kind is decided, which is what steering acts on.
 
 How much a trace doubts is a trait of the trace: its manner (brisk, steady, careful) is drawn once, shows in the first
 line and in the wording after it, and raises or lowers every inclination to re-check, which long runs and products
@@ -118,14 +121,20 @@ class Trace:
     def say(self, line: str) -> None:
         self.lines.append(line + "\n")
 
-    def paragraph(self, *lines: str) -> None:
-        """A transition: set off by blank lines on both sides."""
+    def part(self) -> None:
+        """What was said so far is a thought of its own: a blank line follows it."""
         self.lines[-1] = self.lines[-1].rstrip("\n") + "\n\n"
-        self.lines.extend(line + "\n" for line in lines)
-        self.lines[-1] += "\n"
+
+    def paragraph(self, *lines: str) -> None:
+        """A transition: a thought of its own, wherever it comes."""
+        self.part()
+        for line in lines:
+            self.say(line)
+        self.part()
 
     def compute(self, run: Sequence[str]) -> None:
         """Execution: one line a name, a slip corrected at once; then perhaps a doubt about the run."""
+        self.part()
         for i, name in enumerate(run):
             fact = self.facts[name]
             for need in fact.needs:
@@ -185,6 +194,7 @@ class Trace:
 
     def close(self, targets: Sequence[str]) -> tuple[str, str]:
         """The last line, which seldom collects the results, and the answer → thinking, answer."""
+        self.part()
         found = listing([f"{t} = {self.truth[t]}" for t in targets])
         if self.rng.random() < 0.12:
             self.say(f"So the results are {found}.")

@@ -87,8 +87,9 @@ def test_every_sketch_runs_and_holds_its_budget(model, prompts, name):
 
     def make(cache, lengths):
         caches.append(cache)
-        extra = [known[name]] if name in known else [premises.line_ends(model)] if name == "sentences" else []
-        return pilot.POLICIES[name](cache, lengths, *extra)
+        kind = pilot.POLICIES[name]
+        ends = [premises.token_table(model, "\n")]
+        return kind(cache, lengths, *([known[name]] if name in known else ends if kind is pilot.Sentences else []))
 
     budget = torch.tensor([20, 200])
     out = decode(model, prompts, 60, sketch=make, budget=budget)
@@ -147,6 +148,39 @@ def test_thoughts_are_told_apart_by_their_wording(family):
             computes = re.match(r"(So|Then|Now|So now|And|Carefully now,|Slowly now,) \w+(@\d+)? = ", line)
             assert (sentence.kind == "execution") == bool(computes), line
         assert {s.kind for s in found} >= {"reasoning", "execution"}
+        opens = [i for i, s in enumerate(found) if s.opens]
+        assert opens == [i for i in range(1, len(found)) if lines[i - 1].endswith("\n\n")]
+        assert {i for i in range(1, len(found)) if found[i].kind != found[i - 1].kind} <= set(opens)
+
+
+def test_a_vector_leads_away_from_transitions():
+    found = [
+        premises.Sentence(0, 2, "reasoning"), premises.Sentence(2, 5, "execution", True),
+        premises.Sentence(5, 7, "execution"), premises.Sentence(7, 9, "transition", True),
+        premises.Sentence(9, 12, "reasoning", True),
+    ]  # fmt: skip
+    hidden = torch.arange(12.0)[:, None] * torch.tensor([1.0, -1.0])
+    opening, doubts = premises.openings(hidden, found)
+    assert opening[:, 0].tolist() == [1.0, 6.0, 8.0]
+    assert doubts.tolist() == [False, True, False]
+    assert premises.direction(opening, doubts).tolist() == [-1.5, 1.5]
+
+
+@pytest.mark.parametrize("at", ["boundary", "every"])
+def test_thinking_is_steered_and_the_answer_is_not(at):
+    model = load("tiny", device="cpu")
+    close = model.tokenizer.id_of("</think>")
+    blank = int(premises.token_table(model, "\n\n").nonzero()[0])
+    assert "\n\n" in model.tokenizer.decode([blank])
+    other = next(i for i in range(300) if "\n" not in model.tokenizer.decode([i]))
+    vector = torch.tensor([1.0, 2.0])
+    steer = premises.Steer(model, vector, 3, at)
+    rows = [[blank, other], [other, blank], [close, blank], [blank, other]]
+    moved = [[bool(row.any()) for row in steer(torch.tensor(last), 3, torch.zeros(2, 2))] for last in rows]
+    every = at == "every"
+    assert moved == [[True, every], [every, True], [False, True], [False, every]]
+    assert not steer(torch.tensor([other, blank]), 2, torch.zeros(2, 2)).any()
+    assert steer(torch.tensor([blank, blank]), 3, torch.zeros(2, 2)).tolist() == [[0, 0], [1, 2]]
 
 
 def test_separability_of_what_is_apart_and_of_what_is_not():
@@ -156,7 +190,7 @@ def test_separability_of_what_is_apart_and_of_what_is_not():
     assert premises.classify(torch.tensor([0.0, 1.0, 2.0, 9.0]), 0.0, 1.0, (2, 0, 1)).tolist() == [2, 0, 1, 1]
     kinds = ["reasoning", "execution", "transition"] * 4
     clear = torch.tensor([[0.0, 0.5], [1.0, 0.5], [2.0, 0.5]] * 4)
-    looks = [premises.Look(kinds, clear, clear, kinds, *(torch.ones(2),) * 3, torch.zeros(12, 4)) for _ in range(2)]
+    looks = [premises.Look(kinds, clear, clear, kinds, *(torch.ones(2),) * 3, *torch.zeros(2, 1)) for _ in range(2)]
     found = premises.separability(looks)
     assert [row["auc"] for row in found["auc"]] == [1.0] * 3
     assert {row["layer"] for row in found["auc"]} == {0}
