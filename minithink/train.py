@@ -125,12 +125,12 @@ class Documents(IterableDataset[tuple[Tensor, Tensor]]):
                 tokens += len(document[0])
         pool.sort(key=lambda d: -len(d[0]))
         batches: list[list[tuple[list[int], int]]] = []
-        while len(batches) < POOL:  # what is left over are a few short documents
+        while pool:
             rows = max(1, self.batch_tokens // len(pool[0][0]))
             batches.append(pool[:rows])
             pool = pool[rows:]
-        rng.shuffle(batches)
-        return batches
+        rng.shuffle(batches)  # first: or the documents that are left over would always be the shortest
+        return batches[:POOL]
 
     def draw(self, rng: random.Random, short: bool) -> tuple[list[int], int]:
         """A document's tokens, and how many of them are prompt."""

@@ -84,7 +84,7 @@ def test_the_loop_generates_what_the_reference_does(policy: str | None, draw: st
     assert policy is not None or len(lengths) > 2, "the sequences should end at different times"
     loop = got._loop
     assert loop is not None
-    sizes, widths, formats, _ = zip(*loop.recorded, strict=True)
+    sizes, widths, formats, *_ = zip(*loop.recorded, strict=True)
     # fewer rows, where sequences end and none waits; a width that follows the lanes; formats that come and go
     assert set(sizes) <= {1, 2, AT_ONCE}
     assert all(w == loop.cache.width or w & (w - 1) == 0 for w in widths)

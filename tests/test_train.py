@@ -121,6 +121,18 @@ def test_batches_hold_whole_documents_and_teach_responses_only(tokenizer):
             assert set(label[last:]) == {train.IGNORE}
 
 
+def test_documents_of_every_length_are_learned_from(tokenizer, monkeypatch):
+    documents, rng = train.Documents(RECIPE, tokenizer, 4096, start=0, steps=1), train.random.Random(1)
+    drawn: list[int] = []
+    draw = documents.draw
+    monkeypatch.setattr(documents, "draw", lambda *of: [drawn.append(len((made := draw(*of))[0])), made][1])
+    used = [len(row) for _ in range(6) for batch in documents.batches(rng, False) for row, _ in batch]
+    for quarter in range(4):
+        edge = sorted(drawn)[len(drawn) * quarter // 4 : len(drawn) * (quarter + 1) // 4]
+        share = sum(edge[0] <= n <= edge[-1] for n in used) / sum(edge[0] <= n <= edge[-1] for n in drawn)
+        assert share > 0.7, f"quarter {quarter}: {share:.0%}"
+
+
 def test_no_document_of_another_split_is_drawn(tokenizer, monkeypatch):
     seen = []
     original = train.prepare.document
