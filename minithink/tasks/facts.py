@@ -178,6 +178,7 @@ class _Trace(Trace):
             self.say(f"{lead} {', '.join(parts)}.")
             lead = self.rng.choice(("Here", "And here", "Well,"))  # so that no line begins with a name
             if not missing:
+                self.reread(name, f"{name} = {fact.expression}")
                 return
             open_names.append(missing[0])
 

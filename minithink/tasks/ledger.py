@@ -172,6 +172,8 @@ class _Trace(Trace):
             needs = list(dict.fromkeys(need for f in self.versions[i] for need in f.needs))
             sets = listing([f.name for f in self.versions[i]])
             self.say(f"{lead} step {i}: {self.problem.steps[i - 1].text}. I need {listing(needs)} to find {sets}.")
+        again = self.rng.choice(run)
+        self.reread(f"step {again}", self.problem.steps[again - 1].text)
 
     def shown(self, fact: Fact, value: int) -> str:
         """How a calculation is written: `lim@2 = 21 and tup@1 = 76, 21 - 76 = 45`; a mere copy: `lim@2 = 21`."""

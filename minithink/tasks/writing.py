@@ -11,8 +11,10 @@ A blank line stands between two thoughts, whatever their kinds, as in the texts 
 next kind is decided, which is what steering acts on.
 
 How much a trace doubts is a trait of the trace: its manner (brisk, steady, careful) is drawn once, shows in the first
-line and in the wording after it, and raises or lowers every inclination to re-check, which long runs and products
-raise further. Slips (a lost carry, one off) happen in some calculations and are corrected at once.
+line and in the wording after it, and raises or lowers every inclination to doubt, which long runs and products raise
+further. No inclination is so strong or so weak that a sampled doubt would be certain, and any thought may be followed
+by one: otherwise there would be nothing for steering to tip. Slips (a lost carry, one off) happen in some
+calculations and are corrected at once.
 """
 
 from __future__ import annotations
@@ -84,6 +86,7 @@ class Manner:
     opening: tuple[str, ...]
     compute: tuple[str, ...]  # how a run of calculations begins
     slip: float  # the largest share of calculations with a slip
+    reread: float  # probability to doubt what was planned from
     recheck: float  # inclination to re-check a run
     look_back: float  # inclination to doubt an old value
     verify: float  # probability of a last pass over everything
@@ -92,15 +95,15 @@ class Manner:
 MANNERS = (
     Manner(
         ("Okay, this should be quick.", "Right, straight to it."),
-        ("So", "Then"), slip=0.12, recheck=0.06, look_back=0.02, verify=0.05,
+        ("So", "Then"), slip=0.12, reread=0.08, recheck=0.15, look_back=0.04, verify=0.05,
     ),
     Manner(
         ("Okay, let me work through this step by step.", "Let me think about this step by step."),
-        ("Now", "So now"), slip=0.06, recheck=0.2, look_back=0.08, verify=0.3,
+        ("Now", "So now"), slip=0.06, reread=0.18, recheck=0.3, look_back=0.08, verify=0.3,
     ),
     Manner(
         ("Okay, I want to be careful here and check my work as I go.", "Let me be careful, it is easy to slip here."),
-        ("Carefully now,", "Slowly now,"), slip=0.04, recheck=0.5, look_back=0.2, verify=0.7,
+        ("Carefully now,", "Slowly now,"), slip=0.04, reread=0.3, recheck=0.5, look_back=0.15, verify=0.6,
     ),
 )  # fmt: skip
 
@@ -151,10 +154,15 @@ class Trace:
                 self.say(f"{first} {self.derivation(fact, value)}.")
             self.known[name] = value
         hard = sum(self.facts[name].op == "*" for name in run)
-        if self.rng.random() < self.manner.recheck * (0.6 + 0.2 * len(run) + 0.3 * hard):
+        if self.rng.random() < self.manner.recheck * (0.6 + 0.1 * len(run) + 0.2 * hard):
             self.recheck(run)
         if (old := self.doubtful(run)) and self.rng.random() < self.manner.look_back:
             self.look_back(self.rng.choice(old))
+
+    def reread(self, what: str, text: str) -> None:
+        """Transition, sometimes: doubt what was planned from."""
+        if self.rng.random() < self.manner.reread:
+            self.paragraph(f"Wait, let me look at {what} again: {text}. Yes, I have that.")
 
     def doubtful(self, run: Sequence[str]) -> list[str]:
         """The names that may be looked back at after a run."""
