@@ -86,24 +86,22 @@ class Manner:
     opening: tuple[str, ...]
     compute: tuple[str, ...]  # how a run of calculations begins
     slip: float  # the largest share of calculations with a slip
-    reread: float  # probability to doubt what was planned from
-    recheck: float  # inclination to re-check a run
-    look_back: float  # inclination to doubt an old value
+    doubt: float  # probability that a doubt follows a thought
     verify: float  # probability of a last pass over everything
 
 
 MANNERS = (
     Manner(
         ("Okay, this should be quick.", "Right, straight to it."),
-        ("So", "Then"), slip=0.12, reread=0.08, recheck=0.15, look_back=0.04, verify=0.05,
+        ("So", "Then"), slip=0.12, doubt=0.12, verify=0.05,
     ),
     Manner(
         ("Okay, let me work through this step by step.", "Let me think about this step by step."),
-        ("Now", "So now"), slip=0.06, reread=0.18, recheck=0.3, look_back=0.08, verify=0.3,
+        ("Now", "So now"), slip=0.06, doubt=0.27, verify=0.3,
     ),
     Manner(
         ("Okay, I want to be careful here and check my work as I go.", "Let me be careful, it is easy to slip here."),
-        ("Carefully now,", "Slowly now,"), slip=0.04, reread=0.3, recheck=0.5, look_back=0.15, verify=0.6,
+        ("Carefully now,", "Slowly now,"), slip=0.04, doubt=0.48, verify=0.6,
     ),
 )  # fmt: skip
 
@@ -154,15 +152,20 @@ class Trace:
                 self.say(f"{first} {self.derivation(fact, value)}.")
             self.known[name] = value
         hard = sum(self.facts[name].op == "*" for name in run)
-        if self.rng.random() < self.manner.recheck * (0.6 + 0.1 * len(run) + 0.2 * hard):
+        if self.doubts(0.6 + 0.12 * len(run) + 0.2 * hard):
             self.recheck(run)
-        if (old := self.doubtful(run)) and self.rng.random() < self.manner.look_back:
-            self.look_back(self.rng.choice(old))
+            self.look_back(run)
+
+    def doubts(self, weight: float = 1.0) -> bool:
+        """Whether a doubt comes up now; about as often after a plan as after a run, so that the doubt, not what came
+        before it, is what tells apart how thoughts begin."""
+        return self.rng.random() < self.manner.doubt * weight
 
     def reread(self, what: str, text: str) -> None:
-        """Transition, sometimes: doubt what was planned from."""
-        if self.rng.random() < self.manner.reread:
+        """Transition, where there is a doubt: read again what was planned from."""
+        if self.doubts():
             self.paragraph(f"Wait, let me look at {what} again: {text}. Yes, I have that.")
+            self.look_back(())
 
     def doubtful(self, run: Sequence[str]) -> list[str]:
         """The names that may be looked back at after a run."""
@@ -193,8 +196,11 @@ class Trace:
         lines += [f"{self.check(name)}, that matches." for name in run[-3:]]
         self.paragraph(*lines)
 
-    def look_back(self, name: str) -> None:
-        """Transition: doubt a value that was found earlier."""
+    def look_back(self, run: Sequence[str]) -> None:
+        """Transition, where there is one more doubt: about a value that was found before this run."""
+        if not (old := self.doubtful(run)) or not self.doubts():
+            return
+        name = self.rng.choice(old)
         self.paragraph(
             self.rng.choice((f"Wait, was {name} right?", f"Alternatively, look at {name} once more."))
             + f" {self.check(name)}. Yes, {name} = {self.known[name]} stands."
