@@ -1,0 +1,23 @@
+"""How few of the cached tokens a query attends to: what ThinKV tells thoughts apart by."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def sparsity(p: Tensor, valid: Tensor, share: float = 0.01) -> Tensor:
+    """The share of cached tokens whose weight is below 1 % of the row's largest (ThinKV §3.1, §C.2).
+
+        |{t: p_t < share · max p}| / |{t}|        mean over KV heads
+
+    Args:
+        p: float32 [..., Hkv, S], attention weights, of a group of query heads together (eq. 2 to 4: the softmax of
+            the group's largest logits); anything where not valid.
+        valid: bool [..., Hkv, S], or [..., 1, S] for all heads.
+
+    Returns:
+        float32 [...], 0 where no token is valid.
+    """
+    largest = p.masked_fill(~valid, 0.0).amax(-1, keepdim=True)
+    below = (p < share * largest) & valid
+    return (below.sum(-1) / valid.sum(-1).clamp(min=1)).mean(-1)

@@ -1,0 +1,129 @@
+"""K-means: exactly so many survive, the same as a plain loop in Python finds, and in the end clusters are stable."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from fractions import Fraction
+
+import torch
+from hypothesis import given, reject
+from hypothesis import strategies as st
+
+from minithink.ref.kmeans import ITERATIONS, kmeans
+
+
+class Tie(Exception):
+    """Two distances are equal as fractions, and need not be in floating point."""
+
+
+Point = list[Fraction]
+
+
+def first(indices: Iterable[int], value: Callable[[int], Fraction], what: Callable[[int], list[Point]]) -> int:
+    """The index with the smallest value, the lowest of equals. what: the points that a value was computed from; where
+    equal values come from different points with thirds and the like in them, rounding decides."""
+    ordered = sorted(indices, key=lambda i: (value(i), i))
+    best = ordered[0]
+    for other in ordered[1:]:
+        points = [*what(best), *what(other)]
+        exact = all(x.denominator & (x.denominator - 1) == 0 for point in points for x in point)
+        if value(other) == value(best) and what(other) != what(best) and not exact:
+            raise Tie
+    return best
+
+
+def plain(points: list[list[int]], k: int) -> list[int]:
+    """The definition, in exact numbers: → indices of the survivors."""
+    n = len(points)
+    if n <= k:
+        return list(range(n))
+    x = [[Fraction(value) for value in point] for point in points]
+
+    def distance(a: Point, b: Point) -> Fraction:
+        return sum(((p - q) ** 2 for p, q in zip(a, b, strict=True)), Fraction(0))
+
+    def mean(of: list[int]) -> Point:
+        return [sum((x[i][f] for i in of), Fraction(0)) / len(of) for f in range(len(x[0]))]
+
+    center = mean(list(range(n)))
+    chosen = [first(range(n), lambda i: distance(x[i], center), lambda i: [x[i], center])]
+    while len(chosen) < k:
+        rest = [i for i in range(n) if i not in chosen]
+        chosen.append(max(rest, key=lambda i: (min(distance(x[i], x[c]) for c in chosen), -i)))
+    centroids, label = [x[c] for c in chosen], [-1] * n
+    for _ in range(ITERATIONS):
+        before, now = list(label), list(centroids)
+        label = [
+            first(range(k), lambda c, i=i: distance(x[i], now[c]), lambda c, i=i: [x[i], now[c]])  # noqa: B023
+            for i in range(n)
+        ]
+        own = [distance(x[i], now[label[i]]) for i in range(n)]
+        of = [now[label[i]] for i in range(n)]
+        for c in range(k):
+            if c not in label:
+                crowded = [i for i in range(n) if label.count(label[i]) > 1]
+                far = first(crowded, lambda i: -own[i], lambda i: [x[i], of[i]])  # noqa: B023, called at once
+                label[far], own[far], of[far] = c, Fraction(0), x[far]
+        centroids = [mean([i for i in range(n) if label[i] == c]) for c in range(k)]
+        if label == before:
+            break
+    end = centroids
+    return sorted(
+        first(
+            [i for i in range(n) if label[i] == c],
+            lambda i, c=c: distance(x[i], end[c]),
+            lambda i, c=c: [x[i], end[c]],
+        )
+        for c in range(k)
+    )
+
+
+@st.composite
+def sets(draw: st.DrawFn) -> tuple[list[list[list[int]]], list[int]]:
+    """Some sets of points with small whole coordinates, so that there are ties and doubles; how many are to stay."""
+    rng = draw(st.randoms(use_true_random=False))
+    wide, width = draw(st.integers(1, 12)), draw(st.integers(1, 3))
+    points = [
+        [[rng.randint(-wide, wide) for _ in range(width)] for _ in range(draw(st.integers(0, 14)))]
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    return points, [draw(st.integers(1, 15)) for _ in points]
+
+
+@given(sets(), st.randoms(use_true_random=False))
+def test_it_is_the_plain_loop(case: tuple[list[list[list[int]]], list[int]], rng: random.Random) -> None:
+    points, counts = case
+    longest, width = max(1, *map(len, points)), max((len(p[0]) for p in points if p), default=1)
+    x = torch.full((len(points), longest, width), torch.nan)
+    valid = torch.zeros(len(points), longest, dtype=torch.bool)
+    columns = [sorted(rng.sample(range(longest), len(p))) for p in points]
+    for i, (p, at) in enumerate(zip(points, columns, strict=True)):
+        valid[i, at] = True
+        for column, point in zip(at, p, strict=True):
+            x[i, column] = torch.tensor(point, dtype=torch.float32)
+    kept = kmeans(x, valid, torch.tensor(counts))
+    assert not (kept & ~valid).any()
+    try:
+        wanted = [plain(p, k) for p, k in zip(points, counts, strict=True)]
+    except Tie:
+        reject()
+    for i, (at, want) in enumerate(zip(columns, wanted, strict=True)):
+        found = [at.index(column) for column in kept[i].nonzero().flatten().tolist()]
+        assert len(found) == min(counts[i], len(at))
+        assert found == want
+
+
+def test_one_of_every_heap_survives() -> None:
+    generator = torch.Generator().manual_seed(1)
+    heaps = torch.randn(8, 64, generator=generator) * 10
+    x = (heaps[:, None] + 0.1 * torch.randn(8, 16, 64, generator=generator)).flatten(0, 1)
+    order = torch.randperm(128, generator=generator)
+    kept = kmeans(x[order][None], torch.ones(1, 128, dtype=torch.bool), torch.tensor([8]))
+    assert sorted((order[kept[0]] // 16).tolist()) == list(range(8))
+
+
+def test_nothing_is_asked_for() -> None:
+    assert kmeans(torch.zeros(0, 4, 2), torch.zeros(0, 4, dtype=torch.bool), torch.zeros(0)).shape == (0, 4)
+    valid = torch.tensor([[True, False, True]])
+    assert kmeans(torch.full((1, 3, 2), torch.nan), valid, torch.tensor([2])).equal(valid)
