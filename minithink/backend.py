@@ -25,6 +25,7 @@ from minithink.ref.evict import evict
 from minithink.ref.flush import flush
 from minithink.ref.gumbel_argmax import gumbel_argmax
 from minithink.ref.keep_best import keep_best
+from minithink.ref.kmeans import kmeans
 from minithink.ref.linear import linear
 from minithink.ref.lrfu import lrfu
 from minithink.ref.paged_attention import paged_attention
@@ -33,6 +34,7 @@ from minithink.ref.redundancy import redundancy
 from minithink.ref.rms_norm import rms_norm
 from minithink.ref.rope import rope
 from minithink.ref.shrink import shrink
+from minithink.ref.sparsity import sparsity
 from minithink.ref.swiglu import swiglu
 from minithink.ref.window_importance import window_importance
 
@@ -67,6 +69,8 @@ class Backend:
     window_importance: Callable[..., Tensor] = window_importance
     redundancy: Callable[[Tensor, Tensor, float], Tensor] = redundancy
     lrfu: Callable[..., tuple[Tensor, Tensor, Tensor]] = lrfu
+    sparsity: Callable[[Tensor, Tensor], Tensor] = sparsity
+    kmeans: Callable[[Tensor, Tensor, Tensor], Tensor] = kmeans
 
 
 REFERENCE = Backend("reference", in_place=False)

@@ -25,7 +25,7 @@ in their last columns.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Flag, auto
 from typing import Any, ClassVar, Literal, Protocol
@@ -53,6 +53,7 @@ class Shape:
     hidden: int  # d
     scope: Scope  # of the tables: the policy's own or, in a stack, the finest
     device: torch.device
+    tokens: int = 0  # the longest that a sequence may become
 
     @property
     def tables(self) -> tuple[int, int, int]:
@@ -158,7 +159,7 @@ class Storage:
     also: tuple[str, ...] = ()  # further formats, to be reached by Requantize
     names: tuple[str, ...] = ()  # of the thought types, for people
     prompt: int = 0  # the prompt's thought type
-    block: int = 16  # tokens of a page in the format thoughts[0]
+    block: int = 16  # tokens of a page in the prompt's format
     # Tokens that wait in full precision until all of them are quantized together; 0: none wait (plain formats).
     buffer: int = 0
     # The prompt's last tokens, fewer than the buffer holds: quantize them as a short block, or keep them there.
@@ -294,10 +295,19 @@ class Policy:
     # Tokens at positions below this are attended as if they stood directly before the next token that is held: a
     # second copy of the query is rotated to that distance (StreamingLLM's cache positions).
     pull: int = 0
+    beside: int = 1  # tokens that a budget must have room for beside a protected prompt
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.recordable = vars(cls).get("recordable", False)
+
+    @property
+    def calibration(self) -> str:
+        """The file beside the model, of `minithink.calibrate`, without which this policy cannot run; "": none."""
+        return ""
+
+    def calibrated(self, values: Mapping[str, Any]) -> None:
+        """What that file says; called before `setup`."""
 
     def setup(self, shape: Shape) -> None:
         """Allocate state; called once, before anything runs."""
@@ -380,6 +390,7 @@ class Stack(Policy):
         self.protect_prompt = any(m.protect_prompt for m in members)
         self.exempt_answer = any(m.exempt_answer for m in members if m.budget is not None)
         self.pull = max(m.pull for m in members)
+        self.beside = max(m.beside for m in members)
         budgets = [m.budget for m in members if m.budget is not None]
         self.budget = min(budgets, default=None)
 

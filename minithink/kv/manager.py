@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -153,8 +153,9 @@ class KVManager:
         self.device, self.dtype, self.think_ids = torch.device(device), dtype, think_ids
         c = config
         self.shape = Shape(
-            c.num_layers, rows, c.num_kv_heads, c.num_heads, c.head_dim, c.hidden_size, policy.scope, self.device
-        )
+            c.num_layers, rows, c.num_kv_heads, c.num_heads, c.head_dim, c.hidden_size, policy.scope, self.device,
+            tokens,
+        )  # fmt: skip
         prompt = tokens if prompt is None else prompt
         need = needs(policy, c.head_dim, dtype, tokens, prompt)
         units = self.shape.tables[0] * self.shape.tables[2]  # of a row
@@ -765,10 +766,13 @@ def check_budget(policy: Policy, prompt: int, budget: int | None = None) -> None
             continue
         if not 1 <= number <= UNLIMITED:
             raise UsageError(f"{policy.name}: {what} {number} tokens makes no sense: give 1 to {UNLIMITED:,}.")
-        if policy.protect_prompt and number <= prompt:
+        if policy.protect_prompt and number < prompt + policy.beside:
+            more = "anything else" if policy.beside == 1 else f"{policy.beside} tokens beside it"
+            hyper = [f.name for m in members(policy) for f in fields(m)]  # type: ignore[arg-type]
+            spared = ", or protect_prompt=false" if "protect_prompt" in hyper else ""
             raise UsageError(
-                f"{policy.name}: {what} {number} tokens cannot hold the protected prompt of {prompt} and anything "
-                f"else: give at least {prompt + 1}, or protect_prompt=false."
+                f"{policy.name}: {what} {number} tokens cannot hold the protected prompt of {prompt} and {more}: "
+                f"give at least {prompt + policy.beside}{spared}."
             )
 
 

@@ -58,7 +58,9 @@ def kmeans(x: Tensor, valid: Tensor, count: Tensor) -> Tensor:
         centroid = (member.mT @ x) / member.sum(1).clamp(min=1)[..., None]
         if torch.equal(label, before):
             break
-    near = _distance(x, centroid).masked_fill(member == 0, torch.inf).argmin(1)  # [P, K], each in its cluster
+    # two members are equally far from their mean, and rounding must not choose between them
+    end = _distance(x, centroid).masked_fill(member.sum(1, keepdim=True) == 2, 0.0)
+    near = end.masked_fill(member == 0, torch.inf).argmin(1)  # [P, K], each in its cluster
     kept = torch.zeros_like(label).scatter_add(1, near, real.long()) > 0
     return torch.where(few[:, None], valid, kept)
 

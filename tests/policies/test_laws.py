@@ -47,12 +47,21 @@ SMALL: dict[str, tuple[str, ...]] = {
         "rkv:budget=16,buffer=6,alpha=4,kernel_size=3",
         "rkv:budget=18,buffer=5,alpha=3,global_clock=true,exempt_answer=true",
     ),
+    "thinkv": (
+        "thinkv:budget=34,tau=8,retention=4/2,g=4,block=2,layers=0/1,thresholds=0.04/0.1",
+        "thinkv:budget=34,tau=4,retention=2/1,g=4,block=4,layers=1,thresholds=0.05/0.05,hard_budget=false,"
+        "key_axis=token,precision=R8E2T0,v_precision=R2E4T2,two=int2s,four=int4s,sparsity_rows=3",
+        "thinkv:budget=32,tau=16,retention=8/4,g=8,block=2,types=1",
+    ),
+    "tbe": ("tbe:budget=24,tau=6,retention=3/2/1,block=2,layers=0,thresholds=0.02/0.1",),
+    "tbq": ("tbq:tau=8,g=8,block=2,layers=0/1,thresholds=0.04/0.1", "tbq:tau=16,types=2,layers=1,thresholds=0.05"),
     "pm_kvq": ("pm_kvq:bits=4,max_len=24,sink=2,window=6,group=16,block=2",),
 }
 STACKS = (
     "window:budget=16+quant:fmt=int4,by=token",
     "kivi:group=16,residual=16,block=4+random:budget=20",
     "pm_kvq:bits=4,max_len=24,sink=2,window=6,group=16,block=2+streaming_llm:budget=19,sink=3",
+    "rkv:budget=40,buffer=4,alpha=4,protect_prompt=true+thinkv:budget=36,tau=8,retention=4/2,g=4,block=2,types=1",
 )
 TEXTS = [*(text for texts in SMALL.values() for text in texts), *STACKS]
 
@@ -210,7 +219,7 @@ def test_budget_and_bytes(text: str) -> None:
             # nothing is held that never was, and nothing twice
             assert all(lane == sorted(set(lane)) and all(0 <= p < n for p in lane) for lane in lanes)
             if policy.limit is None:
-                assert all(len(lane) == n for lane in lanes)
+                assert policy.budget is not None or all(len(lane) == n for lane in lanes)
                 continue
             end = answers.get(s, n) if policy.exempt_answer else n
             limit = torch.full(manager.shape.tables, policy.limit)[:, manager._row_of[s]].flatten()
@@ -271,7 +280,7 @@ def test_the_pool_suffices(text: str) -> None:
     """It is made for the longest sequence in every row, whatever part of it is prompt, and for rows used again."""
     decoder, policy = decoder_of(0), parse(text)
     keep = Schedule.parse(policy.schedule).keep or policy.budget
-    most = keep - 1 if policy.protect_prompt and keep is not None else 40
+    most = keep - policy.beside if policy.protect_prompt and keep is not None else 40
     prompts, length = (13, most, 3), 50
     manager = manager_for(decoder, policy, rows=3, tokens=length, think_ids=(OPEN, CLOSE))
     for turn in range(2):

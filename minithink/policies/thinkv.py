@@ -1,0 +1,316 @@
+"""ThinKV: a thought's type decides in how many bits its tokens are stored, and how many of them stay.
+
+Every τ generated tokens the attention's sparsity says what kind of thought begins (§3.1, §4.1: transition ≥ θ2 >
+reasoning ≥ θ1 > execution), and the τ tokens that follow are a segment of that type. TBQ (§4.2) quantizes g tokens at
+a time in the type's format; TBE (§4.3) anneals segments along the retention schedule R = {64, 32, 16, 8, 4}:
+
+    case 1   when a transition ends, every segment before it:                 |S_i| ← min(|S_i|, R_n), the n-th time
+    case 2   while |S| > k: the oldest segment of the least important type (ρ: T < E < R) above the minimum, likewise
+
+and keeps of a segment the tokens nearest to the centroids of a K-means over its keys (`ref/kmeans.py`), in place.
+Pages hold one type (§5.2): a freed slot waits for the next token of that type (`kv/table.py`). No token is moved.
+
+Chosen where the paper is silent or says two things:
+- one type a sequence for all layers (§4.1; listing 1 has one a layer); the type of the first segment is measured with
+  the prompt's last query; the prompt is reasoning (§6.1), is protected, and takes part in no segment;
+- the type is measured when the last token of the segment before is in the cache (listing 1: one token later);
+- |T| = 2 knows execution and reasoning, |T| = 1 reasoning alone; then there is no case 1 (§6.2, §E.10);
+- case 2 follows case 1 in the same step where that was not enough; the running segment is left alone by both;
+- hard_budget (a budget is a promise): when all ended segments are at the minimum and |S| > k, the running one is
+  annealed too, then all go to 2, to 1 and at last to 0 tokens; hard_budget=false is the paper's letter;
+- K-means over all KV heads of a layer together, for they share a table; in a stack of finer scope, those that do;
+- T0 drops the tokens of transitions group by group; a g below 16 makes short groups of keys, 16 channels of values.
+`key_axis` names what has a scale of its own, as the paper does: a channel (keys of g tokens share it), or a token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from minithink.errors import UsageError
+from minithink.kv.contract import Demand, Edit, Evict, OpenSegment, Policy, See, Shape, Step, Storage
+from minithink.quant import parse, parse_pair
+
+TRANSITION, EXECUTION, REASONING = 0, 1, 2  # by importance ρ (§4.2), and as figure 6 numbers them
+NAMES = ("transition", "execution", "reasoning")
+BEYOND = (2, 1, 0)  # tokens of a segment that a hard budget goes on to
+
+
+@dataclass
+class ThinKV(Policy):
+    """Think before you quantize, think before you evict."""
+
+    budget: int | None = None  # k, tokens that a lane holds, prompt and buffer included
+    tau: int = 128  # τ, tokens of a segment
+    retention: str = "64/32/16/8/4"  # R, tokens that a segment keeps, from one time to the next
+    hard_budget: bool = True
+    precision: str = "R4E4T2"  # bits of keys by type: 16, 8, 4 or 2, and T0
+    v_precision: str = ""  # of values; "": the same
+    four: str = "nvfp4"  # the format of 4 bits: nvfp4 or int4s
+    two: str = "ternary"  # of 2 bits: ternary or int2s
+    key_axis: Literal["channel", "token"] = "channel"  # what of a key has a scale of its own; of a value: a token
+    g: int = 16  # tokens that are quantized together, and elements that share a scale
+    block: int = 8  # tokens of a page, a power of two
+    types: int = 3  # |T|
+    layers: str = ""  # L*, as in 2/3/5/6; "": the model's calibration
+    thresholds: str = ""  # θ1/θ2, ascending; "": the model's calibration
+    sparsity_rows: int = 1  # last queries whose sparsity is averaged at a refresh
+
+    name: ClassVar[str] = "thinkv"
+    summary: ClassVar[str] = "quantize and evict by thought type, which attention sparsity tells (ThinKV)"
+    scope = "layer"
+
+    def __post_init__(self) -> None:
+        self.protect_prompt = True
+        if self.types not in (1, 2, 3) or self.tau < 1 or self.sparsity_rows < 1:
+            raise UsageError(
+                f"{self.name}: types={self.types}, tau={self.tau}, sparsity_rows={self.sparsity_rows}; types must be "
+                "1, 2 or 3, the others at least 1."
+            )
+        self.storage = self._storage()
+        if self.storage.buffer and self.tau % self.storage.buffer:
+            raise UsageError(
+                f"{self.name}: a segment of tau={self.tau} tokens is no multiple of a group of g={self.g}: choose "
+                f"tau={-(-self.tau // self.g) * self.g}."
+            )
+        self.kept = self._numbers("retention", self.retention, int) if self.budget is not None else ()
+        if self.budget is not None and (not self.kept or list(self.kept) != sorted(set(self.kept), reverse=True)):
+            raise UsageError(f"{self.name}: retention={self.retention}; it must descend, as 64/32/16/8/4 does.")
+        self.beside = self.storage.buffer + (self.kept[-1] if self.kept else 0) + 1
+        self.calibrated({})
+
+    def _storage(self) -> Storage:
+        """The formats of the three types."""
+        keys, values = (self._bits(text) for text in (self.precision, self.v_precision or self.precision))
+        axes = ",by=token" if self.key_axis == "channel" else "", ""  # of a group of keys, and of values
+        pairs = []
+        for bits in zip(keys, values, strict=True):
+            names = {16: "plain", 8: "fp8", 4: self.four, 2: self.two, 0: self.two}
+            if (16 in bits) and bits != (16, 16):
+                raise UsageError(f"{self.name}: a type's keys and values are both of 16 bits, or none: {bits}.")
+            pair = [names[n] for n in bits]
+            if pair[0] == "plain":
+                pairs.append("plain")
+                continue
+            grouped = [bool(parse(name).group) for name in pair]
+            options = [
+                f":group={max(16, self.g)}{axis}" if has else "" for axis, has in zip(axes, grouped, strict=True)
+            ]
+            pairs.append("/".join(name + option for name, option in zip(pair, options, strict=True)))
+            parse_pair(pairs[-1])  # UsageError: no such format or group
+        buffer = 0 if set(pairs) == {"plain"} else self.g
+        return Storage(tuple(pairs), names=NAMES, prompt=REASONING, block=self.block, buffer=buffer)
+
+    def _bits(self, text: str) -> list[int]:
+        """Of transitions, executions, reasoning."""
+        found = re.fullmatch(r"R(16|8|4|2)E(16|8|4|2)T(16|8|4|2|0)", text)
+        if not found:
+            raise UsageError(f"{self.name}: the precision {text!r} is none; write as R4E4T2: 16, 8, 4 or 2, and T0.")
+        return [int(n) for n in found.groups()][::-1]
+
+    def _numbers(self, name: str, text: str, kind: type) -> tuple[Any, ...]:
+        try:
+            return tuple(kind(part) for part in text.split("/")) if text else ()
+        except ValueError:
+            raise UsageError(f"{self.name}: {name}={text}; write numbers, as in {name}=3/5.") from None
+
+    # -- what was calibrated
+
+    @property
+    def calibration(self) -> str:
+        return "thoughts.json" if self.types > 1 and not (self.layers and self.thresholds) else ""
+
+    def calibrated(self, values: Mapping[str, Any]) -> None:
+        """values: `layers` and `thresholds`, of `python -m minithink.calibrate thoughts`."""
+        layers = self._numbers("layers", self.layers, int) or tuple(values.get("layers", ()))
+        theta = self._numbers("thresholds", self.thresholds, float) or tuple(values.get("thresholds", ()))
+        if theta and (len(theta) != self.types - 1 or list(theta) != sorted(theta)):
+            raise UsageError(
+                f"{self.name}: {self.types} types need {self.types - 1} ascending thresholds, and there are "
+                f"{', '.join(map(str, theta))}: calibrate with --thoughts {self.types}."
+            )
+        self.theta, self.measured = theta, tuple(sorted(set(layers)))
+        if self.types > 1:
+            watched = frozenset(self.measured)
+            self.demands = (Demand(See.ROWS, watched, every=self.tau, rows=self.sparsity_rows, group="max_logit"),)
+
+    # -- state: type of every segment, and how often it was annealed
+
+    def setup(self, shape: Shape) -> None:
+        if self.types > 1 and not self.theta:
+            raise UsageError(
+                f"{self.name} knows no thresholds: give layers=… and thresholds=…, or calibrate the model."
+            )
+        if self.measured and self.measured[-1] >= shape.layers:
+            raise UsageError(f"{self.name}: layer {self.measured[-1]} is measured, and the model has {shape.layers}.")
+        segments = shape.tokens // self.tau + 2
+        self.kind = torch.zeros(shape.rows, segments, dtype=torch.uint8, device=shape.device)
+        self.level = torch.zeros(shape.rows, segments, dtype=torch.uint8, device=shape.device)
+        self.cases = torch.zeros(2, shape.rows, dtype=torch.int32, device=shape.device)  # segments annealed, by case
+        self.levels = torch.tensor([shape.tokens + 1, *self.kept], device=shape.device)  # tokens kept at each level
+
+    def reset(self, row: int) -> None:
+        self.kind[row], self.level[row], self.cases[:, row] = 0, 0, 0
+
+    def state(self) -> Iterable[Tensor]:
+        return self.kind, self.level, self.cases, self.levels
+
+    @property
+    def limit(self) -> int | None:
+        return self.budget if self.hard_budget else None
+
+    def peaks(self, tokens: int, prompt: int) -> list[list[tuple[str, int]]]:
+        if self.budget is None or self.hard_budget:
+            return super().peaks(tokens, prompt)
+        least = prompt + (tokens // self.tau + 1) * self.kept[-1] + self.tau  # when all ended segments are there
+        most = min(tokens, max(self.budget, least) + 1)
+        return [[(name, most) for name in self.storage.thoughts]]
+
+    # -- a step
+
+    def decide(self, step: Step) -> Iterator[Edit]:
+        refresh = step.active & (step.clock % self.tau == 0)  # [B]
+        running = (step.clock - 1).clamp(min=0) // self.tau  # number of the newest token's segment
+        if self.budget is not None or self.precision.endswith("T0"):
+            drop = self.drop(step, running, refresh & (step.clock > 0))
+            if drop is not None:
+                yield Evict(drop)
+        if not step.any(refresh):
+            return
+        kind = self.classify(step)
+        column = (step.clock // self.tau).long()[:, None]
+        self.kind.scatter_(1, column, torch.where(refresh, kind, self.kind.gather(1, column)[:, 0])[:, None])
+        yield OpenSegment(refresh, kind)
+
+    def classify(self, step: Step) -> Tensor:
+        """The type of the thought that begins, φ: uint8 [B]."""
+        if self.types == 1:
+            return torch.full_like(step.thought, REASONING)
+        found = []
+        for layer in self.measured:
+            p, pos = step.rows(layer), step.pos(layer)  # [B, Hkv, rows, S], [B, Ht, S]
+            age = torch.arange(self.sparsity_rows, device=p.device).flip(0)  # of each row's query, 0: the newest
+            newest = (step.prompt + step.clock - 1)[:, None, None, None]
+            valid = (pos >= 0).unsqueeze(1) & (pos.unsqueeze(1) <= newest - age[:, None, None])  # [B, rows, Ht, S]
+            found.append(step.ops.sparsity(p.transpose(1, 2), valid).mean(-1))  # [B]
+        sparsity = torch.stack(found).mean(0)
+        theta = [*self.theta, float("inf")][:2]  # |T| = 2: no transitions
+        kind = torch.where(sparsity < theta[0], EXECUTION, torch.where(sparsity < theta[1], REASONING, TRANSITION))
+        return kind.to(step.thought.dtype)
+
+    def drop(self, step: Step, running: Tensor, ended: Tensor) -> Tensor | None:
+        """What goes: bool [Lt, B, Ht, S]; None: nothing. running: int [B]; ended: bool [B], whether it has."""
+        pos, start = step.pos(), step.prompt[:, None, None]
+        segment = torch.where(pos >= start, (pos - start) // self.tau, -1).long()  # −1: the prompt, or no token
+        drop = torch.zeros_like(pos, dtype=torch.bool)
+        if self.precision.endswith("T0"):
+            full = step.active & (step.thought == TRANSITION) & (step.clock % self.g == 0)
+            drop |= (segment == running[:, None, None]) & full[:, None, None]
+        if self.budget is None:
+            return drop if step.any(drop) else None
+        # Tokens of every segment in the fullest lane, now and when this step is over: [B, G]
+        count = torch.zeros(*pos.shape[:3], self.kind.shape[1], dtype=torch.long, device=pos.device)
+        count.scatter_add_(-1, segment.clamp(min=0), ((segment >= 0) & ~drop).long())
+        now = count.amax((0, 2))
+        held = (step.held() - drop.sum(-1)).amax((0, 2))  # [B]
+        goal = self.anneal(step, now, held, running, ended)
+        if step.any(goal < now):
+            drop |= self.survivors(step, segment, goal, goal < now)
+        return drop if step.any(drop) else None
+
+    def anneal(self, step: Step, now: Tensor, held: Tensor, running: Tensor, ended: Tensor) -> Tensor:
+        """How many tokens every segment may keep, π: int64 [B, G].
+
+        Args:
+            now: tokens that each segment holds, int64 [B, G].
+            held: tokens of the fullest lane, [B].
+            running, ended: as of `drop`.
+        """
+        number = torch.arange(now.shape[1], device=now.device)
+        budget = step.budget.amin((0, 2))  # [B]
+        past = number < (running + ended.to(running.dtype))[:, None]
+        # case 1: min(|S_i|, R_n)
+        if self.types == 3:
+            turn = ended & (self.kind.gather(1, running.long()[:, None])[:, 0] == TRANSITION)
+            earlier = turn[:, None] & (number < running[:, None]) & (now > 0)
+            self.level += earlier & (self.level < len(self.kept))
+        goal = torch.minimum(now, self.levels[self.level.long()])
+        self.cases[0] += (goal < now).sum(-1)
+        # case 2: the oldest of the least important type comes first
+        order = self.kind.long() * now.shape[1] + number
+
+        def first(of: Tensor) -> Tensor:
+            """In rows that are over their budget, the first of these segments: bool [B, G]."""
+            over = step.active & (held - (now - goal).sum(-1) > budget)
+            mine = of & over[:, None]
+            rank = torch.where(mine, order, len(NAMES) * now.shape[1])
+            return mine & (rank == rank.amin(-1, keepdim=True))
+
+        while step.any(pick := first(past & (goal > self.kept[-1]))):
+            self.level += pick
+            fewer = torch.where(pick, torch.minimum(goal, self.levels[self.level.long()]), goal)
+            self.cases[1] += (fewer < goal).sum(-1)
+            goal = fewer
+        if not self.hard_budget:
+            return goal
+        current = number == running[:, None]
+        floors = [(current, n) for n in self.kept] + [(past | current, n) for n in BEYOND if n < self.kept[-1]]
+        for of, floor in floors:
+            while step.any(pick := first(of & (goal > floor))):
+                goal = torch.where(pick, floor, goal)
+                self.cases[1] += pick.sum(-1)
+        return goal
+
+    def survivors(self, step: Step, segment: Tensor, goal: Tensor, fewer: Tensor) -> Tensor:
+        """K-means of the segments that shrink: what goes of them, bool [Lt, B, Ht, S]. segment: as in `drop`; goal:
+        [B, G]; fewer: bool [B, G]."""
+        drop = torch.zeros_like(segment, dtype=torch.bool)
+        row, number = fewer.nonzero().unbind(-1)  # [P]
+        heads = segment.shape[2]
+        for layer in range(len(segment)):
+            mine = segment[layer, row] == number[:, None, None]  # [P, Ht, S]
+            most = int(mine.sum(-1).max())
+            # the members' columns, oldest first: [P, Ht, most]
+            column = mine.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :most]
+            valid = mine.gather(-1, column)
+            keys = step.keys(layer, fewer.any(-1))[row]  # [P, Hkv, S, D]
+            keys = keys.unflatten(1, (heads, -1)).transpose(2, 3).flatten(3)  # [P, Ht, S, Hkv / Ht · D]
+            keys = keys.gather(2, column[..., None].expand(*column.shape, keys.shape[-1]))
+            count = goal[row, number].repeat_interleave(heads)
+            kept = step.ops.kmeans(keys.flatten(0, 1), valid.flatten(0, 1), count).view(valid.shape)
+            for p, b in enumerate(row.tolist()):
+                drop[layer, b].scatter_(-1, column[p], drop[layer, b].gather(-1, column[p]) | (valid & ~kept)[p])
+        return drop
+
+
+@dataclass
+class Tbq(ThinKV):
+    """ThinKV's quantization alone: every token stays, in the format of its thought (table 4)."""
+
+    budget: int | None = field(default=None, init=False)
+    retention: str = field(default="", init=False)
+    hard_budget: bool = field(default=False, init=False)
+
+    name: ClassVar[str] = "tbq"
+    summary: ClassVar[str] = "quantize by thought type, evict nothing (ThinKV's TBQ)"
+
+
+@dataclass
+class Tbe(ThinKV):
+    """ThinKV's eviction alone: what stays is in the model's own number type (table 4)."""
+
+    precision: str = field(default="R16E16T16", init=False)
+    v_precision: str = field(default="", init=False)
+    four: str = field(default="nvfp4", init=False)
+    two: str = field(default="ternary", init=False)
+    key_axis: Literal["channel", "token"] = field(default="token", init=False)
+    g: int = field(default=1, init=False)
+
+    name: ClassVar[str] = "tbe"
+    summary: ClassVar[str] = "evict by thought type, in full precision (ThinKV's TBE)"
