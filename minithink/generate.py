@@ -40,6 +40,9 @@ class Task(NamedTuple):
     answer: str | None = None
 
 
+THOUGHTS = {"reasoning": "green", "execution": "cyan", "transition": "yellow"}  # styles, by thought type
+
+
 class Screen:
     """Standard output: dimmed and normal text on a terminal, plain text elsewhere."""
 
@@ -176,7 +179,21 @@ def _generate(args: argparse.Namespace, tasks: list[Task], stream: Stream) -> in
         if verdict := _verdict(result, answer):
             screen.line(verdict if verdict == "right" else f"wrong: {_what_was_right(result, answer)}")
     screen.line(summary(results, seconds), "dim")
+    for line in thoughts(results):
+        screen.line(line, "dim")
     return code
+
+
+def thoughts(results: list[Result]) -> list[str]:
+    """What the policy knows of thoughts, a line for each sequence: segments by type, bits, what was done."""
+    lines = []
+    for r in results:
+        if r.kv_thoughts:
+            segments = ", ".join(f"{r.kv_thoughts[name]} {name}" for name in THOUGHTS if name in r.kv_thoughts)
+            bits = f"{r.kv_bits:.1f} bits a number with its scales" if r.kv_bits is not None else ""
+            who = f"[prompt {r.prompt}, sample {r.sample}] " if len(results) > 1 else ""
+            lines.append(who + "; ".join(part for part in (f"segments: {segments}", r.kv_notes, bits) if part))
+    return lines
 
 
 def summary(results: list[Result], seconds: float) -> str:
@@ -200,7 +217,7 @@ def summary(results: list[Result], seconds: float) -> str:
 def _show_live(screen: Screen, stream: Stream) -> None:
     for chunk in stream:
         if chunk.text:
-            screen.write(chunk.text, "dim" if chunk.stage == "think" else "")
+            screen.write(chunk.text, THOUGHTS.get(chunk.thought, "dim") if chunk.stage == "think" else "")
 
 
 def _show(screen: Screen, result: Result) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -21,7 +21,7 @@ from minithink.errors import MinithinkError
 from minithink.kv.apart import Apart
 from minithink.kv.contract import Policy
 from minithink.kv.full import FullCache
-from minithink.kv.ledger import Ledger
+from minithink.kv.ledger import Ledger, Told
 from minithink.kv.manager import KVManager, Recorder
 from minithink.loop import SIZES, DecodeLoop
 from minithink.sampling import Sampler, SamplingParams
@@ -58,6 +58,7 @@ class Chunk(NamedTuple):
     token_id: int
     prompt: int  # index of the prompt
     sample: int  # index of the sample of this prompt
+    thought: str = ""  # the type of the segment that it belongs to, where the policy knows types
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,9 @@ class Result:
     decode_seconds: float  # from the first to the last token, beside whatever else ran
     prompt: int = 0  # index of the prompt
     sample: int = 0
+    kv_bits: float | None = None  # of a number in the cache's pages, with its share of the scales
+    kv_thoughts: dict[str, int] = field(default_factory=dict)  # segments by type, where the policy knows types
+    kv_notes: str = ""  # the policy's own words
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -107,6 +111,8 @@ class Track:
     finish_reason: str = ""  # "" while it runs
     kv: Ledger = field(default_factory=Ledger)
     kv_tokens: int = 0
+    told: Told = field(default_factory=Told)
+    thought: str = ""  # the type of the running segment, where texts are wanted
     piece: str = ""  # the text of the last token, where texts are wanted
     tail: str = ""  # the latest text, as long as the longest text that stops
     began: float = 0.0
@@ -194,7 +200,7 @@ class Stream:
         for advanced in self._steps:
             for s in advanced:
                 stage = stages[s.number].put(s.tokens[-1], s.piece)
-                yield Chunk(s.piece, stage, s.tokens[-1], s.prompt_index, s.sample)
+                yield Chunk(s.piece, stage, s.tokens[-1], s.prompt_index, s.sample, s.thought)
 
     @property
     def results(self) -> list[Result]:
@@ -297,9 +303,11 @@ class Stream:
             elif len(s.tokens) == s.limit:
                 s.finish_reason = s.limit_reason
             if self._read_texts:
+                s.thought = self.cache.thought(s.number)
                 self._read(s, token)
             if s.finish_reason:
                 s.kv, s.kv_tokens = self.cache.account(s.number), self.cache.held(s.number)
+                s.told = self.cache.told(s.number)
                 self.cache.leave(s.number)
                 self.sampler.drop(s.number)
 
@@ -323,6 +331,7 @@ class Stream:
         running = s.began and not s.finish_reason
         kv = self.cache.account(s.number) if running else s.kv
         held = self.cache.held(s.number) if running else s.kv_tokens
+        told = self.cache.told(s.number) if running else s.told
         seen = max(0, len(s.prompt) + len(tokens) - 1) if s.first else 0  # the last token was chosen, and never read
         return Result(
             text=text, thinking=thinking, answer=answer, token_ids=list(tokens),
@@ -331,5 +340,6 @@ class Stream:
             kv_tokens=held, kv_full_bytes=seen * engine.config.kv_bytes_per_token(engine.dtype.itemsize),
             kv_ledger={kind: size for kind, size in kv.as_dict().items() if kind != "reserve"},
             prefill_seconds=s.first - s.began if s.first else 0.0, decode_seconds=s.last - s.first,
-            prompt=s.prompt_index, sample=s.sample,
+            prompt=s.prompt_index, sample=s.sample, kv_bits=told.bits, kv_thoughts=dict(Counter(told.thoughts)),
+            kv_notes=told.notes,
         )  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minithink.kv.full import FullCache
-from minithink.kv.ledger import Ledger
+from minithink.kv.ledger import Ledger, Told
 from minithink.kv.manager import KVManager
 
 
@@ -76,6 +76,14 @@ class Apart:
     def account(self, seq: int) -> Ledger:
         """What one sequence holds, by kind."""
         return self.caches[seq].account(seq)
+
+    def told(self, seq: int) -> Told:
+        """What there is to tell about a sequence."""
+        return self.caches[seq].told(seq)
+
+    def thought(self, seq: int) -> str:
+        """The type of its running segment."""
+        return self.caches[seq].thought(seq)
 
     def held(self, seq: int) -> int:
         """Tokens that the fullest lane of a sequence holds."""

@@ -319,6 +319,10 @@ class Policy:
         """All tensors of state, for the ledger."""
         return ()
 
+    def notes(self, row: int) -> str:
+        """What people may want to know of what was done with the sequence of this row; "": nothing."""
+        return ""
+
     def decide(self, step: Step) -> Iterable[Edit]:
         """What to change, after the forward pass in which the rows `step.active` took part."""
         return ()

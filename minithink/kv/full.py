@@ -23,7 +23,7 @@ from torch import Tensor
 from minithink.backend import REFERENCE, Backend
 from minithink.config import ModelConfig
 from minithink.errors import MinithinkError
-from minithink.kv.ledger import Ledger
+from minithink.kv.ledger import Ledger, Told
 from minithink.model import Rope
 
 
@@ -140,6 +140,14 @@ class FullCache:
     def account(self, seq: int) -> Ledger:
         """What one sequence holds, by kind."""
         return Ledger(payload=self.held_bytes(seq))
+
+    def told(self, seq: int) -> Told:
+        """Nothing beside its bytes."""
+        return Told()
+
+    def thought(self, seq: int) -> str:
+        """A full cache knows no types of thoughts."""
+        return ""
 
     def ledger(self) -> Ledger:
         """What all buffers are for."""

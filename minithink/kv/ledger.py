@@ -10,6 +10,15 @@ from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
+class Told:
+    """What a cache can tell people about one sequence, beside its bytes."""
+
+    thoughts: tuple[str, ...] = ()  # the type of every segment, in order; empty where types have no names
+    bits: float | None = None  # of a number in the pages, with its share of the scales
+    notes: str = ""  # the policy's own words
+
+
+@dataclass(frozen=True)
 class Ledger:
     """Bytes by kind."""
 

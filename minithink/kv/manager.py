@@ -42,7 +42,7 @@ from minithink.kv.contract import (
     Shape,
     Stack,
 )
-from minithink.kv.ledger import Ledger
+from minithink.kv.ledger import Ledger, Told
 from minithink.kv.pages import Reading, layouts
 from minithink.kv.store import PagedStore, Writer
 from minithink.kv.view import View
@@ -588,6 +588,7 @@ class KVManager:
             self.store.open_segment(mask, edit.thought)
             for row in opened:
                 self.store.starts[row].append(self._row(row).length)
+                self.store.kinds[row].append(int(edit.thought[row]))
         elif isinstance(edit, SetBudget):
             budget = self.budgets[id(author)]
             budget[min(edit.layer, len(budget) - 1)] = edit.tokens
@@ -726,6 +727,21 @@ class KVManager:
         """Bytes of what the policy remembers and sees, divided by the rows: state and observations."""
         kinds = {"state": self._state(), "observations": self._observed()}
         return {name: sum(x.nbytes for x in kind) // len(self.rows) for name, kind in kinds.items()}
+
+    def told(self, seq: int) -> Told:
+        """What there is to tell about one sequence: its thoughts, bits a number, and the policy's own words."""
+        row, names = self._row_of[seq], self.store.storage.names
+        account, numbers = self.store.account([row]), self.store.paged(row) * 2 * self.shape.head_dim
+        return Told(
+            thoughts=tuple(names[kind] for kind in self.store.kinds[row]) if names else (),
+            bits=8 * (account.payload + account.scales) / numbers if numbers else None,
+            notes="; ".join(note for p in members(self.policy) if (note := p.notes(row))),
+        )
+
+    def thought(self, seq: int) -> str:
+        """The name of the running segment's type; "": types have none, or no segment has begun."""
+        kinds, names = self.store.kinds[self._row_of[seq]], self.store.storage.names
+        return names[kinds[-1]] if names and kinds else ""
 
     def held_bytes(self, seq: int) -> int:
         """Bytes that one sequence holds."""

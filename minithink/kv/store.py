@@ -126,6 +126,7 @@ class PagedStore(Pages):
         self.waiting = [0] * b  # tokens in the ring, those evicted there counted too
         self.reading = set[int]()  # rows whose prompt is not settled
         self.starts: list[list[int]] = [[] for _ in range(b)]  # positions at which segments begin, for reading
+        self.kinds: list[list[int]] = [[] for _ in range(b)]  # and their thought types
         self.used = {0}  # formats that may hold tokens
         self.stays_plain = storage.sink > 0 or "plain" in (*storage.thoughts, *storage.also)
 
@@ -692,7 +693,7 @@ class PagedStore(Pages):
         self.evict(drop)
         self.thought[row] = self.storage.prompt
         self.scale[..., row] = 1
-        self.waiting[row], self.starts[row] = 0, []
+        self.waiting[row], self.starts[row], self.kinds[row] = 0, [], []
         self.reading.discard(row)
         self.most[row] = self.lengths[row] = 0
         if self.poison:
@@ -720,6 +721,11 @@ class PagedStore(Pages):
             return Ledger()
         payload, scales, tables, buffers = self.held(torch.tensor(rows, device=self.shape.device)).sum(1).tolist()
         return Ledger(payload=payload, scales=scales, tables=tables, buffers=buffers)
+
+    def paged(self, row: int) -> int:
+        """Tokens of a row that lie in pages, in all lanes together."""
+        there = (self.positions()[:, row] >= 0) & (self.place[:, row, :, : self.seen] >= 0)
+        return int(there.sum()) * self.shape.sharing
 
     def held(self, rows: Tensor | None = None) -> Tensor:
         """Bytes that the tokens of each row hold; nothing is asked of the device, so that a CUDA graph may do it.

@@ -68,10 +68,10 @@ class ThinKV(Policy):
 
     def __post_init__(self) -> None:
         self.protect_prompt = True
-        if self.types not in (1, 2, 3) or self.tau < 1 or self.sparsity_rows < 1:
+        if self.types not in (1, 2, 3) or min(self.tau, self.g, self.sparsity_rows) < 1:
             raise UsageError(
-                f"{self.name}: types={self.types}, tau={self.tau}, sparsity_rows={self.sparsity_rows}; types must be "
-                "1, 2 or 3, the others at least 1."
+                f"{self.name}: types={self.types}, tau={self.tau}, g={self.g}, sparsity_rows={self.sparsity_rows}; "
+                "types must be 1, 2 or 3, the others at least 1."
             )
         self.storage = self._storage()
         if self.storage.buffer and self.tau % self.storage.buffer:
@@ -80,7 +80,8 @@ class ThinKV(Policy):
                 f"tau={-(-self.tau // self.g) * self.g}."
             )
         self.kept = self._numbers("retention", self.retention, int) if self.budget is not None else ()
-        if self.budget is not None and (not self.kept or list(self.kept) != sorted(set(self.kept), reverse=True)):
+        down = sorted({n for n in self.kept if n >= 0}, reverse=True)
+        if self.budget is not None and (not self.kept or list(self.kept) != down):
             raise UsageError(f"{self.name}: retention={self.retention}; it must descend, as 64/32/16/8/4 does.")
         self.beside = self.storage.buffer + (self.kept[-1] if self.kept else 0) + 1
         self.calibrated({})
@@ -143,12 +144,12 @@ class ThinKV(Policy):
     # -- state: type of every segment, and how often it was annealed
 
     def setup(self, shape: Shape) -> None:
-        if self.types > 1 and not self.theta:
+        if self.types > 1 and not (self.theta and self.measured):
             raise UsageError(
                 f"{self.name} knows no thresholds: give layers=… and thresholds=…, or calibrate the model."
             )
-        if self.measured and self.measured[-1] >= shape.layers:
-            raise UsageError(f"{self.name}: layer {self.measured[-1]} is measured, and the model has {shape.layers}.")
+        if outside := [layer for layer in self.measured if not 0 <= layer < shape.layers]:
+            raise UsageError(f"{self.name}: layer {outside[0]} is measured, and the model has {shape.layers}.")
         segments = shape.tokens // self.tau + 2
         self.kind = torch.zeros(shape.rows, segments, dtype=torch.uint8, device=shape.device)
         self.level = torch.zeros(shape.rows, segments, dtype=torch.uint8, device=shape.device)
@@ -160,6 +161,12 @@ class ThinKV(Policy):
 
     def state(self) -> Iterable[Tensor]:
         return self.kind, self.level, self.cases, self.levels
+
+    def notes(self, row: int) -> str:
+        if self.budget is None:
+            return ""
+        first, second = self.cases[:, row].tolist()
+        return f"segments annealed {first} times as transitions ended (case 1), {second} times for room (case 2)"
 
     @property
     def limit(self) -> int | None:

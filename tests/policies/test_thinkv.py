@@ -330,6 +330,8 @@ def test_figure_6() -> None:
         ("thinkv:budget=64,four=nf4", "nf4"),
         ("thinkv:budget=64,retention=4/8", "must descend"),
         ("thinkv:budget=64,retention=a", "retention=a"),
+        ("thinkv:budget=64,retention=4/-1", "must descend"),
+        ("thinkv:budget=64,g=0", "g=0"),
         ("thinkv:budget=64,layers=1,thresholds=0.5", "3 types need 2 ascending thresholds"),
         ("thinkv:budget=64,layers=1,thresholds=0.6/0.5", "ascending"),
         ("tbq:budget=64", "no hyperparameter 'budget'"),
@@ -347,6 +349,8 @@ def test_what_does_not_fit_the_model_is_refused() -> None:
         followed(parse("thinkv:budget=64"), [4], 1, decoder=WIDE)
     with pytest.raises(UsageError, match="layer 7 is measured, and the model has 2"):
         followed(parse("thinkv:budget=64,layers=0/7,thresholds=0.1/0.2"), [4], 1, decoder=WIDE)
+    with pytest.raises(UsageError, match="knows no thresholds"):
+        followed(parse("thinkv:budget=64,thresholds=0.1/0.2"), [4], 1, decoder=WIDE)
     odd = random_decoder(example_config(hidden_size=8, intermediate_size=8, num_heads=4, num_kv_heads=2, head_dim=24))
     with pytest.raises(UsageError, match="does not divide a head of 24 channels"):
         followed(parse("thinkv:budget=64,types=1"), [4], 1, decoder=odd)
