@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -784,8 +784,8 @@ def check_budget(policy: Policy, prompt: int, budget: int | None = None) -> None
             raise UsageError(f"{policy.name}: {what} {number} tokens makes no sense: give 1 to {UNLIMITED:,}.")
         if policy.protect_prompt and number < prompt + policy.beside:
             more = "anything else" if policy.beside == 1 else f"{policy.beside} tokens beside it"
-            hyper = [f.name for m in members(policy) for f in fields(m)]  # type: ignore[arg-type]
-            spared = ", or protect_prompt=false" if "protect_prompt" in hyper else ""
+            ours = any("protect_prompt" in getattr(m, "__dataclass_fields__", ()) for m in members(policy))
+            spared = ", or protect_prompt=false" if ours else ""
             raise UsageError(
                 f"{policy.name}: {what} {number} tokens cannot hold the protected prompt of {prompt} and {more}: "
                 f"give at least {prompt + policy.beside}{spared}."

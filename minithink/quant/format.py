@@ -138,7 +138,11 @@ class Grouped(Format):
 
     @abstractmethod
     def decode(self, codes: Tensor, params: Tensor, tensor_scale: Tensor) -> Tensor:
-        """The inverse, of `encode`'s shapes → [..., n, m] float32."""
+        """The inverse, of what `read` gives in `encode`'s shapes → [..., n, m] float32."""
+
+    def read(self, packed: Tensor) -> Tensor:
+        """Bytes → codes, or what a family would rather decode: [..., D·bits/8] uint8 → [..., D]."""
+        return unpack(packed, self.bits)
 
     def quantize(self, x: Tensor, tensor_scale: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
         x = saturate(x.float(), torch.float32)
@@ -159,7 +163,7 @@ class Grouped(Format):
         return pack(codes, self.bits), params.flatten(-2)
 
     def dequantize(self, codes: Tensor, params: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
-        q = unpack(codes, self.bits)  # [..., D]
+        q = self.read(codes)  # [..., D]
         n = params.shape[-1] // self.param_bytes  # D / group groups of a token, or by token one a channel
         q = q.unflatten(-1, (n, q.shape[-1] // n))
         x = self.decode(q, params.unflatten(-1, (n, self.param_bytes)), tensor_scale[..., None, None])

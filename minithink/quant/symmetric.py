@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
+from functools import cache
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from minithink.quant import e4m3
 from minithink.quant.format import Grouped, divide, divide_by
+from minithink.quant.pack import unpack
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,22 @@ class Symmetric(Grouped):
         stored = e4m3.encode(scale / tensor_scale if self.tensor_scaled else scale)
         return self.nearest(divide(x, self.step(stored, tensor_scale))), stored
 
+    def read(self, packed: Tensor) -> Tensor:
+        # All points of a byte are looked up at once: a dense read of a whole cache is mostly this.
+        points = _points_of_bytes(self, packed.device).index_select(0, packed.flatten().int())
+        return points.view(*packed.shape[:-1], packed.shape[-1] * (8 // self.bits))
+
     def decode(self, codes: Tensor, params: Tensor, tensor_scale: Tensor) -> Tensor:
-        return self.point(codes) * self.step(params, tensor_scale)
+        """codes: points, as `read` gives them."""
+        return codes * self.step(params, tensor_scale)
 
     def step(self, stored: Tensor, tensor_scale: Tensor) -> Tensor:
         """stored: [..., n, 1] uint8; tensor_scale: [..., 1, 1] → [..., n, 1] float32."""
         scale = e4m3.decode(stored)
         return scale * tensor_scale if self.tensor_scaled else scale
+
+
+@cache
+def _points_of_bytes(fmt: Symmetric, device: torch.device) -> Tensor:
+    """The points of all codes that a byte holds: float32 [256, 8 / bits]."""
+    return fmt.point(unpack(torch.arange(256, dtype=torch.uint8, device=device)[:, None], fmt.bits))
