@@ -48,16 +48,16 @@ def test_interruption_loses_nothing(
 ) -> None:
     texts: list[str] = []
     monkeypatch.setattr(accuracy, "grade", lambda text, answer: texts.append(text) is None)
-    monkeypatch.setattr(accuracy, "split_thinking", lambda text, inside: ("", text))  # 12 tokens are all thinking
+    monkeypatch.setattr(accuracy, "split_thinking", lambda text, inside: ("", text))  # 30 tokens are all thinking
     whole, part = tmp_path / "whole.json", tmp_path / "part.json"
-    options = [*QUICK, "--limit", "2", "--num-samples", "2"]
+    options = [*QUICK, "--limit", "2", "--num-samples", "2", "--max-new-tokens", "30"]
     assert main([*options, "--output", str(whole)]) == 0
     assert not whole.with_suffix(".jsonl").exists()
     want = record.read(whole)
     assert want["complete"]
     assert want["outcome_columns"] == ["id", "sample", "right", "tokens", "finish"]
     assert [row[:2] for row in want["outcomes"]] == [[p.id, k] for p in load_problems("test")[:2] for k in (0, 1)]
-    assert all(row[2:] == [True, 12, "length"] for row in want["outcomes"])
+    assert all(row[2:] == [True, 30, "length"] for row in want["outcomes"])
     first_texts = Counter(texts)
     assert len(first_texts) > 2, "samples differ"
 

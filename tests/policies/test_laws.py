@@ -61,7 +61,7 @@ STACKS = (
     "window:budget=16+quant:fmt=int4,by=token",
     "kivi:group=16,residual=16,block=4+random:budget=20",
     "pm_kvq:bits=4,max_len=24,sink=2,window=6,group=16,block=2+streaming_llm:budget=19,sink=3",
-    "rkv:budget=40,buffer=4,alpha=4,protect_prompt=true+thinkv:budget=36,tau=8,retention=4/2,g=4,block=2,types=1",
+    "rkv:budget=24,buffer=4,alpha=4,protect_prompt=true+thinkv:budget=27,tau=8,retention=4/2,g=4,block=2,types=1",
 )
 TEXTS = [*(text for texts in SMALL.values() for text in texts), *STACKS]
 
@@ -177,12 +177,14 @@ def test_a_batch_is_never_worse_than_its_parts(text: str, seed: int) -> None:
     """Law 2: alone and beside others, the same tokens and the same choice of tokens, wherever one is decided."""
     decoder = decoder_of(seed)
     alone, batch = run(decoder, text, None), run(decoder, text, 3)
+    # the last bits of a product depend on the batch's size, and then a scale of 16 bits may be rounded the other way
+    atol = 1e-4 if set(parse(text).storage.formats) == {"plain"} else 1e-3
     compared = 0
     for step, (want, got) in enumerate(zip(alone.logits, batch.logits, strict=True)):
         assert batch.kept[step] == alone.kept[step], f"{text}, step {step}"
         assert batch.formats[step] == alone.formats[step], f"{text}, step {step}"
-        assert_close(f"{text}, step {step}", got, want, atol=1e-4)
-        if margins(want) <= 1e-5:
+        assert_close(f"{text}, step {step}", got, want, atol=atol)
+        if margins(want) <= atol / 10:
             break  # from here on they may differ
         assert int(got.argmax()) == int(want.argmax()), f"{text}, step {step}"
         compared += 1

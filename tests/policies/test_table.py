@@ -49,7 +49,8 @@ def test_the_table_is_in_order(name: str) -> None:
     assert cls.name == name
     assert is_dataclass(cls)
     assert issubclass(cls, Policy)
-    assert getattr(importlib.import_module(f"minithink.policies.{name}"), cls.__name__) is cls
+    home = {"tbq": "thinkv", "tbe": "thinkv"}.get(name, name)  # parts of a policy stand beside it
+    assert getattr(importlib.import_module(f"minithink.policies.{home}"), cls.__name__) is cls
     assert 0 < len(cls.summary) < 100
     assert "\n" not in cls.summary
     hints = get_type_hints(cls)
@@ -96,7 +97,7 @@ def test_budget_and_schedule_from_outside() -> None:
     stack = parse("window+full+random:seed=1", budget=9)
     assert isinstance(stack, Stack)
     assert [m.budget for m in stack.members] == [9, None, 9]
-    assert [name for name in POLICIES if not takes_budget(lookup(name))] == ["full", "quant", "kivi", "pm_kvq"]
+    assert [name for name in POLICIES if not takes_budget(lookup(name))] == ["full", "tbq", "quant", "kivi", "pm_kvq"]
 
 
 @pytest.mark.parametrize(
@@ -158,23 +159,27 @@ def test_lists_are_not_split_elsewhere() -> None:
 SMALL = {  # hyperparameters that make something happen within a few tokens
     "quant": "fmt=int4,by=token", "kivi": "group=16,residual=16", "pm_kvq": "bits=3,max_len=48,window=8,group=16",
     "rkv": "alpha=2,buffer=5",
+    "thinkv": "tau=4,g=4,retention=2/1,precision=R8E8T8,layers=0,thresholds=0.05/0.1",
+    "tbe": "tau=4,retention=2/1,layers=0,thresholds=0.05/0.1",
+    "tbq": "tau=4,g=4,precision=R8E8T8,layers=0,thresholds=0.05/0.1",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_limits_and_batches(name: str) -> None:
-    """Lanes hold between budget and limit in the end, and a sequence keeps what it keeps alone."""
+    """Lanes hold about as many tokens as they may in the end, and a sequence keeps what it keeps alone."""
     options = f"{name}:{SMALL[name]}" if name in SMALL else name
 
     def policy() -> Policy:
         return parse(options, budget=32 if takes_budget(lookup(name)) else None)
 
-    prompts, steps = [5, 30, 12], 40
+    prompts, steps = [5, 25, 12], 40
     together = [[held(m, seq) for seq in range(3)] for m in follow(policy(), prompts, steps, rows=4)]
     limit = policy().limit
     if limit is not None:
         assert all(len(lane) <= limit for step in together for seq in step for lane in seq)
-        assert all(len(lane) >= 32 for seq in together[-1] for lane in seq)
+        least = 30 if name in ("thinkv", "tbe") else 32  # these drop half of a segment
+        assert all(len(lane) >= least for seq in together[-1] for lane in seq)
     for seq, prompt in enumerate(prompts):
         alone = [held(m, seq) for m in follow(policy(), [prompt], steps, seqs=[seq], rows=4)]
         assert [step[seq] for step in together] == alone, name
