@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minithink.errors import UsageError
 from minithink.ref.allocate import allocate
+from minithink.ref.anneal import anneal
 from minithink.ref.append import append
 from minithink.ref.attention import attention
 from minithink.ref.decode_attention import decode_attention
@@ -35,6 +36,7 @@ from minithink.ref.rms_norm import rms_norm
 from minithink.ref.rope import rope
 from minithink.ref.shrink import shrink
 from minithink.ref.sparsity import sparsity
+from minithink.ref.survivors import survivors
 from minithink.ref.swiglu import swiglu
 from minithink.ref.window_importance import window_importance
 
@@ -71,6 +73,8 @@ class Backend:
     lrfu: Callable[..., tuple[Tensor, Tensor, Tensor]] = lrfu
     sparsity: Callable[[Tensor, Tensor], Tensor] = sparsity
     kmeans: Callable[[Tensor, Tensor, Tensor], Tensor] = kmeans
+    anneal: Callable[..., tuple[Tensor, Tensor, Tensor]] = anneal
+    survivors: Callable[[Any, Tensor, Tensor, Tensor], Tensor] = survivors
 
 
 REFERENCE = Backend("reference", in_place=False)

@@ -110,9 +110,9 @@ class DecodeLoop:
         store.used.update(store.appends)
         observed = cache.demands_due(seqs)
         out = self._replay(
-            self.recorded, lambda x, out: self._step(x, out, observed), inputs, 2 * n + 1, observed
+            self.recorded, lambda x, out: self._step(x, out, observed), inputs, 3 * n + 1, observed
         ).tolist()
-        drawn, due, overflow = out[: len(seqs)], out[n : n + len(seqs)], out[-1]
+        (drawn, due, begun), overflow = (out[i * n : i * n + len(seqs)] for i in range(3)), out[-1]
         if overflow:
             raise MinithinkError(
                 f"The KV pool of {store.table.pages.count:,} pages is exhausted: use a smaller --batch-size, "
@@ -122,7 +122,7 @@ class DecodeLoop:
         cache.end_next(
             seqs, tokens,
             decide=(lambda: self._decide(acting)) if cache.records_decisions else None,
-            flush=self._flush if store.flushes_next else None,
+            flush=self._flush if store.flushes_next else None, begun=begun,
         )  # fmt: skip
         return drawn
 
@@ -164,7 +164,8 @@ class DecodeLoop:
     def _step(self, inputs: Tensor, out: Tensor, observed: Sequence[Demand]) -> None:
         """What is recorded of a step. inputs: int64 [STATE + 2, N], the rows' states when the newest token is in the
         cache; how many tokens wait in each row's full-precision buffer (`Storage.buffer`); numbers of the draws. out:
-        int64 [2N + 1], tokens, who is due, overflow."""
+        int64 [3N + 1], tokens, who is due, which types of thoughts began (where the policy opens segments),
+        overflow."""
         state, (waiting, sequence) = inputs[:STATE], inputs[STATE:]
         at, active, lengths, _, _, tokens = state  # see kv/view.py, STATE
         self.cache.begin_next(at, active.bool(), lengths - 1, waiting, observed)
@@ -177,5 +178,7 @@ class DecodeLoop:
         n = len(at)
         out[:n].copy_(drawn)
         if self.cache.records_decisions:
-            out[n:-1].copy_(self.cache.due_next(state))
+            out[n : 2 * n].copy_(self.cache.due_next(state))
+        if self.cache.policy.opens:
+            out[2 * n : -1].copy_(self.cache.store.begun[at])
         out[-1:].copy_(self.cache.store.overflow)

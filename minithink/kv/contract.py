@@ -214,6 +214,7 @@ class Step(Protocol):
     """What a policy sees between two forward passes. Layers of tensors without L are picked by `layer`."""
 
     shape: Shape
+    row: Tensor  # int64 [B]: number of each row that is shown, under which a policy keeps what it remembers of it
     budget: Tensor  # int32 [Lt, B, Ht], tokens
     active: Tensor  # bool [B]: rows that took part in the forward pass, their prompt read in full
     clock: Tensor  # int32 [B]: generated tokens in the cache; 0: the prompt was just read
@@ -241,6 +242,9 @@ class Step(Protocol):
 
     def values(self, layer: int, rows: Tensor | None = None) -> Tensor:
         """Values, dequantized, in the same way: [B, Hkv, S, D]."""
+
+    def survivors(self, first: Tensor, size: Tensor, goal: Tensor) -> Tensor:
+        """Tokens that go when segments shrink, by their keys, see `ref/survivors.py`: bool [Lt, B, Ht, S]."""
 
     def chronological(self, layer: int) -> Tensor:
         """The permutation of columns that sorts by position: int64 [B, Ht, S]. Here it is 0, 1, …"""
@@ -280,10 +284,12 @@ class Policy:
 
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""  # one line, for --list-policies
-    # Whether `due` and `decide` may be recorded as a CUDA graph and be shown some rows alone: they keep no state, and
-    # ask the host for nothing but `step.any` (no shape depends on what a tensor holds, no tensor is made of a list of
-    # numbers); `decide` yields Evicts alone, of lanes that are due. A subclass says it anew.
+    # Whether `due` and `decide` may be recorded as a CUDA graph and be shown some rows alone: state is kept in place,
+    # by `step.row`, that of inactive rows stays, and they ask the host for nothing but `step.any` (no shape depends
+    # on what a tensor holds, no tensor is made of a list of numbers); `decide` yields edits of rows that are due,
+    # Evicts and, where `opens` says so, OpenSegments. A subclass says it anew.
     recordable: ClassVar[bool] = False
+    opens: ClassVar[bool] = False  # whether `decide` yields OpenSegments
     scope: Scope = "head"
     demands: tuple[Demand, ...] = ()
     storage: Storage = Storage()
@@ -388,6 +394,7 @@ class Stack(Policy):
         self.name = "+".join(m.name for m in members)  # type: ignore[misc]
         deciding = [m for m in members if type(m).decide is not Policy.decide]
         self.recordable = all(m.recordable for m in deciding)  # type: ignore[misc]
+        self.opens = any(m.opens for m in members)  # type: ignore[misc]
         self.scope = min((m.scope for m in members), key=SCOPES.index)
         self.demands = tuple(d for m in members for d in m.demands)
         self.storage = stored[0].storage if stored else Storage()

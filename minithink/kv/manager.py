@@ -44,7 +44,7 @@ from minithink.kv.contract import (
 )
 from minithink.kv.ledger import Ledger, Told
 from minithink.kv.pages import Reading, layouts
-from minithink.kv.store import PagedStore, Writer
+from minithink.kv.store import SAME, PagedStore, Writer
 from minithink.kv.view import View
 from minithink.model import Rope
 from minithink.ref.decode_attention import decode_probabilities, group_reduce
@@ -273,6 +273,10 @@ class KVManager:
             if not reading[0] and count != 1:
                 raise ValueError(f"sequence {r.seq} generates: it brings one token a step, not {count}")
         self._store_what_waits()
+        if self.records_decisions and self.policy.opens and not reading[0]:  # what `decide_next` has opened
+            everyone = torch.ones(len(rows), dtype=torch.bool, device=self.device)
+            self.store.take_over(torch.tensor(rows, device=self.device), everyone)
+            self._begun(rows)
         self.fit_columns(max(counts))
         lengths = [r.length for r in records]
         writer = self.store.append(rows, counts, lengths, prompt=reading[0])
@@ -315,6 +319,8 @@ class KVManager:
             waiting: int64 [N], tokens in each row's buffer.
             due: what is observed, see `demands_due`; None: all that the policy asks for.
         """
+        if self.policy.opens:
+            self.store.take_over(at, active)
         writer = self.store.append_next(at, active, lengths, waiting)
         cos, sin = self.rope.at(lengths)
         now = _Pass([], [1] * len(at), False, [], (), writer, at, lengths, cos, sin, active=active)
@@ -328,22 +334,32 @@ class KVManager:
     @torch.inference_mode()
     def end_next(
         self, seqs: Sequence[int], tokens: Sequence[int], decide: Callable[[], object] | None = None,
-        flush: Callable[[Sequence[int]], object] | None = None,
+        flush: Callable[[Sequence[int]], object] | None = None, begun: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         """After a step that began with `begin_next`: the host learns of it, the policy acts.
 
         Args:
             decide: is called in place of the policy, when the tokens are counted and before full buffers are stored.
             flush: is called with the rows whose buffers are full, in place of the store's `flush`.
+            begun: the segments that began, `store.begun` of these sequences' rows; None: the device is asked.
         """
         rows = [self._row_of[seq] for seq in seqs]
         records = [self._row(row) for row in rows]
+        self._begun(rows, begun)
         self.store.appended(rows, [r.length for r in records])
         for r, thinks in zip(records, self._think(records, tokens), strict=True):
             r.thinking = thinks
         none = torch.empty(0)
         self._pass = _Pass(rows, [1] * len(rows), False, list(tokens), tokens, Writer(), none, none, none, none)
         self._end_step(decide, flush)
+
+    def _begun(self, rows: Sequence[int], begun: Sequence[int] | None = None) -> None:
+        """What the host must know of segments that began with the tokens of these rows."""
+        if not self.policy.opens:
+            return
+        for row, thought in zip(rows, self.store.begun[list(rows)].tolist() if begun is None else begun, strict=True):
+            if thought != SAME:
+                self.store.begin(row, self._row(row).length, thought)
 
     @torch.inference_mode()
     def due_next(self, state: Tensor) -> Tensor:
@@ -364,9 +380,17 @@ class KVManager:
         """Let the policy act on these rows alone, in the same way: for `end_next`. Rows that did not take part stay
         as they are. state: as of `due_next`."""
         view = View(self, self.policy, state, recorded=True)
-        drop = self._dropped([edit for _, edit in self._edits(view)], view)
-        everywhere = torch.zeros_like(self.store.positions(), dtype=torch.bool)
-        self.store.evict(everywhere.index_copy_(1, view.row, drop))
+        openings, others = list[OpenSegment](), list[Edit]()
+        for _, edit in self._edits(view):
+            if isinstance(edit, OpenSegment) and self.policy.opens:
+                openings.append(edit)
+            else:
+                others.append(edit)
+        if others:
+            everywhere = torch.zeros_like(self.store.positions(), dtype=torch.bool)
+            self.store.evict(everywhere.index_copy_(1, view.row, self._dropped(others, view)))
+        for opening in openings:
+            self.store.open_next(view.row, opening.open & view.active, opening.thought)
 
     @property
     def capturable(self) -> bool:
@@ -587,8 +611,7 @@ class KVManager:
             mask[opened] = True
             self.store.open_segment(mask, edit.thought)
             for row in opened:
-                self.store.starts[row].append(self._row(row).length)
-                self.store.kinds[row].append(int(edit.thought[row]))
+                self.store.begin(row, self._row(row).length, int(edit.thought[row]))
         elif isinstance(edit, SetBudget):
             budget = self.budgets[id(author)]
             budget[min(edit.layer, len(budget) - 1)] = edit.tokens

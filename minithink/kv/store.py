@@ -37,6 +37,8 @@ from minithink.kv.table import BlockTable, Entry, Exhausted, FreeList
 from minithink.quant import shrink
 from minithink.quant.format import Format
 
+SAME = 255  # no new thought type
+
 
 class PagedStore(Pages):
     """Tokens of B rows. Rows, lanes and units as in `kv/contract.py`."""
@@ -110,6 +112,8 @@ class PagedStore(Pages):
         # FP32 scales of K and of V, in each format
         self.scale = torch.ones(len(self.layouts), 2, shape.layers, b, dtype=torch.float32, device=shape.device)
         self.thought = torch.full((b,), storage.prompt, dtype=torch.uint8, device=shape.device)
+        # Of `open_next`: types that begin with the next tokens, and those that began with the last ones; SAME: none
+        self.next_thought, self.begun = (torch.full_like(self.thought, SAME) for _ in range(2))
         # Lists of tokens, one column more than there are: masked-out writes go there. place: page · slots + slot, or
         # −1 − index for tokens in the ring.
         width = columns or width
@@ -406,13 +410,16 @@ class PagedStore(Pages):
 
     @property
     def evicts_in_place(self) -> bool:
-        """Whether `evict` is the backend's kernels and nothing beside them."""
-        return self.backend.in_place and not self.row_of.numel() and not self.poison
+        """Whether `evict` asks nothing of the device."""
+        return self.backend.in_place and not self.poison
 
     def evict(self, drop: Tensor) -> None:
         """Forget tokens: bool [Lt, B, Ht, S]. Their slots are free at once; nothing moves."""
         if self.evicts_in_place:
             t = self.table
+            if self.row_of.numel():
+                place = self.place[..., : drop.shape[-1]]
+                self._release_rows(*self._slots_of(place, drop & (self.positions() >= 0) & (place >= 0)))
             self.backend.evict(
                 drop, self.place, self.pos, self.count, t.live, t.taken, t.format, t.page, t.pages.stack, t.pages.top,
                 t.most,
@@ -439,25 +446,33 @@ class PagedStore(Pages):
 
     def _release(self, place: Tensor, which: Tensor) -> None:
         """Free slots, and the rows of scales whose last token they held."""
-        page = torch.where(which, place // self.table.most, self.table.pages.count).long()
-        slot = torch.where(which, place % self.table.most, 0).long()
+        page, slot, which = self._slots_of(place, which)
         if self.poison:
             self._poison(page, slot, which)
         if self.row_of.numel():
-            row = self.row_of[page, slot]
-            used = which & (row < self.free_rows.count)
-            row = torch.where(used, row, self.free_rows.count).long().flatten()
-            self.row_uses.index_add_(0, row, -used.flatten().to(torch.int32))
-            self.row_uses[-1] = 1  # not a row
-            self.row_of[page, slot] = self.free_rows.count + 1
-            # a row is free when its last token goes: once, however many of its tokens go together
-            gone = torch.zeros(self.row_uses.shape, dtype=torch.bool, device=row.device).index_fill_(0, row, True)
-            gone &= self.row_uses == 0
-            numbers = torch.arange(len(gone), device=row.device)
-            self.free_rows.give(numbers, gone)
-            if self.poison:
-                self.scale_rows[:-1][gone] = 255
+            self._release_rows(page, slot, which)
         self.table.release(page, slot, which)
+
+    def _slots_of(self, place: Tensor, which: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Pages and slots of places, which there are: nowhere for the others."""
+        page = torch.where(which, place // self.table.most, self.table.pages.count).long()
+        return page, torch.where(which, place % self.table.most, 0).long(), which
+
+    def _release_rows(self, page: Tensor, slot: Tensor, which: Tensor) -> None:
+        """Tokens go, and rows of scales with their last tokens."""
+        row = self.row_of[page, slot]
+        used = which & (row < self.free_rows.count)
+        row = torch.where(used, row, self.free_rows.count).long().flatten()
+        self.row_uses.index_add_(0, row, -used.flatten().to(torch.int32))
+        self.row_uses[-1:].fill_(1)  # not a row
+        self.row_of[page, slot] = torch.full((), self.free_rows.count + 1, dtype=torch.int32, device=row.device)
+        # a row is free when its last token goes: once, however many of its tokens go together
+        gone = torch.zeros(self.row_uses.shape, dtype=torch.bool, device=row.device).index_fill_(0, row, True)
+        gone &= self.row_uses == 0
+        numbers = torch.arange(len(gone), device=row.device)
+        self.free_rows.give(numbers, gone)
+        if self.poison:
+            self.scale_rows[:-1][gone] = 255
 
     def _poison(self, page: Tensor, slot: Tensor, which: Tensor) -> None:
         formats = self.table.format[page]
@@ -686,12 +701,30 @@ class PagedStore(Pages):
         """Tokens that are stored from now on are of this type: bool [B], uint8 [B]."""
         self.thought.copy_(torch.where(opened, thought, self.thought))
 
+    def open_next(self, at: Tensor, opened: Tensor, thought: Tensor) -> None:
+        """`open_segment` from tensors alone, for some rows, before their full buffers are quantized: it holds from
+        their next tokens on (`take_over`). at: int64 [N], rows, each once; opened: bool [N]; thought: uint8 [N]."""
+        self.next_thought[at] = torch.where(opened, thought, self.next_thought[at])
+
+    def take_over(self, at: Tensor, active: Tensor) -> None:
+        """Tokens come: what `open_next` has opened begins. at: int64 [N], rows, each once; active: bool [N], those
+        that bring a token."""
+        begun = torch.where(active, self.next_thought[at], SAME)
+        self.thought[at] = torch.where(begun != SAME, begun, self.thought[at])
+        self.next_thought[at] = torch.where(active, SAME, self.next_thought[at])
+        self.begun[at] = begun
+
+    def begin(self, row: int, position: int, thought: int) -> None:
+        """What the host must know of a segment, whose first token will be at this position."""
+        self.starts[row].append(position)
+        self.kinds[row].append(thought)
+
     def clear(self, row: int) -> None:
         """Forget a row."""
         drop = torch.zeros_like(self.positions(), dtype=torch.bool)
         drop[:, row] = True
         self.evict(drop)
-        self.thought[row] = self.storage.prompt
+        self.thought[row], self.next_thought[row] = self.storage.prompt, SAME
         self.scale[..., row] = 1
         self.waiting[row], self.starts[row], self.kinds[row] = 0, [], []
         self.reading.discard(row)
@@ -710,9 +743,10 @@ class PagedStore(Pages):
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything that the store occupies."""
-        own = (self.pool, self.side, self.scale_rows, self.row_uses, self.row_of, self.ring, self.scale, self.thought)
+        own = (self.pool, self.side, self.scale_rows, self.row_uses, self.row_of, self.ring, self.scale)
         lists = (self.place, self.pos, self.count, self.thought_format, self.slots, self.overflow)
-        return *own, *lists, self.free_rows.stack, self.free_rows.top, *self.table.tensors
+        thoughts = (self.thought, self.next_thought, self.begun)
+        return *own, *lists, *thoughts, self.free_rows.stack, self.free_rows.top, *self.table.tensors
 
     def account(self, rows: Sequence[int] | None = None) -> Ledger:
         """Bytes that the tokens of some rows hold (None: of all), without the reserve."""

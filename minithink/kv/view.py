@@ -99,6 +99,10 @@ class View:
             return x
         return x.new_zeros(self.shape.rows, *x.shape[1:]).index_copy_(0, reading.rows, x)
 
+    def survivors(self, first: Tensor, size: Tensor, goal: Tensor) -> Tensor:
+        read = self.manager.store.reader(self.row if self.recorded else None)
+        return self.ops.survivors(read, first, size, goal)
+
     def chronological(self, layer: int) -> Tensor:
         pos = self.pos(layer)
         return torch.arange(pos.shape[-1], device=pos.device).expand(pos.shape)

@@ -49,6 +49,7 @@ class PMKVQ(Policy):
 
     name = "pm_kvq"
     summary = "keep everything in 16, 8, 4, then 2 bits as the cache grows (PM-KVQ)"
+    opens = True
     scope = "sequence"
 
     def __post_init__(self) -> None:

@@ -39,7 +39,6 @@ from minithink.quant import parse, parse_pair
 
 TRANSITION, EXECUTION, REASONING = 0, 1, 2  # by importance ρ (§4.2), and as figure 6 numbers them
 NAMES = ("transition", "execution", "reasoning")
-BEYOND = (2, 1, 0)  # tokens of a segment that a hard budget goes on to
 
 
 @dataclass
@@ -64,6 +63,8 @@ class ThinKV(Policy):
 
     name: ClassVar[str] = "thinkv"
     summary: ClassVar[str] = "quantize and evict by thought type, which attention sparsity tells (ThinKV)"
+    recordable = True
+    opens = True
     scope = "layer"
 
     def __post_init__(self) -> None:
@@ -154,13 +155,12 @@ class ThinKV(Policy):
         self.kind = torch.zeros(shape.rows, segments, dtype=torch.uint8, device=shape.device)
         self.level = torch.zeros(shape.rows, segments, dtype=torch.uint8, device=shape.device)
         self.cases = torch.zeros(2, shape.rows, dtype=torch.int32, device=shape.device)  # segments annealed, by case
-        self.levels = torch.tensor([shape.tokens + 1, *self.kept], device=shape.device)  # tokens kept at each level
 
     def reset(self, row: int) -> None:
         self.kind[row], self.level[row], self.cases[:, row] = 0, 0, 0
 
     def state(self) -> Iterable[Tensor]:
-        return self.kind, self.level, self.cases, self.levels
+        return self.kind, self.level, self.cases
 
     def notes(self, row: int) -> str:
         if self.budget is None:
@@ -181,19 +181,33 @@ class ThinKV(Policy):
 
     # -- a step
 
+    def due(self, step: Step) -> tuple[Tensor, Tensor]:
+        look = step.active & (self._refresh(step) | self._dropping(step))
+        over = (step.held() > step.budget) & step.active[:, None]
+        return over | look[:, None], step.budget
+
     def decide(self, step: Step) -> Iterator[Edit]:
-        refresh = step.active & (step.clock % self.tau == 0)  # [B]
-        running = (step.clock - 1).clamp(min=0) // self.tau  # number of the newest token's segment
+        if not step.any(self.due(step)[0]):
+            return
+        refresh = self._refresh(step)
         if self.budget is not None or self.precision.endswith("T0"):
-            drop = self.drop(step, running, refresh & (step.clock > 0))
-            if drop is not None:
-                yield Evict(drop)
+            yield from self.evict(step, refresh & (step.clock > 0))
         if not step.any(refresh):
             return
         kind = self.classify(step)
-        column = (step.clock // self.tau).long()[:, None]
-        self.kind.scatter_(1, column, torch.where(refresh, kind, self.kind.gather(1, column)[:, 0])[:, None])
+        column = (step.clock // self.tau).long()
+        self.kind[step.row, column] = torch.where(refresh, kind, self.kind[step.row, column])
         yield OpenSegment(refresh, kind)
+
+    def _refresh(self, step: Step) -> Tensor:
+        """Where the newest token is the last of its segment, or of the prompt: bool [B]."""
+        return step.active & (step.clock % self.tau == 0)
+
+    def _dropping(self, step: Step) -> Tensor:
+        """Where a group of a transition is complete that nobody stores: bool [B]."""
+        if not self.precision.endswith("T0"):
+            return torch.zeros_like(step.active)
+        return step.active & (step.thought == TRANSITION) & (step.clock % self.g == 0)
 
     def classify(self, step: Step) -> Tensor:
         """The type of the thought that begins, φ: uint8 [B]."""
@@ -211,89 +225,37 @@ class ThinKV(Policy):
         kind = torch.where(sparsity < theta[0], EXECUTION, torch.where(sparsity < theta[1], REASONING, TRANSITION))
         return kind.to(step.thought.dtype)
 
-    def drop(self, step: Step, running: Tensor, ended: Tensor) -> Tensor | None:
-        """What goes: bool [Lt, B, Ht, S]; None: nothing. running: int [B]; ended: bool [B], whether it has."""
-        pos, start = step.pos(), step.prompt[:, None, None]
-        segment = torch.where(pos >= start, (pos - start) // self.tau, -1).long()  # −1: the prompt, or no token
-        drop = torch.zeros_like(pos, dtype=torch.bool)
+    def evict(self, step: Step, ended: Tensor) -> Iterator[Evict]:
+        """What goes: groups of transitions that nobody stores, and what segments may not keep. ended: bool [B]."""
+        pos, row, segments = step.pos(), step.row, self.kind.shape[1]
+        running = ((step.clock - 1).clamp(min=0) // self.tau).long()  # number of the newest token's segment
+        segment = (pos - step.prompt[:, None, None]).div(self.tau, rounding_mode="floor")  # negative: of the prompt
+        segment = torch.where(pos >= 0, segment, segments).long()
+        # Tokens of each: [Lt, B, Ht, G]; they stand side by side, behind the prompt's.
+        size = torch.zeros(*pos.shape[:3], segments + 2, dtype=torch.int32, device=pos.device)
+        size.scatter_add_(-1, segment.clamp(min=-1) + 1, torch.ones_like(pos))
+        size = size[..., :-1]
+        start = size.cumsum(-1, dtype=torch.int32) - size
+        size, start = size[..., 1:], start[..., 1:]
+        drop, dropping = torch.zeros_like(pos, dtype=torch.bool), self._dropping(step)
         if self.precision.endswith("T0"):
-            full = step.active & (step.thought == TRANSITION) & (step.clock % self.g == 0)
-            drop |= (segment == running[:, None, None]) & full[:, None, None]
-        if self.budget is None:
-            return drop if step.any(drop) else None
-        # Tokens of every segment in the fullest lane, now and when this step is over: [B, G]
-        count = torch.zeros(*pos.shape[:3], self.kind.shape[1], dtype=torch.long, device=pos.device)
-        count.scatter_add_(-1, segment.clamp(min=0), ((segment >= 0) & ~drop).long())
-        now = count.amax((0, 2))
-        held = (step.held() - drop.sum(-1)).amax((0, 2))  # [B]
-        goal = self.anneal(step, now, held, running, ended)
-        if step.any(goal < now):
-            drop |= self.survivors(step, segment, goal, goal < now)
-        return drop if step.any(drop) else None
-
-    def anneal(self, step: Step, now: Tensor, held: Tensor, running: Tensor, ended: Tensor) -> Tensor:
-        """How many tokens every segment may keep, π: int64 [B, G].
-
-        Args:
-            now: tokens that each segment holds, int64 [B, G].
-            held: tokens of the fullest lane, [B].
-            running, ended: as of `drop`.
-        """
-        number = torch.arange(now.shape[1], device=now.device)
-        budget = step.budget.amin((0, 2))  # [B]
-        past = number < (running + ended.to(running.dtype))[:, None]
-        # case 1: min(|S_i|, R_n)
-        if self.types == 3:
-            turn = ended & (self.kind.gather(1, running.long()[:, None])[:, 0] == TRANSITION)
-            earlier = turn[:, None] & (number < running[:, None]) & (now > 0)
-            self.level += earlier & (self.level < len(self.kept))
-        goal = torch.minimum(now, self.levels[self.level.long()])
-        self.cases[0] += (goal < now).sum(-1)
-        # case 2: the oldest of the least important type comes first
-        order = self.kind.long() * now.shape[1] + number
-
-        def first(of: Tensor) -> Tensor:
-            """In rows that are over their budget, the first of these segments: bool [B, G]."""
-            over = step.active & (held - (now - goal).sum(-1) > budget)
-            mine = of & over[:, None]
-            rank = torch.where(mine, order, len(NAMES) * now.shape[1])
-            return mine & (rank == rank.amin(-1, keepdim=True))
-
-        while step.any(pick := first(past & (goal > self.kept[-1]))):
-            self.level += pick
-            fewer = torch.where(pick, torch.minimum(goal, self.levels[self.level.long()]), goal)
-            self.cases[1] += (fewer < goal).sum(-1)
-            goal = fewer
-        if not self.hard_budget:
-            return goal
-        current = number == running[:, None]
-        floors = [(current, n) for n in self.kept] + [(past | current, n) for n in BEYOND if n < self.kept[-1]]
-        for of, floor in floors:
-            while step.any(pick := first(of & (goal > floor))):
-                goal = torch.where(pick, floor, goal)
-                self.cases[1] += pick.sum(-1)
-        return goal
-
-    def survivors(self, step: Step, segment: Tensor, goal: Tensor, fewer: Tensor) -> Tensor:
-        """K-means of the segments that shrink: what goes of them, bool [Lt, B, Ht, S]. segment: as in `drop`; goal:
-        [B, G]; fewer: bool [B, G]."""
-        drop = torch.zeros_like(segment, dtype=torch.bool)
-        row, number = fewer.nonzero().unbind(-1)  # [P]
-        heads = segment.shape[2]
-        for layer in range(len(segment)):
-            mine = segment[layer, row] == number[:, None, None]  # [P, Ht, S]
-            most = int(mine.sum(-1).max())
-            # the members' columns, oldest first: [P, Ht, most]
-            column = mine.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :most]
-            valid = mine.gather(-1, column)
-            keys = step.keys(layer, fewer.any(-1))[row]  # [P, Hkv, S, D]
-            keys = keys.unflatten(1, (heads, -1)).transpose(2, 3).flatten(3)  # [P, Ht, S, Hkv / Ht · D]
-            keys = keys.gather(2, column[..., None].expand(*column.shape, keys.shape[-1]))
-            count = goal[row, number].repeat_interleave(heads)
-            kept = step.ops.kmeans(keys.flatten(0, 1), valid.flatten(0, 1), count).view(valid.shape)
-            for p, b in enumerate(row.tolist()):
-                drop[layer, b].scatter_(-1, column[p], drop[layer, b].gather(-1, column[p]) | (valid & ~kept)[p])
-        return drop
+            current = (torch.arange(segments, device=pos.device) == running[:, None]) & dropping[:, None]
+            drop = (segment == running[:, None, None]) & dropping[:, None, None]
+            size = size.masked_fill(current[:, None], 0)
+        if self.budget is not None:
+            kind, most = self.kind[row], size.amax((0, 2))  # [B, G]: as of the fullest lane
+            excess = (step.held() - drop.sum(-1) - step.budget).amax((0, 2))
+            turn = ended & (kind.gather(1, running[:, None])[:, 0] == TRANSITION) & (self.types == 3)
+            goal, level, cases = step.ops.anneal(
+                most, kind, self.level[row], torch.where(step.active, excess, 0), running, ended, turn,
+                self.kept, self.hard_budget,
+            )  # fmt: skip
+            self.level[row] = level
+            self.cases[:, row] += cases
+            if step.any(goal < most):
+                drop = drop | step.survivors(start, size, goal)
+        if step.any(drop):
+            yield Evict(drop)
 
 
 @dataclass
@@ -306,6 +268,7 @@ class Tbq(ThinKV):
 
     name: ClassVar[str] = "tbq"
     summary: ClassVar[str] = "quantize by thought type, evict nothing (ThinKV's TBQ)"
+    recordable = True
 
 
 @dataclass
@@ -321,3 +284,4 @@ class Tbe(ThinKV):
 
     name: ClassVar[str] = "tbe"
     summary: ClassVar[str] = "evict by thought type, in full precision (ThinKV's TBE)"
+    recordable = True

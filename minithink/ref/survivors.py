@@ -1,0 +1,44 @@
+"""Which tokens of a segment go when it shrinks (ThinKV §4.3): all but those that stand for the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minithink.ref.kmeans import kmeans
+
+
+def survivors(read: Any, first: Tensor, size: Tensor, goal: Tensor) -> Tensor:
+    """K-means (`ref/kmeans.py`) over the keys of every segment that holds more tokens than it may keep.
+
+    The tokens of a segment stand side by side in their lane's list. Lanes that share a table keep the same tokens,
+    by all their keys.
+
+    Args:
+        read: the store's Reading of R rows.
+        first: integers [Lt, R, Ht, G], the column in which each segment begins.
+        size: integers [Lt, R, Ht, G], its tokens.
+        goal: integers [R, G], how many may stay.
+
+    Returns:
+        bool [Lt, R, Ht, S], those that go.
+    """
+    lt, _, ht, width = read.pos.shape
+    drop = torch.zeros(read.pos.shape, dtype=torch.bool, device=read.pos.device)
+    for layer in range(lt):
+        row, head, segment = (size[layer] > goal[:, None]).nonzero().unbind(-1)  # [P]
+        if not len(row):
+            continue
+        keys = read(layer)[0].unflatten(1, (ht, -1)).transpose(2, 3).flatten(3)  # [R, Ht, S, Hkv / Ht · D]
+        n = size[layer, row, head, segment]
+        member = torch.arange(int(n.max()), device=row.device)
+        valid = member < n[:, None]  # [P, T]
+        column = torch.where(valid, first[layer, row, head, segment][:, None] + member, width).long()
+        x = torch.nn.functional.pad(keys, (0, 0, 0, 1))[row[:, None], head[:, None], column]
+        kept = kmeans(x, valid, goal[row, segment])
+        gone = torch.nn.functional.pad(drop[layer], (0, 1))
+        gone[row[:, None], head[:, None], column] = valid & ~kept
+        drop[layer] = gone[..., :-1]
+    return drop

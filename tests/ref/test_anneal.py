@@ -1,0 +1,125 @@
+"""Annealing, against the rules one segment after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minithink.ref.anneal import anneal
+
+
+@dataclass
+class Row:
+    """A sequence: sizes, types and levels of its segments, how many tokens too many there are."""
+
+    size: list[int]
+    kind: list[int]
+    level: list[int]
+    excess: int
+    running: int
+    ended: bool
+    turn: bool
+    cases: list[int] = field(default_factory=lambda: [0, 0])
+
+    def shrink(self, i: int, to: int, case: int) -> None:
+        less = self.size[i] - to
+        if less > 0:
+            self.size[i], self.excess = to, self.excess - less
+            self.cases[case] += 1
+
+    def down(self, i: int, retention: Sequence[int], case: int) -> None:
+        self.level[i] += 1
+        self.shrink(i, retention[self.level[i] - 1], case)
+
+    def first(self, which: Sequence[int], above: int) -> int | None:
+        """The oldest of the least important type, of those that hold more than so many."""
+        if self.excess <= 0:
+            return None
+        return min((i for i in which if self.size[i] > above), key=lambda i: (self.kind[i], i), default=None)
+
+    def anneal(self, retention: Sequence[int], hard: bool) -> None:
+        past = range(self.running + self.ended)
+        if self.turn:
+            for i in range(self.running):
+                if self.size[i] and self.level[i] < len(retention):
+                    self.down(i, retention, 0)
+        while (i := self.first(past, retention[-1])) is not None:
+            self.down(i, retention, 1)
+        if not hard:
+            return
+        for kept in retention:
+            if (i := self.first([self.running], kept)) is not None:
+                self.shrink(i, kept, 1)
+        for kept in (2, 1, 0):
+            while (i := self.first(range(self.running + 1), kept)) is not None:
+                self.shrink(i, kept, 1)
+
+
+@st.composite
+def rows(draw: st.DrawFn, retention: Sequence[int], segments: int) -> Row:
+    """Any that annealing may find: at level n there are at most R_n tokens, behind the running segment none."""
+    running = draw(st.integers(0, segments - 1))
+    ended = draw(st.booleans())
+    size, level = [], []
+    for i in range(segments):
+        n = draw(st.integers(0, len(retention))) if i < running else 0
+        most = (retention[n - 1] if n else retention[0] + 9) if i <= running else 0
+        size.append(draw(st.integers(0, most)))
+        level.append(n)
+    kind = draw(st.lists(st.integers(0, 2), min_size=segments, max_size=segments))
+    excess = draw(st.integers(-3, sum(size) + 2))
+    return Row(size, kind, level, excess, running, ended, ended and draw(st.booleans()))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[Row], tuple[int, ...], bool]:
+    retention = draw(st.lists(st.integers(1, 12), min_size=1, max_size=5, unique=True).map(lambda r: sorted(r)[::-1]))
+    segments = draw(st.integers(1, 7))
+    return draw(st.lists(rows(retention, segments), min_size=1, max_size=4)), tuple(retention), draw(st.booleans())
+
+
+def tensors(batch: Sequence[Row]) -> tuple[torch.Tensor, ...]:
+    """The arguments of `anneal` in front of the schedule."""
+    of = {"size": torch.int32, "kind": torch.uint8, "level": torch.uint8, "excess": torch.int64,
+          "running": torch.int64, "ended": torch.bool, "turn": torch.bool}  # fmt: skip
+    return tuple(torch.tensor([getattr(row, name) for row in batch], dtype=dtype) for name, dtype in of.items())
+
+
+@given(batches())
+def test_it_is_the_rules_one_after_the_other(case: tuple[list[Row], tuple[int, ...], bool]) -> None:
+    batch, retention, hard = case
+    before = tensors(batch)
+    goal, level, cases = anneal(*before, retention, hard)
+    for row in batch:
+        row.anneal(retention, hard)
+    assert goal.tolist() == [row.size for row in batch]
+    assert level.tolist() == [row.level for row in batch]
+    assert cases.t().tolist() == [row.cases for row in batch]
+    assert (goal.dtype, level.dtype, cases.dtype) == (torch.int32, torch.uint8, torch.int32)
+    assert [x.tolist() for x in tensors(batch)[4:]] == [x.tolist() for x in before[4:]], "arguments stay"
+
+
+@pytest.mark.parametrize(
+    ("excess", "turn", "hard", "goal", "cases"),
+    [
+        (0, False, True, [9, 20, 64, 30, 7], (0, 0)),
+        (0, True, True, [8, 20, 32, 30, 7], (2, 0)),  # all before the one that has just ended
+        (1, False, True, [9, 16, 64, 30, 7], (0, 1)),  # a transition, the oldest
+        (20, False, True, [9, 4, 32, 30, 7], (0, 4)),  # it gives 16, then comes an execution, 64 to 32
+        (108, False, False, [4, 4, 4, 4, 7], (0, 12)),  # 107 is all that they have
+        (107 + 3, False, True, [4, 4, 4, 4, 4], (0, 13)),
+        (107 + 3 + 3, False, True, [4, 2, 4, 4, 2], (0, 15)),  # the transitions first, the running one too
+        (10**4, False, True, [0] * 5, (0, 28)),
+    ],
+)
+def test_by_hand(excess: int, turn: bool, hard: bool, goal: list[int], cases: tuple[int, int]) -> None:
+    """R = 64, 32, 16, 8, 4; reasoning, transition, execution, reasoning have ended, a transition runs."""
+    row = Row([9, 20, 64, 30, 7], [2, 0, 1, 2, 0], [3, 1, 1, 1, 0], excess, 4 if not turn else 3, turn, turn)
+    got, _, counted = anneal(*tensors([row]), (64, 32, 16, 8, 4), hard)
+    assert got.tolist() == [goal]
+    assert tuple(counted[:, 0].tolist()) == cases
