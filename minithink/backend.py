@@ -90,6 +90,7 @@ def triton_backend() -> Backend:
     keys and values, which no fast path uses.
     """
     from minithink.kernels.allocate import allocate
+    from minithink.kernels.anneal import anneal
     from minithink.kernels.append import append
     from minithink.kernels.dequantize import dequantize
     from minithink.kernels.enlist import enlist
@@ -113,6 +114,7 @@ def triton_backend() -> Backend:
         gumbel_argmax=gumbel_argmax, paged_attention=paged_attention, append=append, enlist=enlist,
         allocate=allocate, flush=flush, evict=evict, quantize=quantize, dequantize=dequantize, shrink=shrink,
         keep_best=keep_best, window_importance=window_importance, redundancy=redundancy, lrfu=lrfu,
+        anneal=anneal,
     )  # fmt: skip
 
 
