@@ -199,14 +199,13 @@ class ThinKV(Policy):
         """The type of the thought that begins, φ: uint8 [B]."""
         if self.types == 1:
             return torch.full_like(step.thought, REASONING)
-        found = []
-        for layer in self.measured:
-            p, pos = step.rows(layer), step.pos(layer)  # [B, Hkv, rows, S], [B, Ht, S]
-            age = torch.arange(self.sparsity_rows, device=p.device).flip(0)  # of each row's query, 0: the newest
-            newest = (step.prompt + step.clock - 1)[:, None, None, None]
-            valid = (pos >= 0).unsqueeze(1) & (pos.unsqueeze(1) <= newest - age[:, None, None])  # [B, rows, Ht, S]
-            found.append(step.ops.sparsity(p.transpose(1, 2), valid).mean(-1))  # [B]
-        sparsity = torch.stack(found).mean(0)
+        p = torch.stack([step.rows(layer) for layer in self.measured])  # [L*, B, Hkv, rows, S]
+        pos = torch.stack([step.pos(layer) for layer in self.measured])[:, :, None]  # [L*, B, 1, Ht, S]
+        age = torch.arange(self.sparsity_rows, device=p.device).flip(0)[:, None, None]  # of a row's query, 0: newest
+        last, due = step.prompt + step.clock - 1, step.clock % self.tau == 0
+        last, due = last[:, None, None, None], due[:, None, None, None]
+        valid = (pos >= 0) & (pos <= last - age) & due  # [L*, B, rows, Ht, S]; what is not due is not looked at
+        sparsity = step.ops.sparsity(p.transpose(2, 3), valid).mean(-1).mean(0)  # [B]
         theta = [*self.theta, float("inf")][:2]  # |T| = 2: no transitions
         kind = torch.where(sparsity < theta[0], EXECUTION, torch.where(sparsity < theta[1], REASONING, TRANSITION))
         return kind.to(step.thought.dtype)
@@ -277,23 +276,24 @@ class ThinKV(Policy):
     def survivors(self, step: Step, segment: Tensor, goal: Tensor, fewer: Tensor) -> Tensor:
         """K-means of the segments that shrink: what goes of them, bool [Lt, B, Ht, S]. segment: as in `drop`; goal:
         [B, G]; fewer: bool [B, G]."""
-        drop = torch.zeros_like(segment, dtype=torch.bool)
         row, number = fewer.nonzero().unbind(-1)  # [P]
-        heads = segment.shape[2]
-        for layer in range(len(segment)):
-            mine = segment[layer, row] == number[:, None, None]  # [P, Ht, S]
-            most = int(mine.sum(-1).max())
-            # the members' columns, oldest first: [P, Ht, most]
-            column = mine.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :most]
-            valid = mine.gather(-1, column)
-            keys = step.keys(layer, fewer.any(-1))[row]  # [P, Hkv, S, D]
-            keys = keys.unflatten(1, (heads, -1)).transpose(2, 3).flatten(3)  # [P, Ht, S, Hkv / Ht · D]
-            keys = keys.gather(2, column[..., None].expand(*column.shape, keys.shape[-1]))
-            count = goal[row, number].repeat_interleave(heads)
-            kept = step.ops.kmeans(keys.flatten(0, 1), valid.flatten(0, 1), count).view(valid.shape)
-            for p, b in enumerate(row.tolist()):
-                drop[layer, b].scatter_(-1, column[p], drop[layer, b].gather(-1, column[p]) | (valid & ~kept)[p])
-        return drop
+        mine = segment[:, row] == number[:, None, None]  # [Lt, P, Ht, S]
+        most = int(mine.sum(-1).max())
+        # the members' columns, oldest first: [Lt, P, Ht, most]
+        column = mine.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :most]
+        valid = mine.gather(-1, column)
+        layer, head = (torch.arange(n, device=row.device) for n in (len(segment), segment.shape[2]))
+        at = row[:, None, None], head[:, None], column
+        rows, members = fewer.any(-1), []
+        for i in layer.tolist():
+            keys = step.keys(i, rows).unflatten(1, (len(head), -1)).transpose(2, 3)  # [B, Ht, S, Hkv / Ht, D]
+            members.append(keys[at[0], at[1], column[i]].flatten(3))  # [P, Ht, most, Hkv / Ht · D]
+        # all layers and segments at once
+        count = goal[row, number][:, None].expand(column.shape[:3])
+        sets = torch.stack(members).flatten(0, 2), valid.flatten(0, 2), count.flatten()
+        gone = valid & ~step.ops.kmeans(*sets).view(valid.shape)
+        drop = torch.zeros_like(segment).index_put_((layer[:, None, None, None], *at), gone.long(), accumulate=True)
+        return drop > 0
 
 
 @dataclass
