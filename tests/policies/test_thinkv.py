@@ -179,6 +179,14 @@ def test_survivors_are_those_of_k_means_over_all_heads_of_a_layer() -> None:
     assert held(manager, 0)[0] != held(manager, 0)[1]  # every layer chooses for itself
 
 
+def test_segments_of_different_sizes_shrink_at_once() -> None:
+    """From 2 to 1 token and from 8 to 2, beside a prompt of one: nobody else goes."""
+    policy = told(Tbe, [REASONING, TRANSITION, TRANSITION])(budget=100, tau=8, retention="2/1", **ALONE)
+    sizes = [counts(m, 8, 1) for m in follow(policy, [1], 24)]
+    assert sizes[23] == [[1, 2, 8, 7]] * 2
+    assert sizes[24] == [[1, 1, 2, 8]] * 2
+
+
 def test_nothing_is_lost_where_nothing_has_to_go() -> None:
     """τ → ∞, k → ∞, 16 bits: what the full cache writes."""
     from minithink.policies.full import Full
