@@ -98,6 +98,7 @@ def triton_backend() -> Backend:
     from minithink.kernels.flush import flush
     from minithink.kernels.gumbel_argmax import gumbel_argmax
     from minithink.kernels.keep_best import keep_best
+    from minithink.kernels.kmeans import kmeans
     from minithink.kernels.linear import linear
     from minithink.kernels.lrfu import lrfu
     from minithink.kernels.paged_attention import paged_attention
@@ -106,6 +107,7 @@ def triton_backend() -> Backend:
     from minithink.kernels.rms_norm import rms_norm
     from minithink.kernels.rope import rope
     from minithink.kernels.shrink import shrink
+    from minithink.kernels.sparsity import sparsity
     from minithink.kernels.swiglu import swiglu
     from minithink.kernels.window_importance import window_importance
 
@@ -114,7 +116,7 @@ def triton_backend() -> Backend:
         gumbel_argmax=gumbel_argmax, paged_attention=paged_attention, append=append, enlist=enlist,
         allocate=allocate, flush=flush, evict=evict, quantize=quantize, dequantize=dequantize, shrink=shrink,
         keep_best=keep_best, window_importance=window_importance, redundancy=redundancy, lrfu=lrfu,
-        anneal=anneal,
+        anneal=anneal, sparsity=sparsity, kmeans=kmeans,
     )  # fmt: skip
 
 

@@ -75,7 +75,7 @@ class See(Flag):
     """What a policy may ask to see; keys, values, positions and tokens need no demand."""
 
     MASS = auto()  # attention probability that each cached token got from the newest queries
-    ROWS = auto()  # attention rows of the last queries
+    ROWS = auto()  # attention rows of the last queries; that of the newest alone costs no second look at the keys
     QUERY = auto()  # the last queries themselves, rotated
     HIDDEN = auto()  # the residual stream after a layer
 
@@ -102,6 +102,16 @@ class Demand:
             raise UsageError(f"A demand for every {self.every} tokens and {self.rows} rows: both must be at least 1.")
         if self.group not in GROUPS:
             raise UsageError(f"The group rule {self.group!r} is unknown; there are {', '.join(GROUPS)}.")
+
+    @property
+    def weights(self) -> See:
+        """What of it attention tells as it goes over the keys: MASS, and ROWS of the newest query alone."""
+        return self.what & (See.MASS | See.ROWS if self.rows == 1 else See.MASS)
+
+    @property
+    def queries(self) -> int:
+        """How many of the last queries must be kept for it."""
+        return self.rows if (self.what & ~self.weights) & (See.QUERY | See.ROWS) else 0
 
 
 # --- edits --------------------------------------------------------------------------------------------------

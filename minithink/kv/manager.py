@@ -183,12 +183,13 @@ class KVManager:
         self.recorder: Recorder | None = None  # to be set before those join that it records
         self._pass: _Pass | None = None
         self._waiting_prompts: list[int] = []  # rows whose prompt is read and not stored yet
-        self._mass: dict[tuple[int, str], Tensor] = {}  # (layer, group rule) → [B, heads, S]
+        # (layer, group rule) → [B, heads, S]: of MASS, and of ROWS that are one row
+        self._mass: dict[tuple[int, str], Tensor] = {}
+        self._newest: dict[tuple[int, str], Tensor] = {}
         self._hidden: dict[int, Tensor] = {}  # layer → [B, d]
-        asked = [d.rows for d in policy.demands if d.what & (See.QUERY | See.ROWS)]
-        layers = c.num_layers if asked else 0
+        asked = max((d.queries for d in policy.demands), default=0)
         # the last queries of every row, in a ring
-        ring = (layers, rows, c.num_heads, max(asked, default=0), c.head_dim)
+        ring = (c.num_layers if asked else 0, rows, c.num_heads, asked, c.head_dim)
         self._queries = torch.zeros(ring, dtype=dtype, device=self.device)
 
     # -- sequences come and go
@@ -223,7 +224,7 @@ class KVManager:
             self.budgets[id(policy)][:, row] = UNLIMITED if limit is None else limit
         self.policy.reset(row)
         self._queries[:, row] = 0
-        for held in (*self._mass.values(), *self._hidden.values()):
+        for held in (*self._mass.values(), *self._newest.values(), *self._hidden.values()):
             held[row] = 0
         if self.recorder is not None:
             self.recorder.joined(self, seq, row)
@@ -458,14 +459,19 @@ class KVManager:
         self._keep_queries(layer, q, now)
         out = []
         for i, (row, q_i) in enumerate(zip(now.rows, q.split(now.counts), strict=True)):
-            if before := self._row(row).length:
+            before = self._row(row).length
+            if before:
                 read = self.store.reader(now.at[i : i + 1])(layer)
                 k_i, v_i = (x[0, :, : before + now.counts[i]] for x in read)  # [Hkv, T, D]
             else:  # all that it may look at is in this pass
                 k_i, v_i = kv[i].permute(1, 2, 0, 3).unbind()
             out.append(self.backend.attention(q_i, k_i, v_i))
             for demand in (d for d in self._due(See.MASS, layer) if d.prompt):
-                self._prompt_mass(layer, row, demand, q_i, k_i)
+                self._prompt_mass(layer, row, demand.group, q_i, k_i)
+            if before + now.counts[i] == self._row(row).prompt:
+                for group, what in self._asked(layer).items():
+                    if what & See.ROWS:
+                        self._prompt_row(layer, row, group, q_i[-1:], k_i)
         if idle:
             out.append(q.new_zeros(idle, *q.shape[1:]))
         return out[0] if len(out) == 1 else torch.cat(out)
@@ -474,20 +480,20 @@ class KVManager:
         """Attention of one new token each, over whatever the lanes hold. raw, q: [N, Hq, D]."""
         assert now.read is not None
         if self.backend.in_place and now.near is None and not self.store.storage.lag:
-            asked = [demand.group for demand in self._due(See.MASS, layer)]
+            asked = self._asked(layer)
             for group in asked or (None,):
                 attended, mass = self.backend.paged_attention(q, now.read, layer, group)
                 if group is not None and mass is not None:
-                    self._observe_mass(layer, group, now, mass)
+                    self._observe_weights(layer, group, asked[group], now, mass)
             return attended
         assert now.valid is not None
         t = min(layer, now.valid.shape[0] - 1)
         valid = now.valid[t]  # [N, Ht, S]
         k, v = now.read(layer)
-        watching = list(self._due(See.MASS, layer))
+        watching = self._asked(layer)
         # Who is due differs from step to step, and the companions with it: no output may depend on that, so what is
         # not observed in every step is computed beside the output.
-        always = any(d.every == 1 and d.what & See.MASS and (d.layers is None or layer in d.layers) for d in now.due)
+        always = any(d.every == 1 and d.weights and (d.layers is None or layer in d.layers) for d in now.due)
         out = None
         if now.near is None and not always:
             out = self.backend.decode_attention(q, k, v, None if now.dense else valid)
@@ -501,8 +507,8 @@ class KVManager:
             cos, sin = (x.expand(-1, k.shape[1], -1).reshape(-1, 1, d) for x in (cos, sin))  # [N·Hkv, 1, D]
             closer = self.backend.rope(raw.reshape(n * k.shape[1], -1, d), cos, sin).view(grouped.shape)
             logits = torch.where(near.unsqueeze(2), closer @ k.transpose(-1, -2) / d**0.5, logits)
-        for demand in watching:
-            self._observe_mass(layer, demand.group, now, group_reduce(logits, valid, demand.group))
+        for group, what in watching.items():
+            self._observe_weights(layer, group, what, now, group_reduce(logits, valid, group))
         if out is not None:
             return out
         p = decode_probabilities(logits, valid)
@@ -629,51 +635,67 @@ class KVManager:
                 seen.add(demand.group)
                 yield demand
 
-    def _observe_mass(self, layer: int, group: str, now: _Pass, mass: Tensor) -> None:
-        """mass: [N, heads, S] of this pass."""
-        self.observed["MASS"] += 1
+    def _asked(self, layer: int) -> dict[str, See]:
+        """The group rules by which this pass's attention is to be told, and for what: MASS, ROWS or both."""
+        asked: dict[str, See] = {}
+        for demand in self._now.due:
+            if demand.weights and (demand.layers is None or layer in demand.layers):
+                asked[demand.group] = asked.get(demand.group, demand.weights) | demand.weights
+        return asked
+
+    def _observe_weights(self, layer: int, group: str, what: See, now: _Pass, mass: Tensor) -> None:
+        """mass: [N, heads, S] of this pass, one query each."""
+        for kind, all_held in ((See.MASS, self._mass), (See.ROWS, self._newest)):
+            if what & kind:
+                self.observed[kind.name or ""] += 1
+                self._hold(all_held, (layer, group), now, mass)
+
+    def _hold(self, all_held: dict[tuple[int, str], Tensor], key: tuple[int, str], now: _Pass, mass: Tensor) -> None:
+        """Of the rows of this pass."""
         if self.store.columns is not None:  # widths are fixed: in place, for addresses must stay
             size = (len(self.rows), mass.shape[1], self.width)
-            if (layer, group) not in self._mass or self._mass[layer, group].shape != size:
-                self._mass[layer, group] = mass.new_zeros(size)
-            held = self._mass[layer, group][..., : mass.shape[-1]]
+            if key not in all_held or all_held[key].shape != size:
+                all_held[key] = mass.new_zeros(size)
+            held = all_held[key][..., : mass.shape[-1]]
             held[now.at] = _of_active(mass, held, now)
             return
         held = mass.new_zeros(len(self.rows), *mass.shape[1:]).index_copy_(0, now.at, mass)
-        if self.store.reading and (layer, group) in self._mass:  # whose sums are not complete
-            rows, before = list(self.store.reading), self._mass[layer, group]
+        if self.store.reading and key in all_held:  # whose sums are not complete
+            rows, before = list(self.store.reading), all_held[key]
             before = torch.nn.functional.pad(before[rows], (0, max(0, held.shape[-1] - before.shape[-1])))
             held = torch.nn.functional.pad(held, (0, before.shape[-1] - held.shape[-1]))
             held[rows] = before
-        self._mass[layer, group] = held
+        all_held[key] = held
 
-    def _prompt_mass(self, layer: int, row: int, demand: Demand, q: Tensor, k: Tensor) -> None:
+    def _prompt_mass(self, layer: int, row: int, group: str, q: Tensor, k: Tensor) -> None:
         """Add the attention that a chunk pays, some queries at a time. q: [n, Hq, D], k: [Hkv, S, D]."""
-        n, total = q.shape[0], k.shape[1]
         self.observed["MASS"] += 1
-        heads = self.shape.query_heads if demand.group == "none" else self.shape.kv_heads
-        held = self._mass.get((layer, demand.group))
+        held = self._room(self._mass, (layer, group), row, k.shape[1])
+        for start in range(0, len(q), QUERY_BLOCK):
+            block = q[start : start + QUERY_BLOCK]
+            held += _weights(block, k, k.shape[1] - len(q) + start, group).sum(0)
+
+    def _prompt_row(self, layer: int, row: int, group: str, q: Tensor, k: Tensor) -> None:
+        """The attention that the prompt's last query pays. q: [1, Hq, D], k: [Hkv, S, D]."""
+        self.observed["ROWS"] += 1
+        self._room(self._newest, (layer, group), row, k.shape[1])[:] = _weights(q, k, k.shape[1] - 1, group)[0]
+
+    def _room(self, all_held: dict[tuple[int, str], Tensor], key: tuple[int, str], row: int, total: int) -> Tensor:
+        """Where the weights of a prompt's tokens are held, so many so far: a view, [heads, total]."""
+        held = all_held.get(key)
         if held is None or held.shape[-1] < total:
+            heads = self.shape.query_heads if key[1] == "none" else self.shape.kv_heads
             width = self.width if self.store.columns is not None else max(total, self._row(row).prompt)
             wider = torch.zeros(len(self.rows), heads, width, device=self.device)
             if held is not None:
                 wider[..., : held.shape[-1]] = held
-            held = self._mass[layer, demand.group] = wider
-        columns = torch.arange(total, device=self.device)
-        for start in range(0, n, QUERY_BLOCK):
-            block = q[start : start + QUERY_BLOCK]
-            # as one product per KV head: torch would copy the keys for every query
-            grouped = block.unflatten(1, (k.shape[0], -1)).transpose(0, 1)  # [Hkv, block, g, D]
-            logits = (grouped.flatten(1, 2) @ k.mT).unflatten(1, (len(block), -1)).transpose(0, 1)
-            own = total - n + start + torch.arange(len(block), device=self.device)
-            valid = (columns <= own[:, None])[:, None]  # [block, 1, S]
-            mass = group_reduce(logits / q.shape[-1] ** 0.5, valid, demand.group)
-            held[row, :, :total] += mass.sum(0)
+            held = all_held[key] = wider
+        return held[row, :, :total]
 
     def _keep_queries(self, layer: int, q: Tensor, now: _Pass) -> None:
         """The newest queries enter the ring at (position mod rows)."""
         if not self._queries.numel() or not any(
-            d.what & (See.QUERY | See.ROWS) and (d.layers is None or layer in d.layers) for d in self.policy.demands
+            d.queries and (d.layers is None or layer in d.layers) for d in self.policy.demands
         ):
             return
         self.observed["QUERY"] += 1
@@ -739,7 +761,7 @@ class KVManager:
         return [*self.policy.state(), *self.budgets.values()]
 
     def _observed(self) -> list[Tensor]:
-        return [self._queries, *self._mass.values(), *self._hidden.values()]
+        return [self._queries, *self._mass.values(), *self._newest.values(), *self._hidden.values()]
 
     def account(self, seq: int) -> Ledger:
         """What one sequence holds, by kind: its tokens, their scales and tables, its buffers, and its row's share of
@@ -781,6 +803,19 @@ def _mark(mask: Tensor, more: Tensor, layer: int | None) -> None:
         mask |= more
     else:
         mask[min(layer, len(mask) - 1)] |= more
+
+
+def _weights(q: Tensor, k: Tensor, first: int, group: str) -> Tensor:
+    """What attention queries of a prompt pay, which stand at `first` and after it: [n, heads, S].
+
+    q: [n, Hq, D], k: [Hkv, S, D].
+    """
+    # as one product per KV head: torch would copy the keys for every query
+    grouped = q.unflatten(1, (k.shape[0], -1)).transpose(0, 1)  # [Hkv, n, g, D]
+    logits = (grouped.flatten(1, 2) @ k.mT).unflatten(1, (len(q), -1)).transpose(0, 1)
+    own = first + torch.arange(len(q), device=q.device)
+    valid = (torch.arange(k.shape[1], device=q.device) <= own[:, None])[:, None]  # [n, 1, S]
+    return group_reduce(logits / q.shape[-1] ** 0.5, valid, group)
 
 
 def _of_active(new: Tensor, held: Tensor, now: _Pass) -> Tensor:

@@ -108,11 +108,14 @@ class View:
         return torch.arange(pos.shape[-1], device=pos.device).expand(pos.shape)
 
     def mass(self, layer: int) -> Tensor:
-        group, manager = self._demand(See.MASS, layer).group, self.manager
-        width = manager.store.seen
-        if (held := manager._mass.get((layer, group))) is None:
+        return self._weights(self.manager._mass, layer, self._demand(See.MASS, layer).group)
+
+    def _weights(self, all_held: dict[tuple[int, str], Tensor], layer: int, group: str) -> Tensor:
+        """What the manager holds of attention: [R, heads, S]."""
+        width = self.manager.store.seen
+        if (held := all_held.get((layer, group))) is None:
             heads = self.shape.query_heads if group == "none" else self.shape.kv_heads
-            return torch.zeros(self.shape.rows, heads, width, device=manager.device)
+            return torch.zeros(self.shape.rows, heads, width, device=self.manager.device)
         return torch.nn.functional.pad(self._shown(held, 0), (0, max(0, width - held.shape[-1])))[..., :width]
 
     def queries(self, layer: int) -> Tensor:
@@ -128,6 +131,8 @@ class View:
 
     def rows(self, layer: int) -> Tensor:
         demand, pos = self._demand(See.ROWS, layer), self.pos(layer)  # pos: [R, Ht, S]
+        if demand.rows == 1:  # attention has told
+            return self._weights(self.manager._newest, layer, demand.group).unsqueeze(2)
         q, k = self._last_queries(layer, demand.rows).float(), self.keys(layer).float()
         out = []
         for i in range(demand.rows):

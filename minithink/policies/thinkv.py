@@ -213,14 +213,13 @@ class ThinKV(Policy):
         """The type of the thought that begins, φ: uint8 [B]."""
         if self.types == 1:
             return torch.full_like(step.thought, REASONING)
-        found = []
-        for layer in self.measured:
-            p, pos = step.rows(layer), step.pos(layer)  # [B, Hkv, rows, S], [B, Ht, S]
-            age = torch.arange(self.sparsity_rows, device=p.device).flip(0)  # of each row's query, 0: the newest
-            newest = (step.prompt + step.clock - 1)[:, None, None, None]
-            valid = (pos >= 0).unsqueeze(1) & (pos.unsqueeze(1) <= newest - age[:, None, None])  # [B, rows, Ht, S]
-            found.append(step.ops.sparsity(p.transpose(1, 2), valid).mean(-1))  # [B]
-        sparsity = torch.stack(found).mean(0)
+        p = torch.stack([step.rows(layer) for layer in self.measured])  # [L*, B, Hkv, rows, S]
+        pos = torch.stack([step.pos(layer) for layer in self.measured])[:, :, None]  # [L*, B, 1, Ht, S]
+        age = torch.arange(self.sparsity_rows, device=p.device).flip(0)[:, None, None]  # of a row's query, 0: newest
+        last, due = step.prompt + step.clock - 1, step.clock % self.tau == 0
+        last, due = last[:, None, None, None], due[:, None, None, None]
+        valid = (pos >= 0) & (pos <= last - age) & due  # [L*, B, rows, Ht, S]; what is not due is not looked at
+        sparsity = step.ops.sparsity(p.transpose(2, 3), valid).mean(-1).mean(0)  # [B]
         theta = [*self.theta, float("inf")][:2]  # |T| = 2: no transitions
         kind = torch.where(sparsity < theta[0], EXECUTION, torch.where(sparsity < theta[1], REASONING, TRANSITION))
         return kind.to(step.thought.dtype)

@@ -20,6 +20,12 @@ def kmeans(x: Tensor, valid: Tensor, count: Tensor) -> Tensor:
     Distances are squared and Euclidean, in float32; of equals the lower index is taken. So exactly min(K, members)
     survive, and members that are equal to others still count.
 
+    Only the distances between members are computed from x. Those to a mean μ of n of them follow (Huygens, Steiner):
+
+        |x_i − μ|² = Σ_j |x_i − x_j|² / n − Σ_jl |x_j − x_l|² / 2n²
+
+    so that the member nearest to a mean is the one whose distances to all of its members sum to the least.
+
     Args:
         x: [P, T, F], anything (also NaN) where not valid.
         valid: bool [P, T], the members.
@@ -28,46 +34,48 @@ def kmeans(x: Tensor, valid: Tensor, count: Tensor) -> Tensor:
     Returns:
         bool [P, T].
     """
-    x = x.float().masked_fill(~valid[..., None], 0.0)
-    members = valid.sum(-1)
-    few = members <= count
+    few = valid.sum(-1) <= count
     k = torch.where(few, 0, count)  # clusters that have to be found
     most = int(k.max()) if len(k) else 0
-    if not most:
+    if most <= 0:
         return valid & few[:, None]
+    x = x.float().masked_fill(~valid[..., None], 0.0)
+    d = torch.stack([(x - one[:, None]).square().sum(-1) for one in x.unbind(1)], dim=1)  # [P, T, T]
+    d = d.masked_fill(~(valid[:, None] & valid[:, :, None]), 0.0)
     rows, clusters = torch.arange(len(x), device=x.device), torch.arange(most, device=x.device)
     real = clusters < k[:, None]  # [P, K]
 
-    mean = x.sum(1) / members.clamp(min=1)[:, None]
-    near = _distance(x, mean[:, None])[..., 0].masked_fill(~valid, torch.inf)  # to the nearest centroid
-    chosen = torch.zeros_like(valid)
-    centroid = x.new_zeros(len(x), most, x.shape[-1])
-    for i in range(most):
-        pick = near.argmin(-1) if i == 0 else near.masked_fill(~valid | chosen, -torch.inf).argmax(-1)
-        chosen[rows, pick] = True
-        centroid[:, i] = x[rows, pick]
-        new = _distance(x, centroid[:, i : i + 1])[..., 0]
-        near = new if i == 0 else torch.minimum(near, new)
+    far, left = -d.sum(-1), valid
+    near, label = torch.full_like(far, torch.inf), torch.full_like(valid, most, dtype=torch.long)
+    for i in range(most):  # near: to the nearest centroid, label: which one that is
+        pick = far.masked_fill(~left, -torch.inf).argmax(-1)
+        left = left.scatter(1, pick[:, None], False)
+        new = d[rows, pick]
+        closer = valid & (new < near) & real[:, i, None]
+        near, label = torch.where(closer, new, near), torch.where(closer, i, label)
+        far = near
+    label = _fill(label, near, real)
 
-    label = torch.full_like(valid, -1, dtype=torch.long)
-    for _ in range(ITERATIONS):
-        before = label
-        own, label = _distance(x, centroid).masked_fill(~real[:, None], torch.inf).min(-1)  # [P, T]
-        label = _fill(torch.where(valid, label, most), own, real)
-        member = (label[..., None] == clusters).float()  # [P, T, K]
-        centroid = (member.mT @ x) / member.sum(1).clamp(min=1)[..., None]
+    for _ in range(ITERATIONS - 1):  # the first time they joined the seeds
+        before, member = label, label[..., None] == clusters  # [P, T, K]
+        near, label = _to_means(d, member.float()).masked_fill(~real[:, None], torch.inf).min(-1)
+        label = _fill(torch.where(valid, label, most), near, real)
         if torch.equal(label, before):
             break
-    # two members are equally far from their mean, and rounding must not choose between them
-    end = _distance(x, centroid).masked_fill(member.sum(1, keepdim=True) == 2, 0.0)
-    near = end.masked_fill(member == 0, torch.inf).argmin(1)  # [P, K], each in its cluster
-    kept = torch.zeros_like(label).scatter_add(1, near, real.long()) > 0
+    member = label[..., None] == clusters
+    nearest = (d @ member.float()).masked_fill(~member, torch.inf).argmin(1)  # [P, K], each in its cluster
+    kept = torch.zeros_like(label).scatter_add(1, nearest, real.long()) > 0
     return torch.where(few[:, None], valid, kept)
 
 
-def _distance(x: Tensor, c: Tensor) -> Tensor:
-    """Squared distances, [P, T, K]. x: [P, T, F], c: [P, K, F]."""
-    return torch.stack([(x - one[:, None]).square().sum(-1) for one in c.unbind(1)], dim=-1)
+def _to_means(d: Tensor, member: Tensor) -> Tensor:
+    """Squared distances to the means of clusters, [P, T, K], NaN for those of no member.
+
+    d: [P, T, T], squared distances; member: 0 or 1, [P, T, K].
+    """
+    size, total = member.sum(1, keepdim=True), d @ member
+    spread = (total * member).sum(1, keepdim=True)
+    return (size * total - spread / 2) / size.square()  # one division: equal fractions are equal numbers
 
 
 def _fill(label: Tensor, own: Tensor, real: Tensor) -> Tensor:

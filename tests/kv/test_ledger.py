@@ -155,9 +155,11 @@ def test_views_count_once() -> None:
     assert owned_bytes(x[:3]) == 40  # what keeps memory alive
 
 
-@pytest.mark.parametrize("what", [See.MASS, See.ROWS, See.QUERY, See.HIDDEN])
-def test_observations_are_counted(what: See) -> None:
-    manager = manager_for(DECODER, Cut(7, demands=(Demand(what, rows=3),)), rows=2)
+@pytest.mark.parametrize(
+    ("what", "rows"), [(See.MASS, 3), (See.ROWS, 3), (See.ROWS, 1), (See.QUERY, 3), (See.HIDDEN, 3)]
+)
+def test_observations_are_counted(what: See, rows: int) -> None:
+    manager = manager_for(DECODER, Cut(7, demands=(Demand(what, rows=rows),)), rows=2)
     manager.join(0, 60, 9)
     manager.join(1, 60, 4)
     feed(DECODER, manager, {0: [1] * 9})
@@ -165,8 +167,8 @@ def test_observations_are_counted(what: See) -> None:
     feed(DECODER, manager, {1: [1] * 3})
     feed(DECODER, manager, {0: [1]})
     got = check(manager).observations
-    if what is See.MASS:
-        width = {x.shape[-1] for x in manager._mass.values()}
+    if what is See.MASS or rows == 1:
+        width = {x.shape[-1] for x in (*manager._mass.values(), *manager._newest.values())}
         assert len(width) == 1
         assert got == 3 * 2 * 2 * width.pop() * 4  # layers, rows, KV heads
     elif what is See.HIDDEN:

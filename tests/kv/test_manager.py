@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import minithink.kv.manager as manager_module
+from minithink.backend import choose
 from minithink.config import ROPE_FIELDS, ModelConfig
 from minithink.errors import UsageError
 from minithink.kv.contract import (
@@ -33,6 +34,7 @@ from minithink.kv.contract import (
 )
 from minithink.kv.manager import KVManager, Needs, check_budget, needs
 from minithink.kv.table import Exhausted
+from minithink.kv.view import View
 from minithink.model import Rope
 from minithink.policies import parse
 from minithink.ref.rope import rope
@@ -433,11 +435,13 @@ def attention_of(spy: Spy, seq: int, layer: int, query: int, pos: Tensor, group:
     return torch.cat(out)
 
 
-def run_watched(policy: Policy, prompts: dict[int, int], steps: int, **changes: Any) -> tuple[KVManager, Spy]:
+def run_watched(
+    policy: Policy, prompts: dict[int, int], steps: int, backend: str = "reference", **changes: Any
+) -> tuple[KVManager, Spy]:
     """Sequences 0, 1, … read their prompts in chunks of 3, and whoever has done so generates in between."""
     config = example_config(num_heads=6, **changes)
     decoder = random_decoder(config, 3)
-    manager = manager_for(decoder, policy, rows=len(prompts))
+    manager = manager_for(decoder, policy, rows=len(prompts), backend=choose(backend))
     spy, texts = Spy(manager), {s: text_of(config, n + steps, s) for s, n in prompts.items()}
     for s, n in prompts.items():
         manager.join(s, n + steps, n)
@@ -487,6 +491,26 @@ def test_rows_are_the_last_queries_attention(rows: int, group: str) -> None:
                 if query >= 0:
                     want = attention_of(spy, row, layer, query, pos, group)
                 assert_close(name, got[:, i], want, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_the_newest_row_needs_no_second_look_at_the_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes with the attention, when it is due, and beside MASS by the same rule or another; no query is kept."""
+    demands = Demand(See.ROWS, every=3, group="max_logit"), Demand(See.ROWS | See.MASS, frozenset({1}), group="sum")
+    monkeypatch.setattr(View, "keys", None)
+    both = demands[0], Demand(See.MASS, every=3, group="max_logit")
+    for rows in (demands[:1], demands[::-1], both):
+        policy = watch(See.ROWS, budget=6, every=3)
+        policy.demands = rows
+        prompts = {0: 2, 1: 7}
+        manager, spy = run_watched(policy, prompts, 4, name)
+        assert sorted(policy.seen) == [(0, 0), (0, 3), (1, 0), (1, 3)]
+        for (row, clock), here in policy.seen.items():
+            for layer in range(2):
+                group = "sum" if demands[1] in rows and layer == 1 else "max_logit"
+                want = attention_of(spy, row, layer, prompts[row] + clock - 1, here["pos"][layer], group)
+                assert_close(f"row {row}, clock {clock}", here["rows"][layer][:, 0], want, atol=1e-5)
+        assert not manager._queries.numel()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 8])
@@ -794,7 +818,8 @@ class Thoughts(Watch):
         yield OpenSegment(opened, opened.to(torch.uint8))
 
 
-def test_a_row_that_is_used_again_remembers_nothing() -> None:
+@pytest.mark.parametrize("rows", [4, 1])
+def test_a_row_that_is_used_again_remembers_nothing(rows: int) -> None:
     """Mass, queries, hidden states, thoughts and budgets of the last sequence are gone, and so are its numbers."""
     what = See.MASS | See.QUERY | See.HIDDEN | See.ROWS
     config, seen = example_config(), []
@@ -802,7 +827,7 @@ def test_a_row_that_is_used_again_remembers_nothing() -> None:
     text = text_of(config, 12, 0)
     for first in (False, True):
         storage = Storage(thoughts=("fp32", "fp32"), block=4)
-        policy = Thoughts(5, storage=storage, demands=(Demand(what, frozenset({-1, 0, 1}), rows=4),))
+        policy = Thoughts(5, storage=storage, demands=(Demand(what, frozenset({-1, 0, 1}), rows=rows),))
         policy.what = what
         manager = manager_for(decoder, policy, rows=1, columns=MAX_POSITION)
         if first:

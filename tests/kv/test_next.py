@@ -641,7 +641,16 @@ def test_addresses_stay(text: str) -> None:
 
 # numpy's, of the interpreter: a row that holds nothing
 @pytest.mark.filterwarnings("ignore:divide by zero encountered in log2:RuntimeWarning")
-@pytest.mark.parametrize("text", ["full", "rkv:budget=9,buffer=3,alpha=3,kernel_size=3", "quant:fmt=nvfp4"])
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "full",
+        "rkv:budget=9,buffer=3,alpha=3,kernel_size=3",
+        "quant:fmt=nvfp4",
+        "tbe:budget=10,tau=3,retention=1,layers=0/1,thresholds=0.03/0.3",
+    ],
+)
 def test_the_kernels_agree(text: str) -> None:
     """Steps that begin with `begin_next` by the kernels, and by their twins: the same tokens kept and logits."""
     config = example_config(
@@ -672,3 +681,9 @@ def test_the_kernels_agree(text: str) -> None:
             assert a == b
     if text.startswith("rkv"):
         assert managers[0].held(0) < 16
+    if text.startswith("tbe"):
+        assert managers[0].held(0) == 10
+        for layer in range(2):
+            got, want = (m._newest[layer, "max_logit"][:2] for m in managers)
+            assert want[:, 0, :2].all()
+            assert_close(f"row of layer {layer}", got, want, atol=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Step
+from minithink.kv.contract import Demand, See, Step
 from minithink.kv.manager import KVManager
 from minithink.policies import parse
 from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION, Tbe, Tbq, ThinKV
@@ -178,6 +179,14 @@ def test_survivors_are_those_of_k_means_over_all_heads_of_a_layer() -> None:
     assert held(manager, 0)[0] != held(manager, 0)[1]  # every layer chooses for itself
 
 
+def test_segments_of_different_sizes_shrink_at_once() -> None:
+    """From 2 to 1 token and from 8 to 2, beside a prompt of one: nobody else goes."""
+    policy = told(Tbe, [REASONING, TRANSITION, TRANSITION])(budget=100, tau=8, retention="2/1", **ALONE)
+    sizes = [counts(m, 8, 1) for m in follow(policy, [1], 24)]
+    assert sizes[23] == [[1, 2, 8, 7]] * 2
+    assert sizes[24] == [[1, 1, 2, 8]] * 2
+
+
 def test_nothing_is_lost_where_nothing_has_to_go() -> None:
     """τ → ∞, k → ∞, 16 bits: what the full cache writes."""
     from minithink.policies.full import Full
@@ -204,10 +213,14 @@ def test_the_type_is_that_of_the_sparsity_of_the_last_queries(rows: int) -> None
 
     @dataclass
     class Watched(Tbe):
+        def calibrated(self, values: Mapping[str, Any]) -> None:
+            super().calibrated(values)
+            self.demands += (Demand(See.QUERY, rows=rows),)
+
         def classify(self, step: Step) -> Tensor:
             shares = []
             for layer in (0, 1):
-                q, k = manager_queries(step, layer), step.keys(layer)[0].double()  # [Hq, rows, D], [Hkv, S, D]
+                q, k = (x[0].double() for x in (step.queries(layer), step.keys(layer)))  # [Hq, rows, D], [Hkv, S, D]
                 for i in range(rows):
                     age = rows - 1 - i
                     past = step.pos(layer)[0, 0] <= int(step.prompt[0] + step.clock[0]) - 1 - age
@@ -217,10 +230,6 @@ def test_the_type_is_that_of_the_sparsity_of_the_last_queries(rows: int) -> None
                         shares.append(float((p < 0.01 * p.max()).double().mean()))
             seen.append(sum(shares) / len(shares))
             return super().classify(step)
-
-    def manager_queries(step: Any, layer: int) -> Tensor:
-        ring, length = step.manager._queries[layer][0].double(), int(step.length[0])
-        return torch.stack([ring[:, (length - rows + i) % ring.shape[1]] for i in range(rows)], dim=1)
 
     sharp = random_decoder(TINY)
     with torch.no_grad():

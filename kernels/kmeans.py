@@ -1,0 +1,222 @@
+"""Which tokens stand for a thought: K-means on the keys of segments. Twin: `minithink/ref/kmeans.py`.
+
+Layout: two launches for all sets, segments of all sequences and layers.
+
+    _products   a program per set and BLOCK × BLOCK members: x_i·x_j, by tl.dot
+    _cluster    a program per set: everything else, from |x_i − x_j|² = x_i·x_i + x_j·x_j − 2·x_i·x_j and the
+                distances to means that follow from these. Sums over the members of AT_ONCE clusters are a product
+                with a matrix of zeros and ones; K is read on the device and only bounds loops
+
+Products of 16-bit keys are exact, on tensor cores, and summed in float32. Sets of which nothing has to go are not
+read.
+Bound: T·F numbers a set, once, 256 KiB for 128 tokens and 8 heads of 128 channels: memory. Beside that T²
+products go to memory and back, 64 KiB, which the cache holds. K picks follow each other in the farthest-point loop,
+and at most 10 rounds of T²·K multiply-adds: with few sets, latency.
+
+Rounding: sums of products are exact for whole numbers (times a power of two) as long as they stay below 2²⁴, and then
+so is the choice, the twin's, ties too. Otherwise distances err by some 10⁻⁷ of the squared norms |x_i|² + |x_j|²,
+where the twin, which subtracts first, errs by as much of the distances themselves: of two members whose distances
+differ by less, either may be taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minithink.kernels._common import INTERPRETED, Variant, power_of_2
+
+BLOCK = 64  # members of a product, on either side
+DEPTH = {True: 32, False: 128}  # features at a time: in float32, in 16 bits
+AT_ONCE = 32  # clusters, and rows of distances
+ITERATIONS = 10  # of Lloyd's algorithm, at most
+
+
+@triton.jit
+def _products(
+    p_x, p_valid, p_count, p_product, width, features, stride_x_set, stride_x_t, stride_v_set,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """x_i·x_j of a block of members with another: float32 [P, WIDE, WIDE], 0 where no member is."""
+    i_set = tl.program_id(0).to(tl.int64)
+    p_valid += i_set * stride_v_set
+    t = tl.arange(0, WIDE)
+    members = tl.sum((tl.load(p_valid + t, t < width, other=0) != 0).to(tl.int32))
+    k = tl.load(p_count + i_set)
+    if (members <= k) | (k <= 0):
+        return
+    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    m_row = tl.load(p_valid + row, row < width, other=0) != 0
+    m_column = tl.load(p_valid + column, column < width, other=0) != 0
+    p_x += i_set * stride_x_set
+    p_row, p_column = p_x + row[:, None] * stride_x_t, p_x + column[:, None] * stride_x_t
+    product = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for start in range(0, features, DEPTH):
+        feature = start + tl.arange(0, DEPTH)
+        a = tl.load(p_row + feature, m_row[:, None] & (feature < features), other=0.0)
+        b = tl.load(p_column + feature, m_column[:, None] & (feature < features), other=0.0)
+        if FULL:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        product = tl.dot(a, tl.trans(b), product, input_precision="ieee")
+    o_row = (i_set * WIDE + row[:, None]) * WIDE
+    tl.store(p_product + o_row + column, product)
+
+
+@triton.jit
+def _distances(p_product, norm, row, WIDE: tl.constexpr):
+    """Squared distances of some members to all: [rows, WIDE]."""
+    product = tl.load(p_product + row[:, None] * WIDE + tl.arange(0, WIDE))
+    own = tl.load(p_product + row * (WIDE + 1))
+    return tl.maximum((own[:, None] + norm[None, :]) - 2 * product, 0.0)
+
+
+@triton.jit
+def _totals(p_product, norm, label, cluster, WIDE: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Distances of all members to those of some clusters, summed: [clusters, WIDE]."""
+    total = tl.zeros((AT_ONCE, WIDE), tl.float32)
+    for start in range(0, WIDE, AT_ONCE):
+        row = start + tl.arange(0, AT_ONCE)
+        member = cluster[:, None] == tl.gather(label, row, 0)[None, :]
+        total = tl.dot(member.to(tl.float32), _distances(p_product, norm, row, WIDE), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _fill(label, own, k, WIDE: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Give every empty cluster, in their order, the member farthest from its centroid that is not alone."""
+    t = tl.arange(0, WIDE)
+    size = tl.zeros((WIDE,), tl.int32)  # of each member's cluster
+    empty = tl.zeros((), tl.int32)  # clusters
+    for start in range(0, k, AT_ONCE):
+        cluster = start + tl.arange(0, AT_ONCE)
+        member = (cluster[:, None] == label[None, :]).to(tl.int32)
+        count = tl.sum(member, 1)
+        size += tl.sum(member * count[:, None], 0)
+        empty += tl.sum(((count == 0) & (cluster < k)).to(tl.int32))
+    if empty > 0:
+        for i in range(k):
+            if tl.sum((label == i).to(tl.int32)) == 0:
+                here = t == tl.argmax(tl.where(size > 1, own, -float("inf")), 0)
+                left = tl.sum(tl.where(here, label, 0))
+                size = tl.where(here, 1, tl.where(label == left, size - 1, size))
+                label = tl.where(here, i, label)
+                own = tl.where(here, 0.0, own)
+    return label
+
+
+@triton.jit
+def _cluster(
+    p_product, p_valid, p_count, p_kept, width, stride_v_set,
+    ITERATIONS: tl.constexpr, WIDE: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    i_set = tl.program_id(0).to(tl.int64)
+    t = tl.arange(0, WIDE)
+    p_valid += i_set * stride_v_set
+    p_kept += i_set * width
+    valid = tl.load(p_valid + t, t < width, other=0) != 0
+    k = tl.load(p_count + i_set)
+    if (tl.sum(valid.to(tl.int32)) <= k) | (k <= 0):
+        tl.store(p_kept + t, (valid & (k > 0)).to(tl.uint8), t < width)
+        return
+    p_product += i_set * WIDE * WIDE
+    norm = tl.load(p_product + t * (WIDE + 1))
+
+    # The member nearest to the mean, then the farthest ones: each is a centroid, and whoever is nearer joins it.
+    far = -tl.sum(_totals(p_product, norm, tl.where(valid, 0, -1), tl.arange(0, AT_ONCE), WIDE, AT_ONCE), 0)
+    near = tl.full((WIDE,), float("inf"), tl.float32)  # to the nearest centroid
+    label = tl.full((WIDE,), -1, tl.int32)
+    left = valid
+    for i in range(k):
+        pick = tl.argmax(tl.where(left, far, -float("inf")), 0)
+        left = left & (t != pick)
+        own = tl.load(p_product + pick * (WIDE + 1))
+        new = tl.maximum((own + norm) - 2 * tl.load(p_product + pick * WIDE + t), 0.0)
+        label = tl.where(valid & (new < near), i, label)
+        near = tl.minimum(near, new)
+        far = near
+    label = _fill(label, near, k, WIDE, AT_ONCE)
+
+    i_round, moved = 1, tl.full((), 1, tl.int32)
+    while (i_round < ITERATIONS) & (moved > 0):
+        near = tl.full((WIDE,), float("inf"), tl.float32)
+        now = tl.full((WIDE,), -1, tl.int32)
+        for start in range(0, k, AT_ONCE):
+            cluster = start + tl.arange(0, AT_ONCE)
+            member = (cluster[:, None] == label[None, :]).to(tl.float32)
+            total = _totals(p_product, norm, label, cluster, WIDE, AT_ONCE)
+            size = tl.sum(member, 1)[:, None]
+            spread = tl.sum(total * member, 1)[:, None]
+            d = tl.div_rn(size * total - spread / 2, tl.maximum(size * size, 1.0))
+            d = tl.where(size > 0, d, float("inf"))  # of K clusters none is empty
+            least = tl.min(d, 0)
+            now = tl.where(valid & (least < near), start + tl.argmin(d, 0), now)
+            near = tl.minimum(near, least)
+        now = _fill(now, near, k, WIDE, AT_ONCE)
+        moved = tl.sum((now != label).to(tl.int32))
+        label = now
+        i_round += 1
+
+    kept = tl.zeros((WIDE,), tl.int32)
+    for start in range(0, k, AT_ONCE):
+        cluster = start + tl.arange(0, AT_ONCE)
+        member = cluster[:, None] == label[None, :]
+        total = _totals(p_product, norm, label, cluster, WIDE, AT_ONCE)
+        # Two members are equally far from their mean, and rounding must not choose between them.
+        total = tl.where(tl.sum(member.to(tl.int32), 1)[:, None] == 2, 0.0, total)
+        nearest = tl.argmin(tl.where(member, total, float("inf")), 1)
+        kept += tl.sum((member & (nearest[:, None] == t[None, :])).to(tl.int32), 0)
+    tl.store(p_kept + t, (kept > 0).to(tl.uint8), t < width)
+
+
+def kmeans(x: Tensor, valid: Tensor, count: Tensor) -> Tensor:
+    """The members of P sets that lie nearest to the centroids of K clusters, K for every set.
+
+    Args:
+        x: [P, T, F], anything (also NaN) where not valid.
+        valid: bool [P, T], the members.
+        count: integers [P], K of each set; where there are no more members than that, all survive.
+
+    Returns:
+        bool [P, T].
+    """
+    sets, width, features = x.shape
+    kept = torch.empty(sets, width, dtype=torch.bool, device=x.device)
+    if not kept.numel():
+        return kept
+    x, valid = (y if y.stride(-1) == 1 else y.contiguous() for y in (x, valid))
+    flags, count = valid.view(torch.uint8), count.to(torch.int32).contiguous()
+    wide = max(16, power_of_2(width))
+    product = torch.empty(sets, wide, wide, dtype=torch.float32, device=x.device)
+    block, at_once = min(BLOCK, wide), min(AT_ONCE, wide)
+    full = INTERPRETED or x.dtype == torch.float32
+    _products[sets, wide // block, wide // block](
+        x, flags, count, product, width, features, *x.stride()[:2], flags.stride(0),
+        WIDE=wide, BLOCK=block, DEPTH=DEPTH[x.dtype == torch.float32], FULL=full,
+    )  # fmt: skip
+    _cluster[(sets,)](
+        product, flags, count, kept.view(torch.uint8), width, flags.stride(0),
+        ITERATIONS=ITERATIONS, WIDE=wide, AT_ONCE=at_once, num_warps=warps(wide),
+    )  # fmt: skip
+    return kept
+
+
+def warps(wide: int) -> int:
+    """Of a program that holds AT_ONCE × wide numbers several times."""
+    return 4 if wide <= 64 else 8
+
+
+def variants() -> Iterator[Variant]:
+    sets = {"p_valid": "*u8", "p_count": "*i32", "p_product": "*fp32", "width": "i32", "stride_v_set": "i32"}
+    x = {"features": "i32", "stride_x_set": "i64", "stride_x_t": "i32"}
+    for wide in (16, 64, 128, 256):
+        for dtype in ("fp32", "fp16", "bf16"):
+            full = dtype == "fp32"
+            shape = {"WIDE": wide, "BLOCK": min(BLOCK, wide), "DEPTH": DEPTH[full], "FULL": full}
+            yield Variant(_products, {**sets, **x, "p_x": f"*{dtype}"}, shape)
+        shape = {"ITERATIONS": ITERATIONS, "WIDE": wide, "AT_ONCE": min(AT_ONCE, wide)}
+        yield Variant(_cluster, {**sets, "p_kept": "*u8"}, shape, {"num_warps": warps(wide)})

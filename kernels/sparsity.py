@@ -1,0 +1,79 @@
+"""How few of the cached tokens a query attends to. Twin: `minithink/ref/sparsity.py`.
+
+Layout: one launch, a program per row with all of its heads, which goes through the row twice, BLOCK tokens at a time:
+for the largest weight of each head, then for how many are below its share. Comparisons of float32 are exact, so are
+counts, and the mean is a sum of float32 numbers in float64: the result is the twin's, bit for bit.
+Bound: 4 bytes a token and head, the weights that the attention wrote as it went over the keys anyway, and a byte a
+token for where tokens are; the second pass finds both in the cache. Few rows are due in a step: latency. Weights that
+are not valid are not read, and of a row without tokens nothing but that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minithink.kernels._common import Variant, power_of_2
+
+BLOCK = 4096  # weights at a time, of all heads
+WARPS = 8
+
+
+@triton.jit
+def _sparsity(
+    p_p, p_valid, p_out, heads, width, share, stride_v_row, stride_v_head, HEADS: tl.constexpr, BLOCK: tl.constexpr
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS)[:, None]
+    p_p += (i_row * heads + head) * width
+    p_valid += i_row * stride_v_row + head * stride_v_head
+    largest = tl.zeros((HEADS,), tl.float32)  # weights are not negative
+    for start in range(0, width, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        valid = tl.load(p_valid + t, (head < heads) & (t < width), other=0) != 0
+        largest = tl.maximum(largest, tl.max(tl.load(p_p + t, valid, other=0.0), 1))
+    least = share * largest
+    below = tl.zeros((HEADS,), tl.int32)
+    held = tl.zeros((HEADS,), tl.int32)
+    for start in range(0, width, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        valid = tl.load(p_valid + t, (head < heads) & (t < width), other=0) != 0
+        p = tl.load(p_p + t, valid, other=0.0)
+        below += tl.sum((valid & (p < least[:, None])).to(tl.int32), 1)
+        held += tl.sum(valid.to(tl.int32), 1)
+    shares = tl.div_rn(below.to(tl.float32), tl.maximum(held, 1).to(tl.float32))
+    tl.store(p_out + i_row, (tl.sum(shares.to(tl.float64)) / heads).to(tl.float32))
+
+
+def sparsity(p: Tensor, valid: Tensor, share: float = 0.01) -> Tensor:
+    """The share of cached tokens whose weight is below 1 % of the row's largest; the mean over KV heads.
+
+    Args:
+        p: float32 [..., Hkv, S], attention weights; anything (also NaN) where not valid.
+        valid: bool [..., Hkv, S], or [..., 1, S] for all heads.
+
+    Returns:
+        float32 [...], 0 where no token is valid.
+    """
+    lead, heads, width = p.shape[:-2], *p.shape[-2:]
+    out = torch.empty(lead, dtype=torch.float32, device=p.device)
+    if out.numel():
+        flags = valid.expand(*lead, *valid.shape[-2:]).contiguous()
+        of_v = flags.shape[-2] * width, width if flags.shape[-2] == heads else 0
+        wide = power_of_2(heads)
+        _sparsity[(out.numel(),)](
+            p.contiguous(), flags.view(torch.uint8), out, heads, width, float(share), *of_v,
+            HEADS=wide, BLOCK=max(16, BLOCK // wide), num_warps=WARPS,
+        )  # fmt: skip
+    return out
+
+
+def variants() -> Iterator[Variant]:
+    signature = {"p_p": "*fp32", "p_valid": "*u8", "p_out": "*fp32", "share": "fp32"}
+    signature |= dict.fromkeys(("heads", "width", "stride_v_row", "stride_v_head"), "i32")
+    for heads in (1, 4, 8):
+        yield Variant(_sparsity, signature, {"HEADS": heads, "BLOCK": BLOCK // heads}, {"num_warps": WARPS})
