@@ -110,20 +110,12 @@ def _fill(label, own, k, WIDE: tl.constexpr, AT_ONCE: tl.constexpr):
 
 
 @triton.jit
-def _cluster(
-    p_product, p_valid, p_count, p_kept, width, stride_v_set,
-    ITERATIONS: tl.constexpr, WIDE: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    i_set = tl.program_id(0).to(tl.int64)
+def chosen(p_product, valid, k, ITERATIONS: tl.constexpr, WIDE: tl.constexpr, AT_ONCE: tl.constexpr):
+    """The survivors of one set, fewer than its members: 1 or 0, int32 [WIDE].
+
+    p_product: products of the members, float32 [WIDE, WIDE]; valid: bool [WIDE]; k: how many survive.
+    """
     t = tl.arange(0, WIDE)
-    p_valid += i_set * stride_v_set
-    p_kept += i_set * width
-    valid = tl.load(p_valid + t, t < width, other=0) != 0
-    k = tl.load(p_count + i_set)
-    if (tl.sum(valid.to(tl.int32)) <= k) | (k <= 0):
-        tl.store(p_kept + t, (valid & (k > 0)).to(tl.uint8), t < width)
-        return
-    p_product += i_set * WIDE * WIDE
     norm = tl.load(p_product + t * (WIDE + 1))
 
     # The member nearest to the mean, then the farthest ones: each is a centroid, and whoever is nearer joins it.
@@ -170,7 +162,25 @@ def _cluster(
         total = tl.where(tl.sum(member.to(tl.int32), 1)[:, None] == 2, 0.0, total)
         nearest = tl.argmin(tl.where(member, total, float("inf")), 1)
         kept += tl.sum((member & (nearest[:, None] == t[None, :])).to(tl.int32), 0)
-    tl.store(p_kept + t, (kept > 0).to(tl.uint8), t < width)
+    return (kept > 0).to(tl.int32)
+
+
+@triton.jit
+def _cluster(
+    p_product, p_valid, p_count, p_kept, width, stride_v_set,
+    ITERATIONS: tl.constexpr, WIDE: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    i_set = tl.program_id(0).to(tl.int64)
+    t = tl.arange(0, WIDE)
+    p_valid += i_set * stride_v_set
+    p_kept += i_set * width
+    valid = tl.load(p_valid + t, t < width, other=0) != 0
+    k = tl.load(p_count + i_set)
+    if (tl.sum(valid.to(tl.int32)) <= k) | (k <= 0):
+        tl.store(p_kept + t, (valid & (k > 0)).to(tl.uint8), t < width)
+        return
+    kept = chosen(p_product + i_set * WIDE * WIDE, valid, k, ITERATIONS, WIDE, AT_ONCE)
+    tl.store(p_kept + t, kept.to(tl.uint8), t < width)
 
 
 def kmeans(x: Tensor, valid: Tensor, count: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ class Backend:
     sparsity: Callable[[Tensor, Tensor], Tensor] = sparsity
     kmeans: Callable[[Tensor, Tensor, Tensor], Tensor] = kmeans
     anneal: Callable[..., tuple[Tensor, Tensor, Tensor]] = anneal
-    survivors: Callable[[Any, Tensor, Tensor, Tensor], Tensor] = survivors
+    survivors: Callable[[Any, Tensor, Tensor, Tensor, int], Tensor] = survivors
 
 
 REFERENCE = Backend("reference", in_place=False)
@@ -108,6 +108,7 @@ def triton_backend() -> Backend:
     from minithink.kernels.rope import rope
     from minithink.kernels.shrink import shrink
     from minithink.kernels.sparsity import sparsity
+    from minithink.kernels.survivors import survivors
     from minithink.kernels.swiglu import swiglu
     from minithink.kernels.window_importance import window_importance
 
@@ -116,7 +117,7 @@ def triton_backend() -> Backend:
         gumbel_argmax=gumbel_argmax, paged_attention=paged_attention, append=append, enlist=enlist,
         allocate=allocate, flush=flush, evict=evict, quantize=quantize, dequantize=dequantize, shrink=shrink,
         keep_best=keep_best, window_importance=window_importance, redundancy=redundancy, lrfu=lrfu,
-        anneal=anneal, sparsity=sparsity, kmeans=kmeans,
+        anneal=anneal, sparsity=sparsity, kmeans=kmeans, survivors=survivors,
     )  # fmt: skip
 
 

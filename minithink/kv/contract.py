@@ -253,7 +253,7 @@ class Step(Protocol):
     def values(self, layer: int, rows: Tensor | None = None) -> Tensor:
         """Values, dequantized, in the same way: [B, Hkv, S, D]."""
 
-    def survivors(self, first: Tensor, size: Tensor, goal: Tensor) -> Tensor:
+    def survivors(self, first: Tensor, size: Tensor, goal: Tensor, longest: int) -> Tensor:
         """Tokens that go when segments shrink, by their keys, see `ref/survivors.py`: bool [Lt, B, Ht, S]."""
 
     def chronological(self, layer: int) -> Tensor:

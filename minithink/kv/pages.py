@@ -89,6 +89,7 @@ class Pages:
     columns: int | None
     trash_page: int
     zero_page: int
+    home: tuple[int, ...]  # formats of generated tokens
     used: set[int]  # formats that may hold tokens
     # What the host knows of each row:
     most: list[int]  # tokens that a lane holds at most

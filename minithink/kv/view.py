@@ -99,9 +99,9 @@ class View:
             return x
         return x.new_zeros(self.shape.rows, *x.shape[1:]).index_copy_(0, reading.rows, x)
 
-    def survivors(self, first: Tensor, size: Tensor, goal: Tensor) -> Tensor:
+    def survivors(self, first: Tensor, size: Tensor, goal: Tensor, longest: int) -> Tensor:
         read = self.manager.store.reader(self.row if self.recorded else None)
-        return self.ops.survivors(read, first, size, goal)
+        return self.ops.survivors(read, first, size, goal, longest)
 
     def chronological(self, layer: int) -> Tensor:
         pos = self.pos(layer)

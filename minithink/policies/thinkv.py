@@ -252,7 +252,7 @@ class ThinKV(Policy):
             self.level[row] = level
             self.cases[:, row] += cases
             if step.any(goal < most):
-                drop = drop | step.survivors(start, size, goal)
+                drop = drop | step.survivors(start, size, goal, self.tau)
         if step.any(drop):
             yield Evict(drop)
 

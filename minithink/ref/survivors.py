@@ -10,7 +10,7 @@ from torch import Tensor
 from minithink.ref.kmeans import kmeans
 
 
-def survivors(read: Any, first: Tensor, size: Tensor, goal: Tensor) -> Tensor:
+def survivors(read: Any, first: Tensor, size: Tensor, goal: Tensor, longest: int) -> Tensor:
     """K-means (`ref/kmeans.py`) over the keys of every segment that holds more tokens than it may keep.
 
     The tokens of a segment stand side by side in their lane's list. Lanes that share a table keep the same tokens,
@@ -21,6 +21,7 @@ def survivors(read: Any, first: Tensor, size: Tensor, goal: Tensor) -> Tensor:
         first: integers [Lt, R, Ht, G], the column in which each segment begins.
         size: integers [Lt, R, Ht, G], its tokens.
         goal: integers [R, G], how many may stay.
+        longest: tokens that a segment has at most.
 
     Returns:
         bool [Lt, R, Ht, S], those that go.
@@ -33,7 +34,7 @@ def survivors(read: Any, first: Tensor, size: Tensor, goal: Tensor) -> Tensor:
             continue
         keys = read(layer)[0].unflatten(1, (ht, -1)).transpose(2, 3).flatten(3)  # [R, Ht, S, Hkv / Ht · D]
         n = size[layer, row, head, segment]
-        member = torch.arange(int(n.max()), device=row.device)
+        member = torch.arange(longest, device=row.device)
         valid = member < n[:, None]  # [P, T]
         column = torch.where(valid, first[layer, row, head, segment][:, None] + member, width).long()
         x = torch.nn.functional.pad(keys, (0, 0, 0, 1))[row[:, None], head[:, None], column]

@@ -361,7 +361,11 @@ def test_nothing_asks_the_host(text: str) -> None:
 
 # numpy's, of the interpreter: a row that holds nothing
 @pytest.mark.filterwarnings("ignore:divide by zero encountered in log2:RuntimeWarning")
-@pytest.mark.parametrize("text", ["rkv:budget=9,buffer=3,alpha=3,kernel_size=3", "window:budget=8+quant:fmt=nvfp4"])
+@pytest.mark.parametrize(
+    "text",
+    ["rkv:budget=9,buffer=3,alpha=3,kernel_size=3", "window:budget=8+quant:fmt=nvfp4",
+     "thinkv:budget=13,tau=4,g=4,retention=2/1,block=2,layers=0,thresholds=0.3/0.6"],
+)
 def test_the_kernels_decide_as_their_twins(text: str) -> None:
     """Apart by the kernels, and for all rows by their twins."""
     config = example_config(
