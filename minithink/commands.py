@@ -66,8 +66,8 @@ def exit_code(program: str, command: Callable[[], int], interrupted: str = "inte
         return INTERRUPTED
 
 
-def path(text: str) -> Path:
-    """For argparse: a file or folder. Nothing at all would be the current folder, and comes from an unset variable."""
+def location(text: str) -> Path:
+    """For argparse: a file or folder. Nothing at all would be the current folder, from an unset variable."""
     if not text.strip():
         raise argparse.ArgumentTypeError("it is empty: give a name")
     return Path(text)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from minithink.commands import exit_code, path, positive, run
+from minithink.commands import exit_code, location, positive, run
 from minithink.errors import MinithinkError, UsageError
 
 
@@ -55,7 +55,11 @@ def test_a_full_disk_is_one_sentence() -> None:
     )
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-c", code], cwd=Path(__file__).parents[1], stdout=full, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", code],
+            cwd=Path(__file__).parents[1],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
         )
     assert done.stderr == "x: the output cannot be written (No space left on device): make room for it.\n"
     assert done.returncode == 1
@@ -70,10 +74,10 @@ def test_other_errors_of_the_system_are_bugs() -> None:
 
 
 def test_an_empty_path_is_none() -> None:
-    assert path("a/b") == Path("a/b")
+    assert location("a/b") == Path("a/b")
     for text in ("", " "):
         with pytest.raises(argparse.ArgumentTypeError, match="it is empty: give a name"):
-            path(text)
+            location(text)
 
 
 def test_help_is_a_whole_paragraph_and_what_a_module_adds(capsys: pytest.CaptureFixture[str]) -> None:

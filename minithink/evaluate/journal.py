@@ -300,12 +300,13 @@ class Journal:
                 self.notes.append(f"{path} {note}, which is passed over.")
         check_unique(self.records, self.folder)
         before, runs = (settings, list[dict[str, Any]]()) if not self.records else _read_config(self.folder)
-        if self.records and not resume:
+        differing = differences(before, settings, free)
+        if self.records and not resume and not differing:
             raise UsageError(
                 f"{self.folder} holds {len(self.records):,} sequences of an earlier run: add --resume to continue "
                 "it, or give another folder."
             )
-        if differing := differences(before, settings, free):
+        if differing:
             raise UsageError(
                 f"{self.folder} holds a run with other settings (then and now: {differing}): give the same, or "
                 "another folder."

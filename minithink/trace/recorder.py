@@ -28,6 +28,7 @@ from minithink.kv.manager import UNLIMITED, KVManager, members
 from minithink.kv.view import View
 from minithink.tokenizer import TextStream, Tokenizer
 from minithink.trace.format import ARRAYS, GONE, KINDS, VERSION, WAITS, Array, Head, Writer, as_json, pack
+from minithink.trace.format import check_place as check_place
 
 PART_STEPS, PART_EVENTS = 256, 2**16  # a part is written after so many
 Hook = TypeVar("Hook", bound=Callable[..., None])
