@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from minithink.errors import MinithinkError
 from minithink.trace import format as module
-from minithink.trace.format import ARRAYS, CHUNK, GONE, KINDS, LENGTH, MAGIC, NEVER, Trace, pack, read, unpack
+from minithink.trace.format import ARRAYS, CHUNK, GONE, KINDS, LENGTH, MAGIC, NEVER, Trace, Writer, pack, read, unpack
 from tests.trace.draw import HEAD, PROMPT, TEXTS, arrays, write
 
 UNITS, STEPS = 4, len(TEXTS) - PROMPT
@@ -258,3 +258,18 @@ def test_no_file(tmp_path: Path) -> None:
     refused(tmp_path / "none", "cannot be read: No such file")
     (tmp_path / "text").write_text("something else")
     refused(tmp_path / "text", "is no trace of minithink: make one with")
+
+
+@pytest.mark.parametrize("before", [b"", MAGIC[:5], MAGIC + b"an older one"])
+def test_a_trace_is_replaced(before: bytes, tmp_path: Path) -> None:
+    (tmp_path / "trace").write_bytes(before)
+    assert read(write(tmp_path / "trace", arrays())).done
+
+
+@pytest.mark.parametrize("before", [b"x", b"{}\n", MAGIC[1:], MAGIC[:-1] + b"x"])
+def test_what_is_no_trace_is_not_replaced(before: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(before)
+    with pytest.raises(MinithinkError, match=r"file: there is a file that is no trace; delete it, or give another"):
+        Writer(path)
+    assert path.read_bytes() == before
