@@ -19,7 +19,7 @@ from typing import Any
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate.grading import GRADERS, check, grade
 from minithink.hub import download
-from minithink.tasks import DATA, boxed, load_problems
+from minithink.tasks import boxed, families, load_problems
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 CHOOSE = "The answer is one letter: A, B, C or D."
@@ -117,11 +117,6 @@ def check_graders(examples: Iterable[Example]) -> list[str]:
             raise UsageError(f"{said}: give another grader, or correct the answers.")
         notes.append(f"{said}.")
     return notes
-
-
-def families() -> list[str]:
-    """The embedded ones."""
-    return sorted(path.name.removesuffix("-test.jsonl") for path in DATA.glob("*-test.jsonl"))
 
 
 # --- rows

@@ -15,12 +15,12 @@ from typing import Any
 from minithink.commands import INTERRUPTED
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate import runner, summary
-from minithink.evaluate.datasets import families, load_dataset
+from minithink.evaluate.datasets import load_dataset
 from minithink.evaluate.plan import budgets
 from minithink.evaluate.ranks import Ranks
 from minithink.evaluate.summary import Row
 from minithink.files import dumps, replace, rounded
-from minithink.tasks import load_problems
+from minithink.tasks import families, load_problems
 
 SPLITS = ("validation", "train")  # on which one may choose
 HELP = (
