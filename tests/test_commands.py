@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,20 @@ def test_whoever_reads_may_have_had_enough() -> None:
     process.stdout.close()
     assert process.stderr.read() == b""
     assert process.wait() == 0
+
+
+@pytest.mark.parametrize("argv", [["evaluate", "tune"], ["evaluate", "plot"], ["evaluate"], ["analysis", "pilot"]])
+def test_ctrl_c_while_modules_are_imported(argv: list[str], tmp_path: Path) -> None:
+    """That takes seconds, for torch is one of them."""
+    for module in ("torch", "numpy"):
+        (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt")
+    root = Path(__file__).parents[1]
+    more = {"plot": ["."], "pilot": []}.get(argv[-1], ["--output-dir", "x"])
+    done = subprocess.run(
+        [sys.executable, "-m", f"minithink.{argv[0]}", *argv[1:], *more], capture_output=True, text=True,
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (130, f"\nminithink.{argv[0]}: interrupted\n")
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "x", ""])
