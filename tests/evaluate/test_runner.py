@@ -169,6 +169,21 @@ def test_a_share_is_of_what_the_full_cache_generates(
     assert json.loads((tmp_path / "config.json").read_text())["settings"]["policies"] == ["full", "window"]
 
 
+def test_a_share_stays_the_same_when_a_run_is_resumed(
+    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the full cache's lengths alone, whatever is there of others."""
+    want = evaluate(model, problems, tmp_path / "whole", policies="window", budgets="0.25")
+    given = options(model, problems, tmp_path / "parts", policies="window", budgets="0.25")
+    with monkeypatch.context() as patch:
+        interrupt(patch, len(QUESTIONS) + 3)
+        assert main(given) == 130
+    lengths = {r.generated_tokens for r in read(tmp_path / "parts").records if r.policy == "full"}
+    assert len(lengths) > 1
+    assert main([*given, "--resume"]) == 0
+    assert recorded(tmp_path / "parts") == want
+
+
 def test_the_mean_is_taken_when_all_processes_are_there(
     model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

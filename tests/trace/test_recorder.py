@@ -479,7 +479,7 @@ def test_the_file_cannot_be_written(tmp_path: Path) -> None:
             Recorder(Path("/dev/full"))
 
 
-@pytest.mark.parametrize(("steps", "events", "parts"), [(256, 2**16, 1), (256, 4, 7), (5, 2**16, 2)])
+@pytest.mark.parametrize(("steps", "events", "parts"), [(256, 2**16, 1), (256, 4, 7), (256, 6, 4), (5, 2**16, 2)])
 def test_parts(steps: int, events: int, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is written after so many steps, or evictions and moves; they are few that may be lost."""
     monkeypatch.setattr(recorder_module, "PART_STEPS", steps)
