@@ -190,8 +190,8 @@ def test_it_takes_no_place_of_the_results(
     folder, link = tmp_path / "out", tmp_path / "link"
     folder.mkdir()
     link.symlink_to(folder)
-    for place in (folder, link, folder / ".." / "out"):
-        assert main(options(model, problems, folder, trace=place / name, limit=1)) == 2
+    for out, place in ((folder, folder), (folder, link), (link, folder), (folder, folder / ".." / "out")):
+        assert main(options(model, problems, out, trace=place / name, limit=1)) == 2
         err = capsys.readouterr().err
         assert f"The trace {place / name} could take the place of a file that the evaluation writes into" in err
         assert not list(folder.iterdir()), "nothing has begun"

@@ -15,7 +15,21 @@ from hypothesis import strategies as st
 
 from minithink.errors import MinithinkError
 from minithink.trace import format as module
-from minithink.trace.format import ARRAYS, CHUNK, GONE, KINDS, LENGTH, MAGIC, NEVER, Trace, Writer, pack, read, unpack
+from minithink.trace.format import (
+    ARRAYS,
+    CHUNK,
+    GONE,
+    KINDS,
+    LENGTH,
+    MAGIC,
+    NEVER,
+    Trace,
+    Writer,
+    check_place,
+    pack,
+    read,
+    unpack,
+)
 from tests.trace.draw import HEAD, PROMPT, TEXTS, arrays, write
 
 UNITS, STEPS = 4, len(TEXTS) - PROMPT
@@ -273,3 +287,8 @@ def test_what_is_no_trace_is_not_replaced(before: bytes, tmp_path: Path) -> None
     with pytest.raises(MinithinkError, match=r"file: there is a file that is no trace; delete it, or give another"):
         Writer(path)
     assert path.read_bytes() == before
+
+
+@pytest.mark.skipif(not Path("/dev/zero").is_char_device(), reason="there is no such device")
+def test_a_device_is_not_looked_into() -> None:
+    check_place(Path("/dev/zero"))  # which begins with zeros, and would take anything

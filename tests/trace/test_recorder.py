@@ -447,6 +447,35 @@ def test_ctrl_c_in_the_midst_of_recording_a_step(
             assert (trace.format(t)[:, : want.shape[1]] == want).all()
 
 
+@pytest.mark.parametrize("broken", [True, False])
+def test_half_a_character_belongs_to_its_own_token(
+    broken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not to the one before, where Ctrl-C has cut its own off."""
+
+    class Halves:
+        def stream(self) -> Halves:
+            return self
+
+        def put(self, token: int) -> str:
+            return ""
+
+        def flush(self) -> str:
+            return "\ufffd"
+
+    watched = Watched(tmp_path / "trace", Cut(4))
+    watched.recorder.tokenizer = Halves()  # type: ignore[assignment]
+    watched.join(0, 2)
+    watched.feed({0: [1, 2]})
+    watched.feed({0: [3]})
+    if broken:
+        monkeypatch.setattr(recorder_module.Recorder, "_step", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            watched.feed({0: [4]})
+    watched.recorder.close()
+    assert read(watched.path).traces[0].texts == ["", "", "" if broken else "\ufffd"]
+
+
 def test_ctrl_c_while_a_part_is_written(tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is there once, or not at all."""
     monkeypatch.setattr(recorder_module, "PART_STEPS", 4)
