@@ -129,7 +129,6 @@ class Recorder:
             self.tokenizer.stream() if self.tokenizer else None, record.thinking, manager.store.storage.prompt,
         )  # fmt: skip
         self._budget(s, 0)
-        s.mark()
 
     @timed
     def noted(self, step: View, policy: Policy, score: Tensor, where: Tensor | None) -> None:

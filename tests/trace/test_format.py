@@ -42,6 +42,13 @@ def refused(path: Path, said: str) -> None:
     assert path.name in str(error.value)
 
 
+def test_the_size_is_what_is_written(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "trace")
+    for content in (b"", b"x" * 9):
+        writer.chunk(b"PART", content)
+        assert writer.size == writer.path.stat().st_size
+
+
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     file = read(write(tmp_path / "trace", arrays(), arrays(TEXTS[:9])))
     assert vars(file.head) == HEAD

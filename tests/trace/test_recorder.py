@@ -414,12 +414,14 @@ def test_policies_decide_in_the_open_while_somebody_records(tmp_path: Path) -> N
     assert not manager.records_decisions
 
 
+@pytest.mark.parametrize("part", [1, 3, 256])
 @pytest.mark.parametrize("begins", [True, False])
 @pytest.mark.parametrize("place", ["_feed", "_evict", "_moved", "_budget", "_step"])
 def test_ctrl_c_in_the_midst_of_recording_a_step(
-    place: str, begins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, begins: bool, part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it comes, the trace of every sequence is whole, up to this step or the one before."""
+    monkeypatch.setattr(recorder_module, "PART_STEPS", part)
     plain, calls = getattr(Recorder, place), [0]
 
     def stop(self: Recorder, *arguments: Any) -> None:
