@@ -538,6 +538,14 @@ def test_a_resumption_of_nothing_is_a_beginning(
     assert "--limit" not in err
 
 
+@pytest.mark.parametrize(("there", "said"), [(0, "begins anew"), (4, "4 of 5 sequences"), (5, "all 5 sequences")])
+def test_what_resume_says_of_what_is_there(there: int, said: str) -> None:
+    journal: Any = type("Opened", (), {"records": [None] * there, "folder": "x"})
+    [note] = runner._about_before(journal, True, 5)
+    assert said in note
+    assert runner._about_before(journal, False, 5) == []
+
+
 def test_answers_that_no_text_can_meet_are_said(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

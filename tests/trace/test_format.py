@@ -299,3 +299,9 @@ def test_what_is_no_trace_is_not_replaced(before: bytes, tmp_path: Path) -> None
 @pytest.mark.skipif(not Path("/dev/zero").is_char_device(), reason="there is no such device")
 def test_a_device_is_not_looked_into() -> None:
     check_place(Path("/dev/zero"))  # which begins with zeros, and would take anything
+
+
+def test_a_chunk_that_is_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "trace", arrays())
+    monkeypatch.setattr(module, "MOST", 10)
+    refused(path, "a checksum does not fit")
