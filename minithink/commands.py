@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 from minithink.errors import MinithinkError, UsageError
@@ -27,16 +29,17 @@ def run(program: str, description: str, commands: Mapping[str, Any], argv: list[
     """Run one subcommand of `python -m program` → its exit code, as of `exit_code`.
 
     Args:
-        commands: name → a module with `add_arguments(parser)` and `run(args, argv)`; the first line of its docstring
-            is its help.
+        commands: name → a module with `add_arguments(parser)` and `run(args, argv)`; the first paragraph of its
+            docstring is its help, followed by its HELP if it has one.
         argv: None: what the program was called with.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = Parser(prog=f"python -m {program}", description=description)
     choices = parser.add_subparsers(dest="command", required=True, metavar="|".join(commands))
     for name, module in commands.items():
-        summary = (module.__doc__ or "").splitlines()[0]
-        module.add_arguments(choices.add_parser(name, help=summary, description=summary))
+        summary = " ".join((module.__doc__ or "").partition("\n\n")[0].split())
+        more = f"{summary} {getattr(module, 'HELP', '')}".strip()
+        module.add_arguments(choices.add_parser(name, help=summary, description=more))
     args = parser.parse_args(argv)
     return exit_code(program, lambda: commands[args.command].run(args, argv))
 
@@ -47,15 +50,27 @@ def exit_code(program: str, command: Callable[[], int], interrupted: str = "inte
         code = command()
         sys.stdout.flush()  # here, where what fails is caught
         return code
-    except BrokenPipeError:  # whoever read the output has had enough
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at exit
-        return 0
+        if error.errno == errno.EPIPE:  # whoever read the output has had enough
+            return 0
+        print(f"{program}: the output cannot be written ({error.strerror}): make room for it.", file=sys.stderr)
+        return 1
     except MinithinkError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         print(f"\n{program}: {interrupted}", file=sys.stderr)
         return INTERRUPTED
+
+
+def location(text: str) -> Path:
+    """For argparse: a file or folder. Nothing at all would be the current folder, from an unset variable."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty: give a name")
+    return Path(text)
 
 
 def positive(text: str) -> int:

@@ -13,13 +13,17 @@ DIGITS = 5  # that are kept of every measurement
 
 
 def replace(path: Path, content: str | bytes) -> None:
-    """Write a file, with the folder it lies in. An earlier file of that name is replaced only by a whole one.
+    """Write a file, with the folder it lies in. An earlier file of that name is replaced only by a whole one; links
+    lead to it. What is no file, such as /dev/stdout, is written to.
 
     Raises:
         OSError: it cannot be written; the earlier file is as it was.
     """
     data = content.encode() if isinstance(content, str) else content
-    temporary = None
+    if path.exists() and not path.is_file():  # root could put a file in the place of a device
+        path.write_bytes(data)
+        return
+    path, temporary = path.resolve(), None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=".", delete=False) as file:

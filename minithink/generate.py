@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from minithink import __version__
-from minithink.commands import CONTROL, INTERRUPTED
+from minithink.commands import CONTROL, INTERRUPTED, location
 from minithink.errors import MinithinkError, UsageError
 
 if TYPE_CHECKING:  # torch is imported late, so that --help and --version are quick
@@ -149,7 +149,7 @@ def _recorder(engine: Engine, args: argparse.Namespace) -> Recorder | None:
 
     names = ("model", "policy", "budget", "schedule", "seed", "temperature")
     about = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return Recorder(Path(args.trace), engine.tokenizer, about=about)
+    return Recorder(args.trace, engine.tokenizer, about=about)
 
 
 def _generate(args: argparse.Namespace, tasks: list[Task], stream: Stream) -> int:
@@ -435,6 +435,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--backend", default="auto", help="auto, reference, triton")
     add(
         "--trace",
+        type=location,
         metavar="FILE",
         help="record what happens in the cache; python -m minithink.trace view FILE shows it",
     )

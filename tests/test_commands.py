@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from minithink.commands import exit_code, positive
+from minithink.commands import exit_code, location, positive, run
 from minithink.errors import MinithinkError, UsageError
 
 
@@ -41,8 +42,74 @@ def test_whoever_reads_may_have_had_enough() -> None:
     assert process.wait() == 0
 
 
+@pytest.mark.parametrize("argv", [["evaluate", "tune"], ["evaluate", "plot"], ["evaluate"], ["analysis", "pilot"]])
+def test_ctrl_c_while_modules_are_imported(argv: list[str], tmp_path: Path) -> None:
+    """That takes seconds, for torch is one of them."""
+    for module in ("torch", "numpy"):
+        (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt")
+    root = Path(__file__).parents[1]
+    more = {"plot": ["."], "pilot": []}.get(argv[-1], ["--output-dir", "x"])
+    done = subprocess.run(
+        [sys.executable, "-m", f"minithink.{argv[0]}", *argv[1:], *more], capture_output=True, text=True,
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (130, f"\nminithink.{argv[0]}: interrupted\n")
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "x", ""])
 def test_positive_numbers(text: str) -> None:
     assert positive("7") == 7
     with pytest.raises(argparse.ArgumentTypeError, match="is no whole number of at least 1"):
         positive(text)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
+def test_a_full_disk_is_one_sentence() -> None:
+    code = (
+        "from minithink.commands import exit_code; raise SystemExit(exit_code('x', lambda: print('y' * 10**6) or 0))"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=Path(__file__).parents[1],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.stderr == "x: the output cannot be written (No space left on device): make room for it.\n"
+    assert done.returncode == 1
+
+
+def test_other_errors_of_the_system_are_bugs() -> None:
+    def fail() -> int:
+        raise PermissionError(13, "no")
+
+    with pytest.raises(PermissionError):
+        exit_code("x", fail)
+
+
+def test_an_empty_path_is_none() -> None:
+    assert location("a/b") == Path("a/b")
+    for text in ("", " "):
+        with pytest.raises(argparse.ArgumentTypeError, match="it is empty: give a name"):
+            location(text)
+
+
+def test_help_is_a_whole_paragraph_and_what_a_module_adds(capsys: pytest.CaptureFixture[str]) -> None:
+    class Command:
+        """Do this\nand that.
+
+        And how.
+        """
+
+        HELP = "Writes x."
+
+        @staticmethod
+        def add_arguments(parser: argparse.ArgumentParser) -> None: ...
+
+    for argv, said in ((["--help"], "Do this and that.\n"), (["do", "--help"], "Do this and that. Writes x.\n")):
+        with pytest.raises(SystemExit):
+            run("minithink.x", "All.", {"do": Command}, argv)
+        out = capsys.readouterr().out
+        assert said in out
+        assert "And how" not in out

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 from minithink import commands
-from minithink.analysis import pilot, premises
 
-COMMANDS = {"premises": premises, "pilot": pilot}
+PROGRAM, DESCRIPTION = "minithink.analysis", "What methods take for granted."
+COMMANDS = ("premises", "pilot")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand → exit code: 0, 1 (it failed), 2 (it makes no sense as asked) or 130 (interrupted)."""
-    return commands.run("minithink.analysis", "What methods take for granted.", COMMANDS, argv)
+    return commands.exit_code(PROGRAM, lambda: _run(argv))
+
+
+def _run(argv: list[str] | None) -> int:
+    modules = {name: import_module(f"minithink.analysis.{name}") for name in COMMANDS}  # Ctrl-C may come in here
+    return commands.run(PROGRAM, DESCRIPTION, modules, argv)
 
 
 if __name__ == "__main__":

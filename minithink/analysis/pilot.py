@@ -19,6 +19,7 @@ the oracles' positions are those of another text: their figures are lower bounds
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -32,7 +33,6 @@ from minithink.analysis.dense import EVERY, Dense, Sketch, batches, decode, thin
 from minithink.analysis.premises import Steer, begin, common_arguments, direction, look, outcome, token_table
 from minithink.bench import record
 from minithink.engine import Engine
-from minithink.errors import UsageError
 from minithink.ref.lrfu import lrfu
 from minithink.ref.redundancy import redundancy
 from minithink.ref.window_importance import window_importance
@@ -160,18 +160,47 @@ def foresee(engine: Engine, prompts: Sequence[list[int]], generated: Sequence[li
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common_arguments(parser)
-    parser.add_argument("--budgets", type=shares, default=(0.25, 0.5), help="shares of the full run's tokens")
-    parser.add_argument("--policies", default=",".join(POLICIES), help="default: all")
-    parser.add_argument("--strength", type=float, default=1.0, help="of the steering (default: 1)")
-    parser.add_argument("--at", choices=("boundary", "every"), default="boundary", help="where it is (boundary)")
+    parser.add_argument("--budgets", type=shares, default=(0.25, 0.5), metavar="N,N,…", help="shares of "
+        "the full run's tokens (default: 0.25,0.5)")  # fmt: skip
+    parser.add_argument("--policies", type=sketches, default=list(POLICIES), metavar="P,P,…", help="of "
+        f"{', '.join(POLICIES)} (default: all)")  # fmt: skip
+    parser.add_argument("--strength", type=strength, default=1.0, help="of skipkv's steering, 0 or more (default: 1)")
+    parser.add_argument("--at", choices=("boundary", "every"), default="boundary", help="where skipkv steers: at "
+        "blank lines, or at every token of the thinking (default: boundary)")  # fmt: skip
 
 
 def shares(text: str) -> tuple[float, ...]:
-    """For argparse: numbers above 0, up to 1."""
-    values = tuple(float(part) for part in text.split(","))
+    """For argparse: different numbers above 0, up to 1."""
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        values = (0.0,)
     if not all(0 < value <= 1 for value in values):
         raise argparse.ArgumentTypeError(f"{text!r} are no shares above 0 and up to 1")
+    if len(set(values)) < len(values):
+        raise argparse.ArgumentTypeError(f"{text!r} names a share twice")
     return values
+
+
+def sketches(text: str) -> list[str]:
+    """For argparse: different names of POLICIES."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in POLICIES]:
+        raise argparse.ArgumentTypeError(f"there is no sketch {unknown[0]!r}; there are {', '.join(POLICIES)}")
+    if len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{text!r} names a sketch twice")
+    return names
+
+
+def strength(text: str) -> float:
+    """For argparse: a finite number, 0 or more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number of 0 or more")
+    return value
 
 
 ORACLES = ("answer", "hindsight")
@@ -189,9 +218,7 @@ POLICIES: dict[str, type[Sketch]] = {
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Generate with the full cache, then with every sketch and budget; write the result, print a table."""
-    names = args.policies.split(",")
-    if unknown := set(names) - POLICIES.keys():
-        raise UsageError(f"There is no sketch {min(unknown)!r}; there are {', '.join(POLICIES)}.")
+    names = args.policies
     engine, problems, result = begin(args, "pilot", argv)
     found: dict[tuple[str, float], list[list[int]]] = {}
     for part in batches(len(problems), args.batch_size):
@@ -234,6 +261,8 @@ def pilot(
         h, doubts = (torch.cat([getattr(one, part) for one in looks]) for part in ("opening", "doubts"))
         if doubts.any() and not doubts.all():
             steered = {"vector": args.strength * direction(h, doubts), "layer": args.layer, "at": args.at}
+        else:
+            print("skipkv: nothing to steer away from, for no thought or each one doubts", file=sys.stderr)
     seen = foresee(engine, prompts, full) if set(names) & set(ORACLES) else ()
     known = dict(zip(ORACLES, seen, strict=False))
     out = [(("full", 1.0), full)]

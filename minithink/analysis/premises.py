@@ -16,7 +16,6 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +23,11 @@ from torch import Tensor
 
 from minithink.analysis.dense import batches, decode, thinking_end, watch
 from minithink.bench import record
+from minithink.commands import location
 from minithink.engine import Engine, load
-from minithink.tasks import Problem, grade, load_problems
+from minithink.errors import UsageError
+from minithink.sampling import SamplingParams
+from minithink.tasks import Problem, families, grade, load_problems
 from minithink.tasks.writing import MANNERS
 from minithink.thinking import CLOSE
 
@@ -61,32 +63,57 @@ def sentences(pieces: Sequence[str]) -> list[Sentence]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common_arguments(parser)
-    parser.add_argument("--steered", type=record.positive, default=16, help="problems that are steered")
+    parser.add_argument("--steered", type=record.positive, default=16, metavar="N", help="problems that are steered, "
+        "of those of --limit (default: 16)")  # fmt: skip
 
 
 def common_arguments(parser: argparse.ArgumentParser) -> None:
     """What premises and pilot share."""
     add = parser.add_argument
-    add("--model", default="tiny")
+    add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
     add("--family", default="facts", help="facts or ledger: validation problems")
-    add("--limit", type=record.positive, default=32, help="problems (default: 32)")
-    add("--device", default="auto")
-    add("--batch-size", type=record.positive, default=96)
-    add("--max-new-tokens", type=record.positive, default=2600)
-    add("--temperature", type=float, default=0.6)
-    add("--seed", type=int, default=0)
-    add("--layer", type=int, default=5, help="whose hidden states are steered (default: 5, as 0.7 L)")
-    add("--output", type=Path, required=True, metavar="FILE")
+    add("--limit", type=record.positive, default=32, metavar="N", help="problems (default: 32)")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
+    add("--batch-size", type=record.positive, default=96, metavar="N", help="sequences at once (default: 96)")
+    add("--max-new-tokens", type=record.positive, default=2600, metavar="N", help="default: 2600")
+    add("--temperature", type=float, default=0.6, help="0 is greedy (default: 0.6)")
+    add("--seed", type=int, default=0, help="of the draws (default: 0)")
+    add("--layer", type=int, metavar="N", help="whose output is steered, from 0 (default: that at 0.7 of the depth, "
+        "5 of the embedded model's 8)")  # fmt: skip
+    add("--output", type=location, required=True, metavar="FILE", help="where the result goes, as JSON")
 
 
 def begin(args: argparse.Namespace, name: str, argv: list[str]) -> tuple[Engine, list[Problem], dict[str, Any]]:
-    """The engine, the problems and a new result."""
+    """The engine, the problems and a new result. args.layer gets its default.
+
+    Raises:
+        UsageError, MinithinkError: the options make no sense, before anything is generated.
+    """
+    SamplingParams(args.temperature, seed=args.seed)
+    if args.family not in families():
+        raise UsageError(f"There is no family {args.family!r}; there are {' and '.join(families())}.")
+    record.check(args.output)
+    problems = load_problems("validation", args.family)
+    if args.limit > len(problems):
+        print(f"minithink.analysis: {args.family} has {len(problems)} problems: all are taken", file=sys.stderr)
+    problems = problems[: args.limit]
     engine = load(args.model, device=args.device, backend="reference", dtype="float32")
-    problems = load_problems("validation", args.family)[: args.limit]
+    layers, context = engine.config.num_layers, engine.config.max_position
+    if args.layer is None:
+        args.layer = layer_of(layers)
+    if not 0 <= args.layer < layers:
+        raise UsageError(f"--layer {args.layer} is none of the model's layers: give 0 to {layers - 1}.")
+    if (longest := max(len(engine.prompt_ids(p.question)) for p in problems)) >= context:
+        raise UsageError(f"A problem has {longest:,} tokens and the context holds {context:,}: give another --model.")
     result = record.new(name, argv, engine.device, program="minithink.analysis")
-    names = ("model", "family", "limit", "max_new_tokens", "temperature", "seed")
+    names = ("model", "family", "limit", "max_new_tokens", "temperature", "seed", "layer")
     result["settings"] = {n: getattr(args, n) for n in names}
     return engine, problems, result
+
+
+def layer_of(layers: int) -> int:
+    """Behind which layer, counted from 0, 0.7 of the depth are over, rounded (SkipKV: 20 of 28)."""
+    return max(1, round(0.7 * layers)) - 1
 
 
 def generate(
@@ -171,13 +198,13 @@ def look(engine: Engine, prompt: list[int], generated: list[int], layer: int) ->
     tokens = torch.stack(sparse, 1)  # [n, L]
     return Look(
         [s.kind for s in found],
-        torch.stack([tokens[s.start : s.end].mean(0) for s in found]),
+        torch.stack([tokens[s.start : s.end].mean(0) for s in found]) if found else tokens[:0],
         tokens,
         [s.kind for s in found for _ in range(s.start, s.end)],
         torch.stack(far),
         torch.stack(top),
         torch.stack(on),
-        *openings(hidden[min(layer, len(hidden) - 1)][start:end].cpu(), found),
+        *openings(hidden[layer][start:end].cpu(), found),
     )
 
 
@@ -224,7 +251,7 @@ def separability(looks: Sequence[Look]) -> dict[str, Any]:
                 values = [area(a[:, j], b[:, j]) for j in range(x.shape[1])]
                 best = max(range(len(values)), key=lambda j: abs(values[j] - 0.5))
                 auc.append({"kinds": [first, second], "layer": best, "auc": max(values[best], 1 - values[best])})
-    halves = [[one for i, one in enumerate(looks) if i % 2 == half] for half in range(2)]
+    halves = [[one for i, one in enumerate(looks) if i % 2 == half and one.kinds] for half in range(2)]
     if not all(halves):
         return {"auc": auc}
     (fit_x, fit_y), (new_x, new_y) = (

@@ -6,6 +6,7 @@ The files lie in `docs/results/`. Whoever wants to know whether a figure still h
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,18 @@ def write(path: Path, result: dict[str, Any]) -> None:
     """Write a result. An earlier file of that name is replaced only by a whole one."""
     try:
         replace(path, dumps(rounded(result)) + "\n")
+    except OSError as error:
+        raise MinithinkError(f"The result cannot be written to {path}: {error}; give another --output.") from None
+
+
+def check(path: Path) -> None:
+    """MinithinkError: a result could not be written there; its folder is made. To be asked before what takes long."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        if not os.access(path.parent, os.W_OK):
+            raise PermissionError("its folder may not be written to")
     except OSError as error:
         raise MinithinkError(f"The result cannot be written to {path}: {error}; give another --output.") from None
 

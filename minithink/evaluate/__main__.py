@@ -17,13 +17,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run it → exit code: 0, 1 (it failed), 2 (it makes no sense as asked) or 130 (interrupted)."""
     argv = sys.argv[1:] if argv is None else argv
     first = argv[0] if argv else ""
-    if first in COMMANDS:  # only its own module is imported: a plot needs no torch
-        module = import_module(f"minithink.evaluate.{'plots' if first == 'plot' else first}")
-        return commands.run(PROGRAM, DESCRIPTION, {first: module}, argv)
-    return commands.exit_code(PROGRAM, lambda: _run(first, argv))
+    return commands.exit_code(PROGRAM, lambda: _run(first, argv))  # imports in there: Ctrl-C may come in one
 
 
 def _run(first: str, argv: list[str]) -> int:
+    if first in COMMANDS:  # only its own module is imported: a plot needs no torch
+        module = import_module(f"minithink.evaluate.{'plots' if first == 'plot' else first}")
+        return commands.run(PROGRAM, DESCRIPTION, {first: module}, argv)
     if first and not first.startswith("-"):
         raise UsageError(f"There is no command {first!r}; there are {', '.join(COMMANDS)}, and options (--help).")
     from minithink.evaluate import runner

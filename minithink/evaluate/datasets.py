@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from minithink.errors import MinithinkError, UsageError
-from minithink.evaluate.grading import GRADERS
+from minithink.evaluate.grading import GRADERS, check, grade
 from minithink.hub import download
-from minithink.tasks import DATA, boxed, load_problems
+from minithink.tasks import boxed, families, load_problems
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 CHOOSE = "The answer is one letter: A, B, C or D."
@@ -91,9 +91,32 @@ def load_dataset(
     return examples[:limit]
 
 
-def families() -> list[str]:
-    """The embedded ones."""
-    return sorted(path.name.removesuffix("-test.jsonl") for path in DATA.glob("*-test.jsonl"))
+def check_graders(examples: Iterable[Example]) -> list[str]:
+    r"""Whether every grader works here and accepts the answers of its problems, in a \boxed{}.
+
+    Returns:
+        Of each grader that does not accept some, a sentence.
+
+    Raises:
+        UsageError: a grader accepts none of its answers.
+        MinithinkError: a grader does not work here.
+    """
+    notes = []
+    of = dict[str, list[Example]]()
+    for example in examples:
+        of.setdefault(example.grader, []).append(example)
+    for grader, asked in of.items():
+        check(grader)
+        if not (bad := [e for e in asked if not grade(rf"\boxed{{{e.answer}}}", e.answer, grader).right]):
+            continue
+        said = (
+            f"The grader {grader} would take no text for right in {len(bad):,} of {len(asked):,} problems, as in "
+            f"{bad[0].id}, whose answer is {bad[0].answer[:80]!r}"
+        )
+        if len(bad) == len(asked):
+            raise UsageError(f"{said}: give another grader, or correct the answers.")
+        notes.append(f"{said}.")
+    return notes
 
 
 # --- rows

@@ -63,6 +63,15 @@ def grade(text: str, answer: str, grader: str) -> Graded:
     return GRADERS[grader].grade(text, answer)
 
 
+def check(grader: str) -> None:
+    """MinithinkError: what this grader needs is not there, or does not work."""
+    if grader == "math" and not grade(r"\boxed{\frac{1}{2}}", "0.5", grader).right:
+        raise MinithinkError(
+            "The grader math does not find that 1/2 is 0.5, so something that math-verify needs is missing: pip "
+            "install --force-reinstall 'minithink[math]'."
+        )
+
+
 # --- number
 
 # What may stand in or around a number and is no part of it: \, \! \; {,} $ \$ and the like.

@@ -164,22 +164,28 @@ def read(folder: Path) -> Run:
 
 
 def join(runs: Sequence[Run]) -> list[Record]:
-    """The records of several folders, to be compared with each other.
+    """The records of several folders, to be compared with each other. A sequence that several hold, as `full` beside
+    different policies, counts once.
 
     Raises:
-        UsageError: two folders hold the same sequence, or their settings differ in more than COMPARED.
+        UsageError: two folders hold a sequence with different texts or verdicts, or their settings differ in more
+            than COMPARED.
     """
     for run in runs[1:]:
         if differing := differences(runs[0].settings, run.settings, COMPARED):
             raise UsageError(
                 f"{runs[0].folder} and {run.folder} are runs of different settings ({differing}): plot them apart."
             )
-    seen: dict[Key, Run] = {}
+    seen: dict[Key, tuple[Run, Record]] = {}
     for run in runs:
         for record in run.records:
-            if (other := seen.setdefault(record.key, run)) is not run:
-                raise UsageError(f"{other.folder} and {run.folder} both hold {record.key}: leave one of them out.")
-    return [record for run in runs for record in run.records]
+            other, same = seen.setdefault(record.key, (run, record))
+            if (same.text_sha, same.right) != (record.text_sha, record.right):
+                raise UsageError(
+                    f"{other.folder} and {run.folder} both hold {record.key}, and differ in what it generated: leave "
+                    "one of them out."
+                )
+    return [record for _, record in seen.values()]
 
 
 def check_unique(records: Iterable[Record], where: object = "The list of records") -> None:
@@ -300,12 +306,13 @@ class Journal:
                 self.notes.append(f"{path} {note}, which is passed over.")
         check_unique(self.records, self.folder)
         before, runs = (settings, list[dict[str, Any]]()) if not self.records else _read_config(self.folder)
-        if self.records and not resume:
+        differing = differences(before, settings, free)
+        if self.records and not resume and not differing:
             raise UsageError(
                 f"{self.folder} holds {len(self.records):,} sequences of an earlier run: add --resume to continue "
                 "it, or give another folder."
             )
-        if differing := differences(before, settings, free):
+        if differing:
             raise UsageError(
                 f"{self.folder} holds a run with other settings (then and now: {differing}): give the same, or "
                 "another folder."

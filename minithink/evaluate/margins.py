@@ -9,6 +9,7 @@ another shape differ in their last bits, so that sequences may part where a marg
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,6 +28,11 @@ from minithink.sampling import SamplingParams, filter_logits
 from minithink.stream import Track
 
 NEAR = 1e-5  # in logits
+HELP = (
+    "Generates the problems with the full cache at the first batch size, and again at each other one; prints how "
+    f"many draws had a margin below {NEAR:g}, and which sequences differ from which token on. It writes no file. The "
+    "exit code is 1 where one differs at a larger margin."
+)
 
 
 class Parting(NamedTuple):
@@ -41,7 +47,13 @@ class Parting(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `evaluate margins`."""
     runner.add_drawing_arguments(parser)
-    parser.add_argument("--batch-sizes", type=_sizes, default=[1, 8], metavar="N,N,…", help="default: 1,8")
+    parser.add_argument(
+        "--batch-sizes",
+        type=_sizes,
+        default=[1, 8],
+        metavar="N,N,…",
+        help="rows of the batches that are compared, two sizes at least (default: 1,8)",
+    )
 
 
 def _sizes(text: str) -> list[int]:
@@ -52,7 +64,10 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Generate at every size, compare, print → 1 where a difference is more than a near tie explains."""
     if len(args.batch_sizes) < 2:
         raise UsageError(f"--batch-sizes names {len(args.batch_sizes)} size, and two are compared: give 1,8.")
+    SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
     examples = load_dataset(args.dataset, args.split, args.limit)
+    for note in runner.said_of_limit(args, examples):
+        print(f"minithink.evaluate: {note}", file=sys.stderr)
     engine = load(args.model, device=args.device, dtype=args.dtype, backend=args.backend)
     runs = []
     for size in args.batch_sizes:

@@ -81,7 +81,8 @@ def policy_of(cell: Cell, schedule: str | None, longest: int = 0) -> Policy:
     """The policy of a cell; `longest`: the largest budget of any sequence, in tokens, where the cell's is a share."""
     own = not leaves_open(cell.policy, "budget")
     budget = None if own else longest if isinstance(cell.budget, float) else cell.budget
-    return parse(cell.policy, budget=budget, schedule=schedule if leaves_open(cell.policy, "schedule") else None)
+    schedule = schedule if leaves_open(cell.policy, "schedule") else None
+    return parse(cell.policy, budget=budget, schedule=schedule, option="--budgets")
 
 
 def tokens_of(budget: Budget, prompt: int, mean: float) -> int | None:

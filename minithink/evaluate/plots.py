@@ -15,6 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minithink.commands import location
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate.journal import join, read
 from minithink.evaluate.summary import FULL, Row, budget_text, size, summarize
@@ -45,8 +46,13 @@ RC: dict[Any, Any] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `evaluate plot`."""
     add = parser.add_argument
-    add("folders", type=Path, nargs="+", metavar="DIR", help="what runs wrote; several go into one picture")
-    add("--output-dir", type=Path, metavar="FOLDER", help="default: DIR, or the current folder if there are several")
+    add("folders", type=location, nargs="+", metavar="DIR", help="what runs wrote; several go into one picture")
+    add(
+        "--output-dir",
+        type=location,
+        metavar="FOLDER",
+        help="default: DIR, or the current folder if there are several",
+    )
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
@@ -55,7 +61,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     for note in (note for one in runs for note in one.notes):
         print(f"minithink.evaluate: {note}", file=sys.stderr)
     policies = [policy for one in runs for policy in one.settings.get("policies") or []]
-    rows = summarize(join(runs), policies=[p for p in policies if isinstance(p, str)])
+    budgets = [budget for one in runs for budget in one.settings.get("budgets") or []]
+    rows = summarize(join(runs), policies=[p for p in policies if isinstance(p, str)], budgets=budgets)
     if not rows:
         folders = ", ".join(map(str, args.folders))
         raise UsageError(f"No sequence is finished in {folders}: wait for the first, or continue with --resume.")

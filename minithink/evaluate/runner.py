@@ -20,11 +20,12 @@ from statistics import fmean
 from typing import Any
 
 from minithink import origin
-from minithink.commands import INTERRUPTED, positive
+from minithink.commands import INTERRUPTED, location, positive
 from minithink.engine import DTYPES, TINY, Engine, load
 from minithink.errors import MinithinkError
 from minithink.evaluate import plots, summary
-from minithink.evaluate.datasets import Example, load_dataset
+from minithink.evaluate import trace as tracing
+from minithink.evaluate.datasets import Example, check_graders, load_dataset
 from minithink.evaluate.grading import GRADERS, grade
 from minithink.evaluate.journal import Journal, Key, Record, read, text_hash
 from minithink.evaluate.meter import Held, both, meter
@@ -42,6 +43,7 @@ from minithink.weights import checkpoint_hash, resolve
 
 GPU_BATCH, CPU_BATCH = 256, 8
 TRACED = 0  # the number of the sequence that --trace records: the first problem's first sample
+SPLIT = "of the dataset (default: test)"
 FREE = ("model", "backend", "keep_text")  # settings that a resumed run may change: the checkpoint's hash stays
 
 
@@ -58,31 +60,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of them that do not say what is compared."""
-    add_drawing_arguments(parser)
+def add_run_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -> None:
+    """Those of them that do not say what is compared. split: the help of --split."""
+    add_drawing_arguments(parser, split)
     add = parser.add_argument
     add("--grader", default="exact", choices=list(GRADERS), help="of files that name none (default: exact)")
     add("--batch-size", type=positive, metavar="N", help=f"rows at once, from beginning to end (default: {GPU_BATCH} "
         f"on a GPU, else {CPU_BATCH})")  # fmt: skip
     add("--recall", action="store_true", help="also find how many of the tokens that full attention looks at most "
         "are kept: slow, for reference")  # fmt: skip
-    add("--trace", type=Path, metavar="FILE", help="record what happens in the cache of the first problem's first "
-        "sequence, for `python -m minithink.trace view FILE`. Where several policies or budgets are run each has its "
-        "own file, with its name before the suffix: FILE run.trace, run.rkv-256.trace. A sequence that is done "
-        "already is not run again, and not recorded")  # fmt: skip
-    add("--output-dir", type=Path, required=True, metavar="DIR", help="where the results go")
-    add("--resume", action="store_true", help="finish what is in DIR")
+    add("--trace", type=location, metavar="FILE", help="record what happens in the cache of the first problem's "
+        "first sequence, for `python -m minithink.trace view FILE`. Where several policies or budgets are run "
+        "each has its own file, with its name before the suffix: FILE run.trace, run.rkv-256.trace. A sequence that "
+        "is done already is not run again, and not recorded")  # fmt: skip
+    add("--output-dir", type=location, required=True, metavar="DIR", help="where the results go")
+    add("--resume", action="store_true", help="finish what an earlier start with the same options left in DIR")
     add("--keep-text", action="store_true", help="keep what was generated in results.jsonl, not only its hash")
 
 
-def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
+def add_drawing_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -> None:
     """Those that say what is generated with the full cache."""
     add = parser.add_argument
     add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
     add("--dataset", default="facts", help="an embedded family, MATH-500, AIME24, …, a .jsonl, .csv, .json or "
         ".parquet file, or hub:owner/name (default: facts)")  # fmt: skip
-    add("--split", help="of the dataset (default: test)")
+    add("--split", help=split)
     add("--num-samples", type=positive, default=1, metavar="N", help="sequences for each problem (default: 1)")
     add("--temperature", type=float, help="0 is greedy (this and the next default to the model's own)")
     add("--top-p", type=float, help="1 is off")
@@ -115,13 +117,15 @@ def evaluate(args: argparse.Namespace, argv: list[str], ranks: Ranks) -> list[Ro
     cells = plan(args.policies, args.budgets, args.schedule)
     # refuse what makes no sense before a model is loaded
     SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
+    if args.trace is not None:
+        tracing.check(args.trace, cells, args.output_dir)
     examples = load_dataset(args.dataset, args.split, args.limit, grader=args.grader)
-    for grader in {example.grader for example in examples}:
-        grade(r"\boxed{1}", "1", grader)
+    notes = [*said_of_limit(args, examples), *check_graders(examples)]
     engine = load(args.model, device=ranks.device(args.device), dtype=args.dtype, backend=args.backend)
     if (ignored := engine.generation_config.ignored) and not ranks.rank:
         _say(f"generation_config.json asks for {', '.join(ignored)}, which is not supported and is left out")
-    job = Job(engine, examples, args, [cell.policy for cell in cells])
+    names = {cell.policy for cell in cells} - {*args.policies}  # full, where only a share needs it
+    job = Job(engine, examples, args, [*names, *args.policies])
     check(cells, args.schedule, max(map(len, job.prompts)))
     about = {
         "command": origin.command("minithink.evaluate", argv), "date": origin.date(), "commit": origin.commit(),
@@ -132,6 +136,9 @@ def evaluate(args: argparse.Namespace, argv: list[str], ranks: Ranks) -> list[Ro
     )
     with journal:
         ranks.wait()
+        for note in [*notes, *_about_before(journal, args.resume, sum(len(job.keys(cell)) for cell in cells))]:
+            if not ranks.rank:
+                _say(note)
         for note in journal.notes:
             if not ranks.rank or str(journal.path) in note:
                 _say(note)
@@ -150,7 +157,28 @@ def evaluate(args: argparse.Namespace, argv: list[str], ranks: Ranks) -> list[Ro
                 recording.close()
                 _say(recording.said)
         ranks.wait()
-    return summary.summarize(read(args.output_dir).records, policies=job.settings["policies"])
+    records = read(args.output_dir).records
+    return summary.summarize(records, policies=job.settings["policies"], budgets=args.budgets)
+
+
+def said_of_limit(args: argparse.Namespace, examples: Sequence[Example]) -> list[str]:
+    """A sentence, where there are fewer problems than --limit allows."""
+    if args.limit is None or args.limit <= len(examples):
+        return []
+    return [f"--limit {args.limit:,} is more than the {len(examples):,} problems of {args.dataset}: all are taken"]
+
+
+def _about_before(journal: Journal, resume: bool, total: int) -> list[str]:
+    """A sentence on what --resume has found; total: sequences of the run."""
+    if not resume:
+        return []
+    if not journal.records:
+        return [f"there is no finished sequence in {journal.folder} to resume from: the run begins anew"]
+    if len(journal.records) == total:
+        return [
+            f"all {total:,} sequences are in {journal.folder} already: nothing is generated, only summed up again"
+        ]
+    return [f"{len(journal.records):,} of {total:,} sequences are in {journal.folder} already: the rest is generated"]
 
 
 def _run(job: Job, cells: list[Cell], journal: Journal, ranks: Ranks) -> None:

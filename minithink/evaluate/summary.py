@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -53,7 +54,9 @@ class Row:
     recall: float | None  # mean over the sequences for which it was measured; None: there is none
 
 
-def summarize(records: Iterable[Record], seed: int = 0, policies: Sequence[str] = ()) -> list[Row]:
+def summarize(
+    records: Iterable[Record], seed: int = 0, policies: Sequence[str] = (), budgets: Sequence[Budget] = ()
+) -> list[Row]:
     """One row for every policy and budget, and one more for each group of problems, where there are several.
 
     pass@1 is the mean over problems of the mean over their samples, so a problem counts once, however many samples
@@ -70,6 +73,7 @@ def summarize(records: Iterable[Record], seed: int = 0, policies: Sequence[str] 
         records: in any order, which changes nothing.
         seed: of the resamples.
         policies: the order of the rows; those not in it follow, `full` before the others, then by name.
+        budgets: the order of a policy's rows; those not in it follow, tokens before shares, each from the smallest.
 
     Raises:
         UsageError: a sequence is there twice.
@@ -78,10 +82,15 @@ def summarize(records: Iterable[Record], seed: int = 0, policies: Sequence[str] 
     check_unique(ordered)
     names = [*policies, FULL, *(r.policy for r in ordered)]
     place = {name: i for i, name in reversed(list(enumerate(names)))}
-    cells = sorted({(r.policy, r.budget) for r in ordered}, key=lambda cell: (place[cell[0]], *budget_order(cell[1])))
+    rank = {budget: i - len(budgets) for i, budget in enumerate(budgets)}
+
+    def order(cell: Cell) -> tuple[int, int, int, float]:
+        return place[cell[0]], rank.get(cell[1], 0), *budget_order(cell[1])
+
+    cells = sorted({(r.policy, r.budget) for r in ordered}, key=order)
     present = [policy for policy, _ in cells]
     reference = FULL if FULL in present else next(iter(present), FULL)
-    groups = sorted({r.group for r in ordered})
+    groups = sorted({r.group for r in ordered}, key=_by_numbers)
     out = []
     for group in [None, *(groups if len(groups) > 1 else [])]:
         members: dict[Cell, list[Record]] = defaultdict(list)
@@ -96,6 +105,11 @@ def summarize(records: Iterable[Record], seed: int = 0, policies: Sequence[str] 
             other = next((shares[c] for c in others if c in shares), None)
             out.append(_row(cell, group, members[cell], shares[cell], reference, other, seed))
     return out
+
+
+def _by_numbers(group: str) -> list[tuple[int, str]]:
+    """Sorts groups by the numbers in their names: 600–1200 comes before 1200–2000."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", group)]
 
 
 def budget_order(budget: Budget) -> tuple[int, float]:

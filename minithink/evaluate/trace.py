@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from minithink.errors import UsageError
 from minithink.evaluate.plan import Cell
 from minithink.kv.apart import Apart
 from minithink.kv.full import FullCache
@@ -22,7 +23,9 @@ from minithink.kv.manager import KVManager
 from minithink.policies import leaves_open
 from minithink.policies.full import Full
 from minithink.stream import Stream
-from minithink.trace.recorder import Recorder
+from minithink.trace.recorder import Recorder, check_place
+
+OWN = (".json", ".jsonl", ".csv", ".md", ".svg")  # suffixes of what an evaluation writes into its folder
 
 
 def path_of(path: Path, cell: Cell, cells: Sequence[Cell]) -> Path:
@@ -34,6 +37,28 @@ def path_of(path: Path, cell: Cell, cells: Sequence[Cell]) -> Path:
         name += f"-{cell.budget}"
     name = re.sub(r"[^\w.,=+-]", "-", name)
     return path.with_name(f"{path.stem}.{name}{path.suffix}")
+
+
+def check(path: Path, cells: Sequence[Cell], folder: Path) -> None:
+    """Refuse places where a trace would take something's place.
+
+    Args:
+        path: as --trace names it.
+        cells: what is run.
+        folder: where the results go.
+
+    Raises:
+        UsageError: a file of the run itself could have that name.
+        MinithinkError: there is a folder, or a file that is no trace.
+    """
+    for one in (path_of(path, cell, cells) for cell in cells):
+        whole = one.resolve()
+        if whole.parent == folder.resolve() and whole.suffix.lower() in OWN:
+            raise UsageError(
+                f"The trace {one} could take the place of a file that the evaluation writes into {folder}: give "
+                "--trace a name that ends in .trace."
+            )
+        check_place(one)
 
 
 class Recording:

@@ -15,14 +15,19 @@ from typing import Any
 from minithink.commands import INTERRUPTED
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate import runner, summary
-from minithink.evaluate.datasets import families, load_dataset
+from minithink.evaluate.datasets import load_dataset
 from minithink.evaluate.plan import budgets
 from minithink.evaluate.ranks import Ranks
 from minithink.evaluate.summary import Row
 from minithink.files import dumps, replace, rounded
-from minithink.tasks import load_problems
+from minithink.tasks import families, load_problems
 
 SPLITS = ("validation", "train")  # on which one may choose
+HELP = (
+    "Every combination of the --grid values is run at one budget; the best has the highest pass@1, of equals the "
+    "fewest bytes, and those whose intervals overlap its own are marked. Written to DIR: tuning.json and tuning.md, "
+    "beside all that an evaluation writes."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,10 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--policy", required=True, metavar="P", help="whose hyperparameters are chosen, as in rkv:buffer=0")
     add("--grid", type=_grid, action="append", required=True, metavar="FIELD=V,V,…", help="values to try of a field;"
         " several --grid are combined")  # fmt: skip
-    add("--budget", type=budgets, default=[], metavar="N", help="of all of them: tokens, or a share, as --budgets of "
-        "a run")  # fmt: skip
+    add("--budget", "--budgets", dest="budget", type=budgets, default=[], metavar="N", help="of all of them: tokens, "
+        "or a share, as --budgets of a run")  # fmt: skip
     add("--schedule", help="when the policy evicts: every, interval:n or sawtooth:B/k")
-    runner.add_run_arguments(parser)
+    runner.add_run_arguments(
+        parser,
+        "validation or train, never test (default: validation; a file has none, a dataset of the hub needs it)",
+    )
 
 
 def _grid(text: str) -> tuple[str, list[str]]:

@@ -60,13 +60,14 @@ def leaves_open(text: str, field: str) -> bool:
     return any(field in _fields(cls) and field not in values for cls, values in _members(text))
 
 
-def parse(text: str, *, budget: int | None = None, schedule: str | None = None) -> Policy:
+def parse(text: str, *, budget: int | None = None, schedule: str | None = None, option: str = "--budget") -> Policy:
     """The policy, or the stack, that a text describes.
 
     Args:
         text: as above.
         budget: tokens, for every member that takes a budget (`--budget`).
         schedule: likewise (`--schedule`).
+        option: what gives a budget, for the message that one is missing.
 
     Raises:
         UsageError: an unknown policy, hyperparameter, value or schedule; a budget that is missing, that no member
@@ -83,7 +84,7 @@ def parse(text: str, *, budget: int | None = None, schedule: str | None = None) 
         for cls, values in takers:
             if values.setdefault(key, value) != value:
                 raise UsageError(f"{what} was given, and {cls.name} says {key}={values[key]}: drop one of them.")
-    members = [_make(cls, values) for cls, values in chosen]
+    members = [_make(cls, values, option) for cls, values in chosen]
     return members[0] if len(members) == 1 else Stack(members)
 
 
@@ -111,7 +112,7 @@ def _read(text: str) -> tuple[type[Policy], dict[str, Any]]:
     return cls, values
 
 
-def _make(cls: type[Policy], values: dict[str, Any]) -> Policy:
+def _make(cls: type[Policy], values: dict[str, Any], option: str) -> Policy:
     """The policy of these fields. Its budget, if it takes one, is a number or follows from its schedule."""
     known = _fields(cls)
     if "schedule" in values:
@@ -122,7 +123,7 @@ def _make(cls: type[Policy], values: dict[str, Any]) -> Policy:
                 f"{values['budget']}: drop the budget, or make them equal."
             )
     if "budget" in known and values.get("budget", known["budget"].default) in (None, MISSING):
-        raise UsageError(f"The policy {cls.name} needs a budget in tokens: give --budget, or {cls.name}:budget=….")
+        raise UsageError(f"The policy {cls.name} needs a budget in tokens: give {option}, or {cls.name}:budget=….")
     return cls(**values)
 
 

@@ -34,6 +34,11 @@ class Problem:
         return next((f"{low}–{high}" for low, high in BINS if low <= self.thinking_tokens < high), "")
 
 
+def families() -> list[str]:
+    """Those whose problems ship."""
+    return sorted(path.name.removesuffix("-test.jsonl") for path in DATA.glob("*-test.jsonl"))
+
+
 def load_problems(split: str, family: str = "facts") -> list[Problem]:
     """The problems of a split, in file order.
 

@@ -20,9 +20,9 @@ class View:
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         """The options of `view`."""
         add = parser.add_argument
-        add("file", metavar="FILE", type=Path, help="what --trace has written")
+        add("file", metavar="FILE", type=commands.location, help="what --trace has written")
         add("--sequence", type=int, metavar="N", help="the sequence, if there are several (default: the first)")
-        add("--output", type=Path, metavar="PAGE", help="default: FILE.html")
+        add("--output", type=commands.location, metavar="PAGE", help="default: FILE.html")
         add("--open", action="store_true", help="open the page in a browser")
         add("--terminal", action="store_true", help="print how it ended, here, instead")
 
@@ -31,6 +31,8 @@ class View:
         """Read, check, show."""
         if args.terminal and (args.open or args.output):
             raise UsageError("--terminal writes no page: drop --output and --open, or --terminal.")
+        if args.output and args.output.resolve() == args.file.resolve():
+            raise UsageError(f"--output {args.output} is the trace itself, which the page would replace: drop it.")
         file = read(args.file)
         sequence = chosen(file, args.file, args.sequence)
         if args.terminal:

@@ -74,13 +74,14 @@ class Writer:
     """Writes a file, chunk by chunk. Whatever is written is readable at once."""
 
     def __init__(self, path: Path) -> None:
-        """An earlier file of that name is replaced. MinithinkError: it cannot be written."""
+        """An earlier trace of that name is replaced. MinithinkError: it cannot be written."""
+        check_place(path)
         self.path, self.size = path, 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: BinaryIO = path.open("wb")
         except OSError as error:
-            raise self._refusal(error) from None
+            raise _refusal(path, error) from None
         self._write(MAGIC)
 
     def chunk(self, kind: bytes, content: bytes) -> None:
@@ -97,11 +98,28 @@ class Writer:
             self._file.write(data)
             self._file.flush()
         except OSError as error:
-            raise self._refusal(error) from None
+            raise _refusal(self.path, error) from None
         self.size += len(data)
 
-    def _refusal(self, error: OSError) -> MinithinkError:
-        return MinithinkError(f"The trace cannot be written to {self.path}: {error.strerror}; give another --trace.")
+
+def check_place(path: Path) -> None:
+    """MinithinkError: there is a folder, or a file that is no trace and would be lost."""
+    try:
+        if not path.exists() or not (path.is_file() or path.is_dir()):  # a pipe is not looked into
+            return
+        with path.open("rb") as file:
+            begins = file.read(len(MAGIC))
+    except OSError as error:
+        raise _refusal(path, error) from None
+    if not MAGIC.startswith(begins):  # an empty file, or a trace that broke off at once, is nobody's loss
+        raise MinithinkError(
+            f"The trace cannot be written to {path}: there is a file that is no trace; delete it, or give another "
+            "--trace."
+        )
+
+
+def _refusal(path: Path, error: OSError) -> MinithinkError:
+    return MinithinkError(f"The trace cannot be written to {path}: {error.strerror}; give another --trace.")
 
 
 def as_json(value: Mapping[str, Any]) -> bytes:

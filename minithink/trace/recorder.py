@@ -28,6 +28,7 @@ from minithink.kv.manager import UNLIMITED, KVManager, members
 from minithink.kv.view import View
 from minithink.tokenizer import TextStream, Tokenizer
 from minithink.trace.format import ARRAYS, GONE, KINDS, VERSION, WAITS, Array, Head, Writer, as_json, pack
+from minithink.trace.format import check_place as check_place
 
 PART_STEPS, PART_EVENTS = 256, 2**16  # a part is written after so many
 Hook = TypeVar("Hook", bound=Callable[..., None])
@@ -66,7 +67,12 @@ class _Sequence:
         default_factory=list
     )  # in this step: unit, pos, by, score
     columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in ARRAYS})  # not written yet
+    whole: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ARRAYS, 0))  # of them, up to the last step
     events: int = 0
+
+    def mark(self) -> None:
+        """A step is whole: Ctrl-C may come in the midst of the next one."""
+        self.whole = {name: len(parts) for name, parts in self.columns.items()}
 
 
 class Recorder:
@@ -182,6 +188,9 @@ class Recorder:
                 self._feed(s, ids[at : at + count] or [-1] * count)
                 if s.length >= s.prompt:
                     self._step(manager, s, s.length - s.prompt, kinds)
+                s.mark()
+                if len(s.columns["thinks"]) >= PART_STEPS or s.events >= PART_EVENTS:
+                    self._write(s)
             at += count
 
     @timed
@@ -253,8 +262,6 @@ class Recorder:
             c["rank"].append(rank.round())
             s.scored, s.snapshot = t, None
         self.steps += 1
-        if len(c["thinks"]) >= PART_STEPS or s.events >= PART_EVENTS:
-            self._write(s)
 
     def _evict(self, s: _Sequence, t: int) -> None:
         for unit, pos, by, score in s.evicted:
@@ -289,9 +296,10 @@ class Recorder:
         self.events += events
 
     def _write(self, s: _Sequence, last: bool = False) -> None:
-        """A part: all that is not written yet."""
-        c = s.columns
-        if last and s.text and c["pieces"] and (rest := s.text.flush().encode()):
+        """A part: all whole steps that are not written yet."""
+        c = {name: parts[: s.whole[name]] for name, parts in s.columns.items()}
+        broken = any(len(c[name]) < len(parts) for name, parts in s.columns.items())
+        if last and not broken and s.text and c["pieces"] and (rest := s.text.flush().encode()):
             c["pieces"][-1] += len(rest)
             c["text"].append(np.frombuffer(rest, dtype=np.uint8))
         if not any(c.values()):
@@ -301,9 +309,10 @@ class Recorder:
             parts = c[name]
             joined = np.concatenate(parts) if parts and isinstance(parts[0], np.ndarray) else np.array(parts)
             arrays[name] = joined.astype(dtype)
-            parts.clear()
-        self._file.chunk(b"PART", pack({"sequence": s.number, "prompt": s.prompt}, arrays))
-        s.events = 0
+        content = pack({"sequence": s.number, "prompt": s.prompt}, arrays)
+        s.columns, s.events = {name: [] for name in ARRAYS}, 0  # first, so that nothing is ever written twice
+        s.mark()
+        self._file.chunk(b"PART", content)
 
 
 def _head(manager: KVManager, about: dict[str, Any]) -> Head:

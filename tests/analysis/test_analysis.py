@@ -203,14 +203,18 @@ def test_separability_of_what_is_apart_and_of_what_is_not():
 
 
 @pytest.mark.parametrize("command", ["premises", "pilot"])
-def test_the_command_line_writes_a_result(checkpoint, tmp_path, monkeypatch, command):
+def test_the_command_line_writes_a_result(checkpoint, tmp_path, monkeypatch, capsys, command):
     made = [Problem(str(i), "facts", PROMPTS[i], "7", 5) for i in range(2)]
     monkeypatch.setattr(premises, "load_problems", lambda split, family: {"validation": made}[split])
     output = tmp_path / "x.json"
     options = ["--model", str(checkpoint), "--device", "cpu", "--max-new-tokens", "40", "--output", str(output)]
     assert __main__.main([command, *options, "--batch-size", "1"]) == 0
+    err = capsys.readouterr().err
+    assert "minithink.analysis: facts has 2 problems: all are taken\n" in err
+    assert ("skipkv: nothing to steer away from" in err) == (command == "pilot")
     result = json.loads(output.read_text())
     assert result["complete"]
+    assert result["settings"]["layer"] == 0
     assert result["command"].startswith(f"python -m minithink.analysis {command} ")
     if command == "pilot":
         assert len(result["measurements"]) == 1 + 2 * len(pilot.POLICIES)
@@ -221,10 +225,71 @@ def test_the_command_line_writes_a_result(checkpoint, tmp_path, monkeypatch, com
         }  # fmt: skip
 
 
-def test_an_unknown_sketch_is_refused(checkpoint, tmp_path, capsys):
-    output = str(tmp_path / "x.json")
-    assert __main__.main(["pilot", "--policies", "window,h3o", "--output", output]) == 2
-    assert "h3o" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("command", "words", "code", "said"),
+    [
+        ("pilot", ["--policies", "window,h3o"], 2, "there is no sketch 'h3o'; there are window, h2o"),
+        ("pilot", ["--policies", ""], 2, "there is no sketch ''"),
+        ("pilot", ["--policies", "h2o,window,h2o"], 2, "'h2o,window,h2o' names a sketch twice"),
+        ("pilot", ["--budgets", "0.5,x"], 2, "'0.5,x' are no shares"),
+        ("pilot", ["--budgets", "nan"], 2, "'nan' are no shares"),
+        ("pilot", ["--budgets", "0"], 2, "'0' are no shares"),
+        ("pilot", ["--budgets", "1.1"], 2, "'1.1' are no shares"),
+        ("pilot", ["--budgets", "0.5,0.50"], 2, "names a share twice"),
+        ("pilot", ["--strength", "nan"], 2, "'nan' is no finite number of 0 or more"),
+        ("pilot", ["--strength", "inf"], 2, "'inf' is no finite number"),
+        ("pilot", ["--strength", "-0.1"], 2, "'-0.1' is no finite number"),
+        ("pilot", ["--strength", "much"], 2, "'much' is no finite number"),
+        ("premises", ["--steered", "0"], 2, "'0' is no whole number of at least 1"),
+        ("premises", ["--layer", "2"], 2, "--layer 2 is none of the model's layers: give 0 to 1."),
+        ("premises", ["--layer", "-1"], 2, "--layer -1 is none of the model's layers"),
+        ("premises", ["--temperature", "nan"], 2, "The temperature is nan"),
+        ("premises", ["--temperature", "-1"], 2, "The temperature is -1"),
+        ("premises", ["--seed", "-1"], 2, "The seed is -1"),
+        ("premises", ["--family", "fact"], 2, "There is no family 'fact'; there are facts and ledger."),
+        ("premises", ["--output", ""], 2, "argument --output: it is empty"),
+        ("premises", ["--output", "FOLDER"], 1, "The result cannot be written to"),
+        ("premises", ["--output", "FOLDER/file/below"], 1, "The result cannot be written to"),
+        ("premises", ["--device", "abacus"], 2, "The device 'abacus' is unknown"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_is_generated(
+    checkpoint, tmp_path, capsys, monkeypatch, command, words, code, said
+):
+    (tmp_path / "file").write_text("")
+    for module in (premises, pilot):
+        monkeypatch.setattr(module, "decode", lambda *_, **__: pytest.fail("generated"))
+    words = [word.replace("FOLDER", str(tmp_path)) for word in words]
+    options = ["--model", str(checkpoint), "--device", "cpu", "--output", str(tmp_path / "x.json"), *words]
+    try:
+        got = __main__.main([command, *options])
+    except SystemExit as end:
+        got = end.code
+    err = capsys.readouterr().err
+    assert (got, len(err.strip().splitlines())) == (code, 1), err
+    assert said in err
+
+
+def test_a_problem_longer_than_the_context_is_refused(checkpoint, tmp_path, capsys, monkeypatch):
+    long = [Problem("0", "facts", "left " * 3000, "7", 5)]
+    monkeypatch.setattr(premises, "load_problems", lambda *_: long)
+    options = ["--model", str(checkpoint), "--device", "cpu", "--output", str(tmp_path / "x.json")]
+    assert __main__.main(["premises", *options]) == 2
+    assert re.search(r"A problem has [\d,]+ tokens and the context holds ", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("layers", "layer"), [(1, 0), (2, 0), (3, 1), (8, 5), (28, 19), (32, 21), (48, 33)])
+def test_steering_is_at_seven_tenths_of_the_depth(layers, layer):
+    assert premises.layer_of(layers) == layer
+
+
+def test_an_answer_without_a_thought_is_looked_at(model, prompts):
+    close = model.tokenizer.id_of("</think>")
+    hasty = premises.look(model, prompts[0], [close, 7, 8], 1)
+    assert (hasty.kinds, hasty.sparsity.shape, len(hasty.doubts)) == ([], (0, model.config.num_layers), 0)
+    other = premises.look(model, prompts[0], [9, 9, close, 7], 1)
+    assert premises.separability([hasty, other]) == {"auc": []}
+    assert premises.separability([hasty]) == {"auc": []}
 
 
 def test_where_the_thinking_ends(model):

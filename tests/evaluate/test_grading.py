@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minithink.errors import MinithinkError, UsageError
-from minithink.evaluate.grading import GRADERS, Graded, grade
+from minithink.evaluate.grading import GRADERS, Graded, check, grade
 
 needs_math = pytest.mark.skipif(not importlib.util.find_spec("math_verify"), reason="needs the extra math")
 # Pieces of answers: what graders look for, broken and whole.
@@ -180,3 +180,22 @@ def test_math_without_math_verify(monkeypatch):
     with pytest.raises(MinithinkError, match=r"needs math-verify, .*pip install 'minithink\[math\]'\.$"):
         GRADERS["math"](r"\boxed{8}", "7")
     assert not GRADERS["math"]("8", "8"), "nothing to compare"
+
+
+def test_graders_that_work_here() -> None:
+    for grader in set(GRADERS) - {"math"}:
+        check(grader)
+    with pytest.raises(UsageError, match="There is no grader 'gut'"):
+        grade("", "", "gut")
+
+
+@needs_math
+def test_a_math_verify_that_reads_nothing_is_found(monkeypatch):
+    """What it needs is imported late: without that it takes only what is equal letter by letter."""
+    import math_verify
+
+    check("math")
+    monkeypatch.setattr(math_verify, "parse", lambda text: 1 // 0)
+    assert grade(r"\boxed{1}", "1", "math").right
+    with pytest.raises(MinithinkError, match=r"does not find that 1/2 is 0\.5.*pip install"):
+        check("math")

@@ -342,17 +342,22 @@ def test_ranks_are_read_in_order_and_nothing_else_is(tmp_path: Path) -> None:
 
 
 def test_folders_join_if_they_are_comparable(tmp_path: Path) -> None:
-    a, b, c, d = (tmp_path / name for name in "abcd")
+    a, b, c, d, e, f = (tmp_path / name for name in "abcdef")
     write(a, [record()])
     write(b, [record(policy="kivi")], {**SETTINGS, "policies": ["kivi"], "batch_size": 8})
     write(c, [record(sample=1)], {**SETTINGS, "model": "other"})
     write(d, [record(right=False)])
+    write(e, [record(text_sha="0")])
+    write(f, [record(seconds=9.0), record(policy="kivi", sample=1)])
     assert [r.policy for r in join([read(a), read(b)])] == ["full", "kivi"]
     with pytest.raises(UsageError, match=r'different settings \(model "m" and "other"\)'):
         join([read(a), read(b), read(c)])
-    for pair in ([a, d], [a, a]):
-        with pytest.raises(UsageError, match="full, problem p0, sample 0"):
+    for pair in ([a, d], [a, e]):
+        with pytest.raises(UsageError, match="both hold full, problem p0, sample 0, and differ in what it generated"):
             join([read(folder) for folder in pair])
+    # what both generated counts once, as the first has it
+    once = [(r.policy, r.sample, r.seconds) for r in join([read(a), read(b), read(f)])]
+    assert once == [("full", 0, 0.5), ("kivi", 0, 0.5), ("kivi", 1, 0.5)]
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

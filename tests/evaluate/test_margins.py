@@ -62,3 +62,15 @@ def test_the_count(
     assert "2 sequences differ, 1 of them at a larger margin" in out
     assert main(words(model, problems, "--batch-sizes", "1")) == 2
     assert "two are compared" in capsys.readouterr().err
+    assert main(words(model, problems, "--batch-sizes", "1,2", "--limit", "8", "--temperature", "nan")) == 2
+    assert "The temperature is nan" in capsys.readouterr().err
+
+
+def test_what_there_is_less_of_and_help(model: Path, problems: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(model, problems, "--limit", "8", "--max-new-tokens", "1")) == 0
+    assert "--limit 8 is more than the 7 problems" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["margins", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Generates the problems with the full cache at the first batch size" in said
+    assert "It writes no file" in said

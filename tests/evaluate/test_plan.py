@@ -51,7 +51,7 @@ def test_a_schedule_may_say_the_budget() -> None:
     [
         (["nonsense"], [], None, "The policy 'nonsense' is unknown"),
         (["rkv:x=1"], [], None, "has no hyperparameter 'x'"),
-        (["rkv"], [], None, "needs a budget in tokens: give --budget"),
+        (["rkv"], [], None, "needs a budget in tokens: give --budgets, or rkv:budget="),
         (["full", "full"], [], None, "The policy full is named twice"),
         (["rkv"], [8, 8], None, "The budget 8 is named twice"),
         (["full", "kivi"], [256], None, "full, kivi leaves its budget open: drop --budgets"),

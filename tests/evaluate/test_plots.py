@@ -205,7 +205,6 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
         (["plot", str(tmp_path)], "holds no results.jsonl"),
         (["plot", str(begun)], "No sequence is finished in"),
         (["plot", str(good), str(other)], 'model "m" and "n"'),
-        (["plot", str(good), str(good)], "both hold full, problem 0"),
         (["plot", str(damaged)], "results.jsonl, line 1, is damaged"),
     ]:
         try:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -169,6 +170,22 @@ def test_a_share_is_of_what_the_full_cache_generates(
     assert json.loads((tmp_path / "config.json").read_text())["settings"]["policies"] == ["full", "window"]
 
 
+def test_a_share_stays_the_same_when_a_run_is_resumed(
+    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the full cache's lengths alone, whatever is there of others."""
+    want = evaluate(model, problems, tmp_path / "whole", policies="window", budgets="0.9")
+    given = options(model, problems, tmp_path / "parts", policies="window", budgets="0.9")
+    with monkeypatch.context() as patch:
+        interrupt(patch, len(QUESTIONS) + 3)
+        assert main(given) == 130
+    there = read(tmp_path / "parts").records
+    means = [fmean(r.generated_tokens for r in part) for part in (there, there[: len(QUESTIONS)])]
+    assert len({round(0.9 * mean) for mean in means}) == 2
+    assert main([*given, "--resume"]) == 0
+    assert recorded(tmp_path / "parts") == want
+
+
 def test_the_mean_is_taken_when_all_processes_are_there(
     model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,11 +235,14 @@ def test_order_and_interruption_change_nothing(
     assert main(given) == 2
     assert "add --resume" in capsys.readouterr().err
     assert main([*given, "--resume"]) == 0
+    assert f"20 of 35 sequences are in {tmp_path} already: the rest is generated\n" in capsys.readouterr().err
     assert recorded(tmp_path) == whole
     runs = json.loads((tmp_path / "config.json").read_text())["runs"]
     assert [r["sequences_before"] for r in runs] == [0, 2, 11, 20]
     lines = (tmp_path / "results.jsonl").read_text()
     assert main([*given, "--resume"]) == 0, "nothing is left to do"
+    said = f"all 35 sequences are in {tmp_path} already: nothing is generated, only summed up again\n"
+    assert said in capsys.readouterr().err
     assert (tmp_path / "results.jsonl").read_text() == lines
 
 
@@ -426,7 +446,7 @@ def test_other_settings_are_refused(
     model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evaluate(model, problems, tmp_path, limit=1)
-    capsys.readouterr()
+    assert "--limit" not in capsys.readouterr().err
     for changed, said in [
         ({"seed": 1}, "seed 0 and 1"), ({"batch_size": 4}, "batch_size 3 and 4"), ({"limit": 2}, "limit 1 and 2"),
         ({"policies": "full,kivi:group=16"}, 'policies ["full"] and ["full", "kivi:group=16"]'),
@@ -439,6 +459,8 @@ def test_other_settings_are_refused(
         err = capsys.readouterr().err
         assert said in err
         assert len(err.strip().splitlines()) == 1
+        assert main(options(model, problems, tmp_path, **given | {"resume": None})) == 2
+        assert capsys.readouterr().err == err, "--resume would not help"
     # a file that has changed, and a checkpoint that has moved
     mine, moved = tmp_path / "mine.jsonl", tmp_path / "moved"
     mine.write_text(problems.read_text())
@@ -455,7 +477,19 @@ def test_other_settings_are_refused(
     ("changed", "code", "said"),
     [
         ({"policies": "nonsense"}, 2, "The policy 'nonsense' is unknown; there are: full, window"),
-        ({"policies": "rkv"}, 2, "needs a budget"),
+        ({"policies": "rkv"}, 2, "rkv needs a budget in tokens: give --budgets, or rkv:budget="),
+        ({"budgets": "nan", "policies": "window"}, 2, "'nan' is no budget"),
+        ({"temperature": "nan"}, 2, "The temperature is nan"),
+        ({"temperature": "inf"}, 2, "The temperature is inf"),
+        ({"top_p": "nan"}, 2, "top_p is nan"),
+        ({"output_dir": ""}, 2, "argument --output-dir: it is empty: give a name"),
+        ({"trace": ""}, 2, "argument --trace: it is empty"),
+        (
+            {"grader": "choice"},
+            2,
+            "The grader choice would take no text for right in 7 of 7 problems, as in p0, whose "
+            "answer is '1': give another grader",
+        ),
         ({"policies": "rkv:protect_prompt=true", "budgets": 8}, 2, "8 tokens cannot hold the protected prompt of"),
         ({"budgets": "0"}, 2, "'0' is no budget"),
         ({"schedule": "never", "policies": "window", "budgets": 9}, 2, "The schedule 'never' is unknown"),
@@ -488,6 +522,55 @@ def test_bad_input_is_one_sentence(
     assert said in err
     assert len(err.strip().splitlines()) == 1, err
     assert not folder.exists(), "nothing is left of what makes no sense"
+
+
+def test_a_resumption_of_nothing_is_a_beginning(
+    model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluate(model, problems, tmp_path / "out", resume=True, limit=99)
+    err = capsys.readouterr().err
+    said = f"minithink.evaluate: there is no finished sequence in {tmp_path / 'out'} to resume from: the run begins"
+    assert said in err
+    assert f"--limit 99 is more than the 7 problems of {problems}: all are taken\n" in err
+    evaluate(model, problems, tmp_path / "new", limit=7)
+    err = capsys.readouterr().err
+    assert "resume" not in err
+    assert "--limit" not in err
+
+
+@pytest.mark.parametrize(("there", "said"), [(0, "begins anew"), (4, "4 of 5 sequences"), (5, "all 5 sequences")])
+def test_what_resume_says_of_what_is_there(there: int, said: str) -> None:
+    journal: Any = type("Opened", (), {"records": [None] * there, "folder": "x"})
+    [note] = runner._about_before(journal, True, 5)
+    assert said in note
+    assert runner._about_before(journal, False, 5) == []
+
+
+def test_answers_that_no_text_can_meet_are_said(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p.jsonl"
+    rows = [{"id": "a", "question": "x", "answer": "3"}, {"id": "b", "question": "x", "answer": "three"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluate(model, path, tmp_path / "out", grader="number", max_new_tokens=2)
+    said = "The grader number would take no text for right in 1 of 2 problems, as in b, whose answer is 'three'.\n"
+    assert said in capsys.readouterr().err
+
+
+def test_rows_stand_in_the_order_of_the_command_line(model: Path, problems: Path, tmp_path: Path) -> None:
+    """Policies and budgets as they were given, `full` where it was named, or first; groups by their numbers."""
+
+    def rows(**given: Any) -> list[tuple[str, Any, Any]]:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        evaluate(model, problems, folder, max_new_tokens=9, limit=2, **given)
+        return [
+            (r["policy"], r["budget"], r["group"]) for r in json.loads((folder / "summary.json").read_text())["rows"]
+        ]
+
+    first = [("window", 14, None), ("window", 0.5, None), ("window", 12, None)]
+    order = [*first, ("full", None, None)]
+    assert rows(policies="window,full", budgets="14,0.5,12")[:4] == order
+    assert rows(policies="window", budgets="14,0.5,12")[:4] == [order[3], *first]
 
 
 def test_too_little_memory(

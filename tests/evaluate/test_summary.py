@@ -105,6 +105,14 @@ def test_the_order_of_rows() -> None:
     budgets = [0.5, 512, None, 64, 0.25]
     rows = summarize([record(policy="a", budget=b) for b in budgets])
     assert [r.budget for r in rows] == [None, 64, 512, 0.25, 0.5]
+    named = summarize([record(policy="a", budget=b) for b in budgets], budgets=[512, 0.5, 64])
+    assert [r.budget for r in named] == [512, 0.5, 64, None, 0.25]
+
+
+def test_groups_go_by_their_numbers() -> None:
+    names = ["0–600", "600–1200", "1200–2000", "level 2", "level 10", "²"]
+    rows = summarize([record(id=name, group=name) for name in reversed(names)])
+    assert [r.group for r in rows] == [None, *names]
 
 
 def test_groups() -> None:

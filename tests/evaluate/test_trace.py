@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import weakref
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,7 @@ from minithink.evaluate.__main__ import main
 from minithink.evaluate.journal import Journal, Key, Record
 from minithink.evaluate.plan import Cell, plan
 from minithink.evaluate.ranks import Ranks
-from minithink.evaluate.trace import Doubled, Recording, path_of
+from minithink.evaluate.trace import Doubled, Recording, check, path_of
 from minithink.kv.apart import Apart
 from minithink.kv.full import FullCache
 from minithink.kv.manager import KVManager
@@ -179,6 +180,39 @@ def test_it_cannot_be_written(
     assert f"The trace cannot be written to {tmp_path}: Is a directory; give another --trace." in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("name", ["results.jsonl", "config.json", "SUMMARY.CSV", "tuning.md", "length-by-share.svg"])
+def test_it_takes_no_place_of_the_results(
+    name: str, model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor through a link; beside them it may lie, and elsewhere it may be called so."""
+    folder, link = tmp_path / "out", tmp_path / "link"
+    folder.mkdir()
+    link.symlink_to(folder)
+    for out, place in ((folder, folder), (folder, link), (link, folder), (folder, folder / ".." / "out")):
+        assert main(options(model, problems, out, trace=place / name, limit=1)) == 2
+        err = capsys.readouterr().err
+        assert f"The trace {place / name} could take the place of a file that the evaluation writes into" in err
+        assert not list(folder.iterdir()), "nothing has begun"
+    check(tmp_path / name, [Cell("full", None)], folder)
+    check(folder / "run.trace", [Cell("full", None)], folder)
+
+
+def test_it_takes_no_place_of_anything_else(
+    model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not of the problems, and of no cell's; before the first sequence."""
+    mine, other = tmp_path / "mine.jsonl", tmp_path / "run.window-12.trace"
+    mine.write_text(problems.read_text())
+    other.write_text("a letter")
+    for words in ({"trace": mine}, {"trace": tmp_path / "run.trace", "policies": "full,window", "budgets": 12}):
+        assert main(options(model, mine, tmp_path / "out", **words)) == 1
+        assert re.search(r"The trace cannot be written to .*: there is a file that is no trace; delete it", (
+            capsys.readouterr().err
+        ))  # fmt: skip
+        assert not (tmp_path / "out").exists()
+    assert (mine.read_text(), other.read_text()) == (problems.read_text(), "a letter")
 
 
 def test_help_says_what_is_recorded(capsys: pytest.CaptureFixture[str]) -> None:

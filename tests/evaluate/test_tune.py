@@ -130,7 +130,8 @@ def test_what_chance_may_have_chosen_is_marked(tmp_path: Path) -> None:
         (["--grid", "lam", "--budget", "8"], "'lam' is not FIELD=V,V"),
         (["--grid", "lam=1,,2", "--budget", "8"], "is not FIELD=V,V"),
         (["--grid", "lam=1", "--budget", "8,9"], "at one budget, and --budget names 2"),
-        (["--grid", "lam=1"], "needs a budget"),
+        (["--grid", "lam=1"], "needs a budget in tokens: give --budgets, or rkv:budget="),
+        (["--grid", "lam=1", "--budgets", "8,9"], "at one budget, and --budget names 2"),
         (["--grid", "mal=1", "--budget", "8"], "has no hyperparameter 'mal'"),
         (["--budget", "8"], "--grid"),
     ],
@@ -146,3 +147,16 @@ def test_bad_input_is_one_sentence(
     assert (code, len(err.strip().splitlines())) == (2, 1), err
     assert said in err
     assert not (tmp_path / "out").exists()
+
+
+def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["tune", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "Every combination of the --grid values",
+        "tuning.json and tuning.md",
+        "never test (default: valid",
+    ):
+        assert words in said
+    assert "default: test" not in said

@@ -15,7 +15,21 @@ from hypothesis import strategies as st
 
 from minithink.errors import MinithinkError
 from minithink.trace import format as module
-from minithink.trace.format import ARRAYS, CHUNK, GONE, KINDS, LENGTH, MAGIC, NEVER, Trace, pack, read, unpack
+from minithink.trace.format import (
+    ARRAYS,
+    CHUNK,
+    GONE,
+    KINDS,
+    LENGTH,
+    MAGIC,
+    NEVER,
+    Trace,
+    Writer,
+    check_place,
+    pack,
+    read,
+    unpack,
+)
 from tests.trace.draw import HEAD, PROMPT, TEXTS, arrays, write
 
 UNITS, STEPS = 4, len(TEXTS) - PROMPT
@@ -26,6 +40,13 @@ def refused(path: Path, said: str) -> None:
         read(path)
     assert re.fullmatch(r"[^\n]*[.]", str(error.value)), "one sentence"
     assert path.name in str(error.value)
+
+
+def test_the_size_is_what_is_written(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "trace")
+    for content in (b"", b"x" * 9):
+        writer.chunk(b"PART", content)
+        assert writer.size == writer.path.stat().st_size
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -258,3 +279,29 @@ def test_no_file(tmp_path: Path) -> None:
     refused(tmp_path / "none", "cannot be read: No such file")
     (tmp_path / "text").write_text("something else")
     refused(tmp_path / "text", "is no trace of minithink: make one with")
+
+
+@pytest.mark.parametrize("before", [b"", MAGIC[:5], MAGIC + b"an older one"])
+def test_a_trace_is_replaced(before: bytes, tmp_path: Path) -> None:
+    (tmp_path / "trace").write_bytes(before)
+    assert read(write(tmp_path / "trace", arrays())).done
+
+
+@pytest.mark.parametrize("before", [b"x", b"{}\n", MAGIC[1:], MAGIC[:-1] + b"x"])
+def test_what_is_no_trace_is_not_replaced(before: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(before)
+    with pytest.raises(MinithinkError, match=r"file: there is a file that is no trace; delete it, or give another"):
+        Writer(path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.skipif(not Path("/dev/zero").is_char_device(), reason="there is no such device")
+def test_a_device_is_not_looked_into() -> None:
+    check_place(Path("/dev/zero"))  # which begins with zeros, and would take anything
+
+
+def test_a_chunk_that_is_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "trace", arrays())
+    monkeypatch.setattr(module, "MOST", 10)
+    refused(path, "a checksum does not fit")

@@ -54,16 +54,26 @@ def test_terminal(trace: Path, capsys: Capture) -> None:
 def test_what_makes_no_sense(trace: Path, tmp_path: Path, capsys: Capture) -> None:
     empty = write(tmp_path / "empty")
     (tmp_path / "folder").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(trace)
+    before = trace.read_bytes()
     for argv, code, said in [
         ([trace, "--terminal", "--open"], 2, "--terminal writes no page"),
         ([trace, "--terminal", "--output", "x"], 2, "--terminal writes no page"),
         ([trace, "--sequence", 7], 2, r"--sequence 7 is not in .*; there are 0, 1\."),
         ([empty], 1, "ends before a token was read"),
         ([tmp_path / "none"], 1, "cannot be read"),
+        ([trace, "--output", trace], 2, r"--output .* is the trace itself, which the page would replace"),
+        ([trace, "--output", link], 2, r"is the trace itself"),
         ([trace, "--output", tmp_path / "folder"], 1, "The page cannot be written to .*folder"),
     ]:  # fmt: skip
         assert main(["view", *map(str, argv)]) == code
         assert re.search(said, capsys.readouterr().err)
+    assert trace.read_bytes() == before
+    for argv in ([""], [str(trace), "--output", ""]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["view", *argv])
+        assert "it is empty: give a name" in capsys.readouterr().err
 
 
 def test_generate_traces(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -88,6 +98,13 @@ def test_generate_traces(checkpoint: Path, tmp_path: Path, capsys: Capture) -> N
     assert "--interactive does not go with --trace" in capsys.readouterr().err
     assert generate.main([*argv, "--trace", str(tmp_path)]) == 1
     assert "cannot be written" in capsys.readouterr().err
+    assert generate.main([*argv, "--trace", ""]) == 2
+    assert "argument --trace: it is empty" in capsys.readouterr().err
+    asked = tmp_path / "question.txt"
+    asked.write_text("Alpha sits")
+    assert generate.main([*argv[:2], "--prompt-file", str(asked), "--trace", str(asked)]) == 1
+    assert "there is a file that is no trace; delete it, or give another --trace" in capsys.readouterr().err
+    assert asked.read_text() == "Alpha sits"
 
 
 def test_without_a_policy_the_full_cache_is_traced(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -20,7 +20,7 @@ from minithink.kv.manager import UNLIMITED, KVManager
 from minithink.kv.store import PagedStore
 from minithink.model import Decoder, Rope
 from minithink.policies import parse
-from minithink.trace.format import GONE, KINDS, File, read
+from minithink.trace.format import GONE, KINDS, File, Writer, read
 from minithink.trace.recorder import Recorder
 from tests.kv.run import Cut, Full, feed, manager_for, text_of
 from tests.policies.test_laws import CLOSE, OPEN, TEXTS, decoder_of
@@ -414,6 +414,94 @@ def test_policies_decide_in_the_open_while_somebody_records(tmp_path: Path) -> N
     assert not manager.records_decisions
 
 
+@pytest.mark.parametrize("part", [1, 3, 256])
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("place", ["_feed", "_evict", "_moved", "_budget", "_step"])
+def test_ctrl_c_in_the_midst_of_recording_a_step(
+    place: str, begins: bool, part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it comes, the trace of every sequence is whole, up to this step or the one before."""
+    monkeypatch.setattr(recorder_module, "PART_STEPS", part)
+    plain, calls = getattr(Recorder, place), [0]
+
+    def stop(self: Recorder, *arguments: Any) -> None:
+        calls[0] += 1
+        last = calls[0] == 12
+        if not (last and begins):
+            plain(self, *arguments)
+        if last:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Recorder, place, stop)
+    watched = Watched(tmp_path / "trace", Anything("x", 3, "head", STORAGES["buffered"], True))
+    with pytest.raises(KeyboardInterrupt):
+        converse(watched)
+    watched.recorder.close()
+    file = read(watched.path)
+    assert file.done is not None
+    assert sum(trace.steps for trace in file.traces.values()) > 3
+    for seq, trace in file.traces.items():
+        done = len(watched.kept[seq])
+        assert trace.steps + 1 in (done, done + 1)
+        assert trace.ids.tolist()[: len(watched.fed[seq])] == watched.fed[seq]
+        assert trace.ledger.tolist()[:done] == watched.bytes[seq]
+        for t, want in enumerate(watched.kept[seq]):
+            assert (trace.format(t)[:, : want.shape[1]] == want).all()
+
+
+@pytest.mark.parametrize(("part", "broken"), [(256, True), (256, False), (1, False)])
+def test_half_a_character_belongs_to_its_own_token(
+    part: int, broken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not to the one before, where Ctrl-C has cut its own off."""
+
+    class Halves:
+        def stream(self) -> Halves:
+            return self
+
+        def put(self, token: int) -> str:
+            return ""
+
+        def flush(self) -> str:
+            return "\ufffd"
+
+    monkeypatch.setattr(recorder_module, "PART_STEPS", part)  # the end of a part is not that of a character
+    watched = Watched(tmp_path / "trace", Cut(4))
+    watched.recorder.tokenizer = Halves()  # type: ignore[assignment]
+    watched.join(0, 2)
+    watched.feed({0: [1, 2]})
+    watched.feed({0: [3]})
+    if broken:
+        monkeypatch.setattr(recorder_module.Recorder, "_step", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            watched.feed({0: [4]})
+    watched.recorder.close()
+    assert read(watched.path).traces[0].texts == ["", "", "\ufffd" if part > 1 and not broken else ""]
+
+
+def test_ctrl_c_while_a_part_is_written(tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there once, or not at all."""
+    monkeypatch.setattr(recorder_module, "PART_STEPS", 4)
+    plain = Writer.chunk
+    for before in (True, False):
+        written = [0]
+
+        def chunk(self: Writer, kind: bytes, content: bytes, before: bool = before, written: Any = written) -> None:
+            written[0] += kind == b"PART"
+            if not (before and written[0] == 2):
+                plain(self, kind, content)
+            if kind == b"PART" and written[0] == 2:
+                raise KeyboardInterrupt
+
+        recorder = Recorder(tmp_path / "trace", engine.tokenizer)
+        monkeypatch.setattr(Writer, "chunk", chunk)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate("Alpha sits", recorder=recorder, policy="window", budget=16, max_new_tokens=40)
+        monkeypatch.setattr(Writer, "chunk", plain)
+        recorder.close()
+        assert read(tmp_path / "trace").traces[0].steps == (3 if before else 7)
+
+
 def test_the_file_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(MinithinkError, match=r"cannot be written to .*folder: Is a directory; give another --trace"):
@@ -423,7 +511,7 @@ def test_the_file_cannot_be_written(tmp_path: Path) -> None:
             Recorder(Path("/dev/full"))
 
 
-@pytest.mark.parametrize(("steps", "events", "parts"), [(256, 2**16, 1), (256, 4, 7), (5, 2**16, 2)])
+@pytest.mark.parametrize(("steps", "events", "parts"), [(256, 2**16, 1), (256, 4, 7), (256, 6, 4), (5, 2**16, 2)])
 def test_parts(steps: int, events: int, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is written after so many steps, or evictions and moves; they are few that may be lost."""
     monkeypatch.setattr(recorder_module, "PART_STEPS", steps)
