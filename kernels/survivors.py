@@ -2,10 +2,10 @@
 
 Layout: a list of the segments that shrink is made on the device, then one launch for every format that thoughts are
 stored in. PROGRAMS programs take segments from the list in turn, those whose tokens are in their format; tokens in
-the ring, the newest, count to whichever format the others are in. A program dequantizes the segment's keys as attention
-does (`_planes` of `paged_attention.py`, the path without inline PTX), multiplies all with all, and goes on from the
-products as `kmeans.py` does. The products, 64 KiB for 128 tokens, are written to memory of the program's own and read
-from the cache.
+the ring, the newest, count to whichever format the others are in. A program dequantizes the segment's keys as
+attention does (`_planes` of `paged_attention.py`, the path without inline PTX), multiplies all with all, and goes on
+from the products as `kmeans.py` does. The products, 64 KiB for 128 tokens, are written to memory of the program's own
+and read from the cache.
 
 First read `kmeans.py`, then `_survive`.
 
