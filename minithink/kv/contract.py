@@ -173,6 +173,9 @@ class Storage:
     # quantized (KIVI's official schedule: keys by block, values one token at a time).
     lag: bool = False
     shrink: bool = False  # quantize in thoughts[0], then shrink by integers to the thought's format (PM-KVQ)
+    # After an eviction what stays of a lane moves together, before the next step or beside it (`kv/compaction.py`).
+    # It changes no number and only takes time: for comparisons with others that have to.
+    compaction: Literal["none", "gather", "overlapped"] = "none"
 
     @property
     def formats(self) -> tuple[str, ...]:

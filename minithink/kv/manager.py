@@ -291,6 +291,8 @@ class KVManager:
         if now.prompt:
             now.due = list(self.policy.demands)
             return
+        if self.store.compaction:
+            self.store.compaction.start()
         whole = rows == list(range(len(self.rows)))
         pos = self.store.positions()
         now.valid = pos >= 0 if whole else pos[:, now.at] >= 0
@@ -316,6 +318,8 @@ class KVManager:
             due: what is observed, see `demands_due`; None: all that the policy asks for.
         """
         writer = self.store.append_next(at, active, lengths, waiting)
+        if self.store.compaction:
+            self.store.compaction.start()
         cos, sin = self.rope.at(lengths)
         now = _Pass([], [1] * len(at), False, [], (), writer, at, lengths, cos, sin, active=active)
         now.due = self.policy.demands if due is None else due
@@ -421,6 +425,8 @@ class KVManager:
         """Append and attend. qk: [n, Hq + Hkv, D], unrotated, v: [n, Hkv, D]; returns [n, Hq, D]."""
         now, heads = self._now, (self.config.num_heads, self.config.num_kv_heads)
         if not now.prompt:
+            if self.store.compaction:
+                self.store.compaction.wait(layer)
             raw, k = qk.split_with_sizes(heads, dim=1)
             q = self.backend.append(raw, k, v, now.cos, now.sin, now.writer, layer)
             self._keep_queries(layer, q, now)

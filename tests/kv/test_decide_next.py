@@ -346,9 +346,13 @@ def test_what_asks_is_noticed() -> None:
 
 @pytest.mark.parametrize("text", [t for t in TEXTS if "kivi" not in t])  # rows of key scales: never recorded
 def test_nothing_asks_the_host(text: str) -> None:
-    """Down to the kernel that evicts, which runs afterwards here."""
+    """Down to the kernels that evict and that move keys and values, which run afterwards here."""
     evictions: list[tuple[Any, ...]] = []
-    backend = replace(REFERENCE, in_place=True, evict=lambda *args: evictions.append(args))
+    gathers: list[tuple[Any, ...]] = []
+    backend = replace(
+        REFERENCE, in_place=True, evict=lambda *args: evictions.append(args),
+        gather=lambda source, moves, *args: gathers.append((source.clone(), moves.clone(), *args)),
+    )  # fmt: skip
     decoder = with_backend(decoder_of(0), backend)
     manager = make(decoder, text, poison=False)
     for seq, n in enumerate((13, 9)):
@@ -364,6 +368,8 @@ def test_nothing_asks_the_host(text: str) -> None:
             with AsksNothing():
                 due = manager.due_next(state)
                 manager.decide_next(state)
+            while gathers:
+                REFERENCE.gather(*gathers.pop(0))
             REFERENCE.evict(*evictions.pop())
             decided += int(due.sum())
 
@@ -376,7 +382,15 @@ def test_nothing_asks_the_host(text: str) -> None:
 
 # numpy's, of the interpreter: a row that holds nothing
 @pytest.mark.filterwarnings("ignore:divide by zero encountered in log2:RuntimeWarning")
-@pytest.mark.parametrize("text", ["rkv:budget=9,buffer=3,alpha=3,kernel_size=3", "window:budget=8+quant:fmt=nvfp4"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rkv:budget=9,buffer=3,alpha=3,kernel_size=3",
+        "window:budget=8+quant:fmt=nvfp4",
+        "rkv:budget=7,buffer=2,alpha=2,kernel_size=3,compaction=gather",
+        "rkv:budget=7,buffer=2,alpha=2,kernel_size=3,compaction=overlapped",
+    ],
+)
 def test_the_kernels_decide_as_their_twins(text: str) -> None:
     """Apart by the kernels, and for all rows by their twins."""
     config = example_config(

@@ -47,6 +47,8 @@ SMALL: dict[str, tuple[str, ...]] = {
     "rkv": (
         "rkv:budget=16,buffer=6,alpha=4,kernel_size=3",
         "rkv:budget=18,buffer=5,alpha=3,global_clock=true,exempt_answer=true",
+        "rkv:budget=17,buffer=0,alpha=4,compaction=gather",
+        "rkv:budget=16,buffer=3,alpha=4,compaction=overlapped",
     ),
     "thinkv": (
         "thinkv:budget=34,tau=8,retention=4/2,g=4,block=2,layers=0/1,thresholds=0.04/0.1",
