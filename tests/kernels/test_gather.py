@@ -25,8 +25,10 @@ def moved(
     place = torch.nn.functional.pad(place, (0, 1)).to(torch.int32)
     count = torch.randint(tokens + 1, units, generator=generator).to(torch.int32)
     pos = torch.arange(tokens + 1, dtype=torch.int32).expand(place.shape).clone()
-    source, moves = torch.full_like(place, 10**6), torch.zeros(*units, 2, dtype=torch.int32)
+    source, moves = place.clone(), torch.zeros(*units, 2, dtype=torch.int32)
     close_ranks(torch.rand(*units, tokens, generator=generator) < share, place, pos, count, source, moves)
+    rank = torch.arange(tokens + 1)
+    source.masked_fill_((rank < moves[..., :1]) | (rank >= moves[..., 1:]), 10**6)  # anything
     return source.to(DEVICE), moves.to(DEVICE), place.to(DEVICE), pages
 
 

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from minithink.backend import REFERENCE
 from minithink.errors import UsageError
-from minithink.kv.contract import SCOPES, Scope, Storage
+from minithink.kv.contract import SCOPES, Scope, Shape, Storage
 from minithink.kv.manager import KVManager
 from minithink.kv.store import PagedStore
 from minithink.policies import parse
 from minithink.policies.random import Random
 from tests.compare import assert_same
 from tests.kv.run import feed, kept, manager_for, text_of
+from tests.kv.test_next import feed_next
 from tests.strategies import example_config, random_decoder
 
 torch.set_num_threads(1)
@@ -120,7 +121,8 @@ def test_no_number_changes(
     assert moved.store.table.pages.free == moved.store.table.pages.count
 
 
-def test_overlapped_moves_when_the_next_step_begins() -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_overlapped_moves_when_the_next_step_begins(in_place: bool) -> None:
     """Layer by layer; pages that were freed stay with their lanes until sequences come or go."""
     layers: list[int] = []
 
@@ -131,7 +133,8 @@ def test_overlapped_moves_when_the_next_step_begins() -> None:
         REFERENCE.gather(source, moves, *rest)
 
     waits: list[bool] = []
-    manager = make("overlapped", backend=replace(REFERENCE, gather=gather), schedule="sawtooth:30/10")
+    backend = replace(REFERENCE, gather=gather, in_place=in_place)
+    manager = make("overlapped", backend=backend, schedule="sawtooth:30/10")
     compaction, pages = manager.store.compaction, manager.store.table.pages
     assert compaction is not None
     for seq, n in ((0, 27), (1, 9)):
@@ -155,6 +158,29 @@ def test_overlapped_moves_when_the_next_step_begins() -> None:
     feed(DECODER, manager, {2: text_of(CONFIG, 4, 2)})
     units = CONFIG.num_layers * CONFIG.num_kv_heads
     assert pages.free == free + units * (8 - 3 - 1)  # 11 tokens of 30 are left, 4 are new
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_steps_from_tensors_move_too(how: str) -> None:
+    """Those that begin with `begin_next`, as CUDA graphs do."""
+    plain, moved = (make(name, columns="fit", schedule="every") for name in ("none", how))
+    for manager in (plain, moved):
+        manager.join(0, TOKENS, 25)
+        feed(DECODER, manager, {0: text_of(CONFIG, 25, 0)})
+    for i in range(12):
+        want, got = (feed_next(DECODER, manager, {0: i})[0] for manager in (plain, moved))
+        assert_same(f"step {i}", got, want)
+
+
+@torch.inference_mode()
+def test_lists_grow() -> None:
+    """Of a store alone, which does not know how long they become."""
+    shape = Shape(1, 1, 1, 1, 4, 4, "head", torch.device("cpu"))
+    store = PagedStore(shape, Storage(block=4, compaction="gather"), pages=9, width=2)
+    store.append([0], [9], [0], prompt=True)
+    store.evict(torch.arange(9).view(1, 1, 1, 9) % 3 == 0)
+    assert store.pos[0, 0, 0, :7].tolist() == [1, 2, 4, 5, 7, 8, -1]
+    assert_in_order(store, whole=True)
 
 
 def test_gather_moves_at_once() -> None:
