@@ -19,11 +19,13 @@ from minithink.ref.allocate import allocate
 from minithink.ref.anneal import anneal
 from minithink.ref.append import append
 from minithink.ref.attention import attention
+from minithink.ref.close_ranks import close_ranks
 from minithink.ref.decode_attention import decode_attention
 from minithink.ref.dequantize import dequantize
 from minithink.ref.enlist import enlist
 from minithink.ref.evict import evict
 from minithink.ref.flush import flush
+from minithink.ref.gather import gather
 from minithink.ref.gumbel_argmax import gumbel_argmax
 from minithink.ref.keep_best import keep_best
 from minithink.ref.kmeans import kmeans
@@ -63,6 +65,8 @@ class Backend:
     allocate: Callable[..., Tensor] = allocate
     flush: Callable[[Any], None] = flush
     evict: Callable[..., None] = evict
+    close_ranks: Callable[..., Tensor] = close_ranks
+    gather: Callable[[Tensor, Tensor, Tensor, Tensor, int], None] = gather
     quantize: Callable[..., tuple[Tensor, Tensor]] = quantize
     dequantize: Callable[[Any, Tensor, Tensor, Tensor, torch.dtype], Tensor] = dequantize
     shrink: Callable[[Any, Any, Tensor, Tensor], tuple[Tensor, Tensor]] = shrink
@@ -92,10 +96,12 @@ def triton_backend() -> Backend:
     from minithink.kernels.allocate import allocate
     from minithink.kernels.anneal import anneal
     from minithink.kernels.append import append
+    from minithink.kernels.close_ranks import close_ranks
     from minithink.kernels.dequantize import dequantize
     from minithink.kernels.enlist import enlist
     from minithink.kernels.evict import evict
     from minithink.kernels.flush import flush
+    from minithink.kernels.gather import gather
     from minithink.kernels.gumbel_argmax import gumbel_argmax
     from minithink.kernels.keep_best import keep_best
     from minithink.kernels.kmeans import kmeans
@@ -116,8 +122,8 @@ def triton_backend() -> Backend:
         "triton", in_place=True, linear=linear, rms_norm=rms_norm, rope=rope, swiglu=swiglu,
         gumbel_argmax=gumbel_argmax, paged_attention=paged_attention, append=append, enlist=enlist,
         allocate=allocate, flush=flush, evict=evict, quantize=quantize, dequantize=dequantize, shrink=shrink,
-        keep_best=keep_best, window_importance=window_importance, redundancy=redundancy, lrfu=lrfu,
-        anneal=anneal, sparsity=sparsity, kmeans=kmeans, survivors=survivors,
+        close_ranks=close_ranks, gather=gather, keep_best=keep_best, window_importance=window_importance,
+        redundancy=redundancy, lrfu=lrfu, anneal=anneal, sparsity=sparsity, kmeans=kmeans, survivors=survivors,
     )  # fmt: skip
 
 

@@ -121,6 +121,9 @@ def test_a_graph_is_its_steps(policy: str, monkeypatch: pytest.MonkeyPatch) -> N
         "rkv:budget=96,buffer=4,global_clock=true,exempt_answer=true",
         "rkv:budget=96,buffer=16+quant:fmt=nvfp4,buffer=32",
         "rkv:budget=110,buffer=20+window:budget=120,schedule=interval:50",
+        "snapkv:cap=60,window=8+rkv:budget=110,buffer=20",
+        "rkv:budget=96,buffer=16,compaction=gather",
+        "rkv:budget=96,buffer=0,compaction=overlapped",
     ],
 )
 def test_recorded_decisions_are_decisions(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,6 +136,19 @@ def test_recorded_decisions_are_decisions(policy: str, monkeypatch: pytest.Monke
     assert launched._loop is not None
     assert not launched._loop.decisions
     assert_same_results(recorded, launched)
+
+
+@needs_cuda
+@pytest.mark.parametrize("buffer", [0, 16])
+@pytest.mark.parametrize("how", ["gather", "overlapped"])
+def test_compaction_changes_no_token(how: str, buffer: int) -> None:
+    """Keys and values that move before the next step, or beside it on a stream of their own."""
+    plain, moved = (
+        ran("triton", f"rkv:budget=96,buffer={buffer},compaction={name}", temperature=0) for name in ("none", how)
+    )
+    assert moved._loop is not None
+    assert moved._loop.decisions
+    assert_same_results(moved, plain)
 
 
 def assert_same_results(got: Stream, want: Stream) -> None:

@@ -24,8 +24,8 @@ from minithink.policies import lookup, parse, split, takes_budget
 from minithink.tasks.facts import draw_problem, draw_trace
 
 POLICIES = (
-    "full", "quant:fmt=nvfp4", "quant:fmt=int4", "kivi", "pm_kvq", "window", "streaming_llm", "random", "rkv",
-    "crystal_kv_lite",
+    "full", "quant:fmt=nvfp4", "quant:fmt=int4", "kivi", "pm_kvq", "window", "streaming_llm", "random",
+    "snapkv:cap=100", "rkv", "crystal_kv_lite",
 )  # fmt: skip
 KINDS = ("payload", "scales", "tables", "buffers", "state", "observations")
 DEFAULT = "cache-bytes"

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from minithink.errors import UsageError
 from minithink.ref.keep_best import keep_best as keep_best
+from minithink.ref.pool import pool as pool
 
 Scope = Literal["head", "layer", "sequence"]
 SCOPES: tuple[Scope, ...] = ("head", "layer", "sequence")  # finest first
@@ -119,10 +120,13 @@ class Demand:
 
 @dataclass(frozen=True)
 class Evict:
-    """Drop tokens. What is protected (`Step.protected`) stays."""
+    """Drop tokens. What is protected (`Step.protected`) stays, unless the edit says otherwise."""
 
     drop: Tensor  # bool [Lt, B, Ht, S]; [B, Ht, S] with `layer`
     layer: int | None = None  # None: all tables
+    # Whoever compresses prompts lets go of tokens that another policy of the stack protects. Its `cap` says to how
+    # many; the others protect what is left.
+    even_protected: bool = False
 
 
 @dataclass(frozen=True)
@@ -179,6 +183,9 @@ class Storage:
     # quantized (KIVI's official schedule: keys by block, values one token at a time).
     lag: bool = False
     shrink: bool = False  # quantize in thoughts[0], then shrink by integers to the thought's format (PM-KVQ)
+    # After an eviction what stays of a lane moves together, before the next step or beside it (`kv/compaction.py`).
+    # It changes no number and only takes time: for comparisons with others that have to.
+    compaction: Literal["none", "gather", "overlapped"] = "none"
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -244,7 +251,7 @@ class Step(Protocol):
         """Index into Storage.formats of every token, 255 for those that wait in the buffer: uint8, shaped as pos."""
 
     def protected(self, layer: int | None = None) -> Tensor:
-        """Tokens that an Evict cannot drop: bool, shaped as `pos`."""
+        """Tokens that an Evict cannot drop if it does not say `even_protected`: bool, shaped as `pos`."""
 
     def keys(self, layer: int, rows: Tensor | None = None) -> Tensor:
         """Rotated keys, dequantized, in the model's number type: [B, Hkv, S, D]; 0 where there is no token. rows,
@@ -307,6 +314,7 @@ class Policy:
     slack: int = 0  # tokens
     schedule: str = "every"
     protect_prompt: bool = False  # never evict the prompt
+    cap: int | None = None  # tokens of a prompt that a lane keeps when it is read, at most; None: all
     exempt_answer: bool = False  # evict only while the model thinks; the answer is appended beside the budget
     # Tokens at positions below this are attended as if they stood directly before the next token that is held: a
     # second copy of the query is rotated to that distance (StreamingLLM's cache positions).
@@ -409,6 +417,7 @@ class Stack(Policy):
         self.demands = tuple(d for m in members for d in m.demands)
         self.storage = stored[0].storage if stored else Storage()
         self.protect_prompt = any(m.protect_prompt for m in members)
+        self.cap = min((m.cap for m in members if m.cap is not None), default=None)
         self.exempt_answer = any(m.exempt_answer for m in members if m.budget is not None)
         self.pull = max(m.pull for m in members)
         self.beside = max(m.beside for m in members)

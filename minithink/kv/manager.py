@@ -274,7 +274,7 @@ class KVManager:
             if not reading[0] and count != 1:
                 raise ValueError(f"sequence {r.seq} generates: it brings one token a step, not {count}")
         self._store_what_waits()
-        if self.records_decisions and self.policy.opens and not reading[0]:  # what `decide_next` has opened
+        if self.policy.opens and self.records_decisions and not reading[0]:  # what `decide_next` has opened
             everyone = torch.ones(len(rows), dtype=torch.bool, device=self.device)
             self.store.take_over(torch.tensor(rows, device=self.device), everyone)
             self._begun(rows)
@@ -296,6 +296,8 @@ class KVManager:
         if now.prompt:
             now.due = list(self.policy.demands)
             return
+        if self.store.compaction:
+            self.store.compaction.start()
         whole = rows == list(range(len(self.rows)))
         pos = self.store.positions()
         now.valid = pos >= 0 if whole else pos[:, now.at] >= 0
@@ -323,6 +325,8 @@ class KVManager:
         if self.policy.opens:
             self.store.take_over(at, active)
         writer = self.store.append_next(at, active, lengths, waiting)
+        if self.store.compaction:
+            self.store.compaction.start()
         cos, sin = self.rope.at(lengths)
         now = _Pass([], [1] * len(at), False, [], (), writer, at, lengths, cos, sin, active=active)
         now.due = self.policy.demands if due is None else due
@@ -446,6 +450,8 @@ class KVManager:
         """Append and attend. qk: [n, Hq + Hkv, D], unrotated, v: [n, Hkv, D]; returns [n, Hq, D]."""
         now, heads = self._now, (self.config.num_heads, self.config.num_kv_heads)
         if not now.prompt:
+            if self.store.compaction:
+                self.store.compaction.wait(layer)
             raw, k = qk.split_with_sizes(heads, dim=1)
             q = self.backend.append(raw, k, v, now.cos, now.sin, now.writer, layer)
             self._keep_queries(layer, q, now)
@@ -602,12 +608,12 @@ class KVManager:
     def _dropped(edits: Sequence[Edit], step: View) -> Tensor:
         """Tokens that go, of the rows that are shown: bool [Lt, R, Ht, S]."""
         drop = torch.zeros_like(step.pos(), dtype=torch.bool)
+        protected = step.protected()
         for edit in edits:
             if not isinstance(edit, Evict):
                 raise ValueError(f"{step.policy.name} is recordable and yields {type(edit).__name__}")
-            _mark(drop, edit.drop, edit.layer)
-        drop &= step.active[None, :, None, None]  # a prompt that is read in chunks stays whole
-        return drop & ~step.protected()
+            _mark(drop, edit.drop, edit.layer, None if edit.even_protected else protected)
+        return drop & step.active[None, :, None, None]  # a prompt that is read in chunks stays whole
 
     def _begin(self, author: Policy, edit: Edit, active: Sequence[int]) -> None:
         """Segments and budgets that hold from now on."""
@@ -797,12 +803,10 @@ class KVManager:
         return self.ledger().total
 
 
-def _mark(mask: Tensor, more: Tensor, layer: int | None) -> None:
-    """Add the tokens of an edit. mask: bool [Lt, R, Ht, S]; more: likewise, or [R, Ht, S] of a layer."""
-    if layer is None:
-        mask |= more
-    else:
-        mask[min(layer, len(mask) - 1)] |= more
+def _mark(mask: Tensor, more: Tensor, layer: int | None, but: Tensor | None = None) -> None:
+    """Add the tokens of an edit. mask, but: bool [Lt, R, Ht, S]; more: likewise, or [R, Ht, S] of a layer."""
+    at = slice(None) if layer is None else min(layer, len(mask) - 1)
+    mask[at] |= more if but is None else more & ~but[at]
 
 
 def _weights(q: Tensor, k: Tensor, first: int, group: str) -> Tensor:
@@ -834,19 +838,20 @@ def check_budget(policy: Policy, prompt: int, budget: int | None = None) -> None
     """UsageError: the budget is no positive number, or a protected prompt leaves no room in it."""
     # A stack protects the prompt if one of its members does, and its smallest budget must hold it.
     tokens = policy.budget if budget is None else budget
+    stays = prompt if policy.cap is None else min(prompt, policy.cap)
     kept = [k for m in members(policy) if (k := Schedule.parse(m.schedule).keep) is not None]
     for what, number in (("a budget of", tokens), *(("a schedule that keeps", k) for k in kept)):
         if number is None:
             continue
         if not 1 <= number <= UNLIMITED:
             raise UsageError(f"{policy.name}: {what} {number} tokens makes no sense: give 1 to {UNLIMITED:,}.")
-        if policy.protect_prompt and number < prompt + policy.beside:
+        if policy.protect_prompt and number < stays + policy.beside:
             more = "anything else" if policy.beside == 1 else f"{policy.beside} tokens beside it"
             ours = any("protect_prompt" in getattr(m, "__dataclass_fields__", ()) for m in members(policy))
             spared = ", or protect_prompt=false" if ours else ""
             raise UsageError(
-                f"{policy.name}: {what} {number} tokens cannot hold the protected prompt of {prompt} and {more}: "
-                f"give at least {prompt + policy.beside}{spared}."
+                f"{policy.name}: {what} {number} tokens cannot hold the protected prompt of {stays} and {more}: "
+                f"give at least {stays + policy.beside}{spared}."
             )
 
 
@@ -886,8 +891,9 @@ def needs(policy: Policy, dim: int, dtype: torch.dtype, tokens: int, prompt: int
     lay = dict(zip(storage.formats, layouts(storage, dim, dtype), strict=True))
     home = storage.thoughts[storage.prompt]
     stays = lay[home].plain and not storage.buffer  # the prompt's tokens never move
+    at_home = prompt if stays or policy.cap is None else min(prompt, policy.cap)
     moments = policy.peaks(tokens, prompt)
-    peaks = [[(name, max(n, prompt) if name == home else n) for name, n in moment] for moment in moments]
+    peaks = [[(name, max(n, at_home) if name == home else n) for name, n in moment] for moment in moments]
     pages = max(sum(-(-n // lay[name].slots) for name, n in moment) for moment in peaks)
     most = max(sum(n for _, n in moment) for moment in peaks)
     sink = 0 if stays else -(-storage.sink // lay["plain"].slots)

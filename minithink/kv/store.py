@@ -13,6 +13,7 @@ The life of a token:
     flush     the ring is full: its tokens are quantized into pages of the running thought type
     reader    gives every layer's keys and values, oldest token first
     evict     the token leaves its list, its slot is free; the page too when it was the last one
+              (what stays moves together then, where that is measured: `compaction.py`)
 
 All pages have one size in bytes and serve any format (`pages.py` says how they are read); a page holds tokens of one
 unit, one format and one thought type (`table.py`). A token never moves while it lives, unless another format is asked
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from minithink.backend import REFERENCE, Backend
 from minithink.errors import UsageError
+from minithink.kv.compaction import Compaction
 from minithink.kv.contract import Shape, Storage
 from minithink.kv.ledger import Ledger
 from minithink.kv.pages import Pages, Reader, layouts, page_bytes
@@ -79,6 +81,11 @@ class PagedStore(Pages):
                 f"Keys by token, and integers that are shrunk, are quantized together: {storage.formats} need a "
                 "buffer, and have none."
             )
+        if storage.compaction != "none" and (storage.buffer or storage.formats != ("plain",)):
+            raise UsageError(
+                f"Compaction {storage.compaction!r} moves tokens in the model's own number type only, and they are "
+                f"stored in {storage.formats}: leave one of the two out."
+            )
         self.thought_format = torch.tensor([storage.formats.index(t) for t in storage.thoughts], device=shape.device)
         self.page_bytes = page_bytes(storage, shape.head_dim, dtype)
         per_page, lanes = [lay.slots for lay in self.layouts], shape.sharing
@@ -120,6 +127,7 @@ class PagedStore(Pages):
         self.place = torch.zeros(lt, b, ht, width + 1, dtype=torch.int32, device=shape.device)
         self.pos = torch.full((lt, b, ht, width + 1), -1, dtype=torch.int32, device=shape.device)
         self.count = torch.zeros(lt, b, ht, dtype=torch.int32, device=shape.device)
+        self.compaction = Compaction(self) if storage.compaction != "none" else None
         self.columns = columns
         self.home = tuple(dict.fromkeys(storage.formats.index(t) for t in storage.thoughts))  # of generated tokens
         self.slots = torch.tensor(per_page, dtype=torch.int32, device=shape.device)
@@ -151,6 +159,8 @@ class PagedStore(Pages):
             UsageError: a lane would hold more tokens than the fixed width; the store is as it was.
         """
         n, device = max(counts), self.shape.device
+        if prompt and self.compaction:
+            self.compaction.finish()
         most = self._grown(rows, counts)
         width = max(most) if self.columns is None else None
         at = torch.tensor(rows, device=device)
@@ -295,6 +305,8 @@ class PagedStore(Pages):
             more = max(width, 2 * have) - have
             self.place = torch.nn.functional.pad(self.place, (0, more))
             self.pos = torch.nn.functional.pad(self.pos, (0, more), value=-1)
+            if self.compaction:
+                self.compaction.widen(more)
 
     # -- writing
 
@@ -414,21 +426,24 @@ class PagedStore(Pages):
         return self.backend.in_place and not self.poison
 
     def evict(self, drop: Tensor) -> None:
-        """Forget tokens: bool [Lt, B, Ht, S]. Their slots are free at once; nothing moves."""
+        """Forget tokens: bool [Lt, B, Ht, S]. Their slots are free at once; nothing moves, but by `compaction`."""
+        t, keeps_pages = self.table, False
+        if self.compaction:
+            drop, keeps_pages = self.compaction.plan(drop), self.compaction.late
         if self.evicts_in_place:
             t = self.table
             if self.row_of.numel():
                 place = self.place[..., : drop.shape[-1]]
                 self._release_rows(*self._slots_of(place, drop & (self.positions() >= 0) & (place >= 0)))
+            tables, top = (t.page[..., :0], t.pages.top.clone()) if keeps_pages else (t.page, t.pages.top)
             self.backend.evict(
-                drop, self.place, self.pos, self.count, t.live, t.taken, t.format, t.page, t.pages.stack, t.pages.top,
-                t.most,
-            )  # fmt: skip
+                drop, self.place, self.pos, self.count, t.live, t.taken, t.format, tables, t.pages.stack, top, t.most
+            )
             if self.columns is None:
                 self.refresh()
             return
         place, valid = self.place[..., : drop.shape[-1]], self.positions()[..., : drop.shape[-1]] >= 0
-        self._release(place, drop & valid & (place >= 0))
+        self._release(place, drop & valid & (place >= 0), give=not keeps_pages)
         keep = valid & ~drop
         last = self.place.shape[-1] - 1
         column = torch.where(keep, keep.cumsum(-1) - 1, last)
@@ -444,14 +459,14 @@ class PagedStore(Pages):
         if self.columns is None:
             self.refresh()
 
-    def _release(self, place: Tensor, which: Tensor) -> None:
-        """Free slots, and the rows of scales whose last token they held."""
+    def _release(self, place: Tensor, which: Tensor, give: bool = True) -> None:
+        """Free slots, and the rows of scales whose last token they held. give: as of `BlockTable.release`."""
         page, slot, which = self._slots_of(place, which)
         if self.poison:
             self._poison(page, slot, which)
         if self.row_of.numel():
             self._release_rows(page, slot, which)
-        self.table.release(page, slot, which)
+        self.table.release(page, slot, which, give)
 
     def _slots_of(self, place: Tensor, which: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Pages and slots of places, which there are: nowhere for the others."""
@@ -723,7 +738,11 @@ class PagedStore(Pages):
         """Forget a row."""
         drop = torch.zeros_like(self.positions(), dtype=torch.bool)
         drop[:, row] = True
+        if self.compaction:
+            self.compaction.finish()
         self.evict(drop)
+        if self.compaction:
+            self.compaction.finish()
         self.thought[row], self.next_thought[row] = self.storage.prompt, SAME
         self.scale[..., row] = 1
         self.waiting[row], self.starts[row], self.kinds[row] = 0, [], []
@@ -746,7 +765,8 @@ class PagedStore(Pages):
         own = (self.pool, self.side, self.scale_rows, self.row_uses, self.row_of, self.ring, self.scale)
         lists = (self.place, self.pos, self.count, self.thought_format, self.slots, self.overflow)
         thoughts = (self.thought, self.next_thought, self.begun)
-        return *own, *lists, *thoughts, self.free_rows.stack, self.free_rows.top, *self.table.tensors
+        moves = self.compaction.tensors if self.compaction else ()
+        return *own, *lists, *thoughts, *moves, self.free_rows.stack, self.free_rows.top, *self.table.tensors
 
     def account(self, rows: Sequence[int] | None = None) -> Ledger:
         """Bytes that the tokens of some rows hold (None: of all), without the reserve."""

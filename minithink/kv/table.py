@@ -176,11 +176,17 @@ class BlockTable:
         self.filled.scatter_reduce_(0, page.flatten(), filled.flatten(), "amax")
         return page, slot
 
-    def release(self, page: Tensor, slot: Tensor, which: Tensor) -> None:
-        """Free the slots for which `which` is true, and give back the pages that are empty now. Equal shapes."""
+    def release(self, page: Tensor, slot: Tensor, which: Tensor, give: bool = True) -> None:
+        """Free the slots for which `which` is true, and give back the pages that are empty now, or leave them to
+        their units. Equal shapes."""
         page = torch.where(which, page, self.pages.count).long()
         self.live[page, slot] = False
         self.taken.scatter_add_(0, page.flatten(), -which.flatten().to(torch.int32))
+        if give:
+            self.give_back()
+
+    def give_back(self) -> None:
+        """Return to the pool all pages in which no token lives."""
         here = self.page.long()
         empty = (self.page != self.pages.count) & (self.taken[here] == 0)
         self.pages.give(self.page, empty)

@@ -23,12 +23,13 @@ from minithink.policies.pm_kvq import PMKVQ
 from minithink.policies.quant import Quant
 from minithink.policies.random import Random
 from minithink.policies.rkv import Rkv
+from minithink.policies.snapkv import SnapKV
 from minithink.policies.streaming_llm import StreamingLLM
 from minithink.policies.thinkv import Tbe, Tbq, ThinKV
 from minithink.policies.window import Window
 
 _CLASSES: tuple[type[Policy], ...] = (
-    Full, Window, StreamingLLM, Random, Rkv, CrystalKVLite, ThinKV, Tbe, Tbq, Quant, Kivi, PMKVQ,
+    Full, Window, StreamingLLM, Random, SnapKV, Rkv, CrystalKVLite, ThinKV, Tbe, Tbq, Quant, Kivi, PMKVQ,
 )  # fmt: skip
 POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in _CLASSES}
 

@@ -17,6 +17,8 @@ Trigger: S ≥ budget + buffer, as in the newer serving code; with buffer=0 one 
 describes R-KV. Left out: the code's divide_method=newline and its other rules of which similar key is spared. A
 schedule given by the user stands above `global_clock`, which is the first code's: at the end of the prompt, and
 after that with the first token behind every multiple of 128, prompt included.
+`compaction` is what an eviction costs where tokens cannot stay where they are (ThinKV §5.1): a measure, no part of
+the method.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import torch
 from torch import Tensor
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Demand, Evict, Policy, See, Step
+from minithink.kv.contract import Demand, Evict, Policy, See, Step, Storage
 
 
 @dataclass
@@ -47,6 +49,8 @@ class Rkv(Policy):
     schedule: str = "every"
     protect_prompt: bool = False
     exempt_answer: bool = False  # the code's compression_content="think"
+    # what stays is moved together after an eviction, before the next step or beside it; no token changes
+    compaction: Literal["none", "gather", "overlapped"] = "none"
 
     name = "rkv"
     summary = "keep tokens that are attended to and do not repeat others (R-KV)"
@@ -64,6 +68,7 @@ class Rkv(Policy):
         if self.kernel_size < 1 or self.kernel_size % 2 == 0:
             raise UsageError(f"{self.name}: kernel_size is {self.kernel_size} keys; it must be odd.")
         self.slack = self.buffer
+        self.storage = Storage(compaction=self.compaction)
         self.demands = (Demand(See.QUERY, rows=self.alpha),)
 
     def due(self, step: Step) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from minithink.ref.pool import pool
 
 
 def window_importance(q: Tensor, k: Tensor, valid: Tensor, kernel_size: int = 7, pooling: str = "max") -> Tensor:
@@ -31,28 +32,3 @@ def window_importance(q: Tensor, k: Tensor, valid: Tensor, kernel_size: int = 7,
     logits = (grouped.flatten(2, 3) @ k.float().transpose(-1, -2)).unflatten(2, (-1, w)).amax(2) / d**0.5
     p = logits.masked_fill(~valid.unsqueeze(2), -torch.inf).softmax(-1)  # [B, Hkv, W, S]
     return pool(p.mean(2), valid, kernel_size, pooling)
-
-
-def pool(score: Tensor, valid: Tensor, kernel_size: int, pooling: str) -> Tensor:
-    """Every valid key's score and those of its (kernel_size − 1)/2 neighbours on each side as one.
-
-    Args:
-        score: [..., S]; anything (also NaN) where not valid.
-        valid: bool, of the same shape or broadcast.
-        kernel_size: odd; 1 changes nothing.
-        pooling: "max", or "avg": the sum divided by kernel_size, also at the ends, where there are fewer keys
-            (torch's count_include_pad, as in the papers' code: the first and the last key lose).
-
-    Returns:
-        the shape of `score`; 0 where not valid.
-    """
-    if kernel_size < 1 or kernel_size % 2 == 0 or pooling not in ("max", "avg"):
-        raise ValueError(f"kernel_size {kernel_size} must be odd, and pooling {pooling!r} max or avg")
-    side, flat = kernel_size // 2, (-1, 1, score.shape[-1])
-    if pooling == "max":
-        outside = score.masked_fill(~valid, -torch.inf)
-        pooled = F.max_pool1d(outside.reshape(flat), kernel_size, stride=1, padding=side)
-    else:
-        outside = score.masked_fill(~valid, 0.0)
-        pooled = F.avg_pool1d(outside.reshape(flat), kernel_size, stride=1, padding=side)
-    return pooled.view_as(score).masked_fill(~valid, 0.0)

@@ -39,6 +39,7 @@ TEXTS = (
     # two that evict; evictions before full buffers are quantized, whose keys share scales in the last one
     "rkv:budget=17,buffer=5,alpha=3+random:budget=20,scope=layer,schedule=interval:7",
     "rkv:budget=16,buffer=3,alpha=4+quant:fmt=nvfp4",
+    "snapkv:cap=6,window=2,kernel_size=3+rkv:budget=16,buffer=3,alpha=4,protect_prompt=true",
     "rkv:budget=16,buffer=6,alpha=4+quant:fmt=nvfp4,buffer=5",
     "rkv:budget=16,buffer=6,alpha=4+kivi:group=16,residual=16,block=4",
 )
@@ -217,6 +218,33 @@ def test_what_nobody_may_drop() -> None:
     assert [manager.held(seq) for seq in range(3)] == [2, 6, 1]
 
 
+class Apiece(Policy):
+    """Lets go of the first two tokens of layer 0's prompts, and later of all that it may in the other layers."""
+
+    recordable = protect_prompt = True
+
+    def decide(self, step: Step) -> Iterable[Edit]:
+        first = (step.pos(0) < 2) & (step.clock == 0)[:, None, None]
+        yield Evict(first, 0, even_protected=True)
+        for layer in range(1, step.shape.layers):
+            yield Evict((step.clock == 2)[:, None, None].expand_as(first), layer)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_what_is_protected_may_be_let_go(recorded: bool) -> None:
+    """By an edit that says so, and no other; each layer protects what it holds."""
+    decoder = with_backend(decoder_of(0), ONE_BY_ONE)
+    manager = make(decoder, Apiece())
+    manager.join(0, WIDTH, 4)
+    feed(decoder, manager, {0: text_of(decoder.config, 4, 0)})
+    for _ in range(2):
+        state = tensor_of([state_after(manager, 0, 1)], [])
+        decide = (lambda state=state: manager.decide_next(state)) if recorded else None
+        feed_next(decoder, manager, {0: 1}, decide=decide)
+    lanes = kept(manager, 0)
+    assert lanes == [[2, 3, 4, 5]] * 2 + [[0, 1, 2, 3]] * (len(lanes) - 2)
+
+
 def test_state_after() -> None:
     """What a sequence will be when the token is there, before the host has counted it."""
     decoder = decoder_of(0)
@@ -247,7 +275,7 @@ class Noted(Window):
 
 def test_who_is_recordable() -> None:
     """Those that say so themselves; a stack if all are that decide."""
-    assert {name for name, policy in POLICIES.items() if policy.recordable} == set(RECORDABLE)
+    assert {name for name, policy in POLICIES.items() if policy.recordable} == {*RECORDABLE, "snapkv"}
     assert not Noted.recordable
     assert not Cut(3).recordable
     rkv, stateful = "rkv:budget=16", "crystal_kv_lite:budget=18"
@@ -325,14 +353,18 @@ def test_what_asks_is_noticed() -> None:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_nothing_asks_the_host(text: str) -> None:
-    """Down to the kernel that evicts, which runs afterwards here."""
+    """Down to the kernels that evict and that move keys and values, which run afterwards here."""
     evictions: list[tuple[Any, ...]] = []
+    gathers: list[tuple[Any, ...]] = []
 
     def survivors(*args: Any) -> Tensor:  # a kernel's work, too
         with _disable_current_modes():
             return REFERENCE.survivors(*args)
 
-    backend = replace(REFERENCE, in_place=True, evict=lambda *args: evictions.append(args), survivors=survivors)
+    backend = replace(
+        REFERENCE, in_place=True, evict=lambda *args: evictions.append(args), survivors=survivors,
+        gather=lambda source, moves, *args: gathers.append((source.clone(), moves.clone(), *args)),
+    )  # fmt: skip
     decoder = with_backend(decoder_of(0), backend)
     manager = make(decoder, text, poison=False)
     for seq, n in enumerate((13, 9)):
@@ -348,6 +380,8 @@ def test_nothing_asks_the_host(text: str) -> None:
             with AsksNothing():
                 due = manager.due_next(state)
                 manager.decide_next(state)
+            while gathers:
+                REFERENCE.gather(*gathers.pop(0))
             while evictions:
                 REFERENCE.evict(*evictions.pop())
             decided += int(due.sum())
@@ -363,8 +397,13 @@ def test_nothing_asks_the_host(text: str) -> None:
 @pytest.mark.filterwarnings("ignore:divide by zero encountered in log2:RuntimeWarning")
 @pytest.mark.parametrize(
     "text",
-    ["rkv:budget=9,buffer=3,alpha=3,kernel_size=3", "window:budget=8+quant:fmt=nvfp4",
-     "thinkv:budget=13,tau=4,g=4,retention=2/1,block=2,layers=0,thresholds=0.3/0.6"],
+    [
+        "rkv:budget=9,buffer=3,alpha=3,kernel_size=3",
+        "window:budget=8+quant:fmt=nvfp4",
+        "thinkv:budget=13,tau=4,g=4,retention=2/1,block=2,layers=0,thresholds=0.3/0.6",
+        "rkv:budget=7,buffer=2,alpha=2,kernel_size=3,compaction=gather",
+        "rkv:budget=7,buffer=2,alpha=2,kernel_size=3,compaction=overlapped",
+    ],
 )
 def test_the_kernels_decide_as_their_twins(text: str) -> None:
     """Apart by the kernels, and for all rows by their twins."""

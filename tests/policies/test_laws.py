@@ -40,6 +40,7 @@ SMALL: dict[str, tuple[str, ...]] = {
         "quant:fmt=ternary,by=token,buffer=32,block=4",
     ),
     "kivi": ("kivi:group=16,residual=16,block=4", "kivi:bits=4,v_bits=2,group=16,residual=32"),
+    "snapkv": ("snapkv:cap=8,window=3,kernel_size=3", "snapkv:cap=6,window=1,kernel_size=5,pooling=avg,group=max"),
     "crystal_kv_lite": (
         "crystal_kv_lite:budget=18,exempt_answer=false",
         "crystal_kv_lite:budget=18,lam=0.9,birth=0,track=full,schedule=interval:4",
@@ -47,6 +48,8 @@ SMALL: dict[str, tuple[str, ...]] = {
     "rkv": (
         "rkv:budget=16,buffer=6,alpha=4,kernel_size=3",
         "rkv:budget=18,buffer=5,alpha=3,global_clock=true,exempt_answer=true",
+        "rkv:budget=17,buffer=0,alpha=4,compaction=gather",
+        "rkv:budget=16,buffer=3,alpha=4,compaction=overlapped",
     ),
     "thinkv": (
         "thinkv:budget=34,tau=8,retention=4/2,g=4,block=2,layers=0/1,thresholds=0.44/0.54",
@@ -63,6 +66,9 @@ STACKS = (
     "kivi:group=16,residual=16,block=4+random:budget=20",
     "pm_kvq:bits=4,max_len=24,sink=2,window=6,group=16,block=2+streaming_llm:budget=19,sink=3",
     "rkv:budget=24,buffer=4,alpha=4,protect_prompt=true+thinkv:budget=27,tau=8,retention=4/2,g=4,block=2,types=1",
+    "snapkv:cap=8,window=3,kernel_size=3+thinkv:budget=26,tau=8,retention=4/2,g=4,block=2,layers=0/1,"
+    "thresholds=0.44/0.54",
+    "snapkv:cap=6,window=2+window:budget=14,protect_prompt=true",
 )
 TEXTS = [*(text for texts in SMALL.values() for text in texts), *STACKS]
 
@@ -226,7 +232,8 @@ def test_budget_and_bytes(text: str) -> None:
             # nothing is held that never was, and nothing twice
             assert all(lane == sorted(set(lane)) and all(0 <= p < n for p in lane) for lane in lanes)
             if policy.limit is None:
-                assert policy.budget is not None or all(len(lane) == n for lane in lanes)
+                gone = max(0, prompts[s] - (policy.cap or prompts[s]))
+                assert policy.budget is not None or all(len(lane) == n - gone for lane in lanes)
                 continue
             end = answers.get(s, n) if policy.exempt_answer else n
             limit = torch.full(manager.shape.tables, policy.limit)[:, manager._row_of[s]].flatten()
@@ -287,7 +294,7 @@ def test_the_pool_suffices(text: str) -> None:
     """It is made for the longest sequence in every row, whatever part of it is prompt, and for rows used again."""
     decoder, policy = decoder_of(0), parse(text)
     keep = Schedule.parse(policy.schedule).keep or policy.budget
-    most = keep - policy.beside if policy.protect_prompt and keep is not None else 40
+    most = keep - policy.beside if policy.protect_prompt and policy.cap is None and keep is not None else 40
     prompts, length = (13, most, 3), 50
     manager = manager_for(decoder, policy, rows=3, tokens=length, think_ids=(OPEN, CLOSE))
     for turn in range(2):

@@ -232,6 +232,20 @@ def test_a_batch_is_no_worse_than_its_parts() -> None:
         assert run([seq])[seq] == together[seq]
 
 
+@pytest.mark.parametrize("how", ["gather", "overlapped"])
+def test_compaction_changes_nothing_that_is_kept(how: Any) -> None:
+    """Nor any key or value."""
+    policies = (Rkv(budget=12, alpha=3, buffer=4, compaction=name) for name in ("none", how))
+    plain, moved = (list(follow(p, [3, 17, 9], 25, rows=3))[-1] for p in policies)
+    assert plain.store.compaction is None
+    assert moved.store.compaction is not None
+    for seq in range(3):
+        assert held(moved, seq) == held(plain, seq)
+    for layer in range(2):
+        for got, want in zip(moved.store.reader()(layer), plain.store.reader()(layer), strict=True):
+            assert torch.equal(got, want)
+
+
 def test_nobody_due_costs_nothing() -> None:
     calls: Counter[str] = Counter()
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minithink.ref.window_importance import pool, window_importance
+from minithink.ref.window_importance import window_importance
 from tests.compare import assert_close
 
 # 6 keys and the queries 4 and 5 of two heads that share them; the window is keys 4 and 5
@@ -26,22 +26,6 @@ def test_worked_example(kernel_size: int, pooling: str, want: list[float]) -> No
     """What `rkv/compression/r1_kv.py` gives."""
     got = window_importance(QUERIES[None], KEYS[None, None], BEFORE_WINDOW[None, None], kernel_size, pooling)
     assert_close("importance", got[0, 0], torch.tensor([*want, 0.0, 0.0]), atol=6e-5)
-
-
-@pytest.mark.parametrize(
-    ("pooling", "want"), [("avg", [0.3413, 0.4218, 0.3949, 0.2288]), ("max", [0.5255, 0.5255, 0.4985, 0.4450])]
-)
-def test_pooling_of_snapkv(pooling: str, want: list[float]) -> None:
-    """What `snapkv_utils.py` gives: at the ends the average is still over 3."""
-    score = torch.tensor([0.5255, 0.4985, 0.2413, 0.4450, torch.nan])
-    got = pool(score, torch.arange(5) < 4, 3, pooling)
-    assert_close("pooled", got, torch.tensor([*want, 0.0]), atol=6e-5)
-
-
-@pytest.mark.parametrize(("kernel_size", "pooling"), [(2, "max"), (0, "max"), (3, "mean")])
-def test_what_makes_no_sense_is_refused(kernel_size: int, pooling: str) -> None:
-    with pytest.raises(ValueError, match="must be odd"):
-        pool(torch.zeros(3), torch.ones(3, dtype=torch.bool), kernel_size, pooling)
 
 
 def plain(q: Tensor, k: Tensor, kernel_size: int, pooling: str) -> Tensor:

@@ -1,0 +1,90 @@
+"""Which tokens move where before an eviction. Twin: `minithink/ref/close_ranks.py`.
+
+A program per unit goes through its list once, a block of BLOCK columns at a time: from the first dropped token on,
+what is kept of a block goes behind what was kept before, in place. Then it writes which columns are the list's end.
+Bound: 2 bytes a token up to the first one that goes (the flag, and that of the end), 18 behind it (place read, its
+copy written, position read and written): memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minithink.kernels._common import Variant
+
+BLOCK = 1024  # tokens of a list at a time
+
+
+@triton.jit
+def _close_ranks(
+    p_drop, p_place, p_pos, p_count, p_source, p_moves, p_ends, seen, width, BLOCK: tl.constexpr
+):  # fmt: skip
+    i_unit = tl.program_id(0).to(tl.int64)
+    p_drop += i_unit * seen
+    p_ends += i_unit * seen
+    p_place += i_unit * width
+    p_pos += i_unit * width
+    p_source += i_unit * width
+    end = tl.minimum(tl.load(p_count + i_unit), seen)
+    column = tl.arange(0, BLOCK)
+
+    start, kept, first = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), end
+    while start < end:
+        m_in = start + column < end
+        m_drop = tl.load(p_drop + (start + column), m_in, other=0) != 0
+        first = tl.minimum(first, tl.min(tl.where(m_in & m_drop, start + column, end)))
+        keep = (m_in & ~m_drop).to(tl.int32)
+        to = kept + tl.cumsum(keep, 0) - 1
+        m_moves = (keep > 0) & (start + column > first)
+        place = tl.load(p_place + (start + column), m_moves, other=0)
+        pos = tl.load(p_pos + (start + column), m_moves, other=0)
+        # Where one thread writes another reads: nobody writes before all have read. Later blocks are not written to.
+        tl.debug_barrier()
+        tl.store(p_source + to, place, m_moves)
+        tl.store(p_pos + to, pos, m_moves)
+        kept += tl.sum(keep, 0)
+        start += BLOCK
+    tl.store(p_moves + 2 * i_unit, first)
+    tl.store(p_moves + 2 * i_unit + 1, kept)
+
+    start = tl.full((), 0, tl.int32)
+    while start < seen:
+        m_end = (start + column >= kept) & (start + column < end)
+        tl.store(p_ends + (start + column), m_end.to(tl.uint8), start + column < seen)
+        start += BLOCK
+
+
+def close_ranks(drop: Tensor, place: Tensor, pos: Tensor, count: Tensor, source: Tensor, moves: Tensor) -> Tensor:
+    """Before an eviction: the tokens that stay take over the first slots of their list, in order.
+
+    All tensors are contiguous, but `drop` may be anything; `pos`, `source` and `moves` are changed in place.
+
+    Args:
+        drop: bool [Lt, B, Ht, S], the tokens that go, S at least the tokens of the longest list; anything behind the
+            last token.
+        place: int32 [Lt, B, Ht, W + 1], W at least S: the slot of every token.
+        pos: int32 [Lt, B, Ht, W + 1]: the r-th becomes that of the token that will lie at place[r].
+        count: int32 [Lt, B, Ht], tokens of each list.
+        source: int32 [Lt, B, Ht, W + 1]: where the token lies that moves to place[r].
+        moves: int32 [Lt, B, Ht, 2]: the r from the first number up to the second move.
+
+    Returns:
+        bool [Lt, B, Ht, S]: the ends of the lists, which are to be evicted in place of `drop`.
+    """
+    drop = drop.contiguous()
+    ends = torch.empty_like(drop)
+    if units := count.numel():
+        lists = drop.view(torch.uint8), place, pos, count, source, moves, ends.view(torch.uint8)
+        _close_ranks[(units,)](*lists, drop.shape[-1], place.shape[-1], BLOCK)
+    return ends
+
+
+def variants() -> Iterator[Variant]:
+    pointers = dict.fromkeys(("p_place", "p_pos", "p_count", "p_source", "p_moves"), "*i32")
+    pointers |= {"p_drop": "*u8", "p_ends": "*u8", "seen": "i32", "width": "i32"}
+    yield Variant(_close_ranks, pointers, {"BLOCK": BLOCK})

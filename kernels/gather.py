@@ -1,0 +1,76 @@
+"""Keys and values move together after an eviction. Twin: `minithink/ref/gather.py`.
+
+A program takes WORDS words of 4 bytes of every token of a unit in one lane, and moves TOKENS tokens at a time, the
+oldest first: a token never moves to where a later one lies that has not been read yet. Blocks of one unit must
+therefore follow each other; what runs beside them are the other words of the slots, lanes and units.
+Bound: a slot read and written and 8 bytes of slot numbers for every token that moves (twice 512 bytes in bfloat16 at
+D = 128): memory. Units of which nothing moves read 8 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minithink.kernels._common import Variant
+
+TOKENS = 64  # at a time
+WORDS = 32  # of a slot, for one program: 128 bytes
+
+
+@triton.jit
+def _gather(
+    p_source, p_moves, p_place, p_pool, width, slices, words, stride_page, stride_lane,
+    MOST: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    i_unit = tl.program_id(0).to(tl.int64)
+    i_lane = (tl.program_id(1) // slices).to(tl.int64)
+    word = tl.program_id(1) % slices * WORDS + tl.arange(0, WORDS)[None, :]
+    p_pool += i_lane * stride_lane + word
+    p_source += i_unit * width
+    p_place += i_unit * width
+    first, end = tl.load(p_moves + 2 * i_unit), tl.load(p_moves + 2 * i_unit + 1)
+    while first < end:
+        rank = first + tl.arange(0, TOKENS)
+        source = tl.load(p_source + rank, rank < end, other=0).to(tl.int64)
+        place = tl.load(p_place + rank, rank < end, other=0).to(tl.int64)
+        o_source = source // MOST * stride_page + source % MOST * words
+        o_place = place // MOST * stride_page + place % MOST * words
+        m = (rank < end)[:, None] & (word < words)
+        x = tl.load(p_pool + o_source[:, None], m, other=0)
+        # Where one thread writes another reads: nobody writes before all have read. Later blocks read elsewhere.
+        tl.debug_barrier()
+        tl.store(p_pool + o_place[:, None], x, m)
+        first += TOKENS
+
+
+def gather(source: Tensor, moves: Tensor, place: Tensor, pool: Tensor, most: int) -> None:
+    """Copy the tokens that move from slot to slot, in all lanes of their units.
+
+    Args:
+        source: int32 [..., W], slots as page · most + slot; contiguous, as moves and place.
+        moves: int32 [..., 2]: the r from the first number up to the second move, from source[r] to place[r].
+        place: int32 [..., W]; where a token comes from is no place of an earlier r (`close_ranks` sees to it).
+        pool: uint8 [pages, lanes, bytes of a page], changed in place; a page has `most` slots of equal size, of a
+            multiple of 4 bytes. Its lanes may be some of a larger pool's.
+        most: slots of a page.
+    """
+    words = pool.view(torch.int32)
+    size = words.shape[-1] // most
+    slices = triton.cdiv(size, WORDS)
+    if units := moves.numel() // 2:
+        _gather[(units, pool.shape[1] * slices)](
+            source, moves, place, words, place.shape[-1], slices, size, words.stride(0), words.stride(1),
+            most, TOKENS, WORDS,
+        )  # fmt: skip
+
+
+def variants() -> Iterator[Variant]:
+    signature = dict.fromkeys(("p_source", "p_moves", "p_place", "p_pool"), "*i32")
+    signature |= dict.fromkeys(("width", "slices", "words", "stride_page", "stride_lane"), "i32")
+    for most in (1, 8, 16, 64):
+        yield Variant(_gather, signature, {"MOST": most, "TOKENS": TOKENS, "WORDS": WORDS})

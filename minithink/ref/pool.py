@@ -1,0 +1,32 @@
+"""Pooling along a sequence: SnapKV and R-KV let a key's neighbours stay with it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def pool(score: Tensor, valid: Tensor, kernel_size: int, pooling: str) -> Tensor:
+    """Every valid key's score and those of its (kernel_size − 1)/2 neighbours on each side as one.
+
+    Args:
+        score: [..., S]; anything (also NaN) where not valid.
+        valid: bool, of the same shape or broadcast.
+        kernel_size: odd; 1 changes nothing.
+        pooling: "max", or "avg": the sum divided by kernel_size, also at the ends, where there are fewer keys
+            (torch's count_include_pad, as in the papers' code: the first and the last key lose).
+
+    Returns:
+        the shape of `score`; 0 where not valid.
+    """
+    if kernel_size < 1 or kernel_size % 2 == 0 or pooling not in ("max", "avg"):
+        raise ValueError(f"kernel_size {kernel_size} must be odd, and pooling {pooling!r} max or avg")
+    side, flat = kernel_size // 2, (-1, 1, score.shape[-1])
+    if pooling == "max":
+        outside = score.masked_fill(~valid, -torch.inf)
+        pooled = F.max_pool1d(outside.reshape(flat), kernel_size, stride=1, padding=side)
+    else:
+        outside = score.masked_fill(~valid, 0.0)
+        pooled = F.avg_pool1d(outside.reshape(flat), kernel_size, stride=1, padding=side)
+    return pooled.view_as(score).masked_fill(~valid, 0.0)
