@@ -15,7 +15,7 @@ import minithink.kv.manager as manager_module
 import minithink.loop as loop_module
 from minithink.backend import REFERENCE, Backend, triton_backend
 from minithink.engine import Engine, load
-from minithink.errors import MinithinkError
+from minithink.errors import MinithinkError, UsageError
 from minithink.kv.contract import Demand, Policy, See, Storage
 from minithink.kv.manager import KVManager
 from minithink.kv.view import ACTIVE, STATE
@@ -27,7 +27,7 @@ from minithink.stream import Stream
 from minithink.tasks import load_problems
 from tests.compare import assert_close, margins
 from tests.kv.run import Full, feed, manager_for, text_of
-from tests.kv.test_next import ONE_BY_ONE, assert_same_state, with_backend
+from tests.kv.test_next import ONE_BY_ONE, assert_same_content, assert_same_state, content, with_backend
 from tests.policies.test_laws import decoder_of
 from tests.strategies import example_config, random_decoder
 
@@ -387,6 +387,39 @@ def test_who_pads_a_flush_keeps_its_buffer(policy: str) -> None:
     flushes = [values for graph in loop.flushes.values() for values in graph.seen]  # type: ignore[attr-defined]
     assert {n for n, *_ in loop.recorded} == {5}, "a step has all rows"
     assert {(4, 3), (1, 1)} == {(values.shape[1], int(values[ACTIVE].sum())) for values in flushes}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "capacity", "error", "message"),
+    [
+        (40, 9, ValueError, "sequence 3 has 9 tokens of 9: 1 do not fit"),
+        (8, 40, UsageError, "A lane may hold 10 tokens and the width was fixed to 9: use a smaller budget or"),
+    ],
+)
+@pytest.mark.usefixtures("by_launches")
+def test_what_does_not_fit_is_refused_before_the_step(
+    tokens: int, capacity: int, error: type[Exception], message: str
+) -> None:
+    """More tokens than were announced, and more than a list has room for. The sequence beside it goes on."""
+    decoder = with_backend(decoder_of(0), ONE_BY_ONE)
+    manager = manager_for(
+        decoder, parse("full"), backend=ONE_BY_ONE, rows=2, tokens=tokens, columns="fit", poison=False, pages=99
+    )
+    for seq, n, most in ((3, 5, capacity), (4, 1, 40)):
+        manager.join(seq, most, n)
+        feed(decoder, manager, {seq: text_of(decoder.config, n, seq)})
+    loop = DecodeLoop(decoder, manager, SamplingParams(temperature=0))
+    for i in range(4):
+        loop.step([4, 3], [i, 1])
+    before = {row: content(manager, row) for row in range(2)}
+    for seqs in ((3,), (4, 3)):
+        with pytest.raises(error, match=message):
+            loop.step(seqs, [1] * len(seqs))
+    for row, want in before.items():
+        assert_same_content(f"row {row}", content(manager, row), want)
+    assert [manager.length(seq) for seq in (3, 4)] == [9, 5]
+    loop.step([4], [2])
+    assert_same_content("who sits beside it", content(manager, 0), before[0])
 
 
 def test_what_cannot_be_recorded_is_refused() -> None:
