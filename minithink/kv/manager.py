@@ -156,7 +156,7 @@ class KVManager:
             c.num_layers, rows, c.num_kv_heads, c.num_heads, c.head_dim, c.hidden_size, policy.scope, self.device,
             tokens,
         )  # fmt: skip
-        prompt = tokens if prompt is None else prompt
+        self.prompt = prompt = tokens if prompt is None else prompt
         need = needs(policy, c.head_dim, dtype, tokens, prompt)
         units = self.shape.tables[0] * self.shape.tables[2]  # of a row
         if pages is None:
@@ -215,6 +215,8 @@ class KVManager:
         free = [row for row, taken in enumerate(self.rows) if taken is None]
         if not free:
             raise ValueError(f"all {len(self.rows)} rows are taken; sequence {seq} must wait")
+        if self.store.columns is not None and prompt > self.prompt:  # tables would grow, and addresses change
+            raise ValueError(f"sequence {seq} has a prompt of {prompt} tokens, and room was made for {self.prompt}")
         self.check(prompt, budget)
         row = free[0]
         self.rows[row], self._row_of[seq] = _Row(seq, prompt, thinking or None in self.think_ids, capacity), row

@@ -735,6 +735,22 @@ def test_addresses_stay(text: str) -> None:
         assert [x.data_ptr() for x in (*manager.store.tensors(), *manager._observed())] == addresses
 
 
+def test_a_prompt_that_would_move_what_is_recorded_is_refused() -> None:
+    """It is plain until it is read, and needs more columns of the tables than there are. Without fixed widths they
+    grow."""
+    decoder, text = decoder_of(0), "quant:fmt=nvfp4"
+    fixed, loose = (
+        manager_for(decoder, parse(text), rows=16, tokens=60, prompt=5, columns=columns) for columns in ("fit", None)
+    )
+    with pytest.raises(ValueError, match="sequence 1 has a prompt of 6 tokens, and room was made for 5"):
+        fixed.join(1, 60, 6)
+    for manager, n in ((fixed, 5), (loose, 40)):
+        manager.join(1, 60, n)
+        page = manager.store.table.page
+        feed(decoder, manager, {1: [1] * n})
+        assert (manager.store.table.page is page) == (manager is fixed)
+
+
 # -- the kernels
 
 
