@@ -688,9 +688,24 @@ def test_rows_of_scales_that_were_drawn_are_counted() -> None:
         if i in (1, 3):
             store.flush_next(torch.tensor([0]), torch.tensor([True]))
             store.flushed([0])
+            assert not store.overflow, "the last one suffices"
     assert store.reader()(0)[0][0, 0, :6].any(-1).all()
     with pytest.raises(Exhausted, match="needs 1 rows of key scales and 0 of 2 are free"):
         store.flush([0])
+
+
+def test_who_takes_a_row_again_finds_nothing_of_the_last_one() -> None:
+    """Scales of a prompt, and how many tokens wait."""
+    decoder = decoder_of(0)
+    manager = manager_for(decoder, Full(storage=Storage(("fp8",), buffer=5)), rows=2, columns="fit")
+    store = manager.store
+    manager.join(0, 30, 4)
+    feed(decoder, manager, {0: [1, 2, 3, 4]})
+    feed_next(decoder, manager, {0: 5})
+    assert (store.waiting, bool((store.scale[1, :, :, 0] != 1).all())) == ([1, 0], True)
+    manager.leave(0)
+    assert store.waiting == store.lengths == store.most == [0, 0]
+    assert store.scale.eq(1).all()
 
 
 def test_a_prompt_is_refused_after_steps_that_took_the_room() -> None:
