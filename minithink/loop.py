@@ -99,15 +99,15 @@ class DecodeLoop:
 
         Raises:
             MinithinkError: the pool of pages is too small; the sequences cannot go on.
+            UsageError: a lane is full; nothing has changed.
         """
         cache, store = self.cache, self.cache.store
+        cache.prepare_next(seqs)
         states = cache.states_after(seqs, tokens)  # [STATE, len(seqs)]
         inputs = self._with_idle(np.vstack((states, np.zeros_like(seqs), seqs)), self.sizes)
         rows, n = inputs[0].tolist(), inputs.shape[1]
         inputs[2, len(seqs) :] = [store.lengths[row] + 1 for row in rows[len(seqs) :]]
         inputs[STATE] = [store.waiting[row] for row in rows]
-        cache.fit_columns(1)
-        store.used.update(store.appends)
         observed = cache.demands_due(seqs)
         out = self._replay(
             self.recorded, lambda x, out: self._step(x, out, observed), inputs, 3 * n + 1, observed

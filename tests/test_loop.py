@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,9 +16,10 @@ import minithink.kv.manager as manager_module
 import minithink.loop as loop_module
 from minithink.backend import REFERENCE, Backend, triton_backend
 from minithink.engine import Engine, load
-from minithink.errors import MinithinkError
+from minithink.errors import MinithinkError, UsageError
 from minithink.kv.contract import Demand, Policy, See, Storage
 from minithink.kv.manager import KVManager
+from minithink.kv.store import PagedStore
 from minithink.kv.view import ACTIVE, STATE
 from minithink.loop import SIZES, DecodeLoop
 from minithink.model import Decoder, Rope
@@ -26,8 +28,16 @@ from minithink.sampling import SamplingParams
 from minithink.stream import Stream
 from minithink.tasks import load_problems
 from tests.compare import assert_close, margins
-from tests.kv.run import Full, feed, manager_for, text_of
-from tests.kv.test_next import ONE_BY_ONE, assert_same_state, with_backend
+from tests.kv.run import Full, feed, kept, manager_for, text_of
+from tests.kv.test_next import (
+    ONE_BY_ONE,
+    assert_same_content,
+    assert_same_state,
+    content,
+    formats,
+    observed,
+    with_backend,
+)
 from tests.policies.test_laws import decoder_of
 from tests.strategies import example_config, random_decoder
 
@@ -403,6 +413,251 @@ def test_who_pads_a_flush_keeps_its_buffer(policy: str) -> None:
     flushes = [values for graph in loop.flushes.values() for values in graph.seen]  # type: ignore[attr-defined]
     assert {n for n, *_ in loop.recorded} == {5}, "a step has all rows"
     assert {(4, 3), (1, 1)} == {(values.shape[1], int(values[ACTIVE].sum())) for values in flushes}
+
+
+class Careful(Launched):
+    """Where recording, with nobody active, changes nothing that any row holds, and what the host decides of a step is
+    at each replay what it was then."""
+
+    cache: KVManager
+
+    def __init__(self, run: Callable[[Tensor, Tensor], object], values: Tensor, out: Tensor, pool: Any) -> None:
+        rows, store = range(len(self.cache.rows)), self.cache.store
+        before = [content(self.cache, row) | observed(self.cache, row) for row in rows]
+        free = store.table.pages.free, store.free_rows.free
+        super().__init__(run, values, out, pool)
+        for row, want in enumerate(before):
+            assert_same_content(f"row {row}, recorded", content(self.cache, row) | observed(self.cache, row), want)
+        assert (store.table.pages.free, store.free_rows.free) == free
+        assert not store.overflow
+        self.host = self.decided()
+
+    def decided(self) -> tuple[Any, ...]:
+        """Width, formats, and where things are."""
+        store = self.cache.store
+        addresses = [x.data_ptr() for x in (*store.tensors(), *self.cache._observed())]
+        return store.seen, set(store.used), self.cache.records_decisions, addresses
+
+    def replay(self, values: Tensor) -> Tensor:
+        assert self.decided() == self.host
+        return super().replay(values)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "full", "window:budget=12,schedule=interval:5", "quant:fmt=nvfp4,by=token,buffer=16",
+        "rkv:budget=15,buffer=4,alpha=3+quant:fmt=fp8", "crystal_kv_lite:budget=18",
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("by_launches")
+def test_sequences_come_and_go_between_steps(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They join, pause and leave, and rows are used again: each draws what it draws by steps that are not recorded.
+    What the host says of rows in a step is what it knows of them, of idle ones too; widths follow the lanes."""
+    monkeypatch.setattr(loop_module, "Recorded", Careful)
+    decoder, draw = with_backend(decoder_of(0), ONE_BY_ONE), torch.Generator().manual_seed(2)
+    options: dict[str, Any] = {"rows": 5, "tokens": 60, "columns": "fit", "poison": False}
+    got, want = (manager_for(decoder, parse(policy), backend=ONE_BY_ONE, **options) for _ in range(2))
+    monkeypatch.setattr(Careful, "cache", got, raising=False)
+    loop, store = DecodeLoop(decoder, got, SamplingParams(temperature=0), sizes=(1, 2, 3)), got.store
+    last, ends, number, widths = dict[int, int](), dict[int, int](), 0, list[int]()
+
+    def some(high: int) -> int:
+        return int(torch.randint(high, (), generator=draw))
+
+    slow = text_of(decoder.config, 9, 99)  # whose prompt is half read for some steps: then there are plain tokens
+    for i in range(45):
+        for manager in (got, want) if i in (15, 20) else ():
+            if i == 15:
+                manager.join(99, 60, 9)
+            feed(decoder, manager, {99: slow[:5] if i == 15 else slow[5:]})
+            if i == 20:
+                manager.leave(99)
+        while len(last) < 4 and (not last or some(3) == 0):
+            n = 1 + some(12)
+            for manager in (got, want):
+                manager.join(number, 60, n)
+                last[number] = int(
+                    feed(decoder, manager, {number: text_of(decoder.config, n, i)})[number][-1].argmax()
+                )
+            ends[number] = min(60, n + 1 + some(50))
+            number += 1
+        seqs = [list(last)[j] for j in torch.randperm(len(last), generator=draw)]
+        seqs = seqs[: 1 + some(len(seqs))] if i % 3 else seqs
+        rows = [got._row_of[seq] for seq in seqs]
+        lengths, waiting = list(store.lengths), list(store.waiting)
+        steps = [len(graph.seen) for graph in loop.recorded.values()]  # type: ignore[attr-defined]
+        logits = feed(decoder, want, {seq: [last[seq]] for seq in seqs})
+        drawn = loop.step(seqs, [last[seq] for seq in seqs])
+        assert drawn == [int(logits[seq].argmax()) for seq in seqs], f"step {i}"
+        [values] = [
+            graph.seen[-1]  # type: ignore[attr-defined]
+            for graph, before in zip(loop.recorded.values(), [*steps, 0], strict=False)
+            if len(graph.seen) > before  # type: ignore[attr-defined]
+        ]
+        at, active, after, _, _, tokens, waits, numbers = values
+        size = next((size for size in (1, 2, 3) if size >= len(seqs)), 5)
+        idle = [row for row in range(5) if row not in rows][: size - len(rows)]
+        assert at.tolist() == rows + idle
+        assert active.tolist() == [1] * len(rows) + [0] * len(idle)
+        assert after.tolist() == [lengths[row] + 1 for row in at]
+        assert waits.tolist() == [waiting[row] for row in at]
+        assert numbers[: len(seqs)].tolist() == seqs
+        assert tokens[: len(seqs)].tolist() == [last[seq] for seq in seqs]
+        last.update(zip(seqs, drawn, strict=True))
+        assert_same_state(f"{policy}, step {i}", got, want, last, exact=False)
+        held = store.count.amax((0, 2)).tolist()
+        assert all(most >= n for most, n in zip(store.most, held, strict=True))
+        assert store.seen == store.columns >= max(held)
+        assert {f for seq in last for f in formats(got, seq)} <= store.used | {255}
+        widths.append(store.seen)
+        for seq in [seq for seq in last if got.length(seq) == ends[seq]]:
+            for manager in (got, want):
+                manager.leave(seq)
+            del last[seq]
+    assert number > 6
+    assert min(widths) < max(widths)
+    assert {width for _, width, *_ in loop.recorded} == set(widths)
+
+
+@pytest.mark.usefixtures("by_launches")
+def test_rows_of_a_graph() -> None:
+    """As few as there are graphs for, or all; the idle ones are those with the lowest numbers."""
+    decoder = with_backend(decoder_of(0), ONE_BY_ONE)
+    manager = manager_for(decoder, parse("full"), backend=ONE_BY_ONE, rows=6, tokens=20, columns="fit")
+    loop = DecodeLoop(decoder, manager, SamplingParams(temperature=0))
+    for rows, sizes, want in (
+        ([4], (1, 2, 4, 8), [4]),
+        ([4, 0, 2], (1, 2, 4, 8), [4, 0, 2, 1]),
+        ([5, 1, 2, 0, 3], (1, 2, 4, 8), [5, 1, 2, 0, 3, 4]),
+        ([1], (), [1, 0, 2, 3, 4, 5]),
+        ([2], (8, 256), [2, 0, 1, 3, 4, 5]),
+    ):
+        inputs = np.array([rows, [1] * len(rows), [7] * len(rows)])
+        padded = loop._with_idle(inputs, sizes)
+        assert padded[0].tolist() == want
+        assert padded[1:].tolist() == [[x] * len(rows) + [0] * (len(want) - len(rows)) for x in (1, 7)]
+
+
+@pytest.mark.usefixtures("by_launches")
+def test_a_pool_that_is_too_small_here_too() -> None:
+    """The step that finds no page says so, and the host has counted nothing of it; nor does the next one go on."""
+    decoder = with_backend(decoder_of(0), ONE_BY_ONE)
+    manager = manager_for(
+        decoder, Full(storage=Storage(block=4)), backend=ONE_BY_ONE, rows=2, columns="fit", pages=6 * 4, poison=False
+    )  # six pages for each of four units: two and one for the prompts, three are free
+    for seq, n in ((0, 8), (1, 4)):
+        manager.join(seq, 60, n)
+        feed(decoder, manager, {seq: text_of(decoder.config, n, seq)})
+    loop, tokens = DecodeLoop(decoder, manager, SamplingParams(temperature=0)), [1, 2]
+    for _ in range(4):  # a page each, with four slots
+        tokens = loop.step([0, 1], tokens)
+    assert manager.store.table.pages.free == 4
+    for _ in range(2):
+        with pytest.raises(MinithinkError, match=r"The KV pool of 24 pages is exhausted: use a smaller --batch-size"):
+            loop.step([0, 1], tokens)
+        assert [manager.length(seq) for seq in (0, 1)] == manager.store.lengths == [12, 8]
+        assert manager.store.most == [12, 8]
+
+
+@pytest.mark.usefixtures("by_launches")
+def test_a_buffer_without_room_is_noticed_by_the_next_step() -> None:
+    decoder = with_backend(decoder_of(0), ONE_BY_ONE)
+    storage = Storage(("fp8",), buffer=4, block=4, tail="keep")
+    manager = manager_for(
+        decoder, Full(storage=storage), backend=ONE_BY_ONE, rows=1, columns="fit", pages=4 * 2, poison=False
+    )
+    size = manager.store.layouts[1].slots
+    manager.join(0, 60, 1)
+    feed(decoder, manager, {0: [1]})
+    loop = DecodeLoop(decoder, manager, SamplingParams(temperature=0))
+    for i in range(2 * size + 3):  # two pages a unit are full, and the buffer with this token
+        loop.step([0], [i % 9])
+    assert bool(manager.store.overflow)
+    assert (manager.length(0), manager.store.waiting) == (2 * size + 4, [0])
+    with pytest.raises(MinithinkError, match="The KV pool of 8 pages is exhausted"):
+        loop.step([0], [1])
+    assert manager.length(0) == 2 * size + 4
+
+
+class Witness:
+    """A recorder that remembers the steps."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[list[int], list[int]]] = []
+
+    def joined(self, manager: KVManager, seq: int, row: int) -> None: ...
+
+    def noted(self, *args: Any) -> None: ...
+
+    def evicting(self, *args: Any) -> None: ...
+
+    def left(self, seq: int) -> None: ...
+
+    def stepped(self, rows: Sequence[int], counts: Sequence[int], ids: Sequence[int], edits: Any) -> None:
+        assert list(counts) == [1] * len(rows) or not self.steps
+        self.steps.append((list(rows), list(ids)))
+
+
+def test_who_watches_sees_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not recorded then, nor asked for in the step, and are the same; who watches learns of every step."""
+    monkeypatch.setattr(loop_module, "Recorded", Launched)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(PagedStore, "evicts_in_place", property(lambda _: True))
+    backend = replace(ONE_BY_ONE, in_place=True)
+    decoder = with_backend(decoder_of(0), backend)
+    lanes = []
+    for watched in (False, True):
+        manager = manager_for(
+            decoder, parse("window:budget=12"), backend=backend, rows=2, tokens=60, columns="fit", poison=False
+        )
+        witness = Witness()
+        manager.recorder = witness if watched else None
+        if watched:
+            monkeypatch.setattr(manager, "due_next", None)
+        manager.join(0, 60, 5)
+        feed(decoder, manager, {0: text_of(decoder.config, 5, 0)})
+        loop = DecodeLoop(decoder, manager, SamplingParams(temperature=0), sizes=())
+        for i in range(15):
+            loop.step([0], [i])
+        assert {n for n, *_ in loop.decisions} == (set() if watched else {1}), "whatever the sizes of steps"
+        assert {key[-1] for key in loop.recorded} == {not watched}
+        assert witness.steps[1:] == ([([0], [i]) for i in range(15)] if watched else [])
+        lanes.append(kept(manager, 0))
+    assert lanes[0] == lanes[1] == [list(range(8, 20))]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "capacity", "error", "message"),
+    [
+        (40, 9, ValueError, "sequence 3 has 9 tokens of 9: 1 do not fit"),
+        (8, 40, UsageError, "A lane may hold 10 tokens and the width was fixed to 9: use a smaller budget or"),
+    ],
+)
+@pytest.mark.usefixtures("by_launches")
+def test_what_does_not_fit_is_refused_before_the_step(
+    tokens: int, capacity: int, error: type[Exception], message: str
+) -> None:
+    """More tokens than were announced, and more than a list has room for. The sequence beside it goes on."""
+    decoder = with_backend(decoder_of(0), ONE_BY_ONE)
+    manager = manager_for(
+        decoder, parse("full"), backend=ONE_BY_ONE, rows=2, tokens=tokens, columns="fit", poison=False, pages=99
+    )
+    for seq, n, most in ((3, 5, capacity), (4, 1, 40)):
+        manager.join(seq, most, n)
+        feed(decoder, manager, {seq: text_of(decoder.config, n, seq)})
+    loop = DecodeLoop(decoder, manager, SamplingParams(temperature=0))
+    for i in range(4):
+        loop.step([4, 3], [i, 1])
+    before = {row: content(manager, row) for row in range(2)}
+    for seqs in ((3,), (4, 3)):
+        with pytest.raises(error, match=message):
+            loop.step(seqs, [1] * len(seqs))
+    for row, want in before.items():
+        assert_same_content(f"row {row}", content(manager, row), want)
+    assert [manager.length(seq) for seq in (3, 4)] == [9, 5]
+    loop.step([4], [2])
+    assert_same_content("who sits beside it", content(manager, 0), before[0])
 
 
 def test_what_cannot_be_recorded_is_refused() -> None:

@@ -156,7 +156,7 @@ class KVManager:
             c.num_layers, rows, c.num_kv_heads, c.num_heads, c.head_dim, c.hidden_size, policy.scope, self.device,
             tokens,
         )  # fmt: skip
-        prompt = tokens if prompt is None else prompt
+        self.prompt = prompt = tokens if prompt is None else prompt
         need = needs(policy, c.head_dim, dtype, tokens, prompt)
         units = self.shape.tables[0] * self.shape.tables[2]  # of a row
         if pages is None:
@@ -216,6 +216,8 @@ class KVManager:
         free = [row for row, taken in enumerate(self.rows) if taken is None]
         if not free:
             raise ValueError(f"all {len(self.rows)} rows are taken; sequence {seq} must wait")
+        if self.store.columns is not None and prompt > self.prompt:  # tables would grow, and addresses change
+            raise ValueError(f"sequence {seq} has a prompt of {prompt} tokens, and room was made for {self.prompt}")
         self.check(prompt, budget)
         row = free[0]
         self.rows[row], self._row_of[seq] = _Row(seq, prompt, thinking or None in self.think_ids, capacity), row
@@ -259,28 +261,16 @@ class KVManager:
         Raises:
             Exhausted: the pool is full; nothing has changed.
         """
-        if not seqs or len(set(seqs)) < len(seqs) or min(counts) < 1:
-            raise ValueError(f"a step needs sequences, each once, with new tokens: {list(seqs)} with {list(counts)}")
+        records, prompt = self._announced(seqs, counts)
         rows, counts = [self._row_of[seq] for seq in seqs], list(counts)
-        records = [self._row(row) for row in rows]
-        reading = [r.length < r.prompt for r in records]
-        if any(reading) != all(reading):
-            raise ValueError("a step reads prompts or generates, not both: announce them apart")
-        for r, count in zip(records, counts, strict=True):
-            if r.length + count > r.capacity:
-                raise ValueError(f"sequence {r.seq} has {r.length} tokens of {r.capacity}: {count} do not fit")
-            if reading[0] and r.length + count > r.prompt:
-                raise ValueError(f"sequence {r.seq} announced a prompt of {r.prompt} tokens and brings more")
-            if not reading[0] and count != 1:
-                raise ValueError(f"sequence {r.seq} generates: it brings one token a step, not {count}")
         self._store_what_waits()
-        if self.policy.opens and self.records_decisions and not reading[0]:  # what `decide_next` has opened
+        if self.policy.opens and self.records_decisions and not prompt:  # what `decide_next` has opened
             everyone = torch.ones(len(rows), dtype=torch.bool, device=self.device)
             self.store.take_over(torch.tensor(rows, device=self.device), everyone)
             self._begun(rows)
         self.fit_columns(max(counts))
         lengths = [r.length for r in records]
-        writer = self.store.append(rows, counts, lengths, prompt=reading[0])
+        writer = self.store.append(rows, counts, lengths, prompt=prompt)
         position = [p for start, count in zip(lengths, counts, strict=True) for p in range(start, start + count)]
         cos, sin = self.rope.at(torch.tensor(position, device=self.device))
         last, at = [], -1
@@ -288,7 +278,7 @@ class KVManager:
             at += count
             last.append(-1 if tokens is None else tokens[at])
         here, before = torch.tensor(rows, device=self.device), torch.tensor(lengths, device=self.device)
-        now = _Pass(rows, counts, reading[0], last, tokens or (), writer, here, before, cos, sin)
+        now = _Pass(rows, counts, prompt, last, tokens or (), writer, here, before, cos, sin)
         if not now.prompt:
             for r, thinks in zip(records, self._think(records, last), strict=True):
                 r.thinking = thinks
@@ -309,11 +299,48 @@ class KVManager:
             self._pull(now)
 
     @torch.inference_mode()
+    def prepare_next(self, seqs: Sequence[int]) -> None:
+        """What the host does before a step that begins with `begin_next`, where nobody can be asked: refuse what does
+        not fit, make the lists as wide as these sequences need them.
+
+        Raises:
+            Exhausted: the pool is too small for what still waits from the step before.
+            UsageError: a lane is full.
+        """
+        counts = [1] * len(seqs)
+        records, prompt = self._announced(seqs, counts)
+        if prompt:
+            r = records[0]
+            raise ValueError(f"sequence {r.seq} generates, and has read {r.length} of {r.prompt} prompt tokens")
+        self._store_what_waits()
+        self.fit_columns(1)
+        if max(self.store.most) >= self.store.seen:  # as the host counts, who does not know of evictions
+            self.store.require_columns([self._row_of[seq] for seq in seqs], counts)
+        self.store.used.update(self.store.appends)
+
+    def _announced(self, seqs: Sequence[int], counts: Sequence[int]) -> tuple[list[_Row], bool]:
+        """The sequences of a step, and whether they read their prompts. ValueError: there is no such step."""
+        if not seqs or len(set(seqs)) < len(seqs) or min(counts) < 1:
+            raise ValueError(f"a step needs sequences, each once, with new tokens: {list(seqs)} with {list(counts)}")
+        records = [r for seq in seqs if (r := self.rows[self._row_of[seq]])]
+        reading = [r.length < r.prompt for r in records]
+        if any(reading) != all(reading):
+            raise ValueError("a step reads prompts or generates, not both: announce them apart")
+        for r, count in zip(records, counts, strict=True):
+            if r.length + count > r.capacity:
+                raise ValueError(f"sequence {r.seq} has {r.length} tokens of {r.capacity}: {count} do not fit")
+            if reading[0] and r.length + count > r.prompt:
+                raise ValueError(f"sequence {r.seq} announced a prompt of {r.prompt} tokens and brings more")
+            if not reading[0] and count != 1:
+                raise ValueError(f"sequence {r.seq} generates: it brings one token a step, not {count}")
+        return records, reading[0]
+
+    @torch.inference_mode()
     def begin_next(
         self, at: Tensor, active: Tensor, lengths: Tensor, waiting: Tensor, due: Sequence[Demand] | None = None
     ) -> None:
-        """`begin_step` for one generated token each, from tensors alone, as a CUDA graph captures it. `end_next`
-        follows when it has run.
+        """`begin_step` for one generated token each, from tensors alone, as a CUDA graph captures it. Before it the
+        host calls `prepare_next`, `end_next` follows when it has run.
 
         Args:
             at: int64 [N], rows, each once.

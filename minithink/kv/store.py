@@ -161,7 +161,7 @@ class PagedStore(Pages):
         n, device = max(counts), self.shape.device
         if prompt and self.compaction:
             self.compaction.finish()
-        most = self._grown(rows, counts)
+        most = self.require_columns(rows, counts)
         width = max(most) if self.columns is None else None
         at = torch.tensor(rows, device=device)
         column = torch.arange(n, device=device)
@@ -185,7 +185,8 @@ class PagedStore(Pages):
 
     def append_next(self, at: Tensor, active: Tensor, lengths: Tensor, waiting: Tensor) -> Writer:
         """One generated token for some rows, from tensors alone, as a CUDA graph captures it: the host does nothing
-        here, and tells afterwards what it knows (`appended`). Widths are fixed; too small a pool sets `overflow`.
+        here, and tells afterwards what it knows (`appended`). Widths are fixed, and there is room
+        (`require_columns`); too small a pool sets `overflow`.
 
         Args:
             at: int64 [N], rows, each once.
@@ -273,8 +274,16 @@ class PagedStore(Pages):
             self.used.add(f)
         return out
 
-    def _grown(self, rows: Sequence[int], counts: Sequence[int]) -> list[int]:
-        """Tokens that the lanes of every row hold at most, with new ones."""
+    def require_columns(self, rows: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """Make sure that lists of a fixed width have room for new tokens: counts[i] of row rows[i]. `append` asks by
+        itself; the host asks before `append_next`, which would write behind the end.
+
+        Returns:
+            tokens that the lanes of every row hold at most, with the new ones.
+
+        Raises:
+            UsageError: a lane would hold more tokens than the fixed width.
+        """
         more = [0] * self.shape.rows
         for row, count in zip(rows, counts, strict=True):
             more[row] += count
@@ -282,7 +291,10 @@ class PagedStore(Pages):
         if self.columns is not None and max(most) > self.columns:  # evictions are not counted: ask the device
             most = [held + new for held, new in zip(self.count.amax((0, 2)).tolist(), more, strict=True)]
             if max(most) > self.columns:
-                raise UsageError(f"A lane may hold {max(most)} tokens and the width was fixed to {self.columns}.")
+                raise UsageError(
+                    f"A lane may hold {max(most):,} tokens and the width was fixed to {self.columns:,}: use a "
+                    "smaller budget or --max-new-tokens."
+                )
         return most
 
     def _list(self, at: Tensor, valid: Tensor, place: Tensor, positions: Tensor, width: int | None) -> None:

@@ -22,6 +22,7 @@ from minithink.kv.manager import KVManager
 from minithink.kv.view import ACTIVE, STATE
 from minithink.model import Decoder
 from minithink.policies import POLICIES, parse
+from minithink.policies.thinkv import ThinKV
 from minithink.policies.window import Window
 from tests.compare import assert_close, assert_same
 from tests.kv.run import Cut, feed, kept, manager_for, state_after, text_of
@@ -101,10 +102,11 @@ class Apart:
             self.decided.append(len(acting))
             state, idle = padded([state for state in states if state[0] in acting])
             others = [row for row in range(rows) if row not in acting]
-            before = {row: content(manager, row) for row in others}
+            before = {row: content(manager, row) | remembered(manager, row) for row in others}
             manager.decide_next(state)
             for row in others:
-                assert_same_content(f"row {row}, idle: {row in idle}", content(manager, row), before[row])
+                after = content(manager, row) | remembered(manager, row)
+                assert_same_content(f"row {row}, idle: {row in idle}", after, before[row])
 
     def evicting(self, states: list[tuple[int, ...]]) -> set[int]:
         """Rows that lose tokens when the policy is shown all of them."""
@@ -115,6 +117,14 @@ class Apart:
             x.copy_(was)
         drop = self.manager._dropped([edit for edit in edits if not isinstance(edit, OpenSegment)], step)
         return set((drop & (step.pos() >= 0)).any(3).any(2).any(0).nonzero().flatten().tolist())
+
+
+def remembered(manager: KVManager, row: int) -> dict[str, Tensor]:
+    """What ThinKV remembers of a row; others that are recorded remember nothing."""
+    if not isinstance(manager.policy, ThinKV):
+        return {}
+    of = manager.policy
+    return {name: x.clone() for name, x in zip("abc", (of.kind[row], of.level[row], of.cases[:, row]), strict=True)}
 
 
 # -- the same tokens stay

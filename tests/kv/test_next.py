@@ -18,6 +18,7 @@ from torch import Tensor
 
 import minithink.kv.manager as manager_module
 from minithink.backend import REFERENCE, triton_backend
+from minithink.errors import UsageError
 from minithink.kv.contract import SCOPES, Demand, Edit, OpenSegment, Policy, Scope, See, Shape, Step, Storage
 from minithink.kv.manager import KVManager
 from minithink.kv.store import SAME, PagedStore
@@ -71,8 +72,7 @@ def feed_next(
         decide: in place of the policy.
     """
     store = manager.store
-    manager.fit_columns(1)
-    store.used.update(store.appends)
+    manager.prepare_next(list(tokens))
     states = [(*manager.next_state(seq), 1, token) for seq, token in tokens.items()]
     states += [(row, store.lengths[row], store.waiting[row], 0, 3) for row in idle]
     order = [(i + turn) % len(states) for i in range(len(states))]
@@ -507,6 +507,120 @@ def test_refresh_narrows() -> None:
     assert fixed.store.columns == 40
 
 
+# -- what the host refuses before a step, for in it nobody can be asked
+
+
+def full_lanes(columns: Any, policy: Policy | None = None, n: int = 4, **options: Any) -> tuple[Decoder, KVManager]:
+    """Two sequences of `n` tokens that may become longer than the lists of ten are wide."""
+    decoder = with_backend(random_decoder(example_config()), ONE_BY_ONE)
+    options = {"rows": 3, "tokens": 9 if columns == "fit" else 40, "poison": False, "pages": 999, **options}
+    manager = manager_for(decoder, policy or Full(), backend=ONE_BY_ONE, columns=columns, **options)
+    for seq in (7, 4):
+        manager.join(seq, 40, n)
+        feed(decoder, manager, {seq: text_of(decoder.config, n, seq)})
+    return decoder, manager
+
+
+@pytest.mark.parametrize("columns", ["fit", 10])
+def test_a_full_lane_is_an_error_before_anything_changes(columns: Any) -> None:
+    """A step that is recorded would write behind the end of the list. Who is beside it goes on."""
+    decoder, manager = full_lanes(columns)
+    assert manager.width == 10
+    for i in range(6):
+        feed_next(decoder, manager, {7: i}, [1])
+    before = {row: content(manager, row) for row in range(3)}
+    for seqs in ([7], [4, 7], [7, 4]):
+        with pytest.raises(UsageError, match="A lane may hold 11 tokens and the width was fixed to 10: use a"):
+            manager.prepare_next(seqs)
+    for row, want in before.items():
+        assert_same_content(f"row {row}", content(manager, row), want)
+    assert [manager.length(seq) for seq in (7, 4)] == [10, 4]
+    for i in range(6):
+        feed_next(decoder, manager, {4: i}, [0])
+    with pytest.raises(UsageError, match="A lane may hold 11 tokens"):
+        manager.prepare_next([4])
+    manager.leave(7)
+    manager.join(9, 40, 2)
+    feed(decoder, manager, {9: [1, 2]})
+    feed_next(decoder, manager, {9: 3}, [1])
+
+
+@pytest.mark.parametrize("columns", ["fit", 10])
+def test_room_is_what_evictions_leave(columns: Any) -> None:
+    """The host's own count does not know of them: it asks."""
+    decoder, manager = full_lanes(columns, Cut(5))
+    for i in range(20):
+        feed_next(decoder, manager, {7: i % 9, 4: 1}, [2])
+    assert [manager.length(seq) for seq in (7, 4)] == [24, 24]
+    assert max(manager.store.most) > 10 or columns == "fit"
+
+
+def test_require_columns() -> None:
+    """Tokens that lanes may hold; of a row that is named twice, both counts."""
+    decoder, manager = full_lanes(10)
+    store = manager.store
+    assert store.require_columns([0, 1], [6, 1]) == [10, 5, 0]
+    assert store.require_columns([2, 2], [4, 6]) == [4, 4, 10]
+    assert store.most == [4, 4, 0]
+    store.most = [9, 4, 0]  # the host may know of fewer evictions than there were
+    assert store.require_columns([0], [6]) == [10, 4, 0]
+    with pytest.raises(UsageError, match="may hold 11 tokens"):
+        store.require_columns([1], [7])
+    loose = manager_for(decoder, Full(), columns=None)
+    assert loose.store.require_columns([1], [999]) == [0, 999, 0]
+
+
+def test_what_cannot_be_a_step() -> None:
+    """As of `begin_step`, and nothing changes."""
+    decoder, manager = full_lanes("fit", tokens=60)
+    manager.join(1, 60, 6)
+    feed(decoder, manager, {1: [1, 2]})
+    before = {row: content(manager, row) for row in range(3)}
+    for seqs, message in (
+        ([], "each once"),
+        ([4, 4], "each once"),
+        ([1], "sequence 1 generates, and has read 2 of 6 prompt tokens"),
+        ([4, 1], "announce them apart"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            manager.prepare_next(seqs)
+    with pytest.raises(KeyError):
+        manager.prepare_next([3])
+    for row, want in before.items():
+        assert_same_content(f"row {row}", content(manager, row), want)
+    for i in range(36):
+        feed_next(decoder, manager, {4: i})
+    with pytest.raises(ValueError, match="sequence 4 has 40 tokens of 40: 1 do not fit"):
+        manager.prepare_next([7, 4])
+    feed_next(decoder, manager, {7: 1})
+
+
+def test_a_buffer_that_found_no_room_waits() -> None:
+    """Its flush, which the host does here, is refused after the step that filled it, and before each that follows:
+    nothing is written behind its end. It is stored as soon as there is room."""
+    storage = Storage(("int4s",), also=("int2s",), shrink=True, buffer=2, block=1, tail="keep")
+    decoder = with_backend(random_decoder(example_config(head_dim=16)), ONE_BY_ONE)
+    manager = manager_for(
+        decoder, Full(storage=storage), backend=ONE_BY_ONE, rows=2, columns="fit", pages=9, poison=False
+    )  # a page of eight tokens for each of eight units, and one more
+    assert not manager.store.flushes_next
+    for seq in range(2):
+        manager.join(seq, 60, 1)
+        feed(decoder, manager, {seq: [seq]})
+    for i in range(8):
+        feed_next(decoder, manager, {0: i, 1: i})
+    with pytest.raises(Exhausted, match="quantizing the buffers"):
+        feed_next(decoder, manager, {0: 8, 1: 8})
+    assert manager.store.waiting == [2, 2]
+    for _ in range(2):
+        with pytest.raises(Exhausted, match="quantizing the buffers"):
+            manager.prepare_next([0])
+    assert [manager.held(seq) for seq in range(2)] == [10, 10]
+    manager.leave(1)
+    feed_next(decoder, manager, {0: 3})
+    assert (manager.store.waiting[0], manager.held(0)) == (1, 11)
+
+
 # -- a pool that is too small
 
 
@@ -589,9 +703,24 @@ def test_rows_of_scales_that_were_drawn_are_counted() -> None:
         if i in (1, 3):
             store.flush_next(torch.tensor([0]), torch.tensor([True]))
             store.flushed([0])
+            assert not store.overflow, "the last one suffices"
     assert store.reader()(0)[0][0, 0, :6].any(-1).all()
     with pytest.raises(Exhausted, match="needs 1 rows of key scales and 0 of 2 are free"):
         store.flush([0])
+
+
+def test_who_takes_a_row_again_finds_nothing_of_the_last_one() -> None:
+    """Scales of a prompt, and how many tokens wait."""
+    decoder = decoder_of(0)
+    manager = manager_for(decoder, Full(storage=Storage(("fp8",), buffer=5)), rows=2, columns="fit")
+    store = manager.store
+    manager.join(0, 30, 4)
+    feed(decoder, manager, {0: [1, 2, 3, 4]})
+    feed_next(decoder, manager, {0: 5})
+    assert (store.waiting, bool((store.scale[1, :, :, 0] != 1).all())) == ([1, 0], True)
+    manager.leave(0)
+    assert store.waiting == store.lengths == store.most == [0, 0]
+    assert store.scale.eq(1).all()
 
 
 def test_a_prompt_is_refused_after_steps_that_took_the_room() -> None:
@@ -634,6 +763,22 @@ def test_addresses_stay(text: str) -> None:
         feed(decoder, manager, {seq: text_of(decoder.config, 20, seq)})
         feed_next(decoder, manager, {seq: 1})
         assert [x.data_ptr() for x in (*manager.store.tensors(), *manager._observed())] == addresses
+
+
+def test_a_prompt_that_would_move_what_is_recorded_is_refused() -> None:
+    """It is plain until it is read, and needs more columns of the tables than there are. Without fixed widths they
+    grow."""
+    decoder, text = decoder_of(0), "quant:fmt=nvfp4"
+    fixed, loose = (
+        manager_for(decoder, parse(text), rows=16, tokens=60, prompt=5, columns=columns) for columns in ("fit", None)
+    )
+    with pytest.raises(ValueError, match="sequence 1 has a prompt of 6 tokens, and room was made for 5"):
+        fixed.join(1, 60, 6)
+    for manager, n in ((fixed, 5), (loose, 40)):
+        manager.join(1, 60, n)
+        page = manager.store.table.page
+        feed(decoder, manager, {1: [1] * n})
+        assert (manager.store.table.page is page) == (manager is fixed)
 
 
 # -- the kernels
