@@ -33,6 +33,7 @@ from minithink.evaluate.ranks import Ranks
 from minithink.evaluate.recall import Recall
 from minithink.evaluate.summary import FULL, Row
 from minithink.evaluate.trace import Recording, path_of
+from minithink.kv.manager import members
 from minithink.policies import split
 from minithink.progress import progress
 from minithink.sampling import SamplingParams
@@ -63,6 +64,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add_drawing_arguments(parser)
     add = parser.add_argument
     add("--grader", default="exact", choices=list(GRADERS), help="of files that name none (default: exact)")
+    add("--calibration", metavar="FOLDER", help="where minithink.calibrate wrote its files (default: beside the "
+        "model)")  # fmt: skip
     add("--batch-size", type=positive, metavar="N", help=f"rows at once, from beginning to end (default: {GPU_BATCH} "
         f"on a GPU, else {CPU_BATCH})")  # fmt: skip
     add("--recall", action="store_true", help="also find how many of the tokens that full attention looks at most "
@@ -118,10 +121,13 @@ def evaluate(args: argparse.Namespace, argv: list[str], ranks: Ranks) -> list[Ro
     examples = load_dataset(args.dataset, args.split, args.limit, grader=args.grader)
     for grader in {example.grader for example in examples}:
         grade(r"\boxed{1}", "1", grader)
-    engine = load(args.model, device=ranks.device(args.device), dtype=args.dtype, backend=args.backend)
+    options = {"dtype": args.dtype, "backend": args.backend, "calibration": args.calibration}
+    engine = load(args.model, device=ranks.device(args.device), **options)
     if (ignored := engine.generation_config.ignored) and not ranks.rank:
         _say(f"generation_config.json asks for {', '.join(ignored)}, which is not supported and is left out")
+    calibration = calibrations(engine, cells, args.schedule)
     job = Job(engine, examples, args, [cell.policy for cell in cells])
+    job.settings |= {"calibration": calibration} if calibration else {}
     check(cells, args.schedule, max(map(len, job.prompts)))
     about = {
         "command": origin.command("minithink.evaluate", argv), "date": origin.date(), "commit": origin.commit(),
@@ -151,6 +157,19 @@ def evaluate(args: argparse.Namespace, argv: list[str], ranks: Ranks) -> list[Ro
                 _say(recording.said)
         ranks.wait()
     return summary.summarize(read(args.output_dir).records, policies=job.settings["policies"])
+
+
+def calibrations(engine: Engine, cells: Sequence[Cell], schedule: str | None) -> dict[str, Any]:
+    """What the policies read beside the model, by the names of the files; before the first of them runs for hours."""
+    found = dict[str, Any]()
+    for cell in cells:
+        policy = policy_of(cell, schedule, longest=1)
+        for member in members(policy):
+            if member.calibration:
+                values = engine.calibration(member.calibration)
+                found[member.calibration] = {name: values[name] for name in ("layers", "thresholds")}
+        engine.calibrated(policy)
+    return found
 
 
 def _run(job: Job, cells: list[Cell], journal: Journal, ranks: Ranks) -> None:

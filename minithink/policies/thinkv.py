@@ -26,7 +26,7 @@ Chosen where the paper is silent or says two things:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -40,6 +40,14 @@ from minithink.quant import parse, parse_pair
 TRANSITION, EXECUTION, REASONING = 0, 1, 2  # by importance ρ (§4.2), and as figure 6 numbers them
 NAMES = ("transition", "execution", "reasoning")
 BEYOND = (2, 1, 0)  # tokens of a segment that a hard budget goes on to
+
+
+def type_of(sparsity: Tensor, theta: Sequence[float]) -> Tensor:
+    """φ (§4.1): the type of a thought by its sparsity, uint8. theta: θ1 and θ2; θ1 alone where |T| = 2, which knows
+    no transitions."""
+    low, high = [*theta, float("inf")][:2]
+    kind = torch.where(sparsity < low, EXECUTION, torch.where(sparsity < high, REASONING, TRANSITION))
+    return kind.to(torch.uint8)
 
 
 @dataclass
@@ -125,7 +133,9 @@ class ThinKV(Policy):
 
     @property
     def calibration(self) -> str:
-        return "thoughts.json" if self.types > 1 and not (self.layers and self.thresholds) else ""
+        if self.types == 1 or (self.layers and self.thresholds):
+            return ""
+        return "thoughts.json" if self.types == 3 else f"thoughts-{self.types}.json"
 
     def calibrated(self, values: Mapping[str, Any]) -> None:
         """values: `layers` and `thresholds`, of `python -m minithink.calibrate thoughts`."""
@@ -206,10 +216,7 @@ class ThinKV(Policy):
             newest = (step.prompt + step.clock - 1)[:, None, None, None]
             valid = (pos >= 0).unsqueeze(1) & (pos.unsqueeze(1) <= newest - age[:, None, None])  # [B, rows, Ht, S]
             found.append(step.ops.sparsity(p.transpose(1, 2), valid).mean(-1))  # [B]
-        sparsity = torch.stack(found).mean(0)
-        theta = [*self.theta, float("inf")][:2]  # |T| = 2: no transitions
-        kind = torch.where(sparsity < theta[0], EXECUTION, torch.where(sparsity < theta[1], REASONING, TRANSITION))
-        return kind.to(step.thought.dtype)
+        return type_of(torch.stack(found).mean(0), self.theta)
 
     def drop(self, step: Step, running: Tensor, ended: Tensor) -> Tensor | None:
         """What goes: bool [Lt, B, Ht, S]; None: nothing. running: int [B]; ended: bool [B], whether it has."""
