@@ -14,9 +14,11 @@ from minithink.calibrate import thoughts
 from minithink.calibrate.__main__ import main
 from minithink.calibrate.density import density, peaks
 from minithink.calibrate.journal import Journal
-from minithink.calibrate.reading import averaged, sparsity
-from minithink.engine import load
+from minithink.calibrate.reading import averaged, sparsity, types
+from minithink.engine import Engine, load
 from minithink.evaluate.datasets import load_dataset
+from minithink.files import rounded
+from minithink.policies import parse
 from minithink.policies.thinkv import EXECUTION, NAMES, REASONING, TRANSITION, type_of
 from minithink.tasks import load_problems
 from minithink.thoughts import kinds, segments
@@ -69,7 +71,7 @@ def test_what_was_measured_is_the_full_caches_sparsity(
 ) -> None:
     """The lines of the journal, against generations and readings of their own."""
     monkeypatch.setattr(Journal, "remove", Journal.close)
-    calibrate(model, problems, output=tmp_path, sparsity_rows=3, temperature=0)
+    values = calibrate(model, problems, output=tmp_path, sparsity_rows=3, temperature=0)
     lines = [json.loads(line) for line in (tmp_path / "thoughts.jsonl").read_text().splitlines()]
     engine = load(model, device="cpu")
     for line in (x for x in lines if "prompt" in x):
@@ -88,6 +90,12 @@ def test_what_was_measured_is_the_full_caches_sparsity(
             for rows in (1, 4, 16, 64):
                 modes = peaks(density(averaged(u, rows, steps)[:, layer])).modes
                 assert line["modes_by_rows"][str(rows)][layer] == len(modes)
+    for line in (x for x in lines if "evicted" in x):
+        example = load_dataset(str(problems))[line["evicted"]]
+        [tokens] = [x["tokens"] for x in lines if x.get("id") == example.id]
+        policy = parse(POLICY + ",sparsity_rows=3", budget=60)
+        policy.calibrated(values)
+        assert line["types"] == types(engine, policy, engine.prompt_ids(example.question), tokens[:-1])
 
 
 @pytest.mark.parametrize("after", [1, 3, QUESTIONS + 1])
@@ -106,7 +114,13 @@ def test_an_interrupted_run_goes_on_to_the_same_result(
     assert main(words) == 2, "there is something to lose"
     assert main([*words, "--seed", "1", "--resume"]) == 2
     assert "seed 0 and 1" in capsys.readouterr().err
+    compared, fixed = list[list[int]](), list[bool]()
+    stream = Engine.stream
+    monkeypatch.setattr(Engine, "stream", lambda self, *a, **k: fixed.append(k["fixed"]) or stream(self, *a, **k))
+    monkeypatch.setattr(thoughts, "types", lambda *a: compared.append(types(*a)) or compared[-1])
     again = calibrate(model, problems, output=tmp_path, resume=True)
+    assert all(fixed), "no bit depends on who runs beside"
+    assert len(compared) == 2 - max(0, after - QUESTIONS), "what was done is not done again"
     whole = json.loads((calibrated / "thoughts.json").read_text())
     assert again == {k: v for k, v in whole.items() if k in again}
     assert not (tmp_path / "thoughts.jsonl").exists()
@@ -207,6 +221,7 @@ def test_thresholds_lie_in_the_valleys_of_tri_modal_layers() -> None:
     lines = [line(i, torch.stack((tri_modal(0.02 * i), flat), 1), labels) for i in range(3)]
     values = thoughts.conclude(lines, 3, 4)
     assert (values["layers"], values["chosen"], values["fallback"]) == ([0], "every", False)
+    assert values["thresholds"] == rounded(values["thresholds"]), "as the file has them"
     assert 0.25 < values["thresholds"][0] < 0.47 < 0.55 < values["thresholds"][1] < 0.82
     m = values["measurements"]
     assert m["keywords"]["agree"] == 1
