@@ -23,7 +23,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from minithink.calibrate.agreement import fold, kappa
+from minithink.calibrate.agreement import kappa
 from minithink.calibrate.density import Peaks
 from minithink.policies.thinkv import type_of
 
@@ -91,8 +91,7 @@ def otsu(values: Tensor, types: int) -> list[float]:
 
 
 def by_keywords(values: Tensor, labels: Tensor, types: int) -> list[float]:
-    """Thresholds whose types agree best with labels, beyond chance (Cohen's κ). labels: uint8 [N]."""
-    labels = fold(labels, types)
+    """Thresholds whose types agree best with labels (uint8 [N], of as many types), beyond chance (Cohen's κ)."""
 
     def agreement(theta: tuple[float, ...]) -> float:
         return kappa(type_of(values, theta), labels)

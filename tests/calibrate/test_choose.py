@@ -86,7 +86,4 @@ def test_keywords_decide_where_they_can() -> None:
     x = torch.linspace(0, 1, 200)
     labels = type_of(x, [0.2, 0.9])
     assert by_keywords(x, labels, 3) == pytest.approx([0.2, 0.9], abs=0.03)
-    assert by_keywords(x, labels, 2) == pytest.approx([0.2], abs=0.03)
-    many = type_of(x, [0.2, 0.3])  # mostly transitions, which count as reasoning
-    assert by_keywords(x, many, 2) == pytest.approx([0.2], abs=0.03)
-    assert by_keywords(x, torch.where(x < 0.6, EXECUTION, TRANSITION), 2) == pytest.approx([0.6], abs=0.03)
+    assert by_keywords(x, type_of(x, [0.7]), 2) == pytest.approx([0.7], abs=0.03)
