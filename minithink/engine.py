@@ -20,10 +20,11 @@ from typing import Any, Literal
 import torch
 
 from minithink.backend import choose
+from minithink.calibrate import files
 from minithink.config import ModelConfig, as_ids, read_json
 from minithink.errors import MinithinkError, UsageError
 from minithink.kv.contract import Policy
-from minithink.kv.manager import Recorder, bytes_for, check_budget
+from minithink.kv.manager import Recorder, bytes_for, check_budget, members
 from minithink.model import Decoder, Rope
 from minithink.policies import POLICIES, parse
 from minithink.policies.full import Full
@@ -110,6 +111,7 @@ def load(
     device: str = "auto",
     dtype: str = "auto",
     backend: str = "auto",
+    calibration: str | Path | None = None,
 ) -> Engine:
     """Load a checkpoint: a folder, a Hugging Face model id, or the embedded model ("tiny").
 
@@ -119,6 +121,7 @@ def load(
         device: auto (CUDA, then MPS, then CPU), cpu, cuda, cuda:1, … or mps.
         dtype: float32, float16, bfloat16, or auto: the checkpoint's own on CUDA, float32 elsewhere.
         backend: auto, reference or triton.
+        calibration: folder of the files of `minithink.calibrate`, for policies that need one; None: the model's own.
 
     Raises:
         UsageError: an argument makes no sense here. MinithinkError: the checkpoint cannot be read, or does not
@@ -146,7 +149,9 @@ def load(
     defaults = GenerationConfig.from_folder(folder, config, tokenizer)
     _require_room(config, number_type, where)
     try:
-        return Engine(load_decoder(folder, device=where, dtype=number_type, backend=ops), tokenizer, defaults)
+        decoder = load_decoder(folder, device=where, dtype=number_type, backend=ops)
+        home = Home(folder, folder if calibration is None else Path(calibration), "" if embedded else str(path_or_id))
+        return Engine(decoder, tokenizer, defaults, home)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -154,10 +159,23 @@ def load(
         raise MinithinkError(f"Out of memory while {folder} was loaded to {where}: use {fix}.") from error
 
 
+@dataclass(frozen=True)
+class Home:
+    """Where a model's files lie."""
+
+    folder: Path  # of its weights
+    calibration: Path  # of the files of `minithink.calibrate`
+    spoken: str = ""  # what the user calls the model; "": it is the embedded one
+
+
 class Engine:
     """A decoder with its tokenizer and defaults."""
 
-    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, generation_config: GenerationConfig) -> None:
+    def __init__(
+        self, decoder: Decoder, tokenizer: Tokenizer, generation_config: GenerationConfig, home: Home | None = None
+    ) -> None:
+        """home: None: the model has no files, and policies must bring what others read from a calibration."""
+        self.home = home
         self.config, self.decoder, self.tokenizer = decoder.config, decoder, tokenizer
         self.generation_config = generation_config
         self.device, self.dtype = decoder.embed.device, decoder.embed.dtype
@@ -283,13 +301,34 @@ class Engine:
         if isinstance(policy, Policy):
             if budget is not None or schedule is not None:
                 raise UsageError(f"{policy.name} was given as an object: set its budget and schedule there.")
-            return copy.deepcopy(policy)
+            return self.calibrated(copy.deepcopy(policy))
         if policy is None:
             if budget is not None or schedule is not None:
                 given = f"The schedule {schedule}" if budget is None else f"A budget of {budget} tokens"
                 raise UsageError(f"{given} was given without a policy: name one of {', '.join(POLICIES)}.")
             return None
-        return parse(policy, budget=budget, schedule=schedule)
+        return self.calibrated(parse(policy, budget=budget, schedule=schedule))
+
+    def calibrated(self, policy: Policy) -> Policy:
+        """The same policy, which has been told what was measured of this model.
+
+        Raises:
+            MinithinkError: as of `calibration`. UsageError: what was measured does not suit the policy.
+        """
+        for member in members(policy):
+            if name := member.calibration:
+                member.calibrated(self.calibration(name))
+        return policy
+
+    def calibration(self, name: str) -> dict[str, Any]:
+        """What a file of `minithink.calibrate` says of this model.
+
+        Raises:
+            MinithinkError: it is missing, is about another model, or cannot be read.
+        """
+        if self.home is None:
+            raise MinithinkError(f"There is no {name} for this model, which has no folder: load it from one.")
+        return files.read(self.home.calibration, name, self.home.folder, self.home.spoken)
 
     def prompt_ids(self, prompt: Prompt, *, chat: bool | None = None, system: str | None = None) -> list[int]:
         """The tokens of a prompt as the model will read them; ids stay as they are."""

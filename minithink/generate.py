@@ -113,7 +113,8 @@ def run(args: argparse.Namespace) -> int:
     tasks = _tasks(args)
     from minithink.engine import load
 
-    engine = load(args.model, revision=args.revision, device=args.device, dtype=args.dtype, backend=args.backend)
+    names = ("revision", "device", "dtype", "backend", "calibration")
+    engine = load(args.model, **{name: getattr(args, name) for name in names})
     if ignored := engine.generation_config.ignored:
         print(
             f"minithink: generation_config.json asks for {', '.join(ignored)}, which is not supported and is left "
@@ -422,6 +423,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--policy", help="what stays in the KV cache, as in window:budget=256 (default: all of it; --list-policies)")
     add("--budget", type=int, metavar="TOKENS", help="what a policy keeps to")
     add("--schedule", help="when a policy evicts: every, interval:n or sawtooth:B/k")
+    add("--calibration", metavar="FOLDER", help="where minithink.calibrate wrote its files (default: beside the "
+        "model)")  # fmt: skip
     add("--max-new-tokens", type=int, metavar="N", help="default: the model's own, or what fits")
     add("--temperature", type=float, help="0 is greedy (this and the next three default to the model's own)")
     add("--top-k", type=int, help="0 is off")

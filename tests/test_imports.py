@@ -44,6 +44,10 @@ PERMITTED = (
     ("minithink.evaluate", "minithink.trace.recorder"),
     ("minithink.bench", "minithink.trace"),
     ("minithink.analysis", "minithink.bench.record"),
+    # … and who reads what was calibrated, and who calibrates on datasets
+    ("minithink.engine", "minithink.calibrate.files"),
+    ("minithink.calibrate", "minithink.evaluate"),
+    ("minithink.calibrate", "minithink.bench.record"),
 )
 # what the model and the cache must not know: the registered policies, and the methods that the design names
 METHODS = set(
@@ -154,6 +158,9 @@ def test_the_checks_find_what_is_wrong():
     assert not violations("minithink.analysis.x", "from minithink.bench import record")
     assert not violations("minithink.bench.x", "from minithink.bench import record\nimport torch, json")
     assert violations("minithink.engine", "import minithink.train")
+    assert not violations("minithink.engine", "from minithink.calibrate import files")
+    assert violations("minithink.engine", "from minithink.calibrate import thoughts")
+    assert violations("minithink.stream", "from minithink.calibrate import files")
     assert violations("minithink.trainer", "import minithink.train")
     assert not violations("minithink.train.x", "import minithink.train")
     assert not violations("minithink.generate", "from minithink.trace.recorder import Recorder")

@@ -25,7 +25,7 @@ from minithink.tasks.facts import draw_problem, draw_trace
 
 POLICIES = (
     "full", "quant:fmt=nvfp4", "quant:fmt=int4", "kivi", "pm_kvq", "window", "streaming_llm", "random",
-    "snapkv:cap=100", "rkv", "crystal_kv_lite",
+    "snapkv:cap=100", "rkv", "crystal_kv_lite", "thinkv", "tbe", "tbq",
 )  # fmt: skip
 KINDS = ("payload", "scales", "tables", "buffers", "state", "observations")
 DEFAULT = "cache-bytes"
@@ -79,7 +79,7 @@ def measure(engine: Engine, name: str, ids: list[int], prompt: int, budget: int)
     """Read a text under a policy → what is held at its end, and at its fullest."""
     limited = all(takes_budget(lookup(part.partition(":")[0])) for part in name.split("+"))
     limited = limited and not re.search(r"\b(budget=|schedule=sawtooth)", name)  # they say it themselves
-    policy = parse(name, budget=budget if limited else None)
+    policy = engine.calibrated(parse(name, budget=budget if limited else None))
     ops = engine.decoder.backend
     cache = KVManager(engine.config, engine.rope, policy, rows=1, tokens=len(ids), prompt=prompt, backend=ops)
     cache.join(0, len(ids), prompt)

@@ -78,7 +78,7 @@ def fill(text: str, name: str, results: Path) -> str:
                 raise MinithinkError(f"{name}:{number} begins a table, and the next begins before a line {END}.")
         else:
             raise MinithinkError(f"{name}:{number} begins a table, and no line {END} follows.")
-        out += [*TABLES[table](record.read(results / f"{table}.json")), END]
+        out += [*TABLES[table](record.read(SHIPPED.get(table, results / f"{table}.json"))), END]
     return "\n".join(out)
 
 
@@ -271,6 +271,49 @@ def trace(result: dict[str, Any]) -> list[str]:
     return [*markdown(rows), "", *text, _source(result)]
 
 
+def thoughts(result: dict[str, Any]) -> list[str]:
+    """What calibration found, one row a layer; those of L* in bold."""
+    m, types = result["measurements"], len(result["thresholds"]) + 1
+    averages = (f"{types} modes, {n} row{'s' if n != '1' else ''}" for n in m["share_by_rows"])
+    rows: list[tuple[str, ...]] = [("layer", "sparsity", *averages, "agrees with keywords", "κ")]
+    for look in m["layers"]:
+        i, words = look["layer"], look["keywords"]
+        shares = (f"{of[i]:.0%}" for of in m["share_by_rows"].values())
+        name, sparsity = f"**{i}**" if i in result["layers"] else f"{i}", f"{look['mean']:.2f} ± {look['sd']:.2f}"
+        rows.append((name, sparsity, *shares, f"{words['agree']:.0%}", f"{words['kappa']:.2f}"))
+    return [*markdown(rows), "", _source(result)]
+
+
+def thresholds(result: dict[str, Any]) -> list[str]:
+    """The thresholds of a calibration and what else was tried, one row each, beside keywords and under eviction."""
+    m, settings = result["measurements"], result["settings"]
+    rows: list[tuple[str, ...]] = [
+        ("types by", "compared with", "thresholds", "E / R / T", "segments", "agree", "κ", "one type for all")
+    ]
+
+    def row(name: str, other: str, theta: list[float], shares: dict[str, float], of: dict[str, Any]) -> None:
+        agree = (f"{of['segments']:,}", f"{of['agree']:.0%}", f"{of['kappa']:.2f}", f"{of['majority']:.0%}")
+        rows.append((name, other, ", ".join(f"{x:.3f}" for x in theta), _types(shares), *agree))
+
+    theta = result["thresholds"]
+    row(f"**the file ({result['chosen']})**", "keywords", theta, m["shares_of_types"], m["keywords"])
+    for way in m["candidates"]:
+        row(f"{way['way']}, set on one half", "keywords, other half", way["thresholds"], way["shares"], way)
+    if under := m["eviction"]:
+        name = f"the full cache, {under['prompts']} texts"
+        row(name, f"`{settings['policy']}` at {settings['budget']:,}", theta, under["shares_of_types"], under)
+    said = (
+        f"{m['prompts']} problems, {m['right']:.0%} right, {m['tokens']:,} tokens. By keywords, segments are "
+        f"{_types(m['shares_of_keywords'])} (E / R / T). A segment's sparsity and its number correlate: "
+        f"{m['correlation_with_position']:.2f}."
+    )
+    return [*markdown(rows), "", said, "", _source(result)]
+
+
+def _types(shares: dict[str, float]) -> str:
+    return " / ".join(f"{shares[kind]:.0%}" for kind in ("execution", "reasoning", "transition"))
+
+
 def markdown(rows: list[tuple[str, ...]]) -> list[str]:
     """A table whose first row is the heading; every column but the first is aligned right."""
     rule = ("---", *["---:"] * (len(rows[0]) - 1))
@@ -310,6 +353,12 @@ def _short(commit: str) -> str:
     return commit[:10] + ("-dirty" if commit.endswith("-dirty") else "")
 
 
+# tables whose results ship with the model
+SHIPPED = {
+    "thoughts": TINY / "thoughts.json",
+    "thresholds": TINY / "thoughts.json",
+    "thresholds-2": TINY / "thoughts-2.json",
+}
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "decode-cpu": decode,
     "decode-gpu": decode,
@@ -325,4 +374,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "counters": counters,
     "sanitize": sanitize,
     "trace": trace,
+    "thoughts": thoughts,
+    "thresholds": thresholds,
+    "thresholds-2": thresholds,
 }

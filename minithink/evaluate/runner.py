@@ -34,6 +34,7 @@ from minithink.evaluate.ranks import Ranks
 from minithink.evaluate.recall import Recall
 from minithink.evaluate.summary import FULL, Row
 from minithink.evaluate.trace import Recording, path_of
+from minithink.kv.manager import members
 from minithink.policies import split
 from minithink.progress import progress
 from minithink.sampling import SamplingParams
@@ -65,6 +66,8 @@ def add_run_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -> No
     add_drawing_arguments(parser, split)
     add = parser.add_argument
     add("--grader", default="exact", choices=list(GRADERS), help="of files that name none (default: exact)")
+    add("--calibration", metavar="FOLDER", help="where minithink.calibrate wrote its files (default: beside the "
+        "model)")  # fmt: skip
     add("--batch-size", type=positive, metavar="N", help=f"rows at once, from beginning to end (default: {GPU_BATCH} "
         f"on a GPU, else {CPU_BATCH})")  # fmt: skip
     add("--recall", action="store_true", help="also find how many of the tokens that full attention looks at most "
@@ -121,11 +124,14 @@ def evaluate(args: argparse.Namespace, argv: list[str], ranks: Ranks) -> list[Ro
         tracing.check(args.trace, cells, args.output_dir)
     examples = load_dataset(args.dataset, args.split, args.limit, grader=args.grader)
     notes = [*said_of_limit(args, examples), *check_graders(examples)]
-    engine = load(args.model, device=ranks.device(args.device), dtype=args.dtype, backend=args.backend)
+    options = {"dtype": args.dtype, "backend": args.backend, "calibration": args.calibration}
+    engine = load(args.model, device=ranks.device(args.device), **options)
     if (ignored := engine.generation_config.ignored) and not ranks.rank:
         _say(f"generation_config.json asks for {', '.join(ignored)}, which is not supported and is left out")
+    calibration = calibrations(engine, cells, args.schedule)
     names = {cell.policy for cell in cells} - {*args.policies}  # full, where only a share needs it
     job = Job(engine, examples, args, [*names, *args.policies])
+    job.settings |= {"calibration": calibration} if calibration else {}
     check(cells, args.schedule, max(map(len, job.prompts)))
     about = {
         "command": origin.command("minithink.evaluate", argv), "date": origin.date(), "commit": origin.commit(),
@@ -179,6 +185,19 @@ def _about_before(journal: Journal, resume: bool, total: int) -> list[str]:
             f"all {total:,} sequences are in {journal.folder} already: nothing is generated, only summed up again"
         ]
     return [f"{len(journal.records):,} of {total:,} sequences are in {journal.folder} already: the rest is generated"]
+
+
+def calibrations(engine: Engine, cells: Sequence[Cell], schedule: str | None) -> dict[str, Any]:
+    """What the policies read beside the model, by the names of the files; before the first of them runs for hours."""
+    found = dict[str, Any]()
+    for cell in cells:
+        policy = policy_of(cell, schedule, longest=1)
+        for member in members(policy):
+            if member.calibration:
+                values = engine.calibration(member.calibration)
+                found[member.calibration] = {name: values[name] for name in ("layers", "thresholds")}
+        engine.calibrated(policy)
+    return found
 
 
 def _run(job: Job, cells: list[Cell], journal: Journal, ranks: Ranks) -> None:

@@ -414,7 +414,6 @@ class Stack(Policy):
         self.recordable = all(m.recordable for m in deciding)  # type: ignore[misc]
         self.opens = any(m.opens for m in members)  # type: ignore[misc]
         self.scope = min((m.scope for m in members), key=SCOPES.index)
-        self.demands = tuple(d for m in members for d in m.demands)
         self.storage = stored[0].storage if stored else Storage()
         self.protect_prompt = any(m.protect_prompt for m in members)
         self.cap = min((m.cap for m in members if m.cap is not None), default=None)
@@ -423,6 +422,11 @@ class Stack(Policy):
         self.beside = max(m.beside for m in members)
         budgets = [m.budget for m in members if m.budget is not None]
         self.budget = min(budgets, default=None)
+
+    @property
+    def demands(self) -> tuple[Demand, ...]:  # type: ignore[override]
+        """Of all members, which may learn from a calibration what they have to see."""
+        return tuple(d for m in self.members for d in m.demands)
 
     @property
     def limit(self) -> int | None:

@@ -26,7 +26,7 @@ Chosen where the paper is silent or says two things:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -39,6 +39,14 @@ from minithink.quant import parse, parse_pair
 
 TRANSITION, EXECUTION, REASONING = 0, 1, 2  # by importance ρ (§4.2), and as figure 6 numbers them
 NAMES = ("transition", "execution", "reasoning")
+
+
+def type_of(sparsity: Tensor, theta: Sequence[float]) -> Tensor:
+    """φ (§4.1): the type of a thought by its sparsity, uint8. theta: θ1 and θ2; θ1 alone where |T| = 2, which knows
+    no transitions."""
+    low, high = [*theta, float("inf")][:2]
+    kind = torch.where(sparsity < low, EXECUTION, torch.where(sparsity < high, REASONING, TRANSITION))
+    return kind.to(torch.uint8)
 
 
 @dataclass
@@ -126,7 +134,9 @@ class ThinKV(Policy):
 
     @property
     def calibration(self) -> str:
-        return "thoughts.json" if self.types > 1 and not (self.layers and self.thresholds) else ""
+        if self.types == 1 or (self.layers and self.thresholds):
+            return ""
+        return "thoughts.json" if self.types == 3 else f"thoughts-{self.types}.json"
 
     def calibrated(self, values: Mapping[str, Any]) -> None:
         """values: `layers` and `thresholds`, of `python -m minithink.calibrate thoughts`."""
@@ -219,10 +229,7 @@ class ThinKV(Policy):
         last, due = step.prompt + step.clock - 1, step.clock % self.tau == 0
         last, due = last[:, None, None, None], due[:, None, None, None]
         valid = (pos >= 0) & (pos <= last - age) & due  # [L*, B, rows, Ht, S]; what is not due is not looked at
-        sparsity = step.ops.sparsity(p.transpose(2, 3), valid).mean(-1).mean(0)  # [B]
-        theta = [*self.theta, float("inf")][:2]  # |T| = 2: no transitions
-        kind = torch.where(sparsity < theta[0], EXECUTION, torch.where(sparsity < theta[1], REASONING, TRANSITION))
-        return kind.to(step.thought.dtype)
+        return type_of(step.ops.sparsity(p.transpose(2, 3), valid).mean(-1).mean(0), self.theta)
 
     def evict(self, step: Step, ended: Tensor) -> Iterator[Evict]:
         """What goes: groups of transitions that nobody stores, and what segments may not keep. ended: bool [B]."""

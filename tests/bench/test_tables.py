@@ -168,3 +168,39 @@ def test_the_embedded_model_is_held_against_the_bandwidth_of_the_same_run(root: 
     record.write(root / record.RESULTS / "decode-gpu.json", GPU | {"measurements": [embedded, row]})
     assert main(["tables", "--root", str(root)]) == 0
     assert "| 25.0% / 25.0% |" in (root / "docs" / "speed.md").read_text()
+
+
+def test_a_calibration_is_read_beside_the_model(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agree = {"segments": 1200, "agree": 0.4, "kappa": -0.05, "majority": 0.5}
+    shares = {"transition": 0.3, "execution": 0.36, "reasoning": 0.34}
+    look = {"mean": 0.5, "sd": 0.125, "keywords": agree}
+    result = ABOUT | {
+        "benchmark": "thoughts", "layers": [1], "thresholds": [0.6111, 0.7], "chosen": "fallback",
+        "settings": {"policy": "thinkv", "budget": 1024},
+        "measurements": {
+            "prompts": 60, "right": 0.9, "tokens": 61000, "shares_of_types": shares, "keywords": agree,
+            "shares_of_keywords": {"transition": 0, "execution": 0.5, "reasoning": 0.5},
+            "correlation_with_position": 0.617, "layers": [look | {"layer": 0}, look | {"layer": 1}],
+            "share_by_rows": {"1": [0.1, 0], "16": [0.5, 1]},
+            "candidates": [{"way": "otsu", "thresholds": [0.5, 0.8], "shares": shares, **agree}],
+            "eviction": {"prompts": 4, "shares_of_types": shares, **agree, "agree": 0.8},
+        },
+    }  # fmt: skip
+    record.write(tmp_path / "thoughts.json", result)
+    for name in ("thoughts", "thresholds"):
+        monkeypatch.setitem(tables.SHIPPED, name, tmp_path / "thoughts.json")
+    text = "".join(f"<!-- table:{name} -->\n<!-- end -->\n" for name in ("thoughts", "thresholds"))
+    lines = tables.fill(text, "x.md", root / record.RESULTS).split("\n")
+    assert "| layer | sparsity | 3 modes, 1 row | 3 modes, 16 rows | agrees with keywords | κ |" in lines
+    assert "| 0 | 0.50 ± 0.12 | 10% | 50% | 40% | -0.05 |" in lines
+    assert "| **1** | 0.50 ± 0.12 | 0% | 100% | 40% | -0.05 |" in lines
+    same = "36% / 34% / 30% | 1,200 |"
+    assert f"| **the file (fallback)** | keywords | 0.611, 0.700 | {same} 40% | -0.05 | 50% |" in lines
+    assert f"| otsu, set on one half | keywords, other half | 0.500, 0.800 | {same} 40% | -0.05 | 50% |" in lines
+    assert f"| the full cache, 4 texts | `thinkv` at 1,024 | 0.611, 0.700 | {same} 80% | -0.05 | 50% |" in lines
+    assert (
+        "60 problems, 90% right, 61,000 tokens. By keywords, segments are 50% / 50% / 0% (E / R / T). A segment's "
+        "sparsity and its number correlate: 0.62." in lines
+    )

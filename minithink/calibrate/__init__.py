@@ -1,0 +1,1 @@
+"""What methods must know of a model before they run on it: measured once, and written beside the model."""

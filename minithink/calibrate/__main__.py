@@ -1,0 +1,20 @@
+"""The command line: `python -m minithink.calibrate thoughts`."""
+
+from __future__ import annotations
+
+import sys
+
+from minithink import commands
+from minithink.calibrate import thoughts
+
+PROGRAM = "minithink.calibrate"
+COMMANDS = {"thoughts": thoughts}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand → exit code: 0, 1 (it failed), 2 (it makes no sense as asked) or 130 (interrupted)."""
+    return commands.run(PROGRAM, "What methods must know of a model.", COMMANDS, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""From the modes of every prompt and layer to the layers L* and the thresholds Θ (ThinKV, algorithm 1).
+
+    every     L* = layers with exactly |T| modes for every prompt                        lines 13 to 24
+    most      none is: those with |T| modes for more than half of the prompts            spec, "Calibration"
+    fallback  none is: thresholds that give the types the shares that the paper's average bits stand for
+
+Of more layers than wanted, those that have |T| modes for the most prompts stay, of equals those with the deepest
+valleys. Thresholds are the means, over the layers of L* and the prompts where they have |T| modes, of the valleys.
+
+The fallback takes the layers that come first in the same order, and as thresholds quantiles of what the policy will
+compare with them: the sparsity at every refresh, averaged over L*. Quantiles need no labels, always leave every type
+some segments, and with E 35 %, R 35 %, T 30 % the bits and bytes are about the paper's (3.4 bits under R4E4T2 mean
+30 % T). Two others are measured beside it, and reported: Otsu's thresholds, and those that agree best with keywords.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from minithink.calibrate.agreement import kappa
+from minithink.calibrate.density import Peaks
+from minithink.policies.thinkv import type_of
+
+SHARES = (0.35, 0.70)  # of segments below θ1 and below θ2
+CANDIDATES = 24  # values that a threshold may have where pairs are searched
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What all prompts together say of one layer."""
+
+    layer: int
+    share: float  # of prompts for which it has |T| modes
+    depth: float  # of the shallowest valley, mean over these prompts; 0: there are none
+    valleys: tuple[float, ...]  # means over these prompts
+
+
+def look(prompts: Sequence[Sequence[Peaks]], types: int) -> list[Layer]:
+    """Every layer. prompts: of every prompt, the modes in every layer; types: |T|."""
+    out = []
+    for number, of_layer in enumerate(zip(*prompts, strict=True)):
+        own = [p for p in of_layer if len(p.modes) == types]
+        depth = fmean(min(p.depths) for p in own) if own else 0.0
+        valleys = tuple(fmean(p.valleys[j] for p in own) for j in range(types - 1)) if own else ()
+        out.append(Layer(number, len(own) / len(of_layer), depth, valleys))
+    return out
+
+
+def ranked(layers: Sequence[Layer]) -> list[Layer]:
+    """The best first."""
+    return sorted(layers, key=lambda x: (-x.share, -x.depth, x.layer))
+
+
+def by_modes(
+    prompts: Sequence[Sequence[Peaks]], types: int, count: int
+) -> tuple[str, list[int], list[float]] | None:  # fmt: skip
+    """How L* was chosen ("every" or "most"), L*, Θ; None: no layer has |T| modes for more than half of the prompts.
+    count: |L*| at most."""
+    layers = look(prompts, types)
+    every = [x for x in layers if x.share == 1]
+    how, able = ("every", every) if every else ("most", [x for x in layers if x.share > 0.5])
+    if not able:
+        return None
+    chosen = sorted(x.layer for x in ranked(able)[:count])
+    own = [of[i] for of in prompts for i in chosen if len(of[i].modes) == types]
+    return how, chosen, [fmean(p.valleys[j] for p in own) for j in range(types - 1)]
+
+
+def quantiles(values: Tensor, types: int) -> list[float]:
+    """Thresholds that leave SHARES below them. values: [N]."""
+    return values.double().quantile(torch.tensor(SHARES[: types - 1], dtype=torch.float64)).tolist()
+
+
+def otsu(values: Tensor, types: int) -> list[float]:
+    """Thresholds between classes whose means differ most: the largest variance between classes."""
+    x = values.double()
+
+    def between(theta: tuple[float, ...]) -> float:
+        kind = torch.bucketize(x, x.new_tensor(theta), right=True)
+        parts = [x[kind == k] for k in range(types)]
+        return sum(len(p) * float(p.mean() - x.mean()) ** 2 for p in parts if len(p))
+
+    best = max(_pairs(x, types), key=between)
+    return list(best)
+
+
+def by_keywords(values: Tensor, labels: Tensor, types: int) -> list[float]:
+    """Thresholds whose types agree best with labels (uint8 [N], of as many types), beyond chance (Cohen's κ)."""
+
+    def agreement(theta: tuple[float, ...]) -> float:
+        return kappa(type_of(values, theta), labels)
+
+    best = max(_pairs(values, types), key=agreement)
+    return list(best)
+
+
+def _pairs(x: Tensor, types: int) -> list[tuple[float, ...]]:
+    """Ascending thresholds to choose from."""
+    at = torch.linspace(0, 1, CANDIDATES + 2, dtype=torch.float64)[1:-1]
+    return list(combinations(x.double().quantile(at).tolist(), types - 1))

@@ -1,0 +1,101 @@
+"""What a calibration has finished so far: its settings, and a line for every prompt, in a file beside the result.
+
+A line is written when its prompt is done, so that killing the process loses the prompts in flight and no other. The
+file goes when the result is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from minithink.errors import MinithinkError, UsageError
+from minithink.evaluate.journal import differences
+
+
+class Journal:
+    """Lines of JSON objects, open for appending. Also a context manager."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], resume: bool) -> None:
+        """
+        Args:
+            path: of the file. A last line that is cut off is removed.
+            settings: whatever decides the result, as JSON knows it.
+            resume: continue what is there.
+
+        Raises:
+            UsageError: there are lines that are not to be resumed, or none that are, or they have other settings.
+            MinithinkError: a line is damaged, or the file cannot be written.
+        """
+        self.path, self.lines = path, list[dict[str, Any]]()
+        try:
+            data = path.read_bytes() if path.exists() else b""
+            whole = data[: data.rfind(b"\n") + 1]
+            found = [self._parsed(n, line) for n, line in enumerate(whole.splitlines(), 1)]
+            if found[1:] and not resume:
+                raise UsageError(
+                    f"{path} holds {len(found) - 1} lines of an unfinished calibration: add --resume to finish it, "
+                    "or delete the file."
+                )
+            if resume and not found:
+                raise UsageError(f"There is nothing to resume in {path}: drop --resume.")
+            if found and resume and (changed := differences(found[0], dict(settings))):
+                raise UsageError(
+                    f"{path} was begun with other settings (then and now: {changed}): give the same, or delete the "
+                    "file."
+                )
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab", buffering=0)
+            self._file.truncate(len(whole) if resume else 0)
+            if not resume:
+                self._write(dict(settings))
+            self.lines = found[1:] if resume else []
+        except OSError as error:
+            raise MinithinkError(f"{path} cannot be written: {error}; give another --output.") from None
+
+    def _parsed(self, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            value = json.loads(line)
+            if not isinstance(value, dict):
+                raise ValueError("it is no object")
+        except (ValueError, RecursionError) as error:
+            raise MinithinkError(f"{self.path}, line {number}, is damaged ({error}): delete the file.") from None
+        return value
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Write one line. When this returns, the operating system has it."""
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            self._write(line)
+        except OSError as error:
+            self._file.truncate(size)
+            raise MinithinkError(
+                f"{self.path} cannot be written ({error}): what was finished before is safe; make room, and add "
+                "--resume."
+            ) from None
+        self.lines.append(dict(line))
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        data = json.dumps(line, allow_nan=False).encode() + b"\n"
+        if (written := self._file.write(data)) != len(data):
+            raise OSError(f"{written} of {len(data)} bytes fitted")
+
+    def remove(self) -> None:
+        """The result is there."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

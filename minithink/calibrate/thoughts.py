@@ -1,0 +1,369 @@
+"""ThinKV's layers and thresholds: which layers' attention sparsity tells thoughts apart, and where (algorithm 1).
+
+The model answers problems with the full cache; the sparsity of every layer is measured at each decode step, and its
+modes are found per prompt and layer (`density.py`); `choose.py` chooses. The file says how far to trust that: how the
+types agree with keywords (`minithink/thoughts.py`), and how often they change when the cache is under eviction.
+
+The comparison under eviction is teacher-forced: the text of the full cache is given to the policy token by token, so
+that segments stand side by side and nothing but the cache differs. Running freely, the texts would part, and with
+them what is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minithink.bench import record
+from minithink.calibrate import choose, plots
+from minithink.calibrate.agreement import compare, fold
+from minithink.calibrate.density import Peaks, density, peaks
+from minithink.calibrate.journal import Journal
+from minithink.calibrate.reading import averaged, sparsity, types
+from minithink.commands import INTERRUPTED, positive
+from minithink.engine import Engine, load
+from minithink.errors import MinithinkError, UsageError
+from minithink.evaluate.datasets import Example, load_dataset
+from minithink.evaluate.grading import grade
+from minithink.evaluate.tune import allowed
+from minithink.files import dumps, rounded
+from minithink.files import replace as replace_file
+from minithink.kv.manager import check_budget
+from minithink.policies import parse
+from minithink.policies.thinkv import NAMES, ThinKV, type_of
+from minithink.progress import progress
+from minithink.sampling import SamplingParams
+from minithink.stream import Track
+from minithink.thinking import Stage, split_thinking
+from minithink.thoughts import kinds, segments
+from minithink.weights import checkpoint_hash
+
+ROWS = (1, 4, 16, 64)  # queries that are averaged: what it does to the modes is reported
+GPU_BATCH, CPU_BATCH = 64, 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `calibrate thoughts`."""
+    add = parser.add_argument
+    add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
+    add("--dataset", default="facts", help="as of minithink.evaluate; several, with commas between them, take turns "
+        "(default: facts)")  # fmt: skip
+    add("--split", help="of the dataset, never test (default: validation)")
+    add("--num-prompts", type=positive, default=100, metavar="N", help="default: 100")
+    add("--thoughts", type=int, choices=(2, 3), default=3, help="|T|, types (default: 3)")
+    add("--num-layers", type=positive, default=4, metavar="N", help="|L*|, layers at most (default: 4)")
+    add("--sparsity-rows", type=positive, default=1, metavar="N", help="last queries that are averaged (default: 1)")
+    add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what the context leaves")
+    add("--temperature", type=float, help="0 is greedy (this and the next default to the model's own)")
+    add("--top-p", type=float, help="1 is off")
+    add("--seed", type=int, default=0, help="of the draws (default: 0)")
+    add("--policy", default="thinkv", help="thinkv, tbe or tbq, as in thinkv:tau=64: types are measured with its τ, "
+        "and compared with those under its eviction (default: thinkv)")  # fmt: skip
+    add("--budget", type=positive, metavar="N", help="of that policy, tokens (default: 1024)")
+    add("--compare", type=int, default=16, metavar="N", help="prompts that are compared; 0: none (default: 16)")
+    add("--batch-size", type=positive, metavar="N", help=f"default: {GPU_BATCH} on a GPU, else {CPU_BATCH}")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
+    add("--dtype", default="auto", help="auto, float32, float16, bfloat16")
+    add("--output", type=Path, metavar="FOLDER", help="where thoughts.json goes (default: beside the model, where it "
+        "is looked for); give it again as --calibration")  # fmt: skip
+    add("--resume", action="store_true", help="finish what was interrupted")
+    add("--plot", type=Path, metavar="FILE", help="also draw the densities (SVG)")
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    """Measure, choose, compare, write."""
+    SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
+    policy = policy_of(args)
+    examples, args.split = load_examples(args)
+    engine = load(args.model, device=args.device, dtype=args.dtype)
+    assert engine.home is not None
+    if args.num_layers > engine.config.num_layers:
+        raise UsageError(f"--num-layers {args.num_layers}: the model has {engine.config.num_layers}.")
+    prompts = [engine.prompt_ids(example.question) for example in examples]
+    for prompt in prompts[: args.compare]:
+        check_budget(policy, len(prompt))
+    folder = args.output or engine.home.folder
+    name = "thoughts.json" if args.thoughts == 3 else f"thoughts-{args.thoughts}.json"
+    drawing, settings = settings_of(engine, args, examples, policy)
+    result = record.new("thoughts", argv, engine.device, program="minithink.calibrate")
+    with Journal(folder / f"{name}l", settings, args.resume) as journal:
+        try:
+            measure(engine, prompts, examples, policy, drawing, journal)
+            lines = sorted((x for x in journal.lines if "prompt" in x), key=lambda x: x["prompt"])
+            values = conclude(lines, args.thoughts, args.num_layers)
+            under_eviction(engine, policy, values, prompts[: args.compare], lines, journal)
+        except KeyboardInterrupt:
+            done = sum("prompt" in line for line in journal.lines)
+            _say(f"interrupted: {done} of {len(prompts)} prompts are in {journal.path}; give the same command with "
+                 "--resume to finish the rest")  # fmt: skip
+            return INTERRUPTED
+        evicted = {x["evicted"]: x["types"] for x in journal.lines if "evicted" in x}
+        values["measurements"]["eviction"] = eviction(values, lines, evicted, args.thoughts)
+        result |= {"checkpoint": settings["checkpoint"], "settings": settings, **values, "complete": True}
+        try:
+            replace_file(folder / name, dumps(rounded(result)) + "\n")
+        except OSError as error:
+            raise MinithinkError(f"{folder / name} cannot be written: {error}; give another --output.") from None
+        if args.plot:
+            plots.draw(lines, rounded(result), args.plot)
+            _say(f"drawn to {args.plot}")
+        journal.remove()
+    for line in summary(result):
+        print(line)
+    if values["fallback"]:
+        _say(f"WARNING: no layer has {args.thoughts} modes for most prompts, so the thresholds are quantiles: types "
+             "have the shares that the paper's average bits stand for, and no more meaning than the report shows"
+        )  # fmt: skip
+    _say(f"written to {folder / name}")
+    return 0
+
+
+def policy_of(args: argparse.Namespace) -> ThinKV:
+    """The policy whose types are measured; it learns thresholds later.
+
+    Raises:
+        UsageError: it is none that goes by thresholds.
+    """
+    takes = args.policy.partition(":")[0] != "tbq" and "budget=" not in args.policy
+    policy = parse(args.policy, budget=args.budget or 1024 if takes else args.budget)
+    if not isinstance(policy, ThinKV):
+        raise UsageError(f"--policy {args.policy} knows no types of thoughts: give thinkv, tbe or tbq.")
+    if policy.layers or policy.thresholds or policy.types != 3 or policy.sparsity_rows != 1:
+        raise UsageError(
+            f"--policy {args.policy} says what is calibrated: leave out layers, thresholds, types and sparsity_rows; "
+            "there are --thoughts and --sparsity-rows."
+        )
+    return replace(policy, types=args.thoughts, sparsity_rows=args.sparsity_rows, layers="", thresholds="")
+
+
+def load_examples(args: argparse.Namespace) -> tuple[list[Example], str | None]:
+    """The problems, of several datasets in turn, and their split.
+
+    Raises:
+        UsageError: they are of a test split, or there are too few.
+    """
+    names, split = args.dataset.split(","), args.split
+    lists = []
+    for name in names:
+        split = allowed(name, args.split)
+        lists.append(load_dataset(name, split))
+    turns = [example for i in range(max(map(len, lists))) for of in lists for example in of[i : i + 1]]
+    if len(turns) < args.num_prompts:
+        raise UsageError(f"{args.dataset} holds {len(turns)} problems: give --num-prompts {len(turns)} or fewer.")
+    return turns[: args.num_prompts], split
+
+
+def settings_of(
+    engine: Engine, args: argparse.Namespace, examples: Sequence[Example], policy: ThinKV
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """How is drawn, as options of Engine.stream; and all that decides the result."""
+    own = engine.generation_config
+    drawing = {
+        "temperature": own.temperature if args.temperature is None else args.temperature,
+        "top_k": own.top_k,
+        "top_p": own.top_p if args.top_p is None else args.top_p,
+        "min_p": own.min_p,
+        "seed": args.seed,
+        "max_new_tokens": args.max_new_tokens or own.max_new_tokens or engine.config.max_position,
+        "batch_size": args.batch_size or (GPU_BATCH if engine.device.type == "cuda" else CPU_BATCH),
+    }
+    questions = json.dumps([[e.id, e.question] for e in examples])
+    assert engine.home is not None
+    names = ("dataset", "split", "num_prompts", "thoughts", "num_layers", "sparsity_rows", "policy", "compare")
+    settings = {
+        "checkpoint": checkpoint_hash(engine.home.folder),
+        **{name: getattr(args, name) for name in names},
+        "budget": policy.budget,
+        "problems": hashlib.sha256(questions.encode()).hexdigest()[:16],
+        **drawing,
+        "device": engine.device.type,
+        "dtype": str(engine.dtype).removeprefix("torch."),
+        "backend": engine.decoder.backend.name,
+    }
+    return drawing, settings
+
+
+def measure(
+    engine: Engine, prompts: Sequence[list[int]], examples: Sequence[Example], policy: ThinKV,
+    drawing: Mapping[str, Any], journal: Journal,
+) -> None:  # fmt: skip
+    """Generate with the full cache what the journal does not hold yet, and measure it."""
+    done = {line["prompt"] for line in journal.lines if "prompt" in line}
+    if len(done) == len(prompts):
+        return
+    stream = engine.stream(list(prompts), fixed=True, **drawing)
+    stream.sequences = [s for s in stream.sequences if s.number not in done]
+    with progress(len(prompts), len(done), "full cache") as advance:
+        for advanced in stream.advances():
+            for s in advanced:
+                if s.finish_reason:
+                    line = line_of(engine, s, examples[s.number], policy)
+                    journal.append(line)
+                    advance(line["right"])
+
+
+def line_of(engine: Engine, s: Track, example: Example, policy: ThinKV) -> dict[str, Any]:
+    """What is kept of one finished sequence."""
+    tokenizer, rows, steps = engine.tokenizer, policy.sparsity_rows, len(s.tokens)
+    text = tokenizer.decode(s.tokens[:-1] if s.finish_reason == "stop" else s.tokens)
+    _, answer = split_thinking(text, Stage(tokenizer, s.prompt).name == "think")
+    first = max(0, len(s.prompt) - max(rows, *ROWS))  # the prompt's last queries are averaged with the first ones
+    u = sparsity(engine, [*s.prompt, *s.tokens[:-1]], first)
+    own = averaged(u, rows, steps)  # [steps, L], after the prompt and after every token but the last
+    return {
+        "prompt": s.number,
+        "id": example.id,
+        "right": bool(grade(answer, example.answer, example.grader).right),
+        "tokens": list(s.tokens),
+        "refresh": own[:: policy.tau].tolist(),  # at the beginning of every segment
+        "labels": segments(kinds([tokenizer.decode([t]) for t in s.tokens]), policy.tau),
+        "layers": layers_of(own),
+        "modes_by_rows": {str(n): [len(p["modes"]) for p in layers_of(averaged(u, n, steps))] for n in ROWS},
+    }
+
+
+def layers_of(u: Tensor) -> list[dict[str, Any]]:
+    """Of every layer, its density and what stands out of it. u: [steps, L]."""
+    out = []
+    for x in u.unbind(1):
+        f = density(x)
+        mean, sd = float(x.mean()), float(x.std(correction=0))
+        out.append({"mean": mean, "sd": sd, **peaks(f)._asdict(), "density": rounded(f.tolist())})
+    return out
+
+
+def conclude(lines: Sequence[Mapping[str, Any]], number: int, count: int) -> dict[str, Any]:
+    """L*, Θ and the report.
+
+    Args:
+        lines: of `line_of`, one a prompt.
+        number: |T|.
+        count: |L*| at most.
+    """
+    found = [[Peaks(x["modes"], x["valleys"], x["depths"]) for x in line["layers"]] for line in lines]
+    refresh = torch.tensor([row for line in lines for row in line["refresh"]], dtype=torch.float64)  # [N, L]
+    labels = fold(torch.tensor([x for line in lines for x in line["labels"]], dtype=torch.uint8), number)
+    at = torch.tensor([i for line in lines for i in range(len(line["refresh"]))], dtype=torch.float64)
+    even = torch.tensor([i % 2 == 0 for i, line in enumerate(lines) for _ in line["refresh"]])
+    looks = choose.look(found, number)
+    if (chosen := choose.by_modes(found, number, count)) is not None:
+        how, layers, theta = chosen
+    else:
+        how, layers = "fallback", sorted(x.layer for x in choose.ranked(looks)[:count])
+        theta = choose.quantiles(refresh[:, layers].mean(1), number)
+    theta = rounded(theta)  # as the file has them
+    values = refresh[:, layers].mean(1)
+    per_layer = [
+        {
+            **vars(look),
+            "mean": fmean(line["layers"][look.layer]["mean"] for line in lines),
+            "sd": fmean(line["layers"][look.layer]["sd"] for line in lines),
+            "prompts_by_modes": _count(len(of[look.layer].modes) for of in found),
+            "keywords": compare(type_of(refresh[:, look.layer], theta), labels),
+        }
+        for look in looks
+    ]
+    return {
+        "layers": layers,
+        "thresholds": theta,
+        "chosen": how,
+        "fallback": how == "fallback",
+        "measurements": {
+            "prompts": len(lines),
+            "right": fmean(line["right"] for line in lines),
+            "tokens": sum(len(line["tokens"]) for line in lines),
+            "share": fmean(looks[i].share for i in layers),  # of prompts with |T| modes, mean over L*
+            "shares_of_types": _shares(type_of(values, theta)),
+            "shares_of_keywords": _shares(labels),
+            "keywords": compare(type_of(values, theta), labels),
+            "correlation_with_position": float(torch.stack((values, at)).corrcoef()[0, 1]),
+            "layers": per_layer,
+            "share_by_rows": {
+                n: [fmean(line["modes_by_rows"][n][i] == number for line in lines) for i in range(len(looks))]
+                for n in map(str, ROWS)
+            },
+            "candidates": candidates(values, labels, even, number),
+        },
+    }  # fmt: skip
+
+
+def candidates(values: Tensor, labels: Tensor, even: Tensor, number: int) -> list[dict[str, Any]]:
+    """Ways to set thresholds without modes: set on every second prompt, compared with keywords on the others."""
+    if even.all():
+        return []
+    fit, new = values[even], ~even
+    ways = {
+        "quantiles": choose.quantiles(fit, number),
+        "otsu": choose.otsu(fit, number),
+        "keywords": choose.by_keywords(fit, labels[even], number),
+    }
+    found = {name: type_of(values[new], theta) for name, theta in ways.items()}
+    return [
+        {"way": name, "thresholds": theta, "shares": _shares(found[name]), **compare(found[name], labels[new])}
+        for name, theta in ways.items()
+    ]
+
+
+def under_eviction(
+    engine: Engine, policy: ThinKV, values: Mapping[str, Any], prompts: Sequence[list[int]],
+    lines: Sequence[Mapping[str, Any]], journal: Journal,
+) -> None:  # fmt: skip
+    """Give the texts of the full cache to the policy, those that the journal does not hold yet."""
+    done = {line["evicted"] for line in journal.lines if "evicted" in line}
+    for i, prompt in enumerate(prompts):
+        if i in done:
+            continue
+        one = replace(policy)
+        one.calibrated(values)
+        found = types(engine, one, prompt, lines[i]["tokens"][:-1])
+        journal.append({"evicted": i, "types": found})
+        _say(f"under {policy.name}: {i + 1} of {len(prompts)} texts")
+
+
+def eviction(
+    values: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], evicted: Mapping[int, list[int]], number: int
+) -> dict[str, Any] | None:
+    """Types with the full cache (rows) and under eviction (columns); None: nothing was compared."""
+    if not evicted:
+        return None
+    refresh = torch.tensor([row for i in sorted(evicted) for row in lines[i]["refresh"]], dtype=torch.float64)
+    full = type_of(refresh[:, values["layers"]].mean(1), values["thresholds"])
+    under = torch.tensor([x for i in sorted(evicted) for x in evicted[i]], dtype=torch.uint8)
+    return {"prompts": len(evicted), **compare(full, under), "shares_of_types": _shares(under)}
+
+
+def summary(result: Mapping[str, Any]) -> Iterator[str]:
+    """What was found, for people."""
+    m = result["measurements"]
+    theta = ", ".join(f"{x:.4g}" for x in result["thresholds"])
+    yield f"L* = {', '.join(map(str, result['layers']))}; thresholds {theta}; chosen by: {result['chosen']}"
+    yield f"{m['prompts']} prompts, {m['right']:.0%} right, {m['tokens']:,} tokens"
+    yield f"|T| modes in L* for {m['share']:.0%} of the prompts"
+    for what, of in (("keywords", m["keywords"]), ("types under eviction", m["eviction"])):
+        if of is not None:
+            yield f"{of['agree']:.0%} of {of['segments']} segments agree with {what} (κ {of['kappa']:.2f})"
+    for n, shares in m["share_by_rows"].items():
+        yield f"|T| modes with {n:>2} rows averaged, by layer: " + " ".join(f"{share:4.0%}" for share in shares)
+
+
+def _shares(of: Tensor) -> dict[str, float]:
+    return {name: float((of == i).double().mean()) for i, name in enumerate(NAMES)}
+
+
+def _count(numbers: Iterable[int]) -> dict[str, int]:
+    found = list(numbers)
+    return {str(n): found.count(n) for n in sorted(set(found))}
+
+
+def _say(text: str) -> None:
+    print(f"minithink.calibrate: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,96 @@
+"""The journal of a calibration: nothing that was written is lost, nothing that differs is mixed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minithink.calibrate.journal import Journal
+from minithink.errors import MinithinkError, UsageError
+
+SETTINGS: dict[str, Any] = {"seed": 0, "policy": "p", "theta": None}
+
+
+def write(path: Path, *lines: dict[str, Any]) -> None:
+    with Journal(path, SETTINGS, resume=False) as journal:
+        for line in lines:
+            journal.append(line)
+
+
+def test_lines_come_back_exactly(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "j.jsonl"
+    lines: list[dict[str, Any]] = [{"x": 0.1 + 0.2, "n": [1, None]}, {"x": 1e-300}]
+    write(path, *lines)
+    with Journal(path, SETTINGS, resume=True) as journal:
+        assert journal.lines == lines
+        journal.append({"y": 1})
+        assert journal.lines == [*lines, {"y": 1}]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [SETTINGS, *lines, {"y": 1}]
+
+
+def test_a_line_that_is_cut_off_goes(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    write(path, {"x": 1})
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"x": 2')
+    with Journal(path, SETTINGS, resume=True) as journal:
+        assert journal.lines == [{"x": 1}]
+    assert path.read_bytes() == whole
+
+
+def test_a_journal_without_a_finished_prompt_is_as_good_as_none(tmp_path: Path) -> None:
+    write(tmp_path / "j.jsonl")
+    with Journal(tmp_path / "j.jsonl", {"seed": 1}, resume=False):
+        pass
+    assert json.loads((tmp_path / "j.jsonl").read_text()) == {"seed": 1}
+
+
+def test_what_does_not_go_on_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    with pytest.raises(UsageError, match="nothing to resume"):
+        Journal(path, SETTINGS, resume=True)
+    write(path, {"x": 1})
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match="holds 1 lines of an unfinished calibration: add --resume"):
+        Journal(path, SETTINGS, resume=False)
+    with pytest.raises(UsageError, match=r"seed 0 and 1"):
+        Journal(path, {**SETTINGS, "seed": 1}, resume=True)
+    assert path.read_bytes() == before
+    path.write_bytes(before + b"[1]\n")
+    with pytest.raises(MinithinkError, match="line 3, is damaged"):
+        Journal(path, SETTINGS, resume=True)
+
+
+def test_what_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MinithinkError, match="give another --output"):
+        Journal(tmp_path / "file" / "j.jsonl", SETTINGS, resume=False)
+    path = tmp_path / "j.jsonl"
+    with Journal(path, SETTINGS, resume=False) as journal:
+        journal.append({"x": 1})
+        before = path.read_bytes()
+
+        class Full:
+            """A disk that takes three bytes more."""
+
+            def __init__(self, file: Any) -> None:
+                self.fileno, self.truncate, self.close, self._file = file.fileno, file.truncate, file.close, file
+
+            def write(self, data: bytes) -> int:
+                return os.write(self._file.fileno(), data[:3])
+
+        monkeypatch.setattr(journal, "_file", Full(journal._file))
+        with pytest.raises(MinithinkError, match="add --resume"):
+            journal.append({"x": 2})
+        assert path.read_bytes() == before
+        assert journal.lines == [{"x": 1}]
+
+
+def test_it_goes_when_the_result_is_there(tmp_path: Path) -> None:
+    with Journal(tmp_path / "j.jsonl", SETTINGS, resume=False) as journal:
+        journal.remove()
+    assert not list(tmp_path.iterdir())

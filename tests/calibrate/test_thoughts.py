@@ -1,0 +1,290 @@
+"""`calibrate thoughts` from end to end, and what it concludes from constructed measurements."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minithink.calibrate import thoughts
+from minithink.calibrate.__main__ import main
+from minithink.calibrate.density import density, peaks
+from minithink.calibrate.journal import Journal
+from minithink.calibrate.reading import averaged, sparsity, types
+from minithink.engine import Engine, load
+from minithink.evaluate.datasets import load_dataset
+from minithink.files import rounded
+from minithink.policies import parse
+from minithink.policies.thinkv import EXECUTION, NAMES, REASONING, TRANSITION, type_of
+from minithink.tasks import load_problems
+from minithink.thoughts import kinds, segments
+from minithink.weights import checkpoint_hash
+from tests.calibrate.run import POLICY, QUESTIONS, calibrate, options
+
+torch.set_num_threads(1)
+Capture = pytest.CaptureFixture[str]
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Ctrl-C when so many lines are written."""
+    append = Journal.append
+
+    def stop(self: Journal, line: dict[str, Any]) -> None:
+        if len(self.lines) >= after:
+            raise KeyboardInterrupt
+        append(self, line)
+
+    monkeypatch.setattr(Journal, "append", stop)
+
+
+# From end to end --------------------------------------------------------------------------------------------------
+
+
+def test_the_file_says_what_was_found_and_how(calibrated: Path, model: Path) -> None:
+    values = json.loads((calibrated / "thoughts.json").read_text())
+    assert values["checkpoint"] == checkpoint_hash(model)
+    assert values["complete"]
+    assert values["command"].startswith("python -m minithink.calibrate thoughts --model model")
+    assert values["settings"]["budget"] == 60
+    assert len(values["layers"]) == 2
+    assert values["thresholds"] == sorted(values["thresholds"])
+    assert len(values["thresholds"]) == 2
+    m = values["measurements"]
+    assert m["prompts"] == QUESTIONS
+    assert [x["layer"] for x in m["layers"]] == list(range(len(m["layers"])))
+    assert list(m["share_by_rows"]) == ["1", "4", "16", "64"]
+    assert sum(map(sum, m["keywords"]["confusion"])) == m["keywords"]["segments"]
+    for of in (m["shares_of_types"], m["shares_of_keywords"]):
+        assert list(of) == list(NAMES)
+        assert sum(of.values()) == pytest.approx(1, abs=1e-4)
+    assert m["eviction"]["prompts"] == 2
+    assert [c["way"] for c in m["candidates"]] == ["quantiles", "otsu", "keywords"]
+    assert [p.name for p in calibrated.iterdir()] == ["thoughts.json"], "the journal is gone"
+
+
+def test_what_was_measured_is_the_full_caches_sparsity(
+    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lines of the journal, against generations and readings of their own."""
+    monkeypatch.setattr(Journal, "remove", Journal.close)
+    values = calibrate(model, problems, output=tmp_path, sparsity_rows=3, temperature=0)
+    lines = [json.loads(line) for line in (tmp_path / "thoughts.jsonl").read_text().splitlines()]
+    engine = load(model, device="cpu")
+    for line in (x for x in lines if "prompt" in x):
+        prompt = engine.prompt_ids(load_dataset(str(problems))[line["prompt"]].question)
+        [alone] = engine.generate([prompt], temperature=0, max_new_tokens=16)
+        assert line["tokens"] == alone.token_ids
+        steps = len(alone.token_ids)
+        u = sparsity(engine, [*prompt, *alone.token_ids[:-1]], max(0, len(prompt) - 64))
+        own = averaged(u, 3, steps)
+        assert line["refresh"] == own[::4].tolist()
+        assert len(line["labels"]) == len(line["refresh"]) == -(-steps // 4)
+        assert line["labels"] == segments(kinds([engine.tokenizer.decode([t]) for t in alone.token_ids]), 4)
+        for layer in (0, 1):
+            assert line["layers"][layer]["mean"] == pytest.approx(float(own[:, layer].mean()))
+            assert line["layers"][layer]["modes"] == peaks(density(own[:, layer])).modes
+            for rows in (1, 4, 16, 64):
+                modes = peaks(density(averaged(u, rows, steps)[:, layer])).modes
+                assert line["modes_by_rows"][str(rows)][layer] == len(modes)
+    for line in (x for x in lines if "evicted" in x):
+        example = load_dataset(str(problems))[line["evicted"]]
+        [tokens] = [x["tokens"] for x in lines if x.get("id") == example.id]
+        policy = parse(POLICY + ",sparsity_rows=3", budget=60)
+        policy.calibrated(values)
+        assert line["types"] == types(engine, policy, engine.prompt_ids(example.question), tokens[:-1])
+
+
+@pytest.mark.parametrize("after", [1, 3, QUESTIONS + 1])
+def test_an_interrupted_run_goes_on_to_the_same_result(
+    after: int, model: Path, problems: Path, calibrated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+) -> None:  # fmt: skip
+    """Also when the comparison under eviction has begun. Bit for bit."""
+    words = options(model, problems, output=tmp_path)
+    with monkeypatch.context() as patch:
+        interrupt(patch, after)
+        assert main(words) == 130
+    said = capsys.readouterr().err
+    assert f"interrupted: {min(after, QUESTIONS)} of {QUESTIONS} prompts" in said
+    assert not (tmp_path / "thoughts.json").exists()
+    assert main(words) == 2, "there is something to lose"
+    assert main([*words, "--seed", "1", "--resume"]) == 2
+    assert "seed 0 and 1" in capsys.readouterr().err
+    compared, fixed = list[list[int]](), list[bool]()
+    stream = Engine.stream
+    monkeypatch.setattr(Engine, "stream", lambda self, *a, **k: fixed.append(k["fixed"]) or stream(self, *a, **k))
+    monkeypatch.setattr(thoughts, "types", lambda *a: compared.append(types(*a)) or compared[-1])
+    again = calibrate(model, problems, output=tmp_path, resume=True)
+    assert all(fixed), "no bit depends on who runs beside"
+    assert len(compared) == 2 - max(0, after - QUESTIONS), "what was done is not done again"
+    whole = json.loads((calibrated / "thoughts.json").read_text())
+    assert again == {k: v for k, v in whole.items() if k in again}
+    assert not (tmp_path / "thoughts.jsonl").exists()
+
+
+def test_two_types_have_a_file_of_their_own(model: Path, problems: Path, tmp_path: Path) -> None:
+    values = calibrate(model, problems, output=tmp_path, thoughts=2, num_prompts=2, compare=1)
+    assert len(values["thresholds"]) == 1
+    assert values["measurements"]["shares_of_types"]["transition"] == 0
+    assert values["measurements"]["shares_of_keywords"]["transition"] == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["thoughts-2.json"]
+
+
+def test_datasets_take_turns() -> None:
+    args = argparse.Namespace(dataset="facts,ledger", split=None, num_prompts=5)
+    examples, split = thoughts.load_examples(args)
+    facts, ledger = (load_problems("validation", family) for family in ("facts", "ledger"))
+    assert split == "validation"
+    assert [e.id for e in examples] == [facts[0].id, ledger[0].id, facts[1].id, ledger[1].id, facts[2].id]
+
+
+def test_the_picture_has_a_panel_for_every_layer(model: Path, problems: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    options = {"output": tmp_path, "num_prompts": 2, "compare": 0, "plot": tmp_path / "p.svg"}
+    values = calibrate(model, problems, **options)
+    first = (tmp_path / "p.svg").read_text()
+    for look in values["measurements"]["layers"]:
+        assert f"layer {look['layer']}: {look['share']:.0%} have |T| modes" in first
+    calibrate(model, problems, **options)
+    assert (tmp_path / "p.svg").read_text() == first
+    assert values["measurements"]["eviction"] is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "code", "said"),
+    [
+        ({"dataset": "facts", "split": "test"}, 2, "Nothing is ever tuned on the split 'test'"),
+        ({"dataset": "MATH-500"}, 2, "its test split"),
+        ({"num_prompts": 99}, 2, f"holds {QUESTIONS} problems: give --num-prompts {QUESTIONS} or fewer"),
+        ({"num_layers": 9}, 2, "--num-layers 9: the model has 2"),
+        ({"policy": "rkv"}, 2, "knows no types of thoughts: give thinkv, tbe or tbq"),
+        ({"policy": POLICY + ",types=2"}, 2, "leave out layers, thresholds, types and sparsity_rows"),
+        ({"policy": POLICY + ",layers=0"}, 2, "leave out layers"),
+        ({"policy": "thinkv:tau=100"}, 2, "tau=112"),
+        ({"budget": 10}, 2, "cannot hold the protected prompt"),
+        ({"temperature": -1}, 2, "temperature"),
+        ({"resume": True}, 2, "nothing to resume"),
+        ({"model": "/nowhere"}, 1, "/nowhere"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_sentence(
+    changed: dict[str, Any], code: int, said: str, model: Path, problems: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    assert main(options(model, problems, output=tmp_path, **changed)) == code
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "thoughts.json").exists()
+
+
+def test_tbq_needs_no_budget(model: Path, problems: Path, tmp_path: Path) -> None:
+    values = calibrate(
+        model, problems, output=tmp_path, policy="tbq:tau=4,g=4,block=2", budget=None, num_prompts=2, compare=1
+    )
+    assert values["settings"]["budget"] is None
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(
+    model: Path, problems: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(thoughts, "measure", lambda *a: pytest.fail("it ran"))
+    assert main(options(model, problems, output=tmp_path / "file" / "x")) == 1
+    assert "give another --output" in capsys.readouterr().err
+
+
+# From constructed measurements ------------------------------------------------------------------------------------
+
+
+def line(i: int, u: torch.Tensor, labels: list[int], tau: int = 4) -> dict[str, Any]:
+    """As of a prompt with these sparsities, [steps, L]."""
+    layers = thoughts.layers_of(u.double())
+    return {
+        "prompt": i, "right": i % 2 == 0, "tokens": [0] * len(u), "refresh": u[::tau].tolist(), "labels": labels,
+        "layers": layers, "modes_by_rows": {str(n): [len(x["modes"]) for x in layers] for n in thoughts.ROWS},
+    }  # fmt: skip
+
+
+def tri_modal(shift: float = 0.0) -> torch.Tensor:
+    """Executions, reasoning and transitions, 40 steps each."""
+    wave = torch.linspace(-0.03, 0.03, 40)
+    return torch.cat([wave + 0.2 + shift, wave + 0.5 + shift, wave + 0.85 + shift])
+
+
+def test_thresholds_lie_in_the_valleys_of_tri_modal_layers() -> None:
+    flat = torch.linspace(0.4, 0.6, 120)
+    labels = [EXECUTION] * 10 + [REASONING] * 10 + [TRANSITION] * 10
+    lines = [line(i, torch.stack((tri_modal(0.02 * i), flat), 1), labels) for i in range(3)]
+    values = thoughts.conclude(lines, 3, 4)
+    assert (values["layers"], values["chosen"], values["fallback"]) == ([0], "every", False)
+    assert values["thresholds"] == rounded(values["thresholds"]), "as the file has them"
+    assert 0.25 < values["thresholds"][0] < 0.47 < 0.55 < values["thresholds"][1] < 0.82
+    m = values["measurements"]
+    assert m["keywords"]["agree"] == 1
+    assert m["keywords"]["confusion"] == [[30, 0, 0], [0, 30, 0], [0, 0, 30]]
+    assert m["share"] == 1
+    assert m["right"] == pytest.approx(2 / 3)
+    assert m["correlation_with_position"] > 0.9
+    assert [x["share"] for x in m["layers"]] == [1, 0]
+    assert m["layers"][0]["prompts_by_modes"] == {"3": 3}
+    assert m["share_by_rows"]["16"] == [1, 0]
+
+
+def test_without_tri_modal_layers_thresholds_are_quantiles_and_the_file_says_so() -> None:
+    flat = torch.linspace(0.2, 0.8, 120)
+    lines = [line(i, torch.stack((flat, flat + 0.1), 1), [REASONING] * 30) for i in range(4)]
+    values = thoughts.conclude(lines, 3, 4)
+    assert (values["layers"], values["chosen"], values["fallback"]) == ([0, 1], "fallback", True)
+    m = values["measurements"]
+    assert m["share"] == 0
+    assert m["shares_of_types"] == pytest.approx({"execution": 0.35, "reasoning": 0.35, "transition": 0.3}, abs=0.04)
+    assert m["keywords"]["majority"] == 1
+    found = type_of(torch.tensor([row[0] + 0.05 for row in lines[0]["refresh"]]), values["thresholds"])
+    assert found.bincount().tolist() == [round(30 * m["shares_of_types"][name]) for name in NAMES]
+
+
+def test_the_fallback_is_announced(model: Path, problems: Path, tmp_path: Path, capsys: Capture) -> None:
+    values = calibrate(model, problems, output=tmp_path, num_prompts=2, compare=0)
+    assert ("WARNING: no layer has 3 modes for most prompts" in capsys.readouterr().err) == values["fallback"]
+    assert values["fallback"]
+
+
+def test_candidates_are_set_on_one_half_and_compared_on_the_other() -> None:
+    values = torch.cat((torch.linspace(0, 1, 100), torch.linspace(2, 3, 100)))
+    labels = type_of(values % 2, [0.3, 0.6])
+    even = torch.arange(200) < 100
+    found = {c["way"]: c for c in thoughts.candidates(values, labels, even, 3)}
+    assert found["keywords"]["thresholds"] == pytest.approx([0.3, 0.6], abs=0.05), "of the first half"
+    assert found["keywords"]["shares"]["transition"] == 1, "the second lies above"
+    assert found["keywords"]["segments"] == 100
+    assert thoughts.candidates(values, labels, torch.ones(200, dtype=torch.bool), 3) == []
+
+
+def test_types_under_eviction_are_compared_with_those_of_the_full_cache() -> None:
+    lines = [line(i, tri_modal()[:, None], [0] * 30) for i in range(3)]
+    values = {"layers": [0], "thresholds": [0.35, 0.7]}
+    full = [EXECUTION] * 10 + [REASONING] * 10 + [TRANSITION] * 10
+    found = thoughts.eviction(values, lines, {0: full, 2: [EXECUTION] * 30}, 3)
+    assert found is not None
+    assert (found["prompts"], found["segments"]) == (2, 60)
+    assert found["agree"] == pytest.approx(40 / 60)
+    assert found["confusion"][TRANSITION] == [10, 10, 0]
+    assert found["shares_of_types"]["execution"] == pytest.approx(40 / 60)
+    assert thoughts.eviction(values, lines, {}, 3) is None
+
+
+def test_what_cannot_be_written_at_the_end_keeps_the_journal(
+    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(thoughts, "replace_file", full)
+        assert main(options(model, problems, output=tmp_path, num_prompts=2, compare=0)) == 1
+    assert "no space left" in capsys.readouterr().err
+    assert calibrate(model, problems, output=tmp_path, num_prompts=2, compare=0, resume=True)["complete"]
