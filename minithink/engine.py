@@ -28,8 +28,10 @@ from minithink.kv.manager import Recorder, bytes_for, check_budget, members
 from minithink.model import Decoder, Rope
 from minithink.policies import POLICIES, parse
 from minithink.policies.full import Full
+from minithink.policies.thinkv import REASONING
 from minithink.sampling import SamplingParams
 from minithink.stream import Chunk, Result, Stream, Track, is_out_of_memory, prompts_at_once
+from minithink.thoughts import kinds
 from minithink.tokenizer import Tokenizer
 from minithink.weights import load_decoder, resolve
 
@@ -315,7 +317,13 @@ class Engine:
         Raises:
             MinithinkError: as of `calibration`. UsageError: what was measured does not suit the policy.
         """
+
+        def kind(ids: Sequence[int]) -> int:
+            """By keywords, of a text's last token."""
+            return kinds([self.tokenizer.decode([id]) for id in ids])[-1] if ids else REASONING
+
         for member in members(policy):
+            member.reads(kind)
             if name := member.calibration:
                 member.calibrated(self.calibration(name))
         return policy

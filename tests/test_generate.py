@@ -281,6 +281,32 @@ def test_a_terminal_gets_dimmed_thinking_and_no_escapes(
     assert "12" in re.sub(r"\x1b\[2m[^\x1b]*", "", out), "the answer is not dimmed"
 
 
+@pytest.mark.parametrize("samples", [1, 2])
+def test_thoughts_have_colours_and_are_counted(
+    capsys: Capture, monkeypatch: Any, model: Any, engine: Engine, samples: int
+) -> None:
+    """By the type of the segment that a token belongs to; the answer has none."""
+    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm"), ("NO_COLOR", "")):
+        monkeypatch.setenv(name, value)
+    play_text(monkeypatch, engine, *["Wait, is that right? I doubt it</think>12"] * samples)
+    policy = ("--policy", "tbe:thoughts=keyword,tau=4,retention=2/1", "--budget", 90)
+    assert main(*model, "Alpha", *policy, "--num-samples", samples, "--max-new-tokens", 30) == 0
+    out = capsys.readouterr().out
+    thought, _, answer = out.partition("</think>")
+    if samples == 1:
+        first, second = (thought.find(f"\x1b[{code}m") for code in (32, 33))  # reasoning, before a word was said
+        assert 0 <= first < second
+        assert "\x1b[3" not in answer
+    [*_, last] = lines = [line for line in re.sub(r"\x1b\[\d*m", "", out).splitlines() if "segments: " in line]
+    assert len(lines) == samples
+    assert last.startswith("[prompt 0, sample 1] segments" if samples > 1 else "segments: 1 reasoning, ")
+    assert re.search(
+        r"segments: 1 reasoning, \d+ transition; segments annealed [1-9]\d* times as transitions ended \(case 1\), 0 "
+        r"times for room \(case 2\); 32\.0 bits a number with its scales$",
+        last,
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "steps", "end"),
     [

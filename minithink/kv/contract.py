@@ -25,7 +25,7 @@ in their last columns.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Flag, auto
 from typing import Any, ClassVar, Literal, Protocol
@@ -332,6 +332,10 @@ class Policy:
 
     def calibrated(self, values: Mapping[str, Any]) -> None:
         """What that file says; called before `setup`."""
+
+    def reads(self, kind: Callable[[Sequence[int]], int]) -> None:
+        """For policies that look at the text: the type of thought that a text ends in, its token ids → a type of
+        ThinKV's; called before `setup` where there is a tokenizer."""
 
     def setup(self, shape: Shape) -> None:
         """Allocate state; called once, before anything runs."""

@@ -26,7 +26,7 @@ Chosen where the paper is silent or says two things:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -65,6 +65,7 @@ class ThinKV(Policy):
     g: int = 16  # tokens that are quantized together, and elements that share a scale
     block: int = 8  # tokens of a page, a power of two
     types: int = 3  # |T|
+    thoughts: Literal["sparsity", "keyword"] = "sparsity"  # what tells types: attention, or words (`thoughts.py`)
     layers: str = ""  # L*, as in 2/3/5/6; "": the model's calibration
     thresholds: str = ""  # θ1/θ2, ascending; "": the model's calibration
     sparsity_rows: int = 1  # last queries whose sparsity is averaged at a refresh
@@ -93,6 +94,11 @@ class ThinKV(Policy):
         if self.budget is not None and (not self.kept or list(self.kept) != down):
             raise UsageError(f"{self.name}: retention={self.retention}; it must descend, as 64/32/16/8/4 does.")
         self.beside = self.storage.buffer + (self.kept[-1] if self.kept else 0) + 1
+        self._kind: Callable[[Sequence[int]], int] | None = None
+        if self.thoughts == "keyword":
+            if self.types != 3:
+                raise UsageError(f"{self.name}: words tell three types, and types={self.types}: drop one of them.")
+            self.recordable = False  # type: ignore[misc]  # the host reads every token
         self.calibrated({})
 
     def _storage(self) -> Storage:
@@ -133,8 +139,13 @@ class ThinKV(Policy):
     # -- what was calibrated
 
     @property
+    def _measures(self) -> bool:
+        """Whether attention sparsity tells types."""
+        return self.types > 1 and self.thoughts == "sparsity"
+
+    @property
     def calibration(self) -> str:
-        if self.types == 1 or (self.layers and self.thresholds):
+        if not self._measures or (self.layers and self.thresholds):
             return ""
         return "thoughts.json" if self.types == 3 else f"thoughts-{self.types}.json"
 
@@ -148,14 +159,16 @@ class ThinKV(Policy):
                 f"{', '.join(map(str, theta))}: calibrate with --thoughts {self.types}."
             )
         self.theta, self.measured = theta, tuple(sorted(set(layers)))
-        if self.types > 1:
+        if self._measures:
             watched = frozenset(self.measured)
             self.demands = (Demand(See.ROWS, watched, every=self.tau, rows=self.sparsity_rows, group="max_logit"),)
 
     # -- state: type of every segment, and how often it was annealed
 
     def setup(self, shape: Shape) -> None:
-        if self.types > 1 and not (self.theta and self.measured):
+        if self.thoughts == "keyword" and self._kind is None:
+            raise UsageError(f"{self.name} reads the text with thoughts=keyword, and there is no tokenizer here.")
+        if self._measures and not (self.theta and self.measured):
             raise UsageError(
                 f"{self.name} knows no thresholds: give layers=… and thresholds=…, or calibrate the model."
             )
@@ -164,10 +177,12 @@ class ThinKV(Policy):
         segments = shape.tokens // self.tau + 2
         self.kind = torch.zeros(shape.rows, segments, dtype=torch.uint8, device=shape.device)
         self.level = torch.zeros(shape.rows, segments, dtype=torch.uint8, device=shape.device)
+        self._said: list[list[int]] = [[] for _ in range(shape.rows)]  # with thoughts=keyword: what was generated
         self.cases = torch.zeros(2, shape.rows, dtype=torch.int32, device=shape.device)  # segments annealed, by case
 
     def reset(self, row: int) -> None:
         self.kind[row], self.level[row], self.cases[:, row] = 0, 0, 0
+        self._said[row] = []
 
     def state(self) -> Iterable[Tensor]:
         return self.kind, self.level, self.cases
@@ -197,6 +212,8 @@ class ThinKV(Policy):
         return over | look[:, None], step.budget
 
     def decide(self, step: Step) -> Iterator[Edit]:
+        if self.thoughts == "keyword":
+            self._listen(step)
         if not step.any(self.due(step)[0]):
             return
         refresh = self._refresh(step)
@@ -208,6 +225,16 @@ class ThinKV(Policy):
         column = (step.clock // self.tau).long()
         self.kind[step.row, column] = torch.where(refresh, kind, self.kind[step.row, column])
         yield OpenSegment(refresh, kind)
+
+    def _listen(self, step: Step) -> None:
+        """Remember what every row has said."""
+        new = step.active & (step.clock > 0)
+        for said, token, is_new in zip(self._said, step.tokens.tolist(), new.tolist(), strict=True):
+            if is_new:
+                said.append(token)
+
+    def reads(self, kind: Callable[[Sequence[int]], int]) -> None:
+        self._kind = kind
 
     def _refresh(self, step: Step) -> Tensor:
         """Where the newest token is the last of its segment, or of the prompt: bool [B]."""
@@ -223,6 +250,10 @@ class ThinKV(Policy):
         """The type of the thought that begins, φ: uint8 [B]."""
         if self.types == 1:
             return torch.full_like(step.thought, REASONING)
+        if self._kind is not None and self.thoughts == "keyword":
+            begins = self._refresh(step).tolist()
+            kinds = [self._kind(said) if new else REASONING for said, new in zip(self._said, begins, strict=True)]
+            return torch.tensor(kinds, dtype=step.thought.dtype, device=step.thought.device)
         p = torch.stack([step.rows(layer) for layer in self.measured])  # [L*, B, Hkv, rows, S]
         pos = torch.stack([step.pos(layer) for layer in self.measured])[:, :, None]  # [L*, B, 1, Ht, S]
         age = torch.arange(self.sparsity_rows, device=p.device).flip(0)[:, None, None]  # of a row's query, 0: newest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from minithink.policies import parse
 from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION, Tbe, Tbq, ThinKV
 from minithink.quant import parse_pair
 from minithink.ref.kmeans import kmeans
-from tests.policies.drive import TINY, follow, followed, formats, held
+from tests.policies.drive import DECODER, TINY, follow, followed, formats, held, tokens_of
 from tests.strategies import example_config, random_decoder
 
 torch.set_num_threads(1)
@@ -259,6 +259,37 @@ def test_the_type_is_that_of_the_sparsity_of_the_last_queries(rows: int) -> None
 # --- formats and pages --------------------------------------------------------------------------------------
 
 
+def test_keywords_tell_types_from_the_text_alone() -> None:
+    """Of all that was generated until the segment begins, row by row; the prompt is not read."""
+    heard: list[tuple[int, ...]] = []
+
+    def kind(ids: Sequence[int]) -> int:
+        heard.append(tuple(ids))
+        return sum(ids) % 3
+
+    policy = Tbq(tau=4, g=4, thoughts="keyword", precision="R8E8T8")
+    assert policy.calibration == ""
+    assert not policy.recordable
+    assert Tbq.recordable
+    assert not policy.demands
+    policy.reads(kind)
+    prompts = [5, 2]
+    managers = follow(policy, prompts, 9)
+    *_, manager = managers
+    said = [tokens_of(seq, max(prompts) + 9)[n:] for seq, n in enumerate(prompts)]
+    want = [[tuple(text[:n]) for n in (0, 4, 8)] for text in said]
+    # one sequence is there first: its prompt ends alone
+    assert sorted(heard) == sorted(of for texts in want for of in texts)
+    assert manager.store.kinds == [[sum(of) % 3 for of in texts] for texts in want]
+    manager.leave(1)
+    manager.join(7, 14, 1)
+    with torch.inference_mode():
+        manager.begin_step([7], [1], [3])
+        DECODER(torch.tensor([3]), manager)
+        manager.end_step()
+    assert heard[-1] == (), "a row that is used again begins anew"
+
+
 @pytest.mark.parametrize("axis", ["channel", "token"])
 def test_a_group_is_stored_as_its_thought_is(axis: str) -> None:
     policy = told(Tbq, [EXECUTION, TRANSITION, REASONING])(
@@ -332,6 +363,7 @@ def test_figure_6() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        ("thinkv:budget=64,thoughts=keyword,types=2", "words tell three types, and types=2"),
         ("thinkv:budget=64,tau=24", "tau=24 tokens is no multiple of a group of g=16: choose tau=32"),
         ("thinkv:budget=64,types=4", "types=4"),
         ("thinkv:budget=64,precision=R4E4", "R4E4"),
