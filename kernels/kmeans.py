@@ -72,7 +72,7 @@ def _distances(p_product, norm, row, WIDE: tl.constexpr):
     """Squared distances of some members to all: [rows, WIDE]."""
     product = tl.load(p_product + row[:, None] * WIDE + tl.arange(0, WIDE))
     own = tl.load(p_product + row * (WIDE + 1))
-    return tl.maximum((own[:, None] + norm[None, :]) - 2 * product, 0.0)
+    return (own[:, None] + norm[None, :]) - 2 * product
 
 
 @triton.jit
@@ -105,7 +105,6 @@ def _fill(label, own, k, WIDE: tl.constexpr, AT_ONCE: tl.constexpr):
                 left = tl.sum(tl.where(here, label, 0))
                 size = tl.where(here, 1, tl.where(label == left, size - 1, size))
                 label = tl.where(here, i, label)
-                own = tl.where(here, 0.0, own)
     return label
 
 
@@ -130,12 +129,10 @@ def _cluster(
     far = -tl.sum(_totals(p_product, norm, tl.where(valid, 0, -1), tl.arange(0, AT_ONCE), WIDE, AT_ONCE), 0)
     near = tl.full((WIDE,), float("inf"), tl.float32)  # to the nearest centroid
     label = tl.full((WIDE,), -1, tl.int32)
-    left = valid
     for i in range(k):
-        pick = tl.argmax(tl.where(left, far, -float("inf")), 0)
-        left = left & (t != pick)
+        pick = tl.argmax(tl.where(valid, far, -float("inf")), 0)
         own = tl.load(p_product + pick * (WIDE + 1))
-        new = tl.maximum((own + norm) - 2 * tl.load(p_product + pick * WIDE + t), 0.0)
+        new = (own + norm) - 2 * tl.load(p_product + pick * WIDE + t)
         label = tl.where(valid & (new < near), i, label)
         near = tl.minimum(near, new)
         far = near
