@@ -31,8 +31,8 @@ from torch import Tensor
 from minithink.kernels._common import INTERPRETED, Variant, power_of_2
 
 BLOCK = 64  # members of a product, on either side
-DEPTH = {True: 32, False: 128}  # features at a time: in float32, in 16 bits
-AT_ONCE = 32  # clusters, and rows of distances
+DEPTH = {True: 32, False: 64}  # features at a time: in float32, in 16 bits
+AT_ONCE = 32  # clusters, and rows of distances, at most
 ITERATIONS = 10  # of Lloyd's algorithm, at most
 
 
@@ -189,7 +189,7 @@ def kmeans(x: Tensor, valid: Tensor, count: Tensor) -> Tensor:
     flags, count = valid.view(torch.uint8), count.to(torch.int32).contiguous()
     wide = max(16, power_of_2(width))
     product = torch.empty(sets, wide, wide, dtype=torch.float32, device=x.device)
-    block, at_once = min(BLOCK, wide), min(AT_ONCE, wide)
+    block = min(BLOCK, wide)
     full = INTERPRETED or x.dtype == torch.float32
     _products[sets, wide // block, wide // block](
         x, flags, count, product, width, features, *x.stride()[:2], flags.stride(0),
@@ -197,13 +197,17 @@ def kmeans(x: Tensor, valid: Tensor, count: Tensor) -> Tensor:
     )  # fmt: skip
     _cluster[(sets,)](
         product, flags, count, kept.view(torch.uint8), width, flags.stride(0),
-        ITERATIONS=ITERATIONS, WIDE=wide, AT_ONCE=at_once, num_warps=warps(wide),
+        ITERATIONS=ITERATIONS, WIDE=wide, AT_ONCE=at_once(wide), num_warps=warps(wide),
     )  # fmt: skip
     return kept
 
 
+def at_once(wide: int) -> int:
+    """Clusters: what is held of each member for each of them, several times, must fit into the registers."""
+    return min(AT_ONCE, wide, 4096 // wide)
+
+
 def warps(wide: int) -> int:
-    """Of a program that holds AT_ONCE × wide numbers several times."""
     return 4 if wide <= 64 else 8
 
 
@@ -215,5 +219,5 @@ def variants() -> Iterator[Variant]:
             full = dtype == "fp32"
             shape = {"WIDE": wide, "BLOCK": min(BLOCK, wide), "DEPTH": DEPTH[full], "FULL": full}
             yield Variant(_products, {**sets, **x, "p_x": f"*{dtype}"}, shape)
-        shape = {"ITERATIONS": ITERATIONS, "WIDE": wide, "AT_ONCE": min(AT_ONCE, wide)}
+        shape = {"ITERATIONS": ITERATIONS, "WIDE": wide, "AT_ONCE": at_once(wide)}
         yield Variant(_cluster, {**sets, "p_kept": "*u8"}, shape, {"num_warps": warps(wide)})

@@ -6,11 +6,13 @@ import math
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minithink.kernels.kmeans import ITERATIONS, kmeans
+from minithink.kernels.kmeans import ITERATIONS, _fill, kmeans
 from minithink.ref import kmeans as ref
 from tests.compare import assert_same
 from tests.kernels.device import DEVICE
@@ -56,6 +58,30 @@ def test_equals_its_twin(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minithink.kernels.kmeans.AT_ONCE", 16)
         same(x, valid, counts.int() if seed % 2 else counts)
+
+
+@triton.jit
+def _filled(p_label, p_own, k, WIDE: tl.constexpr, AT_ONCE: tl.constexpr):
+    t = tl.arange(0, WIDE)
+    tl.store(p_label + t, _fill(tl.load(p_label + t), tl.load(p_own + t), k, WIDE, AT_ONCE))
+
+
+@given(
+    k=st.integers(1, 40), empty=st.sets(st.integers(0, 39), max_size=12), members=st.integers(0, 64),
+    steps=st.sampled_from([3, 1000]), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_empty_clusters_are_filled(k: int, empty: set[int], members: int, steps: int, seed: int) -> None:
+    """Any of them, while others in the same part or in other parts are not; ties in the distance."""
+    generator, full = torch.Generator().manual_seed(seed), [i for i in range(k) if i not in empty]
+    assume(full and members > k)
+    label = torch.tensor(full)[torch.randint(len(full), (members,), generator=generator)]
+    own = torch.randint(steps, (64,), generator=generator).float()
+    want = ref._fill(label[None], own[None, :members], torch.ones(1, k, dtype=torch.bool))[0]
+    got = torch.full((64,), -1, dtype=torch.int32, device=DEVICE)
+    got[:members] = label
+    _filled[(1,)](got, own.to(DEVICE), k, 64, 16)
+    assert_same("labels", got.cpu()[:members], want.int())
+    assert (got[members:] == -1).all()
 
 
 def margin(x: Tensor, k: int) -> float:
