@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -58,6 +58,34 @@ def test_equals_its_twin(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minithink.kernels.kmeans.AT_ONCE", 16)
         same(x, valid, counts.int() if seed % 2 else counts)
+
+
+@settings(max_examples=max(1, settings().max_examples // 2))
+@given(
+    k=st.integers(17, 45), features=st.integers(1, 2), reach=st.sampled_from([6, 15, 30]), seed=st.integers(0, 999)
+)
+def test_clusters_that_are_not_looked_at_together(k: int, features: int, reach: int, seed: int) -> None:
+    """Points on a line or in a plane, many of them as far from one mean as from another."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-reach, reach + 1, (2, 60, features), generator=generator).float()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minithink.kernels.kmeans.AT_ONCE", 16)
+        same(x, torch.ones(2, 60, dtype=torch.bool), torch.tensor([k, k]))
+
+
+def test_equal_fractions_are_equal_numbers() -> None:
+    """A member as far from one mean as from another, neither of which float32 knows: the first one has it."""
+    x = torch.randint(-6, 7, (64, 30, 1), generator=torch.Generator().manual_seed(10))[8:9].float()
+    same(x, torch.ones(1, 30, dtype=torch.bool), torch.tensor([2]))
+
+
+def test_it_stops_after_ten_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here an eleventh round would choose others."""
+    x = torch.randint(-30, 31, (16, 100, 2), generator=torch.Generator().manual_seed(5))[8:9].float()
+    valid, count = torch.ones(1, 100, dtype=torch.bool), torch.tensor([2])
+    kept = same(x, valid, count)
+    monkeypatch.setattr(ref, "ITERATIONS", ITERATIONS + 1)
+    assert not ref.kmeans(x, valid, count).equal(kept)
 
 
 @triton.jit
