@@ -31,8 +31,8 @@ from torch import Tensor
 from minithink.kernels._common import INTERPRETED, Variant, power_of_2
 
 BLOCK = 64  # members of a product, on either side
-DEPTH = {True: 32, False: 128}  # features at a time: in float32, in 16 bits
-AT_ONCE = 32  # clusters, and rows of distances
+DEPTH = {True: 32, False: 64}  # features at a time: in float32, in 16 bits
+AT_ONCE = 32  # clusters, and rows of distances, at most
 ITERATIONS = 10  # of Lloyd's algorithm, at most
 
 
@@ -72,7 +72,7 @@ def _distances(p_product, norm, row, WIDE: tl.constexpr):
     """Squared distances of some members to all: [rows, WIDE]."""
     product = tl.load(p_product + row[:, None] * WIDE + tl.arange(0, WIDE))
     own = tl.load(p_product + row * (WIDE + 1))
-    return tl.maximum((own[:, None] + norm[None, :]) - 2 * product, 0.0)
+    return (own[:, None] + norm[None, :]) - 2 * product
 
 
 @triton.jit
@@ -105,7 +105,6 @@ def _fill(label, own, k, WIDE: tl.constexpr, AT_ONCE: tl.constexpr):
                 left = tl.sum(tl.where(here, label, 0))
                 size = tl.where(here, 1, tl.where(label == left, size - 1, size))
                 label = tl.where(here, i, label)
-                own = tl.where(here, 0.0, own)
     return label
 
 
@@ -122,12 +121,10 @@ def chosen(p_product, valid, k, ITERATIONS: tl.constexpr, WIDE: tl.constexpr, AT
     far = -tl.sum(_totals(p_product, norm, tl.where(valid, 0, -1), tl.arange(0, AT_ONCE), WIDE, AT_ONCE), 0)
     near = tl.full((WIDE,), float("inf"), tl.float32)  # to the nearest centroid
     label = tl.full((WIDE,), -1, tl.int32)
-    left = valid
     for i in range(k):
-        pick = tl.argmax(tl.where(left, far, -float("inf")), 0)
-        left = left & (t != pick)
+        pick = tl.argmax(tl.where(valid, far, -float("inf")), 0)
         own = tl.load(p_product + pick * (WIDE + 1))
-        new = tl.maximum((own + norm) - 2 * tl.load(p_product + pick * WIDE + t), 0.0)
+        new = (own + norm) - 2 * tl.load(p_product + pick * WIDE + t)
         label = tl.where(valid & (new < near), i, label)
         near = tl.minimum(near, new)
         far = near
@@ -202,7 +199,7 @@ def kmeans(x: Tensor, valid: Tensor, count: Tensor) -> Tensor:
     flags, count = valid.view(torch.uint8), count.to(torch.int32).contiguous()
     wide = max(16, power_of_2(width))
     product = torch.empty(sets, wide, wide, dtype=torch.float32, device=x.device)
-    block, at_once = min(BLOCK, wide), min(AT_ONCE, wide)
+    block = min(BLOCK, wide)
     full = INTERPRETED or x.dtype == torch.float32
     _products[sets, wide // block, wide // block](
         x, flags, count, product, width, features, *x.stride()[:2], flags.stride(0),
@@ -210,13 +207,17 @@ def kmeans(x: Tensor, valid: Tensor, count: Tensor) -> Tensor:
     )  # fmt: skip
     _cluster[(sets,)](
         product, flags, count, kept.view(torch.uint8), width, flags.stride(0),
-        ITERATIONS=ITERATIONS, WIDE=wide, AT_ONCE=at_once, num_warps=warps(wide),
+        ITERATIONS=ITERATIONS, WIDE=wide, AT_ONCE=at_once(wide), num_warps=warps(wide),
     )  # fmt: skip
     return kept
 
 
+def at_once(wide: int) -> int:
+    """Clusters: what is held of each member for each of them, several times, must fit into the registers."""
+    return min(AT_ONCE, wide, 4096 // wide)
+
+
 def warps(wide: int) -> int:
-    """Of a program that holds AT_ONCE × wide numbers several times."""
     return 4 if wide <= 64 else 8
 
 
@@ -228,5 +229,5 @@ def variants() -> Iterator[Variant]:
             full = dtype == "fp32"
             shape = {"WIDE": wide, "BLOCK": min(BLOCK, wide), "DEPTH": DEPTH[full], "FULL": full}
             yield Variant(_products, {**sets, **x, "p_x": f"*{dtype}"}, shape)
-        shape = {"ITERATIONS": ITERATIONS, "WIDE": wide, "AT_ONCE": min(AT_ONCE, wide)}
+        shape = {"ITERATIONS": ITERATIONS, "WIDE": wide, "AT_ONCE": at_once(wide)}
         yield Variant(_cluster, {**sets, "p_kept": "*u8"}, shape, {"num_warps": warps(wide)})

@@ -237,6 +237,15 @@ def steps(result: dict[str, Any]) -> list[str]:
     return [*markdown(rows), "", *_bandwidths(result), _source(result)]
 
 
+def thoughts(result: dict[str, Any]) -> list[str]:
+    """Time of ThinKV's kernels, their share of the bandwidth, and the twins' time, one row a case."""
+    rows: list[tuple[str, ...]] = [("kernel", "case", "time", "of bandwidth", "twin")]
+    for m in result["measurements"]:
+        twin = _time({"microseconds": m["twin_microseconds"]}) if "twin_microseconds" in m else "–"
+        rows.append((f"`{m['kernel']}`", m["case"], _time(m), f"**{_percent(m['share'])}**", twin))
+    return [*markdown(rows), "", _source(result)]
+
+
 def _percent(share: float) -> str:
     """With one decimal below 10 %, where whole percents would hide what is gained."""
     return f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
@@ -371,6 +380,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "attention": attention,
     "append": append,
     "steps": steps,
+    "thoughts": thoughts,
     "counters": counters,
     "sanitize": sanitize,
     "trace": trace,

@@ -45,11 +45,10 @@ def kmeans(x: Tensor, valid: Tensor, count: Tensor) -> Tensor:
     rows, clusters = torch.arange(len(x), device=x.device), torch.arange(most, device=x.device)
     real = clusters < k[:, None]  # [P, K]
 
-    far, left = -d.sum(-1), valid
+    far = -d.sum(-1)
     near, label = torch.full_like(far, torch.inf), torch.full_like(valid, most, dtype=torch.long)
     for i in range(most):  # near: to the nearest centroid, label: which one that is
-        pick = far.masked_fill(~left, -torch.inf).argmax(-1)
-        left = left.scatter(1, pick[:, None], False)
+        pick = far.masked_fill(~valid, -torch.inf).argmax(-1)
         new = d[rows, pick]
         closer = valid & (new < near) & real[:, i, None]
         near, label = torch.where(closer, new, near), torch.where(closer, i, label)
@@ -88,7 +87,7 @@ def _fill(label: Tensor, own: Tensor, real: Tensor) -> Tensor:
     size.scatter_add_(1, label, torch.ones_like(label))
     if not bool((real & (size[:, :most] == 0)).any()):
         return label
-    label, own = label.clone(), own.clone()
+    label = label.clone()
     for i in range(most):
         empty = real[:, i] & (size[:, i] == 0)
         crowded = (size.gather(1, label) > 1) & (label < most)
@@ -96,5 +95,4 @@ def _fill(label: Tensor, own: Tensor, real: Tensor) -> Tensor:
         size[rows, label[rows, pick]] -= empty.long()
         size[:, i] += empty
         label[rows, pick] = torch.where(empty, i, label[rows, pick])
-        own[rows, pick] = torch.where(empty, 0.0, own[rows, pick])
     return label

@@ -6,11 +6,13 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, given
+import triton
+import triton.language as tl
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minithink.kernels.kmeans import ITERATIONS, kmeans
+from minithink.kernels.kmeans import ITERATIONS, _fill, kmeans
 from minithink.ref import kmeans as ref
 from tests.compare import assert_same
 from tests.kernels.device import DEVICE
@@ -49,9 +51,65 @@ def test_equals_its_twin(
     x = torch.randint(-wide, wide + 1, (sets, width, features), generator=generator) * 2.0**power
     valid = torch.rand(sets, width, generator=generator) < held
     counts = torch.randint(max(0, count - 1), count + 2, (sets,), generator=generator)
-    if strided:
-        x, valid = x.permute(2, 0, 1).contiguous().permute(1, 2, 0), valid.T.contiguous().T
-    same(x.masked_fill(~valid[..., None], poison).to(dtype), valid, counts.int() if seed % 2 else counts)
+    x = x.masked_fill(~valid[..., None], poison).to(dtype)
+    if strided:  # all numbers anywhere, or rows with something behind them
+        x = x.permute(2, 0, 1).contiguous().permute(1, 2, 0) if seed % 3 else torch.cat((x, x), -1)[..., :features]
+        valid = valid.T.contiguous().T
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minithink.kernels.kmeans.AT_ONCE", 16)
+        same(x, valid, counts.int() if seed % 2 else counts)
+
+
+@settings(max_examples=max(1, settings().max_examples // 2))
+@given(
+    k=st.integers(17, 45), features=st.integers(1, 2), reach=st.sampled_from([6, 15, 30]), seed=st.integers(0, 999)
+)
+def test_clusters_that_are_not_looked_at_together(k: int, features: int, reach: int, seed: int) -> None:
+    """Points on a line or in a plane, many of them as far from one mean as from another."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-reach, reach + 1, (2, 60, features), generator=generator).float()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minithink.kernels.kmeans.AT_ONCE", 16)
+        same(x, torch.ones(2, 60, dtype=torch.bool), torch.tensor([k, k]))
+
+
+def test_equal_fractions_are_equal_numbers() -> None:
+    """A member as far from one mean as from another, neither of which float32 knows: the first one has it."""
+    x = torch.randint(-6, 7, (64, 30, 1), generator=torch.Generator().manual_seed(10))[8:9].float()
+    same(x, torch.ones(1, 30, dtype=torch.bool), torch.tensor([2]))
+
+
+def test_it_stops_after_ten_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here an eleventh round would choose others."""
+    x = torch.randint(-30, 31, (16, 100, 2), generator=torch.Generator().manual_seed(5))[8:9].float()
+    valid, count = torch.ones(1, 100, dtype=torch.bool), torch.tensor([2])
+    kept = same(x, valid, count)
+    monkeypatch.setattr(ref, "ITERATIONS", ITERATIONS + 1)
+    assert not ref.kmeans(x, valid, count).equal(kept)
+
+
+@triton.jit
+def _filled(p_label, p_own, k, WIDE: tl.constexpr, AT_ONCE: tl.constexpr):
+    t = tl.arange(0, WIDE)
+    tl.store(p_label + t, _fill(tl.load(p_label + t), tl.load(p_own + t), k, WIDE, AT_ONCE))
+
+
+@given(
+    k=st.integers(1, 40), empty=st.sets(st.integers(0, 39), max_size=12), members=st.integers(0, 64),
+    steps=st.sampled_from([3, 1000]), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_empty_clusters_are_filled(k: int, empty: set[int], members: int, steps: int, seed: int) -> None:
+    """Any of them, while others in the same part or in other parts are not; ties in the distance."""
+    generator, full = torch.Generator().manual_seed(seed), [i for i in range(k) if i not in empty]
+    assume(full and members > k)
+    label = torch.tensor(full)[torch.randint(len(full), (members,), generator=generator)]
+    own = torch.randint(steps, (64,), generator=generator).float()
+    want = ref._fill(label[None], own[None, :members], torch.ones(1, k, dtype=torch.bool))[0]
+    got = torch.full((64,), -1, dtype=torch.int32, device=DEVICE)
+    got[:members] = label
+    _filled[(1,)](got, own.to(DEVICE), k, 64, 16)
+    assert_same("labels", got.cpu()[:members], want.int())
+    assert (got[members:] == -1).all()
 
 
 def margin(x: Tensor, k: int) -> float:

@@ -82,6 +82,31 @@ def test_it_is_the_plain_loop(case: tuple[list[list[list[int]]], list[int]], rng
         assert found == plain(p, k)
 
 
+def test_sets_know_nothing_of_each_other() -> None:
+    """Some that keep few beside one that keeps many, far from the origin, among columns that are not members."""
+    generator = torch.Generator().manual_seed(2)
+    x, valid = torch.randint(3, 15, (16, 40, 2), generator=generator), torch.rand(16, 40, generator=generator) < 0.5
+    count = torch.arange(16) % 4 + 2
+    count[0] = 15
+    kept = kmeans(x.float(), valid, count)
+    for points, there, k, chosen in zip(x, valid, count.tolist(), kept, strict=True):
+        assert chosen[there].nonzero().flatten().tolist() == plain(points[there].tolist(), k)
+
+
+def test_it_stops_after_ten_rounds() -> None:
+    """Here an eleventh would choose others."""
+    x = torch.randint(-30, 31, (16, 100, 2), generator=torch.Generator().manual_seed(5))[8:9]
+    kept = kmeans(x, torch.ones(1, 100, dtype=torch.bool), torch.tensor([2]))
+    assert kept[0].nonzero().flatten().tolist() == plain(x[0].tolist(), 2)
+
+
+def test_equal_fractions_are_equal_numbers() -> None:
+    """A member as far from one mean as from another, neither of which float32 knows: the first one has it."""
+    x = torch.randint(-6, 7, (64, 30, 1), generator=torch.Generator().manual_seed(10))[8:9]
+    kept = kmeans(x, torch.ones(1, 30, dtype=torch.bool), torch.tensor([2]))
+    assert kept[0].nonzero().flatten().tolist() == plain(x[0].tolist(), 2)
+
+
 def test_one_of_every_heap_survives() -> None:
     generator = torch.Generator().manual_seed(1)
     heaps = torch.randn(8, 64, generator=generator) * 10
