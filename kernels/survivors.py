@@ -26,11 +26,12 @@ import triton.language as tl
 from torch import Tensor
 
 from minithink.kernels._common import INTERPRETED, Variant, power_of_2
-from minithink.kernels.kmeans import AT_ONCE, ITERATIONS, chosen, warps
+from minithink.kernels.kmeans import ITERATIONS, at_once, chosen, warps
 from minithink.kernels.paged_attention import Cache, Half, _planes, _variant, cache, half, words
 
 PROGRAMS = 264  # two for each multiprocessor of an H100
 BLOCK = 64  # tokens of a product, on either side
+STAGES = 2  # of the loop over heads: keys that are on their way
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
@@ -168,7 +169,7 @@ def survivors(read: Any, first: Tensor, size: Tensor, goal: Tensor, longest: int
             drop.view(torch.uint8), product, listed, number[-1:], first, size, goal, rows, pages.place,
             pages.table.format, codes, params, scales, pages.row_of, pages.scale[f, 0], pages.ring,
             n, segments, pages.place.shape[-1], seen,
-            c, k, f, i == 0, ITERATIONS, wide, min(AT_ONCE, wide), block, num_warps=warps(wide),
+            c, k, f, i == 0, ITERATIONS, wide, at_once(wide), block, num_warps=warps(wide), num_stages=STAGES,
         )  # fmt: skip
     return drop
 
@@ -189,6 +190,6 @@ def variants() -> Iterator[Variant]:
             signature = common | {"p_k": codes, "p_k_params": "*u8", "p_k_rows": "*u8"}
             constexprs = {
                 "C": c, "K": k, "FORMAT": 1, "WAITING": k.by_token, "ITERATIONS": ITERATIONS, "WIDE": 128,
-                "AT_ONCE": AT_ONCE, "BLOCK": BLOCK,
+                "AT_ONCE": at_once(128), "BLOCK": BLOCK,
             }  # fmt: skip
-            yield Variant(_survive, signature, constexprs, {"num_warps": warps(128)})
+            yield Variant(_survive, signature, constexprs, {"num_warps": warps(128), "num_stages": STAGES})

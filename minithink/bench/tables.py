@@ -237,7 +237,7 @@ def steps(result: dict[str, Any]) -> list[str]:
     return [*markdown(rows), "", *_bandwidths(result), _source(result)]
 
 
-def thoughts(result: dict[str, Any]) -> list[str]:
+def thought_kernels(result: dict[str, Any]) -> list[str]:
     """Time of ThinKV's kernels, their share of the bandwidth, and the twins' time, one row a case."""
     rows: list[tuple[str, ...]] = [("kernel", "case", "time", "of bandwidth", "twin")]
     for m in result["measurements"]:
@@ -380,7 +380,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "attention": attention,
     "append": append,
     "steps": steps,
-    "thoughts": thoughts,
+    "thought-kernels": thought_kernels,
     "counters": counters,
     "sanitize": sanitize,
     "trace": trace,

@@ -28,7 +28,7 @@ from minithink.bench.attention import DIM, HEADS, KV_HEADS
 from minithink.errors import MinithinkError
 from minithink.kv.contract import Storage
 
-DEFAULT = "thoughts"
+DEFAULT = "thought-kernels"
 MEASURED, LAYERS = 4, 32  # |L*|, L
 SCHEDULE = (128, 64, 32, 16, 8, 4)  # τ, R
 
