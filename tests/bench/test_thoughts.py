@@ -30,7 +30,8 @@ def test_the_table(tmp_path: Path) -> None:
     m = {"kernel": "kmeans", "case": "1 × 32 segments", "microseconds": 98.76, "twin_microseconds": 54321.0,
          "bytes": 8388608, "share": 0.0251}  # fmt: skip
     without = {"kernel": "row", "case": "64 × 1,024 tokens", "microseconds": 3.21, "bytes": 1, "share": 0.5}
-    record.write(tmp_path / "thought-kernels.json", {**RESULT, "benchmark": "thought-kernels", "measurements": [m, without]})
+    result = {**RESULT, "benchmark": "thought-kernels", "measurements": [m, without]}
+    record.write(tmp_path / "thought-kernels.json", result)
     text = tables.fill("<!-- table:thought-kernels -->\n<!-- end -->", "x.md", tmp_path)
     assert text.splitlines()[3:5] == [
         "| `kmeans` | 1 × 32 segments | 98.8 µs | **2.5%** | 54,321 µs |",
