@@ -54,7 +54,12 @@ POLICIES = (
 )
 # A key that differs from the reference's in its last bit may round to the next code, which is no small difference: no
 # law says that the reference draws the same tokens. The same kernels one by one do.
-ROUNDING = ("quant:fmt=fp8", "quant:fmt=int4,by=token", "kivi:bits=4", "rkv:budget=96,buffer=16+quant:fmt=fp8")
+ROUNDING = (
+    "quant:fmt=fp8", "quant:fmt=int4,by=token", "kivi:bits=4", "rkv:budget=96,buffer=16+quant:fmt=fp8",
+    "thinkv:budget=160,tau=32,retention=16/8/4", "tbq:tau=32",
+)  # fmt: skip
+# ThinKV with small segments, whose types differ
+SEGMENTS = "tau=8,retention=4/2,block=2,layers=0/1,thresholds=0.44/0.54"
 DRAWS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.6, "seed": 3}}
 AT_ONCE = 3
 LONGEST = 380  # new tokens: some of the questions below are answered in fewer
@@ -134,6 +139,10 @@ def test_a_graph_is_its_steps(policy: str, monkeypatch: pytest.MonkeyPatch) -> N
         "snapkv:cap=60,window=8+rkv:budget=110,buffer=20",
         "rkv:budget=96,buffer=16,compaction=gather",
         "rkv:budget=96,buffer=0,compaction=overlapped",
+        "thinkv:budget=160,tau=32,retention=16/8/4",
+        "thinkv:budget=160,tau=32,retention=16/8/4,key_axis=token,precision=R8E4T0,sparsity_rows=4",
+        "tbe:budget=160,tau=32,retention=16/8/4",
+        "tbq:tau=32",
     ],
 )
 def test_recorded_decisions_are_decisions(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +350,8 @@ def test_who_pads_a_graph_stays_as_it_is(policy: str) -> None:
     ["window:budget=12,schedule=interval:5", "rkv:budget=16,buffer=6,alpha=4,exempt_answer=true",
      "rkv:budget=9,buffer=4+quant:fmt=fp8",
      "rkv:budget=9,buffer=4+quant:fmt=nvfp4,buffer=5", "quant:fmt=nvfp4", "crystal_kv_lite:budget=18",
-     "quant:fmt=nvfp4,by=token,buffer=16", "kivi:bits=4,group=16,residual=16"],
+     "quant:fmt=nvfp4,by=token,buffer=16", "kivi:bits=4,group=16,residual=16",
+     f"thinkv:budget=34,g=4,{SEGMENTS}", f"tbe:budget=24,{SEGMENTS}"],
 )  # fmt: skip
 @pytest.mark.usefixtures("by_launches")
 def test_what_graphs_are_given(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,7 +383,7 @@ def test_what_graphs_are_given(policy: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(steps) == 40
     for values in (*steps, *decisions):
         assert len(values[0].unique()) == values.shape[1] in (1, 2, 4, 6)
-    assert bool(decisions) == policy.startswith(("window", "rkv"))
+    assert bool(decisions) == policy.startswith(("window", "rkv", "thinkv", "tbe"))
     assert len(decisions) < 40
     for values in decisions:
         due = int(values[ACTIVE].sum())
@@ -381,7 +391,7 @@ def test_what_graphs_are_given(policy: str, monkeypatch: pytest.MonkeyPatch) -> 
     flushes = [values for graph in loop.flushes.values() for values in graph.seen]  # type: ignore[attr-defined]
     given = [values[0][values[ACTIVE].bool()].tolist() for values in flushes]
     assert sorted(given) == sorted(full)
-    assert bool(full) == ("buffer=5" in policy or policy.startswith(("quant:fmt=nvfp4,by", "kivi")))
+    assert bool(full) == ("buffer=5" in policy or policy.startswith(("quant:fmt=nvfp4,by", "kivi", "thinkv")))
     for rows, values in zip(given, flushes, strict=True):
         assert len(values[0].unique()) == values.shape[1] == next(n for n in (1, 2, 4, 6) if n >= len(rows))
     assert {len(values) for values in steps} == {STATE + 2}
@@ -448,6 +458,7 @@ class Careful(Launched):
     [
         "full", "window:budget=12,schedule=interval:5", "quant:fmt=nvfp4,by=token,buffer=16",
         "rkv:budget=15,buffer=4,alpha=3+quant:fmt=fp8", "crystal_kv_lite:budget=18",
+        f"thinkv:budget=34,g=4,{SEGMENTS}",
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("by_launches")
