@@ -419,8 +419,7 @@ class KVManager:
             else:
                 others.append(edit)
         if others:
-            everywhere = torch.zeros_like(self.store.positions(), dtype=torch.bool)
-            self.store.evict(everywhere.index_copy_(1, view.row, self._dropped(others, view)))
+            self.store.evict(self._dropped(others, view), view.row)
         for opening in openings:
             self.store.open_next(view.row, opening.open & view.active, opening.thought)
 

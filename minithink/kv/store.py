@@ -437,16 +437,22 @@ class PagedStore(Pages):
         """Whether `evict` asks nothing of the device."""
         return self.backend.in_place and not self.poison
 
-    def evict(self, drop: Tensor) -> None:
-        """Forget tokens: bool [Lt, B, Ht, S]. Their slots are free at once; nothing moves, but by `compaction`."""
+    def evict(self, drop: Tensor, at: Tensor | None = None) -> None:
+        """Forget tokens: bool [Lt, N, Ht, S]. Their slots are free at once; nothing moves, but by `compaction`.
+
+        Args:
+            at: int64 [N], of these rows, each once; None: of all B.
+        """
+        if self.row_of.numel() and self.evicts_in_place:
+            place, pos = (x[..., : drop.shape[-1]] for x in (self.place, self.pos))
+            place, pos = (place, pos) if at is None else (place[:, at], pos[:, at])
+            self._release_rows(*self._slots_of(place, drop & (pos >= 0) & (place >= 0)))
+        if at is not None:
+            drop = torch.zeros_like(self.positions(), dtype=torch.bool).index_copy_(1, at, drop)
         t, keeps_pages = self.table, False
         if self.compaction:
             drop, keeps_pages = self.compaction.plan(drop), self.compaction.late
         if self.evicts_in_place:
-            t = self.table
-            if self.row_of.numel():
-                place = self.place[..., : drop.shape[-1]]
-                self._release_rows(*self._slots_of(place, drop & (self.positions() >= 0) & (place >= 0)))
             tables, top = (t.page[..., :0], t.pages.top.clone()) if keeps_pages else (t.page, t.pages.top)
             self.backend.evict(
                 drop, self.place, self.pos, self.count, t.live, t.taken, t.format, tables, t.pages.stack, top, t.most
