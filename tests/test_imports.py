@@ -44,6 +44,7 @@ PERMITTED = (
     ("minithink.evaluate", "minithink.trace.recorder"),
     ("minithink.bench", "minithink.trace"),
     ("minithink.analysis", "minithink.bench.record"),
+    ("minithink.analysis", "minithink.calibrate.reading"),  # sparsity of a text is measured in one place
     # … and who reads what was calibrated, and who calibrates on datasets
     ("minithink.engine", "minithink.calibrate.files"),
     ("minithink.calibrate", "minithink.evaluate"),

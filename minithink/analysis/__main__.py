@@ -1,4 +1,4 @@
-"""The command line: `python -m minithink.analysis premises|pilot`."""
+"""The command line: `python -m minithink.analysis premises|pilot|importance|association|curve`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import import_module
 from minithink import commands
 
 PROGRAM, DESCRIPTION = "minithink.analysis", "What methods take for granted."
-COMMANDS = ("premises", "pilot")
+COMMANDS = ("premises", "pilot", "importance", "association", "curve")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minithink.analysis.dense import EVERY, Dense, Sketch, batches, decode, thinking_end, watch
-from minithink.analysis.premises import Steer, begin, common_arguments, direction, look, outcome, token_table
+from minithink.analysis.premises import Steer, begin, direction, look, outcome, steering_arguments, token_table
 from minithink.bench import record
 from minithink.engine import Engine
 from minithink.ref.lrfu import lrfu
@@ -159,7 +159,7 @@ def foresee(engine: Engine, prompts: Sequence[list[int]], generated: Sequence[li
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    common_arguments(parser)
+    steering_arguments(parser)
     parser.add_argument("--budgets", type=shares, default=(0.25, 0.5), metavar="N,N,…", help="shares of "
         "the full run's tokens (default: 0.25,0.5)")  # fmt: skip
     parser.add_argument("--policies", type=sketches, default=list(POLICIES), metavar="P,P,…", help="of "

@@ -35,6 +35,10 @@ KINDS = ("reasoning", "execution", "transition")
 DOUBT = re.compile(r"Wait|Alternatively|Before I answer")
 EXECUTION = re.compile(rf"({'|'.join(w for m in MANNERS for w in m.compute)}|Then|And) [a-z]{{3}}(@\d+)? = ")
 FAR = 64  # thinking tokens before the answer that count as near
+SETTINGS = (  # options that decide a result
+    "model", "family", "limit", "max_new_tokens", "temperature", "seed", "layer", "tau", "sparsity_rows", "rollouts",
+    "resample", "policies", "budget",
+)  # fmt: skip
 STRENGTHS = {"boundary": (0.25, 0.5, 1.0, 2.0), "every": (0.05, 0.1, 0.25, 0.5, 1.0)}
 
 
@@ -62,13 +66,13 @@ def sentences(pieces: Sequence[str]) -> list[Sentence]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    common_arguments(parser)
+    steering_arguments(parser)
     parser.add_argument("--steered", type=record.positive, default=16, metavar="N", help="problems that are steered, "
         "of those of --limit (default: 16)")  # fmt: skip
 
 
 def common_arguments(parser: argparse.ArgumentParser) -> None:
-    """What premises and pilot share."""
+    """What all subcommands share."""
     add = parser.add_argument
     add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
     add("--family", default="facts", help="facts or ledger: validation problems")
@@ -78,13 +82,20 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", type=record.positive, default=2600, metavar="N", help="default: 2600")
     add("--temperature", type=float, default=0.6, help="0 is greedy (default: 0.6)")
     add("--seed", type=int, default=0, help="of the draws (default: 0)")
-    add("--layer", type=int, metavar="N", help="whose output is steered, from 0 (default: that at 0.7 of the depth, "
-        "5 of the embedded model's 8)")  # fmt: skip
     add("--output", type=location, required=True, metavar="FILE", help="where the result goes, as JSON")
 
 
-def begin(args: argparse.Namespace, name: str, argv: list[str]) -> tuple[Engine, list[Problem], dict[str, Any]]:
-    """The engine, the problems and a new result. args.layer gets its default.
+def steering_arguments(parser: argparse.ArgumentParser) -> None:
+    """What premises and pilot share."""
+    common_arguments(parser)
+    parser.add_argument("--layer", type=int, metavar="N", help="whose output is steered, from 0 (default: that at "
+        "0.7 of the depth, 5 of the embedded model's 8)")  # fmt: skip
+
+
+def begin(
+    args: argparse.Namespace, name: str, argv: list[str], backend: str = "reference"
+) -> tuple[Engine, list[Problem], dict[str, Any]]:
+    """The engine, the problems and a new result. args.layer, if there is one, gets its default.
 
     Raises:
         UsageError, MinithinkError: the options make no sense, before anything is generated.
@@ -97,17 +108,17 @@ def begin(args: argparse.Namespace, name: str, argv: list[str]) -> tuple[Engine,
     if args.limit > len(problems):
         print(f"minithink.analysis: {args.family} has {len(problems)} problems: all are taken", file=sys.stderr)
     problems = problems[: args.limit]
-    engine = load(args.model, device=args.device, backend="reference", dtype="float32")
+    calibration = getattr(args, "calibration", None)
+    engine = load(args.model, device=args.device, backend=backend, dtype="float32", calibration=calibration)
     layers, context = engine.config.num_layers, engine.config.max_position
-    if args.layer is None:
-        args.layer = layer_of(layers)
-    if not 0 <= args.layer < layers:
-        raise UsageError(f"--layer {args.layer} is none of the model's layers: give 0 to {layers - 1}.")
+    if "layer" in args:
+        args.layer = layer_of(layers) if args.layer is None else args.layer
+        if not 0 <= args.layer < layers:
+            raise UsageError(f"--layer {args.layer} is none of the model's layers: give 0 to {layers - 1}.")
     if (longest := max(len(engine.prompt_ids(p.question)) for p in problems)) >= context:
         raise UsageError(f"A problem has {longest:,} tokens and the context holds {context:,}: give another --model.")
     result = record.new(name, argv, engine.device, program="minithink.analysis")
-    names = ("model", "family", "limit", "max_new_tokens", "temperature", "seed", "layer")
-    result["settings"] = {n: getattr(args, n) for n in names}
+    result["settings"] = {n: getattr(args, n) for n in SETTINGS if n in args}
     return engine, problems, result
 
 

@@ -56,8 +56,9 @@ def write(path: Path, result: dict[str, Any]) -> None:
         raise MinithinkError(f"The result cannot be written to {path}: {error}; give another --output.") from None
 
 
-def check(path: Path) -> None:
-    """MinithinkError: a result could not be written there; its folder is made. To be asked before what takes long."""
+def check(path: Path, option: str = "--output") -> None:
+    """MinithinkError: a result could not be written there; its folder is made. To be asked before what takes long.
+    option: what names the path."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
@@ -65,7 +66,7 @@ def check(path: Path) -> None:
         if not os.access(path.parent, os.W_OK):
             raise PermissionError("its folder may not be written to")
     except OSError as error:
-        raise MinithinkError(f"The result cannot be written to {path}: {error}; give another --output.") from None
+        raise MinithinkError(f"The result cannot be written to {path}: {error}; give another {option}.") from None
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Redraw the pictures of evaluation runs: accuracy and length by budget, accuracy by bytes.
+"""Redraw the pictures of evaluation runs: accuracy, length and recall by budget, accuracy by bytes.
 
 A policy has one colour and one marker in all pictures, and the markers alone tell policies apart in print without
 colours. The same records give the same bytes, whatever the user's matplotlib is set to.
@@ -76,7 +76,8 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Draw everything that the rows allow, over all problems → the SVG files.
 
     accuracy-by-budget.svg and length-by-budget.svg, where some policy has a budget in tokens;
-    accuracy-by-share.svg and length-by-share.svg, where one has a share; accuracy-by-bytes.svg.
+    accuracy-by-share.svg and length-by-share.svg, where one has a share; recall-by-budget.svg and recall-by-share.svg
+    likewise, where recall was measured; accuracy-by-bytes.svg.
 
     Raises:
         MinithinkError: matplotlib is missing, or a file cannot be written.
@@ -88,8 +89,9 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
         for kind, name in ((int, "budget"), (float, "share")):
             if any(isinstance(row.budget, kind) for row in rows):
                 chosen = [row for row in rows if row.budget is None or isinstance(row.budget, kind)]
-                figures[f"accuracy-by-{name}"] = _by_budget(chosen, accuracy=True)
-                figures[f"length-by-{name}"] = _by_budget(chosen, accuracy=False)
+                for what in ("accuracy", "length", "recall"):
+                    if what != "recall" or any(row.recall is not None for row in chosen):
+                        figures[f"{what}-by-{name}"] = _by_budget(chosen, what)
         for name, figure in figures.items():
             paths.append(path := folder / f"{name}.svg")
             whole = io.BytesIO()
@@ -150,13 +152,17 @@ def _styles(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     return styles
 
 
-def _by_budget(rows: Sequence[Row], accuracy: bool) -> Figure:
-    """One line a policy. Those without a budget lie across the picture, `full` with its interval as a band."""
+def _by_budget(rows: Sequence[Row], what: str) -> Figure:
+    """One line a policy. Those without a budget lie across the picture, `full` with its interval as a band. what: is
+    drawn, as of `_value`; rows that have none of it are left out."""
+    accuracy = what == "accuracy"
     figure, axis = _figure(rows)
     budgets = sorted({row.budget for row in rows if row.budget is not None})
     for policy, style in _styles(rows).items():
-        own = [row for row in rows if row.policy == policy]
-        y = [100 * row.pass_at_1 if accuracy else row.generated_mean for row in own]
+        found = [(row, at) for row in rows if row.policy == policy and (at := _value(row, what)) is not None]
+        if not found:
+            continue
+        own, y = [row for row, _ in found], [at for _, at in found]
         errors = _errors(own) if accuracy else None
         if own[0].budget is not None:
             x: list[Any] = [row.budget for row in own]
@@ -178,10 +184,18 @@ def _by_budget(rows: Sequence[Row], accuracy: bool) -> Figure:
     if accuracy:
         axis.set_ylabel("pass@1, % (95 % interval)")
     else:
-        axis.set_ylabel("tokens generated, mean")
+        axis.set_ylabel("tokens generated, mean" if what == "length" else "recall of the 10 tokens most looked at, %")
         axis.set_ylim(bottom=0)
     _legend(figure)
     return figure
+
+
+def _value(row: Row, what: str) -> float | None:
+    """The accuracy or recall of a row, in %, or the length of its texts; None: it was not measured."""
+    if what == "length":
+        return row.generated_mean
+    share = row.pass_at_1 if what == "accuracy" else row.recall
+    return None if share is None else 100 * share
 
 
 def _by_bytes(rows: Sequence[Row]) -> Figure:

@@ -101,8 +101,8 @@ def test_what_is_drawn() -> None:
     pytest.importorskip("matplotlib")
     rows = [replace(r, pass_at_1_low=0.7, pass_at_1_high=0.9) for r in summarize(results()) if r.group is None]
     with plots._settings():
-        [axis] = plots._by_budget(rows, accuracy=True).axes
-        [length] = plots._by_budget(rows, accuracy=False).axes
+        [axis] = plots._by_budget(rows, "accuracy").axes
+        [length] = plots._by_budget(rows, "length").axes
         [bytes_axis] = plots._by_bytes(rows).axes
     lines = {c.get_label(): c for c in axis.containers}
     assert set(lines) == set(NAMES[1:3])
@@ -127,11 +127,29 @@ def test_what_is_drawn() -> None:
     assert front.get_xydata().tolist() == [[2**16, 75]], "all are as good, one is the smallest"
 
 
+def test_recall_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = {"full": 1.0, "rkv:buffer=0": 0.25}
+    rows = [replace(r, recall=found.get(r.policy)) for r in summarize(results()) if r.group is None]
+    assert "recall-by-budget" in {path.stem for path in draw(rows, tmp_path)}
+    with plots._settings():
+        [axis] = plots._by_budget(rows, "recall").axes
+        [other] = plots._by_budget(rows, "length").axes
+    [line] = axis.containers
+    assert list(line.lines[0].get_ydata()) == [25, 25]
+    same = next(c for c in other.containers if c.get_label() == "rkv:buffer=0")
+    assert line.lines[0].get_color() == same.lines[0].get_color(), "in all pictures"
+    across = {of.get_label(): list(of.get_ydata()) for of in axis.lines if len(of.get_xdata()) == 2}
+    assert across.pop("full") == [100, 100]
+    assert not set(across) & set(NAMES)
+    assert not axis.patches
+
+
 def test_the_legend_covers_no_data() -> None:
     pytest.importorskip("matplotlib")
     rows = [r for r in summarize(results()) if r.group is None]
     with plots._settings():
-        for figure in (plots._by_bytes(rows), plots._by_budget(rows, True), plots._by_budget(rows, False)):
+        for figure in (plots._by_bytes(rows), plots._by_budget(rows, "accuracy"), plots._by_budget(rows, "length")):
             figure.draw_without_rendering()
             legend = figure.legends[0].get_window_extent()
             [axis] = figure.axes
