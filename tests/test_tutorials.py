@@ -44,11 +44,14 @@ def script(request: pytest.FixtureRequest) -> Path:
     return request.param
 
 
-def test_there_are_tutorials_numbered_from_one() -> None:
+def test_every_tutorial_has_its_own_number() -> None:
+    """From 01 on; some are still to be written."""
     assert SCRIPTS, f"there are no tutorials in {FOLDER}"
     names = [re.fullmatch(r"(\d\d)_[a-z0-9_]+\.py", path.name) for path in SCRIPTS]
     assert all(names), f"a tutorial is named NN_words.py: {[path.name for path in SCRIPTS]}"
-    assert [int(name[1]) for name in names if name] == list(range(1, len(SCRIPTS) + 1))
+    numbers = [int(name[1]) for name in names if name]
+    assert numbers[0] == 1
+    assert len(set(numbers)) == len(numbers)
 
 
 def test_no_notebook_is_committed() -> None:
@@ -109,7 +112,7 @@ def test_has_no_outputs_and_no_local_paths(script: Path) -> None:
 
 def test_listed_in_the_readme_in_order() -> None:
     rows = re.findall(r"^\| (\d+) \| \[(\S+)\]\((\S+)\)", (FOLDER / "README.md").read_text("utf-8"), re.MULTILINE)
-    assert rows == [(str(i), path.name, path.name) for i, path in enumerate(SCRIPTS, 1)]
+    assert rows == [(str(int(path.name[:2])), path.name, path.name) for path in SCRIPTS]
 
 
 def test_jupytext_reads_the_same_cells(script: Path) -> None:
