@@ -34,7 +34,7 @@ from torch.testing import assert_close
 import minithink
 from minithink.kv.full import FullCache
 from minithink.sampling import SamplingParams, gumbel, sample
-from minithink.tasks import load_problems
+from minithink.tasks import Problem
 
 torch.set_grad_enabled(False)  # we only read
 torch.set_num_threads(1)  # the model is so small that threads would wait for each other
@@ -70,10 +70,14 @@ print(f"\n{config.architecture}, {sum(p.numel() for p in decoder.parameters()):,
 
 # %% [markdown]
 # The model was trained on one kind of puzzle. A problem gives facts in shuffled order, all modulo 100, and asks for
-# three values. We take the problem of the validation split whose reference solution is shortest.
+# three values. We take a short one.
 
 # %%
-problem = min(load_problems("validation"), key=lambda p: p.thinking_tokens)
+problem = Problem(
+    id="example", family="facts", answer="36, 21, 18", thinking_tokens=149,
+    question="Facts (mod 100): kiz = 60; piz = 48; juv = ves - 26; mig = piz - 27; ves = piz * 3; mos = piz * 7. "
+    "Find mos, mig and juv.",
+)  # fmt: skip
 print(textwrap.fill(problem.question, 110))
 print("\nanswer:", problem.answer)
 

@@ -36,7 +36,7 @@ import minithink
 from minithink.config import ModelConfig, RopeScaling
 from minithink.kv.full import FullCache
 from minithink.model import Decoder
-from minithink.tasks import grade, load_problems
+from minithink.tasks import Problem, grade, load_problems
 
 torch.set_grad_enabled(False)  # we only read
 torch.set_num_threads(1)  # one core: what we measure is then easy to explain
@@ -49,7 +49,12 @@ plt.rcParams.update({
 
 engine = minithink.load("tiny", device="cpu", dtype="float32")
 config, tokenizer, decoder = engine.config, engine.tokenizer, engine.decoder
-problems = sorted(load_problems("validation"), key=lambda p: p.thinking_tokens)
+example = Problem(
+    id="example", family="facts", answer="36, 21, 18", thinking_tokens=149,
+    question="Facts (mod 100): kiz = 60; piz = 48; juv = ves - 26; mig = piz - 27; ves = piz * 3; mos = piz * 7. "
+    "Find mos, mig and juv.",
+)  # fmt: skip
+problems = [example, *sorted(load_problems("validation"), key=lambda p: p.thinking_tokens)]
 prompt = engine.prompt_ids(problems[0].question)
 L, Hq, Hkv, D = config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
 print(f"{L} layers, {Hq} query heads, {Hkv} KV heads of {D} dimensions")

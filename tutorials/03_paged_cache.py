@@ -37,7 +37,7 @@ from minithink.kv.store import PagedStore
 from minithink.kv.table import Exhausted
 from minithink.model import Rope
 from minithink.policies import parse
-from minithink.tasks import grade, load_problems
+from minithink.tasks import Problem, grade, load_problems
 
 torch.set_grad_enabled(False)  # we only read
 torch.set_num_threads(1)  # the model is so small that threads would wait for each other
@@ -51,7 +51,12 @@ plt.rcParams.update({
 
 engine = minithink.load("tiny", device="cpu", dtype="float32")
 config, tokenizer, decoder = engine.config, engine.tokenizer, engine.decoder
-problems = sorted(load_problems("validation"), key=lambda p: p.thinking_tokens)
+example = Problem(
+    id="example", family="facts", answer="36, 21, 18", thinking_tokens=149,
+    question="Facts (mod 100): kiz = 60; piz = 48; juv = ves - 26; mig = piz - 27; ves = piz * 3; mos = piz * 7. "
+    "Find mos, mig and juv.",
+)  # fmt: skip
+problems = [example, *sorted(load_problems("validation"), key=lambda p: p.thinking_tokens)]
 prompt = engine.prompt_ids(problems[0].question)
 L, Hkv, D = config.num_layers, config.num_kv_heads, config.head_dim
 
@@ -62,7 +67,7 @@ L, Hkv, D = config.num_layers, config.num_kv_heads, config.head_dim
 # problems of different sizes, each allowed to grow to 1,000 tokens:
 
 # %%
-prompts = [engine.prompt_ids(problems[i].question) for i in (0, 50, 150)]
+prompts = [engine.prompt_ids(problems[i].question) for i in (0, 61, 51)]
 plain = FullCache(config, engine.rope)
 for seq, ids in enumerate(prompts):
     plain.join(seq, capacity=1000)
@@ -524,7 +529,7 @@ class Walkthrough(Policy):
         thoughts=("ternary:by=token/ternary", "nvfp4:by=token/nvfp4", "nvfp4:by=token/nvfp4"),  # T, E, R
         prompt=R,  # the type that a sequence begins with
         buffer=4,  # tokens wait in full precision until 4 are there
-        block=8,  # a page has 8 slots of 2 bits, which is 4 slots of 4 bits
+        block=4,  # a page has 4 slots of 4 bits, which is 8 slots of 2 bits
     )
 
     def decide(self, step):

@@ -36,7 +36,7 @@ from minithink.kv.manager import KVManager
 from minithink.kv.store import PagedStore
 from minithink.policies import parse as parse_policy
 from minithink.quant import e4m3, parse
-from minithink.tasks import grade, load_problems
+from minithink.tasks import Problem, grade
 
 torch.set_grad_enabled(False)  # we only read
 torch.set_num_threads(1)  # the model is so small that threads would wait for each other
@@ -49,7 +49,11 @@ plt.rcParams.update({
 
 engine = minithink.load("tiny", device="cpu", dtype="float32")
 config, tokenizer, decoder = engine.config, engine.tokenizer, engine.decoder
-problem = min(load_problems("validation"), key=lambda p: p.thinking_tokens)
+problem = Problem(
+    id="example", family="facts", answer="36, 21, 18", thinking_tokens=149,
+    question="Facts (mod 100): kiz = 60; piz = 48; juv = ves - 26; mig = piz - 27; ves = piz * 3; mos = piz * 7. "
+    "Find mos, mig and juv.",
+)  # fmt: skip
 L, Hq, Hkv, D = config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
 
 # %% [markdown]
