@@ -17,10 +17,11 @@ from minithink.bench import (
     paged,
     sanitize,
     tables,
+    thinkv,
     trace,
 )
 
-MODULES = [decode, accuracy, paged, memory, attention, append, counters, sanitize, trace, compile, tables]
+MODULES = [decode, accuracy, paged, memory, attention, append, thinkv, counters, sanitize, trace, compile, tables]
 if find_spec("triton") is not None:  # it exists for Linux only
     from minithink.bench import steps
 
