@@ -91,7 +91,7 @@ class DecodeLoop:
         self.recorded: dict[Key, Recorded] = {}  # steps
         self.decisions: dict[Key, Recorded] = {}
         self.flushes: dict[Key, Recorded] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
 
     @torch.inference_mode()
     def step(self, seqs: Sequence[int], tokens: Sequence[int]) -> list[int]:

@@ -17,11 +17,14 @@ from minithink.bench import (
     paged,
     sanitize,
     tables,
+    thinkv,
     thoughts,
     trace,
 )
 
-MODULES = [decode, accuracy, paged, memory, attention, append, thoughts, counters, sanitize, trace, compile, tables]
+MODULES = [
+    decode, accuracy, paged, memory, attention, append, thoughts, thinkv, counters, sanitize, trace, compile, tables,
+]  # fmt: skip
 if find_spec("triton") is not None:  # it exists for Linux only
     from minithink.bench import steps
 

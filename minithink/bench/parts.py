@@ -1,0 +1,227 @@
+"""The decode loop, part by part: how long the parts of a step take, and for how many sequences each is called.
+
+On a GPU times are those between two CUDA events around a recorded graph, without CUDA wall times of the same calls.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minithink.bench.attention import microseconds, recorded
+from minithink.bench.decode import timed
+from minithink.bench.steady import Drawn, DrawnRkv, Loop, Steady
+from minithink.errors import MinithinkError
+from minithink.kv.view import ACTIVE, View
+
+GATHERS = 8  # that are timed alone
+REPEATS = 10  # of a part
+
+
+@dataclass
+class Span:
+    """A part of a step that has run."""
+
+    part: str  # step, decide, flush or gather
+    rows: int
+    observed: bool  # attention was asked for its mass
+    start: Any
+    end: Any
+
+    @property
+    def seconds(self) -> float:
+        """Of the device; everything before must be over. Wall time without CUDA."""
+        if isinstance(self.start, float):
+            return float(self.end - self.start)
+        return float(self.start.elapsed_time(self.end)) / 1e3
+
+
+class TimedLoop(Loop):
+    """A loop that takes the time of its parts."""
+
+    def __init__(self, steady: Steady) -> None:
+        like = steady.loop(Loop)
+        super().__init__(like.decoder, like.cache, like.params, like.sizes)
+        self.steady, self.spans = steady, list[Span]()
+        self.tokens = [1] * len(steady.sequences)
+        self.apart = False  # the gather is a call of its own
+
+    def go(self) -> None:
+        """One step more."""
+        self.tokens = self.step(self.steady.sequences, self.tokens)
+
+    def measure(self, warm: int, steps: int) -> dict[str, Any]:
+        """Run steps → how long they take on average, and who is called how often.
+
+        A step in which a graph is recorded is counted, and its time left out.
+        """
+        for _ in range(warm):
+            self.go()
+        times, made, called = list[float](), 0, list[Tensor]()
+        policy, before = self.steady.policy, cases_of(self.steady)
+        taken: dict[str, list[int]] = {"refresh": [], "decide": [], "flush": []}
+        every: list[Span] = []
+        self._wait()
+        for _ in range(steps):
+            graphs, self.spans = self._graphs(), []
+            took = timed(self.go)
+            if self._graphs() > graphs:
+                made += 1
+                self._wait()
+            else:
+                times.append(took)
+                every += self.spans
+            called.append(cases_of(self.steady))
+            for part in ("decide", "flush"):
+                taken[part].append(sum(span.rows for span in self.spans if span.part == part))
+            taken["refresh"].append(self._refreshing())
+        last = timed(self._wait)  # what the last step has launched
+        if not times:
+            raise MinithinkError(f"in each of {steps} steps a graph was recorded: give more --steps, or more --warm")
+        mean = (sum(times) + last) / len(times)
+        counts = {"refresh": taken["refresh"], "flush": taken["flush"], "decision": taken["decide"]}
+        if isinstance(policy, Drawn):
+            by_case = torch.stack([before, *called]).diff(dim=0) > 0  # [steps, 2, B]
+            counts |= {"case_1": by_case[:, 0].sum(1).tolist(), "case_2": by_case[:, 1].sum(1).tolist()}
+            counts["eviction"] = by_case.any(1).sum(1).tolist()
+        elif isinstance(policy, DrawnRkv):
+            counts["eviction"] = taken["decide"]
+            counts["compaction"] = [n if policy.compaction != "none" else 0 for n in taken["decide"]]
+        n = len(self.tokens)
+        return {
+            "steps": len(times), "recorded_steps": made, "step_milliseconds": mean * 1e3,
+            "slowest_milliseconds": max(times) * 1e3, "tokens_per_second": n / mean,
+            "rates": {name: rates(of, n) for name, of in counts.items()},
+            "cases": (cases_of(self.steady) - before).sum(1).tolist(),
+            "observed_steps": sum(s.observed for s in every) / len(times),
+            "device_milliseconds": {
+                part: 1e3 * sum(s.seconds for s in every if s.part == part) / len(times)
+                for part in ("step", "decide", "flush")
+            },
+        }  # fmt: skip
+
+    def gathers(self, most: int) -> list[float]:
+        """Seconds of single gathers, in at most so many steps; the first compiles."""
+        self.spans, self.apart = [], True
+        for _ in range(most):
+            self.go()
+            if sum(span.part == "gather" for span in self.spans) > GATHERS:
+                break
+        self.apart = False
+        self._wait()
+        return [span.seconds for span in self.spans if span.part == "gather"][1:]
+
+    def _decide(self, states: np.ndarray) -> None:
+        compaction = self.cache.store.compaction
+        if not self.apart or compaction is None or not states.size:
+            super()._decide(states)
+            return
+        late, compaction.late = compaction.late, True  # only planned, so that it can be called
+        self.cache.decide_next(torch.from_numpy(states).to(self.cache.device))
+        start = self._now()
+        compaction.gather()
+        self.spans.append(Span("gather", states.shape[1], False, start, self._now()))
+        compaction.finish()
+        compaction.late = late
+
+    def _replay(self, recorded: Any, run: Any, inputs: np.ndarray, numbers: int, observed: Any = ()) -> Tensor:
+        parts = {id(self.recorded): "step", id(self.decisions): "decide", id(self.flushes): "flush"}
+        start = self._now()
+        out = super()._replay(recorded, run, inputs, numbers, observed)
+        rows = int(inputs[ACTIVE].sum())
+        self.spans.append(Span(parts[id(recorded)], rows, bool(observed), start, self._now()))
+        return out
+
+    def _graphs(self) -> int:
+        return len(self.recorded) + len(self.decisions) + len(self.flushes)
+
+    def _refreshing(self) -> int:
+        """Sequences whose newest token ended a segment."""
+        tau, cache = self.steady.settings.tau, self.cache
+        if not isinstance(self.steady.policy, Drawn):
+            return 0
+        return sum((cache.length(i) - self.steady.settings.prompt) % tau == 0 for i in self.steady.sequences)
+
+    def _now(self) -> Any:
+        if self.cache.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _wait(self) -> None:
+        if self.cache.device.type == "cuda":
+            torch.cuda.synchronize(self.cache.device)
+
+
+def rates(counts: Sequence[int], batch: int) -> dict[str, float]:
+    """Of how many steps something was called for any sequence, and for how many sequences of all steps. counts:
+    sequences, of each step."""
+    return {
+        "steps": sum(n > 0 for n in counts) / len(counts),
+        "sequence_steps": sum(counts) / len(counts) / batch,
+    }
+
+
+def cases_of(steady: Steady) -> Tensor:
+    """Segments annealed so far, by case: int32 [2, B]; 0 for methods without."""
+    if isinstance(steady.policy, Drawn):
+        return steady.policy.cases.clone()
+    return torch.zeros(2, len(steady.sequences), dtype=torch.int32, device=steady.cache.device)
+
+
+@torch.inference_mode()
+def parts(loop: TimedLoop, m: dict[str, Any]) -> dict[str, Any]:
+    """Milliseconds of a mean step, by part, and their shares; of single calls, too. m: of `TimedLoop.measure`."""
+    steady, cache = loop.steady, loop.cache
+    policy, batch, c = steady.policy, len(steady.sequences), loop.cache.config
+    device_ms, calls = m["device_milliseconds"], dict[str, float]()
+    q = torch.randn(batch, c.num_heads, c.head_dim, device=cache.device, dtype=cache.dtype)
+    read = cache.store.reader(torch.arange(batch, device=cache.device))
+
+    def attend(watched: Sequence[int] = ()) -> None:
+        for layer in range(c.num_layers):
+            cache.backend.paged_attention(q, read, layer, "max_logit" if layer in watched else None)
+
+    attention = seconds(attend, cache.device) * 1e3
+    refresh = gather = 0.0
+    in_step = in_decide = 0.0  # what the step's graph does for refreshes, and the decisions' beside evictions
+    if isinstance(policy, Drawn):
+        mass = seconds(lambda: attend(policy.measured), cache.device) * 1e3 - attention
+        share = m["rates"]["decision"]
+        rows = max(1, round(share["sequence_steps"] * batch / max(share["steps"], 1e-9)))  # of one decision
+        state = torch.from_numpy(cache.states_after(range(rows), [0] * rows)).to(cache.device)
+        classify = seconds(lambda: policy.classify(View(cache, policy, state, recorded=True)), cache.device) * 1e3
+        calls |= {"refresh": mass + classify, "decision_rows": rows}
+        in_step, in_decide = mass * m["observed_steps"], classify * share["steps"]
+        refresh = in_step + in_decide
+    elif isinstance(policy, DrawnRkv) and policy.compaction != "none":
+        calls["gather"] = statistics.mean(loop.gathers(2 * steady.period + GATHERS)) * 1e3
+        gather = calls["gather"] * m["rates"]["compaction"]["steps"]
+        in_decide = gather if policy.compaction == "gather" else 0.0
+    of = {
+        "attention": attention, "rest": device_ms["step"] - attention - in_step, "refresh": refresh,
+        "eviction": device_ms["decide"] - in_decide, "gather": gather, "flush": device_ms["flush"],
+    }  # fmt: skip
+    whole = sum(of.values())
+    return {
+        "parts_milliseconds": of, "parts_shares": {name: x / whole for name, x in of.items()},
+        "layer_microseconds": {name: x * 1e3 / c.num_layers for name, x in of.items()}, "call_milliseconds": calls,
+        "overhead": (of["refresh"] + of["eviction"]) / m["step_milliseconds"],
+    }  # fmt: skip
+
+
+def seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of a call, on a GPU of its graph."""
+    if device.type != "cuda":
+        call()
+        return statistics.median(timed(call) for _ in range(REPEATS))
+    graph = recorded(call)
+    return statistics.median([microseconds(graph.replay) for _ in range(REPEATS + 3)][3:]) / 1e6

@@ -1,0 +1,287 @@
+"""Caches as they are after thousands of generated tokens, without the model that would generate them.
+
+What is real: the manager, its step protocol, the store, the policy's own `decide`. Token by token a sequence's list
+grows, full buffers are quantized, segments are annealed, K-means chooses who stays, slots are used again in place.
+
+What is synthetic:
+- keys and values of generated tokens, and their queries, are noise; nobody attends while a cache is filled (`Mute`);
+- ThinKV's types of thoughts are drawn with a seed instead of measured (`Drawn`); where attention runs, sparsity is
+  measured all the same, and its result is thrown away;
+- while a cache is filled R-KV's scores are drawn, too. A lane stays as it is, on the whole, when it is full and most
+  slots were used again: it is filled no further than that (`Steady.enough`), whatever the step that it stands for.
+
+Prompts are read by the model. The sequences are spread evenly over the policy's cycle, τ tokens or R-KV's buffer: as
+they are where requests come at any time. In one lockstep all of them would refresh at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minithink.backend import REFERENCE, Backend
+from minithink.bench.decode import SHAPES, RandomModel
+from minithink.config import ModelConfig
+from minithink.kv.contract import Policy, Shape, Step
+from minithink.kv.manager import KVManager, needs
+from minithink.loop import DecodeLoop
+from minithink.model import Rope
+from minithink.policies.full import Full
+from minithink.policies.rkv import Rkv
+from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION, Tbe, ThinKV
+from minithink.sampling import SamplingParams
+
+MEASURED = 4  # layers whose sparsity is measured, |L*|
+NOISE = 997  # tokens that noise is drawn for
+LLAMA = SHAPES["llama-8b"]
+assert LLAMA is not None
+CONFIGS: dict[str, ModelConfig] = {
+    "llama-8b": LLAMA,
+    "tiny": replace(
+        LLAMA, vocab_size=97, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4, num_kv_heads=2,
+        head_dim=16,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a cache is made of, beside its method and its rows."""
+
+    budget: int = 1024  # tokens of a lane, where there is a budget
+    tau: int = 128  # τ
+    buffer: int = 128  # of R-KV's official schedule
+    prompt: int = 128  # tokens of each prompt
+    transitions: float = 0.3  # share of segments that are transitions; reasoning and execution have one half each
+    lockstep: bool = False  # all sequences are at the same token
+    seed: int = 0
+    pool: float = 1.0  # pages where thoughts have types, as a share of what the worst case needs
+
+
+class Drawn(ThinKV):
+    """ThinKV that measures sparsity, and then takes the type that was drawn for the segment."""
+
+    recordable = True
+    shares: tuple[float, float, float]  # of transitions, executions, reasoning
+    seed: int
+
+    def setup(self, shape: Shape) -> None:
+        super().setup(shape)
+        draw = torch.Generator().manual_seed(self.seed)
+        chances = torch.tensor(self.shares).expand(shape.rows, 3)
+        self.drawn = torch.multinomial(chances, self.kind.shape[1], replacement=True, generator=draw)
+        self.drawn = self.drawn.to(torch.uint8).to(shape.device)  # [B, segments]
+
+    def classify(self, step: Step) -> Tensor:
+        super().classify(step)
+        return self.drawn[step.row, (step.clock // self.tau).long()]
+
+
+class DrawnTbe(Drawn, Tbe):
+    """The same of ThinKV's eviction alone."""
+
+    recordable = True
+
+
+class DrawnRkv(Rkv):
+    """R-KV whose scores are drawn while `drawing`."""
+
+    recordable = True
+    drawing = False
+
+    def score(self, step: Step, layer: int, valid: Tensor, older: Tensor, rows: Tensor) -> Tensor:
+        if self.drawing:
+            return torch.rand(valid.shape, device=valid.device)
+        return super().score(step, layer, valid, older, rows)
+
+
+def _drawn(cls: type[Drawn], s: Settings, config: ModelConfig, **fields: Any) -> Policy:
+    n = config.num_layers
+    layers = sorted({i * n // MEASURED for i in range(MEASURED)})
+    policy = cls(
+        budget=s.budget, tau=s.tau, layers="/".join(map(str, layers)), thresholds="0.5/0.8", **fields
+    )  # whatever the thresholds: what they tell is not used
+    shares = [0.0] * 3
+    shares[TRANSITION], shares[EXECUTION] = s.transitions, (1 - s.transitions) / 2
+    shares[REASONING] = 1 - sum(shares)
+    policy.shares, policy.seed = (shares[0], shares[1], shares[2]), s.seed
+    return policy
+
+
+def _rkv(s: Settings, buffer: int, compaction: Any) -> Policy:
+    return DrawnRkv(budget=s.budget, buffer=buffer, compaction=compaction)
+
+
+Make = Callable[[Settings, ModelConfig], Policy]
+METHODS: dict[str, Make] = {
+    "full": lambda s, c: Full(),
+    "thinkv": lambda s, c: _drawn(Drawn, s, c, key_axis="channel"),
+    "thinkv-token": lambda s, c: _drawn(Drawn, s, c, key_axis="token"),
+    "tbe": lambda s, c: _drawn(DrawnTbe, s, c),
+    "rkv": lambda s, c: _rkv(s, s.buffer, "none"),
+    "rkv-gather": lambda s, c: _rkv(s, s.buffer, "gather"),
+    "rkv-overlapped": lambda s, c: _rkv(s, s.buffer, "overlapped"),
+    "rkv-every": lambda s, c: _rkv(s, 0, "none"),  # evicts at every step
+    "rkv-every-gather": lambda s, c: _rkv(s, 0, "gather"),
+    "rkv-every-overlapped": lambda s, c: _rkv(s, 0, "overlapped"),
+}
+
+
+class Cache(KVManager):
+    """A manager that need not attend."""
+
+    attending = True
+
+    def _decode(self, layer: int, raw: Tensor, q: Tensor, now: Any) -> Tensor:
+        return super()._decode(layer, raw, q, now) if self.attending else torch.zeros_like(q)
+
+
+class Mute:
+    """Stands in for a decoder: queries, keys and values of a token are noise, and nothing becomes of them."""
+
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+        heads = config.num_heads + 2 * config.num_kv_heads
+        draw = torch.Generator().manual_seed(2)
+        self.noise = torch.randn(NOISE, heads, config.head_dim, generator=draw).to(device, dtype)
+        self.config = config
+
+    def __call__(self, tokens: Tensor, cache: KVManager) -> Tensor:
+        """tokens: [N] → [N, 1], zeros."""
+        c = self.config
+        for layer in range(c.num_layers):
+            noise = self.noise[(tokens * 31 + layer * 7) % NOISE]  # [N, Hq + 2 Hkv, D]
+            cache.attend(layer, *noise.split((c.num_heads + c.num_kv_heads, c.num_kv_heads), dim=1))
+        return self.logits(tokens[:, None])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As of a decoder: [n, 1]."""
+        return torch.zeros_like(hidden, dtype=self.noise.dtype)
+
+
+class Loop(DecodeLoop):
+    """The decode loop; without CUDA its parts run unrecorded, one kernel after the other."""
+
+    def _replay(self, recorded: Any, run: Any, inputs: np.ndarray, numbers: int, observed: Any = ()) -> Tensor:
+        if self.cache.device.type == "cuda":
+            return super()._replay(recorded, run, inputs, numbers, observed)
+        out = torch.zeros(numbers, dtype=torch.int64)
+        run(torch.from_numpy(inputs), out)
+        return out
+
+
+class Steady:
+    """Some rows under one method, and how far they are."""
+
+    def __init__(self, model: RandomModel, method: str, batch: int, s: Settings, tokens: int) -> None:
+        """
+        Args:
+            model: reads the prompts, and takes the steps that are measured.
+            method: of METHODS.
+            batch: sequences.
+            tokens: the most that any of them will generate beyond `period`.
+        """
+        self.model, self.settings, self.method = model, s, method
+        policy = METHODS[method](s, model.config)
+        self.policy, self.sequences = policy, range(batch)
+        self.period = period(policy)
+        self.cache = Cache(
+            model.config, model.rope, policy, **sizes(model.config, policy, batch, s, tokens), device=model.device,
+            dtype=model.dtype, backend=backend_of(model),
+        )  # fmt: skip
+        self._draw = np.random.default_rng(s.seed)
+        self._fill = self.loop(Loop, Mute(model.config, model.device, model.dtype))
+        self._read(s.prompt, s.prompt + tokens + self.period)
+        ahead = [0 if s.lockstep else i * self.period // batch for i in self.sequences]
+        for done in range(max(ahead)):
+            self._feed([i for i in self.sequences if ahead[i] > done])
+
+    @property
+    def enough(self) -> int | None:
+        """Tokens after which a cache does not change any more, on the whole; None: it goes on changing."""
+        if not isinstance(self.policy, DrawnRkv):
+            return None
+        return 2 * self.settings.budget + self.policy.slack  # a lane is full, and as many tokens came and went
+
+    @property
+    def generated(self) -> int:
+        """Tokens that the sequence has generated that is least far."""
+        return self.cache.length(0) - self.settings.prompt
+
+    @property
+    def pages(self) -> int:
+        """Of the pool, those that hold tokens."""
+        pages = self.cache.store.table.pages
+        return pages.count - pages.free
+
+    def reach(self, tokens: int) -> None:
+        """Fill the cache as it is when so many tokens are generated."""
+        tokens = tokens if self.enough is None else min(tokens, self.enough)
+        for _ in range(tokens - self.generated):
+            self._feed(self.sequences)
+
+    def loop(self, cls: type[Loop], decoder: Any = None) -> Loop:
+        """A loop over the cache, of the model that it belongs to; of one size, so that few graphs are recorded."""
+        return cls(decoder or self.model.decoder, self.cache, SamplingParams(temperature=0), sizes=())
+
+    @torch.inference_mode()
+    def _read(self, prompt: int, capacity: int) -> None:
+        """The prompts, one at a time: as many as may be in full precision at once."""
+        for i in self.sequences:
+            ids = self._draw.integers(0, self.model.config.vocab_size, prompt).tolist()
+            self.cache.join(i, capacity, prompt)
+            self.cache.begin_step([i], [prompt], ids)
+            self.model.decoder(torch.tensor(ids, device=self.model.device), self.cache)
+            self._synthetic(True)
+            self.cache.end_step()
+            self._synthetic(False)
+
+    def _feed(self, sequences: Sequence[int]) -> None:
+        """One token more for each of these, and nobody attends."""
+        self._synthetic(True)
+        self._fill.step(sequences, self._draw.integers(0, NOISE, len(sequences)).tolist())
+        self._synthetic(False)
+
+    def _synthetic(self, filling: bool) -> None:
+        """Whether nobody attends, and scores are drawn."""
+        self.cache.attending = not filling
+        if isinstance(self.policy, DrawnRkv):
+            self.policy.drawing = filling
+
+
+def backend_of(model: RandomModel) -> Backend:
+    """Of the cache: the kernels; without CUDA the reference, through the same calls."""
+    backend: Backend = model.decoder.backend
+    return backend if backend.in_place else replace(REFERENCE, in_place=True)
+
+
+def period(policy: Policy) -> int:
+    """Tokens after which a policy does again what it did."""
+    return policy.tau if isinstance(policy, ThinKV) else max(1, policy.slack)
+
+
+def sizes(config: ModelConfig, policy: Policy, batch: int, s: Settings, tokens: int) -> dict[str, Any]:
+    """What the pool is made for: arguments of a manager."""
+    room = s.prompt + tokens + period(policy)
+    need = needs(policy, config.head_dim, torch.bfloat16, room, s.prompt)
+    layers, heads = config.num_layers, config.num_kv_heads
+    units = {"sequence": 1, "layer": layers, "head": layers * heads}[policy.scope]  # of a row
+    # at worst all tokens may be of any one type
+    pages = math.ceil(need.pages * s.pool) if isinstance(policy, ThinKV) else need.pages
+    return {"rows": batch, "tokens": room, "prompt": s.prompt, "prompts": 1, "columns": "fit",
+            "pages": units * (batch * pages + need.prompt_pages)}  # fmt: skip
+
+
+def pool_bytes(config: ModelConfig, method: str, batch: int, s: Settings, tokens: int) -> int:
+    """Bytes of the cache that `Steady` makes, in bfloat16; nothing is allocated. UsageError: no pool is so large."""
+    policy = METHODS[method](s, config)
+    cache = Cache(
+        config, Rope(replace(config, max_position=1), "meta"), policy, **sizes(config, policy, batch, s, tokens),
+        device="meta", dtype=torch.bfloat16,
+    )  # fmt: skip
+    return sum(x.nbytes for x in cache.tensors())

@@ -1,0 +1,335 @@
+"""ThinKV at its steady state beside R-KV and a full cache: step time, call rates, parts of a step, bytes, throughput.
+
+The model has random weights in the shape of R1-Distill-Llama-8B; its caches are made by `steady.py`, which says what
+of them is synthetic. A case is a line of the result; one that is in the file already, with the same settings, is not
+measured again. Names of cases, which `--cases` takes with * and ?:
+
+    step/METHOD/BATCH/T30    single steps after --start tokens: what they take, who is called how often (table 5,
+                             figures 7 and 18 of the paper); T30: 30 % of the segments are transitions
+    bytes/METHOD/T30         bytes of a sequence of --tokens, everything included, against the full cache
+    throughput/METHOD/T30    --tokens generated at the largest batch that fits into --memory (table 2): the time of
+                             the whole generation follows from a few steps at each of --levels evenly spaced lengths
+
+METHOD is one of steady.METHODS; rkv-every is R-KV that evicts at every step. What a step does is measured in parts:
+recorded graphs of their own between two CUDA events, or wall time without CUDA.
+
+    attention   over the pages, all layers, reading them in their formats
+    refresh     attention's mass in the layers that are looked at, and the type that follows from it: computed in
+                every recorded decision, whether a segment has ended or not
+    eviction    all else that the policy decides; of R-KV without the gather
+    gather      moves what stayed together, one call; where it is overlapped it is a part of the rest, too
+    flush       full buffers are quantized
+    rest        of the step's graph: projections, MLP, append, logits
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minithink.bench import record
+from minithink.bench.decode import Deadline, RandomModel
+from minithink.bench.parts import GATHERS, TimedLoop, cases_of, parts, seconds
+from minithink.bench.steady import CONFIGS, METHODS, Settings, Steady, pool_bytes
+from minithink.errors import MinithinkError, UsageError
+from minithink.origin import commit
+
+DEFAULT = "thinkv"
+THINKV = ("thinkv", "thinkv-token", "tbe")  # methods that draw types of thoughts
+BYTES = ("thinkv", "thinkv-token")
+THROUGHPUT = ("full", "rkv", "thinkv", "thinkv-token")
+COMPARED = (  # in tokens per second, and the ratio that is aimed at
+    ("step/tbe/256/T30", "step/rkv-every-overlapped/256", 3.0), ("step/tbe/256/T30", "step/rkv/256", 1.0),
+    ("throughput/thinkv/T30", "throughput/full", 15.0),
+)  # fmt: skip
+GIB = 2**30
+SOME = 32  # sequences whose bytes are counted at once, for the memory that this takes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `bench thinkv`."""
+    add, n = parser.add_argument, record.positive
+    add("--device", default="cpu", choices=("cpu", "cuda"))
+    add("--model-shape", default="llama-8b", choices=tuple(CONFIGS))
+    add("--layers", type=n, metavar="N", help="of the shape, fewer for a quick look (default: all)")
+    add("--cases", nargs="+", default=["*"], metavar="NAME", help="such as 'step/*/64/*' (default: all)")
+    add("--batch", nargs="+", type=n, default=[1, 8, 64, 256], metavar="N", help="of steps (default 1 8 64 256)")
+    add("--transition-share", nargs="+", type=_share, default=[0.3, 0.1, 0.5], metavar="X",
+        help="of the segments (default 0.3 0.1 0.5; throughput has the first)")  # fmt: skip
+    add("--budget", type=n, default=1024, metavar="N", help="tokens of a lane (default 1024)")
+    add("--tau", type=n, default=128, metavar="N", help="tokens of a segment (default 128)")
+    add("--buffer", type=n, default=128, metavar="N", help="of R-KV's official schedule (default 128)")
+    add("--prompt-tokens", type=n, default=128, metavar="N", help="default 128")
+    add("--start", type=n, default=4096, metavar="N", help="tokens before steps are measured (default 4096)")
+    add("--steps", type=n, default=256, metavar="N", help="that are measured (default 256)")
+    add("--warm", type=n, default=16, metavar="N", help="steps before those that are measured (default 16)")
+    add("--tokens", type=n, default=32_768, metavar="N", help="of bytes and throughput (default 32,768)")
+    add("--levels", type=n, default=8, metavar="N", help="of throughput (default 8)")
+    add("--level-steps", type=n, default=32, metavar="N", help="that are measured at each (default 32)")
+    add("--byte-rows", type=n, default=2, metavar="N", help="sequences whose bytes are averaged (default 2)")
+    add("--memory", type=float, metavar="GIB", help="that there is (default: the GPU's; 8 on a CPU)")
+    add("--headroom", type=float, default=8.0, metavar="GIB", help="of it, for all but weights and cache (default 8)")
+    add("--pool", type=_share, default=1.0, metavar="X",
+        help="pages of ThinKV, as a share of what the worst case needs; too few end a case (default 1)")  # fmt: skip
+    add("--lockstep", action="store_true", help="all sequences are at the same token (default: spread over a cycle)")
+    add("--seed", type=int, default=0, metavar="N", help="of types and tokens (default 0)")
+    add("--time-budget", type=n, metavar="SECONDS", help="begin no case later")
+    add("--output", metavar="FILE", help=f"default: docs/results/{DEFAULT}.json")
+
+
+def _share(text: str) -> float:
+    """For argparse: between 0 and 1."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is no share between 0 and 1")
+    return value
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the result."""
+
+    kind: str  # step, bytes or throughput
+    method: str
+    batch: int  # of steps; 0: another kind
+    transitions: float  # their share
+
+    @property
+    def name(self) -> str:
+        """As `--cases` has it."""
+        types = [f"T{self.transitions * 100:g}"] if self.method in THINKV else []
+        return "/".join([self.kind, self.method, *([str(self.batch)] if self.batch else []), *types])
+
+
+def cases(batches: Sequence[int], shares: Sequence[float]) -> list[Case]:
+    """All that there are."""
+    drawn = {method: shares if method in THINKV else shares[:1] for method in METHODS}
+    out = [Case("bytes", method, 0, share) for method in BYTES for share in shares]
+    out += [Case("step", m, batch, share) for batch in batches for m in METHODS for share in drawn[m]]
+    return out + [Case("throughput", method, 0, shares[0]) for method in THROUGHPUT]
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    """Measure what is not there yet, write after every case, print a table."""
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu.")
+    names = cases(args.batch, args.transition_share)
+    chosen = [case for case in names if any(fnmatch(case.name, pattern) for pattern in args.cases)]
+    if not chosen:
+        known = ", ".join(case.name for case in names)
+        raise UsageError(f"--cases {' '.join(args.cases)}: there is none; there are {known}.")
+    path = Path(args.output) if args.output else record.default_path(DEFAULT)
+    record.check(path)
+    result = record.new(DEFAULT, argv, device)
+    result["settings"] = {name: x for name, x in vars(args).items() if name not in ("cases", "output", "command")}
+    result["measurements"] = record.read(path)["measurements"] if path.exists() else []
+    result["left_out"] = []
+    deadline, bench = Deadline(args.time_budget), None
+    for case in chosen:
+        settings = _settings(args, case)
+        if any(m["case"] == case.name and m["settings"] == settings for m in result["measurements"]):
+            print(f"{case.name}: is there", file=sys.stderr)
+            continue
+        if deadline.over():
+            result["left_out"].append(f"{case.name}: the time budget of {deadline.seconds:g} s is used up")
+            continue
+        print(f"measuring {case.name} ...", file=sys.stderr, flush=True)
+        bench = bench or Bench(args, device)
+        try:
+            began = time.monotonic()
+            m = bench.measure(case) | {"seconds_in_all": time.monotonic() - began}
+            kept = [other for other in result["measurements"] if other["case"] != case.name]
+            about = {"case": case.name, **asdict(case), "settings": settings, "commit": commit()}
+            result["measurements"] = [*kept, about | m]
+        except UsageError:
+            raise
+        except (MinithinkError, torch.OutOfMemoryError) as error:
+            result["left_out"].append(f"{case.name}: {str(error).splitlines()[0]}")
+        record.write(path, result)
+        gc.collect()
+        torch.cuda.empty_cache()  # nothing without CUDA
+    result["complete"] = not result["left_out"]
+    record.write(path, result)
+    print_table(result)
+    print(f"written to {path}", file=sys.stderr)
+    return 0
+
+
+def _settings(args: argparse.Namespace, case: Case) -> dict[str, Any]:
+    """What a case depends on."""
+    names = [
+        "device",
+        "model_shape",
+        "layers",
+        "budget",
+        "tau",
+        "buffer",
+        "prompt_tokens",
+        "lockstep",
+        "seed",
+        "pool",
+    ]
+    names += {
+        "step": ["start", "steps", "warm"], "bytes": ["tokens", "byte_rows", "levels"],
+        "throughput": ["tokens", "levels", "level_steps", "warm", "memory", "headroom"],
+    }[case.kind]  # fmt: skip
+    return {name: getattr(args, name) for name in names}
+
+
+class Bench:
+    """A model, and what is measured with it."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        config = CONFIGS[args.model_shape]
+        self.config = replace(config, num_layers=args.layers or config.num_layers)
+        self.args, self.device = args, device
+        self.model = RandomModel(self.config, device, torch.bfloat16, peer=False)
+        whole = torch.cuda.get_device_properties(device).total_memory / GIB if device.type == "cuda" else 8.0
+        self.memory = (args.memory or whole) * GIB
+        # read once in every step; of the embedding only some rows
+        self.weights = sum(p.nbytes for p in self.model.decoder.parameters()) - self.model.decoder.embed.nbytes
+        self.flops = flop_rate(device)
+
+    def measure(self, case: Case) -> dict[str, Any]:
+        """One case. MinithinkError: it does not fit into the memory."""
+        return {"step": self.step, "bytes": self.bytes, "throughput": self.throughput}[case.kind](case)
+
+    def settings(self, case: Case) -> Settings:
+        """Of the case's cache."""
+        a = self.args
+        return Settings(a.budget, a.tau, a.buffer, a.prompt_tokens, case.transitions, a.lockstep, a.seed, a.pool)
+
+    def steady(self, case: Case, batch: int, tokens: int) -> Steady:
+        """A cache that is filled with prompts. MinithinkError: it does not fit into the memory."""
+        s = self.settings(case)
+        if not self.fits(case.method, batch, s, tokens):
+            raise MinithinkError(f"{batch} sequences do not fit into {self.memory / GIB:,.3g} GiB")
+        return Steady(self.model, case.method, batch, s, tokens)
+
+    def fits(self, method: str, batch: int, s: Settings, tokens: int) -> bool:
+        """Whether there is memory for weights, cache and headroom, and numbers for the cache's slots."""
+        try:
+            cache = pool_bytes(self.config, method, batch, s, tokens)
+        except UsageError:  # more slots than can be numbered
+            return False
+        weights = self.weights + self.model.decoder.embed.nbytes
+        return weights + cache + self.args.headroom * GIB <= self.memory
+
+    def largest(self, method: str, s: Settings, tokens: int) -> int:
+        """The largest batch that fits; 0: none does."""
+        low, high = 0, 1
+        while self.fits(method, high, s, tokens):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.fits(method, middle, s, tokens) else (low, middle)
+        return low
+
+    def step(self, case: Case) -> dict[str, Any]:
+        """Steps at the steady state."""
+        a = self.args
+        cycle = max(a.tau, a.buffer)
+        # a cycle, for all graphs to be recorded, and two for gathers that are timed alone
+        steady = self.steady(case, case.batch, a.start + a.warm + a.steps + 3 * cycle + GATHERS)
+        steady.reach(a.start)
+        loop = TimedLoop(steady)
+        m = {"filled": steady.generated} | loop.measure(a.warm + steady.period, a.steps)
+        return m | self.limit(steady, m["step_milliseconds"]) | parts(loop, m)
+
+    def bytes(self, case: Case) -> dict[str, Any]:
+        """Bytes of a sequence, the mean over a few, and of a full cache of the same length."""
+        steady = self.steady(case, self.args.byte_rows, self.args.tokens)
+        pages = 0
+        for i in range(1, self.args.levels + 1):
+            steady.reach(self.args.tokens * i // self.args.levels)
+            pages = max(pages, steady.pages)
+        cache, rows = steady.cache, steady.sequences
+        ledgers = [cache.account(i).as_dict() for i in rows]
+        kinds = {kind: statistics.mean(x[kind] for x in ledgers) for kind in ledgers[0]}
+        length = statistics.mean(cache.length(i) for i in rows)
+        full = length * self.config.kv_bytes_per_token(2)
+        return {
+            "rows": len(rows), "length": length, "held_tokens": max(cache.held(i) for i in rows), "kinds": kinds,
+            "bytes": sum(kinds.values()), "full_bytes": full, "share": sum(kinds.values()) / full,
+            "pool_share": cache.ledger().total / len(rows) / full,
+            "pages_share": pages / cache.store.table.pages.count, "cases": cases_of(steady).sum(1).tolist(),
+        }  # fmt: skip
+
+    def throughput(self, case: Case) -> dict[str, Any]:
+        """A whole generation at the largest batch."""
+        a, s = self.args, self.settings(case)
+        room = a.tokens + a.warm + a.level_steps
+        if not (batch := self.largest(case.method, s, room)):
+            raise MinithinkError(f"not one sequence fits into {self.memory / GIB:,.3g} GiB")
+        steady = self.steady(case, batch, room)
+        loop, levels = TimedLoop(steady), []
+        for i in range(a.levels):
+            level = (2 * i + 1) * a.tokens // (2 * a.levels)  # the middle of its part
+            steady.reach(level - a.warm)
+            m = {"level": level, "filled": steady.generated} | loop.measure(a.warm, a.level_steps)
+            levels.append(m | self.limit(steady, m["step_milliseconds"]))
+        step, limit = (statistics.mean(m[x] for m in levels) for x in ("step_milliseconds", "limit_milliseconds"))
+        return {
+            "batch": batch, "memory": self.memory, "tokens_per_second": batch / step * 1e3, "step_milliseconds": step,
+            "limit_milliseconds": limit, "share_of_limit": limit / step, "levels": levels,
+            "cases": cases_of(steady).sum(1).tolist(),
+        }  # fmt: skip
+
+    def limit(self, steady: Steady, milliseconds: float) -> dict[str, Any]:
+        """What a step cannot do without: reading weights and cache, or multiplying, whichever takes longer."""
+        c, store = self.config, steady.cache.store
+        rows = list(steady.sequences)
+        held = sum(store.account(rows[i : i + SOME]).total for i in range(0, len(rows), SOME))
+        tokens = int(store.count.sum()) * store.shape.sharing  # of all lanes
+        # two per weight (of two bytes) and sequence; two per query head, channel and token for q·k, and for p·v
+        flops = len(steady.sequences) * self.weights + 4 * tokens * c.num_heads // c.num_kv_heads * c.head_dim
+        by_bytes, by_flops = (self.weights + held) / self.model.bandwidth, flops / self.flops
+        limit = 1e3 * max(by_bytes, by_flops)
+        return {
+            "weight_bytes": self.weights, "cache_bytes": held, "flops": flops,
+            "copy_bytes_per_second": self.model.bandwidth, "matmul_flops_per_second": self.flops,
+            "limit_by": "bytes" if by_bytes >= by_flops else "flops", "limit_milliseconds": limit,
+            "share_of_limit": limit / milliseconds,
+        }  # fmt: skip
+
+
+def flop_rate(device: torch.device) -> float:
+    """Floating-point operations a second of a large product in bfloat16, the fastest of several."""
+    n = 8192 if device.type == "cuda" else 512
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * n**3 / seconds(lambda: a @ b, device)
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """What was measured, on standard output."""
+    rows = [("case", "batch", "ms/step", "tok/s", "of limit", "refresh+evict", "gather", "case 1, 2", "of full")]
+    for m in result["measurements"]:
+        shares = m.get("parts_shares")
+        rows.append((
+            m["case"], str(m["batch"] or m["rows"]),
+            *((f"{m['step_milliseconds']:.2f}", f"{m['tokens_per_second']:,.0f}", f"{m['share_of_limit']:.0%}")
+              if "step_milliseconds" in m else ("-", "-", "-")),
+            *((f"{m['overhead']:.1%}", f"{shares['gather']:.1%}") if shares else ("-", "-")),
+            "{} {}".format(*m["cases"]) if m["method"] in THINKV else "-",
+            f"{m['share']:.2%}" if m["kind"] == "bytes" else "-",
+        ))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    speed = {m["case"]: m["tokens_per_second"] for m in result["measurements"] if m["kind"] != "bytes"}
+    for ours, theirs, goal in COMPARED:
+        if ours in speed and theirs in speed:
+            print(f"{ours} / {theirs}: {speed[ours] / speed[theirs]:.2f} (target {goal:g})")
+    for line in result["left_out"]:
+        print(f"left out: {line}")

@@ -1,0 +1,368 @@
+"""The benchmark of ThinKV's steady state: its caches keep the laws, its counts are right. Times are not judged."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minithink.backend import REFERENCE
+from minithink.bench import record, steady, thinkv
+from minithink.bench.__main__ import main
+from minithink.bench.decode import RandomModel
+from minithink.bench.parts import GATHERS, TimedLoop, cases_of, rates
+from minithink.bench.steady import CONFIGS, METHODS, Drawn, Settings, Steady, pool_bytes
+from minithink.bench.thinkv import Bench, cases
+from minithink.kv.manager import bytes_for
+from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION
+
+torch.set_num_threads(1)
+SMALL = Settings(budget=64, tau=16, buffer=16, prompt=8)
+DRAWN = ("thinkv", "thinkv-token", "tbe")
+NUMBERS = {
+    "budget": 64, "tau": 16, "buffer": 16, "prompt-tokens": 8, "start": 80, "steps": 8, "warm": 1, "tokens": 192,
+    "levels": 2, "level-steps": 2, "memory": 0.0014, "headroom": 0.001, "batch": 2, "transition-share": 0.5,
+}  # fmt: skip
+OPTIONS = ["thinkv", "--model-shape", "tiny", *(str(x) for name, n in NUMBERS.items() for x in (f"--{name}", n))]
+
+
+@cache
+def model() -> RandomModel:
+    return RandomModel(CONFIGS["tiny"], torch.device("cpu"), torch.bfloat16, peer=False)
+
+
+def made(method: str, batch: int = 3, tokens: int = 200, **settings: Any) -> Steady:
+    return Steady(model(), method, batch, replace(SMALL, **settings), tokens)
+
+
+def assert_lawful(case: Steady) -> None:
+    """Slots and pages are conserved, and the types of thoughts never mix in a block."""
+    store = case.cache.store
+    table, place, pos = store.table, store.place[..., : store.seen], store.positions()
+    paged = place[(pos >= 0) & (place >= 0)]
+    assert len(paged.unique()) == len(paged), "two tokens in one slot"
+    live = torch.zeros_like(table.live)
+    live.view(-1)[paged.long()] = True
+    pages = table.pages.count
+    assert torch.equal(live[:pages], table.live[:pages] & (table.format[:pages] != 255)[:, None])
+    opened = table.page[table.page != pages]
+    assert len(opened.unique()) == len(opened) == case.pages
+    assert torch.equal(live[opened.long()].sum(1), table.taken[opened.long()].long())
+    assert torch.equal((pos >= 0).sum(-1), store.count)
+    if not isinstance(case.policy, Drawn):
+        return
+    for row in case.sequences:
+        kinds = torch.tensor([REASONING, *store.kinds[row]], dtype=torch.uint8)
+        held, at = pos[:, row], place[:, row]
+        segment = (held - case.settings.prompt).div(case.settings.tau, rounding_mode="floor")
+        there = (held >= 0) & (at >= 0)
+        of = kinds[segment.clamp(min=-1)[there] + 1]
+        assert torch.equal(table.thought[at[there].long() // table.most], of)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_synthetic_cache_keeps_the_laws(method: str) -> None:
+    """When it is filled, after steps of the model, and after gathers of their own."""
+    case = made(method, tokens=240)
+    case.reach(100)
+    assert_lawful(case)
+    loop = TimedLoop(case)
+    m = loop.measure(1, 20)
+    assert_lawful(case)
+    count, clock = case.cache.store.count, case.generated
+    most = {"full": 8 + clock + 16, "rkv": 64 + 15}.get(method.partition("-")[0], 64)
+    assert count.max() <= (64 if "every" in method else most)
+    assert count.min() >= (8 + clock if method == "full" else 32)
+    assert m["tokens_per_second"] == pytest.approx(3e3 / m["step_milliseconds"])
+    if "gather" in method or "overlapped" in method:
+        assert len(loop.gathers(100)) == GATHERS
+        loop.measure(0, 20)
+        assert_lawful(case)
+
+
+@pytest.mark.parametrize("method", ["full", "rkv-every", "rkv", *DRAWN])
+def test_how_far_sequences_are(method: str) -> None:
+    """Spread over the policy's cycle, or all at the same token; R-KV as far as it changes."""
+    cycle = 1 if method in ("full", "rkv-every") else 16
+    case = made(method, batch=4, tokens=300)
+    assert [case.cache.length(i) for i in case.sequences] == [8 + i * cycle // 4 for i in range(4)]
+    case.reach(170)
+    goal = {"rkv": 2 * 64 + 16, "rkv-every": 2 * 64}.get(method, 170)
+    assert case.generated == goal
+    assert case.cache.length(3) == 8 + goal + 3 * cycle // 4
+    case.reach(20)
+    assert case.generated == goal
+    case = made(method, batch=4, lockstep=True)
+    assert {case.cache.length(i) for i in case.sequences} == {8}
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_types_are_as_they_were_drawn(share: float) -> None:
+    case = made("thinkv", batch=2, tokens=120, transitions=share)
+    case.reach(100)
+    policy, store = case.policy, case.cache.store
+    assert isinstance(policy, Drawn)
+    for row in case.sequences:
+        kinds = store.kinds[row]
+        assert len(kinds) == 7
+        assert kinds == policy.drawn[row, : len(kinds)].tolist()
+    many = made("thinkv", batch=1, tokens=16 * 4000, transitions=share).policy
+    assert isinstance(many, Drawn)
+    shares = many.drawn.flatten().long().bincount() / many.drawn.numel()
+    for kind, want in ((TRANSITION, share), (EXECUTION, (1 - share) / 2), (REASONING, (1 - share) / 2)):
+        assert abs(float(shares[kind]) - want) < 0.03
+    others = made("thinkv", batch=2, tokens=120, transitions=share, seed=1).policy
+    assert isinstance(others, Drawn)
+    assert not torch.equal(others.drawn, policy.drawn)
+
+
+@pytest.mark.parametrize("method", ["thinkv", "rkv"])
+def test_what_a_filled_cache_has_not_paid_for_a_step_pays(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention, sparsity and R-KV's scores: the first and the last only in steps of the model."""
+    calls: Counter[str] = Counter()
+
+    def counting(name: str, of: Any) -> Any:
+        def call(*args: Any) -> Any:
+            calls[name] += 1
+            return of(*args)
+
+        return call
+
+    backend = replace(
+        REFERENCE, in_place=True, paged_attention=counting("attention", REFERENCE.paged_attention),
+        sparsity=counting("sparsity", REFERENCE.sparsity), redundancy=counting("score", REFERENCE.redundancy),
+    )  # fmt: skip
+    monkeypatch.setattr(steady, "backend_of", lambda _: backend)
+    case = made(method, batch=1, tokens=300)
+    case.reach(96)
+    assert calls["attention"] == calls["score"] == 0
+    calls.clear()
+    loop = TimedLoop(case)
+    m = loop.measure(0, 32)
+    assert calls["attention"] == 32 * 3
+    if method == "thinkv":
+        assert m["rates"]["refresh"]["steps"] == 2 / 32
+        assert calls["sparsity"] == m["rates"]["decision"]["steps"] * 32 >= 2
+    else:
+        assert calls["score"] == 3 * 2
+        assert m["rates"]["eviction"]["steps"] == 2 / 32
+
+
+def test_keys_differ_from_token_to_token_and_from_layer_to_layer() -> None:
+    case = made("full", batch=2)
+    case.reach(20)
+    read = case.cache.store.reader()
+    keys = torch.stack([read(layer)[0][:, :, 8:28] for layer in range(3)])
+    assert len(keys.flatten(0, 3).unique(dim=0)) == 3 * 2 * 2 * 20
+    assert 0.8 < float(keys.float().std()) < 1.2
+
+
+def test_counts_of_an_example() -> None:
+    """Only transitions: each that ends sends all segments before it down by one level of 64/32/16/8/4, so that one of
+    16 tokens loses some with the fourth and the fifth end after its own."""
+    case = made("tbe", batch=2, budget=512, transitions=1.0, lockstep=True)
+    case.reach(64)
+    m = TimedLoop(case).measure(0, 64)
+    # ends at 80, 96, 112 and 128 tokens: 1 + 2 + 2 + 2 segments, in both sequences
+    assert m["cases"] == [2 * 7, 0]
+    assert m["rates"]["case_1"] == m["rates"]["refresh"] == {"steps": 4 / 64, "sequence_steps": 4 / 64}
+    assert m["rates"]["eviction"] == m["rates"]["case_1"]
+    assert m["rates"]["case_2"] == m["rates"]["flush"] == {"steps": 0, "sequence_steps": 0}
+    assert m["observed_steps"] == 4 / 64
+
+
+def test_counts_of_sequences_that_are_spread() -> None:
+    """Each refreshes, and fills its buffer, at steps of its own."""
+    m = TimedLoop(made("thinkv", batch=4)).measure(0, 32)
+    want = {"steps": 8 / 32, "sequence_steps": 2 / 32}
+    assert m["rates"]["refresh"] == m["rates"]["flush"] == want
+    loop = TimedLoop(made("thinkv", batch=1))
+    assert [loop.measure(0, n)["rates"]["refresh"]["steps"] for n in (15, 1, 15, 1)] == [0, 1, 0, 1]
+    for method, (steps, sequences) in {"rkv-gather": (8, 2), "rkv-every-overlapped": (32, 32)}.items():
+        case = made(method, batch=4, tokens=300)
+        case.reach(10**6)
+        m = TimedLoop(case).measure(0, 32)
+        assert m["rates"]["eviction"] == {"steps": steps / 32, "sequence_steps": sequences / 32}
+        assert m["rates"]["compaction"] == m["rates"]["eviction"]
+
+
+def test_rates() -> None:
+    assert rates([0, 3, 1, 0], 4) == {"steps": 0.5, "sequence_steps": 0.25}
+
+
+def test_a_step_in_which_a_graph_is_recorded_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = made("rkv-every", batch=1)
+    loop = TimedLoop(case)
+    graphs = iter([0, 1, 1, 1, 1, 1, 1, 2])  # before and after each of four steps
+    monkeypatch.setattr(loop, "_graphs", lambda: next(graphs))
+    m = loop.measure(0, 4)
+    assert (m["steps"], m["recorded_steps"]) == (2, 2)
+    assert m["slowest_milliseconds"] / 2 < m["step_milliseconds"] <= m["slowest_milliseconds"] * 1.01
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bytes_are_known_before_anything_is_allocated(method: str) -> None:
+    config = CONFIGS["tiny"]
+    for batch in (1, 3):
+        case = made(method, batch=batch, tokens=64)
+        observed = sum(x.nbytes for x in (*case.cache._mass.values(), *case.cache._newest.values()))
+        want = sum(x.nbytes for x in case.cache.tensors()) - observed
+        assert pool_bytes(config, method, batch, SMALL, 64) == want
+        room = {"rows": batch, "tokens": 8 + 64 + case.period, "prompt": 8}
+        policy = METHODS[method](SMALL, config)
+        assert bytes_for(config, policy, torch.bfloat16, **room, columns="fit") == want, "the worst case's pool"
+
+
+def test_a_smaller_pool() -> None:
+    """Of methods whose worst case is that all tokens are of one type."""
+    config, half = CONFIGS["tiny"], replace(SMALL, pool=0.5)
+    for method in METHODS:
+        whole, less = (pool_bytes(config, method, 2, s, 256) for s in (SMALL, half))
+        assert (less < whole) == (method in DRAWN)
+    case = made("thinkv", batch=2, tokens=120, pool=0.7)
+    case.reach(100)
+    assert_lawful(case)
+
+
+def bench(*options: str) -> Bench:
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    thinkv.add_arguments(parser)
+    return Bench(parser.parse_args([*OPTIONS[1:], *options]), torch.device("cpu"))
+
+
+def test_the_largest_batch_is_the_last_that_fits() -> None:
+    b = bench("--memory", "0.002")
+    weights = sum(p.nbytes for p in b.model.decoder.parameters())
+    for method in ("full", "rkv", "thinkv"):
+        n = b.largest(method, SMALL, 200)
+        assert n > 1
+        room = 0.001 * 2**30 - weights
+        assert pool_bytes(b.config, method, n, SMALL, 200) <= room < pool_bytes(b.config, method, n + 1, SMALL, 200)
+    b.memory = 2**20
+    assert b.largest("full", SMALL, 200) == 0
+
+
+def test_the_limit_of_a_step() -> None:
+    b, case = bench(), made("full", batch=2)
+    case.reach(12)
+    c, numbers = b.config, sum(p.numel() for p in b.model.decoder.parameters()) - 97 * 32
+    held = 2 * (8 + 12) * c.num_layers * c.num_kv_heads  # tokens of all lanes
+    m = b.limit(case, 4.0)
+    assert m["weight_bytes"] == 2 * numbers
+    assert m["cache_bytes"] == case.cache.store.account().total > held * 2 * 16 * 2
+    # four query heads over two KV heads, of 16 channels
+    assert m["flops"] == 2 * 2 * numbers + 4 * held * 2 * 16
+    b.model.bandwidth, b.flops = 1e9, 1e3
+    by_flops = b.limit(case, 4.0)
+    assert (m["limit_by"], by_flops["limit_by"]) == ("bytes", "flops")
+    assert by_flops["limit_milliseconds"] == by_flops["flops"]
+    assert by_flops["share_of_limit"] == by_flops["flops"] / 4
+    b.flops = 1e15
+    assert b.limit(case, 4.0)["limit_milliseconds"] == (2 * numbers + m["cache_bytes"]) / 1e6
+
+
+def test_names_of_cases() -> None:
+    names = [case.name for case in cases([1, 64], [0.3, 0.1])]
+    assert len(set(names)) == len(names) == 4 + 2 * (3 * 2 + 7) + 4
+    assert {"step/tbe/64/T10", "step/rkv-every-overlapped/1", "bytes/thinkv-token/T30"} <= set(names)
+    assert [n for n in names if n.startswith("thr")] == [
+        "throughput/full", "throughput/rkv", "throughput/thinkv/T30", "throughput/thinkv-token/T30"
+    ]  # fmt: skip
+    compared = {name for ours, theirs, _ in thinkv.COMPARED for name in (ours, theirs)}
+    assert compared <= {case.name for case in cases([256], [0.3])}
+
+
+def test_end_to_end_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    output = tmp_path / "x.json"
+    options = [*OPTIONS, "--output", str(output), "--cases"]
+    some = ["bytes/*", "step/thinkv/*", "step/rkv-every-gather/2", "throughput/rkv", "throughput/thinkv/*"]
+    assert main([*options, *some]) == 0
+    result = record.read(output)
+    assert result["complete"]
+    by_name = {m["case"]: m for m in result["measurements"]}
+    assert len(by_name) == len(result["measurements"]) == 6
+    out = capsys.readouterr().out.splitlines()
+    assert len(out) == 7
+    assert {line.split()[0] for line in out[1:]} == set(by_name)
+
+    for axis in ("thinkv", "thinkv-token"):
+        m = by_name[f"bytes/{axis}/T50"]
+        assert min(m["cases"]) > 0
+        assert m["bytes"] == sum(m["kinds"].values())
+        assert m["length"] == 8 + 192 + 4
+        assert m["full_bytes"] == m["length"] * 3 * 2 * 2 * 16 * 2
+        assert m["share"] == pytest.approx(m["bytes"] / m["full_bytes"], rel=1e-3)
+        assert 0 < m["pages_share"] < 1
+    assert by_name["bytes/thinkv-token/T50"]["kinds"]["scales"] < by_name["bytes/thinkv/T50"]["kinds"]["scales"]
+
+    step = by_name["step/thinkv/2/T50"]
+    assert (step["filled"], step["batch"], step["steps"]) == (80, 2, 8)
+    assert sum(step["parts_shares"].values()) == pytest.approx(1, abs=1e-3)
+    parts = step["parts_milliseconds"]
+    assert step["overhead"] == pytest.approx(
+        (parts["refresh"] + parts["eviction"]) / step["step_milliseconds"], rel=0.01
+    )
+    device = sum(step["device_milliseconds"].values())
+    assert sum(parts.values()) == pytest.approx(device, rel=0.01)
+    assert parts["gather"] == 0
+    gathers = by_name["step/rkv-every-gather/2"]
+    assert gathers["call_milliseconds"]["gather"] == gathers["parts_milliseconds"]["gather"] > 0
+    assert sum(gathers["parts_milliseconds"].values()) == pytest.approx(
+        sum(gathers["device_milliseconds"].values()), rel=0.01
+    )
+
+    m = by_name["throughput/thinkv/T50"]
+    assert [x["level"] for x in m["levels"]] == [48, 144]
+    assert [x["filled"] for x in m["levels"]] == [47, 143]
+    mean = sum(x["step_milliseconds"] for x in m["levels"]) / 2
+    assert m["tokens_per_second"] == pytest.approx(m["batch"] / mean * 1e3, rel=1e-3)
+
+    monkeypatch.setattr(Bench, "measure", None)  # nobody asks
+    assert main([*options, *some]) == 0
+    assert record.read(output)["measurements"] == result["measurements"]
+    monkeypatch.undo()
+    assert main([*options, "step/thinkv/*", "--steps", "4"]) == 0
+    again = {m["case"]: m for m in record.read(output)["measurements"]}
+    assert len(again) == 6
+    assert again["step/thinkv/2/T50"]["steps"] == 4
+    assert again["throughput/rkv"] == by_name["throughput/rkv"]
+
+
+def test_what_does_not_fit_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "x.json"
+    options = [*OPTIONS, "--output", str(output), "--memory", "0.00102"]
+    assert main([*options, "--cases", "step/full/2", "throughput/full"]) == 0
+    result = record.read(output)
+    assert not result["complete"]
+    assert not result["measurements"]
+    assert result["left_out"] == [
+        "step/full/2: 2 sequences do not fit into 0.00102 GiB",
+        "throughput/full: not one sequence fits into 0.00102 GiB",
+    ]
+    assert "left out: throughput/full: not one sequence" in capsys.readouterr().out
+
+
+def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*OPTIONS, "--output", str(tmp_path / "x.json")]
+    assert main([*options, "--cases", "step/nothing/*"]) == 2
+    assert "--cases step/nothing/*: there is none; there are bytes/thinkv/T50," in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert main([*options, "--device", "cuda"]) == 2
+        assert "torch finds no CUDA device" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_cases_are_counted_from_the_policy() -> None:
+    case = made("thinkv", batch=2)
+    assert isinstance(case.policy, Drawn)
+    before = cases_of(case)
+    case.policy.cases += 1
+    assert torch.equal(cases_of(case), before + 1), "a copy, not the tensor itself"
+    assert torch.equal(cases_of(made("rkv", batch=2)), torch.zeros(2, 2, dtype=torch.int32))
