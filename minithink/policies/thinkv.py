@@ -262,7 +262,9 @@ class ThinKV(Policy):
         last, due = step.prompt + step.clock - 1, step.clock % self.tau == 0
         last, due = last[:, None, None, None], due[:, None, None, None]
         valid = (pos >= 0) & (pos <= last - age) & due  # [L*, B, rows, Ht, S]; what is not due is not looked at
-        return type_of(step.ops.sparsity(p.transpose(2, 3), valid).mean(-1).mean(0), self.theta)
+        share = step.ops.sparsity(p.transpose(2, 3), valid)  # [L*, B, rows]
+        there = (step.prompt + step.clock)[:, None] > age.flatten()  # [B, rows]: short prompts have fewer queries
+        return type_of((share * there).sum(-1).mean(0) / there.sum(-1).clamp(min=1), self.theta)
 
     def evict(self, step: Step, ended: Tensor) -> Iterator[Evict]:
         """What goes: groups of transitions that nobody stores, and what segments may not keep. ended: bool [B]."""

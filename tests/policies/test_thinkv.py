@@ -16,7 +16,7 @@ from torch import Tensor
 from minithink.errors import UsageError
 from minithink.kv.contract import Demand, See, Step
 from minithink.kv.manager import KVManager
-from minithink.policies import parse
+from minithink.policies import parse, thinkv
 from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION, Tbe, Tbq, ThinKV
 from minithink.quant import parse_pair
 from minithink.ref.kmeans import kmeans
@@ -254,6 +254,21 @@ def test_the_type_is_that_of_the_sparsity_of_the_last_queries(rows: int) -> None
     two = followed(policy, [7], 60, decoder=sharp)
     assert isinstance(two.policy, ThinKV)
     assert two.policy.kind[0, : len(want)].tolist() == [REASONING if s >= low else EXECUTION for s in seen]
+
+
+def test_a_short_prompt_has_fewer_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that there are, are averaged."""
+    seen: list[list[float]] = []
+    kind = thinkv.type_of
+    monkeypatch.setattr(thinkv, "type_of", lambda s, theta: (seen.append(s.tolist()), kind(s, theta))[1])
+    sharp = random_decoder(TINY)
+    for name, weight in sharp.named_parameters():
+        if name.endswith("norm") and weight.dim() == 2:
+            weight.mul_(6)
+    for rows in (4, 9):
+        followed(Tbe(budget=99, tau=5, layers="0/1", thresholds="0/2", sparsity_rows=rows), [4], 0, decoder=sharp)
+    assert seen[0] == seen[1]
+    assert seen[0][0] > 0
 
 
 # --- formats and pages --------------------------------------------------------------------------------------
