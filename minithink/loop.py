@@ -16,8 +16,8 @@ together wait in a buffer; the rows whose buffers are full are a batch of a thir
 A graph belongs to a number of rows (SIZES: fewer sequences leave some rows idle), to a bound on how long the lanes
 are (powers of two: it decides the grid of attention), to the formats that the lanes hold, and to what the policy is
 shown of this step: who asks for attention every 128 tokens pays for it in few steps. Each is recorded when it is
-first needed. The host reads the tokens that were drawn, who is due and whether the pool was too small, nothing
-else.
+first needed. The host reads the tokens that were drawn, who is due, which segments began and whether the pool
+was too small, nothing else.
 """
 
 from __future__ import annotations

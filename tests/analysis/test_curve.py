@@ -133,6 +133,8 @@ def test_the_command_line_draws_curves(folder, tmp_path, monkeypatch, capsys):
 def test_what_makes_no_sense_is_refused_before_anything_is_generated(
     folder, tmp_path, monkeypatch, capsys, words, code, said
 ):
+    if "--plot" in words:
+        pytest.importorskip("matplotlib")  # which is asked for first
     monkeypatch.setattr(premises, "load_problems", lambda *_: PROBLEMS)
     monkeypatch.setattr(curve, "held", lambda *_: pytest.fail("generated"))
     try:

@@ -316,6 +316,8 @@ def test_texts_that_show_nothing_are_no_result(folder, tmp_path, monkeypatch, ca
 def test_what_makes_no_sense_is_refused_before_anything_is_generated(
     folder, tmp_path, capsys, monkeypatch, command, words, code, said
 ):
+    if "--plot" in words:
+        pytest.importorskip("matplotlib")  # which is asked for first
     values = json.loads((folder / "thoughts.json").read_text())
     for name, change in (
         ("two", {"thresholds": [0.5]}), ("deep", {"layers": [0, 2]}), ("other", {"checkpoint": "0123"}),
