@@ -28,7 +28,7 @@ from torch import Tensor
 from minithink.errors import UsageError
 from minithink.kv.contract import SCOPES, Scope, Shape, Storage
 from minithink.kv.pages import BUFFER
-from minithink.kv.store import PagedStore
+from minithink.kv.store import SAME, PagedStore
 from minithink.kv.table import Exhausted
 from minithink.quant import Format, parse_pair, shrink
 from minithink.quant.int_asymmetric import IntAsymmetric
@@ -605,3 +605,22 @@ def test_slots_have_numbers_of_32_bits(formats: tuple[str, ...], most: int) -> N
     assert store.table.most == most
     with pytest.raises(UsageError, match=f"of up to {most} slots has more slots than 32 bits can number"):
         PagedStore(shape, Storage(formats), pages=2**31 // most, dtype=torch.bfloat16)
+
+
+def test_a_segment_begins_with_the_next_token_of_its_row() -> None:
+    """`open_next` and `take_over`: rows that bring no token wait, and who leaves takes along what was to begin."""
+    shape = Shape(1, 4, 1, 1, 16, 8, "layer", torch.device("cpu"))
+    store = PagedStore(shape, Storage(("plain", "fp8", "nvfp4"), prompt=1), pages=9)
+    store.open_next(torch.tensor([3, 0, 1]), torch.tensor([True, True, False]), torch.tensor([2, 0, 2]).byte())
+    assert store.thought.tolist() == [1, 1, 1, 1], "buffers that are full go where they would have gone"
+    assert store.next_thought.tolist() == [0, SAME, SAME, 2]
+    store.take_over(torch.tensor([1, 3, 0]), torch.tensor([True, True, False]))
+    assert store.thought.tolist() == [1, 1, 1, 2]
+    assert store.begun[[1, 3, 0]].tolist() == [SAME, 2, SAME]
+    assert store.next_thought.tolist() == [0, SAME, SAME, SAME]
+    store.take_over(torch.tensor([0, 3]), torch.tensor([True, True]))
+    assert store.thought.tolist() == [0, 1, 1, 2]
+    assert store.begun[[0, 3]].tolist() == [0, SAME], "once"
+    store.open_next(torch.tensor([3]), torch.tensor([True]), torch.tensor([0]).byte())
+    store.clear(3)
+    assert (store.thought.tolist()[3], store.next_thought.tolist()[3]) == (1, SAME)
