@@ -16,7 +16,7 @@ Chosen where the paper is silent or says two things:
 - the type is measured when the last token of the segment before is in the cache (listing 1: one token later);
 - the newest query's sparsity is counted from the weights that attention computes anyway; with sparsity_rows > 1
   those of all these queries are computed again, from the keys;
-- thoughts=keyword goes by the words of table 7 instead, in the text so far (`thoughts.py`); the host reads all tokens;
+- thoughts=keyword goes by the words of table 7 instead, of the text so far (`thoughts.py`); the host reads them all;
 - |T| = 2 knows execution and reasoning, |T| = 1 reasoning alone; then there is no case 1 (§6.2, §E.10);
 - case 2 follows case 1 in the same step where that was not enough; the running segment is left alone by both;
 - hard_budget (a budget is a promise): when all ended segments are at the minimum and |S| > k, the running one is
