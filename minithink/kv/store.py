@@ -446,7 +446,8 @@ class PagedStore(Pages):
         if self.row_of.numel() and self.evicts_in_place:
             place, pos = (x[..., : drop.shape[-1]] for x in (self.place, self.pos))
             place, pos = (place, pos) if at is None else (place[:, at], pos[:, at])
-            self._release_rows(*self._slots_of(place, drop & (pos >= 0) & (place >= 0)))
+            which = drop & (pos >= 0) & (place >= 0)
+            self._release_rows(*self._slots_of(place, which), which)
         if at is not None:
             drop = torch.zeros_like(self.positions(), dtype=torch.bool).index_copy_(1, at, drop)
         t, keeps_pages = self.table, False
@@ -479,17 +480,17 @@ class PagedStore(Pages):
 
     def _release(self, place: Tensor, which: Tensor, give: bool = True) -> None:
         """Free slots, and the rows of scales whose last token they held. give: as of `BlockTable.release`."""
-        page, slot, which = self._slots_of(place, which)
+        page, slot = self._slots_of(place, which)
         if self.poison:
             self._poison(page, slot, which)
         if self.row_of.numel():
             self._release_rows(page, slot, which)
         self.table.release(page, slot, which, give)
 
-    def _slots_of(self, place: Tensor, which: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Pages and slots of places, which there are: nowhere for the others."""
+    def _slots_of(self, place: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
+        """Pages and slots of places, of those that are meant; the others' page is none."""
         page = torch.where(which, place // self.table.most, self.table.pages.count).long()
-        return page, torch.where(which, place % self.table.most, 0).long(), which
+        return page, torch.where(which, place % self.table.most, 0).long()
 
     def _release_rows(self, page: Tensor, slot: Tensor, which: Tensor) -> None:
         """Tokens go, and rows of scales with their last tokens."""
