@@ -28,10 +28,9 @@ from minithink.kv.manager import Recorder, bytes_for, check_budget, members
 from minithink.model import Decoder, Rope
 from minithink.policies import POLICIES, parse
 from minithink.policies.full import Full
-from minithink.policies.thinkv import REASONING
 from minithink.sampling import SamplingParams
 from minithink.stream import Chunk, Result, Stream, Track, is_out_of_memory, prompts_at_once
-from minithink.thoughts import kinds
+from minithink.thoughts import ending
 from minithink.tokenizer import Tokenizer
 from minithink.weights import load_decoder, resolve
 
@@ -320,7 +319,7 @@ class Engine:
 
         def kind(ids: Sequence[int]) -> int:
             """By keywords, of a text's last token."""
-            return kinds([self.tokenizer.decode([id]) for id in ids])[-1] if ids else REASONING
+            return ending([self.tokenizer.decode([id]) for id in ids])
 
         for member in members(policy):
             member.reads(kind)

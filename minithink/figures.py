@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
 from typing import Any
 
 from minithink.errors import MinithinkError
+from minithink.files import replace
 
 
 def need_matplotlib() -> Any:
@@ -16,3 +19,13 @@ def need_matplotlib() -> Any:
             "A plot needs matplotlib, which is not installed: run `pip install minithink[plots]`."
         ) from None
     return matplotlib
+
+
+def write_svg(figure: Any, path: Path, option: str = "--plot") -> None:
+    """A figure as SVG, undated. MinithinkError: it cannot be written; the message says to give another `option`."""
+    whole = io.BytesIO()
+    figure.savefig(whole, format="svg", metadata={"Date": None})
+    try:
+        replace(path, whole.getvalue())
+    except OSError as error:
+        raise MinithinkError(f"The picture cannot be written to {path}: {error}; give another {option}.") from None

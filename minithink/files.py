@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -36,6 +37,17 @@ def replace(path: Path, content: str | bytes) -> None:
     except OSError:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+        raise
+
+
+def append(file: io.FileIO, line: bytes) -> None:
+    """Write at the end of a file, all of it or nothing. OSError: it cannot be written; the file is as it was."""
+    size = os.fstat(file.fileno()).st_size
+    try:
+        if (written := file.write(line)) != len(line):  # the disk became full within the line
+            raise OSError(f"{written} of {len(line)} bytes fitted")
+    except OSError:
+        file.truncate(size)
         raise
 
 

@@ -75,6 +75,11 @@ def _kind(sentence: str, before: int) -> int:
     return before
 
 
+def ending(pieces: Sequence[str]) -> int:
+    """The type of the thought that a text ends in; reasoning where there is none yet."""
+    return kinds(pieces)[-1] if pieces else REASONING
+
+
 def segments(kinds: Sequence[int], tau: int) -> list[int]:
     """The type of every τ tokens; the last segment may be shorter."""
     parts = (kinds[start : start + tau] for start in range(0, len(kinds), tau))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minithink.errors import MinithinkError
-from minithink.figures import need_matplotlib
-from minithink.files import replace
+from minithink.figures import need_matplotlib, write_svg
 from minithink.policies.thinkv import NAMES
 
 if TYPE_CHECKING:
@@ -39,12 +36,7 @@ def write(path: Path, draw: Callable[[Figure], None]) -> None:
         matplotlib.rcParams.update(RC)
         figure = Figure(figsize=(7, 3), layout="constrained")
         draw(figure)
-        whole = io.BytesIO()
-        figure.savefig(whole, format="svg", metadata={"Date": None})
-    try:
-        replace(path, whole.getvalue())
-    except OSError as error:
-        raise MinithinkError(f"The picture cannot be written to {path}: {error}; give another --plot.") from None
+        write_svg(figure, path)
 
 
 def importance(texts: Sequence[Mapping[str, Any]]) -> Callable[[Figure], None]:

@@ -7,12 +7,12 @@ file goes when the result is there.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from minithink import files
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate.journal import differences
 
@@ -68,11 +68,9 @@ class Journal:
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Write one line. When this returns, the operating system has it."""
-        size = os.fstat(self._file.fileno()).st_size
         try:
             self._write(line)
         except OSError as error:
-            self._file.truncate(size)
             raise MinithinkError(
                 f"{self.path} cannot be written ({error}): what was finished before is safe; make room, and add "
                 "--resume."
@@ -80,9 +78,7 @@ class Journal:
         self.lines.append(dict(line))
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        data = json.dumps(line, allow_nan=False).encode() + b"\n"
-        if (written := self._file.write(data)) != len(data):
-            raise OSError(f"{written} of {len(data)} bytes fitted")
+        files.append(self._file, json.dumps(line, allow_nan=False).encode() + b"\n")
 
     def remove(self) -> None:
         """The result is there."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from minithink.calibrate.density import grid
-from minithink.errors import MinithinkError
-from minithink.figures import need_matplotlib
-from minithink.files import replace
+from minithink.figures import need_matplotlib, write_svg
 
 THIN = 4  # every fourth point of the grid is drawn
 ACROSS = 4  # panels
@@ -51,9 +48,4 @@ def draw(lines: Sequence[Mapping[str, Any]], result: Mapping[str, Any], path: Pa
             axis.set_xlim(0, 1)
             axis.spines[["top", "right", "left"]].set_visible(False)
         figure.supxlabel("share of cached tokens below 1 % of the largest weight", fontsize=8)
-        whole = io.BytesIO()
-        figure.savefig(whole, format="svg", metadata={"Date": None})
-    try:
-        replace(path, whole.getvalue())
-    except OSError as error:
-        raise MinithinkError(f"The picture cannot be written to {path}: {error}; give another --plot.") from None
+        write_svg(figure, path)

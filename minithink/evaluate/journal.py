@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 from types import NoneType, TracebackType
 from typing import Any, NamedTuple, get_args, get_type_hints
 
+from minithink import files
 from minithink.errors import MinithinkError, UsageError
 from minithink.files import dumps, replace
 
@@ -333,12 +333,8 @@ class Journal:
         if record.key in self.done:
             raise UsageError(f"{self.folder} holds {record.key} already: it must not be generated twice.")
         line = record.to_json().encode() + b"\n"
-        size = os.fstat(self._file.fileno()).st_size
         try:
-            written = self._file.write(line)
-            if written != len(line):  # the disk became full within the line
-                self._file.truncate(size)
-                raise OSError(f"{written} of {len(line)} bytes fitted")
+            files.append(self._file, line)
         except OSError as error:
             raise MinithinkError(
                 f"{self.path} cannot be written ({error}): the {len(self.done):,} sequences before are safe; make "

@@ -7,7 +7,6 @@ colours. The same records give the same bytes, whatever the user's matplotlib is
 from __future__ import annotations
 
 import argparse
-import io
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,11 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minithink.commands import location
-from minithink.errors import MinithinkError, UsageError
+from minithink.errors import UsageError
 from minithink.evaluate.journal import join, read
 from minithink.evaluate.summary import FULL, Row, budget_text, size, summarize
-from minithink.figures import need_matplotlib
-from minithink.files import replace
+from minithink.figures import need_matplotlib, write_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,14 +92,7 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
                         figures[f"{what}-by-{name}"] = _by_budget(chosen, what)
         for name, figure in figures.items():
             paths.append(path := folder / f"{name}.svg")
-            whole = io.BytesIO()
-            figure.savefig(whole, format="svg", metadata={"Date": None})
-            try:
-                replace(path, whole.getvalue())
-            except OSError as error:
-                raise MinithinkError(
-                    f"The picture cannot be written to {path}: {error}; give another --output-dir."
-                ) from None
+            write_svg(figure, path, "--output-dir")
     return paths
 
 
