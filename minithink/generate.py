@@ -318,10 +318,12 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _test_problem(seed: int) -> Task:
-    from minithink.tasks import load_problems
+    """The families take turns: facts, ledger, facts, …"""
+    from minithink.tasks import families, load_problems
 
-    problems = load_problems("test")
-    problem = problems[seed % len(problems)]
+    number, turn = divmod(seed, len(names := families()))
+    problems = load_problems("test", names[turn])
+    problem = problems[number % len(problems)]
     return Task(problem.question, problem.answer)
 
 

@@ -68,9 +68,11 @@ def model(checkpoint: Path) -> tuple[str, ...]:
 
 @pytest.fixture
 def problems(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
-    """Two test problems, small enough for the context."""
-    made = [Problem(str(i), "facts", f"Who sits {i}?", f"{i},7", 5) for i in range(2)]
-    monkeypatch.setattr("minithink.tasks.load_problems", lambda split: {"test": made}[split])
+    """Two test problems of a family, small enough for the context."""
+    made = [Problem(str(i), family, f"Who {does} {i}?", f"{i},7", 5)
+            for family, does in (("facts", "sits"), ("ledger", "owes")) for i in range(2)]  # fmt: skip
+    found = {("test", "facts"): made[:2], ("test", "ledger"): made[2:]}
+    monkeypatch.setattr("minithink.tasks.load_problems", lambda split, family: found[split, family])
     return made
 
 
@@ -246,7 +248,7 @@ def test_a_test_problem(
     capsys: Capture, monkeypatch: Any, model: Any, engine: Engine, problems: Any, answer: str, verdict: str
 ) -> None:
     play_text(monkeypatch, engine, rf"so</think>It is \boxed{{{answer}}}.")
-    assert main(*model, "--seed", 3) == 0
+    assert main(*model, "--seed", 2) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == problems[1].question
     assert rf"so</think>It is \boxed{{{answer}}}." in lines
@@ -254,6 +256,12 @@ def test_a_test_problem(
     assert re.search(
         r"generated \(\d+ thinking\) in .* tokens/s; KV cache [\d,]+ bytes \([\d.]+ MiB\) held; stop$", lines[-1]
     )
+
+
+@pytest.mark.parametrize(("seed", "which"), [(0, 0), (1, 2), (2, 1), (3, 3), (4, 0)])
+def test_families_take_turns(capsys: Capture, model: Any, problems: list[Problem], seed: int, which: int) -> None:
+    assert main(*model, *SHORT, "--seed", seed) == 0
+    assert capsys.readouterr().out.splitlines()[0] == problems[which].question
 
 
 def test_a_pipe_gets_plain_text_as_it_is(capsys: Capture, monkeypatch: Any, model: Any, engine: Engine) -> None:

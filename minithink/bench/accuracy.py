@@ -24,7 +24,8 @@ from minithink.intervals import wilson
 from minithink.progress import progress
 from minithink.sampling import SamplingParams
 from minithink.stream import Track
-from minithink.tasks import BINS, SPLITS, Problem, grade, load_problems
+from minithink.tasks import BINS, SPLITS, Problem, families, grade, load_problems
+from minithink.tasks.facts import FAMILY as FACTS
 from minithink.thinking import Stage, split_thinking
 from minithink.weights import checkpoint_hash, resolve
 
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench accuracy`."""
     add = parser.add_argument
     add("--model", default="tiny", help="folder, Hugging Face id, or tiny: the embedded one (default)")
+    add("--family", default=FACTS, choices=families(), help="of the problems (default: facts)")
     add("--split", default="test", choices=SPLITS)
     add("--temperature", type=float, default=0.6, help="0: greedy (default 0.6)")
     add("--num-samples", type=record.positive, default=1, metavar="N", help="sequences for each problem (default 1)")
@@ -58,19 +60,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", help="continue an interrupted run")
     add("--shard", type=_shard, metavar="I/N", help="only every N-th sequence from the I-th on; leaves its journal")
     add("--join", type=Path, nargs="+", default=[], metavar="JOURNAL", help="count what shards have done already")
-    add("--output", type=Path, metavar="FILE", help="default: docs/results/accuracy.json, or accuracy-MODEL.json")
+    add("--output", type=Path, metavar="FILE", help="default: docs/results/accuracy.json; with -MODEL, with "
+        "-FAMILY where these are others")  # fmt: skip
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Generate, grade, write the result, print a table."""
-    name = "accuracy" if args.model == "tiny" else f"accuracy-{args.model.rstrip('/').rpartition('/')[2]}"
+    others = [] if args.model == "tiny" else [args.model.rstrip("/").rpartition("/")[2]]
+    others += [] if args.family == FACTS else [args.family]
+    name = "-".join(["accuracy", *others])
     output = args.output or record.default_path(name)
     SamplingParams(args.temperature, seed=args.seed)  # refuses what makes no sense, before a model is loaded
-    problems = load_problems(args.split)
+    problems = load_problems(args.split, args.family)
     chosen = problems[: args.limit]
     engine = load(args.model, device=args.device, dtype=args.dtype)
     settings = {
         "model": checkpoint_hash(TINY if args.model == "tiny" else resolve(args.model)),
+        "family": args.family,
         "split": args.split,
         "temperature": args.temperature,
         "num_samples": args.num_samples,

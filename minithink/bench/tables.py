@@ -375,6 +375,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "decode-gpu-16k": decode,
     "decode-gpu-rkv": decode,
     "accuracy": accuracy,
+    "accuracy-ledger": accuracy,
     "cache-speed": paged,
     "cache-bytes": memory,
     "attention": attention,
