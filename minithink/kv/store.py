@@ -809,29 +809,36 @@ class PagedStore(Pages):
         Returns:
             int64 [4, N]: payload, scales, tables and buffers, as the ledger has them.
         """
-        pos, place, pages, t = self.positions(), self.place[..., : self.seen], self.table.page, self.table
+        pages, tokens, t = self.table.page, self.count, self.table
         if rows is not None:
-            pos, place, pages = pos[:, rows], place[:, rows], pages[:, rows]
-        valid = pos >= 0
-        paged = valid & (place >= 0)
-        page = torch.where(paged, place // t.most, t.pages.count).long()  # of the others the format is none
-        formats, lanes, each = t.format[page], self.shape.sharing, (0, 2, 3)
-        payload = scales = torch.zeros(valid.shape[1], dtype=torch.int64, device=pos.device)
-        for f, lay in enumerate(self.layouts):
-            mine = formats == f
-            count = mine.sum(each) * lanes
-            payload = payload + count * lay.codes
-            scales = scales + count * lay.side
-            if lay.by_token:  # n living tokens share a row of scales: each has one nth of it
-                row = self.row_of[page, torch.where(paged, place % t.most, 0).long()]
-                uses = self.row_uses[torch.where(mine, row, self.free_rows.count).long()]
-                share = torch.where(mine, 1 / uses.double(), 0).sum(each)
-                scales = scales + share.round().long() * lanes * lay.row
+            pages, tokens = pages[:, rows], tokens[:, rows]
+        tokens, lanes, each = tokens.sum((0, 2)), self.shape.sharing, (0, 2, 3)
+        payload = scales = torch.zeros_like(tokens)
+        if len(self.layouts) == 1 and not self.storage.buffer:  # nobody needs to look where they lie
+            [lay] = self.layouts
+            payload, scales = tokens * lanes * lay.codes, tokens * lanes * lay.side
+        else:
+            pos, place = self.positions(), self.place[..., : self.seen]
+            if rows is not None:
+                pos, place = pos[:, rows], place[:, rows]
+            paged = (pos >= 0) & (place >= 0)
+            page = torch.where(paged, place // t.most, t.pages.count).long()  # of the others the format is none
+            formats = t.format[page]
+            for f, lay in enumerate(self.layouts):
+                mine = formats == f
+                count = mine.sum(each) * lanes
+                payload = payload + count * lay.codes
+                scales = scales + count * lay.side
+                if lay.by_token:  # n living tokens share a row of scales: each has one nth of it
+                    row = self.row_of[page, torch.where(paged, place % t.most, 0).long()]
+                    uses = self.row_uses[torch.where(mine, row, self.free_rows.count).long()]
+                    share = torch.where(mine, 1 / uses.double(), 0).sum(each)
+                    scales = scales + share.round().long() * lanes * lay.row
         scaled = sum(fmt.tensor_scaled for lay in self.layouts for fmt in (lay.k, lay.v))
         scales = scales + scaled * self.scale[0, 0, :, 0].nbytes
         slots = t.most * (1 + 4 * bool(self.row_of.numel()))  # is it live, which row of scales
         opened = (pages != t.pages.count).sum(each)
-        tables = valid.sum(each) * 8 + opened * (slots + 4 + 8) + self.count[:, 0].nbytes
+        tables = tokens * 8 + opened * (slots + 4 + 8) + self.count[:, 0].nbytes
         return torch.stack((payload, scales, tables, torch.full_like(payload, self.ring[:, 0].nbytes)))
 
     # -- helpers
