@@ -479,6 +479,16 @@ class Theirs:
             self._forward(prompts[:, start : start + CHUNK].to(self.device))
         return self.last
 
+    def hold(self, config: ModelConfig, batch: int, context: int, dtype: torch.dtype) -> None:
+        """So many tokens of noise instead of a prompt."""
+        self.cache = None  # before the new one is made
+        self.cache = transformers().DynamicCache()
+        noise = torch.randn(1, config.num_kv_heads, context, config.head_dim, device=self.device, dtype=dtype)
+        for layer in range(config.num_layers):
+            keys = noise.expand(batch, -1, -1, -1)
+            self.cache.update(keys, keys, layer)
+        self.tokens = torch.zeros(batch, dtype=torch.long, device=self.device)
+
     def start(self) -> None:
         """Choose the first tokens."""
         self.tokens = self.last.argmax(-1)

@@ -181,20 +181,13 @@ def cases_of(steady: Steady) -> Tensor:
 def parts(loop: TimedLoop, m: dict[str, Any]) -> dict[str, Any]:
     """Milliseconds of a mean step, by part, and their shares; of single calls, too. m: of `TimedLoop.measure`."""
     steady, cache = loop.steady, loop.cache
-    policy, batch, c = steady.policy, len(steady.sequences), loop.cache.config
+    policy, batch, layers = steady.policy, len(steady.sequences), loop.cache.config.num_layers
     device_ms, calls = m["device_milliseconds"], dict[str, float]()
-    q = torch.randn(batch, c.num_heads, c.head_dim, device=cache.device, dtype=cache.dtype)
-    read = cache.store.reader(torch.arange(batch, device=cache.device))
-
-    def attend(watched: Sequence[int] = ()) -> None:
-        for layer in range(c.num_layers):
-            cache.backend.paged_attention(q, read, layer, "max_logit" if layer in watched else None)
-
-    attention = seconds(attend, cache.device) * 1e3
+    attention = attention_seconds(steady) * 1e3
     refresh = gather = 0.0
     in_step = in_decide = 0.0  # what the step's graph does for refreshes, and the decisions' beside evictions
     if isinstance(policy, Drawn):
-        mass = seconds(lambda: attend(policy.measured), cache.device) * 1e3 - attention
+        mass = attention_seconds(steady, policy.measured) * 1e3 - attention
         share = m["rates"]["decision"]
         rows = max(1, round(share["sequence_steps"] * batch / max(share["steps"], 1e-9)))  # of one decision
         state = torch.from_numpy(cache.states_after(range(rows), [0] * rows)).to(cache.device)
@@ -213,9 +206,25 @@ def parts(loop: TimedLoop, m: dict[str, Any]) -> dict[str, Any]:
     whole = sum(of.values())
     return {
         "parts_milliseconds": of, "parts_shares": {name: x / whole for name, x in of.items()},
-        "layer_microseconds": {name: x * 1e3 / c.num_layers for name, x in of.items()}, "call_milliseconds": calls,
+        "layer_microseconds": {name: x * 1e3 / layers for name, x in of.items()}, "call_milliseconds": calls,
         "overhead": (of["refresh"] + of["eviction"]) / m["step_milliseconds"],
     }  # fmt: skip
+
+
+@torch.inference_mode()
+def attention_seconds(steady: Steady, watched: Sequence[int] = ()) -> float:
+    """Of the attention of one step, all layers; watched: those whose attention is told."""
+    cache = steady.cache
+    batch, c = len(steady.sequences), cache.config
+    q = torch.randn(batch, c.num_heads, c.head_dim, device=cache.device, dtype=cache.dtype)
+    at = torch.arange(batch, device=cache.device)
+
+    def attend() -> None:
+        read = cache.store.reader(at)  # what it finds once a step is part of it
+        for layer in range(c.num_layers):
+            cache.backend.paged_attention(q, read, layer, "max_logit" if layer in watched else None)
+
+    return seconds(attend, cache.device)
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:

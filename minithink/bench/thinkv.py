@@ -8,9 +8,13 @@ measured again. Names of cases, which `--cases` takes with * and ?:
                              figures 7 and 18 of the paper); T30: 30 % of the segments are transitions
     bytes/METHOD/T30         bytes of a sequence of --tokens, everything included, against the full cache
     throughput/METHOD/T30    --tokens generated at the largest batch that fits into --memory (table 2): the time of
-                             the whole generation follows from a few steps at each of --levels evenly spaced lengths
+                             the whole generation follows from a few steps at each of --levels evenly spaced lengths.
+                             Its limit is what bytes and products take; its bound lets attention take what it was
+                             measured to take, and the rest of a step what weights and their products must
 
-METHOD is one of steady.METHODS; rkv-every is R-KV that evicts at every step. What a step does is measured in parts:
+METHOD is one of steady.METHODS; rkv-every is R-KV that evicts at every step. throughput/transformers is transformers'
+full cache. Several GPUs can share the cases: each writes a file of its own, and a last call takes all of them with
+--join. What a step does is measured in parts:
 recorded graphs of their own between two CUDA events, or wall time without CUDA.
 
     attention   over the pages, all layers, reading them in their formats
@@ -38,20 +42,23 @@ from typing import Any
 import torch
 
 from minithink.bench import record
-from minithink.bench.decode import Deadline, RandomModel
-from minithink.bench.parts import GATHERS, TimedLoop, cases_of, parts, seconds
+from minithink.bench.decode import Deadline, RandomModel, Theirs, timed
+from minithink.bench.parts import GATHERS, TimedLoop, attention_seconds, cases_of, parts, seconds
+from minithink.bench.peer import Peer
 from minithink.bench.steady import CONFIGS, METHODS, Settings, Steady, pool_bytes
 from minithink.errors import MinithinkError, UsageError
 from minithink.origin import commit
 
 DEFAULT = "thinkv"
+PEER = "transformers"
 THINKV = ("thinkv", "thinkv-token", "tbe")  # methods that draw types of thoughts
 BYTES = ("thinkv", "thinkv-token")
-THROUGHPUT = ("full", "rkv", "thinkv", "thinkv-token")
+THROUGHPUT = ("full", "rkv", "thinkv", "thinkv-token", PEER)
 COMPARED = (  # in tokens per second, and the ratio that is aimed at
     ("step/tbe/256/T30", "step/rkv-every-overlapped/256", 3.0), ("step/tbe/256/T30", "step/rkv/256", 1.0),
-    ("throughput/thinkv/T30", "throughput/full", 15.0),
+    ("throughput/thinkv/T30", "throughput/full", 15.0), ("throughput/thinkv/T30", "throughput/transformers", 28.0),
 )  # fmt: skip
+BOUND = ("throughput/thinkv/T30", "throughput/rkv", 0.85)  # compared by their bounds, and the share aimed at
 GIB = 2**30
 SOME = 32  # sequences whose bytes are counted at once, for the memory that this takes
 
@@ -84,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lockstep", action="store_true", help="all sequences are at the same token (default: spread over a cycle)")
     add("--seed", type=int, default=0, metavar="N", help="of types and tokens (default 0)")
     add("--time-budget", type=n, metavar="SECONDS", help="begin no case later")
+    add("--join", type=Path, nargs="+", default=[], metavar="FILE", help="take measurements from these results, too")
     add("--output", metavar="FILE", help=f"default: docs/results/{DEFAULT}.json")
 
 
@@ -132,8 +140,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     path = Path(args.output) if args.output else record.default_path(DEFAULT)
     record.check(path)
     result = record.new(DEFAULT, argv, device)
-    result["settings"] = {name: x for name, x in vars(args).items() if name not in ("cases", "output", "command")}
-    result["measurements"] = record.read(path)["measurements"] if path.exists() else []
+    left = ("cases", "output", "command", "join")
+    result["settings"] = {name: x for name, x in vars(args).items() if name not in left}
+    result["measurements"] = _joined([*([path] if path.exists() else []), *args.join], result["machine"])
     result["left_out"] = []
     deadline, bench = Deadline(args.time_budget), None
     for case in chosen:
@@ -164,6 +173,22 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     print_table(result)
     print(f"written to {path}", file=sys.stderr)
     return 0
+
+
+def _joined(paths: Sequence[Path], machine: dict[str, Any]) -> list[dict[str, Any]]:
+    """The measurements of these results; of a case that several have, the last one's."""
+    found = dict[str, dict[str, Any]]()
+    for path in paths:
+        if not path.is_file():
+            raise MinithinkError(f"{path} does not exist: --join takes results of this benchmark.")
+        other = record.read(path)
+        if (theirs := other["machine"].get("gpu")) != machine.get("gpu"):
+            raise UsageError(
+                f"{path} was measured on {theirs or other['machine']['cpu']}, and this is "
+                f"{machine.get('gpu') or machine['cpu']}: ratios need one machine; give another --output."
+            )
+        found |= {m["case"]: m for m in other["measurements"]}
+    return list(found.values())
 
 
 def _settings(args: argparse.Namespace, case: Case) -> dict[str, Any]:
@@ -203,6 +228,8 @@ class Bench:
 
     def measure(self, case: Case) -> dict[str, Any]:
         """One case. MinithinkError: it does not fit into the memory."""
+        if case.method == PEER:
+            return self.theirs()
         return {"step": self.step, "bytes": self.bytes, "throughput": self.throughput}[case.kind](case)
 
     def settings(self, case: Case) -> Settings:
@@ -278,22 +305,67 @@ class Bench:
             level = (2 * i + 1) * a.tokens // (2 * a.levels)  # the middle of its part
             steady.reach(level - a.warm)
             m = {"level": level, "filled": steady.generated} | loop.measure(a.warm, a.level_steps)
+            attention = attention_seconds(steady) * 1e3
+            weights = max(self.weights / self.model.bandwidth, batch * self.weights / self.flops) * 1e3
+            m |= {"attention_milliseconds": attention, "bound_milliseconds": attention + weights}
             levels.append(m | self.limit(steady, m["step_milliseconds"]))
+        bound = statistics.mean(m["bound_milliseconds"] for m in levels)
+        return self.whole(batch, levels) | {
+            "bound_milliseconds": bound, "bound_tokens_per_second": batch / bound * 1e3,
+            "cases": cases_of(steady).sum(1).tolist(),
+        }  # fmt: skip
+
+    def whole(self, batch: int, levels: list[dict[str, Any]]) -> dict[str, Any]:
+        """A generation, from the steps at each of its levels."""
         step, limit = (statistics.mean(m[x] for m in levels) for x in ("step_milliseconds", "limit_milliseconds"))
         return {
             "batch": batch, "memory": self.memory, "tokens_per_second": batch / step * 1e3, "step_milliseconds": step,
             "limit_milliseconds": limit, "share_of_limit": limit / step, "levels": levels,
-            "cases": cases_of(steady).sum(1).tolist(),
         }  # fmt: skip
+
+    def theirs(self) -> dict[str, Any]:
+        """A whole generation of transformers, at the largest batch that it has memory for. The last case: our weights
+        make room for its own."""
+        a, decoder = self.args, self.model.decoder
+        room, weights = a.tokens + a.level_steps + 1, self.weights + decoder.embed.nbytes
+        per_token = self.config.kv_bytes_per_token(2)
+        batch = int((self.memory - a.headroom * GIB - weights) / per_token // room)
+        peer = Peer.from_decoder(decoder)
+        decoder.to_empty(device="meta")
+        while batch > 0:
+            try:
+                levels = list[dict[str, Any]]()
+                for i in reversed(range(a.levels)):  # the longest first, which may not fit
+                    level = (2 * i + 1) * a.tokens // (2 * a.levels)
+                    side = Theirs(peer, self.device)
+                    side.hold(self.config, batch, a.tokens if i == a.levels - 1 else level, self.model.dtype)
+                    side.step()
+                    if i == a.levels - 1:  # there is room for all of it; now its time at the level
+                        side.hold(self.config, batch, level, self.model.dtype)
+                        side.step()
+                    times = [timed(side.step) for _ in range(a.level_steps)]
+                    m = {"level": level, "filled": level, "step_milliseconds": statistics.mean(times) * 1e3}
+                    limit = self.limit_of(batch, batch * level * per_token, batch * level * self.config.num_layers
+                                          * self.config.num_kv_heads, m["step_milliseconds"])  # fmt: skip
+                    levels.insert(0, m | limit)
+                    del side
+                return self.whole(batch, levels) | {"cases": [0, 0]}
+            except torch.OutOfMemoryError:
+                batch -= max(1, batch // 8)
+            torch.cuda.empty_cache()
+        raise MinithinkError(f"not one sequence fits into {self.memory / GIB:,.3g} GiB beside transformers")
 
     def limit(self, steady: Steady, milliseconds: float) -> dict[str, Any]:
         """What a step cannot do without: reading weights and cache, or multiplying, whichever takes longer."""
-        c, store = self.config, steady.cache.store
-        rows = list(steady.sequences)
+        store, rows = steady.cache.store, list(steady.sequences)
         held = sum(store.account(rows[i : i + SOME]).total for i in range(0, len(rows), SOME))
-        tokens = int(store.count.sum()) * store.shape.sharing  # of all lanes
+        return self.limit_of(len(rows), held, int(store.count.sum()) * store.shape.sharing, milliseconds)
+
+    def limit_of(self, batch: int, held: int, tokens: int, milliseconds: float) -> dict[str, Any]:
+        """The same from numbers. held: bytes of the cache; tokens: of all lanes."""
+        c = self.config
         # two per weight (of two bytes) and sequence; two per query head, channel and token for q·k, and for p·v
-        flops = len(steady.sequences) * self.weights + 4 * tokens * c.num_heads // c.num_kv_heads * c.head_dim
+        flops = batch * self.weights + 4 * tokens * c.num_heads // c.num_kv_heads * c.head_dim
         by_bytes, by_flops = (self.weights + held) / self.model.bandwidth, flops / self.flops
         limit = 1e3 * max(by_bytes, by_flops)
         return {
@@ -331,5 +403,10 @@ def print_table(result: dict[str, Any]) -> None:
     for ours, theirs, goal in COMPARED:
         if ours in speed and theirs in speed:
             print(f"{ours} / {theirs}: {speed[ours] / speed[theirs]:.2f} (target {goal:g})")
+    bound = {m["case"]: m["bound_tokens_per_second"] for m in result["measurements"] if "bound_milliseconds" in m}
+    ours, theirs, goal = BOUND
+    if ours in bound and theirs in bound:
+        ratio, most = speed[ours] / speed[theirs], bound[ours] / bound[theirs]
+        print(f"{ours} / {theirs}: {ratio:.2f}; by their bounds {most:.2f}, {ratio / most:.0%} (target {goal:.0%})")
     for line in result["left_out"]:
         print(f"left out: {line}")

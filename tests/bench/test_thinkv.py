@@ -254,26 +254,27 @@ def test_the_limit_of_a_step() -> None:
     case.reach(12)
     c, numbers = b.config, sum(p.numel() for p in b.model.decoder.parameters()) - 97 * 32
     held = 2 * (8 + 12) * c.num_layers * c.num_kv_heads  # tokens of all lanes
+    b.model.bandwidth, b.flops = 1e9, 1e15
     m = b.limit(case, 4.0)
+    assert m["limit_milliseconds"] == (2 * numbers + m["cache_bytes"]) / 1e6
     assert m["weight_bytes"] == 2 * numbers
     assert m["cache_bytes"] == case.cache.store.account().total > held * 2 * 16 * 2
     # four query heads over two KV heads, of 16 channels
     assert m["flops"] == 2 * 2 * numbers + 4 * held * 2 * 16
-    b.model.bandwidth, b.flops = 1e9, 1e3
+    b.flops = 1e3
     by_flops = b.limit(case, 4.0)
     assert (m["limit_by"], by_flops["limit_by"]) == ("bytes", "flops")
     assert by_flops["limit_milliseconds"] == by_flops["flops"]
     assert by_flops["share_of_limit"] == by_flops["flops"] / 4
-    b.flops = 1e15
-    assert b.limit(case, 4.0)["limit_milliseconds"] == (2 * numbers + m["cache_bytes"]) / 1e6
 
 
 def test_names_of_cases() -> None:
     names = [case.name for case in cases([1, 64], [0.3, 0.1])]
-    assert len(set(names)) == len(names) == 4 + 2 * (3 * 2 + 7) + 4
+    assert len(set(names)) == len(names) == 4 + 2 * (3 * 2 + 7) + 5
     assert {"step/tbe/64/T10", "step/rkv-every-overlapped/1", "bytes/thinkv-token/T30"} <= set(names)
     assert [n for n in names if n.startswith("thr")] == [
-        "throughput/full", "throughput/rkv", "throughput/thinkv/T30", "throughput/thinkv-token/T30"
+        "throughput/full", "throughput/rkv", "throughput/thinkv/T30", "throughput/thinkv-token/T30",
+        "throughput/transformers",
     ]  # fmt: skip
     compared = {name for ours, theirs, _ in thinkv.COMPARED for name in (ours, theirs)}
     assert compared <= {case.name for case in cases([256], [0.3])}
@@ -323,6 +324,9 @@ def test_end_to_end_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert [x["filled"] for x in m["levels"]] == [47, 143]
     mean = sum(x["step_milliseconds"] for x in m["levels"]) / 2
     assert m["tokens_per_second"] == pytest.approx(m["batch"] / mean * 1e3, rel=1e-3)
+    assert m["bound_milliseconds"] == pytest.approx(sum(x["bound_milliseconds"] for x in m["levels"]) / 2, rel=1e-3)
+    assert all(x["bound_milliseconds"] > x["attention_milliseconds"] > 0 for x in m["levels"])
+    assert "throughput/thinkv/T50 / throughput/rkv" not in "".join(out), "other types than the paper's"
 
     monkeypatch.setattr(Bench, "measure", None)  # nobody asks
     assert main([*options, *some]) == 0
@@ -333,6 +337,42 @@ def test_end_to_end_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert len(again) == 6
     assert again["step/thinkv/2/T50"]["steps"] == 4
     assert again["throughput/rkv"] == by_name["throughput/rkv"]
+
+
+def test_shared_cases_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is in the files is not measured again; of a case that several have the last one's counts."""
+    files = [tmp_path / f"{name}.json" for name in "abc"]
+    some = ["step/full/2", "step/rkv/2", "step/rkv-every/2"]
+    for file, chosen in zip(files, [some[:1], some[:2], some], strict=True):
+        joined = ["--join", *map(str, files[:2])] if file == files[2] else []
+        assert main([*OPTIONS, "--output", str(file), *joined, "--cases", *chosen]) == 0
+    assert "step/full/2: is there\nstep/rkv/2: is there\nmeasuring step/rkv-every/2" in capsys.readouterr().err
+    first, second, third = ({m["case"]: m for m in record.read(file)["measurements"]} for file in files)
+    assert list(third) == some
+    assert third["step/full/2"] == second["step/full/2"] != first["step/full/2"]
+    other = record.read(files[0])
+    other["machine"]["gpu"] = "NVIDIA Abacus"
+    record.write(files[0], other)
+    before = files[2].read_bytes()
+    assert main([*OPTIONS, "--output", str(files[2]), "--join", str(files[0])]) == 2
+    assert "a.json was measured on NVIDIA Abacus, and this is " in capsys.readouterr().err
+    assert main([*OPTIONS, "--output", str(files[2]), "--join", str(tmp_path / "no.json")]) == 1
+    assert "no.json does not exist" in capsys.readouterr().err
+    assert files[2].read_bytes() == before
+
+
+def test_transformers_at_its_largest_batch(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    output = tmp_path / "x.json"
+    assert main([*OPTIONS, "--output", str(output), "--cases", "throughput/transformers"]) == 0
+    [m] = record.read(output)["measurements"]
+    config = CONFIGS["tiny"]
+    room = 0.0004 * 2**30 - sum(p.nbytes for p in model().decoder.parameters())
+    assert m["batch"] == int(room // (config.kv_bytes_per_token(2) * (192 + 2 + 1)))
+    assert [x["level"] for x in m["levels"]] == [48, 144]
+    for x in m["levels"]:
+        assert x["cache_bytes"] == m["batch"] * x["level"] * config.kv_bytes_per_token(2)
+        assert x["step_milliseconds"] > x["limit_milliseconds"] > 0
 
 
 def test_what_does_not_fit_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
