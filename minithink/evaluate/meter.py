@@ -84,13 +84,14 @@ class DeviceMeter:
     @torch.inference_mode()
     def __call__(self, sequences: Sequence[Track]) -> None:
         if not sequences[0].tokens:
-            for s in sequences:
-                self._row[s.number] = row = self.cache.next_state(s.number)[0]
-                count, at = self.cache.store.count, torch.tensor([row], device=self.sums.device)
-                self.before[:, row] = count[:, row]
-                self.sums[:, row] = 0
-                self.sums[0, row] = count[:, row].double().mean()
-                self.sums[1, row] = self.cache.store.held(at).sum() + self._state()
+            rows = [self.cache.next_state(s.number)[0] for s in sequences]
+            self._row.update(zip((s.number for s in sequences), rows, strict=True))
+            at = torch.tensor(rows, device=self.sums.device)
+            count = self.cache.store.count[:, at]  # [Lt, N, Ht]
+            self.before[:, at] = count
+            self.sums[:, at] = 0
+            self.sums[0, at] = count.double().mean((0, 2))
+            self.sums[1, at] = (self.cache.store.held(at).sum(0) + self._state()).double()
             return
         values, width = self._inputs([self._row[s.number] for s in sequences]), self.cache.store.seen
         if width not in self._recorded:

@@ -12,6 +12,7 @@ import torch
 
 import minithink.kv.manager as manager_module
 import minithink.loop as loop_module
+import minithink.stream as stream_module
 from minithink.engine import Engine, load
 from minithink.evaluate.meter import DeviceMeter, Held, LedgerMeter, meter
 from minithink.kv.apart import Apart
@@ -98,9 +99,13 @@ def check(stream: Stream, evicts: bool) -> list[Held]:
     return got
 
 
+@pytest.mark.parametrize("together", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_beside_a_loop(graphed: Engine, policy: str) -> None:
+def test_beside_a_loop(graphed: Engine, policy: str, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are read one at a time, or two."""
+    monkeypatch.setattr(stream_module, "prompts_at_once", lambda rows: together)
     stream = stream_of(graphed, policy)
+    assert stream._together == together
     assert isinstance(stream.cache, KVManager)
     check(stream, "budget" in policy)
 
@@ -129,9 +134,13 @@ def test_with_caches_of_their_own(engine: Engine, policy: str | None) -> None:
             assert held.bytes_peak == last * engine.config.kv_bytes_per_token(4)
 
 
+@pytest.mark.parametrize("together", [1, 2])
 @pytest.mark.parametrize("policy", ["window:budget=20", "quant:fmt=fp8"])
-def test_sequences_of_one_token(engine: Engine, graphed: Engine, policy: str) -> None:
+def test_sequences_of_one_token(
+    engine: Engine, graphed: Engine, policy: str, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They take no step of decoding: what they held is what was left of the prompt. And those of two tokens."""
+    monkeypatch.setattr(stream_module, "prompts_at_once", lambda rows: together)
     for columns, n in (("fit", 1), (None, 1), ("fit", 2), (None, 2)):
         graphed.columns, graphed.records = columns, columns is not None  # type: ignore[assignment]
         stream = stream_of(graphed, policy, max_new_tokens=n)
