@@ -179,7 +179,7 @@ def settings_of(
     }
     questions = json.dumps([[e.id, e.question] for e in examples])
     assert engine.home is not None
-    names = ("dataset", "split", "num_prompts", "thoughts", "num_layers", "sparsity_rows", "policy", "compare")
+    names = ("dataset", "split", "num_prompts", "thoughts", "num_layers", "sparsity_rows", "policy")
     settings = {
         "checkpoint": checkpoint_hash(engine.home.folder),
         **{name: getattr(args, name) for name in names},

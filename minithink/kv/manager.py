@@ -173,6 +173,7 @@ class KVManager:
         policy.setup(self.shape)
         self.rows: list[_Row | None] = [None] * rows
         self._row_of: dict[int, int] = {}
+        self._asked_of: tuple[Sequence[int], list[int], list[_Row]] = (), [], []  # see `_of`
         self.budgets = {
             id(p): torch.full(self.shape.tables, UNLIMITED, dtype=torch.int32, device=self.device)
             for p in members(policy)
@@ -221,6 +222,7 @@ class KVManager:
         self.check(prompt, budget)
         row = free[0]
         self.rows[row], self._row_of[seq] = _Row(seq, prompt, thinking or None in self.think_ids, capacity), row
+        self._asked_of = (), [], []
         for policy in members(self.policy):
             limit = policy.budget if budget is None else budget
             self.budgets[id(policy)][:, row] = UNLIMITED if limit is None else limit
@@ -237,7 +239,7 @@ class KVManager:
         if self.recorder is not None:
             self.recorder.left(seq)
         row = self._row_of.pop(seq)
-        self.rows[row] = None
+        self.rows[row], self._asked_of = None, ((), [], [])
         self._waiting_prompts = [r for r in self._waiting_prompts if r != row]
         self.store.clear(row)
 
@@ -307,15 +309,16 @@ class KVManager:
             Exhausted: the pool is too small for what still waits from the step before.
             UsageError: a lane is full.
         """
-        counts = [1] * len(seqs)
-        records, prompt = self._announced(seqs, counts)
-        if prompt:
-            r = records[0]
-            raise ValueError(f"sequence {r.seq} generates, and has read {r.length} of {r.prompt} prompt tokens")
+        rows, records = self._of(seqs)
+        if not records or not all(r.prompt <= r.length < r.capacity for r in records) or len(set(rows)) < len(rows):
+            records, prompt = self._announced(seqs, [1] * len(seqs))  # which says what is wrong
+            if prompt:
+                r = records[0]
+                raise ValueError(f"sequence {r.seq} generates, and has read {r.length} of {r.prompt} prompt tokens")
         self._store_what_waits()
         self.fit_columns(1)
         if max(self.store.most) >= self.store.seen:  # as the host counts, who does not know of evictions
-            self.store.require_columns([self._row_of[seq] for seq in seqs], counts)
+            self.store.require_columns(rows, [1] * len(rows))
         self.store.used.update(self.store.appends)
 
     def _announced(self, seqs: Sequence[int], counts: Sequence[int]) -> tuple[list[_Row], bool]:
@@ -375,12 +378,12 @@ class KVManager:
             flush: is called with the rows whose buffers are full, in place of the store's `flush`.
             begun: the segments that began, `store.begun` of these sequences' rows; None: the device is asked.
         """
-        rows = [self._row_of[seq] for seq in seqs]
-        records = [self._row(row) for row in rows]
+        rows, records = self._of(seqs)
         self._begun(rows, begun)
         self.store.appended(rows, [r.length for r in records])
-        for r, thinks in zip(records, self._think(records, tokens), strict=True):
-            r.thinking = thinks
+        if {*self.think_ids}.intersection(tokens):
+            for r, thinks in zip(records, self._think(records, tokens), strict=True):
+                r.thinking = thinks
         none = torch.empty(0)
         self._pass = _Pass(rows, [1] * len(rows), False, list(tokens), tokens, Writer(), none, none, none, none)
         self._end_step(decide, flush)
@@ -446,7 +449,7 @@ class KVManager:
         """What must be observed when each of these sequences brings its next token."""
         if not self.policy.demands:
             return ()
-        clocks = {self._row(self._row_of[seq]).clock + 1 for seq in seqs}
+        clocks = {r.clock + 1 for r in self._of(seqs)[1]}
         return tuple(d for d in self.policy.demands if any(clock % d.every == 0 for clock in clocks))
 
     def next_state(self, seq: int) -> tuple[int, int, int]:
@@ -456,8 +459,7 @@ class KVManager:
 
     def states_after(self, seqs: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         """What the policy must know of sequences when these tokens will be in the cache: int64 [view.STATE, N]."""
-        rows = [self._row_of[seq] for seq in seqs]
-        records = [self._row(row) for row in rows]
+        rows, records = self._of(seqs)
         lengths, prompts = [r.length + 1 for r in records], [r.prompt for r in records]
         thinks = self._think(records, tokens)
         return np.array([rows, [1] * len(rows), lengths, prompts, thinks, tokens], dtype=np.int64)
@@ -573,11 +575,11 @@ class KVManager:
         self, decide: Callable[[], object] | None = None, flush: Callable[[Sequence[int]], object] | None = None
     ) -> None:
         now, settled = self._now, []
-        for row, count in zip(now.rows, now.counts, strict=True):
-            r = self._row(row)
+        records = [self._row(row) for row in now.rows]
+        for r, count in zip(records, now.counts, strict=True):
             r.length += count
-            if now.prompt and r.length == r.prompt:
-                settled.append(row)
+        if now.prompt:
+            settled = [row for row, r in zip(now.rows, records, strict=True) if r.length == r.prompt]
         active = settled if now.prompt else now.rows
         edits: list[tuple[Policy, Edit]] = []
         if active:
@@ -763,6 +765,15 @@ class KVManager:
             return [r.thinking for r in records]
         pairs = zip(records, tokens, strict=True)
         return [token == opens if token in (opens, closes) else r.thinking for r, token in pairs]
+
+    def _of(self, seqs: Sequence[int]) -> tuple[list[int], list[_Row]]:
+        """Rows of these sequences, and what is known of each. A step asks several times for the same ones."""
+        asked, rows, records = self._asked_of
+        if asked != seqs:
+            rows = [self._row_of[seq] for seq in seqs]
+            records = [self._row(row) for row in rows]
+            self._asked_of = list(seqs), rows, records
+        return rows, records
 
     def _row(self, row: int) -> _Row:
         record = self.rows[row]
