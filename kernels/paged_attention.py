@@ -1,12 +1,13 @@
 """Attention of one new token a sequence over the pages of its lanes. Twin: `minithink/ref/paged_attention.py`.
 
-    _attend     a program takes a part of one lane: 128 to 4096 tokens in one format, or those in the ring
+    _attend     a program takes a part of one lane: 128 to 4096 tokens in one format, or those in the ring; where
+                there are several of these, each has a launch of its own, over its tokens (`by_format.py`)
     _merge      the parts of a query head become one by their log-sum-exp (`minithink/ref/merge.py`)
     _mass       (if asked for) what each token got: exp(logit − lse), over the query heads of its KV head
     _max_logit  the same where the heads' largest logit counts
 
-First read `_attend` with one plain format, no ring and SEEN "": that is step 4 of tutorial 5. Then `_merge` and
-`_planes`, and last `_fast_asm`.
+First read `_attend` with one plain format (FORMATS 0), no ring and SEEN "": that is step 4 of tutorial 5. Then
+`_merge` and `_planes`, and last `_fast_asm`.
 
 A lane is a list of places (page · slots + slot), oldest token first; a program reads BLOCK_T of them, then gathers
 the keys and values there. A slot holds a token's key and value side by side, 64 bytes each (NVFP4, D = 128) to 256
@@ -22,7 +23,7 @@ model's type; the plain path, which the interpreter tests, rounds what it decode
 
 Keys by token share their scales within a group of tokens. Blocks begin where groups do, and the scales of a group are
 read and converted once (`_times_rows`); only where evictions have left tokens of several groups in one place, each
-token reads its own.
+token reads its own (`_grouped_logits`).
 
 Bound: the bytes of the lanes' codes and scales, once: 512 a token and lane in bfloat16 at D = 128, and 4 of its
 place. 4·16·D operations a token and lane on the tensor cores (16 rows, of which g are real) are far below their rate.
@@ -355,14 +356,23 @@ def _times_rows(k, p_row, m_row, H: tl.constexpr):
 
 
 @triton.jit
-def _by_groups(q, raw, p_rows, number, row, o_lane, m_token, H: tl.constexpr, DTYPE: tl.constexpr):
-    """Keys by token as planes [T, H.block]: with the scales of each group, or with each token's own where evictions
-    have left tokens of several groups in one place.
+def _logits(q, k, PLANES: tl.constexpr):
+    """Σ over planes of q · kᵀ: float32 [G, T]."""
+    s = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
+    for i in tl.static_range(1, PLANES):
+        s = tl.dot(q[i], tl.trans(k[i]), s, input_precision="ieee")
+    return s
+
+
+@triton.jit
+def _grouped_logits(q, raw, p_rows, number, row, o_lane, m_token, H: tl.constexpr, DTYPE: tl.constexpr):
+    """q · kᵀ for keys by token, float32 [G, T]: with the scales of each group, or with each token's own where
+    evictions have left tokens of several groups in one place.
 
     raw: of `_codes`. number: int32 [T], each token's row of scales, −1 where there is no token; row: where it begins.
     """
     numbers = number.reshape([raw.shape[0] // H.group, H.group])
-    common = tl.max(numbers, 1)
+    common = tl.max(numbers, 1)  # of each group of tokens the row of scales that it should have in common
     strange = (numbers != common[:, None]) & (numbers >= 0)
     if tl.max(tl.max(strange.to(tl.int32), 1), 0) > 0:
         k = _planes(raw, p_rows, p_rows, row, row, m_token, 1.0, H, DTYPE, True)
@@ -371,15 +381,6 @@ def _by_groups(q, raw, p_rows, number, row, o_lane, m_token, H: tl.constexpr, DT
         points = _planes(raw, p_rows, p_rows, row, row, m_token, 1.0, H, DTYPE, False)
         k = _times_rows(points, p_rows + common.to(tl.int64) * H.row + o_lane * H.row_lane, common >= 0, H)
         s = _logits(q, k, H.planes)
-    return s
-
-
-@triton.jit
-def _logits(q, k, PLANES: tl.constexpr):
-    """Σ over planes of q · kᵀ: float32 [G, T]."""
-    s = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
-    for i in tl.static_range(1, PLANES):
-        s = tl.dot(q[i], tl.trans(k[i]), s, input_precision="ieee")
     return s
 
 
@@ -505,7 +506,7 @@ def _attend(
                 row = number.to(tl.int64) * K.row + o_lane * K.row_lane
             raw = _codes(p_k, page * K.page + (slot * K.slot + o_lane * K.lane + K.start), m_t, K)
             if GROUPED:
-                s = _by_groups(q, raw, p_k_rows, number, row, o_lane, m_t, K, DTYPE)
+                s = _grouped_logits(q, raw, p_k_rows, number, row, o_lane, m_t, K, DTYPE)
             else:
                 o_side = page * K.side_page + (slot * K.side_slot + o_lane * K.side_lane + K.side_start)
                 k = _planes(raw, p_k_params, p_k_rows, o_side, row, m_t, k_scale, K, DTYPE, True)

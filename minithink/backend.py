@@ -124,9 +124,10 @@ def triton_backend() -> Backend:
     return Backend(
         "triton", in_place=True, linear=linear, rms_norm=rms_norm, rope=rope, swiglu=swiglu,
         gumbel_argmax=gumbel_argmax, paged_attention=paged_attention, by_format=by_format, append=append,
-        enlist=enlist, allocate=allocate, flush=flush, evict=evict, quantize=quantize, dequantize=dequantize, shrink=shrink,
-        close_ranks=close_ranks, gather=gather, keep_best=keep_best, window_importance=window_importance,
-        redundancy=redundancy, lrfu=lrfu, anneal=anneal, sparsity=sparsity, kmeans=kmeans, survivors=survivors,
+        enlist=enlist, allocate=allocate, flush=flush, evict=evict, quantize=quantize, dequantize=dequantize,
+        shrink=shrink, close_ranks=close_ranks, gather=gather, keep_best=keep_best,
+        window_importance=window_importance, redundancy=redundancy, lrfu=lrfu, anneal=anneal, sparsity=sparsity,
+        kmeans=kmeans, survivors=survivors,
     )  # fmt: skip
 
 

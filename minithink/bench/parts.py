@@ -184,9 +184,10 @@ def parts(loop: TimedLoop, m: dict[str, Any]) -> dict[str, Any]:
     policy, batch, c = steady.policy, len(steady.sequences), loop.cache.config
     device_ms, calls = m["device_milliseconds"], dict[str, float]()
     q = torch.randn(batch, c.num_heads, c.head_dim, device=cache.device, dtype=cache.dtype)
-    read = cache.store.reader(torch.arange(batch, device=cache.device))
+    every = torch.arange(batch, device=cache.device)
 
     def attend(watched: Sequence[int] = ()) -> None:
+        read = cache.store.reader(every)
         for layer in range(c.num_layers):
             cache.backend.paged_attention(q, read, layer, "max_logit" if layer in watched else None)
 

@@ -204,8 +204,8 @@ class Reading:
 
     @cached_property
     def by_format(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The lists, sorted by the formats in use: places and columns [Lt, N, Ht, S], where each format begins; see
-        `ref/by_format.py`."""
+        """The lists, sorted by the formats in use, then the ring: int32 [Lt, N, Ht, S] places and columns, and int32
+        [Lt, N, Ht, F + 2] where each begins; see `ref/by_format.py`."""
         p = self.pages
         return p.backend.by_format(
             p.place, p.count, self.numbers, p.table.format, sorted(p.used), p.table.most, p.seen

@@ -35,8 +35,8 @@ def by_format(
     found = page_format[(place.clamp(min=0) // most).long()]
     kind = torch.full_like(place, len(formats))  # the ring
     for i, f in enumerate(formats):
-        kind[(place >= 0) & (found == f)] = i
-    kind[~listed] = len(formats) + 1
+        kind = torch.where((place >= 0) & (found == f), i, kind)
+    kind = kind.masked_fill(~listed, len(formats) + 1)
     kinds = torch.arange(len(formats) + 2, device=place.device)
     first = (kind[..., None, :] < kinds[:, None]).sum(-1, dtype=torch.int32)
     order = kind.argsort(dim=-1, stable=True)

@@ -17,7 +17,9 @@ MOST, FORMATS = 4, (3, 0, 7)  # slots of a page; formats in an order of their ow
 KINDS = {"one format": (0,), "another": (2,), "ring": (3,), "two": (0, 2), "all": (0, 1, 2, 3)}
 
 
-def lists(sizes: tuple[int, int, int], seen: int, more: int, of: tuple[int, ...], generator: torch.Generator) -> Lists:
+def lists(
+    sizes: tuple[int, int, int], seen: int, more: int, of: tuple[int, ...], generator: torch.Generator
+) -> Lists:
     """Places, counts and formats of pages: lists of any lengths, some of them empty or full, with tokens of some
     kinds; anything behind the last token."""
     count = torch.randint(-1, seen + 2, sizes, generator=generator).clamp(0, seen).to(torch.int32)
@@ -58,9 +60,7 @@ def check(name: str, got: Lists, before: Lists, rows: Tensor, seen: int) -> None
     seed=st.integers(0, 2**31),
 )
 @example((2, 5, 1), 64, 1, "all", 16, 0)  # the last block is full
-def test_lists_are_sorted(
-    sizes: tuple[int, int, int], seen: int, more: int, of: str, block: int, seed: int
-) -> None:
+def test_lists_are_sorted(sizes: tuple[int, int, int], seen: int, more: int, of: str, block: int, seed: int) -> None:
     """Some rows in any order; nothing changes, and what stands behind the last token is not looked at."""
     generator = torch.Generator().manual_seed(seed)
     before = lists(sizes, seen, more, KINDS[of], generator)
