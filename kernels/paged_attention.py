@@ -1,12 +1,13 @@
 """Attention of one new token a sequence over the pages of its lanes. Twin: `minithink/ref/paged_attention.py`.
 
-    _attend     a program takes a part of one lane: 128 to 4096 tokens in one format, or those in the ring
+    _attend     a program takes a part of one lane: 128 to 4096 tokens in one format, or those in the ring; where
+                there are several of these, each has a launch of its own, over its tokens (`by_format.py`)
     _merge      the parts of a query head become one by their log-sum-exp (`minithink/ref/merge.py`)
     _mass       (if asked for) what each token got: exp(logit − lse), over the query heads of its KV head
     _max_logit  the same where the heads' largest logit counts
 
-First read `_attend` with one plain format, no ring and SEEN "": that is step 4 of tutorial 5. Then `_merge` and
-`_planes`, and last `_fast_asm`.
+First read `_attend` with one plain format (FORMATS 0), no ring and SEEN "": that is step 4 of tutorial 5. Then
+`_merge` and `_planes`, and last `_fast_asm`.
 
 A lane is a list of places (page · slots + slot), oldest token first; a program reads BLOCK_T of them, then gathers
 the keys and values there. A slot holds a token's key and value side by side, 64 bytes each (NVFP4, D = 128) to 256
@@ -22,7 +23,7 @@ model's type; the plain path, which the interpreter tests, rounds what it decode
 
 Keys by token share their scales within a group of tokens. Blocks begin where groups do, and the scales of a group are
 read and converted once (`_times_rows`); only where evictions have left tokens of several groups in one place, each
-token reads its own.
+token reads its own (`_grouped_logits`).
 
 Bound: the bytes of the lanes' codes and scales, once: 512 a token and lane in bfloat16 at D = 128, and 4 of its
 place. 4·16·D operations a token and lane on the tensor cores (16 rows, of which g are real) are far below their rate.
@@ -203,12 +204,22 @@ def _affine(code, both):
 
 
 @triton.jit
-def _planes(p_codes, p_params, p_rows, o_codes, o_params, o_rows, m_token, tensor_scale,
+def _codes(p_codes, o_codes, m_token, H: tl.constexpr):
+    """The words of BLOCK_T tokens [BLOCK_T, H.block]; o_codes: int64 [BLOCK_T], where each token's begin."""
+    word = tl.arange(0, H.block)[None, :]
+    m_word = m_token[:, None]
+    if H.words != H.block:
+        m_word = m_word & (word < H.words)
+    return tl.load(p_codes + o_codes[:, None] + word, m_word, other=0)
+
+
+@triton.jit
+def _planes(raw, p_params, p_rows, o_params, o_rows, m_token, tensor_scale,
             H: tl.constexpr, DTYPE: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
     """Keys or values of BLOCK_T tokens as H.planes blocks [BLOCK_T, H.block], scaled, or fast ones by token without
     their scales.
 
-    o_codes, o_params, o_rows: int64 [BLOCK_T], where each token's words, parameters and row of key scales begin.
+    raw: of `_codes`. o_params, o_rows: int64 [BLOCK_T], where each token's parameters and row of key scales begin.
     """
     KIND: tl.constexpr = H.kind
     BITS: tl.constexpr = H.bits
@@ -221,7 +232,6 @@ def _planes(p_codes, p_params, p_rows, o_codes, o_params, o_rows, m_token, tenso
     m_word = m_token[:, None]
     if WORDS != BLOCK_W:
         m_word = m_word & (word < WORDS)
-    raw = tl.load(p_codes + o_codes[:, None] + word, m_word, other=0)
     out = ()
     if KIND == "plain":
         if _INTERPRETED:
@@ -355,9 +365,47 @@ def _logits(q, k, PLANES: tl.constexpr):
 
 
 @triton.jit
+def _grouped_logits(q, raw, p_rows, number, row, o_lane, m_token, H: tl.constexpr, DTYPE: tl.constexpr):
+    """q · kᵀ for keys by token, float32 [G, T]: with the scales of each group, or with each token's own where
+    evictions have left tokens of several groups in one place.
+
+    raw: of `_codes`. number: int32 [T], each token's row of scales, −1 where there is no token; row: where it begins.
+    """
+    numbers = number.reshape([raw.shape[0] // H.group, H.group])
+    common = tl.max(numbers, 1)  # of each group of tokens the row of scales that it should have in common
+    strange = (numbers != common[:, None]) & (numbers >= 0)
+    if tl.max(tl.max(strange.to(tl.int32), 1), 0) > 0:
+        k = _planes(raw, p_rows, p_rows, row, row, m_token, 1.0, H, DTYPE, True)
+        s = _logits(q, k, H.planes)
+    else:
+        points = _planes(raw, p_rows, p_rows, row, row, m_token, 1.0, H, DTYPE, False)
+        k = _times_rows(points, p_rows + common.to(tl.int64) * H.row + o_lane * H.row_lane, common >= 0, H)
+        s = _logits(q, k, H.planes)
+    return s
+
+
+@triton.jit
+def _unit(table_layer, row, rows, i_head, C: tl.constexpr):
+    """Which list a lane has; rows: how many there are lists of."""
+    unit = (table_layer * rows + row) * C.tables
+    if C.tables > 1:
+        unit += i_head
+    return unit
+
+
+@triton.jit
+def _of_format(p_first, unit, i_format, m, FORMATS: tl.constexpr):
+    """Of sorted lists (`by_format.py`) where the tokens of a format begin, and how many they are; m: a mask."""
+    p_first += unit * (FORMATS + 2) + i_format
+    begin = tl.load(p_first, m, other=0)
+    return begin, tl.load(p_first + 1, m, other=0) - begin
+
+
+@triton.jit
 def _split(count, C: tl.constexpr):
-    """Tokens of a part: by the lane's length, and by how many lanes the batch has (idle rows count too), but not by
-    what the other lanes hold. All parts of a lane are about as long: a short one would only be another program."""
+    """Tokens of a part: by how many of this format the lane has, and by how many lanes the batch has (idle rows count
+    too), but not by what the other lanes hold. All parts are about as long: a short one would only be another
+    program."""
     SHORT: tl.constexpr = C.short
     most = C.base * tl.where(count <= SHORT, 1, tl.where(count <= 4 * SHORT, 2, tl.where(count <= 16 * SHORT, 4, 8)))
     count = tl.maximum(count, 1)  # a part of no tokens would be divided by
@@ -366,18 +414,19 @@ def _split(count, C: tl.constexpr):
 
 @triton.jit
 def _attend(
-    p_q, p_parts, p_part_lse, p_seen, p_top, p_rows, p_place, p_count, p_format, p_k, p_v,
+    p_q, p_parts, p_part_lse, p_seen, p_top, p_rows, p_place, p_column, p_count, p_k, p_v,
     p_k_params, p_v_params, p_k_rows, p_row_of, p_k_scale, p_v_scale, p_ring, softmax_scale, layer, table_layer,
-    first_part, parts, width,
+    first_part, parts, width, listed,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, FORMAT: tl.constexpr, FORMATS: tl.constexpr,
     IN_RING: tl.constexpr, SEEN: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """One part of one lane.
 
+    p_place, p_column, p_count: with FORMATS what `by_format` returns, of which the tokens of the FORMAT-th are taken;
+        with none the store's lists, whole, and their lengths; `listed` columns.
     p_parts, p_part_lse: float32 [N, Hq, parts, D] and [N, Hq, parts], base 2.
     p_seen: [N, Hq, width − 1]. SEEN "logits": base-2 logits, float32; "relative": exp2(logit − top), fp16, where
         p_top [N, Hq, (width − 1) / BLOCK_T] has the top of each block; "": nothing is wanted.
-    p_format: index of every page's format; with several FORMATS only tokens in FORMAT are taken.
     """
     if C.overlap:
         tl.extra.cuda.gdc_launch_dependents()  # `_merge` may take its place on the GPU, and waits there
@@ -393,15 +442,18 @@ def _attend(
     i_lane, i_part = tl.program_id(0), tl.program_id(1)
     i_n, i_head = i_lane // C.kv_heads, i_lane % C.kv_heads
     i_row = tl.load(p_rows + i_n)
-    unit = (table_layer * C.rows + i_row) * C.tables
-    if C.tables > 1:
-        unit += i_head
-    count = tl.load(p_count + unit)
+    if FORMATS > 0:
+        unit = _unit(table_layer, i_n, tl.num_programs(0) // C.kv_heads, i_head, C)
+        begin, count = _of_format(p_count, unit, FORMAT, True, FORMATS)
+        p_column += unit.to(tl.int64) * listed + begin
+    else:
+        unit = _unit(table_layer, i_row, C.rows, i_head, C)
+        begin, count = 0, tl.load(p_count + unit)
+    p_place += unit.to(tl.int64) * listed + begin
     split = _split(count, C)
     start = i_part * split
     end = tl.minimum(start + split, count)
-    if IN_RING:  # its tokens are the newest
-        start = tl.maximum(count - C.ring, 0)
+    if IN_RING:  # one part
         end = count
     if start >= count:
         return
@@ -421,7 +473,6 @@ def _attend(
     for _ in tl.static_range(V_PLANES):
         acc = acc + (tl.zeros([BLOCK_G, V_BLOCK], tl.float32),)
 
-    p_place += unit.to(tl.int64) * width
     first = start
     if GROUPED:
         # Groups of keys by token have one row of scales. Begin early, so that no block cuts through a group; what was
@@ -438,7 +489,6 @@ def _attend(
             m_t = m_t & (t >= first)
         place = tl.load(p_place + t, m_t, other=0)
         if IN_RING:
-            m_t = m_t & (place < 0)
             # [L, B, Hkv, R, 2, D]
             index = ((layer * C.rows + i_row).to(tl.int64) * C.kv_heads + i_head) * C.ring + (-1 - place)
             channel = tl.arange(0, K.block)[None, :]
@@ -449,39 +499,27 @@ def _attend(
                 x_k, x_v = x_k.to(tl.float32), x_v.to(tl.float32)
             k, v = (x_k,), (x_v,)
         else:
-            if C.ring > 0:
-                m_t = m_t & (place >= 0)
-                place = tl.maximum(place, 0)
-            page, slot = place // C.most, place % C.most
-            if FORMATS > 1:
-                m_t = m_t & (tl.load(p_format + page, m_t, other=255) == FORMAT)
-            page = page.to(tl.int64)
+            page, slot = (place // C.most).to(tl.int64), place % C.most
             row = page
             if K.by_token:
                 number = tl.load(p_row_of + place, m_t, other=-1)
-                if not GROUPED:
-                    row = number.to(tl.int64) * K.row + o_lane * K.row_lane
-            o_k = page * K.page + (slot * K.slot + o_lane * K.lane + K.start)
-            o_side = page * K.side_page + (slot * K.side_slot + o_lane * K.side_lane + K.side_start)
-            k = _planes(p_k, p_k_params, p_k_rows, o_k, o_side, row, m_t, k_scale, K, DTYPE, not GROUPED)
-            o_v = page * V.page + (slot * V.slot + o_lane * V.lane + V.start)
+                row = number.to(tl.int64) * K.row + o_lane * K.row_lane
+            raw = _codes(p_k, page * K.page + (slot * K.slot + o_lane * K.lane + K.start), m_t, K)
+            if GROUPED:
+                s = _grouped_logits(q, raw, p_k_rows, number, row, o_lane, m_t, K, DTYPE)
+            else:
+                o_side = page * K.side_page + (slot * K.side_slot + o_lane * K.side_lane + K.side_start)
+                k = _planes(raw, p_k_params, p_k_rows, o_side, row, m_t, k_scale, K, DTYPE, True)
+            raw = _codes(p_v, page * V.page + (slot * V.slot + o_lane * V.lane + V.start), m_t, V)
             o_side = page * V.side_page + (slot * V.side_slot + o_lane * V.side_lane + V.side_start)
-            v = _planes(p_v, p_v_params, p_v_params, o_v, o_side, row, m_t, v_scale, V, DTYPE, True)
-        if GROUPED:
-            # of each group of tokens the row of scales that it should have in common
-            numbers = number.reshape([BLOCK_T // K.group, K.group])
-            common = tl.max(numbers, 1)
-            p_row = p_k_rows + common.to(tl.int64) * K.row + o_lane * K.row_lane
-            s = _logits(q, _times_rows(k, p_row, common >= 0, K), K_PLANES)
-            strange = (numbers != common[:, None]) & (numbers >= 0)
-            if tl.max(tl.max(strange.to(tl.int32), 1), 0) > 0:  # tokens of other groups among them
-                row = tl.load(p_row_of + place, m_t, other=0).to(tl.int64) * K.row + o_lane * K.row_lane
-                each = _planes(p_k, p_k_params, p_k_rows, o_k, o_side, row, m_t, k_scale, K, DTYPE, True)
-                s = _logits(q, each, K_PLANES)
-        else:
+            v = _planes(raw, p_v_params, p_v_params, o_side, row, m_t, v_scale, V, DTYPE, True)
+        if not GROUPED:
             s = _logits(q, k, K_PLANES)
         s = tl.where(m_t[None, :], s * factor, float("-inf"))
-        o_seen = head[:, None] * (width - 1) + t[None, :]
+        column = t
+        if SEEN == "logits" and FORMATS > 0:
+            column = tl.load(p_column + t, m_t, other=0)
+        o_seen = head[:, None] * (width - 1) + column[None, :]
         if SEEN == "logits":
             tl.store(p_seen + o_seen, s, m_head[:, None] & m_t[None, :])
         # the running softmax, in base 2; after −∞ everything before counts nothing
@@ -514,16 +552,19 @@ def _attend(
 
 @triton.jit
 def _merge(p_parts, p_part_lse, p_out, p_lse, p_rows, p_count, table_layer, parts, C: tl.constexpr,
-           SLICE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr):  # fmt: skip
+           FORMATS: tl.constexpr, SLICE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr):  # fmt: skip
     """out = Σ_i exp2(lse_i − lse)·out_i, lse = log2 Σ_i exp2(lse_i), over the parts of a query head that are used: of
-    every SLICE, a format's, as many as the lane is long, and the last, the ring's. 0 for a lane without tokens."""
+    every SLICE, a format's, as many as it has tokens for; the ring's is the last. 0 for a lane without tokens.
+
+    p_count, FORMATS: as of `_attend`.
+    """
     i_head = tl.program_id(0).to(tl.int64)
     i_n, i_query = i_head // (C.kv_heads * C.group), i_head % (C.kv_heads * C.group)
-    unit = (table_layer * C.rows + tl.load(p_rows + i_n)) * C.tables
-    if C.tables > 1:
-        unit += i_query // C.group
-    count = tl.load(p_count + unit)
-    used = tl.cdiv(count, _split(count, C))
+    i_kv = i_query // C.group
+    if FORMATS > 0:
+        unit = _unit(table_layer, i_n, tl.num_programs(0) // (C.kv_heads * C.group), i_kv, C)
+    else:
+        count = tl.load(p_count + _unit(table_layer, tl.load(p_rows + i_n), C.rows, i_kv, C))
     channel = tl.arange(0, BLOCK_D)
     top = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
@@ -532,9 +573,9 @@ def _merge(p_parts, p_part_lse, p_out, p_lse, p_rows, p_count, table_layer, part
         tl.extra.cuda.gdc_wait()  # for the parts
     for start in range(0, parts, BLOCK_P):
         part = start + tl.arange(0, BLOCK_P)
-        m_part = (part < parts) & (part % SLICE < used)
-        if C.ring > 0:
-            m_part = ((part < parts - 1) & (part % SLICE < used)) | ((part == parts - 1) & (count > 0))
+        if FORMATS > 0:
+            _, count = _of_format(p_count, unit, part // SLICE, part < parts, FORMATS)
+        m_part = (part < parts) & (part % SLICE < tl.cdiv(count, _split(count, C)))
         o_part = i_head * parts + part
         lse = tl.load(p_part_lse + o_part, part < parts, other=float("-inf"))
         # what nobody wrote may be anything
@@ -558,10 +599,7 @@ def _mass(p_seen, p_top, p_lse, p_mass, p_rows, p_count, table_layer, width, C: 
     GROUP: tl.constexpr = C.group
     i_lane, i_block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_n, i_head = i_lane // C.kv_heads, i_lane % C.kv_heads
-    unit = (table_layer * C.rows + tl.load(p_rows + i_n)) * C.tables
-    if C.tables > 1:
-        unit += i_head
-    count = tl.load(p_count + unit)
+    count = tl.load(p_count + _unit(table_layer, tl.load(p_rows + i_n), C.rows, i_head, C))
     t = i_block * BLOCK + tl.arange(0, BLOCK)
     mass = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(GROUP):
@@ -591,10 +629,7 @@ def _max_logit(p_seen, p_mass, p_rows, p_count, table_layer, width, C: tl.conste
     GROUP: tl.constexpr = C.group
     i_lane = tl.program_id(0).to(tl.int64)
     i_n, i_head = i_lane // C.kv_heads, i_lane % C.kv_heads
-    unit = (table_layer * C.rows + tl.load(p_rows + i_n)) * C.tables
-    if C.tables > 1:
-        unit += i_head
-    count = tl.load(p_count + unit)
+    count = tl.load(p_count + _unit(table_layer, tl.load(p_rows + i_n), C.rows, i_head, C))
     top, total = -float("inf"), 0.0
     for start in range(0, count, BLOCK):
         t = start + tl.arange(0, BLOCK)
@@ -637,8 +672,10 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
     formats, ring = sorted(pages.used), pages.ring.shape[3] > 0
     in_format = _most_parts(seen, c.base, c.short)
     parts = len(formats) * in_format + ring
+    several = len(formats) if len(formats) > 1 or ring else 0
+    place, column, count = read.by_format if several else (pages.place, pages.place, pages.count)
     how = "" if group is None else "logits"
-    if how and q.dtype != torch.float32 and len(formats) == 1 and not ring and group != "max_logit":
+    if how and q.dtype != torch.float32 and not several and group != "max_logit":
         how = "relative"
 
     def scratch(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -654,22 +691,22 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
         k, v = half(pages, f, "k", q.dtype), half(pages, f, "v", q.dtype)
         block, warps, stages = shape_of_program(c, k, v, n * c.kv_heads)
         _attend[n * c.kv_heads, in_format](
-            q, part, part_lse, noted, top, rows, pages.place, pages.count, pages.table.format,
+            q, part, part_lse, noted, top, rows, place, column, count,
             *words(pages, f, k, v), pages.row_of, pages.scale[f, 0], pages.scale[f, 1], pages.ring,
-            d**-0.5, layer, t, i * in_format, parts, width,
-            c, k, v, f, len(formats), False, how, block, num_warps=warps, num_stages=stages,
+            d**-0.5, layer, t, i * in_format, parts, width, place.shape[-1],
+            c, k, v, i, several, False, how, block, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     if ring:
         k = ring_half(c)
         _attend[n * c.kv_heads, 1](
-            q, part, part_lse, noted, top, rows, pages.place, pages.count, pages.table.format,
+            q, part, part_lse, noted, top, rows, place, column, count,
             *[pages.ring] * 5, pages.row_of, pages.scale[0, 0], pages.scale[0, 1], pages.ring,
-            d**-0.5, layer, t, parts - 1, parts, width,
-            c, k, k, 255, len(formats), True, how, 16, num_warps=4,
+            d**-0.5, layer, t, parts - 1, parts, width, place.shape[-1],
+            c, k, k, several, several, True, how, 16, num_warps=4,
         )  # fmt: skip
     _merge[(n * hq,)](
-        part, part_lse, out, lse, rows, pages.count, t, parts,
-        c, in_format, power_of_2(d), min(32, power_of_2(parts)), num_warps=4,
+        part, part_lse, out, lse, rows, count, t, parts,
+        c, several, in_format, power_of_2(d), min(32, power_of_2(parts)), num_warps=4,
         **({"launch_pdl": True} if c.overlap else {}),
     )  # fmt: skip
     if not how:
@@ -778,9 +815,9 @@ def words(pages: Any, f: int, k: Half, v: Half) -> tuple[Tensor, ...]:
 
 def variants() -> Iterator[Variant]:
     """bfloat16 models, the formats that policies use, for many lanes and for few."""
-    at = {"i32": "layer table_layer first_part parts width", "fp32": "softmax_scale", "*i64": "p_rows"}
-    at |= {"*fp32": "p_parts p_part_lse p_top p_k_scale p_v_scale", "*i32": "p_place p_count p_row_of"}
-    at |= {"*bf16": "p_q p_ring", "*u8": "p_format"}
+    at = {"i32": "layer table_layer first_part parts width listed", "fp32": "softmax_scale", "*i64": "p_rows"}
+    at |= {"*fp32": "p_parts p_part_lse p_top p_k_scale p_v_scale", "*i32": "p_place p_column p_count p_row_of"}
+    at |= {"*bf16": "p_q p_ring"}
     common = {name: kind for kind, names in at.items() for name in names.split()}
     for dim, lanes in ((64, 512), (96, 8), (128, 512), (128, 8)):
         overlap = (dim, lanes) == (128, 8)
@@ -802,16 +839,17 @@ def variants() -> Iterator[Variant]:
             if k.fast and k.by_token:
                 signature["p_k_rows"] = "*i32"
             block, warps, stages = shape_of_program(c, k, v, lanes)
-            ways = [(1, False, "")]  # formats in use, of the ring, what is noted
+            # formats that lists are sorted by, of the ring, what is noted; keys by token come with a ring
+            ways = [(int(k.by_token), False, "")]
             if (dim, lanes, v.kind) == (128, 512, "nvfp4"):
-                ways += [(2, False, "logits")] if k.by_token else [(1, False, "relative")]
+                ways += [(2, False, "logits")] if k.by_token else [(0, False, "relative")]
             if (dim, lanes, k.kind) == (128, 512, "plain"):
-                ways += [(1, False, "relative"), (2, True, "logits")]
+                ways += [(0, False, "relative"), (2, True, "logits")]
             for formats, ring, seen in ways:
                 signature["p_seen"] = "*fp16" if seen == "relative" else "*fp32"
                 constexprs = {
-                    "C": c, "K": k, "V": v, "FORMAT": 1, "FORMATS": formats, "IN_RING": ring, "SEEN": seen,
-                    "BLOCK_T": 16 if ring else block,
+                    "C": c, "K": k, "V": v, "FORMAT": formats if ring else 0, "FORMATS": formats, "IN_RING": ring,
+                    "SEEN": seen, "BLOCK_T": 16 if ring else block,
                 }  # fmt: skip
                 options = {"num_warps": 4} if ring else {"num_warps": warps, "num_stages": stages}
                 yield Variant(_attend, dict(signature), constexprs, options, 90 if overlap else 80)
@@ -819,9 +857,10 @@ def variants() -> Iterator[Variant]:
     at = {"*fp32": "p_parts p_part_lse p_lse p_top p_mass", "*bf16": "p_out", "*i32": "p_count", "*i64": "p_rows"}
     at |= {"*fp16": "p_seen", "i32": "table_layer parts width"}
     common = {name: kind for kind, names in at.items() for name in names.split()}
-    constexprs = {"C": c, "SLICE": 32, "BLOCK_D": 128, "BLOCK_P": 16}
+    constexprs = {"C": c, "FORMATS": 0, "SLICE": 32, "BLOCK_D": 128, "BLOCK_P": 16}
     signature = {n: common[n] for n in common if n in _merge.arg_names}
     yield Variant(_merge, signature, constexprs)
+    yield Variant(_merge, signature, constexprs | {"FORMATS": 2})
     yield Variant(_merge, signature, constexprs | {"C": c._replace(overlap=True)}, {"launch_pdl": True}, 90)
     for rule in ("mean", "max", "none"):
         constexprs = {"C": c, "RULE": rule, "SEEN": "relative", "BLOCK_T": 64, "BLOCK": 256}

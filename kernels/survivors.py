@@ -27,7 +27,7 @@ from torch import Tensor
 
 from minithink.kernels._common import INTERPRETED, Variant, power_of_2
 from minithink.kernels.kmeans import ITERATIONS, at_once, chosen, warps
-from minithink.kernels.paged_attention import Cache, Half, _planes, _variant, cache, half, words
+from minithink.kernels.paged_attention import Cache, Half, _codes, _planes, _variant, cache, half, words
 
 PROGRAMS = 264  # two for each multiprocessor of an H100
 BLOCK = 64  # tokens of a product, on either side
@@ -55,7 +55,7 @@ def _keys(
         row = tl.load(p_row_of + place, paged, other=0).to(tl.int64) * K.row + o_lane * K.row_lane
     o_k = page * K.page + (slot * K.slot + o_lane * K.lane + K.start)
     o_side = page * K.side_page + (slot * K.side_slot + o_lane * K.side_lane + K.side_start)
-    k = _planes(p_k, p_k_params, p_k_rows, o_k, o_side, row, paged, k_scale, K, DTYPE, True)
+    k = _planes(_codes(p_k, o_k, paged, K), p_k_params, p_k_rows, o_side, row, paged, k_scale, K, DTYPE, True)
     if C.ring > 0:
         # [L, B, Hkv, R, 2, D]
         waits = m_t & (place < 0)

@@ -19,6 +19,7 @@ from minithink.ref.allocate import allocate
 from minithink.ref.anneal import anneal
 from minithink.ref.append import append
 from minithink.ref.attention import attention
+from minithink.ref.by_format import by_format
 from minithink.ref.close_ranks import close_ranks
 from minithink.ref.decode_attention import decode_attention
 from minithink.ref.dequantize import dequantize
@@ -59,6 +60,7 @@ class Backend:
     attention: Callable[[Tensor, Tensor, Tensor], Tensor] = attention
     decode_attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = decode_attention
     paged_attention: Callable[[Tensor, Any, int, str | None], tuple[Tensor, Tensor | None]] = paged_attention
+    by_format: Callable[..., tuple[Tensor, Tensor, Tensor]] = by_format
     # the store
     append: Callable[..., Tensor] = append
     enlist: Callable[..., None] = enlist
@@ -96,6 +98,7 @@ def triton_backend() -> Backend:
     from minithink.kernels.allocate import allocate
     from minithink.kernels.anneal import anneal
     from minithink.kernels.append import append
+    from minithink.kernels.by_format import by_format
     from minithink.kernels.close_ranks import close_ranks
     from minithink.kernels.dequantize import dequantize
     from minithink.kernels.enlist import enlist
@@ -120,10 +123,11 @@ def triton_backend() -> Backend:
 
     return Backend(
         "triton", in_place=True, linear=linear, rms_norm=rms_norm, rope=rope, swiglu=swiglu,
-        gumbel_argmax=gumbel_argmax, paged_attention=paged_attention, append=append, enlist=enlist,
-        allocate=allocate, flush=flush, evict=evict, quantize=quantize, dequantize=dequantize, shrink=shrink,
-        close_ranks=close_ranks, gather=gather, keep_best=keep_best, window_importance=window_importance,
-        redundancy=redundancy, lrfu=lrfu, anneal=anneal, sparsity=sparsity, kmeans=kmeans, survivors=survivors,
+        gumbel_argmax=gumbel_argmax, paged_attention=paged_attention, by_format=by_format, append=append,
+        enlist=enlist, allocate=allocate, flush=flush, evict=evict, quantize=quantize, dequantize=dequantize,
+        shrink=shrink, close_ranks=close_ranks, gather=gather, keep_best=keep_best,
+        window_importance=window_importance, redundancy=redundancy, lrfu=lrfu, anneal=anneal, sparsity=sparsity,
+        kmeans=kmeans, survivors=survivors,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ import torch
 
 from minithink.backend import triton_backend
 from minithink.bench import record
-from minithink.bench.attention import DIM, FORMATS, HEADS, KV_HEADS, microseconds, recorded, timed
+from minithink.bench.attention import DIM, FORMATS, HEADS, KV_HEADS, attending, microseconds, recorded, timed
 from minithink.errors import MinithinkError
 from minithink.kv.contract import Shape, Storage
 from minithink.kv.store import PagedStore
@@ -112,8 +112,7 @@ def measure(storage: Storage, batch: int, length: int, repeats: int) -> dict[str
         points = [point + 1 for point in points]
     if bool(store.overflow):
         raise MinithinkError(f"The pool was too small for {batch} sequences of {total} tokens.")
-    read = store.reader()
-    attention = timed(lambda i: ops.paged_attention(q, read, i, None), LAYERS, 20) * 1e6
+    attention = timed(attending(ops.paged_attention, store, [q] * LAYERS, None), LAYERS, 20) * 1e6
     append = statistics.median(steps[-repeats:]) / LAYERS
     buffer = statistics.median(flushes[len(flushes) // 2 :]) * len(flushes) / total / LAYERS if flushes else 0.0
     out = {"append_microseconds": append, "buffer_microseconds": buffer, "attention_microseconds": attention}

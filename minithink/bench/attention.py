@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from minithink.backend import REFERENCE, triton_backend
 from minithink.bench import record
 from minithink.errors import MinithinkError, UsageError
 from minithink.kv.contract import Shape, Storage
@@ -117,15 +118,10 @@ def shape(names: list[str], batch: int, length: int, repeats: int) -> Iterator[d
         a_lane = bytes_read(used_store(FORMATS[name], 1, 1, length), length)
         layers = max(1, math.ceil(ROTATE / (batch * KV_HEADS * a_lane)))
         store = used_store(FORMATS[name], layers, batch, length)
-        q = torch.randn(layers, batch, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-        read = store.reader()
+        q = torch.randn(layers, batch, HEADS, DIM, device="cuda", dtype=torch.bfloat16).unbind()
         groups = {name: None} | ({"bf16, mass": "mean"} if name == "bf16" else {})
         for label, group in groups.items():
-
-            def call(i: int, q: Tensor = q, read: Any = read, group: str | None = group) -> Any:
-                return paged_attention(q[i], read, i, group)
-
-            seconds = times[label] = timed(call, layers, repeats)
+            seconds = times[label] = timed(attending(paged_attention, store, q, group), layers, repeats)
             moved = bytes_read(store, length) * batch * KV_HEADS
             m = here | {
                 "layers": layers,
@@ -137,8 +133,22 @@ def shape(names: list[str], batch: int, length: int, repeats: int) -> Iterator[d
             if against in times:
                 m |= {"ratio": times[against] / seconds, "beside": against}
             yield m
-        del store, read, q, call
+        del store, q
         torch.cuda.empty_cache()
+
+
+def attending(
+    attend: Callable[..., Any], store: PagedStore, q: Sequence[Tensor], group: str | None
+) -> Callable[[int], Any]:
+    """Attention of the i-th layer; what is found once for all layers is found with the first."""
+    reads: list[Any] = []
+
+    def call(i: int) -> Any:
+        if i == 0:
+            reads[:] = [store.reader()]
+        return attend(q[i], reads[0], i, group)
+
+    return call
 
 
 def bytes_read(store: PagedStore, length: int) -> float:
@@ -159,8 +169,9 @@ def used_store(storage: Storage, layers: int, batch: int, length: int) -> PagedS
     del store
     groups = -(-length // lay.k.group) if lay.by_token else 0
     store = PagedStore(
-        shape, storage, pages=pages, scale_rows=max(1, units * groups), dtype=torch.bfloat16, columns=length
-    )
+        shape, storage, pages=pages, scale_rows=max(1, units * groups), dtype=torch.bfloat16, columns=length,
+        backend=triton_backend(),
+    )  # fmt: skip
     store.used = {f}
     store.table.format.fill_(f)
     number = torch.randperm(pages, device="cuda", dtype=torch.int32).view(units, per_unit)
@@ -236,6 +247,7 @@ def _difference(name: str, batch: int, length: int) -> float:
 def _as_float32(store: PagedStore) -> Any:
     """What the store gives to read, in float32: codes are not rounded to the model's type first."""
     wide = copy.copy(store)
+    wide.backend = REFERENCE
     if not any(store.layouts[f].plain for f in store.used):
         wide.dtype = torch.float32
     read = wide.reader()

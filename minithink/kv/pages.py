@@ -203,6 +203,15 @@ class Reading:
         return torch.arange(self.pages.shape.rows, device=self.pos.device) if self.rows is None else self.rows
 
     @cached_property
+    def by_format(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The lists, sorted by the formats in use, then the ring: int32 [Lt, N, Ht, S] places and columns, and int32
+        [Lt, N, Ht, F + 2] where each begins; see `ref/by_format.py`."""
+        p = self.pages
+        return p.backend.by_format(
+            p.place, p.count, self.numbers, p.table.format, sorted(p.used), p.table.most, p.seen
+        )
+
+    @cached_property
     def _alone(self) -> bool:
         """Whether all tokens have one format, and none wait."""
         return len(self.pages.used) == 1 and not self.pages.storage.buffer

@@ -21,6 +21,7 @@ STORAGES = {
     "ternary-by-token": Storage(("ternary:by=token/ternary",), buffer=16, tail="keep"),
     "kivi": Storage(("int2:group=32,by=token/int2:group=32",), buffer=32, tail="keep", sink=4),
     "thoughts": Storage(("nvfp4", "ternary", "fp8"), block=8, buffer=8, also=("int4s",)),
+    "thoughts-by-token": Storage(("nvfp4:by=token/nvfp4", "ternary:by=token/ternary"), block=8, buffer=16),
     "apart": Storage(("fp8/nvfp4", "int2s/int8:group=32"), block=8),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from minithink.backend import REFERENCE
 from minithink.kernels import paged_attention as kernel
+from minithink.kernels.by_format import by_format
 from minithink.kernels.paged_attention import paged_attention
 from minithink.kv.contract import SCOPES, Scope, Storage
 from minithink.ref import paged_attention as ref
@@ -24,6 +27,7 @@ GROUPS = (None, "sum", "mean", "max", "max_logit", "none")
 # dequantized numbers and probabilities to the model's type, the fast path does not.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = list(TOLERANCE) if DEVICE.type == "cuda" else [torch.float32, torch.float16]
+BACKEND = replace(REFERENCE, by_format=by_format)  # lists are sorted as in a step
 
 
 # What the lanes are cut as. With the last, those of 17 tokens are long ones already, and what is left of prompts of
@@ -65,6 +69,7 @@ def test_equals_its_twin(
     q = torch.randn(n, kv_heads * g, dim, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
     layer = seed % 2
     want, want_mass = ref.paged_attention(q, store.reader(rows), layer, group)
+    store.backend = BACKEND
     with pytest.MonkeyPatch.context() as patch:
         for constant, value in CUTS[cut].items():
             patch.setattr(kernel, constant, value)
@@ -89,9 +94,48 @@ def test_lanes_of_every_length_are_whole(prompt: int, monkeypatch: pytest.Monkey
     assert_close("out", got, want, atol=2e-6)
 
 
-def test_a_sequence_does_not_notice_what_others_lose() -> None:
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("name", ["thoughts", "thoughts-by-token"])
+def test_formats_side_by_side_after_many_evictions(name: str, group: str | None) -> None:
+    """In every lane several formats and a ring, here and there without a token of one of them."""
+    store = filled(STORAGES[name], "layer", [90, 3, 40], layers=2, steps=47, keep=0.4, seed=5)
+    store.backend = BACKEND
+    read = store.reader()
+    held = read.by_format[2].diff(dim=-1)  # [Lt, N, 1, F + 1], tokens of each format and of the ring
+    assert held.shape[-1] == len(store.used) + 1 > 2
+    assert ((held > 0).sum(-1) > 2).any()
+    assert ((held == 0).any((0, 1, 2)) & (held > 0).any((0, 1, 2))).any()
+    assert (held[..., -1] > 0).any()
+    q = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    for layer in range(2):
+        want, want_mass = ref.paged_attention(q, read, layer, group)
+        got, mass = paged_attention(q, read, layer, group)
+        assert_close("out", got, want, atol=4e-6 * float(want.abs().max()))
+        if mass is not None and want_mass is not None:
+            assert_close("mass", mass, want_mass, atol=2e-5 * float(want_mass.max()))
+
+
+@pytest.mark.parametrize(("name", "times"), [("plain", 0), ("nvfp4", 0), ("nvfp4-by-token", 1), ("apart", 1)])
+def test_lists_are_sorted_once_for_all_layers(name: str, times: int) -> None:
+    """And not at all where all tokens are stored alike."""
+    calls = []
+
+    def counting(*args: Any) -> Any:
+        calls.append(args)
+        return by_format(*args)
+
+    store = filled(STORAGES[name], "head", [30], layers=2, steps=12, seed=1)
+    store.backend = replace(REFERENCE, by_format=counting)
+    read = store.reader()
+    for layer in range(2):
+        paged_attention(torch.zeros(1, 4, 64, device=DEVICE), read, layer)
+    assert len(calls) == times
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "thoughts"])
+def test_a_sequence_does_not_notice_what_others_lose(name: str) -> None:
     """A lane of several parts gives the same bits when the others have lost nearly everything."""
-    store = filled(STORAGES["nvfp4"], "head", [300, 170, 40], steps=4, seed=3)
+    store = filled(STORAGES[name], "head", [300, 170, 40], steps=4, seed=3)
     q = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     before, _ = paged_attention(q, store.reader(), 0)
     drop = store.positions() > 1

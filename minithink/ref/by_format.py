@@ -1,0 +1,43 @@
+"""The lists of tokens, sorted by format: attention reads each format's tokens in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def by_format(
+    place: Tensor, count: Tensor, rows: Tensor, page_format: Tensor, formats: Sequence[int], most: int, seen: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort the lists of some rows by how their tokens are stored: one format after the other, then those in the ring,
+    each oldest first.
+
+    Args:
+        place: int32 [Lt, B, Ht, W], page · most + slot of every token; negative for those in the ring; anything
+            behind the last token.
+        count: int32 [Lt, B, Ht], tokens of each list.
+        rows: int64 [N], those whose lists are sorted.
+        page_format: uint8 [pages], the index of each page's format.
+        formats: the F indexes that tokens in pages may have, in the order wanted.
+        most: slots that places count for a page.
+        seen: S, at least the tokens of the longest list, at most W.
+
+    Returns:
+        place: int32 [Lt, N, Ht, S], sorted; anything behind the last token.
+        column: int32 [Lt, N, Ht, S], where in its list each of them stands; anything behind the last token.
+        first: int32 [Lt, N, Ht, F + 2], where each format begins, then the ring, then how many there are.
+    """
+    column = torch.arange(seen, dtype=torch.int32, device=place.device)
+    listed = column < count[:, rows, :, None]  # [Lt, N, Ht, S]
+    place = place[:, rows, :, :seen].masked_fill(~listed, -1)
+    found = page_format[(place.clamp(min=0) // most).long()]
+    kind = torch.full_like(place, len(formats))  # the ring
+    for i, f in enumerate(formats):
+        kind = torch.where((place >= 0) & (found == f), i, kind)
+    kind = kind.masked_fill(~listed, len(formats) + 1)
+    kinds = torch.arange(len(formats) + 2, device=place.device)
+    first = (kind[..., None, :] < kinds[:, None]).sum(-1, dtype=torch.int32)
+    order = kind.argsort(dim=-1, stable=True)
+    return place.gather(-1, order), order.int(), first
