@@ -16,7 +16,7 @@ from minithink.kv.store import PagedStore
 from minithink.ref import evict as ref
 from tests.compare import assert_same
 from tests.kernels.device import DEVICE
-from tests.kernels.stores import STORAGES
+from tests.kernels.stores import STORAGES, filled
 from tests.kernels.test_allocate import assert_consistent, assert_tables_same
 
 NAMES = ["plain", "nvfp4", "ternary", "thoughts", "apart", "nvfp4-by-token", "ternary-by-token", "kivi", "mixed"]
@@ -213,3 +213,26 @@ def test_units_that_drop_nothing_are_left_alone() -> None:
     assert changed.nonzero().tolist() == [[1, 1, 0]]
     assert store.count.flatten().tolist() == [5, 5, 9, 9, 5, 5, 8, 9]
     assert store.pos[1, 1, 0].tolist() == [0, 1, 2, 4, 5, 6, 7, 8, *[-1] * (store.pos.shape[-1] - 8)]
+
+
+@pytest.mark.parametrize("block", [32, 1024])
+def test_rows_of_key_scales_go_with_their_last_tokens(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few tokens at a time, until none is left, of rows in another order; groups that reach over two blocks."""
+    monkeypatch.setattr("minithink.kernels.evict.BLOCK", block)
+    store = filled(STORAGES["nvfp4-by-token"], "head", [40, 9, 61], layers=2, keep=0.9, seed=3)
+    at, generator = torch.tensor([2, 0], device=DEVICE), torch.Generator().manual_seed(5)
+    before = store.free_rows.free
+    for share in (0.3, 0.5, 0.5, 1.0):
+        shape = store.positions()[:, at].shape
+        drop = (torch.rand(shape, generator=generator) < share).to(DEVICE)
+        twins = tuple(x.clone() for x in tensors(store))
+        evict(drop, at, *tensors(store), store.table.most)
+        ref.evict(drop, at, *twins, store.table.most)
+        assert_tensors_same(f"{share} of the tokens,", tensors(store), twins)
+        uses = store.row_of[store.table.live[:-1].nonzero(as_tuple=True)]
+        uses = uses[uses < store.free_rows.count].long().bincount(minlength=store.free_rows.count)
+        assert_same("uses", store.row_uses[:-1].long(), uses)
+    assert store.count[:, at].sum() == 0
+    assert store.free_rows.free > before
+    free = store.free_rows.stack[: store.free_rows.free].tolist()
+    assert sorted([*free, *uses.nonzero().flatten().tolist()]) == list(range(store.free_rows.count))
