@@ -1,9 +1,10 @@
 """How many tokens every segment may keep: ThinKV's retention schedule at work. Twin: `minithink/ref/anneal.py`.
 
-Layout: one launch, a program per sequence, which holds all its segments in registers; what "one after the other"
-means, a running sum over the segments of each type says. R is a constant of the compiled kernel.
-Bound: 11 bytes a segment, some hundreds of segments a sequence: the launch. It is a kernel because the fifty small
-operations of its twin would each be one.
+Layout: one launch, a program per row, which takes the sizes in the fullest lane of each segment and then holds all
+segments in registers; what "one after the other" means, a running sum over the segments of each type says. Where
+there is room nothing of that is computed. R is a constant of the compiled kernel.
+Bound: 4 bytes a segment and lane, 7 more a segment, some hundreds of segments a sequence: the launch. It is a kernel
+because the seventy small operations of its twin would each be one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch import Tensor
 from minithink.kernels._common import Variant, power_of_2
 
 BEYOND = (2, 1, 0)  # tokens of a segment that a hard budget goes on to
+UNITS = 16  # lists whose sizes are compared at a time
+WARPS = 4
 
 
 @triton.jit
@@ -34,103 +37,129 @@ def _before(spare, kind):
 
 @triton.jit
 def _anneal(
-    p_size, p_kind, p_level, p_excess, p_running, p_ended, p_turn, p_goal, p_after, p_cases, rows, segments,
-    RETENTION: tl.constexpr, FLOORS: tl.constexpr, BLOCK: tl.constexpr,
+    p_size, p_excess, p_kind, p_level, p_cases, p_at, p_clock, p_active, p_goal,
+    n, rows, layers, heads, segments, tau,
+    RETENTION: tl.constexpr, FLOORS: tl.constexpr, TRANSITIONS: tl.constexpr, UNITS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     LEVELS: tl.constexpr = len(RETENTION)
-    i_row = tl.program_id(0)
+    i_n = tl.program_id(0)
+    i_row = tl.load(p_at + i_n)
     number = tl.arange(0, BLOCK)
     m = number < segments
-    o = i_row.to(tl.int64) * segments + number
-    size = tl.load(p_size + o, m, other=0)
-    kind = tl.load(p_kind + o, m, other=0)
-    level = tl.load(p_level + o, m, other=0).to(tl.int32)
-    running = tl.load(p_running + i_row)
-    past = number < running + tl.load(p_ended + i_row)
+    size = tl.zeros((BLOCK,), tl.int32)
+    excess = tl.full((), 0, tl.int32)
+    for start in range(0, layers * heads, UNITS):  # the fullest lanes
+        i = start + tl.arange(0, UNITS)
+        m_unit = i < layers * heads
+        i_unit = ((i // heads).to(tl.int64) * n + i_n) * heads + i % heads
+        here = tl.load(p_size + i_unit[:, None] * segments + number[None, :], m_unit[:, None] & m[None, :], other=0)
+        size = tl.maximum(size, tl.max(here, 0))
+        excess = tl.maximum(excess, tl.max(tl.load(p_excess + i_unit, m_unit, other=0)))
+    clock, active = tl.load(p_clock + i_n), tl.load(p_active + i_n) != 0
+    excess = tl.where(active, excess, 0)
+    running = tl.maximum(clock - 1, 0) // tau
+    ended = active & (clock > 0) & (clock % tau == 0)
+    past = number < running + ended.to(tl.int32)
+    kind = tl.load(p_kind + i_row * segments + number, m, other=0)
+    before = tl.load(p_level + i_row * segments + number, m, other=0).to(tl.int32)
 
     # case 1
-    earlier = (tl.load(p_turn + i_row) != 0) & (number < running) & (size > 0)
-    level += (earlier & (level < LEVELS)).to(tl.int32)
-    goal = size
-    for n in tl.static_range(LEVELS):
-        goal = tl.where(earlier & (level == n + 1), tl.minimum(goal, RETENTION[n]), goal)
-    tl.store(p_cases + i_row, tl.sum((goal < size).to(tl.int32)))
-    excess = tl.load(p_excess + i_row) - tl.sum(size - goal)
+    level, goal = before, size
+    if TRANSITIONS:
+        turn = ended & (tl.load(p_kind + i_row * segments + running) == 0)
+        earlier = turn & (number < running) & (size > 0)
+        level += (earlier & (level < LEVELS)).to(tl.int32)
+        for i in tl.static_range(LEVELS):
+            goal = tl.where(earlier & (level == i + 1), tl.minimum(goal, RETENTION[i]), goal)
+        first = tl.sum((goal < size).to(tl.int32))
+        tl.store(p_cases + i_row, tl.load(p_cases + i_row) + first)
+        excess -= tl.sum(size - goal)
 
-    # case 2
-    spare = tl.where(past, tl.maximum(goal - RETENTION[LEVELS - 1], 0), 0)
-    needed = excess - _before(spare, kind)
-    asked = (spare > 0) & (needed > 0)
-    enough = tl.full((BLOCK,), LEVELS, tl.int32)
-    for i in tl.static_range(LEVELS):
-        gives = goal - tl.minimum(goal, RETENTION[LEVELS - 1 - i])
-        enough = tl.where((level < LEVELS - i) & (gives >= needed), LEVELS - i, enough)
-    times = tl.zeros((BLOCK,), tl.int32)  # that each loses tokens
-    after = goal
-    for n in tl.static_range(LEVELS):
-        down = asked & (level < n + 1) & (n + 1 <= enough) & (goal > RETENTION[n])
-        times += down.to(tl.int32)
-        after = tl.where(down, RETENTION[n], after)
-    level = tl.where(asked, enough, level)
+    if excess > 0:
+        # case 2
+        spare = tl.where(past, tl.maximum(goal - RETENTION[LEVELS - 1], 0), 0)
+        needed = excess - _before(spare, kind)
+        asked = (spare > 0) & (needed > 0)
+        enough = tl.full((BLOCK,), LEVELS, tl.int32)
+        for i in tl.static_range(LEVELS):
+            gives = goal - tl.minimum(goal, RETENTION[LEVELS - 1 - i])
+            enough = tl.where((level < LEVELS - i) & (gives >= needed), LEVELS - i, enough)
+        times = tl.zeros((BLOCK,), tl.int32)  # that each loses tokens
+        after = goal
+        for i in tl.static_range(LEVELS):
+            down = asked & (level < i + 1) & (i + 1 <= enough) & (goal > RETENTION[i])
+            times += down.to(tl.int32)
+            after = tl.where(down, RETENTION[i], after)
+        level = tl.where(asked, enough, level)
+        excess -= tl.sum(goal - after)
 
-    # a hard budget: the running segment, then all
-    current = number == running
-    for i in tl.static_range(len(FLOORS)):
-        spare = tl.maximum(after - FLOORS[i], 0)
-        if i < LEVELS:
-            spare = tl.where(current, spare, 0)
-        else:
-            spare = tl.where(past | current, spare, 0)
-        asked = (spare > 0) & (excess - tl.sum(goal - after) > _before(spare, kind))
-        after = tl.where(asked, FLOORS[i], after)
-        times += asked.to(tl.int32)
+        # a hard budget: the running segment, then all
+        if excess > 0:
+            current = number == running
+            for i in tl.static_range(len(FLOORS)):
+                spare = tl.maximum(after - FLOORS[i], 0)
+                if i < LEVELS:
+                    spare = tl.where(current, spare, 0)
+                else:
+                    spare = tl.where(past | current, spare, 0)
+                asked = (spare > 0) & (excess > _before(spare, kind))
+                excess -= tl.sum(tl.where(asked, spare, 0))
+                after = tl.where(asked, FLOORS[i], after)
+                times += asked.to(tl.int32)
+        tl.store(p_cases + rows + i_row, tl.load(p_cases + rows + i_row) + tl.sum(times))
+        goal = after
 
-    tl.store(p_goal + o, after, m)
-    tl.store(p_after + o, level.to(tl.uint8), m)
-    tl.store(p_cases + rows + i_row, tl.sum(times))
+    tl.store(p_goal + i_n.to(tl.int64) * segments + number, goal, m)
+    tl.store(p_level + i_row * segments + number, level.to(tl.uint8), m)
 
 
 def anneal(
-    size: Tensor, kind: Tensor, level: Tensor, excess: Tensor, running: Tensor, ended: Tensor, turn: Tensor,
-    retention: Sequence[int], hard: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """One look at the segments of B sequences.
+    size: Tensor, excess: Tensor, kind: Tensor, level: Tensor, cases: Tensor, at: Tensor, clock: Tensor,
+    active: Tensor, tau: int, retention: Sequence[int], hard: bool, transitions: bool,
+) -> Tensor:  # fmt: skip
+    """One look at the segments of N rows, at those of their fullest lanes.
 
     Args:
-        size: integers [B, G], tokens of every segment, oldest first; at most R_n at level n.
-        kind: uint8 [B, G], types, 0 the least important of three.
-        level: uint8 [B, G], how often each was annealed, at most len(retention).
-        excess: integers [B], tokens that must go; nothing must where it is not positive.
-        running: integers [B], the number of the newest token's segment.
-        ended: bool [B], whether it is complete.
-        turn: bool [B], whether case 1 applies; only where it is complete.
+        size: int32 [Lt, N, Ht, G], tokens of every segment, oldest first; at most R_n at level n.
+        excess: int32 [Lt, N, Ht], tokens that must go; nothing must where it is not positive.
+        kind: uint8 [B, G], types, 0 the least important of three, of all rows. Contiguous.
+        level: uint8 [B, G], how often each was annealed, at most len(retention). Changed in place, contiguous.
+        cases: int32 [2, B], counts how many times a segment lost tokens, in case 1, and in case 2 and after it.
+            Changed in place, contiguous.
+        at: int64 [N], the rows that these are, each once.
+        clock: int32 [N], generated tokens, the newest one included: it tells the running segment, of τ tokens.
+        active: bool [N]; nothing happens to the others.
+        tau: τ.
         retention: R, descending, at least one number.
+        hard: whether the budget is kept whatever it takes.
+        transitions: whether there is a case 1.
 
     Returns:
-        goal: int32 [B, G], at most size.
-        level: uint8 [B, G], from now on.
-        cases: int32 [2, B], how many times a segment lost tokens, in case 1, and in case 2 and after it.
+        int32 [N, G], tokens that every segment may keep: at most as many as it has in the fullest lane.
     """
-    rows, segments = size.shape
-    goal, after = torch.empty_like(size, dtype=torch.int32), torch.empty_like(level)
-    goal, after = goal.contiguous(), after.contiguous()
-    cases = torch.zeros(2, rows, dtype=torch.int32, device=size.device)
-    if not size.numel():
-        return goal, after, cases
-    numbers = [x.int().contiguous() for x in (excess, running, ended, turn)]
-    _anneal[(rows,)](
-        size.int().contiguous(), kind.contiguous(), level.contiguous(), *numbers, goal, after, cases, rows, segments,
-        RETENTION=tuple(retention), FLOORS=(*retention, *BEYOND) if hard else (),
-        BLOCK=max(16, power_of_2(segments)), num_warps=1 if segments <= 128 else 4,
+    layers, n, heads, segments = size.shape
+    goal = torch.empty(n, segments, dtype=torch.int32, device=size.device)
+    if not goal.numel():
+        return goal
+    size, excess, at, clock, active = (x.contiguous() for x in (size, excess, at, clock, active))
+    block = max(16, power_of_2(segments))
+    _anneal[(n,)](
+        size, excess, kind, level, cases, at, clock, active.view(torch.uint8), goal,
+        n, len(kind), layers, heads, segments, tau,
+        RETENTION=tuple(retention), FLOORS=(*retention, *BEYOND) if hard else (), TRANSITIONS=transitions,
+        UNITS=min(UNITS, power_of_2(layers * heads)), BLOCK=block, num_warps=WARPS,
     )  # fmt: skip
-    return goal, after, cases
+    return goal
 
 
 def variants() -> Iterator[Variant]:
-    names = "p_size p_excess p_running p_ended p_turn p_goal p_cases"
-    signature = dict.fromkeys(names.split(), "*i32") | dict.fromkeys(["p_kind", "p_level", "p_after"], "*u8")
-    signature |= {"rows": "i32", "segments": "i32"}
+    signature = dict.fromkeys(("p_size", "p_excess", "p_cases", "p_clock", "p_goal"), "*i32") | {"p_at": "*i64"}
+    signature |= dict.fromkeys(("p_kind", "p_level", "p_active"), "*u8")
+    signature |= dict.fromkeys(("n", "rows", "layers", "heads", "segments", "tau"), "i32")
     retention = (64, 32, 16, 8, 4)
     for block, floors in ((32, ()), (512, (*retention, *BEYOND))):
-        constexprs = {"RETENTION": retention, "FLOORS": floors, "BLOCK": block}
-        yield Variant(_anneal, signature, constexprs, {"num_warps": 1 if block <= 128 else 4})
+        constexprs = {
+            "RETENTION": retention, "FLOORS": floors, "TRANSITIONS": block == 512, "UNITS": UNITS, "BLOCK": block
+        }  # fmt: skip
+        yield Variant(_anneal, signature, constexprs, {"num_warps": WARPS})

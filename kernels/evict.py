@@ -1,20 +1,24 @@
-"""Tokens leave their lists, their slots and pages are free. Twin: `minithink/ref/evict.py`.
+"""Tokens leave their lists; slots, pages and rows of key scales are free. Twin: `minithink/ref/evict.py`.
 
-Layout: two launches, and a sum between them.
+Layout: two launches, over the units of the rows that are meant.
 
-    _compact   one program per UNITS units. It looks for the first block of BLOCK columns from which something is
-               dropped; from there on it reads a block of the list, then writes what is kept of it behind what was
-               kept before, in place. Dropped tokens free their slots and are counted off their page; whoever is the
-               last token of a page counts it as empty
-    cumsum     the empty pages up to each unit's
-    _give      one program per TABLES units: those with empty pages, which are few, look for them in their tables and
-               put them on the stack
+    _compact   one program per unit. It looks for the first block of BLOCK columns from which something is dropped;
+               from there on it reads a block of the list, then writes what is kept of it behind what was kept before,
+               in place. Dropped tokens free their slots and are counted off their page, and off the row of key scales
+               that they share; whoever is the last token of a page counts it as empty
+    _give      one program per TABLES units. It adds up what all units before these have freed. Those with empty
+               pages, which are few, look for them in their tables and put them on the stack; rows of key scales have
+               been noted by _compact
 
-A list and the pages of a table belong to one unit, and a slot to one token: only a page's count is written to by
-several tokens, in integers, so the results are the same in any order. The first program of _compact copies `top`,
-from which all programs of _give count up while the first of them writes the new one.
+A list, the pages of a table and the rows of its keys' scales belong to one unit, and a slot to one token: only the
+counts of a page and of a row are written to by several tokens, in integers, so the results are the same in any order.
+Tokens that take the last use of a row away together agree on who notes it by writing their columns to the count,
+which is theirs alone by then: the largest stays. The first program of _compact copies the tops of both stacks, from
+which all programs of _give count up while the last of them writes the new ones.
 Bound: S bytes of `drop` up to the first dropped token, 17 bytes for every token behind it (drop; place and pos, read
-and written): memory. Units from which nothing is dropped read `drop` up to their last token and write nothing.
+and written), 33 for a dropped one whose keys share scales: memory. Units from which nothing is dropped read `drop` up
+to their last token and write nothing but zeros for _give. Other rows of the batch, and other rows of scales, are not
+looked at.
 """
 
 from __future__ import annotations
@@ -28,80 +32,112 @@ from torch import Tensor
 
 from minithink.kernels._common import Variant
 
-UNITS = 1  # lists of a program of _compact: more of them would wait for the longest
 BLOCK = 1024  # tokens of a list at a time
 TABLES = 4  # units of a program of _give
 COLUMNS = 128  # columns of a table at a time
+SUMS = 1024  # units whose counts are added up at a time
 
 
 @triton.jit
 def _compact(
-    p_drop, p_place, p_pos, p_count, p_live, p_taken, p_top, p_emptied, p_before, units, seen, width,
-    MOST: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr,
+    p_drop, p_at, p_place, p_pos, p_count, p_live, p_taken, p_top, p_row_of, p_row_uses, p_row_top, p_freed, p_gone,
+    p_before, units, n, rows, heads, seen, width, row_none,
+    MOST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """p_freed: pages of each unit, then its rows of scales; p_gone: numbers of these rows, [units, seen]; ROWS: there
+    are some."""
+    i = tl.program_id(0).to(tl.int64)
     if tl.program_id(0) == 0:
         tl.store(p_before, tl.load(p_top))
-    i_unit = tl.program_id(0).to(tl.int64) * UNITS + tl.arange(0, UNITS)
-    m_unit = i_unit < units
-    p_drop += (i_unit * seen)[:, None]
-    p_place += (i_unit * width)[:, None]
-    p_pos += (i_unit * width)[:, None]
-    end = tl.minimum(tl.load(p_count + i_unit, m_unit, other=0), seen)
-    longest = tl.max(end)
-    column = tl.arange(0, BLOCK)[None, :]
+        tl.store(p_before + 1, tl.load(p_row_top))
+    i_unit = (i // (n * heads) * rows + tl.load(p_at + i // heads % n)) * heads + i % heads  # of all rows
+    p_drop += i * seen
+    p_gone += i * seen
+    p_place += i_unit * width
+    p_pos += i_unit * width
+    end = tl.minimum(tl.load(p_count + i_unit), seen)
+    column = tl.arange(0, BLOCK)
 
     start, dropped = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    while (start < longest) & (dropped == 0):
-        m_in = start + column < end[:, None]
-        dropped = tl.max(tl.load(p_drop + (start + column), m_in, other=0).to(tl.int32))
+    while (start < end) & (dropped == 0):
+        dropped = tl.max(tl.load(p_drop + (start + column), start + column < end, other=0).to(tl.int32))
         start += BLOCK
-    emptied = tl.full((UNITS,), 0, tl.int32)  # pages
+    emptied, gone = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     if dropped == 0:
-        tl.store(p_emptied + i_unit, emptied, m_unit)
+        tl.store(p_freed + i, emptied)
+        tl.store(p_freed + units + i, gone)
         return
 
     start -= BLOCK
-    kept = tl.minimum(end, start)  # tokens, all those before the block
-    while start < longest:
-        m_in = start + column < end[:, None]
+    kept = start  # tokens, all those before the block
+    while start < end:
+        m_in = start + column < end
         m_drop = tl.load(p_drop + (start + column), m_in, other=0) != 0
         place = tl.load(p_place + (start + column), m_in, other=-1)
         pos = tl.load(p_pos + (start + column), m_in, other=-1)
         keep = (m_in & ~m_drop).to(tl.int32)
-        to = kept[:, None] + tl.cumsum(keep, 1) - 1
+        to = kept + tl.cumsum(keep, 0) - 1
         # Where one thread writes another reads: nobody writes before all have read. Later blocks are not written to.
         tl.debug_barrier()
         tl.store(p_place + to, place, keep > 0)
         tl.store(p_pos + to, pos, keep > 0)
-        kept += tl.sum(keep, 1)
+        kept += tl.sum(keep)
 
         m_free = m_drop & (place >= 0)  # others lie in a buffer
-        tl.store(p_live + place, tl.full((UNITS, BLOCK), 0, tl.uint8), m_free)
-        less = tl.full((UNITS, BLOCK), -1, tl.int32)
+        tl.store(p_live + place, tl.full((BLOCK,), 0, tl.uint8), m_free)
+        less = tl.full((BLOCK,), -1, tl.int32)
         living = tl.atomic_add(p_taken + place // MOST, less, m_free, sem="relaxed")  # before
-        emptied += tl.sum((m_free & (living == 1)).to(tl.int32), 1)
+        emptied += tl.sum((m_free & (living == 1)).to(tl.int32))
+        if ROWS:
+            row = tl.load(p_row_of + place, m_free, other=row_none)
+            m_row = m_free & (row < row_none)
+            tl.store(p_row_of + place, tl.zeros((BLOCK,), tl.int32) + (row_none + 1), m_free)
+            tl.atomic_add(p_row_uses + row, less, m_row, sem="relaxed")
+            tl.debug_barrier()  # all are counted
+            left = tl.atomic_add(p_row_uses + row, tl.zeros((BLOCK,), tl.int32), m_row, sem="relaxed")
+            m_row = m_row & (left == 0)
+            tl.debug_barrier()
+            tl.atomic_max(p_row_uses + row, column + 1, m_row, sem="relaxed")
+            tl.debug_barrier()
+            last = tl.atomic_add(p_row_uses + row, tl.zeros((BLOCK,), tl.int32), m_row, sem="relaxed")
+            m_row = m_row & (last == column + 1)
+            tl.debug_barrier()
+            tl.store(p_row_uses + row, tl.zeros((BLOCK,), tl.int32), m_row)
+            tl.store(p_gone + (gone + tl.cumsum(m_row.to(tl.int32), 0) - 1), row, m_row)
+            gone += tl.sum(m_row.to(tl.int32))
         start += BLOCK
 
-    tl.store(p_count + i_unit, kept, m_unit)
-    tl.store(p_emptied + i_unit, emptied, m_unit)
-    start = tl.min(tl.where(m_unit, kept, longest))
-    while start < longest:
-        m_behind = (start + column >= kept[:, None]) & (start + column < end[:, None])
-        tl.store(p_pos + (start + column), tl.full((UNITS, BLOCK), -1, tl.int32), m_behind)
+    tl.store(p_count + i_unit, kept)
+    tl.store(p_freed + i, emptied)
+    tl.store(p_freed + units + i, gone)
+    start = kept
+    while start < end:
+        tl.store(p_pos + (start + column), tl.full((BLOCK,), -1, tl.int32), start + column < end)
         start += BLOCK
 
 
 @triton.jit
 def _give(
-    p_taken, p_format, p_page, p_stack, p_top, p_emptied, p_sum, p_before, units, none, width,
-    TABLES: tl.constexpr, COLUMNS: tl.constexpr,
+    p_at, p_taken, p_format, p_page, p_stack, p_top, p_row_stack, p_row_top, p_freed, p_gone, p_before,
+    units, n, rows, heads, none, width, seen,
+    ROWS: tl.constexpr, TABLES: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    before = tl.load(p_before)  # free pages
-    if tl.program_id(0) == 0:
-        tl.store(p_top, before + tl.load(p_sum + units - 1))
-    i_unit = tl.program_id(0).to(tl.int64) * TABLES + tl.arange(0, TABLES)
-    missing = tl.load(p_emptied + i_unit, i_unit < units, other=0)
-    to = before + tl.load(p_sum + i_unit, i_unit < units, other=0) - missing  # where the next one goes
+    first = tl.program_id(0) * TABLES
+    pages, gone = tl.load(p_before), tl.load(p_before + 1)  # on the stacks before those of the units before these
+    start = tl.full((), 0, tl.int32)
+    while start < first:
+        i = start + tl.arange(0, SUMS)
+        pages += tl.sum(tl.load(p_freed + i, i < first, other=0))
+        if ROWS:
+            gone += tl.sum(tl.load(p_freed + units + i, i < first, other=0))
+        start += SUMS
+
+    i = first + tl.arange(0, TABLES)
+    m = i < units
+    freed = tl.load(p_freed + i, m, other=0)
+    missing, to = freed, pages + tl.cumsum(freed, 0) - freed  # where the next one goes
+    row = tl.load(p_at + i // heads % n, m, other=0)
+    i_unit = (i // (n * heads) * rows + row) * heads + i % heads
     p_page += (i_unit * width)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     start = tl.full((), 0, tl.int32)
@@ -118,17 +154,35 @@ def _give(
         missing -= found
         start += COLUMNS
 
+    if ROWS:
+        more = tl.load(p_freed + units + i, m, other=0)
+        to = gone + tl.cumsum(more, 0) - more
+        start, most = tl.full((), 0, tl.int32), tl.max(more)
+        while start < most:
+            m_row = start + column < more[:, None]
+            number = tl.load(p_gone + i.to(tl.int64)[:, None] * seen + (start + column), m_row, other=0)
+            tl.store(p_row_stack + (to[:, None] + start + column), number, m_row)
+            start += COLUMNS
+        gone += tl.sum(more)
+    if first + TABLES >= units:
+        tl.store(p_top, pages + tl.sum(freed))
+        if ROWS:
+            tl.store(p_row_top, gone)
+
 
 def evict(
-    drop: Tensor, place: Tensor, pos: Tensor, count: Tensor, live: Tensor, taken: Tensor, page_format: Tensor,
-    page: Tensor, stack: Tensor, top: Tensor, most: int,
+    drop: Tensor, at: Tensor, place: Tensor, pos: Tensor, count: Tensor, live: Tensor, taken: Tensor,
+    page_format: Tensor, page: Tensor, stack: Tensor, top: Tensor, row_of: Tensor, row_uses: Tensor,
+    row_stack: Tensor, row_top: Tensor, most: int,
 ) -> None:  # fmt: skip
-    """Forget tokens, as `PagedStore.evict` does; rows of key scales are left to the caller.
+    """Forget tokens of some rows, as `PagedStore.evict` does.
 
-    All tensors but `drop` are changed in place, and contiguous. P: pages; page number P means none.
+    All tensors but `drop` and `at` are changed in place, and contiguous. P: pages; page number P means none. Q: rows
+    of key scales; a number of Q or more means none.
 
     Args:
-        drop: bool [Lt, B, Ht, S], S at least the tokens of the longest list; anything behind the last token.
+        drop: bool [Lt, N, Ht, S], S at least the tokens of the longest list; anything behind the last token.
+        at: int64 [N], the rows that these are, each once.
         place: int32 [Lt, B, Ht, W + 1], W at least S: page · most + slot of every token, or negative for those in a
             buffer, which hold no slot. Afterwards anything may stand behind the last token.
         pos: int32 [Lt, B, Ht, W + 1], the tokens' positions, −1 behind the last token.
@@ -139,28 +193,44 @@ def evict(
         page: int32 [Lt, B, Ht, width], the tables.
         stack: int32 [P + 1], the free pages, the next one last.
         top: int64 [], how many these are.
+        row_of: int32 [P + 1 or more, most], the row of key scales of every slot's token, which it shares with tokens
+            of its unit; becomes Q + 1, none. Or [0, most]: there are no such rows.
+        row_uses: int32 [Q + 1], living tokens of each row of key scales.
+        row_stack: int32 [Q + 1], the free ones, the next one last.
+        row_top: int64 [], how many these are.
         most: slots of a page in the format with the most.
     """
-    if not (units := count.numel()):
+    n, (lt, rows, heads) = len(at), count.shape
+    if not (units := lt * n * heads):
         return
-    drop, none = drop.contiguous().view(torch.uint8), stack.numel() - 1
-    emptied = torch.empty(units, dtype=torch.int32, device=drop.device)
-    before = torch.empty_like(top)
-    lists = drop, place, pos, count, live.view(torch.uint8), taken, top, emptied, before
-    sizes = units, drop.shape[-1], place.shape[-1]
+    drop, at, device = drop.contiguous().view(torch.uint8), at.contiguous(), drop.device
+    has_rows, seen = row_of.numel() > 0, drop.shape[-1]
+    freed = torch.empty(2 * units, dtype=torch.int32, device=device)
+    gone = torch.empty(units * seen if has_rows else 0, dtype=torch.int32, device=device)
+    before = torch.empty(2, dtype=torch.int64, device=device)
     # No more threads than tokens: each is counted off its page by one.
-    warps = max(1, min(4, UNITS * BLOCK // 32))
-    _compact[(triton.cdiv(units, UNITS),)](*lists, *sizes, most, UNITS, BLOCK, num_warps=warps)
-    total = emptied.cumsum(0, dtype=torch.int32)
-    pages = taken, page_format, page, stack, top, emptied, total, before
-    _give[(triton.cdiv(units, TABLES),)](*pages, units, none, page.shape[-1], TABLES, COLUMNS)
+    warps = max(1, min(4, BLOCK // 32))
+    _compact[(units,)](
+        drop, at, place, pos, count, live.view(torch.uint8), taken, top, row_of, row_uses, row_top, freed, gone,
+        before, units, n, rows, heads, seen, place.shape[-1], row_stack.numel() - 1,
+        MOST=most, ROWS=has_rows, BLOCK=BLOCK, num_warps=warps,
+    )  # fmt: skip
+    _give[(triton.cdiv(units, TABLES),)](
+        at, taken, page_format, page, stack, top, row_stack, row_top, freed, gone, before,
+        units, n, rows, heads, stack.numel() - 1, page.shape[-1], seen,
+        ROWS=has_rows, TABLES=TABLES, COLUMNS=COLUMNS, SUMS=SUMS,
+    )  # fmt: skip
 
 
 def variants() -> Iterator[Variant]:
-    shared = {"p_taken": "*i32", "p_top": "*i64", "p_emptied": "*i32", "p_before": "*i64"}
-    shared.update(dict.fromkeys(("units", "width"), "i32"))
-    lists = {"p_drop": "*u8", "p_place": "*i32", "p_pos": "*i32", "p_count": "*i32", "p_live": "*u8", "seen": "i32"}
-    pages = {"p_format": "*u8", "p_page": "*i32", "p_stack": "*i32", "p_sum": "*i32", "none": "i32"}
-    for most in (1, 8, 16, 64):
-        yield Variant(_compact, {**shared, **lists}, {"MOST": most, "UNITS": UNITS, "BLOCK": BLOCK})
-    yield Variant(_give, {**shared, **pages}, {"TABLES": TABLES, "COLUMNS": COLUMNS})
+    shared = dict.fromkeys(("units", "n", "rows", "heads", "seen", "width"), "i32")
+    shared |= {"p_at": "*i64", "p_taken": "*i32", "p_top": "*i64", "p_row_top": "*i64", "p_freed": "*i32"}
+    shared |= {"p_gone": "*i32", "p_before": "*i64"}
+    lists = {"p_drop": "*u8", "p_place": "*i32", "p_pos": "*i32", "p_count": "*i32", "p_live": "*u8"}
+    lists |= {"p_row_of": "*i32", "p_row_uses": "*i32", "row_none": "i32"}
+    pages = {"p_format": "*u8", "p_page": "*i32", "p_stack": "*i32", "p_row_stack": "*i32", "none": "i32"}
+    for most, has_rows in ((1, False), (8, True), (16, False), (64, True)):
+        yield Variant(_compact, {**shared, **lists}, {"MOST": most, "ROWS": has_rows, "BLOCK": BLOCK})
+    for has_rows in (False, True):
+        constexprs = {"ROWS": has_rows, "TABLES": TABLES, "COLUMNS": COLUMNS, "SUMS": SUMS}
+        yield Variant(_give, {**shared, **pages}, constexprs)

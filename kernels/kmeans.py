@@ -118,7 +118,11 @@ def chosen(p_product, valid, k, ITERATIONS: tl.constexpr, WIDE: tl.constexpr, AT
     norm = tl.load(p_product + t * (WIDE + 1))
 
     # The member nearest to the mean, then the farthest ones: each is a centroid, and whoever is nearer joins it.
-    far = -tl.sum(_totals(p_product, norm, tl.where(valid, 0, -1), tl.arange(0, AT_ONCE), WIDE, AT_ONCE), 0)
+    far = tl.zeros((WIDE,), tl.float32)
+    for start in range(0, WIDE, AT_ONCE):
+        row = start + tl.arange(0, AT_ONCE)
+        member = tl.gather(valid.to(tl.int32), row, 0)[:, None] > 0
+        far -= tl.sum(tl.where(member, _distances(p_product, norm, row, WIDE), 0.0), 0)
     near = tl.full((WIDE,), float("inf"), tl.float32)  # to the nearest centroid
     label = tl.full((WIDE,), -1, tl.int32)
     for i in range(k):

@@ -1,11 +1,14 @@
 """Which tokens of shrinking segments go, by K-means over the keys where they lie. Twin: `minithink/ref/survivors.py`.
 
-Layout: a list of the segments that shrink is made on the device, then one launch for every format that thoughts are
-stored in. PROGRAMS programs take segments from the list in turn, those whose tokens are in their format; tokens in
-the ring, the newest, count to whichever format the others are in. A program dequantizes the segment's keys as
-attention does (`_planes` of `paged_attention.py`, the path without inline PTX), multiplies all with all, and goes on
-from the products as `kmeans.py` does. The products, 64 KiB for 128 tokens, are written to memory of the program's own
-and read from the cache.
+Layout: a list of the segments that shrink is made on the device, a program per unit, then one launch for every format
+that thoughts are stored in. PROGRAMS programs take segments from the list in turn, those whose tokens are in their
+format; tokens in the ring, the newest, count to whichever format the others are in. A program dequantizes the
+segment's keys as attention does (`_planes` of `paged_attention.py`, the path without inline PTX), multiplies all with
+all, each pair of blocks once, and goes on from the products as `kmeans.py` does. The products, 64 KiB for 128 tokens,
+are written to memory of the program's own and read from the cache. Segments that have been shrunk before fit into
+half the width, and cost a quarter.
+
+The list is in the order in which programs come to it, which says who looks at a segment, not what is found.
 
 First read `kmeans.py`, then `_survive`.
 
@@ -31,28 +34,56 @@ from minithink.kernels.paged_attention import Cache, Half, _codes, _planes, _var
 
 PROGRAMS = 264  # two for each multiprocessor of an H100
 BLOCK = 64  # tokens of a product, on either side
+NARROWEST = 16  # tokens that a program looks at, where the longest segments have more
+LISTED = 256  # segments of a unit at a time
+HEAD = 16  # bytes in front of the flags, for they begin where words do
 STAGES = 2  # of the loop over heads: keys that are on their way
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
+def _list(p_list, p_listed, p_size, p_goal, n, heads, segments, BLOCK: tl.constexpr):
+    """Numbers of a unit's segments that shrink go to the end of the list, which is for all units."""
+    unit = tl.program_id(0)
+    p_goal += unit // heads % n * segments
+    for start in range(0, segments, BLOCK):
+        g = start + tl.arange(0, BLOCK)
+        i_set = unit * segments + g
+        size, goal = tl.load(p_size + i_set, g < segments, other=0), tl.load(p_goal + g, g < segments, other=0)
+        shrinks = (size > goal).to(tl.int32)
+        more = tl.sum(shrinks)
+        if more > 0:
+            to = tl.atomic_add(p_listed, more, sem="relaxed") + tl.cumsum(shrinks, 0) - 1
+            tl.store(p_list + to, i_set, shrinks > 0)
+
+
+@triton.jit
+def _where(p_place, p_row_of, start, size, C: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Of BLOCK tokens of a segment, of those it has: the place, and the row of scales; else 0 and none."""
+    t = start + tl.arange(0, BLOCK)
+    place = tl.load(p_place + t, t < size, other=0)
+    row = tl.maximum(place, 0) // C.most
+    if K.by_token:
+        row = tl.load(p_row_of + place, (t < size) & (place >= 0), other=0)
+    return t < size, place, row
+
+
+@triton.jit
 def _keys(
-    p_place, p_k, p_k_params, p_k_rows, p_row_of, p_ring, i_row, i_head, layer, o_lane, start, size, k_scale,
-    C: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    there, p_k, p_k_params, p_k_rows, p_ring, i_row, i_head, layer, o_lane, k_scale,
+    C: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Keys of BLOCK tokens of a segment, of those it has, as K.planes blocks [BLOCK, K.block]; 0 elsewhere."""
+    """Keys of one head of BLOCK tokens, where they are (`_where`), as K.planes blocks [BLOCK, K.block]; else 0."""
     DTYPE: tl.constexpr = C.dtype
     PLANES: tl.constexpr = K.planes
     BLOCK_W: tl.constexpr = K.block
-    t = start + tl.arange(0, BLOCK)
-    m_t = t < size
-    place = tl.load(p_place + t, m_t, other=0)
+    m_t, place, number = there
     paged = m_t & (place >= 0)
     page = (tl.maximum(place, 0) // C.most).to(tl.int64)
     slot = tl.maximum(place, 0) % C.most
-    row = page
+    row = number.to(tl.int64)
     if K.by_token:
-        row = tl.load(p_row_of + place, paged, other=0).to(tl.int64) * K.row + o_lane * K.row_lane
+        row = row * K.row + o_lane * K.row_lane
     o_k = page * K.page + (slot * K.slot + o_lane * K.lane + K.start)
     o_side = page * K.side_page + (slot * K.side_slot + o_lane * K.side_lane + K.side_start)
     k = _planes(_codes(p_k, o_k, paged, K), p_k_params, p_k_rows, o_side, row, paged, k_scale, K, DTYPE, True)
@@ -73,6 +104,54 @@ def _keys(
 
 
 @triton.jit
+def _shrink(
+    p_drop, p_product, p_place, p_k, p_k_params, p_k_rows, p_row_of, p_ring, i_row, table, layer, size, goal, k_scale,
+    C: tl.constexpr, K: tl.constexpr, ITERATIONS: tl.constexpr, WIDE: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One segment, of at most WIDE tokens."""
+    HEADS: tl.constexpr = C.kv_heads // C.tables
+    PLANES: tl.constexpr = K.planes
+    t = tl.arange(0, WIDE)
+    valid = t < size
+    kept = tl.zeros((WIDE,), tl.int32)
+    if goal > 0:
+        tl.debug_barrier()  # the products of the segment before are read
+        for i in range(0, WIDE, BLOCK):
+            row, rows = i + tl.arange(0, BLOCK), _where(p_place, p_row_of, i, size, C, K, BLOCK)
+            for j in range(i, WIDE, BLOCK):
+                product = tl.zeros((BLOCK, BLOCK), tl.float32)
+                column = j + tl.arange(0, BLOCK)
+                if i == j:
+                    for h in range(HEADS):
+                        i_head = table * HEADS + h
+                        o_lane = i_head * C.head_lanes
+                        a = _keys(
+                            rows, p_k, p_k_params, p_k_rows, p_ring, i_row, i_head, layer, o_lane, k_scale, C, K
+                        )
+                        for plane in tl.static_range(PLANES):
+                            product = tl.dot(a[plane], tl.trans(a[plane]), product, input_precision="ieee")
+                else:
+                    columns = _where(p_place, p_row_of, j, size, C, K, BLOCK)
+                    for h in range(HEADS):
+                        i_head = table * HEADS + h
+                        o_lane = i_head * C.head_lanes
+                        a = _keys(
+                            rows, p_k, p_k_params, p_k_rows, p_ring, i_row, i_head, layer, o_lane, k_scale, C, K
+                        )
+                        b = _keys(
+                            columns, p_k, p_k_params, p_k_rows, p_ring, i_row, i_head, layer, o_lane, k_scale, C, K
+                        )
+                        for plane in tl.static_range(PLANES):
+                            product = tl.dot(a[plane], tl.trans(b[plane]), product, input_precision="ieee")
+                    tl.store(p_product + column[None, :] * WIDE + row[:, None], product)
+                tl.store(p_product + row[:, None] * WIDE + column[None, :], product)
+        tl.debug_barrier()  # what others have written is read
+        kept = chosen(p_product, valid, goal, ITERATIONS, WIDE, AT_ONCE)
+    tl.store(p_drop + t, (kept == 0).to(tl.uint8), valid)
+
+
+@triton.jit
 def _survive(
     p_drop, p_product, p_list, p_listed, p_first, p_size, p_goal, p_rows, p_place, p_format, p_k, p_k_params,
     p_k_rows, p_row_of, p_k_scale, p_ring, n, segments, width, seen,
@@ -81,12 +160,12 @@ def _survive(
 ):  # fmt: skip
     """Segments from the list, whose tokens are in FORMAT; if WAITING, also those of which all are in the ring.
 
-    p_list, p_listed: numbers of the segments [Lt, N, Ht, G], and how many these are; n: N.
+    p_list, p_listed: numbers of the segments [Lt, N, Ht, G], and how many these are; n: N. WIDE, AT_ONCE, BLOCK:
+    tuples, for segments of at most so many tokens, the smallest first.
     """
-    HEADS: tl.constexpr = C.kv_heads // C.tables
-    PLANES: tl.constexpr = K.planes
-    t = tl.arange(0, WIDE)
-    p_product += tl.program_id(0).to(tl.int64) * WIDE * WIDE
+    SIZES: tl.constexpr = len(WIDE)
+    MOST: tl.constexpr = WIDE[SIZES - 1]
+    p_product += tl.program_id(0).to(tl.int64) * MOST * MOST
     listed = tl.load(p_listed)
     for i_list in range(tl.program_id(0), listed, tl.num_programs(0)):
         i_set = tl.load(p_list + i_list)
@@ -96,37 +175,22 @@ def _survive(
         first, size = tl.load(p_first + i_set), tl.load(p_size + i_set)
         goal = tl.load(p_goal + i_n * segments + segment)
         p_here = p_place + ((layer * C.rows + i_row) * C.tables + table).to(tl.int64) * width + first
+        t = tl.arange(0, MOST)
         place = tl.load(p_here + t, t < size, other=-1)
         page_format = tl.load(p_format + tl.maximum(place, 0) // C.most, place >= 0, other=255).to(tl.int32)
         form = tl.min(page_format)  # 255: all wait
         if (form == FORMAT) | (WAITING & (form == 255)):
             k_scale = tl.load(p_k_scale + layer * C.rows + i_row)
-            tl.debug_barrier()  # the products of the segment before are read
-            for i in range(0, WIDE, BLOCK):
-                for j in range(0, WIDE, BLOCK):
-                    product = tl.zeros((BLOCK, BLOCK), tl.float32)
-                    for h in range(HEADS):
-                        i_head = table * HEADS + h
-                        o_lane = i_head * C.head_lanes
-                        a = _keys(
-                            p_here, p_k, p_k_params, p_k_rows, p_row_of, p_ring, i_row, i_head, layer, o_lane, i,
-                            size, k_scale, C, K, BLOCK,
-                        )  # fmt: skip
-                        b = _keys(
-                            p_here, p_k, p_k_params, p_k_rows, p_row_of, p_ring, i_row, i_head, layer, o_lane, j,
-                            size, k_scale, C, K, BLOCK,
-                        )  # fmt: skip
-                        for plane in tl.static_range(PLANES):
-                            product = tl.dot(a[plane], tl.trans(b[plane]), product, input_precision="ieee")
-                    row, column = i + tl.arange(0, BLOCK), j + tl.arange(0, BLOCK)
-                    tl.store(p_product + row[:, None] * WIDE + column[None, :], product)
-            tl.debug_barrier()  # what others have written is read
-            valid = t < size
-            kept = tl.zeros((WIDE,), tl.int32)
-            if goal > 0:
-                kept = chosen(p_product, valid, goal, ITERATIONS, WIDE, AT_ONCE)
             o_drop = ((layer * n + i_n) * C.tables + table).to(tl.int64) * seen + first
-            tl.store(p_drop + o_drop + t, (kept == 0).to(tl.uint8), valid)
+            for i in tl.static_range(SIZES):
+                fits = size <= WIDE[i]
+                if i > 0:
+                    fits = fits & (size > WIDE[i - 1])
+                if fits:
+                    _shrink(
+                        p_drop + o_drop, p_product, p_here, p_k, p_k_params, p_k_rows, p_row_of, p_ring, i_row,
+                        table, layer, size, goal, k_scale, C, K, ITERATIONS, WIDE[i], AT_ONCE[i], BLOCK[i],
+                    )  # fmt: skip
 
 
 def survivors(read: Any, first: Tensor, size: Tensor, goal: Tensor, longest: int) -> Tensor:
@@ -147,38 +211,49 @@ def survivors(read: Any, first: Tensor, size: Tensor, goal: Tensor, longest: int
         raise ValueError("lanes of several layers that share a table have no keys in common: use the reference")
     lt, n, ht, segments = size.shape
     seen, device = pages.seen, size.device
-    drop = torch.zeros(lt, n, ht, seen, dtype=torch.bool, device=device)
+    units = lt * n * ht
+    # cleared at once: how many segments are listed, and who goes
+    room = torch.zeros(HEAD + units * seen, dtype=torch.uint8, device=device)
+    listed, drop = room[:4].view(torch.int32), room[HEAD:].view(lt, n, ht, seen)
     if not size.numel():
-        return drop
+        return drop.view(torch.bool)
     first, size, goal = (x.int().contiguous() for x in (first, size, goal))
-    # numbers of the segments that shrink, and how many these are
-    shrinks = (size > goal[:, None]).flatten()
-    number = shrinks.cumsum(0, dtype=torch.int64)
-    listed = torch.empty(len(shrinks) + 1, dtype=torch.int32, device=device)
-    every = torch.arange(len(shrinks), dtype=torch.int32, device=device)
-    listed.scatter_(0, torch.where(shrinks, number - 1, len(shrinks)), every)
+    numbers = torch.empty(units * segments, dtype=torch.int32, device=device)
+    block = min(LISTED, max(16, power_of_2(segments)))
+    _list[(units,)](numbers, listed, size, goal, n, ht, segments, BLOCK=block, num_warps=1)
 
-    c, rows = cache(pages, n), read.numbers
-    wide = max(16, power_of_2(longest))
-    programs, block = min(PROGRAMS, len(shrinks)), min(BLOCK, wide)
-    product = torch.empty(programs, wide, wide, dtype=torch.float32, device=device)
+    c, rows, wide = cache(pages, n), read.numbers, sizes(longest)
+    programs = min(PROGRAMS, len(numbers))
+    product = torch.empty(programs, wide[-1], wide[-1], dtype=torch.float32, device=device)
     for i, f in enumerate(pages.home):
         k, v = (half(pages, f, which, torch.float32) for which in ("k", "v"))
         codes, _, params, _, scales = words(pages, f, k, v)
         _survive[(programs,)](
-            drop.view(torch.uint8), product, listed, number[-1:], first, size, goal, rows, pages.place,
+            drop, product, numbers, listed, first, size, goal, rows, pages.place,
             pages.table.format, codes, params, scales, pages.row_of, pages.scale[f, 0], pages.ring,
             n, segments, pages.place.shape[-1], seen,
-            c, k, f, i == 0, ITERATIONS, wide, at_once(wide), block, num_warps=warps(wide), num_stages=STAGES,
+            c, k, f, i == 0, ITERATIONS, wide, tuple(map(at_once, wide)), tuple(min(BLOCK, w) for w in wide),
+            num_warps=warps(wide[-1]), num_stages=STAGES,
         )  # fmt: skip
-    return drop
+    return drop.view(torch.bool)
+
+
+def sizes(longest: int) -> tuple[int, ...]:
+    """Tokens that programs look at: those of the longest segment, or half as many where a segment has no more."""
+    most = max(16, power_of_2(longest))
+    return (most // 2, most) if most // 2 >= NARROWEST else (most,)
 
 
 def variants() -> Iterator[Variant]:
     """bfloat16 models, segments of 128 tokens, groups of keys by token and by channel."""
-    at = {"i32": "n segments width seen", "*i64": "p_rows p_listed", "*u8": "p_drop p_format", "*bf16": "p_ring"}
-    at |= {"*i32": "p_list p_first p_size p_goal p_place p_row_of", "*fp32": "p_product p_k_scale"}
+    at = {"i32": "n segments width seen", "*i64": "p_rows", "*u8": "p_drop p_format", "*bf16": "p_ring"}
+    at |= {"*i32": "p_list p_listed p_first p_size p_goal p_place p_row_of", "*fp32": "p_product p_k_scale"}
     common = {name: kind for kind, names in at.items() for name in names.split()}
+    wide = sizes(128)
+    yield Variant(
+        _list, dict.fromkeys(("p_list", "p_listed", "p_size", "p_goal"), "*i32")
+        | dict.fromkeys(("n", "heads", "segments"), "i32"), {"BLOCK": LISTED}, {"num_warps": 1}
+    )  # fmt: skip
     for dim in (64, 128):
         c = Cache(2, 8, 4, 16, dim, 1, 0, 1, 16, 2, 16, 128, 1024, 128, "bf16")
         plain = Half("plain", 16, 0, False, False, 1, dim, dim, 64 * dim, 32 * dim, 2 * dim, 0, 0, 0, 0, 0, 0, 0)
@@ -189,7 +264,7 @@ def variants() -> Iterator[Variant]:
         ):  # fmt: skip
             signature = common | {"p_k": codes, "p_k_params": "*u8", "p_k_rows": "*u8"}
             constexprs = {
-                "C": c, "K": k, "FORMAT": 1, "WAITING": k.by_token, "ITERATIONS": ITERATIONS, "WIDE": 128,
-                "AT_ONCE": at_once(128), "BLOCK": BLOCK,
+                "C": c, "K": k, "FORMAT": 1, "WAITING": k.by_token, "ITERATIONS": ITERATIONS, "WIDE": wide,
+                "AT_ONCE": tuple(map(at_once, wide)), "BLOCK": tuple(min(BLOCK, w) for w in wide),
             }  # fmt: skip
             yield Variant(_survive, signature, constexprs, {"num_warps": warps(128), "num_stages": STAGES})

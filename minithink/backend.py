@@ -37,6 +37,7 @@ from minithink.ref.quantize import quantize
 from minithink.ref.redundancy import redundancy
 from minithink.ref.rms_norm import rms_norm
 from minithink.ref.rope import rope
+from minithink.ref.segments import segments
 from minithink.ref.shrink import shrink
 from minithink.ref.sparsity import sparsity
 from minithink.ref.survivors import survivors
@@ -79,7 +80,8 @@ class Backend:
     lrfu: Callable[..., tuple[Tensor, Tensor, Tensor]] = lrfu
     sparsity: Callable[[Tensor, Tensor], Tensor] = sparsity
     kmeans: Callable[[Tensor, Tensor, Tensor], Tensor] = kmeans
-    anneal: Callable[..., tuple[Tensor, Tensor, Tensor]] = anneal
+    segments: Callable[..., tuple[Tensor, Tensor]] = segments
+    anneal: Callable[..., Tensor] = anneal
     survivors: Callable[[Any, Tensor, Tensor, Tensor, int], Tensor] = survivors
 
 
@@ -115,6 +117,7 @@ def triton_backend() -> Backend:
     from minithink.kernels.redundancy import redundancy
     from minithink.kernels.rms_norm import rms_norm
     from minithink.kernels.rope import rope
+    from minithink.kernels.segments import segments
     from minithink.kernels.shrink import shrink
     from minithink.kernels.sparsity import sparsity
     from minithink.kernels.survivors import survivors
@@ -126,8 +129,8 @@ def triton_backend() -> Backend:
         gumbel_argmax=gumbel_argmax, paged_attention=paged_attention, by_format=by_format, append=append,
         enlist=enlist, allocate=allocate, flush=flush, evict=evict, quantize=quantize, dequantize=dequantize,
         shrink=shrink, close_ranks=close_ranks, gather=gather, keep_best=keep_best,
-        window_importance=window_importance, redundancy=redundancy, lrfu=lrfu, anneal=anneal, sparsity=sparsity,
-        kmeans=kmeans, survivors=survivors,
+        window_importance=window_importance, redundancy=redundancy, lrfu=lrfu, segments=segments, anneal=anneal,
+        sparsity=sparsity, kmeans=kmeans, survivors=survivors,
     )  # fmt: skip
 
 

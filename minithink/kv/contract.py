@@ -260,6 +260,9 @@ class Step(Protocol):
     def values(self, layer: int, rows: Tensor | None = None) -> Tensor:
         """Values, dequantized, in the same way: [B, Hkv, S, D]."""
 
+    def segments(self, tau: int, total: int) -> tuple[Tensor, Tensor]:
+        """Columns and sizes of segments of τ generated tokens, see `ref/segments.py`: int32 [Lt, B, Ht, total]."""
+
     def survivors(self, first: Tensor, size: Tensor, goal: Tensor, longest: int) -> Tensor:
         """Tokens that go when segments shrink, by their keys, see `ref/survivors.py`: bool [Lt, B, Ht, S]."""
 
@@ -286,8 +289,9 @@ class Step(Protocol):
         nothing, and costs nothing where nobody records. score: float [Lt, B, Ht, S]; where: bool, shaped so, tokens
         that have a score; None: all that are held."""
 
-    def any(self, what: Tensor) -> bool:
-        """Whether any element is true. Work for nobody may be left out; what is recorded answers True."""
+    def any(self, what: Tensor | Callable[[], Tensor]) -> bool:
+        """Whether any element is true. Work for nobody may be left out; what is recorded answers True, and a
+        function, which computes what is looked at nowhere else, is not called."""
 
 
 # --- policies -----------------------------------------------------------------------------------------------

@@ -624,7 +624,7 @@ class KVManager:
         drop = self._dropped(evictions, step)
         for edit in moves:
             where = torch.zeros_like(drop)
-            _mark(where, edit.where, edit.layer)
+            where[slice(None) if edit.layer is None else min(edit.layer, len(where) - 1)] = edit.where
             where &= step.active[None, :, None, None]
             self.store.requantize(where & ~drop, edit.fmt, edit.how)
         if evictions and bool(drop.any()):
@@ -635,13 +635,21 @@ class KVManager:
     @staticmethod
     def _dropped(edits: Sequence[Edit], step: View) -> Tensor:
         """Tokens that go, of the rows that are shown: bool [Lt, R, Ht, S]."""
-        drop = torch.zeros_like(step.pos(), dtype=torch.bool)
-        protected = step.protected()
+        whole: Tensor | None = None
         for edit in edits:
             if not isinstance(edit, Evict):
                 raise ValueError(f"{step.policy.name} is recordable and yields {type(edit).__name__}")
-            _mark(drop, edit.drop, edit.layer, None if edit.even_protected else protected)
-        return drop & step.active[None, :, None, None]  # a prompt that is read in chunks stays whole
+            # a prompt that is read in chunks stays whole
+            may = step.active[:, None, None] if edit.even_protected else step.droppable
+            if edit.layer is None:
+                drop = edit.drop & may
+                whole = drop if whole is None else whole | drop
+                continue
+            if whole is None:
+                whole = torch.zeros_like(step.pos(), dtype=torch.bool)
+            at = min(edit.layer, len(whole) - 1)
+            whole[at] |= edit.drop & (may if edit.even_protected else may[at])
+        return torch.zeros_like(step.pos(), dtype=torch.bool) if whole is None else whole
 
     def _begin(self, author: Policy, edit: Edit, active: Sequence[int]) -> None:
         """Segments and budgets that hold from now on."""
@@ -838,12 +846,6 @@ class KVManager:
     def reserved_bytes(self) -> int:
         """All bytes, used or not."""
         return self.ledger().total
-
-
-def _mark(mask: Tensor, more: Tensor, layer: int | None, but: Tensor | None = None) -> None:
-    """Add the tokens of an edit. mask, but: bool [Lt, R, Ht, S]; more: likewise, or [R, Ht, S] of a layer."""
-    at = slice(None) if layer is None else min(layer, len(mask) - 1)
-    mask[at] |= more if but is None else more & ~but[at]
 
 
 def _weights(q: Tensor, k: Tensor, first: int, group: str) -> Tensor:

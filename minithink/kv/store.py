@@ -38,6 +38,7 @@ from minithink.kv.pages import Pages, Reader, layouts, page_bytes
 from minithink.kv.table import BlockTable, Entry, Exhausted, FreeList
 from minithink.quant import shrink
 from minithink.quant.format import Format
+from minithink.ref.evict import release_rows
 
 SAME = 255  # no new thought type
 
@@ -443,21 +444,19 @@ class PagedStore(Pages):
         Args:
             at: int64 [N], of these rows, each once; None: of all B.
         """
-        if self.row_of.numel() and self.evicts_in_place:
-            place, pos = (x[..., : drop.shape[-1]] for x in (self.place, self.pos))
-            place, pos = (place, pos) if at is None else (place[:, at], pos[:, at])
-            which = drop & (pos >= 0) & (place >= 0)
-            self._release_rows(*self._slots_of(place, which), which)
-        if at is not None:
+        if at is not None and (self.compaction or not self.evicts_in_place):
             drop = torch.zeros_like(self.positions(), dtype=torch.bool).index_copy_(1, at, drop)
-        t, keeps_pages = self.table, False
+            at = None
+        t, rows, keeps_pages = self.table, self.free_rows, False
         if self.compaction:
             drop, keeps_pages = self.compaction.plan(drop), self.compaction.late
         if self.evicts_in_place:
+            at = torch.arange(self.shape.rows, device=drop.device) if at is None else at
             tables, top = (t.page[..., :0], t.pages.top.clone()) if keeps_pages else (t.page, t.pages.top)
             self.backend.evict(
-                drop, self.place, self.pos, self.count, t.live, t.taken, t.format, tables, t.pages.stack, top, t.most
-            )
+                drop, at, self.place, self.pos, self.count, t.live, t.taken, t.format, tables, t.pages.stack, top,
+                self.row_of, self.row_uses, rows.stack, rows.top, t.most,
+            )  # fmt: skip
             if self.columns is None:
                 self.refresh()
             return
@@ -484,29 +483,16 @@ class PagedStore(Pages):
         if self.poison:
             self._poison(page, slot, which)
         if self.row_of.numel():
-            self._release_rows(page, slot, which)
+            rows = self.free_rows
+            gone = release_rows(page, slot, which, self.row_of, self.row_uses, rows.stack, rows.top)
+            if self.poison:
+                self.scale_rows[gone] = 255
         self.table.release(page, slot, which, give)
 
     def _slots_of(self, place: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
         """Pages and slots of places, of those that are meant; the others' page is none."""
         page = torch.where(which, place // self.table.most, self.table.pages.count).long()
         return page, torch.where(which, place % self.table.most, 0).long()
-
-    def _release_rows(self, page: Tensor, slot: Tensor, which: Tensor) -> None:
-        """Tokens go, and rows of scales with their last tokens."""
-        row = self.row_of[page, slot]
-        used = which & (row < self.free_rows.count)
-        row = torch.where(used, row, self.free_rows.count).long().flatten()
-        self.row_uses.index_add_(0, row, -used.flatten().to(torch.int32))
-        self.row_uses[-1:].fill_(1)  # not a row
-        self.row_of[page, slot] = torch.full((), self.free_rows.count + 1, dtype=torch.int32, device=row.device)
-        # a row is free when its last token goes: once, however many of its tokens go together
-        gone = torch.zeros(self.row_uses.shape, dtype=torch.bool, device=row.device).index_fill_(0, row, True)
-        gone &= self.row_uses == 0
-        numbers = torch.arange(len(gone), device=row.device)
-        self.free_rows.give(numbers, gone)
-        if self.poison:
-            self.scale_rows[:-1][gone] = 255
 
     def _poison(self, page: Tensor, slot: Tensor, which: Tensor) -> None:
         formats = self.table.format[page]

@@ -7,6 +7,7 @@ the host knows of the rows comes in one tensor: a graph is replayed with another
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -37,11 +38,9 @@ class View:
         """
         self.manager, self.policy, self.recorded = manager, policy, recorded
         self.shape, self.ops = replace(manager.shape, rows=state.shape[1]), manager.backend
-        self.row, active, self.length, prompt, thinking, self.tokens = state
-        self.active, self.thinking = active.bool(), thinking.bool()
+        self.row, active, self.length, prompt, self._thinks, self.tokens = state
+        self.active = active.bool()
         self.prompt, self.clock = prompt.int(), (self.length - prompt).clamp(min=0).int()
-        self.thought = self._shown(manager.store.thought, 0)
-        self.budget = self._budget(policy)
         self._reading: tuple[Tensor | None, Reading] | None = None  # the last one asked for
         self._slots: dict[int, Tensor] = {}  # where the last queries are, by how many
 
@@ -49,12 +48,22 @@ class View:
         if policy is self.policy:
             return self
         other = copy.copy(self)
-        other.policy, other.budget = policy, self._budget(policy)
+        other.policy = policy
+        other.__dict__.pop("budget", None)
         return other
 
-    def _budget(self, policy: Policy) -> Tensor:
+    @cached_property
+    def budget(self) -> Tensor:
         budgets = self.manager.budgets
-        return self._shown(budgets.get(id(policy), next(iter(budgets.values()))), 1)
+        return self._shown(budgets.get(id(self.policy), next(iter(budgets.values()))), 1)
+
+    @cached_property
+    def thinking(self) -> Tensor:
+        return self._thinks.bool()
+
+    @cached_property
+    def thought(self) -> Tensor:
+        return self._shown(self.manager.store.thought, 0)
 
     def _shown(self, x: Tensor, dim: int) -> Tensor:
         """The rows that are shown, of a tensor of all rows."""
@@ -75,6 +84,13 @@ class View:
 
     def protected(self, layer: int | None = None) -> Tensor:
         return self._at(self._protected, layer)
+
+    @cached_property
+    def droppable(self) -> Tensor:
+        """Tokens that may go: those of rows that took part, but for what is protected. bool [Lt, R, Ht, S]."""
+        first = self.prompt if self.manager.policy.protect_prompt else torch.zeros_like(self.prompt)
+        first = torch.where(self.active, first, torch.iinfo(torch.int32).max)
+        return self._pos >= first[:, None, None]
 
     @cached_property
     def _protected(self) -> Tensor:
@@ -99,6 +115,10 @@ class View:
             return x
         return x.new_zeros(self.shape.rows, *x.shape[1:]).index_copy_(0, reading.rows, x)
 
+    def segments(self, tau: int, total: int) -> tuple[Tensor, Tensor]:
+        store = self.manager.store
+        return self.ops.segments(store.pos, store.count, self.row, self.prompt, tau, total)
+
     def survivors(self, first: Tensor, size: Tensor, goal: Tensor, longest: int) -> Tensor:
         read = self.manager.store.reader(self.row if self.recorded else None)
         return self.ops.survivors(read, first, size, goal, longest)
@@ -116,7 +136,9 @@ class View:
         if (held := all_held.get((layer, group))) is None:
             heads = self.shape.query_heads if group == "none" else self.shape.kv_heads
             return torch.zeros(self.shape.rows, heads, width, device=self.manager.device)
-        return torch.nn.functional.pad(self._shown(held, 0), (0, max(0, width - held.shape[-1])))[..., :width]
+        shown = self._shown(held[..., :width], 0)
+        more = width - shown.shape[-1]
+        return torch.nn.functional.pad(shown, (0, more)) if more > 0 else shown
 
     def queries(self, layer: int) -> Tensor:
         return self._last_queries(layer, self._demand(See.QUERY, layer).rows)
@@ -149,8 +171,8 @@ class View:
         if (recorder := self.manager.recorder) is not None:
             recorder.noted(self, self.policy, score, where)
 
-    def any(self, what: Tensor) -> bool:
-        return self.recorded or bool(what.any())
+    def any(self, what: Tensor | Callable[[], Tensor]) -> bool:
+        return self.recorded or bool((what if isinstance(what, Tensor) else what()).any())
 
     def _at(self, x: Tensor, layer: int | None) -> Tensor:
         return x if layer is None else x[min(layer, x.shape[0] - 1)]

@@ -210,18 +210,18 @@ class ThinKV(Policy):
     # -- a step
 
     def due(self, step: Step) -> tuple[Tensor, Tensor]:
-        look = step.active & (self._refresh(step) | self._dropping(step))
+        look = self._refresh(step) | self._dropping(step) if self._drops else self._refresh(step)
         over = (step.held() > step.budget) & step.active[:, None]
         return over | look[:, None], step.budget
 
     def decide(self, step: Step) -> Iterator[Edit]:
         if self.thoughts == "keyword":
             self._listen(step)
-        if not step.any(self.due(step)[0]):
+        if not step.any(lambda: self.due(step)[0]):
             return
         refresh = self._refresh(step)
-        if self.budget is not None or self.precision.endswith("T0"):
-            yield from self.evict(step, refresh & (step.clock > 0))
+        if self.budget is not None or self._drops:
+            yield from self.evict(step)
         if not step.any(refresh):
             return
         kind = self.classify(step)
@@ -243,10 +243,13 @@ class ThinKV(Policy):
         """Where the newest token is the last of its segment, or of the prompt: bool [B]."""
         return step.active & (step.clock % self.tau == 0)
 
+    @property
+    def _drops(self) -> bool:
+        """Whether nobody stores transitions."""
+        return self.precision.endswith("T0")
+
     def _dropping(self, step: Step) -> Tensor:
         """Where a group of a transition is complete that nobody stores: bool [B]."""
-        if not self.precision.endswith("T0"):
-            return torch.zeros_like(step.active)
         return step.active & (step.thought == TRANSITION) & (step.clock % self.g == 0)
 
     def classify(self, step: Step) -> Tensor:
@@ -259,44 +262,38 @@ class ThinKV(Policy):
             return torch.tensor(kinds, dtype=step.thought.dtype, device=step.thought.device)
         p = torch.stack([step.rows(layer) for layer in self.measured])  # [L*, B, Hkv, rows, S]
         pos = torch.stack([step.pos(layer) for layer in self.measured])[:, :, None]  # [L*, B, 1, Ht, S]
-        age = torch.arange(self.sparsity_rows, device=p.device).flip(0)[:, None, None]  # of a row's query, 0: newest
-        last, due = step.prompt + step.clock - 1, step.clock % self.tau == 0
-        last, due = last[:, None, None, None], due[:, None, None, None]
-        valid = (pos >= 0) & (pos <= last - age) & due  # [L*, B, rows, Ht, S]; what is not due is not looked at
+        age = torch.arange(self.sparsity_rows - 1, -1, -1, device=p.device)  # of a row's query, 0: newest
+        last = step.prompt + step.clock - 1
+        seen = torch.where(step.clock % self.tau == 0, last, -1)[:, None] - age  # what is not due is not looked at
+        valid = (pos >= 0) & (pos <= seen[..., None, None])  # [L*, B, rows, Ht, S]
         share = step.ops.sparsity(p.transpose(2, 3), valid)  # [L*, B, rows]
-        there = (step.prompt + step.clock)[:, None] > age.flatten()  # [B, rows]: short prompts have fewer queries
+        if self.sparsity_rows == 1:
+            return type_of(share.mean((0, 2)), self.theta)
+        there = last[:, None] >= age  # [B, rows]: short prompts have fewer queries
         return type_of((share * there).sum(-1).mean(0) / there.sum(-1).clamp(min=1), self.theta)
 
-    def evict(self, step: Step, ended: Tensor) -> Iterator[Evict]:
-        """What goes: groups of transitions that nobody stores, and what segments may not keep. ended: bool [B]."""
-        pos, row, segments = step.pos(), step.row, self.kind.shape[1]
-        running = ((step.clock - 1).clamp(min=0) // self.tau).long()  # number of the newest token's segment
-        segment = (pos - step.prompt[:, None, None]).div(self.tau, rounding_mode="floor")  # negative: of the prompt
-        segment = torch.where(pos >= 0, segment, segments).long()
-        # Tokens of each: [Lt, B, Ht, G]; they stand side by side, behind the prompt's.
-        size = torch.zeros(*pos.shape[:3], segments + 2, dtype=torch.int32, device=pos.device)
-        size.scatter_add_(-1, segment.clamp(min=-1) + 1, torch.ones_like(pos))
-        size = size[..., :-1]
-        start = size.cumsum(-1, dtype=torch.int32) - size
-        size, start = size[..., 1:], start[..., 1:]
-        drop, dropping = torch.zeros_like(pos, dtype=torch.bool), self._dropping(step)
-        if self.precision.endswith("T0"):
-            current = (torch.arange(segments, device=pos.device) == running[:, None]) & dropping[:, None]
-            drop = (segment == running[:, None, None]) & dropping[:, None, None]
+    def evict(self, step: Step) -> Iterator[Evict]:
+        """What goes: groups of transitions that nobody stores, and what segments may not keep."""
+        total, drop = self.kind.shape[1], None
+        first, size = step.segments(self.tau, total)  # [Lt, B, Ht, G]
+        excess = step.held() - step.budget
+        if self._drops:
+            dropping = self._dropping(step)
+            running = (step.clock - 1).clamp(min=0) // self.tau  # number of the newest token's segment
+            current = (torch.arange(total, device=size.device) == running[:, None]) & dropping[:, None]
             size = size.masked_fill(current[:, None], 0)
+            begin = step.prompt + running * self.tau
+            drop = (step.pos() >= begin[:, None, None]) & dropping[:, None, None]
+            excess = excess - drop.sum(-1, dtype=excess.dtype)
         if self.budget is not None:
-            kind, most = self.kind[row], size.amax((0, 2))  # [B, G]: as of the fullest lane
-            excess = (step.held() - drop.sum(-1) - step.budget).amax((0, 2))
-            turn = ended & (kind.gather(1, running[:, None])[:, 0] == TRANSITION) & (self.types == 3)
-            goal, level, cases = step.ops.anneal(
-                most, kind, self.level[row], torch.where(step.active, excess, 0), running, ended, turn,
-                self.kept, self.hard_budget,
+            goal = step.ops.anneal(
+                size, excess, self.kind, self.level, self.cases, step.row, step.clock, step.active,
+                self.tau, self.kept, self.hard_budget, self.types == 3,
             )  # fmt: skip
-            self.level[row] = level
-            self.cases[:, row] += cases
-            if step.any(goal < most):
-                drop = drop | step.survivors(start, size, goal, self.tau)
-        if step.any(drop):
+            if step.any(lambda: size > goal[:, None]):
+                gone = step.survivors(first, size, goal, self.tau)
+                drop = gone if drop is None else drop | gone
+        if drop is not None and step.any(drop):
             yield Evict(drop)
 
 

@@ -12,13 +12,13 @@ TYPES = 3  # of thoughts, the least important first
 
 
 def anneal(
-    size: Tensor, kind: Tensor, level: Tensor, excess: Tensor, running: Tensor, ended: Tensor, turn: Tensor,
-    retention: Sequence[int], hard: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """One look at the segments of B sequences.
+    size: Tensor, excess: Tensor, kind: Tensor, level: Tensor, cases: Tensor, at: Tensor, clock: Tensor,
+    active: Tensor, tau: int, retention: Sequence[int], hard: bool, transitions: bool,
+) -> Tensor:  # fmt: skip
+    """One look at the segments of N rows, at those of their fullest lanes.
 
         case 1   where a transition has ended, every segment before it goes to its next level R_n
-        case 2   while the lane holds more than its budget: the oldest ended segment of the least important type that
+        case 2   while a lane holds more than its budget: the oldest ended segment of the least important type that
                  holds more than the last of R goes to its next level
         then     if `hard`, and all ended segments are there: the running segment goes down R level by level, then all
                  segments, in the order of case 2, to 2, to 1 and to 0 tokens
@@ -26,20 +26,40 @@ def anneal(
     At a level a segment holds at most R_n tokens, so levels that are above its size cost it nothing.
 
     Args:
-        size: integers [B, G], tokens of every segment, oldest first; at most R_n at level n.
-        kind: uint8 [B, G], types, 0 the least important of three.
-        level: uint8 [B, G], how often each was annealed, at most len(retention).
-        excess: integers [B], tokens that must go; nothing must where it is not positive.
-        running: integers [B], the number of the newest token's segment.
-        ended: bool [B], whether it is complete.
-        turn: bool [B], whether case 1 applies; only where it is complete.
+        size: int32 [Lt, N, Ht, G], tokens of every segment, oldest first; at most R_n at level n.
+        excess: int32 [Lt, N, Ht], tokens that must go; nothing must where it is not positive.
+        kind: uint8 [B, G], types, 0 the least important of three, of all rows.
+        level: uint8 [B, G], how often each was annealed, at most len(retention). Changed in place.
+        cases: int32 [2, B], counts how many times a segment lost tokens, in case 1, and in case 2 and after it.
+            Changed in place.
+        at: int64 [N], the rows that these are, each once.
+        clock: int32 [N], generated tokens, the newest one included: it tells the running segment, of τ tokens.
+        active: bool [N]; nothing happens to the others.
+        tau: τ.
         retention: R, descending, at least one number.
+        hard: whether the budget is kept whatever it takes.
+        transitions: whether there is a case 1.
 
     Returns:
-        goal: int32 [B, G], at most size; 0 … for segments that are not there yet.
-        level: uint8 [B, G], from now on.
-        cases: int32 [2, B], how many times a segment lost tokens, in case 1, and in case 2 and after it.
+        int32 [N, G], tokens that every segment may keep: at most as many as it has in the fullest lane.
     """
+    of, before = kind[at], level[at]
+    running = ((clock - 1).clamp(min=0) // tau).long()
+    ended = active & (clock > 0) & (clock % tau == 0)
+    turn = ended & (of.gather(1, running[:, None])[:, 0] == 0) & transitions
+    too_many = torch.where(active, excess.amax((0, 2)), 0)
+    goal, after, lost = _look(size.amax((0, 2)), of, before, too_many, running, ended, turn, retention, hard)
+    level[at] = after
+    cases[:, at] += lost
+    return goal
+
+
+def _look(
+    size: Tensor, kind: Tensor, level: Tensor, excess: Tensor, running: Tensor, ended: Tensor, turn: Tensor,
+    retention: Sequence[int], hard: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Goals, levels and what to add to the cases. running: int64 [N], the number of the newest token's segment;
+    ended: bool [N], whether it is complete; turn: bool [N], whether case 1 applies."""
     goal, number = size.int(), torch.arange(size.shape[1], device=size.device)
     past = number < (running + ended.to(running.dtype))[:, None]
     steps = list(enumerate(retention, 1))  # (n, R_n)

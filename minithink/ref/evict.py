@@ -1,4 +1,4 @@
-"""Tokens leave their lists, their slots are free, and so are the pages that are empty then."""
+"""Tokens leave their lists, their slots are free, and so are pages and rows of key scales that nobody uses then."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from torch import Tensor
 
 
 def evict(
-    drop: Tensor, place: Tensor, pos: Tensor, count: Tensor, live: Tensor, taken: Tensor, page_format: Tensor,
-    page: Tensor, stack: Tensor, top: Tensor, most: int,
+    drop: Tensor, at: Tensor, place: Tensor, pos: Tensor, count: Tensor, live: Tensor, taken: Tensor,
+    page_format: Tensor, page: Tensor, stack: Tensor, top: Tensor, row_of: Tensor, row_uses: Tensor,
+    row_stack: Tensor, row_top: Tensor, most: int,
 ) -> None:  # fmt: skip
-    """Forget tokens, as `PagedStore.evict` does; rows of key scales are left to the caller.
+    """Forget tokens of some rows, as `PagedStore.evict` does.
 
     What is left of a list moves together, oldest first. Pages that are empty go back to the stack in the order in
-    which they stand in the tables, unit by unit.
+    which they stand in the tables, unit by unit; so do rows of key scales, in the order of their last tokens. Units
+    come in the order of `drop`.
 
-    All tensors but `drop` are changed in place. P: pages; page number P means none, and what the tensors hold at P
-    belongs to nobody, as does the last column of the lists.
+    All tensors but `drop` and `at` are changed in place. P: pages; page number P means none, and what the tensors
+    hold at P belongs to nobody, as does the last column of the lists. Q: rows of key scales; a number of Q or more
+    means none, and what stands at Q belongs to nobody.
 
     Args:
-        drop: bool [Lt, B, Ht, S], S at least the tokens of the longest list; anything behind the last token.
+        drop: bool [Lt, N, Ht, S], S at least the tokens of the longest list; anything behind the last token.
+        at: int64 [N], the rows that these are, each once.
         place: int32 [Lt, B, Ht, W + 1], W at least S: page · most + slot of every token, or negative for those in a
             buffer, which hold no slot. Afterwards anything may stand behind the last token.
         pos: int32 [Lt, B, Ht, W + 1], the tokens' positions, −1 behind the last token.
@@ -30,26 +34,66 @@ def evict(
         page: int32 [Lt, B, Ht, width], the tables.
         stack: int32 [P + 1], the free pages, the next one last.
         top: int64 [], how many these are.
+        row_of: int32 [P + 1 or more, most], the row of key scales of every slot's token, which it shares with tokens
+            of its unit; becomes Q + 1, none. Or [0, most]: there are no such rows.
+        row_uses: int32 [Q + 1], living tokens of each row of key scales.
+        row_stack: int32 [Q + 1], the free ones, the next one last.
+        row_top: int64 [], how many these are.
         most: slots of a page in the format with the most.
     """
     none, seen, last = stack.numel() - 1, drop.shape[-1], place.shape[-1] - 1
-    here, at = place[..., :seen].clone(), pos[..., :seen].clone()
-    keep = (at >= 0) & ~drop
+    here, where = place[:, at, :, :seen], pos[:, at, :, :seen]
+    keep = (where >= 0) & ~drop
+    free = (where >= 0) & drop & (here >= 0)
+    number = torch.where(free, here // most, none).long()
+    slot = torch.where(free, here % most, 0).long()
 
     column = torch.where(keep, keep.cumsum(-1) - 1, last)
-    place.scatter_(-1, column, here)
-    pos.fill_(-1).scatter_(-1, column, at)
-    pos[..., last] = -1
-    count.copy_(keep.sum(-1))
+    place[:, at] = place[:, at].scatter_(-1, column, here)
+    gone = torch.full_like(pos[:, at], -1).scatter_(-1, column, where)
+    gone[..., last] = -1
+    pos[:, at] = gone
+    count[:, at] = keep.sum(-1, dtype=count.dtype)
 
-    free = (at >= 0) & drop & (here >= 0)
-    number = torch.where(free, here // most, none).long()
-    live[number, torch.where(free, here % most, 0).long()] = False
+    live[number, slot] = False
     taken.index_add_(0, number.flatten(), -free.flatten().to(torch.int32))
+    tables = page[:, at]
+    empty = (tables != none) & (taken[tables.long()] == 0)
+    _push(stack, top, tables, empty)
+    page_format[torch.where(empty, tables, none).long()] = 255
+    page[:, at] = tables.masked_fill(empty, none)
+    if row_of.numel():
+        release_rows(number, slot, free, row_of, row_uses, row_stack, row_top)
 
-    empty = (page != none) & (taken[page.long()] == 0)
-    rank = empty.flatten().cumsum(0).view(empty.shape) - 1
-    stack[torch.where(empty, top + rank, none)] = torch.where(empty, page, none)
-    top += empty.sum()
-    page_format[torch.where(empty, page, none).long()] = 255
-    page.masked_fill_(empty, none)
+
+def release_rows(
+    page: Tensor, slot: Tensor, which: Tensor, row_of: Tensor, row_uses: Tensor, row_stack: Tensor, row_top: Tensor
+) -> Tensor:
+    """Tokens go, and rows of key scales with their last tokens, each once, however many of its tokens go together.
+
+    Args:
+        page, slot: int64, any shape: where tokens lie, in the order in which their rows go to the stack.
+        which: bool, those that go; the others' page is none.
+
+    Returns:
+        int64 [n], of every token in this order the row that goes with it, or Q.
+    """
+    none = row_stack.numel() - 1
+    row = row_of[page, slot].flatten()
+    row = torch.where(which.flatten() & (row < none), row, none).long()
+    row_of[page, slot] = torch.full((), none + 1, dtype=torch.int32, device=row.device)
+    row_uses.index_add_(0, row, -(row < none).to(torch.int32))
+    number = torch.arange(len(row), device=row.device)
+    last = torch.empty(none + 1, dtype=torch.int64, device=row.device)  # token of each row, of those that go
+    last.scatter_reduce_(0, row, number, "amax", include_self=False)
+    gone = (row < none) & (row_uses[row] == 0) & (last[row] == number)
+    _push(row_stack, row_top, row, gone)
+    return torch.where(gone, row, none)
+
+
+def _push(stack: Tensor, top: Tensor, numbers: Tensor, which: Tensor) -> None:
+    """Put the numbers for which `which` is true on a stack, in their order."""
+    none = stack.numel() - 1
+    rank = which.flatten().cumsum(0).view(which.shape) - 1
+    stack[torch.where(which, top + rank, none)] = torch.where(which, numbers, none).to(stack.dtype)
+    top += which.sum()

@@ -11,44 +11,55 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minithink.kernels.evict import evict
-from minithink.kv.contract import SCOPES, Scope, Shape
+from minithink.kv.contract import SCOPES, Scope, Shape, Storage
 from minithink.kv.store import PagedStore
 from minithink.ref import evict as ref
 from tests.compare import assert_same
 from tests.kernels.device import DEVICE
-from tests.kernels.stores import STORAGES
+from tests.kernels.stores import STORAGES, filled
 from tests.kernels.test_allocate import assert_consistent, assert_tables_same
 
-NAMES = ["plain", "plain", "nvfp4", "ternary", "thoughts", "apart"]  # rows of key scales are the caller's
+NAMES = ["plain", "nvfp4", "ternary", "thoughts", "apart", "nvfp4-by-token", "ternary-by-token", "kivi", "mixed"]
+# Beside those of other tests: some types have rows of key scales and some have none, groups end before buffers do.
+MIXED = Storage(("ternary", "nvfp4:by=token/nvfp4", "fp8"), block=8, buffer=24, also=("int4s",))
 
 
 def tensors(store: PagedStore) -> tuple[Tensor, ...]:
     """What the operation changes, in its order."""
-    t = store.table
-    return store.place, store.pos, store.count, t.live, t.taken, t.format, t.page, t.pages.stack, t.pages.top
+    t, rows = store.table, store.free_rows
+    lists = store.place, store.pos, store.count
+    pages = t.live, t.taken, t.format, t.page, t.pages.stack, t.pages.top
+    return *lists, *pages, store.row_of, store.row_uses, rows.stack, rows.top
 
 
 def assert_tensors_same(name: str, got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
-    """All but what stands in `place` behind the last token."""
+    """All but what stands in `place` behind the last token, and at the numbers that mean none."""
     held = want[1] >= 0
     assert_same(f"{name} place", got[0].masked_fill(~held, 0), want[0].masked_fill(~held, 0))
-    names = "pos", "count", "live", "taken", "format", "page", "stack", "top"
+    names = "pos", "count", "live", "taken", "format", "page", "stack", "top", "row_of", "uses", "row stack", "rows"
     for what, x, y in zip(names, got[1:], want[1:], strict=True):
-        assert_same(f"{name} {what}", x, y)
+        none = what in ("live", "taken", "format", "stack", "uses", "row stack")
+        ends = slice(None, -1) if none else slice(None, len(want[3]) - 1) if what == "row_of" else slice(None)
+        assert_same(f"{name} {what}", *((z[ends] if z.ndim else z) for z in (x, y)))
 
 
 class KernelStore(PagedStore):
     """A store that evicts by the kernel."""
 
-    def evict(self, drop: Tensor) -> None:
-        twins = tuple(x.clone() for x in tensors(self))
-        before, garbage = drop.clone(), (self.positions() < 0)[..., : drop.shape[-1]]
-        assert evict(drop | garbage, *tensors(self), self.table.most) is None  # behind the last token: anything
-        ref.evict(drop | garbage, *twins, self.table.most)
+    def evict(self, drop: Tensor, at: Tensor | None = None) -> None:
+        drop = drop | (self.positions() < 0)[:, slice(None) if at is None else at]  # behind the last token: anything
+        at = torch.arange(self.shape.rows, device=DEVICE) if at is None else at
+        other, twins, others = (tuple(x.clone() for x in tensors(self)) for _ in range(3))
+        before = drop.clone()
+        assert evict(drop, at, *tensors(self), self.table.most) is None
+        ref.evict(drop, at, *twins, self.table.most)
         assert_tensors_same("kernel and twin", tensors(self), twins)
+        evict(drop.flip(1), at.flip(0), *other, self.table.most)
+        ref.evict(drop.flip(1), at.flip(0), *others, self.table.most)
+        assert_tensors_same("the other way round, kernel and twin", other, others)
         assert_same("drop", drop, before)
         if self.columns is None:
-            self.most = self.count.amax((0, 2)).tolist()
+            self.refresh()
 
 
 def new_store(
@@ -56,7 +67,7 @@ def new_store(
 ) -> PagedStore:
     layers, rows, heads = sizes
     shape = Shape(layers, rows, heads, 2 * heads, 32, 8, scope, DEVICE)
-    return kind(shape, STORAGES[name], **{"pages": 600, **options})  # type: ignore[arg-type]
+    return kind(shape, {**STORAGES, "mixed": MIXED}[name], **{"pages": 600, "scale_rows": 500, **options})  # type: ignore[arg-type]
 
 
 def assert_stores_same(got: PagedStore, want: PagedStore) -> None:
@@ -65,6 +76,15 @@ def assert_stores_same(got: PagedStore, want: PagedStore) -> None:
     for what, x, y in zip(("place", "pos", "count"), *lists, strict=True):
         assert_same(what, x, y)
     assert_consistent(got.table)
+    assert_same("rows of slots", got.row_of[: len(got.table.live) - 1], want.row_of[: len(want.table.live) - 1])
+    assert_same("uses", got.row_uses[:-1], want.row_uses[:-1])
+    assert_same("rows on the stack", *(s.free_rows.stack[: s.free_rows.count] for s in (got, want)))
+    assert got.free_rows.free == want.free_rows.free
+    rows = [got.free_rows.stack[: got.free_rows.free], got.row_uses[:-1].nonzero().flatten()]
+    assert torch.cat(rows).sort().values.tolist() == list(range(got.free_rows.count))
+    living = got.row_of[got.table.live.nonzero(as_tuple=True)] if got.row_of.numel() else got.row_uses[:0]
+    uses = living[living < got.free_rows.count].long().bincount(minlength=got.free_rows.count)
+    assert_same("uses are living tokens", got.row_uses[:-1].long(), uses)
 
 
 def drops(kind: str, store: PagedStore, generator: torch.Generator, everywhere: Callable[[Tensor], Tensor]) -> Tensor:
@@ -85,7 +105,7 @@ def drops(kind: str, store: PagedStore, generator: torch.Generator, everywhere: 
     name=st.sampled_from(NAMES),
     sizes=st.sampled_from([(1, 1, 1), (1, 3, 2), (2, 2, 1), (2, 3, 1), (1, 1, 3)]),
     scope=st.sampled_from(SCOPES),
-    blocks=st.sampled_from([(8, 16), (4, 32), (8, 64), (2, 16)]),
+    blocks=st.sampled_from([32, 64]),
     steps=st.lists(
         st.sampled_from(["none", "few", "some", "most", "all", "oldest", "newest", "append", "append", "clear"]),
         min_size=3, max_size=7,
@@ -94,7 +114,7 @@ def drops(kind: str, store: PagedStore, generator: torch.Generator, everywhere: 
     seed=st.integers(0, 2**31),
 )  # fmt: skip
 def test_equals_the_store(
-    name: str, sizes: tuple[int, int, int], scope: Scope, blocks: tuple[int, int], steps: list[str], fixed: bool,
+    name: str, sizes: tuple[int, int, int], scope: Scope, blocks: int, steps: list[str], fixed: bool,
     seed: int,
 ) -> None:  # fmt: skip
     """Lists of several blocks and of none, tokens in a buffer, empty pages, rows that are done and start again."""
@@ -110,7 +130,7 @@ def test_equals_the_store(
         return some.to(DEVICE).expand(pos.shape[:-1])[..., None]
 
     with pytest.MonkeyPatch.context() as patch:
-        for constant, value in zip(("UNITS", "BLOCK", "TABLES", "COLUMNS"), (*blocks, 8, 4), strict=True):
+        for constant, value in {"BLOCK": blocks, "TABLES": 2, "COLUMNS": 4, "SUMS": 2}.items():
             patch.setattr(f"minithink.kernels.evict.{constant}", value)
         for step in steps:
             some = torch.rand(want.shape.tables, generator=generator) < 0.8
@@ -120,9 +140,12 @@ def test_equals_the_store(
                 for store in (got, want):
                     store.clear(row)
             elif step != "append":
-                drop = drops(step, want, generator, everywhere)
+                drop, at = drops(step, want, generator, everywhere), None
+                if seed % 2:  # of some rows, or of none
+                    at = (torch.rand(sizes[1], generator=generator) < 0.7).nonzero().flatten().to(DEVICE)
+                    drop = drop[:, at]
                 for store in (got, want):
-                    store.evict(drop)
+                    store.evict(drop, at)
             elif new := [row for row, length in enumerate(lengths) if not length]:
                 counts = torch.randint(1, 50, (len(new),), generator=generator).tolist()
                 for store in (got, want):
@@ -180,12 +203,36 @@ def test_units_that_drop_nothing_are_left_alone() -> None:
     store.place.masked_fill_(store.pos < 0, 12345)
     before = [x.clone() for x in tensors(store)]
     drop = store.positions() < 0  # no token
-    evict(drop, *tensors(store), store.table.most)
+    at = torch.arange(2, device=DEVICE)
+    evict(drop, at, *tensors(store), store.table.most)
     for x, y in zip(tensors(store), before, strict=True):
         assert_same("a tensor", x, y)
     drop[1, 1, 0, 3] = True
-    evict(drop, *tensors(store), store.table.most)
+    evict(drop, at, *tensors(store), store.table.most)
     changed = (store.pos != before[1]).any(-1)
     assert changed.nonzero().tolist() == [[1, 1, 0]]
     assert store.count.flatten().tolist() == [5, 5, 9, 9, 5, 5, 8, 9]
     assert store.pos[1, 1, 0].tolist() == [0, 1, 2, 4, 5, 6, 7, 8, *[-1] * (store.pos.shape[-1] - 8)]
+
+
+@pytest.mark.parametrize("block", [32, 1024])
+def test_rows_of_key_scales_go_with_their_last_tokens(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few tokens at a time, until none is left, of rows in another order; groups that reach over two blocks."""
+    monkeypatch.setattr("minithink.kernels.evict.BLOCK", block)
+    store = filled(STORAGES["nvfp4-by-token"], "head", [40, 9, 61], layers=2, keep=0.9, seed=3)
+    at, generator = torch.tensor([2, 0], device=DEVICE), torch.Generator().manual_seed(5)
+    before = store.free_rows.free
+    for share in (0.3, 0.5, 0.5, 1.0):
+        shape = store.positions()[:, at].shape
+        drop = (torch.rand(shape, generator=generator) < share).to(DEVICE)
+        twins = tuple(x.clone() for x in tensors(store))
+        evict(drop, at, *tensors(store), store.table.most)
+        ref.evict(drop, at, *twins, store.table.most)
+        assert_tensors_same(f"{share} of the tokens,", tensors(store), twins)
+        uses = store.row_of[store.table.live[:-1].nonzero(as_tuple=True)]
+        uses = uses[uses < store.free_rows.count].long().bincount(minlength=store.free_rows.count)
+        assert_same("uses", store.row_uses[:-1].long(), uses)
+    assert store.count[:, at].sum() == 0
+    assert store.free_rows.free > before
+    free = store.free_rows.stack[: store.free_rows.free].tolist()
+    assert sorted([*free, *uses.nonzero().flatten().tolist()]) == list(range(store.free_rows.count))
