@@ -232,14 +232,23 @@ class Step(Protocol):
 
     shape: Shape
     row: Tensor  # int64 [B]: number of each row that is shown, under which a policy keeps what it remembers of it
-    budget: Tensor  # int32 [Lt, B, Ht], tokens
     active: Tensor  # bool [B]: rows that took part in the forward pass, their prompt read in full
     clock: Tensor  # int32 [B]: generated tokens in the cache; 0: the prompt was just read
     prompt: Tensor  # int32 [B]: tokens of the prompt
-    thinking: Tensor  # bool [B]: the newest token belongs to the think stage
     tokens: Tensor  # int64 [B]: the newest token's id
-    thought: Tensor  # uint8 [B]: the running segment's type
     ops: Any  # the backend
+
+    @property
+    def budget(self) -> Tensor:
+        """Tokens: int32 [Lt, B, Ht]."""
+
+    @property
+    def thinking(self) -> Tensor:
+        """Whether the newest token belongs to the think stage: bool [B]."""
+
+    @property
+    def thought(self) -> Tensor:
+        """The running segment's type: uint8 [B]."""
 
     def pos(self, layer: int | None = None) -> Tensor:
         """Original positions of the tokens held, oldest first, −1 after them: int32 [B, Ht, S] or [Lt, B, Ht, S]."""
