@@ -69,8 +69,8 @@ for symbol, value, meaning in [
 print(f"\n{config.architecture}, {sum(p.numel() for p in decoder.parameters()):,} parameters")
 
 # %% [markdown]
-# The model was trained on one kind of puzzle. A problem gives facts in shuffled order, all modulo 100, and asks for
-# three values. We take a short one.
+# The model was trained on two kinds of puzzles. We take a short one of the first kind: it gives facts in shuffled
+# order, all modulo 100, and asks for three values.
 
 # %%
 problem = Problem(
@@ -118,7 +118,7 @@ show(prompt)
 # prompt.
 
 # %%
-thought = "Okay, let me work through this step by step.\nFirst, mos. mos = piz * 7, piz = "
+thought = "Okay, let me work through this step by step.\n\nFirst, mos. mos = piz * 7, piz = "
 assert "piz = 48;" in problem.question, "the problem has changed: write a thought that fits it"
 tokens = prompt + tokenizer.encode(thought)
 N = len(tokens)
@@ -366,18 +366,20 @@ def draw(axis, weights, title):
 
 thinking = weight[:, len(prompt) :]
 entropy = -(thinking * thinking.clamp_min(1e-30).log2()).sum(-1).mean(-1)  # [Hq], bits
+on_prompt = thinking[..., : len(prompt)].sum(-1).mean(-1)  # [Hq]
 figure, axes = plt.subplots(2, 1, figsize=(10, 7), sharex=True, layout="constrained")
 for axis, head in zip(axes, (entropy.argmin().item(), entropy.argmax().item()), strict=True):
-    image = draw(axis, weight[head], f"layer 0, head {head}: {entropy[head]:.1f} bits on average")
+    title = f"layer 0, head {head}: {entropy[head]:.1f} bits on average, {on_prompt[head]:.0%} on the prompt"
+    image = draw(axis, weight[head], title)
 axes[1].set_xlabel("key: token that is read (orange line: end of the prompt)")
 figure.colorbar(image, ax=axes, label="attention weight", shrink=0.5, pad=0.01)
 plt.show()
 
 # %% [markdown]
-# A dark square says: this row's token reads that column's token, and hardly anything else. In the upper picture most
-# rows of the later thought have such a square, nearly all right of the orange line: this head looks at a few tokens
-# of the thought itself. In the lower picture most rows are pale over their whole length: this head takes an average
-# over many tokens, those of the prompt, too. The empty triangle on the right is the causal mask.
+# A dark square says: this row's token reads that column's token, and hardly anything else. In the upper picture many
+# rows have such a square: this head looks at a few tokens. In the lower picture most rows are pale over their whole
+# length: this head takes an average over many tokens. How much of a head's weight lies left of the orange line is in
+# the title. The empty triangle on the right is the causal mask.
 #
 # ### Values, output projection, and the first addition
 #
@@ -515,10 +517,12 @@ print("greedy, after “piz = ”:", repr(visible(logits[-1].argmax().item())))
 print("recommended temperature:", engine.generation_config.temperature, "\n")
 
 top = start.topk(4).indices
-print("     T  " + "".join(visible(t).rjust(9) for t in top.tolist()) + "   all others")
+names = [visible(t) for t in top.tolist()]
+wide = max(9, *(len(name) + 2 for name in names))
+print("     T  " + "".join(name.rjust(wide) for name in names) + "   all others")
 for T in (0.3, 0.6, 1.0, 1.5, 3.0):
     p = (start / T).softmax(-1)
-    print(f"   {T:3}  " + "".join(f"{x:9.4f}" for x in p[top].tolist()) + f"{1 - p[top].sum():13.4f}")
+    print(f"   {T:3}  " + "".join(f"{x:{wide}.4f}" for x in p[top].tolist()) + f"{1 - p[top].sum():13.4f}")
 
 # %% [markdown]
 # ### The Gumbel-max identity
@@ -543,9 +547,9 @@ assert torch.equal(drawn, sample(start.expand(draws, V), SamplingParams(temperat
 p = (start / T).softmax(-1)
 share = drawn.bincount(minlength=V) / draws
 sigma = (p * (1 - p) / draws).sqrt()  # of a share, if the draws are independent
-print("   token    softmax    drawn    off by")
-for t in top.tolist():
-    print(f"{visible(t):>8}  {p[t]:9.4f}{share[t]:9.4f}   {(share[t] - p[t]) / sigma[t]:+5.1f} σ")
+print(f"{'token':>{wide}}    softmax    drawn    off by")
+for name, t in zip(names, top.tolist(), strict=True):
+    print(f"{name:>{wide}}  {p[t]:9.4f}{share[t]:9.4f}   {(share[t] - p[t]) / sigma[t]:+5.1f} σ")
 assert ((share - p).abs() <= 5 * sigma + 1 / draws).all(), "these draws are not from the softmax"
 
 # %% [markdown]

@@ -605,7 +605,7 @@ class WithoutOne(FullCache):
         return self.backend.attention(q, keys[:, kept], values[:, kept])
 
 
-thinking = tokenizer.encode("Okay, let me work through this step by step.\nFirst, mos. mos = piz * 7, piz = ")
+thinking = tokenizer.encode("Okay, let me work through this step by step.\n\nFirst, mos. mos = piz * 7, piz = ")
 [value] = tokenizer.encode("48")
 assert "piz = 48;" in problems[0].question, "the problem has changed: write a thought that fits it"
 
@@ -650,8 +650,8 @@ assert probability[stated] < 0.01, "without its token the value should be gone"
 #
 # Compare with your guess, and with the attention weights of tutorial 1. Weights say who *was read*. This plot says
 # who *was needed*. The two need not agree: other tokens may have copied a value while they read it. Here they did
-# not: tokens of the prompt read the 48 with weights up to 0.99 (tutorial 1), yet without token 15 the value is gone.
-# And a token that this look-up does not need may be the one that the next needs.
+# not: some tokens of the prompt give the 48 most of their weight (tutorial 1), yet without its own token the value is
+# gone. And a token that this look-up does not need may be the one that the next needs.
 #
 # ## What comes next
 #

@@ -201,7 +201,7 @@ assert errors[0.002][1] > 0.9
 #
 # ## Error and bytes, measured
 #
-# Every format of the library, on all keys and values of the 429 tokens. Three families:
+# Every format of the library, on the keys and values of problem and solution. Three families:
 #
 # - `fp8`: E4M3 numbers, one scale for a tensor.
 # - `nvfp4`, `int4s`, `ternary`: symmetric around zero, with an E4M3 scale for 16 numbers.
@@ -249,7 +249,6 @@ for name, row in table.items():
 axis.set(xlabel="bits of a number, with its share of the scales", ylabel="relative error", xlim=(2, 17.8))
 axis.legend()
 plt.show()
-assert N == 429
 assert table["int4s"][2] < table["nvfp4"][2]
 assert table["int2"][0] == 4
 assert table["int4"][0] == 6
@@ -293,7 +292,8 @@ of_values = V.abs().mean(2).amax(-1) / V.abs().mean(2).median(-1).values
 print(f"channel {channel} of these keys is {ratio.max():.1f} times as loud as the median channel of the head")
 print(f"in the median head, the loudest channel of the keys: {ratio.median():.1f} times, of the values: "
       f"{of_values.median():.1f} times")  # fmt: skip
-assert 3 < ratio.max() < 5
+assert ratio.max() > 3, "one head should have a loud channel"
+assert ratio.median() < 3, "most heads should have none"
 assert of_values[layer, head] < ratio.max() / 2
 assert table["int4"][3] < table["int4"][2]
 assert table["nvfp4"][3] > table["nvfp4"][2]
@@ -303,9 +303,9 @@ assert table["nvfp4"][3] > table["nvfp4"][2]
 # have hardly any. If a loud channel sits in a group with fifteen quiet ones, it sets the scale for them, and they are
 # rounded coarsely. By token, a group holds one channel only, and its scale fits it.
 #
-# Our model is small and its stripes are mild. In the table above `by=token` gains little, and nothing for NVFP4,
-# whose grid is fine where the quiet channels are. In large models some channels are many times as loud. We imitate
-# that: one channel of every head gets 8 times as loud, and we look at the error of all the *others*.
+# Our model is small, and in most of its heads the stripes are mild. In the table above `by=token` gains little, and
+# nothing for NVFP4, whose grid is fine where the quiet channels are. In large models some channels are many times as
+# loud. We imitate that: one channel of every head gets 8 times as loud, and we look at the error of all the *others*.
 
 # %%
 louder = K.clone()
@@ -400,8 +400,9 @@ def medoids(x: torch.Tensor, k: int) -> list[int]:
     return sorted(distance[:, i].masked_fill(nearest != i, math.inf).argmin().item() for i in members)
 
 
-segment = K[:, :, 128:256].transpose(1, 2).flatten(2)  # [L, 128, Hkv·D]
-real = {128: 144.0}
+segment = K[:, :, len(prompt) : len(prompt) + 128].transpose(1, 2).flatten(2)  # [L, 128, Hkv·D]
+assert segment.shape[1] == 128, "the thought should fill a segment"
+real, packed = {128: 144.0}, {left: bytes_left(by_token, list(range(left)))[0] for left in spread}
 for left in (64, 32, 16, 8, 4):
     kept = [medoids(x, left) for x in segment]
     assert all(len(set(tokens_kept)) == left for tokens_kept in kept)
@@ -413,18 +414,19 @@ for left in (64, 32, 16, 8, 4):
 figure, axis = plt.subplots(figsize=(6, 2.8), layout="constrained")
 axis.semilogx(list(spread), list(spread.values()), "o--", color=GREY, base=2, label="keys by token, spread evenly")
 axis.semilogx(list(real), list(real.values()), "o-", color=ORANGE, base=2, label="keys by token, K-means")
+axis.semilogx(list(packed), list(packed.values()), "o:", color=GREY, base=2, label="keys by token, all side by side")
 axis.axhline(144, color=BLUE, label="keys by channel")
 axis.set_xticks(list(spread), list(spread))
-axis.set(xlabel="tokens left of 128", ylabel="bytes of a token", ylim=(100, 280))
+axis.set(xlabel="tokens left of 128", ylabel="bytes of a token", ylim=(100, 300))
 axis.invert_xaxis()
 axis.legend(loc="upper left")
 plt.show()
-assert all(0.85 * spread[left] < real[left] <= spread[left] for left in real)
+assert all((packed[left] + spread[left]) / 2 <= real[left] <= spread[left] for left in real)
 
 # %% [markdown]
-# Clusters pick their survivors from everywhere, so real evictions are not far from the worst case. This is why the
-# library implements both axes, and why a comparison of methods at equal *bytes* can look different from one at equal
-# tokens.
+# Clusters pick their survivors from everywhere, so real evictions are nearer to the worst case than to the best, in
+# which those who stay are neighbours. This is why the library implements both axes, and why a comparison of methods
+# at equal *bytes* can look different from one at equal tokens.
 #
 # ## What errors do to attention
 #
@@ -471,7 +473,7 @@ assert effect["ternary"][1] < effect["nvfp4"][1]
 # token lost more than half of it? The bars show the look-up into the prompt that suffers most from ternary keys.
 
 # %%
-back = true[..., 1:]  # without the first token, at which heads look when they look at nothing
+back = true[..., 1:]  # without the first token: in many models heads look there when they look at nothing
 sharp = (back > 0.9).nonzero(as_tuple=True)  # layer, head, row, column
 looked = {"exact": true}
 print(f"{len(sharp[0]):,} sharp look-ups")
@@ -549,7 +551,7 @@ for pair in pairs:
     changed = (logits.argmax(-1) != exact.argmax(-1)).sum().item()
     lost[pair] = divergence, changed
     bits = sum(parse(name).fit(D).bytes_per_token(D) for name in (keys, values)) * 8 / (2 * D)
-    print(f"{keys:17} {values:8} {bits:6.1f} {divergence:12.5f} {changed:7} of {len(exact)}")
+    print(f"{keys:17} {values:8} {bits:6.1f} {divergence:12.1e} {changed:7} of {len(exact)}")
 assert lost["fp8"][0] < lost["nvfp4"][0] < lost["ternary"][0]
 assert lost["ternary/nvfp4"][0] > 20 * lost["nvfp4/ternary"][0]
 times = lost["ternary/nvfp4"][0] / lost["nvfp4/ternary"][0]

@@ -63,7 +63,7 @@ lines = [json.dumps({"id": f"p{i}", "question": p.question, "answer": p.answer})
 Path("problems.jsonl").write_text("\n".join(lines) + "\n")
 print(problems[0].question)
 
-BUDGETS, BUFFER, NEW = (128, 256), 32, 350
+BUDGETS, BUFFER, NEW = (128, 256), 32, 400
 RKV = f"rkv:buffer={BUFFER}"
 words = f"""--dataset problems.jsonl --device cpu --dtype float32 --policies full,window,{RKV} --batch-size 3
     --budgets {BUDGETS[0]},{BUDGETS[1]} --max-new-tokens {NEW} --seed 5 --keep-text --output-dir run
@@ -90,6 +90,7 @@ for row in rows:
         assert most <= row["budget"] + (BUFFER if row["policy"] == RKV else 0), "more than the budget is held"
     assert row["pass_at_1_high"] - row["pass_at_1_low"] > 0.3, "three problems cannot say so much"
 assert len(records) == 3 * 5
+assert all(r["right"] for r in records if r["policy"] == "full"), "the model should solve these with a full cache"
 
 # %% [markdown]
 # Look at the intervals. Three right answers of three do not say "100 %": a policy that is right half of the time does
@@ -217,10 +218,15 @@ plt.show()
 # When a run ends wrong, this is the first picture to look at: was the value still there when it was needed, and in
 # how many heads?
 #
-# Without a browser, the end of a trace is shown like this. What stands in [brackets] no head has kept.
+# Without a browser, the end of a trace is shown like this. What stands in [brackets] no head has kept: under the
+# window that is all but the newest tokens. R-KV's heads keep different ones, so hardly anything is lost to all.
 
 # %%
-assert trace_command(["view", "run/a.rkv-buffer=32-128.trace", "--terminal"]) == 0
+for name in (f"window-{BUDGETS[0]}", f"rkv-buffer={BUFFER}-{BUDGETS[0]}"):
+    assert trace_command(["view", f"run/a.{name}.trace", "--terminal"]) == 0
+nobody = {policy: int((~t.kept(t.steps).any(0)).sum()) for policy, t in traces.items()}
+print("tokens that no head has kept:", nobody)
+assert nobody[RKV] < nobody["window"] / 4, "heads that choose for themselves should together keep more"
 
 # %% [markdown]
 # In a browser, `python -m minithink.trace view run/a.rkv-buffer=32-128.trace --open` shows the same with a slider
