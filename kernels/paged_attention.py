@@ -833,7 +833,7 @@ def variants() -> Iterator[Variant]:
             (_variant("int", 2, dim, True), _variant("int", 2, dim), "*u8", "*i32"),
             (_variant("int", 2, dim, True, False), _variant("int", 2, dim, False, False), "*u8", "*fp16"),
             (_variant("fp8", 8, dim), _variant("fp8", 8, dim), "*u8", "*u8"),
-        ):
+        )[: None if dim == 128 else 4]:
             signature = common | dict.fromkeys(["p_k", "p_v"], codes)
             signature |= dict.fromkeys(["p_k_params", "p_v_params", "p_k_rows"], params)
             if k.fast and k.by_token:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -101,6 +101,7 @@ def drops(kind: str, store: PagedStore, generator: torch.Generator, everywhere: 
     return (pos >= 0) & (chance < share) & everywhere(pos)
 
 
+@settings(max_examples=max(2, settings().max_examples // 2))  # several evictions each
 @given(
     name=st.sampled_from(NAMES),
     sizes=st.sampled_from([(1, 1, 1), (1, 3, 2), (2, 2, 1), (2, 3, 1), (1, 1, 3)]),

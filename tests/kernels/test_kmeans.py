@@ -60,7 +60,7 @@ def test_equals_its_twin(
         same(x, valid, counts.int() if seed % 2 else counts)
 
 
-@settings(max_examples=max(1, settings().max_examples // 2))
+@settings(max_examples=max(1, settings().max_examples // 4))
 @given(
     k=st.integers(17, 45), features=st.integers(1, 2), reach=st.sampled_from([6, 15, 30]), seed=st.integers(0, 999)
 )
