@@ -399,14 +399,14 @@ def library(types: str, budget: int, hard: bool) -> list[list[int]]:
     count = len(types)
     kind = torch.tensor([[KIND[x] for x in types]], dtype=torch.uint8)
     size, level = torch.zeros(1, count, dtype=torch.int32), torch.zeros(1, count, dtype=torch.uint8)
+    cases, row, active = torch.zeros(2, 1, dtype=torch.int32), torch.tensor([0]), torch.tensor([True])
     sizes = []
     for clock in range(1, 8 * count + 1):
-        running = torch.tensor([(clock - 1) // 8])
-        size[0, running] += 1
-        ended = torch.tensor([clock % 8 == 0])
-        turn = ended & (kind[0, running] == TRANSITION)
+        size[0, (clock - 1) // 8] += 1
         excess = (size.sum(-1) - budget).int()
-        size, level, _ = anneal(size, kind, level, excess, running, ended, turn, (4, 2, 1), hard)
+        one_lane = size[None, :, None], excess[None, :, None]  # of one layer, sequence and table
+        now = torch.tensor([clock], dtype=torch.int32)
+        size = anneal(*one_lane, kind, level, cases, row, now, active, 8, (4, 2, 1), hard, transitions=True)
         sizes.append(size[0].tolist())
     return sizes
 
