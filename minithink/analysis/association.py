@@ -10,15 +10,15 @@ grows with that number.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from minithink.analysis import plots
-from minithink.analysis.segments import SOURCES, begin_segments, segment_arguments, texts
+from minithink.analysis.plots import SOURCES
+from minithink.analysis.premises import finish
+from minithink.analysis.segments import begin_segments, segment_arguments, texts
 from minithink.analysis.suppress import suppress
-from minithink.bench import record
 from minithink.errors import MinithinkError
 from minithink.policies.thinkv import NAMES
 
@@ -59,15 +59,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         },
         "texts": found,
     }
-    result["complete"] = True
-    record.write(args.output, result)
-    for line in tables(result["measurements"]):
-        print(line)
-    if args.plot is not None:
-        plots.write(args.plot, plots.association(found))
-        print(f"drawn to {args.plot}", file=sys.stderr)
-    print(f"written to {args.output}", file=sys.stderr)
-    return 0
+    return finish(args, result, tables(result["measurements"]), lambda: plots.association(found))
 
 
 def pairs(text: Mapping[str, Any], source: str) -> Iterator[Pair]:

@@ -9,14 +9,13 @@ it annealed one because a transition ended (case 1), and for room (case 2).
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from minithink.analysis import plots
-from minithink.analysis.premises import begin, common_arguments
+from minithink.analysis.premises import begin, common_arguments, finish
 from minithink.analysis.segments import is_right
 from minithink.bench import record
 from minithink.commands import location
@@ -61,15 +60,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     result["measurements"] = [
         {"policy": text, **held(engine, policy, problems, prompts, args, text)} for text, policy in policies.items()
     ]
-    result["complete"] = True
-    record.write(args.output, result)
-    for line in table(result["measurements"]):
-        print(line)
-    if args.plot is not None:
-        plots.write(args.plot, plots.curves(result["measurements"]))
-        print(f"drawn to {args.plot}", file=sys.stderr)
-    print(f"written to {args.output}", file=sys.stderr)
-    return 0
+    return finish(args, result, table(result["measurements"]), lambda: plots.curves(result["measurements"]))
 
 
 def policy_of(text: str, budget: int) -> Policy:

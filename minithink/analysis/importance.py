@@ -20,18 +20,18 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
 
 from minithink.analysis import plots
-from minithink.analysis.segments import SOURCES, Text, begin_segments, by_type, segment_arguments, summary, texts
+from minithink.analysis.plots import SOURCES
+from minithink.analysis.premises import finish
+from minithink.analysis.segments import Text, begin_segments, by_type, segment_arguments, summary, texts
 from minithink.analysis.suppress import suppress
-from minithink.bench import record
 from minithink.engine import Engine
 from minithink.errors import MinithinkError
 from minithink.tasks import boxed
@@ -76,16 +76,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         )
     groups = {name: grouped(found, name) for name in ("suppressed", "resampled") if name in found[0]}
     result["measurements"] = {"unanswered": unanswered, "by_type": groups, "texts": found}
-    result["complete"] = True
-    record.write(args.output, result)
-    for name, of in groups.items():
-        for line in summary(of, name):
-            print(line)
-    if args.plot is not None:
-        plots.write(args.plot, plots.importance(found))
-        print(f"drawn to {args.plot}", file=sys.stderr)
-    print(f"written to {args.output}", file=sys.stderr)
-    return 0
+    lines = chain.from_iterable(summary(of, name) for name, of in groups.items())
+    return finish(args, result, lines, lambda: plots.importance(found))
 
 
 def grouped(found: Sequence[Mapping[str, Any]], name: str) -> dict[str, list[dict[str, Any]]]:

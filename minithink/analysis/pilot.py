@@ -30,8 +30,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minithink.analysis.dense import EVERY, Dense, Sketch, batches, decode, thinking_end, watch
-from minithink.analysis.premises import Steer, begin, direction, look, outcome, steering_arguments, token_table
-from minithink.bench import record
+from minithink.analysis.premises import (
+    Steer,
+    begin,
+    direction,
+    finish,
+    look,
+    outcome,
+    steering_arguments,
+    token_table,
+)
 from minithink.engine import Engine
 from minithink.ref.lrfu import lrfu
 from minithink.ref.redundancy import redundancy
@@ -234,12 +242,10 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         }
         for (name, share), tokens in found.items()
     ]
-    result["complete"] = True
-    record.write(args.output, result)
-    for m in result["measurements"]:
-        print(f"{m['policy']:>10} {m['budget']:5.0%}  right {m['right']:6.1%}  {m['tokens']:7,.0f} tokens")
-    print(f"written to {args.output}", file=sys.stderr)
-    return 0
+    return finish(args, result, (
+        f"{m['policy']:>10} {m['budget']:5.0%}  right {m['right']:6.1%}  {m['tokens']:7,.0f} tokens"
+        for m in result["measurements"]
+    ))  # fmt: skip
 
 
 def shared(a: Sequence[int], b: Sequence[int]) -> int:

@@ -12,9 +12,10 @@ from minithink.policies.thinkv import NAMES
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Draw = Callable[["Figure"], None]
 COLORS = {"reasoning": "#0072B2", "execution": "#009E73", "transition": "#D55E00"}  # of Okabe and Ito's palette
 LINES = ("#444444", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-SOURCES = ("sparsity", "keywords")
+SOURCES = ("sparsity", "keywords")  # of types
 MAPS = 4  # texts whose associations are drawn
 RC: dict[Any, Any] = {
     "svg.hashsalt": "minithink", "svg.fonttype": "none", "text.parse_math": False, "font.size": 8,
@@ -22,7 +23,7 @@ RC: dict[Any, Any] = {
 }  # fmt: skip
 
 
-def write(path: Path, draw: Callable[[Figure], None]) -> None:
+def write(path: Path, draw: Draw) -> None:
     """Draw into a file; the same values give the same bytes.
 
     Raises:
@@ -39,7 +40,7 @@ def write(path: Path, draw: Callable[[Figure], None]) -> None:
         write_svg(figure, path)
 
 
-def importance(texts: Sequence[Mapping[str, Any]]) -> Callable[[Figure], None]:
+def importance(texts: Sequence[Mapping[str, Any]]) -> Draw:
     """A box of every type, one panel for each source of types. texts: of the result."""
     measures = [name for name in ("suppressed", "resampled") if name in texts[0]]
 
@@ -65,7 +66,7 @@ def importance(texts: Sequence[Mapping[str, Any]]) -> Callable[[Figure], None]:
     return draw
 
 
-def association(texts: Sequence[Mapping[str, Any]]) -> Callable[[Figure], None]:
+def association(texts: Sequence[Mapping[str, Any]]) -> Draw:
     """The first texts' associations: x the earlier segment, y the later one, named by their types by sparsity and by
     keywords. texts: of the result."""
 
@@ -93,7 +94,7 @@ def association(texts: Sequence[Mapping[str, Any]]) -> Callable[[Figure], None]:
     return draw
 
 
-def curves(measurements: Sequence[Mapping[str, Any]]) -> Callable[[Figure], None]:
+def curves(measurements: Sequence[Mapping[str, Any]]) -> Draw:
     """Tokens held over tokens generated; beside it, where types are known, the shares of thoughts."""
     typed = [m for m in measurements if sum(m.get("thoughts", {}).values())]
 

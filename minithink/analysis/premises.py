@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from minithink.analysis import plots
 from minithink.analysis.dense import batches, decode, thinking_end, watch
 from minithink.bench import record
 from minithink.commands import location
@@ -122,6 +123,22 @@ def begin(
     return engine, problems, result
 
 
+def finish(
+    args: argparse.Namespace, result: dict[str, Any], lines: Iterable[str] = (),
+    draw: Callable[[], plots.Draw] | None = None,
+) -> int:  # fmt: skip
+    """Write the whole result, print the lines, and draw if --plot asks for it → 0. draw: makes what draws."""
+    result["complete"] = True
+    record.write(args.output, result)
+    for line in lines:
+        print(line)
+    if draw is not None and args.plot is not None:
+        plots.write(args.plot, draw())
+        print(f"drawn to {args.plot}", file=sys.stderr)
+    print(f"written to {args.output}", file=sys.stderr)
+    return 0
+
+
 def layer_of(layers: int) -> int:
     """Behind which layer, counted from 0, 0.7 of the depth are over, rounded (SkipKV: 20 of 28)."""
     return max(1, round(0.7 * layers)) - 1
@@ -152,10 +169,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         "answer_attention": answer_attention(looks),
         "steering": steering(engine, problems[: args.steered], args, looks),
     }
-    result["complete"] = True
-    record.write(args.output, result)
-    print(f"written to {args.output}", file=sys.stderr)
-    return 0
+    return finish(args, result)
 
 
 def outcome(engine: Engine, problems: Sequence[Problem], generated: Sequence[list[int]]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from minithink.analysis.dense import thinking_end
+from minithink.analysis.plots import SOURCES
 from minithink.analysis.premises import begin, common_arguments
 from minithink.bench import record
 from minithink.calibrate.reading import averaged, sparsity
@@ -26,8 +27,6 @@ from minithink.policies.thinkv import NAMES, ThinKV, type_of
 from minithink.progress import progress
 from minithink.tasks import Problem, grade
 from minithink.thoughts import kinds, segments
-
-SOURCES = ("sparsity", "keywords")  # of types
 
 
 class Text(NamedTuple):

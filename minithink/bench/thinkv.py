@@ -293,6 +293,11 @@ class Bench:
             "pages_share": pages / cache.store.table.pages.count, "cases": cases_of(steady).sum(1).tolist(),
         }  # fmt: skip
 
+    @property
+    def levels(self) -> list[int]:
+        """Tokens at which a generation is measured, the middle of each of its parts."""
+        return [(2 * i + 1) * self.args.tokens // (2 * self.args.levels) for i in range(self.args.levels)]
+
     def throughput(self, case: Case) -> dict[str, Any]:
         """A whole generation at the largest batch."""
         a, s = self.args, self.settings(case)
@@ -301,8 +306,7 @@ class Bench:
             raise MinithinkError(f"not one sequence fits into {self.memory / GIB:,.3g} GiB")
         steady = self.steady(case, batch, room)
         loop, levels = TimedLoop(steady), []
-        for i in range(a.levels):
-            level = (2 * i + 1) * a.tokens // (2 * a.levels)  # the middle of its part
+        for level in self.levels:
             steady.reach(level - a.warm)
             m = {"level": level, "filled": steady.generated} | loop.measure(a.warm, a.level_steps)
             attention = attention_seconds(steady) * 1e3
@@ -328,32 +332,28 @@ class Bench:
         make room for its own."""
         a, decoder = self.args, self.model.decoder
         room, weights = a.tokens + a.level_steps + 1, self.weights + decoder.embed.nbytes
-        per_token = self.config.kv_bytes_per_token(2)
-        batch = int((self.memory - a.headroom * GIB - weights) / per_token // room)
+        batch = int((self.memory - a.headroom * GIB - weights) / self.config.kv_bytes_per_token(2) // room)
         peer = Peer.from_decoder(decoder)
         decoder.to_empty(device="meta")
         while batch > 0:
             try:
-                levels = list[dict[str, Any]]()
-                for i in reversed(range(a.levels)):  # the longest first, which may not fit
-                    level = (2 * i + 1) * a.tokens // (2 * a.levels)
-                    side = Theirs(peer, self.device)
-                    side.hold(self.config, batch, a.tokens if i == a.levels - 1 else level, self.model.dtype)
-                    side.step()
-                    if i == a.levels - 1:  # there is room for all of it; now its time at the level
-                        side.hold(self.config, batch, level, self.model.dtype)
-                        side.step()
-                    times = [timed(side.step) for _ in range(a.level_steps)]
-                    m = {"level": level, "filled": level, "step_milliseconds": statistics.mean(times) * 1e3}
-                    limit = self.limit_of(batch, batch * level * per_token, batch * level * self.config.num_layers
-                                          * self.config.num_kv_heads, m["step_milliseconds"])  # fmt: skip
-                    levels.insert(0, m | limit)
-                    del side
+                self.theirs_at(peer, batch, a.tokens, 1)  # all of it must fit
+                levels = [self.theirs_at(peer, batch, level, a.level_steps) for level in self.levels]
                 return self.whole(batch, levels) | {"cases": [0, 0]}
             except torch.OutOfMemoryError:
                 batch -= max(1, batch // 8)
             torch.cuda.empty_cache()
         raise MinithinkError(f"not one sequence fits into {self.memory / GIB:,.3g} GiB beside transformers")
+
+    def theirs_at(self, peer: Peer, batch: int, level: int, steps: int) -> dict[str, Any]:
+        """transformers' steps over so many tokens."""
+        c, side = self.config, Theirs(peer, self.device)
+        side.hold(c, batch, level, self.model.dtype)
+        side.step()
+        milliseconds = statistics.mean(timed(side.step) for _ in range(steps)) * 1e3
+        lanes = batch * c.num_layers * c.num_kv_heads
+        limit = self.limit_of(batch, batch * level * c.kv_bytes_per_token(2), lanes * level, milliseconds)
+        return {"level": level, "filled": level, "step_milliseconds": milliseconds} | limit
 
     def limit(self, steady: Steady, milliseconds: float) -> dict[str, Any]:
         """What a step cannot do without: reading weights and cache, or multiplying, whichever takes longer."""

@@ -263,8 +263,7 @@ class KVManager:
         Raises:
             Exhausted: the pool is full; nothing has changed.
         """
-        records, prompt = self._announced(seqs, counts)
-        rows, counts = [self._row_of[seq] for seq in seqs], list(counts)
+        (rows, records, prompt), counts = self._announced(seqs, counts), list(counts)
         self._store_what_waits()
         if self.policy.opens and self.records_decisions and not prompt:  # what `decide_next` has opened
             everyone = torch.ones(len(rows), dtype=torch.bool, device=self.device)
@@ -309,23 +308,22 @@ class KVManager:
             Exhausted: the pool is too small for what still waits from the step before.
             UsageError: a lane is full.
         """
-        rows, records = self._of(seqs)
-        if not records or not all(r.prompt <= r.length < r.capacity for r in records) or len(set(rows)) < len(rows):
-            records, prompt = self._announced(seqs, [1] * len(seqs))  # which says what is wrong
-            if prompt:
-                r = records[0]
-                raise ValueError(f"sequence {r.seq} generates, and has read {r.length} of {r.prompt} prompt tokens")
+        rows, records, prompt = self._announced(seqs, [1] * len(seqs))
+        if prompt:
+            r = records[0]
+            raise ValueError(f"sequence {r.seq} generates, and has read {r.length} of {r.prompt} prompt tokens")
         self._store_what_waits()
         self.fit_columns(1)
         if max(self.store.most) >= self.store.seen:  # as the host counts, who does not know of evictions
             self.store.require_columns(rows, [1] * len(rows))
         self.store.used.update(self.store.appends)
 
-    def _announced(self, seqs: Sequence[int], counts: Sequence[int]) -> tuple[list[_Row], bool]:
-        """The sequences of a step, and whether they read their prompts. ValueError: there is no such step."""
+    def _announced(self, seqs: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list[_Row], bool]:
+        """The sequences of a step, as of `_of`, and whether they read their prompts. ValueError: there is no such
+        step."""
         if not seqs or len(set(seqs)) < len(seqs) or min(counts) < 1:
             raise ValueError(f"a step needs sequences, each once, with new tokens: {list(seqs)} with {list(counts)}")
-        records = [r for seq in seqs if (r := self.rows[self._row_of[seq]])]
+        rows, records = self._of(seqs)
         reading = [r.length < r.prompt for r in records]
         if any(reading) != all(reading):
             raise ValueError("a step reads prompts or generates, not both: announce them apart")
@@ -336,7 +334,7 @@ class KVManager:
                 raise ValueError(f"sequence {r.seq} announced a prompt of {r.prompt} tokens and brings more")
             if not reading[0] and count != 1:
                 raise ValueError(f"sequence {r.seq} generates: it brings one token a step, not {count}")
-        return records, reading[0]
+        return rows, records, reading[0]
 
     @torch.inference_mode()
     def begin_next(
@@ -574,12 +572,12 @@ class KVManager:
     def _end_step(
         self, decide: Callable[[], object] | None = None, flush: Callable[[Sequence[int]], object] | None = None
     ) -> None:
-        now, settled = self._now, []
+        now = self._now
         records = [self._row(row) for row in now.rows]
         for r, count in zip(records, now.counts, strict=True):
             r.length += count
-        if now.prompt:
-            settled = [row for row, r in zip(now.rows, records, strict=True) if r.length == r.prompt]
+        pairs = zip(now.rows, records, strict=True)
+        settled = [row for row, r in pairs if r.length == r.prompt] if now.prompt else []
         active = settled if now.prompt else now.rows
         edits: list[tuple[Policy, Edit]] = []
         if active:
