@@ -50,6 +50,7 @@ MANY_LANES = 64  # from here on there are blocks enough for small ones, and no u
 # Tokens of a block (those of a part are whole blocks), warps, stages; tuned on an H200. What takes which:
 # `shape_of_program`.
 LARGE, MEDIUM, SMALL = (128, 4, 2), (64, 2, 3), (32, 1, 3)
+MERGED = 16  # parts that `_merge` takes at once
 FAST = ("nvfp4", "ternary", "fp8", "int2", "int4", "int8")
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _LOG2E = tl.constexpr(math.log2(math.e))
@@ -571,15 +572,19 @@ def _merge(p_parts, p_part_lse, p_out, p_lse, p_rows, p_count, table_layer, part
     acc = tl.zeros([BLOCK_D], tl.float32)
     if C.overlap:
         tl.extra.cuda.gdc_wait()  # for the parts
-    for start in range(0, parts, BLOCK_P):
-        part = start + tl.arange(0, BLOCK_P)
+    # Blocks have one size and begin anew with each slice: how many parts there may be follows from the longest lane
+    # of the batch, and no lane's sum may have another order for that.
+    blocks = tl.cdiv(SLICE, BLOCK_P)
+    for i in range(tl.cdiv(parts, SLICE) * blocks):
+        i_slice, within = i // blocks, i % blocks * BLOCK_P + tl.arange(0, BLOCK_P)
+        part = i_slice * SLICE + within
+        there = (within < SLICE) & (part < parts)
         if FORMATS > 0:
-            _, count = _of_format(p_count, unit, part // SLICE, part < parts, FORMATS)
-        m_part = (part < parts) & (part % SLICE < tl.cdiv(count, _split(count, C)))
+            _, count = _of_format(p_count, unit, i_slice, True, FORMATS)
+        m_part = there & (within < tl.cdiv(count, _split(count, C)))
         o_part = i_head * parts + part
-        lse = tl.load(p_part_lse + o_part, part < parts, other=float("-inf"))
-        # what nobody wrote may be anything
-        lse = tl.where(m_part, lse, float("-inf"))
+        # what nobody wrote may be anything, and is not read
+        lse = tl.load(p_part_lse + o_part, m_part, other=float("-inf"))
         m = m_part[:, None] & (channel < C.dim)[None, :]
         x = tl.load(p_parts + o_part[:, None] * C.dim + channel[None, :], m, other=0.0)
         new = tl.maximum(top, tl.max(lse, 0))
@@ -706,7 +711,7 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
         )  # fmt: skip
     _merge[(n * hq,)](
         part, part_lse, out, lse, rows, count, t, parts,
-        c, several, in_format, power_of_2(d), min(32, power_of_2(parts)), num_warps=4,
+        c, several, in_format, power_of_2(d), MERGED, num_warps=4,
         **({"launch_pdl": True} if c.overlap else {}),
     )  # fmt: skip
     if not how:
@@ -857,7 +862,7 @@ def variants() -> Iterator[Variant]:
     at = {"*fp32": "p_parts p_part_lse p_lse p_top p_mass", "*bf16": "p_out", "*i32": "p_count", "*i64": "p_rows"}
     at |= {"*fp16": "p_seen", "i32": "table_layer parts width"}
     common = {name: kind for kind, names in at.items() for name in names.split()}
-    constexprs = {"C": c, "FORMATS": 0, "SLICE": 32, "BLOCK_D": 128, "BLOCK_P": 16}
+    constexprs = {"C": c, "FORMATS": 0, "SLICE": 32, "BLOCK_D": 128, "BLOCK_P": MERGED}
     signature = {n: common[n] for n in common if n in _merge.arg_names}
     yield Variant(_merge, signature, constexprs)
     yield Variant(_merge, signature, constexprs | {"FORMATS": 2})

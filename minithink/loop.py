@@ -23,6 +23,7 @@ was too small, nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,17 @@ class Recorded:
         return self.out
 
 
+@dataclass
+class _Launched:
+    """A step that may run still."""
+
+    seqs: list[int]
+    tokens: list[int]
+    states: np.ndarray  # int64 [STATE, len(seqs)]
+    decides: bool  # whether `out` says who is due
+    out: Tensor
+
+
 class DecodeLoop:
     """Steps of one model over one cache."""
 
@@ -92,8 +104,8 @@ class DecodeLoop:
         self.decisions: dict[Key, Recorded] = {}
         self.flushes: dict[Key, Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
+        self._launched: _Launched | None = None
 
-    @torch.inference_mode()
     def step(self, seqs: Sequence[int], tokens: Sequence[int]) -> list[int]:
         """Feed every sequence its newest token, draw the next ones.
 
@@ -101,29 +113,59 @@ class DecodeLoop:
             MinithinkError: the pool of pages is too small; the sequences cannot go on.
             UsageError: a lane is full; nothing has changed.
         """
+        if self._launched is None:
+            self.launch(seqs, tokens)
+        return self._finish(seqs, tokens)
+
+    @torch.inference_mode()
+    def launch(self, seqs: Sequence[int], tokens: Sequence[int]) -> None:
+        """Begin the next step, without waiting for it: `step` of the same sequences must follow, and until then
+        nobody may look into the cache or change it. Raises: UsageError as `step` does."""
+        if self._launched is not None:
+            raise ValueError("a step is under way already: call step before the next launch")
         cache, store = self.cache, self.cache.store
         cache.prepare_next(seqs)
         states = cache.states_after(seqs, tokens)  # [STATE, len(seqs)]
         inputs = self._with_idle(np.vstack((states, np.zeros_like(seqs), seqs)), self.sizes)
         rows, n = inputs[0].tolist(), inputs.shape[1]
         inputs[2, len(seqs) :] = [store.lengths[row] + 1 for row in rows[len(seqs) :]]
-        inputs[STATE] = [store.waiting[row] for row in rows]
+        if store.storage.buffer:
+            inputs[STATE] = [store.waiting[row] for row in rows]
         observed = cache.demands_due(seqs)
         out = self._replay(
             self.recorded, lambda x, out: self._step(x, out, observed), inputs, 3 * n + 1, observed
-        ).tolist()
+        )
+        self._launched = _Launched(list(seqs), list(tokens), states, cache.records_decisions, out)
+
+    @torch.inference_mode()
+    def _finish(self, seqs: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        """Wait for the step that was launched, and let the policy act."""
+        cache, store, launched = self.cache, self.cache.store, self._launched
+        assert launched is not None
+        if (launched.seqs, launched.tokens) != (list(seqs), list(tokens)):
+            raise ValueError(f"the step under way feeds other tokens than {list(tokens)} of sequences {list(seqs)}")
+        self._launched, states = None, launched.states
+        out, n = launched.out.tolist(), len(launched.out) // 3
         (drawn, due, begun), overflow = (out[i * n : i * n + len(seqs)] for i in range(3)), out[-1]
         if overflow:
             raise MinithinkError(
                 f"The KV pool of {store.table.pages.count:,} pages is exhausted: use a smaller --batch-size, "
                 "budget or --max-new-tokens."
             )
-        acting = states[:, np.array(due, dtype=bool)]
         cache.end_next(
             seqs, tokens,
-            decide=(lambda: self._decide(acting)) if cache.records_decisions else None,
+            decide=(lambda: self._decide(states[:, np.array(due, dtype=bool)])) if launched.decides else None,
             flush=self._flush if store.flushes_next else None, begun=begun,
         )  # fmt: skip
+        return drawn
+
+    def draw(self, logits: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
+        """The next token of every row, as `sampling.sample` does. logits: [N, V]; numbers of the draws and positions
+        of what is drawn: int64 [N]; → int64 [N]."""
+        if self.params.greedy:
+            return logits.argmax(-1)
+        x = filter_logits(logits, self.params)
+        drawn: Tensor = self.decoder.backend.gumbel_argmax(x, self.params.seed, sequence, position)
         return drawn
 
     def _decide(self, states: np.ndarray) -> None:
@@ -170,13 +212,8 @@ class DecodeLoop:
         at, active, lengths, _, _, tokens = state  # see kv/view.py, STATE
         self.cache.begin_next(at, active.bool(), lengths - 1, waiting, observed)
         logits = self.decoder.logits(self.decoder(tokens, self.cache))
-        if self.params.greedy:
-            drawn = logits.argmax(-1)
-        else:
-            x = filter_logits(logits, self.params)
-            drawn = self.decoder.backend.gumbel_argmax(x, self.params.seed, sequence, lengths)
         n = len(at)
-        out[:n].copy_(drawn)
+        out[:n].copy_(self.draw(logits, sequence, lengths))
         if self.cache.records_decisions:
             out[n : 2 * n].copy_(self.cache.due_next(state))
         if self.cache.policy.opens:

@@ -10,6 +10,7 @@ import copy
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -149,6 +150,9 @@ class Stream:
             if self.cache.capturable:
                 self._loop = DecodeLoop(engine.decoder, self.cache, params, () if fixed else SIZES)
                 self._together = prompts_at_once(batch_size)
+        # May a step begin before the tokens of the last one are given out? Who takes them must leave the cache alone.
+        self.ahead = False
+        self.accounts = True  # is it asked what a sequence holds when it ends, for its Result?
         # called after every forward pass with its sequences, when the policy has acted on them and none has left
         self.on_step: Callable[[list[Track]], object] = lambda sequences: None
         self._texts = [engine.tokenizer.stream() for _ in sequences]
@@ -217,7 +221,7 @@ class Stream:
         """The loop. Gives, after every step, the sequences that have a new token."""
         waiting, running = deque(self.sequences), list[Track]()
         while waiting or running:
-            while waiting and self.batch_size - len(running) >= min(self._together, len(waiting)):
+            while self._is_room(waiting, running):
                 group = [waiting.popleft()]
                 while waiting and len(group) < self._together and _tokens([*group, waiting[0]]) <= PREFILL_CHUNK:
                     group.append(waiting.popleft())
@@ -226,15 +230,27 @@ class Stream:
                 running += [s for s in group if not s.finish_reason]
             if running:
                 self._advance(running)
+                left = [s for s in running if not s.finish_reason]
+                if self.ahead and left and not self._is_room(waiting, left):
+                    self._launch(left)
                 yield running
-                running = [s for s in running if not s.finish_reason]
+                running = left
+
+    def _is_room(self, waiting: deque[Track], running: list[Track]) -> bool:
+        """Whether prompts are to be read now."""
+        return bool(waiting) and self.batch_size - len(running) >= min(self._together, len(waiting))
+
+    def _launch(self, sequences: list[Track]) -> None:
+        """Begin the next step of these, where a loop can. What prevents it is said when the step is due."""
+        if self._loop is not None:
+            with suppress(MinithinkError, RuntimeError, MemoryError):
+                self._loop.launch([s.number for s in sequences], [s.tokens[-1] for s in sequences])
 
     def _advance(self, sequences: list[Track]) -> None:
         """One token more for each: all of them decode, or all are new."""
         try:
             if not sequences[0].tokens:
-                logits = self._prefill(sequences)
-                drawn = [self._draw([s], own)[0] for s, own in zip(sequences, logits.split(1), strict=True)]
+                drawn = self._draw_first(sequences, self._prefill(sequences))
             elif self._loop is not None:
                 drawn = self._loop.step([s.number for s in sequences], [s.tokens[-1] for s in sequences])
             else:
@@ -252,7 +268,8 @@ class Stream:
             ) from error
 
     def _prefill(self, sequences: list[Track]) -> Tensor:
-        """Join the cache and read the prompts, several or a long one → logits [N, V] of their last tokens."""
+        """Join the cache and read the prompts, several or a long one → logits [N, V] of their last tokens, and behind
+        them of idle rows."""
         for s in sequences:
             thinking = Stage(self.engine.tokenizer, s.prompt).name == "think"
             self.cache.join(s.number, len(s.prompt) + s.limit, len(s.prompt), thinking, s.budget)
@@ -266,7 +283,7 @@ class Stream:
             ends = list(accumulate(counts))
             ends += ends[-1:] * (self._together - len(ends) if padded else 0)
             last = hidden[[end - 1 for end in ends]]
-            return self.engine.decoder.logits(last)[: len(sequences)]
+            return self.engine.decoder.logits(last)
         [s] = sequences
         for start in range(0, len(s.prompt), PREFILL_CHUNK):
             tokens = s.prompt[start : start + PREFILL_CHUNK]
@@ -286,6 +303,15 @@ class Stream:
         self.cache.end_step()
         return hidden
 
+    def _draw_first(self, sequences: list[Track], logits: Tensor) -> list[int]:
+        """The first token of each. logits: [N, V], of idle rows too."""
+        if self._loop is None:
+            return [self._draw([s], own)[0] for s, own in zip(sequences, logits.split(1), strict=False)]
+        numbers = [(s.number, len(s.prompt)) for s in sequences] + [(0, 0)] * (len(logits) - len(sequences))
+        sequence, position = torch.tensor(numbers, device=logits.device).T.contiguous()
+        drawn: list[int] = self._loop.draw(logits, sequence, position)[: len(sequences)].tolist()
+        return drawn
+
     def _draw(self, sequences: list[Track], logits: Tensor) -> list[int]:
         """A token for each sequence. logits: [B, V]."""
         positions = [len(s.prompt) + len(s.tokens) for s in sequences]
@@ -295,9 +321,12 @@ class Stream:
     def _take(self, sequences: list[Track], drawn: list[int]) -> None:
         """Give every sequence its token, and end those that are done."""
         now = time.perf_counter()
+        first = not sequences[0].tokens
         for s, token in zip(sequences, drawn, strict=True):
-            s.first, s.last = s.first or now, now
             s.tokens.append(token)
+            s.last = now
+            if first:
+                s.first = now
             if token in self.stop_ids:
                 s.finish_reason = "stop"
             elif len(s.tokens) == s.limit:
@@ -306,8 +335,9 @@ class Stream:
                 s.thought = self.cache.thought(s.number)
                 self._read(s, token)
             if s.finish_reason:
-                s.kv, s.kv_tokens = self.cache.account(s.number), self.cache.held(s.number)
-                s.told = self.cache.told(s.number)
+                if self.accounts:
+                    s.kv, s.kv_tokens = self.cache.account(s.number), self.cache.held(s.number)
+                    s.told = self.cache.told(s.number)
                 self.cache.leave(s.number)
                 self.sampler.drop(s.number)
 

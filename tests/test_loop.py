@@ -572,6 +572,31 @@ def test_a_pool_that_is_too_small_here_too() -> None:
 
 
 @pytest.mark.usefixtures("by_launches")
+def test_a_step_may_be_launched_before_it_is_asked_for() -> None:
+    """Then it is the step of these sequences and tokens, and of no others."""
+    decoder, drawn = with_backend(decoder_of(0), ONE_BY_ONE), list[list[int]]()
+    for ahead in (False, True):
+        policy = parse("rkv:budget=12,buffer=4,alpha=3")
+        manager = manager_for(decoder, policy, backend=ONE_BY_ONE, rows=2, columns="fit", poison=False)
+        for seq, n in ((0, 8), (1, 4)):
+            manager.join(seq, 60, n)
+            feed(decoder, manager, {seq: text_of(decoder.config, n, seq)})
+        loop, tokens = DecodeLoop(decoder, manager, SamplingParams(temperature=0)), [1, 2]
+        for _ in range(12):
+            if ahead:
+                loop.launch([0, 1], tokens)
+                for seqs, others in (([0, 1], [3, 4]), ([1, 0], tokens), ([0], tokens[:1])):
+                    with pytest.raises(ValueError, match="the step under way feeds other tokens"):
+                        loop.step(seqs, others)
+                with pytest.raises(ValueError, match="a step is under way already"):
+                    loop.launch([0, 1], tokens)
+            tokens = loop.step([0, 1], tokens)
+            drawn.append([*tokens, manager.length(0), manager.held(0), manager.held(1)])
+    assert drawn[:12] == drawn[12:]
+    assert drawn[-1][-2] < 20, "tokens were evicted"
+
+
+@pytest.mark.usefixtures("by_launches")
 def test_a_buffer_without_room_is_noticed_by_the_next_step() -> None:
     decoder = with_backend(decoder_of(0), ONE_BY_ONE)
     storage = Storage(("fp8",), buffer=4, block=4, tail="keep")

@@ -507,14 +507,46 @@ def test_by_the_loop(
     assert want._loop is None
     assert not want.sampler._noise, "of nobody who has ended"
     request.getfixturevalue("launched")
-    for fixed in (False, True):
+    for fixed, ahead in ((False, False), (True, False), (True, True)):
         got = made(fixed=fixed)
+        got.ahead = ahead
         assert got._loop is not None
         assert run(got) == order
         assert told_of(got.results) == told_of(want.results)
         assert {size for size, *_ in got._loop.recorded} == ({2} if fixed else {1, 2})
         assert got.cache.reserved_bytes() > 0
         assert not got.cache._row_of  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("launched")
+def test_tokens_are_given_out_before_the_next_step_fails(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is launched ahead, and cannot be, takes nothing away from those who wait for the last one."""
+    launch, calls = loop_module.DecodeLoop.launch, list[int]()
+
+    def fail(self: loop_module.DecodeLoop, seqs: Sequence[int], tokens: Sequence[int]) -> None:
+        calls.append(len(seqs))
+        if len(calls) >= 4:
+            raise MinithinkError("no room")
+        launch(self, seqs, tokens)
+
+    monkeypatch.setattr(loop_module.DecodeLoop, "launch", fail)
+    stream = stream_of(engine, tracks([[9, 8], [5]], 14), 2, policy=parse("full"), fixed=True)
+    stream.ahead = True
+    steps = stream.advances()
+    for _ in range(5):  # two prompts, and three steps
+        next(steps)
+    assert [len(s.tokens) for s in stream.sequences] == [4, 4]
+    with pytest.raises(MinithinkError, match="no room"):
+        next(steps)
+    assert calls == [2] * 5
+
+
+@pytest.mark.usefixtures("launched")
+def test_who_counts_bytes_need_not_ask(engine: Engine) -> None:
+    stream = stream_of(engine, tracks([[9, 8], [5]], 6), 2, policy=parse("full"), fixed=True)
+    stream.accounts = False
+    run(stream)
+    assert [(len(r.token_ids), r.kv_bytes, r.kv_tokens) for r in stream.results] == [(6, 0, 0)] * 2
 
 
 @pytest.mark.usefixtures("launched")

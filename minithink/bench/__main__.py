@@ -13,6 +13,7 @@ from minithink.bench import (
     compile,
     counters,
     decode,
+    evaluate,
     memory,
     paged,
     sanitize,
@@ -23,7 +24,8 @@ from minithink.bench import (
 )
 
 MODULES = [
-    decode, accuracy, paged, memory, attention, append, thoughts, thinkv, counters, sanitize, trace, compile, tables,
+    decode, accuracy, evaluate, paged, memory, attention, append, thoughts, thinkv, counters, sanitize, trace,
+    compile, tables,
 ]  # fmt: skip
 if find_spec("triton") is not None:  # it exists for Linux only
     from minithink.bench import steps

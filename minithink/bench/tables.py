@@ -156,6 +156,17 @@ def accuracy(result: dict[str, Any]) -> list[str]:
     return [*markdown(rows), "", _source(result)]
 
 
+def evaluate(result: dict[str, Any]) -> list[str]:
+    """End-to-end speed of evaluations, one row a policy."""
+    rows: list[tuple[str, ...]] = [("policy", "sequences", "tokens", "seconds", "tokens a second", "of full", "kept")]
+    for m in result["measurements"]:
+        speed = f"**{m['tokens_per_second']:,.0f}**"
+        share = f"{m['of_full']:.0%}" if "of_full" in m else "–"
+        counts = (f"{m['sequences']:,}", f"{m['tokens']:,}", f"{m['seconds']:.1f}")
+        rows.append((f"`{m['policy']}`", *counts, speed, share, f"{m['tokens_kept']:,.0f}"))
+    return [*markdown(rows), "", _source(result)]
+
+
 def paged(result: dict[str, Any]) -> list[str]:
     """Speed of the paged store beside the plain cache, one row a batch size."""
     rows: list[tuple[str, ...]] = [("batch", "pages", "plain cache", "ratio", "goal")]
@@ -376,6 +387,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "decode-gpu-rkv": decode,
     "accuracy": accuracy,
     "accuracy-ledger": accuracy,
+    "evaluate": evaluate,
     "cache-speed": paged,
     "cache-bytes": memory,
     "attention": attention,

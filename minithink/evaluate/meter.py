@@ -80,9 +80,18 @@ class DeviceMeter:
         self._values: dict[tuple[int, ...], Tensor] = {}  # the last inputs, by what they say
         self._recorded: dict[int, loop.Recorded] = {}  # by the width that is read
         self._pool = torch.cuda.graph_pool_handle()
+        # What `take` reads, copied after every step: the device may be at the next one by then.
+        self._told = torch.zeros(self.sums.shape, dtype=self.sums.dtype, pin_memory=self.sums.is_cuda)
+        self._copied = torch.cuda.Event() if self.sums.is_cuda else None
 
     @torch.inference_mode()
     def __call__(self, sequences: Sequence[Track]) -> None:
+        self._measure(sequences)
+        self._told.copy_(self.sums, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def _measure(self, sequences: Sequence[Track]) -> None:
         if not sequences[0].tokens:
             rows = [self.cache.next_state(s.number)[0] for s in sequences]
             self._row.update(zip((s.number for s in sequences), rows, strict=True))
@@ -126,7 +135,11 @@ class DeviceMeter:
 
     def take(self, sequences: Sequence[Track]) -> list[Held]:
         rows = [self._row.pop(s.number) for s in sequences]
-        return [_held(*column) for column in zip(*self.sums[:, rows].tolist(), strict=True)] if rows else []
+        if not rows:
+            return []
+        if self._copied is not None:
+            self._copied.synchronize()
+        return [_held(*column) for column in zip(*self._told[:, rows].tolist(), strict=True)]
 
 
 def _held(

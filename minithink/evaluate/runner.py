@@ -322,6 +322,7 @@ class Job:
         # The full cache is read from pages where kernels do that, and else from a plain buffer, as without a policy.
         chosen = None if cell.policy == FULL else policy
         stream = self.engine.stream(self.prompts, policy=chosen, fixed=True, **self.drawing)
+        stream.ahead, stream.accounts = True, False  # the meter counts, after each step and before the next
         for s in stream.sequences:
             s.budget = own[s.prompt_index]
         return stream

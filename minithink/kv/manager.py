@@ -45,7 +45,7 @@ from minithink.kv.contract import (
 from minithink.kv.ledger import Ledger, Told
 from minithink.kv.pages import Reading, layouts
 from minithink.kv.store import SAME, PagedStore, Writer
-from minithink.kv.view import View
+from minithink.kv.view import STATE, View
 from minithink.model import Rope
 from minithink.ref.decode_attention import decode_probabilities, group_reduce
 
@@ -71,6 +71,17 @@ class _Row:
 
 
 @dataclass
+class _Group:
+    """Sequences that go together. A generation asks for the same ones step after step."""
+
+    seqs: list[int]
+    rows: list[int]
+    records: list[_Row]
+    constant: np.ndarray  # int64 [2, N]: rows, lengths of the prompts
+    steps: int = 0  # of one token each, that all of them may still take, as far as was looked
+
+
+@dataclass
 class _Pass:
     """One forward pass."""
 
@@ -84,12 +95,16 @@ class _Pass:
     lengths: Tensor  # int64 [N]: tokens that each has seen before
     cos: Tensor
     sin: Tensor
+    each: Tensor | None = None  # int64 [N, longest]: of every prompt the tokens' rows; the last one's behind its end
     read: Reading | None = None
     valid: Tensor | None = None  # bool [Lt, N, Ht, S]
     dense: bool = False  # no lane is shorter than the others
     near: tuple[Tensor, Tensor, Tensor] | None = None  # pulled tokens [Lt, N, Ht, S], cos and sin of their query
     due: Sequence[Demand] = ()
     active: Tensor | None = None  # bool [N]: those of the rows that take part; None: all
+
+
+NOBODY = _Group([], [], [], np.zeros((2, 0), dtype=np.int64))
 
 
 class Recorder(Protocol):
@@ -173,7 +188,7 @@ class KVManager:
         policy.setup(self.shape)
         self.rows: list[_Row | None] = [None] * rows
         self._row_of: dict[int, int] = {}
-        self._asked_of: tuple[Sequence[int], list[int], list[_Row]] = (), [], []  # see `_of`
+        self._last = NOBODY  # see `_of`
         self.budgets = {
             id(p): torch.full(self.shape.tables, UNLIMITED, dtype=torch.int32, device=self.device)
             for p in members(policy)
@@ -222,7 +237,7 @@ class KVManager:
         self.check(prompt, budget)
         row = free[0]
         self.rows[row], self._row_of[seq] = _Row(seq, prompt, thinking or None in self.think_ids, capacity), row
-        self._asked_of = (), [], []
+        self._last = NOBODY
         for policy in members(self.policy):
             limit = policy.budget if budget is None else budget
             self.budgets[id(policy)][:, row] = UNLIMITED if limit is None else limit
@@ -239,7 +254,7 @@ class KVManager:
         if self.recorder is not None:
             self.recorder.left(seq)
         row = self._row_of.pop(seq)
-        self.rows[row], self._asked_of = None, ((), [], [])
+        self.rows[row], self._last = None, NOBODY
         self._waiting_prompts = [r for r in self._waiting_prompts if r != row]
         self.store.clear(row)
 
@@ -263,7 +278,8 @@ class KVManager:
         Raises:
             Exhausted: the pool is full; nothing has changed.
         """
-        (rows, records, prompt), counts = self._announced(seqs, counts), list(counts)
+        group, counts = self._announced(seqs, counts), list(counts)
+        rows, records, prompt = group.rows, group.records, group.records[0].clock < 0
         self._store_what_waits()
         if self.policy.opens and self.records_decisions and not prompt:  # what `decide_next` has opened
             everyone = torch.ones(len(rows), dtype=torch.bool, device=self.device)
@@ -285,7 +301,9 @@ class KVManager:
                 r.thinking = thinks
         self._pass = now
         if now.prompt:
-            now.due = list(self.policy.demands)
+            first, step = np.cumsum([0, *counts[:-1]]), np.arange(max(counts))
+            each = first[:, None] + np.minimum(step, np.array(counts)[:, None] - 1)
+            now.each, now.due = torch.from_numpy(each).to(self.device), list(self.policy.demands)
             return
         if self.store.compaction:
             self.store.compaction.start()
@@ -308,33 +326,36 @@ class KVManager:
             Exhausted: the pool is too small for what still waits from the step before.
             UsageError: a lane is full.
         """
-        rows, records, prompt = self._announced(seqs, [1] * len(seqs))
-        if prompt:
-            r = records[0]
-            raise ValueError(f"sequence {r.seq} generates, and has read {r.length} of {r.prompt} prompt tokens")
+        group = self._of(seqs)
+        if not group.steps:
+            self._announced(seqs, [1] * len(seqs))
+            r = group.records[0]
+            if r.clock < 0:
+                raise ValueError(f"sequence {r.seq} generates, and has read {r.length} of {r.prompt} prompt tokens")
+            group.steps = min(r.capacity - r.length for r in group.records)
         self._store_what_waits()
         self.fit_columns(1)
         if max(self.store.most) >= self.store.seen:  # as the host counts, who does not know of evictions
-            self.store.require_columns(rows, [1] * len(rows))
+            self.store.require_columns(group.rows, [1] * len(group.rows))
         self.store.used.update(self.store.appends)
 
-    def _announced(self, seqs: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list[_Row], bool]:
-        """The sequences of a step, as of `_of`, and whether they read their prompts. ValueError: there is no such
-        step."""
+    def _announced(self, seqs: Sequence[int], counts: Sequence[int]) -> _Group:
+        """The sequences of a step, as of `_of`: all of them read their prompts, or all generate. ValueError: there is
+        no such step."""
         if not seqs or len(set(seqs)) < len(seqs) or min(counts) < 1:
             raise ValueError(f"a step needs sequences, each once, with new tokens: {list(seqs)} with {list(counts)}")
-        rows, records = self._of(seqs)
-        reading = [r.length < r.prompt for r in records]
+        group = self._of(seqs)
+        reading = [r.clock < 0 for r in group.records]
         if any(reading) != all(reading):
             raise ValueError("a step reads prompts or generates, not both: announce them apart")
-        for r, count in zip(records, counts, strict=True):
+        for r, count in zip(group.records, counts, strict=True):
             if r.length + count > r.capacity:
                 raise ValueError(f"sequence {r.seq} has {r.length} tokens of {r.capacity}: {count} do not fit")
             if reading[0] and r.length + count > r.prompt:
                 raise ValueError(f"sequence {r.seq} announced a prompt of {r.prompt} tokens and brings more")
             if not reading[0] and count != 1:
                 raise ValueError(f"sequence {r.seq} generates: it brings one token a step, not {count}")
-        return rows, records, reading[0]
+        return group
 
     @torch.inference_mode()
     def begin_next(
@@ -376,7 +397,8 @@ class KVManager:
             flush: is called with the rows whose buffers are full, in place of the store's `flush`.
             begun: the segments that began, `store.begun` of these sequences' rows; None: the device is asked.
         """
-        rows, records = self._of(seqs)
+        group = self._of(seqs)
+        rows, records = group.rows, group.records
         self._begun(rows, begun)
         self.store.appended(rows, [r.length for r in records])
         if {*self.think_ids}.intersection(tokens):
@@ -384,7 +406,9 @@ class KVManager:
                 r.thinking = thinks
         none = torch.empty(0)
         self._pass = _Pass(rows, [1] * len(rows), False, list(tokens), tokens, Writer(), none, none, none, none)
+        steps = max(0, group.steps - 1)
         self._end_step(decide, flush)
+        group.steps = steps
 
     def _begun(self, rows: Sequence[int], begun: Sequence[int] | None = None) -> None:
         """What the host must know of segments that began with the tokens of these rows."""
@@ -447,7 +471,7 @@ class KVManager:
         """What must be observed when each of these sequences brings its next token."""
         if not self.policy.demands:
             return ()
-        clocks = {r.clock + 1 for r in self._of(seqs)[1]}
+        clocks = {r.clock + 1 for r in self._of(seqs).records}
         return tuple(d for d in self.policy.demands if any(clock % d.every == 0 for clock in clocks))
 
     def next_state(self, seq: int) -> tuple[int, int, int]:
@@ -457,10 +481,12 @@ class KVManager:
 
     def states_after(self, seqs: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         """What the policy must know of sequences when these tokens will be in the cache: int64 [view.STATE, N]."""
-        rows, records = self._of(seqs)
-        lengths, prompts = [r.length + 1 for r in records], [r.prompt for r in records]
-        thinks = self._think(records, tokens)
-        return np.array([rows, [1] * len(rows), lengths, prompts, thinks, tokens], dtype=np.int64)
+        group = self._of(seqs)
+        out = np.ones((STATE, len(tokens)), dtype=np.int64)  # see kv/view.py; ones: all take part
+        out[0], out[3] = group.constant
+        out[2] = [r.length + 1 for r in group.records]
+        out[4], out[5] = self._think(group.records, tokens), tokens
+        return out
 
     def _pull(self, now: _Pass) -> None:
         """Tokens below `pull` are attended as if they stood directly before the next one that is held."""
@@ -482,12 +508,12 @@ class KVManager:
             q = self.backend.append(raw, k, v, now.cos, now.sin, now.writer, layer)
             self._keep_queries(layer, q, now)
             return self._decode(layer, raw, q, now)
-        rows, longest = sum(now.counts), max(now.counts)  # rows behind those are idle
+        rows = sum(now.counts)  # those behind are idle
         idle, qk, v = len(qk) - rows, qk[:rows], v[:rows]
         q, k = self.backend.rope(qk, now.cos, now.sin).split_with_sizes(heads, dim=1)
-        kv = torch.stack((k, v), dim=1).split(now.counts)
-        padded = torch.stack([torch.nn.functional.pad(x, (0, 0) * 3 + (0, longest - len(x))) for x in kv])
-        now.writer.write(layer, padded[:, :, 0], padded[:, :, 1])
+        both = torch.stack((k, v), dim=1)  # [n, 2, Hkv, D]
+        now.writer.write(layer, *both[now.each].unbind(2))
+        kv = both.split(now.counts)
         self._keep_queries(layer, q, now)
         out = []
         for i, (row, q_i) in enumerate(zip(now.rows, q.split(now.counts), strict=True)):
@@ -573,11 +599,12 @@ class KVManager:
         self, decide: Callable[[], object] | None = None, flush: Callable[[Sequence[int]], object] | None = None
     ) -> None:
         now = self._now
-        records = [self._row(row) for row in now.rows]
+        last = self._last
+        records = last.records if last.rows is now.rows else [self._row(row) for row in now.rows]
         for r, count in zip(records, now.counts, strict=True):
             r.length += count
-        pairs = zip(now.rows, records, strict=True)
-        settled = [row for row, r in pairs if r.length == r.prompt] if now.prompt else []
+        last.steps = 0  # to be looked at anew, but see `end_next`
+        settled = [r for r, x in zip(now.rows, records, strict=True) if x.clock == 0] if now.prompt else []
         active = settled if now.prompt else now.rows
         edits: list[tuple[Policy, Edit]] = []
         if active:
@@ -772,14 +799,13 @@ class KVManager:
         pairs = zip(records, tokens, strict=True)
         return [token == opens if token in (opens, closes) else r.thinking for r, token in pairs]
 
-    def _of(self, seqs: Sequence[int]) -> tuple[list[int], list[_Row]]:
-        """Rows of these sequences, and what is known of each. A step asks several times for the same ones."""
-        asked, rows, records = self._asked_of
-        if asked != seqs:
+    def _of(self, seqs: Sequence[int]) -> _Group:
+        """What is known of these sequences. A step asks several times for the same ones."""
+        if self._last.seqs != seqs:
             rows = [self._row_of[seq] for seq in seqs]
             records = [self._row(row) for row in rows]
-            self._asked_of = list(seqs), rows, records
-        return rows, records
+            self._last = _Group(list(seqs), rows, records, np.array([rows, [r.prompt for r in records]]))
+        return self._last
 
     def _row(self, row: int) -> _Row:
         record = self.rows[row]

@@ -202,12 +202,15 @@ class PagedStore(Pages):
 
     def appended(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """What the host must know after `append_next`."""
-        for row in rows:
+        for row, length in zip(rows, lengths, strict=True):
             self.most[row] += 1
+            self.lengths[row] = length + 1
         self.used.update(self.appends)
         if not self.storage.buffer:
             self.table.drawn()
-        self._count(rows, [1] * len(rows), lengths, False)
+            return
+        for row in rows:
+            self.waiting[row] += 1
 
     @property
     def appends(self) -> tuple[int, ...]:
@@ -564,9 +567,11 @@ class PagedStore(Pages):
 
     def measure(self, row: int) -> None:
         """The prompt is read, and nothing of it is evicted or moved yet: take the FP32 scales from it."""
-        read = self.reader(torch.tensor([row], device=self.shape.device))
         scaled = [f for f, lay in enumerate(self.layouts) if lay.k.tensor_scaled or lay.v.tensor_scaled]
-        for layer in range(self.shape.layers if scaled else 0):
+        if not scaled:
+            return
+        read = self.reader(self._at(row))
+        for layer in range(self.shape.layers):
             amax = [x.float().abs().amax() for x in read(layer)]
             for f in scaled:
                 self.scale[f, 0, layer, row] = self.layouts[f].k.tensor_scale(amax[0])
@@ -578,12 +583,12 @@ class PagedStore(Pages):
         The first `sink` tokens stay plain; the last, which fill no buffer, are quantized too or wait in the ring.
         """
         s = self.storage
-        home = int(self.thought_format[s.prompt])
-        at = torch.tensor([row], device=self.shape.device)
-        read = self.reader(at)
+        home = s.formats.index(s.thoughts[s.prompt])
         if self.layouts[home].plain and not s.buffer:
             self._settled(row)
             return
+        at = self._at(row)
+        read = self.reader(at)
         whole = s.sink + max(0, length - s.sink) // max(1, s.buffer) * max(1, s.buffer)
         keep = s.tail == "keep"
         place, pos = self.place[:, at, :, : self.seen], self.positions()[:, at]  # [Lt, 1, Ht, S]
@@ -741,11 +746,10 @@ class PagedStore(Pages):
 
     def clear(self, row: int) -> None:
         """Forget a row."""
-        drop = torch.zeros_like(self.positions(), dtype=torch.bool)
-        drop[:, row] = True
+        at = self._at(row)
         if self.compaction:
             self.compaction.finish()
-        self.evict(drop)
+        self.evict(torch.ones_like(self.positions()[:, :1], dtype=torch.bool), at)
         if self.compaction:
             self.compaction.finish()
         self.thought[row], self.next_thought[row] = self.storage.prompt, SAME
@@ -828,6 +832,10 @@ class PagedStore(Pages):
         return torch.stack((payload, scales, tables, torch.full_like(payload, self.ring[:, 0].nbytes)))
 
     # -- helpers
+
+    def _at(self, row: int) -> Tensor:
+        """One row, int64 [1], without waiting for the device, as a copy from the host's memory would."""
+        return torch.full((1,), row, device=self.shape.device)
 
     def _join(self, page: Tensor, slot: Tensor) -> Tensor:
         return page * self.table.most + slot

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# cuDNN makes a plan for every length that it has not met, which takes longer than the attention of a prompt does.
+ON_GPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -25,5 +31,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     # torch's causal flag aligns its mask at the top left, so it is right for a whole prompt only.
     mask = None if n == s else torch.ones(n, s, dtype=torch.bool, device=q.device).tril(s - n)
     q = q.transpose(0, 1)[None]  # [1, Hq, n, D]
-    out = F.scaled_dot_product_attention(q, k[None], v[None], attn_mask=mask, is_causal=n == s, enable_gqa=True)
+    chosen: AbstractContextManager[None] = sdpa_kernel(ON_GPU) if q.is_cuda else nullcontext()
+    with chosen:
+        out = F.scaled_dot_product_attention(q, k[None], v[None], attn_mask=mask, is_causal=n == s, enable_gqa=True)
     return out[0].transpose(0, 1)

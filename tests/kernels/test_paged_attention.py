@@ -132,15 +132,21 @@ def test_lists_are_sorted_once_for_all_layers(name: str, times: int) -> None:
     assert len(calls) == times
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "thoughts"])
-def test_a_sequence_does_not_notice_what_others_lose(name: str) -> None:
-    """A lane of several parts gives the same bits when the others have lost nearly everything."""
-    store = filled(STORAGES[name], "head", [300, 170, 40], steps=4, seed=3)
+@pytest.mark.parametrize("cut", ["few lanes", "long"])
+@pytest.mark.parametrize("name", ["plain", "nvfp4", "thoughts"])
+def test_a_sequence_does_not_notice_what_others_lose(name: str, cut: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane of several parts gives the same bits when the others have lost nearly everything, the longest of them
+    too, so that fewer parts are merged."""
+    for constant, value in CUTS[cut].items():
+        monkeypatch.setattr(kernel, constant, value)
+    store = filled(STORAGES[name], "head", [300, 700, 40], steps=4, seed=3)
     q = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     before, _ = paged_attention(q, store.reader(), 0)
     drop = store.positions() > 1
     drop[:, 0] = False
+    seen = store.seen
     store.evict(drop)
+    assert store.seen < seen / 2
     after, _ = paged_attention(q, store.reader(), 0)
     assert_same("row 0", after[0], before[0])
     assert not torch.equal(after[1], before[1])
