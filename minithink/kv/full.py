@@ -25,6 +25,7 @@ from minithink.config import ModelConfig
 from minithink.errors import MinithinkError
 from minithink.kv.ledger import Ledger, Told
 from minithink.model import Rope
+from minithink.ref.attention import of_any_length
 
 
 @dataclass
@@ -109,9 +110,10 @@ class FullCache:
         kv = torch.cat((k, v), dim=1).transpose(0, 1)  # [2·Hkv, N, D]
         parts = q.split_with_sizes(self._counts), kv.split_with_sizes(self._counts, dim=1)
         out = []
-        for lane, q_i, kv_i in zip(self._lanes, *parts, strict=True):
-            lane.new[layer].copy_(kv_i)
-            out.append(self.backend.attention(q_i, lane.all[2 * layer], lane.all[2 * layer + 1]))
+        with of_any_length(self.device):
+            for lane, q_i, kv_i in zip(self._lanes, *parts, strict=True):
+                lane.new[layer].copy_(kv_i)
+                out.append(self.backend.attention(q_i, lane.all[2 * layer], lane.all[2 * layer + 1]))
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ from minithink.kv.pages import Reading, layouts
 from minithink.kv.store import SAME, PagedStore, Writer
 from minithink.kv.view import STATE, View
 from minithink.model import Rope
+from minithink.ref.attention import of_any_length
 from minithink.ref.decode_attention import decode_probabilities, group_reduce
 
 UNLIMITED = 2**30  # a budget that nothing exceeds
@@ -516,20 +517,21 @@ class KVManager:
         kv = both.split(now.counts)
         self._keep_queries(layer, q, now)
         out = []
-        for i, (row, q_i) in enumerate(zip(now.rows, q.split(now.counts), strict=True)):
-            before = self._row(row).length
-            if before:
-                read = self.store.reader(now.at[i : i + 1])(layer)
-                k_i, v_i = (x[0, :, : before + now.counts[i]] for x in read)  # [Hkv, T, D]
-            else:  # all that it may look at is in this pass
-                k_i, v_i = kv[i].permute(1, 2, 0, 3).unbind()
-            out.append(self.backend.attention(q_i, k_i, v_i))
-            for demand in (d for d in self._due(See.MASS, layer) if d.prompt):
-                self._prompt_mass(layer, row, demand.group, q_i, k_i)
-            if before + now.counts[i] == self._row(row).prompt:
-                for group, what in self._asked(layer).items():
-                    if what & See.ROWS:
-                        self._prompt_row(layer, row, group, q_i[-1:], k_i)
+        with of_any_length(self.device):
+            for i, (row, q_i) in enumerate(zip(now.rows, q.split(now.counts), strict=True)):
+                before = self._row(row).length
+                if before:
+                    read = self.store.reader(now.at[i : i + 1])(layer)
+                    k_i, v_i = (x[0, :, : before + now.counts[i]] for x in read)  # [Hkv, T, D]
+                else:  # all that it may look at is in this pass
+                    k_i, v_i = kv[i].permute(1, 2, 0, 3).unbind()
+                out.append(self.backend.attention(q_i, k_i, v_i))
+                for demand in (d for d in self._due(See.MASS, layer) if d.prompt):
+                    self._prompt_mass(layer, row, demand.group, q_i, k_i)
+                if before + now.counts[i] == self._row(row).prompt:
+                    for group, what in self._asked(layer).items():
+                        if what & See.ROWS:
+                            self._prompt_row(layer, row, group, q_i[-1:], k_i)
         if idle:
             out.append(q.new_zeros(idle, *q.shape[1:]))
         return out[0] if len(out) == 1 else torch.cat(out)
