@@ -227,10 +227,12 @@ class Stream:
                     group.append(waiting.popleft())
                 self._advance(group)
                 yield group
-                running += [s for s in group if not s.finish_reason]
+                running = [*running, *(s for s in group if not s.finish_reason)]
             if running:
                 self._advance(running)
-                left = [s for s in running if not s.finish_reason]
+                left = running
+                if any(s.finish_reason for s in running):  # else the list stays the same, and says so
+                    left = [s for s in running if not s.finish_reason]
                 if self.ahead and left and not self._is_room(waiting, left):
                     self._launch(left)
                 yield running

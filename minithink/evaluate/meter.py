@@ -77,7 +77,7 @@ class DeviceMeter:
         self.sums = torch.zeros(8, rows, dtype=torch.float64, device=cache.device)
         self.before = cache.store.count.clone()  # tokens that the lanes held
         self._row = dict[int, int]()  # of a sequence's number
-        self._values: dict[tuple[int, ...], Tensor] = {}  # the last inputs, by what they say
+        self._last: tuple[Sequence[Track], int, Tensor] | None = None  # the last inputs, and what they are made of
         self._recorded: dict[int, loop.Recorded] = {}  # by the width that is read
         self._pool = torch.cuda.graph_pool_handle()
         # What `take` reads, copied after every step: the device may be at the next one by then.
@@ -102,7 +102,7 @@ class DeviceMeter:
             self.sums[0, at] = count.double().mean((0, 2))
             self.sums[1, at] = (self.cache.store.held(at).sum(0) + self._state()).double()
             return
-        values, width = self._inputs([self._row[s.number] for s in sequences]), self.cache.store.seen
+        values, width = self._inputs(sequences), self.cache.store.seen
         if width not in self._recorded:
             self._recorded[width] = loop.Recorded(self._add, values, self.sums, self._pool)
         self._recorded[width].replay(values)
@@ -111,16 +111,17 @@ class DeviceMeter:
         """Bytes of a row's share of what the policy remembers and sees."""
         return sum(self.cache.row_shares().values())
 
-    def _inputs(self, rows: Sequence[int]) -> Tensor:
-        """int64 [3, B]: the rows, which of them took part, bytes of a row's state. Made anew where it differs."""
-        key = (self._state(), *rows)
-        if key not in self._values:
+    def _inputs(self, sequences: Sequence[Track]) -> Tensor:
+        """int64 [3, B]: the rows, which of them took part, bytes of a row's state. Made anew where the list of
+        sequences is another one."""
+        state = self._state()
+        if self._last is None or self._last[0] is not sequences or self._last[1] != state:
             values = torch.zeros(3, len(self.cache.rows), dtype=torch.int64)
             values[0] = torch.arange(values.shape[1])
-            values[ACTIVE, list(rows)] = 1
-            values[2] = key[0]
-            self._values = {key: values}
-        return self._values[key]
+            values[ACTIVE, [self._row[s.number] for s in sequences]] = 1
+            values[2] = state
+            self._last = sequences, state, values
+        return self._last[2]
 
     def _add(self, values: Tensor, sums: Tensor) -> None:
         """What is recorded: one step more, of the rows that took part."""
