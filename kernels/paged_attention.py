@@ -197,11 +197,11 @@ def _scale_fp16(code):
 
 @triton.jit
 def _affine(code, both):
-    """code · scale + minimum in fp16, rounded once, saturating; both: int32, the minimum above the scale."""
+    """code · scale + minimum in fp16, rounded once; both: int32, the minimum above the scale. Where the sum is too
+    large it saturates; too small it cannot be, for nothing is below the minimum."""
     scale = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
     x = tl.fma(code, scale, (both >> 16).to(tl.int16).to(tl.float16, bitcast=True))
-    largest = tl.full([], _LARGEST_FP16, tl.float16)
-    return tl.minimum(tl.maximum(x, -largest), largest)
+    return tl.minimum(x, tl.full([], _LARGEST_FP16, tl.float16))
 
 
 @triton.jit
@@ -410,7 +410,8 @@ def _split(count, C: tl.constexpr):
     SHORT: tl.constexpr = C.short
     most = C.base * tl.where(count <= SHORT, 1, tl.where(count <= 4 * SHORT, 2, tl.where(count <= 16 * SHORT, 4, 8)))
     count = tl.maximum(count, 1)  # a part of no tokens would be divided by
-    return tl.minimum(tl.cdiv(tl.cdiv(count, tl.cdiv(count, most)), C.even) * C.even, most)
+    # The product comes last: that parts begin at multiples of `even` is then known, and places are loaded together.
+    return tl.minimum(tl.cdiv(tl.cdiv(count, tl.cdiv(count, most)), C.even), most // C.even) * C.even
 
 
 @triton.jit
@@ -484,10 +485,12 @@ def _attend(
         own = tl.max(tl.where(near == start, rows, -1), 0)
         start -= (K.group - tl.sum((rows == own).to(tl.int32), 0)) % K.group
     for t0 in range(start, end, BLOCK_T):
-        t = t0 + tl.arange(0, BLOCK_T)
-        m_t = t < end
+        # Compared with a number of the block, not of the lane: the latter would be counted on in 64 bits.
+        within = tl.arange(0, BLOCK_T)
+        m_t = within < end - t0
         if GROUPED:
-            m_t = m_t & (t >= first)
+            m_t = m_t & (within >= first - t0)
+        t = t0 + within
         place = tl.load(p_place + t, m_t, other=0)
         if IN_RING:
             # [L, B, Hkv, R, 2, D]
