@@ -7,6 +7,8 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +34,32 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Exit code 1 if anything did not compile."""
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise UsageError("TRITON_INTERPRET=1 interprets the kernels: unset it to compile them.")
+    if unknown := [name for name in args.names if name not in modules()]:
+        raise UsageError(f"There is no kernel named {unknown[0]}; there are {', '.join(modules())}.")
+    pairs = [(name, arch) for name in args.names or modules() for arch in args.arch or ARCHITECTURES]
     failed = 0
-    for name in args.names or modules():
-        variants = list(importlib.import_module(f"minithink.kernels.{name}").variants())
-        for arch in args.arch or ARCHITECTURES:
-            shared = 0
-            fitting = [variant for variant in variants if variant.arch <= arch]
-            for variant in fitting:
-                try:
-                    shared = max(shared, compiled(variant, arch).metadata.shared)
-                except Exception as error:  # whatever the compiler raises is the finding
-                    failed += 1
-                    print(f"{name} sm_{arch} {variant.constexprs}: {error}", file=sys.stderr)
-            print(f"{name:20} sm_{arch}  {len(fitting):3} variants, at most {shared / 1024:.0f} KiB of shared memory")
+    # processes that begin anew: what this one has loaded need not survive a fork
+    with ProcessPoolExecutor(min(len(pairs), os.cpu_count() or 1), get_context("spawn")) as pool:
+        for said, errors in pool.map(check, *zip(*pairs, strict=True)):
+            print(said, flush=True)
+            print("".join(f"{error}\n" for error in errors), end="", file=sys.stderr)
+            failed += len(errors)
     if failed:
         print(f"{failed} variants did not compile.", file=sys.stderr)
     return int(failed > 0)
+
+
+def check(name: str, arch: int) -> tuple[str, list[str]]:
+    """Compile a module's variants: what there is to say of all of them, and of those that do not compile."""
+    variants = importlib.import_module(f"minithink.kernels.{name}").variants()
+    fitting, errors, shared = [variant for variant in variants if variant.arch <= arch], list[str](), 0
+    for variant in fitting:
+        try:
+            shared = max(shared, compiled(variant, arch).metadata.shared)
+        except Exception as error:  # whatever the compiler raises is the finding
+            errors.append(f"{name} sm_{arch} {variant.constexprs}: {error}")
+    said = f"{name:20} sm_{arch}  {len(fitting):3} variants, at most {shared / 1024:.0f} KiB of shared memory"
+    return said, errors
 
 
 def compiled(variant: Any, arch: int) -> Any:
