@@ -113,6 +113,7 @@ class Track:
     kv: Ledger = field(default_factory=Ledger)
     kv_tokens: int = 0
     told: Told = field(default_factory=Told)
+    counts: dict[str, int] = field(default_factory=dict)  # see Policy.counts
     thought: str = ""  # the type of the running segment, where texts are wanted
     piece: str = ""  # the text of the last token, where texts are wanted
     tail: str = ""  # the latest text, as long as the longest text that stops
@@ -245,7 +246,7 @@ class Stream:
     def _launch(self, sequences: list[Track]) -> None:
         """Begin the next step of these, where a loop can. What prevents it is said when the step is due."""
         if self._loop is not None:
-            with suppress(MinithinkError, RuntimeError, MemoryError):
+            with suppress(Exception):
                 self._loop.launch([s.number for s in sequences], [s.tokens[-1] for s in sequences])
 
     def _advance(self, sequences: list[Track]) -> None:
@@ -340,6 +341,7 @@ class Stream:
                 if self.accounts:
                     s.kv, s.kv_tokens = self.cache.account(s.number), self.cache.held(s.number)
                     s.told = self.cache.told(s.number)
+                s.counts = self.cache.counts(s.number)
                 self.cache.leave(s.number)
                 self.sampler.drop(s.number)
 

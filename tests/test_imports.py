@@ -38,11 +38,12 @@ ALLOWED = {
 THIRD_PARTY = {f"minithink.{name}": {"torch", "triton"} for name in ("ref", "quant", "kernels")}
 # nothing imports these, except themselves
 LEAVES = ("calibrate", "evaluate", "analysis", "trace", "bench", "train", "generate")
-# … and those that record traces, or measure them, and who writes results as bench does
+# … and those that record traces, who measures traces and evaluations, and who writes results as bench does
 PERMITTED = (
     ("minithink.generate", "minithink.trace.recorder"),
     ("minithink.evaluate", "minithink.trace.recorder"),
     ("minithink.bench", "minithink.trace"),
+    ("minithink.bench", "minithink.evaluate"),
     ("minithink.analysis", "minithink.bench.record"),
     ("minithink.analysis", "minithink.calibrate.reading"),  # sparsity of a text is measured in one place
     # … and who reads what was calibrated, and who calibrates on datasets

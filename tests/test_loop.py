@@ -663,6 +663,29 @@ def test_who_watches_sees_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lanes[0] == lanes[1] == [list(range(8, 20))]
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_who_watches_may_come_and_go_during_a_step(monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
+    """A step that was launched with a witness, and ends without one, or the other way round, evicts all the same."""
+    monkeypatch.setattr(loop_module, "Recorded", Launched)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(PagedStore, "evicts_in_place", property(lambda _: True))
+    backend = replace(ONE_BY_ONE, in_place=True)
+    decoder = with_backend(decoder_of(0), backend)
+    manager = manager_for(
+        decoder, parse("window:budget=12"), backend=backend, rows=2, tokens=60, columns="fit", poison=False
+    )
+    manager.join(0, 60, 5)
+    feed(decoder, manager, {0: text_of(decoder.config, 5, 0)})
+    loop = DecodeLoop(decoder, manager, SamplingParams(temperature=0), sizes=())
+    for i in range(15):
+        manager.recorder = Witness() if before else None
+        loop.launch([0], [i])
+        manager.recorder = None if before else Witness()
+        loop.step([0], [i])
+        assert manager.held(0) == min(12, 6 + i)
+    assert kept(manager, 0) == [list(range(8, 20))]
+
+
 @pytest.mark.parametrize(
     ("tokens", "capacity", "error", "message"),
     [

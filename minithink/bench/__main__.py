@@ -17,6 +17,7 @@ from minithink.bench import (
     memory,
     paged,
     sanitize,
+    sweep,
     tables,
     thinkv,
     thoughts,
@@ -25,7 +26,7 @@ from minithink.bench import (
 
 MODULES = [
     decode, accuracy, evaluate, paged, memory, attention, append, thoughts, thinkv, counters, sanitize, trace,
-    compile, tables,
+    sweep, compile, tables,
 ]  # fmt: skip
 if find_spec("triton") is not None:  # it exists for Linux only
     from minithink.bench import steps

@@ -409,7 +409,7 @@ class Ours:
     """The decoder over a full cache or a policy's, as the engine runs it."""
 
     def __init__(self, model: RandomModel, batch: int, room: int, prompt: int, policy: str | None) -> None:
-        self.model, self.sequences = model, range(batch)
+        self.model, self.sequences = model, list(range(batch))
         backend = model.decoder.backend
         options: dict[str, Any] = {"device": model.device, "dtype": model.dtype, "backend": backend}
         self.cache: FullCache | KVManager

@@ -18,6 +18,7 @@ import torch
 from minithink.bench import record
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate import runner
+from minithink.evaluate.plan import plan
 from minithink.evaluate.ranks import Ranks
 from minithink.evaluate.summary import FULL, Row
 from minithink.policies import split
@@ -50,6 +51,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise MinithinkError("bench evaluate measures on an NVIDIA GPU, and torch finds none here: use --device cpu.")
     if FULL not in args.policies[:1]:
         raise UsageError(f"--policies {','.join(args.policies)}: full must come first: the others are held to it.")
+    for policy in args.policies:  # before the first of them runs for a minute
+        plan([policy], [])
     path = Path(args.output) if args.output else record.default_path(DEFAULT)
     record.check(path)
     result = record.new(DEFAULT, argv, args.device)

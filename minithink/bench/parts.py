@@ -190,7 +190,7 @@ def parts(loop: TimedLoop, m: dict[str, Any]) -> dict[str, Any]:
         mass = attention_seconds(steady, policy.measured) * 1e3 - attention
         share = m["rates"]["decision"]
         rows = max(1, round(share["sequence_steps"] * batch / max(share["steps"], 1e-9)))  # of one decision
-        state = torch.from_numpy(cache.states_after(range(rows), [0] * rows)).to(cache.device)
+        state = torch.from_numpy(cache.states_after(list(range(rows)), [0] * rows)).to(cache.device)
         classify = seconds(lambda: policy.classify(View(cache, policy, state, recorded=True)), cache.device) * 1e3
         calls |= {"refresh": mass + classify, "decision_rows": rows}
         in_step, in_decide = mass * m["observed_steps"], classify * share["steps"]

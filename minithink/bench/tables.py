@@ -18,9 +18,11 @@ from typing import Any
 import torch
 
 from minithink.bench import record
+from minithink.bench.sweep import SWEEPS
 from minithink.config import ModelConfig
 from minithink.engine import DTYPES, TINY
 from minithink.errors import MinithinkError, UsageError
+from minithink.evaluate.summary import FULL, budget_text
 from minithink.model import Decoder
 
 BEGIN = re.compile(r"<!-- table:(\S+) -->\s*")
@@ -381,6 +383,33 @@ def pilot(result: dict[str, Any]) -> list[str]:
     return [*markdown(rows), "", said, "", _source(result)]
 
 
+def sweep(result: dict[str, Any]) -> list[str]:
+    """A comparison of policies: one row a policy and budget, columns by family."""
+    ms, settings = result["measurements"], result["settings"]
+    families = list(dict.fromkeys(m["family"] for m in ms))
+    counted = any(m["case_1"] is not None for m in ms)
+    columns = (x for family in families for x in (f"{family}: right", "tokens", "of full's bytes"))
+    rows: list[tuple[str, ...]] = [("policy", "budget", *columns, *(("case 1, case 2",) if counted else ()))]
+    full = {m["family"]: m["kv_bytes_peak"] for m in ms if m["policy"] == FULL}
+    for policy, budget in dict.fromkeys((m["policy"], m["budget"]) for m in ms):
+        own = {m["family"]: m for m in ms if (m["policy"], m["budget"]) == (policy, budget)}
+        cells = [f"`{policy}`", budget_text(budget)]
+        for family in families:
+            m = own[family]
+            right = f"**{m['pass_at_1']:.1%}** ({m['pass_at_1_low']:.1%} to {m['pass_at_1_high']:.1%})"
+            cells += [right, f"{m['generated_mean']:,.0f}", f"{m['kv_bytes_peak'] / full[family]:.1%}"]
+        if counted:
+            cases = [(m["case_1"], m["case_2"]) for m in own.values() if m["case_1"] is not None]
+            cells.append(", ".join(f"{sum(n):,}" for n in zip(*cases, strict=True)) or "–")
+        rows.append(tuple(cells))
+    said = (
+        f"{settings['limit']} {settings['split']} problems of each family × {settings['samples']}; budgets are the "
+        "prompt and that share of what the full cache generates. Bytes: the mean of peaks. Case 1 and 2: how often "
+        "segments were annealed as a transition ended, and for room, in all sequences of both families."
+    )
+    return [*markdown(rows), "", said, "", _source(result)]
+
+
 def markdown(rows: list[tuple[str, ...]]) -> list[str]:
     """A table whose first row is the heading; every column but the first is aligned right."""
     rule = ("---", *["---:"] * (len(rows[0]) - 1))
@@ -435,6 +464,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "accuracy": accuracy,
     "accuracy-ledger": accuracy,
     "evaluate": evaluate,
+    **{f"sweep-{name}": sweep for name in SWEEPS},
     "premises-facts": premises,
     "premises-ledger": premises,
     "pilot-facts": pilot,

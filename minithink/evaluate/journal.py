@@ -81,9 +81,9 @@ class Record:
     seconds: float  # its part of the time: of every step, the duration divided by the sequences that took part
     text_sha: str  # see `text_hash`
     text: str | None = None  # all that was generated, where it is kept
-    recall: float | None = (
-        None  # of the tokens that full attention looks at most, see recall.py; where it is measured
-    )
+    recall: float | None = None  # share of the tokens that full attention looks at most, see recall.py; where asked
+    case_1: int | None = None  # times that a segment was annealed as a transition ended, and for room (ThinKV §4.3)
+    case_2: int | None = None
 
     def __post_init__(self) -> None:
         for name, kinds in _KINDS.items():
@@ -121,7 +121,7 @@ class Record:
 
 
 _KINDS = {name: get_args(kind) or (kind,) for name, kind in get_type_hints(Record).items()}
-_OPTIONAL = ("text", "recall")
+_OPTIONAL = ("text", "recall", "case_1", "case_2")
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
 
 

@@ -96,6 +96,12 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     return paths
 
 
+def draw_bytes(rows: Sequence[Row], path: Path) -> None:
+    """Accuracy by bytes alone, to this SVG file. MinithinkError as of `draw`."""
+    with _settings():
+        write_svg(_by_bytes([row for row in rows if row.group is None]), path, "--plot")
+
+
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     """Which points no other dominates, the cheapest first.
 

@@ -346,6 +346,7 @@ class Job:
             kv_bytes_peak=held.bytes_peak, kv_bytes_mean=held.bytes_mean, tokens_peak=held.tokens_peak,
             tokens_mean=held.tokens_mean, steps=held.steps, evicting_steps=held.evicting_steps, seconds=seconds,
             text_sha=text_hash(text), text=text if self.args.keep_text else None, recall=recall,
+            **s.counts,
         )  # fmt: skip
 
 

@@ -52,6 +52,8 @@ class Row:
     evicting_share: float | None  # of the sequence-steps: with an eviction; None: there were no steps
     tokens_per_second: float | None  # generated, by all sequences of one device together; None: it took no time
     recall: float | None  # mean over the sequences for which it was measured; None: there is none
+    case_1: int | None  # ThinKV's: times that a segment was annealed, of all sequences; None: nobody counted
+    case_2: int | None
 
 
 def summarize(
@@ -175,7 +177,15 @@ def _row(
         recall=fsum(recalls) / len(recalls)
         if (recalls := [r.recall for r in records if r.recall is not None])
         else None,
+        case_1=_sum(r.case_1 for r in records),
+        case_2=_sum(r.case_2 for r in records),
     )
+
+
+def _sum(numbers: Iterable[int | None]) -> int | None:
+    """Of those that are known; None: there are none."""
+    known = [n for n in numbers if n is not None]
+    return sum(known) if known else None
 
 
 def write(folder: Path, rows: Sequence[Row], seed: int = 0) -> list[Path]:
@@ -234,7 +244,8 @@ def _table(rows: Sequence[Row]) -> str:
         "KV peak", "KV mean", "kept, peak (mean)", "evicting steps", "tokens/s",
     ]  # fmt: skip
     recalls = any(row.recall is not None for row in rows)
-    header += ["recall"] if recalls else []
+    cases = any(row.case_1 is not None for row in rows)
+    header += [*(["recall"] if recalls else []), *(["case 1, case 2"] if cases else [])]
     lines = [header, ["---", *["---:"] * (len(header) - 1)]]
     for row in rows:
         mark = " w" if row.interval == "wilson" else ""
@@ -258,6 +269,7 @@ def _table(rows: Sequence[Row]) -> str:
             "–" if row.evicting_share is None else f"{row.evicting_share:.1%}",
             "–" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
             *(["–" if row.recall is None else f"{row.recall:.1%}"] if recalls else []),
+            *(["–" if row.case_1 is None else f"{row.case_1:,}, {row.case_2 or 0:,}"] if cases else []),
         ])  # fmt: skip
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

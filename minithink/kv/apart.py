@@ -81,6 +81,10 @@ class Apart:
         """What there is to tell about a sequence."""
         return self.caches[seq].told(seq)
 
+    def counts(self, seq: int) -> dict[str, int]:
+        """What the policy has counted of a sequence."""
+        return self.caches[seq].counts(seq)
+
     def thought(self, seq: int) -> str:
         """The type of its running segment."""
         return self.caches[seq].thought(seq)

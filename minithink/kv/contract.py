@@ -364,6 +364,11 @@ class Policy:
         """What people may want to know of what was done with the sequence of this row; "": nothing."""
         return ""
 
+    def counts(self, row: int) -> Mapping[str, int]:
+        """What happened to the sequence of this row, for an evaluation to add up: numbers by the names of fields of
+        `evaluate.journal.Record`."""
+        return {}
+
     def decide(self, step: Step) -> Iterable[Edit]:
         """What to change, after the forward pass in which the rows `step.active` took part."""
         return ()

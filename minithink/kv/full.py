@@ -14,6 +14,7 @@ answer. What is held and what is only reserved are counted apart: the difference
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 
@@ -110,7 +111,8 @@ class FullCache:
         kv = torch.cat((k, v), dim=1).transpose(0, 1)  # [2·Hkv, N, D]
         parts = q.split_with_sizes(self._counts), kv.split_with_sizes(self._counts, dim=1)
         out = []
-        with of_any_length(self.device):
+        chunk = any(lane.length and n > 1 for lane, n in zip(self._lanes, self._counts, strict=True))
+        with nullcontext() if chunk else of_any_length(self.device):
             for lane, q_i, kv_i in zip(self._lanes, *parts, strict=True):
                 lane.new[layer].copy_(kv_i)
                 out.append(self.backend.attention(q_i, lane.all[2 * layer], lane.all[2 * layer + 1]))
@@ -146,6 +148,10 @@ class FullCache:
     def told(self, seq: int) -> Told:
         """Nothing beside its bytes."""
         return Told()
+
+    def counts(self, seq: int) -> dict[str, int]:
+        """A full cache has nothing to count."""
+        return {}
 
     def thought(self, seq: int) -> str:
         """A full cache knows no types of thoughts."""

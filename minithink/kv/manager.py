@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -517,7 +518,8 @@ class KVManager:
         kv = both.split(now.counts)
         self._keep_queries(layer, q, now)
         out = []
-        with of_any_length(self.device):
+        chunk = any(self._row(row).length for row in now.rows)  # not the first one: it needs a mask
+        with nullcontext() if chunk else of_any_length(self.device):
             for i, (row, q_i) in enumerate(zip(now.rows, q.split(now.counts), strict=True)):
                 before = self._row(row).length
                 if before:
@@ -859,6 +861,11 @@ class KVManager:
             bits=8 * (account.payload + account.scales) / numbers if numbers else None,
             notes="; ".join(note for p in members(self.policy) if (note := p.notes(row))),
         )
+
+    def counts(self, seq: int) -> dict[str, int]:
+        """What the policy has counted of one sequence, see `Policy.counts`."""
+        row = self._row_of[seq]
+        return {name: n for p in members(self.policy) for name, n in p.counts(row).items()}
 
     def thought(self, seq: int) -> str:
         """The name of the running segment's type; "": types have none, or no segment has begun."""

@@ -190,10 +190,15 @@ class ThinKV(Policy):
     def state(self) -> Iterable[Tensor]:
         return self.kind, self.level, self.cases
 
-    def notes(self, row: int) -> str:
+    def counts(self, row: int) -> dict[str, int]:
         if self.budget is None:
+            return {}
+        return dict(zip(("case_1", "case_2"), self.cases[:, row].tolist(), strict=True))
+
+    def notes(self, row: int) -> str:
+        if not (found := self.counts(row)):
             return ""
-        first, second = self.cases[:, row].tolist()
+        first, second = found.values()
         return f"segments annealed {first} times as transitions ended (case 1), {second} times for room (case 2)"
 
     @property

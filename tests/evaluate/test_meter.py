@@ -102,20 +102,23 @@ def check(stream: Stream, evicts: bool) -> list[Held]:
 @pytest.mark.parametrize("together", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_beside_a_loop(graphed: Engine, policy: str, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts are read one at a time, or two."""
+    """Prompts are read one at a time, or two, and then steps are launched ahead."""
     monkeypatch.setattr(stream_module, "prompts_at_once", lambda rows: together)
     stream = stream_of(graphed, policy)
+    stream.ahead = together > 1
     assert stream._together == together
     assert isinstance(stream.cache, KVManager)
     check(stream, "budget" in policy)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_on_a_gpu(tmp_path: Path, policy: str) -> None:
+def test_on_a_gpu(tmp_path: Path, policy: str, ahead: bool) -> None:
     shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "hidden_size": 64, "intermediate_size": 64}
     model = write_checkpoint(tmp_path / "model", generation={"eos_token_id": STOPS}, shape=shape)
     stream = stream_of(load(model, device="cuda"), policy)
+    stream.ahead = ahead
     assert isinstance(stream.cache, KVManager)
     for s in stream.sequences:  # of several lengths, wherever their draws would end them
         s.limit -= s.number

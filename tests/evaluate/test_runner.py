@@ -709,3 +709,21 @@ def test_each_process_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [Ranks().device(name) for name in ("auto", "cuda", "cpu", "cuda:0")] == [
             "cuda:1" if there else "auto", "cuda:1", "cpu", "cuda:0",
         ]  # fmt: skip
+
+
+# What policies count ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["thinkv:g=8", "tbe:types=3"])
+def test_annealed_segments_are_counted(model: Path, problems: Path, tmp_path: Path, policy: str) -> None:
+    """Every sequence's are in its line, and those of all in the summary."""
+    text = f"full,{policy},layers=0/1,thresholds=0.001/0.002,tau=8,retention=4/2"
+    found = evaluate(model, problems, tmp_path / "out", policies=text, budgets="120", max_new_tokens=40)
+    counted = [r for key, r in found.items() if key.policy != "full"]
+    assert all(isinstance(r["case_1"], int) and isinstance(r["case_2"], int) for r in counted)
+    assert all(r["case_1"] is None for key, r in found.items() if key.policy == "full")
+    assert sum(r["case_1"] for r in counted) > 0
+    rows = json.loads((tmp_path / "out" / "summary.json").read_text())["rows"]
+    total = next(row for row in rows if row["policy"] != "full" and row["group"] is None)
+    assert total["case_1"] == sum(r["case_1"] for r in counted)
+    assert total["case_2"] == sum(r["case_2"] for r in counted)

@@ -54,6 +54,17 @@ def test_evictions_by_hand() -> None:
     assert summarize(rows)[0].evicting_share == 60 / 400
 
 
+def test_what_a_policy_counts_is_added_up() -> None:
+    counted = [record(policy="thinkv", id=x, case_1=a, case_2=b) for x, a, b in (("p", 3, 0), ("q", 4, 1200))]
+    rows = summarize([*counted, record(id="p")])
+    assert [(row.policy, row.case_1, row.case_2) for row in rows] == [("full", None, None), ("thinkv", 7, 1200)]
+    lines = as_markdown(rows).splitlines()
+    assert lines[2].endswith("| case 1, case 2 |")
+    assert lines[4].endswith("| – |")
+    assert lines[5].endswith("| 7, 1,200 |")
+    assert "case" not in as_markdown(summarize([record()]))
+
+
 def test_what_took_no_steps_and_no_time() -> None:
     (row,) = summarize([record(id=x, steps=0, seconds=0.0, kv_bytes_mean=b) for x, b in (("p", 1.0), ("q", 3.0))])
     assert (row.evicting_share, row.tokens_per_second, row.kv_bytes_mean) == (None, None, 2.0)

@@ -590,9 +590,23 @@ def test_what_cannot_be_a_step() -> None:
         assert_same_content(f"row {row}", content(manager, row), want)
     for i in range(36):
         feed_next(decoder, manager, {4: i})
-    with pytest.raises(ValueError, match="sequence 4 has 40 tokens of 40: 1 do not fit"):
-        manager.prepare_next([7, 4])
+    for seqs in ([4], [7, 4]):
+        with pytest.raises(ValueError, match="sequence 4 has 40 tokens of 40: 1 do not fit"):
+            manager.prepare_next(seqs)
     feed_next(decoder, manager, {7: 1})
+
+
+def test_a_step_of_the_other_kind_counts_too() -> None:
+    """How many more tokens fit is not looked at anew in every step; steps that begin in the other way use them up."""
+    decoder = with_backend(random_decoder(example_config()), ONE_BY_ONE)
+    manager = manager_for(decoder, Full(), backend=ONE_BY_ONE, rows=1, columns="fit", poison=False)
+    manager.join(0, 10, 4)
+    feed(decoder, manager, {0: [1, 2, 3, 4]})
+    for i in range(3):
+        feed_next(decoder, manager, {0: i})
+        feed(decoder, manager, {0: [i]})
+    with pytest.raises(ValueError, match="sequence 0 has 10 tokens of 10: 1 do not fit"):
+        feed_next(decoder, manager, {0: 1})
 
 
 def test_a_buffer_that_found_no_room_waits() -> None:
