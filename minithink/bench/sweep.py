@@ -20,6 +20,7 @@ from minithink.evaluate import plots, runner
 from minithink.evaluate.plan import plan
 from minithink.evaluate.ranks import Ranks
 from minithink.evaluate.summary import FULL, Row
+from minithink.figures import need_matplotlib
 from minithink.tasks import families
 
 
@@ -89,6 +90,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     path = Path(args.output) if args.output else record.default_path(f"sweep-{args.name}")
     record.check(path)
     plan(policies_of(sweep), sweep.budgets)
+    if args.plot is not None:
+        need_matplotlib()
     result = record.new("sweep", argv, "cpu" if args.device == "cpu" else "cuda")
     result["settings"] = {"name": args.name, **asdict(sweep), "limit": args.limit or sweep.problems}
     result["measurements"] = []
