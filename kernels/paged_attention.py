@@ -410,8 +410,7 @@ def _split(count, C: tl.constexpr):
     SHORT: tl.constexpr = C.short
     most = C.base * tl.where(count <= SHORT, 1, tl.where(count <= 4 * SHORT, 2, tl.where(count <= 16 * SHORT, 4, 8)))
     count = tl.maximum(count, 1)  # a part of no tokens would be divided by
-    # The product comes last: that parts begin at multiples of `even` is then known, and places are loaded together.
-    return tl.minimum(tl.cdiv(tl.cdiv(count, tl.cdiv(count, most)), C.even), most // C.even) * C.even
+    return tl.minimum(tl.cdiv(tl.cdiv(count, tl.cdiv(count, most)), C.even) * C.even, most)
 
 
 @triton.jit

@@ -19,7 +19,6 @@ from minithink.bench import record
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate import runner
 from minithink.evaluate.plan import plan
-from minithink.evaluate.ranks import Ranks
 from minithink.evaluate.summary import FULL, Row
 from minithink.policies import split
 
@@ -79,12 +78,9 @@ def measure(args: argparse.Namespace, policy: str, limit: int | None, samples: i
     options += ["--num-samples", str(samples), "--batch-size", str(args.batch_size)]
     for name, number in (("--limit", limit), ("--max-new-tokens", args.max_new_tokens)):
         options += [name, str(number)] if number else []
-    parser = argparse.ArgumentParser()
-    runner.add_arguments(parser)
-    with TemporaryDirectory() as folder, Ranks() as ranks:
-        options += ["--output-dir", folder]
+    with TemporaryDirectory() as folder:
         began = time.perf_counter()
-        rows = runner.evaluate(parser.parse_args(options), options, ranks)
+        rows = runner.evaluate_words([*options, "--output-dir", folder])
         seconds = time.perf_counter() - began
     if rows is None:
         raise KeyboardInterrupt

@@ -15,10 +15,8 @@ from typing import Any
 
 from minithink.bench import record
 from minithink.commands import INTERRUPTED, location
-from minithink.errors import UsageError
 from minithink.evaluate import plots, runner
 from minithink.evaluate.plan import plan
-from minithink.evaluate.ranks import Ranks
 from minithink.evaluate.summary import FULL, Row
 from minithink.figures import need_matplotlib
 from minithink.tasks import families
@@ -123,11 +121,5 @@ def evaluated(args: argparse.Namespace, sweep: Sweep, family: str) -> list[Row] 
     for name in ("batch_size", "max_new_tokens"):
         if (value := getattr(args, name)) is not None:
             words += [f"--{name.replace('_', '-')}", value]
-    parser = argparse.ArgumentParser()
-    runner.add_arguments(parser)
-    given = list(map(str, words))
-    with Ranks() as ranks:
-        if ranks.size > 1:
-            raise UsageError("bench sweep runs in one process: start it without torchrun.")
-        rows = runner.evaluate(parser.parse_args(given), given, ranks)
+    rows = runner.evaluate_words([str(word) for word in words])
     return None if rows is None else [row for row in rows if row.group is None]

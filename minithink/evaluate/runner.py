@@ -22,7 +22,7 @@ from typing import Any
 from minithink import origin
 from minithink.commands import INTERRUPTED, location, positive
 from minithink.engine import DTYPES, TINY, Engine, load
-from minithink.errors import MinithinkError
+from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate import plots, summary
 from minithink.evaluate import trace as tracing
 from minithink.evaluate.datasets import Example, check_graders, load_dataset
@@ -165,6 +165,16 @@ def evaluate(args: argparse.Namespace, argv: list[str], ranks: Ranks) -> list[Ro
         ranks.wait()
     records = read(args.output_dir).records
     return summary.summarize(records, policies=job.settings["policies"], budgets=args.budgets)
+
+
+def evaluate_words(words: Sequence[str]) -> list[Row] | None:
+    """Evaluate as the command line with these words does, in this process alone → as of `evaluate`."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with Ranks() as ranks:
+        if ranks.size > 1:
+            raise UsageError("This runs in one process: start it without torchrun.")
+        return evaluate(parser.parse_args(words), list(words), ranks)
 
 
 def said_of_limit(args: argparse.Namespace, examples: Sequence[Example]) -> list[str]:

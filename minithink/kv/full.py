@@ -14,7 +14,6 @@ answer. What is held and what is only reserved are counted apart: the difference
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 
@@ -64,6 +63,7 @@ class FullCache:
         self.lanes: dict[int, _Lane] = {}
         self._lanes: list[_Lane] = []  # of this step, in the order of its rows
         self._counts: list[int] = []  # new tokens of each
+        self._masked = False  # does attention need a mask: later chunks of a prompt
         self._cos = self._sin = torch.empty(0)
 
     def join(
@@ -101,6 +101,7 @@ class FullCache:
                     f"sequence {seq} holds {lane.length} tokens and reserved {lane.kv.shape[3]}: {count} do not fit"
                 )
         self._lanes, self._counts = [self.lanes[seq] for seq in seqs], list(counts)
+        self._masked = any(lane.length and n > 1 for lane, n in zip(self._lanes, counts, strict=True))
         positions = chain.from_iterable(lane.grow(n) for lane, n in zip(self._lanes, counts, strict=True))
         self._cos, self._sin = self.rope.at(torch.tensor(list(positions), device=self.device))
 
@@ -111,8 +112,7 @@ class FullCache:
         kv = torch.cat((k, v), dim=1).transpose(0, 1)  # [2·Hkv, N, D]
         parts = q.split_with_sizes(self._counts), kv.split_with_sizes(self._counts, dim=1)
         out = []
-        chunk = any(lane.length and n > 1 for lane, n in zip(self._lanes, self._counts, strict=True))
-        with nullcontext() if chunk else of_any_length(self.device):
+        with of_any_length(self.device, self._masked):
             for lane, q_i, kv_i in zip(self._lanes, *parts, strict=True):
                 lane.new[layer].copy_(kv_i)
                 out.append(self.backend.attention(q_i, lane.all[2 * layer], lane.all[2 * layer + 1]))

@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -98,6 +97,7 @@ class _Pass:
     cos: Tensor
     sin: Tensor
     each: Tensor | None = None  # int64 [N, longest]: of every prompt the tokens' rows; the last one's behind its end
+    masked: bool = False  # does attention need a mask: later chunks of a prompt
     read: Reading | None = None
     valid: Tensor | None = None  # bool [Lt, N, Ht, S]
     dense: bool = False  # no lane is shorter than the others
@@ -305,7 +305,8 @@ class KVManager:
         if now.prompt:
             first, step = np.cumsum([0, *counts[:-1]]), np.arange(max(counts))
             each = first[:, None] + np.minimum(step, np.array(counts)[:, None] - 1)
-            now.each, now.due = torch.from_numpy(each).to(self.device), list(self.policy.demands)
+            now.each, now.masked = torch.from_numpy(each).to(self.device), any(lengths)
+            now.due = list(self.policy.demands)
             return
         if self.store.compaction:
             self.store.compaction.start()
@@ -518,8 +519,7 @@ class KVManager:
         kv = both.split(now.counts)
         self._keep_queries(layer, q, now)
         out = []
-        chunk = any(self._row(row).length for row in now.rows)  # not the first one: it needs a mask
-        with nullcontext() if chunk else of_any_length(self.device):
+        with of_any_length(self.device, now.masked):
             for i, (row, q_i) in enumerate(zip(now.rows, q.split(now.counts), strict=True)):
                 before = self._row(row).length
                 if before:

@@ -12,11 +12,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def of_any_length(device: torch.device) -> AbstractContextManager[None]:
+def of_any_length(device: torch.device, masked: bool) -> AbstractContextManager[None]:
     """In this context attention without a mask, over texts of ever new lengths, is fast: cuDNN, which torch prefers
     on new GPUs, makes a plan for each length, and that takes longer than the attention of a prompt (3 ms on an H200).
     Not for later chunks of a prompt, which need a mask: of what is fast only cuDNN takes one."""
-    return sdpa_kernel(WITHOUT_PLANS) if device.type == "cuda" else nullcontext()
+    return sdpa_kernel(WITHOUT_PLANS) if device.type == "cuda" and not masked else nullcontext()
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
