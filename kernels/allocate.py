@@ -48,7 +48,7 @@ def _waiting(p_list, count, m_any, size, SIZE: tl.constexpr):
     return column, waits, -1 - own, tl.cumsum(waits.to(tl.int32), 0) - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["none", "n", "rows"])
 def _find(
     p_live, p_taken, p_filled, p_page_thought, p_page_format, p_page, p_top, p_place, p_count, p_at, p_active,
     p_thought, p_formats, p_slots, p_base, p_left, p_asked, p_before,
@@ -110,7 +110,7 @@ def _find(
     tl.store(p_asked + i, tl.minimum(tl.cdiv(total - got, per_page), unused))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["none", "n", "rows", "units"])
 def _open(
     p_live, p_taken, p_filled, p_page_thought, p_page_format, p_page, p_stack, p_top, p_place, p_count, p_at,
     p_active, p_thought, p_formats, p_slots, p_overflow, p_base, p_left, p_asked, p_rank, p_before,

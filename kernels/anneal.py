@@ -35,7 +35,7 @@ def _before(spare, kind):
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "rows"])
 def _anneal(
     p_size, p_excess, p_kind, p_level, p_cases, p_at, p_clock, p_active, p_goal,
     n, rows, layers, heads, segments, tau,

@@ -52,8 +52,6 @@ class Place(NamedTuple):
     kv_heads: int
     group: int  # g, query heads of a KV head
     dim: int  # D
-    layers: int
-    rows: int  # B
     format: int  # its index in the store, or RING
     slots: int  # of a page, in one lane
     slot: int  # from a slot to the next, in bytes or numbers as `Half.start`
@@ -142,9 +140,9 @@ def store(x, i_group, channel, m, m_group, p_codes, p_side, p_scale, F: tl.const
             tl.store(p_side + i_group, scale, m_group)
 
 
-@triton.jit(do_not_specialize=["layer", "limit"])
+@triton.jit(do_not_specialize=["layer", "limit", "layers", "rows"])
 def _append(
-    p_q, p_k, p_v, p_cos, p_sin, p_out, p_rows, p_at, p_codes, p_side, p_scale, layer, limit,
+    p_q, p_k, p_v, p_cos, p_sin, p_out, p_rows, p_at, p_codes, p_side, p_scale, layer, limit, layers, rows,
     q_token, q_head, k_token, k_head, v_token, v_head, cos_token, sin_token, at_layer, at_token, at_head,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, QUERIES: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -166,17 +164,17 @@ def _append(
         tl.store(p_out + o_out + channel, round_to(q, MODEL), m_q)
     if at < limit:
         if C.ring > 0:
-            slot = ((layer * C.rows + row) * C.kv_heads + i_head) * C.ring + at
+            slot = ((layer * rows + row) * C.kv_heads + i_head) * C.ring + at
         else:
             slot = at + (layer * C.layer_lanes + i_head * C.head_lanes) * C.slots
         p_code, p_param = p_codes + slot * C.slot, p_side + slot * C.side_slot
-        p_own = p_scale + (2 * C.format * C.layers + layer) * C.rows + row
+        p_own = p_scale + (2 * C.format * layers + layer) * rows + row
         i_group, k_channel, m_k = _tile(K)
         k = _rotated(p_k + i_n * k_token + i_head * k_head, p_cos, p_sin, k_channel, m_k, C.dim)
         store(to_fp32(round_to(k, MODEL)), i_group, k_channel, m_k, i_group < K.groups, p_code, p_param, p_own, K)
         i_group, v_channel, m_v = _tile(V)
         v = to_fp32(tl.load(p_v + i_n * v_token + i_head * v_head + v_channel, m_v, other=0.0))
-        store(v, i_group, v_channel, m_v, i_group < V.groups, p_code, p_param, p_own + C.layers * C.rows, V)
+        store(v, i_group, v_channel, m_v, i_group < V.groups, p_code, p_param, p_own + layers * rows, V)
 
 
 def append(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, writer: Any, layer: int) -> Tensor:
@@ -212,7 +210,8 @@ def append(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, writer: An
         launches.append((f, base[..., 0], store.nowhere(f), pool, k_half, v_half))
     for i, (f, at, limit, codes, k_half, v_half) in enumerate(launches):
         _append[n, kv_heads](
-            q, k, v, cos, sin, out, writer.at, at, codes, store.side, store.scale, layer, limit, *strides, *steps(at),
+            q, k, v, cos, sin, out, writer.at, at, codes, store.side, store.scale, layer, limit,
+            store.shape.layers, store.shape.rows, *strides, *steps(at),
             place(store, f, heads // kv_heads, dtype), k_half, v_half, i == 0, *tile,
             num_warps=warps(*tile), enable_fp_fusion=False,
         )  # fmt: skip
@@ -234,7 +233,7 @@ def place(store: Any, f: int, group: int, dtype: str) -> Place:
         slots, slot = lay.slots, store.pool.shape[-1] // lay.slots // size
         side_slot = store.side.shape[-1] // lay.slots
     return Place(
-        kv_heads=shape.kv_heads, group=group, dim=shape.head_dim, layers=shape.layers, rows=shape.rows, format=f,
+        kv_heads=shape.kv_heads, group=group, dim=shape.head_dim, format=f,
         slots=slots, slot=slot, side_slot=side_slot, layer_lanes=shape.kv_heads if shape.scope == "sequence" else 0,
         head_lanes=0 if shape.scope == "head" else 1, lanes=shape.sharing, ring=ring, dtype=dtype,
     )  # fmt: skip
@@ -270,8 +269,9 @@ def warps(block_g: int, block_d: int) -> int:
 
 def variants() -> Iterator[Variant]:
     """The ring, pages of the model's numbers, and formats of 2 to 32 bits, alike and apart."""
-    names = "q_token q_head k_token k_head v_token v_head cos_token sin_token at_layer at_token at_head layer limit"
-    common = dict.fromkeys(names.split(), "i32") | dict.fromkeys(("p_cos", "p_sin", "p_scale"), "*fp32")
+    names = "q_token q_head k_token k_head v_token v_head cos_token sin_token at_layer at_token at_head"
+    common = dict.fromkeys([*names.split(), "layer", "limit", "layers", "rows"], "i32")
+    common |= dict.fromkeys(("p_cos", "p_sin", "p_scale"), "*fp32")
     common |= {"p_rows": "*i64", "p_at": "*i64", "p_side": "*u8"}
     formats = {  # kind, bits, parameters, group
         "nvfp4": ("nvfp4", 4, "", 16), "ternary": ("ternary", 2, "", 16), "fp8": ("fp8", 8, "", 0),
@@ -286,7 +286,7 @@ def variants() -> Iterator[Variant]:
         signature = common | dict.fromkeys(("p_q", "p_k", "p_v", "p_out"), f"*{dtype}")
         for k, v in ((plain, plain), *([formats[name] for name in pair.split("/")] for pair in pairs)):
             for ring in (16, 0) if k is plain else (0,):
-                own = Place(2, group, dim, 2, 3, RING if ring else 1, 16, 2 * dim, 8, 2, 1, 4, ring, dtype)
+                own = Place(2, group, dim, RING if ring else 1, 16, 2 * dim, 8, 2, 1, 4, ring, dtype)
                 constexprs = {
                     "C": own, "K": half(*k, dim), "V": half(*v, dim, dim, 8), "QUERIES": True,
                     "BLOCK_G": tile[0], "BLOCK_D": tile[1],

@@ -32,7 +32,7 @@ def _kinds(p_place, p_format, t, m, FORMATS: tl.constexpr, MOST: tl.constexpr, K
     return place, (kind[None, :] == tl.arange(0, KINDS)[:, None]).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "rows"])
 def _by_format(
     p_sorted, p_column, p_first, p_place, p_count, p_rows, p_format, n, rows, tables, width, seen,
     FORMATS: tl.constexpr, MOST: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr,

@@ -18,7 +18,7 @@ from minithink.kernels._common import Variant
 UNITS = 128  # of a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "rows", "units"])
 def _enlist(
     p_place, p_pos, p_count, p_at, p_active, p_lengths, p_waiting, units, n, rows, heads, width, UNITS: tl.constexpr
 ):

@@ -38,7 +38,7 @@ COLUMNS = 128  # columns of a table at a time
 SUMS = 1024  # units whose counts are added up at a time
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "rows", "units"])
 def _compact(
     p_drop, p_at, p_place, p_pos, p_count, p_live, p_taken, p_top, p_row_of, p_row_uses, p_row_top, p_freed, p_gone,
     p_before, units, n, rows, heads, seen, width, row_none,
@@ -116,7 +116,7 @@ def _compact(
         start += BLOCK
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["none", "n", "rows", "units"])
 def _give(
     p_at, p_taken, p_format, p_page, p_stack, p_top, p_row_stack, p_row_top, p_freed, p_gone, p_before,
     units, n, rows, heads, none, width, seen,

@@ -83,9 +83,9 @@ def _by_token(
             tl.store(p_params + channel, scale, m_channel)
 
 
-@triton.jit(do_not_specialize=["limit"])
+@triton.jit(do_not_specialize=["limit", "rows"])
 def _flush(
-    p_ring, p_rows, p_at, p_group, p_codes, p_side, p_shared, p_scale, limit, row_bytes,
+    p_ring, p_rows, p_at, p_group, p_codes, p_side, p_shared, p_scale, limit, rows, row_bytes,
     at_layer, at_token, at_head, group_layer, group_token, group_head,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BY_TOKEN: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -94,9 +94,10 @@ def _flush(
     layer, i_part = tl.program_id(1).to(tl.int64), tl.program_id(2)
     row = tl.load(p_rows + i_n).to(tl.int64)
     p_at += layer * at_layer + i_n * at_token + i_head * at_head
-    p_ring += ((layer * C.rows + row) * C.kv_heads + i_head) * (C.ring * 2 * C.dim)
+    p_ring += ((layer * rows + row) * C.kv_heads + i_head) * (C.ring * 2 * C.dim)
     lane = layer * C.layer_lanes + i_head * C.head_lanes
-    p_own = p_scale + (2 * C.format * C.layers + layer) * C.rows + row
+    layers = tl.num_programs(1)
+    p_own = p_scale + (2 * C.format * layers + layer) * rows + row
     first = i_part * TOKENS
     lane_slots = lane * C.slots
     if BY_TOKEN:
@@ -105,7 +106,7 @@ def _flush(
         _by_token(p_ring, p_at, p_codes, p_params, p_own, first, limit, lane_slots, C, K, TOKENS, BLOCK_D)
     else:
         _by_channel(p_ring, p_at, p_codes, p_side, p_own, first, limit, lane_slots, C, K, TOKENS)
-    p_own += C.layers * C.rows
+    p_own += layers * rows
     _by_channel(p_ring + C.dim, p_at, p_codes, p_side, p_own, first, limit, lane_slots, C, V, TOKENS)
 
 
@@ -130,7 +131,7 @@ def flush(writer: Any) -> None:
         where = place(pages, f, 1, dtype)._replace(ring=pages.storage.buffer)
         _flush[n * heads, layers, triton.cdiv(pages.storage.buffer, tokens)](
             pages.ring, writer.at, base, group, pool, pages.side, pages.scale_rows, pages.scale,
-            pages.nowhere(f), pages.scale_rows.shape[-1], *steps(base), *steps(group), where, k, v,
+            pages.nowhere(f), pages.shape.rows, pages.scale_rows.shape[-1], *steps(base), *steps(group), where, k, v,
             lay.by_token, tokens, power_of_2(dim),
             num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
@@ -138,7 +139,7 @@ def flush(writer: Any) -> None:
 
 def variants() -> Iterator[Variant]:
     """Keys by token and by channel, formats of 2 to 16 bits."""
-    names = "limit row_bytes at_layer at_token at_head group_layer group_token group_head"
+    names = "limit rows row_bytes at_layer at_token at_head group_layer group_token group_head"
     common = dict.fromkeys(names.split(), "i32") | {"p_scale": "*fp32", "p_rows": "*i64", "p_at": "*i64"}
     common |= dict.fromkeys(("p_codes", "p_side", "p_shared"), "*u8")
     for dtype, dim in (("bf16", 128), ("fp16", 96), ("fp32", 64)):
@@ -151,7 +152,7 @@ def variants() -> Iterator[Variant]:
             (False, 16, ("ternary", 2, "", 16), ("int4s", 4, "", 16)),
         ):
             constexprs = {
-                "C": Place(2, 1, dim, 2, 3, 1, 16, 2 * dim, 8, 2, 1, 2, 32, dtype), "K": half(*k, dim),
+                "C": Place(2, 1, dim, 1, 16, 2 * dim, 8, 2, 1, 2, 32, dtype), "K": half(*k, dim),
                 "V": half(*v, dim, dim, 8), "BY_TOKEN": by_token, "TOKENS": tokens, "BLOCK_D": power_of_2(dim),
             }  # fmt: skip
             signature = common | {"p_ring": f"*{dtype}", "p_group": "*i32" if by_token else "*i64"}

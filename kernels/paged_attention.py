@@ -85,7 +85,6 @@ class Half(NamedTuple):
 class Cache(NamedTuple):
     """What all formats share."""
 
-    rows: int  # B
     kv_heads: int
     group: int  # g, query heads of a KV head
     block_g: int
@@ -94,7 +93,6 @@ class Cache(NamedTuple):
     layer_lanes: int  # which of its unit's lanes a head is: layer · layer_lanes + head · head_lanes
     head_lanes: int
     most: int  # slots that places count for a page
-    layers: int
     ring: int  # tokens of the full-precision buffer
     base: int  # tokens of a part, in lanes of at most `short` tokens
     short: int
@@ -413,11 +411,15 @@ def _split(count, C: tl.constexpr):
     return tl.minimum(tl.cdiv(tl.cdiv(count, tl.cdiv(count, most)), C.even) * C.even, most)
 
 
-@triton.jit
+# They tell where things lie, and nothing is compiled anew for one that is 1 or a multiple of 16.
+PLAIN_NUMBERS = ["layer", "table_layer", "first_part", "parts", "width", "rows"]
+
+
+@triton.jit(do_not_specialize=PLAIN_NUMBERS)
 def _attend(
     p_q, p_parts, p_part_lse, p_seen, p_top, p_rows, p_place, p_column, p_count, p_k, p_v,
     p_k_params, p_v_params, p_k_rows, p_row_of, p_k_scale, p_v_scale, p_ring, softmax_scale, layer, table_layer,
-    first_part, parts, width, listed,
+    first_part, parts, width, listed, rows,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, FORMAT: tl.constexpr, FORMATS: tl.constexpr,
     IN_RING: tl.constexpr, SEEN: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -426,6 +428,7 @@ def _attend(
     p_place, p_column, p_count: with FORMATS what `by_format` returns, of which the tokens of the FORMAT-th are taken;
         with none the store's lists, whole, and their lengths; `listed` columns.
     p_parts, p_part_lse: float32 [N, Hq, parts, D] and [N, Hq, parts], base 2.
+    rows: B, those of the store.
     p_seen: [N, Hq, width − 1]. SEEN "logits": base-2 logits, float32; "relative": exp2(logit − top), fp16, where
         p_top [N, Hq, (width − 1) / BLOCK_T] has the top of each block; "": nothing is wanted.
     """
@@ -448,7 +451,7 @@ def _attend(
         begin, count = _of_format(p_count, unit, FORMAT, True, FORMATS)
         p_column += unit.to(tl.int64) * listed + begin
     else:
-        unit = _unit(table_layer, i_row, C.rows, i_head, C)
+        unit = _unit(table_layer, i_row, rows, i_head, C)
         begin, count = 0, tl.load(p_count + unit)
     p_place += unit.to(tl.int64) * listed + begin
     split = _split(count, C)
@@ -463,8 +466,8 @@ def _attend(
     head = i_n.to(tl.int64) * (C.kv_heads * C.group) + i_head * C.group + group
     q, factor = _query(p_q, head, m_head, C, K)
     o_lane = layer * C.layer_lanes + i_head * C.head_lanes
-    k_scale = tl.load(p_k_scale + layer * C.rows + i_row)
-    v_scale = tl.load(p_v_scale + layer * C.rows + i_row)
+    k_scale = tl.load(p_k_scale + layer * rows + i_row)
+    v_scale = tl.load(p_v_scale + layer * rows + i_row)
     factor = factor * (softmax_scale * _LOG2E)
     if K.fast and K.kind != "ternary" and K.kind != "int":  # which have no tensor scale
         factor = factor * k_scale
@@ -493,7 +496,7 @@ def _attend(
         place = tl.load(p_place + t, m_t, other=0)
         if IN_RING:
             # [L, B, Hkv, R, 2, D]
-            index = ((layer * C.rows + i_row).to(tl.int64) * C.kv_heads + i_head) * C.ring + (-1 - place)
+            index = ((layer * rows + i_row).to(tl.int64) * C.kv_heads + i_head) * C.ring + (-1 - place)
             channel = tl.arange(0, K.block)[None, :]
             m_kv = m_t[:, None] & (channel < C.dim)
             o_k = index[:, None] * (2 * C.dim) + channel
@@ -553,8 +556,8 @@ def _attend(
     tl.store(p_part_lse + o_part, top + tl.log2(total), m_head)
 
 
-@triton.jit
-def _merge(p_parts, p_part_lse, p_out, p_lse, p_rows, p_count, table_layer, parts, C: tl.constexpr,
+@triton.jit(do_not_specialize=PLAIN_NUMBERS)
+def _merge(p_parts, p_part_lse, p_out, p_lse, p_rows, p_count, table_layer, parts, rows, C: tl.constexpr,
            FORMATS: tl.constexpr, SLICE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr):  # fmt: skip
     """out = Σ_i exp2(lse_i − lse)·out_i, lse = log2 Σ_i exp2(lse_i), over the parts of a query head that are used: of
     every SLICE, a format's, as many as it has tokens for; the ring's is the last. 0 for a lane without tokens.
@@ -567,7 +570,7 @@ def _merge(p_parts, p_part_lse, p_out, p_lse, p_rows, p_count, table_layer, part
     if FORMATS > 0:
         unit = _unit(table_layer, i_n, tl.num_programs(0) // (C.kv_heads * C.group), i_kv, C)
     else:
-        count = tl.load(p_count + _unit(table_layer, tl.load(p_rows + i_n), C.rows, i_kv, C))
+        count = tl.load(p_count + _unit(table_layer, tl.load(p_rows + i_n), rows, i_kv, C))
     channel = tl.arange(0, BLOCK_D)
     top = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
@@ -599,14 +602,14 @@ def _merge(p_parts, p_part_lse, p_out, p_lse, p_rows, p_count, table_layer, part
     tl.store(p_lse + i_head, top + tl.log2(total))
 
 
-@triton.jit
-def _mass(p_seen, p_top, p_lse, p_mass, p_rows, p_count, table_layer, width, C: tl.constexpr, RULE: tl.constexpr,
-          SEEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=PLAIN_NUMBERS)
+def _mass(p_seen, p_top, p_lse, p_mass, p_rows, p_count, table_layer, width, rows, C: tl.constexpr,
+          RULE: tl.constexpr, SEEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Attention of every token: exp2(logit − lse) of each query head, made one by the rule; 0 where no token is."""
     GROUP: tl.constexpr = C.group
     i_lane, i_block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_n, i_head = i_lane // C.kv_heads, i_lane % C.kv_heads
-    count = tl.load(p_count + _unit(table_layer, tl.load(p_rows + i_n), C.rows, i_head, C))
+    count = tl.load(p_count + _unit(table_layer, tl.load(p_rows + i_n), rows, i_head, C))
     t = i_block * BLOCK + tl.arange(0, BLOCK)
     mass = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(GROUP):
@@ -630,13 +633,13 @@ def _mass(p_seen, p_top, p_lse, p_mass, p_rows, p_count, table_layer, width, C: 
         tl.store(p_mass + i_lane * (width - 1) + t, mass, t < width - 1)
 
 
-@triton.jit
-def _max_logit(p_seen, p_mass, p_rows, p_count, table_layer, width, C: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=PLAIN_NUMBERS)
+def _max_logit(p_seen, p_mass, p_rows, p_count, table_layer, width, rows, C: tl.constexpr, BLOCK: tl.constexpr):
     """softmax over the tokens of the largest logit of the query heads; a program takes a whole lane."""
     GROUP: tl.constexpr = C.group
     i_lane = tl.program_id(0).to(tl.int64)
     i_n, i_head = i_lane // C.kv_heads, i_lane % C.kv_heads
-    count = tl.load(p_count + _unit(table_layer, tl.load(p_rows + i_n), C.rows, i_head, C))
+    count = tl.load(p_count + _unit(table_layer, tl.load(p_rows + i_n), rows, i_head, C))
     top, total = -float("inf"), 0.0
     for start in range(0, count, BLOCK):
         t = start + tl.arange(0, BLOCK)
@@ -674,7 +677,7 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
     if pages.storage.lag:
         raise ValueError("values that lag behind their keys (Storage.lag) are not read here: use the reference")
     n, hq, d = q.shape
-    c, width, rows = cache(pages, n), pages.place.shape[-1], read.numbers
+    c, width, rows = cache(pages, n), pages.place.shape[-1], pages.shape.rows
     t, seen = min(layer, pages.place.shape[0] - 1), pages.seen
     formats, ring = sorted(pages.used), pages.ring.shape[3] > 0
     in_format = _most_parts(seen, c.base, c.short)
@@ -698,21 +701,21 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
         k, v = half(pages, f, "k", q.dtype), half(pages, f, "v", q.dtype)
         block, warps, stages = shape_of_program(c, k, v, n * c.kv_heads)
         _attend[n * c.kv_heads, in_format](
-            q, part, part_lse, noted, top, rows, place, column, count,
+            q, part, part_lse, noted, top, read.numbers, place, column, count,
             *words(pages, f, k, v), pages.row_of, pages.scale[f, 0], pages.scale[f, 1], pages.ring,
-            d**-0.5, layer, t, i * in_format, parts, width, place.shape[-1],
+            d**-0.5, layer, t, i * in_format, parts, width, place.shape[-1], rows,
             c, k, v, i, several, False, how, block, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     if ring:
         k = ring_half(c)
         _attend[n * c.kv_heads, 1](
-            q, part, part_lse, noted, top, rows, place, column, count,
+            q, part, part_lse, noted, top, read.numbers, place, column, count,
             *[pages.ring] * 5, pages.row_of, pages.scale[0, 0], pages.scale[0, 1], pages.ring,
-            d**-0.5, layer, t, parts - 1, parts, width, place.shape[-1],
+            d**-0.5, layer, t, parts - 1, parts, width, place.shape[-1], rows,
             c, k, k, several, several, True, how, 16, num_warps=4,
         )  # fmt: skip
     _merge[(n * hq,)](
-        part, part_lse, out, lse, rows, count, t, parts,
+        part, part_lse, out, lse, read.numbers, count, t, parts, rows,
         c, several, in_format, power_of_2(d), MERGED, num_warps=4,
         **({"launch_pdl": True} if c.overlap else {}),
     )  # fmt: skip
@@ -721,10 +724,10 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
     heads = hq if group == "none" else c.kv_heads
     mass = torch.empty(n, heads, width - 1, dtype=torch.float32, device=q.device)
     if group == "max_logit":
-        _max_logit[(n * c.kv_heads,)](noted, mass, rows, pages.count, t, width, c, 128)
+        _max_logit[(n * c.kv_heads,)](noted, mass, read.numbers, pages.count, t, width, rows, c, 128)
     else:
         _mass[n * c.kv_heads, -(-(width - 1) // 256)](
-            noted, top, lse, mass, rows, pages.count, t, width, c, group, how, block, 256
+            noted, top, lse, mass, read.numbers, pages.count, t, width, rows, c, group, how, block, 256
         )
     return out, mass[..., :seen]
 
@@ -753,9 +756,9 @@ def cache(pages: Any, rows: int) -> Cache:
     shape = pages.shape
     group = shape.query_heads // shape.kv_heads
     return Cache(
-        rows=shape.rows, kv_heads=shape.kv_heads, group=group, block_g=max(16, power_of_2(group)), dim=shape.head_dim,
+        kv_heads=shape.kv_heads, group=group, block_g=max(16, power_of_2(group)), dim=shape.head_dim,
         tables=shape.tables[2], layer_lanes=shape.kv_heads if shape.scope == "sequence" else 0,
-        head_lanes=0 if shape.scope == "head" else 1, most=pages.table.most, layers=shape.layers,
+        head_lanes=0 if shape.scope == "head" else 1, most=pages.table.most,
         ring=pages.ring.shape[3], base=base(rows * shape.kv_heads), short=SHORT,
         even=max(LARGE[0], MEDIUM[0], SMALL[0]),
         dtype=_formats.dtype_name(pages.dtype),
@@ -822,13 +825,13 @@ def words(pages: Any, f: int, k: Half, v: Half) -> tuple[Tensor, ...]:
 
 def variants() -> Iterator[Variant]:
     """bfloat16 models, the formats that policies use, for many lanes and for few."""
-    at = {"i32": "layer table_layer first_part parts width listed", "fp32": "softmax_scale", "*i64": "p_rows"}
+    at = {"i32": "layer table_layer first_part parts width listed rows", "fp32": "softmax_scale", "*i64": "p_rows"}
     at |= {"*fp32": "p_parts p_part_lse p_top p_k_scale p_v_scale", "*i32": "p_place p_column p_count p_row_of"}
     at |= {"*bf16": "p_q p_ring"}
     common = {name: kind for kind, names in at.items() for name in names.split()}
     for dim, lanes in ((64, 512), (96, 8), (128, 512), (128, 8)):
         overlap = (dim, lanes) == (128, 8)
-        c = Cache(2, 2, 4, 16, dim, 1, 2, 1, 16, 2, 32, base(lanes), SHORT, 128, "bf16", overlap)
+        c = Cache(2, 4, 16, dim, 1, 2, 1, 16, 32, base(lanes), SHORT, 128, "bf16", overlap)
         plain = Half("plain", 16, 0, False, False, 1, dim, power_of_2(dim), 64, 64, 64, dim, 0, 0, 0, 0, 0, 0)
         for k, v, codes, params in (
             (plain, plain, "*bf16", "*u8"),
@@ -860,9 +863,9 @@ def variants() -> Iterator[Variant]:
                 }  # fmt: skip
                 options = {"num_warps": 4} if ring else {"num_warps": warps, "num_stages": stages}
                 yield Variant(_attend, dict(signature), constexprs, options, 90 if overlap else 80)
-    c = Cache(2, 2, 4, 16, 128, 1, 2, 1, 16, 2, 0, 128, SHORT, 128, "bf16")
+    c = Cache(2, 4, 16, 128, 1, 2, 1, 16, 0, 128, SHORT, 128, "bf16")
     at = {"*fp32": "p_parts p_part_lse p_lse p_top p_mass", "*bf16": "p_out", "*i32": "p_count", "*i64": "p_rows"}
-    at |= {"*fp16": "p_seen", "i32": "table_layer parts width"}
+    at |= {"*fp16": "p_seen", "i32": "table_layer parts width rows"}
     common = {name: kind for kind, names in at.items() for name in names.split()}
     constexprs = {"C": c, "FORMATS": 0, "SLICE": 32, "BLOCK_D": 128, "BLOCK_P": MERGED}
     signature = {n: common[n] for n in common if n in _merge.arg_names}

@@ -35,7 +35,7 @@ def _before(p_pos, count, border):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "rows"])
 def _segments(
     p_pos, p_count, p_at, p_prompt, p_first, p_size, n, rows, heads, width, tau, total, BLOCK: tl.constexpr
 ):

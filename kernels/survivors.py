@@ -41,7 +41,7 @@ STAGES = 2  # of the loop over heads: keys that are on their way
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _list(p_list, p_listed, p_size, p_goal, n, heads, segments, BLOCK: tl.constexpr):
     """Numbers of a unit's segments that shrink go to the end of the list, which is for all units."""
     unit = tl.program_id(0)
@@ -70,7 +70,7 @@ def _where(p_place, p_row_of, start, size, C: tl.constexpr, K: tl.constexpr, BLO
 
 @triton.jit
 def _keys(
-    there, p_k, p_k_params, p_k_rows, p_ring, i_row, i_head, layer, o_lane, k_scale,
+    there, p_k, p_k_params, p_k_rows, p_ring, i_head, o_lane, k_scale,
     C: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Keys of one head of BLOCK tokens, where they are (`_where`), as K.planes blocks [BLOCK, K.block]; else 0."""
@@ -88,9 +88,9 @@ def _keys(
     o_side = page * K.side_page + (slot * K.side_slot + o_lane * K.side_lane + K.side_start)
     k = _planes(_codes(p_k, o_k, paged, K), p_k_params, p_k_rows, o_side, row, paged, k_scale, K, DTYPE, True)
     if C.ring > 0:
-        # [L, B, Hkv, R, 2, D]
+        # [Hkv, R, 2, D] of the row
         waits = m_t & (place < 0)
-        index = ((layer * C.rows + i_row).to(tl.int64) * C.kv_heads + i_head) * C.ring + (-1 - place)
+        index = i_head * C.ring + (-1 - place)
         word = tl.arange(0, BLOCK_W)[None, :]
         m_ring = waits[:, None] & (word < K.words)
         both = ()
@@ -105,7 +105,7 @@ def _keys(
 
 @triton.jit
 def _shrink(
-    p_drop, p_product, p_place, p_k, p_k_params, p_k_rows, p_row_of, p_ring, i_row, table, layer, size, goal, k_scale,
+    p_drop, p_product, p_place, p_k, p_k_params, p_k_rows, p_row_of, p_ring, table, size, goal, k_scale,
     C: tl.constexpr, K: tl.constexpr, ITERATIONS: tl.constexpr, WIDE: tl.constexpr, AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -126,9 +126,7 @@ def _shrink(
                     for h in range(HEADS):
                         i_head = table * HEADS + h
                         o_lane = i_head * C.head_lanes
-                        a = _keys(
-                            rows, p_k, p_k_params, p_k_rows, p_ring, i_row, i_head, layer, o_lane, k_scale, C, K
-                        )
+                        a = _keys(rows, p_k, p_k_params, p_k_rows, p_ring, i_head, o_lane, k_scale, C, K)
                         for plane in tl.static_range(PLANES):
                             product = tl.dot(a[plane], tl.trans(a[plane]), product, input_precision="ieee")
                 else:
@@ -136,12 +134,8 @@ def _shrink(
                     for h in range(HEADS):
                         i_head = table * HEADS + h
                         o_lane = i_head * C.head_lanes
-                        a = _keys(
-                            rows, p_k, p_k_params, p_k_rows, p_ring, i_row, i_head, layer, o_lane, k_scale, C, K
-                        )
-                        b = _keys(
-                            columns, p_k, p_k_params, p_k_rows, p_ring, i_row, i_head, layer, o_lane, k_scale, C, K
-                        )
+                        a = _keys(rows, p_k, p_k_params, p_k_rows, p_ring, i_head, o_lane, k_scale, C, K)
+                        b = _keys(columns, p_k, p_k_params, p_k_rows, p_ring, i_head, o_lane, k_scale, C, K)
                         for plane in tl.static_range(PLANES):
                             product = tl.dot(a[plane], tl.trans(b[plane]), product, input_precision="ieee")
                     tl.store(p_product + column[None, :] * WIDE + row[:, None], product)
@@ -151,17 +145,17 @@ def _shrink(
     tl.store(p_drop + t, (kept == 0).to(tl.uint8), valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "rows", "segments"])
 def _survive(
     p_drop, p_product, p_list, p_listed, p_first, p_size, p_goal, p_rows, p_place, p_format, p_k, p_k_params,
-    p_k_rows, p_row_of, p_k_scale, p_ring, n, segments, width, seen,
+    p_k_rows, p_row_of, p_k_scale, p_ring, n, rows, segments, width, seen,
     C: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, WAITING: tl.constexpr, ITERATIONS: tl.constexpr,
     WIDE: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Segments from the list, whose tokens are in FORMAT; if WAITING, also those of which all are in the ring.
 
-    p_list, p_listed: numbers of the segments [Lt, N, Ht, G], and how many these are; n: N. WIDE, AT_ONCE, BLOCK:
-    tuples, for segments of at most so many tokens, the smallest first.
+    p_list, p_listed: numbers of the segments [Lt, N, Ht, G], and how many these are; n: N; rows: B. WIDE, AT_ONCE,
+    BLOCK: tuples, for segments of at most so many tokens, the smallest first.
     """
     SIZES: tl.constexpr = len(WIDE)
     MOST: tl.constexpr = WIDE[SIZES - 1]
@@ -174,13 +168,14 @@ def _survive(
         i_row = tl.load(p_rows + i_n)
         first, size = tl.load(p_first + i_set), tl.load(p_size + i_set)
         goal = tl.load(p_goal + i_n * segments + segment)
-        p_here = p_place + ((layer * C.rows + i_row) * C.tables + table).to(tl.int64) * width + first
+        p_here = p_place + ((layer * rows + i_row) * C.tables + table).to(tl.int64) * width + first
         t = tl.arange(0, MOST)
         place = tl.load(p_here + t, t < size, other=-1)
         page_format = tl.load(p_format + tl.maximum(place, 0) // C.most, place >= 0, other=255).to(tl.int32)
         form = tl.min(page_format)  # 255: all wait
         if (form == FORMAT) | (WAITING & (form == 255)):
-            k_scale = tl.load(p_k_scale + layer * C.rows + i_row)
+            k_scale = tl.load(p_k_scale + layer * rows + i_row)
+            o_ring = (layer * rows + i_row).to(tl.int64) * (C.kv_heads * C.ring * 2 * C.dim)
             o_drop = ((layer * n + i_n) * C.tables + table).to(tl.int64) * seen + first
             for i in tl.static_range(SIZES):
                 fits = size <= WIDE[i]
@@ -188,8 +183,8 @@ def _survive(
                     fits = fits & (size > WIDE[i - 1])
                 if fits:
                     _shrink(
-                        p_drop + o_drop, p_product, p_here, p_k, p_k_params, p_k_rows, p_row_of, p_ring, i_row,
-                        table, layer, size, goal, k_scale, C, K, ITERATIONS, WIDE[i], AT_ONCE[i], BLOCK[i],
+                        p_drop + o_drop, p_product, p_here, p_k, p_k_params, p_k_rows, p_row_of, p_ring + o_ring,
+                        table, size, goal, k_scale, C, K, ITERATIONS, WIDE[i], AT_ONCE[i], BLOCK[i],
                     )  # fmt: skip
 
 
@@ -222,16 +217,16 @@ def survivors(read: Any, first: Tensor, size: Tensor, goal: Tensor, longest: int
     block = min(LISTED, max(16, power_of_2(segments)))
     _list[(units,)](numbers, listed, size, goal, n, ht, segments, BLOCK=block, num_warps=1)
 
-    c, rows, wide = cache(pages, n), read.numbers, sizes(longest)
+    c, wide = cache(pages, n)._replace(base=0, overlap=False), sizes(longest)
     programs = min(PROGRAMS, len(numbers))
     product = torch.empty(programs, wide[-1], wide[-1], dtype=torch.float32, device=device)
     for i, f in enumerate(pages.home):
         k, v = (half(pages, f, which, torch.float32) for which in ("k", "v"))
         codes, _, params, _, scales = words(pages, f, k, v)
         _survive[(programs,)](
-            drop, product, numbers, listed, first, size, goal, rows, pages.place,
-            pages.table.format, codes, params, scales, pages.row_of, pages.scale[f, 0], pages.ring,
-            n, segments, pages.place.shape[-1], seen,
+            drop, product, numbers, listed, first, size, goal, read.numbers,
+            pages.place, pages.table.format, codes, params, scales, pages.row_of, pages.scale[f, 0], pages.ring,
+            n, pages.shape.rows, segments, pages.place.shape[-1], seen,
             c, k, f, i == 0, ITERATIONS, wide, tuple(map(at_once, wide)), tuple(min(BLOCK, w) for w in wide),
             num_warps=warps(wide[-1]), num_stages=STAGES,
         )  # fmt: skip
@@ -246,7 +241,7 @@ def sizes(longest: int) -> tuple[int, ...]:
 
 def variants() -> Iterator[Variant]:
     """bfloat16 models, segments of 128 tokens, groups of keys by token and by channel."""
-    at = {"i32": "n segments width seen", "*i64": "p_rows", "*u8": "p_drop p_format", "*bf16": "p_ring"}
+    at = {"i32": "n rows segments width seen", "*i64": "p_rows", "*u8": "p_drop p_format", "*bf16": "p_ring"}
     at |= {"*i32": "p_list p_listed p_first p_size p_goal p_place p_row_of", "*fp32": "p_product p_k_scale"}
     common = {name: kind for kind, names in at.items() for name in names.split()}
     wide = sizes(128)
@@ -255,7 +250,7 @@ def variants() -> Iterator[Variant]:
         | dict.fromkeys(("n", "heads", "segments"), "i32"), {"BLOCK": LISTED}, {"num_warps": 1}
     )  # fmt: skip
     for dim in (64, 128):
-        c = Cache(2, 8, 4, 16, dim, 1, 0, 1, 16, 2, 16, 128, 1024, 128, "bf16")
+        c = Cache(8, 4, 16, dim, 1, 0, 1, 16, 16, 128, 1024, 128, "bf16")
         plain = Half("plain", 16, 0, False, False, 1, dim, dim, 64 * dim, 32 * dim, 2 * dim, 0, 0, 0, 0, 0, 0, 0)
         for k, codes in (
             (plain, "*bf16"), (_variant("nvfp4", 4, dim, True, False), "*u8"),

@@ -22,7 +22,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from minithink.analysis.premises import (
     steering_arguments,
     token_table,
 )
+from minithink.bench import record
 from minithink.engine import Engine
 from minithink.ref.lrfu import lrfu
 from minithink.ref.redundancy import redundancy
@@ -225,23 +226,24 @@ POLICIES: dict[str, type[Sketch]] = {
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
-    """Generate with the full cache, then with every sketch and budget; write the result, print a table."""
+    """Generate with the full cache, then with every sketch and budget; write, print a table. What is there after each
+    sketch is written, too."""
     names = args.policies
     engine, problems, result = begin(args, "pilot", argv)
     found: dict[tuple[str, float], list[list[int]]] = {}
     for part in batches(len(problems), args.batch_size):
         for key, tokens in pilot(engine, [engine.prompt_ids(p.question) for p in problems[part]], names, args):
             found.setdefault(key, []).extend(tokens)
-    full = found["full", 1.0]
-    result["measurements"] = [
-        {
-            "policy": name,
-            "budget": share,
-            **outcome(engine, problems, tokens),
-            "tokens_until_other": sum(map(shared, tokens, full)) / len(full),
-        }
-        for (name, share), tokens in found.items()
-    ]
+            result["measurements"] = [
+                {
+                    "policy": name,
+                    "budget": share,
+                    **outcome(engine, problems[: len(tokens)], tokens),
+                    "tokens_until_other": sum(map(shared, tokens, found["full", 1.0])) / len(tokens),
+                }
+                for (name, share), tokens in found.items()
+            ]
+            record.write(args.output, result)
     return finish(args, result, (
         f"{m['policy']:>10} {m['budget']:5.0%}  right {m['right']:6.1%}  {m['tokens']:7,.0f} tokens"
         for m in result["measurements"]
@@ -255,10 +257,11 @@ def shared(a: Sequence[int], b: Sequence[int]) -> int:
 
 def pilot(
     engine: Engine, prompts: Sequence[list[int]], names: Sequence[str], args: argparse.Namespace
-) -> list[tuple[tuple[str, float], list[list[int]]]]:
+) -> Iterator[tuple[tuple[str, float], list[list[int]]]]:
     """(sketch, share of the full run) → generated tokens, for one batch; the full cache first."""
     options: dict[str, Any] = {"temperature": args.temperature, "seed": args.seed}
     full = decode(engine, prompts, args.max_new_tokens, **options)
+    yield ("full", 1.0), full
     lengths = torch.tensor([len(g) for g in full], device=engine.device)
     newline = token_table(engine, "\n")
     steered: dict[str, Any] = {}
@@ -271,7 +274,6 @@ def pilot(
             print("skipkv: nothing to steer away from, for no thought or each one doubts", file=sys.stderr)
     seen = foresee(engine, prompts, full) if set(names) & set(ORACLES) else ()
     known = dict(zip(ORACLES, seen, strict=False))
-    out = [(("full", 1.0), full)]
     for name in names:
 
         def make(cache: Dense, lengths: Tensor, name: str = name) -> Sketch:
@@ -284,6 +286,5 @@ def pilot(
             budget = (lengths * share).ceil().long()
             steer = Steer(engine, **steered) if steered and name == "skipkv" else None
             tokens = decode(engine, prompts, args.max_new_tokens, sketch=make, budget=budget, steer=steer, **options)
-            out.append(((name, share), tokens))
             print(f"{name} {share:.0%}: {time.monotonic() - began:.0f} s", file=sys.stderr)
-    return out
+            yield (name, share), tokens

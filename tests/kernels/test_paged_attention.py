@@ -169,7 +169,7 @@ def test_there_is_room_for_all_parts(base: int, short: int, even: int, most: int
         times for long, times in ((short, 1), (4 * short, 2), (16 * short, 4), (count, 8)) if count <= long
     )
     out = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    c = kernel.Cache(1, 1, 1, 16, 64, 1, 1, 1, 16, 1, 0, base, short, even, "fp32")
+    c = kernel.Cache(1, 1, 16, 64, 1, 1, 1, 16, 0, base, short, even, "fp32")
     _split_of[(1,)](out, torch.tensor([count], dtype=torch.int32, device=DEVICE), c)
     split = int(out)
     assert split % even == 0
