@@ -23,6 +23,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -226,28 +227,41 @@ POLICIES: dict[str, type[Sketch]] = {
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
-    """Generate with the full cache, then with every sketch and budget; write, print a table. What is there after each
-    sketch is written, too."""
-    names = args.policies
+    """Generate with the full cache, then with every sketch and budget; write after each, print a table. A file of the
+    same command that is not complete is completed."""
     engine, problems, result = begin(args, "pilot", argv)
+    rows = {(m["policy"], m["budget"]): m for m in begun(args.output, result) if m["problems"] == len(problems)}
+    left = [(name, share) for name in args.policies for share in args.budgets if (name, share) not in rows]
     found: dict[tuple[str, float], list[list[int]]] = {}
     for part in batches(len(problems), args.batch_size):
-        for key, tokens in pilot(engine, [engine.prompt_ids(p.question) for p in problems[part]], names, args):
+        for key, tokens in pilot(engine, [engine.prompt_ids(p.question) for p in problems[part]], left, args):
             found.setdefault(key, []).extend(tokens)
-            result["measurements"] = [
-                {
-                    "policy": name,
-                    "budget": share,
-                    **outcome(engine, problems[: len(tokens)], tokens),
-                    "tokens_until_other": sum(map(shared, tokens, found["full", 1.0])) / len(tokens),
-                }
-                for (name, share), tokens in found.items()
-            ]
+            here, full = found[key], found["full", 1.0]
+            rows[key] = {
+                "policy": key[0],
+                "budget": key[1],
+                **outcome(engine, problems[: len(here)], here),
+                "tokens_until_other": sum(map(shared, here, full)) / len(here),
+                "commit": result["commit"],
+            }
+            result["measurements"] = list(rows.values())
             record.write(args.output, result)
     return finish(args, result, (
         f"{m['policy']:>10} {m['budget']:5.0%}  right {m['right']:6.1%}  {m['tokens']:7,.0f} tokens"
         for m in result["measurements"]
     ))  # fmt: skip
+
+
+def begun(path: Path, result: dict[str, Any]) -> list[dict[str, Any]]:
+    """What an earlier run has measured that was interrupted, with the same settings and model on the same machine."""
+    if not path.is_file():
+        return []
+    earlier = record.read(path)
+    same = all(earlier.get(name) == result[name] for name in ("settings", "embedded_model", "machine"))
+    if earlier["complete"] or not same:
+        return []
+    print(f"minithink.analysis: {path} is completed", file=sys.stderr)
+    return [{"commit": earlier["commit"]} | m for m in earlier["measurements"]]
 
 
 def shared(a: Sequence[int], b: Sequence[int]) -> int:
@@ -256,12 +270,13 @@ def shared(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def pilot(
-    engine: Engine, prompts: Sequence[list[int]], names: Sequence[str], args: argparse.Namespace
+    engine: Engine, prompts: Sequence[list[int]], left: Sequence[tuple[str, float]], args: argparse.Namespace
 ) -> Iterator[tuple[tuple[str, float], list[list[int]]]]:
     """(sketch, share of the full run) → generated tokens, for one batch; the full cache first."""
     options: dict[str, Any] = {"temperature": args.temperature, "seed": args.seed}
     full = decode(engine, prompts, args.max_new_tokens, **options)
     yield ("full", 1.0), full
+    names = {name for name, _ in left}
     lengths = torch.tensor([len(g) for g in full], device=engine.device)
     newline = token_table(engine, "\n")
     steered: dict[str, Any] = {}
@@ -272,19 +287,18 @@ def pilot(
             steered = {"vector": args.strength * direction(h, doubts), "layer": args.layer, "at": args.at}
         else:
             print("skipkv: nothing to steer away from, for no thought or each one doubts", file=sys.stderr)
-    seen = foresee(engine, prompts, full) if set(names) & set(ORACLES) else ()
+    seen = foresee(engine, prompts, full) if names & set(ORACLES) else ()
     known = dict(zip(ORACLES, seen, strict=False))
-    for name in names:
+    for name, share in left:
 
         def make(cache: Dense, lengths: Tensor, name: str = name) -> Sketch:
             kind = POLICIES[name]
             extra: tuple[Tensor, ...] = (known[name],) if name in known else (newline,) if kind is Sentences else ()
             return kind(cache, lengths, *extra)
 
-        for share in args.budgets:
-            began = time.monotonic()
-            budget = (lengths * share).ceil().long()
-            steer = Steer(engine, **steered) if steered and name == "skipkv" else None
-            tokens = decode(engine, prompts, args.max_new_tokens, sketch=make, budget=budget, steer=steer, **options)
-            print(f"{name} {share:.0%}: {time.monotonic() - began:.0f} s", file=sys.stderr)
-            yield (name, share), tokens
+        began = time.monotonic()
+        budget = (lengths * share).ceil().long()
+        steer = Steer(engine, **steered) if steered and name == "skipkv" else None
+        tokens = decode(engine, prompts, args.max_new_tokens, sketch=make, budget=budget, steer=steer, **options)
+        print(f"{name} {share:.0%}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+        yield (name, share), tokens

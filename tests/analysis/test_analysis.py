@@ -225,6 +225,50 @@ def test_the_command_line_writes_a_result(checkpoint, tmp_path, monkeypatch, cap
         }  # fmt: skip
 
 
+def test_an_interrupted_pilot_is_completed(checkpoint, tmp_path, monkeypatch, capsys):
+    made = [Problem(str(i), "facts", PROMPTS[i], "7", 5) for i in range(2)]
+    monkeypatch.setattr(premises, "load_problems", lambda split, family: made)
+    output = tmp_path / "x.json"
+    words = [
+        "pilot",
+        "--model",
+        str(checkpoint),
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        "40",
+        "--output",
+        str(output),
+    ]
+    words += ["--policies", "window,h2o,answer"]
+    assert __main__.main(words) == 0
+    whole = json.loads(output.read_text())
+    parts = {m["policy"]: m for m in whole["measurements"]}
+    assert list(parts) == ["full", "window", "h2o", "answer"]
+    part = whole | {"complete": False, "commit": "of then", "measurements": whole["measurements"][:4]}
+    for m in part["measurements"]:
+        del m["commit"]
+
+    output.write_text(json.dumps(part))
+    capsys.readouterr()
+    assert __main__.main(words) == 0
+    err = capsys.readouterr().err
+    assert f"{output} is completed" in err
+    ran = [line.split(":")[0] for line in err.splitlines() if line.endswith(" s")]
+    assert ran == ["h2o 50%", "answer 25%", "answer 50%"]
+    again = json.loads(output.read_text())
+    assert again["complete"]
+    commits = [m.pop("commit") for m in again["measurements"]]
+    assert commits == [whole["commit"], "of then", "of then", "of then", *[whole["commit"]] * 3]
+    for m in whole["measurements"]:
+        m.pop("commit", None)
+    assert again["measurements"] == whole["measurements"]
+
+    output.write_text(json.dumps(part | {"settings": part["settings"] | {"seed": 1}}))  # of another run
+    assert __main__.main(words) == 0
+    assert "is completed" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("command", "words", "code", "said"),
     [
