@@ -483,9 +483,9 @@ def _attend(
         # evicted from one may shift the next ones all the same.
         near = start + tl.arange(0, K.group)
         lies = tl.load(p_place + near, near < end, other=-1)
-        number = tl.load(p_row_of + lies, lies >= 0, other=-1)
-        own = tl.max(tl.where(near == start, number, -1), 0)
-        start -= (K.group - tl.sum((number == own).to(tl.int32), 0)) % K.group
+        lie_in = tl.load(p_row_of + lies, lies >= 0, other=-1)
+        own = tl.max(tl.where(near == start, lie_in, -1), 0)
+        start -= (K.group - tl.sum((lie_in == own).to(tl.int32), 0)) % K.group
     for t0 in range(start, end, BLOCK_T):
         # Compared with a number of the block, not of the lane: the latter would be counted on in 64 bits.
         within = tl.arange(0, BLOCK_T)
