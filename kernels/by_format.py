@@ -1,11 +1,13 @@
 """Lists of tokens, sorted by format. Twin: `minithink/ref/by_format.py`.
 
-A program writes the tokens of one block of one list. To know where they go it counts the kinds (the formats, and the
-ring as the last) in the whole list and before its block: programs do not wait for each other, and all but the longest
-lists are one or two blocks. Where a token stands among those of its kind is a running sum over the block.
+    _count      how many tokens of each kind (the formats, and the ring as the last) every block of a list has
+    _by_format  a program writes the tokens of one block of one list: it adds up the counts to know where they go;
+                where a token stands among those of its kind is a running sum over the block
 
-Bound: 5 bytes read a token (its place, its page's format) and 8 written (place, column): memory, and for few units
-the launch. It is done once a step, and attention reads what it writes in every layer.
+Lists of one block, as budgets leave them, are counted where they are written, in one launch.
+
+Bound: 5 bytes read a token (its place, its page's format; twice in longer lists) and 8 written (place, column):
+memory, and for few units the launch. It is done once a step for all layers.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor
 from minithink.kernels._common import Variant, power_of_2
 
 BLOCK = 1024  # tokens of a list at a time
+BLOCKS = 32  # whose counts are added up at once
 
 
 @triton.jit
@@ -32,33 +35,55 @@ def _kinds(p_place, p_format, t, m, FORMATS: tl.constexpr, MOST: tl.constexpr, K
     return place, (kind[None, :] == tl.arange(0, KINDS)[:, None]).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["n", "rows"])
-def _by_format(
-    p_sorted, p_column, p_first, p_place, p_count, p_rows, p_format, n, rows, tables, width, seen,
+@triton.jit
+def _list(i_unit, p_rows, n, rows, tables):
+    """The number of a unit's list among those of all rows, int64."""
+    row = tl.load(p_rows + i_unit // tables % n)
+    return (i_unit // (tables * n) * rows + row) * tables + i_unit % tables
+
+
+@triton.jit(do_not_specialize=["n", "rows", "blocks"])
+def _count(
+    p_counts, p_place, p_count, p_rows, p_format, n, rows, tables, width, blocks,
     FORMATS: tl.constexpr, MOST: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    i_unit, own = tl.program_id(0), tl.program_id(1) * BLOCK
-    row = tl.load(p_rows + i_unit // tables % n)
-    i_list = (i_unit // (tables * n) * rows + row) * tables + i_unit % tables  # int64
+    i_unit, i_block = tl.program_id(0), tl.program_id(1)
+    i_list = _list(i_unit, p_rows, n, rows, tables)
     count = tl.load(p_count + i_list)
-    if (own >= count) & (own > 0):
-        return
-    p_place += i_list * width
-    t = tl.arange(0, BLOCK)
-    total, before = tl.zeros([KINDS], tl.int32), tl.zeros([KINDS], tl.int32)
-    for start in range(0, count, BLOCK):
-        _, one = _kinds(p_place, p_format, start + t, start + t < count, FORMATS, MOST, KINDS)
-        in_block = tl.sum(one, 1)
-        total += in_block
-        before += tl.where(start < own, in_block, 0)
-    first = tl.cumsum(total, 0) - total
-    kinds = tl.arange(0, KINDS)
-    p_first += i_unit * (len(FORMATS) + 2) + kinds
-    tl.store(p_first, first, (kinds < len(FORMATS) + 2) & (own == 0))
+    t = i_block * BLOCK + tl.arange(0, BLOCK)
+    _, one = _kinds(p_place + i_list * width, p_format, t, t < count, FORMATS, MOST, KINDS)
+    tl.store(p_counts + (i_unit * blocks + i_block) * KINDS + tl.arange(0, KINDS), tl.sum(one, 1))
 
-    t += own
+
+@triton.jit(do_not_specialize=["n", "rows", "blocks"])
+def _by_format(
+    p_sorted, p_column, p_first, p_counts, p_place, p_count, p_rows, p_format, n, rows, tables, width, seen, blocks,
+    FORMATS: tl.constexpr, MOST: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """p_counts: of `_count`; BLOCKS: that are added up at once, 0 if there is but one."""
+    i_unit, i_block = tl.program_id(0), tl.program_id(1)
+    i_list = _list(i_unit, p_rows, n, rows, tables)
+    count = tl.load(p_count + i_list)
+    if (i_block * BLOCK >= count) & (i_block > 0):
+        return
+    t = i_block * BLOCK + tl.arange(0, BLOCK)
     m = t < count
-    place, one = _kinds(p_place, p_format, t, m, FORMATS, MOST, KINDS)
+    place, one = _kinds(p_place + i_list * width, p_format, t, m, FORMATS, MOST, KINDS)
+    kinds = tl.arange(0, KINDS)
+    before = tl.zeros([KINDS], tl.int32)
+    if BLOCKS > 0:
+        total = tl.zeros([KINDS], tl.int32)
+        p_counts += i_unit * blocks * KINDS
+        for start in range(0, blocks, BLOCKS):
+            block = start + tl.arange(0, BLOCKS)[:, None]
+            here = tl.load(p_counts + block * KINDS + kinds[None, :], block < blocks, other=0)
+            total += tl.sum(here, 0)
+            before += tl.sum(tl.where(block < i_block, here, 0), 0)
+    else:
+        total = tl.sum(one, 1)
+    first = tl.cumsum(total, 0) - total
+    p_first += i_unit * (len(FORMATS) + 2) + kinds
+    tl.store(p_first, first, (kinds < len(FORMATS) + 2) & (i_block == 0))
     to = tl.sum(one * ((first + before)[:, None] + tl.cumsum(one, 1) - 1), 0)
     o_to = i_unit.to(tl.int64) * seen + to
     tl.store(p_sorted + o_to, place, m)
@@ -89,19 +114,30 @@ def by_format(
     (layers, b, tables), n = count.shape, len(rows)
     by_kind, column = (place.new_empty(layers, n, tables, seen) for _ in range(2))
     first = place.new_empty(layers, n, tables, len(formats) + 2)
+    blocks, kinds, rows = max(1, triton.cdiv(seen, BLOCK)), power_of_2(len(formats) + 2), rows.contiguous()
+    counts, several = first, blocks > 1
+    grid = (layers * n * tables, blocks)
+    if first.numel() and several:
+        counts = place.new_empty(*grid, kinds)
+        _count[grid](
+            counts, place, count, rows, page_format, n, b, tables, place.shape[-1], blocks,
+            tuple(formats), most, kinds, BLOCK,
+        )  # fmt: skip
     if first.numel():
-        _by_format[layers * n * tables, max(1, triton.cdiv(seen, BLOCK))](
-            by_kind, column, first, place, count, rows.contiguous(), page_format, n, b, tables, place.shape[-1], seen,
-            tuple(formats), most, power_of_2(len(formats) + 2), BLOCK,
+        _by_format[grid](
+            by_kind, column, first, counts, place, count, rows, page_format, n, b, tables, place.shape[-1], seen,
+            blocks, tuple(formats), most, kinds, BLOCK, BLOCKS if several else 0,
         )  # fmt: skip
     return by_kind, column, first
 
 
 def variants() -> Iterator[Variant]:
     """ThinKV's formats, and one beside a ring."""
-    pointers = dict.fromkeys(("p_sorted", "p_column", "p_first", "p_place", "p_count"), "*i32")
-    pointers |= {"p_rows": "*i64", "p_format": "*u8"}
-    pointers |= dict.fromkeys(("n", "rows", "tables", "width", "seen"), "i32")
+    common = dict.fromkeys(("p_sorted", "p_column", "p_first", "p_counts", "p_place", "p_count"), "*i32")
+    common |= {"p_rows": "*i64", "p_format": "*u8"}
+    common |= dict.fromkeys(("n", "rows", "tables", "width", "seen", "blocks"), "i32")
     for formats in ((1, 2), (0,)):
         constexprs = {"FORMATS": formats, "MOST": 64, "KINDS": power_of_2(len(formats) + 2), "BLOCK": BLOCK}
-        yield Variant(_by_format, pointers, constexprs)
+        yield Variant(_count, {n: common[n] for n in common if n in _count.arg_names}, constexprs)
+        for blocks in (0, BLOCKS):
+            yield Variant(_by_format, common, constexprs | {"BLOCKS": blocks})

@@ -50,7 +50,7 @@ MANY_LANES = 64  # from here on there are blocks enough for small ones, and no u
 # Tokens of a block (those of a part are whole blocks), warps, stages; tuned on an H200. What takes which:
 # `shape_of_program`.
 LARGE, MEDIUM, SMALL = (128, 4, 2), (64, 2, 3), (32, 1, 3)
-MERGED = 16  # parts that `_merge` takes at once
+MERGED = 4, 16  # parts that `_merge` takes at once, in lanes of few and of many
 FAST = ("nvfp4", "ternary", "fp8", "int2", "int4", "int8")
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _LOG2E = tl.constexpr(math.log2(math.e))
@@ -459,7 +459,7 @@ def _attend(
     end = tl.minimum(start + split, count)
     if IN_RING:  # one part
         end = count
-    if start >= count:
+    if start >= end:  # the same as start >= count; so the compiler knows that the loop below is run
         return
     group = tl.arange(0, BLOCK_G)
     m_head = group < C.group
@@ -556,13 +556,31 @@ def _attend(
     tl.store(p_part_lse + o_part, top + tl.log2(total), m_head)
 
 
-@triton.jit(do_not_specialize=PLAIN_NUMBERS)
-def _merge(p_parts, p_part_lse, p_out, p_lse, p_rows, p_count, table_layer, parts, rows, C: tl.constexpr,
-           FORMATS: tl.constexpr, SLICE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr):  # fmt: skip
-    """out = Σ_i exp2(lse_i − lse)·out_i, lse = log2 Σ_i exp2(lse_i), over the parts of a query head that are used: of
-    every SLICE, a format's, as many as it has tokens for; the ring's is the last. 0 for a lane without tokens.
+@triton.jit
+def _add_parts(acc, top, total, p_parts, p_part_lse, o_part, used, C: tl.constexpr, BLOCK_P: tl.constexpr):
+    """The parts so far, Σ_i exp2(lse_i − top)·out_i [D] and Σ_i exp2(lse_i − top), and a block of further ones, of
+    which the first `used` count: the others were not written, may be anything, and are not read."""
+    part = tl.arange(0, BLOCK_P)
+    m = part < used
+    channel = tl.arange(0, acc.shape[0])
+    lse = tl.load(p_part_lse + o_part + part, m, other=float("-inf"))
+    o_x = (o_part + part)[:, None] * C.dim + channel[None, :]
+    x = tl.load(p_parts + o_x, m[:, None] & (channel < C.dim)[None, :], other=0.0)
+    new = tl.maximum(top, tl.max(lse, 0))
+    shift = tl.where(new == float("-inf"), 0.0, new)
+    weight = tl.exp2(lse - shift)
+    rescale = tl.exp2(top - shift)
+    return acc * rescale + tl.sum(x * weight[:, None], 0), new, total * rescale + tl.sum(weight, 0)
 
-    p_count, FORMATS: as of `_attend`.
+
+@triton.jit(do_not_specialize=[*PLAIN_NUMBERS, "in_format"])
+def _merge(p_parts, p_part_lse, p_out, p_lse, p_rows, p_count, table_layer, parts, in_format, rows, C: tl.constexpr,
+           FORMATS: tl.constexpr, BLOCK_D: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr):  # fmt: skip
+    """out = Σ_i exp2(lse_i − lse)·out_i, lse = log2 Σ_i exp2(lse_i), over the parts of a query head that are used: of
+    a format's `in_format` as many as it has tokens for; the ring's is the last. 0 for a lane without tokens.
+
+    p_count, FORMATS: as of `_attend`. FEW, MANY: parts that are taken at once, FEW where there are no more. In what
+    order they are summed follows from the lane's own length, never from those of others.
     """
     i_head = tl.program_id(0).to(tl.int64)
     i_n, i_query = i_head // (C.kv_heads * C.group), i_head % (C.kv_heads * C.group)
@@ -577,27 +595,17 @@ def _merge(p_parts, p_part_lse, p_out, p_lse, p_rows, p_count, table_layer, part
     acc = tl.zeros([BLOCK_D], tl.float32)
     if C.overlap:
         tl.extra.cuda.gdc_wait()  # for the parts
-    # Blocks have one size and begin anew with each slice: how many parts there may be follows from the longest lane
-    # of the batch, and no lane's sum may have another order for that.
-    blocks = tl.cdiv(SLICE, BLOCK_P)
-    for i in range(tl.cdiv(parts, SLICE) * blocks):
-        i_slice, within = i // blocks, i % blocks * BLOCK_P + tl.arange(0, BLOCK_P)
-        part = i_slice * SLICE + within
-        there = (within < SLICE) & (part < parts)
+    for first in range(0, parts, in_format):
         if FORMATS > 0:
-            _, count = _of_format(p_count, unit, i_slice, True, FORMATS)
-        m_part = there & (within < tl.cdiv(count, _split(count, C)))
-        o_part = i_head * parts + part
-        # what nobody wrote may be anything, and is not read
-        lse = tl.load(p_part_lse + o_part, m_part, other=float("-inf"))
-        m = m_part[:, None] & (channel < C.dim)[None, :]
-        x = tl.load(p_parts + o_part[:, None] * C.dim + channel[None, :], m, other=0.0)
-        new = tl.maximum(top, tl.max(lse, 0))
-        shift = tl.where(new == float("-inf"), 0.0, new)
-        weight = tl.exp2(lse - shift)
-        rescale = tl.exp2(top - shift)
-        acc = acc * rescale + tl.sum(x * weight[:, None], 0)
-        top, total = new, total * rescale + tl.sum(weight, 0)
+            _, count = _of_format(p_count, unit, first // in_format, True, FORMATS)
+        used = tl.minimum(tl.cdiv(count, _split(count, C)), parts - first)  # the ring has one, however long
+        o_part = i_head * parts + first
+        if used <= FEW:
+            acc, top, total = _add_parts(acc, top, total, p_parts, p_part_lse, o_part, used, C, FEW)
+        else:
+            for i in range(0, used, MANY):
+                here = o_part + i
+                acc, top, total = _add_parts(acc, top, total, p_parts, p_part_lse, here, used - i, C, MANY)
     tl.store(p_out + i_head * C.dim + channel, acc / tl.where(total > 0, total, 1.0), channel < C.dim)
     tl.store(p_lse + i_head, top + tl.log2(total))
 
@@ -699,12 +707,12 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
         top = scratch(n, hq, -(-(width - 1) // 16))
     for i, f in enumerate(formats):
         k, v = half(pages, f, "k", q.dtype), half(pages, f, "v", q.dtype)
-        block, warps, stages = shape_of_program(c, k, v, n * c.kv_heads)
+        block, options = shape_of_program(c, k, v, n * c.kv_heads)
         _attend[n * c.kv_heads, in_format](
             q, part, part_lse, noted, top, read.numbers, place, column, count,
             *words(pages, f, k, v), pages.row_of, pages.scale[f, 0], pages.scale[f, 1], pages.ring,
             d**-0.5, layer, t, i * in_format, parts, width, place.shape[-1], rows,
-            c, k, v, i, several, False, how, block, num_warps=warps, num_stages=stages,
+            c, k, v, i, several, False, how, block, **options,
         )  # fmt: skip
     if ring:
         k = ring_half(c)
@@ -715,8 +723,8 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
             c, k, k, several, several, True, how, 16, num_warps=4,
         )  # fmt: skip
     _merge[(n * hq,)](
-        part, part_lse, out, lse, read.numbers, count, t, parts, rows,
-        c, several, in_format, power_of_2(d), MERGED, num_warps=4,
+        part, part_lse, out, lse, read.numbers, count, t, parts, in_format, rows,
+        c, several, power_of_2(d), *MERGED, num_warps=4,
         **({"launch_pdl": True} if c.overlap else {}),
     )  # fmt: skip
     if not how:
@@ -732,12 +740,16 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
     return out, mass[..., :seen]
 
 
-def shape_of_program(c: Cache, k: Half, v: Half, lanes: int) -> tuple[int, int, int]:
-    """Tokens of a block, warps, stages: SMALL for fewer than 8 bits and many lanes, MEDIUM for what is decoded to or
-    kept in float32 and what has no fast path, else LARGE."""
+def shape_of_program(c: Cache, k: Half, v: Half, lanes: int) -> tuple[int, dict[str, int]]:
+    """Tokens of a block, options of Triton: SMALL for fewer than 8 bits and many lanes, MEDIUM for what is decoded to
+    or kept in float32 and what has no fast path, else LARGE."""
     if k.fast and v.fast and k.bits < 8:
-        return SMALL if lanes >= MANY_LANES else LARGE
-    return LARGE if c.dtype != "fp32" and (k.fast or k.kind == "plain") else MEDIUM
+        block, warps, stages = SMALL if lanes >= MANY_LANES else LARGE
+    else:
+        block, warps, stages = LARGE if c.dtype != "fp32" and (k.fast or k.kind == "plain") else MEDIUM
+    # left to itself fp8 takes more registers, and one program fewer runs on a multiprocessor
+    most = {"maxnreg": 168} if "fp8" in (k.kind, v.kind) and warps == LARGE[1] else {}
+    return block, {"num_warps": warps, "num_stages": stages, **most}
 
 
 def _most_parts(tokens: int, base: int, short: int) -> int:
@@ -848,7 +860,7 @@ def variants() -> Iterator[Variant]:
             signature |= dict.fromkeys(["p_k_params", "p_v_params", "p_k_rows"], params)
             if k.fast and k.by_token:
                 signature["p_k_rows"] = "*i32"
-            block, warps, stages = shape_of_program(c, k, v, lanes)
+            block, chosen = shape_of_program(c, k, v, lanes)
             # formats that lists are sorted by, of the ring, what is noted; keys by token come with a ring
             ways = [(int(k.by_token), False, "")]
             if (dim, lanes, v.kind) == (128, 512, "nvfp4"):
@@ -861,13 +873,13 @@ def variants() -> Iterator[Variant]:
                     "C": c, "K": k, "V": v, "FORMAT": formats if ring else 0, "FORMATS": formats, "IN_RING": ring,
                     "SEEN": seen, "BLOCK_T": 16 if ring else block,
                 }  # fmt: skip
-                options = {"num_warps": 4} if ring else {"num_warps": warps, "num_stages": stages}
+                options = {"num_warps": 4} if ring else chosen
                 yield Variant(_attend, dict(signature), constexprs, options, 90 if overlap else 80)
     c = Cache(2, 4, 16, 128, 1, 2, 1, 16, 0, 128, SHORT, 128, "bf16")
     at = {"*fp32": "p_parts p_part_lse p_lse p_top p_mass", "*bf16": "p_out", "*i32": "p_count", "*i64": "p_rows"}
-    at |= {"*fp16": "p_seen", "i32": "table_layer parts width rows"}
+    at |= {"*fp16": "p_seen", "i32": "table_layer parts in_format width rows"}
     common = {name: kind for kind, names in at.items() for name in names.split()}
-    constexprs = {"C": c, "FORMATS": 0, "SLICE": 32, "BLOCK_D": 128, "BLOCK_P": MERGED}
+    constexprs = {"C": c, "FORMATS": 0, "BLOCK_D": 128, "FEW": MERGED[0], "MANY": MERGED[1]}
     signature = {n: common[n] for n in common if n in _merge.arg_names}
     yield Variant(_merge, signature, constexprs)
     yield Variant(_merge, signature, constexprs | {"FORMATS": 2})

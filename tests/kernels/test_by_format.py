@@ -68,6 +68,7 @@ def test_lists_are_sorted(sizes: tuple[int, int, int], seen: int, more: int, of:
     rows = torch.randperm(sizes[1], generator=generator)[:n].to(DEVICE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minithink.kernels.by_format.BLOCK", block)
+        patch.setattr("minithink.kernels.by_format.BLOCKS", 4)
         for name, function in (("kernel", by_format), ("twin", ref.by_format)):
             place, count, page_format = (x.clone() for x in before)
             got = function(place, count, rows, page_format, FORMATS, MOST, seen)
