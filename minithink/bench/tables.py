@@ -380,9 +380,9 @@ def pilot(result: dict[str, Any]) -> list[str]:
         cells = [of[name, 1.0 if name == "full" else b] for b in budgets]
         rows.append((name, *(x for m in cells for x in (f"{m['right']:.0%}", f"{m['tokens']:,.0f}"))))
     said = f"{result['settings']['limit']} validation problems; budgets are shares of what the full cache generated."
-    earlier = {m["commit"][:10] for m in result["measurements"] if m.get("commit", result["commit"]) != result["commit"]}
-    if earlier:
-        said += f" The run was interrupted and completed; its first rows are of commit {', '.join(sorted(earlier))}."
+    commits = {m.get("commit", result["commit"]) for m in result["measurements"]}
+    if earlier := [commit[:10] for commit in sorted(commits - {result["commit"]})]:
+        said += f" The run was interrupted and completed; its first rows are of commit {', '.join(earlier)}."
     return [*markdown(rows), "", said, "", _source(result)]
 
 
