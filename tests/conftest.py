@@ -1,7 +1,8 @@
 """Hypothesis profiles, shared fixtures, and the record of a nightly run.
 
-`HYPOTHESIS_PROFILE=nightly` draws ten times as many examples, new ones every night, and writes how it went to
-`docs/results/nightly.json`. `sanitize` draws two: for tools that make kernels many times slower.
+`HYPOTHESIS_PROFILE=nightly` draws ten times as many examples, new ones every night, and writes how each file of tests
+went to `docs/results/nightly.json`, where those of other files stay. `sanitize` draws two: for tools that make
+kernels many times slower.
 """
 
 from __future__ import annotations
@@ -36,12 +37,21 @@ def pytest_terminal_summary(terminalreporter):
         return
     from minithink.bench import record
 
-    result = record.new("nightly", [])
-    arguments = terminalreporter.config.invocation_params.args
-    result["command"] = " ".join(["HYPOTHESIS_PROFILE=nightly pytest", *arguments])
-    outcomes = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
-    result["measurements"] = {name: len(terminalreporter.stats.get(name, [])) for name in outcomes}
-    result["failures"] = [r.nodeid for r in terminalreporter.stats.get("failed", [])]
+    path = record.default_path("nightly")
+    result = record.new("nightly", [], "cuda" if torch.cuda.is_available() else "cpu")
+    words = terminalreporter.config.invocation_params.args
+    result["command"] = " ".join(["HYPOTHESIS_PROFILE=nightly pytest", *words])
+    about = {name: result[name] for name in ("date", "commit", "machine")}
+    files = {m["file"]: m for m in record.read(path)["measurements"]} if path.exists() else {}
+    counted: dict[str, dict[str, object]] = {}
+    for outcome in ("passed", "failed", "error", "skipped", "xfailed", "xpassed"):
+        for report in terminalreporter.stats.get(outcome, []):
+            file = report.nodeid.split("::")[0]
+            own = counted.setdefault(file, {"file": file, "passed": 0, "failures": [], **about})
+            own[outcome] = own.get(outcome, 0) + 1
+            if outcome in ("failed", "error"):
+                own["failures"].append(report.nodeid)
+    result["measurements"] = [m for _, m in sorted((files | counted).items())]
     result["examples"] = "1000 a property, drawn anew (tests that set their own number keep it)"
     result["complete"] = True
-    record.write(record.default_path("nightly"), result)
+    record.write(path, result)
