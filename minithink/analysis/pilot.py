@@ -43,6 +43,8 @@ from minithink.analysis.premises import (
 )
 from minithink.bench import record
 from minithink.engine import Engine
+from minithink.errors import MinithinkError
+from minithink.files import rounded
 from minithink.ref.lrfu import lrfu
 from minithink.ref.redundancy import redundancy
 from minithink.ref.window_importance import window_importance
@@ -230,8 +232,10 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Generate with the full cache, then with every sketch and budget; write after each, print a table. A file of the
     same command that is not complete is completed."""
     engine, problems, result = begin(args, "pilot", argv)
-    rows = {(m["policy"], m["budget"]): m for m in begun(args.output, result) if m["problems"] == len(problems)}
-    left = [(name, share) for name in args.policies for share in args.budgets if (name, share) not in rows]
+    wanted = [(name, share) for name in args.policies for share in args.budgets]
+    there = {(m["policy"], m["budget"]): m for m in begun(args.output, result) if m["problems"] == len(problems)}
+    rows = {(name, x): there[name, rounded(x)] for name, x in [("full", 1.0), *wanted] if (name, rounded(x)) in there}
+    left = [key for key in wanted if key not in rows]
     found: dict[tuple[str, float], list[list[int]]] = {}
     for part in batches(len(problems), args.batch_size):
         for key, tokens in pilot(engine, [engine.prompt_ids(p.question) for p in problems[part]], left, args):
@@ -253,12 +257,16 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def begun(path: Path, result: dict[str, Any]) -> list[dict[str, Any]]:
-    """What an earlier run has measured that was interrupted, with the same settings and model on the same machine."""
+    """What an earlier run has measured that was interrupted, with the same settings and model on the same machine;
+    nothing, if another file is there, which is replaced."""
     if not path.is_file():
         return []
-    earlier = record.read(path)
-    same = all(earlier.get(name) == result[name] for name in ("settings", "embedded_model", "machine"))
-    if earlier["complete"] or not same:
+    try:
+        earlier = record.read(path)
+    except MinithinkError:
+        return []
+    same = all(earlier.get(name) == rounded(result[name]) for name in ("settings", "embedded_model", "machine"))
+    if earlier.get("complete", True) or not same:
         return []
     print(f"minithink.analysis: {path} is completed", file=sys.stderr)
     return [{"commit": earlier["commit"]} | m for m in earlier["measurements"]]

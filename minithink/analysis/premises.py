@@ -38,7 +38,7 @@ EXECUTION = re.compile(rf"({'|'.join(w for m in MANNERS for w in m.compute)}|The
 FAR = 64  # thinking tokens before the answer that count as near
 SETTINGS = (  # options that decide a result
     "model", "family", "limit", "max_new_tokens", "temperature", "seed", "layer", "tau", "sparsity_rows", "rollouts",
-    "resample", "policies", "budget", "strength", "at",
+    "resample", "policies", "budget", "budgets", "strength", "at", "batch_size",
 )  # fmt: skip
 STRENGTHS = {"boundary": (0.25, 0.5, 1.0, 2.0), "every": (0.05, 0.1, 0.25, 0.5, 1.0)}
 

@@ -66,6 +66,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     result["settings"] = {"device": "cpu", "dtype": "float32", "threads": 1, "new_tokens": args.new_tokens}
     result["measurements"] = []
     path = Path(args.output) if args.output else record.default_path("trace")
+    record.check(path)
     engine = load(None, device="cpu", dtype="float32")
     with tempfile.TemporaryDirectory() as folder:
         for policy in split(args.policies):

@@ -81,10 +81,15 @@ _EXPONENT = re.compile(r"(?<=[A-Za-z}])\^(?:\{-?[0-9]\}|-?[0-9])")
 _NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|-?\.[0-9]+")
 
 
+# A minus apart from its number; one behind a letter, a number or a bracket joins two things.
+_MINUS = re.compile(r"(^|[=:(\[{])\s*-\s+(?=[.0-9])")
+_JOINED = re.compile(r"[A-Za-z0-9)\]}]\s*-\s*[.0-9]")
+
+
 def _number(text: str) -> str | None:
     """The one number in a short text, without thousands separators; None where there is none, or several."""
-    text = text.replace("−", "-").replace("{,}", ",")
-    numbers = _NUMBER.findall(_EXPONENT.sub("", _SPACING.sub("", text)))
+    text = _EXPONENT.sub("", _SPACING.sub("", text.replace("−", "-").replace("{,}", ",")))
+    numbers = [] if _JOINED.search(text) else _NUMBER.findall(_MINUS.sub(r"\1-", text))
     return numbers[0].replace(",", "") if len(numbers) == 1 else None
 
 
@@ -104,7 +109,9 @@ _FONT = r"\\(?:text|textbf|textit|textrm|mathbf|mathrm|mathsf|boldsymbol|bf|rm)"
 # The letter alone, or with its text: "B) 5 m". A second label, "(A) or (B)", makes it no choice.
 _LABEL = re.compile(r"\(?\s*([A-D])\s*(?:[).:](?!.*(?<![A-Za-z])[A-D][).:]).*)?", re.DOTALL)
 # **B**, $B$, \text{(B)} and \boxed apart
-_STATED = re.compile(rf"(?i:answer\s*(?:is|:))[\s:*$]*(?:{_FONT}\s*\{{)?[\s(*]*([A-D])(?![A-Za-z0-9])")
+_STATED = re.compile(
+    rf"(?i:answer\s*(?:is|:))[\s:*$]*(?:{_FONT}\s*\{{)?[\s(*]*([A-D])(?![A-Za-z0-9])(?!\W*(?:or|and)\W+[A-D]\b)"
+)
 
 
 def _find_choice(text: str) -> str | None:
@@ -112,11 +119,14 @@ def _find_choice(text: str) -> str | None:
     if box is None:
         stated = _STATED.findall(text.rpartition("</think>")[2])
         return stated[-1] if stated else None
-    label = _LABEL.fullmatch(re.sub(rf"{_FONT}(?![A-Za-z])|[{{}}$*]", "", box).strip())
+    label = _LABEL.fullmatch(re.sub(rf"{_FONT}(?![A-Za-z])|[{{}}$*~]|\\ ", "", box).strip())
     return label[1] if label else None
 
 
 # --- math
+
+
+_BASE = re.compile(r"[0-9]_\{?([0-9]+)")  # of the system that a number is written in
 
 
 def _same_mathematics(found: str, answer: str) -> bool:
@@ -127,6 +137,9 @@ def _same_mathematics(found: str, answer: str) -> bool:
         raise MinithinkError("The grader math works in the main thread only: grade there.")
     if same_characters(found, answer):
         return True  # even where math-verify can read neither
+    bases = [_BASE.findall(text) for text in (found, answer)]
+    if all(bases) and bases[0] != bases[1]:
+        return False  # 204_5 is not 204_8; math-verify leaves subscripts out
 
     def read(text: str) -> list[Any]:
         # In a box both are read alike: 0.\overline{3} between dollars would be 0. It does not read "204.".

@@ -33,11 +33,12 @@ CONFIG = "config.json"
 MAY_DIFFER = {
     "output_dir": "the folder may have been moved",
     "resume": "says that a run is resumed",
-    "device": "arithmetic differs in the last bits only",
     "trace": "a recording beside the results",
 }
 # Settings in which runs may differ that are shown in one picture: what is compared there.
-COMPARED = ("policies", "budgets", "schedule", "batch_size", "backend", "recall", "keep_text", *MAY_DIFFER)
+COMPARED = (
+    "policies", "budgets", "schedule", "batch_size", "backend", "device", "recall", "keep_text", "model", *MAY_DIFFER,
+)  # fmt: skip
 
 
 class Key(NamedTuple):
@@ -172,7 +173,9 @@ def join(runs: Sequence[Run]) -> list[Record]:
             than COMPARED.
     """
     for run in runs[1:]:
-        if differing := differences(runs[0].settings, run.settings, COMPARED):
+        # a run has a calibration only if one of its policies needs it
+        mine = () if "calibration" in run.settings and "calibration" in runs[0].settings else ("calibration",)
+        if differing := differences(runs[0].settings, run.settings, (*COMPARED, *mine)):
             raise UsageError(
                 f"{runs[0].folder} and {run.folder} are runs of different settings ({differing}): plot them apart."
             )
@@ -301,7 +304,7 @@ class Journal:
             self.records += records
             if note and path == self.path:
                 size = whole
-                self.notes.append(f"{path} {note}, which is cut off; that sequence is generated again.")
+                self.notes.append(f"{path} {note}, which is cut off.")
             elif note:
                 self.notes.append(f"{path} {note}, which is passed over.")
         check_unique(self.records, self.folder)

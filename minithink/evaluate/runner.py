@@ -45,7 +45,7 @@ from minithink.weights import checkpoint_hash, resolve
 GPU_BATCH, CPU_BATCH = 256, 8
 TRACED = 0  # the number of the sequence that --trace records: the first problem's first sample
 SPLIT = "of the dataset (default: test)"
-FREE = ("model", "backend", "keep_text")  # settings that a resumed run may change: the checkpoint's hash stays
+FREE = ("model",)  # settings that a resumed run may change: the checkpoint's hash stays
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -142,11 +142,11 @@ def evaluate(args: argparse.Namespace, argv: list[str], ranks: Ranks) -> list[Ro
     )
     with journal:
         ranks.wait()
-        for note in [*notes, *_about_before(journal, args.resume, sum(len(job.keys(cell)) for cell in cells))]:
-            if not ranks.rank:
-                _say(note)
         for note in journal.notes:
             if not ranks.rank or str(journal.path) in note:
+                _say(note)
+        for note in [*notes, *_about_before(journal, args.resume, sum(len(job.keys(cell)) for cell in cells))]:
+            if not ranks.rank:
                 _say(note)
         if not ranks.rank and FULL not in args.policies and cells[0].policy == FULL:
             _say("budgets are shares of what the full cache generates, so full is run first")

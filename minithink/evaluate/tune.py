@@ -92,18 +92,24 @@ def allowed(dataset: str, split: str | None, limit: int | None = None) -> str | 
     """
     if dataset in families():
         split = split or "validation"
-    if split is None and not dataset.lower().endswith((".jsonl", ".csv", ".json", ".parquet")):
+    is_file = not dataset.startswith("hub:") and dataset.lower().endswith((".jsonl", ".csv", ".json", ".parquet"))
+    if split is None and not is_file:
         raise UsageError(
             f"{dataset} without --split is its test split, and nothing is ever tuned on that: give another."
         )
     if split is not None and split not in SPLITS:
         raise UsageError(f"Nothing is ever tuned on the split {split!r}: give --split {' or '.join(SPLITS)}.")
-    tests = {problem.question for family in families() for problem in load_problems("test", family)}
-    if found := sum(example.question in tests for example in load_dataset(dataset, split, limit)):
+    tests = {_words(problem.question) for family in families() for problem in load_problems("test", family)}
+    if found := sum(_words(example.question) in tests for example in load_dataset(dataset, split, limit)):
         raise UsageError(
             f"{dataset} holds {found} problems of an embedded test split: nothing is ever tuned on these."
         )
     return split
+
+
+def _words(question: str) -> str:
+    """The same for texts that differ in spaces and lines only."""
+    return " ".join(question.split())
 
 
 def ranking(rows: Sequence[Row], points: dict[str, Any]) -> list[Row]:

@@ -9,6 +9,7 @@ A policy is a dataclass whose fields are its hyperparameters. On the command lin
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import MISSING, Field, fields
 from types import NoneType, UnionType
@@ -37,7 +38,9 @@ POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in _CLASSES}
 def lookup(name: str) -> type[Policy]:
     """The policy of that name. UsageError: there is none; the message lists the names."""
     if name not in POLICIES:
-        raise UsageError(f"The policy {name!r} is unknown; there are: {', '.join(POLICIES)}.")
+        near = difflib.get_close_matches(name, POLICIES, 1)
+        hint = f"did you mean {near[0]}? There" if near else "there"
+        raise UsageError(f"The policy {name!r} is unknown; {hint} are: {', '.join(POLICIES)}.")
     return POLICIES[name]
 
 

@@ -55,17 +55,18 @@ def load_problems(split: str, family: str = "facts") -> list[Problem]:
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last \boxed{…} of the answer holds; None where there is none. Braces may nest."""
+    r"""What the last \boxed{…} of the answer holds that is closed; None where there is none. Braces may nest; \{
+    and \} are none."""
     answer = text.rpartition("</think>")[2]
-    start = answer.rfind(r"\boxed{")
-    if start < 0:
-        return None
-    start += len(r"\boxed{")
-    depth = 1
-    for i in range(start, len(answer)):
-        depth += {"{": 1, "}": -1}.get(answer[i], 0)
-        if depth == 0:
-            return answer[start:i]
+    end = len(answer)
+    while (start := answer.rfind(r"\boxed{", 0, end)) >= 0:
+        end = start
+        start += len(r"\boxed{")
+        depth = 1
+        for mark in re.finditer(r"\\.|[{}]", answer[start:], re.DOTALL):
+            depth += {"{": 1, "}": -1}.get(mark[0], 0)
+            if depth == 0:
+                return answer[start : start + mark.start()]
     return None
 
 

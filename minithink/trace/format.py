@@ -199,12 +199,18 @@ class Head:
 
     def check(self) -> None:
         """ValueError: a field is not what it should be."""
-        counts = [self.layers, self.kv_heads, self.prompt_thought, self.buffer, self.full_bytes, *self.thoughts]
+        if not all(type(x) is list for x in (self.policies, self.formats, self.thoughts, self.thought_names)):
+            raise ValueError("what should be a list is none")
         names = [self.scope, *self.policies, *self.formats, *self.thought_names]
+        counts = [self.layers, self.kv_heads, self.prompt_thought, self.buffer, self.full_bytes, *self.thoughts]
         if not all(map(_is_count, counts)) or not all(isinstance(name, str) for name in names):
             raise ValueError("a number or a name is none")
         if not (0 < self.layers * self.kv_heads < 2**16 and self.scope in ("head", "layer", "sequence")):
             raise ValueError(f"{self.layers} layers of {self.kv_heads} heads, scope {self.scope!r}")
+        if any(0xD800 <= ord(c) < 0xE000 for name in names for c in name):
+            raise ValueError("a name is no text")
+        if not self.full_bytes:
+            raise ValueError("a token of the full cache has no bytes")
         if not self.policies or not self.formats or not self.thoughts or max(self.thoughts) >= len(self.formats):
             raise ValueError("policies, formats or thought types are missing")
         if not isinstance(self.about, dict):

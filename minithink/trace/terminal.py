@@ -25,14 +25,19 @@ def show(file: File, sequence: int, console: Console | None = None) -> None:
         console = Console(highlight=False, markup=False, emoji=False)
     head = trace.head
     generated = max(0, trace.steps)
+    policies = CONTROL.sub("\ufffd", " + ".join(head.policies))
     console.print(
-        f"{' + '.join(head.policies)}, sequence {sequence}: {trace.prompt:,} prompt tokens, {generated:,} generated"
+        f"{policies}, sequence {sequence}: {trace.prompt:,} prompt tokens, {generated:,} generated and read"
         + ("" if file.done else "; the run was interrupted, or its file is cut off"),
         soft_wrap=True,  # the terminal itself wraps
     )
-    console.print(text(trace, bool(console.color_system)), soft_wrap=True)
+    coloured = bool(console.color_system)
+    console.print(text(trace, coloured), soft_wrap=True)
     if trace.steps < 0:
         return
+    lost = int((trace.kept(trace.steps).max(0) == 0).sum())
+    how = "the darker, the more heads keep it; struck out: none" if coloured else "in brackets: what no head keeps"
+    console.print(f"{lost:,} of {trace.tokens:,} tokens are kept by no head ({how})", soft_wrap=True)
     console.print(bytes_held(trace), soft_wrap=True)
     console.print(heads(trace))
 

@@ -264,9 +264,15 @@ def test_an_interrupted_pilot_is_completed(checkpoint, tmp_path, monkeypatch, ca
         m.pop("commit", None)
     assert again["measurements"] == whole["measurements"]
 
-    output.write_text(json.dumps(part | {"settings": part["settings"] | {"seed": 1}}))  # of another run
-    assert __main__.main(words) == 0
+    other = json.dumps(part | {"settings": part["settings"] | {"seed": 1}})
+    for text in (other, "", "{}", '{"measurements": []}'):  # of another run, and no results
+        output.write_text(text)
+        assert __main__.main(words) == 0
+        assert "is completed" not in capsys.readouterr().err
+    output.write_text(json.dumps(part))
+    assert __main__.main([*words, "--budgets", "0.75"]) == 0
     assert "is completed" not in capsys.readouterr().err
+    assert {m["budget"] for m in json.loads(output.read_text())["measurements"]} == {1, 0.75}
 
 
 @pytest.mark.parametrize(

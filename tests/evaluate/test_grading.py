@@ -54,6 +54,9 @@ def test_unknown_grader():
 def test_exact():
     assert grade(r"\boxed{1}</think>\boxed{4} or \boxed{ 1,2, 3}", "1, 2, 3", "exact") == Graded(" 1,2, 3", True)
     assert not GRADERS["exact"](r"\boxed{0.5}", "1/2")
+    assert grade(r"\boxed{1} and then \boxed{2", "1", "exact") == Graded("1", True), "the last that is closed"
+    assert grade(r"\boxed{\left\{1\right.}", r"\left\{1\right.", "exact").right
+    assert grade(r"\boxed{1\\{2}}", r"1\\{2}", "exact").right
 
 
 # --- number
@@ -66,7 +69,7 @@ def test_exact():
      ("-$3", "-3"), (".5", ".5"), ("x = 5", "5"), (r"12\text{ m}^2", "12"), ("12 cm^{3}", "12"), (r"50\%", "50"),
      ("007", "007"),
      ("5 or 6", None), ("3/4", None), ("12,34", None), ("1,0000", None), ("5-3", None), ("10^3", None), ("", None),
-     ("twelve", None), ("٣", None)],
+     ("- 5", "-5"), ("x = - 5", "-5"), ("x - 5", None), (r"\text{Day-5}", None), ("twelve", None), ("٣", None)],
 )  # fmt: skip
 def test_number_reads(box, found):
     assert grade(rf"Thus \boxed{{{box}}}.", "none", "number") == Graded(found, False)
@@ -101,6 +104,7 @@ def test_number_does_not_see_formatting(number, data):
      (r"\boxed{\textbf{(B)}}", "B"), (r"\boxed{ $\mathrm{B}$ }", "B"), (r"\boxed{**B**}", "B"), (r"\boxed{B)}", "B"),
      (r"\boxed{\text{(B) } 10^{-4} \text{ eV}}", "B"), (r"\boxed{\text{B. A large one}}", "B"),
      (r"\boxed{A} no, \boxed{D}", "D"), ("\\boxed{B)\n5\nm}", "B"),
+     (r"\boxed{\mathrm{~B}}", "B"), (r"\boxed{\text{B}\ }", "B"), ("The answer is A or B", None),
      (r"\boxed{E}", None), (r"\boxed{AB}", None), (r"\boxed{(A) or (B)}", None), (r"\boxed{A, B}", None),
      (r"\boxed{A big one}", None), (r"\boxed{b}", None), (r"\boxed{}", None), (r"\boxed{10}", None),
      # a box is what counts, if there is one
@@ -125,7 +129,8 @@ def test_choice_reads(text, found):
      (r"(3, \pi/2)", r"\left( 3, \frac{\pi}{2} \right)", True), ("2(k+1)", "2k+2", True), ("1,000", "1000", True),
      ("Evelyn", r"\text{Evelyn}", True), (r"0.\overline{3}", r"0.\overline{3}", True), ("6: 00", "6:00", True),
      ("0.51", r"\frac{1}{2}", False), ("7:00", "6:00", False), ("1,2", "1,2,3", False), ("(2,1)", "(1,2)", False),
-     ("silent", r"\text{listen}", False), ("", "5", False), ("((((", "5", False), (r"\frac{1}", "1", False)],
+     ("silent", r"\text{listen}", False), ("", "5", False), ("((((", "5", False), (r"\frac{1}", "1", False),
+     ("204_5", "204_8", False), ("204_{5}", "204_5", True), ("204", "204_5", True)],
 )  # fmt: skip
 def test_math(box, answer, right):
     assert grade(rf"\boxed{{0}} so \boxed{{{box}}}", answer, "math") == Graded(box, right)

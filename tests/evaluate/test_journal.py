@@ -264,6 +264,7 @@ def test_settings_are_kept_to(tmp_path: Path) -> None:
     for change, said in [
         ({"seed": 1}, "seed 0 and 1"),
         ({"seed": False}, "seed 0 and false"),
+        ({"device": "cuda"}, 'device "cpu" and "cuda"'),
         ({"model": "M"}, 'model "m" and "M"'),
         ({"policies": ("full", "kivi")}, r'policies \["full"\] and \["full", "kivi"\]'),
         ({"limit": 5}, "limit not given and 5"),
@@ -277,11 +278,11 @@ def test_settings_are_kept_to(tmp_path: Path) -> None:
     Journal(tmp_path, free, resume=True, about={"commit": "two"}).close()
     Journal(tmp_path, {**SETTINGS, "batch_size": 8}, resume=True, allow=["batch_size"]).close()
     run = read(tmp_path)
-    assert run.settings == {k: v for k, v in SETTINGS.items() if k != "device"}
+    assert run.settings == SETTINGS
     assert run.runs == [
-        {"commit": "one", "device": "cpu", "sequences_before": 0},
+        {"commit": "one", "sequences_before": 0},
         {"commit": "two", **dict.fromkeys(MAY_DIFFER, "other"), "sequences_before": 1},
-        {"batch_size": 8, "device": "cpu", "sequences_before": 1},
+        {"batch_size": 8, "sequences_before": 1},
     ]
 
 
@@ -345,13 +346,19 @@ def test_folders_join_if_they_are_comparable(tmp_path: Path) -> None:
     a, b, c, d, e, f = (tmp_path / name for name in "abcdef")
     write(a, [record()])
     write(b, [record(policy="kivi")], {**SETTINGS, "policies": ["kivi"], "batch_size": 8})
-    write(c, [record(sample=1)], {**SETTINGS, "model": "other"})
+    write(c, [record(sample=1)], {**SETTINGS, "seed": 5, "model": "the same, elsewhere"})
     write(d, [record(right=False)])
     write(e, [record(text_sha="0")])
     write(f, [record(seconds=9.0), record(policy="kivi", sample=1)])
     assert [r.policy for r in join([read(a), read(b)])] == ["full", "kivi"]
-    with pytest.raises(UsageError, match=r'different settings \(model "m" and "other"\)'):
+    with pytest.raises(UsageError, match=r"different settings \(seed 0 and 5\)"):
         join([read(a), read(b), read(c)])
+    for name, layers in (("g", [1]), ("h", [1]), ("i", [2])):  # a policy needs a calibration, others none
+        write(tmp_path / name, [record(policy=name)], {**SETTINGS, "calibration": {"layers": layers}})
+    g, h, i = (read(tmp_path / name) for name in "ghi")
+    assert [r.policy for r in join([read(a), g, h])] == ["full", "g", "h"]
+    with pytest.raises(UsageError, match=r"calibration .*1.* and .*2.*: plot them apart"):
+        join([g, i])
     for pair in ([a, d], [a, e]):
         with pytest.raises(UsageError, match="both hold full, problem p0, sample 0, and differ in what it generated"):
             join([read(folder) for folder in pair])

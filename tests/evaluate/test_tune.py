@@ -51,6 +51,7 @@ def test_the_best_is_right_most_often_then_smallest() -> None:
         ("MATH-500", None, "MATH-500 without --split is its test split"),
         ("MATH-500", "test", "split 'test'"),
         ("hub:a/b", None, "is its test split"),
+        ("hub:a/b.json", None, "is its test split"),
         ("hub:a/b", "latest", "split 'latest'"),
         ("facts", "train", "The split 'train' does not exist"),
     ],
@@ -65,7 +66,8 @@ def test_no_test_problems_under_another_name(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     for split in ("validation", "test"):
         problems = [load_problems("validation")[0], load_problems(split)[1]]
-        path.write_text("".join(json.dumps({"question": p.question, "answer": p.answer}) + "\n" for p in problems))
+        lines = [json.dumps({"question": p.question + " ", "answer": p.answer}) + "\n" for p in problems]
+        path.write_text("".join(lines))
         if split == "validation":
             assert allowed(str(path), None) is None
         else:

@@ -82,11 +82,17 @@ def test_equals_its_twin(
         assert_close(f"mass of {name}", mass, want_mass, atol=4 * near * max(1e-3, float(want_mass.max())))
 
 
+@pytest.mark.parametrize("merged", [None, (1, 2)])
 @pytest.mark.parametrize("prompt", [12, 60, 200, 500, 1100])
-def test_lanes_of_every_length_are_whole(prompt: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the length of the parts: some tens of tokens, or some hundreds in parts eight times as long."""
+def test_lanes_of_every_length_are_whole(
+    prompt: int, merged: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the length of the parts: some tens of tokens, or some hundreds in parts eight times as long; merged at
+    once, or one after the other."""
     for constant, value in CUTS["long"].items():
         monkeypatch.setattr(kernel, constant, value)
+    if merged:
+        monkeypatch.setattr(kernel, "MERGED", merged)
     store = filled(STORAGES["plain"], "head", [prompt], steps=1, seed=2)
     q = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     want, _ = ref.paged_attention(q, store.reader(), 0)

@@ -28,7 +28,8 @@ def trace(tmp_path: Path) -> Path:
 def test_view_writes_a_page(trace: Path, capsys: Capture) -> None:
     assert main(["view", str(trace)]) == 0
     page = trace.with_name("run.trace.html")
-    assert capsys.readouterr().out == f"written to {page}\n"
+    assert capsys.readouterr().out == f"written to {page}; it shows sequence 0, see --sequence\n"
+    assert main(["view", str(trace)]) == 0, "a page may be replaced"
     assert "sequence 0</title>" in page.read_text()
     other = trace.with_name("other") / "page.html"
     assert main(["view", str(trace), "--output", str(other), "--sequence", "1"]) == 0
@@ -47,7 +48,7 @@ def test_open(trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> 
 
 def test_terminal(trace: Path, capsys: Capture) -> None:
     assert main(["view", str(trace), "--terminal", "--sequence", "1"]) == 0
-    assert capsys.readouterr().out.startswith("first + second, sequence 1: 5 prompt tokens, 4 generated\n")
+    assert capsys.readouterr().out.startswith("first + second, sequence 1: 5 prompt tokens, 4 generated and read\n")
     assert not trace.with_name("run.trace.html").exists()
 
 
@@ -56,6 +57,8 @@ def test_what_makes_no_sense(trace: Path, tmp_path: Path, capsys: Capture) -> No
     (tmp_path / "folder").mkdir()
     link = tmp_path / "link"
     link.symlink_to(trace)
+    text = tmp_path / "README.md"
+    text.write_text("mine")
     before = trace.read_bytes()
     for argv, code, said in [
         ([trace, "--terminal", "--open"], 2, "--terminal writes no page"),
@@ -65,11 +68,13 @@ def test_what_makes_no_sense(trace: Path, tmp_path: Path, capsys: Capture) -> No
         ([tmp_path / "none"], 1, "cannot be read"),
         ([trace, "--output", trace], 2, r"--output .* is the trace itself, which the page would replace"),
         ([trace, "--output", link], 2, r"is the trace itself"),
+        ([trace, "--output", text], 1, "there is a file that is no page of a trace; delete it"),
         ([trace, "--output", tmp_path / "folder"], 1, "The page cannot be written to .*folder"),
     ]:  # fmt: skip
         assert main(["view", *map(str, argv)]) == code
         assert re.search(said, capsys.readouterr().err)
     assert trace.read_bytes() == before
+    assert text.read_text() == "mine"
     for argv in ([""], [str(trace), "--output", ""]):
         with pytest.raises(SystemExit, match="2"):
             main(["view", *argv])

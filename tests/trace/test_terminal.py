@@ -27,13 +27,21 @@ def file(tmp_path: Path) -> File:
 
 def test_without_colours(file: File) -> None:
     said = shown(file)
-    assert said.startswith("first + second, sequence 0: 5 prompt tokens, 11 generated\n[Is ]<script>window.hacked")
+    assert said.startswith(
+        "first + second, sequence 0: 5 prompt tokens, 11 generated and read\n[Is ]<script>window.hacked"
+    )
+    assert "1 of 16 tokens are kept by no head (in brackets: what no head keeps)" in said
     assert "\x1b" not in said, "control characters of a token are shown as U+FFFD"
     assert " \ufffd[31mü" in said
     assert "405 bytes held, 39.6% of a full cache's 1,024 (payload 384, tables 11, state 8, observations 2)" in said
     assert said.split("at most")[1].split()[0] == "405"
     rows = [line.split("│")[1:-1] for line in said.splitlines() if line.startswith("│")]
     assert [[cell.strip() for cell in row] for row in rows] == [["layer 0", "15", "15"], ["layer 1", "15", "7"]]
+
+
+def test_names_are_shown_without_control_characters(tmp_path: Path) -> None:
+    said = shown(read(write(tmp_path / "trace", arrays(), head={"policies": ["\x1b]0;x\x07", "second"]})))
+    assert said.startswith("\ufffd]0;x\ufffd + second, sequence 0")
 
 
 def test_with_colours(file: File) -> None:
@@ -59,9 +67,9 @@ def test_shared_tables_and_cut_files(tmp_path: Path) -> None:
     one = {"evict_unit": [], "evict_pos": [], "evict_step": [], "evict_by": [], "evict_score": [], "move_unit": [0],
            "budget_step": [], "budget": []}  # fmt: skip
     said = shown(read(write(tmp_path / "trace", arrays(**one), head={"scope": "sequence"}, done=False)))
-    assert "11 generated; the run was interrupted, or its file is cut off\n" in said
+    assert "11 generated and read; the run was interrupted, or its file is cut off\n" in said
     assert "all heads" in said
     assert "│ all layers │        16 │" in said
     none = {name: [] for name in arrays()} | {"ids": [1], "pieces": [1], "text": [65]}
     said = shown(read(write(tmp_path / "trace", arrays(**none))))
-    assert said == "first + second, sequence 0: 5 prompt tokens, 0 generated\nA\n"
+    assert said == "first + second, sequence 0: 5 prompt tokens, 0 generated and read\nA\n"
