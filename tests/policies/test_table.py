@@ -104,7 +104,7 @@ def test_budget_and_schedule_from_outside() -> None:
 @pytest.mark.parametrize(
     ("text", "arguments", "message"),
     [
-        ("rvk", {}, "'rvk' is unknown; did you mean rkv\? There are: full, window"),
+        ("rvk", {}, "'rvk' is unknown; did you mean rkv? There are: full, window"),
         ("nope", {}, "'nope' is unknown; there are: full, window, streaming_llm"),
         ("window,nope:a=1", {}, "'window,nope' is unknown"),
         ("window:budget=3+nope", {}, "'nope' is unknown"),
