@@ -210,7 +210,7 @@ def test_groups_are_not_drawn(tmp_path: Path) -> None:
 
 
 def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good, other = write(tmp_path / "good", results()), write(tmp_path / "other", results(), model="n")
+    good, other = write(tmp_path / "good", results()), write(tmp_path / "other", results(), checkpoint="n")
     begun, damaged = write(tmp_path / "begun", []), write(tmp_path / "damaged", results())
     lines = (damaged / "results.jsonl").read_text().splitlines(keepends=True)
     (damaged / "results.jsonl").write_text("".join(["x\n", *lines[1:]]))
@@ -222,7 +222,7 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
         (["plot", str(tmp_path / "none")], "none is no folder"),
         (["plot", str(tmp_path)], "holds no results.jsonl"),
         (["plot", str(begun)], "No sequence is finished in"),
-        (["plot", str(good), str(other)], 'model "m" and "n"'),
+        (["plot", str(good), str(other)], 'checkpoint not given and "n"'),
         (["plot", str(damaged)], "results.jsonl, line 1, is damaged"),
     ]:
         try:
