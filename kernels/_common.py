@@ -6,6 +6,9 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import triton
+import triton.language as tl
+
 # Triton decides this when a kernel is defined. The interpreter computes with numpy, which knows no bfloat16: kernels
 # convert to float32 right after each load, and keep products in float32, where this is true.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -20,6 +23,14 @@ class Variant:
     constexprs: dict[str, Any] = field(default_factory=dict)  # argument → value
     options: dict[str, int] = field(default_factory=dict)  # num_warps, num_stages, launch_pdl
     arch: int = 80  # the lowest compute capability, times 10
+
+
+@triton.jit
+def unit_of(i, n, rows, tables, p_at):
+    """Of the i-th unit (a layer, a row, a table) of the n chosen rows: which row it is, and its number among those of
+    all rows; int64. p_at: the chosen rows."""
+    row = tl.load(p_at + i // tables % n).to(tl.int64)
+    return row, (i // (n * tables) * rows + row) * tables + i % tables
 
 
 def power_of_2(n: int) -> int:

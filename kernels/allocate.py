@@ -25,17 +25,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minithink.kernels._common import Variant, power_of_2
+from minithink.kernels._common import Variant, power_of_2, unit_of
 
 BLOCK = 128  # columns of a table at a time
 UNITS = 8  # units of a program of _open
-
-
-@triton.jit
-def _unit(i, n, rows, heads, p_at):
-    """Of the i-th unit of the chosen rows: which row it is, and its number among those of all rows; int64."""
-    row = tl.load(p_at + i // heads % n).to(tl.int64)
-    return row, (i // (n * heads) * rows + row) * heads + i % heads
 
 
 @triton.jit
@@ -58,7 +51,7 @@ def _find(
     i = tl.program_id(0)
     if i == 0:
         tl.store(p_before, tl.load(p_top))
-    row, i_unit = _unit(i, n, rows, heads, p_at)
+    row, i_unit = unit_of(i, n, rows, heads, p_at)
     active = tl.load(p_active + i // heads % n) != 0
     thought = tl.load(p_thought + row)
     fmt = tl.load(p_formats + thought).to(tl.int32)
@@ -131,7 +124,7 @@ def _open(
         i = i_first + offset
         total = tl.max(tl.where(i_own == i, left, 0))
         if total > 0:
-            row, i_unit = _unit(i, n, rows, heads, p_at)
+            row, i_unit = unit_of(i, n, rows, heads, p_at)
             thought = tl.load(p_thought + row)
             fmt = tl.load(p_formats + thought).to(tl.int32)
             per_page = tl.load(p_slots + fmt)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minithink.kernels._common import Variant, power_of_2
+from minithink.kernels._common import Variant, power_of_2, unit_of
 
 BLOCK = 1024  # tokens of a list at a time
 BLOCKS = 32  # whose counts are added up at once
@@ -35,20 +35,13 @@ def _kinds(p_place, p_format, t, m, FORMATS: tl.constexpr, MOST: tl.constexpr, K
     return place, (kind[None, :] == tl.arange(0, KINDS)[:, None]).to(tl.int32)
 
 
-@triton.jit
-def _list(i_unit, p_rows, n, rows, tables):
-    """The number of a unit's list among those of all rows, int64."""
-    row = tl.load(p_rows + i_unit // tables % n)
-    return (i_unit // (tables * n) * rows + row) * tables + i_unit % tables
-
-
 @triton.jit(do_not_specialize=["n", "rows", "blocks"])
 def _count(
     p_counts, p_place, p_count, p_rows, p_format, n, rows, tables, width, blocks,
     FORMATS: tl.constexpr, MOST: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i_unit, i_block = tl.program_id(0), tl.program_id(1)
-    i_list = _list(i_unit, p_rows, n, rows, tables)
+    _, i_list = unit_of(i_unit, n, rows, tables, p_rows)
     count = tl.load(p_count + i_list)
     t = i_block * BLOCK + tl.arange(0, BLOCK)
     _, one = _kinds(p_place + i_list * width, p_format, t, t < count, FORMATS, MOST, KINDS)
@@ -62,7 +55,7 @@ def _by_format(
 ):  # fmt: skip
     """p_counts: of `_count`; BLOCKS: that are added up at once, 0 if there is but one."""
     i_unit, i_block = tl.program_id(0), tl.program_id(1)
-    i_list = _list(i_unit, p_rows, n, rows, tables)
+    _, i_list = unit_of(i_unit, n, rows, tables, p_rows)
     count = tl.load(p_count + i_list)
     if (i_block * BLOCK >= count) & (i_block > 0):
         return

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minithink.kernels._common import Variant
+from minithink.kernels._common import Variant, unit_of
 
 BLOCK = 1024  # tokens of a list at a time
 TABLES = 4  # units of a program of _give
@@ -50,7 +50,7 @@ def _compact(
     if tl.program_id(0) == 0:
         tl.store(p_before, tl.load(p_top))
         tl.store(p_before + 1, tl.load(p_row_top))
-    i_unit = (i // (n * heads) * rows + tl.load(p_at + i // heads % n)) * heads + i % heads  # of all rows
+    _, i_unit = unit_of(i, n, rows, heads, p_at)
     p_drop += i * seen
     p_gone += i * seen
     p_place += i_unit * width

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minithink.kernels._common import Variant
+from minithink.kernels._common import Variant, unit_of
 
 BLOCK = 128  # segments of a program
 
@@ -41,7 +41,7 @@ def _segments(
 ):
     i = tl.program_id(0).to(tl.int64)
     i_n = i // heads % n
-    i_unit = (i // (n * heads) * rows + tl.load(p_at + i_n)) * heads + i % heads  # of all rows
+    _, i_unit = unit_of(i, n, rows, heads, p_at)
     number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     behind = tl.arange(0, 2)[:, None]  # the borders before a segment and behind it are searched together
     border = tl.load(p_prompt + i_n) + tau * (number + behind)

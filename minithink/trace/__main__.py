@@ -10,7 +10,7 @@ from pathlib import Path
 from minithink import commands
 from minithink.errors import MinithinkError, UsageError
 from minithink.files import replace
-from minithink.trace.format import File, read
+from minithink.trace.format import File, read, refuse_others
 
 
 class View:
@@ -43,34 +43,18 @@ class View:
         from minithink.trace.page import render
 
         output = args.output or args.file.with_name(args.file.name + ".html")
-        check_page(output)
+        refuse_others(output, 4096, lambda begins: b"<title>minithink trace" in begins, "page of a trace", "--output")
         try:
             replace(output, render(file, sequence))
         except OSError as error:
-            raise MinithinkError(f"The page cannot be written to {output}: {error}; give another --output.") from None
+            raise MinithinkError(
+                f"The page of a trace cannot be written to {output}: {error}; give another --output."
+            ) from None
         others = f"; it shows sequence {sequence}, see --sequence" if len(file.traces) > 1 else ""
         print(f"written to {output}{others}")
         if args.open and not webbrowser.open(output.resolve().as_uri()):
             raise MinithinkError(f"No browser was found: open {output} in one yourself, or use --terminal.")
         return 0
-
-
-def check_page(path: Path) -> None:
-    """MinithinkError: there is a file that is no page of a trace and would be lost."""
-    try:
-        if not path.is_file():
-            return
-        with path.open("rb") as file:
-            begins = file.read(4096)
-    except OSError as error:
-        raise MinithinkError(
-            f"The page cannot be written to {path}: {error.strerror}; give another --output."
-        ) from None
-    if begins and b"<title>minithink trace" not in begins:
-        raise MinithinkError(
-            f"The page cannot be written to {path}: there is a file that is no page of a trace; delete it, or give "
-            "another --output."
-        )
 
 
 def chosen(file: File, path: Path, sequence: int | None) -> int:

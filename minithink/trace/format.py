@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -104,22 +104,28 @@ class Writer:
 
 def check_place(path: Path) -> None:
     """MinithinkError: there is a folder, or a file that is no trace and would be lost."""
+    refuse_others(path, len(MAGIC), MAGIC.startswith, "trace", "--trace")
+
+
+def refuse_others(path: Path, size: int, ours: Callable[[bytes], bool], what: str, option: str) -> None:
+    """MinithinkError: there is a folder, or a file that would be lost, for its first `size` bytes are not ours. An
+    empty file is nobody's loss."""
     try:
         if not path.exists() or not (path.is_file() or path.is_dir()):  # a pipe is not looked into
             return
         with path.open("rb") as file:
-            begins = file.read(len(MAGIC))
+            begins = file.read(size)
     except OSError as error:
-        raise _refusal(path, error) from None
-    if not MAGIC.startswith(begins):  # an empty file, or a trace that broke off at once, is nobody's loss
+        raise _refusal(path, error, what, option) from None
+    if begins and not ours(begins):
         raise MinithinkError(
-            f"The trace cannot be written to {path}: there is a file that is no trace; delete it, or give another "
-            "--trace."
+            f"The {what} cannot be written to {path}: there is a file that is no {what}; delete it, or give another "
+            f"{option}."
         )
 
 
-def _refusal(path: Path, error: OSError) -> MinithinkError:
-    return MinithinkError(f"The trace cannot be written to {path}: {error.strerror}; give another --trace.")
+def _refusal(path: Path, error: OSError, what: str = "trace", option: str = "--trace") -> MinithinkError:
+    return MinithinkError(f"The {what} cannot be written to {path}: {error.strerror}; give another {option}.")
 
 
 def as_json(value: Mapping[str, Any]) -> bytes:
