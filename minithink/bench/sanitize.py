@@ -1,7 +1,8 @@
 """The kernels' tests under NVIDIA's compute-sanitizer, on a GPU: wrong addresses (memcheck), races (racecheck).
 
 All tests of `tests/kernels` run, with few examples each (HYPOTHESIS_PROFILE=sanitize), and torch takes every tensor
-from the driver by itself, so that what lies beside one is nobody's.
+from the driver by itself, so that what lies beside one is nobody's. They run in parts, in processes side by side, on
+all GPUs that there are. A part that has gone well at this commit is in the file, and is not run again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import groupby
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -24,13 +28,14 @@ from minithink.errors import MinithinkError
 
 DEFAULT = "sanitize"
 TOOLS = ("memcheck", "racecheck")
+PART = 16  # tests of one process
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench sanitize`."""
     add = parser.add_argument
     add("--tools", nargs="+", choices=TOOLS, default=TOOLS, metavar="TOOL", help="default: memcheck racecheck")
-    add("--workers", type=record.positive, default=1, metavar="N", help="processes that run tests (pytest-xdist)")
+    add("--workers", type=record.positive, default=1, metavar="N", help="processes at a time (default 1)")
     add("--tests", nargs="+", default=["tests/kernels"], metavar="PATH", help="default: tests/kernels")
     add("--output", metavar="FILE", help=f"default: docs/results/{DEFAULT}.json")
 
@@ -42,34 +47,86 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if (program := shutil.which("compute-sanitizer")) is None:
         raise MinithinkError("bench sanitize needs NVIDIA's compute-sanitizer, which is not on the PATH.")
     path = Path(args.output) if args.output else record.default_path(DEFAULT)
+    record.check(path)
+    parts = in_parts(collect(args.tests))
     result = record.new(DEFAULT, list(argv), "cuda")
-    result["settings"] = {"workers": args.workers, "tests": args.tests, "profile": "sanitize"}
-    result["measurements"] = []
-    environment = os.environ | {"HYPOTHESIS_PROFILE": "sanitize", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    for tool in args.tools:
-        began = time.monotonic()
-        done = subprocess.run(
-            [
-                program, "--tool", tool, "--target-processes", "all", sys.executable, "-m", "pytest", "-q",
-                "-p", "no:cacheprovider", *(["-n", str(args.workers)] if args.workers > 1 else []), *args.tests,
-            ],
-            cwd=record.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        m = {"tool": tool, **count(done.stdout), "exit_code": done.returncode, "seconds": time.monotonic() - began}
-        result["measurements"].append(m)
-        record.write(path, result)
-        print(f"{tool}: {m['errors']} errors in {m['processes']} processes; tests: {m['tests']}", flush=True)
-        if m["errors"] or done.returncode:
-            print("\n".join(done.stdout.splitlines()[-60:]))
+    result["settings"] = {"tests": args.tests, "profile": "sanitize"}
+    result["measurements"] = [
+        m for m in (record.read(path)["measurements"] if path.is_file() else [])
+        if m["commit"] == result["commit"] and is_clean(m)
+    ]  # fmt: skip
+    there = {(m["tool"], *m["tests"]) for m in result["measurements"]}
+    jobs = [(tool, part) for tool in args.tools for part in parts if (tool, *part) not in there]
+    free = SimpleQueue[int]()  # GPUs, each as often as it may be used at a time
+    for i in range(args.workers):
+        free.put(i % torch.cuda.device_count())
+    with ThreadPoolExecutor(args.workers) as pool:
+        running = [pool.submit(watch, program, tool, part, free) for tool, part in jobs]
+        try:
+            for done in as_completed(running):
+                m, output = done.result()
+                result["measurements"].append(m | {"commit": result["commit"]})
+                record.write(path, result)
+                whole = f"{len(result['measurements'])} of {len(args.tools) * len(parts)}"
+                print(f"{whole}  {m['tool']}: {m['errors']} errors; {m['outcome']}  {m['tests'][0]}", flush=True)
+                if not is_clean(m):
+                    print("\n".join(output.splitlines()[-60:]))
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     result["complete"] = True
     record.write(path, result)
     print(f"written to {path}", file=sys.stderr)
-    clean = all(m["processes"] and not m["errors"] and not m["exit_code"] for m in result["measurements"])
-    return 0 if clean else 1
+    return 0 if all(map(is_clean, result["measurements"])) else 1
+
+
+def collect(paths: Sequence[str]) -> list[str]:
+    """The names of all tests there, as pytest has them. MinithinkError: it cannot read them."""
+    words = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "--collect-only", *paths]
+    done = subprocess.run(words, cwd=record.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    names = [line for line in done.stdout.splitlines() if "::" in line]
+    if done.returncode or not names:
+        raise MinithinkError(f"pytest finds no tests in {' '.join(paths)}: {done.stdout.strip()[-500:]}")
+    return names
+
+
+def in_parts(names: Sequence[str]) -> list[list[str]]:
+    """Tests of one file, at most PART together."""
+    out = []
+    for _, own in groupby(names, lambda name: name.split("::")[0]):
+        tests = list(own)
+        out += [tests[i : i + PART] for i in range(0, len(tests), PART)]
+    return out
+
+
+def watch(program: str, tool: str, tests: list[str], free: SimpleQueue[int]) -> tuple[dict[str, Any], str]:
+    """Run these tests under the tool, on one of the free GPUs → a line of the result, and all that was printed."""
+    gpu = free.get()
+    visible = [x for x in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x]
+    environment = os.environ | {
+        "HYPOTHESIS_PROFILE": "sanitize", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "CUDA_VISIBLE_DEVICES": visible[gpu] if visible else str(gpu),
+    }  # fmt: skip
+    words = [program, "--tool", tool, "--target-processes", "all"]
+    words += [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            words, cwd=record.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    finally:
+        free.put(gpu)
+    about = {"tool": tool, "tests": tests, "exit_code": done.returncode, "seconds": time.monotonic() - began}
+    return about | count(done.stdout), done.stdout
 
 
 def count(text: str) -> dict[str, Any]:
-    """Errors that the tool reports, in how many processes, and pytest's last line."""
+    """Errors that the tool reports, in how many processes, and how many tests went how."""
     reports = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", text)
     tests = re.findall(r"^(?:=+ )?(\d+ (?:passed|failed|skipped|error)[^=\n]*?)(?: in [\d.]+s.*)?$", text, re.M)
-    return {"errors": sum(map(int, reports)), "processes": len(reports), "tests": tests[-1] if tests else "none"}
+    return {"errors": sum(map(int, reports)), "processes": len(reports), "outcome": tests[-1] if tests else "none"}
+
+
+def is_clean(m: dict[str, Any]) -> bool:
+    """Whether the tool watched, found nothing, and all tests passed."""
+    return bool(m["processes"] and not m["errors"] and not m["exit_code"])

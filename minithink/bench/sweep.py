@@ -1,20 +1,24 @@
 """Comparisons whose tables and plots the documents show: which policies, at which budgets, on which problems.
 
 Each has a name (`SWEEPS`) and is run as by `python -m minithink.evaluate`, on both embedded families, one after the
-other; a run that was interrupted is resumed. What comes out is one file for both, with a line for every family,
-policy and budget. Settings are chosen on validation problems; the test split is for `main` alone.
+other; a run that was interrupted is resumed. Several at once share a run where their problems and budgets are the
+same, so that what is in all of them is generated once. What comes out is one file a comparison for both families,
+with a line for every family, policy and budget. Settings are chosen on validation problems; the test split is for
+`main` alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from minithink.bench import record
 from minithink.commands import INTERRUPTED, location
+from minithink.errors import UsageError
 from minithink.evaluate import plots, runner
 from minithink.evaluate.plan import plan
 from minithink.evaluate.summary import FULL, Row
@@ -28,10 +32,16 @@ class Sweep:
 
     what: str  # is compared
     policies: tuple[str, ...]  # beside full
-    budgets: tuple[float, ...] = (0.125, 0.25, 0.5)  # shares of what the full cache generates, beside the prompt
+    budgets: tuple[float, ...] = (0.25, 0.5, 0.75)  # shares of what the full cache generates, beside the prompt
     split: str = "validation"
     problems: int = 200
     samples: int = 1
+    recall: bool = False  # is measured, too
+
+    @property
+    def shared(self) -> tuple[Any, ...]:
+        """What sweeps have in common that can be one run."""
+        return self.budgets, self.split, self.problems, self.samples, self.recall
 
 
 def _of_thinkv(*options: str) -> tuple[str, ...]:
@@ -45,11 +55,16 @@ SWEEPS = {
     "main": Sweep(
         "ThinKV, its two halves and other methods",
         ("thinkv", "tbq", "tbe", "rkv", "kivi", "pm_kvq", "crystal_kv_lite"), split="test", samples=2,
+        budgets=(0.125, 0.25, 0.5, 0.75),
+    ),
+    "recall": Sweep(
+        "of the tokens that full attention looks at most, how many are held", ("thinkv", "tbe", "rkv"),
+        budgets=(0.125, 0.25, 0.5, 0.75), problems=64, recall=True,
     ),
     "formats": Sweep("floating points and integers of 4 and 2 bits", _of_thinkv("", "four=int4s,two=int2s")),
     "precision": Sweep(
         "bits by thought type",
-        _of_thinkv("", *(f"precision={p}" for p in PRECISIONS)), budgets=(0.25, 0.5),
+        _of_thinkv("", *(f"precision={p}" for p in PRECISIONS)),
     ),
     "tau": Sweep("the tokens of a segment, τ", _of_thinkv("tau=32", "tau=64", "", "tau=256")),
     "types": Sweep("the number of types, |T|", _of_thinkv("types=1", "types=2", "")),
@@ -60,16 +75,15 @@ SWEEPS = {
     "block": Sweep("slots of a page", _of_thinkv("block=4", "", "block=16", "block=32")),
     "key-axis": Sweep(
         "a scale for each channel of a group of keys, or for each key", _of_thinkv("", "key_axis=token"),
-        budgets=(0.0625, 0.125, 0.25, 0.5),
     ),
-    "snapkv": Sweep("a prompt that is cut, too", ("thinkv", "snapkv:cap=128+thinkv"), budgets=(0.25, 0.5)),
+    "snapkv": Sweep("a prompt that is cut, too", ("thinkv", "snapkv:cap=128+thinkv")),
 }  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench sweep`."""
     add = parser.add_argument
-    add("name", choices=tuple(SWEEPS), help="which comparison")
+    add("names", nargs="+", choices=tuple(SWEEPS), metavar="NAME", help=f"which comparisons: {', '.join(SWEEPS)}")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--families", nargs="+", default=families(), choices=families(), help="default: all")
     add("--limit", type=record.positive, metavar="N", help="fewer problems, for a quick look")
@@ -79,45 +93,76 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--runs", type=location, default=Path("runs"), metavar="DIR", help="where unfinished runs lie (default: runs)"
     )
     add("--plot", type=location, metavar="DIR", help="draw accuracy by bytes, DIR/sweep-NAME-FAMILY.svg")
-    add("--output", metavar="FILE", help="default: docs/results/sweep-NAME.json")
+    add("--plot-only", action="store_true", help="run nothing: draw what the results hold")
+    add(
+        "--results", type=location, default=record.default_path("x").parent, metavar="DIR",
+        help="where sweep-NAME.json goes (default: docs/results)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Evaluate, write, draw."""
-    sweep = SWEEPS[args.name]
-    path = Path(args.output) if args.output else record.default_path(f"sweep-{args.name}")
-    record.check(path)
-    plan(policies_of(sweep), sweep.budgets)
+    chosen = {name: SWEEPS[name] for name in dict.fromkeys(args.names)}
+    paths = {name: args.results / f"sweep-{name}.json" for name in chosen}
+    if args.plot_only and args.plot is None:
+        raise UsageError("--plot-only draws to the folder that --plot names: give it.")
     if args.plot is not None:
         need_matplotlib()
-    result = record.new("sweep", argv, "cpu" if args.device == "cpu" else "cuda")
-    result["settings"] = {"name": args.name, **asdict(sweep), "limit": args.limit or sweep.problems}
-    result["measurements"] = []
-    for family in args.families:
-        rows = evaluated(args, sweep, family)
-        if rows is None:
-            return INTERRUPTED
-        result["measurements"] += [{"family": family, **asdict(row)} for row in rows]
-        record.write(path, result)
-        if args.plot is not None:
-            plots.draw_bytes(rows, args.plot / f"sweep-{args.name}-{family}.svg")
-    result["complete"] = True
-    record.write(path, result)
-    print(f"written to {path}", file=sys.stderr)
+    if args.plot_only:
+        for name, path in paths.items():
+            draw(name, record.read(path), args.plot)
+        return 0
+    for name, sweep in chosen.items():
+        record.check(paths[name], "--results")
+        plan(policies_of([sweep]), sweep.budgets)
+    for shared in dict.fromkeys(sweep.shared for sweep in chosen.values()):
+        together = {name: sweep for name, sweep in chosen.items() if sweep.shared == shared}
+        results = {name: new(args, argv, name) for name in together}
+        for family in args.families:
+            rows = evaluated(args, together, family)
+            if rows is None:
+                return INTERRUPTED
+            for name, sweep in together.items():
+                own = [row for row in rows if row.policy in policies_of([sweep])]
+                results[name]["measurements"] += [{"family": family, **asdict(row)} for row in own]
+                results[name]["complete"] = family == args.families[-1]
+                record.write(paths[name], results[name])
+        for name in together:
+            if args.plot is not None:
+                draw(name, record.read(paths[name]), args.plot)  # from its rounded figures, as --plot-only does
+            print(f"written to {paths[name]}", file=sys.stderr)
     return 0
 
 
-def policies_of(sweep: Sweep) -> list[str]:
-    """With the full cache, which is first."""
-    return [FULL, *sweep.policies]
+def new(args: argparse.Namespace, argv: list[str], name: str) -> dict[str, Any]:
+    """The beginning of a sweep's result."""
+    sweep = SWEEPS[name]
+    result = record.new("sweep", argv, "cpu" if args.device == "cpu" else "cuda")
+    settings = {"name": name, **asdict(sweep), "limit": args.limit or sweep.problems}
+    return result | {"settings": settings, "measurements": []}
 
 
-def evaluated(args: argparse.Namespace, sweep: Sweep, family: str) -> list[Row] | None:
-    """The rows of one family, over all its problems; None: interrupted."""
-    folder = args.runs / f"sweep-{args.name}-{family}"
-    words: list[Any] = ["--policies", ",".join(policies_of(sweep)), "--budgets", ",".join(map(str, sweep.budgets))]
-    words += ["--dataset", family, "--split", sweep.split, "--num-samples", sweep.samples, "--device", args.device]
+def draw(name: str, result: dict[str, Any], folder: Path) -> None:
+    """Accuracy by bytes, of each family."""
+    for family in dict.fromkeys(m["family"] for m in result["measurements"]):
+        own = [{k: x for k, x in m.items() if k != "family"} for m in result["measurements"] if m["family"] == family]
+        plots.draw_bytes([Row(**m) for m in own], folder / f"sweep-{name}-{family}.svg")
+
+
+def policies_of(sweeps: Iterable[Sweep]) -> list[str]:
+    """Of all of them, once; with the full cache, which is first."""
+    return list(dict.fromkeys([FULL, *(policy for sweep in sweeps for policy in sweep.policies)]))
+
+
+def evaluated(args: argparse.Namespace, sweeps: Mapping[str, Sweep], family: str) -> list[Row] | None:
+    """The rows of one family, over all its problems; None: interrupted. sweeps: by name, with the same settings."""
+    sweep = next(iter(sweeps.values()))
+    folder = args.runs / f"sweep-{'-'.join(sweeps)}-{family}"
+    words: list[Any] = ["--policies", ",".join(policies_of(sweeps.values()))]
+    words += ["--budgets", ",".join(map(str, sweep.budgets)), "--num-samples", sweep.samples]
+    words += ["--dataset", family, "--split", sweep.split, "--device", args.device]
     words += ["--limit", args.limit or sweep.problems, "--output-dir", folder, "--resume"]
+    words += ["--recall"] if sweep.recall else []
     for name in ("batch_size", "max_new_tokens"):
         if (value := getattr(args, name)) is not None:
             words += [f"--{name.replace('_', '-')}", value]

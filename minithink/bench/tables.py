@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -227,8 +228,14 @@ def counters(result: dict[str, Any]) -> list[str]:
 def sanitize(result: dict[str, Any]) -> list[str]:
     """What compute-sanitizer found, one row a tool."""
     rows: list[tuple[str, ...]] = [("tool", "errors", "processes", "tests")]
-    for m in result["measurements"]:
-        rows.append((m["tool"], f"**{m['errors']}**", f"{m['processes']}", m["tests"]))
+    for tool in dict.fromkeys(m["tool"] for m in result["measurements"]):
+        own = [m for m in result["measurements"] if m["tool"] == tool]
+        errors, processes = (sum(m[name] for m in own) for name in ("errors", "processes"))
+        outcomes = Counter[str]()
+        for number, what in re.findall(r"(\d+) (\w+)", " ".join(m["outcome"] for m in own)):
+            outcomes[what] += int(number)
+        tests = ", ".join(f"{number} {what}" for what, number in outcomes.items())
+        rows.append((tool, f"**{errors}**", f"{processes}", tests))
     return [*markdown(rows), "", _source(result)]
 
 
@@ -391,7 +398,8 @@ def sweep(result: dict[str, Any]) -> list[str]:
     ms, settings = result["measurements"], result["settings"]
     families = list(dict.fromkeys(m["family"] for m in ms))
     counted = any(m["case_1"] is not None for m in ms)
-    columns = (x for family in families for x in (f"{family}: right", "tokens", "of full's bytes"))
+    names = ["tokens", "of full's bytes", *(["recall"] if any(m["recall"] is not None for m in ms) else [])]
+    columns = (x for family in families for x in (f"{family}: right", *names))
     rows: list[tuple[str, ...]] = [("policy", "budget", *columns, *(("case 1, case 2",) if counted else ()))]
     full = {m["family"]: m["kv_bytes_peak"] for m in ms if m["policy"] == FULL}
     for policy, budget in dict.fromkeys((m["policy"], m["budget"]) for m in ms):
@@ -401,6 +409,8 @@ def sweep(result: dict[str, Any]) -> list[str]:
             m = own[family]
             right = f"**{m['pass_at_1']:.1%}** ({m['pass_at_1_low']:.1%} to {m['pass_at_1_high']:.1%})"
             cells += [right, f"{m['generated_mean']:,.0f}", f"{m['kv_bytes_peak'] / full[family]:.1%}"]
+            if "recall" in names:
+                cells.append("–" if m["recall"] is None else f"{m['recall']:.1%}")
         if counted:
             cases = [(m["case_1"], m["case_2"]) for m in own.values() if m["case_1"] is not None]
             cells.append(", ".join(f"{sum(n):,}" for n in zip(*cases, strict=True)) or "–")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
 from minithink.bench import record, sanitize, tables
+from minithink.errors import MinithinkError
 from tests.bench.result import RESULT, says_that_there_is_no_gpu
 
 
@@ -18,20 +20,64 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     ("text", "want"),
     [
         ("........ [100%]\n312 passed, 3 skipped in 61.20s (0:01:01)\n========= ERROR SUMMARY: 0 errors\n",
-         {"errors": 0, "processes": 1, "tests": "312 passed, 3 skipped"}),
+         {"errors": 0, "processes": 1, "outcome": "312 passed, 3 skipped"}),
         ("===== 1 failed, 7 passed in 5.01s =====\n===== ERROR SUMMARY: 3 errors\n===== ERROR SUMMARY: 1 error\n",
-         {"errors": 4, "processes": 2, "tests": "1 failed, 7 passed"}),
+         {"errors": 4, "processes": 2, "outcome": "1 failed, 7 passed"}),
         ("9 passed in 1.00s\n========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n",
-         {"errors": 2, "processes": 1, "tests": "9 passed"}),
-        ("========= Error: Target application not found\n", {"errors": 0, "processes": 0, "tests": "none"}),
+         {"errors": 2, "processes": 1, "outcome": "9 passed"}),
+        ("========= Error: Target application not found\n", {"errors": 0, "processes": 0, "outcome": "none"}),
     ],
 )  # fmt: skip
 def test_reports_are_counted(text: str, want: dict[str, object]) -> None:
     assert sanitize.count(text) == want
 
 
+def test_tests_are_run_in_parts() -> None:
+    """No test is lost or run twice, and files stay apart."""
+    names = sanitize.collect(["tests/kernels/test_swiglu.py", "tests/kernels/test_rope.py"])
+    parts = sanitize.in_parts(names)
+    assert [name for part in parts for name in part] == names
+    assert len(parts) == 2
+    many = [f"a.py::{i}" for i in range(2 * sanitize.PART + 1)]
+    assert [len(part) for part in sanitize.in_parts([*many, "b.py::0"])] == [sanitize.PART, sanitize.PART, 1, 1]
+
+
+def test_there_are_no_such_tests() -> None:
+    with pytest.raises(MinithinkError, match=r"pytest finds no tests in tests/kernels/test_nothing\.py"):
+        sanitize.collect(["tests/kernels/test_nothing.py"])
+
+
+PROGRAM = """#!/bin/sh
+echo "$HYPOTHESIS_PROFILE, GPU $CUDA_VISIBLE_DEVICES: $*"
+echo "9 passed in 1.00s"
+echo "========= ERROR SUMMARY: 2 errors"
+"""
+
+
+def test_the_tool_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that is free, which is free again after that; what it says is counted."""
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(PROGRAM)
+    program.chmod(0o755)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    free = SimpleQueue[int]()
+    free.put(1)
+    m, output = sanitize.watch(str(program), "memcheck", ["a.py::b"], free)
+    assert "sanitize, GPU 7: --tool memcheck" in output
+    assert output.splitlines()[0].endswith("a.py::b")
+    assert (m["errors"], m["exit_code"], m["outcome"]) == (2, 0, "9 passed")
+    assert not sanitize.is_clean(m)
+    assert sanitize.is_clean(m | {"errors": 0})
+    assert not sanitize.is_clean(m | {"errors": 0, "exit_code": 1})
+    assert not sanitize.is_clean(m | {"errors": 0, "processes": 0})
+    assert free.get_nowait() == 1
+
+
 def test_the_table(tmp_path: Path) -> None:
-    m = {"tool": "memcheck", "errors": 0, "processes": 2, "tests": "9 passed", "exit_code": 0, "seconds": 1.5}
-    record.write(tmp_path / "sanitize.json", {**RESULT, "benchmark": "sanitize", "measurements": [m]})
-    text = tables.fill("<!-- table:sanitize -->\n<!-- end -->", "x.md", tmp_path)
-    assert text.splitlines()[3] == "| memcheck | **0** | 2 | 9 passed |"
+    m = {"tool": "memcheck", "errors": 0, "processes": 2, "tests": ["a", "b"], "outcome": "9 passed", "exit_code": 0}
+    other = m | {"errors": 1, "tests": ["c"], "outcome": "1 failed, 3 passed"}
+    ms = [m, other, m | {"tool": "racecheck"}]
+    record.write(tmp_path / "sanitize.json", {**RESULT, "benchmark": "sanitize", "measurements": ms})
+    lines = tables.fill("<!-- table:sanitize -->\n<!-- end -->", "x.md", tmp_path).splitlines()
+    assert lines[3] == "| memcheck | **1** | 4 | 12 passed, 1 failed |"
+    assert lines[4] == "| racecheck | **0** | 2 | 9 passed |"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,40 +17,71 @@ from minithink.evaluate.plan import plan, policy_of
 def test_every_policy_is_one(name: str) -> None:
     """And no comparison but the main one touches the test split."""
     one = sweep.SWEEPS[name]
-    cells = plan(sweep.policies_of(one), one.budgets)
+    cells = plan(sweep.policies_of([one]), one.budgets)
     assert [cell.policy for cell in cells[:1]] == ["full"]
     assert len(cells) == len(set(cells)) > len(one.policies)
     for cell in cells:
         policy_of(cell, None, longest=600)
     assert (one.split == "test") == (name == "main")
-    assert one.problems == 200
+    assert one.problems == (64 if name == "recall" else 200)
 
 
-def test_a_small_one(tmp_path: Path) -> None:
+def test_a_small_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both families, every policy and budget; thoughts are counted; what is there is not run again."""
-    path = tmp_path / "snapkv.json"
+    monkeypatch.setitem(sweep.SWEEPS, "snapkv", replace(sweep.SWEEPS["snapkv"], budgets=(0.25, 0.75)))
+    path = tmp_path / "sweep-snapkv.json"
     words = ["sweep", "snapkv", "--device", "cpu", "--limit", "1", "--batch-size", "1", "--max-new-tokens", "100"]
-    words += ["--runs", str(tmp_path / "runs"), "--output", str(path)]
+    words += ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path)]
     drawn = find_spec("matplotlib") is not None  # an extra
-    words += ["--plot", str(tmp_path)] if drawn else []
+    plotting = ["--plot", str(tmp_path)] if drawn else []
+    words += plotting
     assert main(words) == 0
     first = record.read(path)
     assert first["complete"]
     found = [(m["family"], m["policy"], m["budget"]) for m in first["measurements"]]
-    policies = [("full", None), *((p, b) for p in sweep.SWEEPS["snapkv"].policies for b in (0.25, 0.5))]
+    policies = [("full", None), *((p, b) for p in sweep.SWEEPS["snapkv"].policies for b in (0.25, 0.75))]
     assert found == [(family, *cell) for family in ("facts", "ledger") for cell in policies]
     thinkv = [m for m in first["measurements"] if m["policy"] != "full"]
     assert all(m["case_1"] is not None for m in thinkv)
     assert sum(m["case_2"] for m in thinkv) > 0
-    assert (tmp_path / "sweep-snapkv-facts.svg").is_file() == drawn
+    plot = tmp_path / "sweep-snapkv-facts.svg"
+    assert plot.is_file() == drawn
+    if drawn:
+        whole = plot.read_bytes()
+        plot.unlink()
+        only = ["--results", str(tmp_path), "--plot-only"]
+        assert main(["sweep", "snapkv", *only, *plotting]) == 0
+        assert plot.read_bytes() == whole
+        assert main(["sweep", "tau", *only, *plotting]) == 1  # there is no such result
+        assert main(["sweep", "snapkv", *only]) == 2  # where to?
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("results.jsonl")}
     assert len(before) == 2
     assert main(words) == 0
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("results.jsonl")} == before
     assert record.read(path)["measurements"] == first["measurements"]
-    record.write(tmp_path / "sweep-snapkv.json", first)
     lines = tables.fill("<!-- table:sweep-snapkv -->\n<!-- end -->", "x.md", tmp_path).splitlines()
     assert lines[1].startswith("| policy | budget | facts: right | tokens | of full's bytes | ledger: right |")
     assert lines[3].startswith("| `full` | – | **")
     assert lines[3].endswith("| 100.0% | – |")
     assert lines[4].startswith("| `thinkv` | 25 % |")
+
+
+def test_two_that_share_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What both compare is generated once, and each result is what it would be alone."""
+    for name in ("snapkv", "key-axis"):
+        monkeypatch.setitem(sweep.SWEEPS, name, replace(sweep.SWEEPS[name], budgets=(0.5,)))
+    words = ["--device", "cpu", "--families", "facts", "--limit", "1", "--batch-size", "1", "--max-new-tokens", "64"]
+    words += ["--runs", str(tmp_path / "runs"), "--results"]
+    assert main(["sweep", "snapkv", "key-axis", *words, str(tmp_path / "both")]) == 0
+    assert [p.name for p in (tmp_path / "runs").iterdir()] == ["sweep-snapkv-key-axis-facts"]
+    assert main(["sweep", "key-axis", *words, str(tmp_path / "one")]) == 0
+
+    def found(folder: str, name: str) -> list[dict[str, object]]:
+        ms = record.read(tmp_path / folder / f"sweep-{name}.json")["measurements"]
+        return [{k: x for k, x in m.items() if k != "tokens_per_second"} for m in ms]
+
+    assert found("both", "key-axis") == found("one", "key-axis")
+    both = {(m["policy"], m["budget"]) for m in found("both", "snapkv") + found("both", "key-axis")}
+    assert len(both) == 4  # full, and three policies
+    lines = (tmp_path / "runs" / "sweep-snapkv-key-axis-facts" / "results.jsonl").read_text().splitlines()
+    assert len(lines) == 4
