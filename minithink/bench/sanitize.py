@@ -1,8 +1,9 @@
 """The kernels' tests under NVIDIA's compute-sanitizer, on a GPU: wrong addresses (memcheck), races (racecheck).
 
-All tests of `tests/kernels` run, with few examples each (HYPOTHESIS_PROFILE=sanitize), and torch takes every tensor
-from the driver by itself, so that what lies beside one is nobody's. They run in parts, in processes side by side, on
-all GPUs that there are. A part that has gone well at this commit is in the file, and is not run again.
+All tests of `tests/kernels` run, with few examples each (HYPOTHESIS_PROFILE=sanitize). For memcheck torch takes every
+tensor from the driver by itself, so that what lies beside one is nobody's. Tests run in parts, in processes side by
+side, on all GPUs that there are. A part that has gone well at this commit is in the file, and is not run again.
+torch's own kernels run, but are not watched: that would take most of the time.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from minithink.errors import MinithinkError
 DEFAULT = "sanitize"
 TOOLS = ("memcheck", "racecheck")
 PART = 16  # tests of one process
+TORCH = "at6native"  # in the names of its kernels
+SHOWN = 12  # lines of a report that are kept
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tools", nargs="+", choices=TOOLS, default=TOOLS, metavar="TOOL", help="default: memcheck racecheck")
     add("--workers", type=record.positive, default=1, metavar="N", help="processes at a time (default 1)")
     add("--tests", nargs="+", default=["tests/kernels"], metavar="PATH", help="default: tests/kernels")
+    add("--torch", action="store_true", help="watch torch's kernels, too")
     add("--output", metavar="FILE", help=f"default: docs/results/{DEFAULT}.json")
 
 
@@ -50,7 +54,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     record.check(path)
     parts = in_parts(collect(args.tests))
     result = record.new(DEFAULT, list(argv), "cuda")
-    result["settings"] = {"tests": args.tests, "profile": "sanitize"}
+    result["settings"] = {"tests": args.tests, "profile": "sanitize", "torch": args.torch}
     result["measurements"] = [
         m for m in (record.read(path)["measurements"] if path.is_file() else [])
         if m["commit"] == result["commit"] and is_clean(m)
@@ -61,16 +65,16 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     for i in range(args.workers):
         free.put(i % torch.cuda.device_count())
     with ThreadPoolExecutor(args.workers) as pool:
-        running = [pool.submit(watch, program, tool, part, free) for tool, part in jobs]
+        words = [program, *([] if args.torch else ["--kernel-name-exclude", f"kns={TORCH}"])]
+        running = [pool.submit(watch, words, tool, part, free) for tool, part in jobs]
         try:
             for done in as_completed(running):
-                m, output = done.result()
-                result["measurements"].append(m | {"commit": result["commit"]})
+                m = done.result() | {"commit": result["commit"]}
+                result["measurements"].append(m)
                 record.write(path, result)
                 whole = f"{len(result['measurements'])} of {len(args.tools) * len(parts)}"
                 print(f"{whole}  {m['tool']}: {m['errors']} errors; {m['outcome']}  {m['tests'][0]}", flush=True)
-                if not is_clean(m):
-                    print("\n".join(output.splitlines()[-60:]))
+                print("".join(f"    {line}\n" for line in m["report"]), end="")
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -99,16 +103,21 @@ def in_parts(names: Sequence[str]) -> list[list[str]]:
     return out
 
 
-def watch(program: str, tool: str, tests: list[str], free: SimpleQueue[int]) -> tuple[dict[str, Any], str]:
-    """Run these tests under the tool, on one of the free GPUs → a line of the result, and all that was printed."""
+def watch(program: list[str], tool: str, tests: list[str], free: SimpleQueue[int]) -> dict[str, Any]:
+    """Run these tests under the tool, on one of the free GPUs → a line of the result.
+
+    Args:
+        program: compute-sanitizer and its options.
+    """
     gpu = free.get()
     visible = [x for x in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x]
     environment = os.environ | {
-        "HYPOTHESIS_PROFILE": "sanitize", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
-        "CUDA_VISIBLE_DEVICES": visible[gpu] if visible else str(gpu),
+        "HYPOTHESIS_PROFILE": "sanitize", "CUDA_VISIBLE_DEVICES": visible[gpu] if visible else str(gpu),
     }  # fmt: skip
-    words = [program, "--tool", tool, "--target-processes", "all"]
-    words += [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    if tool == "memcheck":
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    words = [*program, "--tool", tool, "--target-processes", "all"]
+    words += [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", *tests]
     began = time.monotonic()
     try:
         done = subprocess.run(
@@ -117,7 +126,10 @@ def watch(program: str, tool: str, tests: list[str], free: SimpleQueue[int]) -> 
     finally:
         free.put(gpu)
     about = {"tool": tool, "tests": tests, "exit_code": done.returncode, "seconds": time.monotonic() - began}
-    return about | count(done.stdout), done.stdout
+    about |= count(done.stdout)
+    said = re.findall(r"^(?:=========|E  |FAILED).*", done.stdout, re.M)
+    said = [line for line in said if not re.search(r"Frame:|SUMMARY|^=+ +(COMPUTE-SANITIZER)?$", line)]
+    return about | {"report": [] if is_clean(about) else said[:SHOWN]}
 
 
 def count(text: str) -> dict[str, Any]:

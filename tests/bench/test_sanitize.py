@@ -48,7 +48,12 @@ def test_there_are_no_such_tests() -> None:
 
 
 PROGRAM = """#!/bin/sh
-echo "$HYPOTHESIS_PROFILE, GPU $CUDA_VISIBLE_DEVICES: $*"
+echo "$HYPOTHESIS_PROFILE, GPU $CUDA_VISIBLE_DEVICES, $PYTORCH_NO_CUDA_MEMORY_CACHING: $*" > "$(dirname "$0")/said"
+echo "========= COMPUTE-SANITIZER"
+echo "========= Invalid __global__ read of size 4 bytes"
+echo "=========     at _merge+0x80"
+echo "=========     Host Frame: main in main.c"
+echo "========= "
 echo "9 passed in 1.00s"
 echo "========= ERROR SUMMARY: 2 errors"
 """
@@ -62,10 +67,12 @@ def test_the_tool_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     free = SimpleQueue[int]()
     free.put(1)
-    m, output = sanitize.watch(str(program), "memcheck", ["a.py::b"], free)
-    assert "sanitize, GPU 7: --tool memcheck" in output
-    assert output.splitlines()[0].endswith("a.py::b")
+    m = sanitize.watch([str(program), "--more"], "memcheck", ["a.py::b"], free)
+    said = (tmp_path / "said").read_text()
+    assert "sanitize, GPU 7, 1: --more --tool memcheck" in said
+    assert said.endswith("a.py::b\n")
     assert (m["errors"], m["exit_code"], m["outcome"]) == (2, 0, "9 passed")
+    assert m["report"] == ["========= Invalid __global__ read of size 4 bytes", "=========     at _merge+0x80"]
     assert not sanitize.is_clean(m)
     assert sanitize.is_clean(m | {"errors": 0})
     assert not sanitize.is_clean(m | {"errors": 0, "exit_code": 1})
