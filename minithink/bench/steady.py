@@ -8,7 +8,9 @@ What is synthetic:
 - ThinKV's types of thoughts are drawn with a seed instead of measured (`Drawn`); where attention runs, sparsity is
   measured all the same, and its result is thrown away;
 - while a cache is filled R-KV's scores are drawn, too. A lane stays as it is, on the whole, when it is full and most
-  slots were used again: it is filled no further than that (`Steady.enough`), whatever the step that it stands for.
+  slots were used again: it is filled no further than that (`Steady.enough`), whatever the step that it stands for;
+- where `few` is given, so many of ThinKV's sequences are filled; the others are copies of these in pages of their own
+  (`copies.py`), some tokens further on.
 
 Prompts are read by the model. The sequences are spread evenly over the policy's cycle, τ tokens or R-KV's buffer: as
 they are where requests come at any time. In one lockstep all of them would refresh at once.
@@ -26,10 +28,11 @@ import torch
 from torch import Tensor
 
 from minithink.backend import REFERENCE, Backend
+from minithink.bench.copies import copy_sequences
 from minithink.bench.decode import SHAPES, RandomModel
 from minithink.config import ModelConfig
 from minithink.kv.contract import Policy, Shape, Step
-from minithink.kv.manager import KVManager, needs
+from minithink.kv.manager import NOBODY, KVManager, needs
 from minithink.loop import DecodeLoop
 from minithink.model import Rope
 from minithink.policies.full import Full
@@ -134,9 +137,14 @@ METHODS: dict[str, Make] = {
 
 
 class Cache(KVManager):
-    """A manager that need not attend."""
+    """A manager that need not attend, and can take over what another holds."""
 
     attending = True
+
+    def copy(self, few: KVManager) -> None:
+        """Hold copies of another's sequences."""
+        copy_sequences(few, self)
+        self._last = NOBODY  # of whom the manager knows how many steps they may still take
 
     def _decode(self, layer: int, raw: Tensor, q: Tensor, now: Any) -> Tensor:
         return super()._decode(layer, raw, q, now) if self.attending else torch.zeros_like(q)
@@ -178,13 +186,18 @@ class Loop(DecodeLoop):
 class Steady:
     """Some rows under one method, and how far they are."""
 
-    def __init__(self, model: RandomModel, method: str, batch: int, s: Settings, tokens: int) -> None:
+    few: Steady | None = None  # whose sequences are copied
+
+    def __init__(
+        self, model: RandomModel, method: str, batch: int, s: Settings, tokens: int, few: int | None = None
+    ) -> None:
         """
         Args:
             model: reads the prompts, and takes the steps that are measured.
             method: of METHODS.
             batch: sequences.
             tokens: the most that any of them will generate beyond `period`.
+            few: sequences that are filled, of methods that draw thoughts, if these are fewer; None: all are.
         """
         self.model, self.settings, self.method = model, s, method
         policy = METHODS[method](s, model.config)
@@ -196,10 +209,14 @@ class Steady:
         )  # fmt: skip
         self._draw = np.random.default_rng(s.seed)
         self._fill = self.loop(Loop, Mute(model.config, model.device, model.dtype))
+        if few is not None and few < batch and isinstance(policy, Drawn):
+            self.few = Steady(model, method, few, s, tokens)
+            for i in self.sequences:
+                self.cache.join(i, s.prompt + tokens + self.period, s.prompt)
+            self._copy()
+            return
         self._read(s.prompt, s.prompt + tokens + self.period)
-        ahead = [0 if s.lockstep else i * self.period // batch for i in self.sequences]
-        for done in range(max(ahead)):
-            self._feed([i for i in self.sequences if ahead[i] > done])
+        self._advance([i * self.period // batch for i in self.sequences])
 
     @property
     def enough(self) -> int | None:
@@ -222,6 +239,9 @@ class Steady:
     def reach(self, tokens: int) -> None:
         """Fill the cache as it is when so many tokens are generated."""
         tokens = tokens if self.enough is None else min(tokens, self.enough)
+        if self.few is not None and tokens > self.generated:
+            self.few.reach(tokens)
+            self._copy()
         for _ in range(tokens - self.generated):
             self._feed(self.sequences)
 
@@ -240,6 +260,21 @@ class Steady:
             self._synthetic(True)
             self.cache.end_step()
             self._synthetic(False)
+
+    def _copy(self) -> None:
+        """Take over what the few hold; copies of one sequence go on to the next one's place in the cycle."""
+        assert self.few is not None
+        self.cache.copy(self.few.cache)
+        n, batch = len(self.few.sequences), len(self.sequences)
+        apart = self.period // n  # tokens between two of the few
+        self._advance([i // n * apart // -(-batch // n) for i in self.sequences])
+
+    def _advance(self, ahead: Sequence[int]) -> None:
+        """Feed sequence i ahead[i] tokens, unless all are to stay at the same."""
+        if self.settings.lockstep:
+            return
+        for done in range(max(ahead)):
+            self._feed([i for i in self.sequences if ahead[i] > done])
 
     def _feed(self, sequences: Sequence[int]) -> None:
         """One token more for each of these, and nobody attends."""

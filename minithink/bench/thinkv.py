@@ -83,6 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=n, default=32_768, metavar="N", help="of bytes and throughput (default 32,768)")
     add("--levels", type=n, default=8, metavar="N", help="of throughput (default 8)")
     add("--level-steps", type=n, default=32, metavar="N", help="that are measured at each (default 32)")
+    add("--few", type=n, default=16, metavar="N",
+        help="sequences of ThinKV's throughput that are filled; the others are copies (default 16)")  # fmt: skip
     add("--byte-rows", type=n, default=2, metavar="N", help="sequences whose bytes are averaged (default 2)")
     add("--memory", type=float, metavar="GIB", help="that there is (default: the GPU's; 8 on a CPU)")
     add("--headroom", type=float, default=8.0, metavar="GIB", help="of it, for all but weights and cache (default 8)")
@@ -207,7 +209,7 @@ def _settings(args: argparse.Namespace, case: Case) -> dict[str, Any]:
     ]
     names += {
         "step": ["start", "steps", "warm"], "bytes": ["tokens", "byte_rows", "levels"],
-        "throughput": ["tokens", "levels", "level_steps", "warm", "memory", "headroom"],
+        "throughput": ["tokens", "levels", "level_steps", "warm", "memory", "headroom", "few"],
     }[case.kind]  # fmt: skip
     return {name: getattr(args, name) for name in names}
 
@@ -237,12 +239,12 @@ class Bench:
         a = self.args
         return Settings(a.budget, a.tau, a.buffer, a.prompt_tokens, case.transitions, a.lockstep, a.seed, a.pool)
 
-    def steady(self, case: Case, batch: int, tokens: int) -> Steady:
+    def steady(self, case: Case, batch: int, tokens: int, few: int | None = None) -> Steady:
         """A cache that is filled with prompts. MinithinkError: it does not fit into the memory."""
         s = self.settings(case)
         if not self.fits(case.method, batch, s, tokens):
             raise MinithinkError(f"{batch} sequences do not fit into {self.memory / GIB:,.3g} GiB")
-        return Steady(self.model, case.method, batch, s, tokens)
+        return Steady(self.model, case.method, batch, s, tokens, few)
 
     def fits(self, method: str, batch: int, s: Settings, tokens: int) -> bool:
         """Whether there is memory for weights, cache and headroom, and numbers for the cache's slots."""
@@ -304,7 +306,7 @@ class Bench:
         room = a.tokens + a.warm + a.level_steps
         if not (batch := self.largest(case.method, s, room)):
             raise MinithinkError(f"not one sequence fits into {self.memory / GIB:,.3g} GiB")
-        steady = self.steady(case, batch, room)
+        steady = self.steady(case, batch, room, a.few)
         loop, levels = TimedLoop(steady), []
         for level in self.levels:
             steady.reach(level - a.warm)

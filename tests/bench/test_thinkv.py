@@ -101,6 +101,48 @@ def test_how_far_sequences_are(method: str) -> None:
     assert {case.cache.length(i) for i in case.sequences} == {8}
 
 
+@pytest.mark.parametrize("method", DRAWN)
+def test_copies_hold_what_the_few_hold(method: str) -> None:
+    """The same keys and values at the same positions, in pages of their own; and they go on as any cache does."""
+    case = Steady(model(), method, 7, replace(SMALL, lockstep=True), 400, few=3)
+    few = case.few
+    assert few is not None
+    for tokens in (150, 260):
+        case.reach(tokens)
+        assert_lawful(case)
+        many, source = case.cache.store, few.cache.store
+        assert many.kinds == [source.kinds[i % 3] for i in range(7)]
+        assert many.row_uses.sum() == sum(_uses(few, i % 3) for i in range(7))
+        for i in case.sequences:
+            theirs, own = source.reader(torch.tensor([i % 3])), many.reader(torch.tensor([i]))
+            seen = int(source.count[:, i % 3].max())
+            assert torch.equal(own.pos[..., :seen], theirs.pos[..., :seen])
+            assert (own.pos[..., seen:] < 0).all()
+            for layer in range(case.cache.shape.layers):
+                for x, y in zip(own(layer), theirs(layer), strict=True):
+                    assert torch.equal(x[:, :, :seen], y[:, :, :seen])
+            assert case.policy.counts(i) == few.policy.counts(i % 3)
+        TimedLoop(case).measure(1, 20)
+        assert_lawful(case)
+
+
+def _uses(few: Steady, row: int) -> int:
+    """Living tokens of a row whose keys share scales."""
+    store = few.cache.store
+    place = store.place[:, row, :, : store.seen][store.positions()[:, row] >= 0]
+    by_token = torch.tensor([lay.by_token for lay in store.layouts])
+    return int(by_token[store.table.format[place[place >= 0] // store.table.most].long()].sum())
+
+
+def test_copies_are_spread_over_the_cycle() -> None:
+    case = Steady(model(), "thinkv", 8, SMALL, 200, few=4)  # the few are 4 tokens apart
+    assert sorted(case.cache.length(i) - 8 for i in case.sequences) == list(range(0, 16, 2))
+    case.reach(100)
+    assert case.generated == 100
+    assert sorted(case.cache.length(i) - 108 for i in case.sequences) == list(range(0, 16, 2))
+    assert made("rkv", batch=4).few is None
+
+
 @pytest.mark.parametrize("share", [0.1, 0.5])
 def test_types_are_as_they_were_drawn(share: float) -> None:
     case = made("thinkv", batch=2, tokens=120, transitions=share)
