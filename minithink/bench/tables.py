@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from minithink.bench import record
+from minithink.bench import record, thinkv_tables
+from minithink.bench.markdown import markdown, source
 from minithink.bench.sweep import SWEEPS
 from minithink.config import ModelConfig
 from minithink.engine import DTYPES, TINY
@@ -81,7 +82,7 @@ def fill(text: str, name: str, results: Path) -> str:
                 raise MinithinkError(f"{name}:{number} begins a table, and the next begins before a line {END}.")
         else:
             raise MinithinkError(f"{name}:{number} begins a table, and no line {END} follows.")
-        out += [*TABLES[table](record.read(SHIPPED.get(table, results / f"{table}.json"))), END]
+        out += [*TABLES[table](record.read(SHIPPED.get(table, results / f"{PARTS.get(table, table)}.json"))), END]
     return "\n".join(out)
 
 
@@ -114,7 +115,7 @@ def decode(result: dict[str, Any]) -> list[str]:
     for i in (6, 5):  # a column without a figure says nothing
         if all(row[i] == "–" for row in rows[1:]):
             rows = [row[:i] + row[i + 1 :] for row in rows]
-    return [*markdown(rows), "", _source(result)]
+    return [*markdown(rows), "", source(result)]
 
 
 def _ratio(m: dict[str, Any]) -> str:
@@ -156,7 +157,7 @@ def accuracy(result: dict[str, Any]) -> list[str]:
             f"{m['mean_tokens']:,.0f}",
             f"{m['cut_off']:.1%}",
         ))  # fmt: skip
-    return [*markdown(rows), "", _source(result)]
+    return [*markdown(rows), "", source(result)]
 
 
 def evaluate(result: dict[str, Any]) -> list[str]:
@@ -167,7 +168,7 @@ def evaluate(result: dict[str, Any]) -> list[str]:
         share = f"{m['of_full']:.0%}" if "of_full" in m else "–"
         counts = (f"{m['sequences']:,}", f"{m['tokens']:,}", f"{m['seconds']:.1f}")
         rows.append((f"`{m['policy']}`", *counts, speed, share, f"{m['tokens_kept']:,.0f}"))
-    return [*markdown(rows), "", _source(result)]
+    return [*markdown(rows), "", source(result)]
 
 
 def paged(result: dict[str, Any]) -> list[str]:
@@ -177,7 +178,7 @@ def paged(result: dict[str, Any]) -> list[str]:
         speeds = (f"{m[side]['tokens_per_second']:,.0f} tok/s" for side in ("paged", "plain"))
         goal = f"{m['target']} ×, {'reached' if m['target_reached'] else 'missed'}" if "target" in m else "–"
         rows.append((str(m["batch"]), *speeds, _ratio(m), goal))
-    return [*markdown(rows), "", _source(result)]
+    return [*markdown(rows), "", source(result)]
 
 
 def memory(result: dict[str, Any]) -> list[str]:
@@ -188,7 +189,7 @@ def memory(result: dict[str, Any]) -> list[str]:
         sizes = (f"{m['kinds'][kind] / 2**20:,.2f}" if m["kinds"][kind] else "–" for kind in kinds)
         held = f"**{m['held'] / 2**20:,.2f} MiB**"
         rows.append((f"`{m['policy']}`", f"{m['tokens_held']:,}", held, f"{m['share']:.1%}", *sizes))
-    return [*markdown(rows), "", _source(result)]
+    return [*markdown(rows), "", source(result)]
 
 
 def attention(result: dict[str, Any]) -> list[str]:
@@ -199,7 +200,7 @@ def attention(result: dict[str, Any]) -> list[str]:
     for batch, length in dict.fromkeys((m["batch"], m["length"]) for m in result["measurements"]):
         of = {m["format"]: m for m in result["measurements"] if (m["batch"], m["length"]) == (batch, length)}
         rows.append((f"{batch}", f"{length:,}", *(_time(of[name]) if name in of else "–" for name in names)))
-    return [*markdown(rows), "", *_bandwidths(result), _source(result)]
+    return [*markdown(rows), "", *_bandwidths(result), source(result)]
 
 
 def append(result: dict[str, Any]) -> list[str]:
@@ -210,7 +211,7 @@ def append(result: dict[str, Any]) -> list[str]:
     for m in result["measurements"]:
         times = (f"{m[name + '_microseconds']:,.1f} µs" for name in ("append", "buffer", "attention"))
         rows.append((f"{m['batch']}", f"{m['length']:,}", m["format"], *times, f"**{m['share']:.1%}**"))
-    return [*markdown(rows), "", _source(result)]
+    return [*markdown(rows), "", source(result)]
 
 
 def counters(result: dict[str, Any]) -> list[str]:
@@ -222,7 +223,7 @@ def counters(result: dict[str, Any]) -> list[str]:
         shares = (f"{m[name]:.0f}%" for name in ("dram", "issue", "warps"))
         shape = f"{m['case']}: {m['batch']} × {m['length']:,}"
         rows.append((shape, f"`{m['kernel']}`", *shares, f"{m['waiting_for_memory']:.1f}"))
-    return [*markdown(rows), "", _source(result)]
+    return [*markdown(rows), "", source(result)]
 
 
 def sanitize(result: dict[str, Any]) -> list[str]:
@@ -236,7 +237,7 @@ def sanitize(result: dict[str, Any]) -> list[str]:
             outcomes[what] += int(number)
         tests = ", ".join(f"{number} {what}" for what, number in outcomes.items())
         rows.append((tool, f"**{errors}**", f"{processes}", tests))
-    return [*markdown(rows), "", _source(result)]
+    return [*markdown(rows), "", source(result)]
 
 
 def _time(m: dict[str, Any]) -> str:
@@ -254,7 +255,7 @@ def steps(result: dict[str, Any]) -> list[str]:
         of = {(m["batch"], m["length"]): m for m in result["measurements"] if m["step"] == name}
         figures = ((_time(of[s]), f"**{_percent(of[s]['share'])}**") if s in of else ("–", "–") for s in shapes)
         rows.append((next(iter(of.values()))["what"], *(x for pair in figures for x in pair)))
-    return [*markdown(rows), "", *_bandwidths(result), _source(result)]
+    return [*markdown(rows), "", *_bandwidths(result), source(result)]
 
 
 def thought_kernels(result: dict[str, Any]) -> list[str]:
@@ -263,7 +264,7 @@ def thought_kernels(result: dict[str, Any]) -> list[str]:
     for m in result["measurements"]:
         twin = _time({"microseconds": m["twin_microseconds"]}) if "twin_microseconds" in m else "–"
         rows.append((f"`{m['kernel']}`", m["case"], _time(m), f"**{_percent(m['share'])}**", twin))
-    return [*markdown(rows), "", _source(result)]
+    return [*markdown(rows), "", source(result)]
 
 
 def _percent(share: float) -> str:
@@ -297,7 +298,7 @@ def trace(result: dict[str, Any]) -> list[str]:
                 f"{'reached' if m['target_reached'] else 'missed'}).",
                 "",
             ]
-    return [*markdown(rows), "", *text, _source(result)]
+    return [*markdown(rows), "", *text, source(result)]
 
 
 def thoughts(result: dict[str, Any]) -> list[str]:
@@ -310,7 +311,7 @@ def thoughts(result: dict[str, Any]) -> list[str]:
         shares = (f"{of[i]:.0%}" for of in m["share_by_rows"].values())
         name, sparsity = f"**{i}**" if i in result["layers"] else f"{i}", f"{look['mean']:.2f} ± {look['sd']:.2f}"
         rows.append((name, sparsity, *shares, f"{words['agree']:.0%}", f"{words['kappa']:.2f}"))
-    return [*markdown(rows), "", _source(result)]
+    return [*markdown(rows), "", source(result)]
 
 
 def thresholds(result: dict[str, Any]) -> list[str]:
@@ -336,7 +337,7 @@ def thresholds(result: dict[str, Any]) -> list[str]:
         f"{_types(m['shares_of_keywords'])} (E / R / T). A segment's sparsity and its number correlate: "
         f"{m['correlation_with_position']:.2f}."
     )
-    return [*markdown(rows), "", said, "", _source(result)]
+    return [*markdown(rows), "", said, "", source(result)]
 
 
 def _types(shares: dict[str, float]) -> str:
@@ -375,7 +376,7 @@ def premises(result: dict[str, Any]) -> list[str]:
         steered.append(
             (where, f"{x['strength']:g}", f"{x['right']:.0%}", f"{x['tokens']:,.0f}", f"{x['doubts']:.1f}")
         )
-    return [*markdown(rows), "", said, "", *markdown(steered), "", _source(result)]
+    return [*markdown(rows), "", said, "", *markdown(steered), "", source(result)]
 
 
 def pilot(result: dict[str, Any]) -> list[str]:
@@ -390,7 +391,7 @@ def pilot(result: dict[str, Any]) -> list[str]:
     commits = {m.get("commit", result["commit"]) for m in result["measurements"]}
     if earlier := [commit[:10] for commit in sorted(commits - {result["commit"]})]:
         said += f" The run was interrupted and completed; its first rows are of commit {', '.join(earlier)}."
-    return [*markdown(rows), "", said, "", _source(result)]
+    return [*markdown(rows), "", said, "", source(result)]
 
 
 def sweep(result: dict[str, Any]) -> list[str]:
@@ -420,48 +421,11 @@ def sweep(result: dict[str, Any]) -> list[str]:
         "prompt and that share of what the full cache generates. Bytes: the mean of peaks. Case 1 and 2: how often "
         "segments were annealed as a transition ended, and for room, in all sequences of both families."
     )
-    return [*markdown(rows), "", said, "", _source(result)]
+    return [*markdown(rows), "", said, "", source(result)]
 
 
-def markdown(rows: list[tuple[str, ...]]) -> list[str]:
-    """A table whose first row is the heading; every column but the first is aligned right."""
-    rule = ("---", *["---:"] * (len(rows[0]) - 1))
-    return ["| " + " | ".join(row) + " |" for row in (rows[0], rule, *rows[1:])]
-
-
-def _source(result: dict[str, Any]) -> str:
-    """Where the figures come from, in one line."""
-    versions, settings = result["versions"], result.get("settings", {})
-    where = _place(result)
-    if "gpu" not in result["machine"] and "threads" in settings:
-        where += f", {settings['threads']} threads"
-    what = [f"torch {versions['torch']}"]
-    if result["benchmark"] == "decode" and versions.get("transformers"):
-        what.append(f"transformers {versions['transformers']}")
-    if result["benchmark"] == "accuracy":
-        sampling = f"temperature {settings['temperature']:g}" if settings["temperature"] else "greedy"
-        what.append(f"{settings['split']} split, {sampling}, {settings['dtype']}")
-    note = "" if result.get("complete") else " The run was not complete."
-    if parts := result.get("sources"):
-        counts: dict[str, int] = {}
-        for part in parts:
-            known = "commit" in part
-            place = f"{_place(part)}, commit {_short(part['commit'])}" if known else "a machine not recorded"
-            counts[place] = counts.get(place, 0) + part["sequences"]
-        note += " Generated: " + "; ".join(f"{n:,} of the sequences on {place}" for place, n in counts.items()) + "."
-        where = f"Counted on {where}"
-    commit = _short(result["commit"])
-    return f"*{where}; {', '.join(what)}; {result['date'][:10]}, commit {commit}: `{result['command']}`.{note}*"
-
-
-def _place(result: dict[str, Any]) -> str:
-    return str(result["machine"].get("gpu") or result["machine"]["cpu"])
-
-
-def _short(commit: str) -> str:
-    return commit[:10] + ("-dirty" if commit.endswith("-dirty") else "")
-
-
+# tables of a result that has several
+PARTS = dict.fromkeys(thinkv_tables.TABLES, "thinkv")
 # tables whose results ship with the model
 SHIPPED = {
     "thoughts": TINY / "thoughts.json",
@@ -491,6 +455,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "counters": counters,
     "sanitize": sanitize,
     "trace": trace,
+    **thinkv_tables.TABLES,
     "thoughts": thoughts,
     "thresholds": thresholds,
     "thresholds-2": thresholds,

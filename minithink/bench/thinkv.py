@@ -132,8 +132,6 @@ def cases(batches: Sequence[int], shares: Sequence[float]) -> list[Case]:
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Measure what is not there yet, write after every case, print a table."""
     device = torch.device(args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu.")
     names = cases(args.batch, args.transition_share)
     chosen = [case for case in names if any(fnmatch(case.name, pattern) for pattern in args.cases)]
     if not chosen:
@@ -141,15 +139,24 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise UsageError(f"--cases {' '.join(args.cases)}: there is none; there are {known}.")
     path = Path(args.output) if args.output else record.default_path(DEFAULT)
     record.check(path)
-    result = record.new(DEFAULT, argv, device)
+    others = _results([*([path] if path.exists() else []), *args.join])
+    # Of a case that several have, the last one's.
+    there = {m["case"]: m for _, other in others for m in other["measurements"]}
+    todo = [c for c in chosen if c.name not in there or there[c.name]["settings"] != _settings(args, c)]
+    if todo and device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu.")
+    result = record.new(DEFAULT, argv, device if todo else "cpu")
+    if not todo:  # nothing is measured here and now
+        result |= {name: others[-1][1][name] for name in ("machine", "versions", "date", "commit")}
+    _check_machines(others, result["machine"])
     left = ("cases", "output", "command", "join")
     result["settings"] = {name: x for name, x in vars(args).items() if name not in left}
-    result["measurements"] = _joined([*([path] if path.exists() else []), *args.join], result["machine"])
+    result["measurements"] = list(there.values())
     result["left_out"] = []
     deadline, bench = Deadline(args.time_budget), None
     for case in chosen:
         settings = _settings(args, case)
-        if any(m["case"] == case.name and m["settings"] == settings for m in result["measurements"]):
+        if case not in todo:
             print(f"{case.name}: is there", file=sys.stderr)
             continue
         if deadline.over():
@@ -177,20 +184,22 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     return 0
 
 
-def _joined(paths: Sequence[Path], machine: dict[str, Any]) -> list[dict[str, Any]]:
-    """The measurements of these results; of a case that several have, the last one's."""
-    found = dict[str, dict[str, Any]]()
+def _results(paths: Sequence[Path]) -> list[tuple[Path, dict[str, Any]]]:
+    """What lies there. MinithinkError: there is no such file."""
     for path in paths:
         if not path.is_file():
             raise MinithinkError(f"{path} does not exist: --join takes results of this benchmark.")
-        other = record.read(path)
+    return [(path, record.read(path)) for path in paths]
+
+
+def _check_machines(others: Sequence[tuple[Path, dict[str, Any]]], machine: dict[str, Any]) -> None:
+    """UsageError: not all were measured on this kind of machine."""
+    for path, other in others:
         if (theirs := other["machine"].get("gpu")) != machine.get("gpu"):
             raise UsageError(
                 f"{path} was measured on {theirs or other['machine']['cpu']}, and this is "
                 f"{machine.get('gpu') or machine['cpu']}: ratios need one machine; give another --output."
             )
-        found |= {m["case"]: m for m in other["measurements"]}
-    return list(found.values())
 
 
 def _settings(args: argparse.Namespace, case: Case) -> dict[str, Any]:
@@ -401,14 +410,22 @@ def print_table(result: dict[str, Any]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    speed = {m["case"]: m["tokens_per_second"] for m in result["measurements"] if m["kind"] != "bytes"}
+    for line in (*ratios(result["measurements"]), *(f"left out: {line}" for line in result["left_out"])):
+        print(line)
+
+
+def ratios(measurements: Sequence[dict[str, Any]]) -> list[str]:
+    """How fast cases are beside others, where both were measured, and what was aimed at."""
+    out = []
+    speed = {m["case"]: m["tokens_per_second"] for m in measurements if m["kind"] != "bytes"}
     for ours, theirs, goal in COMPARED:
         if ours in speed and theirs in speed:
-            print(f"{ours} / {theirs}: {speed[ours] / speed[theirs]:.2f} (target {goal:g})")
-    bound = {m["case"]: m["bound_tokens_per_second"] for m in result["measurements"] if "bound_milliseconds" in m}
+            out.append(f"{ours} / {theirs}: {speed[ours] / speed[theirs]:.2f} (target {goal:g})")
+    bound = {m["case"]: m["bound_tokens_per_second"] for m in measurements if "bound_milliseconds" in m}
     ours, theirs, goal = BOUND
     if ours in bound and theirs in bound:
         ratio, most = speed[ours] / speed[theirs], bound[ours] / bound[theirs]
-        print(f"{ours} / {theirs}: {ratio:.2f}; by their bounds {most:.2f}, {ratio / most:.0%} (target {goal:.0%})")
-    for line in result["left_out"]:
-        print(f"left out: {line}")
+        out.append(
+            f"{ours} / {theirs}: {ratio:.2f}; by their bounds {most:.2f}, {ratio / most:.0%} (target {goal:.0%})"
+        )
+    return out

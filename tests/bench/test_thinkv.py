@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from minithink.backend import REFERENCE
-from minithink.bench import record, steady, thinkv
+from minithink.bench import record, steady, tables, thinkv, thinkv_tables
 from minithink.bench.__main__ import main
 from minithink.bench.decode import RandomModel
 from minithink.bench.parts import GATHERS, TimedLoop, cases_of, rates
@@ -392,6 +392,19 @@ def test_shared_cases_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     first, second, third = ({m["case"]: m for m in record.read(file)["measurements"]} for file in files)
     assert list(third) == some
     assert third["step/full/2"] == second["step/full/2"] != first["step/full/2"]
+    for file in files[:2]:  # from a machine that this one need not have
+        other = record.read(file)
+        other["machine"]["gpu"], other["commit"] = "NVIDIA Counter", "c0ffee"
+        record.write(file, other)
+    whole = tmp_path / "whole.json"
+    joined = ["--join", *map(str, files[:2])]
+    assert main([*OPTIONS, "--output", str(whole), *joined, "--cases", *some[:2]]) == 0
+    result = record.read(whole)
+    assert (result["machine"]["gpu"], result["commit"]) == ("NVIDIA Counter", "c0ffee")
+    assert [m["case"] for m in result["measurements"]] == some[:2]
+    assert "and this is" not in capsys.readouterr().err
+    assert main([*OPTIONS, "--output", str(whole), "--cases", *some]) == 2, "one more is measured here"
+    assert "whole.json was measured on NVIDIA Counter, and this is " in capsys.readouterr().err
     other = record.read(files[0])
     other["machine"]["gpu"] = "NVIDIA Abacus"
     record.write(files[0], other)
@@ -401,6 +414,31 @@ def test_shared_cases_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main([*OPTIONS, "--output", str(files[2]), "--join", str(tmp_path / "no.json")]) == 1
     assert "no.json does not exist" in capsys.readouterr().err
     assert files[2].read_bytes() == before
+
+
+def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of one file; every case is in the table of its kind."""
+    monkeypatch.setattr(thinkv_tables, "SEQUENCES", 2)
+    output = tmp_path / "thinkv.json"
+    some = ["step/full/2", "step/thinkv/2/T50", "bytes/thinkv/T50", "throughput/full", "throughput/rkv"]
+    assert main([*OPTIONS, "--output", str(output), "--cases", *some]) == 0
+    result = record.read(output)
+    names = ("steps", "parts", "bytes", "throughput")
+    text = "\n".join(f"<!-- table:thinkv-{name} -->\n<!-- end -->" for name in names)
+    found = [x.splitlines() for x in tables.fill(text, "x.md", tmp_path).split("<!-- end -->")]
+    rows = [[line for line in lines if line.startswith("| ") and "---" not in line] for lines in found]
+    assert [len(x) - 1 for x in rows[:4]] == [2, 2, 1, 2]
+    by_name = {m["case"]: m for m in result["measurements"]}
+    step = by_name["step/thinkv/2/T50"]
+    assert rows[0][2].startswith(f"| thinkv, T 50% | 2 | **{step['step_milliseconds']:.2f} ms** |")
+    assert rows[0][2].endswith("| {}, {} |".format(*step["cases"]))
+    assert f"| {step['layer_microseconds']['attention']:,.1f} µs |" in rows[1][2]
+    assert f"| **{by_name['bytes/thinkv/T50']['share']:.2%}** |" in rows[2][1]
+    speed = [by_name[f"throughput/{name}"]["tokens_per_second"] for name in ("full", "rkv")]
+    assert [f"**{x:,.0f}**" in row for x, row in zip(speed, rows[3][1:], strict=True)] == [True, True]
+    result["measurements"][0]["commit"] = "c0ffee0123456789"
+    record.write(output, result)
+    assert "Some cases are of commit c0ffee0123." in tables.fill(text, "x.md", tmp_path)
 
 
 def test_transformers_at_its_largest_batch(tmp_path: Path) -> None:

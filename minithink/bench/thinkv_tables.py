@@ -1,0 +1,108 @@
+"""The tables of `bench thinkv`'s result: steps, their parts, bytes, throughput."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from minithink.bench.markdown import markdown, source
+from minithink.bench.thinkv import THINKV, ratios
+
+Result = dict[str, Any]
+PARTS = ("attention", "refresh", "eviction", "gather", "flush", "rest")
+SEQUENCES = 64  # of the steps whose parts are shown
+
+
+def steps(result: Result) -> list[str]:
+    """A step's time, one row a case."""
+    rows: list[tuple[str, ...]] = [
+        ("method", "sequences", "a step", "tokens a second", "of the limit", "refresh + eviction", "gather",
+         "case 1, case 2"),
+    ]  # fmt: skip
+    for m in _of(result, "step"):
+        rows.append((
+            _name(m), f"{m['batch']:,}", f"**{m['step_milliseconds']:.2f} ms**", f"{m['tokens_per_second']:,.0f}",
+            f"{m['share_of_limit']:.0%}", f"{m['overhead']:.1%}", f"{m['parts_shares']['gather']:.1%}", _cases(m),
+        ))  # fmt: skip
+    return [*markdown(rows), "", *_said(result, "step/"), _sources(result)]
+
+
+def parts(result: Result) -> list[str]:
+    """What a step of SEQUENCES does in a layer, and who is called how often, one row a case (the paper's table 5)."""
+    calls = ("refresh", "eviction", "flush")
+    rows: list[tuple[str, ...]] = [("method", *PARTS, *(f"steps with {call}" for call in calls))]
+    for m in _of(result, "step"):
+        if m["batch"] == SEQUENCES:
+            shares = (m["rates"].get(call, {}).get("sequence_steps", 0) for call in calls)
+            times = (f"{m['layer_microseconds'][part]:,.1f} µs" for part in PARTS)
+            rows.append((_name(m), *times, *(f"{share:.2%}" if share else "–" for share in shares)))
+    said = f"{SEQUENCES} sequences, times of one layer of 32. Steps are those of one sequence, in which it is called."
+    return [*markdown(rows), "", said, "", _sources(result)]
+
+
+def sizes(result: Result) -> list[str]:
+    """Bytes of a sequence, one row a case."""
+    rows: list[tuple[str, ...]] = [
+        ("method", "of the full cache", "a sequence", "codes", "scales", "buffers", "tables and the rest",
+         "pages used", "case 1, case 2"),
+    ]  # fmt: skip
+    for m in _of(result, "bytes"):
+        own = m["kinds"]
+        rest = m["bytes"] - sum(own[kind] for kind in ("payload", "scales", "buffers"))
+        sizes = (m["bytes"], own["payload"], own["scales"], own["buffers"], rest)
+        mib = (f"{size / 2**20:,.1f} MiB" for size in sizes)
+        rows.append((_name(m), f"**{m['share']:.2%}**", *mib, f"{m['pages_share']:.0%}", _cases(m)))
+    said = [
+        f"After {m['length']:,} tokens, of which a lane holds {m['held_tokens']:,}. *Pages used*: of those that are "
+        "needed if, at worst, all thoughts are of one type, whichever that is."
+        for m in _of(result, "bytes")[:1]
+    ]
+    return [*markdown(rows), "", *said, "", _sources(result)]
+
+
+def throughput(result: Result) -> list[str]:
+    """Whole generations at the largest batch, one row a method."""
+    rows: list[tuple[str, ...]] = [
+        ("method", "sequences", "a step", "tokens a second", "of the limit", "of the bound", "case 1, case 2")
+    ]
+    for m in _of(result, "throughput"):
+        bound = m.get("bound_milliseconds")
+        rows.append((
+            _name(m), f"{m['batch']:,}", f"{m['step_milliseconds']:.1f} ms", f"**{m['tokens_per_second']:,.0f}**",
+            f"{m['share_of_limit']:.0%}", f"{bound / m['step_milliseconds']:.0%}" if bound else "–", _cases(m),
+        ))  # fmt: skip
+    return [*markdown(rows), "", *_said(result, "throughput/"), _sources(result)]
+
+
+def _of(result: Result, kind: str) -> list[dict[str, Any]]:
+    return [m for m in result["measurements"] if m["kind"] == kind]
+
+
+def _name(m: dict[str, Any]) -> str:
+    types = f", T {m['transitions']:.0%}" if m["method"] in THINKV else ""
+    pool = m["settings"]["pool"]
+    return f"{m['method']}{types}" + (f", pool of {pool:.0%}" if pool != 1 and m["method"] in THINKV else "")
+
+
+def _cases(m: dict[str, Any]) -> str:
+    return "{:,}, {:,}".format(*m["cases"]) if m["method"] in THINKV else "–"
+
+
+def _said(result: Result, kind: str) -> list[str]:
+    """How fast methods are beside each other, and what was aimed at."""
+    found = [line for line in ratios(result["measurements"]) if line.startswith(kind)]
+    return [f"{'; '.join(found)}.", ""] if found else []
+
+
+def _sources(result: Result) -> str:
+    """With the commits of single cases, where these are others."""
+    others = sorted({m["commit"][:10] for m in result["measurements"]} - {result["commit"][:10]})
+    return source(result) + (f" Some cases are of commit {', '.join(others)}." if others else "")
+
+
+TABLES: dict[str, Callable[[Result], list[str]]] = {
+    "thinkv-steps": steps,
+    "thinkv-parts": parts,
+    "thinkv-bytes": sizes,
+    "thinkv-throughput": throughput,
+}
