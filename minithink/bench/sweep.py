@@ -92,7 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--runs", type=location, default=Path("runs"), metavar="DIR", help="where unfinished runs lie (default: runs)"
     )
-    add("--plot", type=location, metavar="DIR", help="draw accuracy by bytes, DIR/sweep-NAME-FAMILY.svg")
+    add("--plot", type=location, metavar="DIR", help="draw accuracy by bytes, or recall by budget, "
+        "DIR/sweep-NAME-FAMILY.svg")  # fmt: skip
     add("--plot-only", action="store_true", help="run nothing: draw what the results hold")
     add(
         "--results", type=location, default=record.default_path("x").parent, metavar="DIR",
@@ -143,10 +144,11 @@ def new(args: argparse.Namespace, argv: list[str], name: str) -> dict[str, Any]:
 
 
 def draw(name: str, result: dict[str, Any], folder: Path) -> None:
-    """Accuracy by bytes, of each family."""
+    """Accuracy by bytes, of each family; recall by budget, where that was measured."""
+    what = "recall" if SWEEPS[name].recall else "bytes"
     for family in dict.fromkeys(m["family"] for m in result["measurements"]):
         own = [{k: x for k, x in m.items() if k != "family"} for m in result["measurements"] if m["family"] == family]
-        plots.draw_bytes([Row(**m) for m in own], folder / f"sweep-{name}-{family}.svg")
+        plots.draw_one([Row(**m) for m in own], what, folder / f"sweep-{name}-{family}.svg")
 
 
 def policies_of(sweeps: Iterable[Sweep]) -> list[str]:

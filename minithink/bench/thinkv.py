@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sequences of ThinKV's throughput that are filled; the others are copies (default 16)")  # fmt: skip
     add("--byte-rows", type=n, default=2, metavar="N", help="sequences whose bytes are averaged (default 2)")
     add("--memory", type=float, metavar="GIB", help="that there is (default: the GPU's; 8 on a CPU)")
-    add("--headroom", type=float, default=8.0, metavar="GIB", help="of it, for all but weights and cache (default 8)")
+    add("--headroom", type=float, metavar="GIB", help="of it, for all but weights and cache (default 8; 1 on a CPU)")
     add("--pool", type=_share, default=1.0, metavar="X",
         help="pages of ThinKV, as a share of what the worst case needs; too few end a case (default 1)")  # fmt: skip
     add("--lockstep", action="store_true", help="all sequences are at the same token (default: spread over a cycle)")
@@ -132,6 +132,8 @@ def cases(batches: Sequence[int], shares: Sequence[float]) -> list[Case]:
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Measure what is not there yet, write after every case, print a table."""
     device = torch.device(args.device)
+    if args.headroom is None:
+        args.headroom = 8.0 if device.type == "cuda" else 1.0
     names = cases(args.batch, args.transition_share)
     chosen = [case for case in names if any(fnmatch(case.name, pattern) for pattern in args.cases)]
     if not chosen:
@@ -185,11 +187,15 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def _results(paths: Sequence[Path]) -> list[tuple[Path, dict[str, Any]]]:
-    """What lies there. MinithinkError: there is no such file."""
+    """What lies there. MinithinkError: there is no such file, or it is another benchmark's."""
+    out = []
     for path in paths:
         if not path.is_file():
             raise MinithinkError(f"{path} does not exist: --join takes results of this benchmark.")
-    return [(path, record.read(path)) for path in paths]
+        out.append((path, other := record.read(path)))
+        if (name := other.get("benchmark")) != DEFAULT:
+            raise MinithinkError(f"{path} is a result of {name}, not of {DEFAULT}: name another file.")
+    return out
 
 
 def _check_machines(others: Sequence[tuple[Path, dict[str, Any]]], machine: dict[str, Any]) -> None:

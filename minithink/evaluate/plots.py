@@ -96,10 +96,12 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     return paths
 
 
-def draw_bytes(rows: Sequence[Row], path: Path) -> None:
-    """Accuracy by bytes alone, to this SVG file. MinithinkError as of `draw`."""
+def draw_one(rows: Sequence[Row], what: str, path: Path) -> None:
+    """One picture to this SVG file: accuracy by bytes ("bytes"), or accuracy, length or recall by budget.
+    MinithinkError as of `draw`."""
+    rows = [row for row in rows if row.group is None]
     with _settings():
-        write_svg(_by_bytes([row for row in rows if row.group is None]), path, "--plot")
+        write_svg(_by_bytes(rows) if what == "bytes" else _by_budget(rows, what), path, "--plot")
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:

@@ -413,6 +413,9 @@ def test_shared_cases_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "a.json was measured on NVIDIA Abacus, and this is " in capsys.readouterr().err
     assert main([*OPTIONS, "--output", str(files[2]), "--join", str(tmp_path / "no.json")]) == 1
     assert "no.json does not exist" in capsys.readouterr().err
+    record.write(tmp_path / "else.json", {**other, "benchmark": "attention"})
+    assert main([*OPTIONS, "--output", str(tmp_path / "else.json")]) == 1
+    assert "else.json is a result of attention, not of thinkv: name another file." in capsys.readouterr().err
     assert files[2].read_bytes() == before
 
 
@@ -453,6 +456,13 @@ def test_transformers_at_its_largest_batch(tmp_path: Path) -> None:
     for x in m["levels"]:
         assert x["cache_bytes"] == m["batch"] * x["level"] * config.kv_bytes_per_token(2)
         assert x["step_milliseconds"] > x["limit_milliseconds"] > 0
+
+
+def test_a_cpu_has_room_by_default(tmp_path: Path) -> None:
+    output = tmp_path / "x.json"
+    few = [x for name in ("start", "steps", "warm") for x in (f"--{name}", "2")]
+    assert main(["thinkv", "--model-shape", "tiny", *few, "--cases", "step/full/8", "--output", str(output)]) == 0
+    assert record.read(output)["complete"]
 
 
 def test_what_does_not_fit_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
