@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from minithink.errors import MinithinkError
+from minithink.errors import MinithinkError, reason
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 
@@ -367,7 +367,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise MinithinkError(f"{path} does not exist: is this the folder of a checkpoint?") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise MinithinkError(f"{path} cannot be read: {error}.") from None
+        raise MinithinkError(f"{path} cannot be read: {reason(error)}.") from None
     except (ValueError, RecursionError) as error:  # not only JSONDecodeError: deep nesting, integers of 5000 digits
         raise MinithinkError(f"{path} is not valid JSON (truncated?): {error}.") from None
     if not isinstance(value, dict):

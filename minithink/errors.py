@@ -11,3 +11,14 @@ class MinithinkError(Exception):
 
 class UsageError(MinithinkError):
     """What was asked for makes no sense as asked: an unknown policy, a negative temperature."""
+
+
+def reason(error: Exception) -> str:
+    """Why something failed, for such a sentence: of an OSError without its number, and without the path that the
+    sentence has already."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def unwritable(what: str, path: object, error: OSError, other: str) -> MinithinkError:
+    """What is raised where a file cannot be written. other: what to give another of."""
+    return MinithinkError(f"{what} cannot be written to {path}: {reason(error)}; give another {other}.")

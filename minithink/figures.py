@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from minithink.errors import MinithinkError
+from minithink.errors import MinithinkError, unwritable
 from minithink.files import replace
 
 
@@ -28,4 +28,4 @@ def write_svg(figure: Any, path: Path, option: str = "--plot") -> None:
     try:
         replace(path, whole.getvalue())
     except OSError as error:
-        raise MinithinkError(f"The picture cannot be written to {path}: {error}; give another {option}.") from None
+        raise unwritable("The picture", path, error, option) from None

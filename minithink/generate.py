@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from minithink import __version__
-from minithink.commands import CONTROL, INTERRUPTED, location
-from minithink.errors import MinithinkError, UsageError
+from minithink.commands import CONTROL, INTERRUPTED, location, positive
+from minithink.errors import MinithinkError, UsageError, reason
 
 if TYPE_CHECKING:  # torch is imported late, so that --help and --version are quick
     from minithink.engine import Engine
@@ -358,7 +358,7 @@ def _standard_input() -> str:
             sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict")  # with or without a byte order mark
         return sys.stdin.read().rstrip("\n") if sys.stdin is not None else ""
     except (OSError, ValueError) as error:
-        raise UsageError(f"Standard input cannot be read as text: {error}.") from None
+        raise UsageError(f"Standard input cannot be read as text: {reason(error)}.") from None
 
 
 def read_prompts(path: Path) -> list[Task]:
@@ -371,7 +371,7 @@ def read_prompts(path: Path) -> list[Task]:
     try:
         text = path.read_text(encoding="utf-8-sig")  # with or without a byte order mark
     except (OSError, ValueError) as error:
-        raise UsageError(f"The prompt file {path} cannot be read as text: {error}.") from None
+        raise UsageError(f"The prompt file {path} cannot be read as text: {reason(error)}.") from None
     tasks = []
     if path.suffix.lower() != ".jsonl":
         tasks = [Task(text.rstrip("\n"))] if text.strip() else []
@@ -423,18 +423,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--chat", action=argparse.BooleanOptionalAction, help="use the chat template (default: if there is one)")
     add("--interactive", action="store_true", help="a conversation: one turn a line of the input")
     add("--policy", help="what stays in the KV cache, as in window:budget=256 (default: all of it; --list-policies)")
-    add("--budget", type=int, metavar="TOKENS", help="what a policy keeps to")
+    add("--budget", type=positive, metavar="TOKENS", help="what a policy keeps to")
     add("--schedule", help="when a policy evicts: every, interval:n or sawtooth:B/k")
     add("--calibration", metavar="FOLDER", help="where minithink.calibrate wrote its files (default: beside the "
         "model)")  # fmt: skip
-    add("--max-new-tokens", type=int, metavar="N", help="default: the model's own, or what fits")
+    add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what fits")
     add("--temperature", type=float, help="0 is greedy (this and the next three default to the model's own)")
     add("--top-k", type=int, help="0 is off")
     add("--top-p", type=float, help="1 is off")
     add("--min-p", type=float, help="0 is off")
     add("--seed", type=int, default=0, help="of the draws, and of the test problem (default: 0)")
-    add("--num-samples", type=int, default=1, metavar="N", help="sequences for each prompt (default: 1)")
-    add("--batch-size", type=int, metavar="N", help="sequences at once (default: up to 32 that fit)")
+    add("--num-samples", type=positive, default=1, metavar="N", help="sequences for each prompt (default: 1)")
+    add("--batch-size", type=positive, metavar="N", help="sequences at once (default: up to 32 that fit)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", help="auto, float32, float16, bfloat16")
     add("--backend", default="auto", help="auto, reference, triton")

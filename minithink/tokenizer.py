@@ -32,7 +32,7 @@ from jinja2.filters import do_format
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from minithink.config import read_json
-from minithink.errors import MinithinkError
+from minithink.errors import MinithinkError, reason
 
 # How text is split into pieces, which merges never cross. Llama 3 keeps three digits together, Qwen one.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -450,7 +450,7 @@ def _read_chat_template(folder: Path, config: dict[str, Any]) -> str | None:
             try:
                 return file.read_text(encoding="utf-8")
             except (OSError, ValueError) as error:
-                raise MinithinkError(f"{file} is not readable text ({error}): download it again.") from error
+                raise MinithinkError(f"{file} is not readable text ({reason(error)}): download it again.") from error
     file = folder / "chat_template.json"
     found = (read_json(file) if file.is_file() else config).get("chat_template")
     return {entry["name"]: entry["template"] for entry in found}.get("default") if isinstance(found, list) else found

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from minithink.backend import REFERENCE, Backend
 from minithink.config import ModelConfig, read_json
-from minithink.errors import MinithinkError, UsageError
+from minithink.errors import MinithinkError, UsageError, reason
 from minithink.hub import download
 from minithink.model import Block, Decoder
 
@@ -115,7 +115,7 @@ def load_decoder(
                 for name in (n for n, entry in entries.items() if entry.path == path and n in views):
                     views[name].copy_(file.get_tensor(name))
         except (SafetensorError, OSError) as error:
-            raise MinithinkError(f"{path} cannot be read ({error}): download it again.") from None
+            raise MinithinkError(f"{path} cannot be read ({reason(error)}): download it again.") from None
     if config.tie_embeddings and HEAD in entries:
         _check_tied(entries[EMBED], entries[HEAD])
     return decoder
@@ -174,7 +174,7 @@ def save_checkpoint(
             for file in ["config.json", *names, *([INDEX] if of > 1 else [])]:
                 os.replace(temp / file, folder / file)
     except (OSError, SafetensorError) as error:
-        raise MinithinkError(f"The checkpoint cannot be written to {folder}: {error}.") from None
+        raise MinithinkError(f"The checkpoint cannot be written to {folder}: {reason(error)}.") from None
 
 
 def checkpoint_hash(folder: str | Path) -> str:
@@ -186,7 +186,7 @@ def checkpoint_hash(folder: str | Path) -> str:
                 while block := file.read(1 << 20):
                     digest.update(block)
         except OSError as error:
-            raise MinithinkError(f"{path} cannot be read: {error}.") from None
+            raise MinithinkError(f"{path} cannot be read: {reason(error)}.") from None
     return digest.hexdigest()[:16]
 
 
@@ -281,7 +281,7 @@ def _header(path: Path) -> Iterator[_Entry]:
             for name, t in header.items()
         ]
     except OSError as error:
-        raise MinithinkError(f"{path} cannot be read: {error}.") from None
+        raise MinithinkError(f"{path} cannot be read: {reason(error)}.") from None
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise MinithinkError(f"{path} is no valid safetensors file ({error}): download it again.") from None
     for name, dtype, shape, end in tensors:

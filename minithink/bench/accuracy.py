@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from minithink.bench import record
 from minithink.engine import DTYPES, TINY, Engine, load
-from minithink.errors import MinithinkError, UsageError
+from minithink.errors import MinithinkError, UsageError, reason
 from minithink.intervals import wilson
 from minithink.progress import progress
 from minithink.sampling import SamplingParams
@@ -263,7 +263,7 @@ class Journal:
             whole.replace(self.path)
             self.file = self.path.open("a", encoding="utf-8")
         except OSError as error:
-            raise MinithinkError(f"{self.path} cannot be written: {error}; give another --output.") from None
+            raise MinithinkError(f"{self.path} cannot be written: {reason(error)}; give another --output.") from None
         self.origin = origin
         return before
 

@@ -14,7 +14,7 @@ import torch
 
 from minithink.commands import positive as positive
 from minithink.engine import TINY
-from minithink.errors import MinithinkError
+from minithink.errors import MinithinkError, reason, unwritable
 from minithink.files import dumps, replace, rounded
 from minithink.origin import RESULTS, ROOT, command, commit, date, machine, versions
 from minithink.weights import checkpoint_hash
@@ -53,7 +53,7 @@ def write(path: Path, result: dict[str, Any]) -> None:
     try:
         replace(path, dumps(rounded(result)) + "\n")
     except OSError as error:
-        raise MinithinkError(f"The result cannot be written to {path}: {error}; give another --output.") from None
+        raise unwritable("The result", path, error, "--output") from None
 
 
 def check(path: Path, option: str = "--output") -> None:
@@ -66,7 +66,7 @@ def check(path: Path, option: str = "--output") -> None:
         if not os.access(path.parent, os.W_OK):
             raise PermissionError("its folder may not be written to")
     except OSError as error:
-        raise MinithinkError(f"The result cannot be written to {path}: {error}; give another {option}.") from None
+        raise unwritable("The result", path, error, option) from None
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise MinithinkError(f"{path} does not exist: run the benchmark that writes it.") from None
     except (OSError, ValueError) as error:
-        raise MinithinkError(f"{path} is no readable result ({error}): run the benchmark again.") from None
+        raise MinithinkError(f"{path} is no readable result ({reason(error)}): run the benchmark again.") from None
     if not isinstance(result, dict) or "measurements" not in result:
         raise MinithinkError(f"{path} is no result of this benchmark: it holds no measurements.")
     return result

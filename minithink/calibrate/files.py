@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from minithink.errors import MinithinkError
+from minithink.errors import MinithinkError, reason
 from minithink.weights import checkpoint_hash
 
 COMMANDS = {"thoughts.json": "thoughts", "thoughts-2.json": "thoughts --thoughts 2"}  # what makes each file
@@ -36,7 +36,7 @@ def read(folder: Path, name: str, model: Path, spoken: str = "") -> dict[str, An
     except FileNotFoundError:
         raise MinithinkError(f"{path} does not exist; {again}.") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise MinithinkError(f"{path} cannot be read as a calibration ({error}); {again}.") from None
+        raise MinithinkError(f"{path} cannot be read as a calibration ({reason(error)}); {again}.") from None
     if problem := wrong(values):
         raise MinithinkError(f"{path} is no calibration: {problem}; {again}.")
     if values["checkpoint"] != (own := checkpoint_hash(model)):

@@ -32,7 +32,7 @@ from minithink.calibrate.journal import Journal
 from minithink.calibrate.reading import averaged, sparsity, types
 from minithink.commands import INTERRUPTED, positive
 from minithink.engine import Engine, load
-from minithink.errors import MinithinkError, UsageError
+from minithink.errors import UsageError, unwritable
 from minithink.evaluate.datasets import Example, load_dataset
 from minithink.evaluate.grading import grade
 from minithink.evaluate.tune import allowed
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         try:
             replace_file(folder / name, dumps(rounded(result)) + "\n")
         except OSError as error:
-            raise MinithinkError(f"{folder / name} cannot be written: {error}; give another --output.") from None
+            raise unwritable("The calibration", folder / name, error, "--output") from None
         if args.plot:
             plots.draw(lines, rounded(result), args.plot)
             _say(f"drawn to {args.plot}")

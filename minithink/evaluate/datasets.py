@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minithink.errors import MinithinkError, UsageError
+from minithink.errors import MinithinkError, UsageError, reason
 from minithink.evaluate.grading import GRADERS, check, grade
 from minithink.hub import download
 from minithink.tasks import boxed, families, load_problems
@@ -173,7 +173,7 @@ def _rows(paths: Iterable[Path]) -> list[_Row]:
                 f"{path} is not in UTF-8 ({error.reason}, byte {error.start}): convert it."
             ) from None
         except (OSError, ValueError, RecursionError, csv.Error) as error:
-            raise MinithinkError(f"{path} cannot be read as {path.suffix.lower()[1:]}: {error}.") from None
+            raise MinithinkError(f"{path} cannot be read as {path.suffix.lower()[1:]}: {reason(error)}.") from None
         if not found:
             raise MinithinkError(f"{path} holds no examples.")
         rows += found

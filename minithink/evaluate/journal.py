@@ -20,7 +20,7 @@ from types import NoneType, TracebackType
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 from minithink import files
-from minithink.errors import MinithinkError, UsageError
+from minithink.errors import MinithinkError, UsageError, reason
 from minithink.files import dumps, replace
 
 try:
@@ -276,7 +276,7 @@ class Journal:
                     self.path.unlink(missing_ok=True)
                 raise
         except OSError as error:
-            raise MinithinkError(f"{folder} cannot be written: {error}; give another folder.") from None
+            raise MinithinkError(f"{folder} cannot be written: {reason(error)}; give another folder.") from None
 
     def _lock(self, alone: bool) -> None:
         """Keep other processes out for as long as the file is open; the system lets go when the process dies."""
@@ -340,8 +340,8 @@ class Journal:
             files.append(self._file, line)
         except OSError as error:
             raise MinithinkError(
-                f"{self.path} cannot be written ({error}): the {len(self.done):,} sequences before are safe; make "
-                "room, and add --resume."
+                f"{self.path} cannot be written ({reason(error)}): the {len(self.done):,} sequences before are safe; "
+                "make room, and add --resume."
             ) from None
         self.done.add(record.key)
 
@@ -388,8 +388,8 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             raise TypeError("settings are an object and runs are a list")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(
-            f"{path}, the settings of the results beside it, cannot be read ({error}): restore it, or give another "
-            "folder."
+            f"{path}, the settings of the results beside it, cannot be read ({reason(error)}): restore it, or give "
+            "another folder."
         ) from None
     return settings, runs
 
@@ -406,7 +406,7 @@ def _read_lines(path: Path) -> tuple[list[Record], int, str]:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error}.") from None
+        raise UsageError(f"{path} cannot be read: {reason(error)}.") from None
     lines = data.split(b"\n")
     last = len(lines) if lines[-1] else len(lines) - 1
     records, size = list[Record](), 0

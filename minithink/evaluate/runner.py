@@ -52,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of a run."""
     add = parser.add_argument
     add(
-        "--policies", type=split, default=[FULL], metavar="P,P,…", help="as in full,rkv:buffer=0,kivi (default: full)"
+        "--policies", "--policy", type=split, default=[FULL], metavar="P,P,…",
+        help="as in full,rkv:buffer=0,kivi (default: full)",
     )
     add("--budgets", type=budgets, default=[], metavar="N,N,…", help="for the policies that take one and do not name "
         "it: tokens of a lane, the prompt's too (256,512); or shares (0.25,0.5), of what the full cache generates, "

@@ -12,7 +12,7 @@ from math import fsum
 from pathlib import Path
 from statistics import median
 
-from minithink.errors import MinithinkError
+from minithink.errors import unwritable
 from minithink.evaluate.journal import Record, check_unique
 from minithink.files import dumps, replace, rounded
 from minithink.intervals import CONFIDENCE, RESAMPLES, bootstrap, wilson
@@ -201,7 +201,7 @@ def write(folder: Path, rows: Sequence[Row], seed: int = 0) -> list[Path]:
         try:
             replace(path, text)
         except OSError as error:
-            raise MinithinkError(f"The summary cannot be written to {path}: {error}; give another folder.") from None
+            raise unwritable("The summary", path, error, "folder") from None
     return paths
 
 

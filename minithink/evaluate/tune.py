@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from minithink.commands import INTERRUPTED
-from minithink.errors import MinithinkError, UsageError
+from minithink.errors import UsageError, unwritable
 from minithink.evaluate import runner, summary
 from minithink.evaluate.datasets import load_dataset
 from minithink.evaluate.plan import budgets
@@ -147,5 +147,5 @@ def write(folder: Path, ranked: Sequence[Row], points: dict[str, dict[str, str]]
         replace(folder / "tuning.json", dumps(rounded({**head, "points": table})) + "\n")
         replace(folder / "tuning.md", text)
     except OSError as error:
-        raise MinithinkError(f"The table cannot be written to {folder}: {error}; give another folder.") from None
+        raise unwritable("The table", folder, error, "folder") from None
     return text

@@ -8,7 +8,7 @@ import webbrowser
 from pathlib import Path
 
 from minithink import commands
-from minithink.errors import MinithinkError, UsageError
+from minithink.errors import MinithinkError, UsageError, unwritable
 from minithink.files import replace
 from minithink.trace.format import File, read, refuse_others
 
@@ -47,9 +47,7 @@ class View:
         try:
             replace(output, render(file, sequence))
         except OSError as error:
-            raise MinithinkError(
-                f"The page of a trace cannot be written to {output}: {error}; give another --output."
-            ) from None
+            raise unwritable("The page of a trace", output, error, "--output") from None
         others = f"; it shows sequence {sequence}, see --sequence" if len(file.traces) > 1 else ""
         print(f"written to {output}{others}")
         if args.open and not webbrowser.open(output.resolve().as_uri()):
