@@ -256,12 +256,7 @@ def conclude(lines: Sequence[Mapping[str, Any]], number: int, count: int) -> dic
     at = torch.tensor([i for line in lines for i in range(len(line["refresh"]))], dtype=torch.float64)
     even = torch.tensor([i % 2 == 0 for i, line in enumerate(lines) for _ in line["refresh"]])
     looks = choose.look(found, number)
-    if (chosen := choose.by_modes(found, number, count)) is not None:
-        how, layers, theta = chosen
-    else:
-        how, layers = "fallback", sorted(x.layer for x in choose.ranked(looks)[:count])
-        theta = choose.quantiles(refresh[:, layers].mean(1), number)
-    theta = rounded(theta)  # as the file has them
+    how, layers, theta = chosen(found, refresh, number, count)
     values = refresh[:, layers].mean(1)
     per_layer = [
         {
@@ -293,8 +288,34 @@ def conclude(lines: Sequence[Mapping[str, Any]], number: int, count: int) -> dic
                 for n in map(str, ROWS)
             },
             "candidates": candidates(values, labels, even, number),
+            "by_count": by_count(found, refresh, labels, number),
         },
     }  # fmt: skip
+
+
+def chosen(
+    found: Sequence[Sequence[Peaks]], refresh: Tensor, number: int, count: int
+) -> tuple[str, list[int], list[float]]:
+    """How L* was chosen, L*, Θ as the file has them. refresh: [N, L]; number: |T|; count: |L*| at most."""
+    if (by_modes := choose.by_modes(found, number, count)) is not None:
+        how, layers, theta = by_modes
+    else:
+        how, layers = "fallback", sorted(x.layer for x in choose.ranked(choose.look(found, number))[:count])
+        theta = choose.quantiles(refresh[:, layers].mean(1), number)
+    return how, layers, rounded(theta)
+
+
+def by_count(
+    found: Sequence[Sequence[Peaks]], refresh: Tensor, labels: Tensor, number: int
+) -> list[dict[str, Any]]:  # fmt: skip
+    """What other numbers of layers would be calibrated to: 1, 2, 4, … and all of them."""
+    most, out = refresh.shape[1], []
+    for count in [*(n for n in (1, 2, 4, 8, 16, 32) if n < most), most]:
+        how, layers, theta = chosen(found, refresh, number, count)
+        kind = type_of(refresh[:, layers].mean(1), theta)
+        about = {"count": count, "chosen": how, "layers": layers, "thresholds": theta}
+        out.append({**about, "shares": _shares(kind), **compare(kind, labels)})
+    return out
 
 
 def candidates(values: Tensor, labels: Tensor, even: Tensor, number: int) -> list[dict[str, Any]]:

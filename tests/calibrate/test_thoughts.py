@@ -63,6 +63,11 @@ def test_the_file_says_what_was_found_and_how(calibrated: Path, model: Path) -> 
         assert sum(of.values()) == pytest.approx(1, abs=1e-4)
     assert m["eviction"]["prompts"] == 2
     assert [c["way"] for c in m["candidates"]] == ["quantiles", "otsu", "keywords"]
+    every = len(m["layers"])
+    assert [c["count"] for c in m["by_count"]] == [*(n for n in (1, 2, 4, 8) if n < every), every]
+    [own] = [c for c in m["by_count"] if c["count"] == 2]  # as was asked for
+    assert all(own[name] == values[name] for name in ("layers", "thresholds", "chosen"))
+    assert (own["shares"], own["agree"]) == (m["shares_of_types"], m["keywords"]["agree"])
     assert [p.name for p in calibrated.iterdir()] == ["thoughts.json"], "the journal is gone"
 
 
