@@ -16,7 +16,7 @@ class UsageError(MinithinkError):
 def reason(error: Exception) -> str:
     """Why something failed, for such a sentence: of an OSError without its number, and without the path that the
     sentence has already."""
-    return (isinstance(error, OSError) and error.strerror) or str(error)
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
 def unwritable(what: str, path: object, error: OSError, other: str) -> MinithinkError:

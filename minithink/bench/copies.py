@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minithink.errors import UsageError
 from minithink.kv.manager import KVManager, members
 from minithink.kv.store import PagedStore
-from minithink.kv.table import FreeList
+from minithink.kv.table import Exhausted, FreeList
 
 AT_ONCE = 2**14  # pages that are copied together, for the memory that this takes
 
@@ -27,14 +26,18 @@ def copy_sequences(few: KVManager, many: KVManager) -> None:
         many: of the same model and policy, made for the same lengths, all rows taken too.
 
     Raises:
-        UsageError: the pool of `many` is too small.
+        Exhausted: the pool of `many` is too small; nothing was changed.
     """
     n, b = len(few.rows), len(many.rows)
     of = torch.arange(b, device=many.device) % n
     source, target = few.store, many.store
     parts = [_held(source, min(n, b - first)) for first in range(0, b, n)]
-    pages = _draw(target.table.pages, [len(pages) for pages, _ in parts])
-    scales = _draw(target.free_rows, [len(scales) for _, scales in parts])
+    counts = zip(*((len(pages), len(scales)) for pages, scales in parts), strict=True)
+    drawn = dict(zip((target.table.pages, target.free_rows), map(list, counts), strict=True))
+    for free, wanted in drawn.items():
+        if sum(wanted) > free.count:
+            raise Exhausted(f"The KV pool is exhausted: copies need {sum(wanted):,} of {free.count:,} {free.what}.")
+    pages, scales = (_draw(free, wanted) for free, wanted in drawn.items())
     target.table.live.fill_(False)
     target.table.format.fill_(255)
     target.row_uses.zero_()
@@ -84,10 +87,8 @@ def _held(store: PagedStore, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _draw(free: FreeList, counts: list[int]) -> list[Tensor]:
-    """Numbers for each, at random; the others are those that are free now. UsageError: there are not so many."""
+    """Numbers for each, at random, whatever was drawn before; the others are those that are free now."""
     count, device = sum(counts), free.stack.device
-    if count > free.count:
-        raise UsageError(f"A pool of {free.count:,} {free.what} is too small for copies that need {count:,}.")
     order = torch.randperm(free.count, generator=torch.Generator(device).manual_seed(0), device=device)
     free.stack.fill_(free.count)
     free.stack[: free.count - count] = order[count:].int()

@@ -28,11 +28,11 @@ def source(result: dict[str, Any]) -> str:
         counts: dict[str, int] = {}
         for part in parts:
             known = "commit" in part
-            place = f"{_place(part)}, commit {_short(part['commit'])}" if known else "a machine not recorded"
+            place = f"{_place(part)}, commit {short(part['commit'])}" if known else "a machine not recorded"
             counts[place] = counts.get(place, 0) + part["sequences"]
         note += " Generated: " + "; ".join(f"{n:,} of the sequences on {place}" for place, n in counts.items()) + "."
         where = f"Counted on {where}"
-    commit = _short(result["commit"])
+    commit = short(result["commit"])
     return f"*{where}; {', '.join(what)}; {result['date'][:10]}, commit {commit}: `{result['command']}`.{note}*"
 
 
@@ -40,5 +40,6 @@ def _place(result: dict[str, Any]) -> str:
     return str(result["machine"].get("gpu") or result["machine"]["cpu"])
 
 
-def _short(commit: str) -> str:
+def short(commit: str) -> str:
+    """A commit in ten digits; what was changed since is said."""
     return commit[:10] + ("-dirty" if commit.endswith("-dirty") else "")

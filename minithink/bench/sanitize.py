@@ -2,7 +2,7 @@
 
 All tests of `tests/kernels` run, with few examples each (HYPOTHESIS_PROFILE=sanitize). For memcheck torch takes every
 tensor from the driver by itself, so that what lies beside one is nobody's. Tests run in parts, in processes side by
-side, on all GPUs that there are. A part that has gone well at this commit is in the file, and is not run again.
+side, on all GPUs that there are; what has gone well at this commit, on such a GPU, is in the file and not repeated.
 torch's own kernels run, but are not watched: that would take most of the time.
 """
 
@@ -55,12 +55,10 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     parts = in_parts(collect(args.tests))
     result = record.new(DEFAULT, list(argv), "cuda")
     result["settings"] = {"tests": args.tests, "profile": "sanitize", "torch": args.torch}
-    result["measurements"] = [
-        m for m in (record.read(path)["measurements"] if path.is_file() else [])
-        if m["commit"] == result["commit"] and is_clean(m)
-    ]  # fmt: skip
-    there = {(m["tool"], *m["tests"]) for m in result["measurements"]}
-    jobs = [(tool, part) for tool in args.tools for part in parts if (tool, *part) not in there]
+    jobs = [(tool, part) for tool in args.tools for part in parts]
+    result["measurements"] = [m for m in before(path, result) if (m["tool"], m["tests"]) in jobs]
+    there = [(m["tool"], m["tests"]) for m in result["measurements"]]
+    jobs = [job for job in jobs if job not in there]
     free = SimpleQueue[int]()  # GPUs, each as often as it may be used at a time
     for i in range(args.workers):
         free.put(i % torch.cuda.device_count())
@@ -69,13 +67,12 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         running = [pool.submit(watch, words, tool, part, free) for tool, part in jobs]
         try:
             for done in as_completed(running):
-                m = done.result() | {"commit": result["commit"]}
-                result["measurements"].append(m)
+                result["measurements"].append(m := done.result())
                 record.write(path, result)
                 whole = f"{len(result['measurements'])} of {len(args.tools) * len(parts)}"
                 print(f"{whole}  {m['tool']}: {m['errors']} errors; {m['outcome']}  {m['tests'][0]}", flush=True)
                 print("".join(f"    {line}\n" for line in m["report"]), end="")
-        except KeyboardInterrupt:
+        except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     result["complete"] = True
@@ -84,11 +81,23 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     return 0 if all(map(is_clean, result["measurements"])) else 1
 
 
+def before(path: Path, result: dict[str, Any]) -> list[dict[str, Any]]:
+    """What an earlier run left that this one need not repeat: it watched the same code in the same way on the same
+    kind of machine, and found nothing. result: of this run."""
+    if not path.is_file():
+        return []
+    other = record.read(path)
+    if any(other.get(name) != result[name] for name in ("benchmark", "commit", "settings", "machine", "versions")):
+        return []
+    clean = not result["commit"].endswith("-dirty") and result["commit"] != "unknown"
+    return [m for m in other["measurements"] if is_clean(m)] if clean else []
+
+
 def collect(paths: Sequence[str]) -> list[str]:
     """The names of all tests there, as pytest has them. MinithinkError: it cannot read them."""
     words = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "--collect-only", *paths]
     done = subprocess.run(words, cwd=record.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    names = [line for line in done.stdout.splitlines() if "::" in line]
+    names = re.findall(r"^\S+\.py::.*$", done.stdout, re.M)
     if done.returncode or not names:
         raise MinithinkError(f"pytest finds no tests in {' '.join(paths)}: {done.stdout.strip()[-500:]}")
     return names

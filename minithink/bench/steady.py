@@ -262,7 +262,8 @@ class Steady:
             self._synthetic(False)
 
     def _copy(self) -> None:
-        """Take over what the few hold; copies of one sequence go on to the next one's place in the cycle."""
+        """Take over what the few hold; copies of one sequence go on to the next one's place in the cycle, if it is
+        further away than a token."""
         assert self.few is not None
         self.cache.copy(self.few.cache)
         n, batch = len(self.few.sequences), len(self.sequences)

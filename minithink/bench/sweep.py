@@ -10,6 +10,7 @@ with a line for every family, policy and budget. Settings are chosen on validati
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -18,7 +19,8 @@ from typing import Any
 
 from minithink.bench import record
 from minithink.commands import INTERRUPTED, location
-from minithink.errors import UsageError
+from minithink.engine import TINY
+from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate import plots, runner
 from minithink.evaluate.plan import plan
 from minithink.evaluate.summary import FULL, Row
@@ -48,6 +50,17 @@ def _of_thinkv(*options: str) -> tuple[str, ...]:
     return tuple(f"thinkv:{option}" if option else "thinkv" for option in options)
 
 
+def _of_layers() -> tuple[str, ...]:
+    """ThinKV with other numbers of layers, as the embedded model's calibration has them, and with the file's own."""
+    calibration = json.loads((TINY / "thoughts.json").read_text(encoding="utf-8"))
+    found = []
+    for one in calibration["measurements"].get("by_count", []):
+        layers, thresholds = ("/".join(map(str, one[name])) for name in ("layers", "thresholds"))
+        own = one["layers"] == calibration["layers"]
+        found.append("thinkv" if own else f"thinkv:layers={layers},thresholds={thresholds}")
+    return tuple(found)
+
+
 PRECISIONS = ("R8E8T8", "R8E4T2", "R4E4T4", "R4E2T2", "R2E4T2", "R4E4T0", "R2E2T2")  # beside R4E4T2
 RETENTIONS = ("64", "64/32", "64/32/16", "64/32/16/8", "64/32/16/8/4/2")  # beside 64/32/16/8/4
 
@@ -68,6 +81,7 @@ SWEEPS = {
     ),
     "tau": Sweep("the tokens of a segment, τ", _of_thinkv("tau=32", "tau=64", "", "tau=256")),
     "types": Sweep("the number of types, |T|", _of_thinkv("types=1", "types=2", "")),
+    "layers": Sweep("the number of measured layers, |L*|", _of_layers()),
     "retention": Sweep(
         "the last number of the retention schedule",
         _of_thinkv(*(f"retention={r}" for r in RETENTIONS), ""),
@@ -111,7 +125,10 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         need_matplotlib()
     if args.plot_only:
         for name, path in paths.items():
-            draw(name, record.read(path), args.plot)
+            result = record.read(path)
+            if (result.get("benchmark"), result.get("settings", {}).get("name")) != ("sweep", name):
+                raise MinithinkError(f"{path} is no result of the sweep {name}: run it, or name another folder.")
+            draw(name, result, args.plot)
         return 0
     for name, sweep in chosen.items():
         record.check(paths[name], "--results")

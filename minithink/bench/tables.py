@@ -327,6 +327,10 @@ def thresholds(result: dict[str, Any]) -> list[str]:
 
     theta = result["thresholds"]
     row(f"**the file ({result['chosen']})**", "keywords", theta, m["shares_of_types"], m["keywords"])
+    for other in m.get("by_count", []):
+        if other["layers"] != result["layers"]:
+            name = f"layers {', '.join(map(str, other['layers']))} ({other['chosen']})"
+            row(name, "keywords", other["thresholds"], other["shares"], other)
     for way in m["candidates"]:
         row(f"{way['way']}, set on one half", "keywords, other half", way["thresholds"], way["shares"], way)
     if under := m["eviction"]:

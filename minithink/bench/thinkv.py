@@ -33,7 +33,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -47,7 +47,6 @@ from minithink.bench.parts import GATHERS, TimedLoop, attention_seconds, cases_o
 from minithink.bench.peer import Peer
 from minithink.bench.steady import CONFIGS, METHODS, Settings, Steady, pool_bytes
 from minithink.errors import MinithinkError, UsageError
-from minithink.origin import commit
 
 DEFAULT = "thinkv"
 PEER = "transformers"
@@ -59,6 +58,7 @@ COMPARED = (  # in tokens per second, and the ratio that is aimed at
     ("throughput/thinkv/T30", "throughput/full", 15.0), ("throughput/thinkv/T30", "throughput/transformers", 28.0),
 )  # fmt: skip
 BOUND = ("throughput/thinkv/T30", "throughput/rkv", 0.85)  # compared by their bounds, and the share aimed at
+ABOUT = ("commit", "date", "command")  # what a case says of its run
 GIB = 2**30
 SOME = 32  # sequences whose bytes are counted at once, for the memory that this takes
 
@@ -143,18 +143,19 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     record.check(path)
     others = _results([*([path] if path.exists() else []), *args.join])
     # Of a case that several have, the last one's.
-    there = {m["case"]: m for _, other in others for m in other["measurements"]}
+    there = {m["case"]: {x: other[x] for x in ABOUT} | m for _, other in others for m in other["measurements"]}
     todo = [c for c in chosen if c.name not in there or there[c.name]["settings"] != _settings(args, c)]
     if todo and device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu.")
     result = record.new(DEFAULT, argv, device if todo else "cpu")
     if not todo:  # nothing is measured here and now
-        result |= {name: others[-1][1][name] for name in ("machine", "versions", "date", "commit")}
-    _check_machines(others, result["machine"])
+        result |= {name: others[-1][1][name] for name in ("machine", "versions", *ABOUT)}
+    _check_machines(others, result)
     left = ("cases", "output", "command", "join")
     result["settings"] = {name: x for name, x in vars(args).items() if name not in left}
     result["measurements"] = list(there.values())
     result["left_out"] = []
+    result["missing"] = sorted({case.name for case in names} - {*there})
     deadline, bench = Deadline(args.time_budget), None
     for case in chosen:
         settings = _settings(args, case)
@@ -170,16 +171,18 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             began = time.monotonic()
             m = bench.measure(case) | {"seconds_in_all": time.monotonic() - began}
             kept = [other for other in result["measurements"] if other["case"] != case.name]
-            about = {"case": case.name, **asdict(case), "settings": settings, "commit": commit()}
+            about = {"case": case.name, **asdict(case), "settings": settings}
+            about |= {name: result[name] for name in ABOUT}
             result["measurements"] = [*kept, about | m]
         except UsageError:
             raise
         except (MinithinkError, torch.OutOfMemoryError) as error:
             result["left_out"].append(f"{case.name}: {str(error).splitlines()[0]}")
+        result["missing"] = sorted({case.name for case in names} - {m["case"] for m in result["measurements"]})
         record.write(path, result)
         gc.collect()
         torch.cuda.empty_cache()  # nothing without CUDA
-    result["complete"] = not result["left_out"]
+    result["complete"] = not result["missing"]
     record.write(path, result)
     print_table(result)
     print(f"written to {path}", file=sys.stderr)
@@ -193,18 +196,23 @@ def _results(paths: Sequence[Path]) -> list[tuple[Path, dict[str, Any]]]:
         if not path.is_file():
             raise MinithinkError(f"{path} does not exist: --join takes results of this benchmark.")
         out.append((path, other := record.read(path)))
-        if (name := other.get("benchmark")) != DEFAULT:
+        if (name := other.get("benchmark")) != DEFAULT or any("case" not in m for m in other["measurements"]):
             raise MinithinkError(f"{path} is a result of {name}, not of {DEFAULT}: name another file.")
     return out
 
 
-def _check_machines(others: Sequence[tuple[Path, dict[str, Any]]], machine: dict[str, Any]) -> None:
-    """UsageError: not all were measured on this kind of machine."""
+def _check_machines(others: Sequence[tuple[Path, dict[str, Any]]], result: dict[str, Any]) -> None:
+    """UsageError: not all were measured on this kind of machine, with this torch and Triton."""
+
+    def place(x: dict[str, Any]) -> str:
+        versions = ", ".join(f"{name} {x['versions'].get(name)}" for name in ("torch", "triton"))
+        return f"{x['machine'].get('gpu') or x['machine']['cpu']} with {versions}"
+
     for path, other in others:
-        if (theirs := other["machine"].get("gpu")) != machine.get("gpu"):
+        if (theirs := place(other)) != (ours := place(result)):
             raise UsageError(
-                f"{path} was measured on {theirs or other['machine']['cpu']}, and this is "
-                f"{machine.get('gpu') or machine['cpu']}: ratios need one machine; give another --output."
+                f"{path} was measured on {theirs}, and this is {ours}: ratios need one machine; give another "
+                "--output."
             )
 
 
@@ -224,8 +232,9 @@ def _settings(args: argparse.Namespace, case: Case) -> dict[str, Any]:
     ]
     names += {
         "step": ["start", "steps", "warm"], "bytes": ["tokens", "byte_rows", "levels"],
-        "throughput": ["tokens", "levels", "level_steps", "warm", "memory", "headroom", "few"],
+        "throughput": ["tokens", "levels", "level_steps", "warm", "memory", "headroom"],
     }[case.kind]  # fmt: skip
+    names += ["few"] if case.kind == "throughput" and case.method in THINKV else []
     return {name: getattr(args, name) for name in names}
 
 
@@ -257,27 +266,30 @@ class Bench:
     def steady(self, case: Case, batch: int, tokens: int, few: int | None = None) -> Steady:
         """A cache that is filled with prompts. MinithinkError: it does not fit into the memory."""
         s = self.settings(case)
-        if not self.fits(case.method, batch, s, tokens):
+        if not self.fits(case.method, batch, s, tokens, few):
             raise MinithinkError(f"{batch} sequences do not fit into {self.memory / GIB:,.3g} GiB")
         return Steady(self.model, case.method, batch, s, tokens, few)
 
-    def fits(self, method: str, batch: int, s: Settings, tokens: int) -> bool:
-        """Whether there is memory for weights, cache and headroom, and numbers for the cache's slots."""
+    def fits(self, method: str, batch: int, s: Settings, tokens: int, few: int | None = None) -> bool:
+        """Whether there is memory for weights, cache and headroom, and numbers for the cache's slots. few: sequences
+        of a second cache, that this one's are copies of."""
         try:
             cache = pool_bytes(self.config, method, batch, s, tokens)
+            if few is not None and few < batch and method in THINKV:
+                cache += pool_bytes(self.config, method, few, s, tokens)
         except UsageError:  # more slots than can be numbered
             return False
         weights = self.weights + self.model.decoder.embed.nbytes
         return weights + cache + self.args.headroom * GIB <= self.memory
 
-    def largest(self, method: str, s: Settings, tokens: int) -> int:
+    def largest(self, method: str, s: Settings, tokens: int, few: int | None = None) -> int:
         """The largest batch that fits; 0: none does."""
         low, high = 0, 1
-        while self.fits(method, high, s, tokens):
+        while self.fits(method, high, s, tokens, few):
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.fits(method, middle, s, tokens) else (low, middle)
+            low, high = (middle, high) if self.fits(method, middle, s, tokens, few) else (low, middle)
         return low
 
     def step(self, case: Case) -> dict[str, Any]:
@@ -319,7 +331,7 @@ class Bench:
         """A whole generation at the largest batch."""
         a, s = self.args, self.settings(case)
         room = a.tokens + a.warm + a.level_steps
-        if not (batch := self.largest(case.method, s, room)):
+        if not (batch := self.largest(case.method, s, room, a.few)):
             raise MinithinkError(f"not one sequence fits into {self.memory / GIB:,.3g} GiB")
         steady = self.steady(case, batch, room, a.few)
         loop, levels = TimedLoop(steady), []
@@ -421,17 +433,27 @@ def print_table(result: dict[str, Any]) -> None:
 
 
 def ratios(measurements: Sequence[dict[str, Any]]) -> list[str]:
-    """How fast cases are beside others, where both were measured, and what was aimed at."""
-    out = []
-    speed = {m["case"]: m["tokens_per_second"] for m in measurements if m["kind"] != "bytes"}
+    """How fast cases are beside others, where both were measured alike, and what was aimed at."""
+    of, out = {m["case"]: m for m in measurements}, []
     for ours, theirs, goal in COMPARED:
-        if ours in speed and theirs in speed:
-            out.append(f"{ours} / {theirs}: {speed[ours] / speed[theirs]:.2f} (target {goal:g})")
-    bound = {m["case"]: m["bound_tokens_per_second"] for m in measurements if "bound_milliseconds" in m}
+        if _alike(of, ours, theirs):
+            speed = [of[name]["tokens_per_second"] for name in (ours, theirs)]
+            out.append(f"{ours} / {theirs}: {speed[0] / speed[1]:.2f} (target {goal:g})")
     ours, theirs, goal = BOUND
-    if ours in bound and theirs in bound:
-        ratio, most = speed[ours] / speed[theirs], bound[ours] / bound[theirs]
+    if _alike(of, ours, theirs):
+        ratio, most = (
+            of[ours][name] / of[theirs][name] for name in ("tokens_per_second", "bound_tokens_per_second")
+        )
         out.append(
             f"{ours} / {theirs}: {ratio:.2f}; by their bounds {most:.2f}, {ratio / most:.0%} (target {goal:.0%})"
         )
     return out
+
+
+def _alike(of: Mapping[str, dict[str, Any]], *names: str) -> bool:
+    """Whether all these cases were measured, with the same settings, as far as they have them in common; how many
+    steps are averaged, and how large ThinKV's pool is, may differ."""
+    if not all(name in of for name in names):
+        return False
+    first, second = (of[name]["settings"] for name in names)
+    return all(first[x] == second[x] for x in first.keys() & second.keys() - {"steps", "pool"})

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from minithink.bench.markdown import markdown, source
-from minithink.bench.thinkv import THINKV, ratios
+from minithink.bench.markdown import markdown, short, source
+from minithink.bench.thinkv import ABOUT, THINKV, ratios
 
 Result = dict[str, Any]
 PARTS = ("attention", "refresh", "eviction", "gather", "flush", "rest")
@@ -24,7 +24,7 @@ def steps(result: Result) -> list[str]:
             _name(m), f"{m['batch']:,}", f"**{m['step_milliseconds']:.2f} ms**", f"{m['tokens_per_second']:,.0f}",
             f"{m['share_of_limit']:.0%}", f"{m['overhead']:.1%}", f"{m['parts_shares']['gather']:.1%}", _cases(m),
         ))  # fmt: skip
-    return [*markdown(rows), "", *_said(result, "step/"), _sources(result)]
+    return [*markdown(rows), "", *_said(result, "step/"), _sources(result, "step")]
 
 
 def parts(result: Result) -> list[str]:
@@ -36,8 +36,8 @@ def parts(result: Result) -> list[str]:
             shares = (m["rates"].get(call, {}).get("sequence_steps", 0) for call in calls)
             times = (f"{m['layer_microseconds'][part]:,.1f} µs" for part in PARTS)
             rows.append((_name(m), *times, *(f"{share:.2%}" if share else "–" for share in shares)))
-    said = f"{SEQUENCES} sequences, times of one layer of 32. Steps are those of one sequence, in which it is called."
-    return [*markdown(rows), "", said, "", _sources(result)]
+    said = f"{SEQUENCES} sequences, times of one layer. Steps are those of one sequence, in which it is called."
+    return [*markdown(rows), "", said, "", _sources(result, "step")]
 
 
 def sizes(result: Result) -> list[str]:
@@ -57,7 +57,7 @@ def sizes(result: Result) -> list[str]:
         "needed if, at worst, all thoughts are of one type, whichever that is."
         for m in _of(result, "bytes")[:1]
     ]
-    return [*markdown(rows), "", *said, "", _sources(result)]
+    return [*markdown(rows), "", *said, "", _sources(result, "bytes")]
 
 
 def throughput(result: Result) -> list[str]:
@@ -71,7 +71,7 @@ def throughput(result: Result) -> list[str]:
             _name(m), f"{m['batch']:,}", f"{m['step_milliseconds']:.1f} ms", f"**{m['tokens_per_second']:,.0f}**",
             f"{m['share_of_limit']:.0%}", f"{bound / m['step_milliseconds']:.0%}" if bound else "–", _cases(m),
         ))  # fmt: skip
-    return [*markdown(rows), "", *_said(result, "throughput/"), _sources(result)]
+    return [*markdown(rows), "", *_said(result, "throughput/"), _sources(result, "throughput")]
 
 
 def _of(result: Result, kind: str) -> list[dict[str, Any]]:
@@ -94,10 +94,12 @@ def _said(result: Result, kind: str) -> list[str]:
     return [f"{'; '.join(found)}.", ""] if found else []
 
 
-def _sources(result: Result) -> str:
-    """With the commits of single cases, where these are others."""
-    others = sorted({m["commit"][:10] for m in result["measurements"]} - {result["commit"][:10]})
-    return source(result) + (f" Some cases are of commit {', '.join(others)}." if others else "")
+def _sources(result: Result, kind: str) -> str:
+    """The run of the newest of these cases, and the commits of others."""
+    own = sorted(_of(result, kind), key=lambda m: m["date"])
+    others = sorted({short(m["commit"]) for m in own} - {short(own[-1]["commit"])}) if own else []
+    line = source(result | ({name: own[-1][name] for name in ABOUT} if own else {}))
+    return line + (f" Some cases are of commit {', '.join(others)}." if others else "")
 
 
 TABLES: dict[str, Callable[[Result], list[str]]] = {

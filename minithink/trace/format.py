@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from minithink.errors import MinithinkError
+from minithink.errors import MinithinkError, unwritable
 from minithink.kv.ledger import Ledger
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -81,7 +81,7 @@ class Writer:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: BinaryIO = path.open("wb")
         except OSError as error:
-            raise _refusal(path, error) from None
+            raise unwritable("The trace", path, error, "--trace") from None
         self._write(MAGIC)
 
     def chunk(self, kind: bytes, content: bytes) -> None:
@@ -98,7 +98,7 @@ class Writer:
             self._file.write(data)
             self._file.flush()
         except OSError as error:
-            raise _refusal(self.path, error) from None
+            raise unwritable("The trace", self.path, error, "--trace") from None
         self.size += len(data)
 
 
@@ -116,16 +116,12 @@ def refuse_others(path: Path, size: int, ours: Callable[[bytes], bool], what: st
         with path.open("rb") as file:
             begins = file.read(size)
     except OSError as error:
-        raise _refusal(path, error, what, option) from None
+        raise unwritable(f"The {what}", path, error, option) from None
     if begins and not ours(begins):
         raise MinithinkError(
             f"The {what} cannot be written to {path}: there is a file that is no {what}; delete it, or give another "
             f"{option}."
         )
-
-
-def _refusal(path: Path, error: OSError, what: str = "trace", option: str = "--trace") -> MinithinkError:
-    return MinithinkError(f"The {what} cannot be written to {path}: {error.strerror}; give another {option}.")
 
 
 def as_json(value: Mapping[str, Any]) -> bytes:

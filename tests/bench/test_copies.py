@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from minithink.bench import copies
-from minithink.errors import UsageError
 from minithink.kv.table import FreeList
 
 CPU = torch.device("cpu")
@@ -25,11 +23,6 @@ def test_numbers_are_drawn_once(counts: list[int], more: int, before: int) -> No
     left = free.stack[:more].tolist()
     assert sorted([*torch.cat(drawn).tolist(), *left]) == list(range(free.count))
     assert set(free.stack[more:].tolist()) == {free.count}
-
-
-def test_there_are_too_few() -> None:
-    with pytest.raises(UsageError, match=r"A pool of 5 pages is too small for copies that need 6\."):
-        copies._draw(FreeList(5, "pages", CPU), [3, 3])
 
 
 def test_what_is_not_copied_is_nowhere() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
+import torch
 
 from minithink.bench import record, sanitize, tables
+from minithink.bench.__main__ import main
 from minithink.errors import MinithinkError
 from tests.bench.result import RESULT, says_that_there_is_no_gpu
 
@@ -78,6 +81,43 @@ def test_the_tool_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not sanitize.is_clean(m | {"errors": 0, "exit_code": 1})
     assert not sanitize.is_clean(m | {"errors": 0, "processes": 0})
     assert free.get_nowait() == 1
+
+
+def test_a_run_and_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    """All parts run under each tool; what went well is not repeated, as long as nothing is different."""
+    asked = list[tuple[str, str]]()
+
+    def watch(words: list[str], tool: str, tests: list[str], free: SimpleQueue[int]) -> dict[str, object]:
+        asked.append((tool, tests[0]))
+        m = dict(zip(("tool", "tests", "errors", "processes", "exit_code"), (tool, tests, 0, 1, 0), strict=True))
+        bad = tool == "racecheck" and tests == ["b.py::1"] and flaw
+        return m | {"outcome": "1 passed", "errors": int(bad), "report": ["========= Race reported"] * bad}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(record, "new", lambda *_: {**RESULT, "benchmark": "sanitize", "commit": commit})
+    monkeypatch.setattr(shutil, "which", lambda _: "compute-sanitizer")
+    monkeypatch.setattr(sanitize, "collect", lambda paths: ["a.py::1", "b.py::1"])
+    monkeypatch.setattr(sanitize, "watch", watch)
+    every = [(tool, f"{name}.py::1") for tool in sanitize.TOOLS for name in "ab"]
+    words = ["sanitize", "--workers", "2", "--output", str(tmp_path / "x.json")]
+    commit, flaw = "c0ffee", True
+    assert main(words) == 1
+    assert sorted(asked) == sorted(every)
+    assert " of 4  racecheck: 1 errors; 1 passed  b.py::1\n    ========= Race reported\n" in capsys.readouterr().out
+    for change, want in (
+        ({}, every[3:]), ({}, []), ({"commit": "c0ffee-dirty"}, every), ({}, every),  # of a tree that may change
+        ({"commit": "c0ffee"}, every), ({"words": ["--torch"]}, every), ({"words": ["--torch"]}, []),
+    ):  # fmt: skip
+        asked.clear()
+        flaw, commit = False, change.get("commit", commit)
+        assert main([*words, *change.get("words", [])]) == 0
+        assert sorted(asked) == sorted(want), change
+        result = record.read(tmp_path / "x.json")
+        assert result["complete"]
+        assert len(result["measurements"]) == 4
 
 
 def test_the_table(tmp_path: Path) -> None:

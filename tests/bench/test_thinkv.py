@@ -19,6 +19,7 @@ from minithink.bench.parts import GATHERS, TimedLoop, cases_of, rates
 from minithink.bench.steady import CONFIGS, METHODS, Drawn, Settings, Steady, pool_bytes
 from minithink.bench.thinkv import Bench, cases
 from minithink.kv.manager import bytes_for
+from minithink.kv.table import Exhausted
 from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION
 
 torch.set_num_threads(1)
@@ -141,6 +142,18 @@ def test_copies_are_spread_over_the_cycle() -> None:
     assert case.generated == 100
     assert sorted(case.cache.length(i) - 108 for i in case.sequences) == list(range(0, 16, 2))
     assert made("rkv", batch=4).few is None
+
+
+def test_a_pool_that_is_too_small_for_copies() -> None:
+    """It is said before anything is changed."""
+    few, many = (Steady(model(), "thinkv", n, replace(SMALL, lockstep=True), 200) for n in (2, 3))
+    few.reach(150)
+    many.cache.store.table.pages.count //= 4
+    before = [x.clone() for x in many.cache.store.table.tensors]
+    with pytest.raises(Exhausted, match=r"The KV pool is exhausted: copies need \d+ of \d+ pages\."):
+        many.cache.copy(few.cache)
+    for x, y in zip(many.cache.store.table.tensors, before, strict=True):
+        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])
@@ -287,6 +300,10 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
         assert n > 1
         room = 0.001 * 2**30 - weights
         assert pool_bytes(b.config, method, n, SMALL, 200) <= room < pool_bytes(b.config, method, n + 1, SMALL, 200)
+    n = b.largest("thinkv", SMALL, 200, 3)  # three more, that the others are copies of
+    room -= pool_bytes(b.config, "thinkv", 3, SMALL, 200)
+    assert pool_bytes(b.config, "thinkv", n, SMALL, 200) <= room < pool_bytes(b.config, "thinkv", n + 1, SMALL, 200)
+    assert b.largest("full", SMALL, 200, 3) == b.largest("full", SMALL, 200)
     b.memory = 2**20
     assert b.largest("full", SMALL, 200) == 0
 
@@ -328,7 +345,8 @@ def test_end_to_end_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     some = ["bytes/*", "step/thinkv/*", "step/rkv-every-gather/2", "throughput/rkv", "throughput/thinkv/*"]
     assert main([*options, *some]) == 0
     result = record.read(output)
-    assert result["complete"]
+    assert not result["left_out"]
+    assert not {m["case"] for m in result["measurements"]} & {*result["missing"]}
     by_name = {m["case"]: m for m in result["measurements"]}
     assert len(by_name) == len(result["measurements"]) == 6
     out = capsys.readouterr().out.splitlines()
@@ -404,13 +422,13 @@ def test_shared_cases_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert [m["case"] for m in result["measurements"]] == some[:2]
     assert "and this is" not in capsys.readouterr().err
     assert main([*OPTIONS, "--output", str(whole), "--cases", *some]) == 2, "one more is measured here"
-    assert "whole.json was measured on NVIDIA Counter, and this is " in capsys.readouterr().err
+    assert "whole.json was measured on NVIDIA Counter with torch " in capsys.readouterr().err
     other = record.read(files[0])
     other["machine"]["gpu"] = "NVIDIA Abacus"
     record.write(files[0], other)
     before = files[2].read_bytes()
     assert main([*OPTIONS, "--output", str(files[2]), "--join", str(files[0])]) == 2
-    assert "a.json was measured on NVIDIA Abacus, and this is " in capsys.readouterr().err
+    assert "a.json was measured on NVIDIA Abacus with torch " in capsys.readouterr().err
     assert main([*OPTIONS, "--output", str(files[2]), "--join", str(tmp_path / "no.json")]) == 1
     assert "no.json does not exist" in capsys.readouterr().err
     record.write(tmp_path / "else.json", {**other, "benchmark": "attention"})
@@ -439,9 +457,27 @@ def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"| **{by_name['bytes/thinkv/T50']['share']:.2%}** |" in rows[2][1]
     speed = [by_name[f"throughput/{name}"]["tokens_per_second"] for name in ("full", "rkv")]
     assert [f"**{x:,.0f}**" in row for x, row in zip(speed, rows[3][1:], strict=True)] == [True, True]
-    result["measurements"][0]["commit"] = "c0ffee0123456789"
+    by_name["step/full/2"] |= {"commit": "c0ffee0123456789-dirty", "date": "2001-01-01"}  # an older run
     record.write(output, result)
-    assert "Some cases are of commit c0ffee0123." in tables.fill(text, "x.md", tmp_path)
+    again = [x.splitlines() for x in tables.fill(text, "x.md", tmp_path).split("<!-- end -->")]
+    assert [lines[-1].endswith(" Some cases are of commit c0ffee0123-dirty.") for lines in again[:4]] == [
+        True, True, False, False
+    ]  # fmt: skip
+
+
+def test_only_what_was_measured_alike_is_compared() -> None:
+    settings = {"budget": 1024, "steps": 256, "pool": 1.0}
+    ours, theirs, _ = thinkv.COMPARED[0]
+    ms = [
+        {"case": name, "kind": "step", "settings": settings, "tokens_per_second": speed}
+        for name, speed in ((ours, 300.0), (theirs, 50.0))
+    ]
+    assert thinkv.ratios(ms) == [f"{ours} / {theirs}: 6.00 (target 3)"]
+    ms[1]["settings"] = settings | {"steps": 64}
+    assert thinkv.ratios(ms) == [f"{ours} / {theirs}: 6.00 (target 3)"]
+    ms[1]["settings"] = settings | {"budget": 256}
+    assert thinkv.ratios(ms) == []
+    assert thinkv.ratios(ms[:1]) == []
 
 
 def test_transformers_at_its_largest_batch(tmp_path: Path) -> None:
@@ -462,7 +498,11 @@ def test_a_cpu_has_room_by_default(tmp_path: Path) -> None:
     output = tmp_path / "x.json"
     few = [x for name in ("start", "steps", "warm") for x in (f"--{name}", "2")]
     assert main(["thinkv", "--model-shape", "tiny", *few, "--cases", "step/full/8", "--output", str(output)]) == 0
-    assert record.read(output)["complete"]
+    result = record.read(output)
+    assert [m["case"] for m in result["measurements"]] == ["step/full/8"]
+    assert not result["left_out"]
+    assert not result["complete"]
+    assert "step/thinkv/8/T30" in result["missing"]
 
 
 def test_what_does_not_fit_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

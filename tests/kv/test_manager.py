@@ -59,8 +59,8 @@ EXACT = (
 def assert_equal_logits(name: str, got: Tensor, want: Tensor, exact: Tensor | None = None) -> None:
     """Within 1e-5 of the largest logit: all are products of one residual stream, and share its rounding.
 
-    exact: the same in float64. Some random models magnify rounding: then `got` may be four times as far from it as
-    `want`, in float32, is.
+    exact: the same in float64, but for RoPE's angles. Some random models magnify rounding: then `got` may be four
+    times as far from it as `want`, in float32, is.
     """
     atol = 1e-5 * max(1.0, float(want.abs().max()))
     if exact is None:
