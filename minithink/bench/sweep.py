@@ -21,7 +21,7 @@ from minithink.bench import record
 from minithink.commands import INTERRUPTED, location
 from minithink.engine import TINY
 from minithink.errors import MinithinkError, UsageError
-from minithink.evaluate import plots, runner
+from minithink.evaluate import journal, plots, runner
 from minithink.evaluate.plan import plan
 from minithink.evaluate.summary import FULL, Row
 from minithink.figures import need_matplotlib
@@ -136,13 +136,17 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     for shared in dict.fromkeys(sweep.shared for sweep in chosen.values()):
         together = {name: sweep for name, sweep in chosen.items() if sweep.shared == shared}
         results = {name: new(args, argv, name) for name in together}
+        generated: list[dict[str, Any]] = []
         for family in args.families:
             rows = evaluated(args, together, family)
             if rows is None:
                 return INTERRUPTED
+            generated += sources(folder_of(args, together, family))
             for name, sweep in together.items():
                 own = [row for row in rows if row.policy in policies_of([sweep])]
                 results[name]["measurements"] += [{"family": family, **asdict(row)} for row in own]
+                if any(part[x] != results[name][x] for part in generated for x in ("commit", "machine")):
+                    results[name]["sources"] = generated  # not all here and now
                 results[name]["complete"] = family == args.families[-1]
                 record.write(paths[name], results[name])
         for name in together:
@@ -173,10 +177,25 @@ def policies_of(sweeps: Iterable[Sweep]) -> list[str]:
     return list(dict.fromkeys([FULL, *(policy for sweep in sweeps for policy in sweep.policies)]))
 
 
+def folder_of(args: argparse.Namespace, sweeps: Iterable[str], family: str) -> Path:
+    """Where the run of these sweeps lies."""
+    return Path(args.runs / f"sweep-{'-'.join(sweeps)}-{family}")
+
+
+def sources(folder: Path) -> list[dict[str, Any]]:
+    """How the run there was started and resumed: commit, machine, and how many sequences it then generated."""
+    run = journal.read(folder)
+    ends = [*(start["sequences_before"] for start in run.runs[1:]), len(run.records)]
+    return [
+        {name: start[name] for name in ("commit", "date", "machine")} | {"sequences": end - start["sequences_before"]}
+        for start, end in zip(run.runs, ends, strict=True)
+        if end > start["sequences_before"]
+    ]
+
+
 def evaluated(args: argparse.Namespace, sweeps: Mapping[str, Sweep], family: str) -> list[Row] | None:
     """The rows of one family, over all its problems; None: interrupted. sweeps: by name, with the same settings."""
-    sweep = next(iter(sweeps.values()))
-    folder = args.runs / f"sweep-{'-'.join(sweeps)}-{family}"
+    sweep, folder = next(iter(sweeps.values())), folder_of(args, sweeps, family)
     words: list[Any] = ["--policies", ",".join(policies_of(sweeps.values()))]
     words += ["--budgets", ",".join(map(str, sweep.budgets)), "--num-samples", sweep.samples]
     words += ["--dataset", family, "--split", sweep.split, "--device", args.device]

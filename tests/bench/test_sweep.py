@@ -81,6 +81,16 @@ def test_two_that_share_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return [{k: x for k, x in m.items() if k != "tokens_per_second"} for m in ms]
 
     assert found("both", "key-axis") == found("one", "key-axis")
+    results = tmp_path / "runs" / "sweep-key-axis-facts" / "results.jsonl"
+    lines = results.read_text().splitlines()
+    results.write_text("".join(line + "\n" for line in lines[:-1]))  # as if it was killed
+    monkeypatch.setenv("MINITHINK_COMMIT", "c0ffee")
+    assert main(["sweep", "key-axis", *words, str(tmp_path / "resumed")]) == 0
+    assert found("resumed", "key-axis") == found("one", "key-axis")
+    parts = record.read(tmp_path / "resumed" / "sweep-key-axis.json")["sources"]
+    assert [part["sequences"] for part in parts] == [len(lines) - 1, 1]
+    assert parts[1]["commit"] == "c0ffee" != parts[0]["commit"]
+    assert "sources" not in record.read(tmp_path / "one" / "sweep-key-axis.json")
     both = {(m["policy"], m["budget"]) for m in found("both", "snapkv") + found("both", "key-axis")}
     assert len(both) == 4  # full, and three policies
     lines = (tmp_path / "runs" / "sweep-snapkv-key-axis-facts" / "results.jsonl").read_text().splitlines()
