@@ -327,7 +327,7 @@ def thresholds(result: dict[str, Any]) -> list[str]:
 
     theta = result["thresholds"]
     row(f"**the file ({result['chosen']})**", "keywords", theta, m["shares_of_types"], m["keywords"])
-    for other in m.get("by_count", []):
+    for other in m["by_count"]:
         if other["layers"] != result["layers"]:
             name = f"layers {', '.join(map(str, other['layers']))} ({other['chosen']})"
             row(name, "keywords", other["thresholds"], other["shares"], other)
