@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from minithink.bench import record, thinkv_tables
+from minithink.bench import analysis_tables, record, thinkv_tables
 from minithink.bench.markdown import markdown, source
 from minithink.bench.sweep import SWEEPS
 from minithink.config import ModelConfig
@@ -460,6 +460,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "sanitize": sanitize,
     "trace": trace,
     **thinkv_tables.TABLES,
+    **analysis_tables.TABLES,
     "thoughts": thoughts,
     "thresholds": thresholds,
     "thresholds-2": thresholds,
