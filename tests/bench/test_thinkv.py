@@ -466,7 +466,7 @@ def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_what_was_measured_alike_is_compared() -> None:
-    settings = {"budget": 1024, "steps": 256, "pool": 1.0}
+    settings = {"budget": 1024, "tau": 128, "steps": 256, "pool": 1.0}
     ours, theirs, _ = thinkv.COMPARED[0]
     ms = [
         {"case": name, "kind": "step", "settings": settings, "tokens_per_second": speed}

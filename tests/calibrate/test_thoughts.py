@@ -12,7 +12,7 @@ import torch
 
 from minithink.calibrate import thoughts
 from minithink.calibrate.__main__ import main
-from minithink.calibrate.density import density, peaks
+from minithink.calibrate.density import Peaks, density, peaks
 from minithink.calibrate.journal import Journal
 from minithink.calibrate.reading import averaged, sparsity, types
 from minithink.engine import Engine, load
@@ -256,6 +256,19 @@ def test_the_fallback_is_announced(model: Path, problems: Path, tmp_path: Path, 
     values = calibrate(model, problems, output=tmp_path, num_prompts=2, compare=0)
     assert ("WARNING: no layer has 3 modes for most prompts" in capsys.readouterr().err) == values["fallback"]
     assert values["fallback"]
+
+
+def test_other_numbers_of_layers() -> None:
+    """Powers of two and all; layers come in the order of their ranks, and types have the shares of the fallback."""
+    refresh = torch.rand(400, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    one = Peaks([0.5], [], [])
+    labels = torch.zeros(400, dtype=torch.uint8)
+    found = thoughts.by_count([[one] * 6] * 3, refresh, labels, 3)
+    assert [c["count"] for c in found] == [1, 2, 4, 6]
+    for c in found:
+        assert (c["chosen"], c["layers"]) == ("fallback", list(range(c["count"])))
+        share = (refresh[:, : c["count"]].mean(1) < c["thresholds"][0]).double().mean()
+        assert abs(float(share) - 0.35) < 0.01
 
 
 def test_candidates_are_set_on_one_half_and_compared_on_the_other() -> None:
