@@ -132,9 +132,7 @@ class DecodeLoop:
         if store.storage.buffer:
             inputs[STATE] = [store.waiting[row] for row in rows]
         observed = cache.demands_due(seqs)
-        out = self._replay(
-            self.recorded, lambda x, out: self._step(x, out, observed), inputs, 3 * n + 1, observed
-        )
+        out = self._replay(self.recorded, lambda x, out: self._step(x, out, observed), inputs, 3 * n + 1, observed)
         self._launched = _Launched(list(seqs), list(tokens), states, cache.records_decisions, out)
 
     @torch.inference_mode()

@@ -50,6 +50,7 @@ PERMITTED = (
     ("minithink.engine", "minithink.calibrate.files"),
     ("minithink.calibrate", "minithink.evaluate"),
     ("minithink.calibrate", "minithink.bench.record"),
+    ("minithink.evaluate.margins", "minithink.bench.record"),
 )
 # what the model and the cache must not know: the registered policies, and the methods that the design names
 METHODS = set(

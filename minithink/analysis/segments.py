@@ -82,9 +82,7 @@ def begin_segments(
     return engine, problems, result, policy
 
 
-def texts(
-    engine: Engine, problems: Sequence[Problem], policy: ThinKV, args: argparse.Namespace
-) -> Iterator[Text]:
+def texts(engine: Engine, problems: Sequence[Problem], policy: ThinKV, args: argparse.Namespace) -> Iterator[Text]:
     """Generate with the full cache and cut, as texts end; how far that got is shown. Texts without a thought are left
     out."""
     prompts = [engine.prompt_ids(p.question) for p in problems]

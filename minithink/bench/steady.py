@@ -201,7 +201,7 @@ class Steady:
         """
         self.model, self.settings, self.method = model, s, method
         policy = METHODS[method](s, model.config)
-        self.policy, self.sequences = policy, range(batch)
+        self.policy, self.sequences = policy, list(range(batch))
         self.period = period(policy)
         self.cache = Cache(
             model.config, model.rope, policy, **sizes(model.config, policy, batch, s, tokens), device=model.device,

@@ -171,6 +171,18 @@ def evaluate(result: dict[str, Any]) -> list[str]:
     return [*markdown(rows), "", source(result)]
 
 
+def margins(result: dict[str, Any]) -> list[str]:
+    """What was counted of near ties, as a sentence."""
+    settings, (m,) = result["settings"], result["measurements"]
+    sizes = " and ".join(map(str, settings["batch_size"]))
+    said = (
+        f"{m['sequences']} sequences of the full cache in batches of {sizes} ({settings['dtype']}): of "
+        f"{m['draws']:,} draws {m['near']} had a margin below {m['limit']:g} (smallest: {m['smallest_margin']:.1e}); "
+        f"{len(m['parted'])} sequences differ, {m['unexplained']} of them at a larger margin."
+    )
+    return [said, "", source(result)]
+
+
 def paged(result: dict[str, Any]) -> list[str]:
     """Speed of the paged store beside the plain cache, one row a batch size."""
     rows: list[tuple[str, ...]] = [("batch", "pages", "plain cache", "ratio", "goal")]
@@ -445,6 +457,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "accuracy": accuracy,
     "accuracy-ledger": accuracy,
     "evaluate": evaluate,
+    "margins": margins,
     **{f"sweep-{name}": sweep for name in SWEEPS},
     "premises-facts": premises,
     "premises-ledger": premises,

@@ -441,9 +441,7 @@ def ratios(measurements: Sequence[dict[str, Any]]) -> list[str]:
             out.append(f"{ours} / {theirs}: {speed[0] / speed[1]:.2f} (target {goal:g})")
     ours, theirs, goal = BOUND
     if _alike(of, ours, theirs):
-        ratio, most = (
-            of[ours][name] / of[theirs][name] for name in ("tokens_per_second", "bound_tokens_per_second")
-        )
+        ratio, most = (of[ours][name] / of[theirs][name] for name in ("tokens_per_second", "bound_tokens_per_second"))
         out.append(
             f"{ours} / {theirs}: {ratio:.2f}; by their bounds {most:.2f}, {ratio / most:.0%} (target {goal:.0%})"
         )

@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
+from minithink.bench import record
 from minithink.commands import positive
 from minithink.engine import Engine, load
 from minithink.errors import UsageError
@@ -30,8 +32,8 @@ from minithink.stream import Track
 NEAR = 1e-5  # in logits
 HELP = (
     "Generates the problems with the full cache at the first batch size, and again at each other one; prints how "
-    f"many draws had a margin below {NEAR:g}, and which sequences differ from which token on. It writes no file. The "
-    "exit code is 1 where one differs at a larger margin."
+    f"many draws had a margin below {NEAR:g}, and which sequences differ from which token on. The exit code is 1 "
+    "where one differs at a larger margin."
 )
 
 
@@ -54,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,N,…",
         help="rows of the batches that are compared, two sizes at least (default: 1,8)",
     )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write what was counted there, as JSON, too")
 
 
 def _sizes(text: str) -> list[int]:
@@ -61,15 +64,17 @@ def _sizes(text: str) -> list[int]:
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
-    """Generate at every size, compare, print → 1 where a difference is more than a near tie explains."""
+    """Generate at every size, compare, print and write → 1 where a difference is more than a near tie explains."""
     if len(args.batch_sizes) < 2:
         raise UsageError(f"--batch-sizes names {len(args.batch_sizes)} size, and two are compared: give 1,8.")
     SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
     examples = load_dataset(args.dataset, args.split, args.limit)
     for note in runner.said_of_limit(args, examples):
         print(f"minithink.evaluate: {note}", file=sys.stderr)
+    if args.output is not None:
+        record.check(args.output)
     engine = load(args.model, device=args.device, dtype=args.dtype, backend=args.backend)
-    runs = []
+    runs, settings = [], dict[str, Any]()
     for size in args.batch_sizes:
         others = {"batch_size": size, "budgets": []}
         others |= dict.fromkeys(("recall", "keep_text"), False) | dict.fromkeys(("schedule", "trace"))
@@ -78,7 +83,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         for _ in stream.steps():
             pass
         runs.append(stream.sequences)
-        params = stream.sampler.params
+        params, settings = stream.sampler.params, job.settings | {"batch_size": args.batch_sizes}
     margins = {s.number: draw_margins(engine, s, params) for s in runs[0]}
     parted = [p for size, other in zip(args.batch_sizes[1:], runs[1:], strict=True)
               for p in partings(runs[0], other, size, margins)]  # fmt: skip
@@ -92,6 +97,14 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         )
     unexplained = sum(p.margin >= NEAR for p in parted)
     print(f"{len(parted)} sequences differ, {unexplained} of them at a larger margin")
+    if args.output is not None:
+        m = {
+            "sequences": len(runs[0]), "draws": draws, "limit": NEAR, "near": near,
+            "smallest_margin": min((margin for own in margins.values() for margin in own), default=None),
+            "parted": [p._asdict() for p in parted], "unexplained": unexplained,
+        }  # fmt: skip
+        result = record.new("margins", argv, engine.device, program="minithink.evaluate")
+        record.write(args.output, result | {"settings": settings, "measurements": [m], "complete": True})
     return int(unexplained > 0)
 
 

@@ -52,7 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of a run."""
     add = parser.add_argument
     add(
-        "--policies", "--policy", type=split, default=[FULL], metavar="P,P,…",
+        "--policies",
+        "--policy",
+        type=split,
+        default=[FULL],
+        metavar="P,P,…",
         help="as in full,rkv:buffer=0,kivi (default: full)",
     )
     add("--budgets", type=budgets, default=[], metavar="N,N,…", help="for the policies that take one and do not name "

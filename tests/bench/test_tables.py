@@ -52,6 +52,16 @@ ACCURACY = ABOUT | {
         },
     ],
 }  # fmt: skip
+MARGINS = ABOUT | {
+    "benchmark": "margins",
+    "settings": {"batch_size": [1, 8], "dtype": "float32"},
+    "measurements": [
+        {
+            "sequences": 8, "draws": 7901, "limit": 1e-5, "near": 1, "smallest_margin": 2.34e-6, "unexplained": 0,
+            "parted": [{"number": 3, "batch_size": 8, "token": 5, "margin": 2.34e-6}],
+        },
+    ],
+}  # fmt: skip
 DOCUMENT = """# Title
 
 `<!-- table:nonsense -->` within a line is no marker.
@@ -240,3 +250,11 @@ def test_premises_and_a_pilot(tmp_path: Path) -> None:
     lines = tables.fill("<!-- table:pilot-facts -->\n<!-- end -->", "x.md", tmp_path).splitlines()
     assert lines[1] == "| sketch | right at 25% | tokens | right at 50% | tokens |"
     assert lines[3:5] == ["| full | 99% | 1,100 | 99% | 1,100 |", "| window | 10% | 900 | 40% | 1,000 |"]
+
+
+def test_near_ties_are_said() -> None:
+    lines = tables.margins(MARGINS)
+    assert lines[0] == (
+        "8 sequences of the full cache in batches of 1 and 8 (float32): of 7,901 draws 1 had a margin below 1e-05 "
+        "(smallest: 2.3e-06); 1 sequences differ, 0 of them at a larger margin."
+    )

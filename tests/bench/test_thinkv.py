@@ -156,6 +156,20 @@ def test_a_pool_that_is_too_small_for_copies() -> None:
         assert torch.equal(x, y)
 
 
+def test_copies_end_where_those_that_they_are_of_would() -> None:
+    """How many steps were left before counts no longer."""
+    few, many = (Steady(model(), "thinkv", n, replace(SMALL, lockstep=True), 100) for n in (2, 4))
+    few.reach(110)
+    TimedLoop(many).measure(0, 2)
+    many.cache.copy(few.cache)
+    loop = TimedLoop(many)
+    room = SMALL.prompt + 100 + many.period - many.cache.length(0)
+    assert room == 6
+    loop.measure(0, room)
+    with pytest.raises(ValueError, match="124 tokens of 124: 1 do not fit"):
+        loop.go()
+
+
 @pytest.mark.parametrize("share", [0.1, 0.5])
 def test_types_are_as_they_were_drawn(share: float) -> None:
     case = made("thinkv", batch=2, tokens=120, transitions=share)

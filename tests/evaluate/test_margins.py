@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -47,16 +48,34 @@ def test_where_sequences_part() -> None:
 
 
 def test_the_count(
-    model: Path, problems: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words(model, problems, "--batch-sizes", "1,2", "--num-samples", "2")) == 0
     out = capsys.readouterr().out
     assert out.startswith("14 sequences, ")
     assert "with a margin below 1e-05; batch sizes 1, 2; float32" in out
     assert "0 of them at a larger margin" in out
+    assert not list(tmp_path.iterdir())
+    path = tmp_path / "results" / "margins.json"
+    assert main(words(model, problems, "--batch-sizes", "1,2", "--num-samples", "2", "--output", str(path))) == 0
+    assert capsys.readouterr().out == out
+    result = json.loads(path.read_text())
+    (m,) = result["measurements"]
+    assert (m["sequences"], m["parted"], m["unexplained"], m["limit"]) == (14, [], 0, 1e-5)
+    assert f"14 sequences, {m['draws']:,} draws; {m['near']} with" in out
+    assert 0 <= m["smallest_margin"] < 1
+    assert (m["smallest_margin"] < 1e-5) == (m["near"] > 0)
+    assert result["benchmark"] == "margins"
+    assert result["settings"]["batch_size"] == [1, 2]
+    assert result["settings"]["num_samples"] == 2
+    assert result["command"].startswith("python -m minithink.evaluate margins --model")
     # sequences that differ where no near tie is
     monkeypatch.setattr(module, "partings", lambda *_: [Parting(3, 2, 5, 1e-6), Parting(4, 2, 6, 1e-5)])
-    assert main(words(model, problems, "--batch-sizes", "1,2", "--limit", "1")) == 1
+    own = words(model, problems, "--batch-sizes", "1,2", "--limit", "1")
+    assert main([*own, "--output", str(path)]) == 1
+    (m,) = json.loads(path.read_text())["measurements"]
+    assert m["parted"][1] == {"number": 4, "batch_size": 2, "token": 6, "margin": 1e-5}
+    assert m["unexplained"] == 1
     out = capsys.readouterr().out
     assert "sequence 4 differs at batch size 2 from token 6 on: margin 1e-05" in out
     assert "2 sequences differ, 1 of them at a larger margin" in out
@@ -73,4 +92,3 @@ def test_what_there_is_less_of_and_help(model: Path, problems: Path, capsys: pyt
         main(["margins", "--help"])
     said = " ".join(capsys.readouterr().out.split())
     assert "Generates the problems with the full cache at the first batch size" in said
-    assert "It writes no file" in said

@@ -473,6 +473,25 @@ def test_other_settings_are_refused(
     assert '(then and now: problems "' in capsys.readouterr().err
 
 
+def test_every_setting_is_kept_to(
+    model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever of it was another in the run before, its name is in the one sentence."""
+    evaluate(model, problems, tmp_path, limit=1)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    assert {"backend", "device", "dtype", "keep_text", "checkpoint", "problems", "seed"} <= config["settings"].keys()
+    for name, value in config["settings"].items():
+        if name == "model":  # where the checkpoint lies
+            continue
+        path.write_text(json.dumps(config | {"settings": config["settings"] | {name: "another"}}))
+        capsys.readouterr()
+        assert main(options(model, problems, tmp_path, limit=1, resume=True)) == 2, name
+        assert f'(then and now: {name} "another" and {json.dumps(value)})' in capsys.readouterr().err
+    path.write_text(json.dumps(config))
+    assert main(options(model, problems, tmp_path, limit=1, resume=True)) == 0
+
+
 @pytest.mark.parametrize(
     ("changed", "code", "said"),
     [

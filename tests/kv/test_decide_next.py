@@ -305,8 +305,13 @@ def test_when_decisions_are_recorded() -> None:
         return make(decoder, text, poison=poison).records_decisions
 
     rkv = "rkv:budget=16,buffer=6,alpha=4"
-    for text in (rkv, "window:budget=9", f"{rkv}+quant:fmt=fp8", f"{rkv}+quant:fmt=nvfp4,buffer=8",
-                 f"{rkv}+quant:fmt=int4,by=token"):
+    for text in (
+        rkv,
+        "window:budget=9",
+        f"{rkv}+quant:fmt=fp8",
+        f"{rkv}+quant:fmt=nvfp4,buffer=8",
+        f"{rkv}+quant:fmt=int4,by=token",
+    ):
         assert records(text), text
     assert not records(rkv, plain)
     assert not records(rkv, poison=True)
