@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -31,6 +33,31 @@ def unit_of(i, n, rows, tables, p_at):
     all rows; int64. p_at: the chosen rows."""
     row = tl.load(p_at + i // tables % n).to(tl.int64)
     return row, (i // (n * tables) * rows + row) * tables + i % tables
+
+
+_BRANCHES: dict[torch.device, list[torch.cuda.Stream]] = {}  # streams that are forked from the current one
+
+
+def side_by_side(launches: Sequence[Callable[[], object]], device: torch.device) -> None:
+    """Make launches that do not depend on each other, the longest first.
+
+    While a CUDA graph is recorded, each becomes a branch of it: where the programs of one leave the GPU partly idle,
+    those of the next begin. Otherwise one comes after the other: events would cost the host more than they gain.
+    """
+    if len(launches) < 2 or device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        for launch in launches:
+            launch()
+        return
+    main, streams = torch.cuda.current_stream(device), _BRANCHES.setdefault(device, [])
+    streams += [torch.cuda.Stream(device) for _ in range(len(launches) - 1 - len(streams))]
+    branches = streams[: len(launches) - 1]
+    for stream in branches:
+        stream.wait_stream(main)
+    launches[0]()
+    for stream, launch in zip(branches, launches[1:], strict=True):
+        with torch.cuda.stream(stream):
+            launch()
+        main.wait_stream(stream)
 
 
 def power_of_2(n: int) -> int:

@@ -1,7 +1,8 @@
 """Attention of one new token a sequence over the pages of its lanes. Twin: `minithink/ref/paged_attention.py`.
 
     _attend     a program takes a part of one lane: 128 to 4096 tokens in one format, or those in the ring; where
-                there are several of these, each has a launch of its own, over its tokens (`by_format.py`)
+                there are several of these, each has a launch of its own, over its tokens (`by_format.py`), side by
+                side in a CUDA graph
     _merge      the parts of a query head become one by their log-sum-exp (`minithink/ref/merge.py`)
     _mass       (if asked for) what each token got: exp(logit − lse), over the query heads of its KV head
     _max_logit  the same where the heads' largest logit counts
@@ -32,7 +33,8 @@ place. 4·16·D operations a token and lane on the tensor cores (16 rows, of whi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +43,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minithink.kernels import _formats
-from minithink.kernels._common import INTERPRETED, Variant, power_of_2
+from minithink.kernels._common import INTERPRETED, Variant, power_of_2, side_by_side
 from minithink.kernels._formats import decode_code, e4m3_decode, saturate
 
 PARTS = (256, 512), (64, 256), (0, 128)  # from so many lanes on, tokens of a part in a short lane
@@ -705,23 +707,31 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
     if how:
         noted = scratch(n, hq, width - 1, dtype=torch.float16 if how == "relative" else torch.float32)
         top = scratch(n, hq, -(-(width - 1) // 16))
+    launches = list[Callable[[], object]]()
     for i, f in enumerate(formats):
         k, v = half(pages, f, "k", q.dtype), half(pages, f, "v", q.dtype)
         block, options = shape_of_program(c, k, v, n * c.kv_heads)
-        _attend[n * c.kv_heads, in_format](
+        launches.append(partial(
+            _attend[n * c.kv_heads, in_format],
             q, part, part_lse, noted, top, read.numbers, place, column, count,
             *words(pages, f, k, v), pages.row_of, pages.scale[f, 0], pages.scale[f, 1], pages.ring,
             d**-0.5, layer, t, i * in_format, parts, width, place.shape[-1], rows,
             c, k, v, i, several, False, how, block, **options,
-        )  # fmt: skip
+        ))  # fmt: skip
     if ring:
         k = ring_half(c)
-        _attend[n * c.kv_heads, 1](
+        launches.append(partial(
+            _attend[n * c.kv_heads, 1],
             q, part, part_lse, noted, top, read.numbers, place, column, count,
             *[pages.ring] * 5, pages.row_of, pages.scale[0, 0], pages.scale[0, 1], pages.ring,
             d**-0.5, layer, t, parts - 1, parts, width, place.shape[-1], rows,
             c, k, k, several, several, True, how, 16, num_warps=4,
-        )  # fmt: skip
+        ))  # fmt: skip
+    if c.overlap:  # the merge can be launched early behind one launch, not behind several branches
+        for launch in launches:
+            launch()
+    else:
+        side_by_side(launches, q.device)
     _merge[(n * hq,)](
         part, part_lse, out, lse, read.numbers, count, t, parts, in_format, rows,
         c, several, power_of_2(d), *MERGED, num_warps=4,

@@ -121,6 +121,27 @@ def test_formats_side_by_side_after_many_evictions(name: str, group: str | None)
             assert_close("mass", mass, want_mass, atol=2e-5 * float(want_mass.max()))
 
 
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("group", [None, "max"])
+@pytest.mark.parametrize("name", ["thoughts", "thoughts-by-token", "apart"])
+def test_a_graph_gives_what_single_launches_give(name: str, group: str | None) -> None:
+    """Bit for bit, replay after replay: its branches write apart, and the merge waits for all of them."""
+    store = filled(STORAGES[name], "layer", [90, 3, 40] * 30, layers=2, steps=47, keep=0.4, seed=5)
+    store.backend = BACKEND
+    read = store.reader()
+    q = torch.randn(90, 4, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    want, want_mass = paged_attention(q, read, 1, group)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got, mass = paged_attention(q, read, 1, group)
+    for _ in range(20):
+        got.fill_(float("nan"))
+        graph.replay()
+        assert_same("out", got, want)
+        if mass is not None and want_mass is not None:
+            assert_same("mass", mass, want_mass)
+
+
 @pytest.mark.parametrize(("name", "times"), [("plain", 0), ("nvfp4", 0), ("nvfp4-by-token", 1), ("apart", 1)])
 def test_lists_are_sorted_once_for_all_layers(name: str, times: int) -> None:
     """And not at all where all tokens are stored alike."""
