@@ -53,6 +53,7 @@ MANY_LANES = 64  # from here on there are blocks enough for small ones, and no u
 # `shape_of_program`.
 LARGE, MEDIUM, SMALL = (128, 4, 2), (64, 2, 3), (32, 1, 3)
 MERGED = 4, 16  # parts that `_merge` takes at once, in lanes of few and of many
+MERGING = 4, 1  # its warps, for few lanes and for many
 FAST = ("nvfp4", "ternary", "fp8", "int2", "int4", "int8")
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _LOG2E = tl.constexpr(math.log2(math.e))
@@ -559,14 +560,12 @@ def _attend(
 
 
 @triton.jit
-def _add_parts(acc, top, total, p_parts, p_part_lse, o_part, used, C: tl.constexpr, BLOCK_P: tl.constexpr):
-    """The parts so far, Σ_i exp2(lse_i − top)·out_i [D] and Σ_i exp2(lse_i − top), and a block of further ones, of
-    which the first `used` count: the others were not written, may be anything, and are not read."""
-    part = tl.arange(0, BLOCK_P)
-    m = part < used
+def _add_parts(acc, top, total, p_parts, p_part_lse, o_part, m, C: tl.constexpr):
+    """The parts so far, Σ_i exp2(lse_i − top)·out_i [D] and Σ_i exp2(lse_i − top), and further ones. o_part: [P],
+    where they lie; m: [P], which count; the others were not written, may be anything, and are not read."""
     channel = tl.arange(0, acc.shape[0])
-    lse = tl.load(p_part_lse + o_part + part, m, other=float("-inf"))
-    o_x = (o_part + part)[:, None] * C.dim + channel[None, :]
+    lse = tl.load(p_part_lse + o_part, m, other=float("-inf"))
+    o_x = o_part[:, None] * C.dim + channel[None, :]
     x = tl.load(p_parts + o_x, m[:, None] & (channel < C.dim)[None, :], other=0.0)
     new = tl.maximum(top, tl.max(lse, 0))
     shift = tl.where(new == float("-inf"), 0.0, new)
@@ -579,37 +578,56 @@ def _add_parts(acc, top, total, p_parts, p_part_lse, o_part, used, C: tl.constex
 def _merge(p_parts, p_part_lse, p_out, p_lse, p_rows, p_count, table_layer, parts, in_format, rows, C: tl.constexpr,
            FORMATS: tl.constexpr, BLOCK_D: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr):  # fmt: skip
     """out = Σ_i exp2(lse_i − lse)·out_i, lse = log2 Σ_i exp2(lse_i), over the parts of a query head that are used: of
-    a format's `in_format` as many as it has tokens for; the ring's is the last. 0 for a lane without tokens.
+    a format's `in_format` as many as it has tokens for; of the ring, which comes last, one. 0 for a lane without
+    tokens.
 
-    p_count, FORMATS: as of `_attend`. FEW, MANY: parts that are taken at once, FEW where there are no more. In what
-    order they are summed follows from the lane's own length, never from those of others.
+    p_count, FORMATS: as of `_attend`. FEW, MANY: parts that are taken at once, whatever their formats; FEW where
+    there are no more. In what order they are summed follows from the lane's own length, never from those of others.
     """
     i_head = tl.program_id(0).to(tl.int64)
     i_n, i_query = i_head // (C.kv_heads * C.group), i_head % (C.kv_heads * C.group)
     i_kv = i_query // C.group
+    KINDS: tl.constexpr = FORMATS + 1 if FORMATS > 0 else 1  # formats and ring
+    used = tl.full([], 0, tl.int32)
+    before = ()  # parts that are used, of the kinds before
     if FORMATS > 0:
         unit = _unit(table_layer, i_n, tl.num_programs(0) // (C.kv_heads * C.group), i_kv, C)
+        for kind in tl.static_range(KINDS):  # one load does not wait for another
+            _, count = _of_format(p_count, unit, kind, True, FORMATS)
+            before = before + (used,)
+            if kind < FORMATS:
+                used += tl.cdiv(count, _split(count, C))
+            else:
+                used += (count > 0).to(tl.int32)
     else:
         count = tl.load(p_count + _unit(table_layer, tl.load(p_rows + i_n), rows, i_kv, C))
+        before, used = (used,), tl.cdiv(count, _split(count, C))
     channel = tl.arange(0, BLOCK_D)
     top = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
     acc = tl.zeros([BLOCK_D], tl.float32)
     if C.overlap:
         tl.extra.cuda.gdc_wait()  # for the parts
-    for first in range(0, parts, in_format):
-        if FORMATS > 0:
-            _, count = _of_format(p_count, unit, first // in_format, True, FORMATS)
-        used = tl.minimum(tl.cdiv(count, _split(count, C)), parts - first)  # the ring has one, however long
-        o_part = i_head * parts + first
-        if used <= FEW:
-            acc, top, total = _add_parts(acc, top, total, p_parts, p_part_lse, o_part, used, C, FEW)
-        else:
-            for i in range(0, used, MANY):
-                here = o_part + i
-                acc, top, total = _add_parts(acc, top, total, p_parts, p_part_lse, here, used - i, C, MANY)
+    if used <= FEW:
+        o_part = i_head * parts + _part(tl.arange(0, FEW), before, in_format)
+        m = tl.arange(0, FEW) < used
+        acc, top, total = _add_parts(acc, top, total, p_parts, p_part_lse, o_part, m, C)
+    else:
+        for start in range(0, used, MANY):
+            i = start + tl.arange(0, MANY)
+            o_part = i_head * parts + _part(i, before, in_format)
+            acc, top, total = _add_parts(acc, top, total, p_parts, p_part_lse, o_part, i < used, C)
     tl.store(p_out + i_head * C.dim + channel, acc / tl.where(total > 0, total, 1.0), channel < C.dim)
     tl.store(p_lse + i_head, top + tl.log2(total))
+
+
+@triton.jit
+def _part(i, before, in_format):
+    """Where the i-th part that is used lies; before: of each kind, how many of the kinds before are used."""
+    out = i
+    for kind in tl.static_range(1, len(before)):
+        out = tl.where(i >= before[kind], kind * in_format + i - before[kind], out)
+    return out
 
 
 @triton.jit(do_not_specialize=PLAIN_NUMBERS)
@@ -734,7 +752,7 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
         side_by_side(launches, q.device)
     _merge[(n * hq,)](
         part, part_lse, out, lse, read.numbers, count, t, parts, in_format, rows,
-        c, several, power_of_2(d), *MERGED, num_warps=4,
+        c, several, power_of_2(d), *MERGED, num_warps=MERGING[n * c.kv_heads >= MANY_LANES],
         **({"launch_pdl": True} if c.overlap else {}),
     )  # fmt: skip
     if not how:
@@ -892,7 +910,7 @@ def variants() -> Iterator[Variant]:
     constexprs = {"C": c, "FORMATS": 0, "BLOCK_D": 128, "FEW": MERGED[0], "MANY": MERGED[1]}
     signature = {n: common[n] for n in common if n in _merge.arg_names}
     yield Variant(_merge, signature, constexprs)
-    yield Variant(_merge, signature, constexprs | {"FORMATS": 2})
+    yield Variant(_merge, signature, constexprs | {"FORMATS": 2}, {"num_warps": MERGING[1]})
     yield Variant(_merge, signature, constexprs | {"C": c._replace(overlap=True)}, {"launch_pdl": True}, 90)
     for rule in ("mean", "max", "none"):
         constexprs = {"C": c, "RULE": rule, "SEEN": "relative", "BLOCK_T": 64, "BLOCK": 256}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minithink.kernels._common import side_by_side
-from tests.kernels.device import DEVICE
+from tests.kernels.device import DEVICE, needs_graphs
 
 
 def _note(done: list[int], i: int) -> None:
@@ -23,7 +23,7 @@ def test_without_a_graph_they_come_one_after_the_other(n: int) -> None:
     assert done == list(range(n))
 
 
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA graphs need a GPU")
+@needs_graphs
 @pytest.mark.parametrize("n", range(1, 5))
 def test_in_a_graph_each_waits_for_what_was_before_and_is_waited_for(n: int) -> None:
     """What is written in a branch is read after it, what was written before is read in it, replay after replay."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from minithink.kernels import gumbel_argmax as kernel
 from minithink.ref import gumbel_argmax as ref
 from tests.compare import assert_close, assert_same
-from tests.kernels.device import DEVICE
+from tests.kernels.device import DEVICE, needs_graphs
 
 NOISE = 3e-6  # how far the noise, up to 22.9 with a spacing of 2e-6 there, is from the twin's
 U64 = st.integers(0, 2**64 - 1) | st.sampled_from([0, 1, 16, 2**31 - 1, 2**31, 2**32, 2**63, 2**64 - 1])
@@ -135,10 +134,7 @@ def test_nan_gives_a_token() -> None:
     assert_same("tokens", got, ref.gumbel_argmax(logits, 3, numbers, numbers))
 
 
-@pytest.mark.skipif(
-    DEVICE.type != "cuda" or "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ,
-    reason="CUDA graphs need a GPU, and memory that torch has already",
-)
+@needs_graphs
 def test_a_captured_draw_follows_its_inputs() -> None:
     """Nothing waits for the host, and sequence and position are read when the graph is replayed."""
     logits = torch.randn(2, 3000, generator=torch.Generator().manual_seed(0)).to(DEVICE)

@@ -19,7 +19,7 @@ from minithink.kernels.paged_attention import paged_attention
 from minithink.kv.contract import SCOPES, Scope, Storage
 from minithink.ref import paged_attention as ref
 from tests.compare import assert_close, assert_same
-from tests.kernels.device import DEVICE
+from tests.kernels.device import DEVICE, needs_graphs
 from tests.kernels.stores import STORAGES, filled
 
 GROUPS = (None, "sum", "mean", "max", "max_logit", "none")
@@ -121,15 +121,19 @@ def test_formats_side_by_side_after_many_evictions(name: str, group: str | None)
             assert_close("mass", mass, want_mass, atol=2e-5 * float(want_mass.max()))
 
 
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA graphs need a GPU")
+@needs_graphs
 @pytest.mark.parametrize("group", [None, "max"])
 @pytest.mark.parametrize("name", ["thoughts", "thoughts-by-token", "apart"])
-def test_a_graph_gives_what_single_launches_give(name: str, group: str | None) -> None:
+def test_a_graph_gives_what_single_launches_give(
+    name: str, group: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bit for bit, replay after replay: its branches write apart, and the merge waits for all of them."""
-    store = filled(STORAGES[name], "layer", [90, 3, 40] * 30, layers=2, steps=47, keep=0.4, seed=5)
+    for constant, value in CUTS["many"].items():
+        monkeypatch.setattr(kernel, constant, value)
+    store = filled(STORAGES[name], "layer", [90, 3, 40], layers=2, steps=47, keep=0.4, seed=5)
     store.backend = BACKEND
     read = store.reader()
-    q = torch.randn(90, 4, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    q = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     want, want_mass = paged_attention(q, read, 1, group)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
