@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import subprocess
 from dataclasses import dataclass
@@ -124,3 +125,20 @@ def test_jupytext_reads_the_same_cells(script: Path) -> None:
     assert all(not cell.get("outputs") for cell in notebook.cells)
     again = jupytext.writes(notebook, fmt="py:percent")
     assert [c.source for c in jupytext.reads(again, fmt="py:percent").cells] == [c.source for c in notebook.cells]
+
+
+def test_files_that_are_left_behind_are_said(tmp_path: Path) -> None:
+    """A second run in the same folder would meet them, and so would git."""
+    for extra in ("jupytext", "nbclient", "ipykernel"):
+        pytest.importorskip(extra, reason="the extra `tutorials` is not installed")
+    spec = importlib.util.spec_from_file_location("run_tutorials", FOLDER / "run.py")
+    assert spec is not None
+    assert spec.loader is not None
+    run = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(run)
+    script, folder = tmp_path / "01_a.py", tmp_path / "folder"
+    folder.mkdir()
+    script.write_text("# %%\nimport tempfile\n\ntempfile.TemporaryFile().close()\n")
+    assert run.execute(script, folder)[1] == ""
+    script.write_text("# %%\nopen('b.txt', 'w').close()\nopen('a.txt', 'w').close()\n")
+    assert run.execute(script, folder)[1].startswith("It leaves a.txt, b.txt in the current folder")

@@ -24,6 +24,7 @@
 # %%
 import json
 import re
+import tempfile
 from math import ceil, comb, log, log1p
 from pathlib import Path
 from statistics import NormalDist
@@ -55,20 +56,23 @@ plt.rcParams.update({
 # 256 tokens a head, the prompt's too.
 #
 # This is the command line of `docs/evaluate.md`. `--trace` also records one sequence of each policy and budget: the
-# first problem's.
+# first problem's. All that is written goes into a temporary folder.
 
 # %%
 problems = sorted(load_problems("validation", "facts"), key=lambda p: p.thinking_tokens)[:3]
 lines = [json.dumps({"id": f"p{i}", "question": p.question, "answer": p.answer}) for i, p in enumerate(problems)]
-Path("problems.jsonl").write_text("\n".join(lines) + "\n")
+temporary = tempfile.TemporaryDirectory()  # it goes when the tutorial ends
+folder = Path(temporary.name)
+(folder / "problems.jsonl").write_text("\n".join(lines) + "\n")
 print(problems[0].question)
 
 BUDGETS, BUFFER, NEW = (128, 256), 32, 400
 RKV = f"rkv:buffer={BUFFER}"
-words = f"""--dataset problems.jsonl --device cpu --dtype float32 --policies full,window,{RKV} --batch-size 3
-    --budgets {BUDGETS[0]},{BUDGETS[1]} --max-new-tokens {NEW} --seed 5 --keep-text --output-dir run
-    --trace run/a.trace"""
-assert evaluate(words.split()) == 0, "the evaluation should run to its end"
+words = f"""--device cpu --dtype float32 --policies full,window,{RKV} --batch-size 3
+    --budgets {BUDGETS[0]},{BUDGETS[1]} --max-new-tokens {NEW} --seed 5 --keep-text""".split()
+words += ["--dataset", f"{folder}/problems.jsonl"]
+words += ["--output-dir", f"{folder}/run", "--trace", f"{folder}/run/a.trace"]
+assert evaluate(words) == 0, "the evaluation should run to its end"
 
 # %% [markdown]
 # The table is the summary. It is computed from `results.jsonl`, where every sequence has a line. We do the first
@@ -76,8 +80,8 @@ assert evaluate(words.split()) == 0, "the evaluation should run to its end"
 # plus what it gathers between two decisions).
 
 # %%
-records = [json.loads(line) for line in Path("run/results.jsonl").read_text().splitlines()]
-rows = json.loads(Path("run/summary.json").read_text())["rows"]
+records = [json.loads(line) for line in (folder / "run/results.jsonl").read_text().splitlines()]
+rows = json.loads((folder / "run/summary.json").read_text())["rows"]
 for row in rows:
     own = [r for r in records if (r["policy"], r["budget"]) == (row["policy"], row["budget"])]
     right, most = [r["right"] for r in own], max(r["tokens_peak"] for r in own)
@@ -129,7 +133,7 @@ for policy in ("window", RKV):
 # %%
 traces = {}
 for policy, budget in (("window", BUDGETS[0]), (RKV, BUDGETS[0])):
-    file = read(Path("run") / f"a.{policy.replace(':', '-')}-{budget}.trace")
+    file = read(folder / "run" / f"a.{policy.replace(':', '-')}-{budget}.trace")
     [traces[policy]] = file.traces.values()
     trace = traces[policy]
     lost = (trace.gone != NEVER).sum(1)  # of each table
@@ -218,19 +222,21 @@ plt.show()
 # When a run ends wrong, this is the first picture to look at: was the value still there when it was needed, and in
 # how many heads?
 #
-# Without a browser, the end of a trace is shown like this. What stands in [brackets] no head has kept: under the
-# window that is all but the newest tokens. R-KV's heads keep different ones, so hardly anything is lost to all.
+# Without a browser, the end of a trace is shown like this. What no head has kept is struck out, or stands in
+# [brackets] where there are no colours: under the window that is all but the newest tokens. R-KV's heads keep
+# different ones, so hardly anything is lost to all.
 
 # %%
 for name in (f"window-{BUDGETS[0]}", f"rkv-buffer={BUFFER}-{BUDGETS[0]}"):
-    assert trace_command(["view", f"run/a.{name}.trace", "--terminal"]) == 0
+    assert trace_command(["view", f"{folder}/run/a.{name}.trace", "--terminal"]) == 0
 nobody = {policy: int((~t.kept(t.steps).any(0)).sum()) for policy, t in traces.items()}
 print("tokens that no head has kept:", nobody)
 assert nobody[RKV] < nobody["window"] / 4, "heads that choose for themselves should together keep more"
 
 # %% [markdown]
-# In a browser, `python -m minithink.trace view run/a.rkv-buffer=32-128.trace --open` shows the same with a slider
-# over time, and tells of every token who evicted it, when, and with which score (`docs/trace.md`).
+# In a browser, `python -m minithink.trace view FILE --open` shows the same with a slider over time, and tells of
+# every token who evicted it, when, and with which score (`docs/trace.md`). This tutorial's files go when it ends: try
+# it before that, in a cell of your own, with the call above and `"--open"` instead of `"--terminal"`.
 #
 # ## An accuracy curve
 #

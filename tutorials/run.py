@@ -38,7 +38,7 @@ class ThisInterpreter(AsyncKernelManager):
 
 
 def execute(script: Path, folder: Path) -> tuple[nbformat.NotebookNode, str]:
-    """Run a tutorial in `folder` → the notebook with its outputs, and what went wrong ("": nothing)."""
+    """Run a tutorial in the empty `folder` → the notebook with its outputs, and what went wrong ("": nothing)."""
     notebook = jupytext.read(script, fmt="py:percent")
     end = time.monotonic() + TIMEOUT
     client = NotebookClient(
@@ -55,6 +55,8 @@ def execute(script: Path, folder: Path) -> tuple[nbformat.NotebookNode, str]:
     except DeadKernelError as error:
         begun = [cell.source for cell in notebook.cells if cell.get("execution_count")]
         return notebook, f"{error} in the cell\n\n{begun[-1] if begun else '(none had begun)'}\n"
+    if left := sorted(path.name for path in folder.iterdir()):
+        return notebook, f"It leaves {', '.join(left)} in the current folder: put that into a temporary one.\n"
     return notebook, ""
 
 
