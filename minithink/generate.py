@@ -130,6 +130,7 @@ def run(args: argparse.Namespace) -> int:
         stream = engine.stream(
             [task.prompt for task in tasks], chat=args.chat, system=args.system, recorder=recorder, **_options(args)
         )
+        _warn_of_nonsense(args, [task.prompt for task in tasks])
         return _generate(args, tasks, stream)
     finally:
         if recorder is not None:
@@ -142,6 +143,24 @@ def run(args: argparse.Namespace) -> int:
             )
 
 
+def _warn_of_nonsense(args: argparse.Namespace, prompts: list[str]) -> bool:
+    """Say so where nobody chose the embedded model and it is asked what it cannot know → whether there was need."""
+    from minithink.tasks import families, holds_question
+
+    strange = sum(not holds_question(prompt) for prompt in prompts)
+    if args.model is not None or not strange:
+        return False
+    which = "the prompt" if len(prompts) == 1 else f"{strange} of {len(prompts)} prompts"
+    print(
+        f"minithink: the embedded model knows its tasks only, {' and '.join(families())}, and {which} "
+        f"{'is' if strange == 1 else 'are'} of none of them: expect nonsense. Without a prompt, "
+        "python -m minithink.generate shows an example (--seed 1: of the other task); for other questions, name a "
+        "model with --model.",
+        file=sys.stderr,
+    )
+    return True
+
+
 def _recorder(engine: Engine, args: argparse.Namespace) -> Recorder | None:
     """What --trace asks for."""
     if args.trace is None:
@@ -150,7 +169,7 @@ def _recorder(engine: Engine, args: argparse.Namespace) -> Recorder | None:
 
     names = ("model", "policy", "budget", "schedule", "seed", "temperature")
     about = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return Recorder(args.trace, engine.tokenizer, about=about)
+    return Recorder(args.trace, engine.tokenizer, about={"model": "tiny", **about})
 
 
 def _generate(args: argparse.Namespace, tasks: list[Task], stream: Stream) -> int:
@@ -285,6 +304,7 @@ def _converse(engine: Engine, args: argparse.Namespace, tasks: list[Task]) -> in
         print("minithink: every line is a turn of the conversation; Ctrl-D ends it.", file=sys.stderr)
     messages = [{"role": "system", "content": args.system}] if args.system is not None else []
     said = [task.prompt for task in tasks]
+    warned = False
     while True:
         try:
             text = said.pop() if said else input("> " if asking else "")
@@ -302,6 +322,7 @@ def _converse(engine: Engine, args: argparse.Namespace, tasks: list[Task]) -> in
             )
             messages.pop()
             continue
+        warned = warned or _warn_of_nonsense(args, [text])
         stream = engine.stream([ids], **_options(args))
         begin = time.perf_counter()
         code = _until_interrupted(lambda stream=stream: _show_live(screen, stream))  # type: ignore[misc]
@@ -414,7 +435,7 @@ def _parser() -> argparse.ArgumentParser:
         "test problem of the embedded model, by --seed)")  # fmt: skip
     add("--version", action="version", version=f"minithink {__version__}")
     add("--list-policies", action="store_true", help="print the policies and exit")
-    add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
+    add("--model", help="folder or Hugging Face id (default: the embedded model, tiny)")
     add("--revision", help="branch, tag or commit of the Hugging Face id")
     add("--prompt", help="the same as PROMPT")
     add("--prompt-file", metavar="FILE", help=".jsonl: an object a line, with prompt, question or problem, perhaps "

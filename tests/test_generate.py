@@ -21,7 +21,7 @@ import minithink
 from minithink import generate as cli
 from minithink.engine import Engine
 from minithink.stream import Result
-from minithink.tasks import Problem
+from minithink.tasks import Problem, load_problems
 from tests.fixtures_checkpoint import CONTEXT, edit_json, write_checkpoint, write_json
 from tests.test_engine import play_text
 
@@ -262,6 +262,33 @@ def test_a_test_problem(
 def test_families_take_turns(capsys: Capture, model: Any, problems: list[Problem], seed: int, which: int) -> None:
     assert main(*model, *SHORT, "--seed", seed) == 0
     assert capsys.readouterr().out.splitlines()[0] == problems[which].question
+
+
+@pytest.mark.parametrize("flags", [(), ("--interactive",)])
+def test_the_embedded_model_is_asked_what_it_cannot_know(capsys: Capture, monkeypatch: Any, flags: Any) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("And 3+3?\n"))
+    short = ("--device", "cpu", "--max-new-tokens", 1, *flags)
+    assert main("What is 2+2?", *short) == 0
+    assert capsys.readouterr().err == (
+        "minithink: the embedded model knows its tasks only, facts and ledger, and the prompt is of none of them: "
+        "expect nonsense. Without a prompt, python -m minithink.generate shows an example (--seed 1: of the other "
+        "task); for other questions, name a model with --model.\n"
+    )
+    assert main("What is 2+2?", *short, "--model", "tiny") == 0
+    assert capsys.readouterr().err == "", "somebody chose it"
+
+
+@pytest.mark.parametrize("family", ["facts", "ledger"])
+def test_the_embedded_model_is_asked_what_it_knows(capsys: Capture, tmp_path: Path, family: str) -> None:
+    short = ("--device", "cpu", "--max-new-tokens", 1)
+    question = load_problems("validation", family)[0].question
+    assert main(question, *short) == main(*short, "--seed", int(family == "ledger")) == 0
+    assert capsys.readouterr().err == ""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": text}) for text in ("Who?", question, "Where?")))
+    assert main(*short, "--prompt-file", path) == 0
+    assert "ledger, and 2 of 3 prompts are of none of them" in capsys.readouterr().err
+    fails(capsys, 2, "'nope' is unknown", "Who?", "--policy", "nope")
 
 
 def test_a_pipe_gets_plain_text_as_it_is(capsys: Capture, monkeypatch: Any, model: Any, engine: Engine) -> None:

@@ -15,6 +15,8 @@ from minithink.errors import MinithinkError, UsageError
 
 SPLITS = ("validation", "test")
 DATA = Path(__file__).parent / "data"
+# In a text: a question as `FactsProblem` and `LedgerProblem` word theirs.
+QUESTION = re.compile(r"(Facts|Balances) \(mod 100\): \w+(@0)? = .*\. Find \w+", re.DOTALL)
 BINS = ((0, 600), (600, 1200), (1200, 2000))  # tokens of the reference trace: from, below
 
 
@@ -52,6 +54,11 @@ def load_problems(split: str, family: str = "facts") -> list[Problem]:
         raise MinithinkError(f"{path} is missing: the package was installed without its data.")
     with path.open(encoding="utf-8") as lines:
         return [Problem(**json.loads(line)) for line in lines]
+
+
+def holds_question(text: str) -> bool:
+    """Whether a text holds what is worded as a question of the families."""
+    return QUESTION.search(text) is not None
 
 
 def boxed(text: str) -> str | None:

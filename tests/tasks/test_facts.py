@@ -8,7 +8,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minithink.tasks import SPLITS, facts, grade, load_problems
+from minithink.tasks import SPLITS, facts, grade, holds_question, load_problems
 from minithink.tasks.writing import MODULUS
 from tests.tasks.manners import assert_three_kinds_and_manners
 
@@ -35,6 +35,14 @@ def test_a_problem_is_well_formed(problem):
     assert all(0 <= v < MODULUS for v in problem.values().values())
     assert set(problem.targets) <= set(names)
     assert not any(f.op and f.left == f.right for f in problem.facts)
+
+
+@given(problems)
+def test_a_question_is_known_by_its_wording(problem):
+    assert holds_question(problem.question)
+    assert holds_question(f"<|user|>\n{problem.question}\n<|assistant|>")
+    assert not holds_question(problem.question.replace("Facts", "Values"))
+    assert not holds_question(problem.question.partition("Find")[0]), "it asks for nothing"
 
 
 @given(st.builds(facts.draw_problem, st.integers(0, 2**32).map(random.Random), st.integers(1, 8)))

@@ -8,7 +8,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minithink.tasks import SPLITS, grade, ledger, load_problems
+from minithink.tasks import SPLITS, grade, holds_question, ledger, load_problems
 from minithink.tasks.writing import MODULUS, NAMES, Fact
 from tests.tasks.manners import assert_three_kinds_and_manners
 
@@ -63,6 +63,12 @@ def test_a_problem_is_well_formed(problem):
 
 def test_the_size_is_the_number_of_steps():
     assert [len(ledger.draw_problem(random.Random(n), n).steps) for n in (1, 7, 48)] == [1, 7, 48]
+
+
+@given(problems)
+def test_a_question_is_known_by_its_wording(problem):
+    assert holds_question(problem.question)
+    assert not holds_question(problem.question.replace("Balances", "Accounts"))
 
 
 @given(problems, seeds)

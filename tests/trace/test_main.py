@@ -121,6 +121,13 @@ def test_without_a_policy_the_full_cache_is_traced(checkpoint: Path, tmp_path: P
     capsys.readouterr()
 
 
+def test_a_trace_names_the_embedded_model(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "run.trace"
+    assert generate.main(["--device", "cpu", "--max-new-tokens", "1", "--trace", str(path)]) == 0
+    assert read(path).head.about == {"model": "tiny", "seed": 0}
+    capsys.readouterr()
+
+
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
 def test_a_run_that_is_interrupted(sign: signal.Signals, tmp_path: Path) -> None:
     """After Ctrl-C all is there; after kill -9 what was written until then, so many steps at a time."""
