@@ -6,8 +6,10 @@ import argparse
 import errno
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,6 +42,10 @@ def run(program: str, description: str, commands: Mapping[str, Any], argv: list[
         summary = " ".join((module.__doc__ or "").partition("\n\n")[0].split())
         more = f"{summary} {getattr(module, 'HELP', '')}".strip()
         module.add_arguments(choices.add_parser(name, help=summary, description=more))
+    words = [word for word in argv if not word.startswith("-")]
+    misspelt = words and get_close_matches(words[0], commands)  # argparse says that
+    if len(commands) == 1 and words and not misspelt and not {*commands, "-h", "--help"} & set(argv):
+        parser.error(f"the command is missing: write `{shlex.join([*commands, *argv])}`")
     args = parser.parse_args(argv)
     return exit_code(program, lambda: commands[args.command].run(args, argv))
 

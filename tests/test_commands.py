@@ -113,3 +113,24 @@ def test_help_is_a_whole_paragraph_and_what_a_module_adds(capsys: pytest.Capture
         out = capsys.readouterr().out
         assert said in out
         assert "And how" not in out
+
+
+def test_the_only_command_is_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where there are several, or it is misspelt, argparse says what there is."""
+
+    class Command:
+        """Show."""
+
+        @staticmethod
+        def add_arguments(parser: argparse.ArgumentParser) -> None: ...
+
+    for commands, argv, code, said in (
+        (["view"], ["--open", "a b"], 2, "python -m x: the command is missing: write `view --open 'a b'`; --help"),
+        (["view"], ["vew", "a"], 2, "invalid choice: 'vew'"),
+        (["view", "plot"], ["a"], 2, "invalid choice: 'a'"),
+        (["view"], ["--help", "a"], 0, "usage: python -m x"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            run("x", "All.", dict.fromkeys(commands, Command), argv)
+        assert end.value.code == code
+        assert said in "".join(capsys.readouterr())
