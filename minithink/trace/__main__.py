@@ -10,7 +10,7 @@ from pathlib import Path
 from minithink import commands
 from minithink.errors import MinithinkError, UsageError, unwritable
 from minithink.files import replace
-from minithink.trace.format import File, read, refuse_others
+from minithink.trace.format import PAGE, File, read, refuse_others
 
 
 class View:
@@ -43,13 +43,13 @@ class View:
         from minithink.trace.page import render
 
         output = args.output or args.file.with_name(args.file.name + ".html")
-        refuse_others(output, 4096, lambda begins: b"<title>minithink trace" in begins, "page of a trace", "--output")
+        refuse_others(output, 4096, lambda begins: PAGE in begins, "page of a trace", "--output")
         try:
             replace(output, render(file, sequence))
         except OSError as error:
             raise unwritable("The page of a trace", output, error, "--output") from None
         others = f"; it shows sequence {sequence}, see --sequence" if len(file.traces) > 1 else ""
-        print(f"written to {output}{others}")
+        print(f"written to {output}{others}{file.cut}")
         if args.open and not webbrowser.open(output.resolve().as_uri()):
             raise MinithinkError(f"No browser was found: open {output} in one yourself, or use --terminal.")
         return 0
@@ -62,8 +62,10 @@ def chosen(file: File, path: Path, sequence: int | None) -> int:
     if sequence is None:
         return min(file.traces)
     if sequence not in file.traces:
-        there = ", ".join(map(str, sorted(file.traces)[:20]))
-        raise UsageError(f"--sequence {sequence} is not in {path}; there are {there}.")
+        numbers = sorted(file.traces)
+        there = ", ".join(map(str, numbers[:20])) + (f" and {len(numbers) - 20} more" if len(numbers) > 20 else "")
+        holds = f"sequences {there}" if len(numbers) > 1 else f"sequence {there} alone"
+        raise UsageError(f"--sequence {sequence} is not in {path}, which holds {holds}.")
     return sequence
 
 

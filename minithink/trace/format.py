@@ -28,14 +28,16 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from minithink.errors import MinithinkError, unwritable
+from minithink.errors import MinithinkError, reason, unwritable
 from minithink.kv.ledger import Ledger
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+PAGE = b"<title>minithink trace"  # stands near the beginning of a trace's page
 MAGIC = b"\x89minithink\r\n\x1a\n\0\1"  # as PNG's: it shows whether a transfer has mangled line ends
 VERSION = 1
 CHUNK = struct.Struct("<4sII")
+MAKE_ONE = "make one with `python -m minithink.generate --trace FILE`"
 LENGTH = struct.Struct("<I")
 MOST = 2**28  # bytes of a chunk, deflated or not
 KINDS = tuple(f.name for f in fields(Ledger) if f.name != "reserve")  # columns of `bytes`
@@ -343,6 +345,11 @@ class File:
     traces: dict[int, Trace]  # by the number of the sequence
     done: dict[str, Any] | None  # what recording cost; None: the run was interrupted
 
+    @property
+    def cut(self) -> str:
+        """The end of a sentence: that the trace is not whole, or nothing."""
+        return "; the run was interrupted, or its file is cut off" if self.done is None else ""
+
 
 def read(path: Path) -> File:
     """Read a file. The end of an interrupted run may be missing.
@@ -353,9 +360,13 @@ def read(path: Path) -> File:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise MinithinkError(f"The trace {path} cannot be read: {error.strerror}.") from None
+        raise MinithinkError(
+            f"The trace {path} cannot be read: {reason(error)}; give a file that --trace has written, or {MAKE_ONE}."
+        ) from None
     if data[: len(MAGIC)] != MAGIC:
-        raise MinithinkError(f"{path} is no trace of minithink: make one with `minithink.generate --trace FILE`.")
+        if PAGE in data[:4096]:
+            raise MinithinkError(f"{path} is the page of a trace: open it in a browser, or view the trace itself.")
+        raise MinithinkError(f"{path} is no trace of minithink: {MAKE_ONE}.")
     head, done, parts = None, None, dict[int, tuple[int, list[dict[str, Array]]]]()
     at = len(MAGIC)
     try:

@@ -30,6 +30,7 @@ from minithink.trace.format import (
     read,
     unpack,
 )
+from minithink.trace.page import render
 from tests.trace.draw import HEAD, PROMPT, TEXTS, arrays, write
 
 UNITS, STEPS = 4, len(TEXTS) - PROMPT
@@ -280,9 +281,19 @@ def test_parts_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_file(tmp_path: Path) -> None:
-    refused(tmp_path / "none", "cannot be read: No such file")
+    make_one = r"make one with `python -m minithink\.generate --trace FILE`\."
+    refused(tmp_path / "none", f"cannot be read: No such file.*; give a file that --trace has written, or {make_one}")
+    refused(tmp_path, f"cannot be read: Is a directory; give a file that --trace has written, or {make_one}")
     (tmp_path / "text").write_text("something else")
-    refused(tmp_path / "text", "is no trace of minithink: make one with")
+    refused(tmp_path / "text", f"is no trace of minithink: {make_one}")
+
+
+def test_a_page_is_no_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.html"
+    path.write_text(render(read(write(tmp_path / "trace", arrays())), 0), encoding="utf-8")
+    refused(path, r"trace\.html is the page of a trace: open it in a browser, or view the trace itself\.")
+    title = {"about": {"model": "<title>minithink trace"}}
+    assert read(write(tmp_path / "trace", arrays(), head=title)).head.about == title["about"], "a trace all the same"
 
 
 @pytest.mark.parametrize("before", [b"", MAGIC[:5], MAGIC + b"an older one"])

@@ -36,6 +36,21 @@ def test_view_writes_a_page(trace: Path, capsys: Capture) -> None:
     assert "sequence 1</title>" in other.read_text()
 
 
+def test_a_trace_that_is_cut_off(tmp_path: Path, capsys: Capture) -> None:
+    """Said in the terminal and of the page."""
+    path = write(tmp_path / "run.trace", arrays(), done=False)
+    for flags in ([], ["--terminal"]):
+        assert main(["view", str(path), *flags]) == 0
+        assert "; the run was interrupted, or its file is cut off\n" in capsys.readouterr().out
+
+
+def test_view_is_forgotten(trace: Path, capsys: Capture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([str(trace)])
+    said = f"python -m minithink.trace: the command is missing: write `view {trace}`; --help lists the options.\n"
+    assert capsys.readouterr().err == said
+
+
 def test_open(trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", lambda url: opened.append(url) or True)
@@ -53,7 +68,7 @@ def test_terminal(trace: Path, capsys: Capture) -> None:
 
 
 def test_what_makes_no_sense(trace: Path, tmp_path: Path, capsys: Capture) -> None:
-    empty = write(tmp_path / "empty")
+    empty, one, many = (write(tmp_path / f"of-{n}", *[arrays()] * n) for n in (0, 1, 22))
     (tmp_path / "folder").mkdir()
     link = tmp_path / "link"
     link.symlink_to(trace)
@@ -63,7 +78,9 @@ def test_what_makes_no_sense(trace: Path, tmp_path: Path, capsys: Capture) -> No
     for argv, code, said in [
         ([trace, "--terminal", "--open"], 2, "--terminal writes no page"),
         ([trace, "--terminal", "--output", "x"], 2, "--terminal writes no page"),
-        ([trace, "--sequence", 7], 2, r"--sequence 7 is not in .*; there are 0, 1\."),
+        ([trace, "--sequence", 7], 2, r"--sequence 7 is not in .*, which holds sequences 0, 1\.$"),
+        ([one, "--sequence", 7], 2, r"--sequence 7 is not in .*/of-1, which holds sequence 0 alone\.$"),
+        ([many, "--sequence", 22], 2, r"not in .*/of-22, which holds sequences 0, 1, .*, 19 and 2 more\.$"),
         ([empty], 1, "ends before a token was read"),
         ([tmp_path / "none"], 1, "cannot be read"),
         ([trace, "--output", trace], 2, r"--output .* is the trace itself, which the page would replace"),
