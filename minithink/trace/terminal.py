@@ -17,7 +17,7 @@ NOBODY = "dim strike"
 
 
 def show(file: File, sequence: int, console: Console | None = None) -> None:
-    """Print it. Without colours, tokens that no head keeps stand in [brackets]."""
+    """Print it. Without colours, as with NO_COLOR, tokens that no head keeps stand in [brackets]."""
     trace = file.traces[sequence]
     if console is None:
         if hasattr(sys.stdout, "reconfigure"):
@@ -26,12 +26,12 @@ def show(file: File, sequence: int, console: Console | None = None) -> None:
     head = trace.head
     generated = max(0, trace.steps)
     policies = CONTROL.sub("\ufffd", " + ".join(head.policies))
-    console.print(
-        f"{policies}, sequence {sequence}: {trace.prompt:,} prompt tokens, {generated:,} generated and read"
-        + ("" if file.done else "; the run was interrupted, or its file is cut off"),
-        soft_wrap=True,  # the terminal itself wraps
-    )
-    coloured = bool(console.color_system)
+    counts = f"{trace.prompt:,} prompt tokens, {generated:,} generated and read"
+    console.print(f"{policies}, sequence {sequence}: {counts}{file.cut}", soft_wrap=True)  # the terminal itself wraps
+    about = [f"{key} {value}" for key, value in head.about.items()]
+    about.append(f"{head.layers} layers × {head.kv_heads} KV heads")
+    console.print(CONTROL.sub("\ufffd", " ".join(" · ".join(about).split())), soft_wrap=True)
+    coloured = bool(console.color_system) and not console.no_color
     console.print(text(trace, coloured), soft_wrap=True)
     if trace.steps < 0:
         return

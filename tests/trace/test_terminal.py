@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -13,9 +14,12 @@ from minithink.trace.terminal import NOBODY, STYLES, show, text
 from tests.trace.draw import TEXTS, arrays, write
 
 
-def shown(file: File, colours: bool = False) -> str:
+def shown(file: File, colours: bool = False, **options: Any) -> str:
     out = io.StringIO()
-    console = Console(file=out, width=100, force_terminal=colours, color_system="256" if colours else None)
+    system = "256" if colours else None
+    console = Console(
+        file=out, width=100, highlight=False, markup=False, force_terminal=colours, color_system=system, **options
+    )
     show(file, 0, console)
     return out.getvalue()
 
@@ -28,7 +32,8 @@ def file(tmp_path: Path) -> File:
 def test_without_colours(file: File) -> None:
     said = shown(file)
     assert said.startswith(
-        "first + second, sequence 0: 5 prompt tokens, 11 generated and read\n[Is ]<script>window.hacked"
+        "first + second, sequence 0: 5 prompt tokens, 11 generated and read\n"
+        "model <script>window.hacked = 1</script> · 2 layers × 2 KV heads\n[Is ]<script>window.hacked"
     )
     assert "1 of 16 tokens are kept by no head (in brackets: what no head keeps)" in said
     assert "\x1b" not in said, "control characters of a token are shown as U+FFFD"
@@ -40,8 +45,11 @@ def test_without_colours(file: File) -> None:
 
 
 def test_names_are_shown_without_control_characters(tmp_path: Path) -> None:
-    said = shown(read(write(tmp_path / "trace", arrays(), head={"policies": ["\x1b]0;x\x07", "second"]})))
+    about = {"policy": "\x1b]0;y\n\x07", "budget": 384}
+    head = {"policies": ["\x1b]0;x\x07", "second"], "about": about}
+    said = shown(read(write(tmp_path / "trace", arrays(), head=head)))
     assert said.startswith("\ufffd]0;x\ufffd + second, sequence 0")
+    assert said.splitlines()[1] == "policy \ufffd]0;y \ufffd · budget 384 · 2 layers × 2 KV heads"
 
 
 def test_with_colours(file: File) -> None:
@@ -52,7 +60,15 @@ def test_with_colours(file: File) -> None:
     styles = [NOBODY if s == 0 else "black " + (STYLES[2][1] if s == 0.75 else STYLES[3][1]) for s in shares]
     assert [str(span.style) for span in spans] == [s for s, piece in zip(styles, TEXTS, strict=True) if piece]
     assert text(trace).plain == "".join(TEXTS).replace("\x1b", "\ufffd")
-    assert "\x1b[" in shown(file, colours=True)
+    assert "\x1b[" in (said := shown(file, colours=True, no_color=False))
+    assert "1 of 16 tokens are kept by no head (the darker, the more heads keep it; struck out: none)" in said
+
+
+def test_a_terminal_that_was_asked_for_no_colours(file: File) -> None:
+    """NO_COLOR takes the colours, and not every terminal strikes out."""
+    said = shown(file, colours=True, no_color=True)
+    assert "\n[Is ]<script>" in said
+    assert "(in brackets: what no head keeps)" in said
 
 
 def test_brackets_close(tmp_path: Path) -> None:
@@ -72,4 +88,5 @@ def test_shared_tables_and_cut_files(tmp_path: Path) -> None:
     assert "│ all layers │        16 │" in said
     none = {name: [] for name in arrays()} | {"ids": [1], "pieces": [1], "text": [65]}
     said = shown(read(write(tmp_path / "trace", arrays(**none))))
-    assert said == "first + second, sequence 0: 5 prompt tokens, 0 generated and read\nA\n"
+    assert said.startswith("first + second, sequence 0: 5 prompt tokens, 0 generated and read\nmodel")
+    assert said.endswith("\nA\n")
