@@ -16,6 +16,7 @@ from minithink.bench import (
     evaluate,
     memory,
     paged,
+    retention,
     sanitize,
     sweep,
     tables,
@@ -25,8 +26,8 @@ from minithink.bench import (
 )
 
 MODULES = [
-    decode, accuracy, evaluate, paged, memory, attention, append, thoughts, thinkv, counters, sanitize, trace,
-    sweep, compile, tables,
+    decode, accuracy, evaluate, paged, memory, attention, append, thoughts, thinkv, retention, counters, sanitize,
+    trace, sweep, compile, tables,
 ]  # fmt: skip
 if find_spec("triton") is not None:  # it exists for Linux only
     from minithink.bench import steps

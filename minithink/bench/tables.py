@@ -204,6 +204,21 @@ def memory(result: dict[str, Any]) -> list[str]:
     return [*markdown(rows), "", source(result)]
 
 
+def retention(result: dict[str, Any]) -> list[str]:
+    """Bytes of a token that ThinKV has kept, one row a number of tokens kept of a segment."""
+    of = {(m["bits"], m["kept"], m["key_axis"]): m for m in result["measurements"]}
+    kinds = list(dict.fromkeys((bits, axis) for bits, _, axis in of))
+    rows: list[tuple[str, ...]] = [
+        ("tokens kept of a segment", *(f"{bits} bits, a scale for each {axis}" for bits, axis in kinds))
+    ]
+    for kept in dict.fromkeys(kept for _, kept, _ in of):
+        cells = (of[bits, kept, axis] for bits, axis in kinds)
+        rows.append((f"{kept}", *(f"**{m['bytes']:.0f}** ({m['scales']:.0f} of them scales)" for m in cells)))
+    tau = result["settings"]["tau"]
+    said = f"Bytes of a token and KV head, keys and values, D = 128; K-means keeps some of {tau} tokens of a segment."
+    return [*markdown(rows), "", said, "", source(result)]
+
+
 def attention(result: dict[str, Any]) -> list[str]:
     """Time of decode attention in every format, and how many times as fast it is, one row a shape."""
     names = dict.fromkeys(m["format"] for m in result["measurements"])
@@ -465,6 +480,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "pilot-ledger": pilot,
     "cache-speed": paged,
     "cache-bytes": memory,
+    "retention-bytes": retention,
     "attention": attention,
     "append": append,
     "steps": steps,
