@@ -38,6 +38,10 @@ POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in _CLASSES}
 def lookup(name: str) -> type[Policy]:
     """The policy of that name. UsageError: there is none; the message lists the names."""
     if name not in POLICIES:
+        names = [part.strip() for part in name.split(",")]  # of a list, whose names alone say where to split it
+        if all(part in POLICIES for part in names):
+            raise UsageError(f"{name} are {len(names)} policies: give one, or a stack, {'+'.join(names)}.")
+        name = next(part for part in names if part not in POLICIES)
         near = difflib.get_close_matches(name, POLICIES, 1)
         hint = f"did you mean {near[0]}? There" if near else "there"
         raise UsageError(f"The policy {name!r} is unknown; {hint} are: {', '.join(POLICIES)}.")
@@ -103,10 +107,13 @@ def _read(text: str) -> tuple[type[Policy], dict[str, Any]]:
     cls = lookup(name.strip())
     values: dict[str, Any] = {}
     for part in rest.split(",") if colon else ():
-        key, _, value = part.partition("=")
+        key, equals, value = part.partition("=")
         key = key.strip()
         if key not in _fields(cls):
-            raise UsageError(f"The policy {name} has no hyperparameter {key!r}; it takes {describe(cls)}.")
+            first, more, _ = key.partition(":")  # perhaps the next policy of a list
+            near = difflib.get_close_matches(first, POLICIES, 1) if more or not equals else []
+            hint = f" (did you mean the policy {near[0]}?)" if near else ""
+            raise UsageError(f"The policy {name} has no hyperparameter {key!r}{hint}; it takes {describe(cls)}.")
         if key in values:
             raise UsageError(f"The policy {name} is given {key} twice; leave one of them out.")
         try:
