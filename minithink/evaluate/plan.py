@@ -16,6 +16,8 @@ from minithink.kv.contract import Policy
 from minithink.kv.manager import check_budget
 from minithink.policies import leaves_open, parse
 
+AMPLE = 2**20  # tokens, that stand for a share while nobody knows what it comes to: no policy finds that too few
+
 
 class Cell(NamedTuple):
     """A policy at a budget, as records name them."""
@@ -67,7 +69,12 @@ def plan(policies: Sequence[str], budgets: Sequence[int | float], schedule: str 
         else:
             cells.append(Cell(text, policy_of(Cell(text, None), schedule).budget))
     for cell in cells:
-        policy_of(cell, schedule, longest=1)
+        if isinstance(cell.budget, float) and (grow := _grow(cell.policy, schedule)) is not None:
+            raise UsageError(
+                f"{cell.policy} lets lanes grow to {grow:,} tokens, as its schedule says, and --budgets gives the "
+                f"share {cell.budget}: drop one of the two."
+            )
+        policy_of(cell, schedule)
     if budgets and not any(leaves_open(text, "budget") for text in policies):
         raise UsageError(f"None of the policies {', '.join(policies)} leaves its budget open: drop --budgets.")
     if schedule is not None and not any(leaves_open(text, "schedule") for text in policies):
@@ -77,7 +84,15 @@ def plan(policies: Sequence[str], budgets: Sequence[int | float], schedule: str 
     return cells
 
 
-def policy_of(cell: Cell, schedule: str | None, longest: int = 0) -> Policy:
+def _grow(text: str, schedule: str | None) -> int | None:
+    """The budget that a policy has from its schedule; None: from elsewhere."""
+    try:
+        return policy_of(Cell(text, None), schedule).budget
+    except UsageError:  # it needs one
+        return None
+
+
+def policy_of(cell: Cell, schedule: str | None, longest: int = AMPLE) -> Policy:
     """The policy of a cell; `longest`: the largest budget of any sequence, in tokens, where the cell's is a share."""
     own = not leaves_open(cell.policy, "budget")
     budget = None if own else longest if isinstance(cell.budget, float) else cell.budget

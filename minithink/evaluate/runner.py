@@ -206,7 +206,7 @@ def calibrations(engine: Engine, cells: Sequence[Cell], schedule: str | None) ->
     """What the policies read beside the model, by the names of the files; before the first of them runs for hours."""
     found = dict[str, Any]()
     for cell in cells:
-        policy = policy_of(cell, schedule, longest=1)
+        policy = policy_of(cell, schedule)
         for member in members(policy):
             if member.calibration:
                 values = engine.calibration(member.calibration)

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from minithink.errors import UsageError
 from minithink.evaluate.plan import Cell, budgets, check, plan, policy_of, tokens_of
 from minithink.kv.contract import Stack
+from minithink.kv.manager import check_budget
+from minithink.policies import POLICIES, split, takes_budget
 
 
 def test_budgets_are_tokens_or_shares() -> None:
@@ -38,6 +40,17 @@ def test_full_goes_first_where_a_share_needs_it() -> None:
     assert plan(["rkv", "full"], [256]) == [("rkv", 256), ("full", None)]
 
 
+@pytest.mark.parametrize("name", [name for name in POLICIES if takes_budget(POLICIES[name])])
+def test_every_policy_that_takes_a_budget_takes_shares(name: str) -> None:
+    """What a policy demands of its budget is no matter before anyone knows what the share comes to."""
+    cells = plan([name], [0.25, 0.5])
+    assert cells == [("full", None), (name, 0.25), (name, 0.5)]
+    for cell in cells[1:]:
+        policy = policy_of(cell, None)
+        check_budget(policy, 10_000)
+        assert policy_of(cell, None, longest=77).budget == 77
+
+
 def test_a_schedule_may_say_the_budget() -> None:
     cells = plan(["full", "rkv:schedule=every,budget=8", "window"], [], "sawtooth:64/32")
     assert cells == [("full", None), ("rkv:schedule=every,budget=8", 8), ("window", 64)]
@@ -50,6 +63,7 @@ def test_a_schedule_may_say_the_budget() -> None:
     ("policies", "numbers", "schedule", "said"),
     [
         (["nonsense"], [], None, "The policy 'nonsense' is unknown"),
+        (split("full,rvk"), [], None, "The policy 'rvk' is unknown; did you mean rkv"),
         (["rkv:x=1"], [], None, "has no hyperparameter 'x'"),
         (["rkv"], [], None, "needs a budget in tokens: give --budgets, or rkv:budget="),
         (["full", "full"], [], None, "The policy full is named twice"),
@@ -58,6 +72,9 @@ def test_a_schedule_may_say_the_budget() -> None:
         (["full"], [], "every", "full leaves its schedule open: drop --schedule"),
         (["rkv"], [8], "sometimes", "The schedule 'sometimes' is unknown"),
         (["rkv"], [8], "sawtooth:64/32", "drop the budget, or make them equal"),
+        (["rkv"], [0.5], "sawtooth:64/32", "rkv lets lanes grow to 64 tokens, .* the share 0.5: drop one"),
+        (["window:schedule=sawtooth:64/32"], [0.5], None, "grow to 64 tokens, .* the share 0.5: drop one"),
+        (["streaming_llm:sink=9"], [9], None, "sink is 9 and the budget 9 tokens"),
         (["window:budget=8+rkv:budget=9", "rkv"], [], None, "needs a budget"),
         (["window:budget=7+rkv"], [8], None, "A budget of 8 tokens was given, and window says budget=7"),
         (["kivi:group=7"], [], None, "group"),
