@@ -9,25 +9,57 @@ from contextlib import contextmanager
 
 QUIET = 30.0  # seconds between lines, where there is no terminal
 
-Advance = Callable[[bool], None]  # called with every sequence that ends: is it right?
+
+class Advance:
+    """What counts: called with every sequence that ends (is it right?), and if one likes after every step."""
+
+    def __init__(self, total: int, done: int, right: int, tokens: int) -> None:
+        self.total, self.done, self.right, self.tokens = total, done, right, tokens
+        self.show: Callable[[], object] = lambda: None  # called when something has changed
+        self._before, self._begin = (done, tokens), time.monotonic()
+
+    def __call__(self, is_right: bool) -> None:
+        self.done, self.right = self.done + 1, self.right + is_right
+        self.show()
+
+    def step(self, tokens: int) -> None:
+        """Somewhere so many tokens were generated."""
+        self.tokens += tokens
+        self.show()
+
+    def __str__(self) -> str:
+        """What is right so far, tokens, and how fast they come; "": nothing is known."""
+        tokens = self.tokens - self._before[1]
+        parts = [f"{self.right} of {self.done} right ({self.right / self.done:.1%})"] if self.done else []
+        if tokens and (seconds := time.monotonic() - self._begin):
+            parts.append(f"{self.tokens:,} tokens, {tokens / seconds:,.1f} tokens/s")
+        return "; ".join(parts)
+
+    def left(self) -> float:
+        """Seconds until the rest is done, if it is as fast as what was done since the start; 0: nobody knows."""
+        seen = self.done - self._before[0]
+        return (time.monotonic() - self._begin) / seen * (self.total - self.done) if seen else 0.0
 
 
 @contextmanager
-def progress(total: int, done: int, label: str = "", silent: bool = False) -> Iterator[Advance]:
-    """Show on standard error how many sequences are done, how many of those of this run are right, and when the rest
-    will be done if they are as fast.
+def progress(
+    total: int, done: int, label: str = "", silent: bool = False, *, right: int = 0, tokens: int = 0
+) -> Iterator[Advance]:
+    """Show on standard error how many sequences are done, how many of them are right, what was generated, and when
+    the rest will be done if it is as fast.
 
     Args:
         total: sequences.
         done: of these, before.
         label: what runs, in front of all that.
         silent: show nothing; another process does.
+        right: of those done before.
+        tokens: that those have.
     """
+    advance = Advance(total, done, right, tokens)
     if silent:
-        yield lambda is_right: None
+        yield advance
         return
-    right = seen = 0
-    begin = last = time.monotonic()
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -37,29 +69,24 @@ def progress(total: int, done: int, label: str = "", silent: bool = False) -> It
             task = bar.add_task("", total=total, completed=done)
             if label:
                 bar.console.print(label, markup=False, highlight=False)
-
-            def advance(is_right: bool) -> None:
-                nonlocal right, seen
-                right, seen = right + is_right, seen + 1
-                bar.update(task, advance=1, description=f"{right} of {seen} right ({right / seen:.1%})")
-
+            advance.show = lambda: bar.update(task, completed=advance.done, description=str(advance))
             yield advance
         return
+    last, shown = time.monotonic(), done
 
-    def line(is_right: bool) -> None:
-        nonlocal right, seen, last
-        right, seen, now = right + is_right, seen + 1, time.monotonic()
-        if now - last > QUIET or done + seen == total:
-            last = now
-            left = (now - begin) / seen * (total - done - seen)
-            print(
-                f"{label and label + ': '}{done + seen} of {total} sequences; {right} of {seen} right "
-                f"({right / seen:.1%})" + (f"; {duration(left)} left" if left else ""),
-                file=sys.stderr,
-                flush=True,
-            )
+    def line() -> None:
+        nonlocal last, shown
+        now = time.monotonic()
+        if now - last < QUIET and not shown < advance.done == total:
+            return
+        last, shown = now, advance.done
+        parts = [f"{label and label + ': '}{advance.done} of {total} sequences", str(advance)]
+        left = advance.left()
+        parts += [f"{duration(left)} left"] if left else []
+        print("; ".join(filter(None, parts)), file=sys.stderr, flush=True)
 
-    yield line
+    advance.show = line
+    yield advance
 
 
 def duration(seconds: float) -> str:

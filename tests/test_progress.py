@@ -16,9 +16,43 @@ def test_lines_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
             now[0] += seconds
             advance(right)
     assert capsys.readouterr().err.splitlines() == [
-        "full: 4 of 12 sequences; 1 of 2 right (50.0%); 2:40 left",
-        "full: 6 of 12 sequences; 3 of 4 right (75.0%); 2:02 left",
-        "full: 12 of 12 sequences; 3 of 10 right (30.0%)",
+        "full: 4 of 12 sequences; 1 of 4 right (25.0%); 2:40 left",
+        "full: 6 of 12 sequences; 3 of 6 right (50.0%); 2:02 left",
+        "full: 12 of 12 sequences; 3 of 12 right (25.0%)",
+    ]
+
+
+def test_what_was_there_counts_in_every_number(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But for the speed, which is that of this start."""
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    with progress(3, 1, "kivi", right=1, tokens=1000) as advance:
+        for tokens in (40, 10):
+            now[0] += 15
+            advance.step(tokens)
+        advance(False)
+        now[0] += 10
+        advance(False)
+    assert capsys.readouterr().err.splitlines() == [
+        "kivi: 1 of 3 sequences; 1 of 1 right (100.0%); 1,050 tokens, 1.7 tokens/s",
+        "kivi: 3 of 3 sequences; 1 of 3 right (33.3%); 1,050 tokens, 1.2 tokens/s",
+    ]
+
+
+def test_a_line_every_half_minute_though_no_sequence_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    with progress(2, 0, "kivi") as advance:
+        for _ in range(65):
+            now[0] += 1
+            advance.step(2)
+    assert capsys.readouterr().err.splitlines() == [
+        "kivi: 0 of 2 sequences; 60 tokens, 2.0 tokens/s",
+        "kivi: 0 of 2 sequences; 120 tokens, 2.0 tokens/s",
     ]
 
 
@@ -37,8 +71,14 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         for right in (True, False, True):
             advance(right)
     err = capsys.readouterr().err
-    for said in ("rkv:x=[1]", "2 of 3 right (66.7%)", "4/4"):
+    for said in ("rkv:x=[1]", "2 of 4 right (50.0%)", "4/4"):
         assert said in err
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    with progress(1, 0) as advance:
+        now[0] = 10
+        advance.step(1234)
+    assert "1,234 tokens, 123.4 tokens/s" in capsys.readouterr().err
 
 
 def test_durations() -> None:

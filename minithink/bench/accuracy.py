@@ -96,7 +96,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     batch_size = args.batch_size or (GPU_BATCH if engine.device.type == "cuda" else None)
     began, generated = time.monotonic(), 0
     try:
-        with progress(len(wanted), len(outcomes)) as advance:
+        with progress(len(wanted), len(outcomes), right=sum(x.right for x in outcomes.values())) as advance:
             for outcome in generate(engine, problems, wanted - outcomes.keys(), settings, batch_size):
                 journal.add(outcome)
                 outcomes[outcome.id, outcome.sample] = outcome

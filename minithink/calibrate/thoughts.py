@@ -198,12 +198,12 @@ def measure(
     drawing: Mapping[str, Any], journal: Journal,
 ) -> None:  # fmt: skip
     """Generate with the full cache what the journal does not hold yet, and measure it."""
-    done = {line["prompt"] for line in journal.lines if "prompt" in line}
+    done = {line["prompt"]: line["right"] for line in journal.lines if "prompt" in line}
     if len(done) == len(prompts):
         return
     stream = engine.stream(list(prompts), fixed=True, **drawing)
     stream.sequences = [s for s in stream.sequences if s.number not in done]
-    with progress(len(prompts), len(done), "full cache") as advance:
+    with progress(len(prompts), len(done), "full cache", right=sum(done.values())) as advance:
         for advanced in stream.advances():
             for s in advanced:
                 if s.finish_reason:

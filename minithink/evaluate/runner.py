@@ -13,7 +13,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -235,10 +235,13 @@ def _run(job: Job, cells: list[Cell], journal: Journal, ranks: Ranks) -> None:
             mean = fmean(r.generated_tokens for r in whole)
         if not todo:
             continue
+        mine = set(own)
+        before = [r for r in journal.records if r.key in mine]  # what was there
         with progress(
-            len(own), len(own) - len(todo), f"{cell} ({number} of {len(cells)})", ranks.rank > 0
-        ) as advance:
-            for record in job.records(cell, set(todo), mean, lengths, trace):
+            len(own), len(before), f"{cell} ({number} of {len(cells)})", ranks.rank > 0,
+            right=sum(r.right for r in before), tokens=sum(r.generated_tokens for r in before),
+        ) as advance:  # fmt: skip
+            for record in job.records(cell, set(todo), mean, lengths, advance.step, trace):
                 journal.append(record)
                 advance(record.right)
                 if cell.policy == FULL:
@@ -291,13 +294,14 @@ class Job:
 
     def records(
         self, cell: Cell, wanted: Collection[Key], mean: float, lengths: Mapping[tuple[str, int], int],
-        trace: Path | None = None,
+        step: Callable[[int], object], trace: Path | None = None,
     ) -> Iterator[Record]:  # fmt: skip
         """Records of the wanted sequences, as they end.
 
         Args:
             mean: tokens that the full cache generates, for budgets that are shares.
             lengths: the same of single sequences, by problem and sample, as far as they are known.
+            step: told after every step how many tokens it brought.
             trace: where sequence TRACED is recorded, if it is wanted.
         """
         stream = self.stream(cell, mean)
@@ -323,6 +327,7 @@ class Job:
             else:
                 each += (now - last) / len(advanced)
             last = now
+            step(len(advanced))
             ended = [s for s in advanced if s.finish_reason]
             if recording is not None and any(s.number == TRACED for s in ended):
                 recording.close()

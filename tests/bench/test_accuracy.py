@@ -85,6 +85,7 @@ def test_interruption_loses_nothing(
     texts.clear()
     monkeypatch.setenv("MINITHINK_COMMIT", "later")
     assert main([*options, "--resume", "--output", str(part)]) == 0
+    assert "4 of 4 sequences; 4 of 4 right (100.0%)" in capsys.readouterr().err
     assert [(s["sequences"], s["commit"] == "later") for s in record.read(part)["sources"]] == [(1, False), (3, True)]
     assert record.read(part)["outcomes"] == want["outcomes"]
     assert record.read(part)["measurements"] == want["measurements"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,9 @@ def test_an_interrupted_run_goes_on_to_the_same_result(
     monkeypatch.setattr(Engine, "stream", lambda self, *a, **k: fixed.append(k["fixed"]) or stream(self, *a, **k))
     monkeypatch.setattr(thoughts, "types", lambda *a: compared.append(types(*a)) or compared[-1])
     again = calibrate(model, problems, output=tmp_path, resume=True)
+    if after < QUESTIONS:
+        said = capsys.readouterr().err
+        assert re.search(rf"full cache: {QUESTIONS} of {QUESTIONS} sequences; \d of {QUESTIONS} right", said)
     assert all(fixed), "no bit depends on who runs beside"
     assert len(compared) == 2 - max(0, after - QUESTIONS), "what was done is not done again"
     whole = json.loads((calibrated / "thoughts.json").read_text())

@@ -21,11 +21,13 @@ import torch
 
 import minithink.engine as engine_module
 import minithink.loop as loop_module
+import minithink.progress as progress_module
 import minithink.stream as stream_module
 from minithink.engine import Engine, load
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate import plots, runner
 from minithink.evaluate.__main__ import main
+from minithink.evaluate.grading import Graded
 from minithink.evaluate.journal import Journal, Key, Record, read, text_hash
 from minithink.evaluate.ranks import Ranks
 from minithink.kv.apart import Apart
@@ -146,6 +148,37 @@ def test_seconds_are_shared(model: Path, problems: Path, tmp_path: Path, monkeyp
     records = read(tmp_path).records
     assert {int(r.id[1:]): r.seconds for r in records} == pytest.approx(shares)
     assert sum(r.seconds for r in records) == pytest.approx(now[0])
+
+
+def test_how_far_it_is_is_said_while_no_sequence_ends(
+    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every half minute while steps go on; after --resume all numbers count what was there, too."""
+    monkeypatch.setattr(runner, "grade", lambda *_: Graded("1", True))
+    given = options(model, problems, tmp_path, limit=3, batch_size=1)
+    with monkeypatch.context() as patch:
+        interrupt(patch, 1)
+        assert main(given) == 130
+    [there] = read(tmp_path).records
+    assert capsys.readouterr().err.count(" sequences; ") == 0
+    now = [0.0]
+    advance = Stream._advance
+
+    def tick(self: Stream, sequences: list[Track]) -> None:
+        now[0] += 10
+        advance(self, sequences)
+
+    monkeypatch.setattr(Stream, "_advance", tick)
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])
+    assert main([*given, "--resume"]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if " sequences; " in line]
+    steps = sum(r.generated_tokens for r in read(tmp_path).records) - there.generated_tokens
+    assert len(lines) in (steps // 3, steps // 3 + 1)
+    assert lines[0] == (
+        f"full (1 of 1): 1 of 3 sequences; 1 of 1 right (100.0%); {there.generated_tokens + 3} tokens, 0.1 tokens/s"
+    )
+    assert lines[-1].startswith("full (1 of 1): 3 of 3 sequences; 3 of 3 right (100.0%); ")
+    assert f"; {there.generated_tokens + steps} tokens, 0.1 tokens/s" in lines[-1]
 
 
 # Budgets ---------------------------------------------------------------------------------------------------------
