@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from minithink.commands import location
 from minithink.errors import UsageError
-from minithink.evaluate.journal import join, read
+from minithink.evaluate.journal import Run, join, read
 from minithink.evaluate.summary import FULL, Row, budget_text, size, summarize
 from minithink.figures import need_matplotlib, write_svg
 
@@ -64,10 +65,32 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     if not rows:
         folders = ", ".join(map(str, args.folders))
         raise UsageError(f"No sequence is finished in {folders}: wait for the first, or continue with --resume.")
+    for note in filter(None, map(unfinished, runs)):
+        print(f"minithink.evaluate: {note}", file=sys.stderr)
     output = args.output_dir or (args.folders[0] if len(args.folders) == 1 else Path())
     for path in draw(rows, output):
         print(f"drawn to {path}", file=sys.stderr)
     return 0
+
+
+def unfinished(run: Run) -> str:
+    """A sentence on a run that has not all its sequences; "": it has, as far as anyone knows."""
+    there, counts = len(run.records), Counter((r.policy, r.budget) for r in run.records)
+    totals = [start.get("sequences_total") for start in run.runs if isinstance(start, dict)]
+    if totals and isinstance(total := totals[-1], int):
+        return f"{run.folder}: {there:,} of {total:,} sequences; the run is unfinished" if there < total else ""
+    # an older run, which does not say so: it is to have as many of each policy and budget
+    budgets = run.settings.get("budgets") or []
+    for policy in filter(lambda p: isinstance(p, str), run.settings.get("policies") or []):
+        own = {budget for name, budget in counts if name == policy}
+        for budget in budgets if own & set(budgets) else own or [None]:
+            counts.setdefault((policy, budget), 0)
+    if len(set(counts.values())) < 2:
+        return ""
+    each = (f"{p}{'' if b is None else f' at {budget_text(b)}'}: {n:,}" for (p, b), n in counts.items())
+    return (
+        f"{run.folder}: policies differ in the number of their sequences ({', '.join(each)}); the run is unfinished"
+    )
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:

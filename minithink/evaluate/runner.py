@@ -138,9 +138,11 @@ def evaluate(args: argparse.Namespace, argv: list[str], ranks: Ranks) -> list[Ro
     job = Job(engine, examples, args, [*names, *args.policies])
     job.settings |= {"calibration": calibration} if calibration else {}
     check(cells, args.schedule, max(map(len, job.prompts)))
+    total = sum(len(job.keys(cell)) for cell in cells)
     about = {
         "command": origin.command("minithink.evaluate", argv), "date": origin.date(), "commit": origin.commit(),
         "machine": origin.machine(engine.device), "versions": origin.versions(), "processes": ranks.size,
+        "sequences_total": total,
     }  # fmt: skip
     journal = ranks.in_turn(
         partial(Journal, args.output_dir, job.settings, resume=args.resume, rank=ranks.file, allow=FREE, about=about)
@@ -150,7 +152,7 @@ def evaluate(args: argparse.Namespace, argv: list[str], ranks: Ranks) -> list[Ro
         for note in journal.notes:
             if not ranks.rank or str(journal.path) in note:
                 _say(note)
-        for note in [*notes, *_about_before(journal, args.resume, sum(len(job.keys(cell)) for cell in cells))]:
+        for note in [*notes, *_about_before(journal, args.resume, total)]:
             if not ranks.rank:
                 _say(note)
         if not ranks.rank and FULL not in args.policies and cells[0].policy == FULL:
@@ -159,8 +161,8 @@ def evaluate(args: argparse.Namespace, argv: list[str], ranks: Ranks) -> list[Ro
             _run(job, cells, journal, ranks)
         except KeyboardInterrupt:
             _say(
-                f"interrupted: {len(journal.done):,} of {len(cells) * len(job.keys(cells[0])):,} sequences are in "
-                f"{args.output_dir}; give the same command with --resume to finish the rest"
+                f"interrupted: {len(journal.done):,} of {total:,} sequences are in {args.output_dir}; give the "
+                "same command with --resume to finish the rest"
             )
             return None
         finally:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from minithink.evaluate import plots
 from minithink.evaluate.__main__ import main
-from minithink.evaluate.journal import Journal, Record
+from minithink.evaluate.journal import Journal, Record, read
 from minithink.evaluate.plots import COLORS, MARKERS, draw, pareto_front
 from minithink.evaluate.summary import summarize
 from tests.evaluate.draw import record
@@ -199,6 +199,48 @@ def test_several_folders_are_one_picture(
     assert len(list((tmp_path / "here").glob("*.svg"))) == 3
     texts = (tmp_path / "here" / "accuracy-by-budget.svg").read_text()
     assert texts.index(">rkv:buffer=0<") < texts.index(">a&amp;b&lt;c&gt;$x$<"), "in the order of --policies"
+
+
+def begun(folder: Path, rows: list[Record], total: int | None, **changed: object) -> Path:
+    """A run of which this is there; total: what it says of its sequences."""
+    about = {} if total is None else {"sequences_total": total}
+    with Journal(folder, {"policies": ["full", "rkv", "kivi"], **changed}, about=about) as journal:
+        for row in rows:
+            journal.append(row)
+    return folder
+
+
+def test_an_unfinished_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [record(id=str(i)) for i in range(3)]
+    part, whole = begun(tmp_path / "part", rows, 9), begun(tmp_path / "whole", rows, 3)
+    assert main(["plot", str(part), str(whole), "--output-dir", str(tmp_path)]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.endswith("is unfinished")]
+    assert said == [f"minithink.evaluate: {part}: 3 of 9 sequences; the run is unfinished"]
+
+
+def test_an_older_run_is_unfinished_where_policies_have_fewer_sequences(tmp_path: Path) -> None:
+    """It does not say how many they are to be."""
+    full = [record(id=str(i)) for i in range(2)]
+    rkv = [record(policy="rkv", budget=b, id=str(i)) for b in (0.25, 8) for i in range(2)]
+    kivi = [record(policy="kivi", id=str(i)) for i in range(2)]
+
+    def said(*rows: Record, **changed: object) -> str:
+        folder = begun(tmp_path / str(len(list(tmp_path.iterdir()))), list(rows), None, budgets=[0.25, 8], **changed)
+        return plots.unfinished(read(folder)).partition(": ")[2]
+
+    assert said(*full, *rkv, *kivi) == ""
+    assert said(*full, policies=["full"]) == ""
+    differ = "policies differ in the number of their sequences"
+    assert said(*full) == f"{differ} (full: 2, rkv: 0, kivi: 0); the run is unfinished"
+    assert said(*full, *rkv[:2], *kivi) == (
+        f"{differ} (full: 2, rkv at 25 %: 2, kivi: 2, rkv at 8: 0); the run is unfinished"
+    )
+    assert said(*full, *rkv, *kivi[:1]).endswith(
+        "(full: 2, rkv at 25 %: 2, rkv at 8: 2, kivi: 1); the run is unfinished"
+    )
+    own = [record(policy="rkv", budget=9, id=str(i)) for i in range(2)]  # of its own text
+    assert said(*full, *own, *kivi) == ""
 
 
 def test_groups_are_not_drawn(tmp_path: Path) -> None:

@@ -272,6 +272,7 @@ def test_order_and_interruption_change_nothing(
     assert recorded(tmp_path) == whole
     runs = json.loads((tmp_path / "config.json").read_text())["runs"]
     assert [r["sequences_before"] for r in runs] == [0, 2, 11, 20]
+    assert [r["sequences_total"] for r in runs] == [35] * 4
     lines = (tmp_path / "results.jsonl").read_text()
     assert main([*given, "--resume"]) == 0, "nothing is left to do"
     said = f"all 35 sequences are in {tmp_path} already: nothing is generated, only summed up again\n"
