@@ -29,7 +29,7 @@ from minithink.evaluate.datasets import Example, check_graders, load_dataset
 from minithink.evaluate.grading import GRADERS, grade
 from minithink.evaluate.journal import Journal, Key, Record, read, text_hash
 from minithink.evaluate.meter import Held, both, meter
-from minithink.evaluate.plan import Cell, budgets, check, plan, policy_of, tokens_of
+from minithink.evaluate.plan import Cell, budgets, check, check_share, plan, policy_of, said_of_prompts, tokens_of
 from minithink.evaluate.ranks import Ranks
 from minithink.evaluate.recall import Recall
 from minithink.evaluate.summary import FULL, Row
@@ -55,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policies",
         "--policy",
         type=split,
-        default=[FULL],
         metavar="P,P,…",
         help="as in full,rkv:buffer=0,kivi (default: full)",
     )
@@ -122,7 +121,7 @@ def evaluate(args: argparse.Namespace, argv: list[str], ranks: Ranks) -> list[Ro
         args: of `add_arguments`.
         argv: for the record.
     """
-    cells = plan(args.policies, args.budgets, args.schedule)
+    cells, policies = plan(args.policies, args.budgets, args.schedule), args.policies or [FULL]
     # refuse what makes no sense before a model is loaded
     SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
     if args.trace is not None:
@@ -134,10 +133,13 @@ def evaluate(args: argparse.Namespace, argv: list[str], ranks: Ranks) -> list[Ro
     if (ignored := engine.generation_config.ignored) and not ranks.rank:
         _say(f"generation_config.json asks for {', '.join(ignored)}, which is not supported and is left out")
     calibration = calibrations(engine, cells, args.schedule)
-    names = {cell.policy for cell in cells} - {*args.policies}  # full, where only a share needs it
-    job = Job(engine, examples, args, [*names, *args.policies])
+    names = {cell.policy for cell in cells} - {*policies}  # full, where only a share needs it
+    job = Job(engine, examples, args, [*names, *policies])
     job.settings |= {"calibration": calibration} if calibration else {}
-    check(cells, args.schedule, max(map(len, job.prompts)))
+    prompts = [len(prompt) for prompt in job.prompts]
+    longest = min(job.drawing["max_new_tokens"], engine.config.max_position - min(prompts))
+    check(cells, args.schedule, prompts, longest)
+    notes += said_of_prompts(cells, args.schedule, prompts)
     total = sum(len(job.keys(cell)) for cell in cells)
     about = {
         "command": origin.command("minithink.evaluate", argv), "date": origin.date(), "commit": origin.commit(),
@@ -155,7 +157,8 @@ def evaluate(args: argparse.Namespace, argv: list[str], ranks: Ranks) -> list[Ro
         for note in [*notes, *_about_before(journal, args.resume, total)]:
             if not ranks.rank:
                 _say(note)
-        if not ranks.rank and FULL not in args.policies and cells[0].policy == FULL:
+        first = FULL not in policies and cells[0].policy == FULL
+        if first and not ranks.rank and not journal.done.issuperset(job.keys(cells[0])):
             _say("budgets are shares of what the full cache generates, so full is run first")
         try:
             _run(job, cells, journal, ranks)
@@ -220,7 +223,7 @@ def calibrations(engine: Engine, cells: Sequence[Cell], schedule: str | None) ->
 def _run(job: Job, cells: list[Cell], journal: Journal, ranks: Ranks) -> None:
     """Every cell in its turn: this process's part of what is not done yet."""
     lengths = {(r.id, r.sample): r.generated_tokens for r in journal.records if r.policy == FULL}
-    mean = 0.0
+    mean, shares = 0.0, [cell for cell in cells if isinstance(cell.budget, float)]
     for number, cell in enumerate(cells, 1):
         keys = job.keys(cell)
         own = keys[ranks.rank :: ranks.size]
@@ -231,10 +234,12 @@ def _run(job: Job, cells: list[Cell], journal: Journal, ranks: Ranks) -> None:
                 "again"
             )
         todo = [key for key in own if key not in journal.done]
-        if isinstance(cell.budget, float) and not mean:
+        if shares and not mean and number > 1:
             ranks.wait()  # for what the others generated with the full cache
             whole = [r for r in read(journal.folder).records if r.policy == FULL]
             mean = fmean(r.generated_tokens for r in whole)
+            for one in shares:
+                check_share(one, job.args.schedule, min(map(len, job.prompts)), mean)
         if not todo:
             continue
         mine = set(own)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minithink.errors import UsageError
-from minithink.evaluate.plan import Cell, budgets, check, plan, policy_of, tokens_of
+from minithink.evaluate.plan import Cell, budgets, check, check_share, plan, policy_of, said_of_prompts, tokens_of
 from minithink.kv.contract import Stack
 from minithink.kv.manager import check_budget
 from minithink.policies import POLICIES, split, takes_budget
@@ -37,6 +37,7 @@ def test_every_policy_at_every_budget_that_it_takes() -> None:
 def test_full_goes_first_where_a_share_needs_it() -> None:
     assert plan(["rkv", "kivi"], [0.25]) == [("full", None), ("rkv", 0.25), ("kivi", None)]
     assert plan(["rkv", "full"], [0.25]) == [("full", None), ("rkv", 0.25)]
+    assert plan(None, []) == [("full", None)]
     assert plan(["rkv", "full"], [256]) == [("rkv", 256), ("full", None)]
 
 
@@ -68,8 +69,10 @@ def test_a_schedule_may_say_the_budget() -> None:
         (["rkv"], [], None, "needs a budget in tokens: give --budgets, or rkv:budget="),
         (["full", "full"], [], None, "The policy full is named twice"),
         (["rkv"], [8, 8], None, "The budget 8 is named twice"),
-        (["full", "kivi"], [256], None, "full, kivi leaves its budget open: drop --budgets"),
-        (["full"], [], "every", "full leaves its schedule open: drop --schedule"),
+        (["full", "kivi"], [256], None, "full, kivi leaves its budget open: drop --budgets, or name one that does"),
+        (["full"], [], "every", "full leaves its schedule open: drop --schedule, or name one that does, such as rkv"),
+        (None, [10], None, "--policies was not given, and full, .* takes no budget: name one .* or drop --budgets"),
+        (None, [], "every", "takes no schedule: name one that does, as in --policies full,rkv, or drop --schedule"),
         (["rkv"], [8], "sometimes", "The schedule 'sometimes' is unknown"),
         (["rkv"], [8], "sawtooth:64/32", "drop the budget, or make them equal"),
         (["rkv"], [0.5], "sawtooth:64/32", "rkv lets lanes grow to 64 tokens, .* the share 0.5: drop one"),
@@ -80,7 +83,7 @@ def test_a_schedule_may_say_the_budget() -> None:
         (["kivi:group=7"], [], None, "group"),
     ],
 )
-def test_what_makes_no_sense(policies: list[str], numbers: list[Any], schedule: str | None, said: str) -> None:
+def test_what_makes_no_sense(policies: list[str] | None, numbers: list[Any], schedule: str | None, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         plan(policies, numbers, schedule)
 
@@ -109,10 +112,53 @@ def test_policies() -> None:
 
 def test_a_protected_prompt_must_fit() -> None:
     cells = plan(["rkv:protect_prompt=true", "window"], [100])
-    check(cells, None, 99)
+    check(cells, None, [3, 99], 1)
     with pytest.raises(UsageError, match="100 tokens cannot hold the protected prompt of 100"):
-        check(cells, None, 100)
-    check(plan(["rkv:protect_prompt=true"], [0.5]), None, 10_000)
+        check(cells, None, [100, 3], 1)
+    check(plan(["rkv:protect_prompt=true"], [0.5]), None, [10_000], 1)
+
+
+def test_a_share_must_come_to_enough() -> None:
+    text = "thinkv:layers=0,thresholds=0.1/0.2"
+    thinkv, llm = Cell(text, 0.1), Cell("streaming_llm", 0.1)
+    check_share(thinkv, None, 7, 210)  # a buffer of 16, a segment's last 4, and a token
+    with pytest.raises(UsageError) as refused:
+        check_share(thinkv, None, 7, 204)
+    assert str(refused.value).startswith(
+        f"{text}: the share 0.1 comes to 27 tokens with a prompt of 7, for the full cache generates 204 on average; "
+        "give a larger share, or tokens (thinkv: a budget of 27 tokens cannot hold the protected prompt of 7 and 21 "
+    )
+    check_share(llm, None, 2, 30)
+    with pytest.raises(UsageError, match=r"0.1 comes to 4 tokens with a prompt of 2, .* \(streaming_llm: sink is 4"):
+        check_share(llm, None, 2, 20)
+    check_share(Cell("streaming_llm", 4), None, 1, 1)  # tokens are none of its business
+
+
+def test_a_share_that_can_never_be_enough_is_refused_at_once() -> None:
+    cells = plan(["streaming_llm"], [0.1])
+    check(cells, None, [99, 2], 30)
+    with pytest.raises(
+        UsageError, match="comes to 4 tokens with a prompt of 2, for the full cache generates 20 at most"
+    ):
+        check(cells, None, [99, 2], 20)
+
+
+def test_prompts_that_are_longer_than_what_is_kept_are_said() -> None:
+    def said(*texts: str, budgets: tuple[int | float, ...] = (), schedule: str | None = None) -> list[str]:
+        return said_of_prompts(plan(list(texts), budgets, schedule), schedule, [1100, 7, 10])
+
+    assert said("rkv", "full", "kivi", budgets=(10,)) == [
+        "1 of 3 prompts, of up to 1,100 tokens, have more tokens than are kept with rkv at 10 tokens: parts of the "
+        "question may be evicted"
+    ]
+    [note] = said("rkv", "window:budget=9", budgets=(2000, 1099))
+    assert note.startswith("2 of 3 prompts, ")
+    assert "kept with rkv at 1,099 tokens, window:budget=9 at 9 tokens: parts" in note
+    assert said("rkv", budgets=(1100, 0.01)) == []
+    assert said("window", "rkv:protect_prompt=true,budget=9", schedule="every", budgets=(1100,)) == []
+    [note] = said("window", schedule="sawtooth:1200/8")
+    assert note.startswith("2 of 3 prompts, ")
+    assert said("full") == said("kivi") == []
 
 
 def test_cells_are_named() -> None:

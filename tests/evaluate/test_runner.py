@@ -204,19 +204,50 @@ def test_a_share_is_of_what_the_full_cache_generates(
 
 
 def test_a_share_stays_the_same_when_a_run_is_resumed(
-    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the full cache's lengths alone, whatever is there of others."""
     want = evaluate(model, problems, tmp_path / "whole", policies="window", budgets="0.9")
     given = options(model, problems, tmp_path / "parts", policies="window", budgets="0.9")
-    with monkeypatch.context() as patch:
-        interrupt(patch, len(QUESTIONS) + 3)
-        assert main(given) == 130
+    for after, first in ((2, True), (4, True), (len(QUESTIONS) + 3, True), (len(QUESTIONS) + 4, False)):
+        with monkeypatch.context() as patch:
+            interrupt(patch, after)
+            assert main([*given, "--resume"]) == 130
+        assert ("so full is run first" in capsys.readouterr().err) == first, "only where there is more of it to run"
     there = read(tmp_path / "parts").records
     means = [fmean(r.generated_tokens for r in part) for part in (there, there[: len(QUESTIONS)])]
     assert len({round(0.9 * mean) for mean in means}) == 2
     assert main([*given, "--resume"]) == 0
     assert recorded(tmp_path / "parts") == want
+
+
+def test_shares_of_a_policy_that_demands_something_of_its_budget(
+    model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are refused as soon as it is known that they come to too little, before anything is evicted."""
+    got = evaluate(model, problems, tmp_path / "enough", policies="streaming_llm:sink=2", budgets="0.25,0.5", limit=2)
+    assert len(got) == 3 * 2
+    mean = fmean(r["generated_tokens"] for key, r in got.items() if key.policy == "full")
+    assert mean < NEW
+    share, sink = 0.99, 5 + round(0.99 * mean)  # of the shortest prompt's tokens none would be left
+    changed = {"policies": f"window,streaming_llm:sink={sink}", "budgets": f"60,{share}", "limit": 2}
+    capsys.readouterr()
+    assert main(options(model, problems, tmp_path / "little", **changed)) == 2
+    said = f"the share {share} comes to {sink} tokens with a prompt of 5, for the full cache generates {mean:,.0f} on"
+    assert said in capsys.readouterr().err
+    assert {r.policy for r in read(tmp_path / "little").records} == {"full"}
+
+
+def test_a_budget_below_the_prompts_is_said(
+    model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluate(model, problems, tmp_path / "small", policies="window", budgets="8", limit=3, max_new_tokens=2)
+    err = capsys.readouterr().err
+    said = "1 of 3 prompts, of up to 11 tokens, have more tokens than are kept with window at 8 tokens: parts of the "
+    assert f"minithink.evaluate: {said}question may be evicted\n" in err
+    assert "full is run first" not in err
+    evaluate(model, problems, tmp_path / "enough", policies="window", budgets="11", limit=3, max_new_tokens=2)
+    assert "evicted" not in capsys.readouterr().err
 
 
 def test_the_mean_is_taken_when_all_processes_are_there(
@@ -544,6 +575,14 @@ def test_every_setting_is_kept_to(
             "answer is '1': give another grader",
         ),
         ({"policies": "rkv:protect_prompt=true", "budgets": 8}, 2, "8 tokens cannot hold the protected prompt of"),
+        (
+            {"policies": "streaming_llm:sink=9", "budgets": "0.01"},
+            2,
+            "streaming_llm:sink=9: the share 0.01 comes to 6 tokens with a prompt of 5, for the full cache generates "
+            "24 at most; give a larger share",
+        ),
+        ({"budgets": 10}, 2, "--policies was not given, and full, which is run then, takes no budget: name one"),
+        ({"policies": "full,rvk"}, 2, "The policy 'rvk' is unknown; did you mean rkv?"),
         ({"budgets": "0"}, 2, "'0' is no budget"),
         ({"schedule": "never", "policies": "window", "budgets": 9}, 2, "The schedule 'never' is unknown"),
         ({"split": "test"}, 2, "is a file, which has no split 'test'"),
