@@ -231,8 +231,10 @@ def as_markdown(rows: Sequence[Row], seed: int = 0) -> str:
     parts.append(
         "pass@1 is the mean over problems of the mean over their samples, with its 95 % interval (bootstrap over "
         f"problems, {RESAMPLES:,} resamples, seed {seed}; marked w: Wilson's, for each problem has the same share). "
-        "Differences are percentage points, paired over the problems that both policies have. KV bytes and tokens "
-        "kept a lane are those of one sequence. Tokens/s: all sequences of one device together."
+        "Differences are percentage points, paired over the problems that both policies have; one without an "
+        "interval is the same for each problem. KV bytes and tokens kept a lane (a KV head of a layer) are those of "
+        "one sequence: peaks are means over sequences of each one's peak. Tokens/s: all sequences of one device "
+        "together."
     )
     return "\n\n".join(parts) + "\n"
 

@@ -211,6 +211,9 @@ def test_the_markdown_table() -> None:
     assert second.endswith("| – |")
     assert "## Group x\\_y" in text
     assert "10,000 resamples, seed 7" in text
+    assert "one without an interval is the same for each problem" in text
+    assert "a lane (a KV head of a layer)" in text
+    assert "peaks are means over sequences of each one's peak" in text
     same = as_markdown(summarize([*FULL, *[replace(r, policy="a") for r in FULL]]))
     assert "| +0.0 against `full` |" in same
 
