@@ -164,6 +164,11 @@ def read(folder: Path) -> Run:
     return Run(folder, settings, runs, records, notes)
 
 
+def settings_of(folder: Path) -> dict[str, Any]:
+    """The settings of the run there. UsageError: they cannot be read."""
+    return _read_config(folder)[0]
+
+
 def join(runs: Sequence[Run]) -> list[Record]:
     """The records of several folders, to be compared with each other. A sequence that several hold, as `full` beside
     different policies, counts once.

@@ -9,14 +9,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from math import log2
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minithink.commands import location
 from minithink.errors import UsageError
+from minithink.evaluate.datasets import FORMATS
 from minithink.evaluate.journal import Run, join, read
 from minithink.evaluate.summary import FULL, Row, budget_text, size, summarize
 from minithink.figures import need_matplotlib, write_svg
@@ -68,7 +70,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     for note in filter(None, map(unfinished, runs)):
         print(f"minithink.evaluate: {note}", file=sys.stderr)
     output = args.output_dir or (args.folders[0] if len(args.folders) == 1 else Path())
-    for path in draw(rows, output):
+    for path in draw(rows, output, title_of(runs[0].settings, rows)):
         print(f"drawn to {path}", file=sys.stderr)
     return 0
 
@@ -93,12 +95,25 @@ def unfinished(run: Run) -> str:
     )
 
 
-def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
+def title_of(settings: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    """What was asked, as far as the settings of a run and its rows tell: "facts, test, 700 problems"."""
+    counts = sorted({row.problems for row in rows if row.group is None})
+    problems = " to ".join(f"{n:,}" for n in dict.fromkeys((counts[0], counts[-1])))
+    dataset, split = settings.get("dataset"), settings.get("split")
+    if isinstance(dataset, str):
+        is_file = not dataset.startswith("hub:") and dataset.lower().endswith(FORMATS)
+        parts = [Path(dataset).name] if is_file else [dataset, str(split or "test")]
+    else:
+        parts = []
+    return ", ".join([*parts, f"{problems} problem{'s' if problems != '1' else ''}"])
+
+
+def draw(rows: Sequence[Row], folder: Path, title: str = "") -> list[Path]:
     """Draw everything that the rows allow, over all problems → the SVG files.
 
     accuracy-by-budget.svg and length-by-budget.svg, where some policy has a budget in tokens;
     accuracy-by-share.svg and length-by-share.svg, where one has a share; recall-by-budget.svg and recall-by-share.svg
-    likewise, where recall was measured; accuracy-by-bytes.svg.
+    likewise, where recall was measured; accuracy-by-bytes.svg. title: stands above each.
 
     Raises:
         MinithinkError: matplotlib is missing, or a file cannot be written.
@@ -114,6 +129,7 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
                     if what != "recall" or any(row.recall is not None for row in chosen):
                         figures[f"{what}-by-{name}"] = _by_budget(chosen, what)
         for name, figure in figures.items():
+            figure.axes[0].set_title(title, loc="left", fontsize=10)
             paths.append(path := folder / f"{name}.svg")
             write_svg(figure, path, "--output-dir")
     return paths
@@ -180,6 +196,7 @@ def _by_budget(rows: Sequence[Row], what: str) -> Figure:
     accuracy = what == "accuracy"
     figure, axis = _figure(rows)
     budgets = sorted({row.budget for row in rows if row.budget is not None})
+    apart = _apart([row.policy for row in rows if row.budget is not None], budgets)
     for policy, style in _styles(rows).items():
         found = [(row, at) for row in rows if row.policy == policy and (at := _value(row, what)) is not None]
         if not found:
@@ -187,7 +204,8 @@ def _by_budget(rows: Sequence[Row], what: str) -> Figure:
         own, y = [row for row, _ in found], [at for _, at in found]
         errors = _errors(own) if accuracy else None
         if own[0].budget is not None:
-            x: list[Any] = [row.budget for row in own]
+            aside = apart.get(policy, 1.0) if accuracy else 1.0
+            x: list[Any] = [row.budget * aside for row in own if row.budget is not None]
             axis.errorbar(x, y, yerr=errors, label=policy, capsize=3, markersize=6, linewidth=1.5, **style)
             continue
         axis.axhline(
@@ -210,6 +228,15 @@ def _by_budget(rows: Sequence[Row], what: str) -> Figure:
         axis.set_ylim(bottom=0)
     _legend(figure)
     return figure
+
+
+def _apart(policies: Sequence[str], budgets: Sequence[float]) -> dict[str, float]:
+    """By what each policy's budgets are multiplied, so that error bars stand side by side: on a logarithmic axis a
+    step of at most 4 % each, and all together half of the way between two budgets at most."""
+    names = list(dict.fromkeys(policies))
+    gap = min((log2(b / a) for a, b in pairwise(budgets)), default=1.0)
+    step = min(log2(1.04), gap / 2 / len(names)) if names else 0.0
+    return {name: 2 ** (step * (i - (len(names) - 1) / 2)) for i, name in enumerate(names)}
 
 
 def _value(row: Row, what: str) -> float | None:

@@ -27,7 +27,7 @@ from minithink.evaluate import plots, summary
 from minithink.evaluate import trace as tracing
 from minithink.evaluate.datasets import Example, check_graders, load_dataset
 from minithink.evaluate.grading import GRADERS, grade
-from minithink.evaluate.journal import Journal, Key, Record, read, text_hash
+from minithink.evaluate.journal import Journal, Key, Record, read, settings_of, text_hash
 from minithink.evaluate.meter import Held, both, meter
 from minithink.evaluate.plan import Cell, budgets, check, check_share, plan, policy_of, said_of_prompts, tokens_of
 from minithink.evaluate.ranks import Ranks
@@ -387,7 +387,7 @@ def finish(folder: Path, rows: list[Row]) -> None:
     """Write the summary and the plots, print the table."""
     paths = summary.write(folder, rows)
     try:
-        paths += plots.draw(rows, folder)
+        paths += plots.draw(rows, folder, plots.title_of(settings_of(folder), rows))
     except MinithinkError as error:
         _say(f"no plots: {error}")
     print(summary.as_markdown(rows))

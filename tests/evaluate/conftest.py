@@ -24,4 +24,4 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs draw no pictures, which takes a second."""
-    monkeypatch.setattr(plots, "draw", lambda rows, folder: [])
+    monkeypatch.setattr(plots, "draw", lambda rows, folder, title: [])

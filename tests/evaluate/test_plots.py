@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -107,7 +108,10 @@ def test_what_is_drawn() -> None:
     lines = {c.get_label(): c for c in axis.containers}
     assert set(lines) == set(NAMES[1:3])
     points, _, (bars,) = lines["rkv:buffer=0"].lines
-    assert [list(map(float, xy)) for xy in points.get_xydata()] == [[128, 75], [512, 75]]
+    [x, y] = points.get_xydata().T.tolist()
+    assert (x, y) == (pytest.approx([128, 512], rel=0.025), [75, 75])
+    [others] = [c.lines[0].get_xdata() for label, c in lines.items() if label == "a&b<c>$x$"]
+    assert [a / b for a, b in zip(x, others, strict=True)] == pytest.approx([1.04, 1.04]), "none hides another's bars"
     assert [[float(y) for _, y in bar] for bar in bars.get_segments()] == [pytest.approx([70, 90])] * 2
     across = {line.get_label(): line.get_ydata() for line in axis.lines if len(line.get_xdata()) == 2}
     assert list(across["full"]) == list(across["kivi:bits=2+_x"]) == [75, 75]
@@ -117,6 +121,7 @@ def test_what_is_drawn() -> None:
     assert [label.get_text() for label in axis.get_xticklabels()] == ["128", "512"]
     assert not length.patches
     assert [list(c.lines[0].get_ydata()) for c in length.containers] == [[100, 100]] * 2
+    assert [list(c.lines[0].get_xdata()) for c in length.containers] == [[128, 512]] * 2, "without bars, in place"
     assert bytes_axis.get_xscale() == "log"
     sizes = {c.get_label(): list(c.lines[0].get_xdata()) for c in bytes_axis.containers}
     assert sizes == {
@@ -125,6 +130,41 @@ def test_what_is_drawn() -> None:
     }  # fmt: skip
     [front] = [line for line in bytes_axis.lines if line.get_gid() == "pareto-front"]
     assert front.get_xydata().tolist() == [[2**16, 75]], "all are as good, one is the smallest"
+
+
+@given(
+    st.integers(1, 12), st.lists(st.floats(0.01, 0.99) | st.integers(1, 4096), min_size=1, max_size=6, unique=True)
+)
+def test_policies_stand_side_by_side_in_order(n: int, budgets: list[float]) -> None:
+    """Those of one budget are nearer to each other than to those of the next."""
+    budgets.sort()
+    names = [f"p{i}" for i in range(n)]
+    by = plots._apart([*names, *names], budgets)
+    assert list(by) == names
+    factors = list(by.values())
+    assert all(1 < b / a < 1.041 for a, b in pairwise(factors))
+    assert factors[0] * factors[-1] == pytest.approx(1), "around the budget itself"
+    for a, b in pairwise(budgets):
+        assert factors[-1] / factors[0] <= (b / a) ** 0.5 * (1 + 1e-9)
+    assert plots._apart([], []) == {}
+
+
+def test_the_title_says_what_was_asked(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for n, (settings, want) in enumerate([
+        ({"dataset": "facts", "split": None}, "facts, test, 4 problems"),
+        ({"dataset": "facts", "split": "validation"}, "facts, validation, 4 problems"),
+        ({"dataset": "some/where/mine.JSONL", "split": None}, "mine.JSONL, 4 problems"),
+        ({"dataset": "hub:owner/x.json", "split": "train"}, "hub:owner/x.json, train, 4 problems"),
+        ({}, "4 problems"),
+    ]):  # fmt: skip
+        folder = write(tmp_path / str(n), results(), **settings)
+        assert main(["plot", str(folder)]) == 0
+        for path in folder.glob("*.svg"):
+            assert f">{want}<" in path.read_text()
+    rows = summarize([record(id="a"), record(id="b"), record(policy="kivi", id="b")])
+    assert plots.title_of({}, rows) == "1 to 2 problems"
+    assert plots.title_of({}, summarize([record()])) == "1 problem"
 
 
 def test_recall_is_drawn_where_it_was_measured(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def test_what_is_recorded_is_what_generate_gives(
     pictures = {"accuracy-by-budget", "length-by-budget", "accuracy-by-bytes"}
     drawn = pictures if importlib.util.find_spec("matplotlib") else set()
     assert {path.stem for path in tmp_path.glob("*.svg")} == drawn
+    assert all(">p.jsonl, 7 problems<" in path.read_text() for path in tmp_path.glob("*.svg"))
     out = capsys.readouterr()
     engine = load(model, device="cpu")
     got = {r.key: r for r in read(tmp_path).records}
