@@ -120,7 +120,7 @@ def test_the_command_line_draws_curves(folder, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["--policies", "full,h3o"], 2, "The policy 'full,h3o' is unknown"),
+        (["--policies", "full,h3o"], 2, "The policy 'h3o' is unknown"),
         (["--policies", "full,window,full"], 2, "The policy full is named twice"),
         (["--policies", "window:budget=x"], 2, "The policy window cannot have budget=x"),
         (["--budget", "0"], 2, "'0' is no whole number of at least 1"),
