@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 QUIET = 30.0  # seconds between lines, where there is no terminal
+SEEN = 0.1  # between changes of a bar: a step may take less, and none is to wait for the terminal
 
 
 class Advance:
@@ -69,7 +70,15 @@ def progress(
             task = bar.add_task("", total=total, completed=done)
             if label:
                 bar.console.print(label, markup=False, highlight=False)
-            advance.show = lambda: bar.update(task, completed=advance.done, description=str(advance))
+            shown, last = -1, 0.0
+
+            def update() -> None:
+                nonlocal shown, last
+                if advance.done > shown or time.monotonic() - last > SEEN:
+                    shown, last = advance.done, time.monotonic()
+                    bar.update(task, completed=advance.done, description=str(advance))
+
+            advance.show = update
             yield advance
         return
     last, shown = time.monotonic(), done

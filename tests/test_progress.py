@@ -81,5 +81,27 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert "1,234 tokens, 123.4 tokens/s" in capsys.readouterr().err
 
 
+def test_no_step_waits_for_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A bar changes ten times a second at most, and with every sequence that ends."""
+    from rich.progress import Progress
+
+    said = list[str]()
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setattr(Progress, "update", lambda self, task, **values: said.append(values["description"]))
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    with progress(2, 0) as advance:
+        for i in range(1, 26):
+            now[0] = i / 50
+            advance.step(10)
+        assert 3 <= len(said) <= 6
+        before = len(said)
+        advance(True)
+        advance.step(10)
+        advance(False)
+        assert said[before:] == ["1 of 1 right (100.0%); 250 tokens, 500.0 tokens/s",
+                                 "1 of 2 right (50.0%); 260 tokens, 520.0 tokens/s"]  # fmt: skip
+
+
 def test_durations() -> None:
     assert [duration(s) for s in (0, 9.6, 95, 3700)] == ["0:00", "0:10", "1:35", "1:01:40"]
