@@ -390,8 +390,8 @@ def finish(folder: Path, rows: list[Row]) -> None:
         paths += plots.draw(rows, folder, plots.title_of(settings_of(folder), rows))
     except MinithinkError as error:
         _say(f"no plots: {error}")
-    print(summary.as_markdown(rows))
-    _say(f"written to {', '.join(map(str, paths))}")
+    summary.show(rows, folder)
+    _say(f"written to {folder}: {', '.join(path.name for path in paths)}")
 
 
 def _hash(examples: list[Example]) -> str:

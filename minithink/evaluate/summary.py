@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -237,6 +238,30 @@ def as_markdown(rows: Sequence[Row], seed: int = 0) -> str:
         "together."
     )
     return "\n\n".join(parts) + "\n"
+
+
+def show(rows: Sequence[Row], folder: Path) -> None:
+    """Print the tables; on a terminal of all problems alone, with the columns that fit, and where the rest is."""
+    if not sys.stdout.isatty():
+        print(as_markdown(rows))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    titles = ("policy", "budget", "right", "95 % interval", "tokens", "KV peak", "kept")
+    table = Table(*titles, box=None, title="All problems", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+        column.no_wrap = True
+    for row in rows:
+        if row.group is None:
+            interval = f"{row.pass_at_1_low:.1%} to {row.pass_at_1_high:.1%}"
+            sizes = (f"{row.generated_mean:,.0f}", size(row.kv_bytes_peak), f"{row.tokens_peak:,.0f}")
+            right = f"{row.pass_at_1:.1%}"
+            table.add_row(Text(row.policy), budget_text(row.budget), right, interval, *sizes)
+    Console(highlight=False).print(table)
+    print(f"All columns, what they mean, and the groups of problems: {folder / 'summary.md'}")
 
 
 def _table(rows: Sequence[Row]) -> str:

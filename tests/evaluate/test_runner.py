@@ -96,7 +96,7 @@ def test_what_is_recorded_is_what_generate_gives(
             assert r.seconds > 0
     assert {r.finish_reason for r in got.values()} == {"stop", "length"}
     assert "| `window:budget=12` | 12 |" in out.out
-    assert f"written to {tmp_path / 'summary.json'}" in out.err
+    assert f"written to {tmp_path}: summary.json, summary.csv, summary.md" in out.err
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert [(row["policy"], row["group"], row["samples"]) for row in summary["rows"]] == [
         (policy, group, n) for group, n in ((None, 14), ("g", 8), ("h", 6)) for policy in ("full", "window:budget=12")

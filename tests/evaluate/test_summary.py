@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -16,7 +17,18 @@ from hypothesis import strategies as st
 
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate.journal import Record
-from minithink.evaluate.summary import Row, as_csv, as_json, as_markdown, budget_text, points, size, summarize, write
+from minithink.evaluate.summary import (
+    Row,
+    as_csv,
+    as_json,
+    as_markdown,
+    budget_text,
+    points,
+    show,
+    size,
+    summarize,
+    write,
+)
 from minithink.intervals import bootstrap, wilson
 from tests.evaluate.draw import record, runs
 
@@ -229,3 +241,27 @@ def test_the_markdown_table() -> None:
 )  # fmt: skip
 def test_units(said: str, want: str) -> None:
     assert said == want
+
+
+def test_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole tables, or on a terminal the columns that fit into 80: of all problems, whole names, no markup."""
+    name = "rkv:lam=0.1,buffer=0[b]"
+    grouped = [replace(r, group="short" if r.id == "p" else "long") for r in FULL]
+    rows = summarize([*grouped, *[replace(r, policy=name, budget=0.25) for r in grouped]])
+    assert {row.group for row in rows} == {None, "short", "long"}
+    show(rows, tmp_path)
+    assert capsys.readouterr().out == as_markdown(rows) + "\n"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    show(rows, tmp_path)
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    assert out[0].strip() == "All problems"
+    table = out[1:-1]
+    assert max(map(len, table)) <= 80
+    assert "".join(line[:24].strip() for line in table[2:]) == name, "broken, where it is too long, and all there"
+    whole = [row for row in rows if row.group is None]
+    for row, line in zip(whole, table[1:], strict=False):
+        assert f"{row.pass_at_1:.1%}" in line
+        assert f"{row.pass_at_1_low:.1%} to {row.pass_at_1_high:.1%}" in line
+        assert size(row.kv_bytes_peak) in line
+    assert out[-1].endswith(f"groups of problems: {tmp_path / 'summary.md'}")
