@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from minithink.backend import REFERENCE
 from minithink.kernels import paged_attention as kernel
@@ -104,14 +105,25 @@ def test_lanes_of_every_length_are_whole(
 @pytest.mark.parametrize("name", ["thoughts", "thoughts-by-token"])
 def test_formats_side_by_side_after_many_evictions(name: str, group: str | None) -> None:
     """In every lane several formats and a ring, here and there without a token of one of them."""
-    store = filled(STORAGES[name], "layer", [90, 3, 40], layers=2, steps=47, keep=0.4, seed=5)
-    store.backend = BACKEND
-    read = store.reader()
-    held = read.by_format[2].diff(dim=-1)  # [Lt, N, 1, F + 1], tokens of each format and of the ring
-    assert held.shape[-1] == len(store.used) + 1 > 2
+    held = _several(name, group)
     assert ((held > 0).sum(-1) > 2).any()
     assert ((held == 0).any((0, 1, 2)) & (held > 0).any((0, 1, 2))).any()
     assert (held[..., -1] > 0).any()
+
+
+@pytest.mark.parametrize("name", ["thoughts", "thoughts-by-token"])
+def test_a_ring_of_one_token_counts(name: str) -> None:
+    held = _several(name, None, steps=49)
+    assert (held[..., -1] == 1).all()
+
+
+def _several(name: str, group: str | None, steps: int = 47) -> Tensor:
+    """Kernel and twin over several formats → int32 [Lt, N, 1, F + 1], tokens of each format and of the ring."""
+    store = filled(STORAGES[name], "layer", [90, 3, 40], layers=2, steps=steps, keep=0.4, seed=5)
+    store.backend = BACKEND
+    read = store.reader()
+    held = read.by_format[2].diff(dim=-1)
+    assert held.shape[-1] == len(store.used) + 1 > 2
     q = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     for layer in range(2):
         want, want_mass = ref.paged_attention(q, read, layer, group)
@@ -119,6 +131,7 @@ def test_formats_side_by_side_after_many_evictions(name: str, group: str | None)
         assert_close("out", got, want, atol=4e-6 * float(want.abs().max()))
         if mass is not None and want_mass is not None:
             assert_close("mass", mass, want_mass, atol=2e-5 * float(want_mass.max()))
+    return held
 
 
 @needs_graphs
