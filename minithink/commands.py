@@ -79,6 +79,13 @@ def location(text: str) -> Path:
     return Path(text)
 
 
+def natural(text: str) -> int:
+    """For argparse: a whole number, 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 0")
+    return int(text)
+
+
 def positive(text: str) -> int:
     """For argparse: a whole number of at least 1."""
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from minithink.commands import exit_code, location, positive, run
+from minithink.commands import exit_code, location, natural, positive, run
 from minithink.errors import MinithinkError, UsageError
 
 
@@ -61,6 +61,13 @@ def test_positive_numbers(text: str) -> None:
     assert positive("7") == 7
     with pytest.raises(argparse.ArgumentTypeError, match="is no whole number of at least 1"):
         positive(text)
+
+
+def test_natural_numbers() -> None:
+    assert [natural("0"), natural("7")] == [0, 7]
+    for text in ("-1", "1.5", "x", ""):
+        with pytest.raises(argparse.ArgumentTypeError, match="is no whole number of at least 0"):
+            natural(text)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")

@@ -24,7 +24,10 @@ def steps(result: Result) -> list[str]:
             _name(m), f"{m['batch']:,}", f"**{m['step_milliseconds']:.2f} ms**", f"{m['tokens_per_second']:,.0f}",
             f"{m['share_of_limit']:.0%}", f"{m['overhead']:.1%}", f"{m['parts_shares']['gather']:.1%}", _cases(m),
         ))  # fmt: skip
-    return [*markdown(rows), "", *_said(result, "step/"), _sources(result, "step")]
+    usual = max((m["settings"]["steps"] for m in _of(result, "step")), default=0)
+    fewer = (f"{_name(m)}, {m['batch']}: {n}" for m in _of(result, "step") if (n := m["settings"]["steps"]) < usual)
+    said = f"Means of {usual} steps" + "".join(f"; {text}" for text in fewer) + "."
+    return [*markdown(rows), "", said, "", *_said(result, "step/"), _sources(result, "step")]
 
 
 def parts(result: Result) -> list[str]:
@@ -44,16 +47,19 @@ def sizes(result: Result) -> list[str]:
     """Bytes of a sequence, one row a case."""
     rows: list[tuple[str, ...]] = [
         ("method", "of the full cache", "a sequence", "codes", "scales", "buffers", "tables and the rest",
-         "pages used", "case 1, case 2"),
+         "whole pool", "pages used", "case 1, case 2"),
     ]  # fmt: skip
     for m in _of(result, "bytes"):
         own = m["kinds"]
         rest = m["bytes"] - sum(own[kind] for kind in ("payload", "scales", "buffers"))
         sizes = (m["bytes"], own["payload"], own["scales"], own["buffers"], rest)
         mib = (f"{size / 2**20:,.1f} MiB" for size in sizes)
-        rows.append((_name(m), f"**{m['share']:.2%}**", *mib, f"{m['pages_share']:.0%}", _cases(m)))
+        rows.append(
+            (_name(m), f"**{m['share']:.2%}**", *mib, f"{m['pool_share']:.2%}", f"{m['pages_share']:.0%}", _cases(m))
+        )
     said = [
-        f"After {m['length']:,} tokens, of which a lane holds {m['held_tokens']:,}. *Pages used*: of those that are "
+        f"After {m['length']:,} tokens, of which a lane holds {m['held_tokens']:,}. *Whole pool*: with all that is "
+        "reserved, of the full cache. *Pages used*: of those that are "
         "needed if, at worst, all thoughts are of one type, whichever that is."
         for m in _of(result, "bytes")[:1]
     ]

@@ -30,7 +30,7 @@ from minithink.calibrate.agreement import compare, fold
 from minithink.calibrate.density import Peaks, density, peaks
 from minithink.calibrate.journal import Journal
 from minithink.calibrate.reading import averaged, sparsity, types
-from minithink.commands import INTERRUPTED, positive
+from minithink.commands import INTERRUPTED, natural, positive
 from minithink.engine import Engine, load
 from minithink.errors import UsageError, unwritable
 from minithink.evaluate.datasets import Example, load_dataset
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--policy", default="thinkv", help="thinkv, tbe or tbq, as in thinkv:tau=64: types are measured with its τ, "
         "and compared with those under its eviction (default: thinkv)")  # fmt: skip
     add("--budget", type=positive, metavar="N", help="of that policy, tokens (default: 1024)")
-    add("--compare", type=int, default=16, metavar="N", help="prompts that are compared; 0: none (default: 16)")
+    add("--compare", type=natural, default=16, metavar="N", help="prompts that are compared; 0: none (default: 16)")
     add("--batch-size", type=positive, metavar="N", help=f"default: {GPU_BATCH} on a GPU, else {CPU_BATCH}")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", help="auto, float32, float16, bfloat16")

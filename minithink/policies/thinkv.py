@@ -17,7 +17,8 @@ Chosen where the paper is silent or says two things:
 - the newest query's sparsity is counted from the weights that attention computes anyway; with sparsity_rows > 1
   those of all these queries are computed again, from the keys;
 - thoughts=keyword goes by the words of table 7 instead, of the text so far (`thoughts.py`); the host reads them all;
-- |T| = 2 knows execution and reasoning, |T| = 1 reasoning alone; then there is no case 1 (§6.2, §E.10);
+- |T| = 2 knows execution and reasoning, |T| = 1 reasoning alone; then there is no case 1 (§6.2, §E.10); with
+  |T| = 1 a segment goes to the next lower power of two, down to the last number of R;
 - case 2 follows case 1 in the same step where that was not enough; the running segment is left alone by both;
 - hard_budget (a budget is a promise): when all ended segments are at the minimum and |S| > k, the running one is
   annealed too, then all go to 2, to 1 and at last to 0 tokens; hard_budget=false is the paper's letter;
@@ -31,6 +32,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isnan
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -86,6 +88,11 @@ class ThinKV(Policy):
                 f"{self.name}: types={self.types}, tau={self.tau}, g={self.g}, sparsity_rows={self.sparsity_rows}; "
                 "types must be 1, 2 or 3, the others at least 1."
             )
+        if self.precision.endswith("T0") != (self.v_precision or self.precision).endswith("T0"):
+            raise UsageError(
+                f"{self.name}: precision={self.precision} and v_precision={self.v_precision}: T0 drops keys and "
+                "values of transitions, so that both have it, or none."
+            )
         self.storage = self._storage()
         if self.storage.buffer and self.tau % self.storage.buffer:
             raise UsageError(
@@ -96,6 +103,9 @@ class ThinKV(Policy):
         down = sorted({n for n in self.kept if n >= 0}, reverse=True)
         if self.budget is not None and (not self.kept or list(self.kept) != down):
             raise UsageError(f"{self.name}: retention={self.retention}; it must descend, as 64/32/16/8/4 does.")
+        if self.types == 1 and self.kept:  # half as many each time (§E.10)
+            powers = (2**i for i in range((self.tau - 1).bit_length() - 1, -1, -1))
+            self.kept = (*(n for n in powers if n > self.kept[-1]), self.kept[-1])
         self.beside = self.storage.buffer + (self.kept[-1] if self.kept else 0) + 1
         self._kind: Callable[[Sequence[int]], int] | None = None
         if self.thoughts == "keyword":
@@ -156,7 +166,7 @@ class ThinKV(Policy):
         """values: `layers` and `thresholds`, of `python -m minithink.calibrate thoughts`."""
         layers = self._numbers("layers", self.layers, int) or tuple(values.get("layers", ()))
         theta = self._numbers("thresholds", self.thresholds, float) or tuple(values.get("thresholds", ()))
-        if theta and (len(theta) != self.types - 1 or list(theta) != sorted(theta)):
+        if theta and (len(theta) != self.types - 1 or list(theta) != sorted(theta) or any(map(isnan, theta))):
             raise UsageError(
                 f"{self.name}: {self.types} types need {self.types - 1} ascending thresholds, and there are "
                 f"{', '.join(map(str, theta))}: calibrate with --thoughts {self.types}."
@@ -309,6 +319,13 @@ class Tbq(ThinKV):
     budget: int | None = field(default=None, init=False)
     retention: str = field(default="", init=False)
     hard_budget: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        if self._drops:
+            raise UsageError(
+                f"{self.name} keeps every token, and precision={self.precision} drops transitions: use thinkv, or T2."
+            )
+        super().__post_init__()
 
     name: ClassVar[str] = "tbq"
     summary: ClassVar[str] = "quantize by thought type, evict nothing (ThinKV's TBQ)"

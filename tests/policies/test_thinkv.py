@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Demand, See, Step
+from minithink.kv.contract import Demand, See, Shape, Step
 from minithink.kv.manager import KVManager
 from minithink.policies import parse, thinkv
 from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION, Tbe, Tbq, ThinKV
@@ -334,7 +334,7 @@ def test_t0_keeps_no_transition() -> None:
 
 def test_figure_6() -> None:
     """The walkthrough of §D.6, state by state: τ = g = block size = 4, R = {2}; A … D reasoning, E … H execution,
-    I … L a transition, M … P reasoning. The prompt is one token that fills no block of the figure's."""
+    I … L a transition, M … P reasoning. The prompt is of 4 tokens, which fill no block of the figure's."""
     policy = told(ThinKV, [REASONING, EXECUTION, TRANSITION, REASONING, REASONING])(
         budget=100, tau=4, g=4, block=4, retention="2", two="int2s", precision="R4E4T4", key_axis="token", **ALONE
     )
@@ -372,6 +372,44 @@ def test_figure_6() -> None:
     assert states[-16][:3] == states[-12]
 
 
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("thinkv:budget=999,types=1", (64, 32, 16, 8, 4)),
+        ("thinkv:budget=999,types=1,tau=256", (128, 64, 32, 16, 8, 4)),
+        ("thinkv:budget=999,types=1,tau=48,retention=64/2", (32, 16, 8, 4, 2)),
+        ("thinkv:budget=999,types=1,tau=16,retention=0", (8, 4, 2, 1, 0)),
+        ("thinkv:budget=999,types=2,tau=256", (64, 32, 16, 8, 4)),
+    ],
+)
+def test_one_type_halves(text: str, kept: tuple[int, ...]) -> None:
+    """§E.10: without types a segment goes to the next lower power of two."""
+    policy = parse(text)
+    assert isinstance(policy, ThinKV)
+    assert policy.kept == kept
+
+
+def test_a_threshold_belongs_to_what_is_above() -> None:
+    """φ (§4.1): transition ≥ θ2 > reasoning ≥ θ1 > execution."""
+    theta = (0.25, 0.5)
+    kinds = thinkv.type_of(torch.tensor([0.2499, 0.25, 0.4999, 0.5]), theta)
+    assert kinds.tolist() == [EXECUTION, REASONING, REASONING, TRANSITION]
+    assert thinkv.type_of(torch.tensor([0.2499, 0.25, 1.0]), theta[:1]).tolist() == [EXECUTION, REASONING, REASONING]
+
+
+def test_a_row_begins_anew() -> None:
+    """What the sequence before has left in a row is forgotten, and other rows keep theirs."""
+    policy = ThinKV(budget=40, tau=8, g=4, retention="4/2", **ALONE)
+    policy.setup(Shape(1, 2, 1, 1, 16, 16, "layer", torch.device("cpu"), tokens=40))
+    of_rows = policy.kind, policy.level, policy.cases.T
+    for x in of_rows:
+        x.fill_(1)
+    policy.reset(0)
+    for x in of_rows:
+        assert not x[0].any()
+        assert x[1].all()
+
+
 # --- bad input ----------------------------------------------------------------------------------------------
 
 
@@ -390,6 +428,10 @@ def test_figure_6() -> None:
         ("thinkv:budget=64,g=0", "g=0"),
         ("thinkv:budget=64,layers=1,thresholds=0.5", "3 types need 2 ascending thresholds"),
         ("thinkv:budget=64,layers=1,thresholds=0.6/0.5", "ascending"),
+        ("thinkv:budget=64,layers=1,thresholds=nan/nan", "ascending"),
+        ("thinkv:budget=64,v_precision=R4E4T0", "T0 drops keys and values of transitions, so that both have it"),
+        ("thinkv:budget=64,precision=R4E4T0,v_precision=R4E4T2", "T0 drops keys and values"),
+        ("tbq:precision=R4E4T0", "tbq keeps every token, and precision=R4E4T0 drops transitions: use thinkv, or T2"),
         ("tbq:budget=64", "no hyperparameter 'budget'"),
         ("tbe:budget=64,precision=R4E4T2", "no hyperparameter 'precision'"),
         ("thinkv", "needs a budget"),
