@@ -372,6 +372,15 @@ def test_figure_6() -> None:
     assert states[-16][:3] == states[-12]
 
 
+def test_there_is_room_where_the_budget_is_soft() -> None:
+    """All ended segments at the minimum, and the running one: more than the budget, and no more than is announced."""
+    policy = told(Tbe, [EXECUTION] * 9)(budget=12, tau=8, retention="4/2", hard_budget=False, **ALONE)
+    most = max(manager.held(0) for manager in follow(policy, [4], 63, decoder=WIDE))
+    assert most == 4 + 7 * 2 + 7
+    (_, announced), *_ = policy.peaks(4 + 63, 4)[0]
+    assert most <= announced <= most + 8
+
+
 @pytest.mark.parametrize(
     ("text", "kept"),
     [
