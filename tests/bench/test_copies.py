@@ -25,6 +25,14 @@ def test_numbers_are_drawn_once(counts: list[int], more: int, before: int) -> No
     assert set(free.stack[more:].tolist()) == {free.count}
 
 
+def test_numbers_lie_anywhere() -> None:
+    """As pages do where sequences came and went."""
+    (drawn,) = copies._draw(FreeList(1000, "pages", CPU), [500])
+    apart = (drawn.diff() != 1).float().mean()
+    assert apart > 0.9
+    assert drawn.max() > 900
+
+
 def test_what_is_not_copied_is_nowhere() -> None:
     """Behind the last number lies what masked-out writes hit, and behind that what such reads find."""
     there, here = FreeList(4, "pages", CPU), FreeList(9, "pages", CPU)

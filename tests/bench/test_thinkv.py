@@ -19,6 +19,7 @@ from minithink.bench.parts import GATHERS, TimedLoop, cases_of, rates
 from minithink.bench.steady import CONFIGS, METHODS, Drawn, Settings, Steady, pool_bytes
 from minithink.bench.thinkv import Bench, cases
 from minithink.kv.manager import bytes_for
+from minithink.kv.store import SAME
 from minithink.kv.table import Exhausted
 from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION
 
@@ -108,12 +109,16 @@ def test_copies_hold_what_the_few_hold(method: str) -> None:
     case = Steady(model(), method, 7, replace(SMALL, lockstep=True), 400, few=3)
     few = case.few
     assert few is not None
-    for tokens in (150, 260):
+    of = torch.arange(7) % 3
+    for tokens in (150, 256, 300):
         case.reach(tokens)
         assert_lawful(case)
         many, source = case.cache.store, few.cache.store
         assert many.kinds == [source.kinds[i % 3] for i in range(7)]
         assert many.row_uses.sum() == sum(_uses(few, i % 3) for i in range(7))
+        for name in ("thought", "next_thought", "begun"):
+            assert torch.equal(getattr(many, name), getattr(source, name)[of])
+        assert (many.next_thought != SAME).all() == (tokens == 256), "where a segment has ended"
         for i in case.sequences:
             theirs, own = source.reader(torch.tensor([i % 3])), many.reader(torch.tensor([i]))
             seen = int(source.count[:, i % 3].max())

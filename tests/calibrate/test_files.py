@@ -131,7 +131,7 @@ def test_evaluate_runs_with_a_calibration_from_elsewhere(
     from minithink.evaluate import plots
     from minithink.evaluate.__main__ import main
 
-    monkeypatch.setattr(plots, "draw", lambda rows, folder: [])
+    monkeypatch.setattr(plots, "draw", lambda rows, folder, title: [])
     folder = tmp_path / "calibration"
     shutil.copytree(calibrated, folder)
     words = evaluation(model, problems, tmp_path / "run", policies=POLICY, budgets=60, limit=2, calibration=folder)
