@@ -23,7 +23,8 @@ Chosen where the paper is silent or says two things:
 - hard_budget (a budget is a promise): when all ended segments are at the minimum and |S| > k, the running one is
   annealed too, then all go to 2, to 1 and at last to 0 tokens; hard_budget=false is the paper's letter;
 - K-means over all KV heads of a layer together, for they share a table; in a stack of finer scope, those that do;
-- T0 drops the tokens of transitions group by group; a g below 16 makes short groups of keys, 16 channels of values.
+- T0, in `precision`, drops the tokens of transitions group by group;
+- a g below 16 makes short groups of keys, 16 channels of values.
 `key_axis` names what has a scale of its own, as the paper does: a channel (keys of g tokens share it), or a token.
 """
 
@@ -88,10 +89,10 @@ class ThinKV(Policy):
                 f"{self.name}: types={self.types}, tau={self.tau}, g={self.g}, sparsity_rows={self.sparsity_rows}; "
                 "types must be 1, 2 or 3, the others at least 1."
             )
-        if self.precision.endswith("T0") != (self.v_precision or self.precision).endswith("T0"):
+        if self.v_precision.endswith("T0") and not self._drops:
             raise UsageError(
-                f"{self.name}: precision={self.precision} and v_precision={self.v_precision}: T0 drops keys and "
-                "values of transitions, so that both have it, or none."
+                f"{self.name}: v_precision={self.v_precision} drops values of transitions and "
+                f"precision={self.precision} keeps their keys: T0 is for both, in precision."
             )
         self.storage = self._storage()
         if self.storage.buffer and self.tau % self.storage.buffer:

@@ -62,6 +62,9 @@ class Plain:
         self.size: list[int] = []
         self.level: list[int] = []
         self.schedule = [int(n) for n in policy.retention.split("/")]
+        if policy.types == 1:  # halves, whatever the schedule, down to its last number
+            last = self.schedule[-1]
+            self.schedule = [*(n for n in (8, 4, 2, 1) if last < n < policy.tau), last]
         self.cases = [0, 0]
 
     def over(self) -> bool:
@@ -438,8 +441,7 @@ def test_a_row_begins_anew() -> None:
         ("thinkv:budget=64,layers=1,thresholds=0.5", "3 types need 2 ascending thresholds"),
         ("thinkv:budget=64,layers=1,thresholds=0.6/0.5", "ascending"),
         ("thinkv:budget=64,layers=1,thresholds=nan/nan", "ascending"),
-        ("thinkv:budget=64,v_precision=R4E4T0", "T0 drops keys and values of transitions, so that both have it"),
-        ("thinkv:budget=64,precision=R4E4T0,v_precision=R4E4T2", "T0 drops keys and values"),
+        ("thinkv:budget=64,v_precision=R4E4T0", "drops values of transitions and precision=R4E4T2 keeps their keys"),
         ("tbq:precision=R4E4T0", "tbq keeps every token, and precision=R4E4T0 drops transitions: use thinkv, or T2"),
         ("tbq:budget=64", "no hyperparameter 'budget'"),
         ("tbe:budget=64,precision=R4E4T2", "no hyperparameter 'precision'"),
