@@ -38,13 +38,14 @@ def unit_of(i, n, rows, tables, p_at):
 _BRANCHES: dict[torch.device, list[torch.cuda.Stream]] = {}  # streams that are forked from the current one
 
 
-def side_by_side(launches: Sequence[Callable[[], object]], device: torch.device) -> None:
+def side_by_side(launches: Sequence[Callable[[], object]], device: torch.device, apart: bool = True) -> None:
     """Make launches that do not depend on each other, the longest first.
 
     While a CUDA graph is recorded, each becomes a branch of it: where the programs of one leave the GPU partly idle,
-    those of the next begin. Otherwise one comes after the other: events would cost the host more than they gain.
+    those of the next begin. Otherwise, or if they are not to go apart, one comes after the other: events would cost
+    the host more than they gain.
     """
-    if len(launches) < 2 or device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+    if not apart or len(launches) < 2 or device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         for launch in launches:
             launch()
         return

@@ -745,11 +745,8 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
             d**-0.5, layer, t, parts - 1, parts, width, place.shape[-1], rows,
             c, k, k, several, several, True, how, 16, num_warps=4,
         ))  # fmt: skip
-    if c.overlap:  # the merge can be launched early behind one launch, not behind several branches
-        for launch in launches:
-            launch()
-    else:
-        side_by_side(launches, q.device)
+    # The merge can be launched early behind one launch, not behind several branches.
+    side_by_side(launches, q.device, apart=not c.overlap)
     _merge[(n * hq,)](
         part, part_lse, out, lse, read.numbers, count, t, parts, in_format, rows,
         c, several, power_of_2(d), *MERGED, num_warps=MERGING[n * c.kv_heads >= MANY_LANES],

@@ -145,10 +145,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _warn_of_nonsense(args: argparse.Namespace, prompts: list[str]) -> bool:
     """Say so where nobody chose the embedded model and it is asked what it cannot know → whether there was need."""
+    if args.model is not None:
+        return False
     from minithink.tasks import families, holds_question
 
-    strange = sum(not holds_question(prompt) for prompt in prompts)
-    if args.model is not None or not strange:
+    if not (strange := sum(not holds_question(prompt) for prompt in prompts)):
         return False
     which = "the prompt" if len(prompts) == 1 else f"{strange} of {len(prompts)} prompts"
     print(

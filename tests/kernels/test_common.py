@@ -18,9 +18,10 @@ def _note(done: list[int], i: int) -> None:
 
 @pytest.mark.parametrize("n", range(4))
 def test_without_a_graph_they_come_one_after_the_other(n: int) -> None:
-    done = list[int]()
-    side_by_side([partial(_note, done, i) for i in range(n)], DEVICE)
-    assert done == list(range(n))
+    for apart in (True, False):
+        done = list[int]()
+        side_by_side([partial(_note, done, i) for i in range(n)], DEVICE, apart)
+        assert done == list(range(n))
 
 
 @needs_graphs
