@@ -124,8 +124,8 @@ def _rkv(s: Settings, buffer: int, compaction: Any) -> Policy:
 Make = Callable[[Settings, ModelConfig], Policy]
 METHODS: dict[str, Make] = {
     "full": lambda s, c: Full(),
-    "thinkv": lambda s, c: _drawn(Drawn, s, c, key_axis="channel"),
-    "thinkv-token": lambda s, c: _drawn(Drawn, s, c, key_axis="token"),
+    "thinkv": lambda s, c: _drawn(Drawn, s, c),
+    "thinkv-channel": lambda s, c: _drawn(Drawn, s, c, key_axis="channel"),
     "tbe": lambda s, c: _drawn(DrawnTbe, s, c),
     "rkv": lambda s, c: _rkv(s, s.buffer, "none"),
     "rkv-gather": lambda s, c: _rkv(s, s.buffer, "gather"),

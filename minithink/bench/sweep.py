@@ -67,8 +67,11 @@ RETENTIONS = ("64", "64/32", "64/32/16", "64/32/16/8", "64/32/16/8/4/2")  # besi
 SWEEPS = {
     "main": Sweep(
         "ThinKV, its two halves and other methods",
-        ("thinkv", "tbq", "tbe", "rkv", "kivi", "pm_kvq", "crystal_kv_lite"), split="test", samples=2,
-        budgets=(0.125, 0.25, 0.5, 0.75),
+        (
+            "thinkv", "thinkv:types=1", "tbq", "tbe", "rkv", "kivi", "kivi:bits=4", "pm_kvq",
+            "pm_kvq:max_len=2048", "crystal_kv_lite",
+        ),
+        budgets=(0.125, 0.25, 0.5, 0.75), split="test", samples=2,
     ),
     "recall": Sweep(
         "of the tokens that full attention looks at most, how many are held", ("thinkv", "tbe", "rkv"),
@@ -88,7 +91,7 @@ SWEEPS = {
     ),
     "block": Sweep("slots of a page", _of_thinkv("block=4", "", "block=16", "block=32")),
     "key-axis": Sweep(
-        "a scale for each channel of a group of keys, or for each key", _of_thinkv("", "key_axis=token"),
+        "a scale for each channel of a group of keys, or for each key", _of_thinkv("", "key_axis=channel"),
     ),
     "snapkv": Sweep("a prompt that is cut, too", ("thinkv", "snapkv:cap=128+thinkv")),
 }  # fmt: skip

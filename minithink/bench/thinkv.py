@@ -10,7 +10,8 @@ measured again. Names of cases, which `--cases` takes with * and ?:
     throughput/METHOD/T30    --tokens generated at the largest batch that fits into --memory (table 2): the time of
                              the whole generation follows from a few steps at each of --levels evenly spaced lengths.
                              Its limit is what bytes and products take; its bound lets attention take what it was
-                             measured to take, and the rest of a step what weights and their products must
+                             measured to take, and the rest of a step what weights and their products must. With
+                             --pool 0.55 cases of methods with types are called throughput/METHOD/T30/P55
 
 METHOD is one of steady.METHODS; rkv-every is R-KV that evicts at every step. throughput/transformers is transformers'
 full cache. Several GPUs can share the cases: each writes a file of its own, and a last call takes all of them with
@@ -50,9 +51,9 @@ from minithink.errors import MinithinkError, UsageError
 
 DEFAULT = "thinkv"
 PEER = "transformers"
-THINKV = ("thinkv", "thinkv-token", "tbe")  # methods that draw types of thoughts
-BYTES = ("thinkv", "thinkv-token")
-THROUGHPUT = ("full", "rkv", "thinkv", "thinkv-token", PEER)
+THINKV = ("thinkv", "thinkv-channel", "tbe")  # methods that draw types of thoughts
+BYTES = ("thinkv", "thinkv-channel")
+THROUGHPUT = ("full", "rkv", "thinkv", "thinkv-channel", PEER)
 COMPARED = (  # in tokens per second, and the ratio that is aimed at
     ("step/tbe/256/T30", "step/rkv-every-overlapped/256", 3.0), ("step/tbe/256/T30", "step/rkv/256", 1.0),
     ("throughput/thinkv/T30", "throughput/full", 15.0), ("throughput/thinkv/T30", "throughput/transformers", 28.0),
@@ -113,20 +114,22 @@ class Case:
     method: str
     batch: int  # of steps; 0: another kind
     transitions: float  # their share
+    pool: float = 1.0  # of throughput: pages, as a share of what the worst case needs
 
     @property
     def name(self) -> str:
         """As `--cases` has it."""
         types = [f"T{self.transitions * 100:g}"] if self.method in THINKV else []
+        types += [f"P{self.pool * 100:g}"] if self.pool != 1 and types else []
         return "/".join([self.kind, self.method, *([str(self.batch)] if self.batch else []), *types])
 
 
-def cases(batches: Sequence[int], shares: Sequence[float]) -> list[Case]:
+def cases(batches: Sequence[int], shares: Sequence[float], pool: float = 1.0) -> list[Case]:
     """All that there are."""
     drawn = {method: shares if method in THINKV else shares[:1] for method in METHODS}
     out = [Case("bytes", method, 0, share) for method in BYTES for share in shares]
     out += [Case("step", m, batch, share) for batch in batches for m in METHODS for share in drawn[m]]
-    return out + [Case("throughput", method, 0, shares[0]) for method in THROUGHPUT]
+    return out + [Case("throughput", method, 0, shares[0], pool) for method in THROUGHPUT]
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
@@ -134,7 +137,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     device = torch.device(args.device)
     if args.headroom is None:
         args.headroom = 8.0 if device.type == "cuda" else 1.0
-    names = cases(args.batch, args.transition_share)
+    names = cases(args.batch, args.transition_share, args.pool)
     chosen = [case for case in names if any(fnmatch(case.name, pattern) for pattern in args.cases)]
     if not chosen:
         known = ", ".join(case.name for case in names)
@@ -433,14 +436,18 @@ def print_table(result: dict[str, Any]) -> None:
 
 
 def ratios(measurements: Sequence[dict[str, Any]]) -> list[str]:
-    """How fast cases are beside others, where both were measured alike, and what was aimed at."""
+    """How fast cases are beside others, where both were measured alike, and what was aimed at; with each pool."""
     of, out = {m["case"]: m for m in measurements}, []
-    for ours, theirs, goal in COMPARED:
-        if _alike(of, ours, theirs):
+
+    def pairs(ours: str, theirs: str) -> list[tuple[str, str]]:
+        return [(name, theirs) for name in of if f"{name}/".startswith(f"{ours}/") and _alike(of, name, theirs)]
+
+    for first, second, goal in COMPARED:
+        for ours, theirs in pairs(first, second):
             speed = [of[name]["tokens_per_second"] for name in (ours, theirs)]
             out.append(f"{ours} / {theirs}: {speed[0] / speed[1]:.2f} (target {goal:g})")
-    ours, theirs, goal = BOUND
-    if _alike(of, ours, theirs):
+    first, second, goal = BOUND
+    for ours, theirs in pairs(first, second):
         ratio, most = (of[ours][name] / of[theirs][name] for name in ("tokens_per_second", "bound_tokens_per_second"))
         out.append(
             f"{ours} / {theirs}: {ratio:.2f}; by their bounds {most:.2f}, {ratio / most:.0%} (target {goal:.0%})"
@@ -450,8 +457,8 @@ def ratios(measurements: Sequence[dict[str, Any]]) -> list[str]:
 
 def _alike(of: Mapping[str, dict[str, Any]], *names: str) -> bool:
     """Whether all these cases were measured, with the same settings, as far as they have them in common; how many
-    steps are averaged, and how large ThinKV's pool is, may differ."""
+    steps are averaged, how large ThinKV's pool is, and what its steps need beside the cache, may differ."""
     if not all(name in of for name in names):
         return False
     first, second = (of[name]["settings"] for name in names)
-    return all(first[x] == second[x] for x in first.keys() & second.keys() - {"steps", "pool"})
+    return all(first[x] == second[x] for x in first.keys() & second.keys() - {"steps", "pool", "headroom"})

@@ -24,8 +24,10 @@ Chosen where the paper is silent or says two things:
   annealed too, then all go to 2, to 1 and at last to 0 tokens; hard_budget=false is the paper's letter;
 - K-means over all KV heads of a layer together, for they share a table; in a stack of finer scope, those that do;
 - T0, in `precision`, drops the tokens of transitions group by group;
-- a g below 16 makes short groups of keys, 16 channels of values.
-`key_axis` names what has a scale of its own, as the paper does: a channel (keys of g tokens share it), or a token.
+- a g below 16 makes short groups of keys, 16 channels of values;
+- a scale belongs to one key and 16 of its channels, as it does with values. §4.2 has one for each channel of g keys,
+  which is key_axis=channel: their slots are used again one by one, a row of scales lives until the last key is gone,
+  and it was not right more often (docs/thinkv.md).
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ class ThinKV(Policy):
     v_precision: str = ""  # of values; "": the same
     four: str = "nvfp4"  # the format of 4 bits: nvfp4 or int4s
     two: str = "ternary"  # of 2 bits: ternary or int2s
-    key_axis: Literal["channel", "token"] = "channel"  # what of a key has a scale of its own; of a value: a token
+    key_axis: Literal["channel", "token"] = "token"  # what of keys has a scale of its own; of values: a token
     g: int = 16  # tokens that are quantized together, and elements that share a scale
     block: int = 8  # tokens of a page, a power of two
     types: int = 3  # |T|

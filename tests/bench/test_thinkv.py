@@ -25,7 +25,7 @@ from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION
 
 torch.set_num_threads(1)
 SMALL = Settings(budget=64, tau=16, buffer=16, prompt=8)
-DRAWN = ("thinkv", "thinkv-token", "tbe")
+DRAWN = ("thinkv", "thinkv-channel", "tbe")
 NUMBERS = {
     "budget": 64, "tau": 16, "buffer": 16, "prompt-tokens": 8, "start": 80, "steps": 8, "warm": 1, "tokens": 192,
     "levels": 2, "level-steps": 2, "memory": 0.0014, "headroom": 0.001, "batch": 2, "transition-share": 0.5,
@@ -349,11 +349,13 @@ def test_the_limit_of_a_step() -> None:
 def test_names_of_cases() -> None:
     names = [case.name for case in cases([1, 64], [0.3, 0.1])]
     assert len(set(names)) == len(names) == 4 + 2 * (3 * 2 + 7) + 5
-    assert {"step/tbe/64/T10", "step/rkv-every-overlapped/1", "bytes/thinkv-token/T30"} <= set(names)
+    assert {"step/tbe/64/T10", "step/rkv-every-overlapped/1", "bytes/thinkv-channel/T30"} <= set(names)
     assert [n for n in names if n.startswith("thr")] == [
-        "throughput/full", "throughput/rkv", "throughput/thinkv/T30", "throughput/thinkv-token/T30",
+        "throughput/full", "throughput/rkv", "throughput/thinkv/T30", "throughput/thinkv-channel/T30",
         "throughput/transformers",
     ]  # fmt: skip
+    smaller = {case.name for case in cases([64], [0.3], 0.5)} - {*names}
+    assert smaller == {"throughput/thinkv/T30/P50", "throughput/thinkv-channel/T30/P50"}
     compared = {name for ours, theirs, _ in thinkv.COMPARED for name in (ours, theirs)}
     assert compared <= {case.name for case in cases([256], [0.3])}
 
@@ -372,7 +374,7 @@ def test_end_to_end_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert len(out) == 7
     assert {line.split()[0] for line in out[1:]} == set(by_name)
 
-    for axis in ("thinkv", "thinkv-token"):
+    for axis in ("thinkv", "thinkv-channel"):
         m = by_name[f"bytes/{axis}/T50"]
         assert min(m["cases"]) > 0
         assert m["bytes"] == sum(m["kinds"].values())
@@ -380,7 +382,7 @@ def test_end_to_end_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
         assert m["full_bytes"] == m["length"] * 3 * 2 * 2 * 16 * 2
         assert m["share"] == pytest.approx(m["bytes"] / m["full_bytes"], rel=1e-3)
         assert 0 < m["pages_share"] < 1
-    assert by_name["bytes/thinkv-token/T50"]["kinds"]["scales"] < by_name["bytes/thinkv/T50"]["kinds"]["scales"]
+    assert by_name["bytes/thinkv/T50"]["kinds"]["scales"] < by_name["bytes/thinkv-channel/T50"]["kinds"]["scales"]
 
     step = by_name["step/thinkv/2/T50"]
     assert (step["filled"], step["batch"], step["steps"]) == (80, 2, 8)
@@ -494,6 +496,13 @@ def test_only_what_was_measured_alike_is_compared() -> None:
     assert thinkv.ratios(ms) == [f"{ours} / {theirs}: 6.00 (target 3)"]
     ms[1]["settings"] = settings | {"steps": 64}
     assert thinkv.ratios(ms) == [f"{ours} / {theirs}: 6.00 (target 3)"]
+    ms[1]["settings"] = settings | {"pool": 0.5, "headroom": 24}
+    assert thinkv.ratios(ms) == [f"{ours} / {theirs}: 6.00 (target 3)"]
+    ms[0]["case"] += "/P50"
+    assert thinkv.ratios(ms) == [f"{ours}/P50 / {theirs}: 6.00 (target 3)"]
+    ms[0]["case"] = f"{ours}5"
+    assert thinkv.ratios(ms) == []
+    ms[0]["case"] = ours
     ms[1]["settings"] = settings | {"budget": 256}
     assert thinkv.ratios(ms) == []
     assert thinkv.ratios(ms[:1]) == []

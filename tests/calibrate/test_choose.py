@@ -46,7 +46,13 @@ def test_without_such_a_layer_those_with_the_modes_for_most_prompts_are_chosen()
     assert layers == [0], "of equals the first"
     deep = three(0.2, 0.6, 0.9)
     prompts = [[a, deep], [a, deep], [a, FLAT]]
-    assert [x.layer for x in ranked(look(prompts, 3))] == [0, 1], "in more prompts goes before deeper"
+    assert (by_modes(prompts, 3, 1) or pytest.fail("nothing chosen"))[:2] == ("every", [0])
+    prompts.append([FLAT, FLAT])
+    prompts.append([FLAT, deep])  # 3 of 5 prompts each
+    prompts.append([a, deep])
+    prompts.append([a, FLAT])  # 5 and 4 of 7
+    assert (by_modes(prompts, 3, 1) or pytest.fail("nothing chosen"))[:2] == ("most", [1]), "deeper, in fewer prompts"
+    assert [x.layer for x in ranked(look(prompts, 3))] == [0, 1], "in more prompts goes before deeper in a fallback"
 
 
 def test_no_layer_is_chosen_where_none_has_the_modes_for_most() -> None:

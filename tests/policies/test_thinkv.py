@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -86,6 +86,8 @@ class Plain:
             self.level.append(0)
         self.size[-1] += 1
         running, ended = len(self.size) - 1, clock % tau == 0
+        if self.policy.precision.endswith("T0") and self.types[running] == TRANSITION and not clock % self.policy.g:
+            self.size[running] = 0  # a group that nobody stores
         if ended and self.types[running] == TRANSITION and self.policy.types == 3:
             for i in range(running):
                 if self.size[i] and self.level[i] < len(self.schedule):
@@ -135,6 +137,27 @@ def test_segments_shrink_as_the_plain_rules_say(case: tuple[ThinKV, list[int], i
         if policy.hard_budget:
             assert policy.budget is not None
             assert sum(want) <= policy.budget
+    assert isinstance(manager.policy, ThinKV)
+    assert manager.policy.cases[:, 0].tolist() == plain.cases
+
+
+@given(
+    st.lists(st.integers(TRANSITION, REASONING), min_size=12, max_size=12), st.sampled_from([2, 4]),
+    st.integers(0, 20), st.booleans(),
+)  # fmt: skip
+@example([REASONING] * 4 + [TRANSITION] * 2 + [REASONING] * 6, 4, 0, False)  # over the budget where a transition ends
+@settings(max_examples=40)
+def test_room_is_made_beside_what_nobody_stores(types: list[int], g: int, room: int, hard: bool) -> None:
+    """T0 near a budget: groups of transitions go first, and what must go beyond them is as without them."""
+    policy = told(ThinKV, types)(
+        budget=4 + g + 2 + 1 + room, tau=4, g=g, precision="R16E16T0", retention="3/2", hard_budget=hard, **ALONE
+    )
+    plain = Plain(4, types, policy)
+    for clock, manager in enumerate(follow(policy, [4], 30, decoder=WIDE)):
+        if clock:
+            plain.step(clock)
+        for lane in counts(manager, 4, 4):
+            assert lane == [4, *plain.size], f"after {clock} tokens"
     assert isinstance(manager.policy, ThinKV)
     assert manager.policy.cases[:, 0].tolist() == plain.cases
 
