@@ -5,6 +5,10 @@ other; a run that was interrupted is resumed. Several at once share a run where 
 same, so that what is in all of them is generated once. What comes out is one file a comparison for both families,
 with a line for every family, policy and budget. Settings are chosen on validation problems; the test split is for
 `main` alone.
+
+Where a machine is lent for minutes only, a run may not end: --finished generates nothing and takes the lines whose
+sequences are all there, on any machine; --join takes the lines that are missing from earlier results, and each of
+them says of which commit it is.
 """
 
 from __future__ import annotations
@@ -12,8 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,7 @@ from minithink.engine import TINY
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate import journal, plots, runner
 from minithink.evaluate.plan import plan
-from minithink.evaluate.summary import FULL, Row
+from minithink.evaluate.summary import FULL, Row, summarize
 from minithink.figures import need_matplotlib
 from minithink.tasks import families
 
@@ -112,6 +116,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=location, metavar="DIR", help="draw accuracy by bytes, or recall by budget, "
         "DIR/sweep-NAME-FAMILY.svg")  # fmt: skip
     add("--plot-only", action="store_true", help="run nothing: draw what the results hold")
+    add("--finished", action="store_true", help="generate nothing: take what the runs have finished")
+    add(
+        "--join", type=location, nargs="+", default=[], metavar="FILE",
+        help="with --finished: take the lines that are missing from these results",
+    )  # fmt: skip
     add(
         "--results", type=location, default=record.default_path("x").parent, metavar="DIR",
         help="where sweep-NAME.json goes (default: docs/results)",
@@ -133,26 +142,33 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
                 raise MinithinkError(f"{path} is no result of the sweep {name}: run it, or name another folder.")
             draw(name, result, args.plot)
         return 0
+    if args.join and not args.finished:
+        raise UsageError("--join fills in what --finished has not found: give both.")
     for name, sweep in chosen.items():
         record.check(paths[name], "--results")
         plan(policies_of([sweep]), sweep.budgets)
+    earlier = [(path, record.read(path)) for path in args.join]
     for shared in dict.fromkeys(sweep.shared for sweep in chosen.values()):
         together = {name: sweep for name, sweep in chosen.items() if sweep.shared == shared}
         results = {name: new(args, argv, name) for name in together}
         generated: list[dict[str, Any]] = []
         for family in args.families:
-            rows = evaluated(args, together, family)
+            rows = finished(args, together, family) if args.finished else evaluated(args, together, family)
             if rows is None:
                 return INTERRUPTED
-            generated += sources(folder_of(args, together, family))
+            generated += sources(folder_of(args, together, family), sum(r.samples for r in rows))
             for name, sweep in together.items():
                 own = [row for row in rows if row.policy in policies_of([sweep])]
                 results[name]["measurements"] += [{"family": family, **asdict(row)} for row in own]
                 if any(part[x] != results[name][x] for part in generated for x in ("commit", "machine")):
                     results[name]["sources"] = generated  # not all here and now
                 results[name]["complete"] = family == args.families[-1]
-                record.write(paths[name], results[name])
+                if not args.finished:
+                    record.write(paths[name], results[name])
         for name in together:
+            if args.finished:
+                fill(results[name], chosen[name], earlier)
+                record.write(paths[name], results[name])
             if args.plot is not None:
                 draw(name, record.read(paths[name]), args.plot)  # from its rounded figures, as --plot-only does
             print(f"written to {paths[name]}", file=sys.stderr)
@@ -169,9 +185,9 @@ def new(args: argparse.Namespace, argv: list[str], name: str) -> dict[str, Any]:
 
 def draw(name: str, result: dict[str, Any], folder: Path) -> None:
     """Accuracy by bytes, of each family; recall by budget, where that was measured."""
-    what = "recall" if SWEEPS[name].recall else "bytes"
+    what, known = "recall" if SWEEPS[name].recall else "bytes", {field.name for field in fields(Row)}
     for family in dict.fromkeys(m["family"] for m in result["measurements"]):
-        own = [{k: x for k, x in m.items() if k != "family"} for m in result["measurements"] if m["family"] == family]
+        own = [{k: x for k, x in m.items() if k in known} for m in result["measurements"] if m["family"] == family]
         plots.draw_one([Row(**m) for m in own], what, folder / f"sweep-{name}-{family}.svg")
 
 
@@ -185,15 +201,52 @@ def folder_of(args: argparse.Namespace, sweeps: Iterable[str], family: str) -> P
     return Path(args.runs / f"sweep-{'-'.join(sweeps)}-{family}")
 
 
-def sources(folder: Path) -> list[dict[str, Any]]:
-    """How the run there was started and resumed: commit, machine, and how many sequences it then generated."""
+def finished(args: argparse.Namespace, sweeps: Mapping[str, Sweep], family: str) -> list[Row]:
+    """The rows of one family whose sequences are all there; nothing is generated."""
+    sweep, run = next(iter(sweeps.values())), journal.read(folder_of(args, sweeps, family))
+    ours = {"dataset": family, "split": sweep.split, "limit": args.limit or sweep.problems, "recall": sweep.recall}
+    ours |= {"num_samples": sweep.samples}
+    if changed := journal.differences(run.settings, ours, run.settings.keys() - ours.keys()):
+        raise UsageError(f"{run.folder} is a run of something else: {changed}.")
+    rows = summarize(run.records, policies=policies_of(sweeps.values()), budgets=sweep.budgets)
+    return [row for row in rows if row.group is None and row.samples == ours["limit"] * sweep.samples]
+
+
+def fill(result: dict[str, Any], sweep: Sweep, earlier: Sequence[tuple[Path, dict[str, Any]]]) -> None:
+    """Put the lines that are missing in their places, from earlier results of the same comparison, the last one's.
+    UsageError: it is another one's."""
+    alike = ("name", "split", "problems", "samples", "recall", "limit")
+    for path, other in earlier:
+        theirs, model = other.get("settings", {}), other.get("embedded_model")
+        if [theirs.get(x) for x in alike] != [result["settings"][x] for x in alike]:
+            raise UsageError(f"{path} is a result of something else, or of other problems: name another file.")
+        if model != result["embedded_model"]:
+            raise UsageError(f"{path} is of another embedded model, {model}: name another file.")
+    there = {
+        (m["family"], m["policy"], m["budget"]): {"commit": other["commit"], "date": other["date"]} | m
+        for _, other in earlier
+        for m in other["measurements"]
+    } | {(m["family"], m["policy"], m["budget"]): m for m in result["measurements"]}
+    families = dict.fromkeys(m["family"] for m in result["measurements"])
+    cells = [(family, *cell) for family in families for cell in plan(policies_of([sweep]), sweep.budgets)]
+    result["measurements"] = [there[cell] for cell in cells if cell in there]
+    result["missing"] = [list(cell) for cell in cells if cell not in there]
+    result["complete"] = not result["missing"]
+
+
+def sources(folder: Path, used: int) -> list[dict[str, Any]]:
+    """How the run there was started and resumed: commit, machine, and how many sequences it then generated; of which
+    so many are used, of a run that has not ended and was of one commit on one kind of machine."""
     run = journal.read(folder)
     ends = [*(start["sequences_before"] for start in run.runs[1:]), len(run.records)]
-    return [
+    parts = [
         {name: start[name] for name in ("commit", "date", "machine")} | {"sequences": end - start["sequences_before"]}
         for start, end in zip(run.runs, ends, strict=True)
         if end > start["sequences_before"]
     ]
+    if parts and all(part[x] == parts[0][x] for part in parts for x in ("commit", "machine")):
+        return [parts[-1] | {"sequences": used}]
+    return parts
 
 
 def evaluated(args: argparse.Namespace, sweeps: Mapping[str, Sweep], family: str) -> list[Row] | None:

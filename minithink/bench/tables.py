@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from minithink.bench import analysis_tables, record, thinkv_tables
-from minithink.bench.markdown import markdown, source
+from minithink.bench.markdown import markdown, short, source
 from minithink.bench.sweep import SWEEPS
 from minithink.config import ModelConfig
 from minithink.engine import DTYPES, TINY
@@ -438,7 +438,9 @@ def sweep(result: dict[str, Any]) -> list[str]:
         own = {m["family"]: m for m in ms if (m["policy"], m["budget"]) == (policy, budget)}
         cells = [f"`{policy}`", budget_text(budget)]
         for family in families:
-            m = own[family]
+            if (m := own.get(family)) is None:  # not measured yet
+                cells += ["–"] * (len(names) + 1)
+                continue
             right = f"**{m['pass_at_1']:.1%}** ({m['pass_at_1_low']:.1%} to {m['pass_at_1_high']:.1%})"
             cells += [right, f"{m['generated_mean']:,.0f}", f"{m['kv_bytes_peak'] / full[family]:.1%}"]
             if "recall" in names:
@@ -452,7 +454,12 @@ def sweep(result: dict[str, Any]) -> list[str]:
         "prompt and that share of what the full cache generates. Bytes: the mean of peaks. Case 1 and 2: how often "
         "segments were annealed as a transition ended, and for room, in all sequences of both families."
     )
-    return [*markdown(rows), "", said, "", source(result)]
+    older: dict[str, list[str]] = {}
+    for m in ms:
+        if "commit" in m and m["policy"] not in older.setdefault(short(m["commit"]), []):
+            older[short(m["commit"])].append(m["policy"])
+    joined = (f" {' and '.join(f'`{p}`' for p in policies)}: commit {commit}." for commit, policies in older.items())
+    return [*markdown(rows), "", said + "".join(joined), "", source(result)]
 
 
 # tables of a result that has several

@@ -91,6 +91,31 @@ def test_two_that_share_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [part["sequences"] for part in parts] == [len(lines) - 1, 1]
     assert parts[1]["commit"] == "c0ffee" != parts[0]["commit"]
     assert "sources" not in record.read(tmp_path / "one" / "sweep-key-axis.json")
+
+    results.write_text("".join(line + "\n" for line in lines[:-1]))
+    assert main(["sweep", "key-axis", *words, str(tmp_path / "part"), "--finished"]) == 0
+    part = record.read(tmp_path / "part" / "sweep-key-axis.json")
+    assert len(results.read_text().splitlines()) == len(lines) - 1, "nothing was generated"
+    assert found("part", "key-axis") == found("one", "key-axis")[:-1]
+    last = found("one", "key-axis")[-1]
+    assert part["missing"] == [["facts", last["policy"], last["budget"]]]
+    assert not part["complete"]
+    assert [x["sequences"] for x in part["sources"]] == [len(lines) - 1]
+    join = ["--finished", "--join", str(tmp_path / "one" / "sweep-key-axis.json")]
+    assert main(["sweep", "key-axis", *words, str(tmp_path / "joined"), *join]) == 0
+    joined, whole = (record.read(tmp_path / name / "sweep-key-axis.json") for name in ("joined", "one"))
+    assert joined["complete"]
+    about = {name: whole[name] for name in ("commit", "date")}
+    assert joined["measurements"] == [*part["measurements"], about | whole["measurements"][-1]]
+    text = tables.fill("<!-- table:sweep-key-axis -->\n<!-- end -->", "x.md", tmp_path / "joined")
+    assert f"`{last['policy']}`: commit {whole['commit'][:10]}" in text
+    assert main(["sweep", "snapkv", *words, str(tmp_path / "x"), *join]) == 2  # of another comparison
+    other = ["sweep", "key-axis", *words, str(tmp_path / "x"), "--limit", "2"]
+    assert main([*other, "--finished"]) == 2
+    assert main([*other, *join[1:]]) == 2  # what would they be joined with?
+    record.write(tmp_path / "else.json", whole | {"embedded_model": "c0ffee"})
+    assert main(["sweep", "key-axis", *words, str(tmp_path / "x"), *join[:2], str(tmp_path / "else.json")]) == 2
+    assert not (tmp_path / "x" / "sweep-key-axis.json").exists()
     both = {(m["policy"], m["budget"]) for m in found("both", "snapkv") + found("both", "key-axis")}
     assert len(both) == 4  # full, and three policies
     lines = (tmp_path / "runs" / "sweep-snapkv-key-axis-facts" / "results.jsonl").read_text().splitlines()
