@@ -178,7 +178,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 def new(args: argparse.Namespace, argv: list[str], name: str) -> dict[str, Any]:
     """The beginning of a sweep's result."""
     sweep = SWEEPS[name]
-    result = record.new("sweep", argv, "cpu" if args.device == "cpu" else "cuda")
+    result = record.new("sweep", argv, "cpu" if args.finished or args.device == "cpu" else "cuda")
     settings = {"name": name, **asdict(sweep), "limit": args.limit or sweep.problems}
     return result | {"settings": settings, "measurements": []}
 

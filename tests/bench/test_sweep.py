@@ -93,7 +93,7 @@ def test_two_that_share_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "sources" not in record.read(tmp_path / "one" / "sweep-key-axis.json")
 
     results.write_text("".join(line + "\n" for line in lines[:-1]))
-    assert main(["sweep", "key-axis", *words, str(tmp_path / "part"), "--finished"]) == 0
+    assert main(["sweep", "key-axis", *words, str(tmp_path / "part"), "--finished", "--device", "cuda"]) == 0
     part = record.read(tmp_path / "part" / "sweep-key-axis.json")
     assert len(results.read_text().splitlines()) == len(lines) - 1, "nothing was generated"
     assert found("part", "key-axis") == found("one", "key-axis")[:-1]
