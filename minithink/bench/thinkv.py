@@ -145,8 +145,13 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     path = Path(args.output) if args.output else record.default_path(DEFAULT)
     record.check(path)
     others = _results([*([path] if path.exists() else []), *args.join])
-    # Of a case that several have, the last one's.
-    there = {m["case"]: {x: other[x] for x in ABOUT} | m for _, other in others for m in other["measurements"]}
+    # Of a case that several have, the last one's; of methods that are no more, none.
+    there = {
+        m["case"]: {x: other[x] for x in ABOUT} | m
+        for _, other in others
+        for m in other["measurements"]
+        if m["method"] in (*METHODS, PEER)
+    }
     todo = [c for c in chosen if c.name not in there or there[c.name]["settings"] != _settings(args, c)]
     if todo and device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu.")

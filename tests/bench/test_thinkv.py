@@ -434,6 +434,8 @@ def test_shared_cases_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     for file in files[:2]:  # from a machine that this one need not have
         other = record.read(file)
         other["machine"]["gpu"], other["commit"] = "NVIDIA Counter", "c0ffee"
+        gone = {"case": "step/gone/2", "method": "gone"}  # of a method that is no more
+        other["measurements"].append(other["measurements"][0] | gone)
         record.write(file, other)
     whole = tmp_path / "whole.json"
     joined = ["--join", *map(str, files[:2])]
