@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from minithink.bench.markdown import markdown, short, source
-from minithink.bench.thinkv import ABOUT, THINKV, ratios
+from minithink.bench.steady import METHODS
+from minithink.bench.thinkv import ABOUT, PEER, THINKV, ratios
 
 Result = dict[str, Any]
 PARTS = ("attention", "refresh", "eviction", "gather", "flush", "rest")
@@ -81,7 +82,10 @@ def throughput(result: Result) -> list[str]:
 
 
 def _of(result: Result, kind: str) -> list[dict[str, Any]]:
-    return [m for m in result["measurements"] if m["kind"] == kind]
+    """By batch, then by method, in whatever order they were measured."""
+    order = [*METHODS, PEER]
+    found = [m for m in result["measurements"] if m["kind"] == kind]
+    return sorted(found, key=lambda m: (m["batch"] if kind == "step" else 0, order.index(m["method"])))
 
 
 def _name(m: dict[str, Any]) -> str:
