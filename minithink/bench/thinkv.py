@@ -47,7 +47,9 @@ from minithink.bench.decode import Deadline, RandomModel, Theirs, timed
 from minithink.bench.parts import GATHERS, TimedLoop, attention_seconds, cases_of, parts, seconds
 from minithink.bench.peer import Peer
 from minithink.bench.steady import CONFIGS, METHODS, Settings, Steady, pool_bytes
+from minithink.commands import location
 from minithink.errors import MinithinkError, UsageError
+from minithink.figures import need_matplotlib
 
 DEFAULT = "thinkv"
 PEER = "transformers"
@@ -95,6 +97,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help="of types and tokens (default 0)")
     add("--time-budget", type=n, metavar="SECONDS", help="begin no case later")
     add("--join", type=Path, nargs="+", default=[], metavar="FILE", help="take measurements from these results, too")
+    add("--plot", type=location, metavar="DIR", help="draw parts of steps, and throughput by latency, "
+        "DIR/thinkv-NAME.svg")  # fmt: skip
+    add("--plot-only", action="store_true", help="measure nothing: draw what the output holds")
     add("--output", metavar="FILE", help=f"default: docs/results/{DEFAULT}.json")
 
 
@@ -143,6 +148,13 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         known = ", ".join(case.name for case in names)
         raise UsageError(f"--cases {' '.join(args.cases)}: there is none; there are {known}.")
     path = Path(args.output) if args.output else record.default_path(DEFAULT)
+    if args.plot_only and args.plot is None:
+        raise UsageError("--plot-only draws to the folder that --plot names: give it.")
+    if args.plot is not None:
+        need_matplotlib()
+    if args.plot_only:
+        _results([path])  # is it one of this benchmark?
+        return _drawn(path, args)
     record.check(path)
     others = _results([*([path] if path.exists() else []), *args.join])
     # Of a case that several have, the last one's; of methods that are no more, none.
@@ -159,7 +171,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     if not todo:  # nothing is measured here and now
         result |= {name: others[-1][1][name] for name in ("machine", "versions", *ABOUT)}
     _check_machines(others, result)
-    left = ("cases", "output", "command", "join")
+    left = ("cases", "output", "command", "join", "plot", "plot_only")
     result["settings"] = {name: x for name, x in vars(args).items() if name not in left}
     result["measurements"] = list(there.values())
     result["left_out"] = []
@@ -194,6 +206,15 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     record.write(path, result)
     print_table(result)
     print(f"written to {path}", file=sys.stderr)
+    return _drawn(path, args)
+
+
+def _drawn(path: Path, args: argparse.Namespace) -> int:
+    """Draw the rounded figures that are in a file, if --plot asks for it → 0."""
+    from minithink.bench.thinkv_plots import draw  # here: its tables are made from this module
+
+    for picture in draw(record.read(path), args.plot) if args.plot is not None else ():
+        print(f"drawn to {picture}", file=sys.stderr)
     return 0
 
 

@@ -510,6 +510,34 @@ def test_only_what_was_measured_alike_is_compared() -> None:
     assert thinkv.ratios(ms[:1]) == []
 
 
+def test_steps_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both pictures, from the file alone, the same each time."""
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "x.json"
+    words = [*OPTIONS, "--output", str(output)]
+    some = ["step/full/2", "step/thinkv/2/*", "step/rkv-every/2"]
+    assert main([*words, "--plot", str(tmp_path), "--cases", *some]) == 0
+    whole = record.read(output)
+    pictures = [tmp_path / f"thinkv-{name}.svg" for name in ("parts", "latency")]
+    before = [path.read_text() for path in pictures]
+    assert ">thinkv</text>" in before[0]
+    assert ">rkv-every</text>" not in before[0], "its steps are too long to be drawn beside others"
+    assert ">full</text>" in before[1]
+    assert ">tbe</text>" not in before[1], "it was not measured"
+    for path in pictures:
+        path.unlink()
+    assert main([*words, "--plot-only", "--plot", str(tmp_path)]) == 0
+    assert [path.read_text() for path in pictures] == before
+    assert record.read(output) == whole
+    capsys.readouterr()
+    assert main([*words, "--plot-only"]) == 2
+    assert "give it" in capsys.readouterr().err
+    record.write(output, whole | {"measurements": []})
+    pictures[0].unlink()
+    assert main([*words, "--plot-only", "--plot", str(tmp_path)]) == 0
+    assert not pictures[0].exists(), "there is nothing to be drawn"
+
+
 def test_transformers_at_its_largest_batch(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     output = tmp_path / "x.json"

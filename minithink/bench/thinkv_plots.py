@@ -1,0 +1,88 @@
+"""Pictures of `bench thinkv`'s steps: their parts by batch, and throughput beside latency (figures 18 and 9)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from minithink.bench.steady import METHODS
+from minithink.bench.thinkv_tables import PARTS
+from minithink.figures import need_matplotlib, write_svg
+
+COLORS = {
+    "attention": "#0072B2", "refresh": "#E69F00", "eviction": "#D55E00", "gather": "#CC79A7", "flush": "#009E73",
+    "rest": "#bbbbbb",
+}  # fmt: skip
+LINES = {"full": "#444444", "thinkv": "#0072B2", "thinkv-channel": "#56B4E9", "tbe": "#009E73", "rkv": "#D55E00"}
+RC: dict[Any, Any] = {
+    "svg.hashsalt": "minithink", "svg.fonttype": "none", "font.size": 8, "axes.spines.top": False,
+    "axes.spines.right": False, "legend.frameon": False,
+}  # fmt: skip
+
+
+def draw(result: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Both pictures, of the steps with the first share of transitions → their files; none where there are no steps.
+
+    Raises:
+        MinithinkError: matplotlib is missing, or a file cannot be written.
+    """
+    matplotlib = need_matplotlib()
+    from matplotlib.figure import Figure
+
+    steps = usual(result)
+    paths = []
+    for name, picture in (("parts", parts), ("latency", latency)):
+        if not steps:
+            break
+        with matplotlib.rc_context():
+            matplotlib.rcdefaults()
+            matplotlib.rcParams.update(RC)
+            figure = Figure(figsize=(7.5, 3), layout="constrained")
+            picture(figure, steps)
+            paths.append(folder / f"thinkv-{name}.svg")
+            write_svg(figure, paths[-1])
+    return paths
+
+
+def usual(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Steps with the share of transitions that most cases have, by batch and then by method."""
+    shares = result["settings"]["transition_share"]
+    found = [m for m in result["measurements"] if m["kind"] == "step" and m["transitions"] == shares[0]]
+    order = list(METHODS)
+    return sorted(found, key=lambda m: (m["batch"], order.index(m["method"])))
+
+
+def parts(figure: Any, steps: Sequence[Mapping[str, Any]]) -> None:
+    """Stacked bars in a panel for each batch; R-KV that evicts at every step would leave no room for the others."""
+    shown = [m for m in steps if not m["method"].startswith("rkv-every")]
+    batches = sorted({m["batch"] for m in shown})
+    for axis, batch in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
+        own = [m for m in shown if m["batch"] == batch]
+        below = [0.0] * len(own)
+        for part in reversed(PARTS):
+            heights = [m["parts_milliseconds"][part] for m in own]
+            axis.bar([m["method"] for m in own], heights, bottom=below, color=COLORS[part], label=part)
+            below = [a + b for a, b in zip(below, heights, strict=True)]
+        axis.set_title(f"{batch} sequence{'s' if batch > 1 else ''}", fontsize=8)
+        axis.tick_params(axis="x", labelrotation=90)
+    figure.axes[0].set_ylabel("milliseconds of a step")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper")
+
+
+def latency(figure: Any, steps: Sequence[Mapping[str, Any]]) -> None:
+    """A line a method; along it the batch grows, as the numbers beside ThinKV's say."""
+    axis = figure.subplots()
+    for method, color in LINES.items():
+        if not (own := [m for m in steps if m["method"] == method]):
+            continue
+        x, y = ([m[name] for m in own] for name in ("step_milliseconds", "tokens_per_second"))
+        axis.plot(x, y, marker="o", markersize=3, color=color, label=method)
+        for m in own if method == "thinkv" else ():
+            at = (m["step_milliseconds"], m["tokens_per_second"])
+            axis.annotate(str(m["batch"]), at, xytext=(4, -8), textcoords="offset points", fontsize=7)
+    axis.set(
+        xlabel="milliseconds until a sequence's next token", ylabel="tokens a second, all sequences", yscale="log"
+    )
+    axis.legend()
