@@ -167,7 +167,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
                     record.write(paths[name], results[name])
         for name in together:
             if args.finished:
-                fill(results[name], chosen[name], earlier)
+                fill(results[name], chosen[name], args.families, earlier)
                 record.write(paths[name], results[name])
             if args.plot is not None:
                 draw(name, record.read(paths[name]), args.plot)  # from its rounded figures, as --plot-only does
@@ -212,7 +212,9 @@ def finished(args: argparse.Namespace, sweeps: Mapping[str, Sweep], family: str)
     return [row for row in rows if row.group is None and row.samples == ours["limit"] * sweep.samples]
 
 
-def fill(result: dict[str, Any], sweep: Sweep, earlier: Sequence[tuple[Path, dict[str, Any]]]) -> None:
+def fill(
+    result: dict[str, Any], sweep: Sweep, families: Sequence[str], earlier: Sequence[tuple[Path, dict[str, Any]]]
+) -> None:
     """Put the lines that are missing in their places, from earlier results of the same comparison, the last one's.
     UsageError: it is another one's."""
     alike = ("name", "split", "problems", "samples", "recall", "limit")
@@ -227,7 +229,6 @@ def fill(result: dict[str, Any], sweep: Sweep, earlier: Sequence[tuple[Path, dic
         for _, other in earlier
         for m in other["measurements"]
     } | {(m["family"], m["policy"], m["budget"]): m for m in result["measurements"]}
-    families = dict.fromkeys(m["family"] for m in result["measurements"])
     cells = [(family, *cell) for family in families for cell in plan(policies_of([sweep]), sweep.budgets)]
     result["measurements"] = [there[cell] for cell in cells if cell in there]
     result["missing"] = [list(cell) for cell in cells if cell not in there]

@@ -153,7 +153,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     if args.plot is not None:
         need_matplotlib()
     if args.plot_only:
-        _results([path])  # is it one of this benchmark?
+        if record.read(path).get("benchmark") != DEFAULT:
+            raise MinithinkError(f"{path} is no result of this benchmark: name another file.")
         return _drawn(path, args)
     record.check(path)
     others = _results([*([path] if path.exists() else []), *args.join])

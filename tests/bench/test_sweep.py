@@ -101,6 +101,12 @@ def test_two_that_share_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert part["missing"] == [["facts", last["policy"], last["budget"]]]
     assert not part["complete"]
     assert [x["sequences"] for x in part["sources"]] == [len(lines) - 1]
+    results.write_text("")
+    assert main(["sweep", "key-axis", *words, str(tmp_path / "none"), "--finished"]) == 0
+    none = record.read(tmp_path / "none" / "sweep-key-axis.json")
+    assert len(none["missing"]) == 3
+    assert not none["complete"], "a family of which nothing is there is missing, too"
+    results.write_text("".join(line + "\n" for line in lines[:-1]))
     join = ["--finished", "--join", str(tmp_path / "one" / "sweep-key-axis.json")]
     assert main(["sweep", "key-axis", *words, str(tmp_path / "joined"), *join]) == 0
     joined, whole = (record.read(tmp_path / name / "sweep-key-axis.json") for name in ("joined", "one"))

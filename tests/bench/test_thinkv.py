@@ -532,6 +532,10 @@ def test_steps_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     capsys.readouterr()
     assert main([*words, "--plot-only"]) == 2
     assert "give it" in capsys.readouterr().err
+    assert main([*OPTIONS, "--output", str(tmp_path / "no.json"), "--plot-only", "--plot", str(tmp_path)]) == 1
+    assert "no.json does not exist: run the benchmark" in capsys.readouterr().err
+    record.write(output, whole | {"benchmark": "attention"})
+    assert main([*words, "--plot-only", "--plot", str(tmp_path)]) == 1
     record.write(output, whole | {"measurements": []})
     pictures[0].unlink()
     assert main([*words, "--plot-only", "--plot", str(tmp_path)]) == 0
