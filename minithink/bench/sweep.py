@@ -79,7 +79,7 @@ SWEEPS = {
     ),
     "recall": Sweep(
         "of the tokens that full attention looks at most, how many are held", ("thinkv", "tbe", "rkv"),
-        budgets=(0.125, 0.25, 0.5, 0.75), problems=64, recall=True,
+        budgets=(0.125, 0.25, 0.5, 0.75), recall=True,
     ),
     "formats": Sweep("floating points and integers of 4 and 2 bits", _of_thinkv("", "four=int4s,two=int2s")),
     "precision": Sweep(

@@ -7,8 +7,9 @@ measured again. Names of cases, which `--cases` takes with * and ?:
     step/METHOD/BATCH/T30    single steps after --start tokens: what they take, who is called how often (table 5,
                              figures 7 and 18 of the paper); T30: 30 % of the segments are transitions
     bytes/METHOD/T30         bytes of a sequence of --tokens, everything included, against the full cache
-    throughput/METHOD/T30    --tokens generated at the largest batch that fits into --memory (table 2): the time of
-                             the whole generation follows from a few steps at each of --levels evenly spaced lengths.
+    request/METHOD/1/T30     --tokens generated for a single sequence (table 14): the time of the whole generation
+                             follows from a few steps at each of --levels evenly spaced lengths
+    throughput/METHOD/T30    the same at the largest batch that fits into --memory (table 2).
                              Its limit is what bytes and products take; its bound lets attention take what it was
                              measured to take, and the rest of a step what weights and their products must. With
                              --pool 0.55 cases of methods with types are called throughput/METHOD/T30/P55
@@ -31,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import statistics
 import sys
 import time
@@ -55,6 +57,7 @@ DEFAULT = "thinkv"
 PEER = "transformers"
 THINKV = ("thinkv", "thinkv-channel", "tbe")  # methods that draw types of thoughts
 BYTES = ("thinkv", "thinkv-channel")
+REQUEST = ("full", "rkv", "rkv-gather", "rkv-overlapped", "thinkv")
 THROUGHPUT = ("full", "rkv", "thinkv", "thinkv-channel", PEER)
 COMPARED = (  # in tokens per second, and the ratio that is aimed at
     ("step/tbe/256/T30", "step/rkv-every-overlapped/256", 3.0), ("step/tbe/256/T30", "step/rkv/256", 1.0),
@@ -115,9 +118,9 @@ def _share(text: str) -> float:
 class Case:
     """One line of the result."""
 
-    kind: str  # step, bytes or throughput
+    kind: str  # step, bytes, request or throughput
     method: str
-    batch: int  # of steps; 0: another kind
+    batch: int  # of steps and requests; 0: another kind
     transitions: float  # their share
     pool: float = 1.0  # of throughput: pages, as a share of what the worst case needs
 
@@ -134,6 +137,7 @@ def cases(batches: Sequence[int], shares: Sequence[float], pool: float = 1.0) ->
     drawn = {method: shares if method in THINKV else shares[:1] for method in METHODS}
     out = [Case("bytes", method, 0, share) for method in BYTES for share in shares]
     out += [Case("step", m, batch, share) for batch in batches for m in METHODS for share in drawn[m]]
+    out += [Case("request", method, 1, shares[0]) for method in REQUEST]
     return out + [Case("throughput", method, 0, shares[0], pool) for method in THROUGHPUT]
 
 
@@ -176,7 +180,6 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     result["settings"] = {name: x for name, x in vars(args).items() if name not in left}
     result["measurements"] = list(there.values())
     result["left_out"] = []
-    result["missing"] = sorted({case.name for case in names} - {*there})
     deadline, bench = Deadline(args.time_budget), None
     for case in chosen:
         settings = _settings(args, case)
@@ -199,15 +202,20 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             raise
         except (MinithinkError, torch.OutOfMemoryError) as error:
             result["left_out"].append(f"{case.name}: {str(error).splitlines()[0]}")
-        result["missing"] = sorted({case.name for case in names} - {m["case"] for m in result["measurements"]})
-        record.write(path, result)
+        _write(path, result, names)
         gc.collect()
         torch.cuda.empty_cache()  # nothing without CUDA
-    result["complete"] = not result["missing"]
-    record.write(path, result)
+    _write(path, result, names, ended=True)
     print_table(result)
     print(f"written to {path}", file=sys.stderr)
     return _drawn(path, args)
+
+
+def _write(path: Path, result: dict[str, Any], names: Sequence[Case], ended: bool = False) -> None:
+    """What there is so far, and what there is not."""
+    result["missing"] = sorted({case.name for case in names} - {m["case"] for m in result["measurements"]})
+    result["complete"] = ended and not result["missing"]
+    record.write(path, result)
 
 
 def _drawn(path: Path, args: argparse.Namespace) -> int:
@@ -260,9 +268,10 @@ def _settings(args: argparse.Namespace, case: Case) -> dict[str, Any]:
         "seed",
         "pool",
     ]
+    whole = ["tokens", "levels", "level_steps", "warm"]
     names += {
-        "step": ["start", "steps", "warm"], "bytes": ["tokens", "byte_rows", "levels"],
-        "throughput": ["tokens", "levels", "level_steps", "warm", "memory", "headroom"],
+        "step": ["start", "steps", "warm"], "bytes": ["tokens", "byte_rows", "levels"], "request": whole,
+        "throughput": [*whole, "memory", "headroom"],
     }[case.kind]  # fmt: skip
     names += ["few"] if case.kind == "throughput" and case.method in THINKV else []
     return {name: getattr(args, name) for name in names}
@@ -286,7 +295,8 @@ class Bench:
         """One case. MinithinkError: it does not fit into the memory."""
         if case.method == PEER:
             return self.theirs()
-        return {"step": self.step, "bytes": self.bytes, "throughput": self.throughput}[case.kind](case)
+        of = {"step": self.step, "bytes": self.bytes, "request": self.generation, "throughput": self.generation}
+        return of[case.kind](case)
 
     def settings(self, case: Case) -> Settings:
         """Of the case's cache."""
@@ -357,17 +367,19 @@ class Bench:
         """Tokens at which a generation is measured, the middle of each of its parts."""
         return [(2 * i + 1) * self.args.tokens // (2 * self.args.levels) for i in range(self.args.levels)]
 
-    def throughput(self, case: Case) -> dict[str, Any]:
-        """A whole generation at the largest batch."""
+    def generation(self, case: Case) -> dict[str, Any]:
+        """A whole generation at the case's batch, or at the largest."""
         a, s = self.args, self.settings(case)
         room = a.tokens + a.warm + a.level_steps
-        if not (batch := self.largest(case.method, s, room, a.few)):
+        if not (batch := case.batch or self.largest(case.method, s, room, a.few)):
             raise MinithinkError(f"not one sequence fits into {self.memory / GIB:,.3g} GiB")
         steady = self.steady(case, batch, room, a.few)
         loop, levels = TimedLoop(steady), []
+        # sequences are spread over the policy's cycle; one alone goes through all of it
+        steps = math.ceil(a.level_steps / steady.period) * steady.period if case.batch else a.level_steps
         for level in self.levels:
             steady.reach(level - a.warm)
-            m = {"level": level, "filled": steady.generated} | loop.measure(a.warm, a.level_steps)
+            m = {"level": level, "filled": steady.generated} | loop.measure(a.warm, steps)
             attention = attention_seconds(steady) * 1e3
             weights = max(self.weights / self.model.bandwidth, batch * self.weights / self.flops) * 1e3
             m |= {"attention_milliseconds": attention, "bound_milliseconds": attention + weights}

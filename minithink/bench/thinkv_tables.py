@@ -1,4 +1,4 @@
-"""The tables of `bench thinkv`'s result: steps, their parts, bytes, throughput."""
+"""The tables of `bench thinkv`'s result: steps, their parts, bytes, requests, throughput."""
 
 from __future__ import annotations
 
@@ -70,15 +70,31 @@ def sizes(result: Result) -> list[str]:
 def throughput(result: Result) -> list[str]:
     """Whole generations at the largest batch, one row a method."""
     rows: list[tuple[str, ...]] = [
-        ("method", "sequences", "a step", "tokens a second", "of the limit", "of the bound", "case 1, case 2")
-    ]
+        ("method", "sequences", "a step", "tokens a second", "a request", "of the limit", "of the bound",
+         "case 1, case 2"),
+    ]  # fmt: skip
     for m in _of(result, "throughput"):
         bound = m.get("bound_milliseconds")
         rows.append((
             _name(m), f"{m['batch']:,}", f"{m['step_milliseconds']:.1f} ms", f"**{m['tokens_per_second']:,.0f}**",
-            f"{m['share_of_limit']:.0%}", f"{bound / m['step_milliseconds']:.0%}" if bound else "–", _cases(m),
+            _request(m), f"{m['share_of_limit']:.0%}", f"{bound / m['step_milliseconds']:.0%}" if bound else "–",
+            _cases(m),
         ))  # fmt: skip
     return [*markdown(rows), "", *_said(result, "throughput/"), _sources(result, "throughput")]
+
+
+def requests(result: Result) -> list[str]:
+    """Whole generations of one sequence, one row a method (the paper's table 14)."""
+    rows: list[tuple[str, ...]] = [("method", "a request", "a step", "of the limit", "case 1, case 2")]
+    for m in _of(result, "request"):
+        step = f"{m['step_milliseconds']:.2f} ms"
+        rows.append((_name(m), f"**{_request(m)}**", step, f"{m['share_of_limit']:.0%}", _cases(m)))
+    return [*markdown(rows), "", _sources(result, "request")]
+
+
+def _request(m: dict[str, Any]) -> str:
+    """How long a sequence waits for all its tokens."""
+    return f"{m['step_milliseconds'] / 1e3 * m['settings']['tokens']:,.0f} s"
 
 
 def _of(result: Result, kind: str) -> list[dict[str, Any]]:
@@ -116,5 +132,6 @@ TABLES: dict[str, Callable[[Result], list[str]]] = {
     "thinkv-steps": steps,
     "thinkv-parts": parts,
     "thinkv-bytes": sizes,
+    "thinkv-requests": requests,
     "thinkv-throughput": throughput,
 }

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from minithink import files
-from minithink.errors import MinithinkError, UsageError, reason
+from minithink.errors import MinithinkError, UsageError, reason, unwritable
 from minithink.evaluate.journal import differences
 
 
@@ -55,7 +55,7 @@ class Journal:
                 self._write(dict(settings))
             self.lines = found[1:] if resume else []
         except OSError as error:
-            raise MinithinkError(f"{path} cannot be written: {reason(error)}; give another --output.") from None
+            raise unwritable("The journal", path, error, "--output") from None
 
     def _parsed(self, number: int, line: bytes) -> dict[str, Any]:
         try:

@@ -23,7 +23,7 @@ def test_every_policy_is_one(name: str) -> None:
     for cell in cells:
         policy_of(cell, None, longest=600)
     assert (one.split == "test") == (name == "main")
-    assert one.problems == (64 if name == "recall" else 200)
+    assert one.problems == 200
 
 
 def test_a_small_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -348,11 +348,14 @@ def test_the_limit_of_a_step() -> None:
 
 def test_names_of_cases() -> None:
     names = [case.name for case in cases([1, 64], [0.3, 0.1])]
-    assert len(set(names)) == len(names) == 4 + 2 * (3 * 2 + 7) + 5
+    assert len(set(names)) == len(names) == 4 + 2 * (3 * 2 + 7) + 5 + 5
     assert {"step/tbe/64/T10", "step/rkv-every-overlapped/1", "bytes/thinkv-channel/T30"} <= set(names)
     assert [n for n in names if n.startswith("thr")] == [
         "throughput/full", "throughput/rkv", "throughput/thinkv/T30", "throughput/thinkv-channel/T30",
         "throughput/transformers",
+    ]  # fmt: skip
+    assert [n for n in names if n.startswith("req")] == [
+        "request/full/1", "request/rkv/1", "request/rkv-gather/1", "request/rkv-overlapped/1", "request/thinkv/1/T30",
     ]  # fmt: skip
     smaller = {case.name for case in cases([64], [0.3], 0.5)} - {*names}
     assert smaller == {"throughput/thinkv/T30/P50", "throughput/thinkv-channel/T30/P50"}
@@ -418,6 +421,28 @@ def test_end_to_end_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert len(again) == 6
     assert again["step/thinkv/2/T50"]["steps"] == 4
     assert again["throughput/rkv"] == by_name["throughput/rkv"]
+
+
+def test_a_request_is_one_sequence_through_whole_cycles(tmp_path: Path) -> None:
+    """However few steps of many sequences would do: what comes once in a cycle is in its mean."""
+    output = tmp_path / "thinkv.json"
+    some = ["request/full/1", "request/rkv-gather/1", "request/thinkv/1/*"]
+    assert main([*OPTIONS, "--output", str(output), "--cases", *some]) == 0
+    by_name = {m["case"]: m for m in record.read(output)["measurements"]}
+    assert len(by_name) == 3
+    for name, m in by_name.items():
+        assert m["batch"] == 1
+        assert [x["steps"] for x in m["levels"]] == ([2, 2] if "full" in name else [16, 16])
+        assert m["tokens_per_second"] == pytest.approx(1e3 / m["step_milliseconds"], rel=1e-3)
+    for level in by_name["request/rkv-gather/1"]["levels"][1:]:
+        assert level["rates"]["compaction"]["sequence_steps"] == 1 / 16
+    for level in by_name["request/thinkv/1/T50"]["levels"]:
+        assert level["rates"]["refresh"]["sequence_steps"] == 1 / 16
+    text = "<!-- table:thinkv-requests -->\n<!-- end -->"
+    rows = [line for line in tables.fill(text, "x.md", tmp_path).splitlines() if line.startswith("| ")][2:]
+    assert [row.split(" | ")[0] for row in rows] == ["| full", "| thinkv, T 50%", "| rkv-gather"]
+    seconds = by_name["request/full/1"]["step_milliseconds"] / 1e3 * 192
+    assert f"| **{seconds:,.0f} s** |" in rows[0]
 
 
 def test_shared_cases_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
