@@ -128,7 +128,7 @@ def load(
         UsageError: an argument makes no sense here. MinithinkError: the checkpoint cannot be read, or does not
             fit into the memory.
     """
-    where = _device(device)
+    where = device_of(device)
     ops = choose(backend, where)
     if dtype != "auto" and dtype not in DTYPES:
         raise UsageError(f"The dtype {dtype!r} is unknown; there are auto, {', '.join(DTYPES)}.")
@@ -480,7 +480,8 @@ def _require_room(config: ModelConfig, dtype: torch.dtype | None, device: torch.
         )
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device of a --device: auto takes a GPU if there is one. UsageError: it is unknown, or not here."""
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")

@@ -16,14 +16,14 @@ def curve(result: Result) -> list[str]:
     """What policies held at most, how often they evicted, and the types of their segments, one row a policy."""
     rows: list[tuple[str, ...]] = [
         ("policy", "right", "tokens", "held at most", "steps with an eviction", "segments: R / E / T",
-         "case 1, case 2"),
+         "case 1 / case 2"),
     ]  # fmt: skip
     for m in result["measurements"]:
         types = m.get("thoughts")
         rows.append((
             f"`{m['policy']}`", f"{m['right']:.0%}", f"{m['generated']:,.0f}", f"{m['most_held']:,}",
             f"{m['evicting_steps']:.2%}", " / ".join(f"{types.get(t, 0):,}" for t in TYPES) if types else "–",
-            f"{m['case_1']:,}, {m['case_2']:,}" if types else "–",
+            f"{m['case_1']:,} / {m['case_2']:,}" if types else "–",
         ))  # fmt: skip
     settings = result["settings"]
     said = f"{settings['limit']} validation problems, a budget of {settings['budget']:,} tokens a lane."

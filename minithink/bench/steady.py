@@ -134,6 +134,9 @@ METHODS: dict[str, Make] = {
     "rkv-every-gather": lambda s, c: _rkv(s, 0, "gather"),
     "rkv-every-overlapped": lambda s, c: _rkv(s, 0, "overlapped"),
 }
+# slots of a page that are not the default 8 (figure 10e of the paper)
+BLOCKS: dict[str, int] = {f"thinkv-block{n}": n for n in (4, 16, 32)}
+METHODS |= {name: lambda s, c, n=n: _drawn(Drawn, s, c, block=n) for name, n in BLOCKS.items()}  # type: ignore[misc]
 
 
 class Cache(KVManager):

@@ -21,9 +21,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from minithink.bench import record
 from minithink.commands import INTERRUPTED, location
-from minithink.engine import TINY
+from minithink.engine import TINY, device_of
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate import journal, plots, runner
 from minithink.evaluate.plan import plan
@@ -66,7 +68,7 @@ def _of_layers() -> tuple[str, ...]:
 
 
 PRECISIONS = ("R8E8T8", "R8E4T2", "R4E4T4", "R4E2T2", "R2E4T2", "R4E4T0", "R2E2T2")  # beside R4E4T2
-RETENTIONS = ("64", "64/32", "64/32/16", "64/32/16/8", "64/32/16/8/4/2")  # beside 64/32/16/8/4
+RETENTIONS = ("64", "64/32", "64/32/16", "64/32/16/8", "64/32/16/8/4/2", "64/32/16/8/4/0")  # beside 64/32/16/8/4
 
 SWEEPS = {
     "main": Sweep(
@@ -144,13 +146,15 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         return 0
     if args.join and not args.finished:
         raise UsageError("--join fills in what --finished has not found: give both.")
+    device = torch.device("cpu") if args.finished else device_of(args.device)
     for name, sweep in chosen.items():
         record.check(paths[name], "--results")
+        spare(paths[name], new(args, argv, name, device), args.finished)
         plan(policies_of([sweep]), sweep.budgets)
     earlier = [(path, record.read(path)) for path in args.join]
     for shared in dict.fromkeys(sweep.shared for sweep in chosen.values()):
         together = {name: sweep for name, sweep in chosen.items() if sweep.shared == shared}
-        results = {name: new(args, argv, name) for name in together}
+        results = {name: new(args, argv, name, device) for name in together}
         generated: list[dict[str, Any]] = []
         for family in args.families:
             rows = finished(args, together, family) if args.finished else evaluated(args, together, family)
@@ -175,12 +179,27 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     return 0
 
 
-def new(args: argparse.Namespace, argv: list[str], name: str) -> dict[str, Any]:
+def new(args: argparse.Namespace, argv: list[str], name: str, device: torch.device) -> dict[str, Any]:
     """The beginning of a sweep's result."""
     sweep = SWEEPS[name]
-    result = record.new("sweep", argv, "cpu" if args.finished or args.device == "cpu" else "cuda")
+    result = record.new("sweep", argv, device)
     settings = {"name": name, **asdict(sweep), "limit": args.limit or sweep.problems}
     return result | {"settings": settings, "measurements": []}
+
+
+def spare(path: Path, result: dict[str, Any], finished: bool) -> None:
+    """UsageError: a quick look, on fewer problems or another machine, would replace what documents show."""
+    if not path.exists():
+        return
+    other = record.read(path)
+    theirs, ours = (x.get("settings", {}).get("limit") for x in (other, result))
+    machines = (x.get("machine", {}) for x in (other, result))
+    there, here = (machine.get("gpu") or machine.get("cpu") for machine in machines)
+    if theirs != ours or (there != here and not finished):
+        raise UsageError(
+            f"{path} is of {theirs} problems on {there}, and this is of {ours} on {here}: give another --results, or "
+            "delete the file."
+        )
 
 
 def draw(name: str, result: dict[str, Any], folder: Path) -> None:

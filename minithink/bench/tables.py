@@ -9,6 +9,7 @@ A document says where a table belongs, and everything between the two lines is r
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections import Counter
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         if not path.is_file():
             continue
         before = path.read_text(encoding="utf-8")
-        after = fill(before, path.name, args.root / record.RESULTS)
+        after = fill(before, path.name, args.root / record.RESULTS, path.parent)
         if after != before:
             stale.append(path)
             if not args.check:
@@ -58,13 +59,14 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     return 0
 
 
-def fill(text: str, name: str, results: Path) -> str:
-    """A document with its tables made anew.
+def fill(text: str, name: str, results: Path, folder: Path | None = None) -> str:
+    """A document with its tables made anew, each with a link to its result.
 
     Args:
         text: of the document.
         name: of the document, for errors.
         results: the folder of the result files.
+        folder: where the document lies; None: beside `results`.
     """
     out: list[str] = []
     lines = iter(enumerate(text.split("\n"), start=1))
@@ -82,7 +84,10 @@ def fill(text: str, name: str, results: Path) -> str:
                 raise MinithinkError(f"{name}:{number} begins a table, and the next begins before a line {END}.")
         else:
             raise MinithinkError(f"{name}:{number} begins a table, and no line {END} follows.")
-        out += [*TABLES[table](record.read(SHIPPED.get(table, results / f"{PARTS.get(table, table)}.json"))), END]
+        path = SHIPPED.get(table, results / f"{PARTS.get(table, table)}.json")
+        made = TABLES[table](record.read(path))
+        link = Path(os.path.relpath(path, folder or results.parent)).as_posix()
+        out += [*made[:-1], f"{made[-1]} [{path.name}]({link})", END]
     return "\n".join(out)
 
 
@@ -432,7 +437,7 @@ def sweep(result: dict[str, Any]) -> list[str]:
     counted = any(m["case_1"] is not None for m in ms)
     names = ["tokens", "of full's bytes", *(["recall"] if any(m["recall"] is not None for m in ms) else [])]
     columns = (x for family in families for x in (f"{family}: right", *names))
-    rows: list[tuple[str, ...]] = [("policy", "budget", *columns, *(("case 1, case 2",) if counted else ()))]
+    rows: list[tuple[str, ...]] = [("policy", "budget", *columns, *(("case 1 / case 2",) if counted else ()))]
     full = {m["family"]: m["kv_bytes_peak"] for m in ms if m["policy"] == FULL}
     for policy, budget in dict.fromkeys((m["policy"], m["budget"]) for m in ms):
         own = {m["family"]: m for m in ms if (m["policy"], m["budget"]) == (policy, budget)}
@@ -447,7 +452,7 @@ def sweep(result: dict[str, Any]) -> list[str]:
                 cells.append("–" if m["recall"] is None else f"{m['recall']:.1%}")
         if counted:
             cases = [(m["case_1"], m["case_2"]) for m in own.values() if m["case_1"] is not None]
-            cells.append(", ".join(f"{sum(n):,}" for n in zip(*cases, strict=True)) or "–")
+            cells.append(" / ".join(f"{sum(n):,}" for n in zip(*cases, strict=True)) or "–")
         rows.append(tuple(cells))
     said = (
         f"{settings['limit']} {settings['split']} problems of each family × {settings['samples']}; budgets are the "

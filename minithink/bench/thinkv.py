@@ -9,15 +9,15 @@ measured again. Names of cases, which `--cases` takes with * and ?:
     bytes/METHOD/T30         bytes of a sequence of --tokens, everything included, against the full cache
     request/METHOD/1/T30     --tokens generated for a single sequence (table 14): the time of the whole generation
                              follows from a few steps at each of --levels evenly spaced lengths
-    throughput/METHOD/T30    the same at the largest batch that fits into --memory (table 2).
-                             Its limit is what bytes and products take; its bound lets attention take what it was
-                             measured to take, and the rest of a step what weights and their products must. With
-                             --pool 0.55 cases of methods with types are called throughput/METHOD/T30/P55
+    throughput/METHOD/T30    the same at the largest batch that fits into --memory (table 2). Its limit is what bytes
+                             and products take; its bound lets attention take what it was measured to take, and the
+                             rest of a step what weights and their products must. With --pool 0.55 cases of methods
+                             with types are called throughput/METHOD/T30/P55
 
-METHOD is one of steady.METHODS; rkv-every is R-KV that evicts at every step. throughput/transformers is transformers'
-full cache. Several GPUs can share the cases: each writes a file of its own, and a last call takes all of them with
---join. What a step does is measured in parts:
-recorded graphs of their own between two CUDA events, or wall time without CUDA.
+METHOD is one of steady.METHODS; rkv-every is R-KV that evicts at every step, thinkv-block4 has pages of 4 slots.
+throughput/transformers is transformers' full cache. Several GPUs can share the cases: each writes a file of its own,
+and a last call takes all of them with --join. What a step does is measured in parts: recorded graphs of their own
+between two CUDA events, or wall time without CUDA.
 
     attention   over the pages, all layers, reading them in their formats
     refresh     attention's mass in the layers that are looked at, and the type that follows from it: computed in
@@ -48,14 +48,14 @@ from minithink.bench import record
 from minithink.bench.decode import Deadline, RandomModel, Theirs, timed
 from minithink.bench.parts import GATHERS, TimedLoop, attention_seconds, cases_of, parts, seconds
 from minithink.bench.peer import Peer
-from minithink.bench.steady import CONFIGS, METHODS, Settings, Steady, pool_bytes
+from minithink.bench.steady import BLOCKS, CONFIGS, METHODS, Settings, Steady, pool_bytes
 from minithink.commands import location
 from minithink.errors import MinithinkError, UsageError
 from minithink.figures import need_matplotlib
 
 DEFAULT = "thinkv"
 PEER = "transformers"
-THINKV = ("thinkv", "thinkv-channel", "tbe")  # methods that draw types of thoughts
+THINKV = ("thinkv", "thinkv-channel", "tbe", *BLOCKS)  # methods that draw types of thoughts
 BYTES = ("thinkv", "thinkv-channel")
 REQUEST = ("full", "rkv", "rkv-gather", "rkv-overlapped", "thinkv")
 THROUGHPUT = ("full", "rkv", "thinkv", "thinkv-channel", PEER)
@@ -134,9 +134,15 @@ class Case:
 
 def cases(batches: Sequence[int], shares: Sequence[float], pool: float = 1.0) -> list[Case]:
     """All that there are."""
-    drawn = {method: shares if method in THINKV else shares[:1] for method in METHODS}
+    drawn = {method: shares if method in THINKV and method not in BLOCKS else shares[:1] for method in METHODS}
     out = [Case("bytes", method, 0, share) for method in BYTES for share in shares]
-    out += [Case("step", m, batch, share) for batch in batches for m in METHODS for share in drawn[m]]
+    out += [
+        Case("step", m, batch, share)
+        for batch in batches
+        for m in METHODS
+        if m not in BLOCKS or batch == max(batches)
+        for share in drawn[m]
+    ]
     out += [Case("request", method, 1, shares[0]) for method in REQUEST]
     return out + [Case("throughput", method, 0, shares[0], pool) for method in THROUGHPUT]
 
@@ -470,12 +476,29 @@ def print_table(result: dict[str, Any]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    for line in (*ratios(result["measurements"]), *(f"left out: {line}" for line in result["left_out"])):
+    for line in (*comparisons(result["measurements"]), *(f"left out: {line}" for line in result["left_out"])):
         print(line)
 
 
-def ratios(measurements: Sequence[dict[str, Any]]) -> list[str]:
-    """How fast cases are beside others, where both were measured alike, and what was aimed at; with each pool."""
+@dataclass(frozen=True)
+class Comparison:
+    """How fast a case is beside another, and what was aimed at."""
+
+    ours: str
+    theirs: str
+    ratio: float  # of their tokens per second
+    goal: float  # of the ratio; if there is a bound, of its share
+    bound: float | None = None  # the ratio that their bounds have
+
+    def __str__(self) -> str:
+        if self.bound is None:
+            return f"{self.ours} / {self.theirs}: {self.ratio:.2f} (target {self.goal:g})"
+        share = f"by their bounds {self.bound:.2f}, {self.ratio / self.bound:.0%} (target {self.goal:.0%})"
+        return f"{self.ours} / {self.theirs}: {self.ratio:.2f}; {share}"
+
+
+def comparisons(measurements: Sequence[dict[str, Any]]) -> list[Comparison]:
+    """Cases beside others, where both were measured alike; with each pool."""
     of, out = {m["case"]: m for m in measurements}, []
 
     def pairs(ours: str, theirs: str) -> list[tuple[str, str]]:
@@ -484,13 +507,11 @@ def ratios(measurements: Sequence[dict[str, Any]]) -> list[str]:
     for first, second, goal in COMPARED:
         for ours, theirs in pairs(first, second):
             speed = [of[name]["tokens_per_second"] for name in (ours, theirs)]
-            out.append(f"{ours} / {theirs}: {speed[0] / speed[1]:.2f} (target {goal:g})")
+            out.append(Comparison(ours, theirs, speed[0] / speed[1], goal))
     first, second, goal = BOUND
     for ours, theirs in pairs(first, second):
         ratio, most = (of[ours][name] / of[theirs][name] for name in ("tokens_per_second", "bound_tokens_per_second"))
-        out.append(
-            f"{ours} / {theirs}: {ratio:.2f}; by their bounds {most:.2f}, {ratio / most:.0%} (target {goal:.0%})"
-        )
+        out.append(Comparison(ours, theirs, ratio, goal, most))
     return out
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from minithink.bench.steady import METHODS
+from minithink.bench.steady import BLOCKS, METHODS
 from minithink.bench.thinkv_tables import PARTS
 from minithink.figures import need_matplotlib, write_svg
 
@@ -49,6 +49,7 @@ def usual(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Steps with the share of transitions that most cases have, by batch and then by method."""
     shares = result["settings"]["transition_share"]
     found = [m for m in result["measurements"] if m["kind"] == "step" and m["transitions"] == shares[0]]
+    found = [m for m in found if m["method"] not in BLOCKS]
     order = list(METHODS)
     return sorted(found, key=lambda m: (m["batch"], order.index(m["method"])))
 

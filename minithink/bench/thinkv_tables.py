@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from minithink.bench.markdown import markdown, short, source
-from minithink.bench.steady import METHODS
-from minithink.bench.thinkv import ABOUT, PEER, THINKV, ratios
+from minithink.bench.steady import BLOCKS, METHODS
+from minithink.bench.thinkv import ABOUT, PEER, THINKV, comparisons
+from minithink.policies.thinkv import ThinKV
 
 Result = dict[str, Any]
 PARTS = ("attention", "refresh", "eviction", "gather", "flush", "rest")
-SEQUENCES = 64  # of the steps whose parts are shown
+SEQUENCES = (64, 256)  # of the steps whose parts are shown
 
 
 def steps(result: Result) -> list[str]:
     """A step's time, one row a case."""
     rows: list[tuple[str, ...]] = [
         ("method", "sequences", "a step", "tokens a second", "of the limit", "refresh + eviction", "gather",
-         "case 1, case 2"),
+         "case 1 / case 2"),
     ]  # fmt: skip
     for m in _of(result, "step"):
         rows.append((
@@ -28,27 +29,44 @@ def steps(result: Result) -> list[str]:
     usual = max((m["settings"]["steps"] for m in _of(result, "step")), default=0)
     fewer = (f"{_name(m)}, {m['batch']}: {n}" for m in _of(result, "step") if (n := m["settings"]["steps"]) < usual)
     said = f"Means of {usual} steps" + "".join(f"; {text}" for text in fewer) + "."
-    return [*markdown(rows), "", said, "", *_said(result, "step/"), _sources(result, "step")]
+    return [*markdown(rows), "", said, "", *_compared(result, "step"), _sources(result, "step")]
 
 
 def parts(result: Result) -> list[str]:
-    """What a step of SEQUENCES does in a layer, and who is called how often, one row a case (the paper's table 5)."""
+    """What a step of so many SEQUENCES does in a layer, and who is called how often, one row a case (table 5)."""
     calls = ("refresh", "eviction", "flush")
-    rows: list[tuple[str, ...]] = [("method", *PARTS, *(f"steps with {call}" for call in calls))]
+    rows: list[tuple[str, ...]] = [("method", "sequences", *PARTS, *(f"steps with {call}" for call in calls))]
     for m in _of(result, "step"):
-        if m["batch"] == SEQUENCES:
+        if m["batch"] in SEQUENCES:
             shares = (m["rates"].get(call, {}).get("sequence_steps", 0) for call in calls)
             times = (f"{m['layer_microseconds'][part]:,.1f} µs" for part in PARTS)
-            rows.append((_name(m), *times, *(f"{share:.2%}" if share else "–" for share in shares)))
-    said = f"{SEQUENCES} sequences, times of one layer. Steps are those of one sequence, in which it is called."
+            rows.append((_name(m), f"{m['batch']}", *times, *(f"{share:.2%}" if share else "–" for share in shares)))
+    said = "Times of one layer. Steps are those of one sequence, in which it is called."
     return [*markdown(rows), "", said, "", _sources(result, "step")]
+
+
+def blocks(result: Result) -> list[str]:
+    """ThinKV's step by the slots of a page, one row a size (the paper's figure 10e)."""
+    own = [m for m in result["measurements"] if m["kind"] == "step" and m["method"] in BLOCKS]
+    batches, shares = {m["batch"] for m in own}, {m["transitions"] for m in own}
+    own += [m for m in _of(result, "step") if m["method"] == "thinkv" and m["batch"] in batches]
+    rows: list[tuple[str, ...]] = [
+        ("slots of a page", "sequences", "a step", "tokens a second", "attention of a layer", "case 1 / case 2"),
+    ]
+    for m in sorted(own, key=lambda m: BLOCKS.get(m["method"], ThinKV.block)):
+        if m["transitions"] in shares:
+            rows.append((
+                f"{BLOCKS.get(m['method'], ThinKV.block)}", f"{m['batch']:,}", f"**{m['step_milliseconds']:.2f} ms**",
+                f"{m['tokens_per_second']:,.0f}", f"{m['layer_microseconds']['attention']:,.1f} µs", _cases(m),
+            ))  # fmt: skip
+    return [*markdown(rows), "", _sources(result, "step", own)]
 
 
 def sizes(result: Result) -> list[str]:
     """Bytes of a sequence, one row a case."""
     rows: list[tuple[str, ...]] = [
         ("method", "of the full cache", "a sequence", "codes", "scales", "buffers", "tables and the rest",
-         "whole pool", "pages used", "case 1, case 2"),
+         "whole pool", "pages used", "case 1 / case 2"),
     ]  # fmt: skip
     for m in _of(result, "bytes"):
         own = m["kinds"]
@@ -71,7 +89,7 @@ def throughput(result: Result) -> list[str]:
     """Whole generations at the largest batch, one row a method."""
     rows: list[tuple[str, ...]] = [
         ("method", "sequences", "a step", "tokens a second", "a request", "of the limit", "of the bound",
-         "case 1, case 2"),
+         "case 1 / case 2"),
     ]  # fmt: skip
     for m in _of(result, "throughput"):
         bound = m.get("bound_milliseconds")
@@ -80,12 +98,12 @@ def throughput(result: Result) -> list[str]:
             _request(m), f"{m['share_of_limit']:.0%}", f"{bound / m['step_milliseconds']:.0%}" if bound else "–",
             _cases(m),
         ))  # fmt: skip
-    return [*markdown(rows), "", *_said(result, "throughput/"), _sources(result, "throughput")]
+    return [*markdown(rows), "", *_compared(result, "throughput"), _sources(result, "throughput")]
 
 
 def requests(result: Result) -> list[str]:
     """Whole generations of one sequence, one row a method (the paper's table 14)."""
-    rows: list[tuple[str, ...]] = [("method", "a request", "a step", "of the limit", "case 1, case 2")]
+    rows: list[tuple[str, ...]] = [("method", "a request", "a step", "of the limit", "case 1 / case 2")]
     for m in _of(result, "request"):
         step = f"{m['step_milliseconds']:.2f} ms"
         rows.append((_name(m), f"**{_request(m)}**", step, f"{m['share_of_limit']:.0%}", _cases(m)))
@@ -100,7 +118,7 @@ def _request(m: dict[str, Any]) -> str:
 def _of(result: Result, kind: str) -> list[dict[str, Any]]:
     """By batch, then by method, in whatever order they were measured."""
     order = [*METHODS, PEER]
-    found = [m for m in result["measurements"] if m["kind"] == kind]
+    found = [m for m in result["measurements"] if m["kind"] == kind and m["method"] not in BLOCKS]
     return sorted(found, key=lambda m: (m["batch"] if kind == "step" else 0, order.index(m["method"])))
 
 
@@ -111,26 +129,45 @@ def _name(m: dict[str, Any]) -> str:
 
 
 def _cases(m: dict[str, Any]) -> str:
-    return "{:,}, {:,}".format(*m["cases"]) if m["method"] in THINKV else "–"
+    return "{:,} / {:,}".format(*m["cases"]) if m["method"] in THINKV else "–"
 
 
-def _said(result: Result, kind: str) -> list[str]:
-    """How fast methods are beside each other, and what was aimed at."""
-    found = [line for line in ratios(result["measurements"]) if line.startswith(kind)]
-    return [f"{'; '.join(found)}.", ""] if found else []
+def _compared(result: Result, kind: str) -> list[str]:
+    """How fast methods are beside each other, and what was aimed at; one row a comparison."""
+    of = {m["case"]: m for m in result["measurements"]}
+    rows: list[tuple[str, ...]] = [("sequences", "method", "beside", "as fast", "by their bounds", "aimed at")]
+    for x in comparisons(result["measurements"]):
+        if (ours := of[x.ours])["kind"] == kind:
+            batch = f"{ours['batch']:,} / {of[x.theirs]['batch']:,}"
+            bound = f"{x.bound:.2f} ×, reached {x.ratio / x.bound:.0%}" if x.bound else "–"
+            goal = f"{x.goal:.0%} of that" if x.bound else f"{x.goal:g} ×"
+            rows.append((batch, _name(ours), _name(of[x.theirs]), f"**{x.ratio:.2f} ×**", bound, goal))
+    return [*markdown(rows), ""] if rows[1:] else []
 
 
-def _sources(result: Result, kind: str) -> str:
-    """The run of the newest of these cases, and the commits of others."""
-    own = sorted(_of(result, kind), key=lambda m: m["date"])
-    others = sorted({short(m["commit"]) for m in own} - {short(own[-1]["commit"])}) if own else []
-    line = source(result | ({name: own[-1][name] for name in ABOUT} if own else {}))
-    return line + (f" Some cases are of commit {', '.join(others)}." if others else "")
+def _sources(result: Result, kind: str, cases: Iterable[dict[str, Any]] | None = None) -> str:
+    """The run of these cases, by default of all of a kind, or that there are several; and what was not measured."""
+    own = sorted(_of(result, kind) if cases is None else cases, key=lambda m: m["date"])
+    about = {name: own[-1][name] for name in ABOUT} if own else {}
+    if len({m["command"] for m in own}) > 1:
+        about["command"] = (
+            f"python -m minithink.bench thinkv --device {own[-1]['settings']['device']} --cases '{kind}/*'"
+        )
+    line = source(result | about | {"complete": True})
+    commits = sorted({short(m["commit"]) for m in own} - {short(own[-1]["commit"])}) if own else []
+    several = (
+        f" In several runs, the command of each beside its cases; commits: {', '.join(commits)}, too."
+        if commits
+        else ""
+    )
+    left = sum(name.startswith(f"{kind}/") for name in result["missing"]) if cases is None else 0
+    return line + several + (f" Of such cases {left} were not measured (`missing`)." if left else "")
 
 
 TABLES: dict[str, Callable[[Result], list[str]]] = {
     "thinkv-steps": steps,
     "thinkv-parts": parts,
+    "thinkv-blocks": blocks,
     "thinkv-bytes": sizes,
     "thinkv-requests": requests,
     "thinkv-throughput": throughput,

@@ -76,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="auto", help="auto, float32, float16, bfloat16")
     add("--output", type=Path, metavar="FOLDER", help="where thoughts.json goes (default: beside the model, where it "
         "is looked for); give it again as --calibration")  # fmt: skip
+    add("--replace", action="store_true", help="a calibration that is there already")
     add("--resume", action="store_true", help="finish what was interrupted")
     add("--plot", type=Path, metavar="FILE", help="also draw the densities (SVG)")
 
@@ -94,6 +95,10 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         check_budget(policy, len(prompt))
     folder = args.output or engine.home.folder
     name = "thoughts.json" if args.thoughts == 3 else f"thoughts-{args.thoughts}.json"
+    if (folder / name).exists() and not args.replace:
+        raise UsageError(
+            f"{folder / name} is there already: --replace makes it anew, --output FOLDER puts the new one elsewhere."
+        )
     drawing, settings = settings_of(engine, args, examples, policy)
     result = record.new("thoughts", argv, engine.device, program="minithink.calibrate")
     with Journal(folder / f"{name}l", settings, args.resume) as journal:

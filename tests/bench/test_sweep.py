@@ -26,7 +26,14 @@ def test_every_policy_is_one(name: str) -> None:
     assert one.problems == 200
 
 
-def test_a_small_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_there(tmp_path: Path, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", "snapkv", "--device", device, "--results", str(tmp_path), "--runs", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_small_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Both families, every policy and budget; thoughts are counted; what is there is not run again."""
     monkeypatch.setitem(sweep.SWEEPS, "snapkv", replace(sweep.SWEEPS["snapkv"], budgets=(0.25, 0.75)))
     path = tmp_path / "sweep-snapkv.json"
@@ -59,6 +66,14 @@ def test_a_small_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(words) == 0
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("results.jsonl")} == before
     assert record.read(path)["measurements"] == first["measurements"]
+    whole = path.read_bytes()
+    capsys.readouterr()
+    assert main([*words, "--limit", "2"]) == 2, "a look at other problems must not replace what is there"
+    assert f"{path} is of 1 problems on " in capsys.readouterr().err
+    record.write(path, first | {"machine": {"gpu": "NVIDIA Counter"}})
+    assert main(words) == 2
+    assert "on NVIDIA Counter, and this is of 1 on " in capsys.readouterr().err
+    path.write_bytes(whole)
     lines = tables.fill("<!-- table:sweep-snapkv -->\n<!-- end -->", "x.md", tmp_path).splitlines()
     assert lines[1].startswith("| policy | budget | facts: right | tokens | of full's bytes | ledger: right |")
     assert lines[3].startswith("| `full` | – | **")

@@ -104,7 +104,8 @@ def test_tables_are_filled_in_and_then_up_to_date(root: Path, capsys: pytest.Cap
 | embedded, float32, 200 + 512 tokens | 8 | 1,234 tok/s | 600 tok/s | **2.06 ×** (1.99 to 2.25) | 2.25 × |
 | embedded, float32, 200 + 512 tokens | 1 | 200 tok/s | – | – | – |
 
-*Some CPU, 2 threads; torch 2.9, transformers 5.1; 2031-02-03, commit 0123456789: `python -m minithink.bench decode`.*
+*Some CPU, 2 threads; torch 2.9, transformers 5.1; 2031-02-03, commit 0123456789: `python -m minithink.bench decode`.* \
+[decode-cpu.json](docs/results/decode-cpu.json)
 <!-- end -->
 between
 <!-- table:accuracy -->
@@ -113,7 +114,7 @@ between
 | 0–600 tokens | 100 | 98 of 100: **98.0%** | 93.0% to 99.4% | 420 | 1.0% |
 
 *Some CPU; torch 2.9, test split, temperature 0.6, bfloat16; 2031-02-03, commit 0123456789: \
-`python -m minithink.bench decode`.*
+`python -m minithink.bench decode`.* [accuracy.json](docs/results/accuracy.json)
 <!-- end -->
 
 after
@@ -123,7 +124,7 @@ after
     model = "llama-8b (random weights), bfloat16, 2,048 tokens held"
     assert f"| {model} | 1 | 100 tok/s | 50 tok/s | **2.00 ×** | 45.6% / – |" in speed
     assert "*Some GPU;" in speed
-    assert "The run was not complete." in speed
+    assert "The run was not complete.* [decode-gpu.json](results/decode-gpu.json)" in speed
     assert main(["tables", "--check", "--root", str(root)]) == 0
 
 

@@ -25,7 +25,7 @@ from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION
 
 torch.set_num_threads(1)
 SMALL = Settings(budget=64, tau=16, buffer=16, prompt=8)
-DRAWN = ("thinkv", "thinkv-channel", "tbe")
+DRAWN = ("thinkv", "thinkv-channel", "tbe", *steady.BLOCKS)
 NUMBERS = {
     "budget": 64, "tau": 16, "buffer": 16, "prompt-tokens": 8, "start": 80, "steps": 8, "warm": 1, "tokens": 192,
     "levels": 2, "level-steps": 2, "memory": 0.0014, "headroom": 0.001, "batch": 2, "transition-share": 0.5,
@@ -348,7 +348,8 @@ def test_the_limit_of_a_step() -> None:
 
 def test_names_of_cases() -> None:
     names = [case.name for case in cases([1, 64], [0.3, 0.1])]
-    assert len(set(names)) == len(names) == 4 + 2 * (3 * 2 + 7) + 5 + 5
+    assert len(set(names)) == len(names) == 4 + 2 * (3 * 2 + 7) + 5 + 5 + 3
+    assert [n for n in names if "block" in n] == [f"step/thinkv-block{n}/64/T30" for n in (4, 16, 32)]
     assert {"step/tbe/64/T10", "step/rkv-every-overlapped/1", "bytes/thinkv-channel/T30"} <= set(names)
     assert [n for n in names if n.startswith("thr")] == [
         "throughput/full", "throughput/rkv", "throughput/thinkv/T30", "throughput/thinkv-channel/T30",
@@ -487,20 +488,22 @@ def test_shared_cases_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four of one file; every case is in the table of its kind."""
-    monkeypatch.setattr(thinkv_tables, "SEQUENCES", 2)
+    monkeypatch.setattr(thinkv_tables, "SEQUENCES", (2,))
     output = tmp_path / "thinkv.json"
     some = ["step/full/2", "step/thinkv/2/T50", "bytes/thinkv/T50", "throughput/full", "throughput/rkv"]
+    some += ["step/thinkv-block4/2/T50"]
     assert main([*OPTIONS, "--output", str(output), "--cases", *some]) == 0
     result = record.read(output)
-    names = ("steps", "parts", "bytes", "throughput")
+    names = ("steps", "parts", "bytes", "throughput", "blocks")
     text = "\n".join(f"<!-- table:thinkv-{name} -->\n<!-- end -->" for name in names)
     found = [x.splitlines() for x in tables.fill(text, "x.md", tmp_path).split("<!-- end -->")]
     rows = [[line for line in lines if line.startswith("| ") and "---" not in line] for lines in found]
-    assert [len(x) - 1 for x in rows[:4]] == [2, 2, 1, 2]
+    assert [len(x) - 1 for x in rows[:5]] == [2, 2, 1, 2, 2]
+    assert [line.split(" | ")[0] for line in rows[4][1:]] == ["| 4", "| 8"]
     by_name = {m["case"]: m for m in result["measurements"]}
     step = by_name["step/thinkv/2/T50"]
     assert rows[0][2].startswith(f"| thinkv, T 50% | 2 | **{step['step_milliseconds']:.2f} ms** |")
-    assert rows[0][2].endswith("| {}, {} |".format(*step["cases"]))
+    assert rows[0][2].endswith("| {} / {} |".format(*step["cases"]))
     assert f"| {step['layer_microseconds']['attention']:,.1f} µs |" in rows[1][2]
     assert f"| **{by_name['bytes/thinkv/T50']['share']:.2%}** |" in rows[2][1]
     speed = [by_name[f"throughput/{name}"]["tokens_per_second"] for name in ("full", "rkv")]
@@ -508,7 +511,7 @@ def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     by_name["step/full/2"] |= {"commit": "c0ffee0123456789-dirty", "date": "2001-01-01"}  # an older run
     record.write(output, result)
     again = [x.splitlines() for x in tables.fill(text, "x.md", tmp_path).split("<!-- end -->")]
-    assert [lines[-1].endswith(" Some cases are of commit c0ffee0123-dirty.") for lines in again[:4]] == [
+    assert ["commits: c0ffee0123-dirty, too." in lines[-1] for lines in again[:4]] == [
         True, True, False, False
     ]  # fmt: skip
 
@@ -520,19 +523,19 @@ def test_only_what_was_measured_alike_is_compared() -> None:
         {"case": name, "kind": "step", "settings": settings, "tokens_per_second": speed}
         for name, speed in ((ours, 300.0), (theirs, 50.0))
     ]
-    assert thinkv.ratios(ms) == [f"{ours} / {theirs}: 6.00 (target 3)"]
+    assert [str(x) for x in thinkv.comparisons(ms)] == [f"{ours} / {theirs}: 6.00 (target 3)"]
     ms[1]["settings"] = settings | {"steps": 64}
-    assert thinkv.ratios(ms) == [f"{ours} / {theirs}: 6.00 (target 3)"]
+    assert [str(x) for x in thinkv.comparisons(ms)] == [f"{ours} / {theirs}: 6.00 (target 3)"]
     ms[1]["settings"] = settings | {"pool": 0.5, "headroom": 24}
-    assert thinkv.ratios(ms) == [f"{ours} / {theirs}: 6.00 (target 3)"]
+    assert [str(x) for x in thinkv.comparisons(ms)] == [f"{ours} / {theirs}: 6.00 (target 3)"]
     ms[0]["case"] += "/P50"
-    assert thinkv.ratios(ms) == [f"{ours}/P50 / {theirs}: 6.00 (target 3)"]
+    assert [str(x) for x in thinkv.comparisons(ms)] == [f"{ours}/P50 / {theirs}: 6.00 (target 3)"]
     ms[0]["case"] = f"{ours}5"
-    assert thinkv.ratios(ms) == []
+    assert thinkv.comparisons(ms) == []
     ms[0]["case"] = ours
     ms[1]["settings"] = settings | {"budget": 256}
-    assert thinkv.ratios(ms) == []
-    assert thinkv.ratios(ms[:1]) == []
+    assert thinkv.comparisons(ms) == []
+    assert thinkv.comparisons(ms[:1]) == []
 
 
 def test_steps_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

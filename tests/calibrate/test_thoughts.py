@@ -135,6 +135,21 @@ def test_an_interrupted_run_goes_on_to_the_same_result(
     assert not (tmp_path / "thoughts.jsonl").exists()
 
 
+def test_what_is_there_is_replaced_only_on_request(
+    model: Path, problems: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """Thresholds that every later run would take, of a few prompts instead of many."""
+    quick = {"output": tmp_path, "num_prompts": 2, "compare": 0}
+    first = calibrate(model, problems, **quick)
+    before = (tmp_path / "thoughts.json").read_bytes()
+    capsys.readouterr()
+    assert main(options(model, problems, **quick | {"num_prompts": 3})) == 2
+    assert "thoughts.json is there already: --replace makes it anew" in capsys.readouterr().err
+    assert (tmp_path / "thoughts.json").read_bytes() == before
+    calibrate(model, problems, **quick, thoughts=2)  # has a file of its own
+    assert calibrate(model, problems, **quick | {"num_prompts": 3}, replace=True) != first
+
+
 def test_two_types_have_a_file_of_their_own(model: Path, problems: Path, tmp_path: Path) -> None:
     values = calibrate(model, problems, output=tmp_path, thoughts=2, num_prompts=2, compare=1)
     assert len(values["thresholds"]) == 1
@@ -158,7 +173,7 @@ def test_the_picture_has_a_panel_for_every_layer(model: Path, problems: Path, tm
     first = (tmp_path / "p.svg").read_text()
     for look in values["measurements"]["layers"]:
         assert f"layer {look['layer']}: {look['share']:.0%} have |T| modes" in first
-    calibrate(model, problems, **options)
+    calibrate(model, problems, **options, replace=True)
     assert (tmp_path / "p.svg").read_text() == first
     assert values["measurements"]["eviction"] is None
 
