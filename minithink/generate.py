@@ -13,6 +13,7 @@ import argparse
 import errno
 import json
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -201,7 +202,9 @@ def _generate(args: argparse.Namespace, tasks: list[Task], stream: Stream) -> in
             screen.line(verdict if verdict == "right" else f"wrong: {_what_was_right(result, answer)}")
     screen.line(summary(results, seconds), "dim")
     for line in thoughts(results):
-        screen.line(line, "dim")
+        for part in re.split(rf"\b({'|'.join(THOUGHTS)})\b", line):  # each type's name in its colour: the legend
+            screen.write(part, THOUGHTS.get(part, "dim"))
+        screen.line()
     return code
 
 

@@ -331,7 +331,11 @@ def test_thoughts_have_colours_and_are_counted(
     if samples == 1:
         first, second = (thought.find(f"\x1b[{code}m") for code in (32, 33))  # reasoning, before a word was said
         assert 0 <= first < second
+        answer, _, told = answer.partition("prompt tokens")
         assert "\x1b[3" not in answer
+        assert "\x1b[32mreasoning\x1b[0m" in told, "the legend"
+        assert "\x1b[33mtransition\x1b[0m" in told
+        assert told.count("\x1b[3") == 2
     [*_, last] = lines = [line for line in re.sub(r"\x1b\[\d*m", "", out).splitlines() if "segments: " in line]
     assert len(lines) == samples
     assert last.startswith("[prompt 0, sample 1] segments" if samples > 1 else "segments: 1 reasoning, ")
@@ -540,7 +544,10 @@ def test_module_runs_without_a_warning(checkpoint: Path) -> None:
         (("a", "--budget", "64"), "budget of 64 tokens .* without a policy"),
         (("a", "--policy", "full", "--budget", "64"), "budget of 64 .* full takes none"),
         (("a", "--policy", "window:budget=7", "--budget", "64"), "64 tokens was given, and window says budget=7"),
-        (("a", "--policy", "window:bugdet=7"), "no hyperparameter 'bugdet'; it takes budget: int"),
+        (
+            ("a", "--policy", "window:bugdet=7"),
+            r"no hyperparameter 'bugdet' \(did you mean budget\?\); it takes budget, ",
+        ),
         (("a", "--policy", "window", "--budget", "64", "--schedule", "weekly"), "schedule 'weekly' is unknown"),
         (("a", "--schedule", "every"), "without a policy"),
         (("a", "--temperature", "-1"), "-1.0"),

@@ -13,9 +13,9 @@
 # %% [markdown]
 # # 10. ThinKV: from an observation to the slot that is overwritten
 #
-# A model that reasons does not do the same thing all the time. It plans, it computes, it doubts. ThinKV's idea: find
-# out *what kind of thought* the model is in, and spend memory accordingly. It needs only the attention weights to
-# tell. Everything else follows from the type of the thought:
+# A model that reasons does not do the same thing all the time. It plans, it computes, it doubts. The idea of
+# [ThinKV](https://openreview.net/forum?id=M3CeHnZKNC): find out *what kind of thought* the model is in, and spend
+# memory accordingly. It needs only the attention weights to tell. Everything else follows from a thought's type:
 #
 #     sparsity of attention → type of thought → how many bits a token gets      (TBQ: think before you quantize)
 #                                             → how many tokens a thought keeps (TBE: think before you evict)

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 Draw = Callable[["Figure"], None]
 COLORS = {"reasoning": "#0072B2", "execution": "#009E73", "transition": "#D55E00"}  # of Okabe and Ito's palette
-LINES = ("#444444", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+LINES = ("#444444", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 SOURCES = ("sparsity", "keywords")  # of types
-MAPS = 4  # texts whose associations are drawn
+MAPS = 4  # texts whose associations are drawn,
+LEAST = 4  # of so many segments, if there are such
 RC: dict[Any, Any] = {
     "svg.hashsalt": "minithink", "svg.fonttype": "none", "text.parse_math": False, "font.size": 8,
     "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
@@ -71,7 +72,7 @@ def association(texts: Sequence[Mapping[str, Any]]) -> Draw:
     keywords. texts: of the result."""
 
     def draw(figure: Figure) -> None:
-        shown = texts[:MAPS]
+        shown = [text for text in texts if len(text["association"]) >= LEAST][:MAPS] or texts[:MAPS]
         across = min(2, len(shown))
         down = -(-len(shown) // across)
         figure.set_size_inches(3.6 * across, 3.4 * down)
@@ -80,16 +81,16 @@ def association(texts: Sequence[Mapping[str, Any]]) -> Draw:
             rows = text["association"]
             grid = [[*row, *[float("nan")] * (len(rows) - len(row))] for row in rows]
             image = axis.imshow(grid, cmap="viridis", vmin=0)
-            figure.colorbar(image, ax=axis, shrink=0.8)
+            figure.colorbar(image, ax=axis, shrink=0.8).set_label("KL at the later segment, nats", fontsize=7)
             labels = [
                 f"{a[0].upper()}/{b[0].upper()}{n}"
                 for n, (a, b) in enumerate(zip(text["sparsity"], text["keywords"], strict=True))
             ]
-            axis.set_xticks(range(len(rows)), labels, rotation=90, fontsize=6)
-            axis.set_yticks(range(len(rows)), labels, fontsize=6)
+            axis.set_xticks(range(len(rows)), labels, rotation=90, fontsize=7)
+            axis.set_yticks(range(len(rows)), labels, fontsize=7)
             axis.set_title(text["id"], fontsize=8)
         figure.supxlabel("suppressed segment: type by sparsity / by keywords, number", fontsize=8)
-        figure.supylabel("KL at the segment, nats", fontsize=8)
+        figure.supylabel("later segment", fontsize=8)
 
     return draw
 

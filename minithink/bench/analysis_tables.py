@@ -43,7 +43,7 @@ def importance(result: Result) -> list[str]:
 
 def association(result: Result) -> list[str]:
     """How much segments of a type change without an earlier one of another, one row a type of the later."""
-    rows: list[tuple[str, ...]] = [("types by", "later", *(f"on {name}" for name in TYPES))]
+    rows: list[tuple[str, ...]] = [("types by", "later segment", *(f"without an earlier {name}" for name in TYPES))]
     for by, found in result["measurements"]["types"].items():
         of = {(m["earlier"], m["later"]): f"{m['mean']:.3g}" for m in found}
         rows += [(by, later, *(of.get((earlier, later), "–") for earlier in TYPES)) for later in TYPES]

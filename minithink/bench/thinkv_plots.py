@@ -73,16 +73,17 @@ def parts(figure: Any, steps: Sequence[Mapping[str, Any]]) -> None:
 
 
 def latency(figure: Any, steps: Sequence[Mapping[str, Any]]) -> None:
-    """A line a method; along it the batch grows, as the numbers beside ThinKV's say."""
+    """A line a method; along it the batch grows, as the numbers beside the leftmost say."""
     axis = figure.subplots()
+    leftmost = min((m for m in steps if m["method"] in LINES), key=lambda m: m["step_milliseconds"])["method"]
     for method, color in LINES.items():
         if not (own := [m for m in steps if m["method"] == method]):
             continue
         x, y = ([m[name] for m in own] for name in ("step_milliseconds", "tokens_per_second"))
         axis.plot(x, y, marker="o", markersize=3, color=color, label=method)
-        for m in own if method == "thinkv" else ():
+        for m in own if method == leftmost else ():
             at = (m["step_milliseconds"], m["tokens_per_second"])
-            axis.annotate(str(m["batch"]), at, xytext=(4, -8), textcoords="offset points", fontsize=7)
+            axis.annotate(str(m["batch"]), at, xytext=(-4, 4), textcoords="offset points", fontsize=7, ha="right")
     axis.set(
         xlabel="milliseconds until a sequence's next token", ylabel="tokens a second, all sequences", yscale="log"
     )

@@ -13,7 +13,7 @@ import difflib
 import re
 from dataclasses import MISSING, Field, fields
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from minithink.errors import UsageError
 from minithink.kv.contract import Policy, Schedule, Stack
@@ -41,7 +41,12 @@ def lookup(name: str) -> type[Policy]:
         names = [part.strip() for part in name.split(",")]  # of a list, whose names alone say where to split it
         if all(part in POLICIES for part in names):
             raise UsageError(f"{name} are {len(names)} policies: give one, or a stack, {'+'.join(names)}.")
-        name = next(part for part in names if part not in POLICIES)
+        at = next(i for i, part in enumerate(names) if part not in POLICIES)
+        if at and "=" in (name := names[at]):
+            raise UsageError(
+                f"The policy {name!r} is unknown: what a policy is told follows a colon, {names[at - 1]}:{name}."
+            )
+        name = names[at]
         near = difflib.get_close_matches(name, POLICIES, 1)
         hint = f"did you mean {near[0]}? There" if near else "there"
         raise UsageError(f"The policy {name!r} is unknown; {hint} are: {', '.join(POLICIES)}.")
@@ -113,13 +118,18 @@ def _read(text: str) -> tuple[type[Policy], dict[str, Any]]:
             first, more, _ = key.partition(":")  # perhaps the next policy of a list
             near = difflib.get_close_matches(first, POLICIES, 1) if more or not equals else []
             hint = f" (did you mean the policy {near[0]}?)" if near else ""
-            raise UsageError(f"The policy {name} has no hyperparameter {key!r}{hint}; it takes {describe(cls)}.")
+            if not near and (near := difflib.get_close_matches(key, _fields(cls), 1)):
+                hint = f" (did you mean {near[0]}?)"
+            names = ", ".join(_fields(cls)) or "none"
+            raise UsageError(f"The policy {name} has no hyperparameter {key!r}{hint}; it takes {names}.")
         if key in values:
             raise UsageError(f"The policy {name} is given {key} twice; leave one of them out.")
         try:
             values[key] = _typed(value, get_type_hints(cls)[key])
         except ValueError as error:
-            raise UsageError(f"The policy {name} cannot have {key}={value}; it takes {describe(cls)}.") from error
+            raise UsageError(
+                f"The policy {name} cannot have {key}={value}: {key} is {_worded(get_type_hints(cls)[key])}."
+            ) from error
     return cls, values
 
 
@@ -155,6 +165,16 @@ def _typed(text: str, kind: Any) -> Any:
     if text not in allowed:
         raise ValueError(text)
     return allowed[text]
+
+
+def _worded(kind: Any) -> str:
+    """A field's type in words."""
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(_worded(k) for k in get_args(kind))
+    if get_origin(kind) is Literal:
+        return " or ".join(map(str, get_args(kind)))
+    words = {int: "a whole number", float: "a number", bool: "true or false", NoneType: "none"}
+    return words.get(kind, "a text")
 
 
 def describe(cls: type[Policy]) -> str:

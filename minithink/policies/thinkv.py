@@ -22,6 +22,9 @@ Chosen where the paper is silent or says two things:
 - case 2 follows case 1 in the same step where that was not enough; the running segment is left alone by both;
 - hard_budget (a budget is a promise): when all ended segments are at the minimum and |S| > k, the running one is
   annealed too, then all go to 2, to 1 and at last to 0 tokens; hard_budget=false is the paper's letter;
+- case 1 comes when a transition has ended, as in listing 1 and in step c of §D.6 (§4.3: "at each c_t");
+- of a cluster the token nearest to the centroid stays, with its own key and value, as in §4.3 (§D.4 also says that
+  the centroid takes the cluster's place; it is no token's key, and has no position);
 - K-means over all KV heads of a layer together, for they share a table; in a stack of finer scope, those that do;
 - T0, in `precision`, drops the tokens of transitions group by group;
 - a g below 16 makes short groups of keys, 16 channels of values;
@@ -169,7 +172,12 @@ class ThinKV(Policy):
         """values: `layers` and `thresholds`, of `python -m minithink.calibrate thoughts`."""
         layers = self._numbers("layers", self.layers, int) or tuple(values.get("layers", ()))
         theta = self._numbers("thresholds", self.thresholds, float) or tuple(values.get("thresholds", ()))
-        if theta and (len(theta) != self.types - 1 or list(theta) != sorted(theta) or any(map(isnan, theta))):
+        if len(theta) == self.types - 1 and list(theta) != sorted(theta):
+            raise UsageError(
+                f"{self.name}: thresholds are ascending, and there are {', '.join(map(str, theta))}: give "
+                f"thresholds={'/'.join(map(str, sorted(theta)))}."
+            )
+        if theta and (len(theta) != self.types - 1 or any(map(isnan, theta))):
             raise UsageError(
                 f"{self.name}: {self.types} types need {self.types - 1} ascending thresholds, and there are "
                 f"{', '.join(map(str, theta))}: calibrate with --thoughts {self.types}."

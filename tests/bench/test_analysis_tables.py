@@ -23,7 +23,7 @@ def test_curves(tmp_path: Path) -> None:
     measured = [{"policy": "full", **about}, {"policy": "thinkv", **about, **thinkv}]
     rows = rows_of(tmp_path, "curve", {"limit": 8, "budget": 2048}, measured)
     assert rows[2] == "| `full` | 25% | 1,175 | 2,503 | 2.88% | – | – |"
-    assert rows[3] == "| `thinkv` | 25% | 1,175 | 2,503 | 2.88% | 36 / 0 / 1,400 | 19, 2,610 |"
+    assert rows[3] == "| `thinkv` | 25% | 1,175 | 2,503 | 2.88% | 36 / 0 / 1,400 | 19 / 2,610 |"
     assert rows[5] == "8 validation problems, a budget of 2,048 tokens a lane."
 
 
@@ -43,7 +43,8 @@ def test_association(tmp_path: Path) -> None:
     since = [{"transitions": n, "pairs": 3, "mean": 0.5 / (n + 1)} for n in range(9)]
     measured = {"texts": [{}], "types": {"sparsity": types}, "transitions": {"sparsity": since}}
     rows = rows_of(tmp_path, "association", {"tau": 64}, measured)
-    assert rows[0] == "| types by | later | on reasoning | on execution | on transition |"
+    names = " | ".join(f"without an earlier {name}" for name in ("reasoning", "execution", "transition"))
+    assert rows[0] == f"| types by | later segment | {names} |"
     assert rows[2:5] == [
         "| sparsity | reasoning | – | – | – |", "| sparsity | execution | – | – | – |",
         "| sparsity | transition | 0.0123 | – | – |",

@@ -104,8 +104,8 @@ def test_tables_are_filled_in_and_then_up_to_date(root: Path, capsys: pytest.Cap
 | embedded, float32, 200 + 512 tokens | 8 | 1,234 tok/s | 600 tok/s | **2.06 ×** (1.99 to 2.25) | 2.25 × |
 | embedded, float32, 200 + 512 tokens | 1 | 200 tok/s | – | – | – |
 
-*Some CPU, 2 threads; torch 2.9, transformers 5.1; 2031-02-03, commit 0123456789: `python -m minithink.bench decode`.* \
-[decode-cpu.json](docs/results/decode-cpu.json)
+*Some CPU, 2 threads; torch 2.9, transformers 5.1; 2031-02-03, commit 0123456789: \
+`python -m minithink.bench decode`.* [decode-cpu.json](docs/results/decode-cpu.json)
 <!-- end -->
 between
 <!-- table:accuracy -->

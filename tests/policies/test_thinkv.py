@@ -462,7 +462,10 @@ def test_a_row_begins_anew() -> None:
         ("thinkv:budget=64,retention=4/-1", "must descend"),
         ("thinkv:budget=64,g=0", "g=0"),
         ("thinkv:budget=64,layers=1,thresholds=0.5", "3 types need 2 ascending thresholds"),
-        ("thinkv:budget=64,layers=1,thresholds=0.6/0.5", "ascending"),
+        (
+            "thinkv:budget=64,layers=1,thresholds=0.6/0.5",
+            "ascending, and there are 0.6, 0.5: give thresholds=0.5/0.6",
+        ),
         ("thinkv:budget=64,layers=1,thresholds=nan/nan", "ascending"),
         ("thinkv:budget=64,v_precision=R4E4T0", "drops values of transitions and precision=R4E4T2 keeps their keys"),
         ("tbq:precision=R4E4T0", "tbq keeps every token, and precision=R4E4T0 drops transitions: use thinkv, or T2"),
