@@ -34,7 +34,7 @@ from minithink.kv.contract import Evict, OpenSegment, Policy, Shape, Storage, ke
 from minithink.kv.full import FullCache
 from minithink.kv.manager import KVManager
 from minithink.kv.store import PagedStore
-from minithink.kv.table import Exhausted
+from minithink.kv.table import Exhausted, printed
 from minithink.model import Rope
 from minithink.policies import parse
 from minithink.tasks import Problem, grade, load_problems
@@ -558,11 +558,8 @@ def write(letters: str) -> list:
         q, k, v = torch.randn(3, 1, 2, 16, generator=noise).bfloat16()
         thinkv.attend(0, torch.cat((q, k), dim=1), v)
         thinkv.end_step()
-    print(f"after {letters[-1]}   page  type  filled  starts   segment masks       eviction mask")
     entries = thinkv.store.entries(layer=0, row=0, head=0)
-    for e in entries:
-        starts, masks = ", ".join(map(str, e.starts)), ", ".join(e.segments)
-        print(f"{e.page:12}  {'TER'[e.thought]:>4}  {e.filled:6}  {starts:7}  {masks:18}  {e.evicted}")
+    print(f"after {letters[-1]}:\n{printed(entries, ['T', 'E', 'R'])}")
     return entries
 
 

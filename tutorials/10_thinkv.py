@@ -40,6 +40,7 @@ from minithink.calibrate.reading import sparsity
 from minithink.config import ModelConfig
 from minithink.kv.full import FullCache
 from minithink.kv.manager import KVManager
+from minithink.kv.table import printed
 from minithink.model import Rope
 from minithink.policies.thinkv import EXECUTION, NAMES, REASONING, TRANSITION, ThinKV, type_of
 from minithink.quant import e4m3, parse
@@ -577,11 +578,7 @@ def write(letters: str) -> list:
     for _ in letters:
         feed(1)
     entries = sorted(store.entries(layer=0, row=0, head=0), key=lambda e: e.starts)
-    print(f"after {letters[-1]}   page  type  filled  starts   segment masks       eviction mask")
-    for e in entries:
-        starts, masks = ", ".join(map(str, e.starts)), ", ".join(e.segments)
-        name = "prompt" if e.starts == (0,) else LETTER[e.thought]
-        print(f"{e.page:12}  {name:>6}{e.filled:6}  {starts:7}  {masks:18}  {e.evicted}")
+    print(f"after {letters[-1]}:\n{printed(entries, ['T', 'E', 'R'])}")
     panels.append((f"after {letters[-1]}", where()))
     return [e for e in entries if e.starts != (0,)]
 

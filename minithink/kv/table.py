@@ -89,6 +89,17 @@ class Entry:
     evicted: str  # a 1 for every slot that was written and is free again
 
 
+def printed(entries: Sequence[Entry], names: Sequence[str] = ()) -> str:
+    """A block table as figure 6 of ThinKV prints it, one line a block, below a heading. names: of the types."""
+    rows = [("block", "filled", "type", "start indices", "segment masks", "eviction mask")]
+    for e in entries:
+        name = names[e.thought] if names else str(e.thought)
+        starts, masks = ", ".join(map(str, e.starts)), ", ".join(e.segments)
+        rows.append((str(e.page), str(e.filled), name, starts, masks, e.evicted))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
 class BlockTable:
     """The pages of every unit, and the slots of every page."""
 

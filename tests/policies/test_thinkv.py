@@ -16,6 +16,7 @@ from torch import Tensor
 from minithink.errors import UsageError
 from minithink.kv.contract import Demand, See, Shape, Step
 from minithink.kv.manager import KVManager
+from minithink.kv.table import printed
 from minithink.policies import parse, thinkv
 from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION, Tbe, Tbq, ThinKV
 from minithink.quant import parse_pair
@@ -365,11 +366,12 @@ def test_figure_6() -> None:
         budget=100, tau=4, g=4, block=4, retention="2", two="int2s", precision="R4E4T4", key_axis="token", **ALONE
     )
     prompt, half = 4, copy.deepcopy(WIDE).to(torch.bfloat16)  # a block of its own; a page as large as a plain token
-    states = {}
+    states, tables = {}, {}
     for clock, manager in enumerate(follow(policy, [prompt], 16, decoder=half, dtype=torch.bfloat16)):
         entries = [e for e in manager.store.entries(0, 0, 0) if e.starts != (0,)]  # beside the prompt's block
         entries.sort(key=lambda e: e.starts)
         states[clock] = [(e.thought, e.filled, e.starts, e.segments, e.evicted) for e in entries]
+        tables[clock] = printed(entries, thinkv.NAMES)
         if clock in (8, 12, 16):
             pages = [e.page for e in entries]
             states[-clock] = pages  # type: ignore[assignment]
@@ -396,6 +398,16 @@ def test_figure_6() -> None:
     assert (same, also) == (second, third)
     assert new == (REASONING, 2, (16,), ("1100",), "0000")
     assert states[-16][:3] == states[-12]
+    # the block table as the figure prints it
+    pages, kept, gone = states[-16], first[3][0], first[4]
+    other, freed = second[3][0], second[4]
+    assert tables[16].splitlines() == [
+        "block  filled  type        start indices  segment masks  eviction mask",
+        f"{pages[0]:<5}  4       reasoning   4, 16          {kept}, {gone}     0000",
+        f"{pages[1]:<5}  4       execution   8              {other}           {freed}",
+        f"{pages[2]:<5}  4       transition  12             1111           0000",
+        f"{pages[3]:<5}  2       reasoning   16             1100           0000",
+    ]
 
 
 def test_there_is_room_where_the_budget_is_soft() -> None:
