@@ -177,6 +177,7 @@ class Engine:
     ) -> None:
         """home: None: the model has no files, and policies must bring what others read from a calibration."""
         self.home = home
+        self.cautions = set[str]()  # what users must be told of calibrations that policies go by
         self.config, self.decoder, self.tokenizer = decoder.config, decoder, tokenizer
         self.generation_config = generation_config
         self.device, self.dtype = decoder.embed.device, decoder.embed.dtype
@@ -324,7 +325,9 @@ class Engine:
         for member in members(policy):
             member.reads(kind)
             if name := member.calibration:
-                member.calibrated(self.calibration(name))
+                member.calibrated(values := self.calibration(name))
+                if caution := files.caution(name, values):
+                    self.cautions.add(caution)
         return policy
 
     def calibration(self, name: str) -> dict[str, Any]:

@@ -132,6 +132,7 @@ def run(args: argparse.Namespace) -> int:
             [task.prompt for task in tasks], chat=args.chat, system=args.system, recorder=recorder, **_options(args)
         )
         _warn_of_nonsense(args, [task.prompt for task in tasks])
+        _caution(engine)
         return _generate(args, tasks, stream)
     finally:
         if recorder is not None:
@@ -142,6 +143,12 @@ def run(args: argparse.Namespace) -> int:
                 f"python -m minithink.trace view {args.trace}",
                 file=sys.stderr,
             )
+
+
+def _caution(engine: Engine) -> None:
+    """Say what is doubtful about what policies know of the model."""
+    for line in sorted(engine.cautions):
+        print(f"minithink: {line}.", file=sys.stderr)
 
 
 def _warn_of_nonsense(args: argparse.Namespace, prompts: list[str]) -> bool:
@@ -328,6 +335,8 @@ def _converse(engine: Engine, args: argparse.Namespace, tasks: list[Task]) -> in
             continue
         warned = warned or _warn_of_nonsense(args, [text])
         stream = engine.stream([ids], **_options(args))
+        if len(messages) == 1 + (args.system is not None):  # the first turn
+            _caution(engine)
         begin = time.perf_counter()
         code = _until_interrupted(lambda stream=stream: _show_live(screen, stream))  # type: ignore[misc]
         screen.end_line()

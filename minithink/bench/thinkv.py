@@ -52,6 +52,7 @@ from minithink.bench.steady import BLOCKS, CONFIGS, METHODS, Settings, Steady, p
 from minithink.commands import location
 from minithink.errors import MinithinkError, UsageError
 from minithink.figures import need_matplotlib
+from minithink.kv.manager import check_budget
 
 DEFAULT = "thinkv"
 PEER = "transformers"
@@ -92,9 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--few", type=n, default=16, metavar="N",
         help="sequences of ThinKV's throughput that are filled; the others are copies (default 16)")  # fmt: skip
     add("--byte-rows", type=n, default=2, metavar="N", help="sequences whose bytes are averaged (default 2)")
-    add("--memory", type=float, metavar="GIB", help="that there is (default: the GPU's; 8 on a CPU)")
-    add("--headroom", type=float, metavar="GIB", help="of it, for all but weights and cache (default 8; 1 on a CPU)")
-    add("--pool", type=_share, default=1.0, metavar="X",
+    add("--memory", type=_gib, metavar="GIB", help="that there is (default: the GPU's; 8 on a CPU)")
+    add("--headroom", type=_gib, metavar="GIB", help="of it, for all but weights and cache (default 8; 1 on a CPU)")
+    add("--pool", type=_some, default=1.0, metavar="X",
         help="pages of ThinKV, as a share of what the worst case needs; too few end a case (default 1)")  # fmt: skip
     add("--lockstep", action="store_true", help="all sequences are at the same token (default: spread over a cycle)")
     add("--seed", type=int, default=0, metavar="N", help="of types and tokens (default 0)")
@@ -107,11 +108,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _share(text: str) -> float:
-    """For argparse: between 0 and 1."""
-    value = float(text)
-    if not 0 <= value <= 1:
+    """For argparse: from 0 to 1."""
+    if not 0 <= (value := _number(text)) <= 1:
         raise argparse.ArgumentTypeError(f"{text} is no share between 0 and 1")
     return value
+
+
+def _some(text: str) -> float:
+    """For argparse: a share that is not nothing."""
+    if not (value := _share(text)):
+        raise argparse.ArgumentTypeError("with a share of 0 there is no page")
+    return value
+
+
+def _gib(text: str) -> float:
+    """For argparse: memory."""
+    if not 0 < (value := _number(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no size in GiB")
+    return value
+
+
+def _number(text: str) -> float:
+    """For argparse, NaN for what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 @dataclass(frozen=True)
@@ -155,8 +177,11 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     names = cases(args.batch, args.transition_share, args.pool)
     chosen = [case for case in names if any(fnmatch(case.name, pattern) for pattern in args.cases)]
     if not chosen:
-        known = ", ".join(case.name for case in names)
-        raise UsageError(f"--cases {' '.join(args.cases)}: there is none; there are {known}.")
+        kinds = ", ".join(dict.fromkeys(f"{case.kind}/*" for case in names))
+        raise UsageError(
+            f"--cases {' '.join(args.cases)}: there is none; there are {kinds} (names are {names[0].name}, "
+            f"{names[-1].name} and the like; python -m minithink.bench thinkv --help)."
+        )
     path = Path(args.output) if args.output else record.default_path(DEFAULT)
     if args.plot_only and args.plot is None:
         raise UsageError("--plot-only draws to the folder that --plot names: give it.")
@@ -167,6 +192,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             raise MinithinkError(f"{path} is no result of this benchmark: name another file.")
         return _drawn(path, args)
     record.check(path)
+    check_methods(args, chosen)
     others = _results([*([path] if path.exists() else []), *args.join])
     # Of a case that several have, the last one's; of methods that are no more, none.
     there = {
@@ -214,7 +240,16 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     _write(path, result, names, ended=True)
     print_table(result)
     print(f"written to {path}", file=sys.stderr)
+    if todo and len(result["left_out"]) == len(todo) and not deadline.over():
+        raise MinithinkError(f"Nothing was measured: {result['left_out'][0]}.")
     return _drawn(path, args)
+
+
+def check_methods(args: argparse.Namespace, cases: Sequence[Case]) -> None:
+    """UsageError: the settings make no sense for some method, or its budget cannot hold the prompt and more."""
+    settings = Settings(args.budget, args.tau, args.buffer, args.prompt_tokens, pool=args.pool)
+    for method in dict.fromkeys(case.method for case in cases if case.method != PEER):
+        check_budget(METHODS[method](settings, CONFIGS[args.model_shape]), args.prompt_tokens)
 
 
 def _write(path: Path, result: dict[str, Any], names: Sequence[Case], ended: bool = False) -> None:

@@ -30,6 +30,8 @@ def read(folder: Path, name: str, model: Path, spoken: str = "") -> dict[str, An
         MinithinkError: there is no such file, it is about other weights, or it cannot be read as one.
     """
     path = folder / name
+    if folder.exists() and not folder.is_dir():
+        raise MinithinkError(f"--calibration {folder} is no folder: give that in which {name} lies.")
     again = command(name, spoken, folder if folder != model else None)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -45,6 +47,16 @@ def read(folder: Path, name: str, model: Path, spoken: str = "") -> dict[str, An
         )
     found: dict[str, Any] = values
     return found
+
+
+def caution(name: str, values: dict[str, Any]) -> str:
+    """What users must be told of a calibration that is read; "": nothing."""
+    if not values.get("fallback"):
+        return ""
+    return (
+        f"no layer of this model shows clear modes of sparsity, so {name} has quantiles for thresholds: types of "
+        "thoughts have usual shares and little meaning"
+    )
 
 
 def command(name: str, spoken: str = "", output: Path | None = None) -> str:

@@ -36,6 +36,7 @@ from minithink.errors import UsageError, unwritable
 from minithink.evaluate.datasets import Example, load_dataset
 from minithink.evaluate.grading import grade
 from minithink.evaluate.tune import allowed
+from minithink.figures import need_matplotlib
 from minithink.files import dumps, rounded
 from minithink.files import replace as replace_file
 from minithink.kv.manager import check_budget
@@ -99,6 +100,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise UsageError(
             f"{folder / name} is there already: --replace makes it anew, --output FOLDER puts the new one elsewhere."
         )
+    if args.plot:
+        need_matplotlib()
+        record.check(args.plot, "--plot")
     drawing, settings = settings_of(engine, args, examples, policy)
     result = record.new("thoughts", argv, engine.device, program="minithink.calibrate")
     with Journal(folder / f"{name}l", settings, args.resume) as journal:
@@ -119,10 +123,10 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             replace_file(folder / name, dumps(rounded(result)) + "\n")
         except OSError as error:
             raise unwritable("The calibration", folder / name, error, "--output") from None
-        if args.plot:
-            plots.draw(lines, rounded(result), args.plot)
-            _say(f"drawn to {args.plot}")
         journal.remove()
+    if args.plot:
+        plots.draw(lines, rounded(result), args.plot)
+        _say(f"drawn to {args.plot}")
     for line in summary(result):
         print(line)
     if values["fallback"]:
@@ -139,10 +143,14 @@ def policy_of(args: argparse.Namespace) -> ThinKV:
     Raises:
         UsageError: it is none that goes by thresholds.
     """
-    takes = args.policy.partition(":")[0] != "tbq" and "budget=" not in args.policy
+    takes = args.policy.partition(":")[0] in ("thinkv", "tbe") and "budget=" not in args.policy
     policy = parse(args.policy, budget=args.budget or 1024 if takes else args.budget)
     if not isinstance(policy, ThinKV):
         raise UsageError(f"--policy {args.policy} knows no types of thoughts: give thinkv, tbe or tbq.")
+    if policy.thoughts != "sparsity":
+        raise UsageError(
+            f"--policy {args.policy} tells types by words, which need no thresholds: drop thoughts=keyword."
+        )
     if policy.layers or policy.thresholds or policy.types != 3 or policy.sparsity_rows != 1:
         raise UsageError(
             f"--policy {args.policy} says what is calibrated: leave out layers, thresholds, types and sparsity_rows; "
@@ -286,7 +294,7 @@ def conclude(lines: Sequence[Mapping[str, Any]], number: int, count: int) -> dic
             "shares_of_types": _shares(type_of(values, theta)),
             "shares_of_keywords": _shares(labels),
             "keywords": compare(type_of(values, theta), labels),
-            "correlation_with_position": float(torch.stack((values, at)).corrcoef()[0, 1]),
+            "correlation_with_position": float(torch.stack((values, at)).corrcoef()[0, 1]) if len(at) > 1 else None,
             "layers": per_layer,
             "share_by_rows": {
                 n: [fmean(line["modes_by_rows"][n][i] == number for line in lines) for i in range(len(looks))]

@@ -133,6 +133,7 @@ def evaluate(args: argparse.Namespace, argv: list[str], ranks: Ranks) -> list[Ro
     if (ignored := engine.generation_config.ignored) and not ranks.rank:
         _say(f"generation_config.json asks for {', '.join(ignored)}, which is not supported and is left out")
     calibration = calibrations(engine, cells, args.schedule)
+    notes += sorted(engine.cautions)
     names = {cell.policy for cell in cells} - {*policies}  # full, where only a share needs it
     job = Job(engine, examples, args, [*names, *policies])
     job.settings |= {"calibration": calibration} if calibration else {}

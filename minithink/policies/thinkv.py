@@ -16,6 +16,8 @@ Chosen where the paper is silent or says two things:
 - the type is measured when the last token of the segment before is in the cache (listing 1: one token later);
 - the newest query's sparsity is counted from the weights that attention computes anyway; with sparsity_rows > 1
   those of all these queries are computed again, from the keys;
+- where no layer has |T| modes, thresholds are quantiles of the sparsity (`calibrate/choose.py`), and users are told:
+  keywords would have to be words that the model uses;
 - thoughts=keyword goes by the words of table 7 instead, of the text so far (`thoughts.py`); the host reads them all;
 - |T| = 2 knows execution and reasoning, |T| = 1 reasoning alone; then there is no case 1 (§6.2, §E.10); with
   |T| = 1 a segment goes to the next lower power of two, down to the last number of R;
@@ -48,6 +50,7 @@ from minithink.errors import UsageError
 from minithink.kv.contract import Demand, Edit, Evict, OpenSegment, Policy, See, Shape, Step, Storage
 from minithink.quant import parse, parse_pair
 
+MOST = 2**30  # tokens, of whatever: positions are int32
 TRANSITION, EXECUTION, REASONING = 0, 1, 2  # by importance ρ (§4.2), and as figure 6 numbers them
 NAMES = ("transition", "execution", "reasoning")
 
@@ -70,8 +73,8 @@ class ThinKV(Policy):
     hard_budget: bool = True
     precision: str = "R4E4T2"  # bits of keys by type: 16, 8, 4 or 2, and T0
     v_precision: str = ""  # of values; "": the same
-    four: str = "nvfp4"  # the format of 4 bits: nvfp4 or int4s
-    two: str = "ternary"  # of 2 bits: ternary or int2s
+    four: Literal["nvfp4", "int4s"] = "nvfp4"  # the format of 4 bits
+    two: Literal["ternary", "int2s"] = "ternary"  # of 2 bits
     key_axis: Literal["channel", "token"] = "token"  # what of keys has a scale of its own; of values: a token
     g: int = 16  # tokens that are quantized together, and elements that share a scale
     block: int = 8  # tokens of a page, a power of two
@@ -89,10 +92,11 @@ class ThinKV(Policy):
 
     def __post_init__(self) -> None:
         self.protect_prompt = True
-        if self.types not in (1, 2, 3) or min(self.tau, self.g, self.sparsity_rows) < 1:
+        sizes = self.tau, self.g, self.sparsity_rows
+        if self.types not in (1, 2, 3) or not 1 <= min(sizes) <= max(sizes) <= MOST:
             raise UsageError(
                 f"{self.name}: types={self.types}, tau={self.tau}, g={self.g}, sparsity_rows={self.sparsity_rows}; "
-                "types must be 1, 2 or 3, the others at least 1."
+                f"types must be 1, 2 or 3, the others from 1 to {MOST:,}."
             )
         if self.v_precision.endswith("T0") and not self._drops:
             raise UsageError(
@@ -107,8 +111,11 @@ class ThinKV(Policy):
             )
         self.kept = self._numbers("retention", self.retention, int) if self.budget is not None else ()
         down = sorted({n for n in self.kept if n >= 0}, reverse=True)
-        if self.budget is not None and (not self.kept or list(self.kept) != down):
-            raise UsageError(f"{self.name}: retention={self.retention}; it must descend, as 64/32/16/8/4 does.")
+        if self.budget is not None and (not self.kept or list(self.kept) != down or down[0] > MOST):
+            raise UsageError(
+                f"{self.name}: retention={self.retention}; it must descend, as 64/32/16/8/4 does, from {MOST:,} or "
+                "less."
+            )
         if self.types == 1 and self.kept:  # half as many each time (§E.10)
             powers = (2**i for i in range((self.tau - 1).bit_length() - 1, -1, -1))
             self.kept = (*(n for n in powers if n > self.kept[-1]), self.kept[-1])
@@ -172,6 +179,10 @@ class ThinKV(Policy):
         """values: `layers` and `thresholds`, of `python -m minithink.calibrate thoughts`."""
         layers = self._numbers("layers", self.layers, int) or tuple(values.get("layers", ()))
         theta = self._numbers("thresholds", self.thresholds, float) or tuple(values.get("thresholds", ()))
+        if self.types == 1 and self.thresholds:
+            raise UsageError(
+                f"{self.name}: there is nothing to tell with types=1: drop thresholds={self.thresholds}."
+            )
         if len(theta) == self.types - 1 and list(theta) != sorted(theta):
             raise UsageError(
                 f"{self.name}: thresholds are ascending, and there are {', '.join(map(str, theta))}: give "
@@ -349,8 +360,8 @@ class Tbe(ThinKV):
 
     precision: str = field(default="R16E16T16", init=False)
     v_precision: str = field(default="", init=False)
-    four: str = field(default="nvfp4", init=False)
-    two: str = field(default="ternary", init=False)
+    four: Literal["nvfp4", "int4s"] = field(default="nvfp4", init=False)
+    two: Literal["ternary", "int2s"] = field(default="ternary", init=False)
     key_axis: Literal["channel", "token"] = field(default="token", init=False)
     g: int = field(default=1, init=False)
 

@@ -598,7 +598,7 @@ def test_a_cpu_has_room_by_default(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "x.json"
     options = [*OPTIONS, "--output", str(output), "--memory", "0.00102"]
-    assert main([*options, "--cases", "step/full/2", "throughput/full"]) == 0
+    assert main([*options, "--cases", "step/full/2", "throughput/full"]) == 1, "nothing is no success"
     result = record.read(output)
     assert not result["complete"]
     assert not result["measurements"]
@@ -606,13 +606,31 @@ def test_what_does_not_fit_is_left_out(tmp_path: Path, capsys: pytest.CaptureFix
         "step/full/2: 2 sequences do not fit into 0.00102 GiB",
         "throughput/full: not one sequence fits into 0.00102 GiB",
     ]
-    assert "left out: throughput/full: not one sequence" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "left out: throughput/full: not one sequence" in said.out
+    assert "Nothing was measured: step/full/2: 2 sequences do not fit" in said.err
 
 
 def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = [*OPTIONS, "--output", str(tmp_path / "x.json")]
     assert main([*options, "--cases", "step/nothing/*"]) == 2
-    assert "--cases step/nothing/*: there is none; there are bytes/thinkv/T50," in capsys.readouterr().err
+    assert "there is none; there are bytes/*, step/*, request/*, throughput/* (names are" in capsys.readouterr().err
+    for wrong, said in (
+        (["--memory", "nan"], "nan is no size in GiB"),
+        (["--headroom", "-3"], "-3 is no size in GiB"),
+        (["--pool", "0"], "with a share of 0 there is no page"),
+        (["--transition-share", "abc"], "abc is no share"),
+        (["--tau", "20"], "tau=20 tokens is no multiple of a group of g=16: choose tau=32"),
+        (["--budget", "10"], "cannot hold the protected prompt of 8 and"),
+    ):
+        try:
+            code: Any = main([*options, *wrong])
+        except SystemExit as end:  # of argparse
+            code = end.code
+        assert code == 2
+        err = capsys.readouterr().err
+        assert said in err
+        assert "measuring" not in err
     if not torch.cuda.is_available():
         assert main([*options, "--device", "cuda"]) == 2
         assert "torch finds no CUDA device" in capsys.readouterr().err

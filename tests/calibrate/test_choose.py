@@ -55,6 +55,17 @@ def test_without_such_a_layer_those_with_the_modes_for_most_prompts_are_chosen()
     assert [x.layer for x in ranked(look(prompts, 3))] == [0, 1], "in more prompts goes before deeper in a fallback"
 
 
+def test_every_prompt_is_every_one_of_a_hundred() -> None:
+    """Algorithm 1; and a prompt that has more modes than there are types has no say in the thresholds."""
+    a, more = three(0.2, 0.6), Peaks([0.1, 0.3, 0.5, 0.7], [0.15, 0.35, 0.65], [0.5, 0.5, 0.5])
+    prompts = [[a, a] for _ in range(99)] + [[a, more]]
+    assert (by_modes(prompts, 3, 4) or pytest.fail("nothing chosen"))[:2] == ("every", [0])
+    prompts = [[more, a] for _ in range(2)] + [[a, more] for _ in range(3)]
+    how, layers, theta = by_modes(prompts, 3, 4) or pytest.fail("nothing chosen")
+    assert (how, layers) == ("most", [0])
+    assert theta == pytest.approx([0.2, 0.6])
+
+
 def test_no_layer_is_chosen_where_none_has_the_modes_for_most() -> None:
     prompts = [[three(0.2, 0.6), FLAT], [FLAT, FLAT]]
     assert by_modes(prompts, 3, 4) is None

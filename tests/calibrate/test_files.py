@@ -54,6 +54,36 @@ def test_the_policy_learns_what_the_file_says(copy: Path) -> None:
     assert (own.measured, own.theta) == ((1,), (0.1, 0.2)), "what it says itself goes first"
 
 
+def test_a_file_is_no_folder(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", str(copy), "--device", "cpu", "--policy", POLICY, "--budget", "60"]
+    assert cli.main(["Alpha", *words, "--calibration", str(copy / "thoughts.json")]) == 1
+    assert "thoughts.json is no folder: give that in which thoughts.json lies." in capsys.readouterr().err
+
+
+def test_a_fallback_is_told(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is generated, by whatever generates."""
+    values = json.loads((copy / "thoughts.json").read_text())
+    for fallback, times in ((True, 1), (False, 0)):
+        write(copy, values | {"fallback": fallback})
+        words = [
+            "--model",
+            str(copy),
+            "--device",
+            "cpu",
+            "--policy",
+            POLICY,
+            "--budget",
+            "60",
+            "--max-new-tokens",
+            "2",
+        ]
+        assert cli.main(["Alpha", *words]) == 0
+        assert capsys.readouterr().err.count("so thoughts.json has quantiles for thresholds") == times
+        engine = load(copy, device="cpu")
+        engine._policy(POLICY + ",layers=1,thresholds=0.1/0.2", 60, None)
+        assert not engine.cautions, "what is said needs no file"
+
+
 def test_members_of_a_stack_learn_it_and_what_they_must_see(copy: Path) -> None:
     engine = load(copy, device="cpu")
     stack = engine._policy(f"random+{POLICY}", 60, None)

@@ -474,6 +474,10 @@ def test_a_row_begins_anew() -> None:
         ("thinkv:budget=64,retention=4/-1", "must descend"),
         ("thinkv:budget=64,g=0", "g=0"),
         ("thinkv:budget=64,layers=1,thresholds=0.5", "3 types need 2 ascending thresholds"),
+        ("thinkv:budget=64,types=1,thresholds=0.5", "nothing to tell with types=1: drop thresholds=0.5"),
+        ("thinkv:budget=64,tau=4294967296", "the others from 1 to 1,073,741,824"),
+        ("thinkv:budget=64,retention=99999999999999999999/4", "from 1,073,741,824 or less"),
+        ("thinkv:budget=64,four=fp32", "four=fp32: four is nvfp4 or int4s"),
         (
             "thinkv:budget=64,layers=1,thresholds=0.6/0.5",
             "ascending, and there are 0.6, 0.5: give thresholds=0.5/0.6",

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minithink.ref.kmeans import ITERATIONS, kmeans
+from minithink.ref.kmeans import kmeans
 
 Point = list[Fraction]
+ROUNDS = 10  # of Lloyd's algorithm, at most
 
 
 def plain(points: list[list[int]], k: int) -> list[int]:
@@ -33,7 +34,7 @@ def plain(points: list[list[int]], k: int) -> list[int]:
         rest = [i for i in range(n) if i not in chosen]
         chosen.append(max(rest, key=lambda i: min(distance(x[i], x[c]) for c in chosen)))
     centroids, label = [x[c] for c in chosen], [-1] * n
-    for _ in range(ITERATIONS):
+    for _ in range(ROUNDS):
         before, now = label, centroids
         label = [min(range(k), key=lambda c: distance(x[i], now[c])) for i in range(n)]
         own = [distance(x[i], now[label[i]]) for i in range(n)]
@@ -90,6 +91,17 @@ def test_sets_know_nothing_of_each_other() -> None:
     count[0] = 15
     kept = kmeans(x.float(), valid, count)
     for points, there, k, chosen in zip(x, valid, count.tolist(), kept, strict=True):
+        assert chosen[there].nonzero().flatten().tolist() == plain(points[there].tolist(), k)
+
+
+def test_who_is_no_member_fills_no_cluster() -> None:
+    """Points that are nearly all doubles, so that clusters are empty, between columns that are not members."""
+    generator = torch.Generator().manual_seed(3)
+    x, valid = torch.randint(0, 2, (200, 16, 2), generator=generator), torch.rand(200, 16, generator=generator) < 0.6
+    count = torch.randint(2, 12, (200,), generator=generator)
+    kept = kmeans(x.float().masked_fill(~valid[..., None], torch.nan), valid, count)
+    for points, there, k, chosen in zip(x, valid, count.tolist(), kept, strict=True):
+        assert not chosen[~there].any()
         assert chosen[there].nonzero().flatten().tolist() == plain(points[there].tolist(), k)
 
 
