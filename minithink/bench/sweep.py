@@ -68,6 +68,8 @@ def _of_layers() -> tuple[str, ...]:
 
 
 PRECISIONS = ("R8E8T8", "R8E4T2", "R4E4T4", "R4E2T2", "R2E4T2", "R4E4T0", "R2E2T2")  # beside R4E4T2
+EIGHT = "R8E8T8"
+SENSITIVE = [EIGHT.replace(f"{kind}8", f"{kind}{bits}") for kind in "RET" for bits in (4, 2)]  # one type's bits
 RETENTIONS = ("64", "64/32", "64/32/16", "64/32/16/8", "64/32/16/8/4/2", "64/32/16/8/4/0")  # beside 64/32/16/8/4
 
 SWEEPS = {
@@ -87,6 +89,14 @@ SWEEPS = {
     "precision": Sweep(
         "bits by thought type",
         _of_thinkv("", *(f"precision={p}" for p in PRECISIONS)),
+    ),
+    "sensitivity": Sweep(
+        "bits of the keys, or of the values, of one type, with 8 for all others and no eviction",
+        (
+            f"tbq:precision={EIGHT}",
+            *(f"tbq:precision={one},v_precision={EIGHT}" for one in SENSITIVE),
+            *(f"tbq:precision={EIGHT},v_precision={one}" for one in SENSITIVE),
+        ),
     ),
     "tau": Sweep("the tokens of a segment, τ", _of_thinkv("tau=32", "tau=64", "", "tau=256")),
     "types": Sweep("the number of types, |T|", _of_thinkv("types=1", "types=2", "")),
