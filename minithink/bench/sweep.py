@@ -40,7 +40,8 @@ class Sweep:
 
     what: str  # is compared
     policies: tuple[str, ...]  # beside full
-    budgets: tuple[float, ...] = (0.25, 0.5, 0.75)  # shares of what the full cache generates, beside the prompt
+    budgets: tuple[float, ...] = (0.25, 0.5, 0.75)  # shares of what the full cache generates, beside the prompt; ():
+    # of policies that have none
     split: str = "validation"
     problems: int = 200
     samples: int = 1
@@ -97,6 +98,7 @@ SWEEPS = {
             *(f"tbq:precision={one},v_precision={EIGHT}" for one in SENSITIVE),
             *(f"tbq:precision={EIGHT},v_precision={one}" for one in SENSITIVE),
         ),
+        budgets=(),
     ),
     "tau": Sweep("the tokens of a segment, τ", _of_thinkv("tau=32", "tau=64", "", "tau=256")),
     "types": Sweep("the number of types, |T|", _of_thinkv("types=1", "types=2", "")),
@@ -253,13 +255,18 @@ def fill(
             raise UsageError(f"{path} is a result of something else, or of other problems: name another file.")
         if model != result["embedded_model"]:
             raise UsageError(f"{path} is of another embedded model, {model}: name another file.")
+    here = result["commit"]
     there = {
-        (m["family"], m["policy"], m["budget"]): {"commit": other["commit"], "date": other["date"]} | m
+        (m["family"], m["policy"], m["budget"]): m
+        if other["commit"] == here
+        else {"commit": other["commit"], "date": other["date"]} | m
         for _, other in earlier
         for m in other["measurements"]
     } | {(m["family"], m["policy"], m["budget"]): m for m in result["measurements"]}
     cells = [(family, *cell) for family in families for cell in plan(policies_of([sweep]), sweep.budgets)]
     result["measurements"] = [there[cell] for cell in cells if cell in there]
+    if parts := [part for _, other in earlier if other["commit"] == here for part in other.get("sources", [])]:
+        result["sources"] = [*result.get("sources", []), *parts]
     result["missing"] = [list(cell) for cell in cells if cell not in there]
     result["complete"] = not result["missing"]
 
@@ -283,7 +290,8 @@ def evaluated(args: argparse.Namespace, sweeps: Mapping[str, Sweep], family: str
     """The rows of one family, over all its problems; None: interrupted. sweeps: by name, with the same settings."""
     sweep, folder = next(iter(sweeps.values())), folder_of(args, sweeps, family)
     words: list[Any] = ["--policies", ",".join(policies_of(sweeps.values()))]
-    words += ["--budgets", ",".join(map(str, sweep.budgets)), "--num-samples", sweep.samples]
+    words += ["--budgets", ",".join(map(str, sweep.budgets))] if sweep.budgets else []
+    words += ["--num-samples", sweep.samples]
     words += ["--dataset", family, "--split", sweep.split, "--device", args.device]
     words += ["--limit", args.limit or sweep.problems, "--output-dir", folder, "--resume"]
     words += ["--recall"] if sweep.recall else []
