@@ -109,7 +109,11 @@ SWEEPS = {
     ),
     "block": Sweep("slots of a page", _of_thinkv("block=4", "", "block=16", "block=32")),
     "key-axis": Sweep(
-        "a scale for each channel of a group of keys, or for each key", _of_thinkv("", "key_axis=channel"),
+        "a scale for each channel of a group of keys, or for each key",
+        (
+            *_of_thinkv("", "key_axis=channel", "precision=R4E2T2", "precision=R4E2T2,key_axis=channel"),
+            "tbq", "tbq:key_axis=channel",
+        ),
     ),
     "snapkv": Sweep("a prompt that is cut, too", ("thinkv", "snapkv:cap=128+thinkv")),
 }  # fmt: skip
