@@ -84,7 +84,8 @@ def test_a_small_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_two_that_share_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What both compare is generated once, and each result is what it would be alone."""
     for name in ("snapkv", "key-axis"):
-        monkeypatch.setitem(sweep.SWEEPS, name, replace(sweep.SWEEPS[name], budgets=(0.5,)))
+        one = sweep.SWEEPS[name]
+        monkeypatch.setitem(sweep.SWEEPS, name, replace(one, policies=one.policies[:2], budgets=(0.5,)))
     words = ["--device", "cpu", "--families", "facts", "--limit", "1", "--batch-size", "1", "--max-new-tokens", "64"]
     words += ["--runs", str(tmp_path / "runs"), "--results"]
     assert main(["sweep", "snapkv", "key-axis", *words, str(tmp_path / "both")]) == 0
