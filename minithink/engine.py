@@ -330,6 +330,10 @@ class Engine:
                     self.cautions.add(caution)
         return policy
 
+    def try_out(self, policy: Policy) -> None:
+        """UsageError: the policy does not suit this model's shape. Nothing is allocated, and no prompt is needed."""
+        bytes_for(self.config, policy, self.dtype, rows=1, tokens=self.config.max_position, prompt=1)
+
     def calibration(self, name: str) -> dict[str, Any]:
         """What a file of `minithink.calibrate` says of this model.
 

@@ -223,7 +223,9 @@ def thoughts(results: list[Result]) -> list[str]:
             segments = ", ".join(f"{r.kv_thoughts[name]} {name}" for name in THOUGHTS if name in r.kv_thoughts)
             bits = f"{r.kv_bits:.1f} bits a number with its scales" if r.kv_bits is not None else ""
             who = f"[prompt {r.prompt}, sample {r.sample}] " if len(results) > 1 else ""
-            lines.append(who + "; ".join(part for part in (f"segments: {segments}", r.kv_notes, bits) if part))
+            held = f"{r.kv_tokens:,} of {r.prompt_tokens + r.generated_tokens:,} tokens held a lane"
+            parts = (f"segments: {segments}", r.kv_notes, held, bits)
+            lines.append(who + "; ".join(part for part in parts if part))
     return lines
 
 

@@ -341,7 +341,7 @@ def test_thoughts_have_colours_and_are_counted(
     assert last.startswith("[prompt 0, sample 1] segments" if samples > 1 else "segments: 1 reasoning, ")
     assert re.search(
         r"segments: 1 reasoning, \d+ transition; segments annealed [1-9]\d* times as transitions ended \(case 1\), 0 "
-        r"times for room \(case 2\); 32\.0 bits a number with its scales$",
+        r"times for room \(case 2\); (\d+) of (\d+) tokens held a lane; 32\.0 bits a number with its scales$",
         last,
     )
 

@@ -32,7 +32,7 @@ def read(folder: Path, name: str, model: Path, spoken: str = "") -> dict[str, An
     path = folder / name
     if folder.exists() and not folder.is_dir():
         raise MinithinkError(f"--calibration {folder} is no folder: give that in which {name} lies.")
-    again = command(name, spoken, folder if folder != model else None)
+    again = command(name, spoken, folder if folder != model else None, path.exists())
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -59,13 +59,14 @@ def caution(name: str, values: dict[str, Any]) -> str:
     )
 
 
-def command(name: str, spoken: str = "", output: Path | None = None) -> str:
-    """The command that makes a file, as part of a sentence."""
+def command(name: str, spoken: str = "", output: Path | None = None, there: bool = False) -> str:
+    """The command that makes a file, which may be there, as part of a sentence."""
     if name not in COMMANDS:
         return "no command of this version makes it"
     words = ["python -m minithink.calibrate", COMMANDS[name]]
     words += [f"--model {spoken}"] if spoken else []
     words += [f"--output {output}"] if output is not None else []
+    words += ["--replace"] if there else []
     return f"`{' '.join(words)}` makes it"
 
 

@@ -94,6 +94,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     prompts = [engine.prompt_ids(example.question) for example in examples]
     for prompt in prompts[: args.compare]:
         check_budget(policy, len(prompt))
+    engine.try_out(replace(policy, layers="0", thresholds="/".join(["0.5"] * (policy.types - 1))))
     folder = args.output or engine.home.folder
     name = "thoughts.json" if args.thoughts == 3 else f"thoughts-{args.thoughts}.json"
     if (folder / name).exists() and not args.replace:

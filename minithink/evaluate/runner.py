@@ -209,7 +209,8 @@ def _about_before(journal: Journal, resume: bool, total: int) -> list[str]:
 
 
 def calibrations(engine: Engine, cells: Sequence[Cell], schedule: str | None) -> dict[str, Any]:
-    """What the policies read beside the model, by the names of the files; before the first of them runs for hours."""
+    """What the policies read beside the model, by the names of the files. UsageError: one does not suit the model;
+    before the first of them runs for hours."""
     found = dict[str, Any]()
     for cell in cells:
         policy = policy_of(cell, schedule)
@@ -217,7 +218,7 @@ def calibrations(engine: Engine, cells: Sequence[Cell], schedule: str | None) ->
             if member.calibration:
                 values = engine.calibration(member.calibration)
                 found[member.calibration] = {name: values[name] for name in ("layers", "thresholds")}
-        engine.calibrated(policy)
+        engine.try_out(engine.calibrated(policy))
     return found
 
 

@@ -124,7 +124,7 @@ def two_types(folder: Path) -> None:
 SPOILED: list[tuple[Callable[[Path], None], int, str]] = [
     (missing, 1, r"thoughts.json does not exist; `python -m minithink.calibrate thoughts --model \S*copy` makes it"),
     (of_another, 1, "on the weights 0123456789abcdef, and the model's are {hash}; `python -m minithink.calibrate"),
-    (corrupt, 1, "cannot be read as a calibration .*; `python -m minithink.calibrate thoughts"),
+    (corrupt, 1, "cannot be read as a calibration .*; `python -m minithink.calibrate thoughts .*--replace` makes"),
     (two_types, 2, "3 types need 2 ascending thresholds, and there are 0.5: calibrate with --thoughts 3"),
 ]
 

@@ -192,6 +192,7 @@ def test_the_picture_has_a_panel_for_every_layer(model: Path, problems: Path, tm
         ({"policy": "full", "budget": None}, 2, "--policy full knows no types of thoughts"),
         ({"plot": "/proc/x/y.svg"}, 1, "give another --plot"),
         ({"policy": "thinkv:tau=100"}, 2, "tau=112"),
+        ({"policy": "thinkv:tau=16,block=3"}, 2, "A block of 3 tokens"),
         ({"budget": 10}, 2, "cannot hold the protected prompt"),
         ({"temperature": -1}, 2, "temperature"),
         ({"resume": True}, 2, "nothing to resume"),

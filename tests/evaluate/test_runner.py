@@ -676,6 +676,22 @@ def test_too_little_memory(
     assert "Out of memory: under window, 99 sequences" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("tbq:block=3,layers=0,thresholds=.1/.2", "A block of 3 tokens: it must be a power of two"),
+        ("tbq:layers=99,thresholds=.1/.2", "layer 99 is measured, and the model has"),
+    ],
+)
+def test_what_does_not_suit_the_model_is_refused_before_anything_is_generated(
+    model: Path, problems: Path, tmp_path: Path, policy: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also behind a policy that does, which might take hours."""
+    assert main(options(model, problems, tmp_path / "out", policies=f"full,{policy}")) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("place", ["file", "below a file"])
 def test_a_folder_that_cannot_be_made(
     model: Path, problems: Path, tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]

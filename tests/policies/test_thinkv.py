@@ -140,6 +140,7 @@ def test_segments_shrink_as_the_plain_rules_say(case: tuple[ThinKV, list[int], i
             assert sum(want) <= policy.budget
     assert isinstance(manager.policy, ThinKV)
     assert manager.policy.cases[:, 0].tolist() == plain.cases
+    assert manager.policy.counts(0) == {"case_1": plain.cases[0], "case_2": plain.cases[1]}
 
 
 @given(
@@ -161,6 +162,7 @@ def test_room_is_made_beside_what_nobody_stores(types: list[int], g: int, room: 
             assert lane == [4, *plain.size], f"after {clock} tokens"
     assert isinstance(manager.policy, ThinKV)
     assert manager.policy.cases[:, 0].tolist() == plain.cases
+    assert manager.policy.counts(0) == {"case_1": plain.cases[0], "case_2": plain.cases[1]}
 
 
 def test_case_1_by_hand() -> None:
