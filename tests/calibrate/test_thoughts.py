@@ -178,6 +178,16 @@ def test_the_picture_has_a_panel_for_every_layer(model: Path, problems: Path, tm
     assert values["measurements"]["eviction"] is None
 
 
+def test_a_picture_that_cannot_be_drawn_is_told_before_anything_is_generated(
+    model: Path, problems: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """Because of its place, or because matplotlib, an extra, is missing."""
+    assert main(options(model, problems, output=tmp_path, plot="/proc/x/y.svg")) == 1
+    err = capsys.readouterr().err
+    assert "give another --plot" in err or "A plot needs matplotlib" in err
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize(
     ("changed", "code", "said"),
     [
@@ -190,7 +200,6 @@ def test_the_picture_has_a_panel_for_every_layer(model: Path, problems: Path, tm
         ({"policy": POLICY + ",layers=0"}, 2, "leave out layers"),
         ({"policy": POLICY + ",thoughts=keyword"}, 2, "by words, which need no thresholds: drop thoughts=keyword"),
         ({"policy": "full", "budget": None}, 2, "--policy full knows no types of thoughts"),
-        ({"plot": "/proc/x/y.svg"}, 1, "give another --plot"),
         ({"policy": "thinkv:tau=100"}, 2, "tau=112"),
         ({"policy": "thinkv:tau=16,block=3"}, 2, "A block of 3 tokens"),
         ({"budget": 10}, 2, "cannot hold the protected prompt"),
