@@ -13,10 +13,11 @@ Bound: T·F numbers a set, once, 256 KiB for 128 tokens and 8 heads of 128 chann
 products go to memory and back, 64 KiB, which the cache holds. K picks follow each other in the farthest-point loop,
 and at most 10 rounds of T²·K multiply-adds: with few sets, latency.
 
-Rounding: sums of products are exact for whole numbers (times a power of two) as long as they stay below 2²⁴, and then
-so is the choice, the twin's, ties too. Otherwise distances err by some 10⁻⁷ of the squared norms |x_i|² + |x_j|²,
-where the twin, which subtracts first, errs by as much of the distances themselves: of two members whose distances
-differ by less, either may be taken.
+Rounding: sums of products are exact for whole numbers (times a power of two) as long as they stay below 2²⁴; so are
+distances below 2²², which two numbers of 11 bits hold (tensor cores take no more), and their sums. Then so is the
+choice, the twin's, ties too. Otherwise distances err by some 10⁻⁷ of the squared norms |x_i|² + |x_j|², where the
+twin, which subtracts first, errs by as much of the distances themselves: of two members whose distances differ by
+less, either may be taken.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def _totals(p_product, norm, label, cluster, WIDE: tl.constexpr, AT_ONCE: tl.con
     for start in range(0, WIDE, AT_ONCE):
         row = start + tl.arange(0, AT_ONCE)
         member = cluster[:, None] == tl.gather(label, row, 0)[None, :]
-        total = tl.dot(member.to(tl.float32), _distances(p_product, norm, row, WIDE), total, input_precision="ieee")
+        distance = _distances(p_product, norm, row, WIDE)
+        total = tl.dot(member.to(tl.float32), distance, total, input_precision="tf32x3")
     return total
 
 
@@ -134,7 +136,12 @@ def chosen(p_product, valid, k, ITERATIONS: tl.constexpr, WIDE: tl.constexpr, AT
         far = near
     label = _fill(label, near, k, WIDE, AT_ONCE)
 
-    i_round, moved = 1, tl.full((), 1, tl.int32)
+    # Where one member alone is no centroid, Lloyd moves nobody: it shares a cluster with the one nearest to it, from
+    # their mean both are half as far as they are from each other, and nobody else is nearer than that. (If it equals
+    # another, lower indices decide.)
+    last = tl.max(tl.where(valid, near, 0.0), 0)
+    settled = (tl.sum(valid.to(tl.int32)) == k + 1) & (last > 0)
+    i_round, moved = 1, 1 - settled.to(tl.int32)
     while (i_round < ITERATIONS) & (moved > 0):
         near = tl.full((WIDE,), float("inf"), tl.float32)
         now = tl.full((WIDE,), -1, tl.int32)
@@ -158,9 +165,12 @@ def chosen(p_product, valid, k, ITERATIONS: tl.constexpr, WIDE: tl.constexpr, AT
     for start in range(0, k, AT_ONCE):
         cluster = start + tl.arange(0, AT_ONCE)
         member = cluster[:, None] == label[None, :]
-        total = _totals(p_product, norm, label, cluster, WIDE, AT_ONCE)
-        # Two members are equally far from their mean, and rounding must not choose between them.
-        total = tl.where(tl.sum(member.to(tl.int32), 1)[:, None] == 2, 0.0, total)
+        size = tl.sum(member.to(tl.int32), 1)
+        total = tl.zeros((AT_ONCE, WIDE), tl.float32)
+        # One or two members are equally far from their mean, and rounding must not choose between them.
+        if tl.max(size, 0) > 2:
+            total = _totals(p_product, norm, label, cluster, WIDE, AT_ONCE)
+            total = tl.where(size[:, None] == 2, 0.0, total)
         nearest = tl.argmin(tl.where(member, total, float("inf")), 1)
         kept += tl.sum((member & (nearest[:, None] == t[None, :])).to(tl.int32), 0)
     return (kept > 0).to(tl.int32)
@@ -222,7 +232,7 @@ def at_once(wide: int) -> int:
 
 
 def warps(wide: int) -> int:
-    return 4 if wide <= 64 else 8
+    return 1 if wide <= 16 else 4 if wide <= 64 else 8
 
 
 def variants() -> Iterator[Variant]:

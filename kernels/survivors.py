@@ -1,14 +1,16 @@
 """Which tokens of shrinking segments go, by K-means over the keys where they lie. Twin: `minithink/ref/survivors.py`.
 
-Layout: a list of the segments that shrink is made on the device, a program per unit, then one launch for every format
-that thoughts are stored in. PROGRAMS programs take segments from the list in turn, those whose tokens are in their
-format; tokens in the ring, the newest, count to whichever format the others are in. A program dequantizes the
+Layout: two lists of the segments that shrink are made on the device, a program per unit: of those with at most NARROW
+tokens, and of the others. Then comes one launch for each of the lists and every format that thoughts are stored in,
+which are branches of a recorded graph. Programs take segments from their list in turn, those whose tokens are in
+their format; tokens in the ring, the newest, count to whichever format the others are in. A program dequantizes the
 segment's keys as attention does (`_planes` of `paged_attention.py`, the path without inline PTX), multiplies all with
 all, each pair of blocks once, and goes on from the products as `kmeans.py` does. The products, 64 KiB for 128 tokens,
-are written to memory of the program's own and read from the cache. Segments that have been shrunk before fit into
-half the width, and cost a quarter.
+are written to memory of the program's own and read from the cache. Of the wide segments, those that fit into half the
+width cost a quarter; the narrow ones, which a hard budget takes by the thousand, have one warp each, so that many are
+worked on at once.
 
-The list is in the order in which programs come to it, which says who looks at a segment, not what is found.
+Lists are in the order in which programs come to them, which says who looks at a segment, not what is found.
 
 First read `kmeans.py`, then `_survive`.
 
@@ -20,7 +22,8 @@ Rounding: as of `kmeans.py`; dequantized keys are rounded to the model's type, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,33 +31,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minithink.kernels._common import INTERPRETED, Variant, power_of_2
+from minithink.kernels._common import INTERPRETED, Variant, power_of_2, side_by_side
 from minithink.kernels.kmeans import ITERATIONS, at_once, chosen, warps
 from minithink.kernels.paged_attention import Cache, Half, _codes, _planes, _variant, cache, half, words
 
-PROGRAMS = 264  # two for each multiprocessor of an H100
-BLOCK = 64  # tokens of a product, on either side
-NARROWEST = 16  # tokens that a program looks at, where the longest segments have more
+NARROW = 16  # tokens of a narrow segment, at most
+PROGRAMS = 2112, 264  # for narrow segments, 16 for each multiprocessor of an H100, and for wide ones
+BLOCK = 128  # tokens of a product, on either side
 LISTED = 256  # segments of a unit at a time
 HEAD = 16  # bytes in front of the flags, for they begin where words do
-STAGES = 2  # of the loop over heads: keys that are on their way
+STAGES = 1  # of the loop over heads; with keys on their way there would be no registers left
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit(do_not_specialize=["n"])
-def _list(p_list, p_listed, p_size, p_goal, n, heads, segments, BLOCK: tl.constexpr):
-    """Numbers of a unit's segments that shrink go to the end of the list, which is for all units."""
+def _list(p_list, p_listed, p_size, p_goal, n, heads, segments, NARROW: tl.constexpr, BLOCK: tl.constexpr):
+    """Numbers of a unit's segments that shrink go to the end of a list for all units: the narrow ones to the first,
+    the others to the second."""
     unit = tl.program_id(0)
+    most = tl.num_programs(0).to(tl.int64) * segments
     p_goal += unit // heads % n * segments
     for start in range(0, segments, BLOCK):
         g = start + tl.arange(0, BLOCK)
         i_set = unit * segments + g
         size, goal = tl.load(p_size + i_set, g < segments, other=0), tl.load(p_goal + g, g < segments, other=0)
-        shrinks = (size > goal).to(tl.int32)
-        more = tl.sum(shrinks)
-        if more > 0:
-            to = tl.atomic_add(p_listed, more, sem="relaxed") + tl.cumsum(shrinks, 0) - 1
-            tl.store(p_list + to, i_set, shrinks > 0)
+        for i in tl.static_range(2):
+            mine = ((size > goal) & ((size > NARROW) == (i > 0))).to(tl.int32)
+            more = tl.sum(mine)
+            if more > 0:
+                to = tl.atomic_add(p_listed + i, more, sem="relaxed") + tl.cumsum(mine, 0) - 1
+                tl.store(p_list + i * most + to, i_set, mine > 0)
 
 
 @triton.jit
@@ -209,34 +215,39 @@ def survivors(read: Any, first: Tensor, size: Tensor, goal: Tensor, longest: int
     units = lt * n * ht
     # cleared at once: how many segments are listed, and who goes
     room = torch.zeros(HEAD + units * seen, dtype=torch.uint8, device=device)
-    listed, drop = room[:4].view(torch.int32), room[HEAD:].view(lt, n, ht, seen)
+    listed, drop = room[:8].view(torch.int32), room[HEAD:].view(lt, n, ht, seen)
     if not size.numel():
         return drop.view(torch.bool)
     first, size, goal = (x.int().contiguous() for x in (first, size, goal))
-    numbers = torch.empty(units * segments, dtype=torch.int32, device=device)
+    numbers = torch.empty(2, units * segments, dtype=torch.int32, device=device)
     block = min(LISTED, max(16, power_of_2(segments)))
-    _list[(units,)](numbers, listed, size, goal, n, ht, segments, BLOCK=block, num_warps=1)
+    _list[(units,)](numbers, listed, size, goal, n, ht, segments, NARROW=NARROW, BLOCK=block, num_warps=1)
 
-    c, wide = cache(pages, n)._replace(base=0, overlap=False), sizes(longest)
-    programs = min(PROGRAMS, len(numbers))
-    product = torch.empty(programs, wide[-1], wide[-1], dtype=torch.float32, device=device)
-    for i, f in enumerate(pages.home):
-        k, v = (half(pages, f, which, torch.float32) for which in ("k", "v"))
-        codes, _, params, _, scales = words(pages, f, k, v)
-        _survive[(programs,)](
-            drop, product, numbers, listed, first, size, goal, read.numbers,
-            pages.place, pages.table.format, codes, params, scales, pages.row_of, pages.scale[f, 0], pages.ring,
-            n, pages.shape.rows, segments, pages.place.shape[-1], seen,
-            c, k, f, i == 0, ITERATIONS, wide, tuple(map(at_once, wide)), tuple(min(BLOCK, w) for w in wide),
-            num_warps=warps(wide[-1]), num_stages=STAGES,
-        )  # fmt: skip
+    c, launches = cache(pages, n)._replace(base=0, overlap=False), list[Callable[[], object]]()
+    for which, wide in reversed([*enumerate(sizes(longest))]):
+        programs = min(PROGRAMS[which], units * segments)
+        for i, f in enumerate(pages.home):
+            k, v = (half(pages, f, side, torch.float32) for side in ("k", "v"))
+            codes, _, params, _, scales = words(pages, f, k, v)
+            launches.append(partial(
+                _survive[(programs,)],
+                drop, torch.empty(programs, wide[-1], wide[-1], dtype=torch.float32, device=device),
+                numbers[which], listed[which:], first, size, goal, read.numbers,
+                pages.place, pages.table.format, codes, params, scales, pages.row_of, pages.scale[f, 0], pages.ring,
+                n, pages.shape.rows, segments, pages.place.shape[-1], seen,
+                c, k, f, i == 0, ITERATIONS, wide, tuple(map(at_once, wide)), tuple(min(BLOCK, w) for w in wide),
+                num_warps=warps(wide[-1]), num_stages=STAGES,
+            ))  # fmt: skip
+    side_by_side(launches, device)
     return drop.view(torch.bool)
 
 
-def sizes(longest: int) -> tuple[int, ...]:
-    """Tokens that programs look at: those of the longest segment, or half as many where a segment has no more."""
-    most = max(16, power_of_2(longest))
-    return (most // 2, most) if most // 2 >= NARROWEST else (most,)
+def sizes(longest: int) -> tuple[tuple[int, ...], ...]:
+    """Tokens that programs look at, of each list: the narrow segments; the longest, and those half as long."""
+    most = power_of_2(longest)
+    if most <= NARROW:
+        return ((NARROW,),)
+    return (NARROW,), (most // 2, most) if most // 2 > NARROW else (most,)
 
 
 def variants() -> Iterator[Variant]:
@@ -244,10 +255,9 @@ def variants() -> Iterator[Variant]:
     at = {"i32": "n rows segments width seen", "*i64": "p_rows", "*u8": "p_drop p_format", "*bf16": "p_ring"}
     at |= {"*i32": "p_list p_listed p_first p_size p_goal p_place p_row_of", "*fp32": "p_product p_k_scale"}
     common = {name: kind for kind, names in at.items() for name in names.split()}
-    wide = sizes(128)
     yield Variant(
         _list, dict.fromkeys(("p_list", "p_listed", "p_size", "p_goal"), "*i32")
-        | dict.fromkeys(("n", "heads", "segments"), "i32"), {"BLOCK": LISTED}, {"num_warps": 1}
+        | dict.fromkeys(("n", "heads", "segments"), "i32"), {"NARROW": NARROW, "BLOCK": LISTED}, {"num_warps": 1}
     )  # fmt: skip
     for dim in (64, 128):
         c = Cache(8, 4, 16, dim, 1, 0, 1, 16, 16, 128, 1024, 128, "bf16")
@@ -258,8 +268,9 @@ def variants() -> Iterator[Variant]:
             (_variant("fp8", 8, dim, False, False), "*u8"),
         )[: 1 if dim == 64 else None]:  # fmt: skip
             signature = common | {"p_k": codes, "p_k_params": "*u8", "p_k_rows": "*u8"}
-            constexprs = {
-                "C": c, "K": k, "FORMAT": 1, "WAITING": k.by_token, "ITERATIONS": ITERATIONS, "WIDE": wide,
-                "AT_ONCE": tuple(map(at_once, wide)), "BLOCK": tuple(min(BLOCK, w) for w in wide),
-            }  # fmt: skip
-            yield Variant(_survive, signature, constexprs, {"num_warps": warps(128), "num_stages": STAGES})
+            for wide in sizes(128):
+                constexprs = {
+                    "C": c, "K": k, "FORMAT": 1, "WAITING": k.by_token, "ITERATIONS": ITERATIONS, "WIDE": wide,
+                    "AT_ONCE": tuple(map(at_once, wide)), "BLOCK": tuple(min(BLOCK, w) for w in wide),
+                }  # fmt: skip
+                yield Variant(_survive, signature, constexprs, {"num_warps": warps(wide[-1]), "num_stages": STAGES})

@@ -8,7 +8,8 @@ measured again. Names of cases, which `--cases` takes with * and ?:
                              figures 7 and 18 of the paper); T30: 30 % of the segments are transitions
     bytes/METHOD/T30         bytes of a sequence of --tokens, everything included, against the full cache
     request/METHOD/1/T30     --tokens generated for a single sequence (table 14): the time of the whole generation
-                             follows from a few steps at each of --levels evenly spaced lengths
+                             follows from a few steps at each of --levels evenly spaced lengths; with 64 sequences,
+                             too, of ThinKV
     throughput/METHOD/T30    the same at the largest batch that fits into --memory (table 2). Its limit is what bytes
                              and products take; its bound lets attention take what it was measured to take, and the
                              rest of a step what weights and their products must. With --pool 0.55 cases of methods
@@ -58,7 +59,7 @@ DEFAULT = "thinkv"
 PEER = "transformers"
 THINKV = ("thinkv", "thinkv-channel", "tbe", *BLOCKS)  # methods that draw types of thoughts
 BYTES = ("thinkv", "thinkv-channel")
-REQUEST = ("full", "rkv", "rkv-gather", "rkv-overlapped", "thinkv")
+REQUEST = (("full", 1), ("rkv", 1), ("rkv-gather", 1), ("rkv-overlapped", 1), ("thinkv", 1), ("thinkv", 64))
 THROUGHPUT = ("full", "rkv", "thinkv", "thinkv-channel", PEER)
 COMPARED = (  # in tokens per second, and the ratio that is aimed at
     ("step/tbe/256/T30", "step/rkv-every-overlapped/256", 3.0), ("step/tbe/256/T30", "step/rkv/256", 1.0),
@@ -165,7 +166,7 @@ def cases(batches: Sequence[int], shares: Sequence[float], pool: float = 1.0) ->
         if m not in BLOCKS or batch == max(batches)
         for share in drawn[m]
     ]
-    out += [Case("request", method, 1, shares[0]) for method in REQUEST]
+    out += [Case("request", method, batch, shares[0]) for method, batch in REQUEST]
     return out + [Case("throughput", method, 0, shares[0], pool) for method in THROUGHPUT]
 
 
@@ -314,7 +315,7 @@ def _settings(args: argparse.Namespace, case: Case) -> dict[str, Any]:
         "step": ["start", "steps", "warm"], "bytes": ["tokens", "byte_rows", "levels"], "request": whole,
         "throughput": [*whole, "memory", "headroom"],
     }[case.kind]  # fmt: skip
-    names += ["few"] if case.kind == "throughput" and case.method in THINKV else []
+    names += ["few"] if case.kind in ("request", "throughput") and case.batch != 1 and case.method in THINKV else []
     return {name: getattr(args, name) for name in names}
 
 
@@ -421,7 +422,11 @@ class Bench:
         for level in self.levels:
             steady.reach(level - a.warm)
             m = {"level": level, "filled": steady.generated} | loop.measure(a.warm, steps)
-            attention = attention_seconds(steady) * 1e3
+            if case.method in THINKV:
+                m |= parts(loop, m)
+                attention = m["parts_milliseconds"]["attention"]
+            else:
+                attention = attention_seconds(steady) * 1e3
             weights = max(self.weights / self.model.bandwidth, batch * self.weights / self.flops) * 1e3
             m |= {"attention_milliseconds": attention, "bound_milliseconds": attention + weights}
             levels.append(m | self.limit(steady, m["step_milliseconds"]))

@@ -348,7 +348,7 @@ def test_the_limit_of_a_step() -> None:
 
 def test_names_of_cases() -> None:
     names = [case.name for case in cases([1, 64], [0.3, 0.1])]
-    assert len(set(names)) == len(names) == 4 + 2 * (3 * 2 + 7) + 5 + 5 + 3
+    assert len(set(names)) == len(names) == 4 + 2 * (3 * 2 + 7) + 6 + 5 + 3
     assert [n for n in names if "block" in n] == [f"step/thinkv-block{n}/64/T30" for n in (4, 16, 32)]
     assert {"step/tbe/64/T10", "step/rkv-every-overlapped/1", "bytes/thinkv-channel/T30"} <= set(names)
     assert [n for n in names if n.startswith("thr")] == [
@@ -357,6 +357,7 @@ def test_names_of_cases() -> None:
     ]  # fmt: skip
     assert [n for n in names if n.startswith("req")] == [
         "request/full/1", "request/rkv/1", "request/rkv-gather/1", "request/rkv-overlapped/1", "request/thinkv/1/T30",
+        "request/thinkv/64/T30",
     ]  # fmt: skip
     smaller = {case.name for case in cases([64], [0.3], 0.5)} - {*names}
     assert smaller == {"throughput/thinkv/T30/P50", "throughput/thinkv-channel/T30/P50"}
@@ -444,6 +445,25 @@ def test_a_request_is_one_sequence_through_whole_cycles(tmp_path: Path) -> None:
     assert [row.split(" | ")[0] for row in rows] == ["| full", "| thinkv, T 50%", "| rkv-gather"]
     seconds = by_name["request/full/1"]["step_milliseconds"] / 1e3 * 192
     assert f"| **{seconds:,.0f} s** |" in rows[0]
+
+
+def test_what_many_sequences_decide_is_told_of_every_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thinkv, "REQUEST", (("thinkv", 4),))
+    output = tmp_path / "thinkv.json"
+    assert main([*OPTIONS, "--few", "2", "--output", str(output), "--cases", "request/*", "throughput/thinkv/*"]) == 0
+    first, largest = record.read(output)["measurements"]
+    assert (first["case"], first["batch"], first["settings"]["few"]) == ("request/thinkv/4/T50", 4, 2)
+    for x in [*first["levels"], *largest["levels"]]:
+        took = x["parts_milliseconds"]
+        assert x["overhead"] * x["step_milliseconds"] == pytest.approx(took["refresh"] + took["eviction"], rel=0.01)
+        assert x["attention_milliseconds"] == took["attention"] > 0
+    text = "<!-- table:thinkv-levels -->\n<!-- end -->\n<!-- table:thinkv-requests -->\n<!-- end -->"
+    rows = [
+        line.split(" | ") for line in tables.fill(text, "x.md", tmp_path).splitlines() if line.startswith("| thi")
+    ]
+    assert [row[1:3] for row in rows] == [[str(m["batch"]), n] for m in (first, largest) for n in ("48", "144")]
+    assert rows[1][6] == f"**{first['levels'][1]['overhead']:.1%}**"
+    assert rows[1][8] == "{:,} / {:,} |".format(*first["levels"][1]["cases"])
 
 
 def test_shared_cases_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minithink.kernels import survivors as kernel
-from minithink.kernels.survivors import survivors
+from minithink.kernels.survivors import NARROW, survivors
 from minithink.kv.contract import Scope
 from minithink.kv.store import PagedStore
 from minithink.ref import survivors as ref
@@ -18,21 +18,20 @@ from tests.compare import assert_same
 from tests.kernels.device import DEVICE
 from tests.kernels.stores import STORAGES, filled
 
-LONGEST = 16
 # Those with one type of thought, so that any piece of a lane may be a segment.
 NAMES = ("plain", "nvfp4", "ternary", "fp8", "int4", "int8-fp32", "int2-by-token", "nvfp4-by-token")
 
 
-def cut(store: PagedStore, rows: list[int], seed: int, segments: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+def cut(store: PagedStore, rows: list[int], seed: int, longest: int) -> tuple[Tensor, Tensor, Tensor]:
     """Segments of any sizes in the lists of these rows: first and size [Lt, R, Ht, G], goal [R, G]; some keep all."""
-    draw = torch.Generator().manual_seed(seed)
+    draw, segments = torch.Generator().manual_seed(seed), 4
     count = store.count[:, rows].cpu()
-    size = torch.randint(LONGEST + 1, (*count.shape, segments), generator=draw).int()
+    size = torch.randint(longest + 1, (*count.shape, segments), generator=draw).int()
     before = torch.randint(4, count.shape, generator=draw).int()[..., None]  # columns of no segment
     first = before + size.cumsum(-1, dtype=torch.int32) - size
     size = torch.minimum(size, (count[..., None] - first).clamp(min=0)).int()
     first = torch.where(size > 0, first, 0)
-    goal = torch.randint(LONGEST + 2, (len(rows), segments), generator=draw).int()
+    goal = torch.randint(longest + 2, (len(rows), segments), generator=draw).int()
     goal[torch.rand(goal.shape, generator=draw) < 0.2] = 0
     return first.to(DEVICE), size.to(DEVICE), goal.to(DEVICE)
 
@@ -53,12 +52,14 @@ def coarse(store: PagedStore) -> None:
     kv_heads=st.sampled_from([1, 2]),
     dim=st.sampled_from([64, 64, 96]),
     some=st.booleans(),
+    longest=st.sampled_from([NARROW, 40]),
     programs=st.sampled_from([1, 3, 264]),
     seed=st.integers(0, 999),
 )
 def test_equals_its_twin(
-    name: str, scope: Scope, lengths: list[int], kv_heads: int, dim: int, some: bool, programs: int, seed: int
-) -> None:
+    name: str, scope: Scope, lengths: list[int], kv_heads: int, dim: int, some: bool, longest: int, programs: int,
+    seed: int,
+) -> None:  # fmt: skip
     """But where two choices are within rounding of each other; plain keys are whole numbers, and ties are exact."""
     store = filled(
         STORAGES[name], scope, lengths, layers=2, kv_heads=kv_heads, dim=dim, steps=21, seed=seed, keep=0.9
@@ -66,11 +67,11 @@ def test_equals_its_twin(
     coarse(store)
     rows = [len(lengths) - 1, 0][: len(lengths)] if some else list(range(len(lengths)))
     read = store.reader(torch.tensor(rows, device=DEVICE) if some else None)
-    first, size, goal = cut(store, rows, seed)
-    want = ref.survivors(read, first, size, goal, LONGEST)
+    first, size, goal = cut(store, rows, seed, longest)
+    want = ref.survivors(read, first, size, goal, longest)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "PROGRAMS", programs)
-        got = survivors(read, first, size, goal, LONGEST)
+        patch.setattr(kernel, "PROGRAMS", (programs, programs))
+        got = survivors(read, first, size, goal, longest)
     counts = torch.minimum(size, goal[:, None]).sum(-1)
     member = covered(first, size, want.shape[-1])
     assert_same("how many stay", (member & ~got).sum(-1), counts)
@@ -114,13 +115,24 @@ def test_thoughts_of_several_formats() -> None:
     first = torch.tensor([0, 20, 33], device=DEVICE).expand(2, 1, 1, 3)
     size = torch.tensor([9, 13, 5], device=DEVICE).expand(2, 1, 1, 3)
     goal = torch.tensor([[4, 3, 2]], device=DEVICE)
-    got = survivors(store.reader(), first, size, goal, LONGEST)
-    assert_same("those that go", got, ref.survivors(store.reader(), first, size, goal, LONGEST))
+    got = survivors(store.reader(), first, size, goal, NARROW)
+    assert_same("those that go", got, ref.survivors(store.reader(), first, size, goal, NARROW))
     assert (~got[..., 33:]).sum(-1).flatten().tolist() == [2, 2]
+
+
+def test_wide_segments_and_narrow_ones() -> None:
+    """Each on its list, in one format and in several launches; the widest of all, and one that keeps all but one."""
+    store = filled(STORAGES["nvfp4-by-token"], "layer", [17], layers=2, steps=100, keep=1.0, seed=4)
+    first = torch.tensor([0, 9, 26], device=DEVICE).expand(2, 1, 1, 3)
+    size = torch.tensor([9, 17, 90], device=DEVICE).expand(2, 1, 1, 3)
+    goal = torch.tensor([[4, 16, 20]], device=DEVICE)
+    got = survivors(store.reader(), first, size, goal, 128)
+    assert_same("those that go", got, ref.survivors(store.reader(), first, size, goal, 128))
+    assert got.sum(-1).flatten().tolist() == [76, 76]
 
 
 def test_lanes_of_a_whole_sequence_are_refused() -> None:
     store = filled(STORAGES["plain"], "sequence", [9], layers=2)
     none = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match="no keys in common"):
-        survivors(store.reader(), none, none, none[0, 0], LONGEST)
+        survivors(store.reader(), none, none, none[0, 0], NARROW)
