@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,9 +27,10 @@ def steps(result: Result) -> list[str]:
             _name(m), f"{m['batch']:,}", f"**{m['step_milliseconds']:.2f} ms**", f"{m['tokens_per_second']:,.0f}",
             f"{m['share_of_limit']:.0%}", f"{m['overhead']:.1%}", f"{m['parts_shares']['gather']:.1%}", _cases(m),
         ))  # fmt: skip
-    usual = max((m["settings"]["steps"] for m in _of(result, "step")), default=0)
-    fewer = (f"{_name(m)}, {m['batch']}: {n}" for m in _of(result, "step") if (n := m["settings"]["steps"]) < usual)
-    said = f"Means of {usual} steps" + "".join(f"; {text}" for text in fewer) + "."
+    counts = [m["settings"]["steps"] for m in _of(result, "step")]
+    usual = statistics.mode(counts) if counts else 0
+    other = (f"{_name(m)}, {m['batch']}: {n}" for m in _of(result, "step") if (n := m["settings"]["steps"]) != usual)
+    said = f"Means of {usual} steps" + "".join(f"; {text}" for text in other) + "."
     return [*markdown(rows), "", said, "", *_compared(result, "step"), _sources(result, "step")]
 
 
