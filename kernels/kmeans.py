@@ -119,6 +119,22 @@ def chosen(p_product, valid, k, ITERATIONS: tl.constexpr, WIDE: tl.constexpr, AT
     t = tl.arange(0, WIDE)
     norm = tl.load(p_product + t * (WIDE + 1))
 
+    # One has to go: the later one of the two that are nearest to each other. (Whichever of them is picked first, the
+    # other is nearer to it than all the others are to anybody, so that it is picked last, which is never; Lloyd moves
+    # nobody then.) Where pairs are equally near, the order of the picks decides.
+    one, later = tl.full((), 0, tl.int32), tl.full((), -1, tl.int32)
+    if tl.sum(valid.to(tl.int32)) == k + 1:
+        near = tl.full((WIDE,), float("inf"), tl.float32)
+        for start in range(0, WIDE, AT_ONCE):
+            row = start + tl.arange(0, AT_ONCE)
+            other = (tl.gather(valid.to(tl.int32), row, 0)[:, None] > 0) & (row[:, None] != t[None, :])
+            near = tl.minimum(near, tl.min(tl.where(other, _distances(p_product, norm, row, WIDE), float("inf")), 0))
+        least = tl.min(tl.where(valid, near, float("inf")), 0)
+        pair = valid & (near == least)
+        one = (tl.sum(pair.to(tl.int32)) == 2).to(tl.int32)
+        later = tl.max(tl.where(pair, t, -1), 0)
+    k = tl.where(one > 0, 0, k)
+
     # The member nearest to the mean, then the farthest ones: each is a centroid, and whoever is nearer joins it.
     far = tl.zeros((WIDE,), tl.float32)
     for start in range(0, WIDE, AT_ONCE):
@@ -136,12 +152,7 @@ def chosen(p_product, valid, k, ITERATIONS: tl.constexpr, WIDE: tl.constexpr, AT
         far = near
     label = _fill(label, near, k, WIDE, AT_ONCE)
 
-    # Where one member alone is no centroid, Lloyd moves nobody: it shares a cluster with the one nearest to it, from
-    # their mean both are half as far as they are from each other, and nobody else is nearer than that. (If it equals
-    # another, lower indices decide.)
-    last = tl.max(tl.where(valid, near, 0.0), 0)
-    settled = (tl.sum(valid.to(tl.int32)) == k + 1) & (last > 0)
-    i_round, moved = 1, 1 - settled.to(tl.int32)
+    i_round, moved = 1, 1 - one
     while (i_round < ITERATIONS) & (moved > 0):
         near = tl.full((WIDE,), float("inf"), tl.float32)
         now = tl.full((WIDE,), -1, tl.int32)
@@ -173,7 +184,7 @@ def chosen(p_product, valid, k, ITERATIONS: tl.constexpr, WIDE: tl.constexpr, AT
             total = tl.where(size[:, None] == 2, 0.0, total)
         nearest = tl.argmin(tl.where(member, total, float("inf")), 1)
         kept += tl.sum((member & (nearest[:, None] == t[None, :])).to(tl.int32), 0)
-    return (kept > 0).to(tl.int32)
+    return tl.where(one > 0, (valid & (t != later)).to(tl.int32), (kept > 0).to(tl.int32))
 
 
 @triton.jit

@@ -79,6 +79,18 @@ def test_equal_fractions_are_equal_numbers() -> None:
     same(x, torch.ones(1, 30, dtype=torch.bool), torch.tensor([2]))
 
 
+@given(
+    width=st.integers(2, 40), features=st.sampled_from([1, 2, 16]), reach=st.sampled_from([1, 3, 30, 1000]),
+    seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_where_one_has_to_go(width: int, features: int, reach: int, seed: int) -> None:
+    """The later of the two that are nearest to each other; the picks decide where pairs are equally near, or equal."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randint(-reach, reach + 1, (2, width, features), generator=draw).float()
+    valid = torch.rand(2, width, generator=draw) < 0.8
+    same(x, valid, (valid.sum(-1).int() - 1).clamp(min=0))
+
+
 def test_it_stops_after_ten_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here an eleventh round would choose others."""
     x = torch.randint(-30, 31, (16, 100, 2), generator=torch.Generator().manual_seed(5))[8:9].float()
