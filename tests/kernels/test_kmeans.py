@@ -84,7 +84,7 @@ def test_equal_fractions_are_equal_numbers() -> None:
     seed=st.integers(0, 2**31),
 )  # fmt: skip
 def test_where_one_has_to_go(width: int, features: int, reach: int, seed: int) -> None:
-    """The later of the two that are nearest to each other; the picks decide where pairs are equally near, or equal."""
+    """The later of the two that are nearest to each other; where several pairs are, the picks decide."""
     draw = torch.Generator().manual_seed(seed)
     x = torch.randint(-reach, reach + 1, (2, width, features), generator=draw).float()
     valid = torch.rand(2, width, generator=draw) < 0.8
