@@ -336,11 +336,15 @@ def trace(result: dict[str, Any]) -> list[str]:
 def thoughts(result: dict[str, Any]) -> list[str]:
     """What calibration found, one row a layer; those of L* in bold."""
     m, types = result["measurements"], len(result["thresholds"]) + 1
-    averages = (f"{types} modes, {n} row{'s' if n != '1' else ''}" for n in m["share_by_rows"])
+    averages = [f"{types} modes, {n} row{'s' if n != '1' else ''}" for n in m["share_by_rows"]]
+    found = [*m["share_by_rows"].values()]
+    if mixed := m.get("share_shuffled"):  # what chance makes of the widest average
+        averages.append(f"{averages[-1]} in random order")
+        found.append([*mixed.values()][-1])
     rows: list[tuple[str, ...]] = [("layer", "sparsity", *averages, "agrees with keywords", "κ")]
     for look in m["layers"]:
         i, words = look["layer"], look["keywords"]
-        shares = (f"{of[i]:.0%}" for of in m["share_by_rows"].values())
+        shares = (f"{of[i]:.0%}" for of in found)
         name, sparsity = f"**{i}**" if i in result["layers"] else f"{i}", f"{look['mean']:.2f} ± {look['sd']:.2f}"
         rows.append((name, sparsity, *shares, f"{words['agree']:.0%}", f"{words['kappa']:.2f}"))
     return [*markdown(rows), "", source(result)]
@@ -468,7 +472,7 @@ def sweep(result: dict[str, Any]) -> list[str]:
 
 
 # tables of a result that has several
-PARTS = dict.fromkeys(thinkv_tables.TABLES, "thinkv")
+PARTS = {**dict.fromkeys(thinkv_tables.TABLES, "thinkv"), "thresholds-64": "thoughts-64"}
 # tables whose results ship with the model
 SHIPPED = {
     "thoughts": TINY / "thoughts.json",
@@ -504,5 +508,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     **analysis_tables.TABLES,
     "thoughts": thoughts,
     "thresholds": thresholds,
+    "thoughts-64": thoughts,
+    "thresholds-64": thresholds,
     "thresholds-2": thresholds,
 }

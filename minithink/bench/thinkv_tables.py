@@ -37,12 +37,15 @@ def steps(result: Result) -> list[str]:
 def parts(result: Result) -> list[str]:
     """What a step of so many SEQUENCES does in a layer, and who is called how often, one row a case (table 5)."""
     calls = ("refresh", "eviction", "flush")
-    rows: list[tuple[str, ...]] = [("method", "sequences", *PARTS, *(f"steps with {call}" for call in calls))]
+    rows: list[tuple[str, ...]] = [
+        ("method", "sequences", *PARTS, *(f"steps with {call}" for call in calls), "case 1 / case 2"),
+    ]
     for m in _of(result, "step"):
         if m["batch"] in SEQUENCES:
             shares = (m["rates"].get(call, {}).get("sequence_steps", 0) for call in calls)
             times = (f"{m['layer_microseconds'][part]:,.1f} µs" for part in PARTS)
-            rows.append((_name(m), f"{m['batch']}", *times, *(f"{share:.2%}" if share else "–" for share in shares)))
+            called = (f"{share:.2%}" if share else "–" for share in shares)
+            rows.append((_name(m), f"{m['batch']}", *times, *called, _cases(m)))
     said = "Times of one layer. Steps are those of one sequence, in which it is called."
     return [*markdown(rows), "", said, "", _sources(result, "step")]
 
@@ -175,8 +178,9 @@ def _sources(result: Result, kind: str, cases: Iterable[dict[str, Any]] | None =
     own = sorted(_of(result, kind) if cases is None else cases, key=lambda m: m["date"])
     about = {name: own[-1][name] for name in ABOUT} if own else {}
     if len({m["command"] for m in own}) > 1:
+        kinds = " ".join(f"'{name}/*'" for name in sorted({m["kind"] for m in own}))
         about["command"] = (
-            f"python -m minithink.bench thinkv --device {own[-1]['settings']['device']} --cases '{kind}/*'"
+            f"python -m minithink.bench thinkv --device {own[-1]['settings']['device']} --cases {kinds}"
         )
     line = source(result | about | {"complete": True})
     commits = sorted({short(m["commit"]) for m in own} - {short(own[-1]["commit"])}) if own else []

@@ -242,8 +242,21 @@ def line_of(engine: Engine, s: Track, example: Example, policy: ThinKV) -> dict[
         "refresh": own[:: policy.tau].tolist(),  # at the beginning of every segment
         "labels": segments(kinds([tokenizer.decode([t]) for t in s.tokens]), policy.tau),
         "layers": layers_of(own),
-        "modes_by_rows": {str(n): [len(p["modes"]) for p in layers_of(averaged(u, n, steps))] for n in ROWS},
+        "modes_by_rows": modes_by_rows(u, steps),
+        "modes_shuffled": modes_by_rows(shuffled(u, steps, s.number), steps),
     }
+
+
+def modes_by_rows(u: Tensor, steps: int) -> dict[str, list[int]]:
+    """How many modes every layer has when the last queries are averaged. u: [N, L]."""
+    return {str(n): [len(p["modes"]) for p in layers_of(averaged(u, n, steps))] for n in ROWS}
+
+
+def shuffled(u: Tensor, steps: int, seed: int) -> Tensor:
+    """The steps of a text in random order: what modes then has its averages, they have by chance. u: [N, L]; what
+    comes before the last `steps`, the prompt's queries, stays."""
+    order = torch.randperm(steps, generator=torch.Generator().manual_seed(seed)) + len(u) - steps
+    return torch.cat((u[: len(u) - steps], u[order]))
 
 
 def layers_of(u: Tensor) -> list[dict[str, Any]]:
@@ -297,14 +310,18 @@ def conclude(lines: Sequence[Mapping[str, Any]], number: int, count: int) -> dic
             "keywords": compare(type_of(values, theta), labels),
             "correlation_with_position": float(torch.stack((values, at)).corrcoef()[0, 1]) if len(at) > 1 else None,
             "layers": per_layer,
-            "share_by_rows": {
-                n: [fmean(line["modes_by_rows"][n][i] == number for line in lines) for i in range(len(looks))]
-                for n in map(str, ROWS)
-            },
+            "share_by_rows": share_by_rows([line["modes_by_rows"] for line in lines], number),
+            "share_shuffled": share_by_rows([line["modes_shuffled"] for line in lines], number),
             "candidates": candidates(values, labels, even, number),
             "by_count": by_count(found, refresh, labels, number),
         },
     }  # fmt: skip
+
+
+def share_by_rows(modes: Sequence[Mapping[str, Sequence[int]]], number: int) -> dict[str, list[float]]:
+    """Of the prompts those with so many modes, by averaged rows, of every layer. modes: of each prompt."""
+    layers = range(len(modes[0]["1"]))
+    return {n: [fmean(of[n][i] == number for of in modes) for i in layers] for n in map(str, ROWS)}
 
 
 def chosen(
@@ -389,6 +406,8 @@ def summary(result: Mapping[str, Any]) -> Iterator[str]:
             yield f"{of['agree']:.0%} of {of['segments']} segments agree with {what} (κ {of['kappa']:.2f})"
     for n, shares in m["share_by_rows"].items():
         yield f"|T| modes with {n:>2} rows averaged, by layer: " + " ".join(f"{share:4.0%}" for share in shares)
+    last, by_chance = [*m["share_shuffled"].items()][-1]
+    yield f"the same with {last:>2} in random order, by chance:  " + " ".join(f"{share:4.0%}" for share in by_chance)
 
 
 def _shares(of: Tensor) -> dict[str, float]:

@@ -96,6 +96,8 @@ def test_what_was_measured_is_the_full_caches_sparsity(
             for rows in (1, 4, 16, 64):
                 modes = peaks(density(averaged(u, rows, steps)[:, layer])).modes
                 assert line["modes_by_rows"][str(rows)][layer] == len(modes)
+        mixed = thoughts.shuffled(u, steps, line["prompt"])
+        assert line["modes_shuffled"] == thoughts.modes_by_rows(mixed, steps)
     for line in (x for x in lines if "evicted" in x):
         example = load_dataset(str(problems))[line["evicted"]]
         [tokens] = [x["tokens"] for x in lines if x.get("id") == example.id]
@@ -240,10 +242,23 @@ def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(
 def line(i: int, u: torch.Tensor, labels: list[int], tau: int = 4) -> dict[str, Any]:
     """As of a prompt with these sparsities, [steps, L]."""
     layers = thoughts.layers_of(u.double())
+    modes = {str(n): [len(x["modes"]) for x in layers] for n in thoughts.ROWS}
     return {
         "prompt": i, "right": i % 2 == 0, "tokens": [0] * len(u), "refresh": u[::tau].tolist(), "labels": labels,
-        "layers": layers, "modes_by_rows": {str(n): [len(x["modes"]) for x in layers] for n in thoughts.ROWS},
+        "layers": layers, "modes_by_rows": modes, "modes_shuffled": {n: [0 for _ in of] for n, of in modes.items()},
     }  # fmt: skip
+
+
+def test_random_order_makes_nothing_of_kinds_that_last() -> None:
+    """Averages of 16 neighbours keep the three modes of a text whose thoughts last; of any 16 steps they do not. The
+    prompt's queries, which come before, stay where they are."""
+    u = torch.cat((torch.full((7,), 0.3), tri_modal())).double()[:, None]
+    mixed = thoughts.shuffled(u, 120, 5)
+    assert torch.equal(mixed[:7], u[:7])
+    assert torch.equal(mixed.sort(0).values, u.sort(0).values)
+    assert not torch.equal(mixed, u)
+    assert thoughts.modes_by_rows(u, 120)["16"] == [3]
+    assert thoughts.modes_by_rows(mixed, 120)["16"] != [3]
 
 
 def tri_modal(shift: float = 0.0) -> torch.Tensor:
@@ -269,6 +284,7 @@ def test_thresholds_lie_in_the_valleys_of_tri_modal_layers() -> None:
     assert [x["share"] for x in m["layers"]] == [1, 0]
     assert m["layers"][0]["prompts_by_modes"] == {"3": 3}
     assert m["share_by_rows"]["16"] == [1, 0]
+    assert m["share_shuffled"]["16"] == [0, 0]
 
 
 def test_without_tri_modal_layers_thresholds_are_quantiles_and_the_file_says_so() -> None:
