@@ -1,8 +1,8 @@
 """The command line: `python -m minithink.generate [PROMPT]`.
 
 Without a prompt, the embedded model gets one of its test problems; the prompt `-` is standard input, which is read
-only then. Thinking is shown dimmed, the answer normally. In a pipe there is neither colour nor progress; `--json`
-prints one object a sequence and nothing else.
+only then. Thinking is shown dimmed, or in the colour of its thought where a policy knows types, the answer normally.
+In a pipe there is neither colour nor progress; `--json` prints one object a sequence and nothing else.
 
 Exit codes: 0 done, 1 failed, 2 asked for something that makes no sense, 130 interrupted by Ctrl-C.
 """
@@ -16,8 +16,9 @@ import os
 import re
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -28,7 +29,7 @@ from minithink.errors import MinithinkError, UsageError, reason
 
 if TYPE_CHECKING:  # torch is imported late, so that --help and --version are quick
     from minithink.engine import Engine
-    from minithink.stream import Result, Stream
+    from minithink.stream import Chunk, Result, Stream
     from minithink.trace.recorder import Recorder
 
 PROMPT_FIELDS = ("prompt", "question", "problem")
@@ -189,20 +190,21 @@ def _generate(args: argparse.Namespace, tasks: list[Task], stream: Stream) -> in
             verdict = _verdict(result, tasks[result.prompt].answer)
             print(json.dumps({**asdict(result), "verdict": verdict}), flush=True)
         return code
-    screen = Screen()
+    screen, pieces = Screen(), defaultdict[tuple[int, int], list[tuple[str, str]]](list)
     begin = time.perf_counter()
     if len(stream.sequences) == 1:
         if not (args.prompt or args.prompt_text or args.prompt_file):
             screen.line(tasks[0].prompt + "\n")
         code = _until_interrupted(lambda: _show_live(screen, stream))
     else:
-        code = _until_interrupted(lambda: _run_with_progress(stream))
+        code = _until_interrupted(lambda: _collect(stream, pieces))
     seconds = time.perf_counter() - begin
     results = _begun(stream)
     for result in results:
         if len(stream.sequences) > 1:
             screen.line(f"[prompt {result.prompt}, sample {result.sample}]")
-            _show(screen, result)
+            for text, style in pieces[result.prompt, result.sample]:
+                screen.write(text, style)
         screen.end_line()
         answer = tasks[result.prompt].answer
         if verdict := _verdict(result, answer):
@@ -250,22 +252,32 @@ def summary(results: list[Result], seconds: float) -> str:
 def _show_live(screen: Screen, stream: Stream) -> None:
     for chunk in stream:
         if chunk.text:
-            screen.write(chunk.text, THOUGHTS.get(chunk.thought, "dim") if chunk.stage == "think" else "")
+            screen.write(chunk.text, _style(chunk))
 
 
-def _show(screen: Screen, result: Result) -> None:
-    """A finished sequence as it would have been shown live."""
-    from minithink.thinking import CLOSE
+def _style(chunk: Chunk) -> str:
+    return THOUGHTS.get(chunk.thought, "dim") if chunk.stage == "think" else ""
 
-    thinking, closed, answer = result.text.rpartition(CLOSE)
-    if result.thinking and not (closed and result.answer):  # it thought to the end
-        thinking, closed, answer = result.text, "", ""
-    screen.write(thinking + closed, "dim")
-    screen.write(answer)
+
+def _collect(stream: Stream, pieces: dict[tuple[int, int], list[tuple[str, str]]]) -> None:
+    """Run to the end; what would have been shown live, and how, is put into `pieces`, by prompt and sample."""
+    with _progress() as advance:
+        for chunk in stream:
+            advance(1)
+            here, style = pieces[chunk.prompt, chunk.sample], _style(chunk)
+            text, last = here.pop() if here else ("", style)
+            here += [(text + chunk.text, style)] if last == style else [(text, last), (chunk.text, style)]
 
 
 def _run_with_progress(stream: Stream) -> None:
-    """Run to the end, with a progress line if standard error is a terminal."""
+    with _progress() as advance:
+        for count in stream.steps():
+            advance(count)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int], None]]:
+    """Counts tokens in a line if standard error is a terminal."""
     from rich.console import Console
     from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
@@ -273,8 +285,7 @@ def _run_with_progress(stream: Stream) -> None:
     columns = (TextColumn("{task.completed:,} tokens"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=None)
-        for count in stream.steps():
-            progress.advance(task, count)
+        yield lambda count: progress.advance(task, count)
 
 
 def _until_interrupted(work: Callable[[], None]) -> int:

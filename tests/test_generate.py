@@ -328,7 +328,11 @@ def test_thoughts_have_colours_and_are_counted(
     assert main(*model, "Alpha", *policy, "--num-samples", samples, "--max-new-tokens", 30) == 0
     out = capsys.readouterr().out
     thought, _, answer = out.partition("</think>")
-    if samples == 1:
+    if samples == 2:  # each is shown as it would have been live
+        first, second = (part.partition("\n")[2] for part in out.split("[prompt 0, sample ")[1:3])
+        assert first.partition("</think>")[0] == second.partition("</think>")[0]
+        assert 0 <= first.find("\x1b[32m") < first.find("\x1b[33m") < first.find("</think>")
+    else:
         first, second = (thought.find(f"\x1b[{code}m") for code in (32, 33))  # reasoning, before a word was said
         assert 0 <= first < second
         answer, _, told = answer.partition("prompt tokens")

@@ -70,25 +70,35 @@ def load_dataset(
         raise UsageError(f"A limit of {limit} examples leaves none: give 1 or more.")
     if grader not in GRADERS:
         raise UsageError(f"There is no grader {grader!r}; there are {', '.join(GRADERS)}.")
-    entry = next((key for key in ENTRIES if key.casefold() == name.casefold()), None)
-    if entry is not None:
+    check_name(name)
+    if (entry := _entry(name)) is not None:
         examples = _from_entry(entry, split)
     elif name in families():
         problems = load_problems(split or "test", name)
         examples = [Example(p.id, p.question, p.answer, "exact", p.length_bin) for p in problems]
     elif name.startswith("hub:"):
         examples = _from_hub(name, split or "test", grader)
-    elif name.lower().endswith(FORMATS):
+    else:
         if split is not None:
             raise UsageError(f"{name} is a file, which has no split {split!r}: drop the split.")
         path = Path(os.path.expanduser(name))  # Path's own raises for an unknown ~user
         examples = _from_rows(_rows([path]), path.stem, grader)
-    else:
-        raise UsageError(
-            f"There is no dataset {name!r}; there are {', '.join([*families(), *ENTRIES])}, files "
-            f"({', '.join('*' + suffix for suffix in FORMATS)}) and hub:owner/name."
-        )
     return examples[:limit]
+
+
+def check_name(name: str) -> None:
+    """UsageError: nothing that is called so could be a dataset."""
+    if _entry(name) or name in families() or name.startswith("hub:") or name.lower().endswith(FORMATS):
+        return
+    raise UsageError(
+        f"There is no dataset {name!r}; there are {', '.join([*families(), *ENTRIES])}, files "
+        f"({', '.join('*' + suffix for suffix in FORMATS)}) and hub:owner/name."
+    )
+
+
+def _entry(name: str) -> str | None:
+    """The key of a ready entry."""
+    return next((key for key in ENTRIES if key.casefold() == name.casefold()), None)
 
 
 def check_graders(examples: Iterable[Example]) -> list[str]:

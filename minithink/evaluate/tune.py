@@ -15,7 +15,7 @@ from typing import Any
 from minithink.commands import INTERRUPTED
 from minithink.errors import UsageError, unwritable
 from minithink.evaluate import runner, summary
-from minithink.evaluate.datasets import load_dataset
+from minithink.evaluate.datasets import check_name, load_dataset
 from minithink.evaluate.plan import budgets
 from minithink.evaluate.ranks import Ranks
 from minithink.evaluate.summary import Row
@@ -90,6 +90,7 @@ def allowed(dataset: str, split: str | None, limit: int | None = None) -> str | 
     Raises:
         UsageError: it is one on which figures are reported, or holds problems of such a one.
     """
+    check_name(dataset)
     if dataset in families():
         split = split or "validation"
     is_file = not dataset.startswith("hub:") and dataset.lower().endswith((".jsonl", ".csv", ".json", ".parquet"))

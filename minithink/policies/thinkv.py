@@ -51,6 +51,7 @@ from minithink.kv.contract import Demand, Edit, Evict, OpenSegment, Policy, See,
 from minithink.quant import parse, parse_pair
 
 MOST = 2**30  # tokens, of whatever: positions are int32
+ROWS = 1024  # queries whose sparsity is averaged, at most
 TRANSITION, EXECUTION, REASONING = 0, 1, 2  # by importance ρ (§4.2), and as figure 6 numbers them
 NAMES = ("transition", "execution", "reasoning")
 
@@ -97,6 +98,19 @@ class ThinKV(Policy):
             raise UsageError(
                 f"{self.name}: types={self.types}, tau={self.tau}, g={self.g}, sparsity_rows={self.sparsity_rows}; "
                 f"types must be 1, 2 or 3, the others from 1 to {MOST:,}."
+            )
+        if self.sparsity_rows > ROWS:
+            raise UsageError(
+                f"{self.name}: sparsity_rows={self.sparsity_rows}; the weights of so many queries would have to be "
+                f"computed at once: choose at most {ROWS:,}."
+            )
+        if self.block < 1 or self.block & (self.block - 1):
+            raise UsageError(f"{self.name}: block={self.block}; the tokens of a page must be a power of two.")
+        if self._measures and bool(self.layers) != bool(self.thresholds):
+            given, lacking = ("layers", "thresholds") if self.layers else ("thresholds", "layers")
+            raise UsageError(
+                f"{self.name}: {given}={getattr(self, given)} without {lacking}: they belong together, give both or "
+                "neither."
             )
         if self.v_precision.endswith("T0") and not self._drops:
             raise UsageError(
@@ -145,7 +159,10 @@ class ThinKV(Policy):
                 f":group={max(16, self.g)}{axis}" if has else "" for axis, has in zip(axes, grouped, strict=True)
             ]
             pairs.append("/".join(name + option for name, option in zip(pair, options, strict=True)))
-            parse_pair(pairs[-1])  # UsageError: no such format or group
+            try:
+                parse_pair(pairs[-1])
+            except UsageError as error:
+                raise UsageError(f"{self.name}: g={self.g}: {error}") from None
         buffer = 0 if set(pairs) == {"plain"} else self.g
         return Storage(tuple(pairs), names=NAMES, prompt=REASONING, block=self.block, buffer=buffer)
 

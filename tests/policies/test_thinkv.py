@@ -475,6 +475,11 @@ def test_a_row_begins_anew() -> None:
         ("thinkv:budget=64,retention=a", "retention=a"),
         ("thinkv:budget=64,retention=4/-1", "must descend"),
         ("thinkv:budget=64,g=0", "g=0"),
+        ("thinkv:budget=64,g=24,tau=48", "thinkv: g=24: .*group=24.*a group has 16, 32, 64, 128"),
+        ("tbe:budget=64,block=6", "tbe: block=6; .*a power of two"),
+        ("thinkv:budget=64,sparsity_rows=1025", "sparsity_rows=1025; .*: choose at most 1,024"),
+        ("thinkv:budget=64,layers=1/2", "layers=1/2 without thresholds: they belong together"),
+        ("tbq:thresholds=0.1/0.2", "tbq: thresholds=0.1/0.2 without layers: they belong together"),
         ("thinkv:budget=64,layers=1,thresholds=0.5", "3 types need 2 ascending thresholds"),
         ("thinkv:budget=64,types=1,thresholds=0.5", "nothing to tell with types=1: drop thresholds=0.5"),
         ("thinkv:budget=64,tau=4294967296", "the others from 1 to 1,073,741,824"),
@@ -502,8 +507,6 @@ def test_what_does_not_fit_the_model_is_refused() -> None:
         followed(parse("thinkv:budget=64"), [4], 1, decoder=WIDE)
     with pytest.raises(UsageError, match="layer 7 is measured, and the model has 2"):
         followed(parse("thinkv:budget=64,layers=0/7,thresholds=0.1/0.2"), [4], 1, decoder=WIDE)
-    with pytest.raises(UsageError, match="knows no thresholds"):
-        followed(parse("thinkv:budget=64,thresholds=0.1/0.2"), [4], 1, decoder=WIDE)
     odd = random_decoder(example_config(hidden_size=8, intermediate_size=8, num_heads=4, num_kv_heads=2, head_dim=24))
     with pytest.raises(UsageError, match="does not divide a head of 24 channels"):
         followed(parse("thinkv:budget=64,types=1"), [4], 1, decoder=odd)
