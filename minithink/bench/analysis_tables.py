@@ -20,9 +20,11 @@ def curve(result: Result) -> list[str]:
     ]  # fmt: skip
     for m in result["measurements"]:
         types = m.get("thoughts")
+        counts = [types.get(name, 0) for name in TYPES] if types else []
+        shares = " / ".join(f"{n / max(1, sum(counts)):.0%}" for n in counts)
         rows.append((
             f"`{m['policy']}`", f"{m['right']:.0%}", f"{m['generated']:,.0f}", f"{m['most_held']:,}",
-            f"{m['evicting_steps']:.2%}", " / ".join(f"{types.get(t, 0):,}" for t in TYPES) if types else "–",
+            f"{m['evicting_steps']:.2%}", f"{' / '.join(f'{n:,}' for n in counts)} ({shares})" if types else "–",
             f"{m['case_1']:,} / {m['case_2']:,}" if types else "–",
         ))  # fmt: skip
     settings = result["settings"]

@@ -27,7 +27,12 @@ Chosen where the paper is silent or says two things:
 - case 1 comes when a transition has ended, as in listing 1 and in step c of §D.6 (§4.3: "at each c_t");
 - of a cluster the token nearest to the centroid stays, with its own key and value, as in §4.3 (§D.4 also says that
   the centroid takes the cluster's place; it is no token's key, and has no position);
+- K-means begins with the token nearest to the mean, goes on with the farthest ones, and has at most ten rounds; of
+  equals the older is taken, so that nothing is drawn;
 - K-means over all KV heads of a layer together, for they share a table; in a stack of finer scope, those that do;
+- a page all of whose slots were freed returns to the pool, and may become another type's;
+- FP8's scale, and a second one of NVFP4, are a layer's and sequence's, for keys and for values: of the whole prompt,
+  with room for numbers twice as large;
 - T0, in `precision`, drops the tokens of transitions group by group;
 - a g below 16 makes short groups of keys, 16 channels of values;
 - a scale belongs to one key and 16 of its channels, as it does with values. §4.2 has one for each channel of g keys,

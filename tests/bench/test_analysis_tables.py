@@ -23,7 +23,7 @@ def test_curves(tmp_path: Path) -> None:
     measured = [{"policy": "full", **about}, {"policy": "thinkv", **about, **thinkv}]
     rows = rows_of(tmp_path, "curve", {"limit": 8, "budget": 2048}, measured)
     assert rows[2] == "| `full` | 25% | 1,175 | 2,503 | 2.88% | – | – |"
-    assert rows[3] == "| `thinkv` | 25% | 1,175 | 2,503 | 2.88% | 36 / 0 / 1,400 | 19 / 2,610 |"
+    assert rows[3] == "| `thinkv` | 25% | 1,175 | 2,503 | 2.88% | 36 / 0 / 1,400 (3% / 0% / 97%) | 19 / 2,610 |"
     assert rows[5] == "8 validation problems, a budget of 2,048 tokens a lane."
 
 
