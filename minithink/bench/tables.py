@@ -338,9 +338,9 @@ def thoughts(result: dict[str, Any]) -> list[str]:
     m, types = result["measurements"], len(result["thresholds"]) + 1
     averages = [f"{types} modes, {n} row{'s' if n != '1' else ''}" for n in m["share_by_rows"]]
     found = [*m["share_by_rows"].values()]
-    if mixed := m.get("share_shuffled"):  # what chance makes of the widest average
-        averages.append(f"{averages[-1]} in random order")
-        found.append([*mixed.values()][-1])
+    for n, shares in [*m.get("share_of_noise", {}).items()][-2:]:  # of the widest averages
+        averages.append(f"by chance, {n} rows")
+        found.append(shares)
     rows: list[tuple[str, ...]] = [("layer", "sparsity", *averages, "agrees with keywords", "κ")]
     for look in m["layers"]:
         i, words = look["layer"], look["keywords"]

@@ -144,6 +144,11 @@ def policy_of(args: argparse.Namespace) -> ThinKV:
     Raises:
         UsageError: it is none that goes by thresholds.
     """
+    if any(f"{name}=" in args.policy for name in ("layers", "thresholds", "types", "sparsity_rows")):
+        raise UsageError(
+            f"--policy {args.policy} says what is calibrated: leave out layers, thresholds, types and sparsity_rows; "
+            "there are --thoughts and --sparsity-rows."
+        )
     takes = args.policy.partition(":")[0] in ("thinkv", "tbe") and "budget=" not in args.policy
     policy = parse(args.policy, budget=args.budget or 1024 if takes else args.budget)
     if not isinstance(policy, ThinKV):
@@ -151,11 +156,6 @@ def policy_of(args: argparse.Namespace) -> ThinKV:
     if policy.thoughts != "sparsity":
         raise UsageError(
             f"--policy {args.policy} tells types by words, which need no thresholds: drop thoughts=keyword."
-        )
-    if policy.layers or policy.thresholds or policy.types != 3 or policy.sparsity_rows != 1:
-        raise UsageError(
-            f"--policy {args.policy} says what is calibrated: leave out layers, thresholds, types and sparsity_rows; "
-            "there are --thoughts and --sparsity-rows."
         )
     return replace(policy, types=args.thoughts, sparsity_rows=args.sparsity_rows, layers="", thresholds="")
 
@@ -196,6 +196,7 @@ def settings_of(
     names = ("dataset", "split", "num_prompts", "thoughts", "num_layers", "sparsity_rows", "policy")
     settings = {
         "checkpoint": checkpoint_hash(engine.home.folder),
+        "control": "spectrum",  # of the noise that modes are counted in, too
         **{name: getattr(args, name) for name in names},
         "budget": policy.budget,
         "problems": hashlib.sha256(questions.encode()).hexdigest()[:16],
@@ -243,7 +244,7 @@ def line_of(engine: Engine, s: Track, example: Example, policy: ThinKV) -> dict[
         "labels": segments(kinds([tokenizer.decode([t]) for t in s.tokens]), policy.tau),
         "layers": layers_of(own),
         "modes_by_rows": modes_by_rows(u, steps),
-        "modes_shuffled": modes_by_rows(shuffled(u, steps, s.number), steps),
+        "modes_of_noise": modes_by_rows(noise_like(u, steps, s.number), steps),
     }
 
 
@@ -252,11 +253,18 @@ def modes_by_rows(u: Tensor, steps: int) -> dict[str, list[int]]:
     return {str(n): [len(p["modes"]) for p in layers_of(averaged(u, n, steps))] for n in ROWS}
 
 
-def shuffled(u: Tensor, steps: int, seed: int) -> Tensor:
-    """The steps of a text in random order: what modes then has its averages, they have by chance. u: [N, L]; what
-    comes before the last `steps`, the prompt's queries, stays."""
-    order = torch.randperm(steps, generator=torch.Generator().manual_seed(seed)) + len(u) - steps
-    return torch.cat((u[: len(u) - steps], u[order]))
+def noise_like(u: Tensor, steps: int, seed: int) -> Tensor:
+    """Noise that knows no types, with the mean and the spectrum of a text's steps, so that neighbours resemble each
+    other as much: what modes its averages have, they have by chance. Phases are drawn (a surrogate, Theiler et al.
+    1992). u: [N, L]; what comes before the last `steps`, the prompt's queries, stays."""
+    own = u[len(u) - steps :].double()
+    spectrum = torch.fft.rfft(own, dim=0)
+    phases = torch.rand(spectrum.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    phases[0] = 0  # the mean
+    if steps % 2 == 0:
+        phases[-1] = 0  # real
+    noise = torch.fft.irfft(spectrum * torch.polar(torch.ones_like(phases), 2 * torch.pi * phases), n=steps, dim=0)
+    return torch.cat((u[: len(u) - steps].double(), noise.clamp(0, 1)))
 
 
 def layers_of(u: Tensor) -> list[dict[str, Any]]:
@@ -311,7 +319,7 @@ def conclude(lines: Sequence[Mapping[str, Any]], number: int, count: int) -> dic
             "correlation_with_position": float(torch.stack((values, at)).corrcoef()[0, 1]) if len(at) > 1 else None,
             "layers": per_layer,
             "share_by_rows": share_by_rows([line["modes_by_rows"] for line in lines], number),
-            "share_shuffled": share_by_rows([line["modes_shuffled"] for line in lines], number),
+            "share_of_noise": share_by_rows([line["modes_of_noise"] for line in lines], number),
             "candidates": candidates(values, labels, even, number),
             "by_count": by_count(found, refresh, labels, number),
         },
@@ -406,8 +414,8 @@ def summary(result: Mapping[str, Any]) -> Iterator[str]:
             yield f"{of['agree']:.0%} of {of['segments']} segments agree with {what} (κ {of['kappa']:.2f})"
     for n, shares in m["share_by_rows"].items():
         yield f"|T| modes with {n:>2} rows averaged, by layer: " + " ".join(f"{share:4.0%}" for share in shares)
-    last, by_chance = [*m["share_shuffled"].items()][-1]
-    yield f"the same with {last:>2} in random order, by chance:  " + " ".join(f"{share:4.0%}" for share in by_chance)
+        noise = m["share_of_noise"][n]
+        yield "    by chance, in noise with the same spectrum:  " + " ".join(f"{share:4.0%}" for share in noise)
 
 
 def _shares(of: Tensor) -> dict[str, float]:

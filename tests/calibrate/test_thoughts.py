@@ -96,8 +96,8 @@ def test_what_was_measured_is_the_full_caches_sparsity(
             for rows in (1, 4, 16, 64):
                 modes = peaks(density(averaged(u, rows, steps)[:, layer])).modes
                 assert line["modes_by_rows"][str(rows)][layer] == len(modes)
-        mixed = thoughts.shuffled(u, steps, line["prompt"])
-        assert line["modes_shuffled"] == thoughts.modes_by_rows(mixed, steps)
+        noise = thoughts.noise_like(u, steps, line["prompt"])
+        assert line["modes_of_noise"] == thoughts.modes_by_rows(noise, steps)
     for line in (x for x in lines if "evicted" in x):
         example = load_dataset(str(problems))[line["evicted"]]
         [tokens] = [x["tokens"] for x in lines if x.get("id") == example.id]
@@ -245,20 +245,24 @@ def line(i: int, u: torch.Tensor, labels: list[int], tau: int = 4) -> dict[str, 
     modes = {str(n): [len(x["modes"]) for x in layers] for n in thoughts.ROWS}
     return {
         "prompt": i, "right": i % 2 == 0, "tokens": [0] * len(u), "refresh": u[::tau].tolist(), "labels": labels,
-        "layers": layers, "modes_by_rows": modes, "modes_shuffled": {n: [0 for _ in of] for n, of in modes.items()},
+        "layers": layers, "modes_by_rows": modes, "modes_of_noise": {n: [0 for _ in of] for n, of in modes.items()},
     }  # fmt: skip
 
 
-def test_random_order_makes_nothing_of_kinds_that_last() -> None:
-    """Averages of 16 neighbours keep the three modes of a text whose thoughts last; of any 16 steps they do not. The
-    prompt's queries, which come before, stay where they are."""
-    u = torch.cat((torch.full((7,), 0.3), tri_modal())).double()[:, None]
-    mixed = thoughts.shuffled(u, 120, 5)
-    assert torch.equal(mixed[:7], u[:7])
-    assert torch.equal(mixed.sort(0).values, u.sort(0).values)
-    assert not torch.equal(mixed, u)
-    assert thoughts.modes_by_rows(u, 120)["16"] == [3]
-    assert thoughts.modes_by_rows(mixed, 120)["16"] != [3]
+def test_noise_has_the_spectrum_of_a_text_and_not_its_modes() -> None:
+    """Three kinds of thoughts that last are no three modes of noise; the prompt's queries stay where they are."""
+    for steps in (120, 119):
+        u = torch.cat((torch.full((7,), 0.3), tri_modal()[:steps])).double()[:, None]
+        noise = thoughts.noise_like(u, steps, 5)
+        assert torch.equal(noise[:7], u[:7])
+        own, like = (torch.fft.rfft(x[7:], dim=0).abs() for x in (u, noise))
+        assert torch.allclose(own, like, rtol=0.05, atol=0.5), "but for what would lie outside of 0 and 1"
+        assert noise[7:].mean() == pytest.approx(float(u[7:].mean()), abs=0.01)
+        assert not torch.allclose(noise[7:], u[7:], atol=0.1)
+        assert torch.equal(noise, thoughts.noise_like(u, steps, 5))
+    some = [thoughts.modes_by_rows(thoughts.noise_like(u, steps, seed), steps)["1"][0] for seed in range(20)]
+    assert thoughts.modes_by_rows(u, steps)["1"] == [3]
+    assert sum(n == 3 for n in some) < 10
 
 
 def tri_modal(shift: float = 0.0) -> torch.Tensor:
@@ -284,7 +288,7 @@ def test_thresholds_lie_in_the_valleys_of_tri_modal_layers() -> None:
     assert [x["share"] for x in m["layers"]] == [1, 0]
     assert m["layers"][0]["prompts_by_modes"] == {"3": 3}
     assert m["share_by_rows"]["16"] == [1, 0]
-    assert m["share_shuffled"]["16"] == [0, 0]
+    assert m["share_of_noise"]["16"] == [0, 0]
 
 
 def test_without_tri_modal_layers_thresholds_are_quantiles_and_the_file_says_so() -> None:
