@@ -13,10 +13,10 @@ Bound: T·F numbers a set, once, 256 KiB for 128 tokens and 8 heads of 128 chann
 products go to memory and back, 64 KiB, which the cache holds. K picks follow each other in the farthest-point loop,
 and at most 10 rounds of T²·K multiply-adds: with few sets, latency.
 
-Rounding: sums of products are exact for whole numbers (times a power of two) as long as they stay below 2²⁴; so are
-distances below 2²², which two numbers of 11 bits hold (tensor cores take no more), and their sums. Then so is the
-choice, the twin's, ties too. Otherwise distances err by some 10⁻⁷ of the squared norms |x_i|² + |x_j|², where the
-twin, which subtracts first, errs by as much of the distances themselves: of two members whose distances differ by
+Rounding: whole numbers (times a power of two) are exact as long as distances stay below 2²², which two numbers of 11
+bits hold (tensor cores take no more), and sums of products, and those of distances times members, below 2²⁴. Then so
+is the choice, the twin's, ties too. Otherwise distances err by some 10⁻⁷ of the squared norms |x_i|² + |x_j|², where
+the twin, which subtracts first, errs by as much of the distances themselves: of two members whose distances differ by
 less, either may be taken.
 """
 
@@ -119,9 +119,10 @@ def chosen(p_product, valid, k, ITERATIONS: tl.constexpr, WIDE: tl.constexpr, AT
     t = tl.arange(0, WIDE)
     norm = tl.load(p_product + t * (WIDE + 1))
 
-    # One has to go: the later one of the two that are nearest to each other. (Whichever of them is picked first, the
-    # other is nearer to it than all the others are to anybody, so that it is picked last, which is never; Lloyd moves
-    # nobody then.) Where pairs are equally near, the order of the picks decides.
+    # One has to go: the later one of the two that are nearest to each other. (Whichever is picked first, the other is
+    # nearer to it than all the others are to anybody, so that it would be picked last, and is not. Lloyd moves nobody
+    # then; of the two, equally far from their mean, the earlier stays.) Where pairs are equally near, the order of
+    # the picks decides.
     one, later = tl.full((), 0, tl.int32), tl.full((), -1, tl.int32)
     if tl.sum(valid.to(tl.int32)) == k + 1:
         near = tl.full((WIDE,), float("inf"), tl.float32)

@@ -14,8 +14,9 @@ Lists are in the order in which programs come to them, which says who looks at a
 
 First read `kmeans.py`, then `_survive`.
 
-Bound: the codes and scales of the segments' keys, read twice, 18 KiB a head for 128 tokens in NVFP4; then the latency
-of K picks, one after the other. Segments that keep all they have cost nothing.
+Bound: the codes and scales of the segments' keys, read once if these are no longer than BLOCK, 9 KiB a head for 128
+tokens in NVFP4; then the latency of K picks, one after the other. Segments that keep all they have cost nothing.
+Memory: 4·T² bytes a program and launch, 17 MiB for each format at T = 128.
 
 Rounding: as of `kmeans.py`; dequantized keys are rounded to the model's type, as the twin's are.
 """
@@ -251,7 +252,7 @@ def sizes(longest: int) -> tuple[tuple[int, ...], ...]:
 
 
 def variants() -> Iterator[Variant]:
-    """bfloat16 models, segments of 128 tokens, groups of keys by token and by channel."""
+    """bfloat16 models, segments of 128 and 256 tokens, groups of keys by token and by channel."""
     at = {"i32": "n rows segments width seen", "*i64": "p_rows", "*u8": "p_drop p_format", "*bf16": "p_ring"}
     at |= {"*i32": "p_list p_listed p_first p_size p_goal p_place p_row_of", "*fp32": "p_product p_k_scale"}
     common = {name: kind for kind, names in at.items() for name in names.split()}
@@ -268,7 +269,7 @@ def variants() -> Iterator[Variant]:
             (_variant("fp8", 8, dim, False, False), "*u8"),
         )[: 1 if dim == 64 else None]:  # fmt: skip
             signature = common | {"p_k": codes, "p_k_params": "*u8", "p_k_rows": "*u8"}
-            for wide in sizes(128):
+            for wide in dict.fromkeys((*sizes(128), *sizes(256))):
                 constexprs = {
                     "C": c, "K": k, "FORMAT": 1, "WAITING": k.by_token, "ITERATIONS": ITERATIONS, "WIDE": wide,
                     "AT_ONCE": tuple(map(at_once, wide)), "BLOCK": tuple(min(BLOCK, w) for w in wide),

@@ -20,6 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -196,15 +197,14 @@ def _generate(args: argparse.Namespace, tasks: list[Task], stream: Stream) -> in
         if not (args.prompt or args.prompt_text or args.prompt_file):
             screen.line(tasks[0].prompt + "\n")
         code = _until_interrupted(lambda: _show_live(screen, stream))
-    else:
-        code = _until_interrupted(lambda: _collect(stream, pieces))
+    else:  # colours of thoughts are known while they are thought
+        code = _until_interrupted(lambda: _collect(stream, pieces) if screen.styled else _run_with_progress(stream))
     seconds = time.perf_counter() - begin
     results = _begun(stream)
     for result in results:
         if len(stream.sequences) > 1:
             screen.line(f"[prompt {result.prompt}, sample {result.sample}]")
-            for text, style in pieces[result.prompt, result.sample]:
-                screen.write(text, style)
+            _show(screen, result.text, pieces[result.prompt, result.sample])
         screen.end_line()
         answer = tasks[result.prompt].answer
         if verdict := _verdict(result, answer):
@@ -263,10 +263,16 @@ def _collect(stream: Stream, pieces: dict[tuple[int, int], list[tuple[str, str]]
     """Run to the end; what would have been shown live, and how, is put into `pieces`, by prompt and sample."""
     with _progress() as advance:
         for chunk in stream:
+            pieces[chunk.prompt, chunk.sample].append((chunk.text, _style(chunk)))
             advance(1)
-            here, style = pieces[chunk.prompt, chunk.sample], _style(chunk)
-            text, last = here.pop() if here else ("", style)
-            here += [(text + chunk.text, style)] if last == style else [(text, last), (chunk.text, style)]
+
+
+def _show(screen: Screen, text: str, pieces: list[tuple[str, str]]) -> None:
+    """A sequence's text; `pieces` of it have styles, and what an interrupt took from these is shown as the last."""
+    style = ""
+    for style, group in groupby(pieces, lambda piece: piece[1]):
+        screen.write("".join(piece for piece, _ in group), style)
+    screen.write(text[sum(len(piece) for piece, _ in pieces) :], style)
 
 
 def _run_with_progress(stream: Stream) -> None:

@@ -89,10 +89,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=n, default=256, metavar="N", help="that are measured (default 256)")
     add("--warm", type=n, default=16, metavar="N", help="steps before those that are measured (default 16)")
     add("--tokens", type=n, default=32_768, metavar="N", help="of bytes and throughput (default 32,768)")
-    add("--levels", type=n, default=8, metavar="N", help="of throughput (default 8)")
+    add("--levels", type=n, default=8, metavar="N", help="of requests and throughput (default 8)")
     add("--level-steps", type=n, default=32, metavar="N", help="that are measured at each (default 32)")
     add("--few", type=n, default=16, metavar="N",
-        help="sequences of ThinKV's throughput that are filled; the others are copies (default 16)")  # fmt: skip
+        help="sequences of ThinKV's throughput, and of its many requests, that are filled; the others are copies "
+        "(default 16)")  # fmt: skip
     add("--byte-rows", type=n, default=2, metavar="N", help="sequences whose bytes are averaged (default 2)")
     add("--memory", type=_gib, metavar="GIB", help="that there is (default: the GPU's; 8 on a CPU)")
     add("--headroom", type=_gib, metavar="GIB", help="of it, for all but weights and cache (default 8; 1 on a CPU)")

@@ -124,7 +124,10 @@ def levels(result: Result) -> list[str]:
                 f"**{x['overhead']:.1%}**", f"{x['rates']['decision']['sequence_steps']:.1%}",
                 "{:,} / {:,}".format(*x["cases"]),
             ))  # fmt: skip
-    said = "Lengths are the middles of eight equal parts of a generation. Both cases: of all sequences, in the steps "
+    parts = len(own[0]["levels"]) if own else 0
+    said = (
+        f"Lengths are the middles of {parts} equal parts of a generation. Both cases: of all sequences, in the steps "
+    )
     return [*markdown(rows), "", said + "that were measured.", "", _sources(result, "request", own)]
 
 
@@ -163,13 +166,16 @@ def _cases(m: dict[str, Any]) -> str:
 def _compared(result: Result, kind: str) -> list[str]:
     """How fast methods are beside each other, and what was aimed at; one row a comparison."""
     of = {m["case"]: m for m in result["measurements"]}
-    rows: list[tuple[str, ...]] = [("sequences", "method", "beside", "as fast", "by their bounds", "aimed at")]
+    rows: list[tuple[str, ...]] = [
+        ("sequences", "method", "beside", "as fast", "by their bounds", "aimed at", "measured in"),
+    ]
     for x in comparisons(result["measurements"]):
         if (ours := of[x.ours])["kind"] == kind:
             batch = f"{ours['batch']:,} / {of[x.theirs]['batch']:,}"
             bound = f"{x.bound:.2f} ×, reached {x.ratio / x.bound:.0%}" if x.bound else "–"
             goal = f"{x.goal:.0%} of that" if x.bound else f"{x.goal:g} ×"
-            rows.append((batch, _name(ours), _name(of[x.theirs]), f"**{x.ratio:.2f} ×**", bound, goal))
+            runs = "one run" if ours["date"] == of[x.theirs]["date"] else "two runs"
+            rows.append((batch, _name(ours), _name(of[x.theirs]), f"**{x.ratio:.2f} ×**", bound, goal, runs))
     return [*markdown(rows), ""] if rows[1:] else []
 
 
@@ -187,6 +193,8 @@ def _sources(result: Result, kind: str, cases: Iterable[dict[str, Any]] | None =
     several = (
         f" In several runs, the command of each beside its cases; commits: {', '.join(commits)}, too."
         if commits
+        else " In several runs, the command of each beside its cases."
+        if len({m["command"] for m in own}) > 1
         else ""
     )
     left = sum(name.startswith(f"{kind}/") for name in result["missing"]) if cases is None else 0

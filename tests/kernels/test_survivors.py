@@ -53,12 +53,13 @@ def coarse(store: PagedStore) -> None:
     dim=st.sampled_from([64, 64, 96]),
     some=st.booleans(),
     longest=st.sampled_from([NARROW, 40]),
+    block=st.sampled_from([16, 128]),
     programs=st.sampled_from([1, 3, 264]),
     seed=st.integers(0, 999),
 )
 def test_equals_its_twin(
-    name: str, scope: Scope, lengths: list[int], kv_heads: int, dim: int, some: bool, longest: int, programs: int,
-    seed: int,
+    name: str, scope: Scope, lengths: list[int], kv_heads: int, dim: int, some: bool, longest: int, block: int,
+    programs: int, seed: int,
 ) -> None:  # fmt: skip
     """But where two choices are within rounding of each other; plain keys are whole numbers, and ties are exact."""
     store = filled(
@@ -71,6 +72,7 @@ def test_equals_its_twin(
     want = ref.survivors(read, first, size, goal, longest)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "PROGRAMS", (programs, programs))
+        patch.setattr(kernel, "BLOCK", block)
         got = survivors(read, first, size, goal, longest)
     counts = torch.minimum(size, goal[:, None]).sum(-1)
     member = covered(first, size, want.shape[-1])

@@ -159,3 +159,28 @@ def test_by_hand(excess: int, turn: bool, hard: bool, goal: list[int], cases: tu
     got, _, counted = annealed([row], (64, 32, 16, 8, 4), hard, True)
     assert got.tolist() == [goal]
     assert tuple(counted[:, 0].tolist()) == cases
+
+
+def test_a_hard_budget_decides_most_where_its_room_is_a_number_of_r() -> None:
+    """One sequence: 1,024 tokens, 128 of them a prompt, all ended segments at 4. What docs/thinkv.md says of the eighth
+    of a generation around 26,624 tokens, segment 208."""
+    tau, retention, budget, begin, end = 128, (64, 32, 16, 8, 4), 1024, 192, 224
+    kind, level = torch.full((1, end), 2, dtype=torch.uint8), torch.full((1, end), 5, dtype=torch.uint8)
+    level[:, begin:] = 0
+    size, cases = torch.zeros(end, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)
+    size[:begin] = 4
+    at, active, decisions = torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.bool), [0] * end
+    for clock in range(begin * tau + 1, end * tau + 1):
+        running = (clock - 1) // tau
+        size[running] += 1
+        excess = int(size.sum()) + tau - budget
+        if excess <= 0:
+            continue
+        goal = anneal(
+            size.view(1, 1, 1, end), torch.full((1, 1, 1), excess), kind, level, cases, at,
+            torch.tensor([clock], dtype=torch.int32), active, tau, retention, True, True,
+        )[0]  # fmt: skip
+        decisions[running] += bool((goal < size).any())
+        size = torch.minimum(size, goal).int()
+    assert decisions[207:210] == [17, 69, 7]
+    assert sum(decisions) / ((end - begin) * tau) == pytest.approx(0.196, abs=5e-4)
