@@ -121,8 +121,7 @@ def levels(result: Result) -> list[str]:
             rows.append((
                 _name(m), f"{m['batch']:,}", f"{x['level']:,}", f"{x['step_milliseconds']:.2f} ms",
                 f"{took['attention']:.2f} ms", f"{took['refresh'] + took['eviction']:.2f} ms",
-                f"**{x['overhead']:.1%}**", f"{x['rates']['decision']['sequence_steps']:.1%}",
-                "{:,} / {:,}".format(*x["cases"]),
+                f"**{x['overhead']:.1%}**", f"{x['rates']['decision']['sequence_steps']:.1%}", _cases(m | x),
             ))  # fmt: skip
     parts = len(own[0]["levels"]) if own else 0
     said = (
@@ -190,13 +189,10 @@ def _sources(result: Result, kind: str, cases: Iterable[dict[str, Any]] | None =
         )
     line = source(result | about | {"complete": True})
     commits = sorted({short(m["commit"]) for m in own} - {short(own[-1]["commit"])}) if own else []
-    several = (
-        f" In several runs, the command of each beside its cases; commits: {', '.join(commits)}, too."
-        if commits
-        else " In several runs, the command of each beside its cases."
-        if len({m["command"] for m in own}) > 1
-        else ""
-    )
+    several = ""
+    if commits or len({m["command"] for m in own}) > 1:
+        others = f"; commits: {', '.join(commits)}, too" if commits else ""
+        several = f" In several runs, the command of each beside its cases{others}."
     left = sum(name.startswith(f"{kind}/") for name in result["missing"]) if cases is None else 0
     return line + several + (f" Of such cases {left} were not measured (`missing`)." if left else "")
 

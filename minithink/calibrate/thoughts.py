@@ -144,11 +144,6 @@ def policy_of(args: argparse.Namespace) -> ThinKV:
     Raises:
         UsageError: it is none that goes by thresholds.
     """
-    if any(f"{name}=" in args.policy for name in ("layers", "thresholds", "types", "sparsity_rows")):
-        raise UsageError(
-            f"--policy {args.policy} says what is calibrated: leave out layers, thresholds, types and sparsity_rows; "
-            "there are --thoughts and --sparsity-rows."
-        )
     takes = args.policy.partition(":")[0] in ("thinkv", "tbe") and "budget=" not in args.policy
     policy = parse(args.policy, budget=args.budget or 1024 if takes else args.budget)
     if not isinstance(policy, ThinKV):
@@ -156,6 +151,11 @@ def policy_of(args: argparse.Namespace) -> ThinKV:
     if policy.thoughts != "sparsity":
         raise UsageError(
             f"--policy {args.policy} tells types by words, which need no thresholds: drop thoughts=keyword."
+        )
+    if policy.layers or policy.thresholds or policy.types != 3 or policy.sparsity_rows != 1:
+        raise UsageError(
+            f"--policy {args.policy} says what is calibrated: leave out layers, thresholds, types and sparsity_rows; "
+            "there are --thoughts and --sparsity-rows."
         )
     return replace(policy, types=args.thoughts, sparsity_rows=args.sparsity_rows, layers="", thresholds="")
 
@@ -250,7 +250,7 @@ def line_of(engine: Engine, s: Track, example: Example, policy: ThinKV) -> dict[
 
 def modes_by_rows(u: Tensor, steps: int) -> dict[str, list[int]]:
     """How many modes every layer has when the last queries are averaged. u: [N, L]."""
-    return {str(n): [len(p["modes"]) for p in layers_of(averaged(u, n, steps))] for n in ROWS}
+    return {str(n): [len(peaks(density(x)).modes) for x in averaged(u, n, steps).unbind(1)] for n in ROWS}
 
 
 def noise_like(u: Tensor, steps: int, seed: int) -> Tensor:

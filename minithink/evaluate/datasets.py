@@ -88,12 +88,17 @@ def load_dataset(
 
 def check_name(name: str) -> None:
     """UsageError: nothing that is called so could be a dataset."""
-    if _entry(name) or name in families() or name.startswith("hub:") or name.lower().endswith(FORMATS):
+    if _entry(name) or name in families() or name.startswith("hub:") or is_file(name):
         return
     raise UsageError(
         f"There is no dataset {name!r}; there are {', '.join([*families(), *ENTRIES])}, files "
         f"({', '.join('*' + suffix for suffix in FORMATS)}) and hub:owner/name."
     )
+
+
+def is_file(name: str) -> bool:
+    """Whether a dataset's name is a file's."""
+    return not name.startswith("hub:") and name.lower().endswith(FORMATS)
 
 
 def _entry(name: str) -> str | None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from minithink.commands import location
 from minithink.errors import UsageError
-from minithink.evaluate.datasets import FORMATS
+from minithink.evaluate.datasets import is_file
 from minithink.evaluate.journal import Run, join, read
 from minithink.evaluate.summary import FULL, Row, budget_text, size, summarize
 from minithink.figures import need_matplotlib, write_svg
@@ -101,8 +101,7 @@ def title_of(settings: Mapping[str, Any], rows: Sequence[Row]) -> str:
     problems = " to ".join(f"{n:,}" for n in dict.fromkeys((counts[0], counts[-1])))
     dataset, split = settings.get("dataset"), settings.get("split")
     if isinstance(dataset, str):
-        is_file = not dataset.startswith("hub:") and dataset.lower().endswith(FORMATS)
-        parts = [Path(dataset).name] if is_file else [dataset, str(split or "test")]
+        parts = [Path(dataset).name] if is_file(dataset) else [dataset, str(split or "test")]
     else:
         parts = []
     return ", ".join([*parts, f"{problems} problem{'s' if problems != '1' else ''}"])

@@ -15,7 +15,7 @@ from typing import Any
 from minithink.commands import INTERRUPTED
 from minithink.errors import UsageError, unwritable
 from minithink.evaluate import runner, summary
-from minithink.evaluate.datasets import check_name, load_dataset
+from minithink.evaluate.datasets import check_name, is_file, load_dataset
 from minithink.evaluate.plan import budgets
 from minithink.evaluate.ranks import Ranks
 from minithink.evaluate.summary import Row
@@ -93,8 +93,7 @@ def allowed(dataset: str, split: str | None, limit: int | None = None) -> str | 
     check_name(dataset)
     if dataset in families():
         split = split or "validation"
-    is_file = not dataset.startswith("hub:") and dataset.lower().endswith((".jsonl", ".csv", ".json", ".parquet"))
-    if split is None and not is_file:
+    if split is None and not is_file(dataset):
         raise UsageError(
             f"{dataset} without --split is its test split, and nothing is ever tuned on that: give another."
         )

@@ -145,7 +145,10 @@ def _make(cls: type[Policy], values: dict[str, Any], option: str) -> Policy:
             )
     if "budget" in known and values.get("budget", known["budget"].default) in (None, MISSING):
         raise UsageError(f"The policy {cls.name} needs a budget in tokens: give {option}, or {cls.name}:budget=….")
-    return cls(**values)
+    policy = cls(**values)
+    if (block := policy.storage.block) < 1 or block & (block - 1):
+        raise UsageError(f"{cls.name}: block={block}; the tokens of a page must be a power of two.")
+    return policy
 
 
 def _fields(cls: type[Policy]) -> dict[str, Field[Any]]:

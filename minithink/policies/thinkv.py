@@ -109,8 +109,6 @@ class ThinKV(Policy):
                 f"{self.name}: sparsity_rows={self.sparsity_rows}; the weights of so many queries would have to be "
                 f"computed at once: choose at most {ROWS:,}."
             )
-        if self.block < 1 or self.block & (self.block - 1):
-            raise UsageError(f"{self.name}: block={self.block}; the tokens of a page must be a power of two.")
         if self._measures and bool(self.layers) != bool(self.thresholds):
             given, lacking = ("layers", "thresholds") if self.layers else ("thresholds", "layers")
             raise UsageError(
