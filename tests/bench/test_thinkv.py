@@ -525,6 +525,8 @@ def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[0][2].startswith(f"| thinkv, T 50% | 2 | **{step['step_milliseconds']:.2f} ms** |")
     assert rows[0][2].endswith("| {} / {} |".format(*step["cases"]))
     assert f"| {step['layer_microseconds']['attention']:,.1f} µs |" in rows[1][2]
+    assert rows[1][2].endswith("| {} / {} |".format(*step["cases"]))
+    assert "Means of 8 steps." in found[0]
     assert f"| **{by_name['bytes/thinkv/T50']['share']:.2%}** |" in rows[2][1]
     speed = [by_name[f"throughput/{name}"]["tokens_per_second"] for name in ("full", "rkv")]
     assert [f"**{x:,.0f}**" in row for x, row in zip(speed, rows[3][1:], strict=True)] == [True, True]
@@ -534,6 +536,23 @@ def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ["commits: c0ffee0123-dirty, too." in lines[-1] for lines in again[:4]] == [
         True, True, False, False
     ]  # fmt: skip
+    result["measurements"] += [by_name["step/full/2"] | {"batch": n} for n in (4, 8)]
+    step["settings"]["steps"] = 99
+    assert "Means of 8 steps; thinkv, T 50%, 2: 99." in thinkv_tables.steps(result)
+
+
+def test_ratios_say_in_how_many_runs_they_were_measured() -> None:
+    ms: list[dict[str, Any]] = [
+        {
+            "case": case, "kind": "step", "method": case.split("/")[1], "batch": 256, "transitions": 0.3,
+            "settings": {"pool": 1.0}, "tokens_per_second": speed, "date": "2026-11-23T04:46:47Z",
+        }
+        for case, speed in (("step/tbe/256/T30", 300.0), ("step/rkv/256", 200.0))
+    ]  # fmt: skip
+    row = "| 256 / 256 | tbe, T 30% | rkv | **1.50 ×** | – | 1 × |"
+    assert thinkv_tables._compared({"measurements": ms}, "step")[2] == f"{row} one run |"
+    ms[1]["date"] = "2026-11-23T07:26:00Z"
+    assert thinkv_tables._compared({"measurements": ms}, "step")[2] == f"{row} two runs |"
 
 
 def test_only_what_was_measured_alike_is_compared() -> None:

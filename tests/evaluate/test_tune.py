@@ -50,6 +50,7 @@ def test_the_best_is_right_most_often_then_smallest() -> None:
         ("facts", "test", "Nothing is ever tuned on the split 'test'"),
         ("MATH-500", None, "MATH-500 without --split is its test split"),
         ("MATH-500", "test", "split 'test'"),
+        ("nosuch", None, "There is no dataset 'nosuch'"),
         ("hub:a/b", None, "is its test split"),
         ("hub:a/b.json", None, "is its test split"),
         ("hub:a/b", "latest", "split 'latest'"),
