@@ -15,9 +15,11 @@ from minithink.errors import MinithinkError, UsageError
 
 SPLITS = ("validation", "test")
 DATA = Path(__file__).parent / "data"
-# In a text: a question as `FactsProblem` and `LedgerProblem` word theirs.
-QUESTION = re.compile(r"(Facts|Balances) \(mod 100\): \w+(@0)? = .*\. Find \w+", re.DOTALL)
-BINS = ((0, 600), (600, 1200), (1200, 2000))  # tokens of the reference trace: from, below
+# In a text: a question as the families word theirs.
+QUESTION = re.compile(
+    r"((Facts|Balances) \(mod 100\): \w+(@0)?|Numbers from 1 to 9: \w+ \* \w+ \+ \w+) = .*\. Find \w+", re.DOTALL
+)
+BINS = ((0, 600), (600, 1200), (1200, 2000), (2000, 3000))  # tokens of the reference trace: from, below
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ class _Trace(Trace):
                 self.resolve(target, f"{lead} {target}.")
         if self.rng.random() < self.manner.verify:
             self.verify()
-        return self.close(self.targets)
+        return self.close(self.targets, self.truth)
 
     def resolve(self, target: str, lead: str) -> None:
         """Plan down to what is known, compute back up as far as it goes, and again until `target` is found."""

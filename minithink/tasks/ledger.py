@@ -160,7 +160,7 @@ class _Trace(Trace):
         if self.rng.random() < self.manner.verify:
             self.verify()
         newest = self.problem.newest()
-        return self.close([newest[t] for t in self.problem.targets])
+        return self.close([newest[t] for t in self.problem.targets], self.truth)
 
     def plan(self, run: range) -> None:
         """Reasoning: what the steps of a run need, and since when it holds."""

@@ -2,7 +2,7 @@
 
     python -m minithink.tasks.prepare --output minithink/assets/tiny
 
-trains the byte-level BPE on text of both families (needs the extra `train`), and writes the tokenizer's files and the
+trains the byte-level BPE on text of two families (needs the extra `train`), and writes the tokenizer's files and the
 chat template there, and the validation and test problems beside this file with their SHA-256 in `SHA256SUMS`.
 """
 
@@ -18,9 +18,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from minithink.tasks import BINS, DATA, SPLITS, facts, ledger
+from minithink.tasks import BINS, DATA, SPLITS, facts, ledger, search
 from minithink.tasks.facts import FactsProblem
 from minithink.tasks.ledger import LedgerProblem
+from minithink.tasks.search import SearchProblem
 
 # Llama 3's pre-tokenizer: numbers are pieces of one to three digits, so every value is one token; a word takes the
 # space before it; ".\n\n" is one piece, as in the models that this one stands for.
@@ -59,26 +60,33 @@ third those three time times to together too total true try turn two under until
 way we well were what when where which while who whole why will with without word work would write yet you your zero
 """.split()  # noqa: SIM905
 
-FAMILIES: dict[str, ModuleType] = {facts.FAMILY: facts, ledger.FAMILY: ledger}
-SIZES = {facts.FAMILY: (4, 48), ledger.FAMILY: (2, 40)}  # calculations or steps of a problem of the splits, at most
-COUNTS = {"validation": (100, 200, 200), "test": (100, 300, 300)}  # problems of each of BINS, for each family
+FAMILIES: dict[str, ModuleType] = {facts.FAMILY: facts, ledger.FAMILY: ledger, search.FAMILY: search}
+TOKENIZED = (facts.FAMILY, ledger.FAMILY)  # on the text of which the tokenizer was trained
+# Calculations, steps or locks of a problem of the splits: the fewest and the most.
+SIZES = {facts.FAMILY: (4, 48), ledger.FAMILY: (2, 40), search.FAMILY: (2, 10)}
+_COUNTS = {"validation": (100, 200, 200, 0), "test": (100, 300, 300, 0)}
+COUNTS = {  # problems of each of BINS
+    facts.FAMILY: _COUNTS,
+    ledger.FAMILY: _COUNTS,
+    search.FAMILY: {"validation": (0, 200, 200, 100), "test": (0, 250, 250, 200)},
+}
 
 
-def document(problem: FactsProblem | LedgerProblem, rng: random.Random) -> tuple[str, str]:
+def document(problem: FactsProblem | LedgerProblem | SearchProblem, rng: random.Random) -> tuple[str, str]:
     """A training document: the prompt as the chat template renders it, and the response."""
     thinking, answer = FAMILIES[problem.family].draw_trace(problem, rng)
     return f"<|user|>{problem.question}<|assistant|><think>\n", f"{thinking}</think>{answer}<|end|>"
 
 
 def train_tokenizer(vocab_size: int, documents: int = 3000, seed: int = 1) -> dict[str, Any]:
-    """The contents of `tokenizer.json` for a BPE trained on drawn documents, of both families in turn."""
+    """The contents of `tokenizer.json` for a BPE trained on drawn documents, of the families TOKENIZED in turn."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     rng = random.Random(seed)
 
     def texts() -> Iterator[str]:
         for i in range(documents):
-            family = list(FAMILIES)[i % len(FAMILIES)]
+            family = TOKENIZED[i % len(TOKENIZED)]
             prompt, response = document(FAMILIES[family].draw_problem(rng, rng.randint(4, 40)), rng)
             yield from re.split("|".join(map(re.escape, (*SPECIAL, *THINK))), prompt + response)
         for word in ENGLISH:
@@ -115,7 +123,7 @@ def draw_split(family: str, split: str, folder: Path, seed: int = 7) -> list[dic
     from minithink.tokenizer import Tokenizer
 
     tokenizer, rng = Tokenizer.from_folder(folder), random.Random(f"{split}{seed}")
-    wanted = dict(zip(BINS, COUNTS[split], strict=True))
+    wanted = dict(zip(BINS, COUNTS[family][split], strict=True))
     rows: dict[tuple[int, int], list[dict[str, Any]]] = {b: [] for b in BINS}
     while any(len(rows[b]) < wanted[b] for b in BINS):
         problem = FAMILIES[family].draw_problem(rng, rng.randint(*SIZES[family]))
@@ -139,7 +147,7 @@ def draw_split(family: str, split: str, folder: Path, seed: int = 7) -> list[dic
 
 
 def write_splits(folder: Path) -> None:
-    """Write the JSONL files of both families and their hashes."""
+    """Write the JSONL files of all families and their hashes."""
     DATA.mkdir(parents=True, exist_ok=True)
     sums = []
     for family in FAMILIES:

@@ -106,18 +106,12 @@ MANNERS = (
 )  # fmt: skip
 
 
-class Trace:
-    """Writes one solution; `lines` grows as the thinking does. A family says what is planned and what is doubted."""
+class Writer:
+    """Writes one solution; `lines` grows as the thinking does."""
 
-    def __init__(self, facts: Iterable[Fact], truth: Mapping[str, int], rng: random.Random) -> None:
-        """facts: all definitions; truth: every name's value."""
-        self.facts = {f.name: f for f in facts}
-        self.truth, self.rng = truth, rng
-        self.known: dict[str, int] = {}  # what the trace has found, in that order
-        self.manner = rng.choice(MANNERS)
-        self.slip = rng.uniform(0, self.manner.slip)
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
         self.lines: list[str] = []
-        self.say(rng.choice(self.manner.opening))
 
     def say(self, line: str) -> None:
         self.lines.append(line + "\n")
@@ -125,6 +119,31 @@ class Trace:
     def part(self) -> None:
         """What was said so far is a thought of its own: a blank line follows it."""
         self.lines[-1] = self.lines[-1].rstrip("\n") + "\n\n"
+
+    def close(self, targets: Sequence[str], truth: Mapping[str, int]) -> tuple[str, str]:
+        """The last line, which seldom collects the results, and the answer → thinking, answer."""
+        self.part()
+        found = listing([f"{t} = {truth[t]}" for t in targets])
+        if self.rng.random() < 0.12:
+            self.say(f"So the results are {found}.")
+        else:
+            self.say(self.rng.choice(("That is all I need.", "Now I can answer.", "That settles it.")))
+        boxed = ", ".join(str(truth[t]) for t in targets)
+        return "".join(self.lines), f"\n\nI find {found}, so the answer is \\boxed{{{boxed}}}."
+
+
+class Trace(Writer):
+    """A solution by calculations. A family says what is planned and what is doubted."""
+
+    def __init__(self, facts: Iterable[Fact], truth: Mapping[str, int], rng: random.Random) -> None:
+        """facts: all definitions; truth: every name's value."""
+        super().__init__(rng)
+        self.facts = {f.name: f for f in facts}
+        self.truth = truth
+        self.known: dict[str, int] = {}  # what the trace has found, in that order
+        self.manner = rng.choice(MANNERS)
+        self.slip = rng.uniform(0, self.manner.slip)
+        self.say(rng.choice(self.manner.opening))
 
     def paragraph(self, *lines: str) -> None:
         """A transition: a thought of its own, wherever it comes."""
@@ -205,14 +224,3 @@ class Trace:
             self.rng.choice((f"Wait, was {name} right?", f"Alternatively, look at {name} once more."))
             + f" {self.check(name)}. Yes, {name} = {self.known[name]} stands."
         )
-
-    def close(self, targets: Sequence[str]) -> tuple[str, str]:
-        """The last line, which seldom collects the results, and the answer → thinking, answer."""
-        self.part()
-        found = listing([f"{t} = {self.truth[t]}" for t in targets])
-        if self.rng.random() < 0.12:
-            self.say(f"So the results are {found}.")
-        else:
-            self.say(self.rng.choice(("That is all I need.", "Now I can answer.", "That settles it.")))
-        boxed = ", ".join(str(self.truth[t]) for t in targets)
-        return "".join(self.lines), f"\n\nI find {found}, so the answer is \\boxed{{{boxed}}}."

@@ -1,0 +1,367 @@
+"""The task family "search": numbers found by trial, where most attempts are soon dead and a few results last.
+
+A problem is a list of locks. A lock says `x * c + d = r`, where x is a number from 1 to 9 and c and d are numbers or
+the names of other locks; the problem asks for three names:
+
+    Numbers from 1 to 9: gon * duv + 7 = 79; duv * 8 + 14 = 78; zog * 7 + duv = 29; … Find gon, ved and zog.
+    Repeat some.
+
+The reference trace plans down to a lock whose operands are known, and then tries one number after the other:
+
+    reasoning   "Back to gon. gon * duv + 7 = 79, I have duv = 8. I want gon with gon * 8 + 7 = 79, from 1 up."
+    execution   "Try 5: 5 * 8 = 40, 40 + 7 = 47, no."    most of the text; dead once the next trial stands
+    reasoning   "So gon = 9."                            a milestone: read again much later
+    transition  "Wait, was ved right? ved * 8 + 34 = 90, 7 * 8 = 56, 56 + 34 = 90. Yes, ved = 7."
+
+What must be known at any moment is the current lock, the last trial and the numbers that were found: a tenth of the
+text. A search may be given up and begun again from the other side, or end without a hit, because a slip hid it: all
+its attempts are then dead at once.
+
+How much a trace doubts is an inclination that feeds on itself. It has a base, which the trace's mood sets (brisk,
+steady, careful: said in words, and drawn anew now and then), and it grows with every doubt among the last few
+paragraphs. A doubt may follow every paragraph and is equally likely whatever that paragraph said, and all doubts open
+with "Wait", so that nothing but the inclination decides between a doubt and the next step.
+
+The last sentence of the question sets the redundancy: how often the trace states milestones and the current lock
+again. It changes neither the numbers nor the answer.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from minithink.tasks.writing import NAMES, Writer, digest, listing, split_of
+
+FAMILY = "search"
+LOW, HIGH = 1, 9  # the numbers that are tried
+LARGEST_FACTOR, LARGEST = 9, 99  # no trial comes to more than the latter: every number is one token
+WORDING = ("Repeat little.", "Repeat some.", "Repeat much.")  # by redundancy
+RESTATED = ((), (5,), (3, 5, 7))  # by redundancy: the trials at which the current lock is stated again
+RECAP = (0.0, 0.5, 1.0)  # by redundancy: probability that numbers found so far are listed after a new one
+MEMORY, EXCITEMENT, CEILING = 6, 0.06, 0.7  # paragraphs; what each doubt among them adds; the largest inclination
+
+
+@dataclass(frozen=True)
+class Lock:
+    """`name * factor + added = result`. factor, added: numbers, or names of other locks."""
+
+    name: str
+    factor: int | str
+    added: int | str
+    result: int
+
+    @property
+    def text(self) -> str:
+        return f"{self.name} * {self.factor} + {self.added} = {self.result}"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The names that it is defined through, each once, in order."""
+        return tuple(dict.fromkeys(x for x in (self.factor, self.added) if isinstance(x, str)))
+
+
+@dataclass(frozen=True)
+class SearchProblem:
+    """Locks in the order in which the prompt gives them, the three names that it asks for, and the redundancy."""
+
+    family: ClassVar[str] = FAMILY
+    locks: tuple[Lock, ...]
+    targets: tuple[str, ...]
+    redundancy: int = 1
+
+    @property
+    def question(self) -> str:
+        listed = "; ".join(lock.text for lock in self.locks)
+        return f"Numbers from {LOW} to {HIGH}: {listed}. Find {listing(self.targets)}. {WORDING[self.redundancy]}"
+
+    def values(self) -> dict[str, int]:
+        """Every name's number."""
+        by_name = {lock.name: lock for lock in self.locks}
+        known: dict[str, int] = {}
+
+        def solve(name: str) -> int:
+            if name not in known:
+                lock = by_name[name]
+                factor, added = (solve(x) if isinstance(x, str) else x for x in (lock.factor, lock.added))
+                known[name] = (lock.result - added) // factor
+            return known[name]
+
+        for lock in self.locks:
+            solve(lock.name)
+        return known
+
+    @property
+    def answer(self) -> str:
+        values = self.values()
+        return ", ".join(str(values[t]) for t in self.targets)
+
+    def digest(self) -> bytes:
+        """SHA-256 of the problem's content, whatever the order of its locks and its redundancy."""
+        return digest([FAMILY, *sorted(lock.text for lock in self.locks), *self.targets])
+
+    def split(self) -> str:
+        """The split that the problem belongs to by its content alone: no two splits can share a problem."""
+        return split_of(self.digest())
+
+    def with_redundancy(self, redundancy: int) -> SearchProblem:
+        """The same problem, to be written with another redundancy."""
+        return replace(self, redundancy=redundancy)
+
+
+def draw_problem(rng: random.Random, size: int) -> SearchProblem:
+    """A problem of `size` locks, the last three of which are asked for, and up to two that nothing needs."""
+    names = rng.sample(NAMES, size + 2)
+    unused = list(range(max(0, size - 3)))  # locks that are not asked for have to be needed by a later one
+    operands: list[list[int | str]] = [[] for _ in range(size)]
+    for i in reversed(range(size)):
+        for _ in range(rng.choice((0, 1, 1, 2)) if i else 0):
+            earlier = [j for j in unused if j < i]
+            j = earlier[-1] if earlier and rng.random() < 0.6 else rng.randrange(i)
+            if names[j] not in operands[i]:
+                operands[i].append(names[j])
+                unused = [k for k in unused if k != j]
+    for j in unused:
+        free = [i for i in range(j + 1, size) if len(operands[i]) < 2]
+        if free:
+            operands[rng.choice(free)].append(names[j])
+    values = {name: rng.randint(LOW, HIGH) for name in names}
+    locks = []
+    extra = rng.randint(0, 2)
+    for name, used in zip(names, [*operands, *([[]] * extra)], strict=False):
+        constant = rng.randint(2, LARGEST_FACTOR)
+        factor: int | str = constant
+        added: int | str = rng.randint(1, LARGEST - HIGH * constant)
+        if len(used) == 2 or (used and rng.random() < 0.6):
+            factor = used[0]
+        if len(used) == 2 or (used and factor != used[0]):
+            added = used[-1]
+        number = [values[x] if isinstance(x, str) else x for x in (factor, added)]
+        locks.append(Lock(name, factor, added, values[name] * number[0] + number[1]))
+    targets = rng.sample(names[max(0, size - 3) : size], min(3, size))
+    rng.shuffle(locks)
+    return SearchProblem(tuple(locks), tuple(targets), rng.randrange(len(WORDING)))
+
+
+def draw_trace(problem: SearchProblem, rng: random.Random) -> tuple[str, str]:
+    """One solution: the thinking (between `<think>\\n` and `</think>`) and the answer (what follows)."""
+    return _Trace(problem, rng).write()
+
+
+@dataclass(frozen=True)
+class Mood:
+    """How the trace speaks, and how much it doubts."""
+
+    opening: tuple[str, ...]
+    said: str  # where a search begins
+    trial: str  # how a trial begins
+    base: float  # inclination to doubt when nothing was doubted lately
+    slip: float  # share of trials with a slip
+
+
+MOODS = (
+    Mood(("Okay, this should be quick.", "Right, straight to it."), "Quick now.", "Try", 0.02, 0.03),
+    Mood(
+        ("Okay, let me work through this step by step.", "Let me think about this step by step."),
+        "Step by step.", "Now try", 0.1, 0.02,
+    ),
+    Mood(
+        ("Okay, I want to be careful here and check my work as I go.", "Let me be careful, it is easy to slip here."),
+        "Carefully now.", "Carefully try", 0.24, 0.015,
+    ),
+)  # fmt: skip
+
+
+class _Trace(Writer):
+    """Resolves the three targets one after the other, depth first."""
+
+    def __init__(self, problem: SearchProblem, rng: random.Random) -> None:
+        super().__init__(rng)
+        self.problem = problem
+        self.locks = {lock.name: lock for lock in problem.locks}
+        self.truth = problem.values()
+        self.known: dict[str, int] = {}  # what the trace has found, in that order
+        self.recent: list[bool] = []  # was each of the last paragraphs a doubt?
+        self.mood = rng.choice(MOODS)
+        # The search that goes on: its lock with numbers for names, and the numbers still to be tried.
+        self.current: Lock | None = None
+        self.left: list[int] = []
+        self.turned = False
+        self.last = (0, 0)  # the last trial, and the product that it shows
+        self.rechecked = ""  # the number that was doubted last
+        self.say(rng.choice(self.mood.opening))
+
+    def write(self) -> tuple[str, str]:
+        for i, target in enumerate(self.problem.targets):
+            lead = ("First,", "Next,", "Last,")[i]
+            if target in self.known:
+                self.say(f"{lead} {target}. I already have {target} = {self.known[target]}.")
+                self.boundary()
+            else:
+                self.resolve(target, f"{lead} {target}.")
+        return self.close(self.problem.targets, self.truth)
+
+    def resolve(self, target: str, lead: str) -> None:
+        """Plan down to a lock whose operands are known, search it, come back to the one that waits, and so on."""
+        waiting = [target]
+        while waiting:
+            name = waiting[-1]
+            lock = self.locks[name]
+            missing = [need for need in lock.needs if need not in self.known]
+            have = [f"I have {need} = {self.known[need]}" for need in lock.needs if need in self.known]
+            goal = [f"so I need {listing(missing)} first"] if missing else []
+            self.say(f"{lead} {', '.join([lock.text, *have, *goal])}.")
+            if missing:
+                waiting.append(missing[0])
+                lead = "Here"
+                continue
+            self.search(lock)
+            waiting.pop()
+            if waiting:
+                lead = f"Back to {waiting[-1]}."
+
+    def search(self, lock: Lock) -> None:
+        """Reasoning: what is looked for; execution: trials; reasoning: the milestone."""
+        if self.rng.random() < 0.3:
+            self.mood = self.rng.choice(MOODS)
+        factor, added = (self.known[x] if isinstance(x, str) else x for x in (lock.factor, lock.added))
+        self.current = replace(lock, factor=factor, added=added)
+        self.start(up=self.rng.random() < 0.5)
+        self.turned = False
+        self.say(f"I want {lock.name} with {self.goal}. {self.mood.said}")
+        self.boundary()
+        while not self.trial(self.left.pop(0)):
+            if not self.left:  # a slip hid the hit
+                self.start(up=not self.up)
+                self.say(f"None fits. Once more, {self.side}. {self.mood.said}")
+            self.boundary()
+        self.boundary()
+        self.current = None
+        name, value = lock.name, self.truth[lock.name]
+        self.known[name] = value
+        self.say(f"So {name} = {value}.")
+        if len(self.known) > 1 and self.rng.random() < RECAP[self.problem.redundancy]:
+            self.say(f"I know {listing([f'{n} = {v}' for n, v in [*self.known.items()][-6:]])}.")
+        self.boundary()
+
+    def start(self, up: bool) -> None:
+        self.up = up
+        self.left = list(range(LOW, HIGH + 1)) if up else list(range(HIGH, LOW - 1, -1))
+
+    @property
+    def side(self) -> str:
+        return f"from {LOW} up" if self.up else f"from {HIGH} down"
+
+    @property
+    def goal(self) -> str:
+        assert self.current is not None
+        return f"{self.current.text}, {self.side}"
+
+    def trial(self, x: int) -> bool:
+        """Execution: one number → does it fit? A slip is corrected at once, or stays unnoticed."""
+        assert self.current is not None
+        lock, rng = self.current, self.rng
+        c, d = int(lock.factor), int(lock.added)
+        if x in RESTATED[self.problem.redundancy]:
+            self.say(f"Still {lock.name} with {self.goal}.")
+        product = shown = x * c
+        text = f"{self.mood.trial} {x}: {x} * {c} = "
+        wrong = product + rng.choice((10, -10, 1, -1))
+        if rng.random() < self.mood.slip and 0 < wrong <= LARGEST - d:
+            if rng.random() < 0.7 or wrong + d == lock.result:
+                text += f"{wrong}, no, {x} * {c} = "
+            else:
+                shown = wrong
+        fits = shown + d == lock.result
+        self.say(f"{text}{shown}, {shown} + {d} = {shown + d}, {'yes' if fits else 'no'}.")
+        self.last = x, shown
+        return fits
+
+    def boundary(self) -> None:
+        """The end of a paragraph; then doubts, as long as the inclination has it."""
+        self.part()
+        while self.doubts():
+            self.doubt()
+            self.part()
+
+    def doubts(self) -> bool:
+        inclination = min(CEILING, self.mood.base + EXCITEMENT * sum(self.recent[-MEMORY:]))
+        self.recent.append(self.rng.random() < inclination)
+        return self.recent[-1]
+
+    def doubt(self) -> None:
+        """Transition, of one of six kinds; where a kind does not fit, the next one that does."""
+        drawn, at = self.rng.random(), 0
+        while drawn >= self.KINDS[at][0]:
+            drawn -= self.KINDS[at][0]
+            at += 1
+        while not self.KINDS[at][1](self):
+            at = (at + 1) % len(self.KINDS)
+
+    def follows(self, openings: tuple[str, ...]) -> bool:
+        """Whether the last line opens with one of these words."""
+        return self.lines[-1].split(" ", 1)[0] in openings
+
+    def calculation(self, name: str) -> str:
+        """A found number's lock and why it fits: `ved * 8 + 34 = 90, 7 * 8 = 56, 56 + 34 = 90`."""
+        lock, x = self.locks[name], self.known[name]
+        c, d = (self.known[o] if isinstance(o, str) else o for o in (lock.factor, lock.added))
+        return f"{lock.text}, {x} * {c} = {x * c}, {x * c} + {d} = {x * c + d}"
+
+    def recheck(self) -> bool:
+        """An old result is read again."""
+        names = [name for name in self.known if name != self.rechecked]
+        if not names:
+            return False
+        self.rechecked = name = self.rng.choice(names)
+        self.say(f"Wait, was {name} right? {self.calculation(name)}. Yes, {name} = {self.known[name]}.")
+        return True
+
+    def review(self) -> bool:
+        """Up to three old results are read again."""
+        if len(self.known) < 2:
+            return False
+        names = self.rng.sample([*self.known], min(3, len(self.known)))
+        self.say(" ".join(["Wait, let me look over what I have.", *(f"{self.calculation(n)}, fine." for n in names)]))
+        return True
+
+    def remind(self) -> bool:
+        """The current lock is read again."""
+        if self.current is None or not self.follows(("Try", "Now", "Carefully")):
+            return False
+        self.say(f"Wait, what do I want? {self.current.name} with {self.goal}.")
+        return True
+
+    def retry(self) -> bool:
+        """The last trial is calculated again, if no other paragraph stands between."""
+        if self.current is None or not self.follows(("Try", "Now", "Carefully")):
+            return False
+        lock, (x, shown) = self.current, self.last
+        c, d = int(lock.factor), int(lock.added)
+        if shown != x * c:  # an unnoticed slip stays unnoticed
+            return False
+        verdict = f"that is {lock.result}" if x * c + d == lock.result else f"not {lock.result}"
+        self.say(f"Wait, let me check {x} again. {x} * {c} = {x * c}, {x * c} + {d} = {x * c + d}, {verdict}.")
+        return True
+
+    def turn(self) -> bool:
+        """The search is given up and begun again from the other side: what was tried is of no use any more."""
+        if self.current is None or self.turned or not 3 <= len(self.left) <= HIGH - 2:
+            return False
+        if self.last[0] == self.truth[self.current.name]:
+            return False
+        self.start(up=not self.up)
+        self.turned = True
+        self.say(f"Wait, this takes too long. I want {self.current.name} with {self.goal}.")
+        return True
+
+    def reread(self) -> bool:
+        """One or two locks of the question are read again."""
+        locks = self.rng.sample(self.problem.locks, min(self.rng.choice((1, 2)), len(self.problem.locks)))
+        self.say(f"Wait, let me look at that again. {'; '.join(lock.text for lock in locks)}. I have that.")
+        return True
+
+    # Probabilities; the last kind fits everywhere.
+    KINDS = ((0.3, recheck), (0.15, retry), (0.15, remind), (0.1, turn), (0.1, review), (math.inf, reread))
