@@ -14,8 +14,9 @@ The reference trace plans down to a lock whose operands are known, and then trie
     transition  "Wait, was ved right? ved * 8 + 34 = 90, 7 * 8 = 56, 56 + 34 = 90. Yes, ved = 7."
 
 What must be known at any moment is the current lock, the last trial and the numbers that were found: a tenth of the
-text. A search may be given up and begun again from the other side, or end without a hit, because a slip hid it: all
-its attempts are then dead at once.
+text. A search may be given up and begun again from the other side, or end without a hit, because a slip hid it or the
+lock was misread: all its attempts are then dead at once, the lock is read again, and the search begins anew. So what
+was read or calculated wrongly can be noticed, as in the texts of large models.
 
 How much a trace doubts is an inclination that feeds on itself. It has a base, which the trace's mood sets (brisk,
 steady, careful: said in words, and drawn anew now and then), and it grows with every doubt among the last few
@@ -41,7 +42,8 @@ LARGEST_FACTOR, LARGEST = 9, 99  # no trial comes to more than the latter: every
 WORDING = ("Repeat little.", "Repeat some.", "Repeat much.")  # by redundancy
 RESTATED = ((), (5,), (3, 5, 7))  # by redundancy: the trials at which the current lock is stated again
 RECAP = (0.0, 0.5, 1.0)  # by redundancy: probability that numbers found so far are listed after a new one
-MEMORY, EXCITEMENT, CEILING = 6, 0.06, 0.7  # paragraphs; what each doubt among them adds; the largest inclination
+MISREAD = 0.03  # share of searches that begin with a misread lock
+MEMORY, EXCITEMENT, CEILING = 6, 0.05, 0.6  # paragraphs; what each doubt among them adds; the largest inclination
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ MOODS = (
     ),
     Mood(
         ("Okay, I want to be careful here and check my work as I go.", "Let me be careful, it is easy to slip here."),
-        "Carefully now.", "Carefully try", 0.24, 0.015,
+        "Carefully now.", "Carefully try", 0.3, 0.015,
     ),
 )  # fmt: skip
 
@@ -210,9 +212,8 @@ class _Trace(Writer):
             name = waiting[-1]
             lock = self.locks[name]
             missing = [need for need in lock.needs if need not in self.known]
-            have = [f"I have {need} = {self.known[need]}" for need in lock.needs if need in self.known]
             goal = [f"so I need {listing(missing)} first"] if missing else []
-            self.say(f"{lead} {', '.join([lock.text, *have, *goal])}.")
+            self.say(f"{lead} {', '.join([self.read(lock), *goal])}.")
             if missing:
                 waiting.append(missing[0])
                 lead = "Here"
@@ -222,21 +223,29 @@ class _Trace(Writer):
             if waiting:
                 lead = f"Back to {waiting[-1]}."
 
+    def read(self, lock: Lock) -> str:
+        """A lock, and which of its names are known: `gon * duv + 7 = 79, I have duv = 8`."""
+        return ", ".join([lock.text, *(f"I have {n} = {self.known[n]}" for n in lock.needs if n in self.known)])
+
     def search(self, lock: Lock) -> None:
         """Reasoning: what is looked for; execution: trials; reasoning: the milestone."""
         if self.rng.random() < 0.3:
             self.mood = self.rng.choice(MOODS)
         factor, added = (self.known[x] if isinstance(x, str) else x for x in (lock.factor, lock.added))
-        self.current = replace(lock, factor=factor, added=added)
-        self.start(up=self.rng.random() < 0.5)
+        true = replace(lock, factor=factor, added=added)
+        self.current = self.misread(true) if self.rng.random() < MISREAD else true
         self.turned = False
-        self.say(f"I want {lock.name} with {self.goal}. {self.mood.said}")
-        self.boundary()
+        self.start(up=self.rng.random() < 0.5)
+        self.want()
         while not self.trial(self.left.pop(0)):
-            if not self.left:  # a slip hid the hit
+            if not self.left:  # a slip hid the hit, or the lock was misread
+                self.boundary()
+                self.current = true
                 self.start(up=not self.up)
-                self.say(f"None fits. Once more, {self.side}. {self.mood.said}")
-            self.boundary()
+                self.say(f"None fits. Let me look at it again. {self.read(lock)}.")
+                self.want()
+            else:
+                self.boundary()
         self.boundary()
         self.current = None
         name, value = lock.name, self.truth[lock.name]
@@ -245,6 +254,22 @@ class _Trace(Writer):
         if len(self.known) > 1 and self.rng.random() < RECAP[self.problem.redundancy]:
             self.say(f"I know {listing([f'{n} = {v}' for n, v in [*self.known.items()][-6:]])}.")
         self.boundary()
+
+    def want(self) -> None:
+        assert self.current is not None
+        self.say(f"I want {self.current.name} with {self.goal}. {self.mood.said}")
+        self.boundary()
+
+    def misread(self, lock: Lock) -> Lock:
+        """One of its numbers is another one, so that nothing fits; the lock itself where everything would."""
+        for _ in range(10):
+            which, number = self.rng.randrange(3), self.rng.randint(1, LARGEST)
+            factor = 1 + number % LARGEST_FACTOR
+            other = (replace(lock, factor=factor), replace(lock, added=number), replace(lock, result=number))[which]
+            results = [x * int(other.factor) + int(other.added) for x in range(LOW, HIGH + 1)]
+            if other.result not in results and max(results) <= LARGEST:
+                return other
+        return lock
 
     def start(self, up: bool) -> None:
         self.up = up
@@ -350,7 +375,7 @@ class _Trace(Writer):
         """The search is given up and begun again from the other side: what was tried is of no use any more."""
         if self.current is None or self.turned or not 3 <= len(self.left) <= HIGH - 2:
             return False
-        if self.last[0] == self.truth[self.current.name]:
+        if self.last[0] * int(self.current.factor) + int(self.current.added) == self.current.result:
             return False
         self.start(up=not self.up)
         self.turned = True
