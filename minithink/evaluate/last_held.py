@@ -1,0 +1,66 @@
+"""When did each token leave its lanes? Recorded on the device, step by step; the host reads it when a sequence ends.
+
+After every step the positions that a lane holds are stamped with that step, so the last stamp of a token says when it
+was there for the last time. A token that was evicted never comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minithink.kv.apart import Apart
+from minithink.kv.manager import KVManager
+from minithink.stream import Stream, Track
+
+
+class LastHeld:
+    """Watches the sequences of a stream; called after every forward pass (`Stream.on_step`)."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.cache = stream.cache
+        self.longest = max((len(s.prompt) + s.limit for s in stream.sequences), default=0)
+        # Stamps of a shared manager (None), or of a sequence's own one: int32 [Lt, rows, Ht, longest + 1].
+        # The last column is for no token.
+        self._stamps = dict[int | None, Tensor]()
+        self._row = dict[int, int]()  # of a sequence's number
+
+    @torch.inference_mode()
+    def __call__(self, sequences: Sequence[Track]) -> None:
+        if isinstance(self.cache, Apart):
+            for s in sequences:
+                cache = self.cache.caches[s.number]
+                if isinstance(cache, KVManager):
+                    self._stamp(s.number, cache, [s])
+        elif isinstance(self.cache, KVManager):
+            self._stamp(None, self.cache, sequences)
+
+    def _stamp(self, key: int | None, cache: KVManager, sequences: Sequence[Track]) -> None:
+        positions = cache.store.positions()  # [Lt, B, Ht, S], −1: no token
+        if key not in self._stamps:
+            shape = (*positions.shape[:3], self.longest + 1)
+            self._stamps[key] = torch.zeros(shape, dtype=torch.int32, device=positions.device)
+        first = not sequences[0].tokens  # their prompts were read
+        if first:
+            self._row |= {s.number: cache.next_state(s.number)[0] for s in sequences}
+        rows = [self._row[s.number] for s in sequences]
+        step = torch.full((positions.shape[1],), -1, dtype=torch.int32)  # rows that took no part keep their stamps
+        step[rows] = torch.tensor([len(s.prompt) + len(s.tokens) for s in sequences], dtype=torch.int32)
+        step = step.to(positions.device, non_blocking=True)
+        stamps = self._stamps[key]
+        if first:  # the rows may have belonged to other sequences
+            stamps[:, rows] = 0
+        index = torch.where((positions < 0) | (step < 0)[:, None, None], self.longest, positions).long()
+        stamps.scatter_(-1, index, step[:, None, None].expand_as(positions))
+
+    def take(self, s: Track) -> Tensor | None:
+        """Of a sequence that has ended: for each position, the last step after which a lane held it, as the number of
+        tokens seen by then, int32 [Lt, Ht, tokens]; 0: never. None: all tokens stay in every lane."""
+        row = self._row.pop(s.number, None)
+        if row is None:
+            return None
+        tokens = len(s.prompt) + len(s.tokens)
+        stamps = self._stamps.pop(s.number) if s.number in self._stamps else self._stamps[None]
+        return stamps[:, row, :, :tokens].to("cpu", copy=True)
