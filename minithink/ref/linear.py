@@ -27,10 +27,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         [N, out].
     """
-    parts = torch.get_num_threads()
-    if x.is_cpu and not SPREADS and x.shape[0] <= FEW_ROWS and parts > 1 and weight.shape[1] % parts == 0:
-        out = _in_blocks(x, weight, parts)
-        return out if bias is None else out + bias
+    if x.is_cpu and not SPREADS and x.shape[0] <= FEW_ROWS:
+        parts = torch.get_num_threads()  # asked for here only: torch.compile cannot trace the question
+        if parts > 1 and weight.shape[1] % parts == 0:
+            out = _in_blocks(x, weight, parts)
+            return out if bias is None else out + bias
     return x @ weight if bias is None else torch.addmm(bias, x, weight)
 
 
