@@ -1,11 +1,16 @@
 """Train the embedded reasoning model: `python -m minithink.train --output DIR`.
 
-One document a row, rows of similar length in a batch, loss on the response only, bf16 autocast on a GPU. Matrices of
-the blocks learn by Muon (Jordan et al. 2024, with the scale of Liu et al. 2025, so that one learning rate serves
-both), everything else by AdamW; cosine decay. Several GPUs share a step under
-`torchrun --nproc-per-node N -m minithink.train …`. Documents are drawn by worker processes as training goes, so none
-is seen twice; those of the validation and test splits are skipped by their content. Short problems come first: on
-them, looking a value up is learned in a fraction of the tokens that it takes on long ones.
+Documents are packed into rows of one length (`minithink/train_data.py`), so that every step has one shape and is
+compiled once. A mask keeps the documents of a row apart, and hides tokens that count as evicted; on a GPU attention
+is FlexAttention (Dong et al. 2024), which skips what the mask hides. The loss is that of the responses only, in bf16
+autocast on a GPU. Matrices of the blocks learn by Muon (Jordan et al. 2024, with the scale of Liu et al. 2025, so
+that one learning rate serves both), everything else by AdamW; cosine decay. Several GPUs share a step under
+`torchrun --nproc-per-node N -m minithink.train …`. Worker processes draw the documents as training goes, so none is
+seen twice; those of the validation and test splits are skipped by their content. Short problems come first: on them,
+looking a value up is learned in a fraction of the tokens that it takes on long ones.
+
+`--init FOLDER` continues from the weights of a checkpoint. `--seconds N` ends the run in time: the schedule then
+follows the clock, where the clock is ahead of the tokens.
 
 The run can be interrupted at any moment and resumed (`--resume`): weights, optimizer state and the step that they
 belong to are one safetensors file, written completely before it replaces the older one. The result is a checkpoint in
@@ -18,12 +23,11 @@ import argparse
 import json
 import math
 import os
-import random
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
@@ -31,45 +35,23 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.utils.data import DataLoader
 
 from minithink.commands import exit_code
 from minithink.config import ModelConfig
 from minithink.errors import MinithinkError, UsageError
 from minithink.model import Decoder, Rope
+from minithink.muon import Muon
 from minithink.ref.rope import rope
-from minithink.tasks import facts, ledger, prepare
 from minithink.tokenizer import Tokenizer
-from minithink.weights import save_checkpoint
+from minithink.train_data import IGNORE, PADDING, Batch, Documents, Recipe, Schedule
+from minithink.weights import checkpoint_hash, load_decoder, save_checkpoint
 
-IGNORE = -100  # a label that does not count
-POOL = 16  # batches that are sorted by length together
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Everything that decides what is learned; it is stored with the result."""
-
-    tokens: int = 2_000_000_000  # to process, prompts and padding included
-    batch_tokens: int = 131_072  # a step, padding included
-    lr: float = 2e-3
-    final_lr: float = 0.0  # share of `lr` at the end
-    warmup_steps: int = 100
-    weight_decay: float = 0.1  # on matrices
-    clip: float = 1.0
-    short_first: float = 0.1  # share of the tokens that is spent on short problems first
-    ledger_share: float = 0.5  # of the documents: problems of the family ledger; the others are of facts
-    min_derived: int = 3  # calculations a problem of facts
-    max_derived: int = 40
-    longest_derived: int = 64
-    min_steps: int = 2  # steps a problem of ledger
-    max_steps: int = 30
-    longest_steps: int = 46
-    long_share: float = 0.04  # of the documents: up to the longest
-    seed: int = 0
+CONTEXT = 8192  # positions that the exported model may use
 
 
-def model_config(vocab_size: int, layers: int = 8, width: int = 256) -> ModelConfig:
+def model_config(vocab_size: int, layers: int = 8, width: int = 256, context: int = CONTEXT) -> ModelConfig:
     """The shape of the embedded model: Qwen3's layout."""
     return ModelConfig(
         architecture="Qwen3ForCausalLM",
@@ -80,7 +62,7 @@ def model_config(vocab_size: int, layers: int = 8, width: int = 256) -> ModelCon
         num_heads=width // 32,
         num_kv_heads=width // 64,
         head_dim=64,
-        max_position=4096,
+        max_position=context,
         rope_theta=10_000.0,
         tie_embeddings=True,
         qk_norm=True,
@@ -88,111 +70,96 @@ def model_config(vocab_size: int, layers: int = 8, width: int = 256) -> ModelCon
     )
 
 
-class Documents(IterableDataset[tuple[Tensor, Tensor]]):
-    """Batches of drawn documents: tokens and labels, both [rows, length] int64, padded at the end."""
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-    def __init__(
-        self, recipe: Recipe, tokenizer: Tokenizer, context: int, start: int, steps: int,
-        rank: int = 0, world: int = 1,
-    ) -> None:  # fmt: skip
-        self.recipe, self.tokenizer, self.context = recipe, tokenizer, context
-        self.start, self.steps = start, steps
-        self.rank, self.batch_tokens = rank, recipe.batch_tokens // world
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        info = torch.utils.data.get_worker_info()
-        first, workers = (info.id, info.num_workers) if info else (0, 1)
-        current = -1
-        batches: list[list[tuple[list[int], int]]] = []
-        for step in range(self.start + first, self.steps, workers):
-            # The loader takes one batch from each worker in turn, so a step's batch follows from the step and the
-            # number of workers: a resumed run sees what the interrupted one would have seen.
-            turn, worker = divmod(step, workers)
-            pool, index = divmod(turn, POOL)
-            if pool != current:
-                rng = random.Random(f"{self.recipe.seed} {self.rank} {workers} {worker} {pool}")
-                short = pool * POOL * workers < self.recipe.short_first * self.steps
-                current, batches = pool, self.batches(rng, short)
-            yield self.pad(batches[index])
+def visibility(documents: Tensor, evicted: Tensor, spared: int) -> Rule:
+    """The rule of which keys a query sees: those of its document up to itself that are not evicted, and of the
+    evicted ones the last `spared`, itself among them.
 
-    def batches(self, rng: random.Random, short: bool) -> list[list[tuple[list[int], int]]]:
-        """POOL batches, cut from documents sorted by length, so that rows of a batch differ little; shuffled."""
-        pool, tokens = [], 0
-        while tokens < (POOL + 1) * self.batch_tokens:
-            document = self.draw(rng, short)
-            if len(document[0]) <= min(self.context, self.batch_tokens):
-                pool.append(document)
-                tokens += len(document[0])
-        pool.sort(key=lambda d: -len(d[0]))
-        batches: list[list[tuple[list[int], int]]] = []
-        while pool:
-            rows = max(1, self.batch_tokens // len(pool[0][0]))
-            batches.append(pool[:rows])
-            pool = pool[rows:]
-        rng.shuffle(batches)  # first: or the documents that are left over would always be the shortest
-        return batches[:POOL]
+    Args:
+        documents, evicted: of a batch, [rows, length].
 
-    def draw(self, rng: random.Random, short: bool) -> tuple[list[int], int]:
-        """A document's tokens, and how many of them are prompt."""
-        r = self.recipe
-        if rng.random() < r.ledger_share:
-            family, low, high, longest = ledger.FAMILY, r.min_steps, r.max_steps, r.longest_steps
-        else:
-            family, low, high, longest = facts.FAMILY, r.min_derived, r.max_derived, r.longest_derived
-        if short:
-            high = max(low, high // 4)
-        elif rng.random() < r.long_share:
-            low, high = high, longest
-        draw_problem = prepare.FAMILIES[family].draw_problem
-        while (problem := draw_problem(rng, rng.randint(low, high))).split() != "train":
-            pass
-        prompt, response = prepare.document(problem, rng)
-        head = self.tokenizer.encode(prompt)
-        return head + self.tokenizer.encode(response), len(head)
+    Returns:
+        (row, head, query, key) → bool, for index tensors that broadcast. All heads see the same.
+    """
 
-    def pad(self, rows: list[tuple[list[int], int]]) -> tuple[Tensor, Tensor]:
-        # A multiple of 64, so that there are few different shapes.
-        length = -(-max(len(tokens) for tokens, _ in rows) // 64) * 64
-        tokens = torch.zeros(len(rows), length, dtype=torch.long)
-        labels = torch.full((len(rows), length), IGNORE)
-        for i, (row, prompt) in enumerate(rows):
-            tokens[i, : len(row)] = torch.tensor(row)
-            labels[i, prompt - 1 : len(row) - 1] = torch.tensor(row[prompt:])  # each token predicts the next one
-        return tokens, labels
+    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = documents[row, query] == documents[row, key]
+        return same & (key <= query) & (~evicted[row, key] | (query - key < spared))
+
+    return visible
+
+
+def dense_mask(documents: Tensor, evicted: Tensor, spared: int) -> Tensor:
+    """The rule for all queries and keys: [rows, 1, length, length] bool."""
+    rows, length = documents.shape
+    row, token = (torch.arange(n, device=documents.device) for n in (rows, length))
+    visible = visibility(documents, evicted, spared)
+    return visible(row[:, None, None], row[:1], token[:, None], token)[:, None]
+
+
+def block_mask(documents: Tensor, evicted: Tensor, spared: int, create: Callable[..., BlockMask]) -> BlockMask:
+    """The rule for FlexAttention, which skips blocks of queries and keys of which it hides every pair."""
+    rows, length = documents.shape
+    rule = visibility(documents, evicted, spared)
+    return create(rule, rows, None, length, length, device=documents.device)
 
 
 class TrainAttention:
-    """What the decoder is handed in training: causal attention within each row of a [rows, length] batch."""
+    """What the decoder is handed in training: attention within the documents of a [rows, length] batch."""
 
-    def __init__(self, table: Rope, rows: int, length: int) -> None:
-        self.rows, self.length = rows, length
-        self.cos, self.sin = table.cos[:length].repeat(rows, 1, 1), table.sin[:length].repeat(rows, 1, 1)
+    def __init__(self, table: Rope, positions: Tensor, mask: Tensor | BlockMask) -> None:
+        self.rows, self.mask = positions.shape[0], mask
+        self.cos, self.sin = table.at(positions.flatten())
 
     def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
         """qk: [rows·length, Hq + Hkv, D], v: [rows·length, Hkv, D] → [rows·length, Hq, D]."""
-        qk = rope(qk, self.cos, self.sin)
-        qk, v = (x.unflatten(0, (self.rows, self.length)).transpose(1, 2) for x in (qk, v))
+        qk = rope(qk, self.cos, self.sin).to(v.dtype)  # under autocast the norm of q and k leaves float32
+        qk, v = (x.unflatten(0, (self.rows, -1)).transpose(1, 2) for x in (qk, v))
         q, k = qk.tensor_split((-v.shape[1],), dim=1)  # [rows, Hq, length, D], [rows, Hkv, length, D]
-        # Padding stands at the end of its row, so no real token sees it.
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        if isinstance(self.mask, Tensor):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, enable_gqa=True)
+        else:
+            out = flex_attention(q, k, v, block_mask=self.mask, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1)
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
         return hidden
 
 
-def loss_of(decoder: Decoder, table: Rope, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy over the response tokens of a batch. tokens, labels: [rows, length]."""
-    attention = TrainAttention(table, *tokens.shape)
-    logits = decoder.logits(decoder(tokens.flatten(), attention))
-    return F.cross_entropy(logits.float(), labels.flatten(), ignore_index=IGNORE)
+def loss_of(
+    decoder: Decoder, table: Rope, tokens: Tensor, labels: Tensor, positions: Tensor, mask: Tensor | BlockMask
+) -> Tensor:
+    """Mean cross-entropy over the response tokens of a batch. tokens, labels, positions: [rows, length]."""
+    hidden = decoder(tokens.flatten(), TrainAttention(table, positions, mask))
+    return F.cross_entropy(decoder.logits(hidden).float(), labels.flatten().long(), ignore_index=IGNORE)
+
+
+class Loss:
+    """The loss of a batch. Compiled, it is two functions of static shapes: one makes the mask, one does the rest."""
+
+    def __init__(self, table: Rope, spared: int, compile_model: bool) -> None:
+        self.table, self.spared, self.compiled = table, spared, compile_model
+        self.create = torch.compile(create_block_mask, dynamic=False) if compile_model else create_block_mask
+        self.loss = compiled(loss_of) if compile_model else loss_of
+
+    def mask(self, batch: Batch) -> Tensor | BlockMask:
+        if self.compiled:
+            return block_mask(batch.documents, batch.evicted, self.spared, self.create)
+        return dense_mask(batch.documents, batch.evicted, self.spared)
+
+    def __call__(self, decoder: Decoder, batch: Batch, mask: Tensor | BlockMask) -> Tensor:
+        return self.loss(decoder, self.table, batch.tokens, batch.labels, batch.positions, mask)
 
 
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """For inputs of any shape. One analysis of torch 2.11 (how reads of joint norms coalesce) fails on such shapes by
-    an assertion of its own, and is left out where it exists."""
+    """For inputs of one shape, in one graph: outside of a graph, FlexAttention would write out every score.
+
+    An analysis of torch 2.11 (how reads of joint norms coalesce) failed on some shapes by an assertion of its own: it
+    is left out where it exists."""
     unwanted = {"triton.coalesce_tiling_analysis"}.intersection(torch._inductor.list_options())
-    return torch.compile(function, dynamic=True, options=dict.fromkeys(unwanted, False))
+    return torch.compile(function, dynamic=False, fullgraph=True, options=dict.fromkeys(unwanted, False))
 
 
 def _is_vector(name: str, p: Tensor) -> bool:
@@ -213,25 +180,21 @@ def initialise(decoder: Decoder, seed: int) -> None:
                 p.copy_(torch.randn(p.shape, generator=generator) * std)
 
 
-def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine down to `final_lr` of the peak."""
-    warm = min(1.0, (step + 1) / recipe.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
+def learning_rate(recipe: Recipe, step: int, share: float) -> float:
+    """Linear warm-up over the first steps, then a cosine down to `final_lr` of the peak, for a share of 1."""
+    warm = min(1.0, (step + 1) / max(1, recipe.warmup_steps))
+    cosine = 0.5 * (1 + math.cos(math.pi * share))
     return recipe.lr * warm * (recipe.final_lr + (1 - recipe.final_lr) * cosine)
 
 
 def optimizers_for(decoder: Decoder, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """Muon for the blocks' matrices, AdamW for the embedding (with weight decay) and for vectors (without)."""
-    if not hasattr(torch.optim, "Muon"):
-        raise MinithinkError(f"Training needs torch.optim.Muon, which torch {torch.__version__} lacks: use 2.9.")
     matrices = [p for name, p in decoder.blocks.named_parameters() if not _is_vector(name, p)]
     vectors = [p for name, p in decoder.named_parameters() if _is_vector(name, p)]
     tables = [p for p in (decoder.embed, decoder.head) if p is not None]
     groups = [{"params": tables, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [
-        torch.optim.Muon(
-            matrices, lr=recipe.lr, weight_decay=recipe.weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-        ),
+        Muon(matrices, lr=recipe.lr, weight_decay=recipe.weight_decay),
         torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=decoder.embed.is_cuda),
     ]
 
@@ -282,6 +245,14 @@ class Team:
         if self.size > 1:
             torch.distributed.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
 
+    def agree(self, share: float) -> float:
+        """The largest share of all processes, whose clocks differ a little."""
+        if self.size == 1:
+            return share
+        largest = torch.tensor(share, dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+        return largest.item()
+
     def average_gradients(self, decoder: Decoder) -> None:
         """Every process steps with the mean gradient of all."""
         if self.size == 1:
@@ -308,79 +279,90 @@ def export(folder: Path, decoder: Decoder, tokenizer_folder: Path, progress: dic
 
 def train(
     recipe: Recipe, config: ModelConfig, tokenizer_folder: Path, folder: Path, *,
-    device: str, workers: int, resume: bool = False, save_seconds: float = 60.0, compile_model: bool = True,
+    device: str, workers: int, init: Path | None = None, seconds: float | None = None, resume: bool = False,
+    save_seconds: float = 60.0, compile_model: bool | None = None,
 ) -> list[float]:  # fmt: skip
-    """Train, and leave a checkpoint in `folder`. Returns the loss of every tenth step of this run."""
+    """Train, and leave a checkpoint in `folder`. Returns the loss of every tenth step of this run.
+
+    Args:
+        init: the checkpoint whose weights training begins with, of the shape of `config`; None: drawn ones.
+        seconds: when training ends, if it has not seen `recipe.tokens` before; None: never.
+        compile_model: None: on a GPU.
+    """
+    began = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     team = Team(device)
     cuda = team.device.type == "cuda"
     torch.set_float32_matmul_precision("high")
     decoder = Decoder(config)
     initialise(decoder, recipe.seed)
+    if init is not None:
+        decoder.load_state_dict(load_decoder(init, dtype=torch.float32).state_dict())
     decoder.to(team.device).requires_grad_(True)
     optimizers = optimizers_for(decoder, recipe)
-    progress: dict[str, object] = {"recipe": asdict(recipe), "processes": team.size, "workers": workers}
-    progress.update(step=0, response_tokens=0, seconds=0.0)
+    progress: dict[str, object] = {"recipe": asdict(recipe), "init": None if init is None else checkpoint_hash(init)}
+    progress.update(processes=team.size, workers=workers, step=0, response_tokens=0, seconds=0.0)
     if resume:
         stored = load_progress(folder, decoder, optimizers)
-        if stored["recipe"] != asdict(recipe):
-            raise UsageError(f"The interrupted run has another recipe, {stored['recipe']}; give the same options.")
+        if any(stored.get(key) != progress[key] for key in ("recipe", "init")):
+            found = f"{stored['recipe']}, and began with the weights {stored.get('init')}"
+            raise UsageError(f"The interrupted run has another recipe, {found}; give the same options.")
         progress = stored
     elif (folder / "progress.safetensors").exists():
         raise UsageError(f"{folder} holds an interrupted run; give --resume, or another --output.")
-    table = Rope(config, team.device)
-    compute = compiled(loss_of) if cuda and compile_model else loss_of
+    compile_model = cuda if compile_model is None else compile_model
+    loss_of_batch = Loss(Rope(config, team.device), recipe.evict_spared, compile_model)
 
-    start = int(str(progress["step"]))
-    steps = max(start, math.ceil(recipe.tokens / recipe.batch_tokens))
+    step = int(str(progress["step"]))
+    seconds_before, learned = float(str(progress["seconds"])), int(str(progress["response_tokens"]))
+    schedule = Schedule(max(step, math.ceil(recipe.tokens / recipe.batch_tokens)), seconds, began - seconds_before)
     tokenizer = Tokenizer.from_folder(tokenizer_folder)
-    documents = Documents(recipe, tokenizer, config.max_position, start, steps, team.rank, team.size)
-    # Workers only write text: two batches ahead each is plenty.
+    documents = Documents(recipe, tokenizer, config.max_position, step, schedule, team.rank, team.size)
     context = "fork" if workers and hasattr(os, "fork") else None
     loader = DataLoader(
         documents, batch_size=None, num_workers=workers, pin_memory=cuda, multiprocessing_context=context,
+        prefetch_factor=4 if workers else None,
     )  # fmt: skip
-    began = last_save = time.monotonic()
-    seconds_before, tokens = float(str(progress["seconds"])), int(str(progress["response_tokens"]))
+    last_save, meter = began, Meter(recipe.batch_tokens)
     losses: list[float] = []
-    step = start
 
     def note_progress() -> dict[str, object]:
-        seconds = seconds_before + time.monotonic() - began
-        progress.update(step=step, response_tokens=tokens, seconds=round(seconds, 1))
+        spent = seconds_before + time.monotonic() - began
+        progress.update(step=step, response_tokens=learned, seconds=round(spent, 1))
         if losses:
             progress["loss"] = round(losses[-1], 5)
         return progress
 
     try:
-        for batch_tokens, batch_labels in loader:
-            x, y = (t.to(team.device, non_blocking=True) for t in (batch_tokens, batch_labels))
+        for drawn in loader:
+            batch = Batch(*(t.to(team.device, non_blocking=True) for t in drawn))
+            share = team.agree(schedule.share(step)) if seconds else schedule.share(step)
+            mask = loss_of_batch.mask(batch)
             with torch.autocast(team.device.type, torch.bfloat16, enabled=cuda):
-                loss = compute(decoder, table, x, y)
+                loss = loss_of_batch(decoder, batch, mask)
             loss.backward()
             team.average_gradients(decoder)
             nn.utils.clip_grad_norm_(decoder.parameters(), recipe.clip)
+            lr = learning_rate(recipe, step, share)
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(recipe, step, steps)
+                    group["lr"] = lr
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-            tokens += team.size * int((batch_labels != IGNORE).sum())  # as many in every process, nearly
+            learned += team.size * int((drawn.labels != IGNORE).sum())  # as many in every process, nearly
             step += 1
-            if team.rank > 0:
-                continue
-            if step % 10 == 0 or step == steps:
-                losses.append(loss.item())
-                rate = (step - start) * recipe.batch_tokens / (time.monotonic() - began)
-                left = (steps - step) * recipe.batch_tokens / rate
-                print(
-                    f"\rstep {step}/{steps}  loss {losses[-1]:.4f}  {rate / 1e3:,.0f} k tokens/s  {left:,.0f} s left",
-                    end="\n" if step % 200 == 0 else "", file=sys.stderr, flush=True,
-                )  # fmt: skip
-            if time.monotonic() - last_save > save_seconds:
-                save_progress(folder, decoder, optimizers, note_progress())
-                export(folder, decoder, tokenizer_folder, progress)
-                last_save = time.monotonic()
+            ends = step == schedule.steps or share == 1
+            if team.rank == 0:
+                meter.count(drawn)
+                if step % 10 == 0 or ends:
+                    losses.append(loss.item())
+                    meter.show(step, schedule, losses[-1])
+                if time.monotonic() - last_save > save_seconds:
+                    save_progress(folder, decoder, optimizers, note_progress())
+                    export(folder, decoder, tokenizer_folder, progress)
+                    last_save = time.monotonic()
+            if ends:
+                break
     except KeyboardInterrupt:
         if team.rank == 0:
             save_progress(folder, decoder, optimizers, note_progress())
@@ -391,29 +373,88 @@ def train(
     return losses
 
 
+class Meter:
+    """The line of progress: the speed since the line before, and how much of what was read is padding."""
+
+    def __init__(self, batch_tokens: int) -> None:
+        self.batch_tokens, self.steps, self.since = batch_tokens, 0, time.monotonic()
+        self.padding = self.read = 0
+
+    def count(self, batch: Batch) -> None:
+        self.steps += 1
+        self.padding += int((batch.documents == PADDING).sum())
+        self.read += batch.documents.numel()
+
+    def show(self, step: int, schedule: Schedule, loss: float) -> None:
+        now = time.monotonic()
+        rate = self.steps / (now - self.since)
+        left = (schedule.steps - step) / rate
+        if schedule.seconds:
+            left = min(left, max(0.0, schedule.began + schedule.seconds - now))
+        print(
+            f"\rstep {step}/{schedule.steps}  loss {loss:.4f}  {rate * self.batch_tokens / 1e3:,.0f} k tokens/s  "
+            f"padding {self.padding / self.read:.1%}  {left:,.0f} s left  ",
+            end="\n" if step % 200 == 0 else "", file=sys.stderr, flush=True,
+        )  # fmt: skip
+        self.steps, self.since = 0, now
+
+
+def by_family(text: str) -> dict[str, str]:
+    """`facts=…,ledger=…` → {"facts": "…", "ledger": "…"}."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name and value for name, _, value in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form family=value,family=value")
+    return {name.strip(): value for name, _, value in pairs}
+
+
+def shares(text: str) -> dict[str, float]:
+    """For argparse: `facts=0.25,search=0.5`. A family that is not named has no share."""
+    return {name: float(value) for name, value in by_family(text).items()}
+
+
+def sizes(text: str) -> dict[str, list[int]]:
+    """For argparse: `facts=3-40-64`. A family that is not named keeps its sizes."""
+    return Recipe().sizes | {name: [int(n) for n in value.split("-")] for name, value in by_family(text).items()}
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m minithink.train", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="folder of the run and of its checkpoint")
-    parser.add_argument("--tokenizer", type=Path, default=Path(__file__).parent / "assets" / "tiny")
+    parser.add_argument("--init", type=Path, help="continue from the weights in this folder; it decides the shape")
+    parser.add_argument("--tokenizer", type=Path, help="default: that of --init, or else of the embedded model")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     workers = max(1, (os.cpu_count() or 2) - 2)
     parser.add_argument("--workers", type=int, default=workers, help="processes that draw documents")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, help="default 8")
+    parser.add_argument("--width", type=int, help="default 256")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="positions of the model, in tokens")
+    parser.add_argument("--seconds", type=float, help="end after this time, with the learning rate at its end")
     parser.add_argument("--resume", action="store_true", help="go on with the interrupted run in --output")
+    kinds: dict[str, Callable[[str], object]] = {
+        "int": int, "float": float, "dict[str, float]": shares, "dict[str, list[int]]": sizes,
+    }  # fmt: skip
+    forms = {"share": "facts=0.5,ledger=0.5", "sizes": "facts=3-40-64,ledger=2-30-46"}
     for field in fields(Recipe):
-        kind = {"int": int, "float": float}[str(field.type)]
-        parser.add_argument("--" + field.name.replace("_", "-"), type=kind, default=field.default)
+        parser.add_argument(
+            "--" + field.name.replace("_", "-"), type=kinds[str(field.type)], default=getattr(Recipe(), field.name),
+            metavar=forms.get(field.name),
+        )  # fmt: skip
     args = parser.parse_args(argv)
 
     def run() -> int:
         recipe = Recipe(**{f.name: getattr(args, f.name) for f in fields(Recipe)})
-        # Rows of the vocabulary are padded to a multiple of 64, which matrix units like.
-        vocab = -(-Tokenizer.from_folder(args.tokenizer).vocab_size // 64) * 64
-        config = model_config(vocab, args.layers, args.width)
+        folder = args.tokenizer or args.init or Path(__file__).parent / "assets" / "tiny"
+        if args.init is None:
+            # Rows of the vocabulary are padded to a multiple of 64, which matrix units like.
+            vocab = -(-Tokenizer.from_folder(folder).vocab_size // 64) * 64
+            config = model_config(vocab, args.layers or 8, args.width or 256, args.context)
+        elif args.layers or args.width:
+            raise UsageError("The weights of --init have their own shape: leave --layers and --width out.")
+        else:
+            config = replace(ModelConfig.from_folder(args.init), max_position=args.context)
         train(
-            recipe, config, args.tokenizer, args.output,
-            device=args.device, workers=args.workers, resume=args.resume,
+            recipe, config, folder, args.output, device=args.device, workers=args.workers, init=args.init,
+            seconds=args.seconds, resume=args.resume,
         )  # fmt: skip
         return 0
 

@@ -37,7 +37,7 @@ ALLOWED = {
 # package → what it may import beside the standard library and the project; others may import RUNTIME and EXTRAS
 THIRD_PARTY = {f"minithink.{name}": {"torch", "triton"} for name in ("ref", "quant", "kernels")}
 # nothing imports these, except themselves
-LEAVES = ("calibrate", "evaluate", "analysis", "trace", "bench", "train", "generate")
+LEAVES = ("calibrate", "evaluate", "analysis", "trace", "bench", "train", "train_data", "muon", "generate")
 # … and those that record traces, who measures traces and evaluations, and who writes results as bench does
 PERMITTED = (
     ("minithink.generate", "minithink.trace.recorder"),
@@ -51,6 +51,9 @@ PERMITTED = (
     ("minithink.calibrate", "minithink.evaluate"),
     ("minithink.calibrate", "minithink.bench.record"),
     ("minithink.evaluate.margins", "minithink.bench.record"),
+    # … and training, which has three modules
+    ("minithink.train", "minithink.train_data"),
+    ("minithink.train", "minithink.muon"),
 )
 # what the model and the cache must not know: the registered policies, and the methods that the design names
 METHODS = set(

@@ -1,4 +1,4 @@
-"""Training: the loss falls, padding and prompts teach nothing, an interrupted run resumes where it was."""
+"""Training: the loss falls, documents of a row do not see each other, an interrupted run resumes where it was."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.nn.attention.flex_attention import create_block_mask
 
 from minithink import train
 from minithink.engine import TINY
 from minithink.kv.full import FullCache
 from minithink.model import Decoder, Rope
 from minithink.tokenizer import Tokenizer
+from minithink.train_data import IGNORE, PADDING, Documents, Recipe, Schedule
+from minithink.weights import checkpoint_hash, load_decoder
 from tests.compare import assert_close
 
-RECIPE = train.Recipe(
-    tokens=90_000, batch_tokens=3_000, warmup_steps=4, min_derived=1, max_derived=2, min_steps=1, max_steps=2,
-    long_share=0.0, lr=4e-3,
+RECIPE = Recipe(
+    tokens=92_160, batch_tokens=3_072, row_tokens=512, warmup_steps=4, lr=4e-3,
+    sizes={"facts": [1, 2, 2], "ledger": [1, 2, 2]}, long_share=0.0,
 )  # fmt: skip
 
 
@@ -57,7 +59,7 @@ def test_the_loss_falls_and_the_checkpoint_loads(tmp_path, config):
 
 
 def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path, config, monkeypatch):
-    recipe = replace(RECIPE, tokens=24_000)
+    recipe = replace(RECIPE, tokens=24_576)
     torch.set_num_threads(1)  # several threads add the gradients of the embedding in any order
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(whole, config, recipe)
@@ -83,17 +85,6 @@ def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path, config, monkey
     assert not (parts / "progress.safetensors").exists()
 
 
-def test_a_resumed_run_sees_the_batches_of_its_steps(tokenizer, monkeypatch):
-    monkeypatch.setattr(train, "POOL", 2)
-
-    def batches(start):
-        documents = train.Documents(RECIPE, tokenizer, 4096, start=start, steps=9)
-        return [tokens for tokens, _ in DataLoader(documents, batch_size=None, num_workers=2)]
-
-    for ours, theirs in zip(batches(3), batches(0)[3:], strict=True):
-        assert torch.equal(ours, theirs)
-
-
 def test_progress_of_another_version_is_refused(tmp_path, config):
     decoder = Decoder(config)
     train.save_progress(tmp_path, decoder, [], {"step": 1})
@@ -105,92 +96,6 @@ def test_progress_of_another_version_is_refused(tmp_path, config):
 def test_resuming_nothing_is_an_error(tmp_path, config):
     with pytest.raises(train.MinithinkError, match="no interrupted run"):
         run(tmp_path, config, RECIPE, resume=True)
-
-
-def test_batches_hold_whole_documents_and_teach_responses_only(tokenizer):
-    documents = train.Documents(RECIPE, tokenizer, 4096, start=0, steps=3)
-    end, think = tokenizer.id_of("<|end|>"), tokenizer.id_of("<think>")
-    for tokens, labels in documents:
-        assert tokens.shape == labels.shape
-        assert tokens.numel() <= RECIPE.batch_tokens * 1.5
-        for row, label in zip(tokens.tolist(), labels.tolist(), strict=True):
-            last = row.index(end)
-            first = row.index(think) + 1  # the newline after it belongs to the prompt
-            assert label[:first] == [train.IGNORE] * first
-            assert label[first:last] == row[first + 1 : last + 1]
-            assert set(label[last:]) == {train.IGNORE}
-
-
-def test_documents_of_every_length_are_learned_from(tokenizer, monkeypatch):
-    documents, rng = train.Documents(RECIPE, tokenizer, 4096, start=0, steps=1), train.random.Random(1)
-    drawn: list[int] = []
-    draw = documents.draw
-    monkeypatch.setattr(documents, "draw", lambda *of: [drawn.append(len((made := draw(*of))[0])), made][1])
-    used = [len(row) for _ in range(6) for batch in documents.batches(rng, False) for row, _ in batch]
-    for quarter in range(4):
-        edge = sorted(drawn)[len(drawn) * quarter // 4 : len(drawn) * (quarter + 1) // 4]
-        share = sum(edge[0] <= n <= edge[-1] for n in used) / sum(edge[0] <= n <= edge[-1] for n in drawn)
-        assert share > 0.7, f"quarter {quarter}: {share:.0%}"
-
-
-def test_no_document_of_another_split_is_drawn(tokenizer, monkeypatch):
-    seen = []
-    original = train.prepare.document
-    monkeypatch.setattr(train.prepare, "document", lambda p, rng: seen.append(p.split()) or original(p, rng))
-    next(iter(train.Documents(RECIPE, tokenizer, 4096, start=0, steps=1)))
-    assert len(seen) > 50
-    assert set(seen) == {"train"}
-
-
-def test_both_families_are_drawn_in_their_sizes_and_short_problems_first(tokenizer, monkeypatch):
-    recipe = train.Recipe(
-        ledger_share=0.25, min_derived=5, max_derived=24, longest_derived=32, min_steps=3, max_steps=16,
-        longest_steps=20, long_share=0.2,
-    )  # fmt: skip
-    sizes: dict[str, list[int]] = {}
-
-    def note(problem, rng):
-        size = len(problem.steps) if problem.family == "ledger" else sum(bool(f.op) for f in problem.facts)
-        sizes.setdefault(problem.family, []).append(size)
-        return "", ""
-
-    monkeypatch.setattr(train.prepare, "document", note)
-    documents, rng = train.Documents(recipe, tokenizer, 4096, start=0, steps=1), train.random.Random(1)
-    for _ in range(400):
-        documents.draw(rng, short=True)
-    assert 60 <= len(sizes["ledger"]) <= 140
-    assert (min(sizes["ledger"]), max(sizes["ledger"])) == (3, 4)
-    assert min(sizes["facts"]) >= 5
-    assert max(sizes["facts"]) <= 6 + 2  # a few that nothing needs
-    sizes.clear()
-    for _ in range(400):
-        documents.draw(rng, short=False)
-    assert (min(sizes["ledger"]), max(sizes["ledger"])) == (3, 20)
-    assert 0.1 < sum(size >= 16 for size in sizes["ledger"]) / len(sizes["ledger"]) < 0.4
-    assert max(sizes["facts"]) >= 30
-    only = train.Documents(replace(recipe, ledger_share=1.0), tokenizer, 4096, start=0, steps=1)
-    sizes.clear()
-    for _ in range(20):
-        only.draw(rng, short=False)
-    assert set(sizes) == {"ledger"}
-
-
-def test_processes_of_a_team_draw_different_documents(tokenizer):
-    batches = [next(iter(train.Documents(RECIPE, tokenizer, 4096, 0, 1, rank=rank, world=2)))[0] for rank in range(2)]
-    assert not set(map(tuple, batches[0].tolist())) & set(map(tuple, batches[1].tolist()))
-
-
-def test_training_and_the_cache_compute_the_same(config):
-    decoder = Decoder(config)
-    train.initialise(decoder, 3)
-    table, tokens = Rope(config), torch.randint(0, 100, (3, 33))
-    with torch.no_grad():
-        together = decoder(tokens.flatten(), train.TrainAttention(table, 3, 33)).view(3, 33, -1)
-        for i in range(3):
-            cache = FullCache(config, table)
-            cache.join(0, 33)
-            cache.begin_step([0], [33])
-            assert_close("hidden", decoder(tokens[i], cache), together[i], atol=1e-5, rtol=1e-5)
 
 
 def test_norms_begin_at_one_and_are_not_orthogonalized(config):
@@ -208,8 +113,151 @@ def test_norms_begin_at_one_and_are_not_orthogonalized(config):
     assert all(p.eq(1).all() and adam[id(p)] == 0 for p in norms)
 
 
+def batches(tokenizer, recipe, count):
+    stream = iter(Documents(recipe, tokenizer, recipe.row_tokens, 0, Schedule(100)))
+    return [next(stream) for _ in range(count)]
+
+
+def test_training_and_the_cache_compute_the_same(config):
+    decoder = Decoder(config)
+    train.initialise(decoder, 3)
+    table, tokens = Rope(config), torch.randint(0, 100, (3, 33))
+    documents, positions = torch.zeros_like(tokens), torch.arange(33).repeat(3, 1)
+    mask = train.dense_mask(documents, documents > 0, spared=4)
+    with torch.no_grad():
+        together = decoder(tokens.flatten(), train.TrainAttention(table, positions, mask)).view(3, 33, -1)
+        for i in range(3):
+            cache = FullCache(config, table)
+            cache.join(0, 33)
+            cache.begin_step([0], [33])
+            assert_close("hidden", decoder(tokens[i], cache), together[i], atol=1e-5, rtol=1e-5)
+
+
+def random_rows(rows, length, seed):
+    """Document numbers and evicted tokens of a batch, padding at the end of each row."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.rand(rows, length, generator=generator) < 0.1
+    documents = starts.long().cumsum(1)
+    documents[:, -5:] = PADDING
+    return documents, torch.rand(rows, length, generator=generator) < 0.4
+
+
+@pytest.mark.parametrize("spared", [0, 1, 8])
+def test_the_mask_is_the_rule(spared):
+    documents, evicted = random_rows(3, 40, seed=spared)
+    mask = train.dense_mask(documents, evicted, spared)
+    assert mask.shape == (3, 1, 40, 40)
+    for row, (numbers, gone) in enumerate(zip(documents.tolist(), evicted.tolist(), strict=True)):
+        for i in range(40):
+            for j in range(40):
+                visible = numbers[i] == numbers[j] and j <= i and (not gone[j] or i - j < spared)
+                assert mask[row, 0, i, j] == visible, (row, i, j)
+
+
+def test_flex_attention_computes_what_the_dense_mask_does(config):
+    documents, evicted = random_rows(2, 150, seed=5)
+    documents[1, 100:] = PADDING  # a block of 128 with and without padding
+    decoder, table = Decoder(config), Rope(config)
+    train.initialise(decoder, 1)
+    tokens, positions = torch.randint(0, 100, (2, 150)), torch.arange(150).repeat(2, 1)
+    masks = train.block_mask(documents, evicted, 8, create_block_mask), train.dense_mask(documents, evicted, 8)
+    with torch.no_grad():
+        flex, dense = (decoder(tokens.flatten(), train.TrainAttention(table, positions, mask)) for mask in masks)
+    assert_close("hidden", flex, dense, atol=1e-5, rtol=1e-5)
+
+
+def test_packed_documents_teach_what_they_teach_alone(tokenizer, config):
+    """The loss and the gradient of a batch are the means over its documents, weighted by their response tokens."""
+    recipe = replace(RECIPE, batch_tokens=1024, evict_share=0.5, evict_spared=4)
+    [batch] = batches(tokenizer, recipe, 1)
+    assert batch.evicted.any()
+    table = Rope(replace(config, max_position=int(batch.positions.max()) + 1))  # positions restart at each document
+    decoder, loss = Decoder(config), train.Loss(table, recipe.evict_spared, compile_model=False)
+    train.initialise(decoder, 2)
+    together = loss(decoder, batch, loss.mask(batch))
+    [gradient] = torch.autograd.grad(together, [decoder.blocks[0].qkv])
+    sums, gradients, count = 0.0, torch.zeros_like(gradient), 0
+    for row in range(2):
+        for number in range(int(batch.documents[row].max()) + 1):
+            inside = batch.documents[row] == number
+            alone = type(batch)(*(t[row, inside][None] for t in batch))
+            taught = int((alone.labels != IGNORE).sum())
+            assert alone.positions[0].tolist() == list(range(alone.positions.numel()))
+            value = loss(decoder, alone, loss.mask(alone))
+            [part] = torch.autograd.grad(value, [decoder.blocks[0].qkv])
+            sums, gradients, count = sums + value.item() * taught, gradients + part * taught, count + taught
+    assert count == int((batch.labels != IGNORE).sum()) > 100
+    assert together.item() == pytest.approx(sums / count, rel=1e-5)
+    assert_close("gradient", gradient, gradients / count, atol=1e-6, rtol=1e-3)
+
+
+def test_the_loss_is_one_graph_for_all_batches(tokenizer, config):
+    """Compiled for a GPU it must be: FlexAttention outside of a graph would not fit into memory."""
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    decoder, table = Decoder(config), Rope(config)
+    train.initialise(decoder, 2)
+    step = torch.compile(train.loss_of, backend=counter, dynamic=False, fullgraph=True)
+    with torch.no_grad():
+        for batch in batches(tokenizer, replace(RECIPE, evict_share=0.5), 3):
+            mask = train.block_mask(batch.documents, batch.evicted, 8, create_block_mask)
+            step(decoder, table, batch.tokens, batch.labels, batch.positions, mask)
+    assert counter.frame_count == 1
+
+
+def test_training_continues_from_the_weights_of_a_checkpoint(tmp_path, config):
+    first, second = tmp_path / "first", tmp_path / "second"
+    run(first, config, replace(RECIPE, tokens=6_144))
+    longer = replace(config, max_position=1000)
+    run(second, longer, replace(RECIPE, tokens=3_072, lr=0.0), init=first)
+    for name, p in load_decoder(first).named_parameters():
+        assert torch.equal(p, load_decoder(second).get_parameter(name)), name
+    assert load_decoder(second).config.max_position == 1000
+    assert json.loads((second / "training.json").read_text())["init"] == checkpoint_hash(first)
+    assert json.loads((first / "training.json").read_text())["init"] is None
+
+
+def test_a_run_with_a_time_ends_in_time_at_the_end_of_its_schedule(tmp_path, config, monkeypatch):
+    clock, rates = iter(range(10**6)), []
+    monkeypatch.setattr(train.time, "monotonic", lambda: float(next(clock)))
+    rate = train.learning_rate
+    monkeypatch.setattr(train, "learning_rate", lambda *args: [rates.append(rate(*args)), rates[-1]][1])
+    run(tmp_path, config, replace(RECIPE, tokens=10**9, warmup_steps=0), seconds=30.0, save_seconds=1e9)
+    stored = json.loads((tmp_path / "training.json").read_text())
+    assert 2 < stored["step"] < 30
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-2] > 0
+    assert rates[-1] == pytest.approx(0.0)
+
+
 def test_the_schedule_warms_up_and_ends_at_its_final_share():
-    rates = [train.learning_rate(train.Recipe(final_lr=0.1, warmup_steps=10), s, 1000) for s in range(1001)]
+    recipe = Recipe(final_lr=0.1, warmup_steps=10)
+    rates = [train.learning_rate(recipe, s, s / 1000) for s in range(1001)]
     assert rates[0] == pytest.approx(2e-4)
     assert max(rates) == rates[9] or max(rates) == rates[10]
     assert rates[-1] == pytest.approx(2e-4)
+
+
+def test_the_command_line_sets_shares_and_sizes_by_family(tmp_path, config, monkeypatch):
+    run(tmp_path / "start", config, replace(RECIPE, tokens=3_072))
+    seen = []
+    monkeypatch.setattr(train, "train", lambda *args, **options: seen.append((*args, options)))
+    base = ["--output", str(tmp_path / "out")]
+    options = ["--share", "facts=0.25,ledger=0.75", "--sizes", "facts=3-9-12", "--evict-share", "0.75"]
+    assert train.main([*base, *options]) == 0
+    recipe, shape, folder, *_ = seen.pop()
+    assert recipe.share == {"facts": 0.25, "ledger": 0.75}
+    assert recipe.sizes == {**Recipe().sizes, "facts": [3, 9, 12]}
+    assert (recipe.evict_share, shape.max_position, folder) == (0.75, 8192, TINY)
+    assert json.loads(json.dumps(train.asdict(recipe))) == train.asdict(recipe)
+    assert train.main([*base, "--init", str(tmp_path / "start"), "--context", "5000", "--seconds", "60"]) == 0
+    _, shape, folder, _, options = seen.pop()
+    assert (shape.num_layers, shape.hidden_size, shape.max_position) == (2, 64, 5000)
+    assert (folder, options["init"], options["seconds"]) == (tmp_path / "start", tmp_path / "start", 60.0)
+    for wrong in (
+        ["--share", "riddles=1"], ["--share", "facts=0"], ["--sizes", "facts=9-3-12"],
+        ["--init", str(tmp_path / "start"), "--layers", "3"],
+    ):  # fmt: skip
+        assert train.main([*base, *wrong]) == 2
+    assert not seen
