@@ -121,6 +121,8 @@ class TrainAttention:
         if isinstance(self.mask, Tensor):
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, enable_gqa=True)
         else:
+            # Contiguous, for its backward pass has been wrong for slices (torch 2.6, issue 146377); that is cheap.
+            q, k, v = (x.contiguous() for x in (q, k, v))
             out = flex_attention(q, k, v, block_mask=self.mask, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1)
 
