@@ -20,7 +20,7 @@ from tests.compare import assert_close
 
 RECIPE = Recipe(
     tokens=92_160, batch_tokens=3_072, row_tokens=512, warmup_steps=4, lr=4e-3,
-    sizes={"facts": [1, 2, 2], "ledger": [1, 2, 2]}, long_share=0.0,
+    share={"facts": 0.5, "ledger": 0.5}, sizes={"facts": [1, 2, 2], "ledger": [1, 2, 2]}, long_share=0.0,
 )  # fmt: skip
 
 

@@ -18,7 +18,8 @@ from minithink.tokenizer import Tokenizer
 from minithink.train_data import IGNORE, PADDING, Document, Documents, Recipe, Schedule, packed, random_eviction
 
 RECIPE = Recipe(
-    batch_tokens=3_072, row_tokens=512, sizes={"facts": [1, 2, 2], "ledger": [1, 2, 2]}, long_share=0.0,
+    batch_tokens=3_072, row_tokens=512, long_share=0.0,
+    share={"facts": 0.5, "ledger": 0.5}, sizes={"facts": [1, 2, 2], "ledger": [1, 2, 2]},
 )  # fmt: skip
 
 
