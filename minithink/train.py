@@ -73,37 +73,45 @@ def model_config(vocab_size: int, layers: int = 8, width: int = 256, context: in
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def visibility(documents: Tensor, evicted: Tensor, spared: int) -> Rule:
-    """The rule of which keys a query sees: those of its document up to itself that are not evicted, and of the
-    evicted ones the last `spared`, itself among them.
+def last_query(documents: Tensor, evicted: Tensor, spared: int) -> Tensor:
+    """For each key the last query of its row that sees it: the end of its document or, if the key is evicted, the
+    `spared`-th query from the key on, itself among them.
 
     Args:
         documents, evicted: of a batch, [rows, length].
 
     Returns:
-        (row, head, query, key) → bool, for index tensors that broadcast. All heads see the same.
+        int64 [rows, length]. One number for each key is all that a kernel has to load.
+    """
+    length = documents.shape[1]
+    index = torch.arange(length, device=documents.device).expand_as(documents)
+    ends = F.pad(documents[:, 1:] != documents[:, :-1], (0, 1), value=True)
+    end = index.masked_fill(~ends, length).flip(1).cummin(1).values.flip(1)
+    return torch.where(evicted, torch.minimum(end, index + spared - 1), end)
+
+
+def visibility(last: Tensor) -> Rule:
+    """(row, head, query, key) → bool, for index tensors that broadcast: does the query see the key? All heads agree.
+
+    last: of `last_query`.
     """
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        same = documents[row, query] == documents[row, key]
-        return same & (key <= query) & (~evicted[row, key] | (query - key < spared))
+        return (key <= query) & (query <= last[row, key])
 
     return visible
 
 
-def dense_mask(documents: Tensor, evicted: Tensor, spared: int) -> Tensor:
+def dense_mask(last: Tensor) -> Tensor:
     """The rule for all queries and keys: [rows, 1, length, length] bool."""
-    rows, length = documents.shape
-    row, token = (torch.arange(n, device=documents.device) for n in (rows, length))
-    visible = visibility(documents, evicted, spared)
-    return visible(row[:, None, None], row[:1], token[:, None], token)[:, None]
+    row, token = (torch.arange(n, device=last.device) for n in last.shape)
+    return visibility(last)(row[:, None, None], row[:1], token[:, None], token)[:, None]
 
 
-def block_mask(documents: Tensor, evicted: Tensor, spared: int, create: Callable[..., BlockMask]) -> BlockMask:
+def block_mask(last: Tensor, create: Callable[..., BlockMask]) -> BlockMask:
     """The rule for FlexAttention, which skips blocks of queries and keys of which it hides every pair."""
-    rows, length = documents.shape
-    rule = visibility(documents, evicted, spared)
-    return create(rule, rows, None, length, length, device=documents.device)
+    rows, length = last.shape
+    return create(visibility(last), rows, None, length, length, device=last.device)
 
 
 class TrainAttention:
@@ -147,9 +155,8 @@ class Loss:
         self.loss = compiled(loss_of) if compile_model else loss_of
 
     def mask(self, batch: Batch) -> Tensor | BlockMask:
-        if self.compiled:
-            return block_mask(batch.documents, batch.evicted, self.spared, self.create)
-        return dense_mask(batch.documents, batch.evicted, self.spared)
+        last = last_query(batch.documents, batch.evicted, self.spared)
+        return block_mask(last, self.create) if self.compiled else dense_mask(last)
 
     def __call__(self, decoder: Decoder, batch: Batch, mask: Tensor | BlockMask) -> Tensor:
         return self.loss(decoder, self.table, batch.tokens, batch.labels, batch.positions, mask)

@@ -123,7 +123,7 @@ def test_training_and_the_cache_compute_the_same(config):
     train.initialise(decoder, 3)
     table, tokens = Rope(config), torch.randint(0, 100, (3, 33))
     documents, positions = torch.zeros_like(tokens), torch.arange(33).repeat(3, 1)
-    mask = train.dense_mask(documents, documents > 0, spared=4)
+    mask = train.dense_mask(train.last_query(documents, documents > 0, 4))
     with torch.no_grad():
         together = decoder(tokens.flatten(), train.TrainAttention(table, positions, mask)).view(3, 33, -1)
         for i in range(3):
@@ -145,7 +145,7 @@ def random_rows(rows, length, seed):
 @pytest.mark.parametrize("spared", [0, 1, 8])
 def test_the_mask_is_the_rule(spared):
     documents, evicted = random_rows(3, 40, seed=spared)
-    mask = train.dense_mask(documents, evicted, spared)
+    mask = train.dense_mask(train.last_query(documents, evicted, spared))
     assert mask.shape == (3, 1, 40, 40)
     for row, (numbers, gone) in enumerate(zip(documents.tolist(), evicted.tolist(), strict=True)):
         for i in range(40):
@@ -160,7 +160,8 @@ def test_flex_attention_computes_what_the_dense_mask_does(config):
     decoder, table = Decoder(config), Rope(config)
     train.initialise(decoder, 1)
     tokens, positions = torch.randint(0, 100, (2, 150)), torch.arange(150).repeat(2, 1)
-    masks = train.block_mask(documents, evicted, 8, create_block_mask), train.dense_mask(documents, evicted, 8)
+    last = train.last_query(documents, evicted, 8)
+    masks = train.block_mask(last, create_block_mask), train.dense_mask(last)
     with torch.no_grad():
         flex, dense = (decoder(tokens.flatten(), train.TrainAttention(table, positions, mask)) for mask in masks)
     assert_close("hidden", flex, dense, atol=1e-5, rtol=1e-5)
@@ -201,7 +202,7 @@ def test_the_loss_is_one_graph_for_all_batches(tokenizer, config):
     step = torch.compile(train.loss_of, backend=counter, dynamic=False, fullgraph=True)
     with torch.no_grad():
         for batch in batches(tokenizer, replace(RECIPE, evict_share=0.5), 3):
-            mask = train.block_mask(batch.documents, batch.evicted, 8, create_block_mask)
+            mask = train.block_mask(train.last_query(batch.documents, batch.evicted, 8), create_block_mask)
             step(decoder, table, batch.tokens, batch.labels, batch.positions, mask)
     assert counter.frame_count == 1
 
