@@ -9,8 +9,9 @@ A label is what earlier work went by, and a check on calibration. Table 7 lists 
 - a segment has the type that most of its tokens have, of equals the more important one.
 
 The lists hold the table's words, and behind them those that the embedded model's text uses instead
-(`tasks/writing.py`): there a "Now back to sar." plans, a "Then tak = 24 - 5 = 19." executes, and a "Before I answer"
-doubts.
+(`tasks/writing.py`, `tasks/search.py`): there a "Now back to sar." plans, a "Then tak = 24 - 5 = 19." executes, and a
+"Before I answer" doubts. In search, "I want", "I know" and "Still" plan; a trial ("Now try 5: …") executes, and so
+does the line that takes its result down ("So gon = 9."); "None fits" doubts like a "Wait".
 """
 
 from __future__ import annotations
@@ -20,17 +21,23 @@ from collections.abc import Sequence
 
 from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION
 
-TRANSITIONS = ("Wait", "Hmm", "Wait no", "Alternatively", "But wait", "Earlier I said that", "Before I answer")
+TRANSITIONS = ("Wait", "Hmm", "Wait no", "Alternatively", "But wait", "Earlier I said that", "Before I answer",
+               "None fits")  # fmt: skip
 REASONINGS = (
     "Think", "Approach", "Remember", "Find", "Okay", "Suppose", "Verify",
     "Let me", "Right,", "First,", "Next,", "Last,", "Here", "And here", "Well,", "Back to", "Now back to",
-    "That leaves me at",
+    "That leaves me at", "Still", "So the results are", "Now I can answer",
 )  # fmt: skip
-PLANS = ("I need", "I have", "I already have", "is given")  # anywhere in a sentence: the embedded model's
-EXECUTIONS = ("Now", "The steps are", "So now", "So", "Then", "And", "Carefully now", "Slowly now", "Again")
+# Anywhere in a sentence: the embedded model's.
+PLANS = ("I need", "I have", "I already have", "is given", "I want", "I know")
+EXECUTIONS = (
+    "Now", "The steps are", "So now", "So", "Then", "And", "Carefully now,", "Slowly now,", "Again", "Try",
+    "Carefully try",
+)  # fmt: skip
 EQUATION = re.compile(r"=\s*-?\d|\d\s*[-+*/×·^]\s*\d|\\(?:frac|boxed|cdot|times)\b")  # "Mathematical equations"
 CODE = re.compile(r"```|^\s*(?:def|return|import|for|while|if|print)\b.*[:(]", re.MULTILINE)  # "Code syntax"
-SENTENCE = re.compile(r"[^\n]*?(?:[.!?](?=\s)[^\S\n]*|\n+|$)", re.DOTALL)
+# What goes on in lower case is no new sentence: "First, gon. gon * 7 + 2 = 65."
+SENTENCE = re.compile(r"[^\n]*?(?:[.!?](?=\s)(?![^\S\n]+[a-z])[^\S\n]*|\n+|$)", re.DOTALL)
 
 
 def _opens(words: Sequence[str]) -> re.Pattern[str]:
@@ -64,6 +71,11 @@ def kinds(pieces: Sequence[str]) -> list[int]:
         # the last character says: a token may begin with the space behind the sentence before
         out.append(of_character[at - 1] if 0 < at <= len(of_character) else REASONING)
     return out
+
+
+def doubts(paragraph: str) -> bool:
+    """Whether a paragraph opens with a transition's words."""
+    return bool(_TRANSITION.match(paragraph))
 
 
 def _kind(sentence: str, before: int) -> int:

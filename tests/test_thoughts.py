@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION
-from minithink.tasks import facts, ledger
-from minithink.thoughts import kinds, segments
+from minithink.tasks import facts, ledger, search
+from minithink.thoughts import doubts, kinds, segments
+from tests.tasks.manners import written
 
 T, E, R = TRANSITION, EXECUTION, REASONING
 
@@ -42,6 +44,17 @@ def labelled(text: str) -> list[tuple[str, int]]:
         ("Hmm.", T),
         ("But wait, is it?", T),
         ("Earlier I said that x = 3.", T),
+        ("None fits. Let me look at it again. gon * 7 + 2 = 65.", T),
+        ("I want gon with gon * 7 + 2 = 65, from 1 up.", R),
+        ("I know gon = 9.", R),
+        ("Still gon with gon * 7 + 2 = 65.", R),
+        ("First, gon. gon * 7 + 2 = 65.", R),
+        ("Try 5:", E),  # no equation yet
+        ("Carefully try 5:", E),
+        ("Carefully now.", R),
+        ("Carefully now, led", E),
+        ("Now I can answer.", R),
+        ("So the results are gon = 9.", R),
         ("Nowhere in sight.", R),  # no word of the lists, though it begins like one
         ("A chair for whom?", R),
         ("", R),
@@ -63,33 +76,26 @@ def test_a_sentence_without_keywords_goes_with_the_one_before_in_its_paragraph()
     ]
 
 
-@pytest.mark.parametrize("family", ["facts", "ledger"])
-def test_the_embedded_models_text(family: str) -> None:
+@pytest.mark.parametrize("family", [facts, ledger, search])
+def test_the_embedded_models_text(family: Any) -> None:
     """Every line of a reference trace has the type that its writer meant."""
     rng = random.Random(3)
     seen = set()
-    for _ in range(6):
-        if family == "facts":
-            problem = facts.draw_problem(rng, 12)
-            trace = facts.draw_trace(problem, rng)[0]
-        else:
-            steps = ledger.draw_problem(rng, 12)
-            trace = ledger.draw_trace(steps, rng)[0]
-        found = kinds(list(trace))
-        at, doubting = 0, False
-        for paragraph in trace.split("\n\n"):
-            doubting = paragraph.startswith(("Wait", "Alternatively", "Before I answer"))
-            for line in paragraph.split("\n"):
-                plans = "I need" in line or "is given" in line or ("I have" in line and " so " not in line)
-                computes = line.startswith(("Now ", "So ", "Then ", "And ", "So now ", "Carefully", "Slowly"))
-                computes = computes and not line.startswith(("Now back", "And here", "So the", "Now I can"))
-                want = T if doubting else R if plans else E if computes else None
-                if want is not None and line:
-                    assert set(found[at : at + len(line)]) == {want}, line
-                    seen.add(want)
-                at += len(line) + 1
-            at += 1
+    for _ in range(30):
+        text, lines = written(family, 8, rng)
+        found, at = kinds(list(text)), 0
+        for line, kind in lines:
+            at = text.index(line, at)
+            assert set(found[at : at + len(line)]) == {kind}, line
+            at += len(line)
+            seen.add(kind)
     assert seen == {T, E, R}
+
+
+def test_paragraphs_that_doubt() -> None:
+    assert doubts("Wait, no.\nIt is 3.")
+    assert doubts("Before I answer, let me look.")
+    assert not doubts("It is 3. Wait, no.")
 
 
 @given(st.data())

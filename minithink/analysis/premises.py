@@ -2,17 +2,15 @@
 far back; a steering vector makes a model doubt less.
 
 Sparsity is ThinKV's: the share of cached tokens whose attention is below 1 % of the row's largest, mean over heads.
-Thoughts are known from the traces' wording: transitions are paragraphs between blank lines that open with a doubt,
-execution lines begin with the words that open calculations, the rest is reasoning. Answer attention is DynTS's and
-Crystal-KV's. The vector is the difference of the mean hidden states at the blank lines before thoughts that are no
-transition and before those that are (SEAL, SkipKV §4.2, with the sign that is to lessen transitions); it is added at
-blank lines, as SEAL does, or at every token of the thinking, as SkipKV does.
+Thoughts are known from the traces' wording (`thoughts.py`): a line has the kind of its first sentence. Answer
+attention is DynTS's and Crystal-KV's. The vector is the difference of the mean hidden states at the blank lines
+before thoughts that are no transition and before those that are (SEAL, SkipKV §4.2, with the sign that is to lessen
+transitions); it is added at blank lines, as SEAL does, or at every token of the thinking, as SkipKV does.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -21,20 +19,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from minithink import thoughts
 from minithink.analysis import plots
 from minithink.analysis.dense import batches, decode, thinking_end, watch
 from minithink.bench import record
 from minithink.commands import location
 from minithink.engine import Engine, load
 from minithink.errors import UsageError
+from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION
 from minithink.sampling import SamplingParams
 from minithink.tasks import Problem, families, grade, load_problems
-from minithink.tasks.writing import MANNERS
+from minithink.tasks.writing import listing
 from minithink.thinking import CLOSE
 
-KINDS = ("reasoning", "execution", "transition")
-DOUBT = re.compile(r"Wait|Alternatively|Before I answer")
-EXECUTION = re.compile(rf"({'|'.join(w for m in MANNERS for w in m.compute)}|Then|And) [a-z]{{3}}(@\d+)? = ")
+NAMES = {REASONING: "reasoning", EXECUTION: "execution", TRANSITION: "transition"}
+KINDS = tuple(NAMES.values())
 FAR = 64  # thinking tokens before the answer that count as near
 SETTINGS = (  # options that decide a result
     "model", "family", "limit", "max_new_tokens", "temperature", "seed", "layer", "tau", "sparsity_rows", "rollouts",
@@ -54,14 +53,11 @@ class Sentence(NamedTuple):
 
 def sentences(pieces: Sequence[str]) -> list[Sentence]:
     """The lines of a text, given as the texts of its tokens; a blank line belongs to the line before it."""
-    out, start, doubting, fresh = list[Sentence](), 0, False, True
+    out, start, fresh, of_tokens = list[Sentence](), 0, True, thoughts.kinds(pieces)
     for i, piece in enumerate(pieces):
         if "\n" not in piece and i + 1 < len(pieces):
             continue
-        line = "".join(pieces[start : i + 1])
-        doubting = bool(DOUBT.match(line)) if fresh else doubting
-        kind = "transition" if doubting else "execution" if EXECUTION.match(line) else "reasoning"
-        out.append(Sentence(start, i + 1, kind, fresh and start > 0))
+        out.append(Sentence(start, i + 1, NAMES[of_tokens[start]], fresh and start > 0))
         start, fresh = i + 1, "\n\n" in piece
     return out
 
@@ -76,7 +72,7 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
     """What all subcommands share."""
     add = parser.add_argument
     add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
-    add("--family", default="facts", help="facts or ledger: validation problems")
+    add("--family", default="facts", help=f"validation problems of {', '.join(families())} (default: facts)")
     add("--limit", type=record.positive, default=32, metavar="N", help="problems (default: 32)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--batch-size", type=record.positive, default=96, metavar="N", help="sequences at once (default: 96)")
@@ -103,7 +99,7 @@ def begin(
     """
     SamplingParams(args.temperature, seed=args.seed)
     if args.family not in families():
-        raise UsageError(f"There is no family {args.family!r}; there are {' and '.join(families())}.")
+        raise UsageError(f"There is no family {args.family!r}; there are {listing(families())}.")
     record.check(args.output)
     problems = load_problems("validation", args.family)
     if args.limit > len(problems):
@@ -182,7 +178,7 @@ def outcome(engine: Engine, problems: Sequence[Problem], generated: Sequence[lis
         "right": sum(right) / len(right),
         "tokens": sum(map(len, generated)) / len(generated),
         "cut_off": sum(g[-1] not in stops for g in generated) / len(generated),
-        "doubts": sum(len(re.findall(rf"\n\n(?:{DOUBT.pattern})", t)) for t in texts) / len(texts),
+        "doubts": sum(thoughts.doubts(p) for t in texts for p in t.split("\n\n")[1:]) / len(texts),
     }
 
 

@@ -4,10 +4,41 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 from collections.abc import Iterable
 from typing import Any
+from unittest import mock
 
-from minithink.tasks.writing import MANNERS
+from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION
+from minithink.tasks.writing import MANNERS, Writer
+
+# What the functions that say a line are writing; others plan.
+WRITERS = {
+    "paragraph": TRANSITION, "compute": EXECUTION, "trial": EXECUTION, "recheck": TRANSITION, "review": TRANSITION,
+    "remind": TRANSITION, "retry": TRANSITION, "turn": TRANSITION, "reread": TRANSITION,
+}  # fmt: skip
+OPENINGS = {"Still": REASONING, "None fits.": TRANSITION, "So": EXECUTION, "I know": REASONING}  # of search's lines
+
+
+def written(family: Any, size: int, rng: random.Random) -> tuple[str, list[tuple[str, int]]]:
+    """A trace, its lines, and their kinds by the functions of the generator that wrote them."""
+    out: list[tuple[str, int]] = []
+
+    def say(self: Writer, line: str) -> None:
+        writer = sys._getframe(1).f_code.co_name
+        kind = WRITERS.get(writer, REASONING)
+        if writer in ("search", "trial"):
+            kind = next((k for opening, k in OPENINGS.items() if line.startswith(f"{opening} ")), kind)
+        if out and out[-1][1] == TRANSITION and not self.lines[-1].endswith("\n\n"):
+            kind = TRANSITION  # until its paragraph ends
+        out.append((line, kind))
+        plain(self, line)
+
+    plain = Writer.say
+    with mock.patch.object(Writer, "say", say):
+        thinking, _ = family.draw_trace(family.draw_problem(rng, size), rng)
+    assert [line for line in thinking.split("\n") if line] == [line for line, _ in out]
+    return thinking, out
 
 
 def assert_three_kinds_and_manners(family: Any, size: int, words: Iterable[str]) -> None:
