@@ -158,15 +158,16 @@ def _warn_of_nonsense(args: argparse.Namespace, prompts: list[str]) -> bool:
     if args.model is not None:
         return False
     from minithink.tasks import families, holds_question
+    from minithink.tasks.writing import listing
 
     if not (strange := sum(not holds_question(prompt) for prompt in prompts)):
         return False
     which = "the prompt" if len(prompts) == 1 else f"{strange} of {len(prompts)} prompts"
     print(
-        f"minithink: the embedded model knows its tasks only, {' and '.join(families())}, and {which} "
+        f"minithink: the embedded model knows its tasks only, {listing(families())}, and {which} "
         f"{'is' if strange == 1 else 'are'} of none of them: expect nonsense. Without a prompt, "
-        "python -m minithink.generate shows an example (--seed 1: of the other task); for other questions, name a "
-        "model with --model.",
+        "python -m minithink.generate shows an example (--seed 1, 2, …: of the other tasks); for other questions, "
+        "name a model with --model.",
         file=sys.stderr,
     )
     return True
@@ -371,7 +372,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _test_problem(seed: int) -> Task:
-    """The families take turns: facts, ledger, facts, …"""
+    """The families take turns: facts, ledger, search, facts, …"""
     from minithink.tasks import families, load_problems
 
     number, turn = divmod(seed, len(names := families()))

@@ -21,7 +21,7 @@ import minithink
 from minithink import generate as cli
 from minithink.engine import Engine
 from minithink.stream import Result
-from minithink.tasks import Problem, load_problems
+from minithink.tasks import Problem, families, load_problems
 from tests.fixtures_checkpoint import CONTEXT, edit_json, write_checkpoint, write_json
 from tests.test_engine import play_text
 
@@ -68,10 +68,11 @@ def model(checkpoint: Path) -> tuple[str, ...]:
 
 @pytest.fixture
 def problems(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
-    """Two test problems of a family, small enough for the context."""
+    """Two test problems of each family, small enough for the context."""
     made = [Problem(str(i), family, f"Who {does} {i}?", f"{i},7", 5)
-            for family, does in (("facts", "sits"), ("ledger", "owes")) for i in range(2)]  # fmt: skip
-    found = {("test", "facts"): made[:2], ("test", "ledger"): made[2:]}
+            for family, does in (("facts", "sits"), ("ledger", "owes"), ("search", "seeks"))
+            for i in range(2)]  # fmt: skip
+    found = {("test", "facts"): made[:2], ("test", "ledger"): made[2:4], ("test", "search"): made[4:]}
     monkeypatch.setattr("minithink.tasks.load_problems", lambda split, family: found[split, family])
     return made
 
@@ -248,7 +249,7 @@ def test_a_test_problem(
     capsys: Capture, monkeypatch: Any, model: Any, engine: Engine, problems: Any, answer: str, verdict: str
 ) -> None:
     play_text(monkeypatch, engine, rf"so</think>It is \boxed{{{answer}}}.")
-    assert main(*model, "--seed", 2) == 0
+    assert main(*model, "--seed", 3) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == problems[1].question
     assert rf"so</think>It is \boxed{{{answer}}}." in lines
@@ -258,7 +259,7 @@ def test_a_test_problem(
     )
 
 
-@pytest.mark.parametrize(("seed", "which"), [(0, 0), (1, 2), (2, 1), (3, 3), (4, 0)])
+@pytest.mark.parametrize(("seed", "which"), [(0, 0), (1, 2), (2, 4), (3, 1), (4, 3), (5, 5), (6, 0)])
 def test_families_take_turns(capsys: Capture, model: Any, problems: list[Problem], seed: int, which: int) -> None:
     assert main(*model, *SHORT, "--seed", seed) == 0
     assert capsys.readouterr().out.splitlines()[0] == problems[which].question
@@ -270,24 +271,24 @@ def test_the_embedded_model_is_asked_what_it_cannot_know(capsys: Capture, monkey
     short = ("--device", "cpu", "--max-new-tokens", 1, *flags)
     assert main("What is 2+2?", *short) == 0
     assert capsys.readouterr().err == (
-        "minithink: the embedded model knows its tasks only, facts and ledger, and the prompt is of none of them: "
-        "expect nonsense. Without a prompt, python -m minithink.generate shows an example (--seed 1: of the other "
-        "task); for other questions, name a model with --model.\n"
+        "minithink: the embedded model knows its tasks only, facts, ledger and search, and the prompt is of none of "
+        "them: expect nonsense. Without a prompt, python -m minithink.generate shows an example (--seed 1, 2, …: of "
+        "the other tasks); for other questions, name a model with --model.\n"
     )
     assert main("What is 2+2?", *short, "--model", "tiny") == 0
     assert capsys.readouterr().err == "", "somebody chose it"
 
 
-@pytest.mark.parametrize("family", ["facts", "ledger"])
+@pytest.mark.parametrize("family", families())
 def test_the_embedded_model_is_asked_what_it_knows(capsys: Capture, tmp_path: Path, family: str) -> None:
     short = ("--device", "cpu", "--max-new-tokens", 1)
     question = load_problems("validation", family)[0].question
-    assert main(question, *short) == main(*short, "--seed", int(family == "ledger")) == 0
+    assert main(question, *short) == main(*short, "--seed", families().index(family)) == 0
     assert capsys.readouterr().err == ""
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": text}) for text in ("Who?", question, "Where?")))
     assert main(*short, "--prompt-file", path) == 0
-    assert "ledger, and 2 of 3 prompts are of none of them" in capsys.readouterr().err
+    assert "search, and 2 of 3 prompts are of none of them" in capsys.readouterr().err
     fails(capsys, 2, "'nope' is unknown", "Who?", "--policy", "nope")
 
 

@@ -11,6 +11,7 @@ import pytest
 from minithink.bench import record, sweep, tables
 from minithink.bench.__main__ import main
 from minithink.evaluate.plan import plan, policy_of
+from minithink.tasks import families
 
 
 @pytest.mark.parametrize("name", sorted(sweep.SWEEPS))
@@ -34,7 +35,7 @@ def test_a_device_that_is_not_there(tmp_path: Path, device: str, capsys: pytest.
 
 
 def test_a_small_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both families, every policy and budget; thoughts are counted; what is there is not run again."""
+    """All families, every policy and budget; thoughts are counted; what is there is not run again."""
     monkeypatch.setitem(sweep.SWEEPS, "snapkv", replace(sweep.SWEEPS["snapkv"], budgets=(0.25, 0.75)))
     path = tmp_path / "sweep-snapkv.json"
     words = ["sweep", "snapkv", "--device", "cpu", "--limit", "1", "--batch-size", "1", "--max-new-tokens", "100"]
@@ -47,7 +48,7 @@ def test_a_small_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert first["complete"]
     found = [(m["family"], m["policy"], m["budget"]) for m in first["measurements"]]
     policies = [("full", None), *((p, b) for p in sweep.SWEEPS["snapkv"].policies for b in (0.25, 0.75))]
-    assert found == [(family, *cell) for family in ("facts", "ledger") for cell in policies]
+    assert found == [(family, *cell) for family in families() for cell in policies]
     thinkv = [m for m in first["measurements"] if m["policy"] != "full"]
     assert all(m["case_1"] is not None for m in thinkv)
     assert sum(m["case_2"] for m in thinkv) > 0
@@ -62,7 +63,7 @@ def test_a_small_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         assert main(["sweep", "tau", *only, *plotting]) == 1  # there is no such result
         assert main(["sweep", "snapkv", *only]) == 2  # where to?
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("results.jsonl")}
-    assert len(before) == 2
+    assert len(before) == len(families())
     assert main(words) == 0
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("results.jsonl")} == before
     assert record.read(path)["measurements"] == first["measurements"]

@@ -22,7 +22,7 @@ from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate import datasets
 from minithink.evaluate.datasets import CHOOSE, ENTRIES, INSTRUCTION, Example, load_dataset
 from minithink.evaluate.grading import GRADERS
-from minithink.tasks import BINS, SPLITS, load_problems
+from minithink.tasks import BINS, SPLITS, families, load_problems
 from tests.hub_server import HubServer
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ def refused(name: str | Path, *mentions: str, split: str | None = None, error: t
 # --- the embedded families
 
 
-@pytest.mark.parametrize("family", ["facts", "ledger"])
+@pytest.mark.parametrize("family", families())
 def test_the_embedded_families(family):
     for split in SPLITS:
         problems = load_problems(split, family)
