@@ -1,0 +1,713 @@
+"""What each statement of a text reads: which earlier tokens must still be held for it to be written.
+
+The families' texts are simple enough to be read by rules. So it is known, without asking any attention, what a
+statement (a line of the thinking, or the sentence of the answer) needs, and where that stands:
+
+    search   "So duv = 8."                                  needs which name is searched, and the last trial
+             "Now try 5: 5 * 8 = 40, 40 + 7 = 47, no."      needs factor 8, added 7, the result 79, and the last trial
+             "Back to gon. gon * duv + 7 = 79, …"           needs the goal gon, its lock, and the value of duv
+    facts    "Now led = lit - 13 = 31 - 13 = 18."           needs the goal led, its definition, and the value of lit
+    ledger   "Now lim@2 = 21, 21 * 3 = 63, so lim@5 = 63."  needs step 5, that it reads lim@2, and the value of lim@2
+
+A `Need` has a key, which names the content, and places: the tokens that carry this content, any one of which would
+do. A token is a place if its own statement shows the content: the question's definition, a plan, a goal that is
+stated again, a recap, a re-check, an earlier trial of the same search. Tokens of the needing statement are no places,
+and neither is superseded content (an account's older balance as its newest, an earlier trial, the numbers of a lock
+that was misread). What a trace chooses freely, as the name that it doubts, is no need. The place of a number or name
+of several tokens is its first one.
+
+A value is read by its name, not by its truth: where a generated text calculates wrongly, later statements need what
+it wrote. A statement that no rule reads is skipped and counted. Nothing raises.
+
+`reader` gives a `Reader` that takes the text token by token and knows at any moment what a continuation may still
+read (`live`); `read` reads a whole text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+from minithink.tasks.search import MOODS
+from minithink.tasks.writing import MANNERS
+
+Key = tuple[str, ...]
+ENDS = ("</think>", "<|end|>")  # tokens that end a line
+
+
+class Statement(NamedTuple):
+    """Tokens `start` to `end` (exclusive), counted from the beginning of the prompt, and the kind of line."""
+
+    start: int
+    end: int
+    kind: str  # the name of the rule that read it
+
+
+class Need(NamedTuple):
+    """A content that a statement reads, and the tokens any one of which would do."""
+
+    statement: int
+    key: Key
+    places: tuple[int, ...]
+
+
+@dataclass
+class Reading:
+    """What is known of a text so far."""
+
+    statements: list[Statement] = field(default_factory=list)
+    needs: list[Need] = field(default_factory=list)
+    skipped: list[Statement] = field(default_factory=list)  # lines that no rule reads
+    unknown: int = 0  # needs of a content that the text has nowhere: no eviction can be blamed
+
+    @property
+    def parsed(self) -> float:
+        """Share of the complete lines that a rule read."""
+        return len(self.statements) / max(1, len(self.statements) + len(self.skipped))
+
+    @property
+    def parsed_tokens(self) -> float:
+        """Share of their tokens."""
+        read, skipped = (sum(s.end - s.start for s in lines) for lines in (self.statements, self.skipped))
+        return read / max(1, read + skipped)
+
+
+def read(question: str, pieces: Sequence[str], prompt_pieces: int) -> Reading:
+    """Read a whole text.
+
+    Args:
+        question: the user's message; the prompt holds it.
+        pieces: the texts of all tokens, of the prompt and of what was generated.
+        prompt_pieces: how many of them are the prompt's.
+    """
+    text = reader(question, pieces[:prompt_pieces])
+    for piece in pieces[prompt_pieces:]:
+        text.add(piece)
+    text.finish()
+    return text.reading
+
+
+def reader(question: str, prompt: Sequence[str]) -> Reader:
+    """A reader of what follows a prompt (the texts of its tokens), by the rules of the question's family; one that
+    skips every line, where the question is of no family."""
+    families = {"Numbers": _Search, "Facts": _Facts, "Balances": _Ledger}
+    return families.get(question.partition(" ")[0], Reader)(question, prompt)
+
+
+# --- The rules: every line of a family, as one pattern, read by the method of the same name.
+
+N, V = "[a-z]{3}", r"[a-z]{3}@\d+"  # a name; a balance
+OPERAND = rf"(?:{N}|\d+)"
+EXPRESSION, NUMBERS = rf"{OPERAND} [-+*] {OPERAND}", r"\d+ [-+*] \d+"
+LOCK = rf"{N} \* {OPERAND} \+ {OPERAND} = \d+"
+GOAL = rf"{N} with {LOCK}, from \d+ (?:up|down)"
+PRODUCT, SUM = r"\d+ \* \d+ = \d+", r"\d+ \+ \d+ = \d+"
+DERIVED = rf"{N} = {EXPRESSION} = {NUMBERS} = \d+"
+STEP = rf"(?:{N} = {OPERAND}(?: [-+*] {OPERAND})?|move \d+ from {N} to {N})"
+BALANCES = rf"{V} = \d+(?: and {V} = \d+)?"
+BALANCE = rf"{BALANCES}(?:, {NUMBERS} = \d+)?, so {V} = \d+"
+NTH, BACK, HERE = "(?:First|Next|Last),", "(?:Back to|Now back to|That leaves me at)", "(?:Here|And here|Well,)"
+LED = "(?:" + "|".join(re.escape(word) for manner in MANNERS for word in manner.compute) + "|Then|And)"
+DOUBT = r"(?:Wait, was {0} right\?|Alternatively, look at {0} once more\.)"
+SLIP = r"Wait, (?:that is wrong|no, I made a slip)\."
+SPOKEN = "|".join(re.escape(line) for line in (
+    *dict.fromkeys(line for manner in (*MANNERS, *MOODS) for line in manner.opening),
+    "That is all I need.", "Now I can answer.", "That settles it.",
+    "Wait, let me check that again.", "Wait, let me go over this again.",
+    "Before I answer, let me look over it all again.",
+))  # fmt: skip
+
+
+def _rules(valued: str, **lines: str) -> dict[str, re.Pattern[str]]:
+    """The rules of a family. valued: what has a value in its text, a name or a balance."""
+    found = rf"{valued} = \d+(?:, {valued} = \d+)*(?: and {valued} = \d+)?"
+    lines |= {
+        "results": rf"So the results are {found}\.",
+        "answer": rf"I find {found}, so the answer is \\boxed\{{[\d, ]*\}}\.",
+        "spoken": SPOKEN,
+    }
+    return {kind: re.compile(pattern) for kind, pattern in lines.items()}
+
+
+SEARCH = _rules(
+    N,
+    trial=rf"(?:Try|Now try|Carefully try) \d+: (?:{PRODUCT}, no, )?{PRODUCT}, {SUM}, (?:yes|no)\.",
+    plan=rf"(?:{NTH} {N}\.|{BACK} {N}\.|Here) {LOCK}(?:, I have {N} = \d+)*(?:, so I need {N}(?: and {N})? first)?\.",
+    want=rf"I want {GOAL}\. (?:Quick now|Step by step|Carefully now)\.",
+    turn=rf"Wait, this takes too long\. I want {GOAL}\.",
+    none=rf"None fits\. Let me look at it again\. {LOCK}(?:, I have {N} = \d+)*\.",
+    still=rf"(?:Still|Wait, what do I want\?) {GOAL}\.",
+    found=rf"So {N} = \d+\.",
+    recap=rf"I know {N} = \d+(?:, {N} = \d+)*(?: and {N} = \d+)?\.",
+    already=rf"{NTH} {N}\. I already have {N} = \d+\.",
+    retry=rf"Wait, let me check \d+ again\. {PRODUCT}, {SUM}, (?:not|that is) \d+\.",
+    check=rf"Wait, was {N} right\? {LOCK}, {PRODUCT}, {SUM}\. Yes, {N} = \d+\."
+    rf"|Wait, let me look over what I have\.(?: {LOCK}, {PRODUCT}, {SUM}, fine\.)+",
+    reread=rf"Wait, let me look at that again\. {LOCK}(?:; {LOCK})?\. I have that\.",
+)
+FACTS = _rules(
+    N,
+    plan=rf"(?:{NTH} {N}\.|{BACK} {N}\.|{HERE}) {N} = {EXPRESSION}(?:, I have {N} = \d+|, {N} = \d+ is given)*"
+    rf"(?:, so I need {N}(?: and {N})?(?: first)?)?\.",
+    already=rf"{NTH} {N}\. (?:I already have {N} = \d+|{N} = \d+ is given)\.",
+    compute=rf"{LED} {DERIVED}\.",
+    check=rf"Again {DERIVED}, (?:that matches|fine)\.|{DOUBT.format(N)} Again {DERIVED}\. Yes, {N} = \d+ stands\.",
+    backwards=rf"Alternatively, work backwards: {EXPRESSION} = {NUMBERS} = \d+, and {N} = \d+\. Good, that agrees\.",
+    correct=rf"{SLIP} {NUMBERS} = \d+, not \d+\. So {N} = \d+\.",
+    reread=rf"Wait, let me look at {N} again: {N} = {EXPRESSION}\. Yes, I have that\.",
+)
+LEDGER = _rules(
+    V,
+    plan=rf"(?:{NTH}|{HERE}) step \d+: {STEP}\. I need {V}(?: and {V})? to find {V}(?: and {V})?\.",
+    compute=rf"{LED} {BALANCE}\.",
+    check=rf"Again {BALANCE}, (?:that matches|fine)\.|{DOUBT.format(V)} Again {BALANCE}\. Yes, {V} = \d+ stands\.",
+    backwards=rf"Alternatively, work backwards: {BALANCES}, {NUMBERS} = \d+, and {V} = \d+\. Good, that agrees\.",
+    correct=rf"{SLIP} {NUMBERS} = \d+, not \d+\. So {V} = \d+\.",
+    newest=rf"Again {N} is {V} = \d+, fine\.",
+    reread=rf"Wait, let me look at step \d+ again: {STEP}\. Yes, I have that\.",
+)
+
+# The same with groups, to be looked for in a line that a rule has accepted.
+_NAME = re.compile(rf"\b(?!and\b){N}\b")
+_VERSION = re.compile(rf"({N})@(\d+)")
+_PAIR = re.compile(rf"({N}(?:@\d+)?) = (\d+)")
+_LOCK = re.compile(rf"({N}) \* ({OPERAND}) \+ ({OPERAND}) = (\d+)")
+_WHY = re.compile(rf"{_LOCK.pattern}, (\d+) \* (\d+) = \d+, \d+ \+ (\d+) = \d+")
+_SIDE = re.compile(r"from (\d+) (up|down)")
+_PRODUCT, _SUM = re.compile(r"(\d+) \* (\d+) = \d+"), re.compile(r"(\d+) \+ (\d+) = \d+")
+_FACT = re.compile(rf"({N}) = ({OPERAND})(?: ([-+*]) ({OPERAND}))?")
+_DERIVED = re.compile(rf"({N}) = ({OPERAND}) ([-+*]) ({OPERAND}) = (\d+) [-+*] (\d+) = (\d+)")
+_BACKWARDS = re.compile(rf"({N}) [-+] ({OPERAND}) = (\d+) [-+] (\d+) = \d+, and ({N}) = (\d+)")
+_NUMBERS = re.compile(r"\b(\d+) [-+*] (\d+) = ")
+_STEP, _WORD = re.compile(rf"(\d+): ({STEP})"), re.compile(rf"\b{N}\b|\d+|[-+*]")
+_LAST_PAIR = re.compile(rf".*\b({N}(?:@\d+)?) = (\d+)", re.DOTALL)
+PARTS = ("factor", "added", "result")  # of a lock
+SEARCHING = ("goal", "trial", "before", "side", "from", *PARTS)  # what is over with the search of a name
+
+
+class Memory(NamedTuple):
+    """A content, as it is written, and the tokens that carry it, the newest last."""
+
+    content: str
+    places: list[int]
+
+
+class Reader:
+    """Reads a text token by token. `reading` is what it found; `live`, what a continuation may still read."""
+
+    RULES: ClassVar[dict[str, re.Pattern[str]]] = {}
+
+    def __init__(self, question: str, prompt: Sequence[str]) -> None:
+        self.reading = Reading()
+        self.memory: dict[Key, Memory] = {}
+        self.count = len(prompt)  # tokens so far
+        self.line, self.tokens = "", list[int]()  # the line so far, and the token of each of its characters
+        self.wanted = list[tuple[Key, ...]]()
+        self.said = list[tuple[Key, str | None, int, bool]]()
+        start = "".join(prompt).rfind(question)
+        if start >= 0:
+            self.tokens = [i for i, piece in enumerate(prompt) for _ in piece][start : start + len(question)]
+            self.question(question)
+            self.commit()
+        self.tokens = []
+
+    def add(self, piece: str) -> None:
+        """The next token's text."""
+        if piece.strip() in ENDS:
+            self.end(self.count)
+        else:
+            *ended, rest = piece.split("\n")
+            for part in ended:
+                self.more(part)
+                self.end(self.count + 1)
+            self.more(rest)
+        self.count += 1
+
+    def finish(self) -> None:
+        """Nothing follows: a last line counts if it is complete but for its end."""
+        if self.rule(self.line):
+            self.end(self.count)
+
+    def live(self) -> set[int]:
+        """The tokens that a continuation may still read: of every content that is not over, the newest one; of what
+        the question gives, the question's own."""
+        return {self.memory[key].places[0 if given else -1] for key, given in self.keys() if key in self.memory}
+
+    # How a line is read.
+
+    def more(self, text: str) -> None:
+        self.line += text
+        self.tokens += [self.count] * len(text)
+
+    def rule(self, line: str) -> str | None:
+        return next((kind for kind, rule in self.RULES.items() if rule.fullmatch(line)), None)
+
+    def end(self, stop: int) -> None:
+        """The line ends before token `stop`."""
+        line, self.line = self.line, ""
+        if line.strip():
+            if (kind := self.rule(line)) is None:
+                self.reading.skipped.append(Statement(self.tokens[0], stop, ""))
+            else:
+                self.reading.statements.append(Statement(self.tokens[0], stop, kind))
+                getattr(self, kind)(line)
+                self.commit()
+        self.tokens = []
+
+    def commit(self) -> None:
+        """First what the line needs, from the lines before it; then what it says."""
+        for keys in dict.fromkeys(self.wanted):
+            if keys[0] not in self.memory:
+                self.reading.unknown += 1
+                continue
+            content = self.memory[keys[0]].content
+            found = (self.memory[key] for key in keys if key in self.memory)
+            places = dict.fromkeys(place for m in found if m.content == content for place in m.places)
+            self.reading.needs.append(Need(len(self.reading.statements) - 1, keys[0], tuple(places)))
+        for key, said, place, sets in self.said:
+            if said is None:
+                self.memory.pop(key, None)
+            elif key in self.memory and self.memory[key].content == said:
+                self.memory[key].places.append(place)
+            elif sets or key not in self.memory:
+                self.memory[key] = Memory(said, [place])
+        self.wanted, self.said = [], []
+
+    # What a line can do.
+
+    def need(self, *keys: Key) -> None:
+        """The line needs what the first key names; the other keys' tokens do as well where their content is equal."""
+        self.wanted.append(keys)
+
+    def say(self, key: Key, content: str, at: int) -> None:
+        """The character at `at` of the line carries the content, which supersedes another one."""
+        self.said.append((key, content, self.tokens[at], True))
+
+    def repeat(self, key: Key, content: str, at: int) -> None:
+        """It carries the content again; where it differs, that is a mistake and no copy."""
+        self.said.append((key, content, self.tokens[at], False))
+
+    def over(self, *keys: Key) -> None:
+        """Nothing will need this any more."""
+        self.said += [(key, None, 0, False) for key in keys]
+
+    def words(self, key: str, line: str, start: int, end: int | None = None) -> Iterator[str]:
+        """Names between two characters: each is said as the content of (key, name)."""
+        for m in _NAME.finditer(line, start, len(line) if end is None else end):
+            self.repeat((key, m[0]), m[0], m.start())
+            yield m[0]
+
+    def pairs(self, line: str, start: int = 0) -> Iterator[str]:
+        """`name = value`: each is read, and said again."""
+        for m in _PAIR.finditer(line, start):
+            self.need(("value", m[1]))
+            self.repeat(("value", m[1]), m[2], m.start(2))
+            yield m[1]
+
+    def lead(self, line: str) -> re.Match[str]:
+        """`First, gon.`: the question asks for it. `Back to gon.` or `Here gon * 7 …`: it waits. → its name"""
+        m = _NAME.search(line)
+        assert m
+        key = "target" if re.match(NTH, line) else "goal"
+        self.need((key, m[0]))
+        self.repeat((key, m[0]), m[0], m.start())
+        return m
+
+    def goals(self, line: str, *names: re.Match[str]) -> None:
+        """A plan's names wait, and so do those that it needs first: `so I need duv and ved first`."""
+        for m in names:
+            self.repeat(("goal", m[0]), m[0], m.start())
+        if "so I need" in line:
+            list(self.words("goal", line, line.index("so I need")))
+
+    def question(self, question: str) -> None:
+        """What the question says."""
+
+    def targets(self, question: str) -> None:
+        if "Find " in question:
+            list(self.words("target", question, question.rindex("Find ")))
+
+    def keys(self) -> Iterable[tuple[Key, bool]]:
+        """Contents that may still be read; is it the question that gives them?"""
+        return ()
+
+    def spoken(self, line: str) -> None:
+        """It reads nothing."""
+
+    def already(self, line: str) -> None:
+        self.lead(line)
+        list(self.pairs(line))
+
+    def results(self, line: str) -> None:
+        for name in self.pairs(line):
+            account = name.partition("@")[0]
+            self.need(("target", account))
+            if account != name:
+                self.need(("newest", account))
+
+    answer = results
+
+
+class _Search(Reader):
+    RULES = SEARCH
+    now = ""  # the name that is searched
+    again = False  # nothing fitted
+
+    def question(self, question: str) -> None:
+        for m in _LOCK.finditer(question):
+            self.lock(m)
+        self.wanted = []
+        self.targets(question)
+
+    def keys(self) -> Iterable[tuple[Key, bool]]:
+        return ((key, key[0].startswith(("lock", "target"))) for key in self.memory if key[0] != "before")
+
+    def lock(self, m: re.Match[str]) -> None:
+        """A lock is read as the question has it."""
+        for part, operand, at in zip(PARTS, m.groups()[1:4], (m.start(2), m.start(3), m.start(4)), strict=True):
+            self.need((f"lock {part}", m[1]))
+            self.repeat((f"lock {part}", m[1]), operand, at)
+
+    def numbers(self, *parts: str) -> None:
+        """The searched lock's numbers are read: from a goal statement, a trial, or the lock, if it has numbers."""
+        for part in parts:
+            self.need((part, self.now), (f"lock {part}", self.now))
+
+    def plan(self, line: str) -> None:
+        m = _LOCK.search(line)
+        assert m
+        self.lock(m)
+        self.goals(line, self.lead(line), _NAME.match(line, m.start()) or m)
+        list(self.pairs(line, m.end()))
+
+    def goal(self, line: str, say: Callable[[Key, str, int], None]) -> None:
+        """`gon with gon * 8 + 7 = 79, from 1 up`. say: as something new, or again."""
+        m, side = _LOCK.search(line), _SIDE.search(line)
+        assert m
+        assert side
+        self.need(("goal", m[1]))
+        for at in (line.rindex(m[1], 0, m.start()), m.start()):
+            self.repeat(("goal", m[1]), m[1], at)
+        for k, part in enumerate(PARTS, 2):
+            say((part, m[1]), m[k], m.start(k))
+        say(("from", m[1]), side[1], side.start(1))
+        say(("side", m[1]), side[2], side.start(2))
+
+    def want(self, line: str) -> None:
+        name = line.split(" ")[2]
+        for part in PARTS:
+            self.need((f"lock {part}", name))
+            operand = self.memory.get((f"lock {part}", name))
+            if operand and operand.content.isalpha():
+                self.need(("value", operand.content))
+        if self.again and self.now == name:  # now from the other side
+            self.need(("side", name), ("before", name))
+        elif self.now != name:
+            self.over(*((key, self.now) for key in SEARCHING if key != "goal"))
+        self.over(("trial", name), ("before", name))
+        self.now, self.again = name, False
+        self.goal(line, self.say)
+
+    def turn(self, line: str) -> None:
+        self.need(("side", self.now), ("before", self.now))
+        self.numbers(*PARTS)
+        self.over(("trial", self.now), ("before", self.now))
+        self.goal(line, self.say)
+
+    def still(self, line: str) -> None:
+        self.numbers(*PARTS)
+        self.need(("from", self.now))
+        self.need(("side", self.now), ("before", self.now))
+        self.goal(line, self.repeat)
+
+    def none(self, line: str) -> None:
+        self.need(("goal", self.now))
+        self.need(("trial", self.now))
+        self.need(("side", self.now), ("before", self.now))
+        for m in _LOCK.finditer(line):
+            self.lock(m)
+            self.repeat(("goal", m[1]), m[1], m.start(1))
+            list(self.pairs(line, m.end()))
+        self.again = True
+
+    def trial(self, line: str) -> None:
+        name, m = self.now, re.search(r"(\d+):", line)
+        assert m
+        last, side = self.memory.get(("trial", name)), self.memory.get(("side", name))
+        if last:
+            self.need(("trial", name))
+            self.need(("side", name), ("before", name))
+        else:
+            self.need(("from", name))
+        self.numbers(*PARTS)
+        self.calculation(line, m)
+        # The trial before the last one tells the side, too; and the first one does, as the smallest or the largest.
+        if side:
+            places = last.places if last else [place for key, x, place, _ in self.said if key[0] == "trial" and x]
+            self.over(("before", name))
+            self.said += [(("before", name), side.content, place, True) for place in places]
+
+    def calculation(self, line: str, x: re.Match[str], new: bool = True) -> None:
+        """A trial's numbers: x, factor, added."""
+        name = self.now
+        if new:
+            self.over(("trial", name))
+        self.repeat(("trial", name), x[1], x.start(1))
+        for m in _PRODUCT.finditer(line):
+            self.repeat(("trial", name), m[1], m.start(1))
+            self.repeat(("factor", name), m[2], m.start(2))
+        for m in _SUM.finditer(line):
+            self.repeat(("added", name), m[2], m.start(2))
+
+    def retry(self, line: str) -> None:
+        x, result = re.search(r"(\d+) again", line), re.search(r"(\d+)\.$", line)
+        assert x
+        assert result
+        self.need(("trial", self.now))
+        self.numbers(*PARTS)
+        self.calculation(line, x, new=False)
+        self.repeat(("result", self.now), result[1], result.start(1))
+
+    def found(self, line: str) -> None:
+        m = _PAIR.search(line)
+        assert m
+        self.need(("goal", m[1]))
+        self.need(("trial", m[1]))
+        self.over(*((key, m[1]) for key in SEARCHING))
+        self.say(("value", m[1]), m[2], m.start(2))
+        self.now = ""
+
+    def recap(self, line: str) -> None:
+        list(self.pairs(line))
+
+    def check(self, line: str) -> None:
+        for m in _WHY.finditer(line):
+            self.lock(m)
+            for name, k in ((m[1], 5), (m[2], 6), (m[3], 7)):
+                if name.isalpha():
+                    self.need(("value", name))
+                    self.repeat(("value", name), m[k], m.start(k))
+        if "Yes, " in line:
+            list(self.pairs(line, line.index("Yes, ")))
+
+    def reread(self, line: str) -> None:
+        for m in _LOCK.finditer(line):
+            self.lock(m)
+
+
+class _Derives(Reader):
+    """Facts and ledger: the slip of the line before is corrected."""
+
+    last: tuple[str, list[Key]] = ("", [])  # what was computed last, and what its numbers are read from
+
+    def computed(self, name: str, value: str, name_at: int, value_at: int, numbers: list[Key]) -> None:
+        self.say(("value", name), value, value_at)
+        self.over(("last", self.last[0]), ("last step", self.last[0]), ("goal", name))
+        self.say(("last", name), name, name_at)
+        account, _, step = name.partition("@")
+        if step:
+            self.say(("last step", name), step, name_at + len(account) + 1)
+        self.last = name, numbers
+
+    def correct(self, line: str) -> None:
+        m = _LAST_PAIR.match(line)
+        assert m
+        for key in self.last[1] if self.last[0] == m[1] else ():
+            self.need(key)
+        self.need(("value", m[1]))
+        self.need(("last", m[1]))
+        if "@" in m[1]:
+            self.need(("last step", m[1]))
+        self.say(("value", m[1]), m[2], m.start(2))
+
+
+class _Facts(_Derives):
+    RULES = FACTS
+
+    def question(self, question: str) -> None:
+        for m in _FACT.finditer(question):
+            if m[3]:
+                self.define(m)
+            else:
+                self.say(("value", m[1]), m[2], m.start(2))
+        self.wanted = []
+        self.targets(question)
+
+    def keys(self) -> Iterable[tuple[Key, bool]]:
+        return ((key, key[0] in ("left", "op", "right", "target")) for key in self.memory)
+
+    def define(self, m: re.Match[str]) -> None:
+        """A definition is read as the question has it."""
+        for k, part in enumerate(("left", "op", "right"), 2):
+            self.need((part, m[1]))
+            self.repeat((part, m[1]), m[k], m.start(k))
+
+    def plan(self, line: str) -> None:
+        m = _FACT.search(line)
+        assert m
+        self.define(m)
+        self.goals(line, self.lead(line), _NAME.match(line, m.start()) or m)
+        list(self.pairs(line, m.end()))
+
+    def derived(self, line: str) -> re.Match[str]:
+        m = _DERIVED.search(line)
+        assert m
+        self.define(m)
+        for operand, k in ((m[2], 5), (m[4], 6)):
+            if operand.isalpha():
+                self.need(("value", operand))
+                self.repeat(("value", operand), m[k], m.start(k))
+        return m
+
+    def compute(self, line: str) -> None:
+        m = self.derived(line)
+        self.need(("goal", m[1]))
+        numbers = [("value", x) if x.isalpha() else (part, m[1]) for x, part in ((m[2], "left"), (m[4], "right"))]
+        self.computed(m[1], m[7], m.start(1), m.start(7), [*numbers, ("op", m[1])])
+
+    def check(self, line: str) -> None:
+        m = self.derived(line)
+        self.need(("value", m[1]))
+        self.repeat(("value", m[1]), m[7], m.start(7))
+        if "Yes, " in line:
+            list(self.pairs(line, line.index("Yes, ")))
+
+    def backwards(self, line: str) -> None:
+        m = _BACKWARDS.search(line)
+        if not m:  # not of a fact
+            return
+        for part in ("left", "op", "right"):
+            self.need((part, m[1]))
+        self.repeat(("left", m[1]), m[5], m.start(5))
+        self.repeat(("right", m[1]), m[2], m.start(2))
+        for name, k in ((m[1], 3), (m[2], 4), (m[5], 6)):
+            if name.isalpha():
+                self.need(("value", name))
+                self.repeat(("value", name), m[k], m.start(k))
+
+    def reread(self, line: str) -> None:
+        if m := _FACT.search(line):
+            self.define(m)
+
+
+class _Ledger(_Derives):
+    RULES = LEDGER
+
+    def question(self, question: str) -> None:
+        self.steps: dict[str, int] = {}  # where the question numbers each step
+        self.computed_last: dict[str, str] = {}  # account → its newest balance that was computed
+        start = question.find("Steps: ")
+        for m in _PAIR.finditer(question, 0, start):
+            account, _, version = m[1].partition("@")
+            self.say(("value", m[1]), m[2], m.start(2))
+            self.say(("newest", account), version, m.start(1) + len(account) + 1)
+            self.computed_last[account] = m[1]
+        for m in _STEP.finditer(question, start):
+            self.steps[m[1]] = self.tokens[m.start(1)]
+            self.step(m[1], question, *m.span(2))
+        self.wanted = []
+        self.targets(question)
+
+    def keys(self) -> Iterable[tuple[Key, bool]]:
+        waiting = {key[1].partition("@")[2] for key in self.memory if key[0] == "goal"}
+        for key in self.memory:
+            if key[0] not in ("value", "reads") or (key[0] == "reads" and key[1] in waiting):
+                yield key, key[0] in ("step", "target")
+        yield from ((("value", name), False) for name in self.computed_last.values())
+
+    def step(self, number: str, line: str, start: int, end: int) -> None:
+        """A step is read as the question has it, word by word."""
+        for k, m in enumerate(_WORD.finditer(line, start, end)):
+            self.need(("step", number, str(k)))
+            self.repeat(("step", number, str(k)), m[0], m.start())
+
+    def plan(self, line: str) -> None:
+        m = re.search(rf"step (\d+): ({STEP})", line)
+        assert m
+        number, reads = m[1], m.end()
+        sets = line.index(" to find ", reads)
+        if ("at",) in self.memory:
+            self.need(("at",))
+        self.step(number, line, *m.span(2))
+        for v in _VERSION.finditer(line, reads, sets):
+            self.need(("newest", v[1]))
+            self.repeat(("newest", v[1]), v[2], v.start(2))
+            self.say(("reads", number, v[1]), v[2], v.start(2))
+        self.say(("at",), number, m.start(1))
+        for v in _VERSION.finditer(line, sets):
+            if number in self.steps:
+                self.said.append((("newest", v[1]), number, self.steps[number], True))
+            self.say(("newest", v[1]), number, m.start(1))
+            self.say(("newest", v[1]), v[2], v.start(2))
+            self.say(("goal", v[0]), v[0], v.start(2))
+            self.repeat(("at",), v[2], v.start(2))
+
+    def balances(self, line: str, number: str, end: int) -> list[Key]:
+        """`lim@2 = 21 and tup@1 = 76`, before `end`: what step `number` reads → the keys of their values."""
+        keys = list[Key]()
+        for m in _PAIR.finditer(line, 0, end):
+            account, _, version = m[1].partition("@")
+            self.need(("reads", number, account))
+            self.need(("value", m[1]))
+            for key in (("reads", number, account), ("newest", account)):
+                self.repeat(key, version, m.start(1) + len(account) + 1)
+            self.repeat(("value", m[1]), m[2], m.start(2))
+            keys.append(("value", m[1]))
+        if numbers := _NUMBERS.search(line):
+            for k, value in enumerate(keys[:2], 1):
+                self.repeat(value, numbers[k], numbers.start(k))
+        return keys
+
+    def derived(self, line: str) -> tuple[re.Match[str], list[Key]]:
+        start = line.index(", so ")
+        m = _PAIR.match(line, start + 5)
+        assert m
+        account, _, number = m[1].partition("@")
+        words = [key for key in self.memory if key[:2] == ("step", number)]
+        for key in words:
+            self.need(key)
+        keys = self.balances(line, number, start)
+        self.repeat(("newest", account), number, m.start(1) + len(account) + 1)
+        return m, keys + words
+
+    def compute(self, line: str) -> None:
+        m, numbers = self.derived(line)
+        self.need(("goal", m[1]))
+        self.computed(m[1], m[2], m.start(1), m.start(2), numbers)
+        self.computed_last[m[1].partition("@")[0]] = m[1]
+
+    def check(self, line: str) -> None:
+        m, _ = self.derived(line)
+        self.need(("value", m[1]))
+        self.repeat(("value", m[1]), m[2], m.start(2))
+        if "Yes, " in line:
+            list(self.pairs(line, line.index("Yes, ")))
+
+    def backwards(self, line: str) -> None:
+        first = _PAIR.search(line)
+        assert first
+        account, _, number = first[1].partition("@")
+        for key in self.memory:
+            if key[:2] == ("step", number):
+                self.need(key)
+        self.need(("value", first[1]))
+        self.repeat(("value", first[1]), first[2], first.start(2))
+        for m in _PAIR.finditer(line, first.end()):
+            account, _, version = m[1].partition("@")
+            self.need(("reads", number, account))
+            self.repeat(("reads", number, account), version, m.start(1) + len(account) + 1)
+            self.need(("value", m[1]))
+            self.repeat(("value", m[1]), m[2], m.start(2))
+
+    def newest(self, line: str) -> None:
+        m = _VERSION.search(line)
+        assert m
+        list(self.pairs(line))
+        self.need(("newest", m[1]))
+        self.repeat(("newest", m[1]), m[2], m.start(2))
+
+    def reread(self, line: str) -> None:
+        if m := re.search(rf"step (\d+) again: ({STEP})", line):
+            self.step(m[1], line, *m.span(2))
