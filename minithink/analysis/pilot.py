@@ -11,9 +11,11 @@ highest scores, in all a share of what the full cache generated for the same pro
     skipkv      sentences, and steered away from transitions (premises.py), with a vector from the full cache's runs
     answer      an oracle: attention from the answer of the full-cache run
     hindsight   an oracle: the largest attention that the full-cache run still pays to the token, in this head
+    oracle      an oracle: first what the text, by its rules, may still read (tasks/needs.py), then the position
 
 All runs draw the same noise, so a run writes the full cache's text until evictions change a choice. From there on,
-the oracles' positions are those of another text: their figures are lower bounds.
+the positions of `answer` and `hindsight` are those of another text: their figures are lower bounds. `oracle` reads
+the text that is written, and nothing of what follows.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ from minithink.files import rounded
 from minithink.ref.lrfu import lrfu
 from minithink.ref.redundancy import redundancy
 from minithink.ref.window_importance import window_importance
+from minithink.tasks.needs import Reader, reader
 
 
 class Window(Sketch):
@@ -140,6 +143,30 @@ class Known(Sketch):
         return F.pad(scores, (0, max(0, self.cache.end - scores.shape[-1])))[..., : self.cache.end]
 
 
+class Oracle(Sketch):
+    """Knows from the text so far what a continuation may still read: those tokens go last, older ones first."""
+
+    def __init__(self, cache: Dense, prompts: Tensor, readers: Sequence[Reader], texts: Sequence[str]) -> None:
+        """readers: of the rows' texts, behind their prompts; texts: of all tokens."""
+        super().__init__(cache, prompts)
+        self.readers, self.texts = readers, texts
+        self.unread: list[Tensor] = []  # tokens since the last eviction: the host waits for the device there only
+
+    def observe(self, step: int, token: Tensor) -> None:
+        self.unread.append(token)
+
+    def score(self, step: int) -> Tensor:
+        c = self.cache
+        live = torch.zeros(len(self.readers), c.end)
+        for row, tokens in enumerate(torch.stack(self.unread, 1).tolist()):
+            for token in tokens:
+                self.readers[row].add(self.texts[token])
+            live[row, list(self.readers[row].live())] = 1.0
+        self.unread = []
+        score = c.column[: c.end] + c.end * live.to(c.column.device)  # [rows, end]
+        return score[None, :, None].expand(c.mass[..., : c.end].shape)
+
+
 def foresee(engine: Engine, prompts: Sequence[list[int]], generated: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
     """What full-cache runs attend to later on.
 
@@ -168,6 +195,16 @@ def foresee(engine: Engine, prompts: Sequence[list[int]], generated: Sequence[li
 
         watch(engine, [*prompt, *tokens], see)
     return answer, future
+
+
+def read_along(
+    engine: Engine, questions: Sequence[str], prompts: Sequence[list[int]]
+) -> tuple[list[Reader], list[str]]:
+    """What Oracle needs: a reader for every row, and the text of every token."""
+    t = engine.tokenizer
+    texts = [t.decode([i]) if i < t.vocab_size else "" for i in range(engine.config.vocab_size)]
+    pairs = zip(questions, prompts, strict=True)
+    return [reader(question, [texts[i] for i in prompt]) for question, prompt in pairs], texts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -225,6 +262,7 @@ POLICIES: dict[str, type[Sketch]] = {
     "skipkv": Sentences,
     "answer": Known,
     "hindsight": Known,
+    "oracle": Oracle,
 }
 
 
@@ -238,7 +276,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     left = [key for key in wanted if key not in rows]
     found: dict[tuple[str, float], list[list[int]]] = {}
     for part in batches(len(problems), args.batch_size):
-        for key, tokens in pilot(engine, [engine.prompt_ids(p.question) for p in problems[part]], left, args):
+        for key, tokens in pilot(engine, [p.question for p in problems[part]], left, args):
             found.setdefault(key, []).extend(tokens)
             here, full = found[key], found["full", 1.0]
             rows[key] = {
@@ -278,10 +316,11 @@ def shared(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def pilot(
-    engine: Engine, prompts: Sequence[list[int]], left: Sequence[tuple[str, float]], args: argparse.Namespace
+    engine: Engine, questions: Sequence[str], left: Sequence[tuple[str, float]], args: argparse.Namespace
 ) -> Iterator[tuple[tuple[str, float], list[list[int]]]]:
     """(sketch, share of the full run) → generated tokens, for one batch; the full cache first."""
     options: dict[str, Any] = {"temperature": args.temperature, "seed": args.seed}
+    prompts = [engine.prompt_ids(question) for question in questions]
     full = decode(engine, prompts, args.max_new_tokens, **options)
     yield ("full", 1.0), full
     names = {name for name, _ in left}
@@ -301,8 +340,8 @@ def pilot(
 
         def make(cache: Dense, lengths: Tensor, name: str = name) -> Sketch:
             kind = POLICIES[name]
-            extra: tuple[Tensor, ...] = (known[name],) if name in known else (newline,) if kind is Sentences else ()
-            return kind(cache, lengths, *extra)
+            extra: tuple[Any, ...] = (known[name],) if name in known else (newline,) if kind is Sentences else ()
+            return kind(cache, lengths, *(read_along(engine, questions, prompts) if kind is Oracle else extra))
 
         began = time.monotonic()
         budget = (lengths * share).ceil().long()

@@ -14,6 +14,7 @@ from minithink.analysis.dense import EVERY, Dense, decode, evict, watch
 from minithink.engine import TINY, load
 from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION
 from minithink.tasks import Problem, facts, ledger, search
+from minithink.tasks.needs import reader
 from minithink.tokenizer import Tokenizer
 from tests.compare import assert_close
 from tests.tasks.manners import written
@@ -90,8 +91,9 @@ def test_every_sketch_runs_and_holds_its_budget(model, prompts, name):
     def make(cache, lengths):
         caches.append(cache)
         kind = pilot.POLICIES[name]
-        ends = [premises.token_table(model, "\n")]
-        return kind(cache, lengths, *([known[name]] if name in known else ends if kind is pilot.Sentences else []))
+        extra = {pilot.Sentences: [premises.token_table(model, "\n")]}
+        extra[pilot.Oracle] = pilot.read_along(model, PROMPTS, prompts)
+        return kind(cache, lengths, *([known[name]] if name in known else extra.get(kind, [])))
 
     budget = torch.tensor([20, 200])
     out = decode(model, prompts, 60, sketch=make, budget=budget)
@@ -104,6 +106,43 @@ def test_every_sketch_runs_and_holds_its_budget(model, prompts, name):
         assert (held >= 20).all()
     assert cache.kept[:, 1].all()
     assert out[1] == full[1]  # what evicts nothing changes nothing
+
+
+@pytest.mark.parametrize("family", [facts, ledger, search])
+def test_the_oracle_keeps_what_the_text_may_still_read(family):
+    """On a tiny budget, for two texts at once: at every eviction, the live tokens and then the newest are held."""
+    model = load("tiny", device="cpu")
+    rng = random.Random(4)
+    problems = [family.draw_problem(rng, size) for size in (6, 8)]
+    prompts = [model.prompt_ids(p.question) for p in problems]
+    texts = [model.tokenizer.encode(family.draw_trace(p, rng)[0]) for p in problems]
+    steps = min(map(len, texts)) // EVERY * EVERY
+    lengths = torch.tensor([len(p) for p in prompts])
+    cache = Dense(model, 2, int(lengths.max()) + steps)
+    sketch = pilot.Oracle(cache, lengths, *pilot.read_along(model, [p.question for p in problems], prompts))
+    budget = torch.tensor([100, 120])
+    aside = 0  # live tokens that no window would hold
+    for step in range(steps):
+        cache.begin((lengths + step)[:, None], int(lengths.max()) + step + 1)
+        sketch.observe(step, torch.tensor([t[step] for t in texts]))
+        if step % EVERY != EVERY - 1:
+            continue
+        evict(cache, sketch.score(step), lengths, budget)
+        for row, (problem, prompt, text) in enumerate(zip(problems, prompts, texts, strict=True)):
+            read = reader(problem.question, [model.tokenizer.decode([t]) for t in prompt])
+            for token in text[: step + 1]:
+                read.add(model.tokenizer.decode([token]))
+            end, start = len(prompt) + step + 1, len(prompt)
+            held = cache.kept[:, row, :, start:end]
+            assert (held == held[0, 0]).all()
+            held = set((held[0, 0].nonzero().flatten() + start).tolist())
+            live = {place for place in read.live() if place >= start}
+            assert len(held) == min(int(budget[row]), step + 1)
+            assert live <= held
+            newest = set(range(max(start, end - int(budget[row]) + len(live)), end))
+            assert newest <= held
+            aside += len(live - newest)
+    assert aside > 0
 
 
 def test_hindsight_knows_the_largest_attention_to_come(model, prompts):
