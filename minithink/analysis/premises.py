@@ -1,8 +1,9 @@
 """Three premises, looked at in full-cache traces: attention sparsity tells thoughts apart; answers attend to thinking
 far back; a steering vector makes a model doubt less.
 
-Sparsity is ThinKV's: the share of cached tokens whose attention is below 1 % of the row's largest, mean over heads.
-Thoughts are known from the traces' wording (`thoughts.py`): a line has the kind of its first sentence. Answer
+Sparsity is ThinKV's: the share of cached tokens whose attention is below 1 % of the row's largest, mean over heads
+and over segments of τ tokens. A segment's kind is that of most of its tokens. Sparsity grows with the length of a
+text, so kinds are compared within thirds of a text. Thoughts are known from the traces' wording (`thoughts.py`): a line has the kind of its first sentence. Answer
 attention is DynTS's and Crystal-KV's. The vector is the difference of the mean hidden states at the blank lines
 before thoughts that are no transition and before those that are (SEAL, SkipKV §4.2, with the sign that is to lessen
 transitions); it is added at blank lines, as SEAL does, or at every token of the thinking, as SkipKV does.
@@ -64,6 +65,8 @@ def sentences(pieces: Sequence[str]) -> list[Sentence]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     steering_arguments(parser)
+    parser.add_argument("--tau", type=record.positive, default=32, metavar="N", help="τ, tokens of a segment "
+        "(default: 32)")  # fmt: skip
     parser.add_argument("--steered", type=record.positive, default=16, metavar="N", help="problems that are steered, "
         "of those of --limit (default: 16)")  # fmt: skip
 
@@ -157,7 +160,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     engine, problems, result = begin(args, "premises", argv)
     generated = generate(engine, problems, args)
     traces = [(engine.prompt_ids(p.question), g) for p, g in zip(problems, generated, strict=True)]
-    looks = [look(engine, prompt, g, args.layer) for prompt, g in traces]
+    looks = [look(engine, prompt, g, args.layer, args.tau) for prompt, g in traces]
     result["measurements"] = {
         "full_cache": outcome(engine, problems, generated),
         "sparsity": sparsity_by_kind(looks),
@@ -185,8 +188,8 @@ def outcome(engine: Engine, problems: Sequence[Problem], generated: Sequence[lis
 class Look(NamedTuple):
     """What one trace shows."""
 
-    kinds: list[str]  # of every sentence of the thinking
-    sparsity: Tensor  # [sentences, L]
+    kinds: list[str]  # of every segment of the thinking
+    sparsity: Tensor  # [segments, L]
     tokens: Tensor  # [thinking tokens, L]: sparsity of single rows
     token_kinds: list[str]
     far: Tensor  # [L]: share of the answer's attention to thinking tokens that is farther than FAR from its end
@@ -196,7 +199,7 @@ class Look(NamedTuple):
     doubts: Tensor  # bool [thoughts but the first]: which of them are transitions
 
 
-def look(engine: Engine, prompt: list[int], generated: list[int], layer: int) -> Look:
+def look(engine: Engine, prompt: list[int], generated: list[int], layer: int, tau: int = 32) -> Look:
     """Read one trace again, and measure."""
     n = thinking_end(engine, generated)
     start, end = len(prompt), len(prompt) + n
@@ -217,11 +220,13 @@ def look(engine: Engine, prompt: list[int], generated: list[int], layer: int) ->
 
     hidden = watch(engine, [*prompt, *generated], see)
     tokens = torch.stack(sparse, 1)  # [n, L]
+    kinds = [s.kind for s in found for _ in range(s.start, s.end)]
+    segments = [slice(at, at + tau) for at in range(0, n - n % tau, tau)]  # whole ones
     return Look(
-        [s.kind for s in found],
-        torch.stack([tokens[s.start : s.end].mean(0) for s in found]) if found else tokens[:0],
+        [max(KINDS, key=kinds[s].count) for s in segments],
+        torch.stack([tokens[s].mean(0) for s in segments]) if segments else tokens[:0],
         tokens,
-        [s.kind for s in found for _ in range(s.start, s.end)],
+        kinds,
         torch.stack(far),
         torch.stack(top),
         torch.stack(on),
@@ -237,7 +242,7 @@ def openings(hidden: Tensor, found: Sequence[Sentence]) -> tuple[Tensor, Tensor]
 
 
 def sparsity_by_kind(looks: Sequence[Look]) -> list[dict[str, Any]]:
-    """Mean and standard deviation of the rows' sparsity, for every layer and kind, and of the sentences' means."""
+    """Mean and standard deviation of the rows' sparsity, for every layer and kind, and of the segments' means."""
     out = list[dict[str, Any]]()
     for kind in KINDS:
         rows = torch.cat([x.tokens[[k == kind for k in x.token_kinds]] for x in looks])
@@ -248,7 +253,8 @@ def sparsity_by_kind(looks: Sequence[Look]) -> list[dict[str, Any]]:
             {
                 "kind": kind, "layer": i, "tokens": len(rows), "mean": float(rows[:, i].mean()),
                 "sd": float(rows[:, i].std(correction=0)),
-                "sd_of_sentences": float(means[:, i].std(correction=0)),
+                "segments": len(means),
+                "sd_of_segments": float(means[:, i].std(correction=0)) if len(means) else None,
             }
             for i in range(rows.shape[1])
         ]  # fmt: skip
@@ -256,20 +262,29 @@ def sparsity_by_kind(looks: Sequence[Look]) -> list[dict[str, Any]]:
 
 
 def separability(looks: Sequence[Look]) -> dict[str, Any]:
-    """How well one layer's mean sparsity tells the kinds of sentences apart.
+    """How well one layer's mean sparsity tells the kinds of segments apart.
 
-    `auc`: for two kinds, the best layer's probability that a sentence of one lies above one of the other (the order
-    that fits better). `accuracy`: of the best layer with two thresholds, all chosen on the even traces and counted on
-    the odd ones, beside the share of the most frequent kind there.
+    `auc`: for two kinds, the best layer's probability that a segment of one lies above one of the other (the order
+    that fits better), where both stand in the same third of a text. `accuracy`: of the best layer with two
+    thresholds, all chosen on the even traces and counted on the odd ones, beside the share of the most frequent kind
+    there.
     """
     auc = list[dict[str, Any]]()
     x = torch.cat([one.sparsity for one in looks])
     kinds = [k for one in looks for k in one.kinds]
+    thirds = [3 * i // len(one.kinds) for one in looks for i in range(len(one.kinds))]
+    where = {
+        (kind, t): torch.tensor([(k, at) == (kind, t) for k, at in zip(kinds, thirds, strict=True)], dtype=torch.bool)
+        for kind in KINDS for t in range(3)
+    }  # fmt: skip
     for i, first in enumerate(KINDS):
         for second in KINDS[i + 1 :]:
-            a, b = (x[[k == kind for k in kinds]] for kind in (first, second))
-            if len(a) and len(b):
-                values = [area(a[:, j], b[:, j]) for j in range(x.shape[1])]
+            groups = [(x[where[first, t]], x[where[second, t]]) for t in range(3)]
+            if total := sum(len(a) * len(b) for a, b in groups):
+                values = [
+                    sum(area(a[:, j], b[:, j]) * len(a) * len(b) for a, b in groups if len(a) and len(b)) / total
+                    for j in range(x.shape[1])
+                ]
                 best = max(range(len(values)), key=lambda j: abs(values[j] - 0.5))
                 auc.append({"kinds": [first, second], "layer": best, "auc": max(values[best], 1 - values[best])})
     halves = [[one for i, one in enumerate(looks) if i % 2 == half and one.kinds] for half in range(2)]

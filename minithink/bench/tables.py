@@ -394,7 +394,7 @@ def premises(result: dict[str, Any]) -> list[str]:
     ]
     answer = m["answer_attention"]
     for layer, (on, far) in enumerate(zip(answer["on_thinking"]["layers"], answer["far"]["layers"], strict=True)):
-        cells = (f"{of[kind, layer]['mean']:.2f} ± {of[kind, layer]['sd_of_sentences']:.2f}" for kind in kinds)
+        cells = (f"{of[kind, layer]['mean']:.2f} ± {of[kind, layer]['sd_of_segments']:.2f}" for kind in kinds)
         rows.append((f"{layer}", *cells, f"{on:.0%}", f"{far:.0%}"))
     rows.append(
         ("mean", *["" for _ in kinds], f"{answer['on_thinking']['mean']:.0%}", f"{answer['far']['mean']:.0%}")
@@ -405,10 +405,11 @@ def premises(result: dict[str, Any]) -> list[str]:
     )
     said = (
         f"{full['problems']} validation problems, {full['right']:.0%} right, {full['tokens']:,.0f} tokens and "
-        f"{full['doubts']:.1f} doubts each. Sparsity: mean ± standard deviation of the sentences' means. How well it "
-        f"tells two kinds of sentences apart, at the best layer, as the area under the curve: {best}. Two thresholds "
-        f"in layer {two['layer']}, chosen on one half of the traces, name {two['accuracy']:.0%} of the other half's "
-        f"sentences rightly; always the commonest kind would be right for {two['majority']:.0%}."
+        f"{full['doubts']:.1f} doubts each. Sparsity: mean ± standard deviation of the means of "
+        f"segments of {result['settings']['tau']} tokens. How well it tells two kinds of segments in the same third of "
+        f"a text apart, at the best layer, as the area under the curve: {best}. Two thresholds in layer "
+        f"{two['layer']}, chosen on one half of the traces, name {two['accuracy']:.0%} of the other half's segments "
+        f"rightly; always the commonest kind would be right for {two['majority']:.0%}."
     )
     steered: list[tuple[str, ...]] = [("steered away from doubts", "strength", "right", "tokens", "doubts")]
     for x in m.get("steering", {}).get("runs", []):
