@@ -3,10 +3,11 @@ far back; a steering vector makes a model doubt less.
 
 Sparsity is ThinKV's: the share of cached tokens whose attention is below 1 % of the row's largest, mean over heads
 and over segments of τ tokens. A segment's kind is that of most of its tokens. Sparsity grows with the length of a
-text, so kinds are compared within thirds of a text. Thoughts are known from the traces' wording (`thoughts.py`): a line has the kind of its first sentence. Answer
-attention is DynTS's and Crystal-KV's. The vector is the difference of the mean hidden states at the blank lines
-before thoughts that are no transition and before those that are (SEAL, SkipKV §4.2, with the sign that is to lessen
-transitions); it is added at blank lines, as SEAL does, or at every token of the thinking, as SkipKV does.
+text, so kinds are compared within thirds of a text. Thoughts are known from the traces' wording (`thoughts.py`): a
+line has the kind of its first sentence. Answer attention is DynTS's and Crystal-KV's. The vector is the difference of
+the mean hidden states at the blank lines before thoughts that are no transition and before those that are (SEAL,
+SkipKV §4.2, with the sign that is to lessen transitions); it is added at blank lines, as SEAL does, or at every token
+of the thinking, as SkipKV does.
 """
 
 from __future__ import annotations

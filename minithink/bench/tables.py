@@ -406,8 +406,8 @@ def premises(result: dict[str, Any]) -> list[str]:
     said = (
         f"{full['problems']} validation problems, {full['right']:.0%} right, {full['tokens']:,.0f} tokens and "
         f"{full['doubts']:.1f} doubts each. Sparsity: mean ± standard deviation of the means of "
-        f"segments of {result['settings']['tau']} tokens. How well it tells two kinds of segments in the same third of "
-        f"a text apart, at the best layer, as the area under the curve: {best}. Two thresholds in layer "
+        f"segments of {result['settings']['tau']} tokens. How well it tells two kinds of segments in the same third "
+        f"of a text apart, at the best layer, as the area under the curve: {best}. Two thresholds in layer "
         f"{two['layer']}, chosen on one half of the traces, name {two['accuracy']:.0%} of the other half's segments "
         f"rightly; always the commonest kind would be right for {two['majority']:.0%}."
     )
