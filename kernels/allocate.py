@@ -32,11 +32,10 @@ UNITS = 8  # units of a program of _open
 
 
 @triton.jit
-def _waiting(p_list, count, m_any, size, SIZE: tl.constexpr):
+def _waiting(p_list, count, size, SIZE: tl.constexpr):
     """The last `size` tokens of a list: their columns, which of them wait, their indices, their ranks among those."""
     column = count - size + tl.arange(0, SIZE)
-    m_listed = m_any & (column >= 0) & (column < count)
-    own = tl.load(p_list + column, m_listed, other=0)
+    own = tl.load(p_list + column, (column >= 0) & (column < count), other=0)
     waits = own < 0
     return column, waits, -1 - own, tl.cumsum(waits.to(tl.int32), 0) - 1
 
@@ -57,7 +56,8 @@ def _find(
     fmt = tl.load(p_formats + thought).to(tl.int32)
     per_page = tl.load(p_slots + fmt)
     p_list = p_place + i_unit * columns
-    column, waits, index, rank = _waiting(p_list, tl.load(p_count + i_unit), active, size, SIZE)
+    count = tl.where(active, tl.load(p_count + i_unit), 0)  # the list of a row that is not active counts as empty
+    column, waits, index, rank = _waiting(p_list, count, size, SIZE)
     total = tl.sum(waits.to(tl.int32))
     p_base += i.to(tl.int64) * size
     all_of_a_page = per_page.to(tl.int64) * lanes  # slots
@@ -131,7 +131,7 @@ def _open(
             p_list = p_place + i_unit * columns
             p_table = p_page + i_unit * width
             # Those that have slots by now wait no longer.
-            column, waits, index, rank = _waiting(p_list, tl.load(p_count + i_unit), True, size, SIZE)
+            column, waits, index, rank = _waiting(p_list, tl.load(p_count + i_unit), size, SIZE)
             asked = tl.load(p_asked + i)
             drawn = tl.load(p_rank + i) - asked  # by the units before
             start = asked * 0

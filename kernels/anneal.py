@@ -68,7 +68,7 @@ def _anneal(
     level, goal = before, size
     if TRANSITIONS:
         turn = ended & (tl.load(p_kind + i_row * segments + running) == 0)
-        earlier = turn & (number < running) & (size > 0)
+        earlier = (number < tl.where(turn, running, 0)) & (size > 0)
         level += (earlier & (level < LEVELS)).to(tl.int32)
         for i in tl.static_range(LEVELS):
             goal = tl.where(earlier & (level == i + 1), tl.minimum(goal, RETENTION[i]), goal)

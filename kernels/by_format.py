@@ -75,8 +75,8 @@ def _by_format(
     else:
         total = tl.sum(one, 1)
     first = tl.cumsum(total, 0) - total
-    p_first += i_unit * (len(FORMATS) + 2) + kinds
-    tl.store(p_first, first, (kinds < len(FORMATS) + 2) & (i_block == 0))
+    if i_block == 0:
+        tl.store(p_first + i_unit * (len(FORMATS) + 2) + kinds, first, kinds < len(FORMATS) + 2)
     to = tl.sum(one * ((first + before)[:, None] + tl.cumsum(one, 1) - 1), 0)
     o_to = i_unit.to(tl.int64) * seen + to
     tl.store(p_sorted + o_to, place, m)

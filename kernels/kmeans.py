@@ -200,7 +200,7 @@ def _cluster(
     valid = tl.load(p_valid + t, t < width, other=0) != 0
     k = tl.load(p_count + i_set)
     if (tl.sum(valid.to(tl.int32)) <= k) | (k <= 0):
-        tl.store(p_kept + t, (valid & (k > 0)).to(tl.uint8), t < width)
+        tl.store(p_kept + t, tl.where(k > 0, valid.to(tl.uint8), 0), t < width)
         return
     kept = chosen(p_product + i_set * WIDE * WIDE, valid, k, ITERATIONS, WIDE, AT_ONCE)
     tl.store(p_kept + t, kept.to(tl.uint8), t < width)

@@ -102,7 +102,7 @@ def _newest(
 
     k = _keys(p_k, row, valid, dim, stride_k_s, D, True)
     if tl.min(newest) < 0:  # a row that resembles no key spares C_i0
-        m_first = (dim < D) & (tl.load(p_valid) != 0)
+        m_first = dim < tl.where(tl.load(p_valid) != 0, D, 0)
         first = tl.load(p_k + dim, m_first, other=0.0).to(tl.float32) * tl.load(p_scale)
         c = tl.where(row == 0, 0.0, tl.sum(k * first[None, :], 1) * scale)
         spared = tl.where(newest < 0, c, spared)
