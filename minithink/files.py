@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all, and JSON that people read."""
+"""Files that are replaced whole or not at all, or that one process at a time appends to; JSON that people read."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ import os
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from minithink.errors import MinithinkError
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks: two processes may open the same file there
+    fcntl = None  # type: ignore[assignment]
 
 DIGITS = 5  # that are kept of every measurement
 
@@ -38,6 +45,77 @@ def replace(path: Path, content: str | bytes) -> None:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
         raise
+
+
+def hold(path: Path) -> io.FileIO:
+    """Open a file for appending, and keep other processes out until it is closed. The file is made if there is none,
+    with its folder. The system closes the files of a process that dies.
+
+    A process that is refused has changed nothing: never remove or truncate a file before it is held.
+
+    Raises:
+        MinithinkError: another process holds the file.
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        file = path.open("ab", buffering=0)  # appended: no write ever lands on another
+        try:
+            if not _lock(file, exclusive=True):
+                raise in_use(path.parent)
+            if _is_at(file, path):
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()  # the process that held this file has removed it: open the one that is there now
+
+
+def in_use(folder: Path) -> MinithinkError:
+    """What is raised where another process writes to the files of a folder."""
+    return MinithinkError(
+        f"Another process is writing to {folder}: wait until it ends, stop it, or give another folder."
+    )
+
+
+def is_held(path: Path) -> bool:
+    """Whether some process holds a file, this one or another. A file that is not there is not held."""
+    try:
+        with path.open("rb") as file:
+            return not _lock(file, exclusive=False)
+    except FileNotFoundError:
+        return False
+
+
+def remove_held(file: io.FileIO, path: Path) -> None:
+    """Remove a file that this process holds, then let go of it: no other process holds the file when it goes."""
+    try:
+        if fcntl is None:  # Windows removes no file that is open
+            file.close()
+        path.unlink(missing_ok=True)
+    finally:
+        file.close()
+
+
+def _lock(file: io.IOBase, exclusive: bool) -> bool:
+    """Lock a file until it is closed → False: another process has it."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: no process is kept out
+        return True
+    return True
+
+
+def _is_at(file: io.FileIO, path: Path) -> bool:
+    """Whether a path leads to an open file. A lock belongs to the file; another process may have removed its name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def append(file: io.FileIO, line: bytes) -> None:

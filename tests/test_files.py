@@ -1,4 +1,4 @@
-"""Files that are replaced: whole, or as they were."""
+"""Files that are replaced: whole, or as they were. Files that are held: by one process at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from minithink.files import replace
+from minithink.errors import MinithinkError
+from minithink.files import append, hold, is_held, remove_held, replace
+from tests.locks import before_the_lock
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,3 +57,48 @@ def test_what_is_no_file_is_written_to_and_stays(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="No space left"):
             replace(Path("/dev/full"), "x")
         assert Path("/dev/full").is_char_device()
+
+
+def test_a_held_file_is_refused_to_others_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "x"
+    assert not is_held(path), "there is none"
+    with hold(path) as file:
+        append(file, b"one\n")
+        assert is_held(path)
+        with pytest.raises(MinithinkError, match=rf"^Another process is writing to {path.parent}: wait"):
+            hold(path)
+        append(file, b"two\n")
+    assert path.read_bytes() == b"one\ntwo\n"
+    assert not is_held(path)
+    with hold(path) as file:
+        append(file, b"three\n")
+    assert path.read_bytes() == b"one\ntwo\nthree\n"
+
+
+def test_a_file_that_goes_before_it_is_held_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last holder removes it between another process's open and its lock: that locks a file without a name."""
+    path = tmp_path / "x"
+    last = hold(path)
+    before_the_lock(monkeypatch, lambda: remove_held(last, path))
+    with hold(path) as file:
+        append(file, b"kept\n")
+        assert is_held(path)
+    assert path.read_bytes() == b"kept\n"
+
+
+def test_a_file_goes_before_its_holder_lets_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it went afterwards, another process could hold it by then."""
+    path = tmp_path / "x"
+    file = hold(path)
+    unlink = Path.unlink
+
+    def watched(self: Path, missing_ok: bool = False) -> None:
+        assert is_held(path)
+        unlink(self, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", watched)
+    remove_held(file, path)
+    assert file.closed
+    assert not path.exists()

@@ -29,33 +29,43 @@ class Journal:
 
         Raises:
             UsageError: there are lines that are not to be resumed, or none that are, or they have other settings.
-            MinithinkError: a line is damaged, or the file cannot be written.
+            MinithinkError: another process writes here, a line is damaged, or the file cannot be written.
         """
         self.path, self.lines = path, list[dict[str, Any]]()
+        new = not path.exists()
         try:
-            data = path.read_bytes() if path.exists() else b""
-            whole = data[: data.rfind(b"\n") + 1]
-            found = [self._parsed(n, line) for n, line in enumerate(whole.splitlines(), 1)]
-            if found[1:] and not resume:
-                raise UsageError(
-                    f"{path} holds {len(found) - 1} lines of an unfinished calibration: add --resume to finish it, "
-                    "or delete the file."
-                )
-            if resume and not found:
-                raise UsageError(f"There is nothing to resume in {path}: drop --resume.")
-            if found and resume and (changed := differences(found[0], dict(settings))):
-                raise UsageError(
-                    f"{path} was begun with other settings (then and now: {changed}): give the same, or delete the "
-                    "file."
-                )
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab", buffering=0)
-            self._file.truncate(len(whole) if resume else 0)
-            if not resume:
-                self._write(dict(settings))
-            self.lines = found[1:] if resume else []
+            self._file = files.hold(path)
+            try:
+                self._open(dict(settings), resume)
+            except BaseException:
+                if new and not path.stat().st_size:
+                    files.remove_held(self._file, path)
+                self.close()
+                raise
         except OSError as error:
             raise unwritable("The journal", path, error, "--output") from None
+
+    def _open(self, settings: dict[str, Any], resume: bool) -> None:
+        """Learn what is there, refuse what does not go on, and cut off what is broken at the end."""
+        data = self.path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        found = [self._parsed(n, line) for n, line in enumerate(whole.splitlines(), 1)]
+        if found[1:] and not resume:
+            raise UsageError(
+                f"{self.path} holds {len(found) - 1} lines of an unfinished calibration: add --resume to finish it, "
+                "or delete the file."
+            )
+        if resume and not found:
+            raise UsageError(f"There is nothing to resume in {self.path}: drop --resume.")
+        if found and resume and (changed := differences(found[0], settings)):
+            raise UsageError(
+                f"{self.path} was begun with other settings (then and now: {changed}): give the same, or delete the "
+                "file."
+            )
+        self._file.truncate(len(whole) if resume else 0)
+        if not resume:
+            self._write(settings)
+        self.lines = found[1:] if resume else []
 
     def _parsed(self, number: int, line: bytes) -> dict[str, Any]:
         try:
@@ -82,8 +92,7 @@ class Journal:
 
     def remove(self) -> None:
         """The result is there."""
-        self.close()
-        self.path.unlink(missing_ok=True)
+        files.remove_held(self._file, self.path)
 
     def close(self) -> None:
         self._file.close()

@@ -23,11 +23,6 @@ from minithink import files
 from minithink.errors import MinithinkError, UsageError, reason
 from minithink.files import dumps, replace
 
-try:
-    import fcntl
-except ImportError:  # not on Windows, where nobody keeps two processes off one folder
-    fcntl = None  # type: ignore[assignment]
-
 CONFIG = "config.json"
 # Settings that change neither what is generated nor how it is graded: a resumed run may have others.
 MAY_DIFFER = {
@@ -267,33 +262,27 @@ class Journal:
         changing = {name: value for name, value in settings.items() if name in free}
         new = not self.path.exists()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file: FileIO = self.path.open("ab", buffering=0)  # appended: no write ever lands on another
+            self._file: FileIO = files.hold(self.path)
             try:
-                self._lock(alone=not rank)
+                if not rank:
+                    self._check_ranks()
                 before, runs = self._read(resume or bool(rank), fixed, free)
                 if not rank:
                     runs.append({**(about or {}), **changing, "sequences_before": len(self.records)})
                     replace(folder / CONFIG, dumps({"settings": before, "runs": runs}) + "\n")
             except BaseException:
+                if new and not self.path.stat().st_size:
+                    files.remove_held(self._file, self.path)
                 self.close()
-                if new:
-                    self.path.unlink(missing_ok=True)
                 raise
         except OSError as error:
             raise MinithinkError(f"{folder} cannot be written: {reason(error)}; give another folder.") from None
 
-    def _lock(self, alone: bool) -> None:
-        """Keep other processes out for as long as the file is open; the system lets go when the process dies."""
-        others = [path for path in _result_files(self.folder) if path != self.path] if alone else []
-        free = _locked(self._file, exclusive=True)
-        for path in others:
-            with path.open("rb") as file:
-                free = free and _locked(file, exclusive=False)
-        if not free:
-            raise MinithinkError(
-                f"Another process is writing to {self.folder}: wait until it ends, stop it, or give another folder."
-            )
+    def _check_ranks(self) -> None:
+        """Refuse a folder where ranks of another run write. Looked at when this process holds its own file: of two
+        runs that start at once, the later one to hold its file finds that of the other."""
+        if any(files.is_held(path) for path in _result_files(self.folder) if path != self.path):
+            raise files.in_use(self.folder)
 
     def _read(
         self, resume: bool, settings: dict[str, Any], free: set[str]
@@ -368,19 +357,6 @@ def _result_files(folder: Path) -> list[Path]:
     names = {path: re.fullmatch(r"results(?:-(\d+))?\.jsonl", path.name) for path in folder.glob("results*.jsonl")}
     found = [(int(match[1] or -1), path) for path, match in names.items() if match]
     return [path for _, path in sorted(found)]
-
-
-def _locked(file: Any, exclusive: bool) -> bool:
-    """Lock a file until it is closed → False: another process has it."""
-    if fcntl is None:
-        return True
-    try:
-        fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks: nobody is kept out
-        return True
-    return True
 
 
 def _read_config(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -11,6 +11,7 @@ import pytest
 
 from minithink.calibrate.journal import Journal
 from minithink.errors import MinithinkError, UsageError
+from tests.locks import before_the_lock, race
 
 SETTINGS: dict[str, Any] = {"seed": 0, "policy": "p", "theta": None}
 
@@ -94,3 +95,76 @@ def test_it_goes_when_the_result_is_there(tmp_path: Path) -> None:
     with Journal(tmp_path / "j.jsonl", SETTINGS, resume=False) as journal:
         journal.remove()
     assert not list(tmp_path.iterdir())
+
+
+def test_two_processes_do_not_write_to_one_journal(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    with Journal(path, SETTINGS, resume=False) as journal:
+        journal.append({"x": 1})
+        for resume in (False, True):
+            with pytest.raises(MinithinkError, match=rf"^Another process is writing to {tmp_path}: wait"):
+                Journal(path, SETTINGS, resume=resume)
+        journal.append({"x": 2})
+    with Journal(path, SETTINGS, resume=True) as journal:
+        assert journal.lines == [{"x": 1}, {"x": 2}]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_calibration_that_is_quicker_keeps_its_lines(
+    begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another calibration begins, or goes on, after this one has looked and before it holds the journal."""
+    path, quicker = tmp_path / "j.jsonl", list[Journal]()
+    if begun:
+        write(path)
+
+    def start() -> None:
+        quicker.append(Journal(path, SETTINGS, resume=begun))
+        quicker[0].append({"x": 1})
+
+    before_the_lock(monkeypatch, start)
+    with pytest.raises(MinithinkError, match="Another process is writing"):
+        Journal(path, SETTINGS, resume=False)
+    quicker[0].append({"x": 2})
+    quicker[0].close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [SETTINGS, {"x": 1}, {"x": 2}]
+
+
+def test_lines_are_read_when_the_journal_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process appends a last line and ends before this one holds the journal: the line is not cut off."""
+    path = tmp_path / "j.jsonl"
+    write(path, {"x": 1})
+    last = Journal(path, SETTINGS, resume=True)
+
+    def end() -> None:
+        last.append({"x": 2})
+        last.close()
+
+    before_the_lock(monkeypatch, end)
+    with Journal(path, SETTINGS, resume=True) as journal:
+        assert journal.lines == [{"x": 1}, {"x": 2}]
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_what_is_refused_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nothing to resume"):
+        Journal(tmp_path / "j.jsonl", SETTINGS, resume=True)
+    assert not list(tmp_path.iterdir())
+
+
+STARTED = """
+from minithink.calibrate.journal import Journal
+
+def start(path):
+    journal = Journal(path / "j.jsonl", {}, resume=False)
+    journal.append({"x": 1})
+    return journal
+"""
+
+
+def test_of_two_calibrations_that_start_at_once_one_is_refused(tmp_path: Path) -> None:
+    for i, said in enumerate(race(STARTED, tmp_path, rounds=150)):
+        refused, won = sorted(said)
+        assert won == "won", (i, said)
+        assert refused.startswith(f"MinithinkError: Another process is writing to {tmp_path / str(i)}: wait until"), i
+        assert (tmp_path / str(i) / "j.jsonl").read_text() == '{}\n{"x": 1}\n', i

@@ -152,6 +152,17 @@ def test_what_is_there_is_replaced_only_on_request(
     assert calibrate(model, problems, **quick | {"num_prompts": 3}, replace=True) != first
 
 
+def test_a_calibration_beside_another_is_refused_in_one_sentence(
+    model: Path, problems: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    with Journal(tmp_path / "thoughts.jsonl", {}, resume=False):
+        for more in ({}, {"resume": True}):
+            assert main(options(model, problems, output=tmp_path, **more)) == 1
+            [said] = capsys.readouterr().err.splitlines()
+            assert f"Another process is writing to {tmp_path}: wait until it ends" in said
+    assert (tmp_path / "thoughts.jsonl").read_text() == "{}\n"
+
+
 def test_two_types_have_a_file_of_their_own(model: Path, problems: Path, tmp_path: Path) -> None:
     values = calibrate(model, problems, output=tmp_path, thoughts=2, num_prompts=2, compare=1)
     assert len(values["thresholds"]) == 1

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minithink import files
 from minithink.errors import MinithinkError, UsageError
-from minithink.evaluate import journal as module
 from minithink.evaluate.journal import MAY_DIFFER, Journal, Key, Record, differences, join, read, text_hash
 from tests.evaluate.draw import record, records, runs
+from tests.locks import before_the_lock, race
 
 SETTINGS = {"model": "m", "policies": ["full"], "seed": 0, "batch_size": 4, "device": "cpu"}
 
@@ -232,14 +233,64 @@ def test_two_processes_do_not_write_to_one_folder(tmp_path: Path) -> None:
     Journal(tmp_path, {"model": "m"}, resume=True).close()
 
 
+def test_a_run_that_is_quicker_keeps_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run starts in the same new folder after this one has looked, and before it holds the results."""
+    quicker = list[Journal]()
+
+    def start() -> None:
+        quicker.append(Journal(tmp_path, SETTINGS))
+        quicker[0].append(record())
+
+    before_the_lock(monkeypatch, start)
+    with pytest.raises(MinithinkError, match=rf"^Another process is writing to {tmp_path}: wait until it ends"):
+        Journal(tmp_path, SETTINGS)
+    quicker[0].append(record(sample=1))
+    quicker[0].close()
+    assert [r.sample for r in read(tmp_path).records] == [0, 1]
+
+
+@pytest.mark.parametrize("ranks", [(None, 0), (0, None)])
+def test_one_process_and_several_do_not_start_at_once(
+    ranks: tuple[int | None, int | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They write to different files: each looks for the other when it holds its own."""
+    quicker = list[Journal]()
+    before_the_lock(monkeypatch, lambda: quicker.append(Journal(tmp_path, SETTINGS, rank=ranks[0])))
+    with pytest.raises(MinithinkError, match="Another process is writing"):
+        Journal(tmp_path, SETTINGS, rank=ranks[1])
+    quicker[0].append(record())
+    quicker[0].close()
+    assert len(read(tmp_path).records) == 1
+    assert len(list(tmp_path.glob("results*.jsonl"))) == 1, "what was refused leaves nothing"
+
+
+STARTED = f"""
+import json
+from minithink.evaluate.journal import Journal, Record
+
+def start(path):
+    journal = Journal(path, {{"model": "m"}})
+    journal.append(Record(**json.loads({record().to_json()!r})))
+    return journal
+"""
+
+
+def test_of_two_runs_that_start_at_once_one_is_refused(tmp_path: Path) -> None:
+    for i, said in enumerate(race(STARTED, tmp_path, rounds=150)):
+        refused, won = sorted(said)
+        assert won == "won", (i, said)
+        assert refused.startswith(f"MinithinkError: Another process is writing to {tmp_path / str(i)}: wait until"), i
+        assert read(tmp_path / str(i)).records == [record()], i
+
+
 def test_without_locks_nobody_is_kept_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: object) -> None:
         raise OSError("no locks here")
 
     with Journal(tmp_path, SETTINGS):
-        monkeypatch.setattr(module.fcntl, "flock", none)
+        monkeypatch.setattr(files.fcntl, "flock", none)
         Journal(tmp_path, SETTINGS).close()
-        monkeypatch.setattr(module, "fcntl", None)
+        monkeypatch.setattr(files, "fcntl", None)
         Journal(tmp_path, SETTINGS).close()
 
 

@@ -312,6 +312,19 @@ def test_order_and_interruption_change_nothing(
     assert (tmp_path / "results.jsonl").read_text() == lines
 
 
+def test_a_run_beside_another_is_refused_in_one_sentence(
+    model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs"
+    with Journal(folder, {}):
+        before = {path: path.read_bytes() for path in folder.iterdir()}
+        for more in ({}, {"resume": True}):
+            assert main(options(model, problems, folder, **more)) == 1
+            [said] = capsys.readouterr().err.splitlines()
+            assert f"Another process is writing to {folder}: wait until it ends" in said
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
 def test_the_longest_go_first(model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what the full cache generated or, for the full cache itself, by their prompts."""
     orders = []
