@@ -575,10 +575,10 @@ def running(b: int, t: int, split: int, fit: int) -> int:
 code = """
 import itertools, json, re, subprocess, tempfile
 from pathlib import Path
-import triton
+from triton.backends.nvidia.compiler import get_ptxas
 from minithink.bench.compile import compiled
 from minithink.bench.steps import variants
-ptxas = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "ptxas"
+ptxas = get_ptxas(90).path  # Triton brings several; this one compiles for sm_90
 for variant in itertools.islice(variants(), 9):
     made = compiled(variant, 90)
     ptx = made.asm["ptx"]
