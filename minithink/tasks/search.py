@@ -43,7 +43,7 @@ WORDING = ("Repeat little.", "Repeat some.", "Repeat much.")  # by redundancy
 RESTATED = ((), (5,), (3, 5, 7))  # by redundancy: the trials at which the current lock is stated again
 RECAP = (0.0, 0.5, 1.0)  # by redundancy: probability that numbers found so far are listed after a new one
 MISREAD = 0.03  # share of searches that begin with a misread lock
-MEMORY, EXCITEMENT, CEILING = 6, 0.05, 0.6  # paragraphs; what each doubt among them adds; the largest inclination
+MEMORY, EXCITEMENT, CEILING = 6, 0.05, 0.45  # paragraphs; what each doubt among them adds; the largest inclination
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,9 @@ def draw_problem(rng: random.Random, size: int) -> SearchProblem:
     unused = list(range(max(0, size - 3)))  # locks that are not asked for have to be needed by a later one
     operands: list[list[int | str]] = [[] for _ in range(size)]
     for i in reversed(range(size)):
-        for _ in range(rng.choice((0, 1, 1, 2)) if i else 0):
+        for _ in range(rng.choice((0, 1, 2, 2)) if i else 0):
             earlier = [j for j in unused if j < i]
-            j = earlier[-1] if earlier and rng.random() < 0.6 else rng.randrange(i)
+            j = rng.choice(earlier) if earlier and rng.random() < 0.6 else rng.randrange(i)
             if names[j] not in operands[i]:
                 operands[i].append(names[j])
                 unused = [k for k in unused if k != j]
@@ -133,15 +133,15 @@ def draw_problem(rng: random.Random, size: int) -> SearchProblem:
     locks = []
     extra = rng.randint(0, 2)
     for name, used in zip(names, [*operands, *([[]] * extra)], strict=False):
-        constant = rng.randint(2, LARGEST_FACTOR)
-        factor: int | str = constant
-        added: int | str = rng.randint(1, LARGEST - HIGH * constant)
+        factor: int | str = rng.randint(2, LARGEST_FACTOR)
         if len(used) == 2 or (used and rng.random() < 0.6):
             factor = used[0]
+        c = values[factor] if isinstance(factor, str) else factor
+        added: int | str = rng.randint(1, LARGEST - HIGH * c)
         if len(used) == 2 or (used and factor != used[0]):
             added = used[-1]
-        number = [values[x] if isinstance(x, str) else x for x in (factor, added)]
-        locks.append(Lock(name, factor, added, values[name] * number[0] + number[1]))
+        d = values[added] if isinstance(added, str) else added
+        locks.append(Lock(name, factor, added, values[name] * c + d))
     targets = rng.sample(names[max(0, size - 3) : size], min(3, size))
     rng.shuffle(locks)
     return SearchProblem(tuple(locks), tuple(targets), rng.randrange(len(WORDING)))
@@ -167,11 +167,11 @@ MOODS = (
     Mood(("Okay, this should be quick.", "Right, straight to it."), "Quick now.", "Try", 0.02, 0.03),
     Mood(
         ("Okay, let me work through this step by step.", "Let me think about this step by step."),
-        "Step by step.", "Now try", 0.1, 0.02,
+        "Step by step.", "Now try", 0.12, 0.02,
     ),
     Mood(
         ("Okay, I want to be careful here and check my work as I go.", "Let me be careful, it is easy to slip here."),
-        "Carefully now.", "Carefully try", 0.3, 0.015,
+        "Carefully now.", "Carefully try", 0.2, 0.015,
     ),
 )  # fmt: skip
 
@@ -389,4 +389,4 @@ class _Trace(Writer):
         return True
 
     # Probabilities; the last kind fits everywhere.
-    KINDS = ((0.3, recheck), (0.15, retry), (0.15, remind), (0.1, turn), (0.1, review), (math.inf, reread))
+    KINDS = ((0.35, recheck), (0.15, retry), (0.15, remind), (0.1, turn), (0.05, review), (math.inf, reread))
