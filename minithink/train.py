@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +52,7 @@ from minithink.weights import checkpoint_hash, load_decoder, save_checkpoint
 CONTEXT = 8192  # positions that the exported model may use
 # Of FlexAttention's forward kernel. The tiles of 128 × 128 that torch 2.11 takes on Hopper spill registers: 50 ms a
 # layer instead of a few.
-TILES = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3}
+TILES: Any = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3}
 
 
 def model_config(vocab_size: int, layers: int = 8, width: int = 256, context: int = CONTEXT) -> ModelConfig:

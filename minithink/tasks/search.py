@@ -171,7 +171,7 @@ MOODS = (
     ),
     Mood(
         ("Okay, I want to be careful here and check my work as I go.", "Let me be careful, it is easy to slip here."),
-        "Carefully now.", "Carefully try", 0.2, 0.015,
+        "Carefully now.", "Carefully try", 0.24, 0.015,
     ),
 )  # fmt: skip
 
