@@ -114,7 +114,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": "<|end|>"}
     _write_json(folder / "tokenizer.json", train_tokenizer(vocab_size))
-    _write_json(folder / "tokenizer_config.json", {**config, "model_max_length": 4096})
+    _write_json(folder / "tokenizer_config.json", {**config, "model_max_length": 8192})
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
 
 
