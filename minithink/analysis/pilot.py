@@ -11,7 +11,8 @@ highest scores, in all a share of what the full cache generated for the same pro
     skipkv      sentences, and steered away from transitions (premises.py), with a vector from the full cache's runs
     answer      an oracle: attention from the answer of the full-cache run
     hindsight   an oracle: the largest attention that the full-cache run still pays to the token, in this head
-    oracle      an oracle: first what the text, by its rules, may still read (tasks/needs.py), then the position
+    oracle      an oracle: first what the text, by its rules, may still read (tasks/needs.py), then the rest of these
+                statements, then the position
 
 All runs draw the same noise, so a run writes the full cache's text until evictions change a choice. From there on,
 the positions of `answer` and `hindsight` are those of another text: their figures are lower bounds. `oracle` reads
@@ -24,6 +25,7 @@ import argparse
 import math
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -144,7 +146,8 @@ class Known(Sketch):
 
 
 class Oracle(Sketch):
-    """Knows from the text so far what a continuation may still read: those tokens go last, older ones first."""
+    """Knows from the text so far what a continuation may still read. Those tokens go last; before them go the other
+    tokens of their statements, for the model may find a value by its neighbours; before these, older tokens first."""
 
     def __init__(self, cache: Dense, prompts: Tensor, readers: Sequence[Reader], texts: Sequence[str]) -> None:
         """readers: of the rows' texts, behind their prompts; texts: of all tokens."""
@@ -161,7 +164,13 @@ class Oracle(Sketch):
         for row, tokens in enumerate(torch.stack(self.unread, 1).tolist()):
             for token in tokens:
                 self.readers[row].add(self.texts[token])
-            live[row, list(self.readers[row].live())] = 1.0
+            reader = self.readers[row]
+            found = sorted(reader.live())
+            for statement in reader.reading.statements:
+                inside = bisect_left(found, statement.start), bisect_left(found, statement.end)
+                if inside[0] < inside[1]:
+                    live[row, statement.start : statement.end] = 1.0
+            live[row, found] = 2.0
         self.unread = []
         score = c.column[: c.end] + c.end * live.to(c.column.device)  # [rows, end]
         return score[None, :, None].expand(c.mass[..., : c.end].shape)

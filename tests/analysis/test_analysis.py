@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minithink.analysis import __main__, dense, pilot, premises
-from minithink.analysis.dense import EVERY, Dense, decode, evict, watch
+from minithink.analysis.dense import EVERY, RECENT, Dense, decode, evict, watch
 from minithink.engine import TINY, load
 from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION
 from minithink.tasks import Problem, facts, ledger, search
@@ -110,7 +110,8 @@ def test_every_sketch_runs_and_holds_its_budget(model, prompts, name):
 
 @pytest.mark.parametrize("family", [facts, ledger, search])
 def test_the_oracle_keeps_what_the_text_may_still_read(family):
-    """On a tiny budget, for two texts at once: at every eviction, the live tokens and then the newest are held."""
+    """On a tiny budget, for two texts at once: what is held after every eviction are the newest tokens, the live ones,
+    then those of their statements, then the next newest."""
     model = load("tiny", device="cpu")
     rng = random.Random(4)
     problems = [family.draw_problem(rng, size) for size in (6, 8)]
@@ -122,6 +123,7 @@ def test_the_oracle_keeps_what_the_text_may_still_read(family):
     sketch = pilot.Oracle(cache, lengths, *pilot.read_along(model, [p.question for p in problems], prompts))
     budget = torch.tensor([100, 120])
     aside = 0  # live tokens that no window would hold
+    there = [set(range(len(prompt), len(prompt) + steps)) for prompt in prompts]  # not evicted yet
     for step in range(steps):
         cache.begin((lengths + step)[:, None], int(lengths.max()) + step + 1)
         sketch.observe(step, torch.tensor([t[step] for t in texts]))
@@ -137,11 +139,14 @@ def test_the_oracle_keeps_what_the_text_may_still_read(family):
             assert (held == held[0, 0]).all()
             held = set((held[0, 0].nonzero().flatten() + start).tolist())
             live = {place for place in read.live() if place >= start}
-            assert len(held) == min(int(budget[row]), step + 1)
-            assert live <= held
-            newest = set(range(max(start, end - int(budget[row]) + len(live)), end))
-            assert newest <= held
-            aside += len(live - newest)
+            spans = [set(range(s.start, s.end)) for s in read.reading.statements]
+            near = set().union(*(span for span in spans if span & live))
+            recent = end - min(int(budget[row]) // 2, RECENT)
+            candidates = [i for i in range(start, end) if i in there[row]]
+            order = sorted(candidates, key=lambda i: (i >= recent, i in live, i in near, i), reverse=True)
+            assert held == set(order[: int(budget[row])])
+            there[row] -= set(candidates) - held
+            aside += len({i for i in live & held if i < end - int(budget[row])})
     assert aside > 0
 
 
