@@ -110,7 +110,7 @@ def test_every_sketch_runs_and_holds_its_budget(model, prompts, name):
 
 @pytest.mark.parametrize("family", [facts, ledger, search])
 def test_the_oracle_keeps_what_the_text_may_still_read(family):
-    """On a tiny budget, for two texts at once: what is held after every eviction are the newest tokens, the live ones,
+    """On a tiny budget, for two texts at once: after every eviction the newest tokens are held, then the live ones,
     then those of their statements, then the next newest."""
     model = load("tiny", device="cpu")
     rng = random.Random(4)
