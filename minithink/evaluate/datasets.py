@@ -12,20 +12,21 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from minithink.errors import MinithinkError, UsageError, reason
 from minithink.evaluate.grading import GRADERS, check, grade
 from minithink.hub import download
-from minithink.tasks import boxed, families, load_problems
+from minithink.tasks import boxed, families, load_problems, search
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 CHOOSE = "The answer is one letter: A, B, C or D."
 QUESTION = ("question", "problem", "prompt")  # the names of fields, in the order in which they are looked for
 ANSWER = ("answer", "expected_answer", "final_answer", "target", "solution")
 FORMATS = (".jsonl", ".csv", ".json", ".parquet")
+LEVELS = {f"{search.FAMILY}:{level}": level for level in range(len(search.WORDING))}  # search in one redundancy
 SHARD = re.compile(r"-\d{5}-of-\d{5}")
 
 
@@ -47,7 +48,8 @@ def load_dataset(
 
     `name` is one of
 
-    - an embedded family: `facts` or `ledger`. Splits: validation, test.
+    - an embedded family: `facts`, `ledger` or `search`. Splits: validation, test. `search:0`, `search:1` and `search:2`
+      are the problems of `search`, all of them asking for this redundancy (0: little is repeated).
     - a ready entry of ENTRIES, in upper or lower case: `MATH-500`. Split: test; GSM8K has train, too.
     - a file: `problems.jsonl`, `.csv`, `.json` (a list) or `.parquet`. It has no splits. Of each row, the question is
       the first field there is of QUESTION, the answer the first of ANSWER (of a `solution` with a \boxed{}, what the
@@ -73,9 +75,11 @@ def load_dataset(
     check_name(name)
     if (entry := _entry(name)) is not None:
         examples = _from_entry(entry, split)
-    elif name in families():
-        problems = load_problems(split or "test", name)
+    elif (family := name.partition(":")[0]) in families():
+        problems = load_problems(split or "test", family)
         examples = [Example(p.id, p.question, p.answer, "exact", p.length_bin) for p in problems]
+        if name in LEVELS:
+            examples = [replace(e, question=search.reworded(e.question, LEVELS[name])) for e in examples]
     elif name.startswith("hub:"):
         examples = _from_hub(name, split or "test", grader)
     else:
@@ -88,10 +92,10 @@ def load_dataset(
 
 def check_name(name: str) -> None:
     """UsageError: nothing that is called so could be a dataset."""
-    if _entry(name) or name in families() or name.startswith("hub:") or is_file(name):
+    if _entry(name) or name in (*families(), *LEVELS) or name.startswith("hub:") or is_file(name):
         return
     raise UsageError(
-        f"There is no dataset {name!r}; there are {', '.join([*families(), *ENTRIES])}, files "
+        f"There is no dataset {name!r}; there are {', '.join([*families(), *LEVELS, *ENTRIES])}, files "
         f"({', '.join('*' + suffix for suffix in FORMATS)}) and hub:owner/name."
     )
 

@@ -89,8 +89,8 @@ def add_drawing_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -
     """Those that say what is generated with the full cache."""
     add = parser.add_argument
     add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
-    add("--dataset", default="facts", help="facts or ledger, which are embedded, MATH-500, AIME24, …, a .jsonl, "
-        ".csv, .json or .parquet file, or hub:owner/name (default: facts)")  # fmt: skip
+    add("--dataset", default="facts", help="facts, ledger or search, which are embedded, MATH-500, AIME24, …, a "
+        ".jsonl, .csv, .json or .parquet file, or hub:owner/name (default: facts)")  # fmt: skip
     add("--split", help=split)
     add("--num-samples", type=positive, default=1, metavar="N", help="sequences for each problem (default: 1)")
     add("--temperature", type=float, help="0 is greedy (this and the next default to the model's own)")

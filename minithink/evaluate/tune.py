@@ -15,12 +15,12 @@ from typing import Any
 from minithink.commands import INTERRUPTED
 from minithink.errors import UsageError, unwritable
 from minithink.evaluate import runner, summary
-from minithink.evaluate.datasets import check_name, is_file, load_dataset
+from minithink.evaluate.datasets import LEVELS, check_name, is_file, load_dataset
 from minithink.evaluate.plan import budgets
 from minithink.evaluate.ranks import Ranks
 from minithink.evaluate.summary import Row
 from minithink.files import dumps, replace, rounded
-from minithink.tasks import families, load_problems
+from minithink.tasks import families, load_problems, search
 
 SPLITS = ("validation", "train")  # on which one may choose
 HELP = (
@@ -91,7 +91,7 @@ def allowed(dataset: str, split: str | None, limit: int | None = None) -> str | 
         UsageError: it is one on which figures are reported, or holds problems of such a one.
     """
     check_name(dataset)
-    if dataset in families():
+    if dataset in (*families(), *LEVELS):
         split = split or "validation"
     if split is None and not is_file(dataset):
         raise UsageError(
@@ -108,8 +108,9 @@ def allowed(dataset: str, split: str | None, limit: int | None = None) -> str | 
 
 
 def _words(question: str) -> str:
-    """The same for texts that differ in spaces and lines only."""
-    return " ".join(question.split())
+    """The same for texts that differ in spaces and lines only, or in the redundancy that they ask for."""
+    words = " ".join(question.split())
+    return search.reworded(words, 0) if words.endswith(search.WORDING) else words
 
 
 def ranking(rows: Sequence[Row], points: dict[str, Any]) -> list[Row]:

@@ -113,6 +113,14 @@ class SearchProblem:
         return replace(self, redundancy=redundancy)
 
 
+def reworded(question: str, redundancy: int) -> str:
+    """The same question, asking for another redundancy. ValueError: it is no question of this family."""
+    for words in WORDING:
+        if question.endswith(words):
+            return question.removesuffix(words) + WORDING[redundancy]
+    raise ValueError(f"{question!r} does not say how much to repeat.")
+
+
 def draw_problem(rng: random.Random, size: int) -> SearchProblem:
     """A problem of `size` locks, the last three of which are asked for, and up to two that nothing needs."""
     names = rng.sample(NAMES, size + 2)

@@ -22,7 +22,7 @@ from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate import datasets
 from minithink.evaluate.datasets import CHOOSE, ENTRIES, INSTRUCTION, Example, load_dataset
 from minithink.evaluate.grading import GRADERS
-from minithink.tasks import BINS, SPLITS, families, load_problems
+from minithink.tasks import BINS, SPLITS, families, load_problems, search
 from tests.hub_server import HubServer
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +73,22 @@ def test_the_embedded_families(family):
     assert load_dataset("facts") == load_dataset("facts", "test")
     assert load_dataset("facts", limit=3) == load_dataset("facts")[:3]
     refused("facts", "train", "validation and test", split="train", error=UsageError)
+
+
+def test_search_in_one_redundancy():
+    """The same problems under the same ids; the question's last sentence is that of the redundancy."""
+    own = load_dataset("search", "validation")
+    for level, words in enumerate(search.WORDING):
+        asked = load_dataset(f"search:{level}", "validation")
+        assert [(e.id, e.answer, e.group) for e in asked] == [(e.id, e.answer, e.group) for e in own]
+        assert all(e.question.endswith(f". {words}") for e in asked)
+        same = [a.question == b.question for a, b in zip(asked, own, strict=True)]
+        assert 0.2 < sum(same) / len(same) < 0.5
+        assert {e.question.removesuffix(words) for e in asked} == {
+            next(e.question.removesuffix(w) for w in search.WORDING if e.question.endswith(w)) for e in own
+        }
+    refused("search:3", "search:2", error=UsageError)
+    refused("facts:1", "facts", error=UsageError)
 
 
 # --- files

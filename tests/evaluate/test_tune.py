@@ -15,7 +15,7 @@ from minithink.evaluate.__main__ import main
 from minithink.evaluate.grading import Graded
 from minithink.evaluate.summary import summarize
 from minithink.evaluate.tune import allowed, grid, ranking, write
-from minithink.tasks import load_problems
+from minithink.tasks import load_problems, search
 from tests.evaluate.draw import record
 from tests.evaluate.run import options
 
@@ -64,6 +64,7 @@ def test_no_test_split(dataset: str, split: str | None, said: str) -> None:
 
 def test_no_test_problems_under_another_name(tmp_path: Path) -> None:
     assert allowed("facts", None) == "validation"
+    assert allowed("search:2", None) == "validation"
     path = tmp_path / "mine.jsonl"
     for split in ("validation", "test"):
         problems = [load_problems("validation")[0], load_problems(split)[1]]
@@ -75,6 +76,10 @@ def test_no_test_problems_under_another_name(tmp_path: Path) -> None:
             with pytest.raises(UsageError, match=r"holds 1 problems of an embedded test split"):
                 allowed(str(path), None)
             assert allowed(str(path), None, limit=1) is None
+    asked = search.reworded(load_problems("test", "search")[0].question, 1)
+    path.write_text(json.dumps({"question": asked, "answer": "1"}) + "\n")
+    with pytest.raises(UsageError, match=r"holds 1 problems of an embedded test split"):
+        allowed(str(path), None)
 
 
 def test_a_table_is_written(
