@@ -48,8 +48,8 @@ def load_dataset(
 
     `name` is one of
 
-    - an embedded family: `facts`, `ledger` or `search`. Splits: validation, test. `search:0`, `search:1` and `search:2`
-      are the problems of `search`, all of them asking for this redundancy (0: little is repeated).
+    - an embedded family: `facts`, `ledger` or `search`. Splits: validation, test. `search:0`, `search:1` and
+      `search:2` are the problems of `search`, all of them asking for this redundancy (0: little is repeated).
     - a ready entry of ENTRIES, in upper or lower case: `MATH-500`. Split: test; GSM8K has train, too.
     - a file: `problems.jsonl`, `.csv`, `.json` (a list) or `.parquet`. It has no splits. Of each row, the question is
       the first field there is of QUESTION, the answer the first of ANSWER (of a `solution` with a \boxed{}, what the
