@@ -19,7 +19,7 @@ lock was misread: all its attempts are then dead at once, the lock is read again
 was read or calculated wrongly can be noticed, as in the texts of large models.
 
 How much a trace doubts is an inclination that feeds on itself. It has a base, which the trace's mood sets (brisk,
-steady, careful: said in words, and drawn anew now and then), and it grows with every doubt among the last few
+steady, careful: said in words, and drawn anew now and then), and it grows with every doubt in the last two
 paragraphs. A doubt may follow every paragraph and is equally likely whatever that paragraph said, and all doubts open
 with "Wait", so that nothing but the inclination decides between a doubt and the next step.
 
@@ -43,7 +43,7 @@ WORDING = ("Repeat little.", "Repeat some.", "Repeat much.")  # by redundancy
 RESTATED = ((), (5,), (3, 5, 7))  # by redundancy: the trials at which the current lock is stated again
 RECAP = (0.0, 0.5, 1.0)  # by redundancy: probability that numbers found so far are listed after a new one
 MISREAD = 0.03  # share of searches that begin with a misread lock
-MEMORY, EXCITEMENT, CEILING = 6, 0.05, 0.45  # paragraphs; what each doubt among them adds; the largest inclination
+MEMORY, EXCITEMENT, CEILING = 2, 0.25, 0.6  # paragraphs; what each doubt among them adds; the largest inclination
 
 
 @dataclass(frozen=True)
@@ -175,11 +175,11 @@ MOODS = (
     Mood(("Okay, this should be quick.", "Right, straight to it."), "Quick now.", "Try", 0.02, 0.03),
     Mood(
         ("Okay, let me work through this step by step.", "Let me think about this step by step."),
-        "Step by step.", "Now try", 0.12, 0.02,
+        "Step by step.", "Now try", 0.08, 0.02,
     ),
     Mood(
         ("Okay, I want to be careful here and check my work as I go.", "Let me be careful, it is easy to slip here."),
-        "Carefully now.", "Carefully try", 0.24, 0.015,
+        "Carefully now.", "Carefully try", 0.18, 0.015,
     ),
 )  # fmt: skip
 
