@@ -26,52 +26,12 @@ read (`live`); `read` reads a whole text.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
-from minithink.tasks.search import MOODS
-from minithink.tasks.writing import MANNERS
+from minithink.tasks.needs_reader import Key, Need, Reader, Reading, Statement
+from minithink.tasks.needs_rules import FACTS, LEDGER, NAME, OPERAND, PAIR, SEARCH, STEP, N
 
-Key = tuple[str, ...]
-ENDS = ("</think>", "<|end|>")  # tokens that end a line
-
-
-class Statement(NamedTuple):
-    """Tokens `start` to `end` (exclusive), counted from the beginning of the prompt, and the kind of line."""
-
-    start: int
-    end: int
-    kind: str  # the name of the rule that read it
-
-
-class Need(NamedTuple):
-    """A content that a statement reads, and the tokens any one of which would do."""
-
-    statement: int
-    key: Key
-    places: tuple[int, ...]
-
-
-@dataclass
-class Reading:
-    """What is known of a text so far."""
-
-    statements: list[Statement] = field(default_factory=list)
-    needs: list[Need] = field(default_factory=list)
-    skipped: list[Statement] = field(default_factory=list)  # lines that no rule reads
-    unknown: int = 0  # needs of a content that the text has nowhere: no eviction can be blamed
-
-    @property
-    def parsed(self) -> float:
-        """Share of the complete lines that a rule read."""
-        return len(self.statements) / max(1, len(self.statements) + len(self.skipped))
-
-    @property
-    def parsed_tokens(self) -> float:
-        """Share of their tokens."""
-        read, skipped = (sum(s.end - s.start for s in lines) for lines in (self.statements, self.skipped))
-        return read / max(1, read + skipped)
+__all__ = ["Key", "Need", "Reader", "Reading", "Statement", "read", "reader"]
 
 
 def read(question: str, pieces: Sequence[str], prompt_pieces: int) -> Reading:
@@ -96,83 +56,10 @@ def reader(question: str, prompt: Sequence[str]) -> Reader:
     return families.get(question.partition(" ")[0], Reader)(question, prompt)
 
 
-# --- The rules: every line of a family, as one pattern, read by the method of the same name.
+# --- What the lines of the families need.
 
-N, V = "[a-z]{3}", r"[a-z]{3}@\d+"  # a name; a balance
-OPERAND = rf"(?:{N}|\d+)"
-EXPRESSION, NUMBERS = rf"{OPERAND} [-+*] {OPERAND}", r"\d+ [-+*] \d+"
-LOCK = rf"{N} \* {OPERAND} \+ {OPERAND} = \d+"
-GOAL = rf"{N} with {LOCK}, from \d+ (?:up|down)"
-PRODUCT, SUM = r"\d+ \* \d+ = \d+", r"\d+ \+ \d+ = \d+"
-DERIVED = rf"{N} = {EXPRESSION} = {NUMBERS} = \d+"
-STEP = rf"(?:{N} = {OPERAND}(?: [-+*] {OPERAND})?|move \d+ from {N} to {N})"
-BALANCES = rf"{V} = \d+(?: and {V} = \d+)?"
-BALANCE = rf"{BALANCES}(?:, {NUMBERS} = \d+)?, so {V} = \d+"
-NTH, BACK, HERE = "(?:First|Next|Last),", "(?:Back to|Now back to|That leaves me at)", "(?:Here|And here|Well,)"
-LED = "(?:" + "|".join(re.escape(word) for manner in MANNERS for word in manner.compute) + "|Then|And)"
-DOUBT = r"(?:Wait, was {0} right\?|Alternatively, look at {0} once more\.)"
-SLIP = r"Wait, (?:that is wrong|no, I made a slip)\."
-SPOKEN = "|".join(re.escape(line) for line in (
-    *dict.fromkeys(line for manner in (*MANNERS, *MOODS) for line in manner.opening),
-    "That is all I need.", "Now I can answer.", "That settles it.",
-    "Wait, let me check that again.", "Wait, let me go over this again.",
-    "Before I answer, let me look over it all again.",
-))  # fmt: skip
-
-
-def _rules(valued: str, **lines: str) -> dict[str, re.Pattern[str]]:
-    """The rules of a family. valued: what has a value in its text, a name or a balance."""
-    found = rf"{valued} = \d+(?:, {valued} = \d+)*(?: and {valued} = \d+)?"
-    lines |= {
-        "results": rf"So the results are {found}\.",
-        "answer": rf"I find {found}, so the answer is \\boxed\{{[\d, ]*\}}\.",
-        "spoken": SPOKEN,
-    }
-    return {kind: re.compile(pattern) for kind, pattern in lines.items()}
-
-
-SEARCH = _rules(
-    N,
-    trial=rf"(?:Try|Now try|Carefully try) \d+: (?:{PRODUCT}, no, )?{PRODUCT}, {SUM}, (?:yes|no)\.",
-    plan=rf"(?:{NTH} {N}\.|{BACK} {N}\.|Here) {LOCK}(?:, I have {N} = \d+)*(?:, so I need {N}(?: and {N})? first)?\.",
-    want=rf"I want {GOAL}\. (?:Quick now|Step by step|Carefully now)\.",
-    turn=rf"Wait, this takes too long\. I want {GOAL}\.",
-    none=rf"None fits\. Let me look at it again\. {LOCK}(?:, I have {N} = \d+)*\.",
-    still=rf"(?:Still|Wait, what do I want\?) {GOAL}\.",
-    found=rf"So {N} = \d+\.",
-    recap=rf"I know {N} = \d+(?:, {N} = \d+)*(?: and {N} = \d+)?\.",
-    already=rf"{NTH} {N}\. I already have {N} = \d+\.",
-    retry=rf"Wait, let me check \d+ again\. {PRODUCT}, {SUM}, (?:not|that is) \d+\.",
-    check=rf"Wait, was {N} right\? {LOCK}, {PRODUCT}, {SUM}\. Yes, {N} = \d+\."
-    rf"|Wait, let me look over what I have\.(?: {LOCK}, {PRODUCT}, {SUM}, fine\.)+",
-    reread=rf"Wait, let me look at that again\. {LOCK}(?:; {LOCK})?\. I have that\.",
-)
-FACTS = _rules(
-    N,
-    plan=rf"(?:{NTH} {N}\.|{BACK} {N}\.|{HERE}) {N} = {EXPRESSION}(?:, I have {N} = \d+|, {N} = \d+ is given)*"
-    rf"(?:, so I need {N}(?: and {N})?(?: first)?)?\.",
-    already=rf"{NTH} {N}\. (?:I already have {N} = \d+|{N} = \d+ is given)\.",
-    compute=rf"{LED} {DERIVED}\.",
-    check=rf"Again {DERIVED}, (?:that matches|fine)\.|{DOUBT.format(N)} Again {DERIVED}\. Yes, {N} = \d+ stands\.",
-    backwards=rf"Alternatively, work backwards: {EXPRESSION} = {NUMBERS} = \d+, and {N} = \d+\. Good, that agrees\.",
-    correct=rf"{SLIP} {NUMBERS} = \d+, not \d+\. So {N} = \d+\.",
-    reread=rf"Wait, let me look at {N} again: {N} = {EXPRESSION}\. Yes, I have that\.",
-)
-LEDGER = _rules(
-    V,
-    plan=rf"(?:{NTH}|{HERE}) step \d+: {STEP}\. I need {V}(?: and {V})? to find {V}(?: and {V})?\.",
-    compute=rf"{LED} {BALANCE}\.",
-    check=rf"Again {BALANCE}, (?:that matches|fine)\.|{DOUBT.format(V)} Again {BALANCE}\. Yes, {V} = \d+ stands\.",
-    backwards=rf"Alternatively, work backwards: {BALANCES}, {NUMBERS} = \d+, and {V} = \d+\. Good, that agrees\.",
-    correct=rf"{SLIP} {NUMBERS} = \d+, not \d+\. So {V} = \d+\.",
-    newest=rf"Again {N} is {V} = \d+, fine\.",
-    reread=rf"Wait, let me look at step \d+ again: {STEP}\. Yes, I have that\.",
-)
-
-# The same with groups, to be looked for in a line that a rule has accepted.
-_NAME = re.compile(rf"\b(?!and\b){N}\b")
+# The rules' parts with groups, to be looked for in a line that a rule has accepted.
 _VERSION = re.compile(rf"({N})@(\d+)")
-_PAIR = re.compile(rf"({N}(?:@\d+)?) = (\d+)")
 _LOCK = re.compile(rf"({N}) \* ({OPERAND}) \+ ({OPERAND}) = (\d+)")
 _WHY = re.compile(rf"{_LOCK.pattern}, (\d+) \* (\d+) = \d+, \d+ \+ (\d+) = \d+")
 _SIDE = re.compile(r"from (\d+) (up|down)")
@@ -185,169 +72,6 @@ _STEP, _WORD = re.compile(rf"(\d+): ({STEP})"), re.compile(rf"\b{N}\b|\d+|[-+*]"
 _LAST_PAIR = re.compile(rf".*\b({N}(?:@\d+)?) = (\d+)", re.DOTALL)
 PARTS = ("factor", "added", "result")  # of a lock
 SEARCHING = ("goal", "trial", "before", "side", "from", *PARTS)  # what is over with the search of a name
-
-
-class Memory(NamedTuple):
-    """A content, as it is written, and the tokens that carry it, the newest last."""
-
-    content: str
-    places: list[int]
-
-
-class Reader:
-    """Reads a text token by token. `reading` is what it found; `live`, what a continuation may still read."""
-
-    RULES: ClassVar[dict[str, re.Pattern[str]]] = {}
-
-    def __init__(self, question: str, prompt: Sequence[str]) -> None:
-        self.reading = Reading()
-        self.memory: dict[Key, Memory] = {}
-        self.count = len(prompt)  # tokens so far
-        self.line, self.tokens = "", list[int]()  # the line so far, and the token of each of its characters
-        self.wanted = list[tuple[Key, ...]]()
-        self.said = list[tuple[Key, str | None, int, bool]]()
-        start = "".join(prompt).rfind(question)
-        if start >= 0:
-            self.tokens = [i for i, piece in enumerate(prompt) for _ in piece][start : start + len(question)]
-            self.question(question)
-            self.commit()
-        self.tokens = []
-
-    def add(self, piece: str) -> None:
-        """The next token's text."""
-        if piece.strip() in ENDS:
-            self.end(self.count)
-        else:
-            *ended, rest = piece.split("\n")
-            for part in ended:
-                self.more(part)
-                self.end(self.count + 1)
-            self.more(rest)
-        self.count += 1
-
-    def finish(self) -> None:
-        """Nothing follows: a last line counts if it is complete but for its end."""
-        if self.rule(self.line):
-            self.end(self.count)
-
-    def live(self) -> set[int]:
-        """The tokens that a continuation may still read: of every content that is not over, the newest one; of what
-        the question gives, the question's own."""
-        return {self.memory[key].places[0 if given else -1] for key, given in self.keys() if key in self.memory}
-
-    # How a line is read.
-
-    def more(self, text: str) -> None:
-        self.line += text
-        self.tokens += [self.count] * len(text)
-
-    def rule(self, line: str) -> str | None:
-        return next((kind for kind, rule in self.RULES.items() if rule.fullmatch(line)), None)
-
-    def end(self, stop: int) -> None:
-        """The line ends before token `stop`."""
-        line, self.line = self.line, ""
-        if line.strip():
-            if (kind := self.rule(line)) is None:
-                self.reading.skipped.append(Statement(self.tokens[0], stop, ""))
-            else:
-                self.reading.statements.append(Statement(self.tokens[0], stop, kind))
-                getattr(self, kind)(line)
-                self.commit()
-        self.tokens = []
-
-    def commit(self) -> None:
-        """First what the line needs, from the lines before it; then what it says."""
-        for keys in dict.fromkeys(self.wanted):
-            if keys[0] not in self.memory:
-                self.reading.unknown += 1
-                continue
-            content = self.memory[keys[0]].content
-            found = (self.memory[key] for key in keys if key in self.memory)
-            places = dict.fromkeys(place for m in found if m.content == content for place in m.places)
-            self.reading.needs.append(Need(len(self.reading.statements) - 1, keys[0], tuple(places)))
-        for key, said, place, sets in self.said:
-            if said is None:
-                self.memory.pop(key, None)
-            elif key in self.memory and self.memory[key].content == said:
-                self.memory[key].places.append(place)
-            elif sets or key not in self.memory:
-                self.memory[key] = Memory(said, [place])
-        self.wanted, self.said = [], []
-
-    # What a line can do.
-
-    def need(self, *keys: Key) -> None:
-        """The line needs what the first key names; the other keys' tokens do as well where their content is equal."""
-        self.wanted.append(keys)
-
-    def say(self, key: Key, content: str, at: int) -> None:
-        """The character at `at` of the line carries the content, which supersedes another one."""
-        self.said.append((key, content, self.tokens[at], True))
-
-    def repeat(self, key: Key, content: str, at: int) -> None:
-        """It carries the content again; where it differs, that is a mistake and no copy."""
-        self.said.append((key, content, self.tokens[at], False))
-
-    def over(self, *keys: Key) -> None:
-        """Nothing will need this any more."""
-        self.said += [(key, None, 0, False) for key in keys]
-
-    def words(self, key: str, line: str, start: int, end: int | None = None) -> Iterator[str]:
-        """Names between two characters: each is said as the content of (key, name)."""
-        for m in _NAME.finditer(line, start, len(line) if end is None else end):
-            self.repeat((key, m[0]), m[0], m.start())
-            yield m[0]
-
-    def pairs(self, line: str, start: int = 0) -> Iterator[str]:
-        """`name = value`: each is read, and said again."""
-        for m in _PAIR.finditer(line, start):
-            self.need(("value", m[1]))
-            self.repeat(("value", m[1]), m[2], m.start(2))
-            yield m[1]
-
-    def lead(self, line: str) -> re.Match[str]:
-        """`First, gon.`: the question asks for it. `Back to gon.` or `Here gon * 7 …`: it waits. → its name"""
-        m = _NAME.search(line)
-        assert m
-        key = "target" if re.match(NTH, line) else "goal"
-        self.need((key, m[0]))
-        self.repeat((key, m[0]), m[0], m.start())
-        return m
-
-    def goals(self, line: str, *names: re.Match[str]) -> None:
-        """A plan's names wait, and so do those that it needs first: `so I need duv and ved first`."""
-        for m in names:
-            self.repeat(("goal", m[0]), m[0], m.start())
-        if "so I need" in line:
-            list(self.words("goal", line, line.index("so I need")))
-
-    def question(self, question: str) -> None:
-        """What the question says."""
-
-    def targets(self, question: str) -> None:
-        if "Find " in question:
-            list(self.words("target", question, question.rindex("Find ")))
-
-    def keys(self) -> Iterable[tuple[Key, bool]]:
-        """Contents that may still be read; is it the question that gives them?"""
-        return ()
-
-    def spoken(self, line: str) -> None:
-        """It reads nothing."""
-
-    def already(self, line: str) -> None:
-        self.lead(line)
-        list(self.pairs(line))
-
-    def results(self, line: str) -> None:
-        for name in self.pairs(line):
-            account = name.partition("@")[0]
-            self.need(("target", account))
-            if account != name:
-                self.need(("newest", account))
-
-    answer = results
 
 
 class _Search(Reader):
@@ -379,7 +103,7 @@ class _Search(Reader):
         m = _LOCK.search(line)
         assert m
         self.lock(m)
-        self.goals(line, self.lead(line), _NAME.match(line, m.start()) or m)
+        self.goals(line, self.lead(line), NAME.match(line, m.start()) or m)
         list(self.pairs(line, m.end()))
 
     def goal(self, line: str, say: Callable[[Key, str, int], None]) -> None:
@@ -471,7 +195,7 @@ class _Search(Reader):
         self.repeat(("result", self.now), result[1], result.start(1))
 
     def found(self, line: str) -> None:
-        m = _PAIR.search(line)
+        m = PAIR.search(line)
         assert m
         self.need(("goal", m[1]))
         self.need(("trial", m[1]))
@@ -548,7 +272,7 @@ class _Facts(_Derives):
         m = _FACT.search(line)
         assert m
         self.define(m)
-        self.goals(line, self.lead(line), _NAME.match(line, m.start()) or m)
+        self.goals(line, self.lead(line), NAME.match(line, m.start()) or m)
         list(self.pairs(line, m.end()))
 
     def derived(self, line: str) -> re.Match[str]:
@@ -599,7 +323,7 @@ class _Ledger(_Derives):
         self.steps: dict[str, int] = {}  # where the question numbers each step
         self.computed_last: dict[str, str] = {}  # account → its newest balance that was computed
         start = question.find("Steps: ")
-        for m in _PAIR.finditer(question, 0, start):
+        for m in PAIR.finditer(question, 0, start):
             account, _, version = m[1].partition("@")
             self.say(("value", m[1]), m[2], m.start(2))
             self.say(("newest", account), version, m.start(1) + len(account) + 1)
@@ -647,7 +371,7 @@ class _Ledger(_Derives):
     def balances(self, line: str, number: str, end: int) -> list[Key]:
         """`lim@2 = 21 and tup@1 = 76`, before `end`: what step `number` reads → the keys of their values."""
         keys = list[Key]()
-        for m in _PAIR.finditer(line, 0, end):
+        for m in PAIR.finditer(line, 0, end):
             account, _, version = m[1].partition("@")
             self.need(("reads", number, account))
             self.need(("value", m[1]))
@@ -662,7 +386,7 @@ class _Ledger(_Derives):
 
     def derived(self, line: str) -> tuple[re.Match[str], list[Key]]:
         start = line.index(", so ")
-        m = _PAIR.match(line, start + 5)
+        m = PAIR.match(line, start + 5)
         assert m
         account, _, number = m[1].partition("@")
         words = [key for key in self.memory if key[:2] == ("step", number)]
@@ -686,7 +410,7 @@ class _Ledger(_Derives):
             list(self.pairs(line, line.index("Yes, ")))
 
     def backwards(self, line: str) -> None:
-        first = _PAIR.search(line)
+        first = PAIR.search(line)
         assert first
         account, _, number = first[1].partition("@")
         for key in self.memory:
@@ -694,7 +418,7 @@ class _Ledger(_Derives):
                 self.need(key)
         self.need(("value", first[1]))
         self.repeat(("value", first[1]), first[2], first.start(2))
-        for m in _PAIR.finditer(line, first.end()):
+        for m in PAIR.finditer(line, first.end()):
             account, _, version = m[1].partition("@")
             self.need(("reads", number, account))
             self.repeat(("reads", number, account), version, m.start(1) + len(account) + 1)

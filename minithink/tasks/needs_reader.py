@@ -1,0 +1,217 @@
+"""Reads a text token by token, and remembers which tokens carry which content.
+
+A `Reader` cuts the text into lines and finds the rule of each. A family's reader (`needs.py`) has a method for every
+rule: there a line says what it needs (`need`) and which tokens carry what it tells (`say`, `repeat`, `over`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+from minithink.tasks.needs_rules import NAME, NTH, PAIR
+
+Key = tuple[str, ...]
+ENDS = ("</think>", "<|end|>")  # tokens that end a line
+
+
+class Statement(NamedTuple):
+    """Tokens `start` to `end` (exclusive), counted from the beginning of the prompt, and the kind of line."""
+
+    start: int
+    end: int
+    kind: str  # the name of the rule that read it
+
+
+class Need(NamedTuple):
+    """A content that a statement reads, and the tokens any one of which would do."""
+
+    statement: int
+    key: Key
+    places: tuple[int, ...]
+
+
+@dataclass
+class Reading:
+    """What is known of a text so far."""
+
+    statements: list[Statement] = field(default_factory=list)
+    needs: list[Need] = field(default_factory=list)
+    skipped: list[Statement] = field(default_factory=list)  # lines that no rule reads
+    unknown: int = 0  # needs of a content that the text has nowhere: no eviction can be blamed
+
+    @property
+    def parsed(self) -> float:
+        """Share of the complete lines that a rule read."""
+        return len(self.statements) / max(1, len(self.statements) + len(self.skipped))
+
+    @property
+    def parsed_tokens(self) -> float:
+        """Share of their tokens."""
+        read, skipped = (sum(s.end - s.start for s in lines) for lines in (self.statements, self.skipped))
+        return read / max(1, read + skipped)
+
+
+class Memory(NamedTuple):
+    """A content, as it is written, and the tokens that carry it, the newest last."""
+
+    content: str
+    places: list[int]
+
+
+class Reader:
+    """Reads a text token by token. `reading` is what it found; `live`, what a continuation may still read."""
+
+    RULES: ClassVar[dict[str, re.Pattern[str]]] = {}
+
+    def __init__(self, question: str, prompt: Sequence[str]) -> None:
+        self.reading = Reading()
+        self.memory: dict[Key, Memory] = {}
+        self.count = len(prompt)  # tokens so far
+        self.line, self.tokens = "", list[int]()  # the line so far, and the token of each of its characters
+        self.wanted = list[tuple[Key, ...]]()
+        self.said = list[tuple[Key, str | None, int, bool]]()
+        start = "".join(prompt).rfind(question)
+        if start >= 0:
+            self.tokens = [i for i, piece in enumerate(prompt) for _ in piece][start : start + len(question)]
+            self.question(question)
+            self.commit()
+        self.tokens = []
+
+    def add(self, piece: str) -> None:
+        """The next token's text."""
+        if piece.strip() in ENDS:
+            self.end(self.count)
+        else:
+            *ended, rest = piece.split("\n")
+            for part in ended:
+                self.more(part)
+                self.end(self.count + 1)
+            self.more(rest)
+        self.count += 1
+
+    def finish(self) -> None:
+        """Nothing follows: a last line counts if it is complete but for its end."""
+        if self.rule(self.line):
+            self.end(self.count)
+
+    def live(self) -> set[int]:
+        """The tokens that a continuation may still read: of every content that is not over, the newest one; of what
+        the question gives, the question's own."""
+        return {self.memory[key].places[0 if given else -1] for key, given in self.keys() if key in self.memory}
+
+    # How a line is read.
+
+    def more(self, text: str) -> None:
+        self.line += text
+        self.tokens += [self.count] * len(text)
+
+    def rule(self, line: str) -> str | None:
+        return next((kind for kind, rule in self.RULES.items() if rule.fullmatch(line)), None)
+
+    def end(self, stop: int) -> None:
+        """The line ends before token `stop`."""
+        line, self.line = self.line, ""
+        if line.strip():
+            if (kind := self.rule(line)) is None:
+                self.reading.skipped.append(Statement(self.tokens[0], stop, ""))
+            else:
+                self.reading.statements.append(Statement(self.tokens[0], stop, kind))
+                getattr(self, kind)(line)
+                self.commit()
+        self.tokens = []
+
+    def commit(self) -> None:
+        """First what the line needs, from the lines before it; then what it says."""
+        for keys in dict.fromkeys(self.wanted):
+            if keys[0] not in self.memory:
+                self.reading.unknown += 1
+                continue
+            content = self.memory[keys[0]].content
+            found = (self.memory[key] for key in keys if key in self.memory)
+            places = dict.fromkeys(place for m in found if m.content == content for place in m.places)
+            self.reading.needs.append(Need(len(self.reading.statements) - 1, keys[0], tuple(places)))
+        for key, said, place, sets in self.said:
+            if said is None:
+                self.memory.pop(key, None)
+            elif key in self.memory and self.memory[key].content == said:
+                self.memory[key].places.append(place)
+            elif sets or key not in self.memory:
+                self.memory[key] = Memory(said, [place])
+        self.wanted, self.said = [], []
+
+    # What a line can do.
+
+    def need(self, *keys: Key) -> None:
+        """The line needs what the first key names; the other keys' tokens do as well where their content is equal."""
+        self.wanted.append(keys)
+
+    def say(self, key: Key, content: str, at: int) -> None:
+        """The character at `at` of the line carries the content, which supersedes another one."""
+        self.said.append((key, content, self.tokens[at], True))
+
+    def repeat(self, key: Key, content: str, at: int) -> None:
+        """It carries the content again; where it differs, that is a mistake and no copy."""
+        self.said.append((key, content, self.tokens[at], False))
+
+    def over(self, *keys: Key) -> None:
+        """Nothing will need this any more."""
+        self.said += [(key, None, 0, False) for key in keys]
+
+    def words(self, key: str, line: str, start: int, end: int | None = None) -> Iterator[str]:
+        """Names between two characters: each is said as the content of (key, name)."""
+        for m in NAME.finditer(line, start, len(line) if end is None else end):
+            self.repeat((key, m[0]), m[0], m.start())
+            yield m[0]
+
+    def pairs(self, line: str, start: int = 0) -> Iterator[str]:
+        """`name = value`: each is read, and said again."""
+        for m in PAIR.finditer(line, start):
+            self.need(("value", m[1]))
+            self.repeat(("value", m[1]), m[2], m.start(2))
+            yield m[1]
+
+    def lead(self, line: str) -> re.Match[str]:
+        """`First, gon.`: the question asks for it. `Back to gon.` or `Here gon * 7 …`: it waits. → its name"""
+        m = NAME.search(line)
+        assert m
+        key = "target" if re.match(NTH, line) else "goal"
+        self.need((key, m[0]))
+        self.repeat((key, m[0]), m[0], m.start())
+        return m
+
+    def goals(self, line: str, *names: re.Match[str]) -> None:
+        """A plan's names wait, and so do those that it needs first: `so I need duv and ved first`."""
+        for m in names:
+            self.repeat(("goal", m[0]), m[0], m.start())
+        if "so I need" in line:
+            list(self.words("goal", line, line.index("so I need")))
+
+    def question(self, question: str) -> None:
+        """What the question says."""
+
+    def targets(self, question: str) -> None:
+        if "Find " in question:
+            list(self.words("target", question, question.rindex("Find ")))
+
+    def keys(self) -> Iterable[tuple[Key, bool]]:
+        """Contents that may still be read; is it the question that gives them?"""
+        return ()
+
+    def spoken(self, line: str) -> None:
+        """It reads nothing."""
+
+    def already(self, line: str) -> None:
+        self.lead(line)
+        list(self.pairs(line))
+
+    def results(self, line: str) -> None:
+        for name in self.pairs(line):
+            account = name.partition("@")[0]
+            self.need(("target", account))
+            if account != name:
+                self.need(("newest", account))
+
+    answer = results
