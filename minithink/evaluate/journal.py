@@ -32,8 +32,15 @@ MAY_DIFFER = {
 }
 # Settings in which runs may differ that are shown in one picture: what is compared there.
 COMPARED = (
-    "policies", "budgets", "schedule", "batch_size", "backend", "device", "recall", "keep_text", "model", *MAY_DIFFER,
+    "policies", "budgets", "schedule", "batch_size", "backend", "device", "recall", "needed", "keep_text", "model",
+    *MAY_DIFFER,
 )  # fmt: skip
+
+# Fields of a Record that are measured where asked: shares, with the titles of their columns.
+SHARES = {
+    "recall": "recall", "needed_kept": "needed, kept", "needed_somewhere": "in some lane",
+    "needed_beyond": "beyond the prompt", "parsed": "lines parsed",
+}  # fmt: skip
 
 
 class Key(NamedTuple):
@@ -78,6 +85,10 @@ class Record:
     text_sha: str  # see `text_hash`
     text: str | None = None  # all that was generated, where it is kept
     recall: float | None = None  # share of the tokens that full attention looks at most, see recall.py; where asked
+    needed_kept: float | None = None  # share of what statements need that is held as they begin, see needed.py
+    needed_somewhere: float | None = None  # likewise, in at least one lane
+    needed_beyond: float | None = None  # likewise kept, of the needs that no token of the prompt meets
+    parsed: float | None = None  # share of the lines that a rule of the family reads
     case_1: int | None = None  # times that a segment was annealed as a transition ended, and for room (ThinKV §4.3)
     case_2: int | None = None
 
@@ -117,7 +128,7 @@ class Record:
 
 
 _KINDS = {name: get_args(kind) or (kind,) for name, kind in get_type_hints(Record).items()}
-_OPTIONAL = ("text", "recall", "case_1", "case_2")
+_OPTIONAL = ("text", *SHARES, "case_1", "case_2")
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
 
 

@@ -3,16 +3,26 @@
 The rules of the task families tell which tokens each statement reads (`tasks/needs.py`). A need is met in a lane if
 the lane holds at least one of its places when the statement's first token is written. The text is the policy's own:
 the figure says what the policy kept of what this text needed, whether or not the text is right.
+
+During a run `NeededKept` records for every token the last step at which a lane held it (`last_held.py`). When a
+sequence ends, its text is read, and the needs that were met are counted.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from minithink.tasks.needs import Reading
+from minithink.errors import UsageError
+from minithink.evaluate.datasets import Example
+from minithink.evaluate.last_held import LastHeld
+from minithink.stream import Stream, Track
+from minithink.tasks import families, holds_question, question_in
+from minithink.tasks.needs import Reading, read
 
 HELD = torch.iinfo(torch.int32).max  # in `left`: the lane holds the token to the end
 
@@ -23,6 +33,48 @@ class Needed(NamedTuple):
     pairs: int
     kept: float  # that are met in a lane, mean over lanes
     somewhere: float  # that are met in at least one lane
+
+
+class NeededKept:
+    """Watches the sequences of a stream; called after every forward pass (`Stream.on_step`)."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.tokenizer, self._last_held = stream.engine.tokenizer, LastHeld(stream)
+
+    def __call__(self, sequences: Sequence[Track]) -> None:
+        self._last_held(sequences)
+
+    def take(self, s: Track) -> dict[str, float | None]:
+        """The shares of a sequence that has ended, as a Record names them; None: its text needs nothing. The sequence
+        is forgotten."""
+        pieces, prompt = [self.tokenizer.decode([i]) for i in (*s.prompt, *s.tokens)], len(s.prompt)
+        reading = read(question_in("".join(pieces[:prompt])) or "", pieces, prompt)
+        left = left_from(self._last_held.take(s), len(pieces), prompt)
+        _, kept, somewhere = needed_kept(reading, left, prompt)
+        beyond = needed_kept(reading, left, prompt, beyond_prompt=True).kept
+        shares = {"needed_kept": kept, "needed_somewhere": somewhere, "needed_beyond": beyond}
+        return {name: None if math.isnan(x) else x for name, x in shares.items()} | {"parsed": reading.parsed}
+
+
+def check_questions(examples: Sequence[Example]) -> None:
+    """UsageError: a problem is of no embedded family, so that no rule reads its texts."""
+    if strange := [e.id for e in examples if not holds_question(e.question)]:
+        raise UsageError(
+            f"--needed reads texts by the rules of the embedded families ({', '.join(families())}), and "
+            f"{len(strange):,} of {len(examples):,} problems are of no family, such as {strange[0]}: give another "
+            "--dataset, or drop --needed."
+        )
+
+
+def left_from(last: Tensor | None, tokens: int, prompt: int) -> Tensor:
+    """When tokens left their lanes, as `needed_kept` takes it, from what `LastHeld.take` gives.
+
+    A lane that holds a token after n tokens were seen holds it when token n is written, which is generated token
+    n − prompt. So the first generated token at whose writing the lane no longer holds it is the next one.
+    """
+    if last is None:
+        return torch.full((1, tokens), HELD, dtype=torch.int32)
+    return last.flatten(0, 1) + 1 - prompt
 
 
 def needed_kept(reading: Reading, left: Tensor, prompt: int, *, beyond_prompt: bool = False) -> Needed:

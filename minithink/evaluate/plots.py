@@ -1,4 +1,4 @@
-"""Redraw the pictures of evaluation runs: accuracy, length and recall by budget, accuracy by bytes.
+"""Redraw the pictures of evaluation runs: accuracy, length, recall and what is needed by budget, accuracy by bytes.
 
 A policy has one colour and one marker in all pictures, and the markers alone tell policies apart in print without
 colours. The same records give the same bytes, whatever the user's matplotlib is set to.
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "os^DvPX*<>h"  # as many as are prime to COLORS: 66 policies before a pair occurs again
 GREY = "#444444"
+LABELS = {  # of the y axis by budget
+    "length": "tokens generated, mean",
+    "recall": "recall of the 10 tokens most looked at, %",
+    "needed": "of what statements need, kept when they begin, %",
+}
 RC: dict[Any, Any] = {
     "svg.hashsalt": "minithink",  # ids in the file are drawn from it
     "svg.fonttype": "none",  # text stays text: it can be searched and read aloud
@@ -111,8 +116,9 @@ def draw(rows: Sequence[Row], folder: Path, title: str = "") -> list[Path]:
     """Draw everything that the rows allow, over all problems → the SVG files.
 
     accuracy-by-budget.svg and length-by-budget.svg, where some policy has a budget in tokens;
-    accuracy-by-share.svg and length-by-share.svg, where one has a share; recall-by-budget.svg and recall-by-share.svg
-    likewise, where recall was measured; accuracy-by-bytes.svg. title: stands above each.
+    accuracy-by-share.svg and length-by-share.svg, where one has a share; recall-by-budget.svg, recall-by-share.svg,
+    needed-by-budget.svg and needed-by-share.svg likewise, where that was measured; accuracy-by-bytes.svg. title:
+    stands above each.
 
     Raises:
         MinithinkError: matplotlib is missing, or a file cannot be written.
@@ -124,8 +130,8 @@ def draw(rows: Sequence[Row], folder: Path, title: str = "") -> list[Path]:
         for kind, name in ((int, "budget"), (float, "share")):
             if any(isinstance(row.budget, kind) for row in rows):
                 chosen = [row for row in rows if row.budget is None or isinstance(row.budget, kind)]
-                for what in ("accuracy", "length", "recall"):
-                    if what != "recall" or any(row.recall is not None for row in chosen):
+                for what in ("accuracy", *LABELS):
+                    if any(_value(row, what) is not None for row in chosen):
                         figures[f"{what}-by-{name}"] = _by_budget(chosen, what)
         for name, figure in figures.items():
             figure.axes[0].set_title(title, loc="left", fontsize=10)
@@ -135,7 +141,7 @@ def draw(rows: Sequence[Row], folder: Path, title: str = "") -> list[Path]:
 
 
 def draw_one(rows: Sequence[Row], what: str, path: Path) -> None:
-    """One picture to this SVG file: accuracy by bytes ("bytes"), or accuracy, length or recall by budget.
+    """One picture to this SVG file: accuracy by bytes ("bytes"), or accuracy, length, recall or needed by budget.
     MinithinkError as of `draw`."""
     rows = [row for row in rows if row.group is None]
     with _settings():
@@ -223,7 +229,7 @@ def _by_budget(rows: Sequence[Row], what: str) -> Figure:
     if accuracy:
         axis.set_ylabel("pass@1, % (95 % interval)")
     else:
-        axis.set_ylabel("tokens generated, mean" if what == "length" else "recall of the 10 tokens most looked at, %")
+        axis.set_ylabel(LABELS[what])
         axis.set_ylim(bottom=0)
     _legend(figure)
     return figure
@@ -239,10 +245,10 @@ def _apart(policies: Sequence[str], budgets: Sequence[float]) -> dict[str, float
 
 
 def _value(row: Row, what: str) -> float | None:
-    """The accuracy or recall of a row, in %, or the length of its texts; None: it was not measured."""
+    """The length of a row's texts, or its accuracy, recall or share of needs, in %; None: it was not measured."""
     if what == "length":
         return row.generated_mean
-    share = row.pass_at_1 if what == "accuracy" else row.recall
+    share = {"accuracy": row.pass_at_1, "recall": row.recall, "needed": row.needed_kept}[what]
     return None if share is None else 100 * share
 
 

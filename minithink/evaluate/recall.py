@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -50,17 +51,16 @@ class Recall:
         return cache.store.positions()[:, cache.next_state(s.number)[0]].clone()
 
     @torch.inference_mode()
-    def take(self, s: Track) -> float | None:
+    def take(self, s: Track) -> dict[str, float | None]:
         """The recall of a sequence that has ended; None: it was too short. It is forgotten."""
         last = len(s.prompt) + len(s.tokens) - 1  # which was never fed
         held = [(query, positions) for query, positions in self._held.pop(s.number, []) if query < last]
         if not held:
-            return None
+            return {"recall": None}
         queries = [query for query, _ in held]
         top = top_attended(self.engine, [*s.prompt, *s.tokens[:-1]], queries)
-        return sum(share_held(positions, tokens) for (_, positions), tokens in zip(held, top, strict=True)) / len(
-            held
-        )
+        shares = [share_held(positions, tokens) for (_, positions), tokens in zip(held, top, strict=True)]
+        return {"recall": fmean(shares)}
 
 
 def share_held(positions: Tensor, tokens: Tensor) -> float:

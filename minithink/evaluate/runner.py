@@ -29,6 +29,7 @@ from minithink.evaluate.datasets import Example, check_graders, load_dataset
 from minithink.evaluate.grading import GRADERS, grade
 from minithink.evaluate.journal import Journal, Key, Record, read, settings_of, text_hash
 from minithink.evaluate.meter import Held, both, meter
+from minithink.evaluate.needed import NeededKept, check_questions
 from minithink.evaluate.plan import Cell, budgets, check, check_share, plan, policy_of, said_of_prompts, tokens_of
 from minithink.evaluate.ranks import Ranks
 from minithink.evaluate.recall import Recall
@@ -76,6 +77,8 @@ def add_run_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -> No
         f"on a GPU, else {CPU_BATCH})")  # fmt: skip
     add("--recall", action="store_true", help="also find how many of the tokens that full attention looks at most "
         "are kept: slow, for reference")  # fmt: skip
+    add("--needed", action="store_true", help="also find how much of what the statements of a text need is kept when "
+        "they begin: for problems of the embedded families")  # fmt: skip
     add("--trace", type=location, metavar="FILE", help="record what happens in the cache of the first problem's "
         "first sequence, for `python -m minithink.trace view FILE`. Where several policies or budgets are run "
         "each has its own file, with its name before the suffix: FILE run.trace, run.rkv-256.trace. A sequence that "
@@ -127,6 +130,8 @@ def evaluate(args: argparse.Namespace, argv: list[str], ranks: Ranks) -> list[Ro
     if args.trace is not None:
         tracing.check(args.trace, cells, args.output_dir)
     examples = load_dataset(args.dataset, args.split, args.limit, grader=args.grader)
+    if args.needed:
+        check_questions(examples)
     notes = [*said_of_limit(args, examples), *check_graders(examples)]
     options = {"dtype": args.dtype, "backend": args.backend, "calibration": args.calibration}
     engine = load(args.model, device=ranks.device(args.device), **options)
@@ -289,6 +294,7 @@ class Job:
             "budgets": args.budgets,
             "schedule": args.schedule,
             "recall": args.recall,
+            "needed": args.needed,
             **self.drawing,
             "dtype": str(engine.dtype).removeprefix("torch."),
             "backend": engine.decoder.backend.name,
@@ -314,9 +320,11 @@ class Job:
             trace: where sequence TRACED is recorded, if it is wanted.
         """
         stream = self.stream(cell, mean)
-        measure, recall = meter(stream), Recall(stream) if self.args.recall else None
-        if recall is not None:
-            stream.on_step = both(measure, recall)
+        measure = meter(stream)
+        watches: list[Recall | NeededKept] = [Recall(stream)] if self.args.recall else []
+        watches += [NeededKept(stream)] if self.args.needed else []
+        for watch in watches:
+            stream.on_step = both(stream.on_step, watch)
         keys = self.keys(cell)
         chosen = [s for s in stream.sequences if keys[s.number] in wanted]
         # where nothing is known of its length, a long question makes a long answer
@@ -341,8 +349,8 @@ class Job:
             if recording is not None and any(s.number == TRACED for s in ended):
                 recording.close()
             for s, held in zip(ended, measure.take(ended), strict=True):
-                share = recall.take(s) if recall is not None else None
-                yield self._record(stream, s, keys[s.number], held, each - began.pop(s.number), share)
+                shares = {name: x for watch in watches for name, x in watch.take(s).items()}
+                yield self._record(stream, s, keys[s.number], held, each - began.pop(s.number), shares)
 
     def stream(self, cell: Cell, mean: float) -> Stream:
         """Of all sequences of a cell, with the budget of each."""
@@ -362,7 +370,9 @@ class Job:
         about = {"policy": key.policy, "budget": key.budget, "problem": key.id, "sample": key.sample}
         return {k: v for k, v in {**about, **{n: self.settings[n] for n in names}}.items() if v is not None}
 
-    def _record(self, stream: Stream, s: Track, key: Key, held: Held, seconds: float, recall: float | None) -> Record:
+    def _record(
+        self, stream: Stream, s: Track, key: Key, held: Held, seconds: float, shares: Mapping[str, Any]
+    ) -> Record:
         tokenizer, example = self.engine.tokenizer, self.examples[s.prompt_index]
         text = tokenizer.decode(s.tokens[:-1] if s.tokens[-1] in stream.stop_ids else s.tokens)
         # What a sequence writes while it still thinks is no answer.
@@ -374,8 +384,7 @@ class Job:
             generated_tokens=len(s.tokens), thinking_tokens=count_thinking(tokenizer, s.prompt, s.tokens),
             kv_bytes_peak=held.bytes_peak, kv_bytes_mean=held.bytes_mean, tokens_peak=held.tokens_peak,
             tokens_mean=held.tokens_mean, steps=held.steps, evicting_steps=held.evicting_steps, seconds=seconds,
-            text_sha=text_hash(text), text=text if self.args.keep_text else None, recall=recall,
-            **s.counts,
+            text_sha=text_hash(text), text=text if self.args.keep_text else None, **shares, **s.counts,
         )  # fmt: skip
 
 

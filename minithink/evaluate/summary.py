@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from minithink.errors import unwritable
-from minithink.evaluate.journal import Record, check_unique
+from minithink.evaluate.journal import SHARES, Record, check_unique
 from minithink.files import dumps, replace, rounded
 from minithink.intervals import CONFIDENCE, RESAMPLES, bootstrap, wilson
 
@@ -55,6 +55,10 @@ class Row:
     recall: float | None  # mean over the sequences for which it was measured; None: there is none
     case_1: int | None  # ThinKV's: times that a segment was annealed, of all sequences; None: nobody counted
     case_2: int | None
+    needed_kept: float | None = None  # these as recall; older results have none of them
+    needed_somewhere: float | None = None
+    needed_beyond: float | None = None
+    parsed: float | None = None
 
 
 def summarize(
@@ -175,12 +179,16 @@ def _row(
         tokens_mean=fsum(w * r.tokens_mean for w, r in zip(weights, records, strict=True)) / sum(weights),
         evicting_share=sum(r.evicting_steps for r in records) / steps if steps else None,
         tokens_per_second=sum(r.generated_tokens for r in records) / seconds if seconds else None,
-        recall=fsum(recalls) / len(recalls)
-        if (recalls := [r.recall for r in records if r.recall is not None])
-        else None,
         case_1=_sum(r.case_1 for r in records),
         case_2=_sum(r.case_2 for r in records),
+        **{name: _mean(getattr(r, name) for r in records) for name in SHARES},
     )
+
+
+def _mean(shares: Iterable[float | None]) -> float | None:
+    """Of those that were measured; None: there are none."""
+    known = [share for share in shares if share is not None]
+    return fsum(known) / len(known) if known else None
 
 
 def _sum(numbers: Iterable[int | None]) -> int | None:
@@ -270,9 +278,9 @@ def _table(rows: Sequence[Row]) -> str:
         "policy", "budget", "problems × samples", "pass@1", "difference", "tokens, mean (median)", "cut off",
         "KV peak", "KV mean", "kept, peak (mean)", "evicting steps", "tokens/s",
     ]  # fmt: skip
-    recalls = any(row.recall is not None for row in rows)
+    shares = {name: title for name, title in SHARES.items() if any(getattr(r, name) is not None for r in rows)}
     cases = any(row.case_1 is not None for row in rows)
-    header += [*(["recall"] if recalls else []), *(["case 1, case 2"] if cases else [])]
+    header += [*shares.values(), *(["case 1, case 2"] if cases else [])]
     lines = [header, ["---", *["---:"] * (len(header) - 1)]]
     for row in rows:
         mark = " w" if row.interval == "wilson" else ""
@@ -295,7 +303,7 @@ def _table(rows: Sequence[Row]) -> str:
             f"{row.tokens_peak:,.0f} ({row.tokens_mean:,.0f})",
             "–" if row.evicting_share is None else f"{row.evicting_share:.1%}",
             "–" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
-            *(["–" if row.recall is None else f"{row.recall:.1%}"] if recalls else []),
+            *("–" if (share := getattr(row, name)) is None else f"{share:.1%}" for name in shares),
             *(["–" if row.case_1 is None else f"{row.case_1:,}, {row.case_2 or 0:,}"] if cases else []),
         ])  # fmt: skip
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -17,7 +17,8 @@ SPLITS = ("validation", "test")
 DATA = Path(__file__).parent / "data"
 # In a text: a question as the families word theirs.
 QUESTION = re.compile(
-    r"((Facts|Balances) \(mod 100\): \w+(@0)?|Numbers from 1 to 9: \w+ \* \w+ \+ \w+) = .*\. Find \w+", re.DOTALL
+    r"((Facts|Balances) \(mod 100\): \w+(@0)?|Numbers from 1 to 9: \w+ \* \w+ \+ \w+) = .*\. Find \w+[\w, ]*",
+    re.DOTALL,
 )
 BINS = ((0, 600), (600, 1200), (1200, 2000), (2000, 3000))  # tokens of the reference trace: from, below
 
@@ -60,7 +61,13 @@ def load_problems(split: str, family: str = "facts") -> list[Problem]:
 
 def holds_question(text: str) -> bool:
     """Whether a text holds what is worded as a question of the families."""
-    return QUESTION.search(text) is not None
+    return question_in(text) is not None
+
+
+def question_in(text: str) -> str | None:
+    """The question of the families that a text holds, as a prompt does, up to the last name that is asked for."""
+    found = QUESTION.search(text)
+    return found[0] if found else None
 
 
 def boxed(text: str) -> str | None:

@@ -168,13 +168,15 @@ def test_the_title_says_what_was_asked(tmp_path: Path) -> None:
     assert plots.title_of({}, summarize([record()])) == "1 problem"
 
 
-def test_recall_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("what", "name"), [("recall", "recall"), ("needed", "needed_kept")])
+def test_shares_are_drawn_where_they_were_measured(what: str, name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = {"full": 1.0, "rkv:buffer=0": 0.25}
-    rows = [replace(r, recall=found.get(r.policy)) for r in summarize(results()) if r.group is None]
-    assert "recall-by-budget" in {path.stem for path in draw(rows, tmp_path)}
+    rows = [replace(r, **{name: found.get(r.policy)}) for r in summarize(results()) if r.group is None]
+    drawn = {path.stem for path in draw(rows, tmp_path)}
+    assert {f"{x}-by-budget" for x in ("recall", "needed")} & drawn == {f"{what}-by-budget"}
     with plots._settings():
-        [axis] = plots._by_budget(rows, "recall").axes
+        [axis] = plots._by_budget(rows, what).axes
         [other] = plots._by_budget(rows, "length").axes
     [line] = axis.containers
     assert list(line.lines[0].get_ydata()) == [25, 25]

@@ -11,11 +11,10 @@ from minithink.engine import Engine, load
 from minithink.evaluate import recall as module
 from minithink.evaluate.journal import read
 from minithink.evaluate.recall import TOP, Recall, share_held, top_attended
-from minithink.evaluate.summary import as_markdown, summarize
+from minithink.evaluate.summary import summarize
 from minithink.kv.contract import Demand, Policy, See, Step
 from minithink.kv.manager import KVManager
 from minithink.model import Rope
-from tests.evaluate.draw import record
 from tests.evaluate.run import QUESTIONS, evaluate
 
 torch.set_num_threads(1)
@@ -87,8 +86,8 @@ def test_steps_that_count(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> No
         # after every fourth token, if another one was fed
         newest = [n + i - 1 for i in (4, 8, 12) if i < len(s.tokens) - 1]
         want = sum(newest) / len(newest) if newest else None
-        assert recall.take(s) == want
-        assert recall.take(s) is None, "it is forgotten"
+        assert recall.take(s) == {"recall": want}
+        assert recall.take(s) == {"recall": None}, "it is forgotten"
         lengths.add(len(s.tokens))
     assert len(lengths) > 1
 
@@ -111,11 +110,3 @@ def test_in_a_run(model: Path, problems: Path, tmp_path: Path, monkeypatch: pyte
         assert many is not None
         assert 0.1 < few < 0.7 < many <= 1
     assert "| recall |" in (tmp_path / "summary.md").read_text()
-
-
-def test_in_the_summary() -> None:
-    rows = summarize([record(id="a", recall=0.5), record(id="b"), record(id="c", recall=1.0)])
-    assert rows[0].recall == 0.75
-    assert as_markdown(rows).splitlines()[4].endswith("| 75.0% |")
-    assert "recall" not in as_markdown(summarize([record()]))
-    assert summarize([record()])[0].recall is None
