@@ -3,7 +3,7 @@
 const $ = (id) => document.getElementById(id);
 const TYPES = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i4: Int32Array, f4: Float32Array, f8: Float64Array };
 const LEVELS = 8, HUES = 8; // classes l1 to l8, c0 to c7
-const MODES = { heads: "heads that keep it", thought: "thought type", sentence: "sentence", score: "score" };
+const MODES = { heads: "heads that keep it", thought: "thought type", sentence: "sentence", score: "score", needed: "needed later" };
 const STAGES = ["prompt", "thinking", "answer"];
 
 async function load() {
@@ -85,9 +85,16 @@ function start(d) {
     return i;
   }
 
+  const ahead = (p) => { // needs of a token whose statements are yet to come
+    let i = d.needStart[p];
+    while (i < d.needStart[p + 1] && d.needAt[i] < visible()) i++;
+    return d.needStart[p + 1] - i;
+  };
+
   function colours() {
     const until = visible(), at = snapshot() * n;
     if (mode === "heads") return (p) => level(Math.ceil(alive[p] * LEVELS / units) - 1);
+    if (mode === "needed") return (p) => !ahead(p) ? plain : alive[p] ? level(Math.min(ahead(p), LEVELS) - 1) : hue(6);
     if (mode === "sentence") return (p) => hue(1 + d.sentence[p] % 6);
     if (mode === "score") return (p) => at >= 0 && d.rank[at + p] ? level((d.rank[at + p] - 1) * LEVELS >> 8) : plain;
     if (d.thoughts.length) return (p) => d.stage[p] ? hue(1 + d.thought[p] % 7) : hue(0);
@@ -214,6 +221,8 @@ function start(d) {
     if (p >= visible()) say("kept", "not there yet");
     else say("kept", `by ${number(alive[p] * share)} of ${number(lanes)} heads`);
     if (rank && p < visible()) say("score", `above ${(100 * (rank - 1) / 254).toFixed(0)} % of the tokens (step ${number(d.snapshotStep[at])}, mean over heads)`);
+    const needs = d.needStart[p + 1] - d.needStart[p], later = ahead(p), next = d.needStart[p + 1] - later;
+    if (needs) say("needed", `by ${number(later)} of ${number(needs)} needs to come` + (later ? `; next by token ${number(d.needAt[next])}, ${d.needs[d.needWhat[next]]}` : ""));
     const gone = new Map(), by = new Map();
     for (let i = d.start[p]; i < d.start[p + 1]; i++) {
       if (d.step[i] > t) continue;
@@ -252,6 +261,7 @@ function start(d) {
     const items = [], add = (className, text) => items.push([className, text]);
     if (mode === "heads") { add("l8", `kept by all ${number(lanes)} heads`); add("l4", "by half"); add("l1", "by few"); }
     else if (mode === "score") { add("l8", "scored above most"); add("l4", "middle"); add("l1", "below most"); add("", "no score"); }
+    else if (mode === "needed") { add("l8", `would do for ${LEVELS} needs to come, or more`); add("l1", "for one"); add("c6 gone", "for one or more, and kept by none"); }
     else if (mode === "sentence") add("c1", "neighbouring sentences differ in colour");
     else if (d.thoughts.length) { add("c0", "prompt"); d.thoughts.forEach((name, i) => add("c" + (1 + i % 7), name)); }
     else STAGES.forEach((name, i) => add("c" + i, name));
@@ -304,7 +314,7 @@ function start(d) {
   $("time").addEventListener("input", (event) => { play(false); go(Number(event.target.value)); });
   $("play").addEventListener("click", () => play(!playing));
   for (const key in MODES) {
-    if (key === "score" && !d.snapshotStep.length) continue;
+    if ((key === "score" && !d.snapshotStep.length) || (key === "needed" && !d.needs.length)) continue;
     const name = key === "thought" && !d.thoughts.length ? "stage" : MODES[key], option = element("option", name);
     option.value = key;
     $("mode").append(option);

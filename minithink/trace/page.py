@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from minithink.tasks import question_in
+from minithink.tasks.needs import read
 from minithink.trace.format import KINDS, Array, File, Trace, pack
 
 RANKS = 2**20  # of scores that a page holds: longer traces show fewer snapshots
@@ -62,6 +64,7 @@ def data(trace: Trace, done: dict[str, Any] | None) -> tuple[dict[str, Any], dic
         "done": done,
         "texts": trace.texts,
     }
+    about["needs"], needs = _needs(trace)
     order = np.argsort(trace.evict_pos, kind="stable")  # of one token together, in the order of their steps
     arrays = {
         "ids": trace.ids,
@@ -79,8 +82,32 @@ def data(trace: Trace, done: dict[str, Any] | None) -> tuple[dict[str, Any], dic
         "budget": trace.budget.astype("<i4"),
         "snapshotStep": trace.score_step[snapshots].astype("<u4"),
         "rank": _ranks(trace, snapshots),
+        **needs,
     }  # fmt: skip
     return about, arrays
+
+
+def _needs(trace: Trace) -> tuple[list[str], dict[str, Array]]:
+    """Which tokens the statements of a text need (`tasks/needs.py`), the tokens in order, of each the statements in
+    order. Nothing, where the prompt holds no question of the embedded families.
+
+    Returns:
+        What is needed by which kind of statement; where the needs of each token begin, uint32 [n + 1], and of each
+        need the first token of its statement and the index of its text: uint32 [needs].
+    """
+    rows = list[tuple[int, int, str]]()
+    if question := question_in("".join(trace.texts[: trace.prompt])):
+        reading = read(question, trace.texts, trace.prompt)
+        for need in reading.needs:
+            statement = reading.statements[need.statement]
+            rows += ((place, statement.start, f"{statement.kind}: {' '.join(need.key)}") for place in need.places)
+    rows.sort()
+    said = {what: i for i, what in enumerate(dict.fromkeys(what for *_, what in rows))}
+    return list(said), {
+        "needStart": np.searchsorted([place for place, *_ in rows], np.arange(trace.tokens + 1)).astype("<u4"),
+        "needAt": np.array([at for _, at, _ in rows], dtype="<u4"),
+        "needWhat": np.array([said[what] for *_, what in rows], dtype="<u4"),
+    }
 
 
 def _thinned(count: int, most: int) -> Array:

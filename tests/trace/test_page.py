@@ -80,6 +80,40 @@ def test_long_traces_show_fewer_snapshots(file: File, monkeypatch: pytest.Monkey
     assert got["rank"].reshape(8, N)[:, 2].tolist() == [10, 20, 40, 50, 60, 70, 90, 100]
 
 
+FAMILY = ["Facts (mod 100): ", "zot = ", "3", "; led = zot + 4. Find led", ".\n",
+          "First, led. led = zot + 4", ", zot = ", "3", " is given", ".\n",
+          "Then led = zot + 4 = 3 + 4", " = 7", ".\n", "I find led = 7, so the answer is \\boxed{7}", ".",
+          "\n"]  # fmt: skip
+
+
+def of_family(path: Path) -> File:
+    """A problem with three statements, which begin at tokens 5, 10 and 13. All heads lose token 2 at step 4."""
+    lost = {"evict_step": [4] * 4, "evict_unit": range(4), "evict_pos": [2] * 4, "evict_by": [0] * 4,
+            "evict_score": [0] * 4}  # fmt: skip
+    return read(write(path, arrays(FAMILY, **lost)))
+
+
+def test_what_later_statements_need(file: File, tmp_path: Path) -> None:
+    """By hand. Where the prompt holds no question of a family nothing is known."""
+    about, got = page.data(of_family(tmp_path / "trace").traces[0], None)
+    found = {p: [] for p in range(N)}
+    for p in range(N):
+        for i in range(got["needStart"][p], got["needStart"][p + 1]):
+            found[p].append((int(got["needAt"][i]), about["needs"][got["needWhat"][i]]))
+    parts = ("left led", "op led", "right led")
+    assert {p: needs for p, needs in found.items() if needs} == {
+        2: [(5, "plan: value zot"), (10, "compute: value zot")],
+        3: [*((5, f"plan: {x}") for x in (*parts, "target led")), *((10, f"compute: {x}") for x in parts),
+            (13, "answer: target led")],
+        5: [*((10, f"compute: {x}") for x in ("goal led", *parts)), (13, "answer: target led")],
+        7: [(10, "compute: value zot")],
+        11: [(13, "answer: value led")],
+    }  # fmt: skip
+    about, got = page.data(file.traces[0], None)
+    assert about["needs"] == []
+    assert got["needStart"].tolist() == [0] * (N + 1)
+
+
 # -- in a browser
 
 
@@ -256,6 +290,35 @@ def test_every_colour(opened: Page, file: File) -> None:
     assert opened.classes() == shown(trace, 3, lambda p, heads: ""), "before the first snapshot"
     opened.colour("heads")
     assert opened.text("legend").startswith("kept by all 4 heads")
+
+
+@needs_browser
+def test_what_is_needed_later(browser: Page, tmp_path: Path) -> None:
+    """Darker where more needs are to come, orange where no head keeps the token."""
+    path = tmp_path / "page.html"
+    path.write_text(page.render(of_family(tmp_path / "trace"), 0), encoding="utf-8")
+    browser.open(path)
+    browser.colour("needed")
+    assert browser.js("return document.getElementById('mode').selectedOptions[0].textContent") == "needed later"
+
+    def classes(step: int) -> dict[int, str]:
+        browser.seek(step)
+        found = [" ".join(x for x in name.split() if x not in ("nl", "chosen")) for name in browser.classes()]
+        return {p: name for p, name in enumerate(found[: PROMPT + step]) if name}
+
+    assert classes(0) == {2: "l2", 3: "l8"}
+    assert classes(3) == {2: "l1", 3: "l4", 5: "l5", 7: "l1"}
+    assert classes(5) == {2: "c6 gone", 3: "l4", 5: "l5", 7: "l1"}
+    browser.point(2)
+    assert "needed\nby 1 of 2 needs to come; next by token 10, compute: value zot" in browser.text("token")
+    assert classes(6) == {2: "gone", 3: "l1", 5: "l1"}, "the statement has begun"
+    assert "needed\nby 0 of 2 needs to come\n" in browser.text("token")
+    assert classes(8) == {2: "gone", 3: "l1", 5: "l1", 11: "l1"}
+    assert classes(11) == {2: "gone"}
+    browser.point(1)
+    assert "needed" not in browser.text("token")
+    assert browser.text("legend").startswith("would do for 8 needs to come, or more")
+    assert browser.driver.get_log("browser") == []
 
 
 @needs_browser
