@@ -116,7 +116,7 @@ def test_what_a_window_met(engine: Engine, policy: str | None, fixed: bool, monk
 @pytest.mark.usefixtures("quick")
 def test_in_a_run(tmp_path: Path) -> None:
     """The embedded model, problems of a family; the texts are cut off."""
-    changes = {"policies": "full,window,random", "budgets": "64,160", "limit": 2, "max_new_tokens": 120}
+    changes = {"policies": "full,window,random", "budgets": "160", "limit": 2, "max_new_tokens": 120}
     evaluate("tiny", "facts", tmp_path, needed=True, split="validation", **changes)
     records = read(tmp_path).records
     rows = {(r.policy, r.budget): r for r in summarize(records) if r.group is None}
@@ -124,13 +124,11 @@ def test_in_a_run(tmp_path: Path) -> None:
     assert full.needed_kept == full.needed_somewhere == full.needed_beyond == 1
     assert full.parsed is not None
     assert full.parsed > 0.8, "the question was found in the prompt, and its family's rules read"
-    for policy in ("window", "random"):
-        few, many = rows[policy, 64], rows[policy, 160]
-        assert few.needed_kept is not None
-        assert many.needed_kept is not None
-        assert few.needed_kept < many.needed_kept <= 1
-        assert few.recall is None
-    chance, window = rows["random", 160], rows["window", 160]
+    window, chance = rows["window", 160], rows["random", 160]
+    for row in (window, chance):
+        assert row.needed_kept is not None
+        assert 0.2 < row.needed_kept < 1
+        assert row.recall is None
     assert window.needed_kept == window.needed_somewhere, "all its lanes hold the same"
     assert chance.needed_kept < chance.needed_somewhere
     assert (
