@@ -7,6 +7,7 @@ from typing import Any
 
 from minithink.bench.markdown import markdown, source
 from minithink.policies.thinkv import NAMES
+from minithink.tasks import families
 
 Result = dict[str, Any]
 TYPES = tuple(reversed(NAMES))  # the most important first
@@ -65,7 +66,5 @@ def _texts(result: Result) -> list[str]:
 
 
 TABLES: dict[str, Callable[[Result], list[str]]] = {
-    f"{table.__name__}-{family}": table
-    for table in (curve, importance, association)
-    for family in ("facts", "ledger")
+    f"{table.__name__}-{family}": table for table in (curve, importance, association) for family in families()
 }

@@ -1,8 +1,8 @@
 """Comparisons whose tables and plots the documents show: which policies, at which budgets, on which problems.
 
-Each has a name (`SWEEPS`) and is run as by `python -m minithink.evaluate`, on both embedded families, one after the
+Each has a name (`SWEEPS`) and is run as by `python -m minithink.evaluate`, on all embedded families, one after the
 other; a run that was interrupted is resumed. Several at once share a run where their problems and budgets are the
-same, so that what is in all of them is generated once. What comes out is one file a comparison for both families,
+same, so that what is in all of them is generated once. What comes out is one file a comparison for all families,
 with a line for every family, policy and budget. Settings are chosen on validation problems; the test split is for
 `main` alone.
 

@@ -27,6 +27,7 @@ from minithink.engine import DTYPES, TINY
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate.summary import FULL, budget_text
 from minithink.model import Decoder
+from minithink.tasks import families
 
 BEGIN = re.compile(r"<!-- table:(\S+) -->\s*")
 END = "<!-- end -->"
@@ -462,7 +463,7 @@ def sweep(result: dict[str, Any]) -> list[str]:
     said = (
         f"{settings['limit']} {settings['split']} problems of each family × {settings['samples']}; budgets are the "
         "prompt and that share of what the full cache generates. Bytes: the mean of peaks. Case 1 and 2: how often "
-        "segments were annealed as a transition ended, and for room, in all sequences of both families."
+        "segments were annealed as a transition ended, and for room, in all sequences of all families."
     )
     older: dict[str, list[str]] = {}
     for m in ms:
@@ -473,7 +474,7 @@ def sweep(result: dict[str, Any]) -> list[str]:
 
 
 # tables of a result that has several
-PARTS = {**dict.fromkeys(thinkv_tables.TABLES, "thinkv"), "thresholds-64": "thoughts-64"}
+PARTS = dict.fromkeys(thinkv_tables.TABLES, "thinkv")
 # tables whose results ship with the model
 SHIPPED = {
     "thoughts": TINY / "thoughts.json",
@@ -486,15 +487,11 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "decode-gpu-steps": decode,
     "decode-gpu-16k": decode,
     "decode-gpu-rkv": decode,
-    "accuracy": accuracy,
-    "accuracy-ledger": accuracy,
+    **{"accuracy" if family == "facts" else f"accuracy-{family}": accuracy for family in families()},
     "evaluate": evaluate,
     "margins": margins,
     **{f"sweep-{name}": sweep for name in SWEEPS},
-    "premises-facts": premises,
-    "premises-ledger": premises,
-    "pilot-facts": pilot,
-    "pilot-ledger": pilot,
+    **{f"{table.__name__}-{family}": table for table in (premises, pilot) for family in families()},
     "cache-speed": paged,
     "cache-bytes": memory,
     "retention-bytes": retention,
@@ -509,7 +506,5 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     **analysis_tables.TABLES,
     "thoughts": thoughts,
     "thresholds": thresholds,
-    "thoughts-64": thoughts,
-    "thresholds-64": thresholds,
     "thresholds-2": thresholds,
 }

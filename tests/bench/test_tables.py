@@ -10,6 +10,7 @@ import pytest
 from minithink.bench import record, tables
 from minithink.bench.__main__ import main
 from minithink.errors import MinithinkError
+from minithink.tasks import families
 
 ABOUT: dict[str, Any] = {
     "benchmark": "decode", "complete": True, "command": "python -m minithink.bench decode",
@@ -167,6 +168,17 @@ def test_a_missing_result_is_named(root: Path, capsys: pytest.CaptureFixture[str
     assert main(["tables", "--root", str(root / "nowhere")]) == 2
 
 
+def test_every_family_has_its_tables(root: Path) -> None:
+    """Under the names by which results are written; a table whose result is missing matters only to a document that
+    names it."""
+    others = [family for family in families() if family != "facts"]
+    assert {"accuracy", *(f"accuracy-{family}" for family in others)} <= tables.TABLES.keys()
+    for name in ("premises", "pilot", "curve", "importance", "association"):
+        assert {f"{name}-{family}" for family in families()} <= tables.TABLES.keys()
+    assert main(["tables", "--root", str(root)]) == 0
+    assert not (root / record.RESULTS / "accuracy-search.json").exists()
+
+
 def test_the_embedded_model_is_held_against_the_bandwidth_of_the_same_run(root: Path) -> None:
     side = {"tokens_per_second": 90.0, "decode_tokens_per_second": 100.0}
     embedded = {
@@ -226,7 +238,7 @@ def test_premises_and_a_pilot(tmp_path: Path) -> None:
     measured = {
         "full_cache": {"problems": 64, "right": 0.98, "tokens": 1125.8, "doubts": 4.75},
         "sparsity": [
-            {"kind": kind, "layer": layer, "mean": 0.5 + layer / 10, "sd_of_sentences": 0.04}
+            {"kind": kind, "layer": layer, "mean": 0.5 + layer / 10, "sd_of_segments": 0.04}
             for kind in kinds
             for layer in (0, 1)
         ],
@@ -242,7 +254,7 @@ def test_premises_and_a_pilot(tmp_path: Path) -> None:
     runs = [("full", 1.0, 0.99, 1100.4), ("window", 0.25, 0.1, 900.2), ("window", 0.5, 0.4, 1000.0)]
     pilot = [dict(zip(("policy", "budget", "right", "tokens"), run, strict=True)) for run in runs]
     for name, measurements in (("premises-facts", measured), ("pilot-facts", pilot)):
-        result = ABOUT | {"benchmark": name, "settings": {"limit": 96}, "measurements": measurements}
+        result = ABOUT | {"benchmark": name, "settings": {"limit": 96, "tau": 128}, "measurements": measurements}
         record.write(tmp_path / f"{name}.json", result)
     text = tables.fill("<!-- table:premises-facts -->\n<!-- end -->", "x.md", tmp_path)
     assert "| 1 | 0.60 ± 0.04 | 0.60 ± 0.04 | 70% | 80% |" in text
