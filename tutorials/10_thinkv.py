@@ -305,9 +305,8 @@ assert right < wrong
 # (tutorial 4 counts them).
 #
 # This is the paper's way. The library's default is `key_axis="token"`: a key has a scale for every 16 of its own
-# channels, as a value has, and needs no number. Such scales are coarser where channels are loud (tutorial 4). But the
-# embedded model gave as many right answers with them, within the intervals, and under eviction the cache is smaller
-# and a step is faster. (Where more than transitions have 2 bits it gave fewer: `docs/thinkv.md`.)
+# channels, as a value has, and needs no number. Such scales are coarser where channels are loud (tutorial 4). But
+# under eviction the cache is smaller and a step is faster (`docs/thinkv.md`).
 #
 # ## 3. A type decides how many stay
 #

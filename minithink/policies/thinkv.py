@@ -36,8 +36,8 @@ Chosen where the paper is silent or says two things:
 - T0, in `precision`, drops the tokens of transitions group by group;
 - a g below 16 makes short groups of keys, 16 channels of values;
 - a scale belongs to one key and 16 of its channels, as it does with values. §4.2 has one for each channel of g keys,
-  which is key_axis=channel: their slots are used again one by one, a row of scales lives until the last key is gone,
-  and with R4E4T2 it was not right more often beyond the intervals; with more 2-bit keys it was (docs/thinkv.md).
+  which is key_axis=channel: their slots are used again one by one, and a row of scales lives until the last key is
+  gone, so that it takes more bytes (docs/thinkv.md).
 """
 
 from __future__ import annotations
