@@ -32,6 +32,7 @@ from minithink.evaluate.plan import plan
 from minithink.evaluate.summary import FULL, Row, summarize
 from minithink.figures import need_matplotlib
 from minithink.tasks import families
+from minithink.weights import checkpoint_hash, resolve
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,12 @@ class Sweep:
     problems: int = 200
     samples: int = 1
     recall: bool = False  # is measured, too
+    needed: bool = False  # likewise: how much of what statements need is kept
 
     @property
     def shared(self) -> tuple[Any, ...]:
         """What sweeps have in common that can be one run."""
-        return self.budgets, self.split, self.problems, self.samples, self.recall
+        return self.budgets, self.split, self.problems, self.samples, self.recall, self.needed
 
 
 def _of_thinkv(*options: str) -> tuple[str, ...]:
@@ -72,6 +74,12 @@ PRECISIONS = ("R8E8T8", "R8E4T2", "R4E4T4", "R4E2T2", "R2E4T2", "R4E4T0", "R2E2T
 EIGHT = "R8E8T8"
 SENSITIVE = [EIGHT.replace(f"{kind}8", f"{kind}{bits}") for kind in "RET" for bits in (4, 2)]  # one type's bits
 RETENTIONS = ("64", "64/32", "64/32/16", "64/32/16/8", "64/32/16/8/4/2", "64/32/16/8/4/0")  # beside 64/32/16/8/4
+
+# Prompts are kept; R-KV decides more often, for these texts are short.
+CARD = (
+    "window:protect_prompt=true", "random:protect_prompt=true", "rkv:buffer=16,protect_prompt=true",
+    "crystal_kv_lite:protect_prompt=true", "kivi", "kivi:bits=4", "thinkv:types=1", "thinkv",
+)  # fmt: skip
 
 SWEEPS = {
     "main": Sweep(
@@ -116,6 +124,11 @@ SWEEPS = {
         ),
     ),
     "snapkv": Sweep("a prompt that is cut, too", ("thinkv", "snapkv:cap=128+thinkv")),
+    "card": Sweep("the policies of the embedded model's card", CARD, budgets=(0.25, 0.5)),
+    "robustness": Sweep(
+        "what training under random eviction changes; with --model, of the model without it", CARD[:-2],
+        budgets=(0.25, 0.5), needed=True,
+    ),
 }  # fmt: skip
 
 
@@ -123,6 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench sweep`."""
     add = parser.add_argument
     add("names", nargs="+", choices=tuple(SWEEPS), metavar="NAME", help=f"which comparisons: {', '.join(SWEEPS)}")
+    add("--model", default="tiny", help="folder of another model that knows the families (default: the embedded one)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--families", nargs="+", default=families(), choices=families(), help="default: all")
     add("--limit", type=record.positive, metavar="N", help="fewer problems, for a quick look")
@@ -200,7 +214,12 @@ def new(args: argparse.Namespace, argv: list[str], name: str, device: torch.devi
     sweep = SWEEPS[name]
     result = record.new("sweep", argv, device)
     settings = {"name": name, **asdict(sweep), "limit": args.limit or sweep.problems}
-    return result | {"settings": settings, "measurements": []}
+    return result | {"embedded_model": model_of(args.model), "settings": settings, "measurements": []}
+
+
+def model_of(name: str) -> str:
+    """The hash of the weights."""
+    return checkpoint_hash(TINY if name == "tiny" else resolve(name))
 
 
 def spare(path: Path, result: dict[str, Any], finished: bool) -> None:
@@ -240,7 +259,7 @@ def finished(args: argparse.Namespace, sweeps: Mapping[str, Sweep], family: str)
     """The rows of one family whose sequences are all there; nothing is generated."""
     sweep, run = next(iter(sweeps.values())), journal.read(folder_of(args, sweeps, family))
     ours = {"dataset": family, "split": sweep.split, "limit": args.limit or sweep.problems, "recall": sweep.recall}
-    ours |= {"num_samples": sweep.samples}
+    ours |= {"num_samples": sweep.samples, "needed": sweep.needed, "checkpoint": model_of(args.model)}
     if changed := journal.differences(run.settings, ours, run.settings.keys() - ours.keys()):
         raise UsageError(f"{run.folder} is a run of something else: {changed}.")
     rows = summarize(run.records, policies=policies_of(sweeps.values()), budgets=sweep.budgets)
@@ -252,7 +271,7 @@ def fill(
 ) -> None:
     """Put the lines that are missing in their places, from earlier results of the same comparison, the last one's.
     UsageError: it is another one's."""
-    alike = ("name", "split", "problems", "samples", "recall", "limit")
+    alike = ("name", "split", "problems", "samples", "recall", "needed", "limit")
     for path, other in earlier:
         theirs, model = other.get("settings", {}), other.get("embedded_model")
         if [theirs.get(x) for x in alike] != [result["settings"][x] for x in alike]:
@@ -298,7 +317,8 @@ def evaluated(args: argparse.Namespace, sweeps: Mapping[str, Sweep], family: str
     words += ["--num-samples", sweep.samples]
     words += ["--dataset", family, "--split", sweep.split, "--device", args.device]
     words += ["--limit", args.limit or sweep.problems, "--output-dir", folder, "--resume"]
-    words += ["--recall"] if sweep.recall else []
+    words += ["--model", args.model]
+    words += [f"--{name}" for name in ("recall", "needed") if getattr(sweep, name)]
     for name in ("batch_size", "max_new_tokens"):
         if (value := getattr(args, name)) is not None:
             words += [f"--{name.replace('_', '-')}", value]

@@ -72,7 +72,7 @@ def test_a_text_is_cut_where_thinkv_cuts_it_and_has_its_types(model, rows):
 
 def test_types_by_keywords_are_those_of_the_thinking(model):
     tokenizer = model.tokenizer
-    parts = ["I need a. ", "b = 3 + 4. ", "\n\n", "Wait, let me see."]
+    parts = ["I need a. ", "Now b = 3 + 4. ", "\n\n", "Wait, let me see."]
     ids = [tokenizer.encode(part) for part in parts]
     thinking = [i for part in ids for i in part]
     policy = policy_of(model)

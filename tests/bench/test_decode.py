@@ -86,7 +86,7 @@ def test_prompts_have_one_length_and_end_with_the_question() -> None:
     assert [len(p) for p in prompts] == [200] * 5
     assert len({tuple(p) for p in prompts}) == 5
     assert all("Find" in engine.tokenizer.decode(p[-decode.QUESTION :]) for p in prompts)
-    for length, new in ((200, 3900), (20, 8), (2000, 8)):
+    for length, new in ((200, 8100), (20, 8), (2000, 8)):
         with pytest.raises(UsageError, match=f"--prompt-tokens.* {length}"):
             make_prompts(engine, 1, length, new)
 
