@@ -59,7 +59,8 @@ from minithink.ref.paged_attention import paged_attention as reference
 
 numpy_is, triton_is = (tuple(map(int, m.__version__.split(".")[:2])) for m in (numpy, triton))
 if os.environ["TRITON_INTERPRET"] == "1" and triton_is < (3, 7) and numpy_is >= (2, 4):
-    raise RuntimeError(f"Triton {triton.__version__} cannot interpret with numpy 2.4: pip install 'numpy<2.4'")
+    versions = f"Triton {triton.__version__} cannot interpret with numpy {numpy.__version__}"
+    raise RuntimeError(f"{versions}: pip install 'numpy<2.4'")
 torch.set_grad_enabled(False)  # we only read
 torch.set_num_threads(1)
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -385,6 +385,11 @@ def _types(shares: dict[str, float]) -> str:
     return " / ".join(f"{shares[kind]:.0%}" for kind in ("execution", "reasoning", "transition"))
 
 
+def _spread(x: dict[str, Any]) -> str:
+    """A mean with the spread of the segments' means; –: no segment is mostly of this kind."""
+    return "–" if x["sd_of_segments"] is None else f"{x['mean']:.2f} ± {x['sd_of_segments']:.2f}"
+
+
 def premises(result: dict[str, Any]) -> list[str]:
     """What full-cache traces say of three premises: one row a layer, the rest in words."""
     m = result["measurements"]
@@ -395,23 +400,31 @@ def premises(result: dict[str, Any]) -> list[str]:
     ]
     answer = m["answer_attention"]
     for layer, (on, far) in enumerate(zip(answer["on_thinking"]["layers"], answer["far"]["layers"], strict=True)):
-        cells = (f"{of[kind, layer]['mean']:.2f} ± {of[kind, layer]['sd_of_segments']:.2f}" for kind in kinds)
+        cells = (_spread(of[kind, layer]) for kind in kinds)
         rows.append((f"{layer}", *cells, f"{on:.0%}", f"{far:.0%}"))
     rows.append(
         ("mean", *["" for _ in kinds], f"{answer['on_thinking']['mean']:.0%}", f"{answer['far']['mean']:.0%}")
     )
-    full, two = m["full_cache"], m["separability"]["two_thresholds"]
+    full, two = m["full_cache"], m["separability"].get("two_thresholds")
     best = ", ".join(
         f"{' and '.join(x['kinds'])} {x['auc']:.2f} (layer {x['layer']})" for x in m["separability"]["auc"]
     )
     said = (
         f"{full['problems']} validation problems, {full['right']:.0%} right, {full['tokens']:,.0f} tokens and "
-        f"{full['doubts']:.1f} doubts each. Sparsity: mean ± standard deviation of the means of "
-        f"segments of {result['settings']['tau']} tokens. How well it tells two kinds of segments in the same third "
-        f"of a text apart, at the best layer, as the area under the curve: {best}. Two thresholds in layer "
-        f"{two['layer']}, chosen on one half of the traces, name {two['accuracy']:.0%} of the other half's segments "
-        f"rightly; always the commonest kind would be right for {two['majority']:.0%}."
+        f"{full['doubts']:.1f} doubts each. Sparsity: mean ± standard deviation of the means of segments of "
+        f"{result['settings']['tau']} tokens."
     )
+    if best:
+        said += (
+            " How well it tells two kinds of segments in the same third of a text apart, at the best layer, as the "
+            f"area under the curve: {best}."
+        )
+    if two:
+        said += (
+            f" Two thresholds in layer {two['layer']}, chosen on one half of the traces, name {two['accuracy']:.0%} "
+            "of the other half's segments rightly; always the commonest kind would be right for "
+            f"{two['majority']:.0%}."
+        )
     steered: list[tuple[str, ...]] = [("steered away from doubts", "strength", "right", "tokens", "doubts")]
     for x in m.get("steering", {}).get("runs", []):
         where = {"nowhere": "nowhere", "boundary": "at blank lines", "every": "at every token"}[x["at"]]

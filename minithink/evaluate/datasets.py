@@ -75,8 +75,8 @@ def load_dataset(
     check_name(name)
     if (entry := _entry(name)) is not None:
         examples = _from_entry(entry, split)
-    elif (family := name.partition(":")[0]) in families():
-        problems = load_problems(split or "test", family)
+    elif name in (*families(), *LEVELS):
+        problems = load_problems(split or "test", name.partition(":")[0])
         examples = [Example(p.id, p.question, p.answer, "exact", p.length_bin) for p in problems]
         if name in LEVELS:
             examples = [replace(e, question=search.reworded(e.question, LEVELS[name])) for e in examples]

@@ -28,7 +28,7 @@ HELD = torch.iinfo(torch.int32).max  # in `left`: the lane holds the token to th
 
 
 class Needed(NamedTuple):
-    """Shares of the pairs of a statement and a need; not a number where there are none."""
+    """Shares of the pairs of a statement and a need; NaN if the text has no such pair."""
 
     pairs: int
     kept: float  # that are met in a lane, mean over lanes
@@ -45,15 +45,16 @@ class NeededKept:
         self._last_held(sequences)
 
     def take(self, s: Track) -> dict[str, float | None]:
-        """The shares of a sequence that has ended, as a Record names them; None: its text needs nothing. The sequence
-        is forgotten."""
+        """The shares of a sequence that has ended, as a Record names them. None: the text needs nothing, or has no
+        complete line. The sequence is forgotten."""
         pieces, prompt = [self.tokenizer.decode([i]) for i in (*s.prompt, *s.tokens)], len(s.prompt)
         reading = read(question_in("".join(pieces[:prompt])) or "", pieces, prompt)
         left = left_from(self._last_held.take(s), len(pieces), prompt)
         _, kept, somewhere = needed_kept(reading, left, prompt)
         beyond = needed_kept(reading, left, prompt, beyond_prompt=True).kept
         shares = {"needed_kept": kept, "needed_somewhere": somewhere, "needed_beyond": beyond}
-        return {name: None if math.isnan(x) else x for name, x in shares.items()} | {"parsed": reading.parsed}
+        shares["parsed"] = reading.parsed
+        return {name: None if math.isnan(x) else x for name, x in shares.items()}
 
 
 def check_questions(examples: Sequence[Example]) -> None:

@@ -62,6 +62,7 @@ def reader(question: str, prompt: Sequence[str]) -> Reader:
 _VERSION = re.compile(rf"({N})@(\d+)")
 _LOCK = re.compile(rf"({N}) \* ({OPERAND}) \+ ({OPERAND}) = (\d+)")
 _WHY = re.compile(rf"{_LOCK.pattern}, (\d+) \* (\d+) = \d+, \d+ \+ (\d+) = \d+")
+_VERDICT = re.compile(r", (yes|no|not|that is)(?: \d+)?\.$")
 _SIDE = re.compile(r"from (\d+) (up|down)")
 _PRODUCT, _SUM = re.compile(r"(\d+) \* (\d+) = \d+"), re.compile(r"(\d+) \+ (\d+) = \d+")
 _FACT = re.compile(rf"({N}) = ({OPERAND})(?: ([-+*]) ({OPERAND}))?")
@@ -71,7 +72,7 @@ _NUMBERS = re.compile(r"\b(\d+) [-+*] (\d+) = ")
 _STEP, _WORD = re.compile(rf"(\d+): ({STEP})"), re.compile(rf"\b{N}\b|\d+|[-+*]")
 _LAST_PAIR = re.compile(rf".*\b({N}(?:@\d+)?) = (\d+)", re.DOTALL)
 PARTS = ("factor", "added", "result")  # of a lock
-SEARCHING = ("goal", "trial", "before", "side", "from", *PARTS)  # what is over with the search of a name
+SEARCHING = ("goal", "trial", "verdict", "before", "side", "from", *PARTS)  # what is over with the search of a name
 
 
 class _Search(Reader):
@@ -130,14 +131,15 @@ class _Search(Reader):
             self.need(("side", name), ("before", name))
         elif self.now != name:
             self.over(*((key, self.now) for key in SEARCHING if key != "goal"))
-        self.over(("trial", name), ("before", name))
+        self.over(("trial", name), ("verdict", name), ("before", name))
         self.now, self.again = name, False
         self.goal(line, self.say)
 
     def turn(self, line: str) -> None:
+        self.need(("verdict", self.now))
         self.need(("side", self.now), ("before", self.now))
         self.numbers(*PARTS)
-        self.over(("trial", self.now), ("before", self.now))
+        self.over(("trial", self.now), ("verdict", self.now), ("before", self.now))
         self.goal(line, self.say)
 
     def still(self, line: str) -> None:
@@ -149,6 +151,7 @@ class _Search(Reader):
     def none(self, line: str) -> None:
         self.need(("goal", self.now))
         self.need(("trial", self.now))
+        self.need(("verdict", self.now))
         self.need(("side", self.now), ("before", self.now))
         for m in _LOCK.finditer(line):
             self.lock(m)
@@ -162,6 +165,7 @@ class _Search(Reader):
         last, side = self.memory.get(("trial", name)), self.memory.get(("side", name))
         if last:
             self.need(("trial", name))
+            self.need(("verdict", name))
             self.need(("side", name), ("before", name))
         else:
             self.need(("from", name))
@@ -174,10 +178,13 @@ class _Search(Reader):
             self.said += [(("before", name), side.content, place, True) for place in places]
 
     def calculation(self, line: str, x: re.Match[str], new: bool = True) -> None:
-        """A trial's numbers: x, factor, added."""
-        name = self.now
+        """A trial's numbers, x, factor, added, and whether x fits."""
+        name, verdict = self.now, _VERDICT.search(line)
         if new:
-            self.over(("trial", name))
+            self.over(("trial", name), ("verdict", name))
+        if verdict:
+            fits = "yes" if verdict[1] in ("yes", "that is") else "no"
+            self.repeat(("verdict", name), fits, verdict.start(1))
         self.repeat(("trial", name), x[1], x.start(1))
         for m in _PRODUCT.finditer(line):
             self.repeat(("trial", name), m[1], m.start(1))
@@ -199,6 +206,7 @@ class _Search(Reader):
         assert m
         self.need(("goal", m[1]))
         self.need(("trial", m[1]))
+        self.need(("verdict", m[1]))
         self.over(*((key, m[1]) for key in SEARCHING))
         self.say(("value", m[1]), m[2], m.start(2))
         self.now = ""

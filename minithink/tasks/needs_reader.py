@@ -6,6 +6,7 @@ rule: there a line says what it needs (`need`) and which tokens carry what it te
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -44,8 +45,9 @@ class Reading:
 
     @property
     def parsed(self) -> float:
-        """Share of the complete lines that a rule read."""
-        return len(self.statements) / max(1, len(self.statements) + len(self.skipped))
+        """Share of the complete lines that a rule read; NaN if no line is complete."""
+        lines = len(self.statements) + len(self.skipped)
+        return len(self.statements) / lines if lines else math.nan
 
     @property
     def parsed_tokens(self) -> float:

@@ -13,7 +13,7 @@ The reference trace plans down to a lock whose operands are known, and then trie
     reasoning   "So gon = 9."                            a milestone: read again much later
     transition  "Wait, was ved right? ved * 8 + 34 = 90, 7 * 8 = 56, 56 + 34 = 90. Yes, ved = 7."
 
-What must be known at any moment is the current lock, the last trial and the numbers that were found: a tenth of the
+What must be known at any moment is the current lock, the last trial and the numbers that were found: 1 or 2 % of the
 text. A search may be given up and begun again from the other side, or end without a hit, because a slip hid it or the
 lock was misread: all its attempts are then dead at once, the lock is read again, and the search begins anew. So what
 was read or calculated wrongly can be noticed, as in the texts of large models.
@@ -41,7 +41,7 @@ LOW, HIGH = 1, 9  # the numbers that are tried
 LARGEST_FACTOR, LARGEST = 9, 99  # no trial comes to more than the latter: every number is one token
 WORDING = ("Repeat little.", "Repeat some.", "Repeat much.")  # by redundancy
 RESTATED = ((), (5,), (3, 5, 7))  # by redundancy: the trials at which the current lock is stated again
-RECAP = (0.0, 0.5, 1.0)  # by redundancy: probability that numbers found so far are listed after a new one
+RECAP = (0.0, 0.5, 1.0)  # by redundancy: probability that numbers found so far are listed after a new one, if any
 MISREAD = 0.03  # share of searches that begin with a misread lock
 MEMORY, EXCITEMENT, CEILING = 2, 0.25, 0.6  # paragraphs; what each doubt among them adds; the largest inclination
 

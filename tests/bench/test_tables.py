@@ -260,6 +260,12 @@ def test_premises_and_a_pilot(tmp_path: Path) -> None:
     assert "| 1 | 0.60 ± 0.04 | 0.60 ± 0.04 | 70% | 80% |" in text
     assert "reasoning and transition 0.74 (layer 1)" in text
     assert "| at every token | 0.5 | 100% | 1,015 | 2.8 |" in text
+    measured["sparsity"][0]["sd_of_segments"] = None  # no segment was mostly of this kind
+    measured["separability"] = {"auc": []}
+    record.write(tmp_path / "premises-ledger.json", result | {"measurements": measured, "benchmark": "premises"})
+    text = tables.fill("<!-- table:premises-ledger -->\n<!-- end -->", "x.md", tmp_path)
+    assert "| 0 | – | 0.50 ± 0.04 | 50% | 70% |" in text
+    assert "segments of 128 tokens.\n" in text
     lines = tables.fill("<!-- table:pilot-facts -->\n<!-- end -->", "x.md", tmp_path).splitlines()
     assert lines[1] == "| sketch | right at 25% | tokens | right at 50% | tokens |"
     assert lines[3:5] == ["| full | 99% | 1,100 | 99% | 1,100 |", "| window | 10% | 900 | 40% | 1,000 |"]

@@ -65,7 +65,7 @@ def test_reference_traces_are_read_whole(family, seed):
     for statement, found in of_statements(reading):
         for key, places in found.items():
             texts = {pieces[p].strip() for p in places}
-            assert len(texts) == 1 or key[0] == "side", (key, texts)
+            assert len(texts) == 1 or key[0] in ("side", "verdict"), (key, texts)
             if key[0] == "value" and statement.kind != "correct":
                 assert texts == {str(problem.values()[key[1]])}, key
             elif key[0] in ("goal", "target", "last", "newest", "reads"):
@@ -147,7 +147,7 @@ def test_live_tokens_meet_what_a_statement_needs(family, seed):
             i += 1
         reader.add(piece)
     if family == "search":
-        assert most <= 40  # a tenth of the text, and less
+        assert most <= 40  # however long the text is
     assert most < 200
 
 
@@ -211,6 +211,7 @@ def test_a_search_token_by_token():
     }
     assert found["Try 2: 2 * 8 = 16, 16 + 14 = 30, yes."] == {
         "trial duv": ["Try 1", "Try 1: 1"],
+        "verdict duv": ["Try 1: 1 * 8 = 8, 8 + 14 = 22, no"],
         "side duv": [f"{want} * 8 + 14 = 30, from 1 up", "Try 1", "Try 1: 1"],
         "factor duv": [f"{want} * 8", "Try 1: 1 * 8", f"{lock} * 8", "Here duv * 8"],
         "added duv": [
@@ -221,6 +222,7 @@ def test_a_search_token_by_token():
     assert found["So duv = 2."] == {
         "goal duv": [f"{first} * duv + 7 = 25, so I need duv", "Here duv", "I want duv", want],
         "trial duv": ["Try 2", "Try 2: 2"],
+        "verdict duv": ["Try 2: 2 * 8 = 16, 16 + 14 = 30, yes"],
     }
     back = "Back to gon. gon * duv + 7 = 25, I have duv = 2"
     assert found[f"{back}."] == {
@@ -482,7 +484,7 @@ def test_texts_with_errors_never_raise(family, seed, data):
         generated = generated or ["So"]
     whole = [*pieces[:prompt], *generated]
     reading = needs.read(problem.question, whole, prompt)
-    assert 0 <= reading.parsed <= 1
+    assert 0 <= reading.parsed <= 1 or not (reading.statements or reading.skipped)
     assert 0 <= reading.parsed_tokens <= 1
     text = "".join(generated).replace("</think>", "\n").replace("<|end|>", "\n")
     full = [line for line in text.split("\n")[:-1] if line.strip()]

@@ -388,6 +388,16 @@ def test_redundancy_changes_how_often_things_are_restated_and_nothing_else(probl
     assert traces[0] == traces[1] == traces[2]
 
 
+def test_some_redundancy_lists_results_behind_half_of_the_new_ones():
+    lists = new = 0
+    for seed in range(60):
+        problem = search.draw_problem(random.Random(seed), 6).with_redundancy(1)
+        lines = search.draw_trace(problem, random.Random(seed))[0].split("\n")
+        lists += sum(line.startswith("I know ") for line in lines)
+        new += sum(bool(re.fullmatch(Reader.SO, line)) for line in lines) - 1  # the first has nothing before it
+    assert 0.4 < lists / new < 0.6
+
+
 def test_the_question_says_the_redundancy():
     problem = search.draw_problem(random.Random(0), 4)
     ends = [problem.with_redundancy(r).question.rpartition(". ")[2] for r in range(3)]
