@@ -13,8 +13,8 @@ import triton.language as tl
 
 # Triton decides this when a kernel is defined. The interpreter computes with numpy, which knows no bfloat16: kernels
 # convert to float32 right after each load, and keep products in float32, where this is true. Kernels never join a
-# scalar condition with a block's by `&`: Triton 3.9's interpreter makes integers of the result, and takes none as a
-# mask. `i < tl.where(condition, n, 0)` says the same.
+# scalar condition with a block's by `&`: Triton 3.9's interpreter turns the result into integers, and refuses
+# integers as a mask. `i < tl.where(condition, n, 0)` says the same.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 

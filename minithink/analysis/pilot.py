@@ -146,8 +146,8 @@ class Known(Sketch):
 
 
 class Oracle(Sketch):
-    """Knows from the text so far what a continuation may still read. Those tokens go last; before them go the other
-    tokens of their statements, for the model may find a value by its neighbours; before these, older tokens first."""
+    """Knows from the text so far what a continuation may still read, and evicts it last. The other tokens of the same
+    statements go second to last, for the model may find a value by its neighbours. All other tokens go by age."""
 
     def __init__(self, cache: Dense, prompts: Tensor, readers: Sequence[Reader], texts: Sequence[str]) -> None:
         """readers: of the rows' texts, behind their prompts; texts: of all tokens."""

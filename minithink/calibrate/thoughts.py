@@ -191,7 +191,6 @@ def settings_of(
         "max_new_tokens": args.max_new_tokens or own.max_new_tokens or engine.config.max_position,
         "batch_size": args.batch_size or (GPU_BATCH if engine.device.type == "cuda" else CPU_BATCH),
     }
-    questions = json.dumps([[e.id, e.question] for e in examples])
     assert engine.home is not None
     names = ("dataset", "split", "num_prompts", "thoughts", "num_layers", "sparsity_rows", "policy")
     settings = {
@@ -199,13 +198,19 @@ def settings_of(
         "control": "spectrum",  # of the noise that modes are counted in, too
         **{name: getattr(args, name) for name in names},
         "budget": policy.budget,
-        "problems": hashlib.sha256(questions.encode()).hexdigest()[:16],
+        "problems": hash_of(examples),
         **drawing,
         "device": engine.device.type,
         "dtype": str(engine.dtype).removeprefix("torch."),
         "backend": engine.decoder.backend.name,
     }
     return drawing, settings
+
+
+def hash_of(examples: Sequence[Example]) -> str:
+    """Which problems these are."""
+    questions = json.dumps([[e.id, e.question] for e in examples])
+    return hashlib.sha256(questions.encode()).hexdigest()[:16]
 
 
 def measure(

@@ -186,7 +186,7 @@ def _row(
 
 
 def _mean(shares: Iterable[float | None]) -> float | None:
-    """Of those that were measured; None: there are none."""
+    """The mean of the shares that were measured; None: no share was measured."""
     known = [share for share in shares if share is not None]
     return fsum(known) / len(known) if known else None
 

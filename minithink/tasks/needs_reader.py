@@ -126,7 +126,7 @@ class Reader:
         self.tokens = []
 
     def commit(self) -> None:
-        """First what the line needs, from the lines before it; then what it says."""
+        """Look up what the line needs among the earlier lines; then remember what the line says."""
         for keys in dict.fromkeys(self.wanted):
             if keys[0] not in self.memory:
                 self.reading.unknown += 1
@@ -155,7 +155,7 @@ class Reader:
         self.said.append((key, content, self.tokens[at], True))
 
     def repeat(self, key: Key, content: str, at: int) -> None:
-        """It carries the content again; where it differs, that is a mistake and no copy."""
+        """The character at `at` carries the content again. A different content is a mistake and no copy."""
         self.said.append((key, content, self.tokens[at], False))
 
     def over(self, *keys: Key) -> None:
@@ -203,7 +203,7 @@ class Reader:
         return ()
 
     def spoken(self, line: str) -> None:
-        """It reads nothing."""
+        """A spoken line reads nothing."""
 
     def already(self, line: str) -> None:
         self.lead(line)

@@ -16,12 +16,12 @@ from minithink.calibrate.__main__ import main
 from minithink.calibrate.density import Peaks, density, peaks
 from minithink.calibrate.journal import Journal
 from minithink.calibrate.reading import averaged, sparsity, types
-from minithink.engine import Engine, load
+from minithink.engine import TINY, Engine, load
 from minithink.evaluate.datasets import load_dataset
 from minithink.files import rounded
 from minithink.policies import parse
 from minithink.policies.thinkv import EXECUTION, NAMES, REASONING, TRANSITION, type_of
-from minithink.tasks import load_problems
+from minithink.tasks import families, load_problems
 from minithink.thoughts import kinds, segments
 from minithink.weights import checkpoint_hash
 from tests.calibrate.run import POLICY, QUESTIONS, calibrate, options
@@ -177,6 +177,16 @@ def test_datasets_take_turns() -> None:
     facts, ledger = (load_problems("validation", family) for family in ("facts", "ledger"))
     assert split == "validation"
     assert [e.id for e in examples] == [facts[0].id, ledger[0].id, facts[1].id, ledger[1].id, facts[2].id]
+
+
+@pytest.mark.parametrize("name", ["thoughts", "thoughts-2"])
+def test_what_ships_is_of_the_weights_and_of_the_problems_that_ship(name: str) -> None:
+    shipped = json.loads((TINY / f"{name}.json").read_text(encoding="utf-8"))
+    settings = shipped["settings"]
+    assert shipped["checkpoint"] == settings["checkpoint"] == checkpoint_hash(TINY)
+    examples, split = thoughts.load_examples(argparse.Namespace(**settings))
+    assert (split, settings["problems"]) == ("validation", thoughts.hash_of(examples))
+    assert settings["dataset"].split(",") == families()
 
 
 def test_the_picture_has_a_panel_for_every_layer(model: Path, problems: Path, tmp_path: Path) -> None:
