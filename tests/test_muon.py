@@ -12,7 +12,6 @@ from tests.compare import assert_close
 SHAPES = ((16, 40), (16, 40), (40, 16), (24, 24), (16, 40))
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
 def test_three_steps_are_those_of_torch():
     torch.manual_seed(0)
     ours = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
