@@ -5,9 +5,9 @@ compiled once. A mask keeps the documents of a row apart, and hides tokens that 
 is FlexAttention (Dong et al. 2024), which skips what the mask hides. The loss is that of the responses only, in bf16
 autocast on a GPU. Matrices of the blocks learn by Muon (Jordan et al. 2024, with the scale of Liu et al. 2025, so
 that one learning rate serves both), everything else by AdamW; cosine decay. Several GPUs share a step under
-`torchrun --nproc-per-node N -m minithink.train …`. Worker processes draw the documents as training goes, so none is
-seen twice; those of the validation and test splits are skipped by their content. Short problems come first: on them,
-looking a value up is learned in a fraction of the tokens that it takes on long ones.
+`torchrun --nproc-per-node N -m minithink.train …`. Worker processes draw documents anew as training goes; problems of
+the validation and test splits are skipped by their content. Short problems come first: on them, looking a value up is
+learned in a fraction of the tokens that it takes on long ones.
 
 `--init FOLDER` continues from the weights of a checkpoint. `--seconds N` ends the run in time: the schedule then
 follows the clock, where the clock is ahead of the tokens.
@@ -19,7 +19,6 @@ the Hugging Face layout, in bfloat16.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -39,14 +38,14 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.data import DataLoader
 
-from minithink.commands import exit_code
+from minithink.commands import Parser, exit_code, natural
 from minithink.config import ModelConfig
 from minithink.errors import MinithinkError, UsageError
 from minithink.model import Decoder, Rope
 from minithink.muon import Muon
 from minithink.ref.rope import rope
 from minithink.tokenizer import Tokenizer
-from minithink.train_data import IGNORE, PADDING, Batch, Documents, Recipe, Schedule
+from minithink.train_data import IGNORE, PADDING, Batch, Documents, Recipe, Schedule, duration, shares, sizes
 from minithink.weights import checkpoint_hash, load_decoder, save_checkpoint
 
 CONTEXT = 8192  # positions that the exported model may use
@@ -303,7 +302,6 @@ def train(
         compile_model: None: on a GPU.
     """
     began = time.monotonic()
-    folder.mkdir(parents=True, exist_ok=True)
     team = Team(device)
     cuda = team.device.type == "cuda"
     torch.set_float32_matmul_precision("high")
@@ -320,6 +318,10 @@ def train(
         if any(stored.get(key) != progress[key] for key in ("recipe", "init")):
             found = f"{stored['recipe']}, and began with the weights {stored.get('init')}"
             raise UsageError(f"The interrupted run has another recipe, {found}; give the same options.")
+        for key, option in (("workers", "--workers"), ("processes", "torchrun --nproc-per-node")):
+            was, now = stored.get(key), progress[key]
+            if was != now:  # the documents of a step would be others
+                raise UsageError(f"The interrupted run had {key} = {was}, this one has {now}: give {option} {was}.")
         progress = stored
     elif (folder / "progress.safetensors").exists():
         raise UsageError(f"{folder} holds an interrupted run; give --resume, or another --output.")
@@ -331,6 +333,8 @@ def train(
     schedule = Schedule(max(step, math.ceil(recipe.tokens / recipe.batch_tokens)), seconds, began - seconds_before)
     tokenizer = Tokenizer.from_folder(tokenizer_folder)
     documents = Documents(recipe, tokenizer, config.max_position, step, schedule, team.rank, team.size)
+    documents.check()
+    folder.mkdir(parents=True, exist_ok=True)
     context = "fork" if workers and hasattr(os, "fork") else None
     loader = DataLoader(
         documents, batch_size=None, num_workers=workers, pin_memory=cuda, multiprocessing_context=context,
@@ -348,6 +352,8 @@ def train(
 
     try:
         for drawn in loader:
+            if isinstance(drawn, UsageError):
+                raise drawn
             batch = Batch(*(t.to(team.device, non_blocking=True) for t in drawn))
             share = team.agree(schedule.share(step)) if seconds else schedule.share(step)
             mask = loss_of_batch.mask(batch)
@@ -412,36 +418,18 @@ class Meter:
         self.steps, self.since = 0, now
 
 
-def by_family(text: str) -> dict[str, str]:
-    """`facts=…,ledger=…` → {"facts": "…", "ledger": "…"}."""
-    pairs = [part.partition("=") for part in text.split(",")]
-    if not all(name and value for name, _, value in pairs):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form family=value,family=value")
-    return {name.strip(): value for name, _, value in pairs}
-
-
-def shares(text: str) -> dict[str, float]:
-    """For argparse: `facts=0.25,search=0.5`. A family that is not named has no share."""
-    return {name: float(value) for name, value in by_family(text).items()}
-
-
-def sizes(text: str) -> dict[str, list[int]]:
-    """For argparse: `facts=3-40-64`. A family that is not named keeps its sizes."""
-    return Recipe().sizes | {name: [int(n) for n in value.split("-")] for name, value in by_family(text).items()}
-
-
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m minithink.train", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="python -m minithink.train", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="folder of the run and of its checkpoint")
     parser.add_argument("--init", type=Path, help="continue from the weights in this folder; it decides the shape")
     parser.add_argument("--tokenizer", type=Path, help="default: that of --init, or else of the embedded model")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     workers = max(1, (os.cpu_count() or 2) - 2)
-    parser.add_argument("--workers", type=int, default=workers, help="processes that draw documents")
+    parser.add_argument("--workers", type=natural, default=workers, help="processes that draw documents")
     parser.add_argument("--layers", type=int, help="default 8")
     parser.add_argument("--width", type=int, help="default 256")
     parser.add_argument("--context", type=int, default=CONTEXT, help="positions of the model, in tokens")
-    parser.add_argument("--seconds", type=float, help="end after this time, with the learning rate at its end")
+    parser.add_argument("--seconds", type=duration, help="end after this time, with the learning rate at its end")
     parser.add_argument("--resume", action="store_true", help="go on with the interrupted run in --output")
     kinds: dict[str, Callable[[str], object]] = {
         "int": int, "float": float, "dict[str, float]": shares, "dict[str, list[int]]": sizes,

@@ -4,18 +4,22 @@ A row holds whole documents back to back, so that little of it is padding and ev
 the documents of a row is a mask, and positions that restart: see `minithink.train`.
 
 With `evict_share`, some documents are trained as if a policy had evicted a random share of their response: those
-tokens are hidden from all queries that come more than `evict_spared` tokens later. Large models survive eviction
+tokens are hidden from all queries that come `evict_spared` or more tokens later. Large models survive eviction
 because what they know is spread over many tokens; this teaches a small one the same.
+
+The types of the command line's options that only training has are here, too.
 """
 
 from __future__ import annotations
 
+import argparse
+import math
 import random
 import time
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,7 +33,21 @@ from minithink.tokenizer import Tokenizer
 IGNORE = -100  # a label that does not count
 PADDING = -1  # the document number of padding
 POOL = 4  # batches whose documents are packed together
-SIZES = {"facts": [3, 40, 64], "ledger": [2, 30, 46]}  # of families that are not listed: those of the splits
+DROPS = 1000  # documents dropped in a row, after which training gives up
+# The default sizes of two families. Every other family has the sizes of its splits.
+SIZES = {"facts": [3, 40, 64], "ledger": [2, 30, 46]}
+# The largest size that a family may be given. There are 256 names. A problem of search needs two more than it has
+# locks; 3,000 problems of facts with 150 calculations took at most 199. 500 steps of ledger are 40,000 tokens.
+LARGEST = {"facts": 150, "ledger": 500, "search": 254}
+ABOVE_0 = math.nextafter(0.0, 1.0)
+# Fields of the recipe, and the lowest and the highest value of each.
+RANGES: tuple[tuple[str, float, float], ...] = (
+    ("tokens batch_tokens row_tokens evict_span", 1, math.inf),
+    ("warmup_steps evict_spared weight_decay", 0, math.inf),
+    ("lr clip", ABOVE_0, math.inf),
+    ("final_lr short_first long_share evict_share evict_rate evict_after", 0, 1),
+    ("seed", -(2**63), 2**63 - 1),  # of torch's generator
+)
 
 
 def default_sizes() -> dict[str, list[int]]:
@@ -61,14 +79,32 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for names, lowest, highest in RANGES:
+            for name in names.split():
+                check_range(f"--{name.replace('_', '-')}", getattr(self, name), lowest, highest)
         for name in {**self.share, **self.sizes}:
             if name not in prepare.FAMILIES:
                 raise UsageError(f"The family {name!r} does not exist; there are {', '.join(prepare.FAMILIES)}.")
-        if min(self.share.values(), default=0) < 0 or sum(self.share.values()) <= 0:
-            raise UsageError(f"The shares of the families are {self.share}: none may be below 0, nor all be 0.")
-        for name in self.share:
-            if name not in self.sizes or len(self.sizes[name]) != 3 or sorted(self.sizes[name]) != self.sizes[name]:
-                raise UsageError(f"The sizes of {name} are {self.sizes.get(name)}: give three, none below the last.")
+            given, largest = self.sizes.get(name, []), LARGEST[name]
+            if len(given) != 3 or not 1 <= given[0] <= given[1] <= given[2] <= largest:
+                written = "-".join(map(str, given)) or "missing"
+                raise UsageError(
+                    f"--sizes of {name} are {written}: give three whole numbers from 1 to "
+                    f"{largest}, none below the one before it, as in {name}=3-40-64."
+                )
+        values = self.share.values()
+        if not all(value >= 0 for value in values) or not 0 < sum(values) < math.inf:
+            written = ",".join(f"{name}={value}" for name, value in self.share.items())
+            raise UsageError(f"--share is {written}: give finite numbers of at least 0, and one above 0.")
+
+
+def check_range(option: str, value: float, lowest: float, highest: float) -> None:
+    """UsageError if the value is not a finite number from the lowest to the highest."""
+    if lowest <= value <= highest and value != math.inf:
+        return
+    start = "above 0" if lowest == ABOVE_0 else f"of at least {lowest}" if highest == math.inf else f"from {lowest}"
+    end = ", and not inf" if value == math.inf == highest else "" if highest == math.inf else f" to {highest}"
+    raise UsageError(f"{option} is {value}: give a number {start}{end}.")
 
 
 @dataclass(frozen=True)
@@ -99,8 +135,11 @@ class Batch(NamedTuple):
     evicted: Tensor  # bool
 
 
-class Documents(IterableDataset[Batch]):
-    """The batches from step `start` on, one a step."""
+class Documents(IterableDataset[Batch | UsageError]):
+    """The batches from step `start` on, one a step; an error in place of a batch ends them.
+
+    An error is yielded, not raised: the loader would put the traceback of its worker process into the message.
+    """
 
     def __init__(
         self, recipe: Recipe, tokenizer: Tokenizer, context: int, start: int, schedule: Schedule,
@@ -114,19 +153,25 @@ class Documents(IterableDataset[Batch]):
             raise UsageError(f"{recipe.batch_tokens} tokens a step are not a multiple of a row's {unit}.")
         self.rows = recipe.batch_tokens // (recipe.row_tokens * world)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch | UsageError]:
         info = get_worker_info()
         first, workers = (info.id, info.num_workers) if info else (0, 1)
         current = -1
         batches: list[Batch] = []
         for step in range(self.start + first, self.schedule.steps, workers):
             # The loader takes one batch from each worker in turn, so a step's batch follows from the step and the
-            # number of workers: a resumed run sees what the interrupted one would have seen.
+            # number of workers. A resumed run with as many workers and processes sees the batches that the
+            # interrupted run would have seen. With `--seconds` it sees other batches near the moments at which short
+            # problems end and eviction begins: those moments then follow the clock.
             turn, worker = divmod(step, workers)
             pool, index = divmod(turn, POOL)
             if pool != current:
                 rng = random.Random(f"{self.recipe.seed} {self.rank} {workers} {worker} {pool}")
-                current, batches = pool, self.batches(rng, self.schedule.share(pool * POOL * workers))
+                try:
+                    current, batches = pool, self.batches(rng, self.schedule.share(pool * POOL * workers))
+                except UsageError as error:
+                    yield error
+                    return
             yield batches[index]
 
     def batches(self, rng: random.Random, share: float) -> list[Batch]:
@@ -134,15 +179,31 @@ class Documents(IterableDataset[Batch]):
         drawn: list[Document] = []
         left = POOL * self.rows * self.recipe.row_tokens
         while left > 0:
-            document = self.draw(rng, share < self.recipe.short_first)
-            if len(document.tokens) <= self.longest:
-                drawn.append(document)
-                left -= len(document.tokens)
+            drawn.append(self.fitting(rng, share < self.recipe.short_first))
+            left -= len(drawn[-1].tokens)
         rows = packed(drawn, self.recipe.row_tokens)
         rng.shuffle(rows)  # so that which rows are too many has nothing to do with the length of their documents
         chance = np.random.default_rng(rng.getrandbits(64))
         evict = share >= self.recipe.evict_after
         return [self.batch(rows[i * self.rows : (i + 1) * self.rows], chance, evict) for i in range(POOL)]
+
+    def check(self) -> None:
+        """UsageError if no document fits a row, be it at the beginning, when problems are short, or later."""
+        for short in sorted({self.recipe.short_first > 0, self.recipe.short_first == 1}):
+            self.fitting(random.Random(self.recipe.seed), short)
+
+    def fitting(self, rng: random.Random, short: bool) -> Document:
+        """A document that fits a row and the context; longer ones are dropped."""
+        shortest = math.inf
+        for _ in range(DROPS):
+            document = self.draw(rng, short)
+            if len(document.tokens) <= self.longest:
+                return document
+            shortest = min(shortest, len(document.tokens))
+        raise UsageError(
+            f"The shortest of {DROPS:,} documents drawn has {shortest} tokens, but --row-tokens and --context permit "
+            f"{self.longest}: give more of these, or smaller --sizes."
+        )
 
     def draw(self, rng: random.Random, short: bool) -> Document:
         r = self.recipe
@@ -200,3 +261,36 @@ def random_eviction(length: int, recipe: Recipe, chance: np.random.Generator) ->
     span = 1 if chance.random() < 0.5 else recipe.evict_span
     offset = int(chance.integers(span))
     return np.repeat(chance.random(length // span + 2) < rate, span)[offset : offset + length]
+
+
+T = TypeVar("T")
+
+
+def by_family(text: str, form: str, value: Callable[[str], T]) -> dict[str, T]:
+    """`facts=…,ledger=…` → {"facts": value("…"), "ledger": value("…")}. form: of one family, for the message."""
+    try:
+        pairs = [part.split("=") for part in text.split(",")]
+        return {name.strip(): value(given) for name, given in pairs}
+    except ValueError:  # no `=` or two of them, or no value
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form {form},{form}") from None
+
+
+def shares(text: str) -> dict[str, float]:
+    """For argparse: `facts=0.25,search=0.5`. A family that is not named has no share."""
+    return by_family(text, "family=number", float)
+
+
+def sizes(text: str) -> dict[str, list[int]]:
+    """For argparse: `facts=3-40-64`. A family that is not named keeps its sizes."""
+    return default_sizes() | by_family(text, "family=3-40-64", lambda value: [int(n) for n in value.split("-")])
+
+
+def duration(text: str) -> float:
+    """For argparse: seconds, more than 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return value

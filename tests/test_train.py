@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from minithink import train
+from minithink import train, train_data
 from minithink.engine import TINY
 from minithink.kv.full import FullCache
 from minithink.model import Decoder, Rope
@@ -41,8 +43,11 @@ def config(tokenizer):
     return train.model_config(tokenizer.vocab_size, layers=2, width=64)
 
 
-def run(folder, config, recipe, **options):
-    return train.train(recipe, config, TINY, folder, device="cpu", workers=0, **options)
+TWO = {"rank": 0, "size": 2, "device": torch.device("cpu")}  # a team of two processes, without a second one
+
+
+def run(folder, config, recipe, workers=0, **options):
+    return train.train(recipe, config, TINY, folder, device="cpu", workers=workers, **options)
 
 
 def test_the_loss_falls_and_the_checkpoint_loads(tmp_path, config):
@@ -80,6 +85,12 @@ def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path, config, monkey
         run(parts, config, recipe)
     with pytest.raises(train.UsageError, match="another recipe"):
         run(parts, config, replace(recipe, lr=1.0), resume=True)
+    with pytest.raises(train.UsageError, match=r"had workers = 0, this one has 1: give --workers 0\."):
+        run(parts, config, recipe, resume=True, workers=1)
+    monkeypatch.setattr(train.Team, "__init__", lambda team, device: vars(team).update(TWO))
+    with pytest.raises(train.UsageError, match=r"had processes = 1, this one has 2: give torchrun --np"):
+        run(parts, config, recipe, resume=True)
+    monkeypatch.undo()
     run(parts, config, recipe, resume=True)
     assert (parts / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert not (parts / "progress.safetensors").exists()
@@ -211,7 +222,7 @@ def test_training_continues_from_the_weights_of_a_checkpoint(tmp_path, config):
     first, second = tmp_path / "first", tmp_path / "second"
     run(first, config, replace(RECIPE, tokens=6_144))
     longer = replace(config, max_position=1000)
-    run(second, longer, replace(RECIPE, tokens=3_072, lr=0.0), init=first)
+    run(second, longer, replace(RECIPE, tokens=3_072, lr=1e-30), init=first)  # too low to change a weight
     for name, p in load_decoder(first).named_parameters():
         assert torch.equal(p, load_decoder(second).get_parameter(name)), name
     assert load_decoder(second).config.max_position == 1000
@@ -262,3 +273,84 @@ def test_the_command_line_sets_shares_and_sizes_by_family(tmp_path, config, monk
     ):  # fmt: skip
         assert train.main([*base, *wrong]) == 2
     assert not seen
+
+
+RANGES = [
+    ("--tokens", "0", "of at least 1"), ("--batch-tokens", "0", "of at least 1"),
+    ("--row-tokens", "0", "of at least 1"), ("--row-tokens", "-512", "of at least 1"),
+    ("--evict-span", "0", "of at least 1"), ("--evict-spared", "-5", "of at least 0"),
+    ("--warmup-steps", "-1", "of at least 0"), ("--weight-decay", "-0.1", "of at least 0"),
+    ("--lr", "0.0", "above 0"), ("--lr", "-0.001", "above 0"), ("--lr", "nan", "above 0"),
+    ("--lr", "inf", "above 0, and not inf"), ("--clip", "0.0", "above 0"),
+    ("--seed", str(2**64), f"from {-(2**63)} to {2**63 - 1}"),
+    *((f"--{name}", value, "from 0 to 1")
+      for name in ("evict-share", "evict-rate", "evict-after", "short-first", "long-share", "final-lr")
+      for value in ("-0.1", "1.5", "nan")),
+]  # fmt: skip
+THREE = r"give three whole numbers from 1 to \d+, none below the one before it, as in \w+=3-40-64\."
+FORM = r"is not of the form family=number,family=number; --help lists the options\."
+SIZES_FORM = r"is not of the form family=3-40-64,family=3-40-64; --help lists the options\."
+OTHERS = [
+    *((["--seconds", value], rf"'{value}' is no number of seconds above 0;")
+      for value in ("0", "-5", "nan", "inf", "x")),
+    (["--workers", "-1"], "'-1' is no whole number of at least 0;"),
+    *((["--share", f"facts={value}"], rf"is facts={value}: give finite numbers of at least 0, and one above 0\.")
+      for value in ("nan", "inf", "-1.0", "0.0")),
+    (["--share", "facts=1,ledger=nan"], r"--share is facts=1\.0,ledger=nan: give"),
+    (["--share", "facts=2,ledger=-1"], r"--share is facts=2\.0,ledger=-1\.0: give"),
+    (["--share", "facts=x"], f"'facts=x' {FORM}"),
+    (["--share", "facts"], f"'facts' {FORM}"),
+    (["--share", "facts="], f"'facts=' {FORM}"),
+    (["--sizes", "facts=x"], f"'facts=x' {SIZES_FORM}"),
+    (["--sizes", "facts=1-2-3=4"], f"'facts=1-2-3=4' {SIZES_FORM}"),
+    *((["--sizes", f"{name}={value}"], f"--sizes of {name} are {value}: {THREE}")
+      for name in ("facts", "ledger", "search") for value in ("0-0-0", "900-900-900", "3-40", "9-3-12")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [*(([o, v], rf"minithink\.train: {o} is {v}: give a number {r}\.") for o, v, r in RANGES), *OTHERS],
+    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
+)
+def test_a_bad_value_is_refused_in_one_sentence(tmp_path, capsys, monkeypatch, options, said):
+    """The sentence names the value and what to give. Training does not begin, so nothing is written."""
+    monkeypatch.setattr(train, "train", lambda *args, **options: pytest.fail("training began"))
+    refused(capsys, tmp_path / "out", options, said)
+
+
+def refused(capsys, output, options, said):
+    with pytest.raises(SystemExit) as end:
+        sys.exit(train.main(["--output", str(output), "--device", "cpu", *options]))
+    assert end.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert re.search(said, line), line
+    assert not output.exists()
+
+
+ROWS = ["--tokens", "4096", "--batch-tokens", "4096", "--row-tokens", "2048", "--layers", "1", "--width", "64"]
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize(
+    ("options", "permitted"),
+    [
+        (["--tokens", "128", "--batch-tokens", "128", "--row-tokens", "64"], 64),
+        ([*ROWS, "--context", "80"], 80),
+        ([*ROWS, "--share", "facts=1", "--sizes", "facts=100-100-100"], 2048),
+        # The short problems fit, the problems after them do not.
+        ([*ROWS, "--share", "search=1", "--sizes", "search=3-150-200", "--long-share", "1"], 2048),
+    ],
+)
+def test_training_in_which_no_document_fits_ends(tmp_path, capsys, monkeypatch, options, permitted, workers):
+    monkeypatch.setattr(train_data, "DROPS", 50)
+    shortest = r"The shortest of 50 documents drawn has (\d+) tokens, but --row-tokens and --context permit "
+    refused(capsys, tmp_path / "out", [*options, "--workers", workers], f"{shortest}{permitted}: give more of these")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_training_ends_when_documents_no_longer_fit(tmp_path, config, monkeypatch, workers):
+    """The sentence of a worker process comes without the traceback of that process."""
+    monkeypatch.setattr(Documents, "check", lambda documents: None)
+    with pytest.raises(train.UsageError, match=r"^The shortest of 1,000 documents .* permit 50: .*\.$"):
+        run(tmp_path, replace(config, max_position=50), RECIPE, workers=workers)

@@ -143,7 +143,27 @@ def test_families_are_drawn_by_their_shares_in_their_sizes_and_short_problems_fi
 
 def test_every_family_has_a_share_and_sizes():
     recipe = Recipe()
-    assert list(recipe.share) == list(recipe.sizes) == list(prepare.FAMILIES)
+    assert list(recipe.share) == list(recipe.sizes) == list(prepare.FAMILIES) == list(train_data.LARGEST)
+
+
+@pytest.mark.parametrize("family", prepare.FAMILIES)
+def test_every_permitted_size_can_be_drawn(family, tokenizer):
+    largest = train_data.LARGEST[family]
+    for sizes in ([1, 1, 1], [largest] * 3):
+        documents = documents_of(Recipe(share={family: 1.0}, sizes={family: sizes}), tokenizer)
+        assert all(documents.draw(random.Random(seed), False).tokens.size for seed in range(30))
+    with pytest.raises(UsageError, match=f"from 1 to {largest}, "):
+        Recipe(share={family: 1.0}, sizes={family: [1, 1, largest + 1]})
+
+
+def test_a_phase_that_training_does_not_have_need_not_fit(tokenizer, monkeypatch):
+    """Of these problems the short ones fit a row, and the others do not."""
+    monkeypatch.setattr(train_data, "DROPS", 50)
+    recipe = replace(RECIPE, share={"ledger": 1.0}, sizes={"ledger": [1, 160, 160]}, long_share=1.0)
+    documents_of(replace(recipe, short_first=1.0), tokenizer).check()
+    for short_first in (0.0, 0.5):
+        with pytest.raises(UsageError, match=r"permit 512: "):
+            documents_of(replace(recipe, short_first=short_first), tokenizer).check()
 
 
 def test_processes_of_a_team_draw_different_documents(tokenizer):
