@@ -9,8 +9,8 @@ that one learning rate serves both), everything else by AdamW; cosine decay. Sev
 the validation and test splits are skipped by their content. Short problems come first: on them, looking a value up is
 learned in a fraction of the tokens that it takes on long ones.
 
-`--init FOLDER` continues from the weights of a checkpoint. `--seconds N` ends the run in time: the schedule then
-follows the clock, where the clock is ahead of the tokens.
+`--init FOLDER` continues from the weights of a checkpoint. `--seconds N` ends the run after N seconds: the
+schedule follows the clock whenever the clock is ahead of the tokens.
 
 The run can be interrupted at any moment and resumed (`--resume`): weights, optimizer state and the step that they
 belong to are one safetensors file, written completely before it replaces the older one. The result is a checkpoint in
@@ -166,10 +166,10 @@ class Loss:
 
 
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """For inputs of one shape, in one graph: outside of a graph, FlexAttention would write out every score.
+    """Compile as one graph, for inputs of one shape: outside of a graph, FlexAttention would write out every score.
 
-    An analysis of torch 2.11 (how reads of joint norms coalesce) failed on some shapes by an assertion of its own: it
-    is left out where it exists."""
+    An analysis of torch 2.11 (how reads of joint norms coalesce) fails on some shapes with an assertion error. It is
+    switched off in every torch that has it."""
     unwanted = {"triton.coalesce_tiling_analysis"}.intersection(torch._inductor.list_options())
     return torch.compile(function, dynamic=False, fullgraph=True, options=dict.fromkeys(unwanted, False))
 
@@ -298,7 +298,7 @@ def train(
 
     Args:
         init: the checkpoint whose weights training begins with, of the shape of `config`; None: drawn ones.
-        seconds: when training ends, if it has not seen `recipe.tokens` before; None: never.
+        seconds: training ends after this time, or earlier, after `recipe.tokens`; None: no time limit.
         compile_model: None: on a GPU.
     """
     began = time.monotonic()

@@ -1,7 +1,7 @@
-"""What training reads: the recipe, and batches of drawn documents in rows of one length.
+"""The input of training: the recipe, and batches of drawn documents in rows of one length.
 
-A row holds whole documents back to back, so that little of it is padding and every step has one shape. What separates
-the documents of a row is a mask, and positions that restart: see `minithink.train`.
+A row holds whole documents back to back, so that little of it is padding and every step has one shape. A mask and
+positions that restart separate the documents of a row: see `minithink.train`.
 
 With `evict_share`, some documents are trained as if a policy had evicted a random share of their response: those
 tokens are hidden from all queries that come `evict_spared` or more tokens later. Large models survive eviction

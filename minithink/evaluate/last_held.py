@@ -1,7 +1,8 @@
-"""When did each token leave its lanes? Recorded on the device, step by step; the host reads it when a sequence ends.
+"""Records, for each token and lane, the last step after which the lane held the token.
 
-After every step the positions that a lane holds are stamped with that step, so the last stamp of a token says when it
-was there for the last time. A token that was evicted never comes back.
+After every step the device stamps the positions that a lane holds with the number of tokens seen so far. An evicted
+token never comes back, so its last stamp says when the lane held it for the last time. The host
+reads the stamps when a sequence ends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Needed and kept: of what the statements of a text need, how much does a policy still hold when they begin?
+"""Measures how much of the content that a statement needs a policy still holds when the statement begins.
 
 The rules of the task families tell which tokens each statement reads (`tasks/needs.py`). A need is met in a lane if
-the lane holds at least one of its places when the statement's first token is written. The text is the policy's own:
-the figure says what the policy kept of what this text needed, whether or not the text is right.
+the lane holds at least one of its places when the statement's first token is written. The text is the policy's own,
+right or wrong.
 
 During a run `NeededKept` records for every token the last step at which a lane held it (`last_held.py`). When a
 sequence ends, its text is read, and the needs that were met are counted.

@@ -1,23 +1,24 @@
 """What each statement of a text reads: which earlier tokens must still be held for it to be written.
 
-The families' texts are simple enough to be read by rules. So it is known, without asking any attention, what a
-statement (a line of the thinking, or the sentence of the answer) needs, and where that stands:
+A statement is a line of the thinking, or the sentence of the answer. The families' texts are so simple that rules can
+read them, without any attention weights. The rules find the content that a statement needs, and the tokens with it:
 
-    search   "So duv = 8."                                  needs which name is searched, and the last trial
+    search   "So duv = 8."                                  needs which name is searched, the last trial, its verdict
              "Now try 5: 5 * 8 = 40, 40 + 7 = 47, no."      needs factor 8, added 7, the result 79, and the last trial
              "Back to gon. gon * duv + 7 = 79, …"           needs the goal gon, its lock, and the value of duv
     facts    "Now led = lit - 13 = 31 - 13 = 18."           needs the goal led, its definition, and the value of lit
     ledger   "Now lim@2 = 21, 21 * 3 = 63, so lim@5 = 63."  needs step 5, that it reads lim@2, and the value of lim@2
 
-A `Need` has a key, which names the content, and places: the tokens that carry this content, any one of which would
-do. A token is a place if its own statement shows the content: the question's definition, a plan, a goal that is
-stated again, a recap, a re-check, an earlier trial of the same search. Tokens of the needing statement are no places,
-and neither is superseded content (an account's older balance as its newest, an earlier trial, the numbers of a lock
-that was misread). What a trace chooses freely, as the name that it doubts, is no need. The place of a number or name
-of several tokens is its first one.
+A `Need` has a key, which names the content, and places, the tokens that carry it. One held place meets the need. A
+token is a place if its own statement shows the content: the question's definition, a plan, a goal that is stated
+again, a recap, a re-check, an earlier trial of the same search (of the lock's numbers). Tokens of the needing
+statement are no places. Superseded content does not count: an older balance is no place of the newest balance, an
+earlier trial is no place of the last trial, and the numbers of a misread lock are no places of the lock. A free
+choice of the trace, such as the name that it doubts, is no need. If a number or name has several tokens, its place is
+the first token.
 
-A value is read by its name, not by its truth: where a generated text calculates wrongly, later statements need what
-it wrote. A statement that no rule reads is skipped and counted. Nothing raises.
+A value is the number that the text wrote for a name, right or wrong. A statement that no rule matches is skipped and
+counted. No text raises an error.
 
 `reader` gives a `Reader` that takes the text token by token and knows at any moment what a continuation may still
 read (`live`); `read` reads a whole text.
@@ -50,8 +51,8 @@ def read(question: str, pieces: Sequence[str], prompt_pieces: int) -> Reading:
 
 
 def reader(question: str, prompt: Sequence[str]) -> Reader:
-    """A reader of what follows a prompt (the texts of its tokens), by the rules of the question's family; one that
-    skips every line, where the question is of no family."""
+    """A reader of the text after a prompt (given as the texts of its tokens), by the rules of the question's family.
+    If the question is of no family, the reader skips every line."""
     families = {"Numbers": _Search, "Facts": _Facts, "Balances": _Ledger}
     return families.get(question.partition(" ")[0], Reader)(question, prompt)
 

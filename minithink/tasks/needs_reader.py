@@ -1,7 +1,8 @@
 """Reads a text token by token, and remembers which tokens carry which content.
 
-A `Reader` cuts the text into lines and finds the rule of each. A family's reader (`needs.py`) has a method for every
-rule: there a line says what it needs (`need`) and which tokens carry what it tells (`say`, `repeat`, `over`).
+A `Reader` cuts the text into lines and finds the rule of each line. A family's reader (`needs.py`) has a method for
+every rule. The method records the content that the line needs (`need`), the tokens that carry content (`say`,
+`repeat`), and content that no later line needs (`over`).
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ class Reader:
             self.end(self.count)
 
     def live(self) -> set[int]:
-        """The tokens that a continuation may still read: of every content that is not over, the newest one; of what
-        the question gives, the question's own."""
+        """The tokens that a continuation may still read, one for each live content: the question's own token if the
+        question gives the content, else the newest token that carries it."""
         return {self.memory[key].places[0 if given else -1] for key, given in self.keys() if key in self.memory}
 
     # How a line is read.
@@ -147,7 +148,7 @@ class Reader:
     # What a line can do.
 
     def need(self, *keys: Key) -> None:
-        """The line needs what the first key names; the other keys' tokens do as well where their content is equal."""
+        """The line needs the content of the first key. Tokens of other keys do as well if their content is equal."""
         self.wanted.append(keys)
 
     def say(self, key: Key, content: str, at: int) -> None:
@@ -199,7 +200,7 @@ class Reader:
             list(self.words("target", question, question.rindex("Find ")))
 
     def keys(self) -> Iterable[tuple[Key, bool]]:
-        """Contents that may still be read; is it the question that gives them?"""
+        """The keys of all live contents, each with True if the question gives the content."""
         return ()
 
     def spoken(self, line: str) -> None:

@@ -1,4 +1,4 @@
-"""The task family "search": numbers found by trial, where most attempts are soon dead and a few results last.
+"""The task family "search": numbers found by trial. Few results are read again much later, most attempts never.
 
 A problem is a list of locks. A lock says `x * c + d = r`, where x is a number from 1 to 9 and c and d are numbers or
 the names of other locks; the problem asks for three names:
@@ -13,15 +13,15 @@ The reference trace plans down to a lock whose operands are known, and then trie
     reasoning   "So gon = 9."                            a milestone: read again much later
     transition  "Wait, was ved right? ved * 8 + 34 = 90, 7 * 8 = 56, 56 + 34 = 90. Yes, ved = 7."
 
-What must be known at any moment is the current lock, the last trial and the numbers that were found: 1 or 2 % of the
-text. A search may be given up and begun again from the other side, or end without a hit, because a slip hid it or the
-lock was misread: all its attempts are then dead at once, the lock is read again, and the search begins anew. So what
-was read or calculated wrongly can be noticed, as in the texts of large models.
+At any moment the trace needs the current lock, the last trial and the numbers that it found: 1 or 2 % of the text.
+The trace may give a search up and begin it again from the other side. A search may also end without a hit, because a
+slip hid the hit or the lock was misread. Then the trace reads the lock again and begins anew, and no later line needs
+the old attempts. So a trace can notice its own mistakes, as large models do.
 
-How much a trace doubts is an inclination that feeds on itself. It has a base, which the trace's mood sets (brisk,
-steady, careful: said in words, and drawn anew now and then), and it grows with every doubt in the last two
-paragraphs. A doubt may follow every paragraph and is equally likely whatever that paragraph said, and all doubts open
-with "Wait", so that nothing but the inclination decides between a doubt and the next step.
+The inclination is the probability that a trace doubts after a paragraph. The trace's mood (brisk, steady, careful)
+sets its base; the text says the mood in words, and it is drawn anew now and then. Every doubt in the last two
+paragraphs raises the inclination. The content of a paragraph does not, and all doubts open with "Wait": only the
+inclination decides between a doubt and the next step.
 
 The last sentence of the question sets the redundancy: how often the trace states milestones and the current lock
 again. It changes neither the numbers nor the answer.
@@ -269,7 +269,7 @@ class _Trace(Writer):
         self.boundary()
 
     def misread(self, lock: Lock) -> Lock:
-        """One of its numbers is another one, so that nothing fits; the lock itself where everything would."""
+        """The lock with one number changed, so that no x fits; the lock itself if ten draws give no such change."""
         for _ in range(10):
             which, number = self.rng.randrange(3), self.rng.randint(1, LARGEST)
             factor = 1 + number % LARGEST_FACTOR
@@ -325,7 +325,7 @@ class _Trace(Writer):
         return self.recent[-1]
 
     def doubt(self) -> None:
-        """Transition, of one of six kinds; where a kind does not fit, the next one that does."""
+        """Write a doubt (transition) of a drawn kind; if that kind does not fit here, of the next kind that fits."""
         drawn, at = self.rng.random(), 0
         while drawn >= self.KINDS[at][0]:
             drawn -= self.KINDS[at][0]
