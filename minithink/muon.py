@@ -4,8 +4,8 @@
     W ← W − lr · weight_decay · W − lr · 0.2 √max(rows, columns) · orthogonal(u)
 
 The factor is that of Liu et al. 2025: a step changes a weight about as much as AdamW's would, so both can share one
-learning rate. `torch.optim.Muon` computes the same, one matrix after the other: for a small model its thousands of
-small calls take longer than the GPU's work. Here all matrices of one shape go through each call together.
+learning rate. `torch.optim.Muon` computes the same, one matrix after the other, in thousands of small calls. Here all
+matrices of one shape go through each call together.
 """
 
 from __future__ import annotations

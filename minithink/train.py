@@ -49,8 +49,8 @@ from minithink.train_data import IGNORE, PADDING, Batch, Documents, Recipe, Sche
 from minithink.weights import checkpoint_hash, load_decoder, save_checkpoint
 
 CONTEXT = 8192  # positions that the exported model may use
-# Of FlexAttention's forward kernel. The tiles of 128 × 128 that torch 2.11 takes on Hopper spill registers: 50 ms a
-# layer instead of a few.
+# Of FlexAttention's forward kernel. With the tiles that torch 2.11 takes on Hopper, 128 × 128 for 4 warps, the
+# forward pass took 50 ms a layer, ten times the backward pass. That registers spill is a guess at the cause.
 TILES: Any = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3}
 
 

@@ -164,9 +164,8 @@ class Oracle(Sketch):
         for row, tokens in enumerate(torch.stack(self.unread, 1).tolist()):
             for token in tokens:
                 self.readers[row].add(self.texts[token])
-            reader = self.readers[row]
-            found = sorted(reader.live())
-            for statement in reader.reading.statements:
+            found = sorted(self.readers[row].live())
+            for statement in self.readers[row].reading.statements:
                 inside = bisect_left(found, statement.start), bisect_left(found, statement.end)
                 if inside[0] < inside[1]:
                     live[row, statement.start : statement.end] = 1.0
