@@ -124,7 +124,7 @@ SWEEPS = {
         ),
     ),
     "snapkv": Sweep("a prompt that is cut, too", ("thinkv", "snapkv:cap=128+thinkv")),
-    "card": Sweep("the policies of the embedded model's card", CARD, budgets=(0.25, 0.5)),
+    "card": Sweep("the policies of the embedded model's card", CARD, budgets=(0.25, 0.5), needed=True),
     "robustness": Sweep(
         "what training under random eviction changes; with --model, of the model without it", CARD[:-2],
         budgets=(0.25, 0.5), needed=True,
