@@ -126,8 +126,8 @@ def decode_small_float(code, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
     magnitude = code & ((1 << (EXPONENT + MANTISSA)) - 1)
     sign = (code >> (EXPONENT + MANTISSA)) & 1
     bits = (magnitude << (23 - MANTISSA)) | (sign << 31)
-    # The fields in float32's places, denormal numbers too; what is left is the distance of the biases, 127 apart from
-    # the small one's.
+    # The fields in float32's places, denormal numbers too. The power of two corrects the exponent's bias to float32's
+    # 127.
     return bits.to(tl.float32, bitcast=True) * (2.0 ** (128 - (1 << (EXPONENT - 1))))
 
 

@@ -11,9 +11,9 @@ Layout: two launches, and a sum between them.
 A page belongs to one unit, so no two programs write to the same page, and the results are the twin's in any order of
 programs. The first program of _find copies `top`, from which all programs of _open count down while the first of them
 writes the new one. Rows that are not active read nothing.
-Bound: 4 bytes of a table's column, and 6 gathered from its page, for every column up to the last page that is needed,
-and a row of `live` for each: memory, some 0.8 KB for a table of 80 pages, 13 MB for 16384 of them. Such gathers move
-32 bytes each where they miss the cache; P pages of 6 bytes fit into it.
+Bound: for every column up to the last page that is needed, 4 bytes of the table, 6 gathered from its page, and a row
+of `live`: memory, some 0.8 KB for a table of 80 pages, 13 MB for 16384 of them. A gather that misses the cache moves
+32 bytes; P pages of 6 bytes fit into the cache.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _find(
             used = tl.sum(takes.to(tl.int32))
             taken, filled = tl.load(p_taken + number), tl.load(p_filled + number).to(tl.int32)
             last = tl.max(tl.where(takes, slot + 1, 0))
-            # Several threads may hold the same number: nobody writes before all have read.
+            # Several threads may hold the same number: all of them read before any writes.
             tl.debug_barrier()
             tl.store(p_row, tl.full((SLOTS,), 1, tl.uint8), takes)
             tl.store(p_taken + number, taken + used)
@@ -182,7 +182,7 @@ def allocate(
         page: int32 [Lt, B, Ht, width], the tables; P: no page.
         stack: int32 [P + 1], the free pages, the next one last.
         top: int64 [], how many these are.
-        place: int32 [Lt, B, Ht, S], page · most + slot of every listed token; the last column belongs to nobody.
+        place: int32 [Lt, B, Ht, S], page · most + slot of every listed token; the last column means nothing.
         count: int32 [Lt, B, Ht], tokens that each unit lists.
         at: int64 [N], rows, each once.
         active: bool [N]; the others stay as they are.
@@ -190,7 +190,7 @@ def allocate(
         formats: int64 [types], the format of each type.
         slots: int32 [formats], slots of a page in each.
         overflow: bool [], becomes true if a token found no room; never false.
-        size: indices that there are.
+        size: the number of indices.
         lanes: that share a page.
 
     Returns:

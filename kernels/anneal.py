@@ -1,10 +1,10 @@
 """How many tokens every segment may keep: ThinKV's retention schedule at work. Twin: `minithink/ref/anneal.py`.
 
-Layout: one launch, a program per row, which takes the sizes in the fullest lane of each segment and then holds all
-segments in registers; what "one after the other" means, a running sum over the segments of each type says. Where
-there is room nothing of that is computed. R is a constant of the compiled kernel.
-Bound: 4 bytes a segment and lane, 7 more a segment, some hundreds of segments a sequence: the launch. It is a kernel
-because the seventy small operations of its twin would each be one.
+Layout: one launch, a program per row. A program takes the size of each segment in its fullest lane, and holds all
+segments in registers. A running sum over the segments of each type replaces "one after the other". Rows with room
+compute none of this. R is a constant of the compiled kernel.
+Bound: 4 bytes for each segment and lane, 7 more for each segment, some hundreds of segments in a sequence: the
+launch. The twin has about seventy small operations, each of which would be a launch.
 """
 
 from __future__ import annotations

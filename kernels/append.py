@@ -2,17 +2,18 @@
 Twin: `minithink/ref/append.py`, bit for bit.
 
 A program takes one token and KV head: its g query heads as a tile [g, D], its key and its value each as a tile
-[groups, elements of one], as their formats quantize them. The partner of a channel, D/2 away, is loaded a second time
-from where the first load has brought it, so that the rotation fits any tile. Where the token goes is one number: the
-slot's in the first lane of its unit, or the place in the ring. Parameters, and codes wider than a byte, are stored
-byte by byte, for they need not be aligned behind a key of another format.
+[groups, elements of one], as their formats quantize them. The partner of a channel, D/2 away, is loaded a second
+time, from the GPU's cache, so that the rotation fits any tile. One number says where the token goes: its slot in the
+first lane of its unit, or its place in the ring. Parameters, and codes wider than a byte, are stored byte by byte,
+because behind a key of another format they need not be aligned.
 
-A launch serves one format. Where rows have several, each has its own, and only the first rotates the queries; a token
-that is not of the launch's format has a slot of the trash page, and nothing is written for it. Offsets are int64.
+A launch serves one format. If rows have several formats, each format has a launch, and only the first one rotates the
+queries. Tokens of other formats have a slot of the trash page, and the launch writes nothing for them. Offsets are
+int64.
 
 Bound: q, k and v are read once; q and the codes are written once: (2·g + 2)·2·D bytes in bfloat16 and a slot, 2.6 kB
 a token and KV head at g = 4, D = 128, as much as attention reads of 5 plain tokens. One sequence is bound by the
-launch and by latency: a program is one warp, whose loads wait for no other, but for a tensor's scale.
+launch and by latency: a program is one warp, and its loads wait for nothing except a tensor's scale.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ def append(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, writer: An
     Args:
         q: [N, Hq, D], unrotated; not copied if the last axis is dense, and neither are k and v.
         k, v: [N, Hkv, D], the key unrotated; it is stored as rotated and rounded to its dtype.
-        cos, sin: [N, 1, D] float32, as of `rope`.
+        cos, sin: [N, 1, D] float32, as for `rope`.
         writer: of a PagedStore, for these N rows; its pages or its ring are written where they lie.
         layer: whose keys and values these are.
 

@@ -43,7 +43,7 @@ def _close_ranks(
         m_moves = (keep > 0) & (start + column > first)
         place = tl.load(p_place + (start + column), m_moves, other=0)
         pos = tl.load(p_pos + (start + column), m_moves, other=0)
-        # Where one thread writes another reads: nobody writes before all have read. Later blocks are not written to.
+        # Threads write where others read: all of them read before any writes. Later blocks are not written to.
         tl.debug_barrier()
         tl.store(p_source + to, place, m_moves)
         tl.store(p_pos + to, pos, m_moves)

@@ -40,8 +40,8 @@ def enlist(
 ) -> None:
     """Put one token of every row that brings one at the end of the lists of all its units.
 
-    Its place is −1 − w, as of all tokens that lie in no page yet: w is its index in the buffer. Changed in place:
-    place, pos and count, which are contiguous. S: columns of the lists, of which the last belongs to nobody.
+    Its place is −1 − w, as for all tokens that lie in no page yet; w is its index in the buffer. Changed in place:
+    place, pos and count, which are contiguous. S: columns of the lists; the last column means nothing.
 
     Args:
         place: int32 [Lt, B, Ht, S].

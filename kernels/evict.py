@@ -1,20 +1,20 @@
 """Tokens leave their lists; slots, pages and rows of key scales are free. Twin: `minithink/ref/evict.py`.
 
-Layout: two launches, over the units of the rows that are meant.
+Layout: two launches, over the units of the rows `at`.
 
     _compact   one program per unit. It looks for the first block of BLOCK columns from which something is dropped;
                from there on it reads a block of the list, then writes what is kept of it behind what was kept before,
                in place. Dropped tokens free their slots and are counted off their page, and off the row of key scales
-               that they share; whoever is the last token of a page counts it as empty
+               that they share; the last token of a page counts the page as empty
     _give      one program per TABLES units. It adds up what all units before these have freed. Those with empty
                pages, which are few, look for them in their tables and put them on the stack; rows of key scales have
                been noted by _compact
 
-A list, the pages of a table and the rows of its keys' scales belong to one unit, and a slot to one token: only the
-counts of a page and of a row are written to by several tokens, in integers, so the results are the same in any order.
-Tokens that take the last use of a row away together agree on who notes it by writing their columns to the count,
-which is theirs alone by then: the largest stays. The first program of _compact copies the tops of both stacks, from
-which all programs of _give count up while the last of them writes the new ones.
+A list, the pages of a table and the rows of its keys' scales belong to one unit, and a slot to one token. Tokens
+share only the counts of a page and of a row, which are integers, so the results are the same in any order. If several
+tokens together end the last use of a row, one of them must note it: they write their columns to the row's count,
+which is then theirs alone, and the token with the largest column notes the row. The first program of _compact copies
+the tops of both stacks, from which all programs of _give count up while the last of them writes the new ones.
 Bound: S bytes of `drop` up to the first dropped token, 17 bytes for every token behind it (drop; place and pos, read
 and written), 33 for a dropped one whose keys share scales: memory. Units from which nothing is dropped read `drop` up
 to their last token and write nothing but zeros for _give. Other rows of the batch, and other rows of scales, are not
@@ -77,7 +77,7 @@ def _compact(
         pos = tl.load(p_pos + (start + column), m_in, other=-1)
         keep = (m_in & ~m_drop).to(tl.int32)
         to = kept + tl.cumsum(keep, 0) - 1
-        # Where one thread writes another reads: nobody writes before all have read. Later blocks are not written to.
+        # Threads write where others read: all of them read before any writes. Later blocks are not written to.
         tl.debug_barrier()
         tl.store(p_place + to, place, keep > 0)
         tl.store(p_pos + to, pos, keep > 0)

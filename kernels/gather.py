@@ -1,8 +1,8 @@
 """Keys and values move together after an eviction. Twin: `minithink/ref/gather.py`.
 
 A program takes WORDS words of 4 bytes of every token of a unit in one lane, and moves TOKENS tokens at a time, the
-oldest first: a token never moves to where a later one lies that has not been read yet. Blocks of one unit must
-therefore follow each other; what runs beside them are the other words of the slots, lanes and units.
+oldest first, so no token overwrites a later one that has not been read yet. The blocks of one unit must therefore
+follow each other. Other words of the slots, other lanes and other units run in parallel.
 Bound: a slot read and written and 8 bytes of slot numbers for every token that moves (twice 512 bytes in bfloat16 at
 D = 128): memory. Units of which nothing moves read 8 bytes.
 """
@@ -42,7 +42,7 @@ def _gather(
         o_place = place // MOST * stride_page + place % MOST * words
         m = (rank < end)[:, None] & (word < words)
         x = tl.load(p_pool + o_source[:, None], m, other=0)
-        # Where one thread writes another reads: nobody writes before all have read. Later blocks read elsewhere.
+        # Threads write where others read: all of them read before any writes. Later blocks read elsewhere.
         tl.debug_barrier()
         tl.store(p_pool + o_place[:, None], x, m)
         first += TOKENS

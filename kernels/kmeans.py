@@ -7,8 +7,7 @@ Layout: two launches for all sets, segments of all sequences and layers.
                 distances to means that follow from these. Sums over the members of AT_ONCE clusters are a product
                 with a matrix of zeros and ones; K is read on the device and only bounds loops
 
-Products of 16-bit keys are exact, on tensor cores, and summed in float32. Sets of which nothing has to go are not
-read.
+Products of 16-bit keys are exact, on tensor cores, and summed in float32. Sets that lose no member are not read.
 Bound: T·F numbers a set, once, 256 KiB for 128 tokens and 8 heads of 128 channels: memory. Beside that T²
 products go to memory and back, 64 KiB, which the cache holds. K picks follow each other in the farthest-point loop,
 and at most 10 rounds of T²·K multiply-adds: with few sets, latency.
@@ -119,10 +118,10 @@ def chosen(p_product, valid, k, ITERATIONS: tl.constexpr, WIDE: tl.constexpr, AT
     t = tl.arange(0, WIDE)
     norm = tl.load(p_product + t * (WIDE + 1))
 
-    # One has to go: the later one of the two that are nearest to each other. (Whichever is picked first, the other is
-    # nearer to it than all the others are to anybody, so that it would be picked last, and is not. Lloyd moves nobody
-    # then; of the two, equally far from their mean, the earlier stays.) Where pairs are equally near, the order of
-    # the picks decides.
+    # One member has to go: the later one of the two that are nearest to each other. (Whichever of the two is picked
+    # first, the other is nearer to it than any other member is to its nearest pick, so it would be picked last, and
+    # is not picked. Lloyd's rounds then move no member. The two are equally far from their mean, so the earlier
+    # stays.) Where pairs are equally near, the order of the picks decides.
     one, later = tl.full((), 0, tl.int32), tl.full((), -1, tl.int32)
     if tl.sum(valid.to(tl.int32)) == k + 1:
         near = tl.full((WIDE,), float("inf"), tl.float32)
@@ -136,7 +135,7 @@ def chosen(p_product, valid, k, ITERATIONS: tl.constexpr, WIDE: tl.constexpr, AT
         later = tl.max(tl.where(pair, t, -1), 0)
     k = tl.where(one > 0, 0, k)
 
-    # The member nearest to the mean, then the farthest ones: each is a centroid, and whoever is nearer joins it.
+    # The member nearest to the mean, then the farthest ones: each is a centroid, and members nearer to it join it.
     far = tl.zeros((WIDE,), tl.float32)
     for start in range(0, WIDE, AT_ONCE):
         row = start + tl.arange(0, AT_ONCE)

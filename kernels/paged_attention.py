@@ -1,30 +1,31 @@
 """Attention of one new token a sequence over the pages of its lanes. Twin: `minithink/ref/paged_attention.py`.
 
-    _attend     a program takes a part of one lane: 128 to 4096 tokens in one format, or those in the ring; where
-                there are several of these, each has a launch of its own, over its tokens (`by_format.py`), side by
-                side in a CUDA graph
+    _attend     a program takes a part of one lane: 128 to 4096 tokens of one format, or the tokens of the ring; each
+                format, and the ring, has a launch of its own over its tokens (`by_format.py`), side by side in a CUDA
+                graph
     _merge      the parts of a query head become one by their log-sum-exp (`minithink/ref/merge.py`)
-    _mass       (if asked for) what each token got: exp(logit − lse), over the query heads of its KV head
-    _max_logit  the same where the heads' largest logit counts
+    _mass       (if asked for) the attention that each token got: exp(logit − lse), over its KV head's query heads
+    _max_logit  the same if the heads' largest logit counts
 
 First read `_attend` with one plain format (FORMATS 0), no ring and SEEN "": that is step 4 of tutorial 5. Then
 `_merge` and `_planes`, and last `_fast_asm`.
 
 A lane is a list of places (page · slots + slot), oldest token first; a program reads BLOCK_T of them, then gathers
 the keys and values there. A slot holds a token's key and value side by side, 64 bytes each (NVFP4, D = 128) to 256
-(bfloat16), so a gather by slots moves whole sectors wherever they lie. What was evicted is in no list: nothing is
-masked out, and freed slots are never read. How a lane is split depends on its length and on the batch's shape
-(`_split`), so that a sequence gets the same sums whatever the others hold.
+(bfloat16), so a gather by slots moves whole sectors wherever they lie. Evicted tokens are in no list, so freed slots
+are never read and nothing is masked out. The split of a lane depends on its length and on the batch's shape
+(`_split`). So a sequence gets the same sums whatever the other sequences hold.
 
-The g query heads of a KV head are the rows of one block, padded to 16, so that each key is read once and the
-products run on the tensor cores. Quantized codes become planes: a word holds PLANES neighbouring channels, plane i is
-channel i of every word, and its product is with the same channels of q; nothing is interleaved or moved between
-threads. 16-bit models have a faster path (`_fast_plane`), two codes at a time in 32-bit words, in fp16 whatever the
-model's type; the plain path, which the interpreter tests, rounds what it decodes to that type, as the twin does.
+The g query heads of a KV head are the rows of one block, padded to 16, so that each key is read once and the products
+run on the tensor cores. Quantized codes become planes: a word holds PLANES neighbouring channels, and plane i is
+channel i of every word. It is multiplied with the same channels of q, so nothing is interleaved or moved between
+threads. 16-bit models have a faster path (`_fast_plane`): two codes at a time in 32-bit words, in fp16 whatever the
+model's type. The interpreter tests the plain path, which rounds decoded numbers to the model's type, as the twin
+does.
 
 Keys by token share their scales within a group of tokens. Blocks begin where groups do, and the scales of a group are
-read and converted once (`_times_rows`); only where evictions have left tokens of several groups in one place, each
-token reads its own (`_grouped_logits`).
+read and converted once (`_times_rows`). If evictions have left tokens of several groups side by side, each token
+reads its own scales (`_grouped_logits`).
 
 Bound: the bytes of the lanes' codes and scales, once: 512 a token and lane in bfloat16 at D = 128, and 4 of its
 place. 4·16·D operations a token and lane on the tensor cores (16 rows, of which g are real) are far below their rate.
@@ -300,7 +301,7 @@ def _planes(raw, p_params, p_rows, o_params, o_rows, m_token, tensor_scale,
 def _query(p_q, head, m_head, C: tl.constexpr, H: tl.constexpr):
     """The query heads of a group by planes, and what the logits are to be multiplied with: float32 [G, 1].
 
-    For the fast path they become fp16, divided by a power of two, so that what is left is below 2 and keeps its bits.
+    For the fast path they become fp16, divided by a power of two, so that the quotient is below 2 and keeps its bits.
     """
     PLANES: tl.constexpr = H.planes
     BLOCK_G: tl.constexpr = C.block_g
@@ -581,8 +582,8 @@ def _merge(p_parts, p_part_lse, p_out, p_lse, p_rows, p_count, table_layer, part
     a format's `in_format` as many as it has tokens for; of the ring, which comes last, one. 0 for a lane without
     tokens.
 
-    p_count, FORMATS: as of `_attend`. FEW, MANY: parts that are taken at once, whatever their formats; FEW where
-    there are no more. In what order they are summed follows from the lane's own length, never from those of others.
+    p_count, FORMATS: as in `_attend`. FEW, MANY: parts that are taken at once, whatever their formats; FEW if there
+    are no more. The order of the sum follows from the lane's own length, never from the lengths of other lanes.
     """
     i_head = tl.program_id(0).to(tl.int64)
     i_n, i_query = i_head // (C.kv_heads * C.group), i_head % (C.kv_heads * C.group)

@@ -1,16 +1,15 @@
 """Which tokens of shrinking segments go, by K-means over the keys where they lie. Twin: `minithink/ref/survivors.py`.
 
-Layout: two lists of the segments that shrink are made on the device, a program per unit: of those with at most NARROW
-tokens, and of the others. Then comes one launch for each of the lists and every format that thoughts are stored in,
-which are branches of a recorded graph. Programs take segments from their list in turn, those whose tokens are in
-their format; tokens in the ring, the newest, count to whichever format the others are in. A program dequantizes the
-segment's keys as attention does (`_planes` of `paged_attention.py`, the path without inline PTX), multiplies all with
-all, each pair of blocks once, and goes on from the products as `kmeans.py` does. The products, 64 KiB for 128 tokens,
-are written to memory of the program's own and read from the cache. Of the wide segments, those that fit into half the
-width cost a quarter; the narrow ones, which a hard budget takes by the thousand, have one warp each, so that many are
-worked on at once.
+Layout: the device makes two lists of the segments that shrink, with a program per unit. Narrow segments have at most
+NARROW tokens, all others are wide. Each list and each format of thoughts then has a launch of its own, a branch of
+the recorded graph. Programs take segments of their format from their list in turn. Tokens in the ring, the newest,
+belong to the format of the segment's other tokens. A program dequantizes the segment's keys as attention does
+(`_planes` of `paged_attention.py`, the path without inline PTX). It multiplies all keys with all, each pair of blocks
+once, and goes on from the products as `kmeans.py` does. Each program writes the products, 64 KiB for 128 tokens, to
+its own memory and reads them from the GPU's cache. A wide segment that fits into half the width costs a quarter. A
+narrow segment has one warp, so that many of them run at once: a hard budget shrinks thousands.
 
-Lists are in the order in which programs come to them, which says who looks at a segment, not what is found.
+The order of the lists is arbitrary. It decides which program handles a segment, never the result.
 
 First read `kmeans.py`, then `_survive`.
 
@@ -18,7 +17,7 @@ Bound: the codes and scales of the segments' keys, read once if these are no lon
 tokens in NVFP4; then the latency of K picks, one after the other. Segments that keep all they have cost nothing.
 Memory: 4·T² bytes a program and launch, 17 MiB for each format at T = 128.
 
-Rounding: as of `kmeans.py`; dequantized keys are rounded to the model's type, as the twin's are.
+Rounding: as in `kmeans.py`. Dequantized keys are rounded to the model's type, as the twin's are.
 """
 
 from __future__ import annotations
@@ -214,7 +213,7 @@ def survivors(read: Any, first: Tensor, size: Tensor, goal: Tensor, longest: int
     lt, n, ht, segments = size.shape
     seen, device = pages.seen, size.device
     units = lt * n * ht
-    # cleared at once: how many segments are listed, and who goes
+    # cleared at once: how many segments are listed, and which tokens go
     room = torch.zeros(HEAD + units * seen, dtype=torch.uint8, device=device)
     listed, drop = room[:8].view(torch.int32), room[HEAD:].view(lt, n, ht, seen)
     if not size.numel():

@@ -157,7 +157,7 @@ def _fields(cls: type[Policy]) -> dict[str, Field[Any]]:
 
 
 def _typed(text: str, kind: Any) -> Any:
-    """A field's value. ValueError: the text is none of its type."""
+    """A field's value. ValueError: the text is not of the field's type."""
     if get_origin(kind) in (Union, UnionType):  # X | None
         if text == "none" and NoneType in get_args(kind):
             return None

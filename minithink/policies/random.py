@@ -25,7 +25,7 @@ class Random(Policy):
 
     budget: int | None = None  # tokens
     seed: int = 0
-    scope: Scope = "head"  # who shares a lot
+    scope: Scope = "head"  # lanes that share a lot
     schedule: str = "every"
     protect_prompt: bool = False
 

@@ -5,10 +5,10 @@ cap − W with the largest
 
     s̃ = pool(Σ_w P[w, j])      P[w] = softmax_j q_w·k_j/√D,  j ≤ w
 
-where w runs over the last W queries. That happens once: generated tokens are never evicted, and whoever shall do that
-is stacked with it. Then `cap` is of the prompt alone, and the other's budget counts what is left of the prompt too:
-`snapkv:cap=2048+thinkv:budget=2560` are ThinKV's "2048 / 512" (its §E.16, table 15). It lets go of tokens that the
-other protects; what is left of the prompt stays protected.
+where w runs over the last W queries. That happens once, and SnapKV never evicts generated tokens. A policy that does
+can be stacked with it. `cap` then counts the prompt alone, and the other policy's budget also counts the remaining
+prompt: `snapkv:cap=2048+thinkv:budget=2560` are ThinKV's "2048 / 512" (its §E.16, table 15). SnapKV evicts prompt
+tokens even if the other policy protects the prompt; the remaining prompt tokens stay protected.
 
 The formulas follow the authors' code, FasterDecoding/SnapKV `snapkv/monkeypatch/snapkv_utils.py`; W and cap are its
 defaults, the pooling is that of its runs on LongBench (its default is avg over 5 keys, the paper says 5 to 7).

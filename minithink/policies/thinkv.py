@@ -302,11 +302,11 @@ class ThinKV(Policy):
 
     @property
     def _drops(self) -> bool:
-        """Whether nobody stores transitions."""
+        """True if transition tokens are dropped (precision ends in T0)."""
         return self.precision.endswith("T0")
 
     def _dropping(self, step: Step) -> Tensor:
-        """Where a group of a transition is complete that nobody stores: bool [B]."""
+        """Where a group of transition tokens is complete and will be dropped: bool [B]."""
         return step.active & (step.thought == TRANSITION) & (step.clock % self.g == 0)
 
     def classify(self, step: Step) -> Tensor:
@@ -330,7 +330,7 @@ class ThinKV(Policy):
         return type_of((share * there).sum(-1).mean(0) / there.sum(-1).clamp(min=1), self.theta)
 
     def evict(self, step: Step) -> Iterator[Evict]:
-        """What goes: groups of transitions that nobody stores, and what segments may not keep."""
+        """The tokens that go: dropped groups of transitions, and those that segments may not keep."""
         total, drop = self.kind.shape[1], None
         first, size = step.segments(self.tau, total)  # [Lt, B, Ht, G]
         excess = step.held() - step.budget

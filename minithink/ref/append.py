@@ -22,7 +22,7 @@ def append(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, writer: Wr
     Args:
         q: [N, Hq, D], unrotated.
         k, v: [N, Hkv, D], the key unrotated; it is stored as rotated and rounded to its dtype.
-        cos, sin: [N, 1, D] float32, as of `rope`.
+        cos, sin: [N, 1, D] float32, as for `rope`.
         writer: writes into the lanes of these N rows.
         layer: whose keys and values these are.
 

@@ -34,7 +34,7 @@ def close_ranks(drop: Tensor, place: Tensor, pos: Tensor, count: Tensor, source:
     gone = listed & drop
     keep = listed & ~drop
     kept = keep.sum(-1, dtype=torch.int32)
-    rank = torch.where(keep, keep.cumsum(-1) - 1, last)  # the last column belongs to nobody
+    rank = torch.where(keep, keep.cumsum(-1) - 1, last)  # the last column means nothing
     source.scatter_(-1, rank, place[..., :seen])
     pos.scatter_(-1, rank, pos[..., :seen].clone())
     pos[..., last].fill_(-1)

@@ -1,4 +1,4 @@
-"""Tokens leave their lists, their slots are free, and so are pages and rows of key scales that nobody uses then."""
+"""Eviction: tokens leave their lists, and their slots become free, with unused pages and rows of key scales."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def evict(
 ) -> None:  # fmt: skip
     """Forget tokens of some rows, as `PagedStore.evict` does.
 
-    What is left of a list moves together, oldest first. Pages that are empty go back to the stack in the order in
+    The remaining tokens of a list close up, oldest first. Pages that are empty go back to the stack in the order in
     which they stand in the tables, unit by unit; so do rows of key scales, in the order of their last tokens. Units
     come in the order of `drop`.
 
     All tensors but `drop` and `at` are changed in place. P: pages; page number P means none, and what the tensors
-    hold at P belongs to nobody, as does the last column of the lists. Q: rows of key scales; a number of Q or more
-    means none, and what stands at Q belongs to nobody.
+    hold at P means nothing, as does the last column of the lists. Q: rows of key scales; a number of Q or more means
+    none, and what stands at Q means nothing.
 
     Args:
         drop: bool [Lt, N, Ht, S], S at least the tokens of the longest list; anything behind the last token.

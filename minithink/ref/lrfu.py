@@ -15,8 +15,9 @@ def lrfu(
 
         CRF_i(t) = Σ over the hits t_j of λ^(t − t_j)  =  λ^(t − τ_i)·CRF_i(τ_i) + [i is hit at t]
 
-    CRF is kept as of the last hit τ, where it is 1 or more: it cannot underflow. Decayed values are compared as
-    logarithms, in double precision: λ^(t − τ) itself would be 0 in float32 after some 200 steps at λ = 0.6.
+    CRF is stored for the time τ of the last hit, when it is 1 or more: it cannot underflow. Decayed values are
+    compared as logarithms, in double precision: at λ = 0.6, λ^(t − τ) itself would be 0 in float32 after some 200
+    steps.
 
     Args:
         mass: [..., S], attention probability of every token; anything (also NaN) where not valid.
