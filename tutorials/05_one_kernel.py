@@ -736,7 +736,7 @@ if complete:
 # few tiles, and the first loads, the last products and the merge have nothing to hide behind.
 #
 # `kernels/paged_attention.py` is about as fast as step 4: a little faster for many sequences, a little slower for the
-# single one. `docs/kernels.md` says what is known of the rest.
+# single one. `docs/kernels.md` says what the hardware counters show.
 #
 # ## What the real kernel adds
 #
