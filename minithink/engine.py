@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 import torch
 
+from minithink import calibration as files
 from minithink.backend import choose
-from minithink.calibrate import files
 from minithink.config import ModelConfig, as_ids, read_json
 from minithink.errors import MinithinkError, UsageError
 from minithink.kv.contract import Policy

@@ -35,14 +35,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def pytest_terminal_summary(terminalreporter):
     if PROFILE != "nightly" or "PYTEST_XDIST_WORKER" in os.environ:
         return
-    from minithink.bench import record
+    from minithink import results
 
-    path = record.default_path("nightly")
-    result = record.new("nightly", [], "cuda" if torch.cuda.is_available() else "cpu")
+    path = results.default_path("nightly")
+    result = results.new("nightly", [], "cuda" if torch.cuda.is_available() else "cpu")
     words = terminalreporter.config.invocation_params.args
     result["command"] = " ".join(["HYPOTHESIS_PROFILE=nightly pytest", *words])
     about = {name: result[name] for name in ("date", "commit", "machine")}
-    files = {m["file"]: m for m in record.read(path)["measurements"]} if path.exists() else {}
+    files = {m["file"]: m for m in results.read(path)["measurements"]} if path.exists() else {}
     counted: dict[str, dict[str, object]] = {}
     for outcome in ("passed", "failed", "error", "skipped", "xfailed", "xpassed"):
         for report in terminalreporter.stats.get(outcome, []):
@@ -54,4 +54,4 @@ def pytest_terminal_summary(terminalreporter):
     result["measurements"] = [m for _, m in sorted((files | counted).items())]
     result["examples"] = "1000 a property, drawn anew (tests that set their own number keep it)"
     result["complete"] = True
-    record.write(path, result)
+    results.write(path, result)

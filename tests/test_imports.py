@@ -38,23 +38,28 @@ ALLOWED = {
 THIRD_PARTY = {f"minithink.{name}": {"torch", "triton"} for name in ("ref", "quant", "kernels")}
 # nothing imports these, except themselves
 LEAVES = ("calibrate", "evaluate", "analysis", "trace", "bench", "train", "train_data", "muon", "generate")
-# … and those that record traces, who measures traces and evaluations, and who writes results as bench does
+# … except a module that records traces, and a measurement of traces and of evaluations
 PERMITTED = (
     ("minithink.generate", "minithink.trace.recorder"),
     ("minithink.evaluate", "minithink.trace.recorder"),
     ("minithink.bench", "minithink.trace"),
     ("minithink.bench", "minithink.evaluate"),
-    ("minithink.analysis", "minithink.bench.record"),
     ("minithink.analysis", "minithink.calibrate.reading"),  # sparsity of a text is measured in one place
-    # … and who reads what was calibrated, and who calibrates on datasets
-    ("minithink.engine", "minithink.calibrate.files"),
-    ("minithink.calibrate", "minithink.evaluate"),
-    ("minithink.calibrate", "minithink.bench.record"),
-    ("minithink.evaluate.margins", "minithink.bench.record"),
+    ("minithink.calibrate", "minithink.evaluate"),  # it calibrates on datasets
     # … and training, which has three modules
     ("minithink.train", "minithink.train_data"),
     ("minithink.train", "minithink.muon"),
 )
+# modules below the engine, which import neither it nor what stands above it
+BELOW = tuple(
+    f"minithink.{name}"
+    for name in (
+        "backend", "calibration", "commands", "config", "errors", "figures", "files", "hub", "intervals", "kernels",
+        "kv", "model", "policies", "progress", "quant", "ref", "sampling", "tasks", "thinking", "thoughts",
+        "tokenizer", "weights",
+    )
+)  # fmt: skip
+ABOVE = ("engine", "stream", "results", "experiments", *LEAVES)
 # what the model and the cache must not know: the registered policies, and the methods that the design names
 METHODS = set(
     "thinkv skipkv crystal_kv dynts h2o snapkv rkv streaming_llm kivi pm_kvq window".split()  # noqa: SIM905
@@ -104,6 +109,10 @@ def violations(name: str, source: str) -> list[str]:
         if rules is not None and not any(within(target, allowed) for allowed in rules):
             wrong.append(f"{name} imports {target}; it may import {', '.join(rules)}")
         leaf = target.split(".")[1] if "." in target else ""
+        if leaf in ABOVE and any(within(name, below) for below in BELOW):
+            wrong.append(f"{name} stands below the engine and imports {target}, which does not")
+        if leaf in ("results", "experiments") and name in ("minithink.engine", "minithink.stream"):
+            wrong.append(f"{name} imports {target}, which stands above it")
         if any(within(name, who) and within(target, what) for who, what in PERMITTED):
             continue
         if leaf in LEAVES and not within(name, f"minithink.{leaf}"):
@@ -159,14 +168,16 @@ def test_the_checks_find_what_is_wrong():
     assert violations("minithink.model", "import minithink.kv.full")
     assert violations("minithink.engine", "from minithink import bench")
     assert violations("minithink.engine", "import requests")
-    assert violations("minithink.engine", "from minithink.bench import record")
-    assert violations("minithink.analysis.x", "from minithink.bench import decode")
-    assert not violations("minithink.analysis.x", "from minithink.bench import record")
-    assert not violations("minithink.bench.x", "from minithink.bench import record\nimport torch, json")
+    assert violations("minithink.engine", "from minithink.bench import tables")
+    assert violations("minithink.engine", "from minithink import results"), "results stands above the engine"
+    for room in ("analysis", "calibrate", "evaluate"):
+        assert violations(f"minithink.{room}.x", "from minithink.bench import decode")
+        assert not violations(f"minithink.{room}.x", "from minithink import results")
+    assert not violations("minithink.bench.x", "from minithink.bench import decode\nimport torch, json")
     assert violations("minithink.engine", "import minithink.train")
-    assert not violations("minithink.engine", "from minithink.calibrate import files")
+    assert not violations("minithink.engine", "from minithink import calibration")
     assert violations("minithink.engine", "from minithink.calibrate import thoughts")
-    assert violations("minithink.stream", "from minithink.calibrate import files")
+    assert violations("minithink.calibration", "from minithink.engine import TINY")
     assert violations("minithink.trainer", "import minithink.train")
     assert not violations("minithink.train.x", "import minithink.train")
     assert not violations("minithink.generate", "from minithink.trace.recorder import Recorder")

@@ -49,7 +49,8 @@ os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"  # re
 import triton
 import triton.language as tl
 
-from minithink.bench import record, steps
+from minithink import results
+from minithink.bench import steps
 from minithink.bench.steps import Cut
 from minithink.kernels.paged_attention import paged_attention
 from minithink.kv.contract import Shape, Storage
@@ -148,10 +149,10 @@ def predict(programs: int, ask: float, waits: float, again: float = 1, more: flo
 
 # %%
 shapes = many, long = steps.SHAPES  # many sequences, and the long one
-path = record.default_path("steps")
+path = results.default_path("steps")
 measured = {}
 if path.is_file():
-    result = record.read(path)
+    result = results.read(path)
     for m in result["measurements"]:
         measured[m["step"], m["batch"], m["length"]] = m
     where = f"{result['machine']['gpu']}, {result['date'][:10]}, commit {result['commit'][:10]}"

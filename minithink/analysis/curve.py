@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from minithink import results
 from minithink.analysis import plots
 from minithink.analysis.premises import begin, common_arguments, finish
 from minithink.analysis.segments import is_right
-from minithink.bench import record
-from minithink.commands import location
+from minithink.commands import location, positive
 from minithink.engine import Engine
 from minithink.errors import UsageError
 from minithink.figures import need_matplotlib
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--policies", type=split, default=["full", "thinkv", "rkv"], metavar="P,P,…", help="as of minithink.evaluate "
         "(default: full,thinkv,rkv)")  # fmt: skip
-    add("--budget", type=record.positive, default=512, metavar="N", help="tokens of a lane, for those that take one "
+    add("--budget", type=positive, default=512, metavar="N", help="tokens of a lane, for those that take one "
         "(default: 512)")  # fmt: skip
     add("--calibration", type=location, metavar="FOLDER", help="of thoughts.json (default: beside the model)")
     add("--plot", type=location, metavar="FILE", help="also draw it (SVG)")
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Generate under every policy, write the result, print a table."""
     if args.plot is not None:
         need_matplotlib()
-        record.check(args.plot, "--plot")
+        results.check(args.plot, "--plot")
     if twice := next((p for i, p in enumerate(args.policies) if p in args.policies[:i]), None):
         raise UsageError(f"The policy {twice} is named twice: leave one of the two out.")
     policies = {text: policy_of(text, args.budget) for text in args.policies}

@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minithink import results
 from minithink.analysis.dense import EVERY, Dense, Sketch, batches, decode, thinking_end, watch
 from minithink.analysis.premises import (
     Steer,
@@ -45,7 +46,6 @@ from minithink.analysis.premises import (
     steering_arguments,
     token_table,
 )
-from minithink.bench import record
 from minithink.engine import Engine
 from minithink.errors import MinithinkError
 from minithink.files import rounded
@@ -295,7 +295,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
                 "commit": result["commit"],
             }
             result["measurements"] = list(rows.values())
-            record.write(args.output, result)
+            results.write(args.output, result)
     return finish(args, result, (
         f"{m['policy']:>10} {m['budget']:5.0%}  right {m['right']:6.1%}  {m['tokens']:7,.0f} tokens"
         for m in result["measurements"]
@@ -308,7 +308,7 @@ def begun(path: Path, result: dict[str, Any]) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     try:
-        earlier = record.read(path)
+        earlier = results.read(path)
     except MinithinkError:
         return []
     same = all(earlier.get(name) == rounded(result[name]) for name in ("settings", "embedded_model", "machine"))

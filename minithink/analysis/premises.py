@@ -21,11 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minithink import thoughts
+from minithink import results, thoughts
 from minithink.analysis import plots
 from minithink.analysis.dense import batches, decode, thinking_end, watch
-from minithink.bench import record
-from minithink.commands import location
+from minithink.commands import location, positive
 from minithink.engine import Engine, load
 from minithink.errors import UsageError
 from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION
@@ -66,9 +65,9 @@ def sentences(pieces: Sequence[str]) -> list[Sentence]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     steering_arguments(parser)
-    parser.add_argument("--tau", type=record.positive, default=32, metavar="N", help="τ, tokens of a segment "
+    parser.add_argument("--tau", type=positive, default=32, metavar="N", help="τ, tokens of a segment "
         "(default: 32)")  # fmt: skip
-    parser.add_argument("--steered", type=record.positive, default=16, metavar="N", help="problems that are steered, "
+    parser.add_argument("--steered", type=positive, default=16, metavar="N", help="problems that are steered, "
         "of those of --limit (default: 16)")  # fmt: skip
 
 
@@ -77,10 +76,10 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
     add("--family", default="facts", help=f"validation problems of {', '.join(families())} (default: facts)")
-    add("--limit", type=record.positive, default=32, metavar="N", help="problems (default: 32)")
+    add("--limit", type=positive, default=32, metavar="N", help="problems (default: 32)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
-    add("--batch-size", type=record.positive, default=96, metavar="N", help="sequences at once (default: 96)")
-    add("--max-new-tokens", type=record.positive, default=2600, metavar="N", help="default: 2600")
+    add("--batch-size", type=positive, default=96, metavar="N", help="sequences at once (default: 96)")
+    add("--max-new-tokens", type=positive, default=2600, metavar="N", help="default: 2600")
     add("--temperature", type=float, default=0.6, help="0 is greedy (default: 0.6)")
     add("--seed", type=int, default=0, help="of the draws (default: 0)")
     add("--output", type=location, required=True, metavar="FILE", help="where the result goes, as JSON")
@@ -104,7 +103,7 @@ def begin(
     SamplingParams(args.temperature, seed=args.seed)
     if args.family not in families():
         raise UsageError(f"There is no family {args.family!r}; there are {listing(families())}.")
-    record.check(args.output)
+    results.check(args.output)
     problems = load_problems("validation", args.family)
     if args.limit > len(problems):
         print(f"minithink.analysis: {args.family} has {len(problems)} problems: all are taken", file=sys.stderr)
@@ -118,7 +117,7 @@ def begin(
             raise UsageError(f"--layer {args.layer} is none of the model's layers: give 0 to {layers - 1}.")
     if (longest := max(len(engine.prompt_ids(p.question)) for p in problems)) >= context:
         raise UsageError(f"A problem has {longest:,} tokens and the context holds {context:,}: give another --model.")
-    result = record.new(name, argv, engine.device, program="minithink.analysis")
+    result = results.new(name, argv, engine.device, program="minithink.analysis")
     result["settings"] = {n: getattr(args, n) for n in SETTINGS if n in args}
     return engine, problems, result
 
@@ -129,7 +128,7 @@ def finish(
 ) -> int:  # fmt: skip
     """Write the whole result, print the lines, and draw if --plot asks for it → 0. draw: makes what draws."""
     result["complete"] = True
-    record.write(args.output, result)
+    results.write(args.output, result)
     for line in lines:
         print(line)
     if draw is not None and args.plot is not None:

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from minithink import results
 from minithink.analysis.dense import thinking_end
 from minithink.analysis.plots import SOURCES
 from minithink.analysis.premises import begin, common_arguments
-from minithink.bench import record
 from minithink.calibrate.reading import averaged, sparsity
-from minithink.commands import location
+from minithink.commands import location, positive
 from minithink.engine import Engine
 from minithink.errors import MinithinkError
 from minithink.figures import need_matplotlib
@@ -49,8 +49,8 @@ def segment_arguments(parser: argparse.ArgumentParser) -> None:
     """What importance and association share."""
     common_arguments(parser)
     add = parser.add_argument
-    add("--tau", type=record.positive, default=128, metavar="N", help="τ, tokens of a segment (default: 128)")
-    add("--sparsity-rows", type=record.positive, default=1, metavar="N", help="last queries whose sparsity is "
+    add("--tau", type=positive, default=128, metavar="N", help="τ, tokens of a segment (default: 128)")
+    add("--sparsity-rows", type=positive, default=1, metavar="N", help="last queries whose sparsity is "
         "averaged (default: 1)")  # fmt: skip
     add("--calibration", type=location, metavar="FOLDER", help="of thoughts.json (default: beside the model)")
     add("--plot", type=location, metavar="FILE", help="also draw it (SVG)")
@@ -66,7 +66,7 @@ def begin_segments(
     """
     if args.plot is not None:
         need_matplotlib()
-        record.check(args.plot, "--plot")
+        results.check(args.plot, "--plot")
     engine, problems, result = begin(args, name, argv)
     policy = ThinKV(tau=args.tau, g=1, sparsity_rows=args.sparsity_rows)
     policy.calibrated(calibration := engine.calibration("thoughts.json"))

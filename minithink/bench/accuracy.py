@@ -17,7 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from minithink.bench import record
+from minithink import results
+from minithink.commands import positive
 from minithink.engine import DTYPES, TINY, Engine, load
 from minithink.errors import MinithinkError, UsageError, reason
 from minithink.intervals import wilson
@@ -50,13 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--family", default=FACTS, choices=families(), help="of the problems (default: facts)")
     add("--split", default="test", choices=SPLITS)
     add("--temperature", type=float, default=0.6, help="0: greedy (default 0.6)")
-    add("--num-samples", type=record.positive, default=1, metavar="N", help="sequences for each problem (default 1)")
+    add("--num-samples", type=positive, default=1, metavar="N", help="sequences for each problem (default 1)")
     add("--seed", type=int, default=0, metavar="N")
-    add("--max-new-tokens", type=record.positive, metavar="N", help="default: what the context leaves")
-    add("--batch-size", type=record.positive, metavar="N", help=f"default: {GPU_BATCH} on a GPU, else up to 32")
+    add("--max-new-tokens", type=positive, metavar="N", help="default: what the context leaves")
+    add("--batch-size", type=positive, metavar="N", help=f"default: {GPU_BATCH} on a GPU, else up to 32")
     add("--device", default="auto", help="auto, cpu, cuda, mps")
     add("--dtype", default="auto", choices=("auto", *DTYPES))
-    add("--limit", type=record.positive, metavar="N", help="only the first N problems")
+    add("--limit", type=positive, metavar="N", help="only the first N problems")
     add("--resume", action="store_true", help="continue an interrupted run")
     add("--shard", type=_shard, metavar="I/N", help="only every N-th sequence from the I-th on; leaves its journal")
     add("--join", type=Path, nargs="+", default=[], metavar="JOURNAL", help="count what shards have done already")
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     others = [] if args.model == "tiny" else [args.model.rstrip("/").rpartition("/")[2]]
     others += [] if args.family == FACTS else [args.family]
     name = "-".join(["accuracy", *others])
-    output = args.output or record.default_path(name)
+    output = args.output or results.default_path(name)
     SamplingParams(args.temperature, seed=args.seed)  # refuses what makes no sense, before a model is loaded
     problems = load_problems(args.split, args.family)
     chosen = problems[: args.limit]
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         "dtype": str(engine.dtype).removeprefix("torch."),
     }
     journal = Journal(output.with_suffix(".jsonl"), settings)
-    this_run = record.new("accuracy", argv, engine.device)
+    this_run = results.new("accuracy", argv, engine.device)
     done = journal.open(args.resume, {name: this_run[name] for name in ORIGIN})
     joined = [Journal(path, settings) for path in args.join]
     for one in joined:
@@ -116,7 +117,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         print(f"{len(outcomes)} sequences are in {journal.path}; name it after --join.", file=sys.stderr)
         return 0
     seconds = time.monotonic() - began
-    result = record.new("accuracy", argv, engine.device)
+    result = results.new("accuracy", argv, engine.device)
     rows = [outcomes[p.id, k] for p in chosen for k in range(args.num_samples)]
     result["settings"] = {"model_name": args.model, **settings, "device": engine.device.type, "limit": args.limit}
     result["measurements"] = summarize(chosen, rows)
@@ -128,7 +129,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     result["outcome_columns"] = list(Outcome._fields)
     result["outcomes"] = [list(row) for row in rows]
     result["complete"] = True
-    record.write(output, result)
+    results.write(output, result)
     journal.path.unlink()  # the result holds all of it now
     for m in result["measurements"]:
         low, high = m["interval"]

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
+from minithink import results
 from minithink.backend import triton_backend
-from minithink.bench import record
 from minithink.bench.attention import DIM, FORMATS, HEADS, KV_HEADS, attending, microseconds, recorded, timed
+from minithink.commands import positive
 from minithink.errors import MinithinkError
 from minithink.kv.contract import Shape, Storage
 from minithink.kv.store import PagedStore
@@ -34,9 +35,9 @@ FROM = 64
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench append`."""
     add = parser.add_argument
-    add("--batches", type=record.positive, nargs="+", default=[1, 64, 256], metavar="N", help="default: 1 64 256")
-    add("--length", type=record.positive, default=1024, metavar="N", help="tokens of each (default 1024)")
-    add("--repeats", type=record.positive, default=64, metavar="N", help="steps that are timed (default 64)")
+    add("--batches", type=positive, nargs="+", default=[1, 64, 256], metavar="N", help="default: 1 64 256")
+    add("--length", type=positive, default=1024, metavar="N", help="tokens of each (default 1024)")
+    add("--repeats", type=positive, default=64, metavar="N", help="steps that are timed (default 64)")
     add("--output", metavar="FILE", help=f"default: docs/results/{DEFAULT}.json")
 
 
@@ -44,8 +45,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure, write, print."""
     if not torch.cuda.is_available():
         raise MinithinkError("bench append measures kernels on an NVIDIA GPU, and torch finds none here.")
-    path = Path(args.output) if args.output else record.default_path(DEFAULT)
-    result = record.new(DEFAULT, list(argv), "cuda")
+    path = Path(args.output) if args.output else results.default_path(DEFAULT)
+    result = results.new(DEFAULT, list(argv), "cuda")
     result["settings"] = {
         "query_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "dtype": "bfloat16", "layers": LAYERS,
         "repeats": args.repeats, "goal": LIMIT, "goal_from_batch": FROM,
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
             m = {"batch": batch, "length": args.length, "format": name}
             m |= measure(storage, batch, args.length, args.repeats)
             result["measurements"].append(m)
-            record.write(path, result)
+            results.write(path, result)
             print(
                 f"{batch:4} x {args.length:6}  {name:24} append {m['append_microseconds']:7.2f} us  "
                 f"buffer {m['buffer_microseconds']:7.2f} us  attention {m['attention_microseconds']:8.1f} us  "
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
             )  # fmt: skip
             torch.cuda.empty_cache()
     result["complete"] = True
-    record.write(path, result)
+    results.write(path, result)
     print(f"written to {path}", file=sys.stderr)
     return 0
 

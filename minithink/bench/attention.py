@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from minithink import results
 from minithink.backend import REFERENCE, triton_backend
-from minithink.bench import record
+from minithink.commands import positive
 from minithink.errors import MinithinkError, UsageError
 from minithink.kv.contract import Shape, Storage
 from minithink.kv.store import PagedStore
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--formats", default=",".join(map(_option, FORMATS)), metavar="A,B", help="default: all")
     add("--batches", type=_numbers, default=[1, 16, 64, 256], metavar="N,N", help="default 1,16,64,256")
     add("--lengths", type=_numbers, default=[1024, 4096, 16384], metavar="N,N", help="default 1024,4096,16384")
-    add("--repeats", type=record.positive, default=20, metavar="N", help="replays of each graph (default 20)")
+    add("--repeats", type=positive, default=20, metavar="N", help="replays of each graph (default 20)")
     add("--output", metavar="FILE", help=f"default: docs/results/{DEFAULT}.json")
 
 
@@ -64,7 +65,7 @@ def _option(name: str) -> str:
 
 
 def _numbers(text: str) -> list[int]:
-    return [record.positive(part) for part in text.split(",")]
+    return [positive(part) for part in text.split(",")]
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -75,13 +76,13 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     names = [known.get(name, name) for name in args.formats.split(",")]
     if unknown := [name for name in names if name not in FORMATS]:
         raise UsageError(f"The format {unknown[0]!r} is unknown; there are {', '.join(FORMATS)}.")
-    result = record.new(DEFAULT, list(argv), "cuda")
+    result = results.new(DEFAULT, list(argv), "cuda")
     result["settings"] = {
         "query_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "dtype": "bfloat16", "repeats": args.repeats,
         "generations": GENERATIONS,
     }  # fmt: skip
     result["measurements"] = []
-    path = Path(args.output) if args.output else record.default_path(DEFAULT)
+    path = Path(args.output) if args.output else results.default_path(DEFAULT)
     result["copy_bytes_per_second"] = copy_speed()
     print(f"copy: {result['copy_bytes_per_second'] / 1e12:.2f} TB/s")
     result["errors"] = {name: check(name) for name in names}
@@ -89,14 +90,14 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         for length in args.lengths:
             for m in shape(names, batch, length, args.repeats):
                 result["measurements"].append(m)
-                record.write(path, result)
+                results.write(path, result)
                 print(
                     f"{batch:4} x {length:6}  {m['format']:24} {m['microseconds']:10.1f} us  "
                     f"{m['bytes_per_second'] / 1e12:5.2f} TB/s  {m.get('ratio', 0):5.2f} x", flush=True,
                 )  # fmt: skip
             torch.cuda.empty_cache()
     result["complete"] = True
-    record.write(path, result)
+    results.write(path, result)
     print(f"written to {path}", file=sys.stderr)
     return 0
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from minithink.bench import record
+from minithink import results
 from minithink.bench.attention import DIM, FORMATS, HEADS, used_store
 from minithink.errors import MinithinkError
 
@@ -59,8 +59,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         return 0
     if (ncu := shutil.which("ncu")) is None:
         raise MinithinkError("bench counters needs NVIDIA's Nsight Compute: no program ncu is on the PATH.")
-    path = Path(args.output) if args.output else record.default_path(DEFAULT)
-    result = record.new(DEFAULT, list(argv), "cuda")
+    path = Path(args.output) if args.output else results.default_path(DEFAULT)
+    result = results.new(DEFAULT, list(argv), "cuda")
     result["settings"] = {"metrics": METRICS}
     result["measurements"] = []
     for name, (fmt, batch, length, _) in CASES.items():
@@ -85,9 +85,9 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
                 f"{kernel['waiting_for_memory']:5.1f}",
                 flush=True,
             )
-        record.write(path, result)
+        results.write(path, result)
     result["complete"] = True
-    record.write(path, result)
+    results.write(path, result)
     print(f"written to {path}", file=sys.stderr)
     return 0
 

@@ -30,10 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minithink import results
 from minithink.backend import choose
-from minithink.bench import record
 from minithink.bench.attention import copy_speed
 from minithink.bench.peer import CACHES, Peer, transformers
+from minithink.commands import positive
 from minithink.config import ModelConfig, RopeScaling
 from minithink.engine import TINY, Engine, load
 from minithink.errors import MinithinkError, UsageError
@@ -86,16 +87,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="caches of transformers to try, of which the fastest counts (default: both on a CPU; dynamic on a GPU, "
         "where transformers compiles the model for the static one, which takes minutes)",
     )  # fmt: skip
-    add("--threads", type=record.positive, default=2, metavar="N", help="of torch, on the CPU (default 2)")
+    add("--threads", type=positive, default=2, metavar="N", help="of torch, on the CPU (default 2)")
     add("--shapes", nargs="+", choices=tuple(SHAPES), help="default: embedded; all of them on a GPU")
-    add("--batch", nargs="+", type=record.positive, metavar="N", help="default: 1 8; 1 32 on a GPU")
-    add("--prompt-tokens", type=record.positive, default=200, metavar="N", help="embedded model (default 200)")
-    add("--new-tokens", type=record.positive, metavar="N", help="embedded model (default 512; 256 on a GPU)")
-    add("--repeats", type=record.positive, default=3, metavar="N", help="embedded model (default 3)")
-    add("--context", type=record.positive, default=2048, metavar="N", help="tokens read first, other shapes")
+    add("--batch", nargs="+", type=positive, metavar="N", help="default: 1 8; 1 32 on a GPU")
+    add("--prompt-tokens", type=positive, default=200, metavar="N", help="embedded model (default 200)")
+    add("--new-tokens", type=positive, metavar="N", help="embedded model (default 512; 256 on a GPU)")
+    add("--repeats", type=positive, default=3, metavar="N", help="embedded model (default 3)")
+    add("--context", type=positive, default=2048, metavar="N", help="tokens read first, other shapes")
     add("--policy", metavar="NAME:X=1", help="under which other shapes run, ours alone (default: the full cache)")
-    add("--steps", type=record.positive, default=64, metavar="N", help="decoding steps timed, other shapes")
-    add("--time-budget", type=record.positive, metavar="SECONDS", help="begin nothing later (default on a GPU: 200)")
+    add("--steps", type=positive, default=64, metavar="N", help="decoding steps timed, other shapes")
+    add("--time-budget", type=positive, metavar="SECONDS", help="begin nothing later (default on a GPU: 200)")
     add("--output", type=Path, metavar="FILE", help="default: docs/results/decode-cpu.json, decode-gpu.json")
 
 
@@ -110,11 +111,11 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     caches = tuple(dict.fromkeys(args.peer_cache or (CACHES[:1] if gpu else CACHES))) if args.peer else ()
     deadline = Deadline(args.time_budget or (200 if gpu else None))
     device = torch.device(args.device)
-    output = args.output or record.default_path("decode-gpu" if gpu else "decode-cpu")
+    output = args.output or results.default_path("decode-gpu" if gpu else "decode-cpu")
     if caches:
         transformers()  # a missing one is said before anything is measured
 
-    result = record.new("decode", argv, device)
+    result = results.new("decode", argv, device)
     result["settings"] = {
         "device": args.device,
         "threads": args.threads,
@@ -133,7 +134,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             name = f"{shape}, batch {batch}"
             if deadline.over():
                 result["left_out"].append(f"{name}: the time budget of {deadline.seconds:g} s is used up")
-                record.write(output, result)
+                results.write(output, result)
                 continue
             print(f"measuring {name} ...", file=sys.stderr, flush=True)
             try:
@@ -151,9 +152,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             except (MinithinkError, torch.OutOfMemoryError) as error:
                 reason = str(error).splitlines()[0]
                 result["left_out"].append(f"{name}: {reason}")
-            record.write(output, result)
+            results.write(output, result)
     result["complete"] = not result["left_out"]
-    record.write(output, result)
+    results.write(output, result)
     _print_table(result)
     print(f"written to {output}", file=sys.stderr)
     differing = [m for m in result["measurements"] if "same" in m and not m["same"]["ok"]]

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from minithink.bench import record
+from minithink import results
+from minithink.commands import positive
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate import runner
 from minithink.evaluate.plan import plan
@@ -36,11 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="as of minithink.evaluate, budgets included (default: full,rkv:budget=384)")  # fmt: skip
     add("--dataset", default="facts", help="default: facts")
     add("--split", default="test", help="default: test")
-    add("--limit", type=record.positive, metavar="N", help="only the first N problems")
-    add("--num-samples", type=record.positive, default=6, metavar="N", help="sequences for each problem (default 6)")
-    add("--batch-size", type=record.positive, default=256, metavar="N", help="default 256")
-    add("--max-new-tokens", type=record.positive, metavar="N", help="default: what the context leaves")
-    add("--warm", type=record.positive, default=256, metavar="N", help="problems of the first run (default 256)")
+    add("--limit", type=positive, metavar="N", help="only the first N problems")
+    add("--num-samples", type=positive, default=6, metavar="N", help="sequences for each problem (default 6)")
+    add("--batch-size", type=positive, default=256, metavar="N", help="default 256")
+    add("--max-new-tokens", type=positive, metavar="N", help="default: what the context leaves")
+    add("--warm", type=positive, default=256, metavar="N", help="problems of the first run (default 256)")
     add("--output", metavar="FILE", help=f"default: docs/results/{DEFAULT}.json")
 
 
@@ -52,9 +53,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise UsageError(f"--policies {','.join(args.policies)}: full must come first: the others are held to it.")
     for policy in args.policies:  # before the first of them runs for a minute
         plan([policy], [])
-    path = Path(args.output) if args.output else record.default_path(DEFAULT)
-    record.check(path)
-    result = record.new(DEFAULT, argv, args.device)
+    path = Path(args.output) if args.output else results.default_path(DEFAULT)
+    results.check(path)
+    result = results.new(DEFAULT, argv, args.device)
     result["settings"] = {name: x for name, x in vars(args).items() if name not in ("command", "output")}
     result["settings"] |= {"goal": GOAL, "goal_from_sequences": LEAST, "goal_of_full": SHARE}
     result["measurements"] = []
@@ -64,10 +65,10 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         if result["measurements"]:
             m["of_full"] = m["tokens_per_second"] / result["measurements"][0]["tokens_per_second"]
         result["measurements"].append(m)
-        record.write(path, result)
+        results.write(path, result)
         print(f"{policy:24} {m['sequences']:6,} sequences  {m['tokens_per_second']:10,.0f} tokens/s", flush=True)
     result["complete"] = True
-    record.write(path, result)
+    results.write(path, result)
     print(f"written to {path}", file=sys.stderr)
     return 0
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from minithink.bench import record
+from minithink import results
+from minithink.commands import positive
 from minithink.engine import Engine, load
 from minithink.figures import need_matplotlib
 from minithink.kv.manager import KVManager
@@ -35,29 +36,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench memory`."""
     add = parser.add_argument
     add("--policies", default=",".join(POLICIES), metavar="A:X=1,B", help="default: all of this version")
-    add("--budget", type=record.positive, default=512, metavar="N", help="of those that take one (default 512)")
-    add("--prompt-tokens", type=record.positive, default=200, metavar="N", help="default 200")
-    add("--tokens", type=record.positive, default=2000, metavar="N", help="of the text (default 2000)")
+    add("--budget", type=positive, default=512, metavar="N", help="of those that take one (default 512)")
+    add("--prompt-tokens", type=positive, default=200, metavar="N", help="default 200")
+    add("--tokens", type=positive, default=2000, metavar="N", help="of the text (default 2000)")
     add("--output", metavar="FILE", help=f"default: docs/results/{DEFAULT}.json")
     add("--plot", metavar="FILE", help="also draw the bytes as stacked bars (SVG)")
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Measure, write, print, draw."""
-    result = record.new("memory", argv)
+    result = results.new("memory", argv)
     names = ("budget", "prompt_tokens", "tokens")
     result["settings"] = {"device": "cpu", "dtype": "float32", **{name: getattr(args, name) for name in names}}
     result["measurements"] = []
     engine = load(None, device="cpu", dtype="float32")
-    path = Path(args.output) if args.output else record.default_path(DEFAULT)
+    path = Path(args.output) if args.output else results.default_path(DEFAULT)
     ids = text(engine, args.tokens)
     for policy in split(args.policies):
         m = measure(engine, policy, ids, args.prompt_tokens, args.budget)
         result["measurements"].append(m)
-        record.write(path, result)
+        results.write(path, result)
         print(f"{policy:18} {m['tokens_held']:>6,} tokens {m['held'] / 2**20:>8,.2f} MiB {m['share']:>7.1%} of full")
     result["complete"] = True
-    record.write(path, result)
+    results.write(path, result)
     print(f"written to {path}", file=sys.stderr)
     if args.plot:
         draw(result, Path(args.plot))

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from minithink.bench import record
+from minithink import results
 from minithink.bench.decode import timed
+from minithink.commands import positive
 from minithink.engine import Engine, load
 from minithink.kv.full import FullCache
 from minithink.kv.manager import KVManager
@@ -31,34 +32,34 @@ DEFAULT = "cache-speed"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench paged`."""
     add = parser.add_argument
-    add("--threads", type=record.positive, default=2, metavar="N", help="of torch (default 2)")
-    add("--batch", nargs="+", type=record.positive, default=[1, 8], metavar="N", help="default: 1 8")
-    add("--prompt-tokens", type=record.positive, default=500, metavar="N", help="default 500")
-    add("--new-tokens", type=record.positive, default=200, metavar="N", help="default 200")
-    add("--repeats", type=record.positive, default=3, metavar="N", help="default 3")
+    add("--threads", type=positive, default=2, metavar="N", help="of torch (default 2)")
+    add("--batch", nargs="+", type=positive, default=[1, 8], metavar="N", help="default: 1 8")
+    add("--prompt-tokens", type=positive, default=500, metavar="N", help="default 500")
+    add("--new-tokens", type=positive, default=200, metavar="N", help="default 200")
+    add("--repeats", type=positive, default=3, metavar="N", help="default 3")
     add("--output", metavar="FILE", help=f"default: docs/results/{DEFAULT}.json")
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Measure, write, print."""
     torch.set_num_threads(args.threads)
-    result = record.new("paged", argv)
+    result = results.new("paged", argv)
     names = ("threads", "prompt_tokens", "new_tokens", "repeats")
     result["settings"] = {"device": "cpu", "dtype": "float32", **{name: getattr(args, name) for name in names}}
     result["measurements"] = []
     engine = load(None, device="cpu", dtype="float32")
-    path = Path(args.output) if args.output else record.default_path(DEFAULT)
+    path = Path(args.output) if args.output else results.default_path(DEFAULT)
     for batch in args.batch:
         print(f"measuring batch {batch} ...", file=sys.stderr)
         m = measure(engine, batch, args.prompt_tokens, args.new_tokens, args.repeats)
         if batch in TARGETS:
             m |= {"target": TARGETS[batch], "target_reached": m["ratio"] >= TARGETS[batch]}
         result["measurements"].append(m)
-        record.write(path, result)
+        results.write(path, result)
         said = ", ".join(f"{side} {m[side]['tokens_per_second']:,.1f} tok/s" for side in ("paged", "plain"))
         print(f"batch {batch}: {said}, ratio {m['ratio']:.2f}")
     result["complete"] = True
-    record.write(path, result)
+    results.write(path, result)
     print(f"written to {path}", file=sys.stderr)
     return 0
 

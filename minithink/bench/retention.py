@@ -20,8 +20,9 @@ from typing import Literal
 
 import torch
 
-from minithink.bench import record
+from minithink import results
 from minithink.bench.steady import CONFIGS, Cache, Drawn, Mute
+from minithink.commands import positive
 from minithink.errors import UsageError
 from minithink.model import Rope
 
@@ -35,8 +36,8 @@ PROMPT = 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench retention`."""
     add = parser.add_argument
-    add("--tau", type=record.positive, default=128, metavar="N", help="tokens of a segment (default 128)")
-    add("--tokens", type=record.positive, default=4096, metavar="N", help="that are generated (default 4096)")
+    add("--tau", type=positive, default=128, metavar="N", help="tokens of a segment (default 128)")
+    add("--tokens", type=positive, default=4096, metavar="N", help="that are generated (default 4096)")
     add("--output", metavar="FILE", help=f"default: docs/results/{DEFAULT}.json")
 
 
@@ -47,9 +48,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             f"--tokens {args.tokens}: give a multiple of two segments of {args.tau} tokens, of eight at least, such "
             f"as {8 * args.tau}."
         )
-    path = Path(args.output) if args.output else record.default_path(DEFAULT)
-    record.check(path)
-    result = record.new("retention", argv)
+    path = Path(args.output) if args.output else results.default_path(DEFAULT)
+    results.check(path)
+    result = results.new("retention", argv)
     result["settings"] = {"tau": args.tau, "tokens": args.tokens, "prompt_tokens": PROMPT}
     result["measurements"] = []
     for bits, precision in BITS.items():
@@ -58,14 +59,14 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
                 m = {"bits": int(bits), "kept": level, "key_axis": axis}
                 m |= measure(precision, level, axis, args.tau, args.tokens)
                 result["measurements"].append(m)
-                record.write(path, result)
+                results.write(path, result)
                 print(
                     f"{bits} bits, {level:3} of {args.tau} kept, a scale for each {axis:7}: {m['bytes']:6.1f} bytes "
                     f"a token, {m['scales']:5.1f} of them scales",
                     flush=True,
                 )
     result["complete"] = True
-    record.write(path, result)
+    results.write(path, result)
     print(f"written to {path}", file=sys.stderr)
     return 0
 

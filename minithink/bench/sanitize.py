@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from minithink.bench import record
+from minithink import results
+from minithink.commands import positive
 from minithink.errors import MinithinkError
 
 DEFAULT = "sanitize"
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench sanitize`."""
     add = parser.add_argument
     add("--tools", nargs="+", choices=TOOLS, default=TOOLS, metavar="TOOL", help="default: memcheck racecheck")
-    add("--workers", type=record.positive, default=1, metavar="N", help="processes at a time (default 1)")
+    add("--workers", type=positive, default=1, metavar="N", help="processes at a time (default 1)")
     add("--tests", nargs="+", default=["tests/kernels"], metavar="PATH", help="default: tests/kernels")
     add("--torch", action="store_true", help="watch torch's kernels, too")
     add("--output", metavar="FILE", help=f"default: docs/results/{DEFAULT}.json")
@@ -50,10 +51,10 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         raise MinithinkError("bench sanitize watches kernels on an NVIDIA GPU, and torch finds none here.")
     if (program := shutil.which("compute-sanitizer")) is None:
         raise MinithinkError("bench sanitize needs NVIDIA's compute-sanitizer, which is not on the PATH.")
-    path = Path(args.output) if args.output else record.default_path(DEFAULT)
-    record.check(path)
+    path = Path(args.output) if args.output else results.default_path(DEFAULT)
+    results.check(path)
     parts = in_parts(collect(args.tests))
-    result = record.new(DEFAULT, list(argv), "cuda")
+    result = results.new(DEFAULT, list(argv), "cuda")
     result["settings"] = {"tests": args.tests, "profile": "sanitize", "torch": args.torch}
     jobs = [(tool, part) for tool in args.tools for part in parts]
     result["measurements"] = [m for m in before(path, result) if (m["tool"], m["tests"]) in jobs]
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         try:
             for done in as_completed(running):
                 result["measurements"].append(m := done.result())
-                record.write(path, result)
+                results.write(path, result)
                 whole = f"{len(result['measurements'])} of {len(args.tools) * len(parts)}"
                 print(f"{whole}  {m['tool']}: {m['errors']} errors; {m['outcome']}  {m['tests'][0]}", flush=True)
                 print("".join(f"    {line}\n" for line in m["report"]), end="")
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     result["complete"] = True
-    record.write(path, result)
+    results.write(path, result)
     print(f"written to {path}", file=sys.stderr)
     return 0 if all(map(is_clean, result["measurements"])) else 1
 
@@ -86,7 +87,7 @@ def before(path: Path, result: dict[str, Any]) -> list[dict[str, Any]]:
     kind of machine, and found nothing. result: of this run."""
     if not path.is_file():
         return []
-    other = record.read(path)
+    other = results.read(path)
     if any(other.get(name) != result[name] for name in ("benchmark", "commit", "settings", "machine", "versions")):
         return []
     clean = not result["commit"].endswith("-dirty") and result["commit"] != "unknown"
@@ -96,7 +97,7 @@ def before(path: Path, result: dict[str, Any]) -> list[dict[str, Any]]:
 def collect(paths: Sequence[str]) -> list[str]:
     """The names of all tests there, as pytest has them. MinithinkError: it cannot read them."""
     words = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "--collect-only", *paths]
-    done = subprocess.run(words, cwd=record.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(words, cwd=results.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     names = re.findall(r"^\S+\.py::.*$", done.stdout, re.M)
     if done.returncode or not names:
         raise MinithinkError(f"pytest finds no tests in {' '.join(paths)}: {done.stdout.strip()[-500:]}")
@@ -130,7 +131,7 @@ def watch(program: list[str], tool: str, tests: list[str], free: SimpleQueue[int
     began = time.monotonic()
     try:
         done = subprocess.run(
-            words, cwd=record.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            words, cwd=results.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
     finally:
         free.put(gpu)

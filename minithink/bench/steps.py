@@ -30,8 +30,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minithink.bench import attention, record
+from minithink import results
+from minithink.bench import attention
 from minithink.bench.attention import DIM, GENERATIONS, HEADS, KV_HEADS
+from minithink.commands import positive
 from minithink.errors import MinithinkError
 from minithink.kernels._common import INTERPRETED, Variant, power_of_2
 from minithink.kernels.paged_attention import paged_attention
@@ -301,7 +303,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shapes", type=_shapes, default=list(SHAPES), metavar="NxT,NxT",
         help=f"sequences x tokens of each (default {','.join(f'{n}x{t}' for n, t in SHAPES)})")  # fmt: skip
     add("--sweep", action=argparse.BooleanOptionalAction, default=True, help="time other cuts too (default)")
-    add("--repeats", type=record.positive, default=20, metavar="N", help="replays of each graph (default 20)")
+    add("--repeats", type=positive, default=20, metavar="N", help="replays of each graph (default 20)")
     add("--output", metavar="FILE", help=f"default: docs/results/{DEFAULT}.json")
 
 
@@ -312,7 +314,7 @@ def _shapes(text: str) -> list[tuple[int, int]]:
         sizes = part.split("x")
         if len(sizes) != 2:
             raise argparse.ArgumentTypeError(f"{part!r} is not like 64x4096, sequences x tokens")
-        out.append((record.positive(sizes[0]), record.positive(sizes[1])))
+        out.append((positive(sizes[0]), positive(sizes[1])))
     return out
 
 
@@ -322,7 +324,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         raise MinithinkError("bench steps measures kernels on an NVIDIA GPU, and torch finds none here.")
     if INTERPRETED:
         raise MinithinkError("bench steps cannot measure what is interpreted: unset TRITON_INTERPRET.")
-    result = record.new(DEFAULT, list(argv), "cuda")
+    result = results.new(DEFAULT, list(argv), "cuda")
     properties = torch.cuda.get_device_properties(0)
     result["settings"] = {
         "query_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "dtype": "bfloat16", "repeats": args.repeats,
@@ -331,7 +333,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
                  if isinstance(step.run, partial)},
     }  # fmt: skip
     result["measurements"], result["sweep"] = [], []
-    path = Path(args.output) if args.output else record.default_path(DEFAULT)
+    path = Path(args.output) if args.output else results.default_path(DEFAULT)
     result["read_bytes_per_second"] = limit = read_speed()
     result["copy_bytes_per_second"] = attention.copy_speed()
     print(f"read: {limit / 1e12:.2f} TB/s, copy: {result['copy_bytes_per_second'] / 1e12:.2f} TB/s")
@@ -339,12 +341,12 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     for batch, length in args.shapes:
         for m in shape(batch, length, args.repeats, limit, args.sweep):
             result["sweep" if "cut" in m else "measurements"].append(m)
-            record.write(path, result)
+            results.write(path, result)
             print(f"{batch:4} x {length:6}  {m['step']:8} {m['microseconds']:10.1f} us  {m['share']:6.1%}  "
                   f"{m.get('cut', '')}", flush=True)  # fmt: skip
         torch.cuda.empty_cache()
     result["complete"] = True
-    record.write(path, result)
+    results.write(path, result)
     print(f"written to {path}", file=sys.stderr)
     return 0
 

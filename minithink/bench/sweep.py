@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from minithink.bench import record
-from minithink.commands import INTERRUPTED, location
+from minithink import results
+from minithink.commands import INTERRUPTED, location, positive
 from minithink.engine import TINY, device_of
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate import journal, plots, runner
@@ -139,9 +139,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default="tiny", help="folder of another model that knows the families (default: the embedded one)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--families", nargs="+", default=families(), choices=families(), help="default: all")
-    add("--limit", type=record.positive, metavar="N", help="fewer problems, for a quick look")
-    add("--batch-size", type=record.positive, metavar="N", help="as of minithink.evaluate")
-    add("--max-new-tokens", type=record.positive, metavar="N", help="as of minithink.evaluate")
+    add("--limit", type=positive, metavar="N", help="fewer problems, for a quick look")
+    add("--batch-size", type=positive, metavar="N", help="as of minithink.evaluate")
+    add("--max-new-tokens", type=positive, metavar="N", help="as of minithink.evaluate")
     add(
         "--runs", type=location, default=Path("runs"), metavar="DIR", help="where unfinished runs lie (default: runs)"
     )
@@ -154,7 +154,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --finished: take the lines that are missing from these results",
     )  # fmt: skip
     add(
-        "--results", type=location, default=record.default_path("x").parent, metavar="DIR",
+        "--results", type=location, default=results.default_path("x").parent, metavar="DIR",
         help="where sweep-NAME.json goes (default: docs/results)",
     )  # fmt: skip
 
@@ -169,7 +169,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         need_matplotlib()
     if args.plot_only:
         for name, path in paths.items():
-            result = record.read(path)
+            result = results.read(path)
             if (result.get("benchmark"), result.get("settings", {}).get("name")) != ("sweep", name):
                 raise MinithinkError(f"{path} is no result of the sweep {name}: run it, or name another folder.")
             draw(name, result, args.plot)
@@ -178,13 +178,13 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise UsageError("--join fills in what --finished has not found: give both.")
     device = torch.device("cpu") if args.finished else device_of(args.device)
     for name, sweep in chosen.items():
-        record.check(paths[name], "--results")
+        results.check(paths[name], "--results")
         spare(paths[name], new(args, argv, name, device), args.finished)
         plan(policies_of([sweep]), sweep.budgets)
-    earlier = [(path, record.read(path)) for path in args.join]
+    earlier = [(path, results.read(path)) for path in args.join]
     for shared in dict.fromkeys(sweep.shared for sweep in chosen.values()):
         together = {name: sweep for name, sweep in chosen.items() if sweep.shared == shared}
-        results = {name: new(args, argv, name, device) for name in together}
+        found = {name: new(args, argv, name, device) for name in together}
         generated: list[dict[str, Any]] = []
         for family in args.families:
             rows = finished(args, together, family) if args.finished else evaluated(args, together, family)
@@ -193,18 +193,18 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             generated += sources(folder_of(args, together, family), sum(r.samples for r in rows))
             for name, sweep in together.items():
                 own = [row for row in rows if row.policy in policies_of([sweep])]
-                results[name]["measurements"] += [{"family": family, **asdict(row)} for row in own]
-                if any(part[x] != results[name][x] for part in generated for x in ("commit", "machine")):
-                    results[name]["sources"] = generated  # not all here and now
-                results[name]["complete"] = family == args.families[-1]
+                found[name]["measurements"] += [{"family": family, **asdict(row)} for row in own]
+                if any(part[x] != found[name][x] for part in generated for x in ("commit", "machine")):
+                    found[name]["sources"] = generated  # not all here and now
+                found[name]["complete"] = family == args.families[-1]
                 if not args.finished:
-                    record.write(paths[name], results[name])
+                    results.write(paths[name], found[name])
         for name in together:
             if args.finished:
-                fill(results[name], chosen[name], args.families, earlier)
-                record.write(paths[name], results[name])
+                fill(found[name], chosen[name], args.families, earlier)
+                results.write(paths[name], found[name])
             if args.plot is not None:
-                draw(name, record.read(paths[name]), args.plot)  # from its rounded figures, as --plot-only does
+                draw(name, results.read(paths[name]), args.plot)  # from its rounded figures, as --plot-only does
             print(f"written to {paths[name]}", file=sys.stderr)
     return 0
 
@@ -212,7 +212,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 def new(args: argparse.Namespace, argv: list[str], name: str, device: torch.device) -> dict[str, Any]:
     """The beginning of a sweep's result."""
     sweep = SWEEPS[name]
-    result = record.new("sweep", argv, device)
+    result = results.new("sweep", argv, device)
     settings = {"name": name, **asdict(sweep), "limit": args.limit or sweep.problems}
     return result | {"embedded_model": model_of(args.model), "settings": settings, "measurements": []}
 
@@ -226,7 +226,7 @@ def spare(path: Path, result: dict[str, Any], finished: bool) -> None:
     """UsageError: a quick look, on fewer problems or another machine, would replace what documents show."""
     if not path.exists():
         return
-    other = record.read(path)
+    other = results.read(path)
     theirs, ours = (x.get("settings", {}).get("limit") for x in (other, result))
     machines = (x.get("machine", {}) for x in (other, result))
     there, here = (machine.get("gpu") or machine.get("cpu") for machine in machines)

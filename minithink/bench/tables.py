@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from minithink.bench import analysis_tables, record, thinkv_tables
+from minithink import results
+from minithink.bench import analysis_tables, thinkv_tables
 from minithink.bench.markdown import markdown, short, source
 from minithink.bench.sweep import SWEEPS
 from minithink.config import ModelConfig
@@ -36,7 +37,7 @@ END = "<!-- end -->"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench tables`."""
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a document would change")
-    parser.add_argument("--root", type=Path, default=record.ROOT, metavar="FOLDER", help="default: this checkout")
+    parser.add_argument("--root", type=Path, default=results.ROOT, metavar="FOLDER", help="default: this checkout")
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         if not path.is_file():
             continue
         before = path.read_text(encoding="utf-8")
-        after = fill(before, path.name, args.root / record.RESULTS, path.parent)
+        after = fill(before, path.name, args.root / results.RESULTS, path.parent)
         if after != before:
             stale.append(path)
             if not args.check:
@@ -60,14 +61,14 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     return 0
 
 
-def fill(text: str, name: str, results: Path, folder: Path | None = None) -> str:
+def fill(text: str, name: str, where: Path, folder: Path | None = None) -> str:
     """A document with its tables made anew, each with a link to its result.
 
     Args:
         text: of the document.
         name: of the document, for errors.
-        results: the folder of the result files.
-        folder: where the document lies; None: beside `results`.
+        where: the folder of the result files.
+        folder: where the document lies; None: beside that folder.
     """
     out: list[str] = []
     lines = iter(enumerate(text.split("\n"), start=1))
@@ -85,9 +86,9 @@ def fill(text: str, name: str, results: Path, folder: Path | None = None) -> str
                 raise MinithinkError(f"{name}:{number} begins a table, and the next begins before a line {END}.")
         else:
             raise MinithinkError(f"{name}:{number} begins a table, and no line {END} follows.")
-        path = SHIPPED.get(table, results / f"{PARTS.get(table, table)}.json")
-        made = TABLES[table](record.read(path))
-        link = Path(os.path.relpath(path, folder or results.parent)).as_posix()
+        path = SHIPPED.get(table, where / f"{PARTS.get(table, table)}.json")
+        made = TABLES[table](results.read(path))
+        link = Path(os.path.relpath(path, folder or where.parent)).as_posix()
         out += [*made[:-1], f"{made[-1]} [{path.name}]({link})", END]
     return "\n".join(out)
 

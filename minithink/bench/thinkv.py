@@ -45,12 +45,12 @@ from typing import Any
 
 import torch
 
-from minithink.bench import record
+from minithink import results
 from minithink.bench.decode import Deadline, RandomModel, Theirs, timed
 from minithink.bench.parts import GATHERS, TimedLoop, attention_seconds, cases_of, parts, seconds
 from minithink.bench.peer import Peer
 from minithink.bench.steady import BLOCKS, CONFIGS, METHODS, Settings, Steady, pool_bytes
-from minithink.commands import location
+from minithink.commands import location, positive
 from minithink.errors import MinithinkError, UsageError
 from minithink.figures import need_matplotlib
 from minithink.kv.manager import check_budget
@@ -73,7 +73,7 @@ SOME = 32  # sequences whose bytes are counted at once, for the memory that this
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench thinkv`."""
-    add, n = parser.add_argument, record.positive
+    add, n = parser.add_argument, positive
     add("--device", default="cpu", choices=("cpu", "cuda"))
     add("--model-shape", default="llama-8b", choices=tuple(CONFIGS))
     add("--layers", type=n, metavar="N", help="of the shape, fewer for a quick look (default: all)")
@@ -184,16 +184,16 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             f"--cases {' '.join(args.cases)}: there is none; there are {kinds} (names are {names[0].name}, "
             f"{names[-1].name} and the like; python -m minithink.bench thinkv --help)."
         )
-    path = Path(args.output) if args.output else record.default_path(DEFAULT)
+    path = Path(args.output) if args.output else results.default_path(DEFAULT)
     if args.plot_only and args.plot is None:
         raise UsageError("--plot-only draws to the folder that --plot names: give it.")
     if args.plot is not None:
         need_matplotlib()
     if args.plot_only:
-        if record.read(path).get("benchmark") != DEFAULT:
+        if results.read(path).get("benchmark") != DEFAULT:
             raise MinithinkError(f"{path} is no result of this benchmark: name another file.")
         return _drawn(path, args)
-    record.check(path)
+    results.check(path)
     check_methods(args, chosen)
     others = _results([*([path] if path.exists() else []), *args.join])
     # Of a case that several have, the last one's; of methods that are no more, none.
@@ -206,7 +206,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     todo = [c for c in chosen if c.name not in there or there[c.name]["settings"] != _settings(args, c)]
     if todo and device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu.")
-    result = record.new(DEFAULT, argv, device if todo else "cpu")
+    result = results.new(DEFAULT, argv, device if todo else "cpu")
     if not todo:  # nothing is measured here and now
         result |= {name: others[-1][1][name] for name in ("machine", "versions", *ABOUT)}
     _check_machines(others, result)
@@ -258,14 +258,14 @@ def _write(path: Path, result: dict[str, Any], names: Sequence[Case], ended: boo
     """What there is so far, and what there is not."""
     result["missing"] = sorted({case.name for case in names} - {m["case"] for m in result["measurements"]})
     result["complete"] = ended and not result["missing"]
-    record.write(path, result)
+    results.write(path, result)
 
 
 def _drawn(path: Path, args: argparse.Namespace) -> int:
     """Draw the rounded figures that are in a file, if --plot asks for it → 0."""
     from minithink.bench.thinkv_plots import draw  # here: its tables are made from this module
 
-    for picture in draw(record.read(path), args.plot) if args.plot is not None else ():
+    for picture in draw(results.read(path), args.plot) if args.plot is not None else ():
         print(f"drawn to {picture}", file=sys.stderr)
     return 0
 
@@ -276,7 +276,7 @@ def _results(paths: Sequence[Path]) -> list[tuple[Path, dict[str, Any]]]:
     for path in paths:
         if not path.is_file():
             raise MinithinkError(f"{path} does not exist: --join takes results of this benchmark.")
-        out.append((path, other := record.read(path)))
+        out.append((path, other := results.read(path)))
         if (name := other.get("benchmark")) != DEFAULT or any("case" not in m for m in other["measurements"]):
             raise MinithinkError(f"{path} is a result of {name}, not of {DEFAULT}: name another file.")
     return out

@@ -22,9 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minithink import results
 from minithink.backend import REFERENCE, triton_backend
-from minithink.bench import attention, record
+from minithink.bench import attention
 from minithink.bench.attention import DIM, HEADS, KV_HEADS
+from minithink.commands import positive
 from minithink.errors import MinithinkError
 from minithink.kv.contract import Storage
 
@@ -36,12 +38,12 @@ SCHEDULE = (128, 64, 32, 16, 8, 4)  # τ, R
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench thoughts`."""
     add = parser.add_argument
-    add("--batch", type=record.positive, default=64, metavar="N", help="sequences that attention reads (default 64)")
-    add("--lengths", type=record.positive, nargs="+", default=[1024, 32768], metavar="N",
+    add("--batch", type=positive, default=64, metavar="N", help="sequences that attention reads (default 64)")
+    add("--lengths", type=positive, nargs="+", default=[1024, 32768], metavar="N",
         help="tokens of each (default 1024 32768)")  # fmt: skip
-    add("--due", type=record.positive, nargs="+", default=[1, 8], metavar="N",
+    add("--due", type=positive, nargs="+", default=[1, 8], metavar="N",
         help="sequences that are due in one step (default 1 8)")  # fmt: skip
-    add("--repeats", type=record.positive, default=20, metavar="N", help="replays of each graph (default 20)")
+    add("--repeats", type=positive, default=20, metavar="N", help="replays of each graph (default 20)")
     add("--output", metavar="FILE", help=f"default: docs/results/{DEFAULT}.json")
 
 
@@ -50,8 +52,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         raise MinithinkError("bench thoughts measures kernels on an NVIDIA GPU, and torch finds none here.")
     check("cuda")
-    path = Path(args.output) if args.output else record.default_path(DEFAULT)
-    result = record.new(DEFAULT, list(argv), "cuda")
+    path = Path(args.output) if args.output else results.default_path(DEFAULT)
+    result = results.new(DEFAULT, list(argv), "cuda")
     result["settings"] = {
         "query_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "dtype": "bfloat16", "layers": LAYERS,
         "measured_layers": MEASURED, "batch": args.batch, "repeats": args.repeats,
@@ -61,11 +63,11 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     for m in measurements(args.batch, args.lengths, args.due, args.repeats):
         m["share"] = m["bytes"] / m["microseconds"] * 1e6 / limit
         result["measurements"].append(m)
-        record.write(path, result)
+        results.write(path, result)
         print(f"{m['kernel']:9} {m['case']:40} {m['microseconds']:9.1f} us  {m['share']:6.1%}", flush=True)
         torch.cuda.empty_cache()
     result["complete"] = True
-    record.write(path, result)
+    results.write(path, result)
     print(f"written to {path}", file=sys.stderr)
     return 0
 

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from minithink.bench import record
+from minithink import results
 from minithink.bench.browser import chromium
+from minithink.commands import positive
 from minithink.engine import Engine, load
 from minithink.policies import split
 from minithink.tasks import load_problems
@@ -49,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench trace`."""
     add = parser.add_argument
     add("--policies", default=POLICIES, metavar="A:X=1,B", help=f"default: {POLICIES}")
-    add("--new-tokens", type=record.positive, default=256, metavar="N", help="default 256")
-    add("--repeats", type=record.positive, default=3, metavar="N", help="pairs, and openings of the page (default 3)")
-    add("--page-tokens", type=record.positive, default=16_384, metavar="N", help="default 16,384")
+    add("--new-tokens", type=positive, default=256, metavar="N", help="default 256")
+    add("--repeats", type=positive, default=3, metavar="N", help="pairs, and openings of the page (default 3)")
+    add("--page-tokens", type=positive, default=16_384, metavar="N", help="default 16,384")
     add("--output", metavar="FILE", help="default: docs/results/trace.json")
     add("--pictures", nargs=2, metavar=("TRACE", "FOLDER"), help="only take pictures of this trace's page")
 
@@ -62,17 +63,17 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         take_pictures(*map(Path, args.pictures))
         return 0
     torch.set_num_threads(1)  # two threads on busy cores wait for each other: the pairs would compare that
-    result = record.new("trace", argv)
+    result = results.new("trace", argv)
     result["settings"] = {"device": "cpu", "dtype": "float32", "threads": 1, "new_tokens": args.new_tokens}
     result["measurements"] = []
-    path = Path(args.output) if args.output else record.default_path("trace")
-    record.check(path)
+    path = Path(args.output) if args.output else results.default_path("trace")
+    results.check(path)
     engine = load(None, device="cpu", dtype="float32")
     with tempfile.TemporaryDirectory() as folder:
         for policy in split(args.policies):
             m = recording(engine, policy, args.new_tokens, args.repeats, Path(folder) / "trace")
             result["measurements"].append(m)
-            record.write(path, result)
+            results.write(path, result)
             print(f"{policy:32} × {m['ratio']:.3f}, {m['bytes_per_step']:,.0f} bytes and {m['events']:,} events")
         m = page(args.page_tokens, args.repeats, Path(folder))
         result["measurements"].append(m)
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             f"page: open {m['open_seconds']:.2f} s, scrub {m['first_scrub_seconds']:.3f} s, {m['page_bytes']:,} bytes"
         )
     result["complete"] = True
-    record.write(path, result)
+    results.write(path, result)
     print(f"written to {path}", file=sys.stderr)
     return 0
 

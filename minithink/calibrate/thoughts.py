@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minithink.bench import record
+from minithink import results
 from minithink.calibrate import choose, plots
 from minithink.calibrate.agreement import compare, fold
 from minithink.calibrate.density import Peaks, density, peaks
@@ -103,9 +103,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         )
     if args.plot:
         need_matplotlib()
-        record.check(args.plot, "--plot")
+        results.check(args.plot, "--plot")
     drawing, settings = settings_of(engine, args, examples, policy)
-    result = record.new("thoughts", argv, engine.device, program="minithink.calibrate")
+    result = results.new("thoughts", argv, engine.device, program="minithink.calibrate")
     with Journal(folder / f"{name}l", settings, args.resume) as journal:
         try:
             measure(engine, prompts, examples, policy, drawing, journal)

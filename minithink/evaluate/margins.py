@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minithink.bench import record
+from minithink import results
 from minithink.commands import positive
 from minithink.engine import Engine, load
 from minithink.errors import UsageError
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     for note in runner.said_of_limit(args, examples):
         print(f"minithink.evaluate: {note}", file=sys.stderr)
     if args.output is not None:
-        record.check(args.output)
+        results.check(args.output)
     engine = load(args.model, device=args.device, dtype=args.dtype, backend=args.backend)
     runs, settings = [], dict[str, Any]()
     for size in args.batch_sizes:
@@ -103,8 +103,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             "smallest_margin": min((margin for own in margins.values() for margin in own), default=None),
             "parted": [p._asdict() for p in parted], "unexplained": unexplained,
         }  # fmt: skip
-        result = record.new("margins", argv, engine.device, program="minithink.evaluate")
-        record.write(args.output, result | {"settings": settings, "measurements": [m], "complete": True})
+        result = results.new("margins", argv, engine.device, program="minithink.evaluate")
+        results.write(args.output, result | {"settings": settings, "measurements": [m], "complete": True})
     return int(unexplained > 0)
 
 

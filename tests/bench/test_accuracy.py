@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from minithink.bench import accuracy, record
+from minithink import results
+from minithink.bench import accuracy
 from minithink.bench.__main__ import main
 from minithink.bench.accuracy import Outcome, summarize
 from minithink.intervals import wilson
@@ -53,7 +54,7 @@ def test_interruption_loses_nothing(
     options = [*QUICK, "--limit", "2", "--num-samples", "2", "--max-new-tokens", "30"]
     assert main([*options, "--output", str(whole)]) == 0
     assert not whole.with_suffix(".jsonl").exists()
-    want = record.read(whole)
+    want = results.read(whole)
     assert want["complete"]
     assert want["outcome_columns"] == ["id", "sample", "right", "tokens", "finish"]
     assert [row[:2] for row in want["outcomes"]] == [[p.id, k] for p in load_problems("test")[:2] for k in (0, 1)]
@@ -86,9 +87,10 @@ def test_interruption_loses_nothing(
     monkeypatch.setenv("MINITHINK_COMMIT", "later")
     assert main([*options, "--resume", "--output", str(part)]) == 0
     assert "4 of 4 sequences; 4 of 4 right (100.0%)" in capsys.readouterr().err
-    assert [(s["sequences"], s["commit"] == "later") for s in record.read(part)["sources"]] == [(1, False), (3, True)]
-    assert record.read(part)["outcomes"] == want["outcomes"]
-    assert record.read(part)["measurements"] == want["measurements"]
+    sources = results.read(part)["sources"]
+    assert [(s["sequences"], s["commit"] == "later") for s in sources] == [(1, False), (3, True)]
+    assert results.read(part)["outcomes"] == want["outcomes"]
+    assert results.read(part)["measurements"] == want["measurements"]
     assert len(texts) == 3, "what was there is not generated again"
     assert Counter(texts) < first_texts, "the draws are those of the run that nobody interrupted"
     assert not journal.exists()
@@ -124,7 +126,7 @@ def test_shards_join_to_the_whole(
     for i in range(2):
         shard = tmp_path / f"shard{i}.json"
         monkeypatch.setenv("MINITHINK_COMMIT", f"of shard {i}")
-        monkeypatch.setattr(record, "machine", lambda device, i=i: {"cpu": f"CPU {i}", "cores": 1})
+        monkeypatch.setattr(results, "machine", lambda device, i=i: {"cpu": f"CPU {i}", "cores": 1})
         assert main([*options, "--shard", f"{i}/2", "--output", str(shard)]) == 0
         assert not shard.exists()
         journals.append(shard.with_suffix(".jsonl"))
@@ -132,9 +134,9 @@ def test_shards_join_to_the_whole(
     assert [len(j.read_text().splitlines()) for j in journals] == [4, 3]
     monkeypatch.setenv("MINITHINK_COMMIT", "of the join")
     assert main([*options, "--join", *map(str, journals), "--output", str(joined)]) == 0
-    result = record.read(joined)
-    assert result["outcomes"] == record.read(whole)["outcomes"]
-    assert "sources" not in record.read(whole)
+    result = results.read(joined)
+    assert result["outcomes"] == results.read(whole)["outcomes"]
+    assert "sources" not in results.read(whole)
     assert result["commit"] == "of the join"
     assert [(s["sequences"], s["commit"], s["machine"]["cpu"]) for s in result["sources"]] == [
         (2, "of shard 0", "CPU 0"), (1, "of shard 1", "CPU 1"),
@@ -144,7 +146,7 @@ def test_shards_join_to_the_whole(
     old = journals[0].read_text().splitlines(keepends=True)
     journals[0].write_text("".join([old[0], *old[2:]]))  # as the first journals were
     assert main([*options, "--join", *map(str, journals), "--output", str(joined)]) == 0
-    assert record.read(joined)["sources"][0] == {"sequences": 2}, "what is not known is not said"
+    assert results.read(joined)["sources"][0] == {"sequences": 2}, "what is not known is not said"
     assert main([*options, "--join", str(tmp_path / "none.jsonl"), "--output", str(tmp_path / "x.json")]) == 1
     with pytest.raises(SystemExit):
         main([*options, "--shard", "2/2"])

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from minithink.bench import record, tables
+from minithink import results
+from minithink.bench import tables
 from tests.bench.result import RESULT
 
 
 def rows_of(folder: Path, name: str, settings: dict[str, Any], measurements: Any) -> list[str]:
     """The table, made of such a result."""
     result = {**RESULT, "benchmark": name, "settings": settings, "measurements": measurements}
-    record.write(folder / f"{name}-facts.json", result)
+    results.write(folder / f"{name}-facts.json", result)
     text = f"<!-- table:{name}-facts -->\n<!-- end -->"
     return [line for line in tables.fill(text, "x.md", folder).splitlines() if not line.startswith("<!--")]
 

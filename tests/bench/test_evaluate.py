@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from minithink.bench import record, tables
+from minithink import results
+from minithink.bench import tables
 from minithink.bench.__main__ import main
 from tests.bench.result import RESULT, says_that_there_is_no_gpu
 
@@ -20,7 +21,7 @@ def test_it_counts_what_was_generated(tmp_path: Path) -> None:
     words = ["--device", "cpu", "--limit", "2", "--num-samples", "2", "--batch-size", "4", "--max-new-tokens", "6"]
     words += ["--warm", "1", "--policies", "full,window:budget=400", "--output", str(path)]
     assert main(["evaluate", *words]) == 0
-    result = record.read(path)
+    result = results.read(path)
     assert result["complete"]
     full, window = result["measurements"]
     for m in (full, window):
@@ -41,7 +42,7 @@ def test_the_table(tmp_path: Path) -> None:
         "tokens_kept": 812.4,
     }  # fmt: skip
     other = {**m, "policy": "rkv:budget=384", "tokens_per_second": 62_937.06, "of_full": 0.6}
-    record.write(tmp_path / "evaluate.json", {**RESULT, "benchmark": "evaluate", "measurements": [m, other]})
+    results.write(tmp_path / "evaluate.json", {**RESULT, "benchmark": "evaluate", "measurements": [m, other]})
     lines = tables.fill("<!-- table:evaluate -->\n<!-- end -->", "x.md", tmp_path).splitlines()
     assert lines[3] == "| `full` | 4,200 | 4,200,000 | 40.0 | **104,900** | – | 812 |"
     assert lines[4] == "| `rkv:budget=384` | 4,200 | 4,200,000 | 40.0 | **62,937** | 60% | 812 |"

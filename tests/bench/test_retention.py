@@ -8,7 +8,8 @@ from typing import Literal
 
 import pytest
 
-from minithink.bench import record, tables
+from minithink import results
+from minithink.bench import tables
 from minithink.bench.__main__ import main
 from minithink.bench.retention import AXES, measure
 
@@ -37,7 +38,7 @@ def test_who_keeps_few_tokens_pays_for_their_groups() -> None:
 
 
 def test_a_small_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / record.RESULTS / "retention-bytes.json"
+    path = tmp_path / results.RESULTS / "retention-bytes.json"
     assert main(["retention", "--tau", "32", "--tokens", "256", "--output", str(path)]) == 0
     result = json.loads(path.read_text())
     assert result["complete"]

@@ -9,7 +9,8 @@ from queue import SimpleQueue
 import pytest
 import torch
 
-from minithink.bench import record, sanitize, tables
+from minithink import results
+from minithink.bench import sanitize, tables
 from minithink.bench.__main__ import main
 from minithink.errors import MinithinkError
 from tests.bench.result import RESULT, says_that_there_is_no_gpu
@@ -97,7 +98,7 @@ def test_a_run_and_the_next(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(record, "new", lambda *_: {**RESULT, "benchmark": "sanitize", "commit": commit})
+    monkeypatch.setattr(results, "new", lambda *_: {**RESULT, "benchmark": "sanitize", "commit": commit})
     monkeypatch.setattr(shutil, "which", lambda _: "compute-sanitizer")
     monkeypatch.setattr(sanitize, "collect", lambda paths: ["a.py::1", "b.py::1"])
     monkeypatch.setattr(sanitize, "watch", watch)
@@ -115,7 +116,7 @@ def test_a_run_and_the_next(
         flaw, commit = False, change.get("commit", commit)
         assert main([*words, *change.get("words", [])]) == 0
         assert sorted(asked) == sorted(want), change
-        result = record.read(tmp_path / "x.json")
+        result = results.read(tmp_path / "x.json")
         assert result["complete"]
         assert len(result["measurements"]) == 4
 
@@ -124,7 +125,7 @@ def test_the_table(tmp_path: Path) -> None:
     m = {"tool": "memcheck", "errors": 0, "processes": 2, "tests": ["a", "b"], "outcome": "9 passed", "exit_code": 0}
     other = m | {"errors": 1, "tests": ["c"], "outcome": "1 failed, 3 passed"}
     ms = [m, other, m | {"tool": "racecheck"}]
-    record.write(tmp_path / "sanitize.json", {**RESULT, "benchmark": "sanitize", "measurements": ms})
+    results.write(tmp_path / "sanitize.json", {**RESULT, "benchmark": "sanitize", "measurements": ms})
     lines = tables.fill("<!-- table:sanitize -->\n<!-- end -->", "x.md", tmp_path).splitlines()
     assert lines[3] == "| memcheck | **1** | 4 | 12 passed, 1 failed |"
     assert lines[4] == "| racecheck | **0** | 2 | 9 passed |"

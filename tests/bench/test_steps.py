@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minithink.bench import record, steps, tables
+from minithink import results
+from minithink.bench import steps, tables
 from minithink.bench.__main__ import main
 from minithink.ref import paged_attention as ref
 from tests.compare import assert_close
@@ -166,7 +167,7 @@ def test_the_table(tmp_path: Path) -> None:
             row(1, 16384, "token", "token by token", 500.4, 0.5),
         ],
     }  # fmt: skip
-    record.write(tmp_path / "steps.json", result)
+    results.write(tmp_path / "steps.json", result)
     text = tables.fill("<!-- table:steps -->\n<!-- end -->", "x.md", tmp_path)
     assert text.splitlines()[1:-1] == [
         "|  | 64 × 4,096 tokens | of bandwidth | 1 × 16,384 tokens | of bandwidth |",

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from minithink.bench import record, sweep, tables
+from minithink import results
+from minithink.bench import sweep, tables
 from minithink.bench.__main__ import main
 from minithink.evaluate.plan import plan, policy_of
 from minithink.tasks import families
@@ -44,7 +45,7 @@ def test_a_small_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     plotting = ["--plot", str(tmp_path)] if drawn else []
     words += plotting
     assert main(words) == 0
-    first = record.read(path)
+    first = results.read(path)
     assert first["complete"]
     found = [(m["family"], m["policy"], m["budget"]) for m in first["measurements"]]
     policies = [("full", None), *((p, b) for p in sweep.SWEEPS["snapkv"].policies for b in (0.25, 0.75))]
@@ -66,12 +67,12 @@ def test_a_small_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert len(before) == len(families())
     assert main(words) == 0
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("results.jsonl")} == before
-    assert record.read(path)["measurements"] == first["measurements"]
+    assert results.read(path)["measurements"] == first["measurements"]
     whole = path.read_bytes()
     capsys.readouterr()
     assert main([*words, "--limit", "2"]) == 2, "a look at other problems must not replace what is there"
     assert f"{path} is of 1 problems on " in capsys.readouterr().err
-    record.write(path, first | {"machine": {"gpu": "NVIDIA Counter"}})
+    results.write(path, first | {"machine": {"gpu": "NVIDIA Counter"}})
     assert main(words) == 2
     assert "on NVIDIA Counter, and this is of 1 on " in capsys.readouterr().err
     path.write_bytes(whole)
@@ -94,39 +95,39 @@ def test_two_that_share_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert main(["sweep", "key-axis", *words, str(tmp_path / "one")]) == 0
 
     def found(folder: str, name: str) -> list[dict[str, object]]:
-        ms = record.read(tmp_path / folder / f"sweep-{name}.json")["measurements"]
+        ms = results.read(tmp_path / folder / f"sweep-{name}.json")["measurements"]
         return [{k: x for k, x in m.items() if k != "tokens_per_second"} for m in ms]
 
     assert found("both", "key-axis") == found("one", "key-axis")
-    results = tmp_path / "runs" / "sweep-key-axis-facts" / "results.jsonl"
-    lines = results.read_text().splitlines()
-    results.write_text("".join(line + "\n" for line in lines[:-1]))  # as if it was killed
+    journal = tmp_path / "runs" / "sweep-key-axis-facts" / "results.jsonl"
+    lines = journal.read_text().splitlines()
+    journal.write_text("".join(line + "\n" for line in lines[:-1]))  # as if it was killed
     monkeypatch.setenv("MINITHINK_COMMIT", "c0ffee")
     assert main(["sweep", "key-axis", *words, str(tmp_path / "resumed")]) == 0
     assert found("resumed", "key-axis") == found("one", "key-axis")
-    parts = record.read(tmp_path / "resumed" / "sweep-key-axis.json")["sources"]
+    parts = results.read(tmp_path / "resumed" / "sweep-key-axis.json")["sources"]
     assert [part["sequences"] for part in parts] == [len(lines) - 1, 1]
     assert parts[1]["commit"] == "c0ffee" != parts[0]["commit"]
-    assert "sources" not in record.read(tmp_path / "one" / "sweep-key-axis.json")
+    assert "sources" not in results.read(tmp_path / "one" / "sweep-key-axis.json")
 
-    results.write_text("".join(line + "\n" for line in lines[:-1]))
+    journal.write_text("".join(line + "\n" for line in lines[:-1]))
     assert main(["sweep", "key-axis", *words, str(tmp_path / "part"), "--finished", "--device", "cuda"]) == 0
-    part = record.read(tmp_path / "part" / "sweep-key-axis.json")
-    assert len(results.read_text().splitlines()) == len(lines) - 1, "nothing was generated"
+    part = results.read(tmp_path / "part" / "sweep-key-axis.json")
+    assert len(journal.read_text().splitlines()) == len(lines) - 1, "nothing was generated"
     assert found("part", "key-axis") == found("one", "key-axis")[:-1]
     last = found("one", "key-axis")[-1]
     assert part["missing"] == [["facts", last["policy"], last["budget"]]]
     assert not part["complete"]
     assert [x["sequences"] for x in part["sources"]] == [len(lines) - 1]
-    results.write_text("")
+    journal.write_text("")
     assert main(["sweep", "key-axis", *words, str(tmp_path / "none"), "--finished"]) == 0
-    none = record.read(tmp_path / "none" / "sweep-key-axis.json")
+    none = results.read(tmp_path / "none" / "sweep-key-axis.json")
     assert len(none["missing"]) == 3
     assert not none["complete"], "a family of which nothing is there is missing, too"
-    results.write_text("".join(line + "\n" for line in lines[:-1]))
+    journal.write_text("".join(line + "\n" for line in lines[:-1]))
     join = ["--finished", "--join", str(tmp_path / "one" / "sweep-key-axis.json")]
     assert main(["sweep", "key-axis", *words, str(tmp_path / "joined"), *join]) == 0
-    joined, whole = (record.read(tmp_path / name / "sweep-key-axis.json") for name in ("joined", "one"))
+    joined, whole = (results.read(tmp_path / name / "sweep-key-axis.json") for name in ("joined", "one"))
     assert joined["complete"]
     about = {name: whole[name] for name in ("commit", "date")}
     assert joined["measurements"] == [*part["measurements"], about | whole["measurements"][-1]]
@@ -136,7 +137,7 @@ def test_two_that_share_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     other = ["sweep", "key-axis", *words, str(tmp_path / "x"), "--limit", "2"]
     assert main([*other, "--finished"]) == 2
     assert main([*other, *join[1:]]) == 2  # what would they be joined with?
-    record.write(tmp_path / "else.json", whole | {"embedded_model": "c0ffee"})
+    results.write(tmp_path / "else.json", whole | {"embedded_model": "c0ffee"})
     assert main(["sweep", "key-axis", *words, str(tmp_path / "x"), *join[:2], str(tmp_path / "else.json")]) == 2
     assert not (tmp_path / "x" / "sweep-key-axis.json").exists()
     both = {(m["policy"], m["budget"]) for m in found("both", "snapkv") + found("both", "key-axis")}

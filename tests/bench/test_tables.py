@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from minithink.bench import record, tables
+from minithink import results
+from minithink.bench import tables
 from minithink.bench.__main__ import main
 from minithink.errors import MinithinkError
 from minithink.tasks import families
@@ -81,7 +82,7 @@ after
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     for name, result in {"decode-cpu": CPU, "decode-gpu": GPU, "accuracy": ACCURACY}.items():
-        record.write(tmp_path / record.RESULTS / f"{name}.json", result)
+        results.write(tmp_path / results.RESULTS / f"{name}.json", result)
     (tmp_path / "README.md").write_text(DOCUMENT)
     (tmp_path / "docs" / "speed.md").write_text("<!-- table:decode-gpu -->\n<!-- end -->")
     return tmp_path
@@ -131,7 +132,7 @@ after
 
 def test_a_new_result_makes_a_document_stale(root: Path) -> None:
     assert main(["tables", "--root", str(root)]) == 0
-    record.write(root / record.RESULTS / "accuracy.json", ACCURACY | {"commit": "unknown"})
+    results.write(root / results.RESULTS / "accuracy.json", ACCURACY | {"commit": "unknown"})
     assert main(["tables", "--check", "--root", str(root)]) == 1
 
 
@@ -139,7 +140,7 @@ def test_joined_runs_name_their_machines(root: Path) -> None:
     h200 = {"commit": "fedcba9876543210", "machine": {"cpu": "Another CPU", "gpu": "Some GPU"}}
     parts = [{"sequences": 60, **h200}, {"sequences": 1007, **h200, "date": "later"}, {"sequences": 3}]
     parts.append({"sequences": 7, "commit": "0123456789abcdef-dirty", "machine": {"cpu": "A CPU"}})
-    record.write(root / record.RESULTS / "accuracy.json", ACCURACY | {"sources": parts})
+    results.write(root / results.RESULTS / "accuracy.json", ACCURACY | {"sources": parts})
     assert main(["tables", "--root", str(root)]) == 0
     assert (
         "*Counted on Some CPU; torch 2.9, test split, temperature 0.6, bfloat16; 2031-02-03, commit 0123456789: "
@@ -158,11 +159,11 @@ def test_joined_runs_name_their_machines(root: Path) -> None:
 )
 def test_wrong_markers_are_named(root: Path, text: str, message: str) -> None:
     with pytest.raises(MinithinkError, match=message):
-        tables.fill(text, "x.md", root / record.RESULTS)
+        tables.fill(text, "x.md", root / results.RESULTS)
 
 
 def test_a_missing_result_is_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (root / record.RESULTS / "accuracy.json").unlink()
+    (root / results.RESULTS / "accuracy.json").unlink()
     assert main(["tables", "--root", str(root)]) == 1
     assert "accuracy.json does not exist" in capsys.readouterr().err
     assert main(["tables", "--root", str(root / "nowhere")]) == 2
@@ -176,7 +177,7 @@ def test_every_family_has_its_tables(root: Path) -> None:
     for name in ("premises", "pilot", "curve", "importance", "association"):
         assert {f"{name}-{family}" for family in families()} <= tables.TABLES.keys()
     assert main(["tables", "--root", str(root)]) == 0
-    assert not (root / record.RESULTS / "accuracy-search.json").exists()
+    assert not (root / results.RESULTS / "accuracy-search.json").exists()
 
 
 def test_the_embedded_model_is_held_against_the_bandwidth_of_the_same_run(root: Path) -> None:
@@ -188,7 +189,7 @@ def test_the_embedded_model_is_held_against_the_bandwidth_of_the_same_run(root: 
     # 8,279,296 weights of 2 bytes, and 2 sequences of 200 tokens on average at 8,192 bytes; a step takes 20 ms.
     bandwidth = (2 * 8_279_296 + 2 * 200 * 8192) / 0.020 / 0.25
     row = GPU["measurements"][0] | {"copy_bytes_per_second": bandwidth}
-    record.write(root / record.RESULTS / "decode-gpu.json", GPU | {"measurements": [embedded, row]})
+    results.write(root / results.RESULTS / "decode-gpu.json", GPU | {"measurements": [embedded, row]})
     assert main(["tables", "--root", str(root)]) == 0
     assert "| 25.0% / 25.0% |" in (root / "docs" / "speed.md").read_text()
 
@@ -213,11 +214,11 @@ def test_a_calibration_is_read_beside_the_model(root: Path, tmp_path: Path, monk
             "eviction": {"prompts": 4, "shares_of_types": shares, **agree, "agree": 0.8},
         },
     }  # fmt: skip
-    record.write(tmp_path / "thoughts.json", result)
+    results.write(tmp_path / "thoughts.json", result)
     for name in ("thoughts", "thresholds"):
         monkeypatch.setitem(tables.SHIPPED, name, tmp_path / "thoughts.json")
     text = "".join(f"<!-- table:{name} -->\n<!-- end -->\n" for name in ("thoughts", "thresholds"))
-    lines = tables.fill(text, "x.md", root / record.RESULTS).split("\n")
+    lines = tables.fill(text, "x.md", root / results.RESULTS).split("\n")
     assert "| layer | sparsity | 3 modes, 1 row | 3 modes, 16 rows | agrees with keywords | κ |" in lines
     assert "| 0 | 0.50 ± 0.12 | 10% | 50% | 40% | -0.05 |" in lines
     assert "| **1** | 0.50 ± 0.12 | 0% | 100% | 40% | -0.05 |" in lines
@@ -255,14 +256,14 @@ def test_premises_and_a_pilot(tmp_path: Path) -> None:
     pilot = [dict(zip(("policy", "budget", "right", "tokens"), run, strict=True)) for run in runs]
     for name, measurements in (("premises-facts", measured), ("pilot-facts", pilot)):
         result = ABOUT | {"benchmark": name, "settings": {"limit": 96, "tau": 128}, "measurements": measurements}
-        record.write(tmp_path / f"{name}.json", result)
+        results.write(tmp_path / f"{name}.json", result)
     text = tables.fill("<!-- table:premises-facts -->\n<!-- end -->", "x.md", tmp_path)
     assert "| 1 | 0.60 ± 0.04 | 0.60 ± 0.04 | 70% | 80% |" in text
     assert "reasoning and transition 0.74 (layer 1)" in text
     assert "| at every token | 0.5 | 100% | 1,015 | 2.8 |" in text
     measured["sparsity"][0]["sd_of_segments"] = None  # no segment was mostly of this kind
     measured["separability"] = {"auc": []}
-    record.write(tmp_path / "premises-ledger.json", result | {"measurements": measured, "benchmark": "premises"})
+    results.write(tmp_path / "premises-ledger.json", result | {"measurements": measured, "benchmark": "premises"})
     text = tables.fill("<!-- table:premises-ledger -->\n<!-- end -->", "x.md", tmp_path)
     assert "| 0 | – | 0.50 ± 0.04 | 50% | 70% |" in text
     assert "segments of 128 tokens.\n" in text

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from minithink import generate as cli
-from minithink.calibrate import files
-from minithink.engine import TINY, Engine, load
+from minithink.engine import Engine, load
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate import runner
 from minithink.policies.thinkv import ThinKV
@@ -195,43 +194,7 @@ def test_a_model_without_a_folder_has_no_calibration(model: Path) -> None:
         alone.generate("Who sits?", policy=POLICY, budget=60)
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ([], "no object"),
-        ({k: v for k, v in GOOD.items() if k != "checkpoint"}, "of which weights"),
-        (GOOD | {"layers": []}, r"layers are \[\]"),
-        (GOOD | {"layers": [True]}, "layers are"),
-        (GOOD | {"layers": [-1]}, "layers are"),
-        (GOOD | {"thresholds": None}, "thresholds are None"),
-        (GOOD | {"thresholds": [0.1, "x"]}, "thresholds are"),
-        (GOOD | {"thresholds": [0.1, float("nan")]}, "thresholds are"),
-    ],
-)
-def test_other_json_is_no_calibration(values: Any, said: str, tmp_path: Path) -> None:
-    write(tmp_path, values)
-    with pytest.raises(MinithinkError, match=said):
-        files.read(tmp_path, "thoughts.json", tmp_path)
-
-
-def test_the_command_that_makes_a_file() -> None:
-    assert files.command("thoughts.json") == "`python -m minithink.calibrate thoughts` makes it"
-    assert files.command("thoughts-2.json", "a/b", Path("c")) == (
-        "`python -m minithink.calibrate thoughts --thoughts 2 --model a/b --output c` makes it"
-    )
-    assert "no command" in files.command("foreign.json")
-
-
 # The embedded model -----------------------------------------------------------------------------------------------
-
-
-def test_the_embedded_model_ships_calibrated() -> None:
-    for name, count in (("thoughts.json", 2), ("thoughts-2.json", 1)):
-        values = files.read(TINY, name, TINY)
-        assert len(values["thresholds"]) == count
-        assert values["complete"]
-        assert values["settings"]["split"] == "validation"
-    assert not list(TINY.glob("*.jsonl"))
 
 
 @pytest.mark.parametrize("policy", ["thinkv", "tbe:types=2"])

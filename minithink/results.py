@@ -1,6 +1,6 @@
 """What every result file says: how it was measured, on what machine, by which version, and the measurements.
 
-The files lie in `docs/results/`. Whoever wants to know whether a figure still holds runs the command in the file.
+The files lie in `docs/results/`. To check a figure, run the command in its file again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from minithink.commands import positive as positive
 from minithink.engine import TINY
 from minithink.errors import MinithinkError, reason, unwritable
 from minithink.files import dumps, replace, rounded

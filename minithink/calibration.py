@@ -1,6 +1,6 @@
 """Calibration files: what was measured of a model, in JSON beside its weights.
 
-A file says which weights it is about. Whoever makes a policy for a model reads it before anything is set up; see
+A file names the weights that it is about. The engine reads it before it sets up a policy that asks for it; see
 `Policy.calibration`.
 """
 
