@@ -2,8 +2,8 @@
 
 Every policy answers the same problems by itself. After each generated token the fullest lane's tokens are counted,
 the prompt's among them; a step evicts if there is not one more than before. A curve's point is the mean over the
-texts that are still running there. Where a policy knows types of thoughts, their segments are counted, and how often
-it annealed one because a transition ended (case 1), and for room (case 2).
+texts that are still running there. Where a policy knows types of thoughts, their segments are counted, and with them
+whatever the policy itself counts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from minithink import results
+from minithink import counts, results
 from minithink.analysis import plots
 from minithink.analysis.premises import begin, common_arguments, finish
 from minithink.analysis.segments import is_right
@@ -23,9 +23,9 @@ from minithink.engine import Engine
 from minithink.errors import UsageError
 from minithink.figures import need_matplotlib
 from minithink.kv.contract import Policy
-from minithink.kv.manager import KVManager, check_budget, members
+from minithink.kv.manager import KVManager, check_budget
 from minithink.policies import leaves_open, parse, split
-from minithink.policies.thinkv import NAMES, ThinKV
+from minithink.policies.thinkv import NAMES
 from minithink.progress import progress
 from minithink.stream import Stream, Track
 from minithink.tasks import Problem
@@ -74,15 +74,11 @@ class Held:
     def __init__(self, stream: Stream) -> None:
         assert isinstance(stream.cache, KVManager)
         self.cache = stream.cache
-        self.thinkv = next((p for p in members(self.cache.policy) if isinstance(p, ThinKV)), None)
         self.tokens = defaultdict[int, list[int]](list)  # by sequence: after the prompt, and after each token
-        self.cases = dict[int, list[int]]()  # segments that were annealed so far, in case 1 and in case 2
 
     def __call__(self, sequences: Sequence[Track]) -> None:
         for s in sequences:
             self.tokens[s.number].append(self.cache.held(s.number))
-            if self.thinkv is not None:
-                self.cases[s.number] = self.thinkv.cases[:, self.cache.next_state(s.number)[0]].tolist()
 
 
 def held(
@@ -94,11 +90,12 @@ def held(
         list(prompts), policy=policy, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=0,
         top_p=1.0, min_p=0.0, seed=args.seed, batch_size=args.batch_size,
     )  # fmt: skip
-    stream.on_step = counted = Held(stream)
+    stream.on_step, of_texts = (counted := Held(stream)), list[dict[str, int]]()
     with progress(len(prompts), 0, label) as advance:
         for advanced in stream.advances():
             for s in advanced:
                 if s.finish_reason:
+                    of_texts.append(s.counts)
                     advance(is_right(engine, problems[s.number], s.tokens))
     results = stream.results
     thoughts = sum((Counter(r.kv_thoughts) for r in results), Counter[str]())
@@ -110,8 +107,8 @@ def held(
     }
     if thoughts:
         out["thoughts"] = {name: thoughts[name] for name in reversed(NAMES)}
-    if counted.cases:
-        out["case_1"], out["case_2"] = (sum(of) for of in zip(*counted.cases.values(), strict=True))
+    if by_name := counts.total(of_texts):
+        out["counts"] = by_name
     return out
 
 
@@ -131,14 +128,11 @@ def curve(held: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 def table(measurements: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """A line a policy."""
-    yield (
-        f"{'right':>6} {'tokens':>7} {'most held':>9} {'evicting':>8} {'case 1':>7} {'case 2':>7} "
-        f"{'R / E / T':>17}  policy"
-    )
+    yield f"{'right':>6} {'tokens':>7} {'most held':>9} {'evicting':>8} {'R / E / T':>17}  policy"
     for m in measurements:
         segments = sum(m.get("thoughts", {}).values())
         shares = " / ".join(f"{n / segments:.0%}" for n in m["thoughts"].values()) if segments else "–"
         yield (
             f"{m['right']:>6.1%} {m['generated']:>7,.0f} {m['most_held']:>9,} {m['evicting_steps']:>8.1%} "
-            f"{m.get('case_1', '–'):>7} {m.get('case_2', '–'):>7} {shares:>17}  {m['policy']}"
+            f"{shares:>17}  {m['policy']}" + (f" ({counts.said(m['counts'])})" if "counts" in m else "")
         )

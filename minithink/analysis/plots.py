@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minithink import counts
 from minithink.figures import need_matplotlib, write_svg
 from minithink.policies.thinkv import NAMES
 
@@ -104,8 +105,8 @@ def curves(measurements: Sequence[Mapping[str, Any]]) -> Draw:
         panels = figure.subplots(1, 2 if typed else 1, squeeze=False, width_ratios=(3, 1) if typed else None)[0]
         for i, m in enumerate(measurements):
             x = [n * m["every"] for n in range(len(m["held"]))]
-            cases = f" ({m['case_1']:,} × case 1, {m['case_2']:,} × case 2)" if "case_1" in m else ""
-            panels[0].plot(x, m["held"], color=LINES[i % len(LINES)], linewidth=1.2, label=m["policy"] + cases)
+            counted = f" ({counts.said(m['counts'])})" if "counts" in m else ""
+            panels[0].plot(x, m["held"], color=LINES[i % len(LINES)], linewidth=1.2, label=m["policy"] + counted)
         panels[0].set_xlabel("tokens generated")
         panels[0].set_ylabel("tokens held, mean")
         panels[0].set_ylim(bottom=0)

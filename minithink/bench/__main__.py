@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from importlib.util import find_spec
+from typing import Any
 
 from minithink import commands
 from minithink.bench import (
     accuracy,
     append,
     attention,
+    cases,
     compile,
     counters,
     decode,
@@ -20,20 +22,21 @@ from minithink.bench import (
     sanitize,
     sweep,
     tables,
-    thinkv,
     thoughts,
     trace,
 )
+from minithink.experiments import collected
 
 MODULES = [
-    decode, accuracy, evaluate, paged, memory, attention, append, thoughts, thinkv, retention, counters, sanitize,
+    decode, accuracy, evaluate, paged, memory, attention, append, thoughts, retention, counters, sanitize,
     trace, sweep, compile, tables,
 ]  # fmt: skip
 if find_spec("triton") is not None:  # it exists for Linux only
     from minithink.bench import steps
 
     MODULES.insert(MODULES.index(counters), steps)
-COMMANDS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
+COMMANDS: dict[str, Any] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
+COMMANDS |= {name: cases.Command(name, entry) for name, entry in collected("CASES").items()}
 
 
 def main(argv: list[str] | None = None) -> int:

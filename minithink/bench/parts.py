@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minithink.bench.attention import microseconds, recorded
 from minithink.bench.decode import timed
-from minithink.bench.steady import Drawn, DrawnRkv, Loop, Steady
+from minithink.bench.steady import Loop, Steady
 from minithink.errors import MinithinkError
 from minithink.kv.view import ACTIVE, View
 
@@ -64,8 +64,8 @@ class TimedLoop(Loop):
         """
         for _ in range(warm):
             self.go()
-        times, made, called = list[float](), 0, list[Tensor]()
-        policy, before = self.steady.policy, cases_of(self.steady)
+        times, made, called = list[float](), 0, list[dict[str, Tensor]]()
+        before = counters_of(self.steady)
         taken: dict[str, list[int]] = {"refresh": [], "decide": [], "flush": []}
         every: list[Span] = []
         self._wait()
@@ -78,7 +78,7 @@ class TimedLoop(Loop):
             else:
                 times.append(took)
                 every += self.spans
-            called.append(cases_of(self.steady))
+            called.append(counters_of(self.steady))
             for part in ("decide", "flush"):
                 taken[part].append(sum(span.rows for span in self.spans if span.part == part))
             taken["refresh"].append(self._refreshing())
@@ -87,19 +87,19 @@ class TimedLoop(Loop):
             raise MinithinkError(f"in each of {steps} steps a graph was recorded: give more --steps, or more --warm")
         mean = (sum(times) + last) / len(times)
         counts = {"refresh": taken["refresh"], "flush": taken["flush"], "decision": taken["decide"]}
-        if isinstance(policy, Drawn):
-            by_case = torch.stack([before, *called]).diff(dim=0) > 0  # [steps, 2, B]
-            counts |= {"case_1": by_case[:, 0].sum(1).tolist(), "case_2": by_case[:, 1].sum(1).tolist()}
-            counts["eviction"] = by_case.any(1).sum(1).tolist()
-        elif isinstance(policy, DrawnRkv):
+        grown = {name: torch.stack([x[name] for x in (before, *called)]).diff(dim=0) > 0 for name in before}
+        if grown:  # [steps, B] each: an eviction is what the policy counts
+            counts |= {name: of.sum(1).tolist() for name, of in grown.items()}
+            counts["eviction"] = torch.stack([*grown.values()]).any(0).sum(1).tolist()
+        elif self.steady.policy.budget is not None:
             counts["eviction"] = taken["decide"]
-            counts["compaction"] = [n if policy.compaction != "none" else 0 for n in taken["decide"]]
+            counts["compaction"] = [n if self.cache.store.compaction else 0 for n in taken["decide"]]
         n = len(self.tokens)
         return {
             "steps": len(times), "recorded_steps": made, "step_milliseconds": mean * 1e3,
             "slowest_milliseconds": max(times) * 1e3, "tokens_per_second": n / mean,
             "rates": {name: rates(of, n) for name, of in counts.items()},
-            "cases": (cases_of(self.steady) - before).sum(1).tolist(),
+            **counted(self.steady, before),
             "observed_steps": sum(s.observed for s in every) / len(times),
             "device_milliseconds": {
                 part: 1e3 * sum(s.seconds for s in every if s.part == part) / len(times)
@@ -143,11 +143,11 @@ class TimedLoop(Loop):
         return len(self.recorded) + len(self.decisions) + len(self.flushes)
 
     def _refreshing(self) -> int:
-        """Sequences whose newest token ended a segment."""
-        tau, cache = self.steady.settings.tau, self.cache
-        if not isinstance(self.steady.policy, Drawn):
+        """Sequences with types whose newest token ended a segment."""
+        if not self.steady.stand_in.typed:
             return 0
-        return sum((cache.length(i) - self.steady.settings.prompt) % tau == 0 for i in self.steady.sequences)
+        steady, prompt = self.steady, self.steady.settings.prompt
+        return sum((self.cache.length(i) - prompt) % steady.period == 0 for i in steady.sequences)
 
     def _now(self) -> Any:
         if self.cache.device.type != "cuda":
@@ -170,11 +170,15 @@ def rates(counts: Sequence[int], batch: int) -> dict[str, float]:
     }
 
 
-def cases_of(steady: Steady) -> Tensor:
-    """Segments annealed so far, by case: int32 [2, B]; 0 for methods without."""
-    if isinstance(steady.policy, Drawn):
-        return steady.policy.cases.clone()
-    return torch.zeros(2, len(steady.sequences), dtype=torch.int32, device=steady.cache.device)
+def counters_of(steady: Steady) -> dict[str, Tensor]:
+    """What the policy has counted so far, by name: copies, [B]."""
+    return {name: x.clone() for name, x in steady.stand_in.counters().items()}
+
+
+def counted(steady: Steady, before: Mapping[str, Tensor] | None = None) -> dict[str, dict[str, int]]:
+    """What all sequences have counted since, as a field of a result; nothing for policies that count nothing."""
+    now = {name: int((x - (before[name] if before else 0)).sum()) for name, x in counters_of(steady).items()}
+    return {"counts": now} if now else {}
 
 
 @torch.inference_mode()
@@ -184,23 +188,25 @@ def parts(loop: TimedLoop, m: dict[str, Any]) -> dict[str, Any]:
     policy, batch, layers = steady.policy, len(steady.sequences), loop.cache.config.num_layers
     device_ms, calls = m["device_milliseconds"], dict[str, float]()
     attention = attention_seconds(steady) * 1e3
-    refresh = gather = 0.0
+    gather = 0.0
     in_step = in_decide = 0.0  # what the step's graph does for refreshes, and the decisions' beside evictions
-    if isinstance(policy, Drawn):
-        mass = attention_seconds(steady, policy.measured) * 1e3 - attention
+    found = dict[str, float]()  # parts of decisions that are timed alone
+    if watched := steady.stand_in.watched:
+        mass = attention_seconds(steady, watched) * 1e3 - attention
         share = m["rates"]["decision"]
         rows = max(1, round(share["sequence_steps"] * batch / max(share["steps"], 1e-9)))  # of one decision
         state = torch.from_numpy(cache.states_after(list(range(rows)), [0] * rows)).to(cache.device)
-        classify = seconds(lambda: policy.classify(View(cache, policy, state, recorded=True)), cache.device) * 1e3
-        calls |= {"refresh": mass + classify, "decision_rows": rows}
-        in_step, in_decide = mass * m["observed_steps"], classify * share["steps"]
-        refresh = in_step + in_decide
-    elif isinstance(policy, DrawnRkv) and policy.compaction != "none":
+        calls["decision_rows"], in_step = rows, mass * m["observed_steps"]
+        for name, call in steady.stand_in.alone().items():
+            took = seconds(lambda c=call: c(View(cache, policy, state, recorded=True)), cache.device) * 1e3  # type: ignore[misc]
+            calls[name], found[name] = mass + took, in_step + took * share["steps"]
+            in_decide += took * share["steps"]
+    elif cache.store.compaction:
         calls["gather"] = statistics.mean(loop.gathers(2 * steady.period + GATHERS)) * 1e3
         gather = calls["gather"] * m["rates"]["compaction"]["steps"]
-        in_decide = gather if policy.compaction == "gather" else 0.0
+        in_decide = gather if policy.storage.compaction == "gather" else 0.0
     of = {
-        "attention": attention, "rest": device_ms["step"] - attention - in_step, "refresh": refresh,
+        "attention": attention, "rest": device_ms["step"] - attention - in_step, "refresh": 0.0, **found,
         "eviction": device_ms["decide"] - in_decide, "gather": gather, "flush": device_ms["flush"],
     }  # fmt: skip
     whole = sum(of.values())

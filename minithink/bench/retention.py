@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 
 from minithink import results
-from minithink.bench.steady import CONFIGS, Cache, Drawn, Mute
+from minithink.bench.steady import CONFIGS, Cache, Mute, Settings, policy_of
 from minithink.commands import positive
 from minithink.errors import UsageError
 from minithink.model import Rope
@@ -75,11 +75,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 def measure(precision: str, level: int, axis: Literal["channel", "token"], tau: int, tokens: int) -> dict[str, float]:
     """Bytes of codes and scales, keys and values, for each token that is kept, a lane, on the average."""
     config = replace(CONFIGS["llama-8b"], num_layers=1)
-    policy = Drawn(
-        budget=PROMPT + tokens + 1, tau=tau, retention=str(level), precision=precision, layers="0",
-        thresholds="0.5/0.8", key_axis=axis,
-    )  # fmt: skip  # the budget is never reached
-    policy.shares, policy.seed = (1.0, 0.0, 0.0), 0
+    budget = PROMPT + tokens + 1  # never reached
+    text = f"thinkv:budget={budget},tau={tau},retention={level},precision={precision},key_axis={axis}"
+    policy = policy_of(text, Settings(drawn=1.0), config)
     cache = Cache(
         config, Rope(replace(config, max_position=PROMPT + tokens + 1), "cpu"), policy, rows=1,
         tokens=PROMPT + tokens, prompt=PROMPT, dtype=torch.bfloat16,

@@ -4,24 +4,24 @@ What is real: the manager, its step protocol, the store, the policy's own `decid
 grows, full buffers are quantized, segments are annealed, K-means chooses who stays, slots are used again in place.
 
 What is synthetic:
-- keys and values of generated tokens, and their queries, are noise; nobody attends while a cache is filled (`Mute`);
-- ThinKV's types of thoughts are drawn with a seed instead of measured (`Drawn`); where attention runs, sparsity is
-  measured all the same, and its result is thrown away;
-- while a cache is filled R-KV's scores are drawn, too. A lane stays as it is, on the whole, when it is full and most
-  slots were used again: it is filled no further than that (`Steady.enough`), whatever the step that it stands for;
-- where `few` is given, so many of ThinKV's sequences are filled; the others are copies of these in pages of their own
+- keys and values of generated tokens, and their queries, are noise; no attention runs in filling (`Mute`);
+- what a policy would decide by attention is drawn with a seed (`StandIn`). Where attention runs, the policy measures
+  all the same, and the measurement is thrown away;
+- a lane may stay as it is, on the whole, from some token on: it is filled no further (`StandIn.enough`), whatever the
+  step that it stands for;
+- where `few` is given, so many sequences with types are filled. The others are copies of these in pages of their own
   (`copies.py`), some tokens further on.
 
-Prompts are read by the model. The sequences are spread evenly over the policy's cycle, τ tokens or R-KV's buffer: as
-they are where requests come at any time. In one lockstep all of them would refresh at once.
+The model reads the prompts. The sequences are spread evenly over the policy's period, as they are where requests come
+at any time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,16 +31,14 @@ from minithink.backend import REFERENCE, Backend
 from minithink.bench.copies import copy_sequences
 from minithink.bench.decode import SHAPES, RandomModel
 from minithink.config import ModelConfig
-from minithink.kv.contract import Policy, Shape, Step
+from minithink.experiments import StandIn, StandIns, collected
+from minithink.kv.contract import Policy
 from minithink.kv.manager import NOBODY, KVManager, needs
 from minithink.loop import DecodeLoop
 from minithink.model import Rope
-from minithink.policies.full import Full
-from minithink.policies.rkv import Rkv
-from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION, Tbe, ThinKV
+from minithink.policies import parse
 from minithink.sampling import SamplingParams
 
-MEASURED = 4  # layers whose sparsity is measured, |L*|
 NOISE = 997  # tokens that noise is drawn for
 LLAMA = SHAPES["llama-8b"]
 assert LLAMA is not None
@@ -57,86 +55,26 @@ CONFIGS: dict[str, ModelConfig] = {
 class Settings:
     """What a cache is made of, beside its method and its rows."""
 
-    budget: int = 1024  # tokens of a lane, where there is a budget
-    tau: int = 128  # τ
-    buffer: int = 128  # of R-KV's official schedule
+    numbers: tuple[tuple[str, int], ...] = ()  # that stand in braces in a method's text, such as its budget
     prompt: int = 128  # tokens of each prompt
-    transitions: float = 0.3  # share of segments that are transitions; reasoning and execution have one half each
+    drawn: float = 0.3  # the share that a stand-in draws types with
     lockstep: bool = False  # all sequences are at the same token
     seed: int = 0
     pool: float = 1.0  # pages where thoughts have types, as a share of what the worst case needs
 
 
-class Drawn(ThinKV):
-    """ThinKV that measures sparsity, and then takes the type that was drawn for the segment."""
-
-    recordable = True
-    shares: tuple[float, float, float]  # of transitions, executions, reasoning
-    seed: int
-
-    def setup(self, shape: Shape) -> None:
-        super().setup(shape)
-        draw = torch.Generator().manual_seed(self.seed)
-        chances = torch.tensor(self.shares).expand(shape.rows, 3)
-        self.drawn = torch.multinomial(chances, self.kind.shape[1], replacement=True, generator=draw)
-        self.drawn = self.drawn.to(torch.uint8).to(shape.device)  # [B, segments]
-
-    def classify(self, step: Step) -> Tensor:
-        super().classify(step)
-        return self.drawn[step.row, (step.clock // self.tau).long()]
+def policy_of(text: str, s: Settings, config: ModelConfig) -> Policy:
+    """The policy of a method, or what stands in for it; every policy here is a StandIn. text: as of Cases.methods."""
+    policy = parse(text.format(**dict(s.numbers)))
+    cls = type(policy)
+    if cls in STAND_INS:
+        made: Policy = STAND_INS[cls](policy, s.drawn, s.seed, config.num_layers)
+        return made
+    plain: Any = type(cls.__name__, (StandIn, cls), {"recordable": cls.recordable})
+    return cast(Policy, plain(**{f.name: getattr(policy, f.name) for f in fields(cast(Any, policy)) if f.init}))
 
 
-class DrawnTbe(Drawn, Tbe):
-    """The same of ThinKV's eviction alone."""
-
-    recordable = True
-
-
-class DrawnRkv(Rkv):
-    """R-KV whose scores are drawn while `drawing`."""
-
-    recordable = True
-    drawing = False
-
-    def score(self, step: Step, layer: int, valid: Tensor, older: Tensor, rows: Tensor) -> Tensor:
-        if self.drawing:
-            return torch.rand(valid.shape, device=valid.device)
-        return super().score(step, layer, valid, older, rows)
-
-
-def _drawn(cls: type[Drawn], s: Settings, config: ModelConfig, **fields: Any) -> Policy:
-    n = config.num_layers
-    layers = sorted({i * n // MEASURED for i in range(MEASURED)})
-    policy = cls(
-        budget=s.budget, tau=s.tau, layers="/".join(map(str, layers)), thresholds="0.5/0.8", **fields
-    )  # whatever the thresholds: what they tell is not used
-    shares = [0.0] * 3
-    shares[TRANSITION], shares[EXECUTION] = s.transitions, (1 - s.transitions) / 2
-    shares[REASONING] = 1 - sum(shares)
-    policy.shares, policy.seed = (shares[0], shares[1], shares[2]), s.seed
-    return policy
-
-
-def _rkv(s: Settings, buffer: int, compaction: Any) -> Policy:
-    return DrawnRkv(budget=s.budget, buffer=buffer, compaction=compaction)
-
-
-Make = Callable[[Settings, ModelConfig], Policy]
-METHODS: dict[str, Make] = {
-    "full": lambda s, c: Full(),
-    "thinkv": lambda s, c: _drawn(Drawn, s, c),
-    "thinkv-channel": lambda s, c: _drawn(Drawn, s, c, key_axis="channel"),
-    "tbe": lambda s, c: _drawn(DrawnTbe, s, c),
-    "rkv": lambda s, c: _rkv(s, s.buffer, "none"),
-    "rkv-gather": lambda s, c: _rkv(s, s.buffer, "gather"),
-    "rkv-overlapped": lambda s, c: _rkv(s, s.buffer, "overlapped"),
-    "rkv-every": lambda s, c: _rkv(s, 0, "none"),  # evicts at every step
-    "rkv-every-gather": lambda s, c: _rkv(s, 0, "gather"),
-    "rkv-every-overlapped": lambda s, c: _rkv(s, 0, "overlapped"),
-}
-# slots of a page that are not the default 8 (figure 10e of the paper)
-BLOCKS: dict[str, int] = {f"thinkv-block{n}": n for n in (4, 16, 32)}
-METHODS |= {name: lambda s, c, n=n: _drawn(Drawn, s, c, block=n) for name, n in BLOCKS.items()}  # type: ignore[misc]
+STAND_INS: StandIns = collected("STAND_INS")
 
 
 class Cache(KVManager):
@@ -192,28 +130,29 @@ class Steady:
     few: Steady | None = None  # whose sequences are copied
 
     def __init__(
-        self, model: RandomModel, method: str, batch: int, s: Settings, tokens: int, few: int | None = None
+        self, model: RandomModel, text: str, batch: int, s: Settings, tokens: int, few: int | None = None
     ) -> None:
         """
         Args:
             model: reads the prompts, and takes the steps that are measured.
-            method: of METHODS.
+            text: the method's policy.
             batch: sequences.
             tokens: the most that any of them will generate beyond `period`.
-            few: sequences that are filled, of methods that draw thoughts, if these are fewer; None: all are.
+            few: sequences that are filled, of methods with types, if these are fewer; None: all are.
         """
-        self.model, self.settings, self.method = model, s, method
-        policy = METHODS[method](s, model.config)
+        self.model, self.settings, self.text = model, s, text
+        policy = policy_of(text, s, model.config)
         self.policy, self.sequences = policy, list(range(batch))
-        self.period = period(policy)
+        self.stand_in = cast(StandIn, policy)
+        self.period = self.stand_in.period
         self.cache = Cache(
             model.config, model.rope, policy, **sizes(model.config, policy, batch, s, tokens), device=model.device,
             dtype=model.dtype, backend=backend_of(model),
         )  # fmt: skip
         self._draw = np.random.default_rng(s.seed)
         self._fill = self.loop(Loop, Mute(model.config, model.device, model.dtype))
-        if few is not None and few < batch and isinstance(policy, Drawn):
-            self.few = Steady(model, method, few, s, tokens)
+        if few is not None and few < batch and self.stand_in.typed:
+            self.few = Steady(model, text, few, s, tokens)
             for i in self.sequences:
                 self.cache.join(i, s.prompt + tokens + self.period, s.prompt)
             self._copy()
@@ -224,9 +163,7 @@ class Steady:
     @property
     def enough(self) -> int | None:
         """Tokens after which a cache does not change any more, on the whole; None: it goes on changing."""
-        if not isinstance(self.policy, DrawnRkv):
-            return None
-        return 2 * self.settings.budget + self.policy.slack  # a lane is full, and as many tokens came and went
+        return self.stand_in.enough
 
     @property
     def generated(self) -> int:
@@ -281,16 +218,15 @@ class Steady:
             self._feed([i for i in self.sequences if ahead[i] > done])
 
     def _feed(self, sequences: Sequence[int]) -> None:
-        """One token more for each of these, and nobody attends."""
+        """One token more for each of these, without attention."""
         self._synthetic(True)
         self._fill.step(sequences, self._draw.integers(0, NOISE, len(sequences)).tolist())
         self._synthetic(False)
 
     def _synthetic(self, filling: bool) -> None:
-        """Whether nobody attends, and scores are drawn."""
+        """Whether no attention runs, and what it decides is drawn."""
         self.cache.attending = not filling
-        if isinstance(self.policy, DrawnRkv):
-            self.policy.drawing = filling
+        self.stand_in.filling = filling
 
 
 def backend_of(model: RandomModel) -> Backend:
@@ -299,26 +235,21 @@ def backend_of(model: RandomModel) -> Backend:
     return backend if backend.in_place else replace(REFERENCE, in_place=True)
 
 
-def period(policy: Policy) -> int:
-    """Tokens after which a policy does again what it did."""
-    return policy.tau if isinstance(policy, ThinKV) else max(1, policy.slack)
-
-
 def sizes(config: ModelConfig, policy: Policy, batch: int, s: Settings, tokens: int) -> dict[str, Any]:
     """What the pool is made for: arguments of a manager."""
-    room = s.prompt + tokens + period(policy)
+    room = s.prompt + tokens + cast(StandIn, policy).period
     need = needs(policy, config.head_dim, torch.bfloat16, room, s.prompt)
     layers, heads = config.num_layers, config.num_kv_heads
     units = {"sequence": 1, "layer": layers, "head": layers * heads}[policy.scope]  # of a row
     # at worst all tokens may be of any one type
-    pages = math.ceil(need.pages * s.pool) if isinstance(policy, ThinKV) else need.pages
+    pages = math.ceil(need.pages * s.pool) if cast(StandIn, policy).typed else need.pages
     return {"rows": batch, "tokens": room, "prompt": s.prompt, "prompts": 1, "columns": "fit",
             "pages": units * (batch * pages + need.prompt_pages)}  # fmt: skip
 
 
-def pool_bytes(config: ModelConfig, method: str, batch: int, s: Settings, tokens: int) -> int:
+def pool_bytes(config: ModelConfig, text: str, batch: int, s: Settings, tokens: int) -> int:
     """Bytes of the cache that `Steady` makes, in bfloat16; nothing is allocated. UsageError: no pool is so large."""
-    policy = METHODS[method](s, config)
+    policy = policy_of(text, s, config)
     cache = Cache(
         config, Rope(replace(config, max_position=1), "meta"), policy, **sizes(config, policy, batch, s, tokens),
         device="meta", dtype=torch.bfloat16,

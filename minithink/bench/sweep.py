@@ -1,135 +1,48 @@
 """Comparisons whose tables and plots the documents show: which policies, at which budgets, on which problems.
 
-Each has a name (`SWEEPS`) and is run as by `python -m minithink.evaluate`, on all embedded families, one after the
-other; a run that was interrupted is resumed. Several at once share a run where their problems and budgets are the
-same, so that what is in all of them is generated once. What comes out is one file a comparison for all families,
-with a line for every family, policy and budget. Settings are chosen on validation problems; the test split is for
-`main` alone.
+Each has a name, a list of policies and budgets (`minithink/experiments`), and is run as by `python -m
+minithink.evaluate`, on all embedded families, one after the other. What comes out goes into the pool of results
+(`bench/pool.py`); what the pool holds already is not run again, whichever comparison has brought it there. A run that
+was interrupted is resumed. Settings are chosen on validation problems; the test split is for `main` alone.
 
-Where a machine is lent for minutes only, a run may not end: --finished generates nothing and takes the lines whose
-sequences are all there, on any machine; --join takes the lines that are missing from earlier results, and each of
-them says of which commit it is.
+Where a machine is lent for minutes only, a run may not end: --finished generates nothing and takes the policies whose
+sequences are all there, on any machine. --join takes what another pool holds, or an earlier result sweep-NAME.json.
+--recheck generates the first sequences again of runs whose kernels have changed, and compares their answers.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from minithink import results
+from minithink import counts, origin, results
+from minithink.bench import pool
+from minithink.bench.markdown import short
+from minithink.bench.pool import Run, key_of, pick, serves
+from minithink.calibration import read as read_calibration
 from minithink.commands import INTERRUPTED, location, positive
-from minithink.engine import TINY, device_of
+from minithink.config import ModelConfig
+from minithink.engine import TINY, GenerationConfig, device_of
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate import journal, plots, runner
-from minithink.evaluate.plan import plan
+from minithink.evaluate.datasets import load_dataset
+from minithink.evaluate.plan import Cell, plan
 from minithink.evaluate.summary import FULL, Row, summarize
+from minithink.experiments import Result, Sweep, Table, collected
 from minithink.figures import need_matplotlib
+from minithink.kv.manager import members
 from minithink.tasks import families
+from minithink.tokenizer import Tokenizer
 from minithink.weights import checkpoint_hash, resolve
 
-
-@dataclass(frozen=True)
-class Sweep:
-    """A comparison."""
-
-    what: str  # is compared
-    policies: tuple[str, ...]  # beside full
-    budgets: tuple[float, ...] = (0.25, 0.5, 0.75)  # shares of what the full cache generates, beside the prompt; ():
-    # of policies that have none
-    split: str = "validation"
-    problems: int = 200
-    samples: int = 1
-    recall: bool = False  # is measured, too
-    needed: bool = False  # likewise: how much of what statements need is kept
-
-    @property
-    def shared(self) -> tuple[Any, ...]:
-        """What sweeps have in common that can be one run."""
-        return self.budgets, self.split, self.problems, self.samples, self.recall, self.needed
-
-
-def _of_thinkv(*options: str) -> tuple[str, ...]:
-    return tuple(f"thinkv:{option}" if option else "thinkv" for option in options)
-
-
-def _of_layers() -> tuple[str, ...]:
-    """ThinKV with other numbers of layers, as the embedded model's calibration has them, and with the file's own."""
-    calibration = json.loads((TINY / "thoughts.json").read_text(encoding="utf-8"))
-    found = []
-    for one in calibration["measurements"].get("by_count", []):
-        layers, thresholds = ("/".join(map(str, one[name])) for name in ("layers", "thresholds"))
-        own = one["layers"] == calibration["layers"]
-        found.append("thinkv" if own else f"thinkv:layers={layers},thresholds={thresholds}")
-    return tuple(found)
-
-
-PRECISIONS = ("R8E8T8", "R8E4T2", "R4E4T4", "R4E2T2", "R2E4T2", "R4E4T0", "R2E2T2")  # beside R4E4T2
-EIGHT = "R8E8T8"
-SENSITIVE = [EIGHT.replace(f"{kind}8", f"{kind}{bits}") for kind in "RET" for bits in (4, 2)]  # one type's bits
-RETENTIONS = ("64", "64/32", "64/32/16", "64/32/16/8", "64/32/16/8/4/2", "64/32/16/8/4/0")  # beside 64/32/16/8/4
-
-# Prompts are kept; R-KV decides more often, for these texts are short.
-CARD = (
-    "window:protect_prompt=true", "random:protect_prompt=true", "rkv:buffer=16,protect_prompt=true",
-    "crystal_kv_lite:protect_prompt=true", "kivi", "kivi:bits=4", "thinkv:types=1", "thinkv",
-)  # fmt: skip
-
-SWEEPS = {
-    "main": Sweep(
-        "ThinKV, its two halves and other methods",
-        (
-            "thinkv", "thinkv:types=1", "tbq", "tbe", "rkv", "kivi", "kivi:bits=4", "pm_kvq",
-            "pm_kvq:max_len=2048", "crystal_kv_lite",
-        ),
-        budgets=(0.125, 0.25, 0.5, 0.75), split="test", samples=2,
-    ),
-    "recall": Sweep(
-        "of the tokens that full attention looks at most, how many are held", ("thinkv", "tbe", "rkv"),
-        budgets=(0.125, 0.25, 0.5, 0.75), recall=True,
-    ),
-    "formats": Sweep("floating points and integers of 4 and 2 bits", _of_thinkv("", "four=int4s,two=int2s")),
-    "precision": Sweep(
-        "bits by thought type",
-        _of_thinkv("", *(f"precision={p}" for p in PRECISIONS)),
-    ),
-    "sensitivity": Sweep(
-        "bits of the keys, or of the values, of one type, with 8 for all others and no eviction",
-        (
-            f"tbq:precision={EIGHT}",
-            *(f"tbq:precision={one},v_precision={EIGHT}" for one in SENSITIVE),
-            *(f"tbq:precision={EIGHT},v_precision={one}" for one in SENSITIVE),
-        ),
-        budgets=(),
-    ),
-    "tau": Sweep("the tokens of a segment, τ", _of_thinkv("tau=32", "tau=64", "", "tau=256")),
-    "types": Sweep("the number of types, |T|", _of_thinkv("types=1", "types=2", "")),
-    "layers": Sweep("the number of measured layers, |L*|", _of_layers()),
-    "retention": Sweep(
-        "the last number of the retention schedule",
-        _of_thinkv(*(f"retention={r}" for r in RETENTIONS), ""),
-    ),
-    "block": Sweep("slots of a page", _of_thinkv("block=4", "", "block=16", "block=32")),
-    "key-axis": Sweep(
-        "a scale for each channel of a group of keys, or for each key",
-        (
-            *_of_thinkv("", "key_axis=channel", "precision=R4E2T2", "precision=R4E2T2,key_axis=channel"),
-            "tbq", "tbq:key_axis=channel",
-        ),
-    ),
-    "snapkv": Sweep("a prompt that is cut, too", ("thinkv", "snapkv:cap=128+thinkv")),
-    "card": Sweep("the policies of the embedded model's card", CARD, budgets=(0.25, 0.5), needed=True),
-    "robustness": Sweep(
-        "what training under random eviction changes; with --model, of the model without it", CARD[:-2],
-        budgets=(0.25, 0.5), needed=True,
-    ),
-}  # fmt: skip
+SWEEPS: dict[str, Sweep] = collected("SWEEPS")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default="tiny", help="folder of another model that knows the families (default: the embedded one)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--families", nargs="+", default=families(), choices=families(), help="default: all")
-    add("--limit", type=positive, metavar="N", help="fewer problems, for a quick look")
+    add("--limit", type=positive, metavar="N", help="fewer problems, for a quick look; needs --results")
     add("--batch-size", type=positive, metavar="N", help="as of minithink.evaluate")
     add("--max-new-tokens", type=positive, metavar="N", help="as of minithink.evaluate")
     add(
@@ -147,102 +60,88 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--plot", type=location, metavar="DIR", help="draw accuracy by bytes, or recall by budget, "
         "DIR/sweep-NAME-FAMILY.svg")  # fmt: skip
-    add("--plot-only", action="store_true", help="run nothing: draw what the results hold")
+    add("--plot-only", action="store_true", help="run nothing: draw what the pool holds")
     add("--finished", action="store_true", help="generate nothing: take what the runs have finished")
-    add(
-        "--join", type=location, nargs="+", default=[], metavar="FILE",
-        help="with --finished: take the lines that are missing from these results",
-    )  # fmt: skip
+    add("--recheck", action="store_true", help="run the first sequences again of runs whose kernels have changed")
+    add("--join", type=location, nargs="+", default=[], metavar="FILE", help="also take the runs of other pools, or "
+        "of earlier results")  # fmt: skip
     add(
         "--results", type=location, default=results.default_path("x").parent, metavar="DIR",
-        help="where sweep-NAME.json goes (default: docs/results)",
+        help=f"where {pool.FILE} lies (default: docs/results)",
     )  # fmt: skip
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
-    """Evaluate, write, draw."""
+    """Evaluate what the pool lacks, add it, draw."""
     chosen = {name: SWEEPS[name] for name in dict.fromkeys(args.names)}
-    paths = {name: args.results / f"sweep-{name}.json" for name in chosen}
     if args.plot_only and args.plot is None:
         raise UsageError("--plot-only draws to the folder that --plot names: give it.")
     if args.plot is not None:
         need_matplotlib()
-    if args.plot_only:
-        for name, path in paths.items():
-            result = results.read(path)
-            if (result.get("benchmark"), result.get("settings", {}).get("name")) != ("sweep", name):
-                raise MinithinkError(f"{path} is no result of the sweep {name}: run it, or name another folder.")
-            draw(name, result, args.plot)
-        return 0
-    if args.join and not args.finished:
-        raise UsageError("--join fills in what --finished has not found: give both.")
-    device = torch.device("cpu") if args.finished else device_of(args.device)
-    for name, sweep in chosen.items():
-        results.check(paths[name], "--results")
-        spare(paths[name], new(args, argv, name, device), args.finished)
-        plan(policies_of([sweep]), sweep.budgets)
-    earlier = [(path, results.read(path)) for path in args.join]
-    for shared in dict.fromkeys(sweep.shared for sweep in chosen.values()):
-        together = {name: sweep for name, sweep in chosen.items() if sweep.shared == shared}
-        found = {name: new(args, argv, name, device) for name in together}
-        generated: list[dict[str, Any]] = []
-        for family in args.families:
-            rows = finished(args, together, family) if args.finished else evaluated(args, together, family)
-            if rows is None:
+    if args.limit and args.results == results.default_path("x").parent:
+        raise UsageError("--limit is a quick look, and the documents show the pool: give another --results.")
+    wanted = [cell for sweep in chosen.values() for cell in wanted_of(sweep, args)]
+    if not args.plot_only:
+        results.check(args.results / pool.FILE, "--results")
+        for path in args.join:
+            pool.add(args.results, joined(path, wanted))
+        if not args.finished:
+            device_of(args.device)
+        todo = unchecked(args, wanted) if args.recheck else missing(args, wanted)
+        for group in grouped(todo):
+            if args.recheck:
+                recheck(args, group)
+            elif (runs := evaluated(args, argv, group)) is None:
                 return INTERRUPTED
-            generated += sources(folder_of(args, together, family), sum(r.samples for r in rows))
-            for name, sweep in together.items():
-                own = [row for row in rows if row.policy in policies_of([sweep])]
-                found[name]["measurements"] += [{"family": family, **asdict(row)} for row in own]
-                if any(part[x] != found[name][x] for part in generated for x in ("commit", "machine")):
-                    found[name]["sources"] = generated  # not all here and now
-                found[name]["complete"] = family == args.families[-1]
-                if not args.finished:
-                    results.write(paths[name], found[name])
-        for name in together:
-            if args.finished:
-                fill(found[name], chosen[name], args.families, earlier)
-                results.write(paths[name], found[name])
-            if args.plot is not None:
-                draw(name, results.read(paths[name]), args.plot)  # from its rounded figures, as --plot-only does
-            print(f"written to {paths[name]}", file=sys.stderr)
+            else:
+                pool.add(args.results, runs)
+        left = missing(args, wanted)
+        print(f"{len(wanted) - len(left)} of {len(wanted)} runs are in {args.results / pool.FILE}", file=sys.stderr)
+    for name in chosen if args.plot is not None else ():
+        draw(name, rows_of(chosen[name], args), args.plot)
     return 0
 
 
-def new(args: argparse.Namespace, argv: list[str], name: str, device: torch.device) -> dict[str, Any]:
-    """The beginning of a sweep's result."""
-    sweep = SWEEPS[name]
-    result = results.new("sweep", argv, device)
-    settings = {"name": name, **asdict(sweep), "limit": args.limit or sweep.problems}
-    return result | {"embedded_model": model_of(args.model), "settings": settings, "measurements": []}
+Wanted = dict[str, Any]  # a key without the machine's parts
 
 
-def model_of(name: str) -> str:
-    """The hash of the weights."""
-    return checkpoint_hash(TINY if name == "tiny" else resolve(name))
+def wanted_of(sweep: Sweep, args: argparse.Namespace | None = None) -> list[Wanted]:
+    """The keys of a comparison, by family, then by policy and budget. args: None: as the documents show it."""
+    names = families() if args is None else args.families
+    about = {name: settings_of(sweep, name, args) for name in names}
+    cells = plan(policies_of([sweep]), sweep.budgets)
+    return [key_of(about[name], *cell) for name in names for cell in cells]
 
 
-def spare(path: Path, result: dict[str, Any], finished: bool) -> None:
-    """UsageError: a quick look, on fewer problems or another machine, would replace what documents show."""
-    if not path.exists():
-        return
-    other = results.read(path)
-    theirs, ours = (x.get("settings", {}).get("limit") for x in (other, result))
-    machines = (x.get("machine", {}) for x in (other, result))
-    there, here = (machine.get("gpu") or machine.get("cpu") for machine in machines)
-    if theirs != ours or (there != here and not finished):
-        raise UsageError(
-            f"{path} is of {theirs} problems on {there}, and this is of {ours} on {here}: give another --results, or "
-            "delete the file."
-        )
+def settings_of(sweep: Sweep, family: str, args: argparse.Namespace | None = None) -> dict[str, Any]:
+    """What `minithink.evaluate` would write down for the comparison, but for the machine."""
+    folder = TINY if args is None or args.model == "tiny" else resolve(args.model)
+    of_others = sweep.checkpoint if args is None else ""
+    limit = (args and args.limit) or sweep.problems
+    config, own, weights = _about(folder)
+    longest = (args and args.max_new_tokens) or own.max_new_tokens or config.max_position
+    calibration = {}
+    for name in {m.calibration for cell in plan(policies_of([sweep]), sweep.budgets) for m in _members(cell)} - {""}:
+        values = read_calibration(folder, name, folder)
+        calibration[name] = {x: values[x] for x in ("layers", "thresholds")}
+    return {
+        "checkpoint": of_others or weights, "dataset": family, "split": sweep.split, "limit": limit,
+        "problems": runner.hash_of(load_dataset(family, sweep.split, limit)), "num_samples": sweep.samples,
+        "recall": sweep.recall, "needed": sweep.needed, "temperature": own.temperature, "top_k": own.top_k,
+        "top_p": own.top_p, "min_p": own.min_p, "seed": 0, "max_new_tokens": longest, "calibration": calibration,
+    }  # fmt: skip
 
 
-def draw(name: str, result: dict[str, Any], folder: Path) -> None:
-    """Accuracy by bytes, of each family; recall by budget, where that was measured."""
-    what, known = "recall" if SWEEPS[name].recall else "bytes", {field.name for field in fields(Row)}
-    for family in dict.fromkeys(m["family"] for m in result["measurements"]):
-        own = [{k: x for k, x in m.items() if k in known} for m in result["measurements"] if m["family"] == family]
-        plots.draw_one([Row(**m) for m in own], what, folder / f"sweep-{name}-{family}.svg")
+@cache
+def _about(folder: Path) -> tuple[ModelConfig, GenerationConfig, str]:
+    """Of a model: its shape, how it draws by default, the hash of its weights."""
+    config = ModelConfig.from_folder(folder)
+    own = GenerationConfig.from_folder(folder, config, Tokenizer.from_folder(folder))
+    return config, own, checkpoint_hash(folder)
+
+
+def _members(cell: Cell) -> Sequence[Any]:
+    return list(members(runner.policy_of(cell, None)))
 
 
 def policies_of(sweeps: Iterable[Sweep]) -> list[str]:
@@ -250,77 +149,198 @@ def policies_of(sweeps: Iterable[Sweep]) -> list[str]:
     return list(dict.fromkeys([FULL, *(policy for sweep in sweeps for policy in sweep.policies)]))
 
 
-def folder_of(args: argparse.Namespace, sweeps: Iterable[str], family: str) -> Path:
-    """Where the run of these sweeps lies."""
-    return Path(args.runs / f"sweep-{'-'.join(sweeps)}-{family}")
+def runs_of(sweep: Sweep, where: Path, args: argparse.Namespace | None = None) -> list[Run | None]:
+    """The runs of a comparison in the pool of a folder; None: it is missing."""
+    return pick(pool.read(where), wanted_of(sweep, args))
 
 
-def finished(args: argparse.Namespace, sweeps: Mapping[str, Sweep], family: str) -> list[Row]:
-    """The rows of one family whose sequences are all there; nothing is generated."""
-    sweep, run = next(iter(sweeps.values())), journal.read(folder_of(args, sweeps, family))
-    ours = {"dataset": family, "split": sweep.split, "limit": args.limit or sweep.problems, "recall": sweep.recall}
-    ours |= {"num_samples": sweep.samples, "needed": sweep.needed, "checkpoint": model_of(args.model)}
-    if changed := journal.differences(run.settings, ours, run.settings.keys() - ours.keys()):
-        raise UsageError(f"{run.folder} is a run of something else: {changed}.")
-    rows = summarize(run.records, policies=policies_of(sweeps.values()), budgets=sweep.budgets)
-    return [row for row in rows if row.group is None and row.samples == ours["limit"] * sweep.samples]
+def missing(args: argparse.Namespace, wanted: Sequence[Wanted]) -> list[Wanted]:
+    """Keys of which the pool has no run that is whole and not stale."""
+    there = [run for run in pool.read(args.results) if run.state != "stale"]
+    found = pick(there, wanted)
+    return [key for key, run in zip(wanted, found, strict=True) if run is None]
 
 
-def fill(
-    result: dict[str, Any], sweep: Sweep, families: Sequence[str], earlier: Sequence[tuple[Path, dict[str, Any]]]
-) -> None:
-    """Put the lines that are missing in their places, from earlier results of the same comparison, the last one's.
-    UsageError: it is another one's."""
-    alike = ("name", "split", "problems", "samples", "recall", "needed", "limit")
-    for path, other in earlier:
-        theirs, model = other.get("settings", {}), other.get("embedded_model")
-        if [theirs.get(x) for x in alike] != [result["settings"][x] for x in alike]:
-            raise UsageError(f"{path} is a result of something else, or of other problems: name another file.")
-        if model != result["embedded_model"]:
-            raise UsageError(f"{path} is of another embedded model, {model}: name another file.")
-    here = result["commit"]
-    there = {
-        (m["family"], m["policy"], m["budget"]): m
-        if other["commit"] == here
-        else {"commit": other["commit"], "date": other["date"]} | m
-        for _, other in earlier
-        for m in other["measurements"]
-    } | {(m["family"], m["policy"], m["budget"]): m for m in result["measurements"]}
-    cells = [(family, *cell) for family in families for cell in plan(policies_of([sweep]), sweep.budgets)]
-    result["measurements"] = [there[cell] for cell in cells if cell in there]
-    if parts := [part for _, other in earlier if other["commit"] == here for part in other.get("sources", [])]:
-        result["sources"] = [*result.get("sources", []), *parts]
-    result["missing"] = [list(cell) for cell in cells if cell not in there]
-    result["complete"] = not result["missing"]
+def unchecked(args: argparse.Namespace, wanted: Sequence[Wanted]) -> list[Wanted]:
+    """Keys whose runs were generated by other kernels."""
+    found = pick(pool.read(args.results), wanted)
+    return [key for key, run in zip(wanted, found, strict=True) if run is not None and run.state == "unchecked"]
 
 
-def sources(folder: Path, used: int) -> list[dict[str, Any]]:
-    """How the run there was started and resumed: commit, machine, and how many sequences it then generated; of which
-    so many are used, of a run that has not ended and was of one commit on one kind of machine."""
-    run = journal.read(folder)
-    ends = [*(start["sequences_before"] for start in run.runs[1:]), len(run.records)]
-    parts = [
-        {name: start[name] for name in ("commit", "date", "machine")} | {"sequences": end - start["sequences_before"]}
-        for start, end in zip(run.runs, ends, strict=True)
-        if end > start["sequences_before"]
-    ]
-    if parts and all(part[x] == parts[0][x] for part in parts for x in ("commit", "machine")):
-        return [parts[-1] | {"sequences": used}]
-    return parts
+def grouped(keys: Sequence[Wanted]) -> list[list[Wanted]]:
+    """Keys that one evaluation can run: with equal settings, and each of its policies at each of its budgets."""
+    budgets: dict[str, dict[str, list[Wanted]]] = {}
+    for key in keys:
+        alike = {name: x for name, x in key.items() if name not in ("policy", "budget", "settings", "calibration")}
+        by_policy = budgets.setdefault(json.dumps(alike, sort_keys=True), {}).setdefault(key["policy"], [])
+        by_policy += [] if key in by_policy else [key]  # several comparisons may ask for it
+    out = list[list[Wanted]]()
+    for policies in budgets.values():
+        of: dict[tuple[Any, ...], list[Wanted]] = {}
+        for own in policies.values():
+            of.setdefault(tuple(key["budget"] for key in own if key["budget"] is not None), []).extend(own)
+        if () in of and len(of) > 1:  # policies without a budget join the first run of their settings
+            without = of.pop(())
+            of[next(iter(of))][:0] = without
+        out += of.values()
+    return out
 
 
-def evaluated(args: argparse.Namespace, sweeps: Mapping[str, Sweep], family: str) -> list[Row] | None:
-    """The rows of one family, over all its problems; None: interrupted. sweeps: by name, with the same settings."""
-    sweep, folder = next(iter(sweeps.values())), folder_of(args, sweeps, family)
-    words: list[Any] = ["--policies", ",".join(policies_of(sweeps.values()))]
-    words += ["--budgets", ",".join(map(str, sweep.budgets))] if sweep.budgets else []
-    words += ["--num-samples", sweep.samples]
-    words += ["--dataset", family, "--split", sweep.split, "--device", args.device]
-    words += ["--limit", args.limit or sweep.problems, "--output-dir", folder, "--resume"]
-    words += ["--model", args.model]
-    words += [f"--{name}" for name in ("recall", "needed") if getattr(sweep, name)]
+def words_of(args: argparse.Namespace, group: Sequence[Wanted], folder: Path, limit: int, samples: int) -> list[str]:
+    """The options of `minithink.evaluate` for a group."""
+    first = group[0]
+    shares = dict.fromkeys(key["budget"] for key in group if key["budget"] is not None)
+    words: list[Any] = ["--policies", ",".join(dict.fromkeys(key["policy"] for key in group))]
+    words += ["--budgets", ",".join(map(str, shares))] if shares else []
+    words += ["--num-samples", samples, "--dataset", first["dataset"], "--split", first["split"]]
+    words += ["--device", args.device, "--limit", limit, "--output-dir", folder, "--resume", "--model", args.model]
+    words += [f"--{name}" for name in pool.WATCHED if first[name]]
     for name in ("batch_size", "max_new_tokens"):
         if (value := getattr(args, name)) is not None:
             words += [f"--{name.replace('_', '-')}", value]
-    rows = runner.evaluate_words([str(word) for word in words])
-    return None if rows is None else [row for row in rows if row.group is None]
+    return [str(word) for word in words]
+
+
+def evaluated(args: argparse.Namespace, argv: list[str], group: Sequence[Wanted]) -> list[Run] | None:
+    """The runs of one evaluation; None: interrupted. With --finished those whose sequences are all there."""
+    first = group[0]
+    what = json.dumps([[key["policy"], key["budget"]] for key in group] + [first["split"], first["checkpoint"]])
+    folder = args.runs / f"sweep-{first['dataset']}-{hashlib.sha256(what.encode()).hexdigest()[:8]}"
+    mean = length_of_full(args, first)
+    if args.finished:
+        if not folder.is_dir():
+            return []
+    elif runner.evaluate_words(words_of(args, group, folder, first["limit"], first["num_samples"]), mean) is None:
+        return None
+    done, last = journal.read(folder), journal.read(folder).runs[-1]
+    alike = [name for name in first if name in done.settings and name != "calibration"]
+    if changed := journal.differences(*({name: of[name] for name in alike} for of in (done.settings, first))):
+        raise UsageError(f"{folder} is a run of something else ({changed}): delete it, or give another --runs.")
+    examples, runs = load_dataset(first["dataset"], first["split"], first["limit"]), []
+    asked = {example.id for example in examples[: -(-pool.ANSWERS // first["num_samples"])]}
+    for row in summarize(done.records):
+        if row.group is not None or row.samples < len(examples) * first["num_samples"]:
+            continue
+        own = [r for r in done.records if (r.policy, r.budget) == (row.policy, row.budget)]
+        answers = sorted([r.id, r.sample, r.found] for r in own if r.id in asked)
+        values = {f.name: getattr(row, f.name) for f in fields(Row) if f.name != "group"}
+        about = {name: last[name] for name in ("commit", "date", "machine", "versions")}
+        about |= {"command": origin.command("minithink.bench", argv)}
+        tokens = [sum(r.generated_tokens for r in own), len(own)]
+        key, source = key_of(done.settings, *row_cell(row)), pool.source_of(row.policy, done.settings["backend"])
+        runs.append(Run(key, source, values, answers, tokens, **about))
+    return runs
+
+
+def row_cell(row: Row) -> tuple[str, Any]:
+    """Policy and budget."""
+    return row.policy, row.budget
+
+
+def length_of_full(args: argparse.Namespace, key: Wanted) -> float | None:
+    """Tokens that the full cache generates for these problems, if the pool knows: it need not run again."""
+    of_full = key_of({**key, "calibration": None}, FULL, None)
+    found = [run for run in pool.read(args.results) if serves(run, of_full) and run.state != "stale"]
+    return found[0].tokens[0] / found[0].tokens[1] if found else None
+
+
+def recheck(args: argparse.Namespace, group: Sequence[Wanted]) -> None:
+    """Generate the first sequences of a group again; a run whose answers are the same is as good as new."""
+    runs = pool.read(args.results)
+    found = [run for run, key in zip(pick(runs, group), group, strict=True) if run is not None]
+    if without := [run.cell for run in found if not run.answers]:
+        raise MinithinkError(f"The pool has no answers of {without[0]}: delete its line, and run it again.")
+    count = len({id for run in found for id, _, _ in run.answers})
+    folder = args.runs / f"recheck-{group[0]['dataset']}-{origin.commit()[:10]}-{len(group)}"
+    words = words_of(args, group, folder, count, group[0]["num_samples"])
+    if runner.evaluate_words(words, length_of_full(args, group[0])) is None:
+        raise KeyboardInterrupt
+    now = {(r.policy, r.budget, r.id, r.sample): r.found for r in journal.read(folder).records}
+    for run in found:
+        run.stale = any(now.get((*run.cell[1:], id, k)) != answer for id, k, answer in run.answers)
+        run.source = run.source if run.stale else pool.source_of(run.key["policy"], run.key["backend"])
+        print(f"{', '.join(map(str, run.cell))}: {'stale' if run.stale else 'unchanged'}", file=sys.stderr)
+    pool.add(args.results, found)
+
+
+def joined(path: Path, wanted: Sequence[Wanted]) -> list[Run]:
+    """The runs of another pool, or of an earlier result. UsageError: it has none."""
+    if path.suffix == ".jsonl":
+        runs = pool.read(path.parent) if path.name == pool.FILE else []
+    else:
+        runs = pool.taken(results.read(path), {key["dataset"]: key for key in wanted})
+    if not runs:
+        raise UsageError(f"{path} holds no runs: name a {pool.FILE}, or a result of bench sweep.")
+    return runs
+
+
+def rows_of(sweep: Sweep, args: argparse.Namespace) -> dict[str, list[Row]]:
+    """The rows of a comparison, by family. MinithinkError: the pool has none."""
+    out: dict[str, list[Row]] = {}
+    for run in runs_of(sweep, args.results, args):
+        if run is not None:
+            out.setdefault(run.key["dataset"], []).append(Row(**run.row, group=None))
+    if not out:
+        raise MinithinkError(f"{args.results / pool.FILE} has no run of this comparison: run it, or name a folder.")
+    return out
+
+
+def draw(name: str, rows: dict[str, list[Row]], folder: Path) -> None:
+    """Accuracy by bytes, of each family; recall by budget, where that was measured."""
+    for family, own in rows.items():
+        plots.draw_one(own, "recall" if SWEEPS[name].recall else "bytes", folder / f"sweep-{name}-{family}.svg")
+
+
+# The table of a comparison, of the runs in the pool ----------------------------------------------------------------
+
+
+def result_of(name: str, where: Path) -> dict[str, Any]:
+    """What the pool of a folder holds of a comparison, as a result. MinithinkError: nothing."""
+    sweep = SWEEPS[name]
+    runs = [run for run in runs_of(sweep, where) if run is not None]
+    if not runs:
+        raise MinithinkError(f"{where / pool.FILE} has no run of the comparison {name}: run `bench sweep {name}`.")
+    full = {run.key["dataset"]: run.row["kv_bytes_peak"] for run in runs if run.key["policy"] == FULL}
+    cells = {run.cell[1:] for run in runs}
+    counted = {cell: counts.total(run.row["counts"] for run in runs if run.cell[1:] == cell) for cell in cells}
+    rows = [
+        {**run.row, "family": run.key["dataset"], "of_full": run.row["kv_bytes_peak"] / full[run.key["dataset"]],
+         "counts": counted[run.cell[1:]]}
+        for run in runs
+    ]  # fmt: skip
+    last = max(runs, key=lambda run: run.date)
+    about = {name: getattr(last, name) for name in ("commit", "date", "machine", "versions")}
+    settings = {"limit": sweep.problems, "split": sweep.split, "samples": sweep.samples}
+    missing = len(wanted_of(sweep)) - len(runs)
+    others = sorted({short(run.commit) for run in runs} - {short(last.commit)})
+    return {
+        "benchmark": "sweep", "command": f"python -m minithink.bench sweep {name}", **about, "settings": settings,
+        "measurements": rows, "complete": not missing, "missing": missing, "others": others,
+        "states": {f"{', '.join(map(str, run.cell))}": run.state for run in runs},
+    }  # fmt: skip
+
+
+def said(result: Result) -> Iterable[str]:
+    """What the columns of a comparison mean."""
+    settings = result["settings"]
+    text = (
+        f"{settings['limit']} {settings['split']} problems of each family × {settings['samples']}; budgets are the "
+        "prompt and that share of what the full cache generates. Bytes: the mean of peaks."
+    )
+    if any(m["counts"] for m in result["measurements"]):
+        text += " Counted: by the policy, in all sequences of all families."
+    if result["others"]:
+        text += f" Some runs are of commit {', '.join(result['others'])}."
+    return [text, ""]
+
+
+TABLE = Table(
+    (("policy", "policy", "`{}`"), ("budget", lambda m: m["budget"] or 0, "{:share}")),
+    across="family",
+    cells=(
+        ("{}: right", ("pass_at_1", "pass_at_1_low", "pass_at_1_high"), "**{:.1%}** ({:.1%} to {:.1%})"),
+        ("tokens", "generated_mean", "{:,.0f}"), ("of full's bytes", "of_full", "{:.1%}"),
+        ("recall?", "recall", "{:.1%}"), ("needed, kept?", "needed_kept", "{:.1%}"),
+    ),
+    last=(("counted?", lambda m: counts.said(m["counts"]) if m["counts"] else None, "{}"),), said=said,
+)  # fmt: skip

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from types import NoneType, TracebackType
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from minithink import files
 from minithink.errors import MinithinkError, UsageError, reason
@@ -89,8 +89,7 @@ class Record:
     needed_somewhere: float | None = None  # likewise, in at least one lane
     needed_beyond: float | None = None  # likewise kept, of the needs that no token of the prompt meets
     parsed: float | None = None  # share of the lines that a rule of the family reads
-    case_1: int | None = None  # times that a segment was annealed as a transition ended, and for room (ThinKV §4.3)
-    case_2: int | None = None
+    counts: dict[str, int] | None = None  # what the policy counts, by name; None: it counts nothing
 
     def __post_init__(self) -> None:
         for name, kinds in _KINDS.items():
@@ -103,6 +102,8 @@ class Record:
                 raise ValueError(f"{name} is {value}, and it must be finite and at least 0")
         if self.budget is not None and not (self.budget >= 1 if type(self.budget) is int else 0 < self.budget < 1):
             raise ValueError(f"budget is {self.budget!r}, and it must be whole tokens or a share between 0 and 1")
+        if not all(type(name) is str and type(n) is int and n >= 0 for name, n in (self.counts or {}).items()):
+            raise ValueError(f"counts is {self.counts!r}, and it must hold whole numbers of at least 0 by name")
         if self.evicting_steps > self.steps:
             raise ValueError(f"evicting_steps is {self.evicting_steps}, and there were {self.steps} steps")
 
@@ -127,9 +128,13 @@ class Record:
         return cls(**values)
 
 
-_KINDS = {name: get_args(kind) or (kind,) for name, kind in get_type_hints(Record).items()}
-_OPTIONAL = ("text", *SHARES, "case_1", "case_2")
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
+_KINDS = {
+    name: tuple(get_origin(one) or one for one in (get_args(kind) or (kind,)))
+    for name, kind in get_type_hints(Record).items()
+}
+_OPTIONAL = ("text", *SHARES, "counts")
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "an object",
+          NoneType: "null"}  # fmt: skip
 
 
 def text_hash(text: str) -> str:

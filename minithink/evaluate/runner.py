@@ -117,14 +117,20 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     return 0
 
 
-def evaluate(args: argparse.Namespace, argv: list[str], ranks: Ranks) -> list[Row] | None:
+def evaluate(
+    args: argparse.Namespace, argv: list[str], ranks: Ranks, mean: float | None = None
+) -> list[Row] | None:  # fmt: skip
     """Generate what is not there yet → what all of it adds up to; None: interrupted, which was said.
 
     Args:
         args: of `add_arguments`.
         argv: for the record.
+        mean: tokens that the full cache generates for these problems, for budgets that are shares; None: the full
+            cache is run first, and tells.
     """
     cells, policies = plan(args.policies, args.budgets, args.schedule), args.policies or [FULL]
+    if mean is not None:
+        cells = [cell for cell in cells if cell.policy in policies]
     # refuse what makes no sense before a model is loaded
     SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
     if args.trace is not None:
@@ -142,6 +148,7 @@ def evaluate(args: argparse.Namespace, argv: list[str], ranks: Ranks) -> list[Ro
     names = {cell.policy for cell in cells} - {*policies}  # full, where only a share needs it
     job = Job(engine, examples, args, [*names, *policies])
     job.settings |= {"calibration": calibration} if calibration else {}
+    job.settings |= {"full_tokens": mean} if mean is not None else {}
     prompts = [len(prompt) for prompt in job.prompts]
     longest = min(job.drawing["max_new_tokens"], engine.config.max_position - min(prompts))
     check(cells, args.schedule, prompts, longest)
@@ -167,7 +174,7 @@ def evaluate(args: argparse.Namespace, argv: list[str], ranks: Ranks) -> list[Ro
         if first and not ranks.rank and not journal.done.issuperset(job.keys(cells[0])):
             _say("budgets are shares of what the full cache generates, so full is run first")
         try:
-            _run(job, cells, journal, ranks)
+            _run(job, cells, journal, ranks, mean or 0.0)
         except KeyboardInterrupt:
             _say(
                 f"interrupted: {len(journal.done):,} of {total:,} sequences are in {args.output_dir}; give the "
@@ -183,14 +190,14 @@ def evaluate(args: argparse.Namespace, argv: list[str], ranks: Ranks) -> list[Ro
     return summary.summarize(records, policies=job.settings["policies"], budgets=args.budgets)
 
 
-def evaluate_words(words: Sequence[str]) -> list[Row] | None:
-    """Evaluate as the command line with these words does, in this process alone → as of `evaluate`."""
+def evaluate_words(words: Sequence[str], mean: float | None = None) -> list[Row] | None:
+    """Evaluate as the command line with these words does, in this process alone → as of `evaluate`, with its mean."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     with Ranks() as ranks:
         if ranks.size > 1:
             raise UsageError("This runs in one process: start it without torchrun.")
-        return evaluate(parser.parse_args(words), list(words), ranks)
+        return evaluate(parser.parse_args(words), list(words), ranks, mean)
 
 
 def said_of_limit(args: argparse.Namespace, examples: Sequence[Example]) -> list[str]:
@@ -227,10 +234,11 @@ def calibrations(engine: Engine, cells: Sequence[Cell], schedule: str | None) ->
     return found
 
 
-def _run(job: Job, cells: list[Cell], journal: Journal, ranks: Ranks) -> None:
-    """Every cell in its turn: this process's part of what is not done yet."""
+def _run(job: Job, cells: list[Cell], journal: Journal, ranks: Ranks, mean: float = 0.0) -> None:
+    """Every cell in its turn: this process's part of what is not done yet. mean: as of `evaluate`; 0: it is not known
+    yet."""
     lengths = {(r.id, r.sample): r.generated_tokens for r in journal.records if r.policy == FULL}
-    mean, shares = 0.0, [cell for cell in cells if isinstance(cell.budget, float)]
+    shares = [cell for cell in cells if isinstance(cell.budget, float)]
     for number, cell in enumerate(cells, 1):
         keys = job.keys(cell)
         own = keys[ranks.rank :: ranks.size]
@@ -289,7 +297,7 @@ class Job:
             "dataset": args.dataset,
             "split": args.split,
             "limit": args.limit,
-            "problems": _hash(examples),
+            "problems": hash_of(examples),
             "policies": list(dict.fromkeys(policies)),
             "budgets": args.budgets,
             "schedule": args.schedule,
@@ -384,7 +392,8 @@ class Job:
             generated_tokens=len(s.tokens), thinking_tokens=count_thinking(tokenizer, s.prompt, s.tokens),
             kv_bytes_peak=held.bytes_peak, kv_bytes_mean=held.bytes_mean, tokens_peak=held.tokens_peak,
             tokens_mean=held.tokens_mean, steps=held.steps, evicting_steps=held.evicting_steps, seconds=seconds,
-            text_sha=text_hash(text), text=text if self.args.keep_text else None, **shares, **s.counts,
+            text_sha=text_hash(text), text=text if self.args.keep_text else None, **shares,
+            counts=s.counts or None,
         )  # fmt: skip
 
 
@@ -405,7 +414,7 @@ def finish(folder: Path, rows: list[Row]) -> None:
     _say(f"written to {folder}: {', '.join(path.name for path in paths)}")
 
 
-def _hash(examples: list[Example]) -> str:
+def hash_of(examples: Sequence[Example]) -> str:
     """Of all that problems ask and expect, 16 hexadecimal digits."""
     content = [[e.id, e.question, e.answer, e.grader] for e in examples]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

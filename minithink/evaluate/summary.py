@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import re
 import sys
 from collections import defaultdict
@@ -13,6 +14,7 @@ from math import fsum
 from pathlib import Path
 from statistics import median
 
+from minithink import counts
 from minithink.errors import unwritable
 from minithink.evaluate.journal import SHARES, Record, check_unique
 from minithink.files import dumps, replace, rounded
@@ -53,8 +55,7 @@ class Row:
     evicting_share: float | None  # of the sequence-steps: with an eviction; None: there were no steps
     tokens_per_second: float | None  # generated, by all sequences of one device together; None: it took no time
     recall: float | None  # mean over the sequences for which it was measured; None: there is none
-    case_1: int | None  # ThinKV's: times that a segment was annealed, of all sequences; None: nobody counted
-    case_2: int | None
+    counts: dict[str, int] | None  # what the policy counts, of all sequences; None: it counts nothing
     needed_kept: float | None = None  # these as recall; older results have none of them
     needed_somewhere: float | None = None
     needed_beyond: float | None = None
@@ -179,8 +180,7 @@ def _row(
         tokens_mean=fsum(w * r.tokens_mean for w, r in zip(weights, records, strict=True)) / sum(weights),
         evicting_share=sum(r.evicting_steps for r in records) / steps if steps else None,
         tokens_per_second=sum(r.generated_tokens for r in records) / seconds if seconds else None,
-        case_1=_sum(r.case_1 for r in records),
-        case_2=_sum(r.case_2 for r in records),
+        counts=counts.total(r.counts for r in records),
         **{name: _mean(getattr(r, name) for r in records) for name in SHARES},
     )
 
@@ -189,12 +189,6 @@ def _mean(shares: Iterable[float | None]) -> float | None:
     """The mean of the shares that were measured; None: no share was measured."""
     known = [share for share in shares if share is not None]
     return fsum(known) / len(known) if known else None
-
-
-def _sum(numbers: Iterable[int | None]) -> int | None:
-    """Of those that are known; None: there are none."""
-    known = [n for n in numbers if n is not None]
-    return sum(known) if known else None
 
 
 def write(folder: Path, rows: Sequence[Row], seed: int = 0) -> list[Path]:
@@ -225,7 +219,8 @@ def as_csv(rows: Sequence[Row]) -> str:
     out = io.StringIO()
     writer = csv.DictWriter(out, [f.name for f in fields(Row)], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rounded(asdict(row)) for row in rows)
+    for row in rows:
+        writer.writerow(rounded(asdict(row)) | {"counts": json.dumps(row.counts) if row.counts else None})
     return out.getvalue()
 
 
@@ -279,8 +274,8 @@ def _table(rows: Sequence[Row]) -> str:
         "KV peak", "KV mean", "kept, peak (mean)", "evicting steps", "tokens/s",
     ]  # fmt: skip
     shares = {name: title for name, title in SHARES.items() if any(getattr(r, name) is not None for r in rows)}
-    cases = any(row.case_1 is not None for row in rows)
-    header += [*shares.values(), *(["case 1, case 2"] if cases else [])]
+    counted = any(row.counts for row in rows)
+    header += [*shares.values(), *(["counted"] if counted else [])]
     lines = [header, ["---", *["---:"] * (len(header) - 1)]]
     for row in rows:
         mark = " w" if row.interval == "wilson" else ""
@@ -304,7 +299,7 @@ def _table(rows: Sequence[Row]) -> str:
             "–" if row.evicting_share is None else f"{row.evicting_share:.1%}",
             "–" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
             *("–" if (share := getattr(row, name)) is None else f"{share:.1%}" for name in shares),
-            *(["–" if row.case_1 is None else f"{row.case_1:,}, {row.case_2 or 0:,}"] if cases else []),
+            *([counts.said(row.counts)] if counted else []),
         ])  # fmt: skip
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

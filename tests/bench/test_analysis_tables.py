@@ -19,12 +19,13 @@ def rows_of(folder: Path, name: str, settings: dict[str, Any], measurements: Any
 
 
 def test_curves(tmp_path: Path) -> None:
-    thinkv = {"thoughts": {"reasoning": 36, "transition": 1400}, "case_1": 19, "case_2": 2610}
+    thinkv = {"thoughts": {"reasoning": 36, "transition": 1400}, "counts": {"case_1": 19, "case_2": 2610}}
     about = {"right": 0.25, "generated": 1174.8, "most_held": 2503, "evicting_steps": 0.028754}
     measured = [{"policy": "full", **about}, {"policy": "thinkv", **about, **thinkv}]
     rows = rows_of(tmp_path, "curve", {"limit": 8, "budget": 2048}, measured)
     assert rows[2] == "| `full` | 25% | 1,175 | 2,503 | 2.88% | – | – |"
-    assert rows[3] == "| `thinkv` | 25% | 1,175 | 2,503 | 2.88% | 36 / 0 / 1,400 (3% / 0% / 97%) | 19 / 2,610 |"
+    counted = "36 / 0 / 1,400 (3% / 0% / 97%) | case 1: 19, case 2: 2,610 |"
+    assert rows[3] == f"| `thinkv` | 25% | 1,175 | 2,503 | 2.88% | {counted}"
     assert rows[5] == "8 validation problems, a budget of 2,048 tokens a lane."
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from minithink import results
-from minithink.bench import sweep, tables
+from minithink.bench import pool, sweep, tables
 from minithink.bench.__main__ import main
+from minithink.evaluate import runner
 from minithink.evaluate.plan import plan, policy_of
 from minithink.tasks import families
 
@@ -35,112 +36,146 @@ def test_a_device_that_is_not_there(tmp_path: Path, device: str, capsys: pytest.
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_small_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """All families, every policy and budget; thoughts are counted; what is there is not run again."""
-    monkeypatch.setitem(sweep.SWEEPS, "snapkv", replace(sweep.SWEEPS["snapkv"], budgets=(0.25, 0.75)))
-    path = tmp_path / "sweep-snapkv.json"
-    words = ["sweep", "snapkv", "--device", "cpu", "--limit", "1", "--batch-size", "1", "--max-new-tokens", "100"]
-    words += ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path)]
-    drawn = find_spec("matplotlib") is not None  # an extra
-    plotting = ["--plot", str(tmp_path)] if drawn else []
-    words += plotting
-    assert main(words) == 0
-    first = results.read(path)
-    assert first["complete"]
-    found = [(m["family"], m["policy"], m["budget"]) for m in first["measurements"]]
-    policies = [("full", None), *((p, b) for p in sweep.SWEEPS["snapkv"].policies for b in (0.25, 0.75))]
-    assert found == [(family, *cell) for family in families() for cell in policies]
-    thinkv = [m for m in first["measurements"] if m["policy"] != "full"]
-    assert all(m["case_1"] is not None for m in thinkv)
-    assert sum(m["case_2"] for m in thinkv) > 0
-    plot = tmp_path / "sweep-snapkv-facts.svg"
-    assert plot.is_file() == drawn
-    if drawn:
-        whole = plot.read_bytes()
-        plot.unlink()
-        only = ["--results", str(tmp_path), "--plot-only"]
-        assert main(["sweep", "snapkv", *only, *plotting]) == 0
-        assert plot.read_bytes() == whole
-        assert main(["sweep", "tau", *only, *plotting]) == 1  # there is no such result
-        assert main(["sweep", "snapkv", *only]) == 2  # where to?
-    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("results.jsonl")}
-    assert len(before) == len(families())
-    assert main(words) == 0
-    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("results.jsonl")} == before
-    assert results.read(path)["measurements"] == first["measurements"]
-    whole = path.read_bytes()
-    capsys.readouterr()
-    assert main([*words, "--limit", "2"]) == 2, "a look at other problems must not replace what is there"
-    assert f"{path} is of 1 problems on " in capsys.readouterr().err
-    results.write(path, first | {"machine": {"gpu": "NVIDIA Counter"}})
-    assert main(words) == 2
-    assert "on NVIDIA Counter, and this is of 1 on " in capsys.readouterr().err
-    path.write_bytes(whole)
+torch.set_num_threads(1)
+NEW = 12  # tokens of every sequence
+WORDS = ["--device", "cpu", "--batch-size", "1", "--max-new-tokens", str(NEW)]
+
+
+def words_of(folder: Path, *names: str, limit: int = 1) -> list[str]:
+    where = ["--runs", str(folder / "runs"), "--results", str(folder)]
+    return ["sweep", *names, *WORDS, "--limit", str(limit), *where]
+
+
+def cells_of(folder: Path) -> set[tuple[str, str, float | None]]:
+    return {run.cell for run in pool.read(folder)}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two quick comparisons that share a policy, of one problem each."""
+    for name, policies in {"snapkv": ("window", "random"), "key-axis": ("window", "streaming_llm")}.items():
+        changed = replace(sweep.SWEEPS[name], policies=policies, budgets=(0.5,), problems=1)
+        monkeypatch.setitem(sweep.SWEEPS, name, changed)
+
+
+def test_all_families_and_their_table(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every policy and budget; what is there is not run again."""
+    assert main(words_of(tmp_path, "snapkv")) == 0
+    runs = pool.read(tmp_path)
+    policies = [("full", None), *((p, 0.5) for p in sweep.SWEEPS["snapkv"].policies)]
+    assert cells_of(tmp_path) == {(family, *cell) for family in families() for cell in policies}
+    assert all(len(run.answers) == 1 and run.state == "" for run in runs)
+    whole = (tmp_path / pool.FILE).read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "evaluate_words", lambda *_: pytest.fail("it ran again"))
+        assert main(words_of(tmp_path, "snapkv")) == 0
+    assert (tmp_path / pool.FILE).read_bytes() == whole
+    assert "9 of 9 runs are in" in capsys.readouterr().err
+    config, own, weights = sweep._about(sweep.TINY)
+    monkeypatch.setattr(sweep, "_about", lambda folder: (config, replace(own, max_new_tokens=NEW), weights))
     lines = tables.fill("<!-- table:sweep-snapkv -->\n<!-- end -->", "x.md", tmp_path).splitlines()
     assert lines[1].startswith("| policy | budget | facts: right | tokens | of full's bytes | ledger: right |")
+    assert "counted" not in lines[1], "these policies count nothing"
     assert lines[3].startswith("| `full` | – | **")
-    assert lines[3].endswith("| 100.0% | – |")
-    assert lines[4].startswith("| `thinkv` | 25 % |")
+    assert lines[3].endswith("| 100.0% |")
+    assert lines[4].startswith("| `window` | 50 % |")
+    some = [replace(run, row=run.row | {"counts": {"moved": 400}}) for run in runs if run.key["policy"] == "random"]
+    pool.add(tmp_path, some)
+    lines = tables.fill("<!-- table:sweep-snapkv -->\n<!-- end -->", "x.md", tmp_path).splitlines()
+    assert [line.split(" | ")[-1] for line in lines[3:6]] == ["– |", "– |", "moved: 1,200 |"], "of all families"
+    assert "1 validation problems of each family × 1" in lines[7]
+    assert lines[-2].endswith("/pool.jsonl)")
 
 
-def test_two_that_share_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What both compare is generated once, and each result is what it would be alone."""
-    for name in ("snapkv", "key-axis"):
-        one = sweep.SWEEPS[name]
-        monkeypatch.setitem(sweep.SWEEPS, name, replace(one, policies=one.policies[:2], budgets=(0.5,)))
-    words = ["--device", "cpu", "--families", "facts", "--limit", "1", "--batch-size", "1", "--max-new-tokens", "64"]
-    words += ["--runs", str(tmp_path / "runs"), "--results"]
-    assert main(["sweep", "snapkv", "key-axis", *words, str(tmp_path / "both")]) == 0
-    assert [p.name for p in (tmp_path / "runs").iterdir()] == ["sweep-snapkv-key-axis-facts"]
-    assert main(["sweep", "key-axis", *words, str(tmp_path / "one")]) == 0
+def test_what_two_share_is_run_once(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second comparison runs its own policies alone; not even the full cache again."""
+    asked = list[list[str]]()
+    evaluate = runner.evaluate_words
 
-    def found(folder: str, name: str) -> list[dict[str, object]]:
-        ms = results.read(tmp_path / folder / f"sweep-{name}.json")["measurements"]
-        return [{k: x for k, x in m.items() if k != "tokens_per_second"} for m in ms]
+    def watching(words: list[str], mean: float | None = None) -> Any:
+        asked.append([words[words.index("--policies") + 1], "alone" if mean else "with full"])
+        return evaluate(words, mean)
 
-    assert found("both", "key-axis") == found("one", "key-axis")
-    journal = tmp_path / "runs" / "sweep-key-axis-facts" / "results.jsonl"
+    monkeypatch.setattr(runner, "evaluate_words", watching)
+    facts = ["--families", "facts"]
+    assert main([*words_of(tmp_path, "snapkv"), *facts]) == 0
+    assert main([*words_of(tmp_path, "key-axis"), *facts]) == 0
+    assert asked == [["full,window,random", "with full"], ["streaming_llm", "alone"]]
+    together = tmp_path / "together"
+    assert main([*words_of(together, "snapkv", "key-axis"), *facts]) == 0
+    assert asked[2:] == [["full,window,random,streaming_llm", "with full"]]
+
+    def found(folder: Path) -> dict[Any, Any]:
+        return {run.cell: {k: x for k, x in run.row.items() if k != "tokens_per_second"} | {"answers": run.answers}
+                for run in pool.read(folder)}  # fmt: skip
+
+    alone, both = found(tmp_path), found(together)
+    assert alone.keys() == both.keys()
+    for cell, row in alone.items():
+        differing = {name for name in row if row[name] != both[cell][name]}
+        # no reference was in its run
+        compared = {"reference", "paired_problems", "difference", "difference_low", "difference_high"}
+        assert differing <= (compared if cell[1] == "streaming_llm" else set()), cell
+
+
+def test_a_run_that_was_interrupted(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has finished may be taken; the rest is generated when there is time."""
+    facts = ["--families", "facts"]
+    assert main([*words_of(tmp_path, "snapkv"), *facts]) == 0
+    whole = (tmp_path / pool.FILE).read_bytes()
+    [journal] = (tmp_path / "runs").rglob("results.jsonl")
     lines = journal.read_text().splitlines()
     journal.write_text("".join(line + "\n" for line in lines[:-1]))  # as if it was killed
-    monkeypatch.setenv("MINITHINK_COMMIT", "c0ffee")
-    assert main(["sweep", "key-axis", *words, str(tmp_path / "resumed")]) == 0
-    assert found("resumed", "key-axis") == found("one", "key-axis")
-    parts = results.read(tmp_path / "resumed" / "sweep-key-axis.json")["sources"]
-    assert [part["sequences"] for part in parts] == [len(lines) - 1, 1]
-    assert parts[1]["commit"] == "c0ffee" != parts[0]["commit"]
-    assert "sources" not in results.read(tmp_path / "one" / "sweep-key-axis.json")
-
-    journal.write_text("".join(line + "\n" for line in lines[:-1]))
-    assert main(["sweep", "key-axis", *words, str(tmp_path / "part"), "--finished", "--device", "cuda"]) == 0
-    part = results.read(tmp_path / "part" / "sweep-key-axis.json")
+    (tmp_path / pool.FILE).unlink()
+    assert main([*words_of(tmp_path, "snapkv"), *facts, "--finished", "--device", "cuda"]) == 0
     assert len(journal.read_text().splitlines()) == len(lines) - 1, "nothing was generated"
-    assert found("part", "key-axis") == found("one", "key-axis")[:-1]
-    last = found("one", "key-axis")[-1]
-    assert part["missing"] == [["facts", last["policy"], last["budget"]]]
-    assert not part["complete"]
-    assert [x["sequences"] for x in part["sources"]] == [len(lines) - 1]
-    journal.write_text("")
-    assert main(["sweep", "key-axis", *words, str(tmp_path / "none"), "--finished"]) == 0
-    none = results.read(tmp_path / "none" / "sweep-key-axis.json")
-    assert len(none["missing"]) == 3
-    assert not none["complete"], "a family of which nothing is there is missing, too"
-    journal.write_text("".join(line + "\n" for line in lines[:-1]))
-    join = ["--finished", "--join", str(tmp_path / "one" / "sweep-key-axis.json")]
-    assert main(["sweep", "key-axis", *words, str(tmp_path / "joined"), *join]) == 0
-    joined, whole = (results.read(tmp_path / name / "sweep-key-axis.json") for name in ("joined", "one"))
-    assert joined["complete"]
-    about = {name: whole[name] for name in ("commit", "date")}
-    assert joined["measurements"] == [*part["measurements"], about | whole["measurements"][-1]]
-    text = tables.fill("<!-- table:sweep-key-axis -->\n<!-- end -->", "x.md", tmp_path / "joined")
-    assert f"`{last['policy']}`: commit {whole['commit'][:10]}" in text
-    assert main(["sweep", "snapkv", *words, str(tmp_path / "x"), *join]) == 2  # of another comparison
-    other = ["sweep", "key-axis", *words, str(tmp_path / "x"), "--limit", "2"]
-    assert main([*other, "--finished"]) == 2
-    assert main([*other, *join[1:]]) == 2  # what would they be joined with?
-    results.write(tmp_path / "else.json", whole | {"embedded_model": "c0ffee"})
-    assert main(["sweep", "key-axis", *words, str(tmp_path / "x"), *join[:2], str(tmp_path / "else.json")]) == 2
-    assert not (tmp_path / "x" / "sweep-key-axis.json").exists()
-    both = {(m["policy"], m["budget"]) for m in found("both", "snapkv") + found("both", "key-axis")}
-    assert len(both) == 4  # full, and three policies
-    lines = (tmp_path / "runs" / "sweep-snapkv-key-axis-facts" / "results.jsonl").read_text().splitlines()
-    assert len(lines) == 4
+    assert len(cells_of(tmp_path)) == 2
+    (tmp_path / pool.FILE).unlink()
+    assert main([*words_of(tmp_path, "snapkv"), *facts]) == 0
+    assert {run.cell for run in pool.read(tmp_path)} == {("facts", "full", None), *(
+        ("facts", policy, 0.5) for policy in sweep.SWEEPS["snapkv"].policies)}  # fmt: skip
+    again = tmp_path / "again"
+    assert main([*words_of(again, "snapkv"), *facts, "--finished", "--join", str(tmp_path / pool.FILE)]) == 0
+    assert (again / pool.FILE).read_bytes() == (tmp_path / pool.FILE).read_bytes()
+    assert len(whole) > 1000
+
+
+def test_a_quick_look_is_not_for_the_documents(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", "snapkv", "--limit", "1"]) == 2
+    assert "give another --results" in capsys.readouterr().err
+
+
+def test_runs_are_drawn(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    facts = ["--families", "facts"]
+    words = [*words_of(tmp_path, "snapkv"), *facts]
+    assert main([*words, "--plot-only"]) == 2, "where to?"
+    assert main([*words, "--plot-only", "--plot", str(tmp_path)]) == 1, "there is no run"
+    assert main([*words, "--plot", str(tmp_path)]) == 0
+    plot = tmp_path / "sweep-snapkv-facts.svg"
+    whole = plot.read_bytes()
+    plot.unlink()
+    assert main([*words, "--plot-only", "--plot", str(tmp_path)]) == 0
+    assert plot.read_bytes() == whole
+
+
+def test_changed_kernels_are_checked_by_their_answers(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first sequences are generated again: equal answers make a run as good as new, another makes it stale."""
+    words = [*words_of(tmp_path, "snapkv"), "--families", "facts"]
+    assert main(words) == 0
+    runs = pool.read(tmp_path)
+    for run in runs:
+        run.source["kernels"] = "another"
+    changed = next(run for run in runs if run.key["policy"] == "window")
+    changed.answers[0][2] = "no such answer"
+    pool.add(tmp_path, runs)
+    assert {run.state for run in pool.read(tmp_path)} == {"unchecked"}
+    assert main([*words, "--recheck"]) == 0
+    assert {run.cell for run in pool.read(tmp_path) if run.state == "stale"} == {changed.cell}
+    assert sum(run.state == "" for run in pool.read(tmp_path)) == len(runs) - 1
+    assert main(words) == 0, "what is stale is run again"
+    assert {run.state for run in pool.read(tmp_path)} == {""}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minithink import results
+from minithink import experiments, results
 from minithink.bench import tables
 from minithink.bench.__main__ import main
+from minithink.bench.markdown import cell
 from minithink.errors import MinithinkError
+from minithink.experiments import Table, collected, kernels
 from minithink.tasks import families
 
 ABOUT: dict[str, Any] = {
@@ -136,19 +139,6 @@ def test_a_new_result_makes_a_document_stale(root: Path) -> None:
     assert main(["tables", "--check", "--root", str(root)]) == 1
 
 
-def test_joined_runs_name_their_machines(root: Path) -> None:
-    h200 = {"commit": "fedcba9876543210", "machine": {"cpu": "Another CPU", "gpu": "Some GPU"}}
-    parts = [{"sequences": 60, **h200}, {"sequences": 1007, **h200, "date": "later"}, {"sequences": 3}]
-    parts.append({"sequences": 7, "commit": "0123456789abcdef-dirty", "machine": {"cpu": "A CPU"}})
-    results.write(root / results.RESULTS / "accuracy.json", ACCURACY | {"sources": parts})
-    assert main(["tables", "--root", str(root)]) == 0
-    assert (
-        "*Counted on Some CPU; torch 2.9, test split, temperature 0.6, bfloat16; 2031-02-03, commit 0123456789: "
-        "`python -m minithink.bench decode`. Generated: 1,067 of the sequences on Some GPU, commit fedcba9876; 3 of "
-        "the sequences on a machine not recorded; 7 of the sequences on A CPU, commit 0123456789-dirty.*"
-    ) in (root / "README.md").read_text()
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -216,7 +206,8 @@ def test_a_calibration_is_read_beside_the_model(root: Path, tmp_path: Path, monk
     }  # fmt: skip
     results.write(tmp_path / "thoughts.json", result)
     for name in ("thoughts", "thresholds"):
-        monkeypatch.setitem(tables.SHIPPED, name, tmp_path / "thoughts.json")
+        table = replace(tables.TABLES[name], shipped=tmp_path / "thoughts.json")
+        monkeypatch.setitem(tables.TABLES, name, table)
     text = "".join(f"<!-- table:{name} -->\n<!-- end -->\n" for name in ("thoughts", "thresholds"))
     lines = tables.fill(text, "x.md", root / results.RESULTS).split("\n")
     assert "| layer | sparsity | 3 modes, 1 row | 3 modes, 16 rows | agrees with keywords | κ |" in lines
@@ -260,7 +251,7 @@ def test_premises_and_a_pilot(tmp_path: Path) -> None:
     text = tables.fill("<!-- table:premises-facts -->\n<!-- end -->", "x.md", tmp_path)
     assert "| 1 | 0.60 ± 0.04 | 0.60 ± 0.04 | 70% | 80% |" in text
     assert "reasoning and transition 0.74 (layer 1)" in text
-    assert "| at every token | 0.5 | 100% | 1,015 | 2.8 |" in text
+    assert "- steered at every token, strength 0.5: 100% right, 1,015 tokens, 2.8 doubts" in text
     measured["sparsity"][0]["sd_of_segments"] = None  # no segment was mostly of this kind
     measured["separability"] = {"auc": []}
     results.write(tmp_path / "premises-ledger.json", result | {"measurements": measured, "benchmark": "premises"})
@@ -273,8 +264,54 @@ def test_premises_and_a_pilot(tmp_path: Path) -> None:
 
 
 def test_near_ties_are_said() -> None:
-    lines = tables.margins(MARGINS)
+    lines = tables.lines_of(tables.TABLES["margins"], MARGINS)
     assert lines[0] == (
         "8 sequences of the full cache in batches of 1 and 8 (float32): of 7,901 draws 1 had a margin below 1e-05 "
         "(smallest: 2.3e-06); 1 sequences differ, 0 of them at a larger margin."
     )
+
+
+ROWS = [{"name": "a", "of": {"x": 1234.5}, "share": 0.05}, {"name": "b", "of": {}, "share": None, "low": 0.5}]
+
+
+@pytest.mark.parametrize(
+    ("field", "fmt", "cells"),
+    [
+        ("of.x", "{:,.0f} tok/s", ["1,234 tok/s", "–"]),
+        ("share", "{:pct}", ["5.0%", "–"]),
+        (("name", "low"), "`{}`[ ({:.0%})]", ["`a`", "`b` (50%)"]),
+        (("low", "name"), "[{:.0%} ]{}", ["a", "50% b"]),
+        (lambda m: m["of"].get("x"), "{:us}", ["1,234 µs", "–"]),
+        (lambda m: (m["name"], m.get("low")), "{}[/{}]", ["a", "b/0.5"]),
+        ("nothing.there", "{}", ["–", "–"]),
+    ],
+)
+def test_a_cell_is_a_field_and_a_format(field: Any, fmt: str, cells: list[str]) -> None:
+    """What is in brackets is dropped without its value; elsewhere a missing value makes a dash."""
+    assert [cell(row, field, fmt) for row in ROWS] == cells
+
+
+def test_columns_without_a_figure_are_left_out_where_they_may_be() -> None:
+    columns = ("name", "name", "{}"), ("share?", "share", "{:.0%}"), ("gone?", "gone", "{}"), ("low", "no", "{}")
+    table = Table(columns)
+    assert tables.cells(table, ROWS) == [("name", "share", "low"), ("a", "5%", "–"), ("b", "–", "–")]
+
+
+def test_values_across_have_columns_of_their_own() -> None:
+    """In the order in which they come; the last columns stand behind them, and what is not there is a dash."""
+    rows = [{"n": n, "at": at, "x": n * 10 + at, "sum": 7} for n, at in ((1, 2), (2, 2), (2, 5))]
+    table = Table(
+        (("n", "n", "{}"),), across="at", cells=(("{}", "x", "{}"), ("twice", lambda m: 2 * m["x"], "{}")),
+        titles={2: "two"}, last=(("sum", "sum", "{}"),),
+    )  # fmt: skip
+    assert tables.cells(table, rows) == [
+        ("n", "two", "twice", "5", "twice", "sum"), ("1", "12", "24", "–", "–", "7"),
+        ("2", "22", "44", "25", "50", "7"),
+    ]  # fmt: skip
+
+
+def test_every_table_has_an_engine_and_no_name_is_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {f"sweep-{name}" for name in collected("SWEEPS")} <= tables.TABLES.keys()
+    monkeypatch.setattr(experiments, "modules", lambda: [kernels, kernels])
+    with pytest.raises(ValueError, match="TABLES has attention twice"):
+        collected("TABLES")

@@ -54,6 +54,9 @@ def test_a_record_is_one_line_and_comes_back(row: Record) -> None:
         ({"budget": 0.0}, "budget is 0.0"),
         ({"budget": True}, "budget is True"),
         ({"evicting_steps": 101}, "evicting_steps is 101, and there were 100 steps"),
+        ({"counts": {"moved": -1}}, "counts is {'moved': -1}, and it must hold whole numbers of at least 0 by name"),
+        ({"counts": {"moved": 1.5}}, "counts is {'moved': 1.5}, and it must hold whole numbers"),
+        ({"counts": 3}, "counts is 3, and it must be an object or null"),
     ],
 )
 def test_a_record_holds_what_it_should(changes: dict[str, object], said: str) -> None:

@@ -67,13 +67,16 @@ def test_evictions_by_hand() -> None:
 
 
 def test_what_a_policy_counts_is_added_up() -> None:
-    counted = [record(policy="thinkv", id=x, case_1=a, case_2=b) for x, a, b in (("p", 3, 0), ("q", 4, 1200))]
+    of = {"p": {"case_1": 3, "case_2": 0}, "q": {"case_1": 4, "case_2": 1200}}
+    counted = [record(policy="thinkv", id=x, counts=counts) for x, counts in of.items()]
     rows = summarize([*counted, record(id="p")])
-    assert [(row.policy, row.case_1, row.case_2) for row in rows] == [("full", None, None), ("thinkv", 7, 1200)]
+    counts = {"case_1": 7, "case_2": 1200}
+    assert [(row.policy, row.counts) for row in rows] == [("full", None), ("thinkv", counts)]
+    assert json.loads(list(csv.DictReader(io.StringIO(as_csv(rows))))[1]["counts"]) == counts
     lines = as_markdown(rows).splitlines()
-    assert lines[2].endswith("| case 1, case 2 |")
+    assert lines[2].endswith("| counted |")
     assert lines[4].endswith("| – |")
-    assert lines[5].endswith("| 7, 1,200 |")
+    assert lines[5].endswith("| case 1: 7, case 2: 1,200 |")
     assert "case" not in as_markdown(summarize([record()]))
 
 

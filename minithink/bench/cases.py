@@ -1,29 +1,27 @@
-"""ThinKV at its steady state beside R-KV and a full cache: step time, call rates, parts of a step, bytes, throughput.
+"""Methods side by side at their steady state: step time, call rates, parts of a step, bytes, throughput.
 
-The model has random weights in the shape of R1-Distill-Llama-8B; its caches are made by `steady.py`, which says what
-of them is synthetic. A case is a line of the result; one that is in the file already, with the same settings, is not
-measured again. Names of cases, which `--cases` takes with * and ?:
+`minithink/experiments` lists the methods and the cases; each entry of CASES is a command of its own, such as
+`bench thinkv`. The model has random weights in the shape of R1-Distill-Llama-8B; its caches are made by `steady.py`,
+which says what of them is synthetic. A case is a line of the result; one that is in the file already, with the same
+settings, is not measured again. Names of cases, which `--cases` takes with * and ?:
 
-    step/METHOD/BATCH/T30    single steps after --start tokens: what they take, who is called how often (table 5,
-                             figures 7 and 18 of the paper); T30: 30 % of the segments are transitions
+    step/METHOD/BATCH/T30    single steps after --start tokens: what they take, what is called how often; T30: the
+                             share that types are drawn with, where there are types
     bytes/METHOD/T30         bytes of a sequence of --tokens, everything included, against the full cache
-    request/METHOD/1/T30     --tokens generated for a single sequence (table 14): the time of the whole generation
-                             follows from a few steps at each of --levels evenly spaced lengths; with 64 sequences,
-                             too, of ThinKV
-    throughput/METHOD/T30    the same at the largest batch that fits into --memory (table 2). Its limit is what bytes
-                             and products take; its bound lets attention take what it was measured to take, and the
-                             rest of a step what weights and their products must. With --pool 0.55 cases of methods
-                             with types are called throughput/METHOD/T30/P55
+    request/METHOD/1/T30     --tokens generated for a single sequence: the time of the whole generation follows from
+                             a few steps at each of --levels evenly spaced lengths
+    throughput/METHOD/T30    the same at the largest batch that fits into --memory. Its limit is what bytes and
+                             products take; its bound lets attention take what it was measured to take, and the rest
+                             of a step what weights and their products must. With --pool 0.55 cases of methods with
+                             types are called throughput/METHOD/T30/P55
 
-METHOD is one of steady.METHODS; rkv-every is R-KV that evicts at every step, thinkv-block4 has pages of 4 slots.
 throughput/transformers is transformers' full cache. Several GPUs can share the cases: each writes a file of its own,
 and a last call takes all of them with --join. What a step does is measured in parts: recorded graphs of their own
 between two CUDA events, or wall time without CUDA.
 
     attention   over the pages, all layers, reading them in their formats
-    refresh     attention's mass in the layers that are looked at, and the type that follows from it: computed in
-                every recorded decision, whether a segment has ended or not
-    eviction    all else that the policy decides; of R-KV without the gather
+    refresh     attention's mass in the layers that are watched, and what of a decision follows from it
+    eviction    all else that the policy decides, without the gather
     gather      moves what stayed together, one call; where it is overlapped it is a part of the rest, too
     flush       full buffers are quantized
     rest        of the step's graph: projections, MLP, append, logits
@@ -37,76 +35,82 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from minithink import results
+from minithink import counts, results
+from minithink.bench import plots
+from minithink.bench.compare import comparisons
 from minithink.bench.decode import Deadline, RandomModel, Theirs, timed
-from minithink.bench.parts import GATHERS, TimedLoop, attention_seconds, cases_of, parts, seconds
+from minithink.bench.markdown import ABOUT
+from minithink.bench.parts import GATHERS, TimedLoop, attention_seconds, counted, parts, seconds
 from minithink.bench.peer import Peer
-from minithink.bench.steady import BLOCKS, CONFIGS, METHODS, Settings, Steady, pool_bytes
+from minithink.bench.steady import CONFIGS, Settings, Steady, policy_of, pool_bytes
 from minithink.commands import location, positive
 from minithink.errors import MinithinkError, UsageError
+from minithink.experiments import Case, Cases, StandIn
 from minithink.figures import need_matplotlib
+from minithink.kv.contract import Policy
 from minithink.kv.manager import check_budget
 
-DEFAULT = "thinkv"
-PEER = "transformers"
-THINKV = ("thinkv", "thinkv-channel", "tbe", *BLOCKS)  # methods that draw types of thoughts
-BYTES = ("thinkv", "thinkv-channel")
-REQUEST = (("full", 1), ("rkv", 1), ("rkv-gather", 1), ("rkv-overlapped", 1), ("thinkv", 1), ("thinkv", 64))
-THROUGHPUT = ("full", "rkv", "thinkv", "thinkv-channel", PEER)
-COMPARED = (  # in tokens per second, and the ratio that is aimed at
-    ("step/tbe/256/T30", "step/rkv-every-overlapped/256", 3.0), ("step/tbe/256/T30", "step/rkv/256", 1.0),
-    ("throughput/thinkv/T30", "throughput/full", 15.0), ("throughput/thinkv/T30", "throughput/transformers", 28.0),
-)  # fmt: skip
-BOUND = ("throughput/thinkv/T30", "throughput/rkv", 0.85)  # compared by their bounds, and the share aimed at
-ABOUT = ("commit", "date", "command")  # what a case says of its run
+PEER = "transformers"  # its full cache; a method without a policy
 GIB = 2**30
 SOME = 32  # sequences whose bytes are counted at once, for the memory that this takes
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `bench thinkv`."""
-    add, n = parser.add_argument, positive
-    add("--device", default="cpu", choices=("cpu", "cuda"))
-    add("--model-shape", default="llama-8b", choices=tuple(CONFIGS))
-    add("--layers", type=n, metavar="N", help="of the shape, fewer for a quick look (default: all)")
-    add("--cases", nargs="+", default=["*"], metavar="NAME", help="such as 'step/*/64/*' (default: all)")
-    add("--batch", nargs="+", type=n, default=[1, 8, 64, 256], metavar="N", help="of steps (default 1 8 64 256)")
-    add("--transition-share", nargs="+", type=_share, default=[0.3, 0.1, 0.5], metavar="X",
-        help="of the segments (default 0.3 0.1 0.5; throughput has the first)")  # fmt: skip
-    add("--budget", type=n, default=1024, metavar="N", help="tokens of a lane (default 1024)")
-    add("--tau", type=n, default=128, metavar="N", help="tokens of a segment (default 128)")
-    add("--buffer", type=n, default=128, metavar="N", help="of R-KV's official schedule (default 128)")
-    add("--prompt-tokens", type=n, default=128, metavar="N", help="default 128")
-    add("--start", type=n, default=4096, metavar="N", help="tokens before steps are measured (default 4096)")
-    add("--steps", type=n, default=256, metavar="N", help="that are measured (default 256)")
-    add("--warm", type=n, default=16, metavar="N", help="steps before those that are measured (default 16)")
-    add("--tokens", type=n, default=32_768, metavar="N", help="of bytes and throughput (default 32,768)")
-    add("--levels", type=n, default=8, metavar="N", help="of requests and throughput (default 8)")
-    add("--level-steps", type=n, default=32, metavar="N", help="that are measured at each (default 32)")
-    add("--few", type=n, default=16, metavar="N",
-        help="sequences of ThinKV's throughput, and of its many requests, that are filled; the others are copies "
-        "(default 16)")  # fmt: skip
-    add("--byte-rows", type=n, default=2, metavar="N", help="sequences whose bytes are averaged (default 2)")
-    add("--memory", type=_gib, metavar="GIB", help="that there is (default: the GPU's; 8 on a CPU)")
-    add("--headroom", type=_gib, metavar="GIB", help="of it, for all but weights and cache (default 8; 1 on a CPU)")
-    add("--pool", type=_some, default=1.0, metavar="X",
-        help="pages of ThinKV, as a share of what the worst case needs; too few end a case (default 1)")  # fmt: skip
-    add("--lockstep", action="store_true", help="all sequences are at the same token (default: spread over a cycle)")
-    add("--seed", type=int, default=0, metavar="N", help="of types and tokens (default 0)")
-    add("--time-budget", type=n, metavar="SECONDS", help="begin no case later")
-    add("--join", type=Path, nargs="+", default=[], metavar="FILE", help="take measurements from these results, too")
-    add("--plot", type=location, metavar="DIR", help="draw parts of steps, and throughput by latency, "
-        "DIR/thinkv-NAME.svg")  # fmt: skip
-    add("--plot-only", action="store_true", help="measure nothing: draw what the output holds")
-    add("--output", metavar="FILE", help=f"default: docs/results/{DEFAULT}.json")
+class Command:
+    """`bench NAME`, for an entry of CASES."""
+
+    def __init__(self, name: str, entry: Cases) -> None:
+        self.name, self.entry = name, entry
+        self.__doc__ = entry.what
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Its options; those of `entry.numbers` are filled into the texts of the methods."""
+        add, n = parser.add_argument, positive
+        add("--device", default="cpu", choices=("cpu", "cuda"))
+        add("--model-shape", default="llama-8b", choices=tuple(CONFIGS))
+        add("--layers", type=n, metavar="N", help="of the shape, fewer for a quick look (default: all)")
+        add("--cases", nargs="+", default=["*"], metavar="NAME", help="such as 'step/*/64/*' (default: all)")
+        add("--batch", nargs="+", type=n, default=[1, 8, 64, 256], metavar="N", help="of steps (default 1 8 64 256)")
+        add("--transition-share", nargs="+", type=_share, default=[0.3, 0.1, 0.5], metavar="X",
+            help="that types are drawn with (default 0.3 0.1 0.5; throughput has the first)")  # fmt: skip
+        for name, (value, what) in self.entry.numbers.items():
+            add(f"--{name}", type=n, default=value, metavar="N", help=f"{what} (default {value:,})")
+        for name, value, what in NUMBERS:
+            add(f"--{name}", type=n, default=value, metavar="N", help=f"{what} (default {value:,})")
+        add("--memory", type=_gib, metavar="GIB", help="that there is (default: the GPU's; 8 on a CPU)")
+        add("--headroom", type=_gib, metavar="GIB",
+            help="of it, for all but weights and cache (default 8; 1 on a CPU)")  # fmt: skip
+        add("--pool", type=_some, default=1.0, metavar="X",
+            help="pages of methods with types, as a share of what the worst case needs; too few end a case "
+            "(default 1)")  # fmt: skip
+        add("--lockstep", action="store_true", help="all sequences are at the same token (default: spread)")
+        add("--seed", type=int, default=0, metavar="N", help="of types and tokens (default 0)")
+        add("--time-budget", type=n, metavar="SECONDS", help="begin no case later")
+        add("--join", type=Path, nargs="+", default=[], metavar="FILE", help="take measurements from these, too")
+        add("--plot", type=location, metavar="DIR", help=f"draw steps, DIR/{self.name}-parts.svg and -latency.svg")
+        add("--plot-only", action="store_true", help="measure nothing: draw what the output holds")
+        add("--output", metavar="FILE", help=f"default: docs/results/{self.name}.json")
+
+    def run(self, args: argparse.Namespace, argv: list[str]) -> int:
+        """Measure what is not there yet, write after every case, print a table."""
+        return run(self.name, self.entry, args, argv)
+
+
+NUMBERS = (
+    ("prompt-tokens", 128, "of each prompt"), ("start", 4096, "tokens before steps are measured"),
+    ("steps", 256, "that are measured"), ("warm", 16, "steps before those that are measured"),
+    ("tokens", 32_768, "of bytes and throughput"), ("levels", 8, "of requests and throughput"),
+    ("level-steps", 32, "that are measured at each"),
+    ("few", 16, "sequences with types that are filled where many are measured; the others are copies"),
+    ("byte-rows", 2, "sequences whose bytes are averaged"),
+)  # fmt: skip
 
 
 def _share(text: str) -> float:
@@ -138,85 +142,52 @@ def _number(text: str) -> float:
         return math.nan
 
 
-@dataclass(frozen=True)
-class Case:
-    """One line of the result."""
-
-    kind: str  # step, bytes, request or throughput
-    method: str
-    batch: int  # of steps and requests; 0: another kind
-    transitions: float  # their share
-    pool: float = 1.0  # of throughput: pages, as a share of what the worst case needs
-
-    @property
-    def name(self) -> str:
-        """As `--cases` has it."""
-        types = [f"T{self.transitions * 100:g}"] if self.method in THINKV else []
-        types += [f"P{self.pool * 100:g}"] if self.pool != 1 and types else []
-        return "/".join([self.kind, self.method, *([str(self.batch)] if self.batch else []), *types])
-
-
-def cases(batches: Sequence[int], shares: Sequence[float], pool: float = 1.0) -> list[Case]:
-    """All that there are."""
-    drawn = {method: shares if method in THINKV and method not in BLOCKS else shares[:1] for method in METHODS}
-    out = [Case("bytes", method, 0, share) for method in BYTES for share in shares]
-    out += [
-        Case("step", m, batch, share)
-        for batch in batches
-        for m in METHODS
-        if m not in BLOCKS or batch == max(batches)
-        for share in drawn[m]
-    ]
-    out += [Case("request", method, batch, shares[0]) for method, batch in REQUEST]
-    return out + [Case("throughput", method, 0, shares[0], pool) for method in THROUGHPUT]
-
-
-def run(args: argparse.Namespace, argv: list[str]) -> int:
+def run(name: str, entry: Cases, args: argparse.Namespace, argv: list[str]) -> int:
     """Measure what is not there yet, write after every case, print a table."""
     device = torch.device(args.device)
     if args.headroom is None:
         args.headroom = 8.0 if device.type == "cuda" else 1.0
-    names = cases(args.batch, args.transition_share, args.pool)
+    names = entry.cases(args.batch, args.transition_share, args.pool)
     chosen = [case for case in names if any(fnmatch(case.name, pattern) for pattern in args.cases)]
     if not chosen:
         kinds = ", ".join(dict.fromkeys(f"{case.kind}/*" for case in names))
         raise UsageError(
             f"--cases {' '.join(args.cases)}: there is none; there are {kinds} (names are {names[0].name}, "
-            f"{names[-1].name} and the like; python -m minithink.bench thinkv --help)."
+            f"{names[-1].name} and the like; python -m minithink.bench {name} --help)."
         )
-    path = Path(args.output) if args.output else results.default_path(DEFAULT)
+    path = Path(args.output) if args.output else results.default_path(name)
     if args.plot_only and args.plot is None:
         raise UsageError("--plot-only draws to the folder that --plot names: give it.")
     if args.plot is not None:
         need_matplotlib()
     if args.plot_only:
-        if results.read(path).get("benchmark") != DEFAULT:
+        if results.read(path).get("benchmark") != name:
             raise MinithinkError(f"{path} is no result of this benchmark: name another file.")
-        return _drawn(path, args)
+        return _drawn(path, name, entry, args)
     results.check(path)
-    check_methods(args, chosen)
-    others = _results([*([path] if path.exists() else []), *args.join])
+    check_methods(entry, args, chosen)
+    others = _results(name, [*([path] if path.exists() else []), *args.join])
     # Of a case that several have, the last one's; of methods that are no more, none.
     there = {
         m["case"]: {x: other[x] for x in ABOUT} | m
         for _, other in others
         for m in other["measurements"]
-        if m["method"] in (*METHODS, PEER)
+        if m["method"] in (*entry.methods, PEER)
     }
-    todo = [c for c in chosen if c.name not in there or there[c.name]["settings"] != _settings(args, c)]
+    todo = [c for c in chosen if c.name not in there or there[c.name]["settings"] != _settings(entry, args, c)]
     if todo and device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu.")
-    result = results.new(DEFAULT, argv, device if todo else "cpu")
+    result = results.new(name, argv, device if todo else "cpu")
     if not todo:  # nothing is measured here and now
-        result |= {name: others[-1][1][name] for name in ("machine", "versions", *ABOUT)}
+        result |= {x: others[-1][1][x] for x in ("machine", "versions", *ABOUT)}
     _check_machines(others, result)
     left = ("cases", "output", "command", "join", "plot", "plot_only")
-    result["settings"] = {name: x for name, x in vars(args).items() if name not in left}
+    result["settings"] = {key: x for key, x in vars(args).items() if key not in left}
     result["measurements"] = list(there.values())
     result["left_out"] = []
     deadline, bench = Deadline(args.time_budget), None
     for case in chosen:
-        settings = _settings(args, case)
+        settings = _settings(entry, args, case)
         if case not in todo:
             print(f"{case.name}: is there", file=sys.stderr)
             continue
@@ -224,13 +195,13 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             result["left_out"].append(f"{case.name}: the time budget of {deadline.seconds:g} s is used up")
             continue
         print(f"measuring {case.name} ...", file=sys.stderr, flush=True)
-        bench = bench or Bench(args, device)
+        bench = bench or Bench(entry, args, device)
         try:
             began = time.monotonic()
             m = bench.measure(case) | {"seconds_in_all": time.monotonic() - began}
             kept = [other for other in result["measurements"] if other["case"] != case.name]
             about = {"case": case.name, **asdict(case), "settings": settings}
-            about |= {name: result[name] for name in ABOUT}
+            about |= {x: result[x] for x in ABOUT}
             result["measurements"] = [*kept, about | m]
         except UsageError:
             raise
@@ -240,18 +211,24 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         gc.collect()
         torch.cuda.empty_cache()  # nothing without CUDA
     _write(path, result, names, ended=True)
-    print_table(result)
+    print_table(entry, result)
     print(f"written to {path}", file=sys.stderr)
     if todo and len(result["left_out"]) == len(todo) and not deadline.over():
         raise MinithinkError(f"Nothing was measured: {result['left_out'][0]}.")
-    return _drawn(path, args)
+    return _drawn(path, name, entry, args)
 
 
-def check_methods(args: argparse.Namespace, cases: Sequence[Case]) -> None:
+def check_methods(entry: Cases, args: argparse.Namespace, cases: Sequence[Case]) -> None:
     """UsageError: the settings make no sense for some method, or its budget cannot hold the prompt and more."""
-    settings = Settings(args.budget, args.tau, args.buffer, args.prompt_tokens, pool=args.pool)
+    settings = settings_of(entry, args)
     for method in dict.fromkeys(case.method for case in cases if case.method != PEER):
-        check_budget(METHODS[method](settings, CONFIGS[args.model_shape]), args.prompt_tokens)
+        check_budget(policy_of(entry.methods[method], settings, CONFIGS[args.model_shape]), args.prompt_tokens)
+
+
+def settings_of(entry: Cases, args: argparse.Namespace, drawn: float | None = None) -> Settings:
+    """Of a case's cache. drawn: the case's share; None: it draws no types."""
+    numbers = tuple((name, getattr(args, name)) for name in entry.numbers)
+    return Settings(numbers, args.prompt_tokens, drawn or 0.0, args.lockstep, args.seed, args.pool)
 
 
 def _write(path: Path, result: dict[str, Any], names: Sequence[Case], ended: bool = False) -> None:
@@ -261,24 +238,22 @@ def _write(path: Path, result: dict[str, Any], names: Sequence[Case], ended: boo
     results.write(path, result)
 
 
-def _drawn(path: Path, args: argparse.Namespace) -> int:
+def _drawn(path: Path, name: str, entry: Cases, args: argparse.Namespace) -> int:
     """Draw the rounded figures that are in a file, if --plot asks for it → 0."""
-    from minithink.bench.thinkv_plots import draw  # here: its tables are made from this module
-
-    for picture in draw(results.read(path), args.plot) if args.plot is not None else ():
+    for picture in plots.draw(name, entry, results.read(path), args.plot) if args.plot is not None else ():
         print(f"drawn to {picture}", file=sys.stderr)
     return 0
 
 
-def _results(paths: Sequence[Path]) -> list[tuple[Path, dict[str, Any]]]:
+def _results(benchmark: str, paths: Sequence[Path]) -> list[tuple[Path, dict[str, Any]]]:
     """What lies there. MinithinkError: there is no such file, or it is another benchmark's."""
     out = []
     for path in paths:
         if not path.is_file():
             raise MinithinkError(f"{path} does not exist: --join takes results of this benchmark.")
         out.append((path, other := results.read(path)))
-        if (name := other.get("benchmark")) != DEFAULT or any("case" not in m for m in other["measurements"]):
-            raise MinithinkError(f"{path} is a result of {name}, not of {DEFAULT}: name another file.")
+        if (name := other.get("benchmark")) != benchmark or any("case" not in m for m in other["measurements"]):
+            raise MinithinkError(f"{path} is a result of {name}, not of {benchmark}: name another file.")
     return out
 
 
@@ -297,36 +272,25 @@ def _check_machines(others: Sequence[tuple[Path, dict[str, Any]]], result: dict[
             )
 
 
-def _settings(args: argparse.Namespace, case: Case) -> dict[str, Any]:
+def _settings(entry: Cases, args: argparse.Namespace, case: Case) -> dict[str, Any]:
     """What a case depends on."""
-    names = [
-        "device",
-        "model_shape",
-        "layers",
-        "budget",
-        "tau",
-        "buffer",
-        "prompt_tokens",
-        "lockstep",
-        "seed",
-        "pool",
-    ]
+    names = ["device", "model_shape", "layers", *entry.numbers, "prompt_tokens", "lockstep", "seed", "pool"]
     whole = ["tokens", "levels", "level_steps", "warm"]
     names += {
         "step": ["start", "steps", "warm"], "bytes": ["tokens", "byte_rows", "levels"], "request": whole,
         "throughput": [*whole, "memory", "headroom"],
     }[case.kind]  # fmt: skip
-    names += ["few"] if case.kind in ("request", "throughput") and case.batch != 1 and case.method in THINKV else []
+    names += ["few"] if case.kind in ("request", "throughput") and case.batch != 1 and case.drawn is not None else []
     return {name: getattr(args, name) for name in names}
 
 
 class Bench:
     """A model, and what is measured with it."""
 
-    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+    def __init__(self, entry: Cases, args: argparse.Namespace, device: torch.device) -> None:
         config = CONFIGS[args.model_shape]
         self.config = replace(config, num_layers=args.layers or config.num_layers)
-        self.args, self.device = args, device
+        self.entry, self.args, self.device = entry, args, device
         self.model = RandomModel(self.config, device, torch.bfloat16, peer=False)
         whole = torch.cuda.get_device_properties(device).total_memory / GIB if device.type == "cuda" else 8.0
         self.memory = (args.memory or whole) * GIB
@@ -341,46 +305,46 @@ class Bench:
         of = {"step": self.step, "bytes": self.bytes, "request": self.generation, "throughput": self.generation}
         return of[case.kind](case)
 
-    def settings(self, case: Case) -> Settings:
-        """Of the case's cache."""
-        a = self.args
-        return Settings(a.budget, a.tau, a.buffer, a.prompt_tokens, case.transitions, a.lockstep, a.seed, a.pool)
-
     def steady(self, case: Case, batch: int, tokens: int, few: int | None = None) -> Steady:
         """A cache that is filled with prompts. MinithinkError: it does not fit into the memory."""
-        s = self.settings(case)
-        if not self.fits(case.method, batch, s, tokens, few):
+        s = settings_of(self.entry, self.args, case.drawn)
+        if not self.fits(case, batch, s, tokens, few):
             raise MinithinkError(f"{batch} sequences do not fit into {self.memory / GIB:,.3g} GiB")
-        return Steady(self.model, case.method, batch, s, tokens, few)
+        return Steady(self.model, self.entry.methods[case.method], batch, s, tokens, few)
 
-    def fits(self, method: str, batch: int, s: Settings, tokens: int, few: int | None = None) -> bool:
+    def fits(self, case: Case, batch: int, s: Settings, tokens: int, few: int | None = None) -> bool:
         """Whether there is memory for weights, cache and headroom, and numbers for the cache's slots. few: sequences
         of a second cache, that this one's are copies of."""
         try:
-            cache = pool_bytes(self.config, method, batch, s, tokens)
-            if few is not None and few < batch and method in THINKV:
-                cache += pool_bytes(self.config, method, few, s, tokens)
+            text = self.entry.methods[case.method]
+            cache = pool_bytes(self.config, text, batch, s, tokens)
+            if few is not None and few < batch and case.drawn is not None:
+                cache += pool_bytes(self.config, text, few, s, tokens)
         except UsageError:  # more slots than can be numbered
             return False
         weights = self.weights + self.model.decoder.embed.nbytes
         return weights + cache + self.args.headroom * GIB <= self.memory
 
-    def largest(self, method: str, s: Settings, tokens: int, few: int | None = None) -> int:
+    def largest(self, case: Case, s: Settings, tokens: int, few: int | None = None) -> int:
         """The largest batch that fits; 0: none does."""
         low, high = 0, 1
-        while self.fits(method, high, s, tokens, few):
+        while self.fits(case, high, s, tokens, few):
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.fits(method, middle, s, tokens, few) else (low, middle)
+            low, high = (middle, high) if self.fits(case, middle, s, tokens, few) else (low, middle)
         return low
+
+    def policy(self, method: str) -> Policy:
+        """Of a method."""
+        return policy_of(self.entry.methods[method], settings_of(self.entry, self.args), self.config)
 
     def step(self, case: Case) -> dict[str, Any]:
         """Steps at the steady state."""
         a = self.args
-        cycle = max(a.tau, a.buffer)
-        # a cycle, for all graphs to be recorded, and two for gathers that are timed alone
-        steady = self.steady(case, case.batch, a.start + a.warm + a.steps + 3 * cycle + GATHERS)
+        # a period, for all graphs to be recorded, and two for gathers that are timed alone
+        period = max(cast(StandIn, self.policy(method)).period for method in self.entry.methods)
+        steady = self.steady(case, case.batch, a.start + a.warm + a.steps + 3 * period + GATHERS)
         steady.reach(a.start)
         loop = TimedLoop(steady)
         m = {"filled": steady.generated} | loop.measure(a.warm + steady.period, a.steps)
@@ -402,7 +366,7 @@ class Bench:
             "rows": len(rows), "length": length, "held_tokens": max(cache.held(i) for i in rows), "kinds": kinds,
             "bytes": sum(kinds.values()), "full_bytes": full, "share": sum(kinds.values()) / full,
             "pool_share": cache.ledger().total / len(rows) / full,
-            "pages_share": pages / cache.store.table.pages.count, "cases": cases_of(steady).sum(1).tolist(),
+            "pages_share": pages / cache.store.table.pages.count, **counted(steady),
         }  # fmt: skip
 
     @property
@@ -412,9 +376,9 @@ class Bench:
 
     def generation(self, case: Case) -> dict[str, Any]:
         """A whole generation at the case's batch, or at the largest."""
-        a, s = self.args, self.settings(case)
+        a, s = self.args, settings_of(self.entry, self.args, case.drawn)
         room = a.tokens + a.warm + a.level_steps
-        if not (batch := case.batch or self.largest(case.method, s, room, a.few)):
+        if not (batch := case.batch or self.largest(case, s, room, a.few)):
             raise MinithinkError(f"not one sequence fits into {self.memory / GIB:,.3g} GiB")
         steady = self.steady(case, batch, room, a.few)
         loop, levels = TimedLoop(steady), []
@@ -423,7 +387,7 @@ class Bench:
         for level in self.levels:
             steady.reach(level - a.warm)
             m = {"level": level, "filled": steady.generated} | loop.measure(a.warm, steps)
-            if case.method in THINKV:
+            if case.drawn is not None:
                 m |= parts(loop, m)
                 attention = m["parts_milliseconds"]["attention"]
             else:
@@ -433,8 +397,7 @@ class Bench:
             levels.append(m | self.limit(steady, m["step_milliseconds"]))
         bound = statistics.mean(m["bound_milliseconds"] for m in levels)
         return self.whole(batch, levels) | {
-            "bound_milliseconds": bound, "bound_tokens_per_second": batch / bound * 1e3,
-            "cases": cases_of(steady).sum(1).tolist(),
+            "bound_milliseconds": bound, "bound_tokens_per_second": batch / bound * 1e3, **counted(steady),
         }  # fmt: skip
 
     def whole(self, batch: int, levels: list[dict[str, Any]]) -> dict[str, Any]:
@@ -457,7 +420,7 @@ class Bench:
             try:
                 self.theirs_at(peer, batch, a.tokens, 1)  # all of it must fit
                 levels = [self.theirs_at(peer, batch, level, a.level_steps) for level in self.levels]
-                return self.whole(batch, levels) | {"cases": [0, 0]}
+                return self.whole(batch, levels)
             except torch.OutOfMemoryError:
                 batch -= max(1, batch // 8)
             torch.cuda.empty_cache()
@@ -501,9 +464,9 @@ def flop_rate(device: torch.device) -> float:
     return 2 * n**3 / seconds(lambda: a @ b, device)
 
 
-def print_table(result: dict[str, Any]) -> None:
+def print_table(entry: Cases, result: dict[str, Any]) -> None:
     """What was measured, on standard output."""
-    rows = [("case", "batch", "ms/step", "tok/s", "of limit", "refresh+evict", "gather", "case 1, 2", "of full")]
+    rows = [("case", "batch", "ms/step", "tok/s", "of limit", "refresh+evict", "gather", "of full", "counted")]
     for m in result["measurements"]:
         shares = m.get("parts_shares")
         rows.append((
@@ -511,55 +474,12 @@ def print_table(result: dict[str, Any]) -> None:
             *((f"{m['step_milliseconds']:.2f}", f"{m['tokens_per_second']:,.0f}", f"{m['share_of_limit']:.0%}")
               if "step_milliseconds" in m else ("-", "-", "-")),
             *((f"{m['overhead']:.1%}", f"{shares['gather']:.1%}") if shares else ("-", "-")),
-            "{} {}".format(*m["cases"]) if m["method"] in THINKV else "-",
-            f"{m['share']:.2%}" if m["kind"] == "bytes" else "-",
+            f"{m['share']:.2%}" if m["kind"] == "bytes" else "-", counts.said(m.get("counts")),
         ))  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    for line in (*comparisons(result["measurements"]), *(f"left out: {line}" for line in result["left_out"])):
+    for line in comparisons(entry.goals, result["measurements"]):
         print(line)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """How fast a case is beside another, and what was aimed at."""
-
-    ours: str
-    theirs: str
-    ratio: float  # of their tokens per second
-    goal: float  # of the ratio; if there is a bound, of its share
-    bound: float | None = None  # the ratio that their bounds have
-
-    def __str__(self) -> str:
-        if self.bound is None:
-            return f"{self.ours} / {self.theirs}: {self.ratio:.2f} (target {self.goal:g})"
-        share = f"by their bounds {self.bound:.2f}, {self.ratio / self.bound:.0%} (target {self.goal:.0%})"
-        return f"{self.ours} / {self.theirs}: {self.ratio:.2f}; {share}"
-
-
-def comparisons(measurements: Sequence[dict[str, Any]]) -> list[Comparison]:
-    """Cases beside others, where both were measured alike; with each pool."""
-    of, out = {m["case"]: m for m in measurements}, []
-
-    def pairs(ours: str, theirs: str) -> list[tuple[str, str]]:
-        return [(name, theirs) for name in of if f"{name}/".startswith(f"{ours}/") and _alike(of, name, theirs)]
-
-    for first, second, goal in COMPARED:
-        for ours, theirs in pairs(first, second):
-            speed = [of[name]["tokens_per_second"] for name in (ours, theirs)]
-            out.append(Comparison(ours, theirs, speed[0] / speed[1], goal))
-    first, second, goal = BOUND
-    for ours, theirs in pairs(first, second):
-        ratio, most = (of[ours][name] / of[theirs][name] for name in ("tokens_per_second", "bound_tokens_per_second"))
-        out.append(Comparison(ours, theirs, ratio, goal, most))
-    return out
-
-
-def _alike(of: Mapping[str, dict[str, Any]], *names: str) -> bool:
-    """Whether all these cases were measured, with the same settings, as far as they have them in common; how many
-    steps are averaged, how large ThinKV's pool is, and what its steps need beside the cache, may differ."""
-    if not all(name in of for name in names):
-        return False
-    first, second = (of[name]["settings"] for name in names)
-    return all(first[x] == second[x] for x in first.keys() & second.keys() - {"steps", "pool", "headroom"})
+    for text in result["left_out"]:
+        print(f"left out: {text}")

@@ -13,20 +13,24 @@ import torch
 
 from minithink import results
 from minithink.backend import REFERENCE
-from minithink.bench import steady, tables, thinkv, thinkv_tables
+from minithink.bench import cases, compare, steady, tables
 from minithink.bench.__main__ import main
+from minithink.bench.cases import Bench
 from minithink.bench.decode import RandomModel
-from minithink.bench.parts import GATHERS, TimedLoop, cases_of, rates
-from minithink.bench.steady import CONFIGS, METHODS, Drawn, Settings, Steady, pool_bytes
-from minithink.bench.thinkv import Bench, cases
+from minithink.bench.parts import GATHERS, TimedLoop, counters_of, rates
+from minithink.bench.steady import CONFIGS, Settings, Steady, policy_of, pool_bytes
+from minithink.experiments import Case, thinkv
+from minithink.experiments.thinkv import CASES, METHODS, SLOTS, Drawn
 from minithink.kv.manager import bytes_for
 from minithink.kv.store import SAME
 from minithink.kv.table import Exhausted
 from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION
 
 torch.set_num_threads(1)
-SMALL = Settings(budget=64, tau=16, buffer=16, prompt=8)
-DRAWN = ("thinkv", "thinkv-channel", "tbe", *steady.BLOCKS)
+NUMBERS_OF = (("budget", 64), ("tau", 16), ("buffer", 16))
+SMALL = Settings(NUMBERS_OF, prompt=8)
+ENTRY = CASES["thinkv"]
+DRAWN = ("thinkv", "thinkv-channel", "tbe", *SLOTS)
 NUMBERS = {
     "budget": 64, "tau": 16, "buffer": 16, "prompt-tokens": 8, "start": 80, "steps": 8, "warm": 1, "tokens": 192,
     "levels": 2, "level-steps": 2, "memory": 0.0014, "headroom": 0.001, "batch": 2, "transition-share": 0.5,
@@ -40,7 +44,8 @@ def model() -> RandomModel:
 
 
 def made(method: str, batch: int = 3, tokens: int = 200, **settings: Any) -> Steady:
-    return Steady(model(), method, batch, replace(SMALL, **settings), tokens)
+    numbers = tuple((name, settings.pop(name, value)) for name, value in NUMBERS_OF)
+    return Steady(model(), METHODS[method], batch, replace(SMALL, numbers=numbers, **settings), tokens)
 
 
 def assert_lawful(case: Steady) -> None:
@@ -62,7 +67,7 @@ def assert_lawful(case: Steady) -> None:
     for row in case.sequences:
         kinds = torch.tensor([REASONING, *store.kinds[row]], dtype=torch.uint8)
         held, at = pos[:, row], place[:, row]
-        segment = (held - case.settings.prompt).div(case.settings.tau, rounding_mode="floor")
+        segment = (held - case.settings.prompt).div(case.period, rounding_mode="floor")
         there = (held >= 0) & (at >= 0)
         of = kinds[segment.clamp(min=-1)[there] + 1]
         assert torch.equal(table.thought[at[there].long() // table.most], of)
@@ -107,7 +112,7 @@ def test_how_far_sequences_are(method: str) -> None:
 @pytest.mark.parametrize("method", DRAWN)
 def test_copies_hold_what_the_few_hold(method: str) -> None:
     """The same keys and values at the same positions, in pages of their own; and they go on as any cache does."""
-    case = Steady(model(), method, 7, replace(SMALL, lockstep=True), 400, few=3)
+    case = Steady(model(), METHODS[method], 7, replace(SMALL, lockstep=True), 400, few=3)
     few = case.few
     assert few is not None
     of = torch.arange(7) % 3
@@ -142,7 +147,7 @@ def _uses(few: Steady, row: int) -> int:
 
 
 def test_copies_are_spread_over_the_cycle() -> None:
-    case = Steady(model(), "thinkv", 8, SMALL, 200, few=4)  # the few are 4 tokens apart
+    case = Steady(model(), METHODS["thinkv"], 8, SMALL, 200, few=4)  # the few are 4 tokens apart
     assert sorted(case.cache.length(i) - 8 for i in case.sequences) == list(range(0, 16, 2))
     case.reach(100)
     assert case.generated == 100
@@ -152,7 +157,7 @@ def test_copies_are_spread_over_the_cycle() -> None:
 
 def test_a_pool_that_is_too_small_for_copies() -> None:
     """It is said before anything is changed."""
-    few, many = (Steady(model(), "thinkv", n, replace(SMALL, lockstep=True), 200) for n in (2, 3))
+    few, many = (Steady(model(), METHODS["thinkv"], n, replace(SMALL, lockstep=True), 200) for n in (2, 3))
     few.reach(150)
     many.cache.store.table.pages.count //= 4
     before = [x.clone() for x in many.cache.store.table.tensors]
@@ -164,7 +169,7 @@ def test_a_pool_that_is_too_small_for_copies() -> None:
 
 def test_copies_end_where_those_that_they_are_of_would() -> None:
     """How many steps were left before counts no longer."""
-    few, many = (Steady(model(), "thinkv", n, replace(SMALL, lockstep=True), 100) for n in (2, 4))
+    few, many = (Steady(model(), METHODS["thinkv"], n, replace(SMALL, lockstep=True), 100) for n in (2, 4))
     few.reach(110)
     TimedLoop(many).measure(0, 2)
     many.cache.copy(few.cache)
@@ -178,7 +183,7 @@ def test_copies_end_where_those_that_they_are_of_would() -> None:
 
 @pytest.mark.parametrize("share", [0.1, 0.5])
 def test_types_are_as_they_were_drawn(share: float) -> None:
-    case = made("thinkv", batch=2, tokens=120, transitions=share)
+    case = made("thinkv", batch=2, tokens=120, drawn=share)
     case.reach(100)
     policy, store = case.policy, case.cache.store
     assert isinstance(policy, Drawn)
@@ -186,12 +191,12 @@ def test_types_are_as_they_were_drawn(share: float) -> None:
         kinds = store.kinds[row]
         assert len(kinds) == 7
         assert kinds == policy.drawn[row, : len(kinds)].tolist()
-    many = made("thinkv", batch=1, tokens=16 * 4000, transitions=share).policy
+    many = made("thinkv", batch=1, tokens=16 * 4000, drawn=share).policy
     assert isinstance(many, Drawn)
     shares = many.drawn.flatten().long().bincount() / many.drawn.numel()
     for kind, want in ((TRANSITION, share), (EXECUTION, (1 - share) / 2), (REASONING, (1 - share) / 2)):
         assert abs(float(shares[kind]) - want) < 0.03
-    others = made("thinkv", batch=2, tokens=120, transitions=share, seed=1).policy
+    others = made("thinkv", batch=2, tokens=120, drawn=share, seed=1).policy
     assert isinstance(others, Drawn)
     assert not torch.equal(others.drawn, policy.drawn)
 
@@ -240,11 +245,11 @@ def test_keys_differ_from_token_to_token_and_from_layer_to_layer() -> None:
 def test_counts_of_an_example() -> None:
     """Only transitions: each that ends sends all segments before it down by one level of 64/32/16/8/4, so that one of
     16 tokens loses some with the fourth and the fifth end after its own."""
-    case = made("tbe", batch=2, budget=512, transitions=1.0, lockstep=True)
+    case = made("tbe", batch=2, budget=512, drawn=1.0, lockstep=True)
     case.reach(64)
     m = TimedLoop(case).measure(0, 64)
     # ends at 80, 96, 112 and 128 tokens: 1 + 2 + 2 + 2 segments, in both sequences
-    assert m["cases"] == [2 * 7, 0]
+    assert m["counts"] == {"case_1": 2 * 7, "case_2": 0}
     assert m["rates"]["case_1"] == m["rates"]["refresh"] == {"steps": 4 / 64, "sequence_steps": 4 / 64}
     assert m["rates"]["eviction"] == m["rates"]["case_1"]
     assert m["rates"]["case_2"] == m["rates"]["flush"] == {"steps": 0, "sequence_steps": 0}
@@ -287,9 +292,9 @@ def test_bytes_are_known_before_anything_is_allocated(method: str) -> None:
         case = made(method, batch=batch, tokens=64)
         observed = sum(x.nbytes for x in (*case.cache._mass.values(), *case.cache._newest.values()))
         want = sum(x.nbytes for x in case.cache.tensors()) - observed
-        assert pool_bytes(config, method, batch, SMALL, 64) == want
+        assert pool_bytes(config, METHODS[method], batch, SMALL, 64) == want
         room = {"rows": batch, "tokens": 8 + 64 + case.period, "prompt": 8}
-        policy = METHODS[method](SMALL, config)
+        policy = policy_of(METHODS[method], SMALL, config)
         assert bytes_for(config, policy, torch.bfloat16, **room, columns="fit") == want, "the worst case's pool"
 
 
@@ -297,7 +302,7 @@ def test_a_smaller_pool() -> None:
     """Of methods whose worst case is that all tokens are of one type."""
     config, half = CONFIGS["tiny"], replace(SMALL, pool=0.5)
     for method in METHODS:
-        whole, less = (pool_bytes(config, method, 2, s, 256) for s in (SMALL, half))
+        whole, less = (pool_bytes(config, METHODS[method], 2, s, 256) for s in (SMALL, half))
         assert (less < whole) == (method in DRAWN)
     case = made("thinkv", batch=2, tokens=120, pool=0.7)
     case.reach(100)
@@ -308,24 +313,30 @@ def bench(*options: str) -> Bench:
     import argparse
 
     parser = argparse.ArgumentParser()
-    thinkv.add_arguments(parser)
-    return Bench(parser.parse_args([*OPTIONS[1:], *options]), torch.device("cpu"))
+    cases.Command("thinkv", ENTRY).add_arguments(parser)
+    return Bench(ENTRY, parser.parse_args([*OPTIONS[1:], *options]), torch.device("cpu"))
+
+
+def line(method: str) -> Case:
+    return Case("throughput", method, 0, 0.5 if method in DRAWN else None)
 
 
 def test_the_largest_batch_is_the_last_that_fits() -> None:
     b = bench("--memory", "0.002")
     weights = sum(p.nbytes for p in b.model.decoder.parameters())
     for method in ("full", "rkv", "thinkv"):
-        n = b.largest(method, SMALL, 200)
+        n = b.largest(line(method), SMALL, 200)
         assert n > 1
         room = 0.001 * 2**30 - weights
-        assert pool_bytes(b.config, method, n, SMALL, 200) <= room < pool_bytes(b.config, method, n + 1, SMALL, 200)
-    n = b.largest("thinkv", SMALL, 200, 3)  # three more, that the others are copies of
-    room -= pool_bytes(b.config, "thinkv", 3, SMALL, 200)
-    assert pool_bytes(b.config, "thinkv", n, SMALL, 200) <= room < pool_bytes(b.config, "thinkv", n + 1, SMALL, 200)
-    assert b.largest("full", SMALL, 200, 3) == b.largest("full", SMALL, 200)
+        assert pool_bytes(b.config, METHODS[method], n, SMALL, 200) <= room
+        assert room < pool_bytes(b.config, METHODS[method], n + 1, SMALL, 200)
+    text = METHODS["thinkv"]
+    n = b.largest(line("thinkv"), SMALL, 200, 3)  # three more, that the others are copies of
+    room -= pool_bytes(b.config, text, 3, SMALL, 200)
+    assert pool_bytes(b.config, text, n, SMALL, 200) <= room < pool_bytes(b.config, text, n + 1, SMALL, 200)
+    assert b.largest(line("full"), SMALL, 200, 3) == b.largest(line("full"), SMALL, 200)
     b.memory = 2**20
-    assert b.largest("full", SMALL, 200) == 0
+    assert b.largest(line("full"), SMALL, 200) == 0
 
 
 def test_the_limit_of_a_step() -> None:
@@ -348,7 +359,7 @@ def test_the_limit_of_a_step() -> None:
 
 
 def test_names_of_cases() -> None:
-    names = [case.name for case in cases([1, 64], [0.3, 0.1])]
+    names = [case.name for case in ENTRY.cases([1, 64], [0.3, 0.1], 1.0)]
     assert len(set(names)) == len(names) == 4 + 2 * (3 * 2 + 7) + 6 + 5 + 3
     assert [n for n in names if "block" in n] == [f"step/thinkv-block{n}/64/T30" for n in (4, 16, 32)]
     assert {"step/tbe/64/T10", "step/rkv-every-overlapped/1", "bytes/thinkv-channel/T30"} <= set(names)
@@ -360,10 +371,10 @@ def test_names_of_cases() -> None:
         "request/full/1", "request/rkv/1", "request/rkv-gather/1", "request/rkv-overlapped/1", "request/thinkv/1/T30",
         "request/thinkv/64/T30",
     ]  # fmt: skip
-    smaller = {case.name for case in cases([64], [0.3], 0.5)} - {*names}
+    smaller = {case.name for case in ENTRY.cases([64], [0.3], 0.5)} - {*names}
     assert smaller == {"throughput/thinkv/T30/P50", "throughput/thinkv-channel/T30/P50"}
-    compared = {name for ours, theirs, _ in thinkv.COMPARED for name in (ours, theirs)}
-    assert compared <= {case.name for case in cases([256], [0.3])}
+    compared = {name for goal in ENTRY.goals for name in (goal.ours, goal.theirs)}
+    assert compared <= {case.name for case in ENTRY.cases([256], [0.3], 1.0)}
 
 
 def test_end_to_end_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -382,7 +393,7 @@ def test_end_to_end_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 
     for axis in ("thinkv", "thinkv-channel"):
         m = by_name[f"bytes/{axis}/T50"]
-        assert min(m["cases"]) > 0
+        assert min(m["counts"].values()) > 0
         assert m["bytes"] == sum(m["kinds"].values())
         assert m["length"] == 8 + 192 + 4
         assert m["full_bytes"] == m["length"] * 3 * 2 * 2 * 16 * 2
@@ -464,7 +475,7 @@ def test_what_many_sequences_decide_is_told_of_every_length(tmp_path: Path, monk
     ]
     assert [row[1:3] for row in rows] == [[str(m["batch"]), n] for m in (first, largest) for n in ("48", "144")]
     assert rows[1][6] == f"**{first['levels'][1]['overhead']:.1%}**"
-    assert rows[1][8] == "{:,} / {:,} |".format(*first["levels"][1]["cases"])
+    assert rows[1][8] == "{case_1:,} / {case_2:,} |".format(**first["levels"][1]["counts"])
 
 
 def test_shared_cases_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -509,7 +520,7 @@ def test_shared_cases_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four of one file; every case is in the table of its kind."""
-    monkeypatch.setattr(thinkv_tables, "SEQUENCES", (2,))
+    monkeypatch.setattr(thinkv, "SEQUENCES", (2,))
     output = tmp_path / "thinkv.json"
     some = ["step/full/2", "step/thinkv/2/T50", "bytes/thinkv/T50", "throughput/full", "throughput/rkv"]
     some += ["step/thinkv-block4/2/T50"]
@@ -524,9 +535,9 @@ def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     by_name = {m["case"]: m for m in result["measurements"]}
     step = by_name["step/thinkv/2/T50"]
     assert rows[0][2].startswith(f"| thinkv, T 50% | 2 | **{step['step_milliseconds']:.2f} ms** |")
-    assert rows[0][2].endswith("| {} / {} |".format(*step["cases"]))
+    assert rows[0][2].endswith("| {case_1} / {case_2} |".format(**step["counts"]))
     assert f"| {step['layer_microseconds']['attention']:,.1f} µs |" in rows[1][2]
-    assert rows[1][2].endswith("| {} / {} |".format(*step["cases"]))
+    assert rows[1][2].endswith("| {case_1} / {case_2} |".format(**step["counts"]))
     assert "Means of 8 steps." in found[0]
     assert f"| **{by_name['bytes/thinkv/T50']['share']:.2%}** |" in rows[2][1]
     speed = [by_name[f"throughput/{name}"]["tokens_per_second"] for name in ("full", "rkv")]
@@ -539,43 +550,45 @@ def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
     result["measurements"] += [by_name["step/full/2"] | {"batch": n} for n in (4, 8)]
     step["settings"]["steps"] = 99
-    assert "Means of 8 steps; thinkv, T 50%, 2: 99." in thinkv_tables.steps(result)
+    assert "Means of 8 steps; thinkv, T 50%, 2: 99." in thinkv.steps_said(result)
 
 
 def test_ratios_say_in_how_many_runs_they_were_measured() -> None:
     ms: list[dict[str, Any]] = [
         {
-            "case": case, "kind": "step", "method": case.split("/")[1], "batch": 256, "transitions": 0.3,
+            "case": case, "kind": "step", "method": case.split("/")[1], "batch": 256,
+            "drawn": 0.3 if "tbe" in case else None,
             "settings": {"pool": 1.0}, "tokens_per_second": speed, "date": "2026-11-23T04:46:47Z",
         }
         for case, speed in (("step/tbe/256/T30", 300.0), ("step/rkv/256", 200.0))
     ]  # fmt: skip
     row = "| 256 / 256 | tbe, T 30% | rkv | **1.50 ×** | – | 1 × |"
-    assert thinkv_tables._compared({"measurements": ms}, "step")[2] == f"{row} one run |"
+    assert compare.lines(ENTRY.goals, ms, "step", thinkv.title)[2] == f"{row} one run |"
     ms[1]["date"] = "2026-11-23T07:26:00Z"
-    assert thinkv_tables._compared({"measurements": ms}, "step")[2] == f"{row} two runs |"
+    assert compare.lines(ENTRY.goals, ms, "step", thinkv.title)[2] == f"{row} two runs |"
 
 
 def test_only_what_was_measured_alike_is_compared() -> None:
     settings = {"budget": 1024, "tau": 128, "steps": 256, "pool": 1.0}
-    ours, theirs, _ = thinkv.COMPARED[0]
+    goals = ENTRY.goals[:1]
+    ours, theirs = goals[0].ours, goals[0].theirs
     ms = [
         {"case": name, "kind": "step", "settings": settings, "tokens_per_second": speed}
         for name, speed in ((ours, 300.0), (theirs, 50.0))
     ]
-    assert [str(x) for x in thinkv.comparisons(ms)] == [f"{ours} / {theirs}: 6.00 (target 3)"]
+    assert [str(x) for x in compare.comparisons(goals, ms)] == [f"{ours} / {theirs}: 6.00 (target 3)"]
     ms[1]["settings"] = settings | {"steps": 64}
-    assert [str(x) for x in thinkv.comparisons(ms)] == [f"{ours} / {theirs}: 6.00 (target 3)"]
+    assert [str(x) for x in compare.comparisons(goals, ms)] == [f"{ours} / {theirs}: 6.00 (target 3)"]
     ms[1]["settings"] = settings | {"pool": 0.5, "headroom": 24}
-    assert [str(x) for x in thinkv.comparisons(ms)] == [f"{ours} / {theirs}: 6.00 (target 3)"]
+    assert [str(x) for x in compare.comparisons(goals, ms)] == [f"{ours} / {theirs}: 6.00 (target 3)"]
     ms[0]["case"] += "/P50"
-    assert [str(x) for x in thinkv.comparisons(ms)] == [f"{ours}/P50 / {theirs}: 6.00 (target 3)"]
+    assert [str(x) for x in compare.comparisons(goals, ms)] == [f"{ours}/P50 / {theirs}: 6.00 (target 3)"]
     ms[0]["case"] = f"{ours}5"
-    assert thinkv.comparisons(ms) == []
+    assert compare.comparisons(goals, ms) == []
     ms[0]["case"] = ours
     ms[1]["settings"] = settings | {"budget": 256}
-    assert thinkv.comparisons(ms) == []
-    assert thinkv.comparisons(ms[:1]) == []
+    assert compare.comparisons(goals, ms) == []
+    assert compare.comparisons(goals, ms[:1]) == []
 
 
 def test_steps_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -677,10 +690,11 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not list(tmp_path.iterdir())
 
 
-def test_cases_are_counted_from_the_policy() -> None:
+def test_counts_are_the_policys() -> None:
     case = made("thinkv", batch=2)
     assert isinstance(case.policy, Drawn)
-    before = cases_of(case)
-    case.policy.cases += 1
-    assert torch.equal(cases_of(case), before + 1), "a copy, not the tensor itself"
-    assert torch.equal(cases_of(made("rkv", batch=2)), torch.zeros(2, 2, dtype=torch.int32))
+    before = counters_of(case)
+    case.policy.cases += torch.tensor([[1], [2]])
+    now = counters_of(case)
+    assert {name: (now[name] - before[name]).tolist() for name in now} == {"case_1": [1, 1], "case_2": [2, 2]}
+    assert counters_of(made("rkv", batch=2)) == {}

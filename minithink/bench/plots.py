@@ -1,4 +1,4 @@
-"""Pictures of `bench thinkv`'s steps: their parts by batch, and throughput beside latency (figures 18 and 9)."""
+"""Pictures of steps (`bench/cases.py`): their parts by batch, and throughput beside latency."""
 
 from __future__ import annotations
 
@@ -6,23 +6,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from minithink.bench.steady import BLOCKS, METHODS
-from minithink.bench.thinkv_tables import PARTS
+from minithink.experiments import Cases
 from minithink.figures import need_matplotlib, write_svg
 
 COLORS = {
     "attention": "#0072B2", "refresh": "#E69F00", "eviction": "#D55E00", "gather": "#CC79A7", "flush": "#009E73",
     "rest": "#bbbbbb",
 }  # fmt: skip
-LINES = {"full": "#444444", "thinkv": "#0072B2", "thinkv-channel": "#56B4E9", "tbe": "#009E73", "rkv": "#D55E00"}
 RC: dict[Any, Any] = {
     "svg.hashsalt": "minithink", "svg.fonttype": "none", "font.size": 8, "axes.spines.top": False,
     "axes.spines.right": False, "legend.frameon": False,
 }  # fmt: skip
 
 
-def draw(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Both pictures, of the steps with the first share of transitions → their files; none where there are no steps.
+def draw(name: str, entry: Cases, result: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Both pictures, of the steps with the first share of types → their files; none where there are no steps.
 
     Raises:
         MinithinkError: matplotlib is missing, or a file cannot be written.
@@ -30,38 +28,37 @@ def draw(result: Mapping[str, Any], folder: Path) -> list[Path]:
     matplotlib = need_matplotlib()
     from matplotlib.figure import Figure
 
-    steps = usual(result)
+    steps = usual(entry, result)
     paths = []
-    for name, picture in (("parts", parts), ("latency", latency)):
+    for what, picture in (("parts", parts), ("latency", latency)):
         if not steps:
             break
         with matplotlib.rc_context():
             matplotlib.rcdefaults()
             matplotlib.rcParams.update(RC)
             figure = Figure(figsize=(7.5, 3), layout="constrained")
-            picture(figure, steps)
-            paths.append(folder / f"thinkv-{name}.svg")
+            picture(figure, entry, steps)
+            paths.append(folder / f"{name}-{what}.svg")
             write_svg(figure, paths[-1])
     return paths
 
 
-def usual(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Steps with the share of transitions that most cases have, by batch and then by method."""
-    shares = result["settings"]["transition_share"]
-    found = [m for m in result["measurements"] if m["kind"] == "step" and m["transitions"] == shares[0]]
-    found = [m for m in found if m["method"] not in BLOCKS]
-    order = list(METHODS)
+def usual(entry: Cases, result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Steps with the share of types that most cases have, by batch and then by method."""
+    shares = (None, result["settings"]["transition_share"][0])
+    found = [m for m in result["measurements"] if m["kind"] == "step" and m["drawn"] in shares]
+    order = [method for method in entry.methods if method not in entry.unplotted]
+    found = [m for m in found if m["method"] in order]
     return sorted(found, key=lambda m: (m["batch"], order.index(m["method"])))
 
 
-def parts(figure: Any, steps: Sequence[Mapping[str, Any]]) -> None:
-    """Stacked bars in a panel for each batch; R-KV that evicts at every step would leave no room for the others."""
-    shown = [m for m in steps if not m["method"].startswith("rkv-every")]
-    batches = sorted({m["batch"] for m in shown})
+def parts(figure: Any, entry: Cases, steps: Sequence[Mapping[str, Any]]) -> None:
+    """Stacked bars in a panel for each batch."""
+    batches = sorted({m["batch"] for m in steps})
     for axis, batch in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
-        own = [m for m in shown if m["batch"] == batch]
+        own = [m for m in steps if m["batch"] == batch]
         below = [0.0] * len(own)
-        for part in reversed(PARTS):
+        for part in reversed(entry.parts):
             heights = [m["parts_milliseconds"][part] for m in own]
             axis.bar([m["method"] for m in own], heights, bottom=below, color=COLORS[part], label=part)
             below = [a + b for a, b in zip(below, heights, strict=True)]
@@ -72,11 +69,11 @@ def parts(figure: Any, steps: Sequence[Mapping[str, Any]]) -> None:
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper")
 
 
-def latency(figure: Any, steps: Sequence[Mapping[str, Any]]) -> None:
+def latency(figure: Any, entry: Cases, steps: Sequence[Mapping[str, Any]]) -> None:
     """A line a method; along it the batch grows, as the numbers beside the leftmost say."""
     axis = figure.subplots()
-    leftmost = min((m for m in steps if m["method"] in LINES), key=lambda m: m["step_milliseconds"])["method"]
-    for method, color in LINES.items():
+    leftmost = min((m for m in steps if m["method"] in entry.lines), key=lambda m: m["step_milliseconds"])["method"]
+    for method, color in entry.lines.items():
         if not (own := [m for m in steps if m["method"] == method]):
             continue
         x, y = ([m[name] for m in own] for name in ("step_milliseconds", "tokens_per_second"))

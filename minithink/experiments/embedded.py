@@ -1,0 +1,207 @@
+"""The embedded model: its card's comparisons, its premises, and the speed of decoding, evaluating and recording."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from minithink.config import ModelConfig
+from minithink.engine import DTYPES, TINY
+from minithink.experiments import Column, Result, Row, Sweep, Table
+from minithink.model import Decoder
+from minithink.tasks import families
+
+# Prompts are kept; R-KV decides more often, for these texts are short.
+CARD = (
+    "window:protect_prompt=true", "random:protect_prompt=true", "rkv:buffer=16,protect_prompt=true",
+    "crystal_kv_lite:protect_prompt=true", "kivi", "kivi:bits=4", "thinkv:types=1", "thinkv",
+)  # fmt: skip
+SWEEPS = {
+    "card": Sweep("the policies of the embedded model's card", CARD, budgets=(0.25, 0.5), needed=True),
+    "robustness": Sweep(
+        "what training under random eviction changes; with --model, of the model without it", CARD[:-2],
+        budgets=(0.25, 0.5), needed=True,
+    ),
+}  # fmt: skip
+
+SPREAD = "**{:.2f} ×**[ ({:.2f} to {:.2f})]"  # a median, and from where to where it went
+
+
+def ratio(m: Row) -> tuple[Any, ...]:
+    """For SPREAD: the ratio, and the least and the largest of the pairs of runs whose median it is."""
+    pairs = m.get("ratios", [])
+    return m.get("ratio"), *((min(pairs), max(pairs)) if len(pairs) > 1 else (None, None))
+
+
+def decoding(result: Result) -> Iterable[Row]:
+    """Measurements of `bench decode` with a title, and each side's share of what the bandwidth allows."""
+    measured = [x["copy_bytes_per_second"] for x in result["measurements"] if "copy_bytes_per_second" in x]
+    for m in result["measurements"]:
+        if m["shape"] == "embedded":
+            title = f"embedded, {m['dtype']}, {m['prompt_tokens']} + {m['new_tokens']} tokens"
+        else:
+            steps = m["shape"] == "embedded-steps"
+            shape = "embedded, single steps" if steps else f"{m['shape']} (random weights)"
+            held = f"`{m['policy']}` after {m['context']:,} tokens" if "policy" in m else ""
+            title = f"{shape}, {m['dtype']}, {held or '{:,} tokens held'.format(m['context'])}"
+        shares = [share_of_limit(m, m.get(side, {}), measured) for side in ("ours", "peer")]
+        said = " / ".join("–" if share is None else f"{share:.1%}" for share in shares)
+        limits = None if shares == [None, None] else said
+        yield {**m, "title": title, "limits": limits, "ratio": m["ratio"] if m.get("peer") else None}
+
+
+def share_of_limit(m: Row, side: Row, measured: list[float]) -> float | None:
+    """How near one side comes to reading weights and KV at the bandwidth that was measured in the same run."""
+    if "share_of_limit" in side:
+        return float(side["share_of_limit"])
+    if m["shape"] != "embedded" or not measured or "decode_tokens_per_second" not in side:
+        return None
+    config, itemsize = ModelConfig.from_folder(TINY), DTYPES[m["dtype"]].itemsize
+    with torch.device("meta"):
+        weights = sum(p.numel() for p in Decoder(config).parameters()) * itemsize
+    held = m["prompt_tokens"] + m["new_tokens"] / 2  # on average
+    kv = m["batch"] * held * config.kv_bytes_per_token(itemsize)
+    return (weights + kv) / measured[0] / (m["batch"] / side["decode_tokens_per_second"])
+
+
+def near_ties(result: Result) -> Iterable[str]:
+    """What `evaluate margins` counted, as a sentence."""
+    settings, (m,) = result["settings"], result["measurements"]
+    sizes = " and ".join(map(str, settings["batch_size"]))
+    yield (
+        f"{m['sequences']} sequences of the full cache in batches of {sizes} ({settings['dtype']}): of "
+        f"{m['draws']:,} draws {m['near']} had a margin below {m['limit']:g} (smallest: {m['smallest_margin']:.1e}); "
+        f"{len(m['parted'])} sequences differ, {m['unexplained']} of them at a larger margin."
+    )
+    yield ""
+
+
+def held(result: Result) -> Iterable[Row]:
+    """Measurements of `bench memory`; kinds of bytes that no policy has are left out."""
+    for m in result["measurements"]:
+        yield {**m, "kinds": {kind: size or None for kind, size in m["kinds"].items()}}
+
+
+def pages(result: Result) -> Iterable[str]:
+    """What `bench trace` measured of a page."""
+    for m in result["measurements"]:
+        if m["what"] == "page":
+            yield (
+                f"The page of a made-up trace of {m['tokens']:,} tokens, {m['layers']} layers × {m['kv_heads']} heads"
+                f" and {m['events']:,} evictions has {m['page_bytes'] / 2**20:.1f} MiB; {m['browser']} opens it in "
+                f"**{m['open_seconds']:.2f} s**, the slider's first move takes **{m['first_scrub_seconds']:.3f} s**, "
+                f"later ones {m['later_scrub_seconds']:.3f} s (goal: below {m['target']:g} s, "
+                f"{'reached' if m['target_reached'] else 'missed'})."
+            )
+            yield ""
+
+
+def goal(m: Row) -> str | None:
+    """What was aimed at, and whether it was reached."""
+    return f"{m['target']} ×, {'reached' if m['target_reached'] else 'missed'}" if "target" in m else None
+
+
+def budgets(result: Result) -> Iterable[Row]:
+    """Sketches of the pilot; the full cache stands beside every budget."""
+    shares = dict.fromkeys(m["budget"] for m in result["measurements"] if m["policy"] != "full")
+    for m in result["measurements"]:
+        yield from ({**m, "budget": b} for b in shares) if m["policy"] == "full" else (m,)
+
+
+WHERE = {"nowhere": "nowhere", "boundary": "at blank lines", "every": "at every token"}
+
+
+def layers(result: Result) -> Iterable[Row]:
+    """What premises say of every layer; the last row is the mean."""
+    m = result["measurements"]
+    answer = m["answer_attention"]
+    of = {(x["kind"], x["layer"]): x for x in m["sparsity"]}
+    kinds = dict.fromkeys(kind for kind, _ in of)
+    for layer, (on, far) in enumerate(zip(answer["on_thinking"]["layers"], answer["far"]["layers"], strict=True)):
+        yield {"layer": layer, "on": on, "far": far, **{kind: of[kind, layer] for kind in kinds}}
+    yield {"layer": "mean", "on": answer["on_thinking"]["mean"], "far": answer["far"]["mean"]}
+
+
+def separability(result: Result) -> Iterable[str]:
+    """How far sparsity tells kinds of segments apart, and what steering did."""
+    m = result["measurements"]
+    full, two = m["full_cache"], m["separability"].get("two_thresholds")
+    said = (
+        f"{full['problems']} validation problems, {full['right']:.0%} right, {full['tokens']:,.0f} tokens and "
+        f"{full['doubts']:.1f} doubts each. Sparsity: mean ± standard deviation of the means of segments of "
+        f"{result['settings']['tau']} tokens."
+    )
+    pairs = [f"{' and '.join(x['kinds'])} {x['auc']:.2f} (layer {x['layer']})" for x in m["separability"]["auc"]]
+    if pairs:
+        said += f" Area under the curve of two kinds in the same third of a text, best layer: {', '.join(pairs)}."
+    if two:
+        said += (
+            f" Two thresholds in layer {two['layer']}, chosen on one half of the traces, name {two['accuracy']:.0%} "
+            f"of the other half's segments rightly; the commonest kind for all, {two['majority']:.0%}."
+        )
+    yield from (said, "")
+    for x in m.get("steering", {}).get("runs", []):
+        yield (
+            f"- steered {WHERE[x['at']]}, strength {x['strength']:g}: {x['right']:.0%} right, {x['tokens']:,.0f} "
+            f"tokens, {x['doubts']:.1f} doubts"
+        )
+    yield ""
+
+
+RIGHT: tuple[Column, ...] = (("right at {:.0%}", "right", "{:.0%}"), ("tokens", "tokens", "{:,.0f}"))
+DECODE = Table(
+    (
+        ("model", "title", "{}"), ("batch", "batch", "{}"), ("minithink", "ours.tokens_per_second", "{:,.0f} tok/s"),
+        ("transformers", "peer.tokens_per_second", "{:,.0f} tok/s"), ("ratio", ratio, SPREAD),
+        ("decoding alone?", "decode_ratio", "{:.2f} ×"), ("byte limit: ours / theirs?", "limits", "{}"),
+    ),
+    rows=decoding,
+)  # fmt: skip
+ACCURACY = Table((
+    ("reference trace", lambda m: m["bin"] if m["bin"] == "all" else f"{m['bin']} tokens", "{}"),
+    ("problems", "problems", "{}"),
+    ("right", ("right", "n", "share"), "{} of {}: **{:.1%}**"),
+    ("95 % interval", lambda m: tuple(m["interval"]), "{:.1%} to {:.1%}"),
+    ("tokens generated", "mean_tokens", "{:,.0f}"), ("cut off", "cut_off", "{:.1%}"),
+))  # fmt: skip
+SPARSITY = "{:.2f} ± {:.2f}"
+PREMISES = Table(
+    (
+        ("layer", "layer", "{}"),
+        *((f"sparsity, {kind}?", (f"{kind}.mean", f"{kind}.sd_of_segments"), SPARSITY)
+          for kind in ("reasoning", "execution", "transition")),
+        ("answer's attention to thinking", "on", "{:.0%}"), ("of it, far back", "far", "{:.0%}"),
+    ),
+    rows=layers, said=separability,
+)  # fmt: skip
+PILOT = Table((("sketch", "policy", "{}"),), rows=budgets, across="budget", cells=RIGHT)
+KINDS = ("payload", "scales", "tables", "buffers", "state", "observations")
+TABLES = {
+    **dict.fromkeys(("decode-cpu", "decode-gpu", "decode-gpu-steps", "decode-gpu-16k", "decode-gpu-rkv"), DECODE),
+    **{"accuracy" if family == "facts" else f"accuracy-{family}": ACCURACY for family in families()},
+    **{f"premises-{family}": PREMISES for family in families()},
+    **{f"pilot-{family}": PILOT for family in families()},
+    "margins": Table((), said=near_ties),
+    "evaluate": Table((
+        ("policy", "policy", "`{}`"), ("sequences", "sequences", "{:,}"), ("tokens", "tokens", "{:,}"),
+        ("seconds", "seconds", "{:.1f}"), ("tokens a second", "tokens_per_second", "**{:,.0f}**"),
+        ("of full", "of_full", "{:.0%}"), ("kept", "tokens_kept", "{:,.0f}"),
+    )),
+    "cache-speed": Table((
+        ("batch", "batch", "{}"), ("pages", "paged.tokens_per_second", "{:,.0f} tok/s"),
+        ("plain cache", "plain.tokens_per_second", "{:,.0f} tok/s"), ("ratio", ratio, SPREAD), ("goal", goal, "{}"),
+    )),
+    "cache-bytes": Table(
+        (("policy", "policy", "`{}`"), ("tokens a lane", "tokens_held", "{:,}"), ("held", "held", "**{:mib} MiB**"),
+         ("of full", "share", "{:.1%}"), *((f"{kind}?", f"kinds.{kind}", "{:mib}") for kind in KINDS)),
+        rows=held,
+    ),
+    "trace": Table(
+        (("policy", "policy", "`{}`"), ("CPU time with a recorder", ratio, SPREAD),
+         ("its own share", lambda m: m["recorder_seconds"] / m["seconds"], "{:.1%}"),
+         ("bytes a step", "bytes_per_step", "{:,.0f}"), ("evictions and moves", "events", "{:,}")),
+        rows=lambda result: [m for m in result["measurements"] if m["what"] == "recording"], said=pages,
+    ),
+}  # fmt: skip

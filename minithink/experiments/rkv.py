@@ -1,0 +1,33 @@
+"""R-KV on synthetic caches: its scores are drawn while a cache is filled. It stands beside ThinKV in `thinkv.py`."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from minithink.experiments import StandIn, StandIns
+from minithink.kv.contract import Step
+from minithink.policies.rkv import Rkv
+
+
+class DrawnRkv(StandIn, Rkv):
+    """R-KV whose scores are drawn while a cache is filled."""
+
+    recordable = True
+
+    @property
+    def enough(self) -> int | None:
+        assert self.budget is not None
+        return 2 * self.budget + self.slack  # a lane is full, and as many tokens came and went
+
+    def score(self, step: Step, layer: int, valid: Tensor, older: Tensor, rows: Tensor) -> Tensor:
+        if self.filling:
+            return torch.rand(valid.shape, device=valid.device)
+        return super().score(step, layer, valid, older, rows)
+
+
+STAND_INS: StandIns = {
+    Rkv: lambda policy, share, seed, layers: DrawnRkv(**{f.name: getattr(policy, f.name) for f in fields(policy)})
+}

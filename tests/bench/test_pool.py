@@ -1,0 +1,143 @@
+"""The pool: what its keys hold, and which changes of code make a run stale."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minithink.bench import pool, sweep
+from minithink.bench.pool import Run, key_of, normal, pick, serves
+from minithink.errors import MinithinkError, UsageError
+
+SETTINGS: dict[str, Any] = {
+    "checkpoint": "00", "dataset": "facts", "split": "test", "limit": 2, "problems": "ab", "num_samples": 1,
+    "recall": False, "needed": False, "temperature": 0.6, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0,
+    "max_new_tokens": 9, "dtype": "float32", "backend": "reference", "device": "cpu", "schedule": None,
+    "calibration": {"thoughts.json": {"layers": [1], "thresholds": [0.1, 0.2]}},
+}  # fmt: skip
+
+
+def run_of(policy: str = "rkv", budget: float | None = 0.5, **changed: Any) -> Run:
+    key = key_of(SETTINGS | changed, policy, budget)
+    source = pool.source_of(policy, key["backend"])
+    about: dict[str, Any] = {"commit": "c", "date": "2026", "machine": {"cpu": "x"}, "versions": {}, "command": "y"}
+    return Run(key, source, {"pass_at_1": 0.5}, [], [10, 2], **about)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"checkpoint": "01"}, {"dataset": "ledger"}, {"split": "validation"}, {"limit": 3}, {"problems": "ac"},
+        {"num_samples": 2}, {"temperature": 0.5}, {"seed": 1}, {"max_new_tokens": 8}, {"dtype": "bfloat16"},
+        {"backend": "triton"}, {"schedule": "interval:8"},
+    ],
+)  # fmt: skip
+def test_whatever_decides_a_run_is_in_its_key(changed: dict[str, Any]) -> None:
+    assert not serves(run_of(), run_of(**changed).key)
+    assert serves(run_of(**changed), run_of(**changed).key)
+
+
+def test_a_key_holds_all_settings_of_a_policy() -> None:
+    """Defaults too: a key does not stay when one of them is another."""
+    settings = run_of("rkv:buffer=16").key["settings"]["rkv"]
+    assert (settings["buffer"], settings["alpha"], settings["protect_prompt"]) == (16, 8, False)
+    assert "budget" not in settings
+    assert not serves(run_of("rkv"), run_of("rkv:buffer=16").key)
+    assert not serves(run_of("rkv", 0.5), run_of("rkv", 0.25).key)
+    other = {"calibration": {"thoughts.json": {"layers": [1], "thresholds": [0.1, 0.3]}}}
+    assert not serves(run_of("thinkv"), run_of("thinkv", **other).key)
+    assert serves(run_of("rkv"), run_of("rkv", **other).key), "it reads no calibration"
+
+
+def test_a_run_that_measured_more_serves() -> None:
+    more, less = run_of(needed=True), run_of()
+    assert serves(more, less.key)
+    assert not serves(less, more.key)
+
+
+def test_runs_of_one_table_are_of_one_kind_of_machine() -> None:
+    here = [run_of(policy) for policy in ("rkv", "window")]
+    there = [run_of(policy, dtype="bfloat16") for policy in ("rkv", "window", "thinkv")]
+    wanted = [{k: x for k, x in run.key.items() if k not in pool.MACHINE} for run in there]
+    assert pick([*here, *there], wanted) == there
+    assert pick(here, wanted) == [*here, None]
+    assert pick([], wanted) == [None] * 3
+
+
+def test_a_pool_keeps_one_run_of_each_key(tmp_path: Path) -> None:
+    assert pool.read(tmp_path) == []
+    pool.add(tmp_path, [run_of("rkv"), run_of("window")])
+    pool.add(tmp_path, [replace(run_of("rkv"), commit="later")])
+    there = sorted((run.key["policy"], run.commit) for run in pool.read(tmp_path))
+    assert there == [("rkv", "later"), ("window", "c")]
+    (tmp_path / pool.FILE).write_text("{}\n")
+    with pytest.raises(MinithinkError, match=r"pool\.jsonl is no readable pool"):
+        pool.read(tmp_path)
+
+
+def test_what_code_a_policy_runs() -> None:
+    files = pool.files_of("thinkv")
+    assert files["policy"] == ("minithink/policies/thinkv.py",)
+    assert {"minithink/quant/nvfp4.py", "minithink/quant/ternary.py"} <= {*files["formats"]}
+    assert {"minithink/ref/anneal.py", "minithink/ref/sparsity.py"} <= {*files["twins"]}
+    assert "minithink/ref/redundancy.py" not in files["twins"]
+    assert {"kernels/anneal.py", "kernels/paged_attention.py"} <= {*files["kernels"]}
+    assert "kernels/redundancy.py" not in files["kernels"], "only R-KV calls it"
+    stack = pool.files_of("snapkv:cap=128+thinkv")
+    assert stack["policy"] == ("minithink/policies/snapkv.py", "minithink/policies/thinkv.py")
+    assert pool.files_of("window")["formats"] == ()
+    assert pool.source_of("window", "reference")["kernels"] == ""
+
+
+@pytest.mark.parametrize(
+    ("part", "state"),
+    [("policy", "stale"), ("formats", "stale"), ("twins", "stale"), ("kernels", "unchecked"), ("", "")],
+)
+def test_changed_code_makes_a_run_stale(part: str, state: str) -> None:
+    run = run_of("thinkv", backend="triton")
+    if part:
+        run.source[part] = "another"
+    assert run.state == state
+
+
+def test_docstrings_comments_and_imports_do_not_count() -> None:
+    code = 'import a\n\ndef f(x):\n    """Doc."""\n    return x + 1  # one\n'
+    assert normal(code) == normal('from b import c\ndef f(x):\n    import d\n    return (x + 1)\n')
+    assert normal(code) != normal(code.replace("+ 1", "+ 2"))
+    assert normal("class A:\n    x: int = 1") != normal("class A:\n    x: int = 2")
+
+
+def test_an_earlier_format_is_taken() -> None:
+    """The sweeps that ran before there was a pool."""
+    about = {name: SETTINGS[name] for name in SETTINGS if name not in pool.MACHINE}
+    row = {"policy": "thinkv", "budget": 0.5, "pass_at_1": 0.25, "generated_mean": 100.0, "samples": 2, "problems": 2}
+    result = {
+        "benchmark": "sweep", "embedded_model": "fe", "commit": "unknown", "date": "2031", "command": "x",
+        "versions": {},
+        "machine": {"gpu": "Some GPU"}, "settings": {"limit": 2, "samples": 1, "needed": True},
+        "measurements": [
+            {"family": "facts", **row, "case_1": 3, "case_2": 0},
+            {"family": "facts", **row, "policy": "full", "budget": None, "case_1": None, "case_2": None},
+        ],
+    }  # fmt: skip
+    thinkv, full = pool.taken(result, {"facts": about})
+    assert thinkv.row["counts"] == {"case_1": 3, "case_2": 0}
+    assert full.row["counts"] is None
+    assert thinkv.tokens == [200, 2]
+    assert (thinkv.key["checkpoint"], thinkv.key["dtype"], thinkv.key["needed"]) == ("fe", "bfloat16", True)
+    assert thinkv.state == ""
+    with pytest.raises(UsageError, match="not of 2"):
+        pool.taken(result | {"settings": {"limit": 200, "samples": 1}}, {"facts": about})
+    with pytest.raises(UsageError, match="result of decode has no rows"):
+        pool.taken(result | {"benchmark": "decode"}, {"facts": about})
+
+
+def test_the_documents_ask_for_the_embedded_model() -> None:
+    """As an evaluation would write it down, so that a run of it serves."""
+    keys = sweep.wanted_of(sweep.SWEEPS["card"])
+    assert len(keys) == 3 * (1 + 2 * 6 + 2)
+    assert {key["limit"] for key in keys} == {200}
+    assert {key["max_new_tokens"] for key in keys} != {None}
