@@ -5,8 +5,11 @@ The files lie in `docs/results/`. To check a figure, run the command in its file
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +69,37 @@ def check(path: Path, option: str = "--output") -> None:
             raise PermissionError("its folder may not be written to")
     except OSError as error:
         raise unwritable("The result", path, error, option) from None
+
+
+Measurement = dict[str, Any]
+
+
+def collect(
+    path: Path, result: dict[str, Any], rows: Iterable[Measurement], line: Callable[[Measurement], str]
+) -> int:  # fmt: skip
+    """Put measurements into a result as they come, and write it after each → 0. line: a measurement for people."""
+    result["measurements"] = []
+    for m in rows:
+        result["measurements"].append(m)
+        write(path, result)
+        print(line(m), flush=True)
+    result["complete"] = True
+    write(path, result)
+    print(f"written to {path}", file=sys.stderr)
+    return 0
+
+
+def output(args: argparse.Namespace, name: str) -> Path:
+    """Where `--output` puts a result, or its usual place. MinithinkError: it could not be written there."""
+    path = Path(args.output) if args.output else default_path(name)
+    check(path)
+    return path
+
+
+def need_gpu(benchmark: str) -> None:
+    """MinithinkError: a benchmark measures kernels, and there is no GPU."""
+    if not torch.cuda.is_available():
+        raise MinithinkError(f"bench {benchmark} measures kernels on an NVIDIA GPU, and torch finds none here.")
 
 
 def read(path: Path) -> dict[str, Any]:

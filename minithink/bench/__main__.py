@@ -17,18 +17,18 @@ from minithink.bench import (
     decode,
     evaluate,
     memory,
+    ops,
     paged,
     retention,
     sanitize,
     sweep,
     tables,
-    thoughts,
     trace,
 )
 from minithink.experiments import collected
 
 MODULES = [
-    decode, accuracy, evaluate, paged, memory, attention, append, thoughts, retention, counters, sanitize,
+    decode, accuracy, evaluate, paged, memory, attention, append, retention, counters, sanitize,
     trace, sweep, compile, tables,
 ]  # fmt: skip
 if find_spec("triton") is not None:  # it exists for Linux only
@@ -36,6 +36,7 @@ if find_spec("triton") is not None:  # it exists for Linux only
 
     MODULES.insert(MODULES.index(counters), steps)
 COMMANDS: dict[str, Any] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
+COMMANDS |= {"thoughts": ops}
 COMMANDS |= {name: cases.Command(name, entry) for name, entry in collected("CASES").items()}
 
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,35 +41,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure, write, print."""
-    if not torch.cuda.is_available():
-        raise MinithinkError("bench append measures kernels on an NVIDIA GPU, and torch finds none here.")
-    path = Path(args.output) if args.output else results.default_path(DEFAULT)
+    results.need_gpu(DEFAULT)
     result = results.new(DEFAULT, list(argv), "cuda")
     result["settings"] = {
         "query_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "dtype": "bfloat16", "layers": LAYERS,
         "repeats": args.repeats, "goal": LIMIT, "goal_from_batch": FROM,
     }  # fmt: skip
-    result["measurements"] = []
-    for batch in args.batches:
-        for name, storage in FORMATS.items():
-            m = {"batch": batch, "length": args.length, "format": name}
-            m |= measure(storage, batch, args.length, args.repeats)
-            result["measurements"].append(m)
-            results.write(path, result)
-            print(
-                f"{batch:4} x {args.length:6}  {name:24} append {m['append_microseconds']:7.2f} us  "
-                f"buffer {m['buffer_microseconds']:7.2f} us  attention {m['attention_microseconds']:8.1f} us  "
-                f"{m['share']:6.1%}", flush=True,
-            )  # fmt: skip
-            torch.cuda.empty_cache()
-    result["complete"] = True
-    results.write(path, result)
-    print(f"written to {path}", file=sys.stderr)
-    return 0
+    rows = (
+        {"batch": batch, "length": args.length, "format": name} | measure(storage, batch, args.length, args.repeats)
+        for batch in args.batches
+        for name, storage in FORMATS.items()
+    )
+    return results.collect(results.output(args, DEFAULT), result, rows, line)
+
+
+def line(m: results.Measurement) -> str:
+    """For people."""
+    return (
+        f"{m['batch']:4} x {m['length']:6}  {m['format']:24} append {m['append_microseconds']:7.2f} us  "
+        f"buffer {m['buffer_microseconds']:7.2f} us  attention {m['attention_microseconds']:8.1f} us  "
+        f"{m['share']:6.1%}"
+    )
 
 
 def measure(storage: Storage, batch: int, length: int, repeats: int) -> dict[str, Any]:
     """Microseconds of a layer in one step: to append, for full buffers, to attend; and the share of the first two."""
+    torch.cuda.empty_cache()
     ops = triton_backend()
     shape = Shape(LAYERS, batch, KV_HEADS, HEADS, DIM, HEADS * DIM, "head", torch.device("cuda"))
     size, total = storage.buffer, length + repeats

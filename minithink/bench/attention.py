@@ -12,10 +12,8 @@ import argparse
 import copy
 import math
 import statistics
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,8 +68,7 @@ def _numbers(text: str) -> list[int]:
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Check, measure, write, print."""
-    if not torch.cuda.is_available():
-        raise MinithinkError("bench attention measures kernels on an NVIDIA GPU, and torch finds none here.")
+    results.need_gpu(DEFAULT)
     known = {_option(name): name for name in FORMATS}
     names = [known.get(name, name) for name in args.formats.split(",")]
     if unknown := [name for name in names if name not in FORMATS]:
@@ -81,31 +78,28 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         "query_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "dtype": "bfloat16", "repeats": args.repeats,
         "generations": GENERATIONS,
     }  # fmt: skip
-    result["measurements"] = []
-    path = Path(args.output) if args.output else results.default_path(DEFAULT)
+    path = results.output(args, DEFAULT)
     result["copy_bytes_per_second"] = copy_speed()
     print(f"copy: {result['copy_bytes_per_second'] / 1e12:.2f} TB/s")
     result["errors"] = {name: check(name) for name in names}
-    for batch in args.batches:
-        for length in args.lengths:
-            for m in shape(names, batch, length, args.repeats):
-                result["measurements"].append(m)
-                results.write(path, result)
-                print(
-                    f"{batch:4} x {length:6}  {m['format']:24} {m['microseconds']:10.1f} us  "
-                    f"{m['bytes_per_second'] / 1e12:5.2f} TB/s  {m.get('ratio', 0):5.2f} x", flush=True,
-                )  # fmt: skip
-            torch.cuda.empty_cache()
-    result["complete"] = True
-    results.write(path, result)
-    print(f"written to {path}", file=sys.stderr)
-    return 0
+    shapes = ((batch, length) for batch in args.batches for length in args.lengths)
+    rows = (m for batch, length in shapes for m in shape(names, batch, length, args.repeats))
+    return results.collect(path, result, rows, line)
+
+
+def line(m: results.Measurement) -> str:
+    """For people."""
+    return (
+        f"{m['batch']:4} x {m['length']:6}  {m['format']:24} {m['microseconds']:10.1f} us  "
+        f"{m['bytes_per_second'] / 1e12:5.2f} TB/s  {m.get('ratio', 0):5.2f} x"
+    )
 
 
 def shape(names: list[str], batch: int, length: int, repeats: int) -> Iterator[dict[str, Any]]:
     """One batch size and length: torch's attention, then every format."""
     from minithink.kernels.paged_attention import paged_attention  # here: Triton exists for Linux only
 
+    torch.cuda.empty_cache()
     plain = batch * length * KV_HEADS * DIM * 4
     layers = max(1, -(-ROTATE // plain))
     here = {"batch": batch, "length": length}

@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,10 +58,13 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         return 0
     if (ncu := shutil.which("ncu")) is None:
         raise MinithinkError("bench counters needs NVIDIA's Nsight Compute: no program ncu is on the PATH.")
-    path = Path(args.output) if args.output else results.default_path(DEFAULT)
     result = results.new(DEFAULT, list(argv), "cuda")
     result["settings"] = {"metrics": METRICS}
-    result["measurements"] = []
+    return results.collect(results.output(args, DEFAULT), result, counted(ncu), line)
+
+
+def counted(ncu: str) -> Iterator[results.Measurement]:
+    """The kernels of every case, as the program ncu counts them."""
     for name, (fmt, batch, length, _) in CASES.items():
         done = subprocess.run(
             [
@@ -76,20 +78,15 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         if done.returncode or not kernels:
             said = (done.stdout + done.stderr).strip().splitlines()
             raise MinithinkError(f"ncu ended with code {done.returncode} and counted nothing: {said[-1:]}.")
-        for kernel in kernels:
-            m = {"case": name, "format": fmt, "batch": batch, "length": length, **kernel}
-            result["measurements"].append(m)
-            print(
-                f"{name:22} {kernel['kernel']:14} {kernel['microseconds']:8.1f} us  memory {kernel['dram']:5.1f} %  "
-                f"issue {kernel['issue']:5.1f} %  warps {kernel['warps']:5.1f} %  wait "
-                f"{kernel['waiting_for_memory']:5.1f}",
-                flush=True,
-            )
-        results.write(path, result)
-    result["complete"] = True
-    results.write(path, result)
-    print(f"written to {path}", file=sys.stderr)
-    return 0
+        yield from ({"case": name, "format": fmt, "batch": batch, "length": length, **kernel} for kernel in kernels)
+
+
+def line(m: results.Measurement) -> str:
+    """For people."""
+    return (
+        f"{m['case']:22} {m['kernel']:14} {m['microseconds']:8.1f} us  memory {m['dram']:5.1f} %  issue "
+        f"{m['issue']:5.1f} %  warps {m['warps']:5.1f} %  wait {m['waiting_for_memory']:5.1f}"
+    )
 
 
 def call(name: str) -> None:

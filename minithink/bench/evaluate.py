@@ -7,9 +7,8 @@ generated, graded, measured and written as by `python -m minithink.evaluate`; no
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from pathlib import Path
+from collections.abc import Iterator
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -53,24 +52,26 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise UsageError(f"--policies {','.join(args.policies)}: full must come first: the others are held to it.")
     for policy in args.policies:  # before the first of them runs for a minute
         plan([policy], [])
-    path = Path(args.output) if args.output else results.default_path(DEFAULT)
-    results.check(path)
+    path = results.output(args, DEFAULT)
     result = results.new(DEFAULT, argv, args.device)
     result["settings"] = {name: x for name, x in vars(args).items() if name not in ("command", "output")}
     result["settings"] |= {"goal": GOAL, "goal_from_sequences": LEAST, "goal_of_full": SHARE}
-    result["measurements"] = []
+    return results.collect(path, result, measurements(args), line)
+
+
+def measurements(args: argparse.Namespace) -> Iterator[results.Measurement]:
+    """Every policy after a short run that compiles its kernels, beside the first one's speed."""
+    first = 0.0
     for policy in args.policies:
         measure(args, policy, args.warm, 1)
         m = measure(args, policy, args.limit, args.num_samples)
-        if result["measurements"]:
-            m["of_full"] = m["tokens_per_second"] / result["measurements"][0]["tokens_per_second"]
-        result["measurements"].append(m)
-        results.write(path, result)
-        print(f"{policy:24} {m['sequences']:6,} sequences  {m['tokens_per_second']:10,.0f} tokens/s", flush=True)
-    result["complete"] = True
-    results.write(path, result)
-    print(f"written to {path}", file=sys.stderr)
-    return 0
+        yield m | ({"of_full": m["tokens_per_second"] / first} if first else {})
+        first = first or m["tokens_per_second"]
+
+
+def line(m: results.Measurement) -> str:
+    """For people."""
+    return f"{m['policy']:24} {m['sequences']:6,} sequences  {m['tokens_per_second']:10,.0f} tokens/s"
 
 
 def measure(args: argparse.Namespace, policy: str, limit: int | None, samples: int) -> dict[str, Any]:

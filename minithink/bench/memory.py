@@ -48,21 +48,18 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     result = results.new("memory", argv)
     names = ("budget", "prompt_tokens", "tokens")
     result["settings"] = {"device": "cpu", "dtype": "float32", **{name: getattr(args, name) for name in names}}
-    result["measurements"] = []
     engine = load(None, device="cpu", dtype="float32")
-    path = Path(args.output) if args.output else results.default_path(DEFAULT)
     ids = text(engine, args.tokens)
-    for policy in split(args.policies):
-        m = measure(engine, policy, ids, args.prompt_tokens, args.budget)
-        result["measurements"].append(m)
-        results.write(path, result)
-        print(f"{policy:18} {m['tokens_held']:>6,} tokens {m['held'] / 2**20:>8,.2f} MiB {m['share']:>7.1%} of full")
-    result["complete"] = True
-    results.write(path, result)
-    print(f"written to {path}", file=sys.stderr)
+    rows = (measure(engine, policy, ids, args.prompt_tokens, args.budget) for policy in split(args.policies))
+    results.collect(results.output(args, DEFAULT), result, rows, line)
     if args.plot:
         draw(result, Path(args.plot))
     return 0
+
+
+def line(m: results.Measurement) -> str:
+    """For people."""
+    return f"{m['policy']:18} {m['tokens_held']:>6,} tokens {m['held'] / 2**20:>8,.2f} MiB {m['share']:>7.1%} of full"
 
 
 def text(engine: Engine, count: int) -> list[int]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,22 +44,15 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     result = results.new("paged", argv)
     names = ("threads", "prompt_tokens", "new_tokens", "repeats")
     result["settings"] = {"device": "cpu", "dtype": "float32", **{name: getattr(args, name) for name in names}}
-    result["measurements"] = []
     engine = load(None, device="cpu", dtype="float32")
-    path = Path(args.output) if args.output else results.default_path(DEFAULT)
-    for batch in args.batch:
-        print(f"measuring batch {batch} ...", file=sys.stderr)
-        m = measure(engine, batch, args.prompt_tokens, args.new_tokens, args.repeats)
-        if batch in TARGETS:
-            m |= {"target": TARGETS[batch], "target_reached": m["ratio"] >= TARGETS[batch]}
-        result["measurements"].append(m)
-        results.write(path, result)
-        said = ", ".join(f"{side} {m[side]['tokens_per_second']:,.1f} tok/s" for side in ("paged", "plain"))
-        print(f"batch {batch}: {said}, ratio {m['ratio']:.2f}")
-    result["complete"] = True
-    results.write(path, result)
-    print(f"written to {path}", file=sys.stderr)
-    return 0
+    rows = (measure(engine, n, args.prompt_tokens, args.new_tokens, args.repeats) for n in args.batch)
+    return results.collect(results.output(args, DEFAULT), result, rows, line)
+
+
+def line(m: results.Measurement) -> str:
+    """For people."""
+    said = ", ".join(f"{side} {m[side]['tokens_per_second']:,.1f} tok/s" for side in ("paged", "plain"))
+    return f"batch {m['batch']}: {said}, ratio {m['ratio']:.2f}"
 
 
 @torch.inference_mode()
@@ -84,6 +75,8 @@ def measure(engine: Engine, batch: int, prompt: int, new: int, repeats: int) -> 
     for name, seconds in steps.items():
         step = statistics.median(seconds)
         out[name] = {"tokens_per_second": batch / step, "step_milliseconds": step * 1e3}
+    if goal := TARGETS.get(batch):
+        out |= {"target": goal, "target_reached": out["ratio"] >= goal}
     return out
 
 

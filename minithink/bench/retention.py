@@ -13,9 +13,8 @@ tokens that a lane holds more: prompt, buffer and the segments that are not anne
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Literal
 
 import torch
@@ -48,27 +47,24 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             f"--tokens {args.tokens}: give a multiple of two segments of {args.tau} tokens, of eight at least, such "
             f"as {8 * args.tau}."
         )
-    path = Path(args.output) if args.output else results.default_path(DEFAULT)
-    results.check(path)
+    path = results.output(args, DEFAULT)
     result = results.new("retention", argv)
     result["settings"] = {"tau": args.tau, "tokens": args.tokens, "prompt_tokens": PROMPT}
-    result["measurements"] = []
-    for bits, precision in BITS.items():
-        for level in (args.tau, *(n for n in LEVELS if n < args.tau)):
-            for axis in AXES:
-                m = {"bits": int(bits), "kept": level, "key_axis": axis}
-                m |= measure(precision, level, axis, args.tau, args.tokens)
-                result["measurements"].append(m)
-                results.write(path, result)
-                print(
-                    f"{bits} bits, {level:3} of {args.tau} kept, a scale for each {axis:7}: {m['bytes']:6.1f} bytes "
-                    f"a token, {m['scales']:5.1f} of them scales",
-                    flush=True,
-                )
-    result["complete"] = True
-    results.write(path, result)
-    print(f"written to {path}", file=sys.stderr)
-    return 0
+    rows = (
+        {"bits": int(bits), "kept": level, "key_axis": axis} | measure(precision, level, axis, args.tau, args.tokens)
+        for bits, precision in BITS.items()
+        for level in (args.tau, *(n for n in LEVELS if n < args.tau))
+        for axis in AXES
+    )
+    return results.collect(path, result, rows, partial(line, args.tau))
+
+
+def line(tau: int, m: results.Measurement) -> str:
+    """For people."""
+    return (
+        f"{m['bits']} bits, {m['kept']:3} of {tau} kept, a scale for each {m['key_axis']:7}: {m['bytes']:6.1f} bytes "
+        f"a token, {m['scales']:5.1f} of them scales"
+    )
 
 
 @torch.inference_mode()

@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import io
 import statistics
-import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,25 +65,24 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     torch.set_num_threads(1)  # two threads on busy cores wait for each other: the pairs would compare that
     result = results.new("trace", argv)
     result["settings"] = {"device": "cpu", "dtype": "float32", "threads": 1, "new_tokens": args.new_tokens}
-    result["measurements"] = []
-    path = Path(args.output) if args.output else results.default_path("trace")
-    results.check(path)
+    return results.collect(results.output(args, "trace"), result, measurements(args), line)
+
+
+def measurements(args: argparse.Namespace) -> Iterator[results.Measurement]:
+    """Recording under every policy, then a page."""
     engine = load(None, device="cpu", dtype="float32")
     with tempfile.TemporaryDirectory() as folder:
         for policy in split(args.policies):
-            m = recording(engine, policy, args.new_tokens, args.repeats, Path(folder) / "trace")
-            result["measurements"].append(m)
-            results.write(path, result)
-            print(f"{policy:32} × {m['ratio']:.3f}, {m['bytes_per_step']:,.0f} bytes and {m['events']:,} events")
-        m = page(args.page_tokens, args.repeats, Path(folder))
-        result["measurements"].append(m)
-        print(
-            f"page: open {m['open_seconds']:.2f} s, scrub {m['first_scrub_seconds']:.3f} s, {m['page_bytes']:,} bytes"
-        )
-    result["complete"] = True
-    results.write(path, result)
-    print(f"written to {path}", file=sys.stderr)
-    return 0
+            yield recording(engine, policy, args.new_tokens, args.repeats, Path(folder) / "trace")
+        yield page(args.page_tokens, args.repeats, Path(folder))
+
+
+def line(m: results.Measurement) -> str:
+    """For people."""
+    if m["what"] == "recording":
+        said = f"× {m['ratio']:.3f}, {m['bytes_per_step']:,.0f} bytes and {m['events']:,} events"
+        return f"{m['policy']:32} {said}"
+    return f"page: open {m['open_seconds']:.2f} s, scrub {m['first_scrub_seconds']:.3f} s, {m['page_bytes']:,} bytes"
 
 
 def recording(engine: Engine, policy: str, count: int, repeats: int, path: Path) -> dict[str, Any]:

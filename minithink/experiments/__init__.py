@@ -3,6 +3,7 @@
 A module may hold
 
     SWEEPS    name → Sweep: policies, budgets and problems that are compared (`bench/sweep.py` runs them)
+    OPERATIONS  kernels that are timed beside their twins (`bench/ops.py`)
     STAND_INS policy → what takes its place where keys are noise
     CASES     name → Cases: methods whose steps are timed on synthetic caches (`bench/cases.py` runs them)
     TABLES    name → Table: columns of a table in a document (`bench/tables.py` fills it in)
@@ -13,7 +14,7 @@ The engines know no method: whatever is particular to one stands in its module h
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from minithink.kv.contract import Policy
 
+LAYERS, MEASURED = 32, 4  # layers of the shape in which operations are timed; of these, measured ones
 Result = Mapping[str, Any]  # a file of docs/results
 Row = Mapping[str, Any]  # one of its measurements
 Field = str | tuple[str, ...] | Callable[[Row], Any]  # a dotted path in a row, several of them, or what computes it
@@ -99,6 +101,18 @@ class Case:
         return "/".join([self.kind, self.method, *([str(self.batch)] if self.batch else []), *types])
 
 
+Inputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A kernel that is timed beside its twin (`bench/ops.py`); its name is that of both."""
+
+    exact: Callable[[str, int], Inputs]  # device, tokens → whole numbers, on which both are equal
+    # lengths, sequences that are due, bytes that inputs hold together → case, bytes that must be moved, inputs
+    cases: Callable[[Sequence[int], Sequence[int], int], Iterator[tuple[str, int, list[Inputs]]]]
+
+
 @dataclass(frozen=True)
 class Cases:
     """Methods side by side at their steady state."""
@@ -155,7 +169,7 @@ def modules() -> list[Any]:
 
 
 def collected(kind: str) -> dict[Any, Any]:
-    """All entries of SWEEPS, STAND_INS, CASES or TABLES. ValueError: a name is there twice."""
+    """All entries of SWEEPS, OPERATIONS, STAND_INS, CASES or TABLES. ValueError: a name is there twice."""
     out: dict[Any, Any] = {}
     for module in modules():
         for name, entry in getattr(module, kind, {}).items():

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from itertools import pairwise, product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from minithink.engine import TINY
-from minithink.experiments import Case, Cases, Column, Goal, Result, Row, StandIn, StandIns, Sweep, Table
+from minithink.experiments import (
+    LAYERS,
+    MEASURED,
+    Case,
+    Cases,
+    Column,
+    Goal,
+    Inputs,
+    Operation,
+    Result,
+    Row,
+    StandIn,
+    StandIns,
+    Sweep,
+    Table,
+)
 from minithink.kv.contract import Shape, Step
 from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION, Tbe, ThinKV
 
@@ -75,8 +91,6 @@ SWEEPS = {
 }  # fmt: skip
 
 # Steps: caches whose types of thoughts are drawn -------------------------------------------------------------------
-
-MEASURED = 4  # layers whose sparsity is measured, |L*|
 
 
 class Drawn(StandIn, ThinKV):
@@ -190,6 +204,46 @@ CASES = {
         unplotted=(*SLOTS, "rkv-every", "rkv-every-gather", "rkv-every-overlapped"),
     )
 }  # fmt: skip
+
+# Kernels: what types of thoughts cost beside attention --------------------------------------------------------------
+
+SCHEDULE = (128, 64, 32, 16, 8, 4)  # τ, R
+HEADS, DIM = 8, 128  # KV heads, channels
+
+
+def segments(device: str, tokens: int) -> Inputs:
+    """Two segments of whole numbers, one of them not full, and how many tokens each keeps."""
+    keys = torch.randint(-2, 3, (2, tokens, 64), device=device).to(torch.bfloat16)
+    valid = torch.arange(tokens, device=device) < torch.tensor([[tokens], [tokens - 3]], device=device)
+    return keys, valid, torch.tensor([tokens // 2, 3], device=device)
+
+
+def weights(device: str, tokens: int) -> Inputs:
+    """Rows of attention weights, and which tokens are there."""
+    valid = torch.arange(tokens, device=device) < torch.tensor([[tokens], [tokens - 3]], device=device)
+    return torch.rand(2, HEADS, tokens, device=device).pow(4), valid[:, None]
+
+
+def shrinking(lengths: Sequence[int], due: Sequence[int], bytes: int) -> Iterator[tuple[str, int, list[Inputs]]]:
+    """Segments on their way down the retention schedule, in all layers."""
+    for n, (tokens, kept) in product(due, pairwise(SCHEDULE)):
+        sets = n * LAYERS
+        size = sets * tokens * HEADS * DIM * 2
+        x = torch.randn(-(-bytes // size), sets, tokens, HEADS * DIM, device="cuda", dtype=torch.bfloat16)
+        valid = torch.ones(sets, tokens, dtype=torch.bool, device="cuda")
+        count = torch.full((sets,), kept, dtype=torch.int32, device="cuda")
+        yield f"{n} × {LAYERS} segments, {tokens} → {kept} tokens", size, [(one, valid, count) for one in x]
+
+
+def due_rows(lengths: Sequence[int], due: Sequence[int], bytes: int) -> Iterator[tuple[str, int, list[Inputs]]]:
+    """Rows that are due, in the measured layers; attention has just written them, so that they are cached."""
+    for length, n in product(lengths, due):
+        p = torch.rand(MEASURED, n, HEADS, length, device="cuda")
+        valid = torch.ones(MEASURED, n, 1, length, dtype=torch.bool, device="cuda")
+        yield f"{n} × {MEASURED} rows of {length:,} tokens", p.nbytes + valid.nbytes, [(p, valid)] * 16
+
+
+OPERATIONS = {"sparsity": Operation(weights, due_rows), "kmeans": Operation(segments, shrinking)}
 
 # Tables of steps ---------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ def test_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert page["page_bytes"] > 10_000
     assert 0 < page["first_scrub_seconds"] <= page["worst_seconds"]
     assert page["target_reached"] == (page["worst_seconds"] < 1)
-    said = "\n".join(tables.trace(result))
+    said = "\n".join(tables.lines_of(tables.TABLES["trace"], result))
     assert "| `window:budget=64` | **" in said
     assert f"**{page['open_seconds']:.2f} s**" in said
     capsys.readouterr()

@@ -1,4 +1,4 @@
-"""The benchmark of ThinKV's own kernels: what it compares first, what it says without a GPU, and its table."""
+"""Operations that methods choose with: what is compared first, what is said without a GPU, and the table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from minithink import results
 from minithink.backend import triton_backend
-from minithink.bench import tables, thoughts
+from minithink.bench import ops, tables
 from minithink.errors import MinithinkError
 from tests.bench.result import RESULT, says_that_there_is_no_gpu
 from tests.kernels.device import DEVICE
@@ -20,11 +20,11 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 
 
 def test_kernels_are_compared_with_their_twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    thoughts.check(str(DEVICE), tokens=16)
+    ops.check(str(DEVICE), tokens=16)
     wrong = replace(triton_backend(), kmeans=lambda x, valid, count: valid)
-    monkeypatch.setattr(thoughts, "triton_backend", lambda: wrong)
+    monkeypatch.setattr(ops, "triton_backend", lambda: wrong)
     with pytest.raises(MinithinkError, match="kmeans and its twin differ"):
-        thoughts.check(str(DEVICE), tokens=16)
+        ops.check(str(DEVICE), tokens=16)
 
 
 def test_the_table(tmp_path: Path) -> None:
