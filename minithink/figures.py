@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from minithink.errors import MinithinkError, unwritable
 from minithink.files import replace
+
+RC: dict[str, Any] = {
+    "svg.hashsalt": "minithink",  # ids in the file are drawn from it
+    "svg.fonttype": "none",  # text stays text: it can be searched and read aloud
+    "text.parse_math": False,  # a $ is a $
+    "font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
+}  # fmt: skip
 
 
 def need_matplotlib() -> Any:
@@ -19,6 +28,21 @@ def need_matplotlib() -> Any:
             "A plot needs matplotlib, which is not installed: run `pip install minithink[plots]`."
         ) from None
     return matplotlib
+
+
+@contextmanager
+def drawing(path: Path, width: float, height: float, **settings: Any) -> Iterator[Any]:
+    """A figure to draw into, which is then written as SVG: the same values give the same bytes, whatever the user's
+    matplotlib is set to. settings: of matplotlib, beside RC. MinithinkError as of the two below and above."""
+    matplotlib = need_matplotlib()
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(RC | settings)
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure
+        write_svg(figure, path)
 
 
 def write_svg(figure: Any, path: Path, option: str = "--plot") -> None:

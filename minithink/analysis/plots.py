@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minithink import counts
-from minithink.figures import need_matplotlib, write_svg
+from minithink.figures import drawing
 from minithink.policies.thinkv import NAMES
 
 if TYPE_CHECKING:
@@ -19,10 +19,6 @@ LINES = ("#444444", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B
 SOURCES = ("sparsity", "keywords")  # of types
 MAPS = 4  # texts whose associations are drawn,
 LEAST = 4  # of so many segments, if there are such
-RC: dict[Any, Any] = {
-    "svg.hashsalt": "minithink", "svg.fonttype": "none", "text.parse_math": False, "font.size": 8,
-    "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
-}  # fmt: skip
 
 
 def write(path: Path, draw: Draw) -> None:
@@ -31,15 +27,8 @@ def write(path: Path, draw: Draw) -> None:
     Raises:
         MinithinkError: matplotlib is missing, or the file cannot be written.
     """
-    matplotlib = need_matplotlib()
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(RC)
-        figure = Figure(figsize=(7, 3), layout="constrained")
+    with drawing(path, 7, 3) as figure:
         draw(figure)
-        write_svg(figure, path)
 
 
 def importance(texts: Sequence[Mapping[str, Any]]) -> Draw:

@@ -47,7 +47,7 @@ from minithink import counts, results
 from minithink.bench import plots
 from minithink.bench.compare import comparisons
 from minithink.bench.decode import Deadline, RandomModel, Theirs, timed
-from minithink.bench.markdown import ABOUT
+from minithink.bench.markdown import ABOUT, aligned
 from minithink.bench.parts import GATHERS, TimedLoop, attention_seconds, counted, parts, seconds
 from minithink.bench.peer import Peer
 from minithink.bench.steady import CONFIGS, Settings, Steady, policy_of, pool_bytes
@@ -476,9 +476,7 @@ def print_table(entry: Cases, result: dict[str, Any]) -> None:
             *((f"{m['overhead']:.1%}", f"{shares['gather']:.1%}") if shares else ("-", "-")),
             f"{m['share']:.2%}" if m["kind"] == "bytes" else "-", counts.said(m.get("counts")),
         ))  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(aligned(rows))
     for line in comparisons(entry.goals, result["measurements"]):
         print(line)
     for text in result["left_out"]:

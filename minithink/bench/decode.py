@@ -33,6 +33,7 @@ from torch import Tensor
 from minithink import results
 from minithink.backend import choose
 from minithink.bench.attention import copy_speed
+from minithink.bench.markdown import aligned
 from minithink.bench.peer import CACHES, Peer, transformers
 from minithink.commands import positive
 from minithink.config import ModelConfig, RopeScaling
@@ -558,8 +559,6 @@ def _print_table(result: dict[str, Any]) -> None:
             f"{m['decode_ratio']:.2f}" if "decode_ratio" in m else "-", f"{share:.0%}" if share else "-",
             ", ".join(filter(None, note)),
         ))  # fmt: skip
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(aligned(rows))
     for line in result["left_out"]:
         print(f"left out: {line}")

@@ -19,6 +19,13 @@ def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in (rows[0], rule, *rows[1:])]
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """The same for a terminal: columns of equal width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
 def microseconds(value: float) -> str:
     """A time in microseconds, to three digits or more."""
     digits = next(d for d, least in ((0, 100), (1, 10), (2, 0)) if value >= least)

@@ -19,7 +19,7 @@ import torch
 from minithink import results
 from minithink.commands import positive
 from minithink.engine import Engine, load
-from minithink.figures import need_matplotlib
+from minithink.figures import drawing
 from minithink.kv.manager import KVManager
 from minithink.policies import lookup, parse, split, takes_budget
 from minithink.tasks.facts import draw_problem, draw_trace
@@ -105,23 +105,15 @@ def measure(engine: Engine, name: str, ids: list[int], prompt: int, budget: int)
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Stacked bars, one a policy."""
-    matplotlib = need_matplotlib()
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    matplotlib.rcParams["svg.hashsalt"] = "minithink"  # the same file from the same figures
     rows = result["measurements"][::-1]
-    figure, axis = plt.subplots(figsize=(8, 0.4 * len(rows) + 1.2))
     left = [0.0] * len(rows)
-    for kind in KINDS:
-        sizes = [row["kinds"][kind] / 2**20 for row in rows]
-        if any(sizes):
-            axis.barh([row["policy"] for row in rows], sizes, left=left, label=kind)
-            left = [a + b for a, b in zip(left, sizes, strict=True)]
-    axis.set_xlabel(f"MiB held after {result['settings']['tokens']:,} tokens")
-    axis.legend(frameon=False, fontsize=8)
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    with drawing(path, 8, 0.4 * len(rows) + 1.2) as figure:
+        axis = figure.subplots()
+        for kind in KINDS:
+            sizes = [row["kinds"][kind] / 2**20 for row in rows]
+            if any(sizes):
+                axis.barh([row["policy"] for row in rows], sizes, left=left, label=kind)
+                left = [a + b for a, b in zip(left, sizes, strict=True)]
+        axis.set_xlabel(f"MiB held after {result['settings']['tokens']:,} tokens")
+        axis.legend()
     print(f"drawn to {path}", file=sys.stderr)

@@ -7,15 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from minithink.experiments import Cases
-from minithink.figures import need_matplotlib, write_svg
+from minithink.figures import drawing
 
 COLORS = {
     "attention": "#0072B2", "refresh": "#E69F00", "eviction": "#D55E00", "gather": "#CC79A7", "flush": "#009E73",
     "rest": "#bbbbbb",
-}  # fmt: skip
-RC: dict[Any, Any] = {
-    "svg.hashsalt": "minithink", "svg.fonttype": "none", "font.size": 8, "axes.spines.top": False,
-    "axes.spines.right": False, "legend.frameon": False,
 }  # fmt: skip
 
 
@@ -25,21 +21,14 @@ def draw(name: str, entry: Cases, result: Mapping[str, Any], folder: Path) -> li
     Raises:
         MinithinkError: matplotlib is missing, or a file cannot be written.
     """
-    matplotlib = need_matplotlib()
-    from matplotlib.figure import Figure
-
     steps = usual(entry, result)
     paths = []
     for what, picture in (("parts", parts), ("latency", latency)):
         if not steps:
             break
-        with matplotlib.rc_context():
-            matplotlib.rcdefaults()
-            matplotlib.rcParams.update(RC)
-            figure = Figure(figsize=(7.5, 3), layout="constrained")
+        paths.append(folder / f"{name}-{what}.svg")
+        with drawing(paths[-1], 7.5, 3) as figure:
             picture(figure, entry, steps)
-            paths.append(folder / f"{name}-{what}.svg")
-            write_svg(figure, paths[-1])
     return paths
 
 

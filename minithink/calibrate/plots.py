@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from minithink.calibrate.density import grid
-from minithink.figures import need_matplotlib, write_svg
+from minithink.figures import drawing
 
 THIN = 4  # every fourth point of the grid is drawn
 ACROSS = 4  # panels
@@ -24,15 +24,9 @@ def draw(lines: Sequence[Mapping[str, Any]], result: Mapping[str, Any], path: Pa
     Raises:
         MinithinkError: matplotlib is missing, or the file cannot be written.
     """
-    matplotlib = need_matplotlib()
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update({"svg.hashsalt": "minithink", "svg.fonttype": "none", "font.size": 8})
-        looks = result["measurements"]["layers"]
-        down = -(-len(looks) // ACROSS)
-        figure = Figure(figsize=(2.3 * ACROSS, 1.7 * down + 0.4), layout="constrained")
+    looks = result["measurements"]["layers"]
+    down = -(-len(looks) // ACROSS)
+    with drawing(path, 2.3 * ACROSS, 1.7 * down + 0.4) as figure:
         x = grid().tolist()[::THIN]
         for i, look in enumerate(looks):
             axis = figure.add_subplot(down, ACROSS, i + 1)
@@ -48,4 +42,3 @@ def draw(lines: Sequence[Mapping[str, Any]], result: Mapping[str, Any], path: Pa
             axis.set_xlim(0, 1)
             axis.spines[["top", "right", "left"]].set_visible(False)
         figure.supxlabel("share of cached tokens below 1 % of the largest weight", fontsize=8)
-        write_svg(figure, path)

@@ -1,4 +1,4 @@
-"""The embedded model: its card's comparisons, its premises, and the speed of decoding, evaluating and recording."""
+"""The embedded model: its card's comparisons, and the speed of decoding, evaluating and recording."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from minithink.config import ModelConfig
 from minithink.engine import DTYPES, TINY
-from minithink.experiments import Column, Result, Row, Sweep, Table
+from minithink.experiments import Result, Row, Sweep, Table
 from minithink.model import Decoder
 from minithink.tasks import families
 
@@ -103,54 +103,6 @@ def goal(m: Row) -> str | None:
     return f"{m['target']} ×, {'reached' if m['target_reached'] else 'missed'}" if "target" in m else None
 
 
-def budgets(result: Result) -> Iterable[Row]:
-    """Sketches of the pilot; the full cache stands beside every budget."""
-    shares = dict.fromkeys(m["budget"] for m in result["measurements"] if m["policy"] != "full")
-    for m in result["measurements"]:
-        yield from ({**m, "budget": b} for b in shares) if m["policy"] == "full" else (m,)
-
-
-WHERE = {"nowhere": "nowhere", "boundary": "at blank lines", "every": "at every token"}
-
-
-def layers(result: Result) -> Iterable[Row]:
-    """What premises say of every layer; the last row is the mean."""
-    m = result["measurements"]
-    answer = m["answer_attention"]
-    of = {(x["kind"], x["layer"]): x for x in m["sparsity"]}
-    kinds = dict.fromkeys(kind for kind, _ in of)
-    for layer, (on, far) in enumerate(zip(answer["on_thinking"]["layers"], answer["far"]["layers"], strict=True)):
-        yield {"layer": layer, "on": on, "far": far, **{kind: of[kind, layer] for kind in kinds}}
-    yield {"layer": "mean", "on": answer["on_thinking"]["mean"], "far": answer["far"]["mean"]}
-
-
-def separability(result: Result) -> Iterable[str]:
-    """How far sparsity tells kinds of segments apart, and what steering did."""
-    m = result["measurements"]
-    full, two = m["full_cache"], m["separability"].get("two_thresholds")
-    said = (
-        f"{full['problems']} validation problems, {full['right']:.0%} right, {full['tokens']:,.0f} tokens and "
-        f"{full['doubts']:.1f} doubts each. Sparsity: mean ± standard deviation of the means of segments of "
-        f"{result['settings']['tau']} tokens."
-    )
-    pairs = [f"{' and '.join(x['kinds'])} {x['auc']:.2f} (layer {x['layer']})" for x in m["separability"]["auc"]]
-    if pairs:
-        said += f" Area under the curve of two kinds in the same third of a text, best layer: {', '.join(pairs)}."
-    if two:
-        said += (
-            f" Two thresholds in layer {two['layer']}, chosen on one half of the traces, name {two['accuracy']:.0%} "
-            f"of the other half's segments rightly; the commonest kind for all, {two['majority']:.0%}."
-        )
-    yield from (said, "")
-    for x in m.get("steering", {}).get("runs", []):
-        yield (
-            f"- steered {WHERE[x['at']]}, strength {x['strength']:g}: {x['right']:.0%} right, {x['tokens']:,.0f} "
-            f"tokens, {x['doubts']:.1f} doubts"
-        )
-    yield ""
-
-
-RIGHT: tuple[Column, ...] = (("right at {:.0%}", "right", "{:.0%}"), ("tokens", "tokens", "{:,.0f}"))
 DECODE = Table(
     (
         ("model", "title", "{}"), ("batch", "batch", "{}"), ("minithink", "ours.tokens_per_second", "{:,.0f} tok/s"),
@@ -166,23 +118,10 @@ ACCURACY = Table((
     ("95 % interval", lambda m: tuple(m["interval"]), "{:.1%} to {:.1%}"),
     ("tokens generated", "mean_tokens", "{:,.0f}"), ("cut off", "cut_off", "{:.1%}"),
 ))  # fmt: skip
-SPARSITY = "{:.2f} ± {:.2f}"
-PREMISES = Table(
-    (
-        ("layer", "layer", "{}"),
-        *((f"sparsity, {kind}?", (f"{kind}.mean", f"{kind}.sd_of_segments"), SPARSITY)
-          for kind in ("reasoning", "execution", "transition")),
-        ("answer's attention to thinking", "on", "{:.0%}"), ("of it, far back", "far", "{:.0%}"),
-    ),
-    rows=layers, said=separability,
-)  # fmt: skip
-PILOT = Table((("sketch", "policy", "{}"),), rows=budgets, across="budget", cells=RIGHT)
 KINDS = ("payload", "scales", "tables", "buffers", "state", "observations")
 TABLES = {
     **dict.fromkeys(("decode-cpu", "decode-gpu", "decode-gpu-steps", "decode-gpu-16k", "decode-gpu-rkv"), DECODE),
     **{"accuracy" if family == "facts" else f"accuracy-{family}": ACCURACY for family in families()},
-    **{f"premises-{family}": PREMISES for family in families()},
-    **{f"pilot-{family}": PILOT for family in families()},
     "margins": Table((), said=near_ties),
     "evaluate": Table((
         ("policy", "policy", "`{}`"), ("sequences", "sequences", "{:,}"), ("tokens", "tokens", "{:,}"),

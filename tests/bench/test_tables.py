@@ -164,8 +164,6 @@ def test_every_family_has_its_tables(root: Path) -> None:
     names it."""
     others = [family for family in families() if family != "facts"]
     assert {"accuracy", *(f"accuracy-{family}" for family in others)} <= tables.TABLES.keys()
-    for name in ("premises", "pilot", "curve", "importance", "association"):
-        assert {f"{name}-{family}" for family in families()} <= tables.TABLES.keys()
     assert main(["tables", "--root", str(root)]) == 0
     assert not (root / results.RESULTS / "accuracy-search.json").exists()
 
@@ -223,44 +221,6 @@ def test_a_calibration_is_read_beside_the_model(root: Path, tmp_path: Path, monk
         "60 problems, 90% right, 61,000 tokens. By keywords, segments are 50% / 50% / 0% (E / R / T). A segment's "
         "sparsity and its number correlate: 0.62." in lines
     )
-
-
-def test_premises_and_a_pilot(tmp_path: Path) -> None:
-    kinds = ("reasoning", "transition")
-    measured = {
-        "full_cache": {"problems": 64, "right": 0.98, "tokens": 1125.8, "doubts": 4.75},
-        "sparsity": [
-            {"kind": kind, "layer": layer, "mean": 0.5 + layer / 10, "sd_of_segments": 0.04}
-            for kind in kinds
-            for layer in (0, 1)
-        ],
-        "separability": {
-            "auc": [{"kinds": list(kinds), "layer": 1, "auc": 0.74}],
-            "two_thresholds": {"layer": 1, "accuracy": 0.54, "majority": 0.45},
-        },
-        "answer_attention": {
-            "far": {"mean": 0.75, "layers": [0.7, 0.8]}, "on_thinking": {"mean": 0.6, "layers": [0.5, 0.7]},
-        },
-        "steering": {"runs": [{"at": "every", "strength": 0.5, "right": 1.0, "tokens": 1015.3, "doubts": 2.75}]},
-    }  # fmt: skip
-    runs = [("full", 1.0, 0.99, 1100.4), ("window", 0.25, 0.1, 900.2), ("window", 0.5, 0.4, 1000.0)]
-    pilot = [dict(zip(("policy", "budget", "right", "tokens"), run, strict=True)) for run in runs]
-    for name, measurements in (("premises-facts", measured), ("pilot-facts", pilot)):
-        result = ABOUT | {"benchmark": name, "settings": {"limit": 96, "tau": 128}, "measurements": measurements}
-        results.write(tmp_path / f"{name}.json", result)
-    text = tables.fill("<!-- table:premises-facts -->\n<!-- end -->", "x.md", tmp_path)
-    assert "| 1 | 0.60 ± 0.04 | 0.60 ± 0.04 | 70% | 80% |" in text
-    assert "reasoning and transition 0.74 (layer 1)" in text
-    assert "- steered at every token, strength 0.5: 100% right, 1,015 tokens, 2.8 doubts" in text
-    measured["sparsity"][0]["sd_of_segments"] = None  # no segment was mostly of this kind
-    measured["separability"] = {"auc": []}
-    results.write(tmp_path / "premises-ledger.json", result | {"measurements": measured, "benchmark": "premises"})
-    text = tables.fill("<!-- table:premises-ledger -->\n<!-- end -->", "x.md", tmp_path)
-    assert "| 0 | – | 0.50 ± 0.04 | 50% | 70% |" in text
-    assert "segments of 128 tokens.\n" in text
-    lines = tables.fill("<!-- table:pilot-facts -->\n<!-- end -->", "x.md", tmp_path).splitlines()
-    assert lines[1] == "| sketch | right at 25% | tokens | right at 50% | tokens |"
-    assert lines[3:5] == ["| full | 99% | 1,100 | 99% | 1,100 |", "| window | 10% | 900 | 40% | 1,000 |"]
 
 
 def test_near_ties_are_said() -> None:
