@@ -89,6 +89,29 @@ def test_all_families_and_their_table(
     assert lines[-2].endswith("/pool.jsonl)")
 
 
+def test_a_stale_run_fails_the_check(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though its table would not change; with other kernels alone it is only said."""
+    where = tmp_path / "docs" / "results"
+    words = [*words_of(tmp_path, "snapkv"), "--families", "facts", "--results", str(where)]
+    assert main(words) == 0
+    config, own, weights = sweep._about(sweep.TINY)
+    monkeypatch.setattr(sweep, "_about", lambda folder: (config, replace(own, max_new_tokens=NEW), weights))
+    monkeypatch.setattr(sweep, "families", lambda: ["facts"])
+    (tmp_path / "README.md").write_text("<!-- table:sweep-snapkv -->\n<!-- end -->\n")
+    check = ["tables", "--check", "--root", str(tmp_path)]
+    assert main(check[:1] + check[2:]) == 0
+    assert main(check) == 0
+    for part, code, said in (("kernels", 0, "--recheck"), ("policy", 1, "1 runs has changed, the first of snapkv")):
+        runs = pool.read(where)
+        runs[-1].source[part] = "another"
+        pool.add(where, runs)
+        capsys.readouterr()
+        assert main(check) == code
+        assert said in capsys.readouterr().err
+
+
 def test_what_two_share_is_run_once(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second comparison runs its own policies alone; not even the full cache again."""
     asked = list[list[str]]()
