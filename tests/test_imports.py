@@ -37,11 +37,14 @@ ALLOWED = {
 # package → what it may import beside the standard library and the project; others may import RUNTIME and EXTRAS
 THIRD_PARTY = {f"minithink.{name}": {"torch", "triton"} for name in ("ref", "quant", "kernels")}
 # nothing imports these, except themselves
-LEAVES = ("calibrate", "evaluate", "analysis", "trace", "bench", "train", "train_data", "muon", "generate")
+LEAVES = (
+    "calibrate", "evaluate", "analysis", "trace", "experiments", "bench", "train", "train_data", "muon", "generate",
+)  # fmt: skip
 # … except a module that records traces, and a measurement of traces and of evaluations
 PERMITTED = (
     ("minithink.generate", "minithink.trace.recorder"),
     ("minithink.evaluate", "minithink.trace.recorder"),
+    ("minithink.bench", "minithink.experiments"),
     ("minithink.bench", "minithink.trace"),
     ("minithink.bench", "minithink.evaluate"),
     ("minithink.analysis", "minithink.calibrate.reading"),  # sparsity of a text is measured in one place
@@ -59,7 +62,7 @@ BELOW = tuple(
         "tokenizer", "weights",
     )
 )  # fmt: skip
-ABOVE = ("engine", "stream", "results", "experiments", *LEAVES)
+ABOVE = ("engine", "stream", "results", *LEAVES)
 # what the model and the cache must not know: the registered policies, and the methods that the design names
 METHODS = set(
     "thinkv skipkv crystal_kv dynts h2o snapkv rkv streaming_llm kivi pm_kvq window".split()  # noqa: SIM905
@@ -227,6 +230,18 @@ def test_the_model_and_the_cache_name_no_policy():
             source = path.read_text(encoding="utf-8")
             # "full" is a word, "quant" a package
             assert not policies_named(source, METHODS | set(POLICIES) - {"full", "quant"}), name
+
+
+# engines of measurement, which run whatever minithink/experiments lists
+ENGINES = ("cases", "compare", "markdown", "ops", "parts", "plots", "pool", "steady", "sweep", "tables")
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_of_measurement_names_no_method(name):
+    from minithink.policies import POLICIES
+
+    source = sources()[f"minithink.bench.{name}"].read_text(encoding="utf-8")
+    assert not policies_named(source, METHODS | set(POLICIES) - {"full", "quant", "random"})
 
 
 def test_kernels_are_found_below_the_package_only():

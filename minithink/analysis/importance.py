@@ -32,6 +32,7 @@ from minithink.analysis.plots import SOURCES
 from minithink.analysis.premises import finish
 from minithink.analysis.segments import Text, begin_segments, by_type, segment_arguments, summary, texts
 from minithink.analysis.suppress import suppress
+from minithink.commands import natural
 from minithink.engine import Engine
 from minithink.errors import MinithinkError
 from minithink.tasks import boxed
@@ -43,21 +44,10 @@ NONE = "no answer"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     segment_arguments(parser)
     add = parser.add_argument
-    add("--rollouts", type=count, default=8, metavar="N", help="answers that are drawn for a text; 0: the text's own "
-        "alone (default: 8; the paper: 50)")  # fmt: skip
-    add("--resample", type=count, default=0, metavar="N", help="also write on N times from every segment's ends "
+    add("--rollouts", type=natural, default=8, metavar="N", help="answers that are drawn for a text; 0: the text's "
+        "own alone (default: 8; the paper: 50)")  # fmt: skip
+    add("--resample", type=natural, default=0, metavar="N", help="also write on N times from every segment's ends "
         "(default: 0: do not)")  # fmt: skip
-
-
-def count(text: str) -> int:
-    """For argparse: a whole number of at least 0."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 0")
-    return value
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
