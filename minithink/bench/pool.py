@@ -66,7 +66,10 @@ class Run:
     @property
     def state(self) -> str:
         """What keeps it from being shown: "stale", "unchecked" or nothing."""
-        now = source_of(self.key["policy"], self.key["backend"])
+        try:
+            now = source_of(self.key["policy"], self.key["backend"])
+        except UsageError:  # there is no such policy or setting any more
+            return "stale"
         if self.stale or any(self.source.get(name) != now[name] for name in CODE):
             return "stale"
         return "" if self.source.get("kernels") == now["kernels"] else "unchecked"

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     if not args.plot_only:
         results.check(args.results / pool.FILE, "--results")
         for path in args.join:
-            pool.add(args.results, joined(path, wanted))
+            pool.add(args.results, joined(path, args))
         if not args.finished:
             device_of(args.device)
         todo = unchecked(args, wanted) if args.recheck else missing(args, wanted)
@@ -263,12 +263,15 @@ def recheck(args: argparse.Namespace, group: Sequence[Wanted]) -> None:
     pool.add(args.results, found)
 
 
-def joined(path: Path, wanted: Sequence[Wanted]) -> list[Run]:
+def joined(path: Path, args: argparse.Namespace) -> list[Run]:
     """The runs of another pool, or of an earlier result. UsageError: it has none."""
     if path.suffix == ".jsonl":
         runs = pool.read(path.parent) if path.name == pool.FILE else []
     else:
-        runs = pool.taken(results.read(path), {key["dataset"]: key for key in wanted})
+        result = results.read(path)
+        if (name := result.get("settings", {}).get("name")) not in SWEEPS:
+            raise UsageError(f"{path} is of the comparison {name}, which is none: name another file.")
+        runs = pool.taken(result, {family: settings_of(SWEEPS[name], family, args) for family in families()})
     if not runs:
         raise UsageError(f"{path} holds no runs: name a {pool.FILE}, or a result of bench sweep.")
     return runs

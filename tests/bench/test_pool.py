@@ -103,6 +103,12 @@ def test_changed_code_makes_a_run_stale(part: str, state: str) -> None:
     assert run.state == state
 
 
+def test_a_run_of_a_policy_that_is_gone_is_stale() -> None:
+    run = run_of("rkv")
+    run.key["policy"] = "rkv:no_such_setting=1"
+    assert run.state == "stale"
+
+
 def test_docstrings_comments_and_imports_do_not_count() -> None:
     code = 'import a\n\ndef f(x):\n    """Doc."""\n    return x + 1  # one\n'
     assert normal(code) == normal('from b import c\ndef f(x):\n    import d\n    return (x + 1)\n')

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from minithink import results
 from minithink.bench import pool, sweep, tables
 from minithink.bench.__main__ import main
 from minithink.evaluate import runner
 from minithink.evaluate.plan import plan, policy_of
 from minithink.tasks import families
+from tests.bench.result import RESULT
 
 
 @pytest.mark.parametrize("name", sorted(sweep.SWEEPS))
@@ -168,6 +170,36 @@ def test_a_run_that_was_interrupted(tmp_path: Path, small: None, monkeypatch: py
 def test_a_quick_look_is_not_for_the_documents(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "snapkv", "--limit", "1"]) == 2
     assert "give another --results" in capsys.readouterr().err
+
+
+def test_earlier_results_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the format that there was before the pool; of the embedded model, and of another one."""
+    row = {"pass_at_1": 0.5, "pass_at_1_low": 0.4, "pass_at_1_high": 0.6, "generated_mean": 100.0, "samples": 200,
+           "kv_bytes_peak": 1000.0, "needed_kept": 0.75, "recall": None}  # fmt: skip
+    for name, model in (("card", sweep._about(sweep.TINY)[2]), ("robustness", "of another")):
+        cells = plan(sweep.policies_of([sweep.SWEEPS[name]]), sweep.SWEEPS[name].budgets)
+        measurements = [
+            {"family": family, "policy": policy, "budget": budget, **row} | (
+                {"case_1": 3, "case_2": 400} if policy == "thinkv" else {"case_1": None, "case_2": None})
+            for family in families() for policy, budget in cells
+        ]  # fmt: skip
+        result = RESULT | {"benchmark": "sweep", "embedded_model": model, "measurements": measurements}
+        settings = {"name": name, "limit": 200, "samples": 1, "needed": True, "recall": False}
+        results.write(tmp_path / f"sweep-{name}.json", result | {"settings": settings})
+    words = ["--finished", "--results", str(tmp_path), "--runs", str(tmp_path / "runs"), "--join"]
+    assert main(["sweep", "card", *words, str(tmp_path / "sweep-card.json")]) == 0
+    assert "45 of 45 runs are in" in capsys.readouterr().err
+    assert main(["sweep", "robustness", *words, str(tmp_path / "sweep-robustness.json")]) == 0
+    assert "45 of 45" not in capsys.readouterr().err
+    models = [run.key["checkpoint"] for run in pool.read(tmp_path)]
+    assert models.count("of another") == len(models) - 45 == 33
+    lines = tables.fill("<!-- table:sweep-card -->\n<!-- end -->", "x.md", tmp_path).splitlines()
+    assert lines[1].count("needed, kept") == len(families())
+    [thinkv, _] = [line for line in lines if line.startswith("| `thinkv` |")]
+    assert thinkv.endswith("| 75.0% | case 1: 9, case 2: 1,200 |")
+    assert main(["sweep", "card", *words, str(tmp_path / "none.json")]) == 1
+    results.write(tmp_path / "else.json", RESULT | {"benchmark": "sweep", "measurements": []})
+    assert main(["sweep", "card", *words, str(tmp_path / "else.json")]) == 2
 
 
 def test_runs_are_drawn(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
