@@ -27,7 +27,7 @@ def draw(name: str, entry: Cases, result: Mapping[str, Any], folder: Path) -> li
         if not steps:
             break
         paths.append(folder / f"{name}-{what}.svg")
-        with drawing(paths[-1], 7.5, 3) as figure:
+        with drawing(paths[-1], 7.5, 3, **{"text.parse_math": True}) as figure:  # for powers of ten
             picture(figure, entry, steps)
     return paths
 
