@@ -165,7 +165,7 @@ def taken(result: Mapping[str, Any], settings: Mapping[str, Any]) -> list[Run]:
     """
     if result.get("benchmark") != "sweep":
         raise UsageError(f"A result of {result.get('benchmark')} has no rows for the pool: name one of bench sweep.")
-    known, out = {f.name for f in fields(Row)}, []
+    known, out = {f.name for f in fields(Row)} - {"group"}, []
     of_gpu = "gpu" in result["machine"]
     kinds = ("bfloat16", "triton", "cuda") if of_gpu else ("float32", "reference", "cpu")
     here = dict(zip(MACHINE, kinds, strict=True))

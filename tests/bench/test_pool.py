@@ -119,7 +119,7 @@ def test_docstrings_comments_and_imports_do_not_count() -> None:
 def test_an_earlier_format_is_taken() -> None:
     """The sweeps that ran before there was a pool."""
     about = {name: SETTINGS[name] for name in SETTINGS if name not in pool.MACHINE}
-    row = {"policy": "thinkv", "budget": 0.5, "pass_at_1": 0.25, "generated_mean": 100.0, "samples": 2, "problems": 2}
+    row = {"group": None, "policy": "thinkv", "budget": 0.5, "pass_at_1": 0.25, "generated_mean": 100.0, "samples": 2}
     result = {
         "benchmark": "sweep", "embedded_model": "fe", "commit": "unknown", "date": "2031", "command": "x",
         "versions": {},
@@ -132,6 +132,7 @@ def test_an_earlier_format_is_taken() -> None:
     thinkv, full = pool.taken(result, {"facts": about})
     assert thinkv.row["counts"] == {"case_1": 3, "case_2": 0}
     assert full.row["counts"] is None
+    assert "group" not in full.row
     assert thinkv.tokens == [200, 2]
     assert (thinkv.key["checkpoint"], thinkv.key["dtype"], thinkv.key["needed"]) == ("fe", "bfloat16", True)
     assert thinkv.state == ""
