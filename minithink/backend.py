@@ -50,7 +50,7 @@ class Backend:
     """The functions of one backend."""
 
     name: str
-    in_place: bool  # attention reads keys and values where they lie, and makes no dense copy of them
+    recordable: bool  # CUDA graphs can be recorded of its functions: they ask nothing of the device
     # the decoder
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
@@ -85,7 +85,7 @@ class Backend:
     survivors: Callable[[Any, Tensor, Tensor, Tensor, int], Tensor] = survivors
 
 
-REFERENCE = Backend("reference", in_place=False)
+REFERENCE = Backend("reference", recordable=False)
 
 NAMES = ("auto", "reference", "triton")
 
@@ -125,7 +125,7 @@ def triton_backend() -> Backend:
     from minithink.kernels.window_importance import window_importance
 
     return Backend(
-        "triton", in_place=True, linear=linear, rms_norm=rms_norm, rope=rope, swiglu=swiglu,
+        "triton", recordable=True, linear=linear, rms_norm=rms_norm, rope=rope, swiglu=swiglu,
         gumbel_argmax=gumbel_argmax, paged_attention=paged_attention, by_format=by_format, append=append,
         enlist=enlist, allocate=allocate, flush=flush, evict=evict, quantize=quantize, dequantize=dequantize,
         shrink=shrink, close_ranks=close_ranks, gather=gather, keep_best=keep_best,

@@ -183,7 +183,7 @@ class Engine:
         self.device, self.dtype = decoder.embed.device, decoder.embed.dtype
         self.rope = Rope(decoder.config, self.device)
         # Whether decoding steps are CUDA graphs, whose caches have fixed widths.
-        self.records = decoder.backend.in_place and self.device.type == "cuda"
+        self.records = decoder.backend.recordable and self.device.type == "cuda"
         self.columns: Literal["fit"] | None = "fit" if self.records else None
 
     def _bytes_for(self, policy: Policy, rows: int, tokens: int, prompt: int) -> int:

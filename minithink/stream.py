@@ -148,9 +148,8 @@ class Stream:
         self._together = 1  # prompts that are read in one pass
         if isinstance(self.cache, KVManager):
             self.cache.recorder = recorder
-            if self.cache.capturable:
-                self._loop = DecodeLoop(engine.decoder, self.cache, params, () if fixed else SIZES)
-                self._together = prompts_at_once(batch_size)
+            self._loop = DecodeLoop(engine.decoder, self.cache, params, () if fixed else SIZES, self.sampler)
+            self._together = prompts_at_once(batch_size) if self._loop.records else 1
         # May a step begin before the tokens of the last one are given out? Who takes them must leave the cache alone.
         self.ahead = False
         self.accounts = True  # is it asked what a sequence holds when it ends, for its Result?
@@ -167,7 +166,7 @@ class Stream:
         if not self.fixed:
             return self.cache_of(policy, self.batch_size)
         one = self.cache_of(copy.deepcopy(policy), 1)
-        if isinstance(one, KVManager) and one.capturable:
+        if isinstance(one, KVManager) and one.recordable:
             return self.cache_of(policy, self.batch_size)
         return Apart(lambda: self.cache_of(copy.deepcopy(policy), 1))
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,10 +16,9 @@ import minithink.loop as loop_module
 from minithink.backend import REFERENCE, Backend, triton_backend
 from minithink.engine import Engine, load
 from minithink.errors import MinithinkError, UsageError
+from minithink.kv.batch import ACTIVE, FIELDS, Batch
 from minithink.kv.contract import Demand, Policy, See, Storage
 from minithink.kv.manager import KVManager
-from minithink.kv.store import PagedStore
-from minithink.kv.view import ACTIVE, STATE
 from minithink.loop import SIZES, DecodeLoop
 from minithink.model import Decoder, Rope
 from minithink.policies import parse
@@ -90,7 +88,7 @@ def ran(backend: str, policy: str | None, **options: Any) -> Stream:
 def test_the_loop_generates_what_the_reference_does(policy: str | None, draw: str) -> None:
     """Sequences end at different times, and others take their rows; few graphs are recorded for all steps."""
     want, got = ran("reference", policy, **DRAWS[draw]), ran("triton", policy, **DRAWS[draw])
-    assert want._loop is None
+    assert want._loop is None or not want._loop.records
     for i, (a, b) in enumerate(zip(got.results, want.results, strict=True)):
         same = next((k for k, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=False)) if x != y), None)
         assert a.token_ids == b.token_ids, f"{policy}, sequence {i}: {same} tokens are the same"
@@ -116,12 +114,13 @@ def test_the_loop_generates_what_the_reference_does(policy: str | None, draw: st
 @needs_cuda
 @pytest.mark.parametrize("policy", ["full", "rkv:budget=96,buffer=16", *ROUNDING])
 def test_a_graph_is_its_steps(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same kernels one by one, on tensors of the same shapes, in steps that begin with `begin_step`."""
+    """The same kernels one by one, on tensors of the same shapes."""
     recorded = ran("triton", policy, temperature=0)
     assert recorded._loop is not None
-    monkeypatch.setattr(KVManager, "capturable", property(lambda _: False))
+    monkeypatch.setattr(loop_module, "recorder", lambda cache: None)
     launched = ran("triton", policy, temperature=0)
-    assert launched._loop is None
+    assert launched._loop is not None
+    assert not launched._loop.recorded
     assert_same_results(recorded, launched)
 
 
@@ -316,10 +315,9 @@ class Launched:
 def by_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loops that run on a CPU, decisions too."""
     monkeypatch.setattr(loop_module, "Recorded", Launched)
+    monkeypatch.setattr(loop_module, "recorder", lambda cache: Launched if cache.recordable else None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(manager_module, "NARROWEST", 8)
-    recorded = property(lambda cache: bool(cache.deciding) and cache.policy.recordable)
-    monkeypatch.setattr(KVManager, "records_decisions", recorded)
 
 
 @pytest.mark.parametrize("policy", ["window:budget=12,schedule=interval:5", "rkv:budget=12,buffer=0,alpha=4,lam=1"])
@@ -362,9 +360,8 @@ def test_what_graphs_are_given(policy: str, monkeypatch: pytest.MonkeyPatch) -> 
     got, want = (manager_for(decoder, parse(policy), backend=ONE_BY_ONE, **options) for _ in range(2))
     loop = DecodeLoop(decoder, got, SamplingParams(temperature=0))
     full: list[list[int]] = []  # the rows whose buffers the other one has flushed
-    flush = want.store.flush
-    monkeypatch.setattr(want.store, "flush", lambda rows: (full.append(list(rows)), flush(rows)))
-    monkeypatch.delattr(got.store.__class__, "flush")
+    flushed = want.store.flushed
+    monkeypatch.setattr(want.store, "flushed", lambda rows: (rows and full.append(list(rows)), flushed(rows)))
     seqs, last, draw = [4, 2, 7, 3, 9], dict[int, int](), torch.Generator().manual_seed(1)
     for seq in seqs:
         for manager in (got, want):
@@ -394,7 +391,7 @@ def test_what_graphs_are_given(policy: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert bool(full) == ("buffer=5" in policy or policy.startswith(("quant:fmt=nvfp4,by", "kivi", "thinkv")))
     for rows, values in zip(given, flushes, strict=True):
         assert len(values[0].unique()) == values.shape[1] == next(n for n in (1, 2, 4, 6) if n >= len(rows))
-    assert {len(values) for values in steps} == {STATE + 2}
+    assert {len(values) for values in steps} == {len(FIELDS)}
     assert len(loop.decisions) <= 4 * 4 * 2
 
 
@@ -466,6 +463,7 @@ def test_sequences_come_and_go_between_steps(policy: str, monkeypatch: pytest.Mo
     """They join, pause and leave, and rows are used again: each draws what it draws by steps that are not recorded.
     What the host says of rows in a step is what it knows of them, of idle ones too; widths follow the lanes."""
     monkeypatch.setattr(loop_module, "Recorded", Careful)
+    monkeypatch.setattr(loop_module, "recorder", lambda cache: Careful if cache.recordable else None)
     decoder, draw = with_backend(decoder_of(0), ONE_BY_ONE), torch.Generator().manual_seed(2)
     options: dict[str, Any] = {"rows": 5, "tokens": 60, "columns": "fit", "poison": False}
     got, want = (manager_for(decoder, parse(policy), backend=ONE_BY_ONE, **options) for _ in range(2))
@@ -544,10 +542,11 @@ def test_rows_of_a_graph() -> None:
         ([1], (), [1, 0, 2, 3, 4, 5]),
         ([2], (8, 256), [2, 0, 1, 3, 4, 5]),
     ):
-        inputs = np.array([rows, [1] * len(rows), [7] * len(rows)])
-        padded = loop._with_idle(inputs, sizes)
-        assert padded[0].tolist() == want
-        assert padded[1:].tolist() == [[x] * len(rows) + [0] * (len(want) - len(rows)) for x in (1, 7)]
+        padded = loop._padded(Batch.of(row=rows, token=[7] * len(rows)), sizes)
+        assert padded.row.tolist() == want
+        idle = len(want) - len(rows)
+        assert padded.active.tolist() == [True] * len(rows) + [False] * idle
+        assert padded.token.tolist() == [7] * len(rows) + [0] * idle
 
 
 @pytest.mark.usefixtures("by_launches")
@@ -568,7 +567,6 @@ def test_a_pool_that_is_too_small_here_too() -> None:
         with pytest.raises(MinithinkError, match=r"The KV pool of 24 pages is exhausted: use a smaller --batch-size"):
             loop.step([0, 1], tokens)
         assert [manager.length(seq) for seq in (0, 1)] == manager.store.lengths == [12, 8]
-        assert manager.store.most == [12, 8]
 
 
 @pytest.mark.usefixtures("by_launches")
@@ -638,9 +636,9 @@ class Witness:
 def test_who_watches_sees_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are not recorded then, nor asked for in the step, and are the same; who watches learns of every step."""
     monkeypatch.setattr(loop_module, "Recorded", Launched)
+    monkeypatch.setattr(loop_module, "recorder", lambda cache: Launched if cache.recordable else None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(PagedStore, "evicts_in_place", property(lambda _: True))
-    backend = replace(ONE_BY_ONE, in_place=True)
+    backend = ONE_BY_ONE
     decoder = with_backend(decoder_of(0), backend)
     lanes = []
     for watched in (False, True):
@@ -650,7 +648,7 @@ def test_who_watches_sees_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
         witness = Witness()
         manager.recorder = witness if watched else None
         if watched:
-            monkeypatch.setattr(manager, "due_next", None)
+            monkeypatch.setattr(manager, "due", None)
         manager.join(0, 60, 5)
         feed(decoder, manager, {0: text_of(decoder.config, 5, 0)})
         loop = DecodeLoop(decoder, manager, SamplingParams(temperature=0), sizes=())
@@ -667,9 +665,9 @@ def test_who_watches_sees_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_watches_may_come_and_go_during_a_step(monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
     """A step that was launched with a witness, and ends without one, or the other way round, evicts all the same."""
     monkeypatch.setattr(loop_module, "Recorded", Launched)
+    monkeypatch.setattr(loop_module, "recorder", lambda cache: Launched if cache.recordable else None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(PagedStore, "evicts_in_place", property(lambda _: True))
-    backend = replace(ONE_BY_ONE, in_place=True)
+    backend = ONE_BY_ONE
     decoder = with_backend(decoder_of(0), backend)
     manager = manager_for(
         decoder, parse("window:budget=12"), backend=backend, rows=2, tokens=60, columns="fit", poison=False
@@ -719,12 +717,39 @@ def test_what_does_not_fit_is_refused_before_the_step(
     assert_same_content("who sits beside it", content(manager, 0), before[0])
 
 
-def test_what_cannot_be_recorded_is_refused() -> None:
-    """Without fixed widths addresses change. No GPU is needed to say so."""
+@pytest.mark.parametrize("columns", [None, "fit"])
+def test_steps_that_are_not_recorded(columns: Any) -> None:
+    """On a CPU each part of a step is a call: nothing is recorded, and the tokens are those of whole steps."""
+    decoder = with_backend(decoder_of(0), ONE_BY_ONE)
+    policy = "rkv:budget=9,buffer=4,alpha=3"
+    options: dict[str, Any] = {"tokens": 60, "columns": columns, "backend": ONE_BY_ONE}
+    got, want = (manager_for(decoder, parse(policy), **options) for _ in range(2))
+    loop, last = DecodeLoop(decoder, got, SamplingParams(temperature=0)), {0: 1, 1: 2}
+    for seq in last:
+        for manager in (got, want):
+            manager.join(seq, 60, 5)
+            feed(decoder, manager, {seq: text_of(decoder.config, 5, seq)})
+    for i in range(20):
+        seqs = (0, 1) if i % 3 else (1,)
+        logits = feed(decoder, want, {seq: [last[seq]] for seq in seqs})
+        drawn = loop.step(seqs, [last[seq] for seq in seqs])
+        assert drawn == [int(logits[seq].argmax()) for seq in seqs]
+        last.update(zip(seqs, drawn, strict=True))
+        assert_same_state(f"step {i}", got, want, (0, 1))
+    assert not loop.records
+    assert not loop.recorded | loop.decisions | loop.flushes
+    assert got.held(1) < 14
+
+
+def test_steering_is_not_recorded() -> None:
+    """A policy that steers may ask the host; without fixed widths addresses change."""
     decoder = random_decoder(example_config())
-    manager = KVManager(decoder.config, Rope(decoder.config), parse("full"), rows=1, tokens=9)
-    with pytest.raises(ValueError, match="steps under full cannot be recorded"):
-        DecodeLoop(decoder, manager, SamplingParams(temperature=0))
+    fixed, loose = (manager_for(decoder, parse("full"), columns=columns) for columns in ("fit", None))
+    assert fixed.recordable
+    assert not loose.recordable
+    fixed.steers = True
+    assert not fixed.recordable
+    assert loop_module.recorder(loose) is loop_module.recorder(fixed) is None, "there is no GPU"
 
 
 @dataclass
@@ -754,8 +779,8 @@ def test_a_graph_for_steps_that_observe_and_one_for_the_others() -> None:
         due = bool(loop.cache.demands_due(list(fed)))
         assert due == any((i + 1 - 2 * seq) % 4 == 0 for seq in fed)
         loop.step(list(fed), list(fed.values()))
-        for key, mass in want._mass.items():
-            assert_close(f"mass {key}, step {i}", got._mass[key], mass, atol=1e-6)
+        for key, mass in want.observations.mass.items():
+            assert_close(f"mass {key}, step {i}", got.observations.mass[key], mass, atol=1e-6)
     runs = {observed: sum(len(g.seen) for k, g in loop.recorded.items() if k[3] == observed)  # type: ignore[attr-defined]
             for observed in [(), Glancing.demands]}  # fmt: skip
     assert runs == {(): 7, Glancing.demands: 5}

@@ -21,6 +21,7 @@ from minithink.backend import triton_backend
 from minithink.bench.attention import DIM, FORMATS, HEADS, KV_HEADS, attending, microseconds, recorded, timed
 from minithink.commands import positive
 from minithink.errors import MinithinkError
+from minithink.kv.batch import ACTIVE, Batch
 from minithink.kv.contract import Shape, Storage
 from minithink.kv.store import PagedStore
 
@@ -72,39 +73,39 @@ def measure(storage: Storage, batch: int, length: int, repeats: int) -> dict[str
     size, total = storage.buffer, length + repeats
     store = _store(shape, storage, total + 1)
     store.used = set(store.home)  # no prompt is in it
-    at = torch.arange(batch, device="cuda")
-    lengths = torch.zeros(batch, dtype=torch.int64, device="cuda")
+    step_of = Batch.of("cuda", row=range(batch), active=[0] * batch, length=[1] * batch)
     # Sequences are at different points of their buffers; in a step as many are full as in any other.
     points = [row * size // batch for row in range(batch)]
-    waiting = torch.tensor(points, device="cuda")
-    full = torch.zeros(-(-batch // max(1, size)), dtype=torch.int64, device="cuda")
-    active, due = (torch.zeros(len(x), dtype=torch.bool, device="cuda") for x in (at, full))
+    step_of.waiting[:] = torch.tensor(points, device="cuda")
+    none = [0] * -(-batch // max(1, size))
+    full = Batch.of("cuda", row=none, active=none)
     q = torch.randn(batch, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     k, v = torch.randn(2, batch, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16).unbind()
     cos, sin = torch.rand(2, batch, 1, DIM, device="cuda").unbind()
 
     def step() -> None:
-        writer = store.append_next(at, active, lengths, waiting)
+        writer = store.take(step_of)
         for layer in range(LAYERS):
             ops.append(q, k, v, cos, sin, writer, layer)
-        lengths.add_(active)
+        step_of.length.add_(step_of.active)
         if size:
-            waiting.add_(active)
+            step_of.waiting.add_(step_of.active)
 
     step_graph = recorded(step)  # while nobody is active
-    flush_graph = recorded(lambda: store.flush_next(full, due)) if size else None
-    active.fill_(True)
+    flush_graph = recorded(lambda: store.flush_rings(full)) if size else None
+    step_of.values[ACTIVE] = 1
     steps: list[float] = []
     flushes: list[float] = []
     for n in range(total):
         if flush_graph and (rows := [row for row, point in enumerate(points) if point == size]):
-            full[: len(rows)] = torch.tensor(rows, device="cuda")
-            due[:] = torch.arange(len(due), device="cuda") < len(rows)
+            full.row[: len(rows)] = torch.tensor(rows, device="cuda")
+            full.values[ACTIVE] = torch.arange(len(full), device="cuda") < len(rows)
             flushes.append(microseconds(flush_graph.replay))
-            waiting[rows] = 0
+            step_of.waiting[rows] = 0
             points = [0 if point == size else point for point in points]
         steps.append(microseconds(step_graph.replay))
-        store.appended(range(batch), [n] * batch)
+        store.most = [n + 1] * batch
+        store.appended(range(batch), [n + 1] * batch)
         points = [point + 1 for point in points]
     if bool(store.overflow):
         raise MinithinkError(f"The pool was too small for {batch} sequences of {total} tokens.")

@@ -416,13 +416,12 @@ class Ours:
         options: dict[str, Any] = {"device": model.device, "dtype": model.dtype, "backend": backend}
         self.cache: FullCache | KVManager
         self.loop: DecodeLoop | None = None
-        if backend.in_place or policy:
+        if backend.recordable or policy:
             self.cache = KVManager(
                 model.config, model.rope, parse(policy or "full"), rows=batch, tokens=room, prompt=prompt,
-                columns="fit" if backend.in_place else None, **options,
+                columns="fit" if backend.recordable else None, **options,
             )  # fmt: skip
-            if self.cache.capturable:
-                self.loop = DecodeLoop(model.decoder, self.cache, SamplingParams(temperature=0))
+            self.loop = DecodeLoop(model.decoder, self.cache, SamplingParams(temperature=0))
         else:
             self.cache = FullCache(model.config, model.rope, **options)
         for i in self.sequences:

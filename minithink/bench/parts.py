@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from minithink.bench.attention import microseconds, recorded
 from minithink.bench.decode import timed
-from minithink.bench.steady import Loop, Steady
+from minithink.bench.steady import Steady
 from minithink.errors import MinithinkError
-from minithink.kv.view import ACTIVE, View
+from minithink.kv.batch import Batch
+from minithink.loop import DecodeLoop
 
 GATHERS = 8  # that are timed alone
 REPEATS = 10  # of a part
@@ -43,11 +43,11 @@ class Span:
         return float(self.start.elapsed_time(self.end)) / 1e3
 
 
-class TimedLoop(Loop):
+class TimedLoop(DecodeLoop):
     """A loop that takes the time of its parts."""
 
     def __init__(self, steady: Steady) -> None:
-        like = steady.loop(Loop)
+        like = steady.loop(DecodeLoop)
         super().__init__(like.decoder, like.cache, like.params, like.sizes)
         self.steady, self.spans = steady, list[Span]()
         self.tokens = [1] * len(steady.sequences)
@@ -118,25 +118,21 @@ class TimedLoop(Loop):
         self._wait()
         return [span.seconds for span in self.spans if span.part == "gather"][1:]
 
-    def _decide(self, states: np.ndarray) -> None:
+    def run(self, graphs: Any, part: Any, batch: Batch, numbers: int = 0, **how: Any) -> Tensor:
         compaction = self.cache.store.compaction
-        if not self.apart or compaction is None or not states.size:
-            super()._decide(states)
-            return
-        late, compaction.late = compaction.late, True  # only planned, so that it can be called
-        self.cache.decide_next(torch.from_numpy(states).to(self.cache.device))
+        if graphs is self.decisions and self.apart and compaction is not None:
+            late, compaction.late = compaction.late, True  # only planned, so that it can be called
+            self.cache.decide(batch.to(self.cache.device))
+            start = self._now()
+            compaction.gather()
+            self.spans.append(Span("gather", len(batch), False, start, self._now()))
+            compaction.finish()
+            compaction.late = late
+            return torch.empty(0)
+        names = {id(self.recorded): "step", id(self.decisions): "decide", id(self.flushes): "flush"}
         start = self._now()
-        compaction.gather()
-        self.spans.append(Span("gather", states.shape[1], False, start, self._now()))
-        compaction.finish()
-        compaction.late = late
-
-    def _replay(self, recorded: Any, run: Any, inputs: np.ndarray, numbers: int, observed: Any = ()) -> Tensor:
-        parts = {id(self.recorded): "step", id(self.decisions): "decide", id(self.flushes): "flush"}
-        start = self._now()
-        out = super()._replay(recorded, run, inputs, numbers, observed)
-        rows = int(inputs[ACTIVE].sum())
-        self.spans.append(Span(parts[id(recorded)], rows, bool(observed), start, self._now()))
+        out = super().run(graphs, part, batch, numbers, **how)
+        self.spans.append(Span(names[id(graphs)], len(batch), bool(how.get("observed")), start, self._now()))
         return out
 
     def _graphs(self) -> int:
@@ -195,10 +191,10 @@ def parts(loop: TimedLoop, m: dict[str, Any]) -> dict[str, Any]:
         mass = attention_seconds(steady, watched) * 1e3 - attention
         share = m["rates"]["decision"]
         rows = max(1, round(share["sequence_steps"] * batch / max(share["steps"], 1e-9)))  # of one decision
-        state = torch.from_numpy(cache.states_after(list(range(rows)), [0] * rows)).to(cache.device)
+        due = cache.batch(list(range(rows)), [0] * rows).to(cache.device)
         calls["decision_rows"], in_step = rows, mass * m["observed_steps"]
         for name, call in steady.stand_in.alone().items():
-            took = seconds(lambda c=call: c(View(cache, policy, state, recorded=True)), cache.device) * 1e3  # type: ignore[misc]
+            took = seconds(lambda c=call: c(cache.view(due)), cache.device) * 1e3  # type: ignore[misc]
             calls[name], found[name] = mass + took, in_step + took * share["steps"]
             in_decide += took * share["steps"]
     elif cache.store.compaction:

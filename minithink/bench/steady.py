@@ -21,13 +21,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minithink.backend import REFERENCE, Backend
+from minithink.backend import Backend
 from minithink.bench.copies import copy_sequences
 from minithink.bench.decode import SHAPES, RandomModel
 from minithink.config import ModelConfig
@@ -49,6 +49,9 @@ CONFIGS: dict[str, ModelConfig] = {
         head_dim=16,
     ),
 }  # fmt: skip
+
+
+AnyLoop = TypeVar("AnyLoop", bound=DecodeLoop)
 
 
 @dataclass(frozen=True)
@@ -113,17 +116,6 @@ class Mute:
         return torch.zeros_like(hidden, dtype=self.noise.dtype)
 
 
-class Loop(DecodeLoop):
-    """The decode loop; without CUDA its parts run unrecorded, one kernel after the other."""
-
-    def _replay(self, recorded: Any, run: Any, inputs: np.ndarray, numbers: int, observed: Any = ()) -> Tensor:
-        if self.cache.device.type == "cuda":
-            return super()._replay(recorded, run, inputs, numbers, observed)
-        out = torch.zeros(numbers, dtype=torch.int64)
-        run(torch.from_numpy(inputs), out)
-        return out
-
-
 class Steady:
     """Some rows under one method, and how far they are."""
 
@@ -150,7 +142,7 @@ class Steady:
             dtype=model.dtype, backend=backend_of(model),
         )  # fmt: skip
         self._draw = np.random.default_rng(s.seed)
-        self._fill = self.loop(Loop, Mute(model.config, model.device, model.dtype))
+        self._fill = self.loop(DecodeLoop, Mute(model.config, model.device, model.dtype))
         if few is not None and few < batch and self.stand_in.typed:
             self.few = Steady(model, text, few, s, tokens)
             for i in self.sequences:
@@ -185,7 +177,7 @@ class Steady:
         for _ in range(tokens - self.generated):
             self._feed(self.sequences)
 
-    def loop(self, cls: type[Loop], decoder: Any = None) -> Loop:
+    def loop(self, cls: type[AnyLoop], decoder: Any = None) -> AnyLoop:
         """A loop over the cache, of the model that it belongs to; of one size, so that few graphs are recorded."""
         return cls(decoder or self.model.decoder, self.cache, SamplingParams(temperature=0), sizes=())
 
@@ -230,9 +222,8 @@ class Steady:
 
 
 def backend_of(model: RandomModel) -> Backend:
-    """Of the cache: the kernels; without CUDA the reference, through the same calls."""
-    backend: Backend = model.decoder.backend
-    return backend if backend.in_place else replace(REFERENCE, in_place=True)
+    """Of the cache: the model's."""
+    return model.decoder.backend
 
 
 def sizes(config: ModelConfig, policy: Policy, batch: int, s: Settings, tokens: int) -> dict[str, Any]:

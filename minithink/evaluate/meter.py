@@ -16,9 +16,9 @@ from torch import Tensor
 
 from minithink import loop
 from minithink.kv.apart import Apart
+from minithink.kv.batch import ACTIVE
 from minithink.kv.full import FullCache
 from minithink.kv.manager import KVManager
-from minithink.kv.view import ACTIVE
 from minithink.stream import Stream, Track
 
 Watch = Callable[[list[Track]], object]  # Stream.on_step

@@ -17,22 +17,20 @@ Tokens keep their order, so nothing that is computed changes by a bit.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from minithink.kv.store import PagedStore
+from minithink.kv.pages import Pages
 
 
 class Compaction:
     """Of one store, whose tokens are all plain ones in pages."""
 
-    def __init__(self, store: PagedStore) -> None:
+    def __init__(self, store: Pages, poison: bool) -> None:
         self.store = store
         # Poisoned slots are those that are free, and late moves read from free slots.
-        self.late = store.storage.compaction == "overlapped" and not store.poison
+        self.late = store.storage.compaction == "overlapped" and not poison
         self.source = torch.zeros_like(store.place)  # see `ref/close_ranks.py`
         self.moves = torch.zeros(*store.shape.tables, 2, dtype=torch.int32, device=store.shape.device)
         cuda = self.late and store.shape.device.type == "cuda"

@@ -1,24 +1,35 @@
 """KVManager: the step protocol, and all that is common to the policies.
 
-    begin_step   which sequences run, with which new tokens; slots are taken for them
-    attend       (per layer) rotate, append, attend; keep what a policy asked to see
-    tap          (per layer) the residual stream passes by: steer it, keep it if asked
-    end_step     the policy decides, its edits are applied
+A decode step takes one token of each of some sequences. Its parts, in order:
 
-Append-only during the forward pass, edit-only between steps. A prompt may come in chunks; until the last one it
-stays unedited and in full precision, then the policy acts once, and what is left goes where it will stay. Every
-sequence has its own clock, the number of its generated tokens in the cache.
+    prepare   the host refuses what does not fit; `batch` tells what it knows of the rows
+    begin     slots are taken
+    attend    (per layer) rotate, append, attend; keep what a policy asked to see
+    tap       (per layer) the residual stream passes by: steer it, keep it if asked
+    due       which rows the policy will act on
+    advance   the host counts the tokens
+    decide    the policy acts on the rows that are due, its edits are applied
+    flush     full buffers are quantized
+    close     the step is over
 
-Order at the end of a step: the policy sees the cache as the forward pass left it. Tokens are moved to other formats,
-then evicted, then full buffers are quantized with the thought type of the segment that has run until now, then new
-segments and budgets begin.
+`begin` to `due`, `decide` and `flush` read everything from tensors: `minithink/loop.py` records them as CUDA graphs,
+or calls them. The others run on the host.
+
+A prompt is read by `begin_step`, `attend`, `tap` and `end_step`, which take a generated token each, too, and then do
+all of the above. A prompt may come in chunks; until the last one it stays unedited and in full precision, then the
+policy acts once, and the remaining tokens are stored in their own format.
+
+Append-only during the forward pass, edit-only between steps: the policy sees the cache as the forward pass left it.
+Tokens are moved to other formats, then evicted, then full buffers are quantized with the thought type of the segment
+that has run until now, then new segments begin. Every sequence has its own clock, the number of its generated tokens
+in the cache.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -29,6 +40,7 @@ from torch import Tensor
 from minithink.backend import REFERENCE, Backend
 from minithink.config import ModelConfig
 from minithink.errors import UsageError
+from minithink.kv.batch import FIELDS, Batch
 from minithink.kv.contract import (
     Demand,
     Edit,
@@ -43,16 +55,16 @@ from minithink.kv.contract import (
     Stack,
 )
 from minithink.kv.ledger import Ledger, Told
+from minithink.kv.observe import Observations
 from minithink.kv.pages import Reading, layouts
 from minithink.kv.store import SAME, PagedStore, Writer
-from minithink.kv.view import STATE, View
+from minithink.kv.view import View
 from minithink.model import Rope
 from minithink.ref.attention import of_any_length
 from minithink.ref.decode_attention import decode_probabilities, group_reduce
 
 UNLIMITED = 2**30  # a budget that nothing exceeds
 NARROWEST = 256  # columns, where they follow the lanes
-QUERY_BLOCK = 128  # prompt queries whose probabilities are in memory at once
 
 
 @dataclass
@@ -78,35 +90,54 @@ class _Group:
     seqs: list[int]
     rows: list[int]
     records: list[_Row]
-    constant: np.ndarray  # int64 [2, N]: rows, lengths of the prompts
+    constant: np.ndarray  # int64 [3, N]: rows, lengths of the prompts, numbers of the sequences
+    whole: bool = False  # these are all rows, in order
     steps: int = 0  # of one token each, that all of them may still take, as far as was looked
 
 
 @dataclass
-class _Pass:
-    """One forward pass."""
+class _Step:
+    """One decode step."""
 
-    rows: list[int]
-    counts: list[int]
-    prompt: bool  # prompts are read; otherwise one token each
-    tokens: list[int]  # the last token of each
-    ids: Sequence[int]  # all new tokens, one sequence after the other; empty where nobody told
+    batch: Batch
     writer: Writer
-    at: Tensor  # int64 [N]: the rows
-    lengths: Tensor  # int64 [N]: tokens that each has seen before
+    read: Reading
     cos: Tensor
     sin: Tensor
-    each: Tensor | None = None  # int64 [N, longest]: of every prompt the tokens' rows; the last one's behind its end
-    masked: bool = False  # does attention need a mask: later chunks of a prompt
-    read: Reading | None = None
-    valid: Tensor | None = None  # bool [Lt, N, Ht, S]
-    dense: bool = False  # no lane is shorter than the others
+    due: Sequence[Demand]  # what is observed
+    active: Tensor | None  # bool [N]: the rows that take part; None: all
     near: tuple[Tensor, Tensor, Tensor] | None = None  # pulled tokens [Lt, N, Ht, S], cos and sin of their query
-    due: Sequence[Demand] = ()
-    active: Tensor | None = None  # bool [N]: those of the rows that take part; None: all
+    # What the host knows; empty where the step is recorded.
+    seqs: Sequence[int] = ()
+    rows: Sequence[int] = ()
+    tokens: Sequence[int] = ()
+    known: Batch | None = None  # the batch on the host
+    told: bool = True  # whether the tokens are known
+
+    @property
+    def counts(self) -> list[int]:
+        """New tokens of each row."""
+        return [1] * len(self.rows)
 
 
-NOBODY = _Group([], [], [], np.zeros((2, 0), dtype=np.int64))
+@dataclass
+class _Read:
+    """One forward pass that reads prompts."""
+
+    rows: list[int]
+    records: list[_Row]
+    counts: list[int]
+    tokens: Sequence[int]  # all new tokens, one sequence after the other; empty: they were not told
+    writer: Writer
+    at: Tensor  # int64 [N]: the rows
+    cos: Tensor
+    sin: Tensor
+    each: Tensor  # int64 [N, longest]: of every prompt the tokens' rows; the last one's behind its end
+    masked: bool  # does attention need a mask: later chunks of a prompt
+    due: Sequence[Demand]
+
+
+NOBODY = _Group([], [], [], np.zeros((3, 0), dtype=np.int64))
 
 
 class Recorder(Protocol):
@@ -188,6 +219,7 @@ class KVManager:
             backend=backend, poison=poison,
         )  # fmt: skip
         policy.setup(self.shape)
+        self.observations = Observations(self.store, policy.demands, self.width)
         self.rows: list[_Row | None] = [None] * rows
         self._row_of: dict[int, int] = {}
         self._last = NOBODY  # see `_of`
@@ -197,18 +229,12 @@ class KVManager:
         }
         self.steers = any(type(p).steer is not Policy.steer for p in members(policy))
         self.deciding = tuple(p for p in members(policy) if type(p).decide is not Policy.decide)
-        self.observed: Counter[str] = Counter()  # observations made, by kind
         self.recorder: Recorder | None = None  # to be set before those join that it records
-        self._pass: _Pass | None = None
+        self._pass: _Step | _Read | None = None
+        self._edits: list[tuple[Policy, Edit]] = []  # of the last decision, for a recorder
+        self._opened = False  # were segments opened that have not begun, as far as the host knows
+        self._full: list[int] = []  # rows whose buffers are being quantized
         self._waiting_prompts: list[int] = []  # rows whose prompt is read and not stored yet
-        # (layer, group rule) → [B, heads, S]: of MASS, and of ROWS that are one row
-        self._mass: dict[tuple[int, str], Tensor] = {}
-        self._newest: dict[tuple[int, str], Tensor] = {}
-        self._hidden: dict[int, Tensor] = {}  # layer → [B, d]
-        asked = max((d.queries for d in policy.demands), default=0)
-        # the last queries of every row, in a ring
-        ring = (c.num_layers if asked else 0, rows, c.num_heads, asked, c.head_dim)
-        self._queries = torch.zeros(ring, dtype=dtype, device=self.device)
 
     # -- sequences come and go
 
@@ -244,9 +270,7 @@ class KVManager:
             limit = policy.budget if budget is None else budget
             self.budgets[id(policy)][:, row] = UNLIMITED if limit is None else limit
         self.policy.reset(row)
-        self._queries[:, row] = 0
-        for held in (*self._mass.values(), *self._newest.values(), *self._hidden.values()):
-            held[row] = 0
+        self.observations.reset(row)
         if self.recorder is not None:
             self.recorder.joined(self, seq, row)
 
@@ -268,7 +292,375 @@ class KVManager:
         """Tokens that the fullest lane of a sequence holds."""
         return int(self.store.count[:, self._row_of[seq]].max())
 
-    # -- a step
+    # -- a decode step
+
+    @torch.inference_mode()
+    def prepare(self, seqs: Sequence[int]) -> None:
+        """Before a decode step of these sequences: refuse what does not fit, make the lists wide enough.
+
+        Raises:
+            Exhausted: the pool is full, or too small for what still waits from the step before; nothing has changed.
+            UsageError: a lane is full; nothing has changed.
+        """
+        group = self._of(seqs)
+        if not group.steps:
+            self._announced(seqs, [1] * len(seqs))
+            r = group.records[0]
+            if r.clock < 0:
+                raise ValueError(f"sequence {r.seq} generates, and has read {r.length} of {r.prompt} prompt tokens")
+            group.steps = min(r.capacity - r.length for r in group.records)
+        self._store_what_waits()
+        self.fit_columns(1)
+        self.store.require(group.rows)
+        self.store.used.update(self.store.appends)
+
+    def batch(self, seqs: Sequence[int], tokens: Sequence[int]) -> Batch:
+        """What the host knows of a step that feeds these tokens, on the host."""
+        group = self._of(seqs)
+        values = np.zeros((len(FIELDS), len(tokens)), dtype=np.int64)
+        values[0], values[3], values[7] = group.constant
+        values[1] = 1
+        values[2] = [r.length + 1 for r in group.records]
+        values[4], values[5] = self._think(group.records, tokens), tokens
+        if self.store.storage.buffer:
+            values[6] = [self.store.waiting[row] for row in group.rows]
+        return Batch(torch.from_numpy(values), group.whole)
+
+    @torch.inference_mode()
+    def begin(self, batch: Batch, due: Sequence[Demand] | None = None) -> None:
+        """Take slots for the tokens of a step. due: what is observed, see `demands_due`; None: all demands."""
+        at, active, position = batch.row, batch.active, batch.length - 1
+        if self._opens:
+            self.store.begin_segments(at, active)
+        writer = self.store.take(batch)
+        if self.store.compaction:
+            self.store.compaction.start()
+        cos, sin = self.rope.at(position)
+        read = self.store.reader(None if batch.whole else at, batch.length)
+        self._pass = now = _Step(
+            batch, writer, read, cos, sin, self.policy.demands if due is None else due,
+            None if self.store.columns is None else active,
+        )  # fmt: skip
+        if self.policy.pull:
+            self._pull(now)
+
+    def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
+        """Append and attend. qk: [n, Hq + Hkv, D], unrotated, v: [n, Hkv, D]; returns [n, Hq, D]."""
+        now = self._now
+        if isinstance(now, _Read):
+            return self._attend_prompts(layer, qk, v, now)
+        if self.store.compaction:
+            self.store.compaction.wait(layer)
+        raw, k = qk.split_with_sizes((self.config.num_heads, self.config.num_kv_heads), dim=1)
+        q = self.backend.append(raw, k, v, now.cos, now.sin, now.writer, layer)
+        self.observations.keep_queries(layer, q, now.batch.row, now.batch.length - 1)
+        return self._decode(layer, raw, q, now)
+
+    def _decode(self, layer: int, raw: Tensor, q: Tensor, now: _Step) -> Tensor:
+        """Attention of one new token each, over whatever the lanes hold. raw, q: [N, Hq, D]."""
+        asked = self.observations.asked(now.due, layer)
+        if now.near is not None or self.store.storage.lag:
+            return self._decode_dense(layer, raw, q, now, asked)
+        for group in asked or (None,):
+            attended, mass = self.backend.paged_attention(q, now.read, layer, group)
+            if group is not None and mass is not None:
+                self._keep_weights(layer, group, asked[group], now, mass)
+        return attended
+
+    def _decode_dense(self, layer: int, raw: Tensor, q: Tensor, now: _Step, asked: dict[str, See]) -> Tensor:
+        """The same over dense copies of keys and values, for what no kernel reads in place: pulled tokens, and values
+        that lag. raw: [N, Hq, D], the unrotated queries."""
+        (k, v), valid = now.read(layer), now.read.valid(layer)  # valid: [N, Ht, S]
+        if now.near is None and not asked:
+            return self.backend.decode_attention(q, k, v, valid)
+        n, hq, d = q.shape
+        grouped = q.view(n, k.shape[1], -1, d)
+        logits = grouped @ k.transpose(-1, -2) / d**0.5  # [N, Hkv, g, S]
+        if now.near is not None:
+            near, cos, sin = (x[min(layer, len(x) - 1)] for x in now.near)
+            cos, sin = (x.expand(-1, k.shape[1], -1).reshape(-1, 1, d) for x in (cos, sin))  # [N·Hkv, 1, D]
+            closer = self.backend.rope(raw.reshape(n * k.shape[1], -1, d), cos, sin).view(grouped.shape)
+            logits = torch.where(near.unsqueeze(2), closer @ k.transpose(-1, -2) / d**0.5, logits)
+        for group, what in asked.items():
+            self._keep_weights(layer, group, what, now, group_reduce(logits, valid, group))
+        if now.near is None:  # the output must not depend on whether it is observed
+            return self.backend.decode_attention(q, k, v, valid)
+        p = decode_probabilities(logits, valid)
+        return (p.to(v.dtype) @ v).view(n, hq, d)
+
+    def _keep_weights(self, layer: int, group: str, what: See, now: _Step, mass: Tensor) -> None:
+        self.observations.keep_weights(layer, group, what, now.batch.row, now.active, mass)
+
+    def _pull(self, now: _Step) -> None:
+        """Tokens below `pull` are attended as if they stood directly before the next one that is held."""
+        pull, pos = self.policy.pull, now.read.pos
+        others = torch.where(pos >= pull, pos, UNLIMITED).amin(-1)  # [Lt, N, Ht]
+        gap = torch.where(others < UNLIMITED, others - pull, 0).long()
+        at = ((now.batch.length - 1)[None, :, None] - gap).clamp(min=0)
+        cos, sin = self.rope.at(at.flatten())  # [Lt·N·Ht, 1, D]
+        near = (pos >= 0) & (pos < pull)
+        now.near = near, cos.view(*at.shape, -1), sin.view(*at.shape, -1)
+
+    def tap(self, layer: int, hidden: Tensor) -> Tensor:
+        """Steer the residual stream, and keep what is due. hidden: [n, d]."""
+        now = self._now
+        if isinstance(now, _Read):
+            for _ in self.observations.of(now.due, See.HIDDEN, layer):
+                last = torch.tensor(now.counts, device=self.device).cumsum(0) - 1
+                self.observations.keep_hidden(layer, hidden[last], now.at, None)
+            return hidden
+        at = now.batch.row
+        if self.steers:  # the policy is shown all rows, before the step's tokens are counted
+            values = now.batch.values.new_zeros(len(FIELDS), len(self.rows))
+            values[0] = torch.arange(len(self.rows), device=self.device)
+            values[:, at] = now.batch.values
+            values[2, at] -= 1
+            whole = hidden.new_zeros(len(self.rows), hidden.shape[-1]).index_copy(0, at, hidden)
+            hidden = self.policy.steer(self.view(Batch(values, whole=True)), layer, whole)[at]
+        for _ in self.observations.of(now.due, See.HIDDEN, layer):
+            self.observations.keep_hidden(layer, hidden, at, now.active)
+        return hidden
+
+    @torch.inference_mode()
+    def due(self, batch: Batch) -> Tensor:
+        """The rows of a step on which the policy will act: bool [N]."""
+        view = self.view(batch)
+        due = torch.zeros_like(view.active)
+        for policy in self.deciding:
+            due |= policy.due(view.seen_by(policy))[0].any(2).any(0)
+        return due & view.active
+
+    @property
+    def tells_due(self) -> bool:
+        """Whether the policy acts on the rows that are `due` alone. Others are shown all rows in every step."""
+        return bool(self.deciding) and self.policy.recordable
+
+    @torch.inference_mode()
+    def advance(self, seqs: Sequence[int], tokens: Sequence[int], begun: Sequence[int] | None = None) -> None:
+        """The tokens of a step are in the cache: the host counts them.
+
+        Args:
+            begun: types of the segments that began with these tokens, `store.begun`; None: none did.
+        """
+        group = self._of(seqs)
+        if begun is not None and self._opens:
+            self._begun(group.rows, begun)
+            self._opened = False
+        for r, thinks in zip(group.records, self._think(group.records, tokens), strict=True):
+            r.length += 1
+            r.thinking = thinks
+        self.store.appended(group.rows, [r.length for r in group.records])
+        group.steps = max(0, group.steps - 1)
+        self._pass = None
+
+    def acting(self, batch: Batch, due: Sequence[int] | None = None) -> Batch | None:
+        """The rows on which the policy acts after a step, as a batch of their own; None: there are none.
+
+        Args:
+            batch: of the step, on the host, without padding.
+            due: of its rows those that are due; None: all.
+        """
+        if not self.deciding:
+            return None
+        if not self.tells_due or self.recorder is not None:
+            return self._everybody(batch)
+        which = [i for i in range(len(batch)) if due is None or due[i]]
+        if len(which) == len(batch):
+            return batch
+        return batch[which] if which else None
+
+    @torch.inference_mode()
+    def decide(self, batch: Batch) -> None:
+        """Let the policy act on these rows. Rows that are not active stay as they are."""
+        view = self.view(batch)
+        edits = [(p, edit) for p in self.deciding for edit in p.decide(view.seen_by(p))]
+        evictions = [edit for _, edit in edits if isinstance(edit, Evict)]
+        moves = [edit for _, edit in edits if isinstance(edit, Requantize)]
+        if self.policy.recordable:
+            for _, edit in edits:
+                if not isinstance(edit, Evict) and not (isinstance(edit, OpenSegment) and self.policy.opens):
+                    raise ValueError(f"{self.policy.name} is recordable and yields {type(edit).__name__}")
+        drop = self._dropped(evictions, view) if evictions or moves else view.active
+        for edit in moves:  # of policies that are shown all rows
+            where = torch.zeros_like(view.pos(), dtype=torch.bool)
+            where[slice(None) if edit.layer is None else min(edit.layer, len(where) - 1)] = edit.where
+            where &= view.active[None, :, None, None]
+            self.store.requantize(where & ~drop, edit.fmt, edit.how)
+        if evictions and view.any(drop):
+            if self.recorder is not None:
+                self.recorder.evicting(view, edits, drop)
+            self.store.evict(drop, None if batch.whole else view.row)
+        for author, edit in edits:
+            if isinstance(edit, OpenSegment):
+                self._opened = True
+                self.store.open_segment(view.row, edit.open & view.active, edit.thought)
+            elif isinstance(edit, SetBudget):
+                budget = self.budgets[id(author)]
+                budget[min(edit.layer, len(budget) - 1)] = edit.tokens
+        self._edits = edits
+
+    @staticmethod
+    def _dropped(edits: Sequence[Evict], step: View) -> Tensor:
+        """Tokens that go, of the rows that are shown: bool [Lt, R, Ht, S]."""
+        whole: Tensor | None = None
+        for edit in edits:
+            # a prompt that is read in chunks stays whole
+            may = step.active[:, None, None] if edit.even_protected else step.droppable
+            if edit.layer is None:
+                drop = edit.drop & may
+                whole = drop if whole is None else whole | drop
+                continue
+            if whole is None:
+                whole = torch.zeros_like(step.pos(), dtype=torch.bool)
+            at = min(edit.layer, len(whole) - 1)
+            whole[at] |= edit.drop & (may if edit.even_protected else may[at])
+        return torch.zeros_like(step.pos(), dtype=torch.bool) if whole is None else whole
+
+    def full(self) -> Batch | None:
+        """The rows whose buffers are full, to be quantized by `flush`; None: there are none.
+
+        Raises:
+            Exhausted: the pool is too small; nothing has changed, and the buffers wait.
+        """
+        size = self.store.storage.buffer
+        full = [row for row, r in enumerate(self.rows) if r and self.store.waiting[row] == size] if size else []
+        if not full:
+            return None
+        if self.store.asks or not self.records_flushes:
+            self.store.require_flush(full)
+        self._full = full
+        return Batch.of(row=full)
+
+    @torch.inference_mode()
+    def flush(self, batch: Batch) -> None:
+        """Quantize the full buffers of these rows."""
+        self.store.flush_rings(batch)
+
+    def tell(self, batch: Batch, out: Tensor) -> None:
+        """What the host must hear of a step. out: int64 [N + 1], the types of the segments that began (of policies
+        that open some), and whether the pool was too small."""
+        if self._opens:
+            out[:-1].copy_(self.store.begun[batch.row])
+        out[-1:].copy_(self.store.overflow)
+
+    def pad(self, batch: Batch, rows: Sequence[int]) -> Batch:
+        """The batch, and behind it other rows that take no part."""
+        if not rows:
+            return Batch(batch.values)
+        waiting = [self.store.waiting[row] for row in rows]
+        idle = Batch.of(row=rows, active=[0] * len(rows), length=[self.store.lengths[row] + 1 for row in rows],
+                        waiting=waiting)  # fmt: skip
+        return Batch(torch.cat((batch.values, idle.values), dim=1))
+
+    @torch.inference_mode()
+    def close(self, seqs: Sequence[int], tokens: Sequence[int]) -> None:
+        """The step is over: buffers that were full are empty, segments begin, a recorder is told."""
+        self.store.flushed(self._full)
+        self._full = []
+        group = self._of(seqs)
+        self._begin_segments(group.rows)
+        self._tell(group.rows, [1] * len(group.rows), tokens)
+
+    @property
+    def _opens(self) -> bool:
+        """Whether segments may begin with the tokens of a step."""
+        return self.policy.opens if self.recorded else self._opened
+
+    def _begin_segments(self, rows: Sequence[int]) -> None:
+        """What the policy has opened begins. Where decisions are recorded it begins with the next step's tokens, for
+        the host does not wait for them."""
+        if not self._opened or self.records_decisions:
+            return
+        self._opened = False
+        at = torch.tensor(rows, device=self.device)
+        self.store.begin_segments(at, torch.ones_like(at, dtype=torch.bool))
+        self._begun(rows, self.store.begun[at].tolist())
+
+    def _begun(self, rows: Sequence[int], begun: Sequence[int]) -> None:
+        """What the host must know of segments that begin at the end of these rows."""
+        for row, thought in zip(rows, begun, strict=True):
+            if thought != SAME:
+                self.store.begin(row, self._row(row).length, thought)
+
+    def _tell(self, rows: Sequence[int], counts: Sequence[int], tokens: Sequence[int]) -> None:
+        edits, self._edits = self._edits, []
+        if self.recorder is not None:
+            self.recorder.stepped(rows, counts, tokens, edits)
+
+    def _store_what_waits(self) -> None:
+        """Quantize full buffers, and prompts that are read. If the pool is exhausted they wait for the next step."""
+        if (full := self.full()) is not None:
+            self.flush(full.to(self.device))
+            self.store.flushed(self._full)
+            self._full = []
+        while self._waiting_prompts:
+            row = self._waiting_prompts[0]
+            self.store.settle(row, self._row(row).length)
+            self._waiting_prompts.pop(0)
+
+    # -- what is recorded, and how wide it is
+
+    @property
+    def seen(self) -> int:
+        """Columns of the lists that are read."""
+        return self.store.seen
+
+    @property
+    def formats(self) -> frozenset[int]:
+        """Formats that tokens may have."""
+        return frozenset(self.store.used)
+
+    @property
+    def pages(self) -> int:
+        """Of the pool, used or not."""
+        return self.store.table.pages.count
+
+    @property
+    def recordable(self) -> bool:
+        """Whether a step can be recorded: widths are fixed, and no policy steers, which may ask the host."""
+        return self.store.columns is not None and not self.steers
+
+    @property
+    def recorded(self) -> bool:
+        """Whether steps are recorded: then the host may ask nothing of the device inside of their parts."""
+        return not self.store.asks
+
+    @recorded.setter
+    def recorded(self, value: bool) -> None:
+        self.store.asks = not value
+
+    @property
+    def records_decisions(self) -> bool:
+        """Whether `decide` is recorded. A recorder wants to see what is decided."""
+        return self.recorded and self.tells_due and self.recorder is None
+
+    @property
+    def records_flushes(self) -> bool:
+        """Whether `flush` is recorded. Where integers are shrunk the host makes sure of the room first."""
+        return self.recorded and not self.store.storage.shrink
+
+    def fit_columns(self, more: int) -> None:
+        """With columns="fit": the width that lanes need which may grow by so many tokens."""
+        if not self._fits:
+            return
+        if max(self.store.most) + more > self.store.seen:
+            self.store.refresh()  # evictions were not counted
+        wanted = max(NARROWEST, max(self.store.most) + more)
+        self.store.columns = min(self.width, 1 << (wanted - 1).bit_length())
+
+    def demands_due(self, seqs: Sequence[int]) -> tuple[Demand, ...]:
+        """What must be observed when each of these sequences brings its next token."""
+        if not self.policy.demands:
+            return ()
+        clocks = {r.clock + 1 for r in self._of(seqs).records}
+        return tuple(d for d in self.policy.demands if any(clock % d.every == 0 for clock in clocks))
+
+    def next_state(self, seq: int) -> tuple[int, int, int]:
+        """What the host knows of a sequence: its row, the tokens it has seen, those in its buffer."""
+        row = self._row_of[seq]
+        return row, self._row(row).length, self.store.waiting[row]
+
+    # -- a step that the host takes part by part: reads prompts, or feeds a generated token each
 
     @torch.inference_mode()
     def begin_step(self, seqs: Sequence[int], counts: Sequence[int], tokens: Sequence[int] | None = None) -> None:
@@ -281,66 +673,33 @@ class KVManager:
             Exhausted: the pool is full; nothing has changed.
         """
         group, counts = self._announced(seqs, counts), list(counts)
-        rows, records, prompt = group.rows, group.records, group.records[0].clock < 0
-        self._store_what_waits()
-        if self.policy.opens and self.records_decisions and not prompt:  # what `decide_next` has opened
-            everyone = torch.ones(len(rows), dtype=torch.bool, device=self.device)
-            self.store.take_over(torch.tensor(rows, device=self.device), everyone)
-            self._begun(rows)
-        self.fit_columns(max(counts))
-        lengths = [r.length for r in records]
-        writer = self.store.append(rows, counts, lengths, prompt=prompt)
-        position = [p for start, count in zip(lengths, counts, strict=True) for p in range(start, start + count)]
-        cos, sin = self.rope.at(torch.tensor(position, device=self.device))
-        last, at = [], -1
-        for count in counts:
-            at += count
-            last.append(-1 if tokens is None else tokens[at])
-        here, before = torch.tensor(rows, device=self.device), torch.tensor(lengths, device=self.device)
-        now = _Pass(rows, counts, prompt, last, tokens or (), writer, here, before, cos, sin)
-        if not now.prompt:
-            for r, thinks in zip(records, self._think(records, last), strict=True):
-                r.thinking = thinks
-        self._pass = now
-        if now.prompt:
-            first, step = np.cumsum([0, *counts[:-1]]), np.arange(max(counts))
-            each = first[:, None] + np.minimum(step, np.array(counts)[:, None] - 1)
-            now.each, now.masked = torch.from_numpy(each).to(self.device), any(lengths)
-            now.due = list(self.policy.demands)
+        if group.records[0].clock < 0:
+            self._begin_reading(group, counts, tokens or ())
             return
-        if self.store.compaction:
-            self.store.compaction.start()
-        whole = rows == list(range(len(self.rows)))
-        pos = self.store.positions()
-        now.valid = pos >= 0 if whole else pos[:, now.at] >= 0
-        # Sums over a mask of ones only differ from sums without one in time, and only where the width is not fixed.
-        now.dense = self.store.columns is None and self.device.type == "cpu" and bool(now.valid.all())
-        now.read = self.store.reader(None if whole else now.at)
-        now.due = self.demands_due(seqs)
-        if self.policy.pull:
-            self._pull(now)
+        self.prepare(seqs)
+        known = [-1] * len(counts) if tokens is None else tokens
+        batch = self.batch(seqs, known)
+        self.begin(batch.to(self.device), self.demands_due(seqs))
+        now = self._pass
+        assert isinstance(now, _Step)
+        now.seqs, now.rows, now.tokens, now.known, now.told = list(seqs), group.rows, known, batch, tokens is not None
 
     @torch.inference_mode()
-    def prepare_next(self, seqs: Sequence[int]) -> None:
-        """What the host does before a step that begins with `begin_next`, where nobody can be asked: refuse what does
-        not fit, make the lists as wide as these sequences need them.
-
-        Raises:
-            Exhausted: the pool is too small for what still waits from the step before.
-            UsageError: a lane is full.
-        """
-        group = self._of(seqs)
-        if not group.steps:
-            self._announced(seqs, [1] * len(seqs))
-            r = group.records[0]
-            if r.clock < 0:
-                raise ValueError(f"sequence {r.seq} generates, and has read {r.length} of {r.prompt} prompt tokens")
-            group.steps = min(r.capacity - r.length for r in group.records)
-        self._store_what_waits()
-        self.fit_columns(1)
-        if max(self.store.most) >= self.store.seen:  # as the host counts, who does not know of evictions
-            self.store.require_columns(group.rows, [1] * len(group.rows))
-        self.store.used.update(self.store.appends)
+    def end_step(self) -> None:
+        """Close the step: count its tokens, let the policy act, store what must be stored."""
+        now = self._now
+        if isinstance(now, _Read):
+            self._end_reading(now)
+            return
+        begun = self.store.begun[now.batch.row].tolist() if self._opens else None
+        due = self.due(now.batch).tolist() if self.tells_due and self.recorder is None else None
+        assert now.known is not None
+        self.advance(now.seqs, now.tokens, begun)
+        if (acting := self.acting(now.known, due)) is not None:
+            self.decide(acting.to(self.device))
+        if (full := self.full()) is not None:
+            self.flush(full.to(self.device))
+        self.close(now.seqs, now.tokens if now.told else ())
 
     def _announced(self, seqs: Sequence[int], counts: Sequence[int]) -> _Group:
         """The sequences of a step, as of `_of`: all of them read their prompts, or all generate. ValueError: there is
@@ -360,440 +719,96 @@ class KVManager:
                 raise ValueError(f"sequence {r.seq} generates: it brings one token a step, not {count}")
         return group
 
-    @torch.inference_mode()
-    def begin_next(
-        self, at: Tensor, active: Tensor, lengths: Tensor, waiting: Tensor, due: Sequence[Demand] | None = None
-    ) -> None:
-        """`begin_step` for one generated token each, from tensors alone, as a CUDA graph captures it. Before it the
-        host calls `prepare_next`, `end_next` follows when it has run.
-
-        Args:
-            at: int64 [N], rows, each once.
-            active: bool [N], those that bring a token; the others change nothing, and their outputs mean nothing.
-            lengths: int64 [N], tokens that each row has seen.
-            waiting: int64 [N], tokens in each row's buffer.
-            due: what is observed, see `demands_due`; None: all that the policy asks for.
-        """
-        if self.policy.opens:
-            self.store.take_over(at, active)
-        writer = self.store.append_next(at, active, lengths, waiting)
-        if self.store.compaction:
-            self.store.compaction.start()
-        cos, sin = self.rope.at(lengths)
-        now = _Pass([], [1] * len(at), False, [], (), writer, at, lengths, cos, sin, active=active)
-        now.due = self.policy.demands if due is None else due
-        self._pass, now.read = now, self.store.reader(at)
-        if self.policy.pull or not self.backend.in_place:
-            now.valid = self.store.positions()[:, at] >= 0
-        if self.policy.pull:
-            self._pull(now)
-
-    @torch.inference_mode()
-    def end_next(
-        self, seqs: Sequence[int], tokens: Sequence[int], decide: Callable[[], object] | None = None,
-        flush: Callable[[Sequence[int]], object] | None = None, begun: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
-        """After a step that began with `begin_next`: the host learns of it, the policy acts.
-
-        Args:
-            decide: is called in place of the policy, when the tokens are counted and before full buffers are stored.
-            flush: is called with the rows whose buffers are full, in place of the store's `flush`.
-            begun: the segments that began, `store.begun` of these sequences' rows; None: the device is asked.
-        """
-        group = self._of(seqs)
+    def _begin_reading(self, group: _Group, counts: list[int], tokens: Sequence[int]) -> None:
+        """Plain slots for the next tokens of prompts."""
         rows, records = group.rows, group.records
-        self._begun(rows, begun)
-        self.store.appended(rows, [r.length for r in records])
-        if {*self.think_ids}.intersection(tokens):
-            for r, thinks in zip(records, self._think(records, tokens), strict=True):
-                r.thinking = thinks
-        none = torch.empty(0)
-        self._pass = _Pass(rows, [1] * len(rows), False, list(tokens), tokens, Writer(), none, none, none, none)
-        steps = max(0, group.steps - 1)
-        self._end_step(decide, flush)
-        group.steps = steps
+        self._store_what_waits()
+        self.fit_columns(max(counts))
+        lengths = [r.length for r in records]
+        writer = self.store.append(rows, counts, lengths, prompt=True)
+        position = [p for start, count in zip(lengths, counts, strict=True) for p in range(start, start + count)]
+        cos, sin = self.rope.at(torch.tensor(position, device=self.device))
+        first, step = np.cumsum([0, *counts[:-1]]), np.arange(max(counts))
+        each = first[:, None] + np.minimum(step, np.array(counts)[:, None] - 1)
+        self._pass = _Read(
+            rows, records, counts, tokens, writer, torch.tensor(rows, device=self.device), cos, sin,
+            torch.from_numpy(each).to(self.device), any(lengths), list(self.policy.demands),
+        )  # fmt: skip
 
-    def _begun(self, rows: Sequence[int], begun: Sequence[int] | None = None) -> None:
-        """What the host must know of segments that began with the tokens of these rows."""
-        if not self.policy.opens:
-            return
-        for row, thought in zip(rows, self.store.begun[list(rows)].tolist() if begun is None else begun, strict=True):
-            if thought != SAME:
-                self.store.begin(row, self._row(row).length, thought)
-
-    @torch.inference_mode()
-    def due_next(self, state: Tensor) -> Tensor:
-        """Which rows the policy will act on after a step that began with `begin_next`: bool [R]. From tensors alone,
-        as a CUDA graph captures it.
-
-        Args:
-            state: int64 [view.STATE, R], see `states_after`; each row once.
-        """
-        view = View(self, self.policy, state, recorded=True)
-        due = torch.zeros_like(view.active)
-        for policy in self.deciding:
-            due |= policy.due(view.seen_by(policy))[0].any(2).any(0)
-        return due & view.active
-
-    @torch.inference_mode()
-    def decide_next(self, state: Tensor) -> None:
-        """Let the policy act on these rows alone, in the same way: for `end_next`. Rows that did not take part stay
-        as they are. state: as of `due_next`."""
-        view = View(self, self.policy, state, recorded=True)
-        openings, others = list[OpenSegment](), list[Edit]()
-        for _, edit in self._edits(view):
-            if isinstance(edit, OpenSegment) and self.policy.opens:
-                openings.append(edit)
-            else:
-                others.append(edit)
-        if others:
-            self.store.evict(self._dropped(others, view), view.row)
-        for opening in openings:
-            self.store.open_next(view.row, opening.open & view.active, opening.thought)
-
-    @property
-    def capturable(self) -> bool:
-        """Whether steps may begin with `begin_next`: widths are fixed, and nobody needs the host inside of a step."""
-        return self.store.columns is not None and not self.steers and not self.store.storage.lag
-
-    @property
-    def records_decisions(self) -> bool:
-        """Whether `decide_next` can be captured and does all that the policy does. A recorder wants to see it."""
-        return self.recorder is None and bool(self.deciding) and self.policy.recordable and self.store.evicts_in_place
-
-    def fit_columns(self, more: int) -> None:
-        """With columns="fit": the width that lanes need which may grow by so many tokens."""
-        if not self._fits:
-            return
-        if max(self.store.most) + more > self.store.seen:
-            self.store.refresh()  # evictions were not counted
-        wanted = max(NARROWEST, max(self.store.most) + more)
-        self.store.columns = min(self.width, 1 << (wanted - 1).bit_length())
-
-    def demands_due(self, seqs: Sequence[int]) -> tuple[Demand, ...]:
-        """What must be observed when each of these sequences brings its next token."""
-        if not self.policy.demands:
-            return ()
-        clocks = {r.clock + 1 for r in self._of(seqs).records}
-        return tuple(d for d in self.policy.demands if any(clock % d.every == 0 for clock in clocks))
-
-    def next_state(self, seq: int) -> tuple[int, int, int]:
-        """What `begin_next` must know of a sequence: its row, the tokens it has seen, those in its buffer."""
-        row = self._row_of[seq]
-        return row, self._row(row).length, self.store.waiting[row]
-
-    def states_after(self, seqs: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
-        """What the policy must know of sequences when these tokens will be in the cache: int64 [view.STATE, N]."""
-        group = self._of(seqs)
-        out = np.ones((STATE, len(tokens)), dtype=np.int64)  # see kv/view.py; ones: all take part
-        out[0], out[3] = group.constant
-        out[2] = [r.length + 1 for r in group.records]
-        out[4], out[5] = self._think(group.records, tokens), tokens
-        return out
-
-    def _pull(self, now: _Pass) -> None:
-        """Tokens below `pull` are attended as if they stood directly before the next one that is held."""
-        pull, pos = self.policy.pull, self.store.positions()[:, now.at]
-        others = torch.where(pos >= pull, pos, UNLIMITED).amin(-1)  # [Lt, N, Ht]
-        gap = torch.where(others < UNLIMITED, others - pull, 0).long()
-        at = (now.lengths[None, :, None] - gap).clamp(min=0)
-        cos, sin = self.rope.at(at.flatten())  # [Lt·N·Ht, 1, D]
-        near = (pos >= 0) & (pos < pull)
-        now.near = near, cos.view(*at.shape, -1), sin.view(*at.shape, -1)
-
-    def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
-        """Append and attend. qk: [n, Hq + Hkv, D], unrotated, v: [n, Hkv, D]; returns [n, Hq, D]."""
-        now, heads = self._now, (self.config.num_heads, self.config.num_kv_heads)
-        if not now.prompt:
-            if self.store.compaction:
-                self.store.compaction.wait(layer)
-            raw, k = qk.split_with_sizes(heads, dim=1)
-            q = self.backend.append(raw, k, v, now.cos, now.sin, now.writer, layer)
-            self._keep_queries(layer, q, now)
-            return self._decode(layer, raw, q, now)
+    def _attend_prompts(self, layer: int, qk: Tensor, v: Tensor, now: _Read) -> Tensor:
+        """Causal attention of every prompt by itself, over the keys and values of this pass and those before."""
+        heads, seen = (self.config.num_heads, self.config.num_kv_heads), self.observations
         rows = sum(now.counts)  # those behind are idle
         idle, qk, v = len(qk) - rows, qk[:rows], v[:rows]
         q, k = self.backend.rope(qk, now.cos, now.sin).split_with_sizes(heads, dim=1)
         both = torch.stack((k, v), dim=1)  # [n, 2, Hkv, D]
         now.writer.write(layer, *both[now.each].unbind(2))
         kv = both.split(now.counts)
-        self._keep_queries(layer, q, now)
+        parts, ends = q.split(now.counts), [r.length + n for r, n in zip(now.records, now.counts, strict=True)]
+        seen.keep_prompt_queries(layer, now.rows, parts, ends)
         out = []
         with of_any_length(self.device, now.masked):
-            for i, (row, q_i) in enumerate(zip(now.rows, q.split(now.counts), strict=True)):
-                before = self._row(row).length
+            for i, (row, q_i) in enumerate(zip(now.rows, parts, strict=True)):
+                before, prompt = now.records[i].length, now.records[i].prompt
                 if before:
                     read = self.store.reader(now.at[i : i + 1])(layer)
                     k_i, v_i = (x[0, :, : before + now.counts[i]] for x in read)  # [Hkv, T, D]
                 else:  # all that it may look at is in this pass
                     k_i, v_i = kv[i].permute(1, 2, 0, 3).unbind()
                 out.append(self.backend.attention(q_i, k_i, v_i))
-                for demand in (d for d in self._due(See.MASS, layer) if d.prompt):
-                    self._prompt_mass(layer, row, demand.group, q_i, k_i)
-                if before + now.counts[i] == self._row(row).prompt:
-                    for group, what in self._asked(layer).items():
+                for demand in (d for d in seen.of(now.due, See.MASS, layer) if d.prompt):
+                    seen.add_prompt_mass(layer, row, demand.group, q_i, k_i, prompt)
+                if ends[i] == prompt:
+                    for group, what in seen.asked(now.due, layer).items():
                         if what & See.ROWS:
-                            self._prompt_row(layer, row, group, q_i[-1:], k_i)
+                            seen.keep_prompt_row(layer, row, group, q_i[-1:], k_i, prompt)
         if idle:
             out.append(q.new_zeros(idle, *q.shape[1:]))
         return out[0] if len(out) == 1 else torch.cat(out)
 
-    def _decode(self, layer: int, raw: Tensor, q: Tensor, now: _Pass) -> Tensor:
-        """Attention of one new token each, over whatever the lanes hold. raw, q: [N, Hq, D]."""
-        assert now.read is not None
-        if self.backend.in_place and now.near is None and not self.store.storage.lag:
-            asked = self._asked(layer)
-            for group in asked or (None,):
-                attended, mass = self.backend.paged_attention(q, now.read, layer, group)
-                if group is not None and mass is not None:
-                    self._observe_weights(layer, group, asked[group], now, mass)
-            return attended
-        assert now.valid is not None
-        t = min(layer, now.valid.shape[0] - 1)
-        valid = now.valid[t]  # [N, Ht, S]
-        k, v = now.read(layer)
-        watching = self._asked(layer)
-        # Who is due differs from step to step, and the companions with it: no output may depend on that, so what is
-        # not observed in every step is computed beside the output.
-        always = any(d.every == 1 and d.weights and (d.layers is None or layer in d.layers) for d in now.due)
-        out = None
-        if now.near is None and not always:
-            out = self.backend.decode_attention(q, k, v, None if now.dense else valid)
-            if not watching:
-                return out
-        n, hq, d = q.shape
-        grouped = q.view(n, k.shape[1], -1, d)
-        logits = grouped @ k.transpose(-1, -2) / d**0.5  # [N, Hkv, g, S]
-        if now.near is not None:
-            near, cos, sin = (x[t] for x in now.near)
-            cos, sin = (x.expand(-1, k.shape[1], -1).reshape(-1, 1, d) for x in (cos, sin))  # [N·Hkv, 1, D]
-            closer = self.backend.rope(raw.reshape(n * k.shape[1], -1, d), cos, sin).view(grouped.shape)
-            logits = torch.where(near.unsqueeze(2), closer @ k.transpose(-1, -2) / d**0.5, logits)
-        for group, what in watching.items():
-            self._observe_weights(layer, group, what, now, group_reduce(logits, valid, group))
-        if out is not None:
-            return out
-        p = decode_probabilities(logits, valid)
-        return (p.to(v.dtype) @ v).view(n, hq, d)
-
-    def tap(self, layer: int, hidden: Tensor) -> Tensor:
-        """Steer the residual stream, and keep what is due. hidden: [n, d]."""
-        now = self._now
-        if self.steers and not now.prompt:
-            whole = hidden.new_zeros(len(self.rows), hidden.shape[-1]).index_copy(0, now.at, hidden)
-            hidden = self.policy.steer(self._step(now.rows), layer, whole)[now.at]
-        for _ in self._due(See.HIDDEN, layer):
-            held = self._hidden.setdefault(
-                layer, torch.zeros(len(self.rows), hidden.shape[-1], dtype=torch.float32, device=self.device)
-            )
-            if now.prompt:
-                hidden_last = hidden[torch.tensor(now.counts, device=self.device).cumsum(0) - 1]
-            else:
-                hidden_last = hidden
-            held[now.at] = _of_active(hidden_last.float(), held, now)
-            self.observed["HIDDEN"] += 1
-        return hidden
-
-    @torch.inference_mode()
-    def end_step(self) -> None:
-        """Close the step: count its tokens, let the policy act, store what must be stored."""
-        self._end_step()
-
-    def _end_step(
-        self, decide: Callable[[], object] | None = None, flush: Callable[[Sequence[int]], object] | None = None
-    ) -> None:
-        now = self._now
-        last = self._last
-        records = last.records if last.rows is now.rows else [self._row(row) for row in now.rows]
-        for r, count in zip(records, now.counts, strict=True):
+    def _end_reading(self, now: _Read) -> None:
+        """Count the tokens; where a prompt is read, let the policy act on it, and store what is left."""
+        for r, count in zip(now.records, now.counts, strict=True):
             r.length += count
-        last.steps = 0  # to be looked at anew, but see `end_next`
-        settled = [r for r, x in zip(now.rows, records, strict=True) if x.clock == 0] if now.prompt else []
-        active = settled if now.prompt else now.rows
-        edits: list[tuple[Policy, Edit]] = []
-        if active:
-            for row in settled:
+        self._last.steps = 0  # to be looked at anew
+        settled = [i for i, r in enumerate(now.records) if r.clock == 0]
+        rows = [now.rows[i] for i in settled]
+        last = np.cumsum(now.counts) - 1
+        if settled:
+            for row in rows:
                 self.store.measure(row)
-            if decide is not None:
-                decide()
-            elif now.prompt and self.records_decisions:  # of these rows alone
-                self.decide_next(self._states(settled)[:, settled])
-            elif self.deciding:
-                step = self._step(active)
-                edits = self._edits(step)
-                self._apply(edits, step)
+            records = [now.records[i] for i in settled]
+            batch = Batch.of(
+                row=rows, length=[r.length for r in records], prompt=[r.prompt for r in records],
+                thinking=[int(r.thinking) for r in records],
+                token=[now.tokens[last[i]] if now.tokens else -1 for i in settled],
+            )  # fmt: skip
+            if (acting := self.acting(batch)) is not None:
+                self.decide(acting.to(self.device))
         self._pass = None  # the step is over, also if the pool is exhausted now
-        self._waiting_prompts += settled
-        self._store_what_waits(flush)
-        for author, edit in edits:
-            self._begin(author, edit, active)
-        if self.recorder is not None:
-            self.recorder.stepped(now.rows, now.counts, now.ids, edits)
-
-    def _edits(self, step: View) -> list[tuple[Policy, Edit]]:
-        """The edits of all members, and whose they are."""
-        return [(p, edit) for p in self.deciding for edit in p.decide(step.seen_by(p))]
-
-    def _store_what_waits(self, flush: Callable[[Sequence[int]], object] | None = None) -> None:
-        """Quantize full buffers, and prompts that are read. If the pool is exhausted they wait for the next step."""
-        size = self.store.storage.buffer
-        if size and (full := [row for row, r in enumerate(self.rows) if r and self.store.waiting[row] == size]):
-            (flush or self.store.flush)(full)
-        while self._waiting_prompts:
-            row = self._waiting_prompts[0]
-            self.store.settle(row, self._row(row).length)
-            self._waiting_prompts.pop(0)
-
-    def _apply(self, edits: Sequence[tuple[Policy, Edit]], step: View) -> None:
-        """Moves, then evictions, of all edits together."""
-        evictions = [edit for _, edit in edits if isinstance(edit, Evict)]
-        moves = [edit for _, edit in edits if isinstance(edit, Requantize)]
-        if not evictions and not moves:
-            return
-        drop = self._dropped(evictions, step)
-        for edit in moves:
-            where = torch.zeros_like(drop)
-            where[slice(None) if edit.layer is None else min(edit.layer, len(where) - 1)] = edit.where
-            where &= step.active[None, :, None, None]
-            self.store.requantize(where & ~drop, edit.fmt, edit.how)
-        if evictions and bool(drop.any()):
-            if self.recorder is not None:
-                self.recorder.evicting(step, edits, drop)
-            self.store.evict(drop)
-
-    @staticmethod
-    def _dropped(edits: Sequence[Edit], step: View) -> Tensor:
-        """Tokens that go, of the rows that are shown: bool [Lt, R, Ht, S]."""
-        whole: Tensor | None = None
-        for edit in edits:
-            if not isinstance(edit, Evict):
-                raise ValueError(f"{step.policy.name} is recordable and yields {type(edit).__name__}")
-            # a prompt that is read in chunks stays whole
-            may = step.active[:, None, None] if edit.even_protected else step.droppable
-            if edit.layer is None:
-                drop = edit.drop & may
-                whole = drop if whole is None else whole | drop
-                continue
-            if whole is None:
-                whole = torch.zeros_like(step.pos(), dtype=torch.bool)
-            at = min(edit.layer, len(whole) - 1)
-            whole[at] |= edit.drop & (may if edit.even_protected else may[at])
-        return torch.zeros_like(step.pos(), dtype=torch.bool) if whole is None else whole
-
-    def _begin(self, author: Policy, edit: Edit, active: Sequence[int]) -> None:
-        """Segments and budgets that hold from now on."""
-        if isinstance(edit, OpenSegment):
-            opened = [row for row in active if bool(edit.open[row])]
-            mask = torch.zeros_like(edit.open)
-            mask[opened] = True
-            self.store.open_segment(mask, edit.thought)
-            for row in opened:
-                self.store.begin(row, self._row(row).length, int(edit.thought[row]))
-        elif isinstance(edit, SetBudget):
-            budget = self.budgets[id(author)]
-            budget[min(edit.layer, len(budget) - 1)] = edit.tokens
-
-    # -- observations
-
-    def _due(self, what: See, layer: int) -> Iterator[Demand]:
-        """Demands of this kind that are due in this pass, each group rule once."""
-        seen = set()
-        for demand in self._now.due:
-            fits = demand.what & what and (demand.layers is None or layer in demand.layers)
-            if what is See.HIDDEN and demand.layers is None:
-                fits = fits and layer >= 0
-            if fits and demand.group not in seen:
-                seen.add(demand.group)
-                yield demand
-
-    def _asked(self, layer: int) -> dict[str, See]:
-        """The group rules by which this pass's attention is to be told, and for what: MASS, ROWS or both."""
-        asked: dict[str, See] = {}
-        for demand in self._now.due:
-            if demand.weights and (demand.layers is None or layer in demand.layers):
-                asked[demand.group] = asked.get(demand.group, demand.weights) | demand.weights
-        return asked
-
-    def _observe_weights(self, layer: int, group: str, what: See, now: _Pass, mass: Tensor) -> None:
-        """mass: [N, heads, S] of this pass, one query each."""
-        for kind, all_held in ((See.MASS, self._mass), (See.ROWS, self._newest)):
-            if what & kind:
-                self.observed[kind.name or ""] += 1
-                self._hold(all_held, (layer, group), now, mass)
-
-    def _hold(self, all_held: dict[tuple[int, str], Tensor], key: tuple[int, str], now: _Pass, mass: Tensor) -> None:
-        """Of the rows of this pass."""
-        if self.store.columns is not None:  # widths are fixed: in place, for addresses must stay
-            size = (len(self.rows), mass.shape[1], self.width)
-            if key not in all_held or all_held[key].shape != size:
-                all_held[key] = mass.new_zeros(size)
-            held = all_held[key][..., : mass.shape[-1]]
-            held[now.at] = _of_active(mass, held, now)
-            return
-        held = mass.new_zeros(len(self.rows), *mass.shape[1:]).index_copy_(0, now.at, mass)
-        if self.store.reading and key in all_held:  # whose sums are not complete
-            rows, before = list(self.store.reading), all_held[key]
-            before = torch.nn.functional.pad(before[rows], (0, max(0, held.shape[-1] - before.shape[-1])))
-            held = torch.nn.functional.pad(held, (0, before.shape[-1] - held.shape[-1]))
-            held[rows] = before
-        all_held[key] = held
-
-    def _prompt_mass(self, layer: int, row: int, group: str, q: Tensor, k: Tensor) -> None:
-        """Add the attention that a chunk pays, some queries at a time. q: [n, Hq, D], k: [Hkv, S, D]."""
-        self.observed["MASS"] += 1
-        held = self._room(self._mass, (layer, group), row, k.shape[1])
-        for start in range(0, len(q), QUERY_BLOCK):
-            block = q[start : start + QUERY_BLOCK]
-            held += _weights(block, k, k.shape[1] - len(q) + start, group).sum(0)
-
-    def _prompt_row(self, layer: int, row: int, group: str, q: Tensor, k: Tensor) -> None:
-        """The attention that the prompt's last query pays. q: [1, Hq, D], k: [Hkv, S, D]."""
-        self.observed["ROWS"] += 1
-        self._room(self._newest, (layer, group), row, k.shape[1])[:] = _weights(q, k, k.shape[1] - 1, group)[0]
-
-    def _room(self, all_held: dict[tuple[int, str], Tensor], key: tuple[int, str], row: int, total: int) -> Tensor:
-        """Where the weights of a prompt's tokens are held, so many so far: a view, [heads, total]."""
-        held = all_held.get(key)
-        if held is None or held.shape[-1] < total:
-            heads = self.shape.query_heads if key[1] == "none" else self.shape.kv_heads
-            width = self.width if self.store.columns is not None else max(total, self._row(row).prompt)
-            wider = torch.zeros(len(self.rows), heads, width, device=self.device)
-            if held is not None:
-                wider[..., : held.shape[-1]] = held
-            held = all_held[key] = wider
-        return held[row, :, :total]
-
-    def _keep_queries(self, layer: int, q: Tensor, now: _Pass) -> None:
-        """The newest queries enter the ring at (position mod rows)."""
-        if not self._queries.numel() or not any(
-            d.queries and (d.layers is None or layer in d.layers) for d in self.policy.demands
-        ):
-            return
-        self.observed["QUERY"] += 1
-        size = self._queries.shape[3]
-        if not now.prompt:
-            self._queries[layer].transpose(1, 2)[now.at, now.lengths % size] = q
-            return
-        for row, count, q_i in zip(now.rows, now.counts, q.split(now.counts), strict=True):
-            end = self._row(row).length + count
-            kept = range(max(end - count, end - size), end)
-            index = torch.tensor([p % size for p in kept], device=self.device)
-            self._queries[layer, row, :, index] = q_i[-len(kept) :].transpose(0, 1)
+        self._waiting_prompts += rows
+        self._store_what_waits()
+        if rows:
+            self._begin_segments(rows)
+        self._tell(now.rows, now.counts, now.tokens)
 
     # -- what the host knows of the rows
 
-    def _step(self, active: Sequence[int] = ()) -> View:
-        """All rows, as the policy sees them."""
-        return View(self, self.policy, self._states(active))
+    def view(self, batch: Batch) -> View:
+        """These rows, as the policy sees them."""
+        asks = self.store.asks or not self.tells_due or self.recorder is not None
+        noted = None if self.recorder is None else self.recorder.noted
+        return View(self.store, self.observations, self.policy, self.budgets, batch, asks, noted)
 
-    def _states(self, active: Sequence[int]) -> Tensor:
-        """Of all rows, after a step of some: int64 [view.STATE, B]."""
-        last = dict(zip(self._now.rows, self._now.tokens, strict=True))
-        state = []
-        for row, r in enumerate(self.rows):
-            known = (r.length, r.prompt, int(r.thinking)) if r else (0, 0, 0)
-            state.append((row, int(row in active), *known, last.get(row, -1)))
-        return torch.tensor(list(zip(*state, strict=True)), device=self.device)
+    def _everybody(self, batch: Batch) -> Batch:
+        """All rows, in order; those of the batch are as they are there, the others take no part."""
+        if batch.whole:
+            return batch
+        known = [(r.length, r.prompt, int(r.thinking)) if r else (0, 0, 0) for r in self.rows]
+        values = np.zeros((len(FIELDS), len(known)), dtype=np.int64)
+        values[0], values[2:5], values[5] = range(len(known)), list(zip(*known, strict=True)), -1
+        values[:, batch.row.numpy()] = batch.values.numpy()
+        return Batch(torch.from_numpy(values), whole=True)
 
     def _think(self, records: Sequence[_Row], tokens: Sequence[int]) -> list[bool]:
         """Whether each sequence thinks after its token."""
@@ -808,7 +823,8 @@ class KVManager:
         if self._last.seqs != seqs:
             rows = [self._row_of[seq] for seq in seqs]
             records = [self._row(row) for row in rows]
-            self._last = _Group(list(seqs), rows, records, np.array([rows, [r.prompt for r in records]]))
+            whole = rows == list(range(len(self.rows)))
+            self._last = _Group(list(seqs), rows, records, np.array([rows, [r.prompt for r in records], seqs]), whole)
         return self._last
 
     def _row(self, row: int) -> _Row:
@@ -818,10 +834,15 @@ class KVManager:
         return record
 
     @property
-    def _now(self) -> _Pass:
+    def _now(self) -> _Step | _Read:
         if self._pass is None:
             raise ValueError("there is no step: call begin_step first")
         return self._pass
+
+    @property
+    def observed(self) -> Counter[str]:
+        """Observations made, by kind."""
+        return self.observations.made
 
     # -- bytes
 
@@ -840,7 +861,7 @@ class KVManager:
         return [*self.policy.state(), *self.budgets.values()]
 
     def _observed(self) -> list[Tensor]:
-        return [self._queries, *self._mass.values(), *self._newest.values(), *self._hidden.values()]
+        return self.observations.tensors
 
     def account(self, seq: int) -> Ledger:
         """What one sequence holds, by kind: its tokens, their scales and tables, its buffers, and its row's share of
@@ -879,26 +900,6 @@ class KVManager:
     def reserved_bytes(self) -> int:
         """All bytes, used or not."""
         return self.ledger().total
-
-
-def _weights(q: Tensor, k: Tensor, first: int, group: str) -> Tensor:
-    """What attention queries of a prompt pay, which stand at `first` and after it: [n, heads, S].
-
-    q: [n, Hq, D], k: [Hkv, S, D].
-    """
-    # as one product per KV head: torch would copy the keys for every query
-    grouped = q.unflatten(1, (k.shape[0], -1)).transpose(0, 1)  # [Hkv, n, g, D]
-    logits = (grouped.flatten(1, 2) @ k.mT).unflatten(1, (len(q), -1)).transpose(0, 1)
-    own = first + torch.arange(len(q), device=q.device)
-    valid = (torch.arange(k.shape[1], device=q.device) <= own[:, None])[:, None]  # [n, 1, S]
-    return group_reduce(logits / q.shape[-1] ** 0.5, valid, group)
-
-
-def _of_active(new: Tensor, held: Tensor, now: _Pass) -> Tensor:
-    """What is observed of the rows that take part, and what is held of the others. new: [N, …], held: [B, …]."""
-    if now.active is None:
-        return new
-    return torch.where(now.active.view(-1, *[1] * (new.ndim - 1)), new, held[now.at])
 
 
 def members(policy: Policy) -> tuple[Policy, ...]:

@@ -86,11 +86,13 @@ class Pages:
     place: Tensor
     pos: Tensor
     count: Tensor
+    thought: Tensor  # uint8 [B], the running thought type
     columns: int | None
     trash_page: int
     zero_page: int
     home: tuple[int, ...]  # formats of generated tokens
     used: set[int]  # formats that may hold tokens
+    asks = True  # whether the host may ask the device: not while a graph is recorded
     # What the host knows of each row:
     most: list[int]  # tokens that a lane holds at most
     lengths: list[int]  # tokens seen, evicted ones too
@@ -113,9 +115,18 @@ class Pages:
         page = (place // self.table.most).clamp(min=0).long()
         return torch.where(place < 0, BUFFER, self.table.format[page])
 
-    def reader(self, rows: Tensor | None = None) -> Reading:
-        """What reads the keys and values of some rows (int64 [N], all of them if None), layer by layer."""
-        return Reading(self, rows)
+    def reader(
+        self, rows: Tensor | None = None, lengths: Tensor | None = None, settled: Tensor | None = None
+    ) -> Reading:
+        """What reads the keys and values of some rows, layer by layer.
+
+        Args:
+            rows: int64 [N]; None: all of them.
+            lengths: int64 [N], tokens that each row has seen; read only where values lag (`Storage.lag`). None: what
+                the host knows of each row.
+            settled: bool [N], rows whose prompt lies where it stays; None, with lengths: all.
+        """
+        return Reading(self, rows, lengths, settled)
 
     # -- slots of one format as rows of a matrix
 
@@ -159,8 +170,10 @@ class Pages:
 class Reading:
     """Keys and values of some rows, as they are now; what is common to all layers is found once."""
 
-    def __init__(self, pages: Pages, rows: Tensor | None) -> None:
-        self.pages, self.rows = pages, rows
+    def __init__(
+        self, pages: Pages, rows: Tensor | None, lengths: Tensor | None = None, settled: Tensor | None = None
+    ) -> None:
+        self.pages, self.rows, self.lengths, self.settled = pages, rows, lengths, settled
         self._place, self._pos = pages.place[..., : pages.seen], pages.positions()
 
     @cached_property
@@ -180,21 +193,23 @@ class Reading:
     def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
         """K, V [N, Hkv, S, D] in the store's dtype, 0 where there is no token."""
         t = min(layer, len(self.place) - 1)
-        found = self._found.items()
-        parts = [self._read(f, layer, base[t], None if keys is None else keys[t]) for f, (base, keys) in found]
-        if self._alone:
-            return parts[0]
-        ks, vs = [k for k, _ in parts], [v for _, v in parts]
-        if self.pages.storage.buffer:
-            ring = self._ring(layer)
-            index = (-1 - self.place[t]).clamp(min=0).long().expand(-1, ring.shape[1], -1)
-            waits = ring.flatten(-2).gather(2, index[..., None].expand(*index.shape, ring.shape[-1] * 2))
-            in_ring = (self.place[t] < 0) & self.valid(layer)
-            waits = waits.masked_fill(~in_ring[..., None], 0).unflatten(-1, (2, -1))
-            ks.append(waits[..., 0, :])
-            vs.append(waits[..., 1, :])
-        # every token is in one of the formats, and 0 in the others
-        k, v = torch.stack(ks).sum(0), torch.stack(vs).sum(0)
+        if self._alone is not None:
+            f, base, keys = self._alone
+            return self._read(f, layer, base[t], None if keys is None else keys[t])
+        shape, n, seen = self.pages.shape, self.place.shape[1], self.place.shape[-1]
+        heads, dim = shape.kv_heads, shape.head_dim
+        # one column more: for what is no token
+        k, v = (self.pages.ring.new_zeros(n, heads, seen + 1, dim) for _ in range(2))
+        for f, column, lies, keys in self._parts:
+            if f == BUFFER:
+                index = lies[t][..., None, None].expand(n, lies.shape[2], -1, 2, dim).expand(-1, heads, -1, -1, -1)
+                part = self._ring(layer).gather(2, index).unbind(3)
+            else:
+                part = self._read(f, layer, lies[t], None if keys is None else keys[t])
+            into = column[t][..., None].expand(n, column.shape[2], -1, dim).expand(-1, heads, -1, -1)
+            k.scatter_(2, into, part[0])
+            v.scatter_(2, into, part[1])
+        k, v = k[:, :, :-1], v[:, :, :-1]
         return k, self._lagging(layer, v) if self.pages.storage.lag else v
 
     @cached_property
@@ -212,25 +227,43 @@ class Reading:
         )
 
     @cached_property
-    def _alone(self) -> bool:
-        """Whether all tokens have one format, and none wait."""
-        return len(self.pages.used) == 1 and not self.pages.storage.buffer
+    def _alone(self) -> tuple[int, Tensor, Tensor | None] | None:
+        """If all tokens have one format, and none wait: the format, and for every column the base of its slot (of the
+        zero page where there is no token) and its row of key scales: int64 [Lt, N, Ht, S]."""
+        pages, most = self.pages, self.pages.table.most
+        if len(pages.used) > 1 or pages.storage.buffer:
+            return None
+        [f] = pages.used
+        page = torch.where(self.pos >= 0, self.place // most, pages.zero_page).long()
+        slot = torch.where(self.pos >= 0, self.place % most, 0).long()
+        keys = pages.row_of[page, slot].long() if pages.layouts[f].by_token else None
+        return f, pages._base(f, page, slot), keys
 
     @cached_property
-    def _found(self) -> dict[int, tuple[Tensor, Tensor | None]]:
-        """For every format the bases of its tokens' slots (of the zero page where there is none of it), and their
-        rows of key scales: int64 [Lt, N, Ht, S] each."""
-        pages, most = self.pages, self.pages.table.most
-        paged = (self.pos >= 0) & (self.place >= 0)
-        page = torch.where(paged, self.place // most, pages.zero_page).long()
-        slot = torch.where(paged, self.place % most, 0).long()
-        found: dict[int, tuple[Tensor, Tensor | None]] = {}
-        for f in sorted(pages.used):
-            mine = pages.table.format[self.place // most] == f
-            of = page if self._alone else torch.where(mine, page, pages.zero_page)
-            keys = pages.row_of[of, slot].long() if pages.layouts[f].by_token else None
-            found[f] = pages._base(f, of, slot % pages.layouts[f].slots), keys
-        return found
+    def _parts(self) -> list[tuple[int, Tensor, Tensor, Tensor | None]]:
+        """The tokens of every format in use, then those in the ring (BUFFER): the format, the columns that they stand
+        in (S: no token), the bases of their slots (or their places in the ring), their rows of key scales: int64
+        [Lt, N, Ht, n] each. n: of the unit with most of them; where the host must not ask, S."""
+        pages, (place, column, first) = self.pages, self.by_format
+        most, seen = pages.table.most, place.shape[-1]
+        kinds = [*sorted(pages.used), BUFFER]
+        wide = first.diff(dim=-1).amax((0, 1, 2)).tolist() if pages.asks else [seen] * len(kinds)
+        out: list[tuple[int, Tensor, Tensor, Tensor | None]] = []
+        for i, (f, n) in enumerate(zip(kinds, wide, strict=True)):
+            if not n or (f == BUFFER and not pages.storage.buffer):
+                continue
+            rank = first[..., i, None] + torch.arange(n, device=place.device)
+            there = rank < first[..., i + 1, None]
+            rank = rank.clamp(max=seen - 1)
+            lies, columns = place.gather(-1, rank), torch.where(there, column.gather(-1, rank), seen).long()
+            if f == BUFFER:
+                out.append((f, columns, torch.where(there, -1 - lies, 0).clamp(min=0).long(), None))
+                continue
+            page = torch.where(there, lies // most, pages.zero_page).long()
+            slot = torch.where(there, lies % most, 0).long()
+            keys = pages.row_of[page, slot].long() if pages.layouts[f].by_token else None
+            out.append((f, columns, pages._base(f, page, slot), keys))
+        return out
 
     def _ring(self, layer: int) -> Tensor:
         """[N, Hkv, R, 2, D]."""
@@ -238,15 +271,23 @@ class Reading:
 
     def _lagging(self, layer: int, v: Tensor) -> Tensor:
         """Values with those of the last `buffer` tokens from the ring. v: [N, Hkv, S, D]."""
-        pages, pos, rows = self.pages, self.pos[min(layer, len(self.pos) - 1)], self.rows
+        pages, pos, (lengths, settled) = self.pages, self.pos[min(layer, len(self.pos) - 1)], self._ends
         size, sink = pages.storage.buffer, pages.storage.sink
-        unsettled = torch.tensor([row in pages.reading for row in range(pages.shape.rows)], device=pos.device)
-        settled = ~(unsettled if rows is None else unsettled[rows])[:, None, None]  # a prompt is not in the ring yet
-        lengths = torch.tensor(pages.lengths, device=pos.device)
-        lengths = (lengths if rows is None else lengths[rows])[:, None, None]
-        recent = (pos >= lengths - size) & (pos >= sink) & settled
+        recent = (pos >= lengths[:, None, None] - size) & (pos >= sink) & settled[:, None, None]
         index = ((pos - sink) % size).long()[..., None].expand(v.shape)
         return torch.where(recent[..., None], self._ring(layer)[..., 1, :].gather(2, index), v)
+
+    @cached_property
+    def _ends(self) -> tuple[Tensor, Tensor]:
+        """Tokens that each row has seen, and whether its prompt is settled, for until then it is not in the ring:
+        int64 [N], bool [N]."""
+        if self.lengths is not None:
+            all_are = torch.ones_like(self.lengths, dtype=torch.bool)
+            return self.lengths, all_are if self.settled is None else self.settled
+        pages, device = self.pages, self.pos.device
+        lengths = torch.tensor(pages.lengths, device=device)
+        settled = torch.tensor([row not in pages.reading for row in range(pages.shape.rows)], device=device)
+        return (lengths, settled) if self.rows is None else (lengths[self.rows], settled[self.rows])
 
     def _read(self, f: int, layer: int, base: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
         """K and V of one format. base, keys: [N, Ht, S]."""

@@ -14,8 +14,9 @@ wanted, the answer is a number behind the last real one, which exists as a place
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -43,16 +44,20 @@ class FreeList:
         """How many are free."""
         return int(self.top)
 
-    def require(self, most: int, wanted: Tensor, purpose: str) -> None:
-        """Make sure that `wanted` (a count, at most `most`) can be drawn. The device is asked only if the host
-        cannot be sure.
+    def require(self, most: int, wanted: Callable[[], Tensor], purpose: str) -> None:
+        """Make sure that so many numbers can be drawn. The device is asked only if the host cannot be sure.
+
+        Args:
+            most: numbers that are drawn at most.
+            wanted: tells how many these are, a tensor of one number.
+            purpose: what they are for, in words.
 
         Raises:
             Exhausted: there are too few.
         """
         if most > self.at_least:
             self.at_least = self.free
-            if most > self.at_least and (needed := int(wanted)) > self.at_least:
+            if most > self.at_least and (needed := int(wanted())) > self.at_least:
                 raise Exhausted(
                     f"The KV pool is exhausted: {purpose} needs {needed:,} {self.what} and {self.at_least:,} of "
                     f"{self.count:,} are free; use a smaller --batch-size, budget or --max-new-tokens."
@@ -122,79 +127,61 @@ class BlockTable:
         p = self.pages
         return self.live, self.taken, self.filled, self.thought, self.format, self.page, p.stack, p.top
 
-    def missing(self, fmt: int, thought: Tensor, count: Tensor, at: Tensor | None = None) -> Tensor:
-        """Pages to open so that every unit has room for `count` tokens: int64 [Lt, N, Ht]; others as in `take`."""
-        here = self._of(at).long()
-        room = (self.slots[fmt] - self.taken[here]) * self._fits(fmt, thought, here)
-        lacking = (count - room.sum(-1)).clamp(min=0)
-        return (lacking + self.slots[fmt] - 1) // self.slots[fmt]
-
-    def open(self, fmt: int, thought: Tensor, pages: Tensor, most: int, at: Tensor | None = None) -> None:
-        """Give every unit so many more pages, at most `most` each: pages int [Lt, N, Ht]; others as in `take`."""
-        if not most:
-            return
-        self._widen(pages, most, at)
-        most = min(most, self.page.shape[-1])
-        want = torch.arange(most, device=pages.device) < pages[..., None]  # [Lt, N, Ht, most]
-        new = self.pages.draw(want, want.numel())
-        number = new.long()
-        self.live[number] = False
-        self.taken[number] = 0
-        self.filled[number] = 0
-        self.thought[number] = thought[..., None].expand(want.shape)
-        self.format[number] = torch.where(want, fmt, 255).to(torch.uint8)
-        # into the first columns that hold no page
-        own = self._of(at)
-        columns = (own == self.pages.count).to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
-        columns = columns[..., :most]
-        own.scatter_(-1, columns, torch.where(want, new, own.gather(-1, columns)))
-        if at is not None:
-            self.page[:, at] = own
-
-    def drawn(self) -> None:
-        """Pages were opened on the device: how many are left, and columns without one, is asked when it matters."""
-        self.pages.at_least, self.widest = 0, self.page.shape[-1]
-
-    def take(self, fmt: int, thought: Tensor, valid: Tensor, at: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Take a free slot for every valid token, in pages of this format and thought type; there must be room.
-
-        Evicted slots are used again in place, in the order of the table.
+    def missing(self, fmt: Tensor, slots: Tensor, thought: Tensor, count: Tensor, at: Tensor) -> Tensor:
+        """Pages to open so that every unit of some rows has room for more tokens.
 
         Args:
-            fmt: index of the format.
-            thought: uint8 [Lt, N, Ht] (broadcast), the type of each unit's tokens.
-            valid: bool [Lt, N, Ht, n].
-            at: int64 [N], of these rows, each once; None: of all B.
+            fmt: int64 [N], the format of each row's tokens.
+            slots: [N], slots of a page in that format.
+            thought: uint8 [N], the type of each row's tokens.
+            count: int64 [Lt, N, Ht], how many tokens every unit gets.
+            at: int64 [N], the rows.
 
         Returns:
-            page and slot, int64 [Lt, N, Ht, n]; the page is `pages.count` where not valid.
+            int64 [Lt, N, Ht].
         """
-        per_page, here = self.slots[fmt], self._of(at).long()
-        fits = self._fits(fmt, thought, here)
-        if valid.shape[-1] == 1:  # the first page with room, its first free slot
-            column = (fits & (self.taken[here] < per_page)).to(torch.uint8).argmax(-1, keepdim=True)
-            page = torch.where(valid, here.gather(-1, column), self.pages.count)
-            slot = self.live[page, :per_page].to(torch.uint8).argmin(-1)
-        else:  # the i-th valid token takes the i-th free slot
-            free = (~self.live[here, :per_page] & fits[..., None]).flatten(-2)  # [Lt, N, Ht, width · slots]
-            rank = (valid.cumsum(-1) - 1).clamp(min=0)
-            column = free.to(torch.uint8).argsort(dim=-1, descending=True, stable=True).gather(-1, rank)
-            page = torch.where(valid, here.gather(-1, column // per_page), self.pages.count)
-            slot = column % per_page
-        self.live[page, slot] = valid
-        self.taken.scatter_add_(0, page.flatten(), valid.flatten().to(torch.int32))
-        filled = torch.where(valid, slot + 1, 0).to(torch.int16)
-        self.filled.scatter_reduce_(0, page.flatten(), filled.flatten(), "amax")
-        return page, slot
+        here, (fmt, slots, thought) = self.page[:, at].long(), (x[:, None, None] for x in (fmt, slots, thought))
+        fits = (self.format[here] == fmt) & (self.thought[here] == thought)
+        lacking = (count - ((slots - self.taken[here]) * fits).sum(-1)).clamp(min=0)
+        return (lacking + slots[..., 0] - 1) // slots[..., 0]
 
-    def release(self, page: Tensor, slot: Tensor, which: Tensor, give: bool = True) -> None:
-        """Free the slots for which `which` is true, and give back the pages that are empty now, or leave them to
-        their units. Equal shapes."""
+    def require(self, at: Tensor, pages: int, missing: Callable[[], Tensor], purpose: str) -> None:
+        """Make sure that the units of some rows can open pages, and that there are columns for them.
+
+        Where the columns suffice the table stays where it is: recorded graphs know its address.
+
+        Args:
+            at: int64 [N], the rows.
+            pages: that a unit opens at most.
+            missing: tells how many each opens, int64 [Lt, N, Ht]; called only if the host cannot be sure.
+            purpose: what they are for, in words.
+
+        Raises:
+            Exhausted: there are too few pages; nothing was changed.
+        """
+        most, missing = pages * self.page[:, :1, :, 0].numel() * len(at), cache(missing)
+        self.pages.require(most, lambda: missing().sum(), purpose)
+        self.pages.at_least = max(0, self.pages.at_least - most)
+        self.widest += pages
+        if self.widest > self.page.shape[-1]:  # as far as the host knows: count
+            used = (self.page != self.pages.count).sum(-1)  # of all rows: what others use counts for the next time
+            used[:, at] += missing()
+            self.widest = int(used.max())
+            if (more := self.widest - self.page.shape[-1]) > 0:
+                more = max(more, self.page.shape[-1])  # doubling
+                self.page = torch.nn.functional.pad(self.page, (0, more), value=self.pages.count)
+
+    def drawn(self) -> None:
+        """Pages were opened without `require`: how many are left, and columns without one, is asked when it
+        matters."""
+        self.pages.at_least, self.widest = 0, self.page.shape[-1]
+
+    def release(self, page: Tensor, slot: Tensor, which: Tensor) -> None:
+        """Free the slots for which `which` is true, and give back the pages that are empty now. Equal shapes."""
         page = torch.where(which, page, self.pages.count).long()
         self.live[page, slot] = False
         self.taken.scatter_add_(0, page.flatten(), -which.flatten().to(torch.int32))
-        if give:
-            self.give_back()
+        self.give_back()
 
     def give_back(self) -> None:
         """Return to the pool all pages in which no token lives."""
@@ -231,23 +218,3 @@ class BlockTable:
                 )
             )  # fmt: skip
         return out
-
-    def _of(self, at: Tensor | None) -> Tensor:
-        """The tables of some rows: a copy; of all rows: themselves."""
-        return self.page if at is None else self.page[:, at]
-
-    def _fits(self, fmt: int, thought: Tensor, here: Tensor) -> Tensor:
-        """Pages of a unit that are for tokens of this format and type: bool [Lt, N, Ht, width]."""
-        return (self.format[here] == fmt) & (self.thought[here] == thought[..., None])
-
-    def _widen(self, pages: Tensor, most: int, at: Tensor | None) -> None:
-        """Room for so many more pages of the units, at most `most` each. Where there is room the table stays where
-        it is: recorded graphs know its address."""
-        self.widest += most
-        if self.widest > self.page.shape[-1]:  # as far as the host knows: count
-            used = (self.page != self.pages.count).sum(-1)  # of all rows: what others use counts for the next time
-            used[:, slice(None) if at is None else at] += pages
-            self.widest = int(used.max())
-            if (more := self.widest - self.page.shape[-1]) > 0:
-                more = max(more, self.page.shape[-1])  # doubling
-                self.page = torch.nn.functional.pad(self.page, (0, more), value=self.pages.count)

@@ -1,47 +1,50 @@
-"""What a policy sees of a manager's cache between two steps: `contract.Step`.
+"""What a policy sees of a cache between two steps: `contract.Step`.
 
-A view shows all rows, or, where decisions are recorded as a CUDA graph, some rows as a batch of their own. All that
-the host knows of the rows comes in one tensor: a graph is replayed with another one each time.
+A view shows the rows of a batch: all of the manager's, or the few that have something to decide. What the host knows
+of them stands in the batch's tensor, for a recorded decision is replayed with another one each time.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from minithink.kv.batch import Batch
 from minithink.kv.contract import Demand, Policy, See
-from minithink.kv.pages import Reading
+from minithink.kv.observe import Observations
+from minithink.kv.pages import Pages, Reading
 from minithink.ref.decode_attention import group_reduce
 
-if TYPE_CHECKING:
-    from minithink.kv.manager import KVManager
-
-STATE = 6  # numbers of a row: row, took part, tokens seen, tokens of the prompt, thinks, newest token
-ACTIVE = 1  # the second of them
+# Is called with the view, the policy, its scores and where they count: for whoever records (`Step.note`).
+Noted = Callable[["View", Policy, Tensor, "Tensor | None"], None]
 
 
 class View:
-    """`contract.Step`, over a manager."""
+    """`contract.Step`, over a store and what was observed."""
 
-    def __init__(self, manager: KVManager, policy: Policy, state: Tensor, recorded: bool = False) -> None:
+    def __init__(
+        self, store: Pages, observations: Observations, policy: Policy, budgets: Mapping[int, Tensor], batch: Batch,
+        asks: bool = True, noted: Noted | None = None,
+    ) -> None:  # fmt: skip
         """
         Args:
-            state: int64 [STATE, R], of every row that is shown.
-            recorded: the rows are any of the manager's, each once, and nothing here may ask the host; otherwise they
-                are all of them, in order.
+            policy: of the manager; `seen_by` shows the same to a member of a stack.
+            budgets: of every member, by its id: int32 [Lt, B, Ht].
+            asks: whether the host may ask the device; not where this is recorded.
+            noted: is told what policies note.
         """
-        self.manager, self.policy, self.recorded = manager, policy, recorded
-        self.shape, self.ops = replace(manager.shape, rows=state.shape[1]), manager.backend
-        self.row, active, self.length, prompt, self._thinks, self.tokens = state
-        self.active = active.bool()
-        self.prompt, self.clock = prompt.int(), (self.length - prompt).clamp(min=0).int()
-        self._reading: tuple[Tensor | None, Reading] | None = None  # the last one asked for
+        self.store, self.observations, self.policy, self.budgets = store, observations, policy, budgets
+        self.batch, self.asks, self._noted = batch, asks, noted
+        self.shape, self.ops = replace(store.shape, rows=len(batch)), store.backend
+        self.row, self.active, self.length = batch.row, batch.active, batch.length
+        self.thinking, self.tokens, self.protects = batch.thinking, batch.token, policy.protect_prompt
+        self.prompt, self.clock = batch.prompt.int(), (batch.length - batch.prompt).clamp(min=0).int()
+        self._reading: tuple[Tensor | None, Tensor | None, Reading] | None = None  # the last one asked for
         self._slots: dict[int, Tensor] = {}  # where the last queries are, by how many
 
     def seen_by(self, policy: Policy) -> View:
@@ -54,33 +57,28 @@ class View:
 
     @cached_property
     def budget(self) -> Tensor:
-        budgets = self.manager.budgets
-        return self._shown(budgets.get(id(self.policy), next(iter(budgets.values()))), 1)
-
-    @cached_property
-    def thinking(self) -> Tensor:
-        return self._thinks.bool()
+        return self._shown(self.budgets.get(id(self.policy), next(iter(self.budgets.values()))), 1)
 
     @cached_property
     def thought(self) -> Tensor:
-        return self._shown(self.manager.store.thought, 0)
+        return self._shown(self.store.thought, 0)
 
     def _shown(self, x: Tensor, dim: int) -> Tensor:
         """The rows that are shown, of a tensor of all rows."""
-        return x.index_select(dim, self.row) if self.recorded else x
+        return x if self.batch.whole else x.index_select(dim, self.row)
 
     def pos(self, layer: int | None = None) -> Tensor:
         return self._at(self._pos, layer)
 
     @cached_property
     def _pos(self) -> Tensor:
-        return self._shown(self.manager.store.positions(), 1)
+        return self._shown(self.store.positions(), 1)
 
     def held(self, layer: int | None = None) -> Tensor:
-        return self._at(self._shown(self.manager.store.count, 1), layer)
+        return self._at(self._shown(self.store.count, 1), layer)
 
     def format(self, layer: int | None = None) -> Tensor:
-        return self._at(self._shown(self.manager.store.format(), 1), layer)
+        return self._at(self._shown(self.store.format(), 1), layer)
 
     def protected(self, layer: int | None = None) -> Tensor:
         return self._at(self._protected, layer)
@@ -88,13 +86,13 @@ class View:
     @cached_property
     def droppable(self) -> Tensor:
         """Tokens that may go: those of rows that took part, but for what is protected. bool [Lt, R, Ht, S]."""
-        first = self.prompt if self.manager.policy.protect_prompt else torch.zeros_like(self.prompt)
+        first = self.prompt if self.protects else torch.zeros_like(self.prompt)
         first = torch.where(self.active, first, torch.iinfo(torch.int32).max)
         return self._pos >= first[:, None, None]
 
     @cached_property
     def _protected(self) -> Tensor:
-        if not self.manager.policy.protect_prompt:
+        if not self.protects:
             return torch.zeros_like(self._pos, dtype=torch.bool)
         return (self._pos >= 0) & (self._pos < self.prompt[None, :, None, None])
 
@@ -105,37 +103,43 @@ class View:
         return self._read(layer, rows, 1)
 
     def _read(self, layer: int, rows: Tensor | None, which: int) -> Tensor:
-        rows = None if self.recorded else rows  # all that are shown
         if self._reading is None or self._reading[0] is not rows:
-            some = rows.nonzero().flatten() if rows is not None else self.row if self.recorded else None
-            self._reading = rows, self.manager.store.reader(some)
-        reading = self._reading[1]
+            shown = rows.nonzero().flatten() if rows is not None and self.asks else None  # else all of them
+            self._reading = rows, shown, self._reader(shown)
+        _, shown, reading = self._reading
         x = reading(layer)[which]
-        if rows is None or reading.rows is None:
-            return x
-        return x.new_zeros(self.shape.rows, *x.shape[1:]).index_copy_(0, reading.rows, x)
+        return x if shown is None else x.new_zeros(self.shape.rows, *x.shape[1:]).index_copy_(0, shown, x)
+
+    def _reader(self, shown: Tensor | None) -> Reading:
+        """What reads some of the rows shown (int64, indices), or all."""
+        if self.store.storage.lag:  # a prompt that was just read is not in the ring yet
+            length = self.length if shown is None else self.length[shown]
+            settled = self.clock > 0 if shown is None else self.clock[shown] > 0
+            return self.store.reader(self.row if shown is None else self.row[shown], length, settled)
+        if shown is not None:
+            return self.store.reader(self.row[shown])
+        return self.store.reader(None if self.batch.whole else self.row)
 
     def segments(self, tau: int, total: int) -> tuple[Tensor, Tensor]:
-        store = self.manager.store
+        store = self.store
         return self.ops.segments(store.pos, store.count, self.row, self.prompt, tau, total)
 
     def survivors(self, first: Tensor, size: Tensor, goal: Tensor, longest: int) -> Tensor:
-        read = self.manager.store.reader(self.row if self.recorded else None)
-        return self.ops.survivors(read, first, size, goal, longest)
+        return self.ops.survivors(self._reader(None), first, size, goal, longest)
 
     def chronological(self, layer: int) -> Tensor:
         pos = self.pos(layer)
         return torch.arange(pos.shape[-1], device=pos.device).expand(pos.shape)
 
     def mass(self, layer: int) -> Tensor:
-        return self._weights(self.manager._mass, layer, self._demand(See.MASS, layer).group)
+        return self._weights(self.observations.mass, layer, self._demand(See.MASS, layer).group)
 
     def _weights(self, all_held: dict[tuple[int, str], Tensor], layer: int, group: str) -> Tensor:
-        """What the manager holds of attention: [R, heads, S]."""
-        width = self.manager.store.seen
+        """What is held of attention: [R, heads, S]."""
+        width = self.store.seen
         if (held := all_held.get((layer, group))) is None:
             heads = self.shape.query_heads if group == "none" else self.shape.kv_heads
-            return torch.zeros(self.shape.rows, heads, width, device=self.manager.device)
+            return torch.zeros(self.shape.rows, heads, width, device=self.shape.device)
         shown = self._shown(held[..., :width], 0)
         more = width - shown.shape[-1]
         return torch.nn.functional.pad(shown, (0, more)) if more > 0 else shown
@@ -145,7 +149,7 @@ class View:
 
     def _last_queries(self, layer: int, n: int) -> Tensor:
         """The last n queries of every row, oldest first: [R, Hq, n, D]."""
-        ring = self.manager._queries[layer]  # [B, Hq, size, D]
+        ring = self.observations.queries[layer]  # [B, Hq, size, D]
         if n not in self._slots:
             last = torch.arange(n, device=ring.device) - n
             self._slots[n] = (self.length[:, None] + last) % ring.shape[2]  # [R, n]
@@ -154,7 +158,7 @@ class View:
     def rows(self, layer: int) -> Tensor:
         demand, pos = self._demand(See.ROWS, layer), self.pos(layer)  # pos: [R, Ht, S]
         if demand.rows == 1:  # attention has told
-            return self._weights(self.manager._newest, layer, demand.group).unsqueeze(2)
+            return self._weights(self.observations.newest, layer, demand.group).unsqueeze(2)
         q, k = self._last_queries(layer, demand.rows).float(), self.keys(layer).float()
         out = []
         for i in range(demand.rows):
@@ -165,14 +169,14 @@ class View:
         return torch.stack(out, dim=2)
 
     def hidden(self, layer: int) -> Tensor:
-        return self._shown(self.manager._hidden[layer], 0)
+        return self._shown(self.observations.hidden[layer], 0)
 
     def note(self, score: Tensor, where: Tensor | None = None) -> None:
-        if (recorder := self.manager.recorder) is not None:
-            recorder.noted(self, self.policy, score, where)
+        if self._noted is not None:
+            self._noted(self, self.policy, score, where)
 
     def any(self, what: Tensor | Callable[[], Tensor]) -> bool:
-        return self.recorded or bool((what if isinstance(what, Tensor) else what()).any())
+        return not self.asks or bool((what if isinstance(what, Tensor) else what()).any())
 
     def _at(self, x: Tensor, layer: int | None) -> Tensor:
         return x if layer is None else x[min(layer, x.shape[0] - 1)]

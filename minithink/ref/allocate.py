@@ -16,8 +16,7 @@ def allocate(
     A unit's tokens take, in their order, the free slots of its pages that hold tokens of their format and thought
     type, in the order of its table: evicted slots are used again in place. For the tokens that are left it opens
     pages: the units draw from the stack in their order, and enter a page in the first column of their table that
-    holds none. For one token that is what `BlockTable.missing`, `open` and `take` do, but in one go for units of
-    different formats.
+    holds none.
 
     A token for which there is no page, or no column, lies in the page P from then on, which belongs to nobody, and
     `overflow` becomes true. P: pages; what the tensors hold at P means nothing.
@@ -63,10 +62,10 @@ def allocate(
     # the token of rank i takes the i-th free slot
     fits = (page_format[here] == fmt[:, None, None]) & (page_thought[here] == kind[:, None, None]) & (here != none)
     free = ~live[here] & (torch.arange(most, device=place.device) < per_page[..., None]) & fits[..., None]
-    free = free.flatten(-2)  # [Lt, N, Ht, width · most]
-    room = free.sum(-1, keepdim=True)
+    free = free.flatten(-2).cumsum(-1, dtype=torch.int32)  # [Lt, N, Ht, width · most], up to and with each slot
+    room = free[..., -1:].long()
     found = waits & (rank < room)
-    which = _places(free).gather(-1, rank.clamp(0, free.shape[-1] - 1))
+    which = torch.searchsorted(free, rank.int() + 1).clamp(max=free.shape[-1] - 1)
     number = torch.where(found, here.gather(-1, which // most), none)
     slot = torch.where(found, which % most, 0)
 
@@ -87,7 +86,7 @@ def allocate(
     filled[fresh] = 0
     page_thought[fresh] = torch.where(opened, kind[:, None, None], 0)
     page_format[fresh] = torch.where(opened, fmt[:, None, None], 255).to(torch.uint8)
-    entry = _places(unused).gather(-1, (rest // per_page).clamp(max=page.shape[-1] - 1))
+    entry = torch.searchsorted(unused.cumsum(-1), rest // per_page + 1)  # the first columns that hold no page
     table = torch.nn.functional.pad(page[:, at], (0, 1))  # a column for what is not opened
     table.scatter_(-1, torch.where(opened, entry, page.shape[-1]), fresh.to(torch.int32))
     page[:, at] = table[..., :-1]
@@ -103,8 +102,3 @@ def allocate(
     base = (none * lanes * per_page).expand(*waits.shape[:3], size + 1).clone()
     index = torch.where(waits, -1 - own, size).long()
     return base.scatter_(-1, index, number * (lanes * per_page) + slot)[..., :size]
-
-
-def _places(mask: Tensor) -> Tensor:
-    """Along the last axis, where it is true, in order; then where it is not."""
-    return mask.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)

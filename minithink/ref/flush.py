@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class BufferWriter(Protocol):
-    """What a store's `flush_next` gives (`minithink/kv/store.py`). The kernel looks through it, at the pages."""
+    """What a store's `flush_rings` gives (`minithink/kv/store.py`). The kernel looks through it, at the pages."""
 
     layers: int
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from minithink.ref.decode_attention import decode_attention, group_reduce
@@ -35,13 +34,12 @@ def paged_attention(q: Tensor, read: Reading, layer: int, group: str | None = No
     """
     (k, v), valid = read(layer), read.valid(layer)
     n, hq, d = q.shape
-    empty = ~valid.any(-1, keepdim=True)  # [N, Ht, 1]
-    some = valid | (empty & (torch.arange(valid.shape[-1], device=q.device) == 0))  # softmax over nothing is NaN
-    out = decode_attention(q, k, v, some).masked_fill(_by_head(empty, hq), 0)
+    # A softmax over nothing is NaN: such outputs are replaced.
+    out = decode_attention(q, k, v, valid).masked_fill(~_by_head(valid.any(-1, keepdim=True), hq), 0)
     if group is None:
         return out, None
     logits = q.view(n, k.shape[1], -1, d) @ k.transpose(-1, -2) / d**0.5  # [N, Hkv, g, S]
-    mass = group_reduce(logits, some, group)
+    mass = group_reduce(logits, valid, group)
     return out, mass.masked_fill(~_by_head(valid, mass.shape[1]), 0)
 
 

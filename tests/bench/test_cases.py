@@ -124,7 +124,7 @@ def test_copies_hold_what_the_few_hold(method: str) -> None:
         assert many.row_uses.sum() == sum(_uses(few, i % 3) for i in range(7))
         for name in ("thought", "next_thought", "begun"):
             assert torch.equal(getattr(many, name), getattr(source, name)[of])
-        assert (many.next_thought != SAME).all() == (tokens == 256), "where a segment has ended"
+        assert (many.next_thought == SAME).all(), "segments that are not recorded begin at once"
         for i in case.sequences:
             theirs, own = source.reader(torch.tensor([i % 3])), many.reader(torch.tensor([i]))
             seen = int(source.count[:, i % 3].max())
@@ -214,7 +214,7 @@ def test_what_a_filled_cache_has_not_paid_for_a_step_pays(method: str, monkeypat
         return call
 
     backend = replace(
-        REFERENCE, in_place=True, paged_attention=counting("attention", REFERENCE.paged_attention),
+        REFERENCE, paged_attention=counting("attention", REFERENCE.paged_attention),
         sparsity=counting("sparsity", REFERENCE.sparsity), redundancy=counting("score", REFERENCE.redundancy),
     )  # fmt: skip
     monkeypatch.setattr(steady, "backend_of", lambda _: backend)
@@ -227,7 +227,7 @@ def test_what_a_filled_cache_has_not_paid_for_a_step_pays(method: str, monkeypat
     assert calls["attention"] == 32 * 3
     if method == "thinkv":
         assert m["rates"]["refresh"]["steps"] == 2 / 32
-        assert calls["sparsity"] == m["rates"]["decision"]["steps"] * 32 >= 2
+        assert calls["sparsity"] == 2
     else:
         assert calls["score"] == 3 * 2
         assert m["rates"]["eviction"]["steps"] == 2 / 32
@@ -290,7 +290,8 @@ def test_bytes_are_known_before_anything_is_allocated(method: str) -> None:
     config = CONFIGS["tiny"]
     for batch in (1, 3):
         case = made(method, batch=batch, tokens=64)
-        observed = sum(x.nbytes for x in (*case.cache._mass.values(), *case.cache._newest.values()))
+        seen = case.cache.observations
+        observed = sum(x.nbytes for x in (*seen.mass.values(), *seen.newest.values()))
         want = sum(x.nbytes for x in case.cache.tensors()) - observed
         assert pool_bytes(config, METHODS[method], batch, SMALL, 64) == want
         room = {"rows": batch, "tokens": 8 + 64 + case.period, "prompt": 8}

@@ -42,6 +42,7 @@ def engine(model: Path) -> Engine:
 def graphed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """An engine whose steps go through the loop of a GPU, launch by launch."""
     monkeypatch.setattr(loop_module, "Recorded", Launched)
+    monkeypatch.setattr(loop_module, "recorder", lambda cache: Launched if cache.recordable else None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(manager_module, "NARROWEST", 16)
     monkeypatch.setattr(engine, "columns", "fit")

@@ -427,6 +427,7 @@ def test_beside_the_loop_of_a_gpu(
     for module in (stream_module, engine_module):
         monkeypatch.setattr(module, "prompts_at_once", lambda rows: min(rows, together))
     monkeypatch.setattr(loop_module, "Recorded", Launched)
+    monkeypatch.setattr(loop_module, "recorder", lambda cache: Launched if cache.recordable else None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     loaded = runner.load
 

@@ -23,7 +23,6 @@ from minithink.evaluate.ranks import Ranks
 from minithink.evaluate.trace import Doubled, Recording, check, path_of
 from minithink.kv.apart import Apart
 from minithink.kv.full import FullCache
-from minithink.kv.manager import KVManager
 from minithink.stream import Stream, Track
 from minithink.trace.format import Trace, read
 from minithink.trace.recorder import Recorder
@@ -323,9 +322,8 @@ def test_beside_the_loop_of_a_gpu(
 ) -> None:
     """While it records, decisions are launched; then they are replayed again, and nobody sees a difference."""
     monkeypatch.setattr(loop_module, "Recorded", Launched)
+    monkeypatch.setattr(loop_module, "recorder", lambda cache: Launched if cache.recordable else None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    can = property(lambda self: self.recorder is None and bool(self.deciding) and self.policy.recordable)
-    monkeypatch.setattr(KVManager, "records_decisions", can)
     loaded, loops = runner.load, []
     init = loop_module.DecodeLoop.__init__
 

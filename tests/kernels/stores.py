@@ -8,6 +8,7 @@ from torch import Tensor
 from minithink.kv.contract import Scope, Shape, Storage
 from minithink.kv.store import PagedStore
 from tests.kernels.device import DEVICE
+from tests.kv.run import open_now
 
 STORAGES = {
     "plain": Storage(),
@@ -72,7 +73,7 @@ def filled(
             drop()
         if step % 5 == 4:
             kinds = torch.randint(len(storage.thoughts), (len(lengths),), generator=generator).to(DEVICE, torch.uint8)
-            store.open_segment(torch.ones_like(kinds, dtype=torch.bool), kinds)
+            open_now(store, torch.ones_like(kinds, dtype=torch.bool), kinds)
     for name in storage.also:
         valid = store.positions() >= 0
         store.requantize(valid & (torch.rand(valid.shape, generator=generator).to(DEVICE) > 0.8), name, "values")

@@ -85,7 +85,8 @@ class Wishes:
 
 
 def by_table(lists: Lists, wishes: Wishes, size: int) -> Tensor:
-    """What the operation must do, by BlockTable, unit by unit: first the free slots, then new pages."""
+    """What the operation must do, token by token: the first free slot of the first page with room, or the first slot
+    of a new page."""
     t, places = lists.table, lists.place
     layers, _, heads = lists.shape.tables
     base = torch.zeros(layers, len(wishes.at), heads, size, dtype=torch.int64)
@@ -99,14 +100,27 @@ def by_table(lists: Lists, wishes: Wishes, size: int) -> Tensor:
                 unit = layer, row, head
                 for column in range(int(lists.count[unit])):
                     if (index := -1 - int(places[(*unit, column)])) >= 0:
-                        valid = torch.zeros(lists.shape.tables, dtype=torch.bool, device=DEVICE)
-                        valid[unit] = True
-                        kind = torch.full(valid.shape, thought, dtype=torch.uint8, device=DEVICE)
-                        t.open(f, kind, t.missing(f, kind, valid.long()), 1)
-                        page, slot = (int(x[unit]) for x in t.take(f, kind, valid[..., None]))
+                        page, slot = take(t, unit, f, thought)
                         places[(*unit, column)] = page * t.most + slot
                         base[layer, n, head, index] = page * lanes + slot
     return base.to(DEVICE)
+
+
+def take(t: BlockTable, unit: tuple[int, int, int], f: int, thought: int) -> tuple[int, int]:
+    """A slot for one token of a unit: page and slot."""
+    pages = t.page[unit].tolist()
+    mine = [p for p in pages if p != t.pages.count and (int(t.format[p]), int(t.thought[p])) == (f, thought)]
+    page = next((p for p in mine if int(t.taken[p]) < t.slots[f]), None)
+    if page is None:
+        page = int(t.pages.stack[t.pages.top - 1])
+        t.pages.top -= 1
+        t.page[unit][pages.index(t.pages.count)] = page
+        t.live[page], t.taken[page], t.filled[page], t.format[page], t.thought[page] = False, 0, 0, f, thought
+    slot = t.live[page].tolist().index(False)
+    t.live[page, slot] = True
+    t.taken[page] += 1
+    t.filled[page] = max(int(t.filled[page]), slot + 1)
+    return page, slot
 
 
 def assert_tables_same(name: str, got: BlockTable, want: BlockTable) -> None:
@@ -228,10 +242,9 @@ def test_as_it_is_launched(size: int) -> None:
     every = {name: Lists((2, rows, 2), "head", 3_000, (2, 1), 300) for name in ("want", *OPERATIONS)}
     for i in range(2):  # 130 full pages, then pages of another type
         for t in (lists.table for lists in every.values()):
-            thought = torch.full(t.shape.tables, i, dtype=torch.uint8, device=DEVICE)
-            count = torch.full(t.shape.tables, 260 if i == 0 else 3, device=DEVICE)
-            t.open(0, thought, t.missing(0, thought, count), 130)
-            t.take(0, thought, torch.ones(*t.shape.tables, 260 if i == 0 else 3, dtype=torch.bool, device=DEVICE))
+            for unit in torch.ones(t.shape.tables).nonzero().tolist():
+                for _ in range(260 if i == 0 else 3):
+                    take(t, tuple(unit), 0, i)
     wishes = Wishes(rows, torch.Generator(), 1.0, 1, 2)
     wishes.at = torch.arange(rows, device=DEVICE)
     wishes.active = wishes.at % 3 < 2

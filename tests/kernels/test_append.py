@@ -24,6 +24,7 @@ from tests.compare import assert_close
 from tests.kernels import stores
 from tests.kernels.device import DEVICE
 from tests.kernels.formats import assert_bits
+from tests.kv.run import open_now
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -51,7 +52,7 @@ def built(
         patch.setattr(stores, "DEVICE", device)
         store = stores.filled(storage, scope, lengths, seed=seed, layers=2, steps=3, **how)
     kinds = torch.randint(len(storage.thoughts), (len(lengths),), generator=torch.Generator().manual_seed(seed))
-    store.open_segment(torch.ones(len(lengths), dtype=torch.bool, device=device), kinds.to(device, torch.uint8))
+    open_now(store, torch.ones(len(lengths), dtype=torch.bool, device=device), kinds.to(device, torch.uint8))
     if full := [row for row in range(len(lengths)) if 0 < storage.buffer == store.waiting[row]]:
         store.flush(full)
     return store

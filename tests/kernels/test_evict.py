@@ -18,6 +18,7 @@ from tests.compare import assert_same
 from tests.kernels.device import DEVICE
 from tests.kernels.stores import STORAGES, filled
 from tests.kernels.test_allocate import assert_consistent, assert_tables_same
+from tests.kv.run import open_now
 
 NAMES = ["plain", "nvfp4", "ternary", "thoughts", "apart", "nvfp4-by-token", "ternary-by-token", "kivi", "mixed"]
 # Beside those of other tests: some types have rows of key scales and some have none, groups end before buffers do.
@@ -159,7 +160,7 @@ def test_equals_the_store(
                 kinds = torch.randint(len(want.storage.thoughts), (sizes[1],), generator=generator).to(DEVICE)
                 rows = [row for row in range(sizes[1]) if torch.rand((), generator=generator) < 0.8] or [0]
                 for store in (got, want):
-                    store.open_segment(torch.ones_like(kinds, dtype=torch.bool), kinds.to(torch.uint8))
+                    open_now(store, torch.ones_like(kinds, dtype=torch.bool), kinds.to(torch.uint8))
                 for _ in range(4):
                     for store in (got, want):
                         if full := [row for row in rows if 0 < store.storage.buffer == store.waiting[row]]:

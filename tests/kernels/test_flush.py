@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minithink.backend import REFERENCE, Backend, triton_backend
+from minithink.kv.batch import Batch
 from minithink.kv.contract import SCOPES, Scope, Storage
 from minithink.kv.store import PagedStore
 from tests.compare import assert_same
@@ -63,7 +64,8 @@ def flushed(store: PagedStore, at: Tensor, active: Tensor, backend: Backend) -> 
     """A copy, with some rows' rings in pages."""
     out = copied(store)
     out.backend = backend
-    out.flush_next(at, active)
+    out.asks = False
+    out.flush_rings(Batch.of(DEVICE, row=at, active=active))
     out.flushed(at[active].tolist())
     return out
 

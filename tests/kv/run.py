@@ -14,6 +14,7 @@ from minithink.backend import Backend
 from minithink.config import ModelConfig
 from minithink.kv.contract import Edit, Evict, Policy, Scope, Step, Storage, keep_best
 from minithink.kv.manager import KVManager
+from minithink.kv.store import PagedStore
 from minithink.model import Decoder, Rope
 from minithink.ref.rope import rope
 from tests.strategies import MAX_POSITION
@@ -136,8 +137,15 @@ def kept(manager: KVManager, seq: int) -> list[list[int]]:
 
 
 def state_after(manager: KVManager, seq: int, token: int) -> tuple[int, ...]:
-    """Of one sequence, when this token will be in the cache: view.STATE numbers."""
-    return tuple(manager.states_after([seq], [token])[:, 0].tolist())
+    """Of one sequence, when this token will be in the cache: numbers by `batch.FIELDS`."""
+    return tuple(manager.batch([seq], [token]).values[:, 0].tolist())
+
+
+def open_now(store: PagedStore, opened: Tensor, thought: Tensor) -> None:
+    """Segments of these rows begin with the next tokens. opened: bool [B], thought: uint8 [B]."""
+    at = torch.arange(len(opened), device=opened.device)
+    store.open_segment(at, opened, thought)
+    store.begin_segments(at, opened)
 
 
 def owned_bytes(*roots: object) -> int:

@@ -1,4 +1,4 @@
-"""Some rows shown alone (`View(recorded=True)`): a policy sees of them what it sees among all rows, and decides the
+"""Some rows shown alone, as a batch of their own: a policy sees of them what it sees among all rows, and decides the
 same; what the other rows hold has no part in it, and stays as it is.
 """
 
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 import minithink.kv.manager as manager_module
-from minithink.kv.contract import Demand, Policy, See
+from minithink.kv.batch import ACTIVE, Batch
+from minithink.kv.contract import Demand, Evict, Policy, See
 from minithink.kv.manager import KVManager, members
-from minithink.kv.view import ACTIVE, View
+from minithink.kv.view import View
 from minithink.policies import parse
 from tests.compare import assert_same
 from tests.kv.run import feed, kept, manager_for, text_of
@@ -100,37 +101,45 @@ class Life:
     def some(self, high: int) -> int:
         return int(torch.randint(high, (), generator=self.draw))
 
+    def everybody(self, seqs: Sequence[int], tokens: dict[int, int]) -> Batch:
+        """All rows after a step of some, which is counted already."""
+        batch = self.manager.batch(seqs, [tokens[seq] for seq in seqs])
+        batch.values[2] -= 1
+        return self.manager._everybody(batch)
+
     def subset(self) -> list[int]:
         """Rows in any order, each once, at least one."""
         return torch.randperm(ROWS, generator=self.draw)[: 1 + self.some(ROWS)].tolist()
 
-    def steps(self, decide: Callable[[Tensor], object]) -> None:
+    def steps(self, decide: Callable[[Batch], object]) -> None:
         """Decides by what is given: of the states of all rows, as they are after the step."""
         for i in range(STEPS):
             seqs = [seq for seq in PROMPTS if i % 3 != 1 or seq == i % 2 or seq == 2]
             tokens = {seq: CLOSE if (seq, i) == (0, 8) else self.some(OPEN) for seq in seqs}
-            rows = [self.manager._row_of[seq] for seq in seqs]
-            feed_next(
-                self.decoder, self.manager, tokens, decide=lambda rows=rows: decide(self.manager._states(rows))
-            )  # fmt: skip
+
+            def now(seqs: Sequence[int] = seqs, tokens: dict[int, int] = tokens) -> None:
+                decide(self.everybody(seqs, tokens))
+
+            feed_next(self.decoder, self.manager, tokens, decide=now)
 
 
 def drops(manager: KVManager, view: View) -> Tensor:
     """What the policy evicts of the rows of a view: bool [Lt, R, Ht, S]; nothing where there is no token."""
-    return manager._dropped([edit for _, edit in manager._edits(view)], view) & (view.pos() >= 0)
+    edits = [edit for p in manager.deciding for edit in p.decide(view.seen_by(p))]
+    return manager._dropped([edit for edit in edits if isinstance(edit, Evict)], view) & (view.pos() >= 0)
 
 
 def of_row(manager: KVManager, row: int) -> dict[str, Tensor]:
     """All that the manager keeps for a row, used or not."""
     store = manager.store
     out = content(manager, row) | {
-        "queries": manager._queries[:, row],
+        "queries": manager.observations.queries[:, row],
         "ring": store.ring[:, row],
         "most, length, waiting": torch.tensor([store.most[row], store.lengths[row], store.waiting[row]]),
         "page": store.table.page[:, row],
     }
-    out |= {f"mass {key}": x[row] for key, x in manager._mass.items()}
-    out |= {f"hidden {key}": x[row] for key, x in manager._hidden.items()}
+    out |= {f"mass {key}": x[row] for key, x in manager.observations.mass.items()}
+    out |= {f"hidden {key}": x[row] for key, x in manager.observations.hidden.items()}
     out |= {f"budget {i}": x[:, row] for i, x in enumerate(manager.budgets.values())}
     return {name: x.clone() for name, x in out.items()}
 
@@ -139,16 +148,17 @@ def of_row(manager: KVManager, row: int) -> dict[str, Tensor]:
 def ruined(manager: KVManager, rows: Sequence[int]) -> Iterator[None]:
     """These rows hold no numbers, budgets and segments that make sense, until this is left."""
     store = manager.store
-    kinds = (*manager._mass.values(), *manager._hidden.values(), *manager.budgets.values(), store.thought)
-    tensors = (store.pool, store.side, store.ring, manager._queries, *kinds)
+    seen = manager.observations
+    kinds = (*seen.mass.values(), *seen.hidden.values(), *manager.budgets.values(), store.thought)
+    tensors = (store.pool, store.side, store.ring, manager.observations.queries, *kinds)
     before = [x.clone() for x in tensors]
     pages = store.table.page[:, rows].unique()
     pages = pages[pages != store.table.pages.count].long()
     store.pool[pages] = 255
     store.side[pages] = 255
     store.ring[:, rows] = torch.nan
-    manager._queries[:, rows] = torch.nan
-    for x in (*manager._mass.values(), *manager._hidden.values()):
+    manager.observations.queries[:, rows] = torch.nan
+    for x in (*manager.observations.mass.values(), *manager.observations.hidden.values()):
         x[rows] = torch.nan
     for x in manager.budgets.values():
         x[:, rows] = 1
@@ -166,9 +176,9 @@ def test_seen_alone_as_among_all(text: str) -> None:
     life = Life(Curious() if text == "curious" else text, 1)
     manager, readings = life.manager, SEEN | (DEMANDED if text == "curious" else {})
 
-    def look(state: Tensor) -> None:
+    def look(state: Batch) -> None:
         rows = life.subset()
-        whole, alone = View(manager, manager.policy, state), View(manager, manager.policy, state[:, rows], True)
+        whole, alone = manager.view(state), manager.view(state[rows])
         for policy in members(manager.policy):
             every, few = whole.seen_by(policy), alone.seen_by(policy)
             for name, (read, axis) in readings.items():
@@ -187,9 +197,9 @@ def test_decided_alone_as_among_all(text: str) -> None:
     life = Life(text, 2)
     manager, decided = life.manager, 0
 
-    def decide(state: Tensor) -> None:
+    def decide(state: Batch) -> None:
         nonlocal decided
-        whole = View(manager, manager.policy, state)
+        whole = manager.view(state)
         due, drop = [p.due(whole.seen_by(p))[0] for p in manager.deciding], drops(manager, whole)
         want = {row: [set(lane) for lane in lanes_of(manager, row, ~drop)] for row in range(ROWS)}
         order = torch.randperm(ROWS, generator=life.draw).tolist()
@@ -198,21 +208,21 @@ def test_decided_alone_as_among_all(text: str) -> None:
             others = [row for row in range(ROWS) if row not in rows]
             # Parts are padded with rows that take no part, as graphs are.
             padded = [*rows, *others[: life.some(len(others) + 1)]]
-            alone = state[:, padded].clone()
-            alone[ACTIVE, len(rows) :] = 0
-            view = View(manager, manager.policy, alone, recorded=True)
+            alone = Batch(state.values[:, padded].clone())
+            alone.values[ACTIVE, len(rows) :] = 0
+            view = manager.view(alone)
             for policy, is_due in zip(manager.deciding, due, strict=True):
                 assert_same("due", policy.due(view.seen_by(policy))[0][:, : len(rows)], is_due[:, rows])
             got = drops(manager, view)
             assert_same(f"rows {rows} of {padded}", got[:, : len(rows)], drop[:, rows][..., : got.shape[-1]])
             assert not got[:, len(rows) :].any()
-            assert manager.due_next(alone).tolist()[: len(rows)] == drop[:, rows].any(3).any(2).any(0).tolist()
+            assert manager.due(alone).tolist()[: len(rows)] == drop[:, rows].any(3).any(2).any(0).tolist()
             with ruined(manager, others):
-                again = drops(manager, View(manager, manager.policy, state[:, rows], recorded=True))
+                again = drops(manager, manager.view(state[rows]))
             assert_same(f"rows {rows} beside nonsense", again, got[:, : len(rows)])
             before = {row: of_row(manager, row) for row in others}
             states = [x.clone() for x in manager.policy.state()]
-            manager.decide_next(alone)
+            manager.decide(alone)
             for row, held in before.items():
                 assert_same_content(f"row {row}, not shown to decide", of_row(manager, row), held)
             for x, old in zip(manager.policy.state(), states, strict=True):
@@ -221,8 +231,8 @@ def test_decided_alone_as_among_all(text: str) -> None:
             drop[:, rows] = False
         assert {row: [set(lane) for lane in lanes_of(manager, row)] for row in range(ROWS)} == want
         decided += any(bool(x.any()) for x in due)
-        assert not manager.due_next(state).any(), "what is decided is decided"
-        assert not drops(manager, View(manager, manager.policy, state)).any()
+        assert not manager.due(state).any(), "what is decided is decided"
+        assert not drops(manager, manager.view(state)).any()
 
     life.steps(decide)
     assert decided > 1
@@ -243,12 +253,12 @@ def test_limits_hold_where_rows_are_shown_alone(text: str) -> None:
     manager, policy = life.manager, life.manager.policy
     seen, paused = list[int](), 0
 
-    def decide(state: Tensor) -> None:
+    def decide(state: Batch) -> None:
         nonlocal paused
         shown = [row for row in range(3) if life.some(3)]  # a third of the rows must wait
         paused += 3 - len(shown)
         before = {row: lanes_of(manager, row) for row in range(3)}
-        manager.decide_next(state[:, [*shown, 4]])
+        manager.decide(state[[*shown, 4]])
         for row in range(3):
             lanes = lanes_of(manager, row)
             assert row in shown or lanes == before[row]
@@ -257,7 +267,8 @@ def test_limits_hold_where_rows_are_shown_alone(text: str) -> None:
                 if policy.protect_prompt and policy.cap is None:
                     assert lane[: PROMPTS[row]] == list(range(PROMPTS[row]))
             for author in manager.deciding:  # those that look at every token
-                if row in shown and state[ACTIVE, row] and author.schedule == "every" and not author.exempt_answer:
+                every = author.schedule == "every" and not author.exempt_answer
+                if row in shown and state.active[row] and every:
                     budget = int(manager.budgets[id(author)][:, row].max())
                     assert max(map(len, lanes)) <= budget + author.slack
             seen.append(max(map(len, lanes)))
@@ -272,7 +283,8 @@ def test_prompts_that_are_read_together_are_decided_alone(text: str, monkeypatch
     """Rows whose prompts end are shown alone, beside those that pause."""
     managers = []
     for alone in (True, False):
-        monkeypatch.setattr(KVManager, "records_decisions", property(lambda cache, alone=alone: alone))
+        acting = KVManager.acting if alone else lambda self, batch, due=None: self._everybody(batch)
+        monkeypatch.setattr(KVManager, "acting", acting)
         life = Life(text, 4)
         manager = life.manager
         for seq, n in ((8, 14), (9, 11)):

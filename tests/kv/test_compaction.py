@@ -84,18 +84,16 @@ def assert_in_order(store: PagedStore, whole: bool) -> None:
     schedule=st.sampled_from(["every", "interval:3", "sawtooth:26/15"]),
     columns=st.sampled_from([None, 95]),
     poison=st.booleans(),
-    in_place=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 @settings(max_examples=settings.default.max_examples * 3 // 10)
 @torch.inference_mode()
 def test_no_number_changes(
-    how: str, scope: Scope, schedule: str, columns: int | None, poison: bool, in_place: bool, seed: int
+    how: str, scope: Scope, schedule: str, columns: int | None, poison: bool, seed: int
 ) -> None:
     """Bit for bit, step by step, as without it; what a lane holds lies together."""
-    backend = replace(REFERENCE, in_place=in_place)  # how it evicts
     options = {"schedule": schedule, "columns": columns, "poison": poison}
-    plain, moved = (make(name, scope, backend=backend, **options) for name in ("none", how))
+    plain, moved = (make(name, scope, **options) for name in ("none", how))
     assert plain.store.compaction is None
     assert moved.store.compaction is not None
     moving = 0
@@ -121,8 +119,7 @@ def test_no_number_changes(
     assert moved.store.table.pages.free == moved.store.table.pages.count
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_overlapped_moves_when_the_next_step_begins(in_place: bool) -> None:
+def test_overlapped_moves_when_the_next_step_begins() -> None:
     """Layer by layer; pages that were freed stay with their lanes until sequences come or go."""
     layers: list[int] = []
 
@@ -133,7 +130,7 @@ def test_overlapped_moves_when_the_next_step_begins(in_place: bool) -> None:
         REFERENCE.gather(source, moves, *rest)
 
     waits: list[bool] = []
-    backend = replace(REFERENCE, gather=gather, in_place=in_place)
+    backend = replace(REFERENCE, gather=gather)
     manager = make("overlapped", backend=backend, schedule="sawtooth:30/10")
     compaction, pages = manager.store.compaction, manager.store.table.pages
     assert compaction is not None
@@ -162,7 +159,7 @@ def test_overlapped_moves_when_the_next_step_begins(in_place: bool) -> None:
 
 @pytest.mark.parametrize("how", HOW)
 def test_steps_from_tensors_move_too(how: str) -> None:
-    """Those that begin with `begin_next`, as CUDA graphs do."""
+    """Part by part, as the loop takes them."""
     plain, moved = (make(name, columns="fit", schedule="every") for name in ("none", how))
     for manager in (plain, moved):
         manager.join(0, TOKENS, 25)

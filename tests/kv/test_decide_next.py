@@ -1,4 +1,4 @@
-"""Decisions from tensors alone, as a CUDA graph captures them: `due_next` and `decide_next`.
+"""Decisions from tensors alone, as a CUDA graph captures them: `due` and `decide`.
 
 Shown the rows that are due as a batch of their own, in any order and beside idle rows, a policy keeps the tokens that
 it keeps when it is shown all rows; nothing else changes, and nothing asks the host.
@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import minithink.kv.manager as manager_module
 from minithink.backend import REFERENCE, triton_backend
+from minithink.kv.batch import FIELDS, Batch
 from minithink.kv.contract import Edit, Evict, OpenSegment, Policy, Stack, Step
 from minithink.kv.manager import KVManager
-from minithink.kv.view import ACTIVE, STATE
 from minithink.model import Decoder
 from minithink.policies import POLICIES, parse
 from minithink.policies.thinkv import ThinKV
@@ -59,10 +59,10 @@ def make(decoder: Decoder, policy: Policy | str, **options: Any) -> KVManager:
     return manager_for(decoder, policy, backend=decoder.backend, **options)
 
 
-def tensor_of(states: Sequence[Sequence[int]], idle: Iterable[int], order: Tensor | None = None) -> Tensor:
-    """States as `due_next` takes them, with those of idle rows, which may be anything but active."""
-    rows = [*states, *((row, 0, 3, 2, 1, IDLE) for row in idle)]
-    return torch.tensor(rows)[slice(None) if order is None else order].t().contiguous()
+def tensor_of(states: Sequence[Sequence[int]], idle: Iterable[int], order: Tensor | None = None) -> Batch:
+    """States as a batch, with those of idle rows, which may be anything but active."""
+    rows = [*states, *((row, 0, 3, 2, 1, IDLE, 0, 0) for row in idle)]
+    return Batch(torch.tensor(rows)[slice(None) if order is None else order].t().contiguous())
 
 
 class Apart:
@@ -83,7 +83,7 @@ class Apart:
     def decide(self, states: list[tuple[int, ...]]) -> None:
         manager, rows = self.manager, len(self.manager.rows)
 
-        def padded(states: list[tuple[int, ...]]) -> tuple[Tensor, list[int]]:
+        def padded(states: list[tuple[int, ...]]) -> tuple[Batch, list[int]]:
             taken = [state[0] for state in states]
             idle = [row for row in torch.randperm(rows, generator=self.draw).tolist() if row not in taken]
             idle = idle[: self.some(len(idle) + 1)]
@@ -91,11 +91,11 @@ class Apart:
             return tensor_of(states, idle, order), idle
 
         state, _ = padded(states)
-        due = manager.due_next(state)
-        assert due.shape == (state.shape[1],)
+        due = manager.due(state)
+        assert due.shape == (len(state),)
         assert due.dtype == torch.bool
-        assert not (due & ~state[ACTIVE].bool()).any()
-        acting = set(state[0][due].tolist())
+        assert not (due & ~state.active).any()
+        acting = set(state.row[due].tolist())
         evicting = self.evicting(states)
         assert evicting == acting if not manager.policy.opens else evicting <= acting
         if acting:
@@ -103,19 +103,22 @@ class Apart:
             state, idle = padded([state for state in states if state[0] in acting])
             others = [row for row in range(rows) if row not in acting]
             before = {row: content(manager, row) | remembered(manager, row) for row in others}
-            manager.decide_next(state)
+            manager.decide(state)
             for row in others:
                 after = content(manager, row) | remembered(manager, row)
                 assert_same_content(f"row {row}, idle: {row in idle}", after, before[row])
 
     def evicting(self, states: list[tuple[int, ...]]) -> set[int]:
         """Rows that lose tokens when the policy is shown all of them."""
-        step, state = self.manager._step([row for row, *_ in states]), list(self.manager.policy.state())
-        before = [x.clone() for x in state]
-        edits = [edit for _, edit in self.manager._edits(step)]
+        manager, state = self.manager, list(self.manager.policy.state())
+        every = torch.zeros(len(FIELDS), len(manager.rows), dtype=torch.int64)
+        every[0] = torch.arange(len(manager.rows))
+        every[:, [row for row, *_ in states]] = torch.tensor(states).t()
+        step, before = manager.view(Batch(every, whole=True)), [x.clone() for x in state]
+        edits = [edit for p in manager.deciding for edit in p.decide(step.seen_by(p))]
         for x, was in zip(state, before, strict=True):  # it will be asked again
             x.copy_(was)
-        drop = self.manager._dropped([edit for edit in edits if not isinstance(edit, OpenSegment)], step)
+        drop = manager._dropped([edit for edit in edits if isinstance(edit, Evict)], step)
         return set((drop & (step.pos() >= 0)).any(3).any(2).any(0).nonzero().flatten().tolist())
 
 
@@ -135,6 +138,7 @@ def test_decisions_apart_are_decisions(text: str) -> None:
     """Ragged batches beside sequences that pause, read their prompt, leave and come; one ends its thought."""
     decoder = with_backend(decoder_of(0), ONE_BY_ONE)
     one, other = make(decoder, text), make(decoder, text)
+    one.recorded = True
     apart = Apart(one, TEXTS.index(text))
     seqs, words, long = list[int](), text_of(decoder.config, 14, 9), 10**3
 
@@ -221,10 +225,10 @@ def test_what_nobody_may_drop() -> None:
     assert [manager.held(seq) for seq in range(3)] == [5, 6, 4]
     states = [state_after(manager, seq, 1) for seq in range(3)]
     two = tensor_of([states[2], states[0]], [1, 3])
-    assert manager.due_next(two).tolist() == [True, True, False, False]
-    manager.decide_next(two)
+    assert manager.due(two).tolist() == [True, True, False, False]
+    manager.decide(two)
     assert [kept(manager, seq)[0] for seq in range(3)] == [[0, 1], [0, 1, 2, 3, 4, 5], [0]]
-    manager.decide_next(tensor_of([], [0, 1, 2, 4]))
+    manager.decide(tensor_of([], [0, 1, 2, 4]))
     assert [manager.held(seq) for seq in range(3)] == [2, 6, 1]
 
 
@@ -232,6 +236,10 @@ class Apiece(Policy):
     """Lets go of the first two tokens of layer 0's prompts, and later of all that it may in the other layers."""
 
     recordable = protect_prompt = True
+
+    def due(self, step: Step) -> tuple[Tensor, Tensor]:
+        now = (step.clock == 0) | (step.clock == 2)
+        return now[None, :, None].expand(step.budget.shape), step.budget
 
     def decide(self, step: Step) -> Iterable[Edit]:
         first = (step.pos(0) < 2) & (step.clock == 0)[:, None, None]
@@ -249,7 +257,7 @@ def test_what_is_protected_may_be_let_go(recorded: bool) -> None:
     feed(decoder, manager, {0: text_of(decoder.config, 4, 0)})
     for _ in range(2):
         state = tensor_of([state_after(manager, 0, 1)], [])
-        decide = (lambda state=state: manager.decide_next(state)) if recorded else None
+        decide = (lambda state=state: manager.decide(state)) if recorded else None
         feed_next(decoder, manager, {0: 1}, decide=decide)
     lanes = kept(manager, 0)
     assert lanes == [[2, 3, 4, 5]] * 2 + [[0, 1, 2, 3]] * (len(lanes) - 2)
@@ -262,13 +270,13 @@ def test_state_after() -> None:
     for seq, n, thinking in ((4, 3, False), (6, 5, True)):
         manager.join(seq, WIDTH, n, thinking)
         feed(decoder, manager, {seq: text_of(decoder.config, n, seq)})
-    assert len(state_after(manager, 4, 1)) == STATE
-    assert state_after(manager, 4, 1) == (0, 1, 4, 3, 0, 1)
-    assert state_after(manager, 4, OPEN) == (0, 1, 4, 3, 1, OPEN)
-    assert state_after(manager, 6, CLOSE) == (1, 1, 6, 5, 0, CLOSE)
+    assert len(state_after(manager, 4, 1)) == len(FIELDS)
+    assert state_after(manager, 4, 1) == (0, 1, 4, 3, 0, 1, 0, 4)
+    assert state_after(manager, 4, OPEN) == (0, 1, 4, 3, 1, OPEN, 0, 4)
+    assert state_after(manager, 6, CLOSE) == (1, 1, 6, 5, 0, CLOSE, 0, 6)
     feed_next(decoder, manager, {6: CLOSE})
-    assert state_after(manager, 6, 2) == (1, 1, 7, 5, 0, 2)
-    assert state_after(manager, 6, OPEN) == (1, 1, 7, 5, 1, OPEN)
+    assert state_after(manager, 6, 2) == (1, 1, 7, 5, 0, 2, 0, 6)
+    assert state_after(manager, 6, OPEN) == (1, 1, 7, 5, 1, OPEN, 0, 6)
 
 
 # -- whose decisions are recorded
@@ -297,12 +305,13 @@ def test_who_is_recordable() -> None:
 
 
 def test_when_decisions_are_recorded() -> None:
-    """Where evictions are the kernels' alone, and there is something to decide."""
-    plain = random_decoder(example_config(head_dim=16))
-    kernels = with_backend(plain, triton_backend())
+    """Where steps are, there is something to decide, and the policy can be recorded."""
+    decoder = random_decoder(example_config(head_dim=16))
 
-    def records(text: str, decoder: Decoder = kernels, poison: bool = False) -> bool:
-        return make(decoder, text, poison=poison).records_decisions
+    def records(text: str, recorded: bool = True) -> bool:
+        manager = make(decoder, text)
+        manager.recorded = recorded
+        return manager.records_decisions
 
     rkv = "rkv:budget=16,buffer=6,alpha=4"
     for text in (
@@ -313,8 +322,7 @@ def test_when_decisions_are_recorded() -> None:
         f"{rkv}+quant:fmt=int4,by=token",
     ):
         assert records(text), text
-    assert not records(rkv, plain)
-    assert not records(rkv, poison=True)
+    assert not records(rkv, recorded=False)
     assert not records("full")
     assert not records("crystal_kv_lite:budget=18")
 
@@ -330,9 +338,8 @@ def test_other_edits_are_refused() -> None:
     decoder = decoder_of(0)
     manager = make(decoder, Talkative(5))
     manager.join(0, WIDTH, 1)
-    feed(decoder, manager, {0: [1]})
     with pytest.raises(ValueError, match="cut is recordable and yields OpenSegment"):
-        manager.decide_next(tensor_of([state_after(manager, 0, 1)], []))
+        feed(decoder, manager, {0: [1]})
 
 
 # -- nothing asks the host
@@ -377,28 +384,35 @@ def test_nothing_asks_the_host(text: str) -> None:
             return REFERENCE.survivors(*args)
 
     backend = replace(
-        REFERENCE, in_place=True, evict=lambda *args: evictions.append(args), survivors=survivors,
+        REFERENCE, evict=lambda *args: evictions.append(args), survivors=survivors,
         gather=lambda source, moves, *args: gathers.append((source.clone(), moves.clone(), *args)),
     )  # fmt: skip
     decoder = with_backend(decoder_of(0), backend)
     manager = make(decoder, text, poison=False)
+    manager.recorded = True
+
+    @torch.inference_mode()
+    def run_later() -> None:
+        while gathers:
+            REFERENCE.gather(*gathers.pop(0))
+        while evictions:
+            REFERENCE.evict(*evictions.pop())
+
     for seq, n in enumerate((13, 9)):
         manager.join(seq, WIDTH, n)
         feed(decoder, manager, {seq: text_of(decoder.config, n, seq)})
+        run_later()
     decided = 0
     for _ in range(17):
         states = [state_after(manager, seq, IDLE) for seq in (1, 0)]
         state = tensor_of(states, [3, 4])
 
-        def decide(state: Tensor = state) -> None:
+        def decide(state: Batch = state) -> None:
             nonlocal decided
             with AsksNothing():
-                due = manager.due_next(state)
-                manager.decide_next(state)
-            while gathers:
-                REFERENCE.gather(*gathers.pop(0))
-            while evictions:
-                REFERENCE.evict(*evictions.pop())
+                due = manager.due(state)
+                manager.decide(state)
+            run_later()
             decided += int(due.sum())
 
         feed_next(decoder, manager, {1: IDLE, 0: IDLE}, decide=decide)
@@ -428,6 +442,7 @@ def test_the_kernels_decide_as_their_twins(text: str) -> None:
     twin = random_decoder(config, 3)
     ours = with_backend(twin, triton_backend())
     got, want = (make(d, text, rows=4, tokens=30, poison=False, think_ids=(NEVER, NEVER)) for d in (ours, twin))
+    got.recorded = True
     assert got.records_decisions
     for seq, n in ((0, 7), (1, 3), (2, 6)):
         for d, manager in ((ours, got), (twin, want)):

@@ -168,7 +168,7 @@ def test_observations_are_counted(what: See, rows: int) -> None:
     feed(DECODER, manager, {0: [1]})
     got = check(manager).observations
     if what is See.MASS or rows == 1:
-        width = {x.shape[-1] for x in (*manager._mass.values(), *manager._newest.values())}
+        width = {x.shape[-1] for x in (*manager.observations.mass.values(), *manager.observations.newest.values())}
         assert len(width) == 1
         assert got == 3 * 2 * 2 * width.pop() * 4  # layers, rows, KV heads
     elif what is See.HIDDEN:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import minithink.kv.manager as manager_module
+import minithink.kv.observe as observe_module
 from minithink.backend import choose
 from minithink.config import ROPE_FIELDS, ModelConfig
 from minithink.errors import UsageError
@@ -472,7 +472,7 @@ def run_watched(
 @pytest.mark.parametrize("group", ["sum", "mean", "max", "max_logit", "none"])
 def test_mass_is_the_softmax(group: str, scope: Scope, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the prompt: of all its queries, though it came in chunks while another sequence generated."""
-    monkeypatch.setattr(manager_module, "QUERY_BLOCK", 2)
+    monkeypatch.setattr(observe_module, "QUERY_BLOCK", 2)
     policy = watch(See.MASS, budget=5, group=group, scope=scope)
     prompts = {0: 4, 1: 11}
     _, spy = run_watched(policy, prompts, 9)
@@ -523,7 +523,7 @@ def test_the_newest_row_needs_no_second_look_at_the_keys(name: str, monkeypatch:
                 group = "sum" if demands[1] in rows and layer == 1 else "max_logit"
                 want = attention_of(spy, row, layer, prompts[row] + clock - 1, here["pos"][layer], group)
                 assert_close(f"row {row}, clock {clock}", here["rows"][layer][:, 0], want, atol=1e-5)
-        assert not manager._queries.numel()
+        assert not manager.observations.queries.numel()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 8])
@@ -544,7 +544,7 @@ def test_hidden_is_the_residual_stream_and_the_final_norm() -> None:
     policy = watch(See.HIDDEN, budget=6, layers=frozenset({0, -1}))
     prompts = {0: 2, 1: 10}
     manager, spy = run_watched(policy, prompts, 7)
-    assert set(manager._hidden) == {0, -1}
+    assert set(manager.observations.hidden) == {0, -1}
     for (row, clock), here in policy.seen.items():
         for layer in (0, -1):
             want = spy.get("after", row, layer)[prompts[row] + clock - 1]
@@ -553,7 +553,7 @@ def test_hidden_is_the_residual_stream_and_the_final_norm() -> None:
 
 def test_all_layers_are_not_the_final_norm() -> None:
     manager, _ = run_watched(Cut(None, demands=(Demand(See.HIDDEN),)), {0: 3}, 2)
-    assert set(manager._hidden) == {0, 1}
+    assert set(manager.observations.hidden) == {0, 1}
 
 
 def test_only_demanded_layers_are_observed() -> None:
@@ -575,8 +575,8 @@ def test_what_was_not_demanded_is_refused() -> None:
 def test_a_policy_that_demands_nothing_costs_nothing() -> None:
     manager, _ = run_watched(Cut(4), {0: 5, 1: 3}, 4)
     assert not manager.observed
-    assert not manager._mass
-    assert not manager._hidden
+    assert not manager.observations.mass
+    assert not manager.observations.hidden
     assert manager.ledger().observations == 0
 
 
@@ -656,7 +656,7 @@ def test_steering_touches_decoding_rows_only() -> None:
         before, after = spy.get("before", s, 0), spy.get("after", s, 0)
         assert_same("in the prompt", after[:4], before[:4])
         assert_close("in the answer", after[4:], before[4:] + row + 1, atol=1e-6)
-        assert_close("what is observed", manager._hidden[0][row], after[-1], atol=0)
+        assert_close("what is observed", manager.observations.hidden[0][row], after[-1], atol=0)
         for layer in (1, -1):
             assert_same("elsewhere", spy.get("after", s, layer), spy.get("before", s, layer))
 

@@ -34,6 +34,7 @@ from minithink.quant import Format, parse_pair, shrink
 from minithink.quant.int_asymmetric import IntAsymmetric
 from minithink.quant.plain import DTYPES, Plain
 from tests.compare import assert_same
+from tests.kv.run import open_now
 
 torch.set_num_threads(1)
 
@@ -178,7 +179,7 @@ class StoreMachine(RuleBasedStateMachine):
     def open_segment(self, opened: list[bool], data: st.DataObject) -> None:
         kinds = [data.draw(st.integers(0, len(self.home) - 1)) for _ in range(ROWS)]
         opened = [o and r in self.sequences and self.sequences[r].state == "settled" for r, o in enumerate(opened)]
-        self.store.open_segment(torch.tensor(opened), torch.tensor(kinds, dtype=torch.uint8))
+        open_now(self.store, torch.tensor(opened), torch.tensor(kinds, dtype=torch.uint8))
         for row, kind in enumerate(kinds):
             if opened[row]:
                 self.sequences[row].thought = kind
@@ -608,19 +609,19 @@ def test_slots_have_numbers_of_32_bits(formats: tuple[str, ...], most: int) -> N
 
 
 def test_a_segment_begins_with_the_next_token_of_its_row() -> None:
-    """`open_next` and `take_over`: rows that bring no token wait, and who leaves takes along what was to begin."""
+    """`open_segment` and `begin_segments`: rows that bring no token wait, and a row that leaves forgets it."""
     shape = Shape(1, 4, 1, 1, 16, 8, "layer", torch.device("cpu"))
     store = PagedStore(shape, Storage(("plain", "fp8", "nvfp4"), prompt=1), pages=9)
-    store.open_next(torch.tensor([3, 0, 1]), torch.tensor([True, True, False]), torch.tensor([2, 0, 2]).byte())
+    store.open_segment(torch.tensor([3, 0, 1]), torch.tensor([True, True, False]), torch.tensor([2, 0, 2]).byte())
     assert store.thought.tolist() == [1, 1, 1, 1], "buffers that are full go where they would have gone"
     assert store.next_thought.tolist() == [0, SAME, SAME, 2]
-    store.take_over(torch.tensor([1, 3, 0]), torch.tensor([True, True, False]))
+    store.begin_segments(torch.tensor([1, 3, 0]), torch.tensor([True, True, False]))
     assert store.thought.tolist() == [1, 1, 1, 2]
     assert store.begun[[1, 3, 0]].tolist() == [SAME, 2, SAME]
     assert store.next_thought.tolist() == [0, SAME, SAME, SAME]
-    store.take_over(torch.tensor([0, 3]), torch.tensor([True, True]))
+    store.begin_segments(torch.tensor([0, 3]), torch.tensor([True, True]))
     assert store.thought.tolist() == [0, 1, 1, 2]
     assert store.begun[[0, 3]].tolist() == [0, SAME], "once"
-    store.open_next(torch.tensor([3]), torch.tensor([True]), torch.tensor([0]).byte())
+    store.open_segment(torch.tensor([3]), torch.tensor([True]), torch.tensor([0]).byte())
     store.clear(3)
     assert (store.thought.tolist()[3], store.next_thought.tolist()[3]) == (1, SAME)

@@ -11,7 +11,9 @@ from torch import Tensor
 from minithink.kv.contract import Scope, Shape, Storage
 from minithink.kv.store import PagedStore
 from minithink.kv.table import BlockTable, Exhausted, FreeList
+from minithink.ref.allocate import allocate
 from tests.compare import assert_same
+from tests.kv.run import open_now
 
 torch.set_num_threads(1)
 
@@ -42,9 +44,9 @@ def test_numbers_are_drawn_once(count: int, data: st.DataObject) -> None:
             if wanted > len(free):
                 message = f"a test needs {wanted} pages and {len(free)} of {count} are free"
                 with pytest.raises(Exhausted, match=message):
-                    numbers.require(which.numel(), which.sum(), "a test")
+                    numbers.require(which.numel(), which.sum, "a test")
                 continue
-            numbers.require(which.numel(), which.sum(), "a test")
+            numbers.require(which.numel(), which.sum, "a test")
             got = numbers.draw(which, which.numel())
             assert got.dtype == torch.int32
             assert (got[~which] == count).all()
@@ -72,16 +74,20 @@ def test_more_than_there_are() -> None:
     assert numbers.draw(mask(0, 1, 1, 1), 0).tolist() == [3, 2, 3, 3]
 
 
+def never() -> Tensor:
+    raise AssertionError("the device was asked")
+
+
 def test_the_host_asks_only_if_it_must() -> None:
     numbers = FreeList(8, "pages", CPU)
-    numbers.require(8, torch.tensor(torch.nan), "a count that nobody looks at")
+    numbers.require(8, never, "a count that the list does not look at")
     numbers.draw(mask(1, 1, 0, 0, 0, 0), 6)
     assert numbers.at_least == 2
-    numbers.require(3, torch.tensor(torch.nan), "six are free, which only the device knows")
+    numbers.require(3, never, "six are free, which only the device knows")
     assert numbers.at_least == 6
-    numbers.require(7, torch.tensor(6), "it may be seven and is six")
+    numbers.require(7, lambda: torch.tensor(6), "it may be seven and is six")
     with pytest.raises(Exhausted, match="needs 7 pages and 6 of 8 are free"):
-        numbers.require(7, torch.tensor(7), "one more")
+        numbers.require(7, lambda: torch.tensor(7), "one more")
 
 
 # -- tables
@@ -92,17 +98,33 @@ def thought(*types: int) -> Tensor:
     return torch.tensor(types, dtype=torch.uint8).view(1, -1, 1)
 
 
+def missing(table: BlockTable, fmt: int, types: Tensor, count: Tensor) -> Tensor:
+    """Pages that every unit lacks: types as of `thought`, count: int64 [Lt, B, Ht]."""
+    rows = torch.arange(count.shape[1])
+    of = torch.full_like(rows, fmt)
+    return table.missing(of, torch.full_like(of, table.slots[fmt]), types.flatten(), count, rows)
+
+
 def take(table: BlockTable, fmt: int, types: Tensor, valid: Tensor) -> list[list[tuple[int, int]]]:
-    """Open what is missing, and take slots. valid: [B, n] → (page, slot) of the valid tokens, of each row."""
-    valid = valid[None, :, None]
-    missing = table.missing(fmt, types, valid.sum(-1))
-    table.open(fmt, types, missing, -(-valid.shape[-1] // table.slots[fmt]))
-    page, slot = table.take(fmt, types, valid)
-    assert (page[~valid] == table.pages.count).all()
-    return [
-        [(int(p), int(s)) for p, s, v in zip(page[0, b, 0], slot[0, b, 0], valid[0, b, 0], strict=True) if v]
-        for b in range(valid.shape[1])
-    ]
+    """Make room, and take slots. valid: [B, n] → (page, slot) of the valid tokens, of each row."""
+    rows, n = torch.arange(len(valid)), valid.shape[1]
+    count = valid[None, :, None].sum(-1)
+    pages = -(-n // table.slots[fmt])
+    table.require(rows, pages, lambda: missing(table, fmt, types, count), "a test")
+    place = torch.zeros(1, len(valid), 1, n + 1, dtype=torch.int32)
+    for row, own in enumerate(valid.tolist()):
+        place[0, row, 0, : sum(own)] = torch.tensor([-1 - i for i, v in enumerate(own) if v], dtype=torch.int32)
+    overflow = torch.zeros((), dtype=torch.bool)
+    base = allocate(
+        table.live, table.taken, table.filled, table.thought, table.format, table.page, table.pages.stack,
+        table.pages.top, place, count.int(), rows, torch.ones(len(valid), dtype=torch.bool), types.flatten(),
+        torch.full((3,), fmt), torch.tensor(table.slots, dtype=torch.int32), overflow, n, 1,
+    )  # fmt: skip
+    assert not overflow
+    slots = table.slots[fmt]
+    assert (base[~valid[None, :, None]] == table.pages.count * slots).all()
+    return [[divmod(int(x), slots) for x, v in zip(base[0, b, 0], own, strict=True) if v]
+            for b, own in enumerate(valid)]  # fmt: skip
 
 
 def free(table: BlockTable, *places: tuple[int, int]) -> None:
@@ -114,11 +136,11 @@ def test_evicted_slots_are_used_again_before_a_page_is_opened() -> None:
     table = BlockTable(shape(), 4, (4,), CPU)
     one = thought(0)
     assert take(table, 0, one, mask(1, 1, 1, 1, 1, 1)[None]) == [[(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]]
-    assert table.missing(0, one, torch.tensor([[[2]]])).item() == 0
-    assert table.missing(0, one, torch.tensor([[[3]]])).item() == 1
+    assert missing(table, 0, one, torch.tensor([[[2]]])).item() == 0
+    assert missing(table, 0, one, torch.tensor([[[3]]])).item() == 1
     free(table, (0, 2), (1, 0), (0, 1))
     assert table.filled[:2].tolist() == [4, 2]
-    assert table.missing(0, one, torch.tensor([[[5]]])).item() == 0
+    assert missing(table, 0, one, torch.tensor([[[5]]])).item() == 0
     # the older page first; what the mask leaves out takes nothing
     assert take(table, 0, one, mask(1)[None]) == [[(0, 1)]]
     assert take(table, 0, one, mask(1, 0, 0, 1, 1)[None]) == [[(0, 2), (1, 0), (1, 2)]]
@@ -190,7 +212,7 @@ class Walkthrough:
 
     def begin(self, kind: int) -> None:
         """A refresh: tokens belong to a new segment from now on."""
-        self.store.open_segment(torch.tensor([True]), torch.tensor([kind], dtype=torch.uint8))
+        open_now(self.store, torch.tensor([True]), torch.tensor([kind], dtype=torch.uint8))
         self.store.starts[0].append(self.length)
 
     def append(self, tokens: str) -> None:

@@ -347,7 +347,7 @@ def test_hits_come_from_the_groups_maximum_of_generated_tokens() -> None:
     managers = follow(CrystalKVLite(40), [9], 3)
     assert not next(managers).observed
     for manager in managers:
-        assert (manager._mass[0, "max"].sum(-1) > 1).all()
+        assert (manager.observations.mass[0, "max"].sum(-1) > 1).all()
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,8 @@ class Watched(SnapKV):
     def decide(self, step: Step) -> Iterator[Evict]:
         for edit in super().decide(step):
             for layer in range(step.shape.layers):
-                ring = step.manager._queries[layer]  # type: ignore[attr-defined]
-                self.seen.append((step.keys(layer), ring.clone(), step.held(layer), edit.drop[layer]))
+                ring = step.observations.queries[layer]  # type: ignore[attr-defined]
+                self.seen.append((step.keys(layer), ring.clone(), step.held(layer).clone(), edit.drop[layer]))
             yield edit
 
 

@@ -1,0 +1,179 @@
+"""Observations: what a policy has asked to see, kept until it looks (`contract.Demand`).
+
+    MASS, ROWS   attention weights, which attention tells as it goes over the keys: [B, heads, S] for each layer and
+                 group rule. MASS after the prompt is summed over all its queries
+    QUERY        the last rotated queries, in a ring: position p stands at p mod the ring's size
+    HIDDEN       the residual stream of the newest token: [B, d]
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from minithink.kv.contract import Demand, See
+from minithink.kv.pages import Pages
+from minithink.ref.decode_attention import group_reduce
+
+QUERY_BLOCK = 128  # prompt queries whose probabilities are in memory at once
+
+
+class Observations:
+    """Of all rows of a store."""
+
+    def __init__(self, store: Pages, demands: Sequence[Demand], width: int) -> None:
+        """width: columns of what is kept, where widths are fixed."""
+        self.store, self.demands, self.width = store, demands, width
+        self.made: Counter[str] = Counter()  # observations, by kind
+        # (layer, group rule) → [B, heads, S]: of MASS, and of ROWS that are one row
+        self.mass: dict[tuple[int, str], Tensor] = {}
+        self.newest: dict[tuple[int, str], Tensor] = {}
+        self.hidden: dict[int, Tensor] = {}  # layer → [B, d]
+        shape, asked = store.shape, max((d.queries for d in demands), default=0)
+        ring = (shape.layers if asked else 0, shape.rows, shape.query_heads, asked, shape.head_dim)
+        self.queries = torch.zeros(ring, dtype=store.dtype, device=shape.device)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is kept."""
+        return [self.queries, *self.mass.values(), *self.newest.values(), *self.hidden.values()]
+
+    def reset(self, row: int) -> None:
+        """A new sequence takes this row: forget the last one."""
+        self.queries[:, row] = 0
+        for held in (*self.mass.values(), *self.newest.values(), *self.hidden.values()):
+            held[row] = 0
+
+    def of(self, due: Sequence[Demand], what: See, layer: int) -> Iterator[Demand]:
+        """Demands of this kind at a layer, each group rule once. due: those that are due in this pass."""
+        seen = set()
+        for demand in due:
+            fits = demand.what & what and (demand.layers is None or layer in demand.layers)
+            if what is See.HIDDEN and demand.layers is None:
+                fits = fits and layer >= 0
+            if fits and demand.group not in seen:
+                seen.add(demand.group)
+                yield demand
+
+    def asked(self, due: Sequence[Demand], layer: int) -> dict[str, See]:
+        """The group rules by which a layer's attention is to be told, and for what: MASS, ROWS or both."""
+        asked: dict[str, See] = {}
+        for demand in due:
+            if demand.weights and (demand.layers is None or layer in demand.layers):
+                asked[demand.group] = asked.get(demand.group, demand.weights) | demand.weights
+        return asked
+
+    # -- of one decode step. at: int64 [N], the rows; active: bool [N], those that take part (None: all)
+
+    def keep_weights(
+        self, layer: int, group: str, what: See, at: Tensor, active: Tensor | None, mass: Tensor
+    ) -> None:
+        """mass: [N, heads, S], what one query each pays."""
+        for kind, all_held in ((See.MASS, self.mass), (See.ROWS, self.newest)):
+            if what & kind:
+                self.made[kind.name or ""] += 1
+                self._hold(all_held, (layer, group), at, active, mass)
+
+    def _hold(
+        self, all_held: dict[tuple[int, str], Tensor], key: tuple[int, str], at: Tensor, active: Tensor | None,
+        mass: Tensor,
+    ) -> None:  # fmt: skip
+        rows = self.store.shape.rows
+        if self.store.columns is not None:  # widths are fixed: in place, for addresses must stay
+            size = (rows, mass.shape[1], self.width)
+            if key not in all_held or all_held[key].shape != size:
+                all_held[key] = mass.new_zeros(size)
+            held = all_held[key][..., : mass.shape[-1]]
+            held[at] = _of_active(mass, held, at, active)
+            return
+        held = mass.new_zeros(rows, *mass.shape[1:]).index_copy_(0, at, mass)
+        if self.store.reading and key in all_held:  # whose sums are not complete
+            reading, before = list(self.store.reading), all_held[key]
+            before = torch.nn.functional.pad(before[reading], (0, max(0, held.shape[-1] - before.shape[-1])))
+            held = torch.nn.functional.pad(held, (0, before.shape[-1] - held.shape[-1]))
+            held[reading] = before
+        all_held[key] = held
+
+    def keep_queries(self, layer: int, q: Tensor, at: Tensor, position: Tensor) -> None:
+        """q: [N, Hq, D], which stand at these positions: int64 [N]."""
+        if self._keeps_queries(layer):
+            self.queries[layer].transpose(1, 2)[at, position % self.queries.shape[3]] = q
+
+    def keep_hidden(self, layer: int, hidden: Tensor, at: Tensor, active: Tensor | None) -> None:
+        """hidden: [N, d], of the newest tokens."""
+        held = self.hidden.setdefault(
+            layer, torch.zeros(self.store.shape.rows, hidden.shape[-1], dtype=torch.float32, device=hidden.device)
+        )
+        held[at] = _of_active(hidden.float(), held, at, active)
+        self.made["HIDDEN"] += 1
+
+    # -- of a prompt
+
+    def add_prompt_mass(self, layer: int, row: int, group: str, q: Tensor, k: Tensor, prompt: int) -> None:
+        """Add the attention that a chunk pays, some queries at a time. q: [n, Hq, D], k: [Hkv, S, D]; prompt: its
+        tokens in all."""
+        self.made["MASS"] += 1
+        held = self._room(self.mass, (layer, group), row, k.shape[1], prompt)
+        for start in range(0, len(q), QUERY_BLOCK):
+            block = q[start : start + QUERY_BLOCK]
+            held += _weights(block, k, k.shape[1] - len(q) + start, group).sum(0)
+
+    def keep_prompt_row(self, layer: int, row: int, group: str, q: Tensor, k: Tensor, prompt: int) -> None:
+        """The attention that the prompt's last query pays. q: [1, Hq, D], k: [Hkv, S, D]."""
+        self.made["ROWS"] += 1
+        self._room(self.newest, (layer, group), row, k.shape[1], prompt)[:] = _weights(q, k, k.shape[1] - 1, group)[0]
+
+    def keep_prompt_queries(self, layer: int, rows: Sequence[int], q: Sequence[Tensor], ends: Sequence[int]) -> None:
+        """The last queries of chunks: q[i] [n, Hq, D] of row rows[i], which ends before the position ends[i]."""
+        if not self._keeps_queries(layer):
+            return
+        size = self.queries.shape[3]
+        for row, end, q_i in zip(rows, ends, q, strict=True):
+            kept = range(max(end - len(q_i), end - size), end)
+            index = torch.tensor([p % size for p in kept], device=q_i.device)
+            self.queries[layer, row, :, index] = q_i[-len(kept) :].transpose(0, 1)
+
+    def _keeps_queries(self, layer: int) -> bool:
+        if not self.queries.numel() or not any(
+            d.queries and (d.layers is None or layer in d.layers) for d in self.demands
+        ):
+            return False
+        self.made["QUERY"] += 1
+        return True
+
+    def _room(
+        self, all_held: dict[tuple[int, str], Tensor], key: tuple[int, str], row: int, total: int, prompt: int
+    ) -> Tensor:
+        """Where the weights of a prompt's tokens are held, so many so far: a view, [heads, total]."""
+        held, shape = all_held.get(key), self.store.shape
+        if held is None or held.shape[-1] < total:
+            heads = shape.query_heads if key[1] == "none" else shape.kv_heads
+            width = self.width if self.store.columns is not None else max(total, prompt)
+            wider = torch.zeros(shape.rows, heads, width, device=shape.device)
+            if held is not None:
+                wider[..., : held.shape[-1]] = held
+            held = all_held[key] = wider
+        return held[row, :, :total]
+
+
+def _weights(q: Tensor, k: Tensor, first: int, group: str) -> Tensor:
+    """What attention queries of a prompt pay, which stand at `first` and after it: [n, heads, S].
+
+    q: [n, Hq, D], k: [Hkv, S, D].
+    """
+    # as one product per KV head: torch would copy the keys for every query
+    grouped = q.unflatten(1, (k.shape[0], -1)).transpose(0, 1)  # [Hkv, n, g, D]
+    logits = (grouped.flatten(1, 2) @ k.mT).unflatten(1, (len(q), -1)).transpose(0, 1)
+    own = first + torch.arange(len(q), device=q.device)
+    valid = (torch.arange(k.shape[1], device=q.device) <= own[:, None])[:, None]  # [n, 1, S]
+    return group_reduce(logits / q.shape[-1] ** 0.5, valid, group)
+
+
+def _of_active(new: Tensor, held: Tensor, at: Tensor, active: Tensor | None) -> Tensor:
+    """What is observed of the rows that take part, and what is held of the others. new: [N, …], held: [B, …]."""
+    if active is None:
+        return new
+    return torch.where(active.view(-1, *[1] * (new.ndim - 1)), new, held[at])

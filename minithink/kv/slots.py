@@ -1,0 +1,429 @@
+"""Slots: the store's tensors, and how tokens get room and give it back.
+
+    _require    the host's check before tokens come: where there is too little room nothing changes
+    _allocate   slots for tokens, from tensors alone (`ref/allocate.py`)
+    _write      keys and values into slots, in the slots' format
+    evict       tokens leave their lists, their slots are free (`ref/evict.py`)
+
+`requantize.py` moves tokens to other formats with these, `store.py` appends and flushes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from minithink.backend import REFERENCE, Backend
+from minithink.errors import UsageError
+from minithink.kv.compaction import Compaction
+from minithink.kv.contract import Shape, Storage
+from minithink.kv.pages import Pages, layouts, page_bytes
+from minithink.kv.table import BlockTable, FreeList
+from minithink.quant.format import Format
+from minithink.ref.allocate import allocate
+from minithink.ref.evict import release_rows
+
+SAME = 255  # no new thought type
+
+
+class Slots(Pages):
+    """Tokens of B rows. Rows, lanes and units as in `kv/contract.py`."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        storage: Storage,
+        *,
+        pages: int,
+        scale_rows: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        columns: int | None = None,
+        width: int = 16,
+        table_width: int = 4,
+        backend: Backend = REFERENCE,
+        poison: bool = False,
+    ) -> None:
+        """
+        Args:
+            pages: of a unit each; the manager's `needs` tells how many a sequence may need.
+            scale_rows: groups of keys by token that may live at once; None: a quarter of the tokens that fit.
+            dtype: of plain tokens and of the ring.
+            columns: fix the width of everything that is read to so many tokens; None: as wide as the longest lane.
+                With a fixed width no shape depends on what the sequences hold.
+            width: tokens that lists have room for at first; they grow, unless `columns` are fixed.
+            table_width: pages that a unit has room for at first; tables grow too, but not where `columns` are fixed.
+            backend: the functions that do it.
+            poison: fill whatever is freed with NaN, for tests.
+        """
+        self.shape, self.storage, self.dtype, self.poison = shape, storage, dtype, poison
+        self.backend = backend
+        self.layouts = layouts(storage, shape.head_dim, dtype)
+        if storage.shrink and any(lay.by_token for lay in self.layouts):
+            raise UsageError(f"Keys by token share their scales and cannot be shrunk: {storage.formats}.")
+        if not storage.buffer and (storage.shrink or any(lay.by_token for lay in self.layouts)):
+            raise UsageError(
+                f"Keys by token, and integers that are shrunk, are quantized together: {storage.formats} need a "
+                "buffer, and have none."
+            )
+        if storage.compaction != "none" and (storage.buffer or storage.formats != ("plain",)):
+            raise UsageError(
+                f"Compaction {storage.compaction!r} moves tokens in the model's own number type only, and they are "
+                f"stored in {storage.formats}: leave one of the two out."
+            )
+        self.thought_format = torch.tensor([storage.formats.index(t) for t in storage.thoughts], device=shape.device)
+        self.page_bytes = page_bytes(storage, shape.head_dim, dtype)
+        per_page, lanes = [lay.slots for lay in self.layouts], shape.sharing
+        if (pages + 1) * max(per_page) > 2**31:
+            raise UsageError(
+                f"A pool of {pages:,} pages of up to {max(per_page)} slots has more slots than 32 bits can number: "
+                "use a smaller --batch-size, budget or --max-new-tokens."
+            )
+        self.table = BlockTable(shape, pages, per_page, shape.device, table_width)
+        self.trash_page, self.zero_page = pages, pages + 1  # where masked-out writes go, and such reads come from
+        self.pool = torch.zeros(pages + 2, lanes, self.page_bytes, dtype=torch.uint8, device=shape.device)
+        widest = max(lay.slots * lay.side for lay in self.layouts)
+        self.side_bytes = -(-widest // max(per_page)) * max(per_page)
+        self.side = torch.zeros(pages + 2, lanes, self.side_bytes, dtype=torch.uint8, device=shape.device)
+
+        row = max(lay.row for lay in self.layouts)
+        count = 0
+        if row:
+            main = max(lay.slots for lay in self.layouts if lay.by_token)
+            count = -(-pages * main // 4) if scale_rows is None else scale_rows
+        self.free_rows = FreeList(count, "rows of key scales", shape.device)
+        self.scale_rows = torch.zeros(count + 2, lanes, row, dtype=torch.uint8, device=shape.device)
+        self.row_uses = torch.zeros(count + 1, dtype=torch.int32, device=shape.device)  # living tokens
+        self.row_of = torch.full(
+            (pages + 2 if row else 0, self.table.most), count + 1, dtype=torch.int32, device=shape.device
+        )
+
+        lt, b, ht = shape.tables
+        ring = (shape.layers, b, shape.kv_heads, storage.buffer, 2, shape.head_dim)
+        self.ring = torch.zeros(ring, dtype=dtype, device=shape.device)
+        # FP32 scales of K and of V, in each format
+        self.scale = torch.ones(len(self.layouts), 2, shape.layers, b, dtype=torch.float32, device=shape.device)
+        self.thought = torch.full((b,), storage.prompt, dtype=torch.uint8, device=shape.device)
+        # Types of segments that begin with the next tokens, and of those that began with the last ones; SAME: none
+        self.next_thought, self.begun = (torch.full_like(self.thought, SAME) for _ in range(2))
+        # Lists of tokens, one column more than there are: masked-out writes go there. place: page · slots + slot, or
+        # −1 − index for tokens in the ring.
+        width = columns or width
+        self.place = torch.zeros(lt, b, ht, width + 1, dtype=torch.int32, device=shape.device)
+        self.pos = torch.full((lt, b, ht, width + 1), -1, dtype=torch.int32, device=shape.device)
+        self.count = torch.zeros(lt, b, ht, dtype=torch.int32, device=shape.device)
+        self.compaction = Compaction(self, poison) if storage.compaction != "none" else None
+        self.columns = columns
+        self.home = tuple(dict.fromkeys(storage.formats.index(t) for t in storage.thoughts))  # of generated tokens
+        self.slots = torch.tensor(per_page, dtype=torch.int32, device=shape.device)
+        self.overflow = torch.zeros((), dtype=torch.bool, device=shape.device)  # a step found too small a pool
+        # What the host knows of each row:
+        self.most = [0] * b  # tokens that a lane holds at most
+        self.lengths = [0] * b  # tokens seen, evicted ones too
+        self.waiting = [0] * b  # tokens in the ring, those evicted there counted too
+        self.reading = set[int]()  # rows whose prompt is not settled
+        self.starts: list[list[int]] = [[] for _ in range(b)]  # positions at which segments begin, for reading
+        self.kinds: list[list[int]] = [[] for _ in range(b)]  # and their thought types
+        self.used = {0}  # formats that may hold tokens
+        self.stays_plain = storage.sink > 0 or "plain" in (*storage.thoughts, *storage.also)
+
+    # -- room: the host makes sure of it before anything changes
+
+    def require_columns(self, rows: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """Make sure that lists of a fixed width have room for new tokens: counts[i] of row rows[i].
+
+        Returns:
+            tokens that the lanes of every row hold at most, with the new ones.
+
+        Raises:
+            UsageError: a lane would hold more tokens than the fixed width.
+        """
+        more = [0] * self.shape.rows
+        for row, count in zip(rows, counts, strict=True):
+            more[row] += count
+        most = [held + new for held, new in zip(self.most, more, strict=True)]
+        if self.columns is not None and max(most) > self.columns:  # evictions are not counted: ask the device
+            most = [held + new for held, new in zip(self.count.amax((0, 2)).tolist(), more, strict=True)]
+            if max(most) > self.columns:
+                raise UsageError(
+                    f"A lane may hold {max(most):,} tokens and the width was fixed to {self.columns:,}: use a "
+                    "smaller budget or --max-new-tokens."
+                )
+        return most
+
+    def _require(
+        self, at: Tensor, most: int, count: Callable[[], Tensor], purpose: str, f: int | None = None,
+        thought: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Make sure that the pool has pages for new tokens of some rows, and that the tables have columns for them.
+
+        Args:
+            at: int64 [N], the rows, each once.
+            most: tokens that a unit gets at most.
+            count: tells how many tokens every unit gets, int64 [Lt, N, Ht]; called only if the host cannot be sure.
+            purpose: what the tokens are for, in words.
+            f: the format of all tokens; None: that of their row's thought type.
+            thought: uint8 [B], the type of each row's tokens; None: the running one.
+
+        Raises:
+            Exhausted: there are too few pages; the store is as it was.
+        """
+        pages = max(-(-most // self.layouts[g].slots) for g in (self.home if f is None else (f,)))
+
+        def missing() -> Tensor:
+            kind = (self.thought if thought is None else thought)[at]
+            own = self._formats(f)[kind.long()]
+            return self.table.missing(own, self.slots[own], kind, count(), at)
+
+        self.table.require(at, pages, missing, purpose)
+
+    def _widen(self, width: int) -> None:
+        """Room for so many tokens in every list."""
+        have = self.place.shape[-1] - 1
+        if width > have:
+            more = max(width, 2 * have) - have
+            self.place = torch.nn.functional.pad(self.place, (0, more))
+            self.pos = torch.nn.functional.pad(self.pos, (0, more), value=-1)
+            if self.compaction:
+                self.compaction.widen(more)
+
+    # -- slots
+
+    def _formats(self, f: int | None) -> Tensor:
+        """The format of each thought type, int64 [types]; with f the same for all."""
+        return self.thought_format if f is None else torch.full_like(self.thought_format, f)
+
+    def _allocate(self, at: Tensor, active: Tensor, size: int) -> dict[int, Tensor]:
+        """Slots for the listed tokens of some rows that lie in no page yet; nothing is asked of the device.
+
+        Args:
+            at: int64 [N], rows, each once.
+            active: bool [N], those with such tokens; the others stay as they are.
+            size: indices that their places −1 − index may have.
+
+        Returns:
+            For each format by index the bases of the tokens' slots (`Pages._base`), int64 [Lt, N, Ht, size];
+            `nowhere` for tokens of other formats.
+        """
+        t = self.table
+        base = self.backend.allocate(
+            t.live, t.taken, t.filled, t.thought, t.format, t.page, t.pages.stack, t.pages.top, self.place,
+            self.count, at, active, self.thought, self.thought_format, self.slots, self.overflow, size,
+            self.shape.sharing,
+        )  # fmt: skip
+        return self._by_type(base, at, None, self.thought)
+
+    def _allocate_many(self, at: Tensor, valid: Tensor, f: int | None, thought: Tensor) -> dict[int, Tensor]:
+        """Slots for tokens that no list waits with: those of prompts, and those that move. There may be thousands,
+        and the kernel is made for the few of a decode step: the twin finds the slots on every device.
+
+        Args:
+            at: int64 [N], rows, each once.
+            valid: bool [Lt, N, Ht, n], the tokens.
+            f, thought: as of `_require`.
+
+        Returns:
+            As of `_allocate`, int64 [Lt, N, Ht, n].
+        """
+        t, (lt, b, ht), n = self.table, self.shape.tables, valid.shape[-1]
+        index = (-1 - torch.arange(n, dtype=torch.int32, device=at.device)).expand(valid.shape)
+        lists = index.new_zeros(*valid.shape[:3], n + 1)
+        lists.scatter_(-1, torch.where(valid, valid.cumsum(-1) - 1, n), index)
+        place = lists.new_zeros(lt, b, ht, n + 1).index_copy_(1, at, lists)
+        count = lists.new_zeros(lt, b, ht).index_copy_(1, at, valid.sum(-1, dtype=torch.int32))
+        self.used.update(self.home if f is None else (f,))
+        base = allocate(
+            t.live, t.taken, t.filled, t.thought, t.format, t.page, t.pages.stack, t.pages.top, place, count, at,
+            torch.ones_like(at, dtype=torch.bool), thought, self._formats(f), self.slots, self.overflow, n,
+            self.shape.sharing,
+        )  # fmt: skip
+        return self._by_type(base, at, f, thought)
+
+    def _by_type(self, base: Tensor, at: Tensor, f: int | None, thought: Tensor) -> dict[int, Tensor]:
+        """Bases apart by format, where rows may have several."""
+        if f is not None or len(self.home) == 1:
+            return {self.home[0] if f is None else f: base}
+        chosen = self.thought_format[thought[at].long()][:, None, None]
+        return {g: torch.where(chosen == g, base, self.nowhere(g)) for g in self.home}
+
+    def _places(self, bases: dict[int, Tensor]) -> Tensor:
+        """Places, page · most + slot, of the tokens that have slots: int64 [Lt, N, Ht, n]; else anything."""
+        out = torch.zeros_like(next(iter(bases.values())))
+        for f, base in bases.items():
+            size = self.shape.sharing * self.layouts[f].slots
+            out = torch.where(base < self.nowhere(f), base // size * self.table.most + base % size, out)
+        return out
+
+    # -- rows of key scales
+
+    def _require_rows(
+        self, at: Tensor, valid: Tensor, purpose: str, f: int | None, thought: Tensor
+    ) -> dict[int, Tensor]:
+        """Make sure that there are rows for the groups of keys by token, one for each group with a token.
+
+        Args:
+            valid: bool [Lt, N, Ht, n], the tokens.
+            at, purpose, f, thought: as of `_require`.
+
+        Returns:
+            By format the sizes of the groups, as of `_group_sizes`; only of formats that need rows.
+
+        Raises:
+            Exhausted: there are too few; the store is as it was.
+        """
+        own = self._formats(f)[thought[at].long()][:, None, None]  # [N, 1, 1]
+        uses = {
+            g: self._group_sizes(g, valid & (own == g))
+            for g in (self.home if f is None else (f,)) if self.layouts[g].by_token
+        }  # fmt: skip
+        if uses:
+            wanted = torch.stack([(x > 0).sum() for x in uses.values()]).sum()
+            self.free_rows.require(sum(x.numel() for x in uses.values()), lambda: wanted, purpose)
+        return uses
+
+    def _group_sizes(self, f: int, valid: Tensor) -> Tensor:
+        """Valid tokens of each group of keys by token. valid: bool [Lt, N, Ht, n] → int32 [Lt, N, Ht, groups]."""
+        size = self.layouts[f].k.group
+        padded = torch.nn.functional.pad(valid, (0, -valid.shape[-1] % size))
+        return padded.unflatten(-1, (-1, size)).sum(-1, dtype=torch.int32)
+
+    def _draw_rows(self, f: int, uses: Tensor, base: Tensor, most: int) -> Tensor:
+        """A row of scales for every group with a token, at most so many, and which tokens read it. uses: as of
+        `_group_sizes`; base: of the tokens' slots, [Lt, N, Ht, n] → int32 [Lt, N, Ht, groups]."""
+        row, size = self.free_rows.draw(uses > 0, most), self.shape.sharing * self.layouts[f].slots
+        self.row_uses[row.long()] = uses
+        of_tokens = row.repeat_interleave(self.layouts[f].k.group, -1)[..., : base.shape[-1]]
+        self.row_of[base // size, base % size] = of_tokens
+        return row
+
+    # -- writing
+
+    def _write(
+        self, f: int, layer: int, rows: Tensor, index: Tensor, k: Tensor, v: Tensor, params: Tensor | None = None
+    ) -> None:
+        """Write tokens of one layer and format into slots. index: [N, Hkv, n], k, v: values [N, Hkv, n, D]; with
+        `params` (keys by token) k holds codes already, and params [N, Hkv, groups, bytes] has their rows' content."""
+        lay, dim = self.layouts[f], self.shape.head_dim
+        if lay.plain:
+            both = torch.cat((k, v), dim=-1).to(self.dtype)
+            self._codes[f].index_copy_(0, index.flatten(), both.reshape(-1, 2 * dim))
+            return
+        k_scale, v_scale = self.scale[f, :, layer, rows][:, :, None, None]
+        if params is None:
+            k, k_params = self.backend.quantize(lay.k, k, k_scale)
+            self._sides[f][index, : lay.k_side] = k_params
+        v, v_params = self.backend.quantize(lay.v, v, v_scale)
+        self._codes[f][index, : lay.codes] = torch.cat((k, v), dim=-1)
+        self._sides[f][index, lay.k_side : lay.side] = v_params
+
+    def _write_tokens(
+        self, f: int, layer: int, rows: Tensor, base: Tensor, k: Tensor, v: Tensor, group: Tensor | None,
+        through: int | None = None,
+    ) -> None:  # fmt: skip
+        """Quantize tokens of one layer into their slots.
+
+        Args:
+            base: int64 [N, Ht, n]; tokens without a slot are `nowhere`.
+            k, v: [N, Hkv, n, D].
+            group: of keys by token the rows of scales, int32 [N, Ht, groups].
+            through: a format of integers that they go through (PM-KVQ: chained); None: none.
+        """
+        if through not in (None, f):
+            self._write_shrunk(through, f, layer, base, k, v)
+            return
+        params = None
+        if group is not None:
+            valid, scale = base < self.nowhere(f), self.scale[f, 0, layer, rows]
+            k, params = self._quantize_groups(self.layouts[f].k, k, valid, scale)
+            number = group.long() * self.shape.sharing + self._lane(layer)[:, None]  # [N, Hkv, groups]
+            self.scale_rows.view(-1, self.scale_rows.shape[-1])[number, : self.layouts[f].row] = params
+        self._write(f, layer, rows, self._index(f, layer, base), k, v, params)
+
+    def _quantize_groups(self, fmt: Format, k: Tensor, valid: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys by token. k: [N, Hkv, n, D], valid: [N, Ht, n] → codes [N, Hkv, n, …], params [N, Hkv, groups, …]."""
+        n, more = k.shape[2], -k.shape[2] % fmt.group
+        k = torch.nn.functional.pad(k, (0, 0, 0, more)).unflatten(2, (-1, fmt.group))
+        valid = torch.nn.functional.pad(valid, (0, more)).unflatten(2, (-1, fmt.group)).expand(*k.shape[:-1])
+        codes, params = self.backend.quantize(fmt, k, scale[:, None, None], valid)
+        return codes.flatten(2, 3)[:, :, :n], params
+
+    def _write_shrunk(self, f: int, to: int, layer: int, base: Tensor, k: Tensor, v: Tensor) -> None:
+        """Quantize in format f, shrink the integers to format `to`, write these (PM-KVQ: chained)."""
+        first, last, one = self.layouts[f], self.layouts[to], torch.ones((), device=k.device)
+        index, ops = self._index(to, layer, base), self.backend
+        k_codes, k_params = ops.shrink(first.k, last.k, *ops.quantize(first.k, k, one))
+        v_codes, v_params = ops.shrink(first.v, last.v, *ops.quantize(first.v, v, one))
+        self._codes[to][index, : last.codes] = torch.cat((k_codes, v_codes), dim=-1)
+        self._sides[to][index, : last.side] = torch.cat((k_params, v_params), dim=-1)
+
+    # -- giving back
+
+    def evict(self, drop: Tensor, at: Tensor | None = None) -> None:
+        """Forget tokens: bool [Lt, N, Ht, S]. Their slots are free at once; nothing moves, but by `compaction`.
+
+        Args:
+            at: int64 [N], of these rows, each once; None: of all B.
+        """
+        if at is not None and self.compaction:
+            drop = torch.zeros_like(self.positions(), dtype=torch.bool).index_copy_(1, at, drop)
+            at = None
+        t, rows, keeps_pages = self.table, self.free_rows, False
+        if self.compaction:
+            drop, keeps_pages = self.compaction.plan(drop), self.compaction.late
+        at = torch.arange(self.shape.rows, device=drop.device) if at is None else at
+        uses = self._poison_evicted(drop, at) if self.poison else None
+        tables, top = (t.page[..., :0], t.pages.top.clone()) if keeps_pages else (t.page, t.pages.top)
+        self.backend.evict(
+            drop, at, self.place, self.pos, self.count, t.live, t.taken, t.format, tables, t.pages.stack, top,
+            self.row_of, self.row_uses, rows.stack, rows.top, t.most,
+        )  # fmt: skip
+        if uses is not None:
+            self.scale_rows[: rows.count].masked_fill_(((uses > 0) & (self.row_uses == 0))[:-1, None, None], 255)
+        if self.columns is None:
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Ask the device how many tokens the lanes hold, after evictions."""
+        self.most = self.count.amax((0, 2)).tolist()
+
+    def _release(self, place: Tensor, which: Tensor) -> None:
+        """Free slots, and the rows of scales whose last token they held."""
+        page, slot = self._slots_of(place, which)
+        if self.poison:
+            self._poison(page, slot, which)
+        if self.row_of.numel():
+            rows = self.free_rows
+            gone = release_rows(page, slot, which, self.row_of, self.row_uses, rows.stack, rows.top)
+            if self.poison:
+                self.scale_rows[gone] = 255
+        self.table.release(page, slot, which)
+
+    def _slots_of(self, place: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
+        """Pages and slots of places, of those that are meant; the others' page is none."""
+        page = torch.where(which, place // self.table.most, self.table.pages.count).long()
+        return page, torch.where(which, place % self.table.most, 0).long()
+
+    def _poison_evicted(self, drop: Tensor, at: Tensor) -> Tensor:
+        """Fill the slots of tokens that are about to go with NaN → the uses of the rows of key scales before."""
+        place = self.place[:, at, :, : drop.shape[-1]]
+        which = drop & (self.pos[:, at, :, : drop.shape[-1]] >= 0) & (place >= 0)
+        self._poison(*self._slots_of(place, which), which)
+        return self.row_uses.clone()
+
+    def _poison(self, page: Tensor, slot: Tensor, which: Tensor) -> None:
+        formats = self.table.format[page]
+        for f in range(len(self.layouts)):
+            mine = torch.where(which & (formats == f), page, self.trash_page)
+            for layer in range(self.shape.layers):
+                if mine.shape[0] > 1 or self.shape.scope != "sequence":
+                    index = self._index(f, layer, self._base(f, mine[layer], slot[layer] % self.layouts[f].slots))
+                else:
+                    index = self._index(f, layer, self._base(f, mine[0], slot[0] % self.layouts[f].slots))
+                codes = self._codes[f].view(torch.uint8) if self._codes[f].dtype != torch.uint8 else self._codes[f]
+                codes[index] = 255
+                self._sides[f][index] = 255
+
+    def _at(self, row: int) -> Tensor:
+        """One row, int64 [1], without waiting for the device, as a copy from the host's memory would."""
+        return torch.full((1,), row, device=self.shape.device)
