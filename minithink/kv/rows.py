@@ -1,0 +1,385 @@
+"""Rows: the sequences of a manager, what the host knows of each, and what their bytes are for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minithink.backend import REFERENCE, Backend
+from minithink.config import ModelConfig
+from minithink.kv.batch import FIELDS, Batch
+from minithink.kv.contract import Demand, Edit, Policy, Shape
+from minithink.kv.ledger import Ledger, Told
+from minithink.kv.observe import Observations
+from minithink.kv.sizes import UNLIMITED, check_budget, members, needs
+from minithink.kv.store import PagedStore
+from minithink.kv.view import View
+from minithink.model import Rope
+
+
+@dataclass
+class _Row:
+    """What the host knows of one sequence."""
+
+    seq: int
+    prompt: int  # tokens
+    thinking: bool
+    capacity: int  # tokens that it may become
+    length: int = 0  # tokens seen, evicted ones too
+
+    @property
+    def clock(self) -> int:
+        """Generated tokens in the cache; negative while the prompt is read."""
+        return self.length - self.prompt
+
+
+@dataclass
+class _Group:
+    """Sequences that go together. A generation asks for the same ones step after step."""
+
+    seqs: list[int]
+    rows: list[int]
+    records: list[_Row]
+    constant: np.ndarray  # int64 [3, N]: rows, lengths of the prompts, numbers of the sequences
+    whole: bool = False  # these are all rows, in order
+    steps: int = 0  # of one token each, that all of them may still take, as far as was looked
+
+
+NOBODY = _Group([], [], [], np.zeros((3, 0), dtype=np.int64))
+
+
+class Recorder(Protocol):
+    """Who is told what happens in a cache, see `minithink/trace/`. It changes nothing."""
+
+    def joined(self, manager: Any, seq: int, row: int) -> None:
+        """A sequence has come."""
+
+    def noted(self, step: View, policy: Policy, score: Tensor, where: Tensor | None) -> None:
+        """A policy says what it thinks of the tokens, see `Step.note`."""
+
+    def evicting(self, step: View, edits: Sequence[tuple[Policy, Edit]], drop: Tensor) -> None:
+        """Tokens go, bool [Lt, B, Ht, S], of these edits and whose they are. They are in the cache still."""
+
+    def stepped(
+        self, rows: Sequence[int], counts: Sequence[int], ids: Sequence[int], edits: Sequence[tuple[Policy, Edit]]
+    ) -> None:
+        """A step of these rows is over, with so many new tokens each and all of their ids (none: nobody told). The
+        cache is as the next step will find it."""
+
+    def left(self, seq: int) -> None:
+        """A sequence is about to go."""
+
+
+class Rows:
+    """Up to `rows` sequences under one policy, between steps."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rope: Rope,
+        policy: Policy,
+        *,
+        rows: int,
+        tokens: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        backend: Backend = REFERENCE,
+        prompt: int | None = None,
+        prompts: int | None = None,
+        think_ids: tuple[int | None, int | None] = (None, None),
+        pages: int | None = None,
+        columns: int | Literal["fit"] | None = None,
+        poison: bool = False,
+    ) -> None:
+        """
+        Args:
+            policy: decides what stays; it belongs to this manager from now on.
+            rows: sequences at once.
+            tokens: the longest a sequence may become, prompt and answer; the pool is made for `rows` of these, held
+                as the policy holds them.
+            prompt: the longest prompt; None: it may be all of `tokens`.
+            prompts: how many are read at once, in full precision; None: all rows may.
+            think_ids: the tokens that open and close the think stage; without them a sequence always thinks.
+            pages: of the pool; None: what the worst case needs.
+            columns: fix the width of what is read, so that no shape depends on what the lanes hold; "fit": all
+                tensors have the worst case's width, and what is read is a power of two that the lanes fit into.
+            poison: see PagedStore.
+        """
+        self.config, self.rope, self.policy, self.backend = config, rope, policy, backend
+        self.device, self.dtype, self.think_ids = torch.device(device), dtype, think_ids
+        c = config
+        self.shape = Shape(
+            c.num_layers, rows, c.num_kv_heads, c.num_heads, c.head_dim, c.hidden_size, policy.scope, self.device,
+            tokens,
+        )  # fmt: skip
+        self.prompt = prompt = tokens if prompt is None else prompt
+        need = needs(policy, c.head_dim, dtype, tokens, prompt)
+        units = self.shape.tables[0] * self.shape.tables[2]  # of a row
+        if pages is None:
+            pages = units * (rows * need.pages + (rows if prompts is None else prompts) * need.prompt_pages)
+        self._fits = columns == "fit"
+        if columns == "fit":
+            columns = need.width
+        self.width = need.width if columns is None else columns  # of the lists
+        self.store = PagedStore(
+            self.shape, policy.storage, pages=pages, scale_rows=units * rows * need.scale_rows, dtype=dtype,
+            columns=columns, width=need.width, table_width=4 if columns is None else need.pages + need.prompt_pages,
+            backend=backend, poison=poison,
+        )  # fmt: skip
+        policy.setup(self.shape)
+        self.observations = Observations(self.store, policy.demands, self.width)
+        self.rows: list[_Row | None] = [None] * rows
+        self._row_of: dict[int, int] = {}
+        self._last = NOBODY  # see `_of`
+        self.budgets = {
+            id(p): torch.full(self.shape.tables, UNLIMITED, dtype=torch.int32, device=self.device)
+            for p in members(policy)
+        }
+        self.steers = any(type(p).steer is not Policy.steer for p in members(policy))
+        self.deciding = tuple(p for p in members(policy) if type(p).decide is not Policy.decide)
+        self.recorder: Recorder | None = None  # to be set before those join that it records
+        self._waiting_prompts: list[int] = []  # rows whose prompt is read and not stored yet
+
+    # -- sequences come and go
+
+    def check(self, prompt: int, budget: int | None = None) -> None:
+        """Refuse a budget that a protected prompt does not fit into. UsageError: says what would be enough."""
+        check_budget(self.policy, prompt, budget)
+
+    @torch.inference_mode()
+    def join(
+        self, seq: int, capacity: int, prompt: int = 0, thinking: bool = True, budget: int | None = None
+    ) -> None:
+        """A new sequence.
+
+        Args:
+            seq: its number.
+            capacity: tokens that it may become at most (the pool was made for `tokens`).
+            prompt: tokens of its prompt; the policy acts when they are read.
+            thinking: whether the prompt ends inside the think stage.
+            budget: for this sequence alone; None: the policy's own.
+        """
+        if seq in self._row_of:
+            raise ValueError(f"sequence {seq} is in the cache already")
+        free = [row for row, taken in enumerate(self.rows) if taken is None]
+        if not free:
+            raise ValueError(f"all {len(self.rows)} rows are taken; sequence {seq} must wait")
+        if self.store.columns is not None and prompt > self.prompt:  # tables would grow, and addresses change
+            raise ValueError(f"sequence {seq} has a prompt of {prompt} tokens, and room was made for {self.prompt}")
+        self.check(prompt, budget)
+        row = free[0]
+        self.rows[row], self._row_of[seq] = _Row(seq, prompt, thinking or None in self.think_ids, capacity), row
+        self._last = NOBODY
+        for policy in members(self.policy):
+            limit = policy.budget if budget is None else budget
+            self.budgets[id(policy)][:, row] = UNLIMITED if limit is None else limit
+        self.policy.reset(row)
+        self.observations.reset(row)
+        if self.recorder is not None:
+            self.recorder.joined(self, seq, row)
+
+    @torch.inference_mode()
+    def leave(self, seq: int) -> None:
+        """Free a sequence's memory."""
+        if self.recorder is not None:
+            self.recorder.left(seq)
+        row = self._row_of.pop(seq)
+        self.rows[row], self._last = None, NOBODY
+        self._waiting_prompts = [r for r in self._waiting_prompts if r != row]
+        self.store.clear(row)
+
+    def length(self, seq: int) -> int:
+        """Tokens that the sequence has seen; what is left of them is `held`."""
+        return self._row(self._row_of[seq]).length
+
+    def held(self, seq: int) -> int:
+        """Tokens that the fullest lane of a sequence holds."""
+        return int(self.store.count[:, self._row_of[seq]].max())
+
+    def next_state(self, seq: int) -> tuple[int, int, int]:
+        """What the host knows of a sequence: its row, the tokens it has seen, those in its buffer."""
+        row = self._row_of[seq]
+        return row, self._row(row).length, self.store.waiting[row]
+
+    # -- what is told of them
+
+    def batch(self, seqs: Sequence[int], tokens: Sequence[int]) -> Batch:
+        """What the host knows of a step that feeds these tokens, on the host."""
+        group = self._of(seqs)
+        values = np.zeros((len(FIELDS), len(tokens)), dtype=np.int64)
+        values[0], values[3], values[7] = group.constant
+        values[1] = 1
+        values[2] = [r.length + 1 for r in group.records]
+        values[4], values[5] = self._think(group.records, tokens), tokens
+        if self.store.storage.buffer:
+            values[6] = [self.store.waiting[row] for row in group.rows]
+        return Batch(torch.from_numpy(values), group.whole)
+
+    def pad(self, batch: Batch, rows: Sequence[int]) -> Batch:
+        """The batch, and behind it other rows that take no part."""
+        if not rows:
+            return Batch(batch.values)
+        waiting = [self.store.waiting[row] for row in rows]
+        idle = Batch.of(row=rows, active=[0] * len(rows), length=[self.store.lengths[row] + 1 for row in rows],
+                        waiting=waiting)  # fmt: skip
+        return Batch(torch.cat((batch.values, idle.values), dim=1))
+
+    def _everybody(self, batch: Batch) -> Batch:
+        """All rows, in order; those of the batch are as they are there, the others take no part."""
+        if batch.whole:
+            return batch
+        known = [(r.length, r.prompt, int(r.thinking)) if r else (0, 0, 0) for r in self.rows]
+        values = np.zeros((len(FIELDS), len(known)), dtype=np.int64)
+        values[0], values[2:5], values[5] = range(len(known)), list(zip(*known, strict=True)), -1
+        values[:, batch.row.numpy()] = batch.values.numpy()
+        return Batch(torch.from_numpy(values), whole=True)
+
+    def view(self, batch: Batch) -> View:
+        """These rows, as the policy sees them."""
+        asks = self.store.asks or not self.tells_due or self.recorder is not None
+        noted = None if self.recorder is None else self.recorder.noted
+        return View(self.store, self.observations, self.policy, self.budgets, batch, asks, noted)
+
+    def demands_due(self, seqs: Sequence[int]) -> tuple[Demand, ...]:
+        """What must be observed when each of these sequences brings its next token."""
+        if not self.policy.demands:
+            return ()
+        clocks = {r.clock + 1 for r in self._of(seqs).records}
+        return tuple(d for d in self.policy.demands if any(clock % d.every == 0 for clock in clocks))
+
+    def _think(self, records: Sequence[_Row], tokens: Sequence[int]) -> list[bool]:
+        """Whether each sequence thinks after its token."""
+        opens, closes = self.think_ids
+        if None in (opens, closes) or not {opens, closes}.intersection(tokens):
+            return [r.thinking for r in records]
+        pairs = zip(records, tokens, strict=True)
+        return [token == opens if token in (opens, closes) else r.thinking for r, token in pairs]
+
+    def _of(self, seqs: Sequence[int]) -> _Group:
+        """What is known of these sequences. A step asks several times for the same ones."""
+        if self._last.seqs != seqs:
+            rows = [self._row_of[seq] for seq in seqs]
+            records = [self._row(row) for row in rows]
+            whole = rows == list(range(len(self.rows)))
+            self._last = _Group(list(seqs), rows, records, np.array([rows, [r.prompt for r in records], seqs]), whole)
+        return self._last
+
+    def _row(self, row: int) -> _Row:
+        record = self.rows[row]
+        if record is None:
+            raise ValueError(f"row {row} holds no sequence")
+        return record
+
+    # -- what is recorded
+
+    @property
+    def tells_due(self) -> bool:
+        """Whether the policy acts on the rows that are `due` alone. Others are shown all rows in every step."""
+        return bool(self.deciding) and self.policy.recordable
+
+    @property
+    def recordable(self) -> bool:
+        """Whether a step can be recorded: widths are fixed, and no policy steers, which may ask the host."""
+        return self.store.columns is not None and not self.steers
+
+    @property
+    def recorded(self) -> bool:
+        """Whether steps are recorded: then the host may ask nothing of the device inside of their parts."""
+        return not self.store.asks
+
+    @recorded.setter
+    def recorded(self, value: bool) -> None:
+        self.store.asks = not value
+
+    @property
+    def records_decisions(self) -> bool:
+        """Whether `decide` is recorded. A recorder wants to see what is decided."""
+        return self.recorded and self.tells_due and self.recorder is None
+
+    @property
+    def records_flushes(self) -> bool:
+        """Whether `flush` is recorded. Where integers are shrunk the host makes sure of the room first."""
+        return self.recorded and not self.store.storage.shrink
+
+    @property
+    def seen(self) -> int:
+        """Columns of the lists that are read."""
+        return self.store.seen
+
+    @property
+    def formats(self) -> frozenset[int]:
+        """Formats that tokens may have."""
+        return frozenset(self.store.used)
+
+    @property
+    def pages(self) -> int:
+        """Of the pool, used or not."""
+        return self.store.table.pages.count
+
+    @property
+    def observed(self) -> Counter[str]:
+        """Observations made, by kind."""
+        return self.observations.made
+
+    # -- bytes
+
+    def ledger(self) -> Ledger:
+        """What every byte of this manager is for, at this moment."""
+        total = sum(x.nbytes for x in self.tensors())
+        state, observed = (sum(x.nbytes for x in kind) for kind in (self._state(), self._observed()))
+        ledger = replace(self.store.account(), state=state, observations=observed)
+        return replace(ledger, reserve=total - ledger.total)
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that the manager, its store and its policy occupy."""
+        return [*self.store.tensors(), *self._state(), *self._observed()]
+
+    def _state(self) -> list[Tensor]:
+        return [*self.policy.state(), *self.budgets.values()]
+
+    def _observed(self) -> list[Tensor]:
+        return self.observations.tensors
+
+    def account(self, seq: int) -> Ledger:
+        """What one sequence holds, by kind: its tokens, their scales and tables, its buffers, and its row's share of
+        what the policy remembers and sees."""
+        return replace(self.store.account([self._row_of[seq]]), **self.row_shares())
+
+    def row_shares(self) -> dict[str, int]:
+        """Bytes of what the policy remembers and sees, divided by the rows: state and observations."""
+        kinds = {"state": self._state(), "observations": self._observed()}
+        return {name: sum(x.nbytes for x in kind) // len(self.rows) for name, kind in kinds.items()}
+
+    def told(self, seq: int) -> Told:
+        """What there is to tell about one sequence: its thoughts, bits a number, and the policy's own words."""
+        row, names = self._row_of[seq], self.store.storage.names
+        account, numbers = self.store.account([row]), self.store.paged(row) * 2 * self.shape.head_dim
+        return Told(
+            thoughts=tuple(names[kind] for kind in self.store.kinds[row]) if names else (),
+            bits=8 * (account.payload + account.scales) / numbers if numbers else None,
+            notes="; ".join(note for p in members(self.policy) if (note := p.notes(row))),
+        )
+
+    def counts(self, seq: int) -> dict[str, int]:
+        """What the policy has counted of one sequence, see `Policy.counts`."""
+        row = self._row_of[seq]
+        return {name: n for p in members(self.policy) for name, n in p.counts(row).items()}
+
+    def thought(self, seq: int) -> str:
+        """The name of the running segment's type; "": types have none, or no segment has begun."""
+        kinds, names = self.store.kinds[self._row_of[seq]], self.store.storage.names
+        return names[kinds[-1]] if names and kinds else ""
+
+    def held_bytes(self, seq: int) -> int:
+        """Bytes that one sequence holds."""
+        return self.account(seq).total
+
+    def reserved_bytes(self) -> int:
+        """All bytes, used or not."""
+        return self.ledger().total

@@ -1,0 +1,76 @@
+"""Sizes: what a sequence needs at worst under a policy, and which budgets make sense."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from minithink.errors import UsageError
+from minithink.kv.contract import Policy, Schedule, Stack
+from minithink.kv.pages import layouts
+
+UNLIMITED = 2**30  # a budget that nothing exceeds
+
+
+def members(policy: Policy) -> tuple[Policy, ...]:
+    """Of a stack; of any other policy, itself."""
+    return policy.members if isinstance(policy, Stack) else (policy,)
+
+
+def check_budget(policy: Policy, prompt: int, budget: int | None = None) -> None:
+    """UsageError: the budget is no positive number, or a protected prompt leaves no room in it."""
+    # A stack protects the prompt if one of its members does, and its smallest budget must hold it.
+    tokens = policy.budget if budget is None else budget
+    stays = prompt if policy.cap is None else min(prompt, policy.cap)
+    kept = [k for m in members(policy) if (k := Schedule.parse(m.schedule).keep) is not None]
+    for what, number in (("a budget of", tokens), *(("a schedule that keeps", k) for k in kept)):
+        if number is None:
+            continue
+        if not 1 <= number <= UNLIMITED:
+            raise UsageError(f"{policy.name}: {what} {number} tokens makes no sense: give 1 to {UNLIMITED:,}.")
+        if policy.protect_prompt and number < stays + policy.beside:
+            more = "anything else" if policy.beside == 1 else f"{policy.beside} tokens beside it"
+            ours = any("protect_prompt" in getattr(m, "__dataclass_fields__", ()) for m in members(policy))
+            spared = ", or protect_prompt=false" if ours else ""
+            raise UsageError(
+                f"{policy.name}: {what} {number} tokens cannot hold the protected prompt of {stays} and {more}: "
+                f"give at least {stays + policy.beside}{spared}."
+            )
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What one unit needs at worst, for one sequence."""
+
+    pages: int
+    prompt_pages: int  # beside these, while the prompt is read
+    scale_rows: int  # groups of keys by token
+    width: int  # tokens in its list
+
+
+def needs(policy: Policy, dim: int, dtype: torch.dtype, tokens: int, prompt: int) -> Needs:
+    """Sizes for a sequence of at most `tokens` tokens, of which at most `prompt` are its prompt.
+
+    A page is opened only when all slots of its thought type are taken, so a type never has more pages than its
+    fullest moment needs; but few survivors may keep all of them. A prompt that is quantized when it is read needs
+    plain pages until then, and leaves all of them but the sink's.
+    """
+    storage = policy.storage
+    lay = dict(zip(storage.formats, layouts(storage, dim, dtype), strict=True))
+    home = storage.thoughts[storage.prompt]
+    stays = lay[home].plain and not storage.buffer  # the prompt's tokens never move
+    at_home = prompt if stays or policy.cap is None else min(prompt, policy.cap)
+    moments = policy.peaks(tokens, prompt)
+    peaks = [[(name, max(n, at_home) if name == home else n) for name, n in moment] for moment in moments]
+    pages = max(sum(-(-n // lay[name].slots) for name, n in moment) for moment in peaks)
+    most = max(sum(n for _, n in moment) for moment in peaks)
+    sink = 0 if stays else -(-storage.sink // lay["plain"].slots)
+    # A buffer that is no multiple of a group makes a short group whenever it is full: 2 of 24 tokens in groups of 16.
+    groups = max((-(-storage.buffer // x.k.group) for x in lay.values() if x.by_token), default=0)  # of a buffer
+    return Needs(
+        pages=pages + sink,
+        prompt_pages=0 if stays else -(-prompt // lay["plain"].slots),
+        scale_rows=min(most, -(-tokens * groups // storage.buffer) + 2) if groups else 0,
+        width=max(prompt, min(tokens, most)) + 1,
+    )
