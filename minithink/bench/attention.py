@@ -248,7 +248,7 @@ def _as_float32(store: PagedStore) -> Any:
     read = wide.reader()
 
     class Wide:
-        def valid(self, layer: int) -> Tensor:
+        def valid(self, layer: int) -> Tensor | None:
             return read.valid(layer)
 
         def __call__(self, layer: int) -> tuple[Tensor, Tensor]:

@@ -114,7 +114,8 @@ class Pass(Rows):
     def _decode_dense(self, layer: int, raw: Tensor, q: Tensor, now: _Step, asked: dict[str, See]) -> Tensor:
         """The same over dense copies of keys and values, for what no kernel reads in place: pulled tokens, and values
         that lag. raw: [N, Hq, D], the unrotated queries."""
-        (k, v), valid = now.read(layer), now.read.valid(layer)  # valid: [N, Ht, S]
+        (k, v), pos = now.read(layer), now.read.pos
+        valid = pos[min(layer, len(pos) - 1)] >= 0  # [N, Ht, S]
         if now.near is None and not asked:
             return self.backend.decode_attention(q, k, v, valid)
         n, hq, d = q.shape

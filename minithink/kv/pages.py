@@ -186,9 +186,17 @@ class Reading:
         """int32 [Lt, N, Ht, S], −1 after the last token."""
         return self._pos if self.rows is None else self._pos[:, self.rows]
 
-    def valid(self, layer: int) -> Tensor:
-        """Where a token is: bool [N, Ht, S]."""
-        return self.pos[min(layer, len(self.pos) - 1)] >= 0
+    def valid(self, layer: int) -> Tensor | None:
+        """Where a token is: bool [N, Ht, S]; None: everywhere, as far as was asked."""
+        return None if self._valid is None else self._valid[min(layer, len(self._valid) - 1)]
+
+    @cached_property
+    def _valid(self) -> Tensor | None:
+        """In all layers: bool [Lt, N, Ht, S]. Sums over a mask of ones differ from sums without one in time only; it
+        is left out on a CPU, where asking costs little, and where the width is not fixed."""
+        valid = self.pos >= 0
+        asks = self.pages.columns is None and self.pages.asks and valid.device.type == "cpu"
+        return None if asks and bool(valid.all()) else valid
 
     def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
         """K, V [N, Hkv, S, D] in the store's dtype, 0 where there is no token."""

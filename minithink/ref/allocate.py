@@ -70,31 +70,33 @@ def allocate(
     slot = torch.where(found, which % most, 0)
 
     # those that are left fill pages that are drawn: drawn[0] is the next of the stack
-    unused = here == none
-    wanted = -(-(waits.sum(-1, keepdim=True) - room).clamp(min=0) // per_page)
-    asked = torch.minimum(wanted, unused.sum(-1, keepdim=True))  # [Lt, N, Ht, 1]
-    rest = (rank - room).clamp(min=0)
-    draw = asked.flatten().cumsum(0).view(asked.shape) - asked + rest // per_page
-    opened = waits & ~found & (rest // per_page < asked) & (draw < top)
-    overflow |= (waits & ~found & ~opened).any()
-    number = torch.where(opened, stack[(top - 1 - draw).clamp(min=0)].long(), number)
-    slot = torch.where(opened, rest % per_page, slot)
-    top -= torch.minimum(asked.sum(), top)
-    fresh = torch.where(opened, number, none)
-    live[fresh] = False
-    taken[fresh] = 0
-    filled[fresh] = 0
-    page_thought[fresh] = torch.where(opened, kind[:, None, None], 0)
-    page_format[fresh] = torch.where(opened, fmt[:, None, None], 255).to(torch.uint8)
-    entry = torch.searchsorted(unused.cumsum(-1), rest // per_page + 1)  # the first columns that hold no page
-    table = torch.nn.functional.pad(page[:, at], (0, 1))  # a column for what is not opened
-    table.scatter_(-1, torch.where(opened, entry, page.shape[-1]), fresh.to(torch.int32))
-    page[:, at] = table[..., :-1]
+    lacking = waits & ~found
+    if lacking.device.type != "cpu" or bool(lacking.any()):  # on a CPU it costs less to ask than to open nothing
+        unused = here == none
+        wanted = -(-(waits.sum(-1, keepdim=True) - room).clamp(min=0) // per_page)
+        asked = torch.minimum(wanted, unused.sum(-1, keepdim=True))  # [Lt, N, Ht, 1]
+        rest = (rank - room).clamp(min=0)
+        draw = asked.flatten().cumsum(0).view(asked.shape) - asked + rest // per_page
+        opened = lacking & (rest // per_page < asked) & (draw < top)
+        overflow |= (lacking & ~opened).any()
+        number = torch.where(opened, stack[(top - 1 - draw).clamp(min=0)].long(), number)
+        slot = torch.where(opened, rest % per_page, slot)
+        top -= torch.minimum(asked.sum(), top)
+        fresh = torch.where(opened, number, none)
+        live[fresh] = False
+        taken[fresh] = 0
+        filled[fresh] = 0
+        page_thought[fresh] = torch.where(opened, kind[:, None, None], 0)
+        page_format[fresh] = torch.where(opened, fmt[:, None, None], 255).to(torch.uint8)
+        entry = torch.searchsorted(unused.cumsum(-1), rest // per_page + 1)  # the first columns that hold no page
+        table = torch.nn.functional.pad(page[:, at], (0, 1))  # a column for what is not opened
+        table.scatter_(-1, torch.where(opened, entry, page.shape[-1]), fresh.to(torch.int32))
+        page[:, at] = table[..., :-1]
+        found = found | opened
 
-    taking = found | opened
-    live[number, slot] = taking
-    taken.index_add_(0, number.flatten(), taking.flatten().to(torch.int32))
-    last = torch.where(taking, slot + 1, 0).to(torch.int16)
+    live[number, slot] = found
+    taken.index_add_(0, number.flatten(), found.flatten().to(torch.int32))
+    last = torch.where(found, slot + 1, 0).to(torch.int16)
     filled.scatter_reduce_(0, number.flatten(), last.flatten(), "amax")
 
     listed.scatter_(-1, torch.where(waits, column, place.shape[-1] - 1), (number * most + slot).to(torch.int32))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from minithink.ref.decode_attention import decode_attention, group_reduce
@@ -12,8 +13,8 @@ from minithink.ref.decode_attention import decode_attention, group_reduce
 class Reading(Protocol):
     """What a store gives to read (`minithink/kv/pages.py`). The kernel looks through it, at the pages themselves."""
 
-    def valid(self, layer: int) -> Tensor:
-        """Where tokens are: bool [N, Hkv or 1, S]."""
+    def valid(self, layer: int) -> Tensor | None:
+        """Where tokens are: bool [N, Hkv or 1, S]; None: everywhere."""
 
     def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
         """K, V: [N, Hkv, S, D], finite everywhere."""
@@ -34,15 +35,15 @@ def paged_attention(q: Tensor, read: Reading, layer: int, group: str | None = No
     """
     (k, v), valid = read(layer), read.valid(layer)
     n, hq, d = q.shape
-    # A softmax over nothing is NaN: such outputs are replaced.
-    out = decode_attention(q, k, v, valid).masked_fill(~_by_head(valid.any(-1, keepdim=True), hq), 0)
+    out = decode_attention(q, k, v, valid)
+    if valid is not None:  # a softmax over nothing is NaN: such outputs are replaced
+        some = valid.any(-1)[..., None, None]  # [N, Ht, 1, 1]
+        out = out.view(n, some.shape[1], -1, d).masked_fill(~some, 0).view(n, hq, d)
     if group is None:
         return out, None
     logits = q.view(n, k.shape[1], -1, d) @ k.transpose(-1, -2) / d**0.5  # [N, Hkv, g, S]
+    if valid is None:
+        valid = torch.ones(n, 1, k.shape[2], dtype=torch.bool, device=k.device)
     mass = group_reduce(logits, valid, group)
-    return out, mass.masked_fill(~_by_head(valid, mass.shape[1]), 0)
-
-
-def _by_head(x: Tensor, heads: int) -> Tensor:
-    """[N, Ht, ...] → [N, heads, ...], for the heads of a table or the query heads of a group side by side."""
-    return x.repeat_interleave(heads // x.shape[1], dim=1)
+    of_tables = mass.view(n, valid.shape[1], -1, mass.shape[-1])
+    return out, of_tables.masked_fill(~valid[:, :, None], 0).view(mass.shape)
