@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import minithink.engine as engine_module
 import minithink.loop as loop_module
@@ -31,6 +32,7 @@ from minithink.evaluate.grading import Graded
 from minithink.evaluate.journal import Journal, Key, Record, read, text_hash
 from minithink.evaluate.ranks import Ranks
 from minithink.kv.apart import Apart
+from minithink.kv.contract import Policy, Step
 from minithink.sampling import filter_logits, gumbel
 from minithink.stream import PREFILL_CHUNK, Stream, Track
 from tests.evaluate.run import NEW, QUESTIONS, evaluate, options, recorded
@@ -482,11 +484,20 @@ def test_what_a_checkpoint_asks_for_in_vain_is_said(
     assert "generation_config.json asks for repetition_penalty = 1.1, which" in capsys.readouterr().err
 
 
+class Steering(Policy):
+    """What steers may ask the host."""
+
+    name = "steering"
+
+    def steer(self, step: Step, layer: int, hidden: Tensor) -> Tensor:
+        return hidden
+
+
 def test_what_cannot_be_recorded_goes_apart(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(model, device="cpu")
     monkeypatch.setattr(engine, "columns", "fit")
-    policy = "kivi:group=16,residual=16,flush=official"
-    assert isinstance(engine.stream("x", policy=policy, fixed=True, max_new_tokens=9).cache, Apart)
+    for policy, apart in ((Steering(), True), ("window:budget=16", False)):
+        assert isinstance(engine.stream("x", policy=policy, fixed=True, max_new_tokens=9).cache, Apart) == apart
 
 
 # Interruptions of all kinds --------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ class Watched(Rkv):
         assert [e.layer for e in edits] == ([None] if due.any() else [])
         for layer in range(step.shape.layers if edits else 0):
             self.notes.append((
-                step.keys(layer), step.queries(layer), step.held(layer), step.protected(layer).clone(),
+                step.keys(layer), step.queries(layer), step.held(layer).clone(), step.protected(layer).clone(),
                 due[layer], keep[layer], edits[0].drop[layer],
             ))  # fmt: skip
         yield from edits
