@@ -137,7 +137,8 @@ class DecodeLoop:
         """Feed every sequence its newest token, draw the next ones.
 
         Raises:
-            Exhausted: the pool of pages is too small; nothing has changed.
+            Exhausted: the pool of pages is too small. Nothing has changed; or, if it was a full buffer that found no
+                page, the token is in the cache, and the buffer waits.
             MinithinkError: the same where steps are recorded; the sequences cannot go on.
             UsageError: a lane is full; nothing has changed.
         """

@@ -166,7 +166,7 @@ class Stream:
         if not self.fixed:
             return self.cache_of(policy, self.batch_size)
         one = self.cache_of(copy.deepcopy(policy), 1)
-        if isinstance(one, KVManager) and one.recordable:
+        if isinstance(one, KVManager) and one.recordable and not one.store.storage.lag:  # a lag attends densely
             return self.cache_of(policy, self.batch_size)
         return Apart(lambda: self.cache_of(copy.deepcopy(policy), 1))
 
@@ -244,7 +244,7 @@ class Stream:
 
     def _launch(self, sequences: list[Track]) -> None:
         """Begin the next step of these, where a loop can. What prevents it is said when the step is due."""
-        if self._loop is not None:
+        if self._loop is not None and self._loop.records:  # else a launch is the whole step
             with suppress(Exception):
                 self._loop.launch([s.number for s in sequences], [s.tokens[-1] for s in sequences])
 

@@ -53,7 +53,8 @@ POLICIES = (
 # A key that differs from the reference's in its last bit may round to the next code, which is no small difference: no
 # law says that the reference draws the same tokens. The same kernels one by one do.
 ROUNDING = (
-    "quant:fmt=fp8", "quant:fmt=int4,by=token", "kivi:bits=4", "rkv:budget=96,buffer=16+quant:fmt=fp8",
+    "quant:fmt=fp8", "quant:fmt=int4,by=token", "kivi:bits=4", "kivi:bits=4,flush=official",
+    "rkv:budget=96,buffer=16+quant:fmt=fp8",
     "thinkv:budget=160,tau=32,retention=16/8/4", "tbq:tau=32",
 )  # fmt: skip
 # ThinKV with small segments, whose types differ
@@ -551,7 +552,7 @@ def test_rows_of_a_graph() -> None:
 
 @pytest.mark.usefixtures("by_launches")
 def test_a_pool_that_is_too_small_here_too() -> None:
-    """The step that finds no page says so, and the host has counted nothing of it; nor does the next one go on."""
+    """The step that finds no page says so, and counts none of its tokens; nor does the next one go on."""
     decoder = with_backend(decoder_of(0), ONE_BY_ONE)
     manager = manager_for(
         decoder, Full(storage=Storage(block=4)), backend=ONE_BY_ONE, rows=2, columns="fit", pages=6 * 4, poison=False

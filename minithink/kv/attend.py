@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minithink.kv.batch import FIELDS, Batch
+from minithink.kv.batch import Batch
 from minithink.kv.contract import Demand, See
 from minithink.kv.pages import Reading
 from minithink.kv.rows import Rows, _Row
@@ -27,6 +27,7 @@ class _Step:
     """One decode step."""
 
     batch: Batch
+    position: Tensor  # int64 [N]: of the tokens
     writer: Writer
     read: Reading
     cos: Tensor
@@ -82,7 +83,7 @@ class Pass(Rows):
         cos, sin = self.rope.at(position)
         read = self.store.reader(None if batch.whole else at, batch.length)
         self._pass = now = _Step(
-            batch, writer, read, cos, sin, self.policy.demands if due is None else due,
+            batch, position, writer, read, cos, sin, self.policy.demands if due is None else due,
             None if self.store.columns is None else active,
         )  # fmt: skip
         if self.policy.pull:
@@ -97,7 +98,7 @@ class Pass(Rows):
             self.store.compaction.wait(layer)
         raw, k = qk.split_with_sizes((self.config.num_heads, self.config.num_kv_heads), dim=1)
         q = self.backend.append(raw, k, v, now.cos, now.sin, now.writer, layer)
-        self.observations.keep_queries(layer, q, now.batch.row, now.batch.length - 1)
+        self.observations.keep_queries(layer, q, now.batch.row, now.position)
         return self._decode(layer, raw, q, now)
 
     def _decode(self, layer: int, raw: Tensor, q: Tensor, now: _Step) -> Tensor:
@@ -141,7 +142,7 @@ class Pass(Rows):
         pull, pos = self.policy.pull, now.read.pos
         others = torch.where(pos >= pull, pos, UNLIMITED).amin(-1)  # [Lt, N, Ht]
         gap = torch.where(others < UNLIMITED, others - pull, 0).long()
-        at = ((now.batch.length - 1)[None, :, None] - gap).clamp(min=0)
+        at = (now.position[None, :, None] - gap).clamp(min=0)
         cos, sin = self.rope.at(at.flatten())  # [Lt·N·Ht, 1, D]
         near = (pos >= 0) & (pos < pull)
         now.near = near, cos.view(*at.shape, -1), sin.view(*at.shape, -1)
@@ -187,9 +188,8 @@ class Pass(Rows):
             return hidden
         at = now.batch.row
         if self.steers:  # the policy is shown all rows, before the step's tokens are counted
-            values = now.batch.values.new_zeros(len(FIELDS), len(self.rows))
-            values[0] = torch.arange(len(self.rows), device=self.device)
-            values[:, at] = now.batch.values
+            everybody = self._everybody(now.batch.to(torch.device("cpu")))
+            values = everybody.values.to(self.device, copy=True)
             values[2, at] -= 1
             whole = hidden.new_zeros(len(self.rows), hidden.shape[-1]).index_copy(0, at, hidden)
             hidden = self.policy.steer(self.view(Batch(values, whole=True)), layer, whole)[at]

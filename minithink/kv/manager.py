@@ -210,8 +210,9 @@ class KVManager(Pass):
     @torch.inference_mode()
     def close(self, seqs: Sequence[int], tokens: Sequence[int]) -> None:
         """The step is over: buffers that were full are empty, segments begin, a recorder is told."""
-        self.store.flushed(self._full)
-        self._full = []
+        if self._full:
+            self.store.flushed(self._full)
+            self._full = []
         group = self._of(seqs)
         self._begin_segments()
         self._tell(group.rows, [1] * len(group.rows), tokens)
