@@ -1,32 +1,35 @@
-"""The decode loop: what happens in a step, and in which order.
+"""The decode loop: the parts of a decode step, and their order.
 
     step      take slots; every layer: append, attend; draw the next tokens; tell which rows are due   (recorded)
     advance   the host counts the tokens
     decide    the policy acts on the rows that are due                                                 (recorded)
-    flush     buffers that are full are quantized                                                      (recorded)
-    close     segments begin
+    flush     full buffers are quantized                                                               (recorded)
+    close     segments begin, a recorder is told
 
-On a CPU each part is a call. On a GPU it is a CUDA graph of the same call: one a step, one for what the policy
-decides, one for buffers that are full.
+On a CPU each part is a call. On a GPU the parts marked "recorded" are CUDA graphs of the same calls.
 
-A decoding step of a small batch is several hundred kernels, each of a few microseconds; launched one by one from
-Python they take ten times as long as they run. A CUDA graph is recorded once and launched as a whole. It replays the
-same kernels on the same addresses, so everything that changes from step to step goes through one tensor of inputs,
-the batch (`kv/batch.py`). Sequences come and go between replays.
+A decode step of a small batch is several hundred kernels, each of a few microseconds. Launched one by one from Python
+they take ten times as long as they run. A CUDA graph is recorded once and launched as a whole. It replays the same
+kernels on the same addresses. So everything that changes from step to step goes through one tensor of inputs, the
+batch (`kv/batch.py`). Sequences come and go between replays.
 
     batch ──► take slots ──► layers: append, attend, … ──► logits ──► draw ──► tokens, rows that are due, overflow
                                                                                                │
     next step ◄── evict ◄── choose ◄── layers: score keys ◄── batch of the rows that are due ◄─┘
 
-A policy has something to decide in few steps, and for few rows: these are a batch of their own, in a second graph. A
-policy that cannot be recorded (`Policy.recordable`) acts between steps, kernel by kernel. Tokens that are quantized
-together wait in a buffer; the rows whose buffers are full are a batch of a third graph.
+A policy decides in few steps and for few rows. These rows are a batch of their own, in a second graph. A policy that
+is not `recordable` acts between steps, kernel by kernel. Tokens that are quantized together wait in a buffer. The
+rows whose buffers are full are the batch of a third graph.
 
-A graph belongs to a number of rows (SIZES: fewer sequences leave some rows idle), to a bound on how long the lanes
-are (powers of two: it decides the grid of attention), to the formats that the lanes hold, and to what the policy is
-shown of this step: a policy that demands attention every 128 tokens pays for it in 1 of 128 steps. Each is recorded
-when it is first needed. The host reads the tokens that were drawn, which rows are due, which segments began and
-whether the pool was too small, nothing else.
+A graph is recorded when it is first needed. It holds for
+
+    a number of rows         one of SIZES; if there are fewer sequences, padding rows follow
+    a width of the lists     a power of two that the lanes fit into; it decides the grid of attention
+    the formats in use       of the tokens that the lanes hold
+    the observations         a policy that demands attention every 128 tokens pays for it in 1 of 128 steps
+
+The host reads four things of a step: the drawn tokens, the rows that are due, the segments that began, and whether
+the pool was too small.
 """
 
 from __future__ import annotations
@@ -45,9 +48,9 @@ from minithink.kv.manager import KVManager
 from minithink.model import Decoder
 from minithink.sampling import Sampler, SamplingParams, filter_logits
 
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of a graph; and as many as there are
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of a graph; another size is all rows of the cache
 
-# of a graph: rows, columns, formats, what is observed, whether it tells the rows that are due (not beside a recorder)
+# A graph holds for: rows, columns, formats, observations, whether decisions are recorded (not beside a recorder).
 Key = tuple[int, int, frozenset[int], tuple[Demand, ...], bool]
 
 
@@ -55,13 +58,13 @@ class Recorded:
     """Kernels that are recorded once and replayed with other inputs."""
 
     def __init__(self, run: Callable[[Tensor, Tensor], object], values: Tensor, out: Tensor, pool: Any) -> None:
-        """Run once with no row active, which compiles what must be compiled and changes nothing; then record.
+        """Run once with no active row, then record. The first run compiles the kernels and changes nothing.
 
         Args:
-            run: of (inputs, out); it launches kernels and asks nothing of the device.
+            run: takes (inputs, out) and launches kernels; it must not read the device's memory on the host.
             values: int64 [k, N] on the host, inputs of N rows.
-            out: what `run` writes to, on the device.
-            pool: memory that all graphs share, for no two of them run at once.
+            out: the tensor on the device that `run` writes.
+            pool: memory that all graphs share; no two graphs run at once.
         """
         self.out = out
         self._inputs = values.to(out.device)
@@ -78,8 +81,8 @@ class Recorded:
             run(self._inputs, out)
 
     def replay(self, values: Tensor) -> Tensor:
-        """`out`, for these inputs; the host does not wait for it."""
-        self._copied.synchronize()  # the staging buffer may be on its way still, from the last replay
+        """Replay with these inputs. Returns `out`; the host does not wait for it."""
+        self._copied.synchronize()  # the copy of the last replay may still read the staging buffer
         self._staging.copy_(values)
         self._inputs.copy_(self._staging, non_blocking=True)
         self._copied.record()
@@ -91,24 +94,24 @@ Graphs = dict[Key, Recorded]
 
 
 def recorder(cache: KVManager) -> type[Recorded] | None:
-    """What records the steps of a cache; None: they run call by call."""
+    """The class that records the steps of a cache; None: steps run call by call."""
     able = cache.recordable and cache.backend.recordable and cache.device.type == "cuda"
     return Recorded if able else None
 
 
 @dataclass
 class _Launched:
-    """A step that may run still."""
+    """A step that was launched and may still run."""
 
     seqs: list[int]
     tokens: list[int]
     batch: Batch  # on the host, without padding
-    tells_due: bool  # not beside a recorder, which may come or go before the step ends
+    tells_due: bool  # as it was at the launch: a recorder may come or go before the step ends
     out: Tensor  # int64 [3n + 1]: tokens, rows that are due, segments that began, overflow
 
 
 class DecodeLoop:
-    """Steps of one model over one cache."""
+    """Decode steps of one model over one cache."""
 
     def __init__(
         self, decoder: Decoder, cache: KVManager, params: SamplingParams, sizes: Sequence[int] = SIZES,
@@ -116,8 +119,9 @@ class DecodeLoop:
     ) -> None:  # fmt: skip
         """
         Args:
-            sizes: of the graphs of steps, beside all rows; with none of them, no shape depends on who takes part.
-            sampler: draws where steps are not recorded: the same tokens, faster.
+            sizes: numbers of rows of the step's graphs, beside all rows. If empty, no shape depends on the number of
+                sequences.
+            sampler: draws if steps are not recorded: the same tokens, faster.
         """
         self.decoder, self.cache, self.params, self.sizes, self.sampler = decoder, cache, params, sizes, sampler
         self._record = recorder(cache)
@@ -134,12 +138,12 @@ class DecodeLoop:
         return self._record is not None
 
     def step(self, seqs: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """Feed every sequence its newest token, draw the next ones.
+        """Feed every sequence its newest token → the next token of each.
 
         Raises:
             Exhausted: the pool of pages is too small. Nothing has changed; or, if it was a full buffer that found no
                 page, the token is in the cache, and the buffer waits.
-            MinithinkError: the same where steps are recorded; the sequences cannot go on.
+            MinithinkError: the pool is too small and the step was recorded; the sequences cannot go on.
             UsageError: a lane is full; nothing has changed.
         """
         if self._launched is None:
@@ -148,8 +152,8 @@ class DecodeLoop:
 
     @torch.inference_mode()
     def launch(self, seqs: Sequence[int], tokens: Sequence[int]) -> None:
-        """Begin the next step, without waiting for it: `step` of the same sequences must follow, and until then the
-        cache must be left alone. Raises: Exhausted and UsageError as `step` does."""
+        """Begin the next step and do not wait for it. `step` of the same sequences must follow; until then the cache
+        must not be used. Raises: Exhausted and UsageError as `step` does."""
         if self._launched is not None:
             raise ValueError("a step is under way already: call step before the next launch")
         self.cache.prepare(seqs)
@@ -184,8 +188,16 @@ class DecodeLoop:
         return drawn
 
     def draw(self, logits: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
-        """The next token of every row, as `sampling.sample` does. logits: [N, V]; numbers of the draws and positions
-        of what is drawn: int64 [N]; → int64 [N]."""
+        """Draw the next token of every row, as `sampling.sample` does.
+
+        Args:
+            logits: [N, V].
+            sequence: int64 [N], number of the sequence, which decides its draws.
+            position: int64 [N], position of the token that is drawn.
+
+        Returns:
+            int64 [N].
+        """
         if self.sampler is not None and not self.records:
             return self.sampler.sample(logits, sequence.tolist(), position.tolist())
         if self.params.greedy:
@@ -206,24 +218,26 @@ class DecodeLoop:
 
     @property
     def _tells_due(self) -> bool:
-        """Whether a step tells the rows that are due. Beside a recorder the policy is shown all rows."""
+        """Whether a step tells the rows that are due. If there is a recorder, the policy sees all rows instead."""
         return self.cache.tells_due and self.cache.recorder is None
 
     def run(
         self, graphs: Graphs, part: Callable[[Batch, Tensor], object], batch: Batch, numbers: int = 0, *,
         recorded: bool, observed: tuple[Demand, ...] = (), sizes: Sequence[int] = SIZES,
     ) -> Tensor:  # fmt: skip
-        """Call a part of a step, or replay its graph, which is recorded now if there is none.
+        """Run one part of a step: call it, or replay its graph. A graph that is missing is recorded first.
 
         Args:
-            graphs: of this part.
-            part: of (batch, out); where it is recorded it asks nothing of the device.
+            graphs: the recorded graphs of this part.
+            part: takes (batch, out); if it is recorded, it must not read the device's memory on the host.
             batch: the rows, on the host.
-            numbers: that `out` has of each row; one more follows.
-            recorded: whether it is a graph; then the batch is padded to one of the sizes.
+            numbers: numbers that `out` has for each row; one more number follows them.
+            recorded: whether to replay a graph; then the batch is padded to one of the sizes.
+            observed: the demands that the part observes; a graph holds for one set of them.
+            sizes: numbers of rows that graphs may have.
 
         Returns:
-            out, int64; on the device.
+            out: int64 [numbers · rows + 1], on the device.
         """
         cache = self.cache
         if self._record is None or not recorded:
@@ -238,7 +252,7 @@ class DecodeLoop:
         return graphs[key].replay(values)
 
     def _padded(self, batch: Batch, sizes: Sequence[int]) -> Batch:
-        """The rows of a batch first, behind them others that are not active, as many as a graph has beside these."""
+        """The batch, and behind it padding rows (not active) up to the next size of a graph."""
         count, n, taken = len(self.cache.rows), len(batch), set(batch.row.tolist())
         size = next((size for size in sizes if n <= size <= count), count)
         return self.cache.pad(batch, [row for row in range(count) if row not in taken][: size - n])

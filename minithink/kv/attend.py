@@ -1,7 +1,7 @@
-"""One forward pass: slots for its tokens, attention, and what passes by.
+"""One forward pass: its tokens take slots, every layer attends, and observations are kept.
 
-A decode step and the reading of prompts are different passes. The first reads everything from a batch's tensors, so
-that it can be recorded; the second is the host's.
+There are two kinds of pass. A decode step reads everything from a batch's tensors, so it can be recorded as a CUDA
+graph. A pass that reads prompts is led by the host and never recorded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from minithink.ref.decode_attention import decode_probabilities, group_reduce
 
 @dataclass
 class _Step:
-    """One decode step."""
+    """One decode step that is under way."""
 
     batch: Batch
     position: Tensor  # int64 [N]: of the tokens
@@ -32,15 +32,15 @@ class _Step:
     read: Reading
     cos: Tensor
     sin: Tensor
-    due: Sequence[Demand]  # what is observed
-    active: Tensor | None  # bool [N]: the rows that take part; None: all
+    due: Sequence[Demand]  # the observations that this step makes
+    active: Tensor | None  # bool [N]: rows that bring a token; None: all
     near: tuple[Tensor, Tensor, Tensor] | None = None  # pulled tokens [Lt, N, Ht, S], cos and sin of their query
-    # What the host knows; empty where the step is recorded.
+    # Known to the host; set by `begin_step` only.
     seqs: Sequence[int] = ()
     rows: Sequence[int] = ()
     tokens: Sequence[int] = ()
     known: Batch | None = None  # the batch on the host
-    told: bool = True  # whether the tokens are known
+    told: bool = True  # whether the ids of the tokens are known
 
     @property
     def counts(self) -> list[int]:
@@ -55,13 +55,13 @@ class _Read:
     rows: list[int]
     records: list[_Row]
     counts: list[int]
-    tokens: Sequence[int]  # all new tokens, one sequence after the other; empty: they were not told
+    tokens: Sequence[int]  # ids of all new tokens, one sequence after the other; empty: they are not known
     writer: Writer
     at: Tensor  # int64 [N]: the rows
     cos: Tensor
     sin: Tensor
-    each: Tensor  # int64 [N, longest]: of every prompt the tokens' rows; the last one's behind its end
-    masked: bool  # does attention need a mask: later chunks of a prompt
+    each: Tensor  # int64 [N, longest]: the index of each prompt's tokens; behind its end the last token's
+    masked: bool  # whether attention needs a mask, as later chunks of a prompt do
     due: Sequence[Demand]
 
 
@@ -69,11 +69,11 @@ class Pass(Rows):
     """Rows, and the forward pass that is under way."""
 
     _pass: _Step | _Read | None = None
-    _opened = False  # were segments opened that have not begun, as far as the host knows
+    _opened = False  # whether the host knows of segments that were opened and have not begun
 
     @torch.inference_mode()
     def begin(self, batch: Batch, due: Sequence[Demand] | None = None) -> None:
-        """Take slots for the tokens of a step. due: what is observed, see `demands_due`; None: all demands."""
+        """Take slots for the tokens of a step. due: the observations to make (`demands_due`); None: all demands."""
         at, active, position = batch.row, batch.active, batch.length - 1
         if self._opens:
             self.store.begin_segments(at, active)
@@ -102,7 +102,7 @@ class Pass(Rows):
         return self._decode(layer, raw, q, now)
 
     def _decode(self, layer: int, raw: Tensor, q: Tensor, now: _Step) -> Tensor:
-        """Attention of one new token each, over whatever the lanes hold. raw, q: [N, Hq, D]."""
+        """Attention of one new token of each row over the tokens of its lanes. raw, q: [N, Hq, D]."""
         asked = self.observations.asked(now.due, layer)
         if now.near is not None or self.store.storage.lag:
             return self._decode_dense(layer, raw, q, now, asked)
@@ -113,8 +113,8 @@ class Pass(Rows):
         return attended
 
     def _decode_dense(self, layer: int, raw: Tensor, q: Tensor, now: _Step, asked: dict[str, See]) -> Tensor:
-        """The same over dense copies of keys and values, for what no kernel reads in place: pulled tokens, and values
-        that lag. raw: [N, Hq, D], the unrotated queries."""
+        """The same over dense copies of keys and values. Pulled tokens and values that lag need it, because no kernel
+        reads them in place. raw: [N, Hq, D], the unrotated queries."""
         (k, v), pos = now.read(layer), now.read.pos
         valid = pos[min(layer, len(pos) - 1)] >= 0  # [N, Ht, S]
         if now.near is None and not asked:
@@ -138,7 +138,8 @@ class Pass(Rows):
         self.observations.keep_weights(layer, group, what, now.batch.row, now.active, mass)
 
     def _pull(self, now: _Step) -> None:
-        """Tokens below `pull` are attended as if they stood directly before the next one that is held."""
+        """Prepare pulled tokens: those below `pull` are attended as if they stood directly before the next token that
+        is held."""
         pull, pos = self.policy.pull, now.read.pos
         others = torch.where(pos >= pull, pos, UNLIMITED).amin(-1)  # [Lt, N, Ht]
         gap = torch.where(others < UNLIMITED, others - pull, 0).long()
@@ -148,9 +149,9 @@ class Pass(Rows):
         now.near = near, cos.view(*at.shape, -1), sin.view(*at.shape, -1)
 
     def _attend_prompts(self, layer: int, qk: Tensor, v: Tensor, now: _Read) -> Tensor:
-        """Causal attention of every prompt by itself, over the keys and values of this pass and those before."""
+        """Causal attention of every prompt by itself, over the keys and values of this pass and of earlier ones."""
         heads, seen = (self.config.num_heads, self.config.num_kv_heads), self.observations
-        rows = sum(now.counts)  # those behind are idle
+        rows = sum(now.counts)  # the rows behind these are padding
         idle, qk, v = len(qk) - rows, qk[:rows], v[:rows]
         q, k = self.backend.rope(qk, now.cos, now.sin).split_with_sizes(heads, dim=1)
         both = torch.stack((k, v), dim=1)  # [n, 2, Hkv, D]
@@ -165,7 +166,7 @@ class Pass(Rows):
                 if before:
                     read = self.store.reader(now.at[i : i + 1])(layer)
                     k_i, v_i = (x[0, :, : before + now.counts[i]] for x in read)  # [Hkv, T, D]
-                else:  # all that it may look at is in this pass
+                else:  # the prompt has no keys and values but those of this pass
                     k_i, v_i = kv[i].permute(1, 2, 0, 3).unbind()
                 out.append(self.backend.attention(q_i, k_i, v_i))
                 for demand in (d for d in seen.of(now.due, See.MASS, layer) if d.prompt):
@@ -179,7 +180,7 @@ class Pass(Rows):
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
-        """Steer the residual stream, and keep what is due. hidden: [n, d]."""
+        """Let the policy steer the residual stream, and keep it if the policy demands it. hidden: [n, d]."""
         now = self._now
         if isinstance(now, _Read):
             for _ in self.observations.of(now.due, See.HIDDEN, layer):
@@ -187,7 +188,7 @@ class Pass(Rows):
                 self.observations.keep_hidden(layer, hidden[last], now.at, None)
             return hidden
         at = now.batch.row
-        if self.steers:  # the policy is shown all rows, before the step's tokens are counted
+        if self.steers:  # the policy sees all rows, as they were before the step's tokens
             everybody = self._everybody(now.batch.to(torch.device("cpu")))
             values = everybody.values.to(self.device, copy=True)
             values[2, at] -= 1

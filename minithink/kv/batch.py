@@ -1,7 +1,7 @@
-"""Batch: what one decode step must know of each of its rows, in one tensor.
+"""Batch: one tensor with everything that a decode step must know of each of its rows.
 
 A recorded CUDA graph reads its inputs from fixed addresses. So everything that differs from step to step goes through
-one tensor, which the host fills and copies to the device. A step that is not recorded reads the same tensor.
+this tensor: the host fills it and copies it to the device. A step that is not recorded reads the same tensor.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ ACTIVE = FIELDS.index("active")
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of a step, each once. A row that is not active only fills up the batch: nothing of it may change."""
+    """Rows of a step, each once. A row that is not active is a padding row: the step must not change it."""
 
     values: Tensor  # int64 [FIELDS, N]
     whole: bool = False  # these are all rows of the manager, in order
 
     @classmethod
     def of(cls, device: torch.device | str = "cpu", whole: bool = False, **fields: Sequence[int] | Tensor) -> Batch:
-        """From some of the fields; `active` is 1 and the others are 0 where they are not given."""
+        """A batch of the given fields. If a field is missing, `active` is 1 and any other field is 0."""
         n = len(fields["row"])
         known = {"active": [1] * n} | fields
         columns = [torch.as_tensor(known.get(name, [0] * n), dtype=torch.int64) for name in FIELDS]
@@ -35,7 +35,7 @@ class Batch:
         return self.values.shape[1]
 
     def __getitem__(self, which: Tensor | Sequence[int]) -> Batch:
-        """Some of the rows: a mask or indices."""
+        """Some of the rows. which: a mask or indices."""
         return Batch(self.values[:, which])
 
     def to(self, device: torch.device) -> Batch:
@@ -79,5 +79,5 @@ class Batch:
 
     @property
     def sequence(self) -> Tensor:
-        """Number of the sequence, by which its tokens are drawn: int64 [N]."""
+        """Number of the sequence, which decides its draws: int64 [N]."""
         return self.values[7]

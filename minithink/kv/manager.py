@@ -1,29 +1,41 @@
-"""KVManager: the step protocol, and all that is common to the policies.
+"""KVManager: keys and values of many sequences under one policy. It defines the step protocol, the same for all.
 
-A decode step takes one token of each of some sequences. Its parts, in order:
+A decode step feeds one token to each of some sequences. Its parts, in order:
 
-    prepare   the host refuses what does not fit; `batch` tells what it knows of the rows
-    begin     slots are taken
-    attend    (per layer) rotate, append, attend; keep what a policy asked to see
-    tap       (per layer) the residual stream passes by: steer it, keep it if asked
+    prepare   the host refuses a token that does not fit
+    batch     the host writes what it knows of the rows into one tensor (`batch.py`)
+    begin     tokens take slots
+    attend    (per layer) rotate, append, attend; keep the observations that the policy demands
+    tap       (per layer) steer the residual stream, keep it if the policy demands it
     due       which rows the policy will act on
+    tell      copy what the host must read: segments that began, and whether the pool was too small
     advance   the host counts the tokens
-    decide    the policy acts on the rows that are due, its edits are applied
+    acting    the host selects the rows that are due, as a batch of their own
+    decide    the policy acts on these rows, its edits are applied
+    full      the host selects the rows whose buffers are full
     flush     full buffers are quantized
-    close     the step is over
+    close     segments begin, a recorder is told
 
-`begin` to `due`, `decide` and `flush` read everything from tensors: `minithink/loop.py` records them as CUDA graphs,
-or calls them. The others run on the host.
+`begin` to `tell`, `decide` and `flush` read everything from tensors. `minithink/loop.py` calls them, or records them
+as CUDA graphs. The other parts run on the host.
 
-A prompt is read by `begin_step`, `attend`, `tap` and `end_step`, which take a generated token each, too, and then do
-all of the above. A prompt may come in chunks; until the last one it stays unedited and in full precision, then the
-policy acts once, and the remaining tokens are stored in their own format.
+A prompt is read by `begin_step`, `attend`, `tap` and `end_step`. These four can also feed one generated token to each
+sequence; they then run all parts above. A prompt may come in chunks. Until the last chunk it is not edited and has
+full precision. Then the policy acts once, and the remaining tokens are stored in their own format.
 
-Append-only during the forward pass, edit-only between steps: the policy sees the cache as the forward pass left it.
-Tokens are moved to other formats, then evicted, then full buffers are quantized with the thought type of the segment
-that has run until now, then new segments begin. Every sequence has its own clock, the number of its generated tokens
-in the cache.
+The forward pass only appends to the cache; edits happen only between steps. So the policy sees the cache as the
+forward pass left it. The edits have a fixed order:
+
+    1. tokens move to other formats
+    2. tokens are evicted
+    3. full buffers are quantized, in the thought type of the segment that has run until now
+    4. new segments begin
+
+Every sequence has its own clock, the number of its generated tokens in the cache.
+
+`attend.py` has `begin`, `attend` and `tap`. `rows.py` has the sequences, what the host knows of them, and the bytes.
 """
+
 from __future__ import annotations
 
 import copy
@@ -60,14 +72,14 @@ class KVManager(Pass):
     _edits: Sequence[tuple[Policy, Edit]] = ()  # of the last decision, for a recorder
     _full: Sequence[int] = ()  # rows whose buffers are being quantized
 
-    # -- a decode step: see `attend.py` for `begin`, `attend` and `tap`
+    # -- a decode step; `attend.py` has `begin`, `attend` and `tap`, `rows.py` has `batch`
 
     @torch.inference_mode()
     def prepare(self, seqs: Sequence[int]) -> None:
-        """Before a decode step of these sequences: refuse what does not fit, make the lists wide enough.
+        """Before a decode step of these sequences: refuse a token that does not fit, make the lists wide enough.
 
         Raises:
-            Exhausted: the pool is full, or too small for what still waits from the step before; nothing has changed.
+            Exhausted: the pool is full, or too small for buffers or prompts that still wait; nothing has changed.
             UsageError: a lane is full; nothing has changed.
         """
         group = self._of(seqs)
@@ -83,11 +95,11 @@ class KVManager(Pass):
         self.store.used.update(self.store.appends)
 
     def fit_columns(self, more: int) -> None:
-        """With columns="fit": the width that lanes need which may grow by so many tokens."""
+        """With columns="fit": set the width to a power of two that has room for `more` tokens in each lane."""
         if not self._fits:
             return
         if max(self.store.most) + more > self.store.seen:
-            self.store.refresh()  # evictions were not counted
+            self.store.refresh()  # the host has not counted evictions
         wanted = max(NARROWEST, max(self.store.most) + more)
         self.store.columns = min(self.width, 1 << (wanted - 1).bit_length())
 
@@ -101,18 +113,23 @@ class KVManager(Pass):
         return due & view.active
 
     def tell(self, batch: Batch, out: Tensor) -> None:
-        """What the host must hear of a step. out: int64 [N + 1], the types of the segments that began (of policies
-        that open some), and whether the pool was too small."""
+        """Write what the host must read of a step.
+
+        Args:
+            out: int64 [N + 1]: for each row the type of the segment that began (if the policy opens segments), and at
+                the end whether the pool was too small.
+        """
         if self._opens:
             out[:-1].copy_(self.store.begun[batch.row])
         out[-1:].copy_(self.store.overflow)
 
     @torch.inference_mode()
     def advance(self, seqs: Sequence[int], tokens: Sequence[int], begun: Sequence[int] | None = None) -> None:
-        """The tokens of a step are in the cache: the host counts them.
+        """Count the tokens of a step, which are in the cache now, on the host.
 
         Args:
-            begun: types of the segments that began with these tokens, `store.begun`; None: none did.
+            begun: for each row the type of the segment that began with its token (`store.begun`); None: no segment
+                began.
         """
         group = self._of(seqs)
         if begun is not None and self._opens:
@@ -125,11 +142,11 @@ class KVManager(Pass):
         self._pass = None
 
     def acting(self, batch: Batch, due: Sequence[int] | None = None) -> Batch | None:
-        """The rows on which the policy acts after a step, as a batch of their own; None: there are none.
+        """The rows on which the policy acts after a step, as a batch of their own; None: no row is due.
 
         Args:
-            batch: of the step, on the host, without padding.
-            due: of its rows those that are due; None: all.
+            batch: the step's rows, on the host, without padding.
+            due: for each row whether it is due; None: all rows are.
         """
         if not self.deciding:
             return None
@@ -152,7 +169,7 @@ class KVManager(Pass):
                 if not isinstance(edit, Evict) and not (isinstance(edit, OpenSegment) and self.policy.opens):
                     raise ValueError(f"{self.policy.name} is recordable and yields {type(edit).__name__}")
         drop = self._dropped(evictions, view) if evictions or moves else view.active
-        for edit in moves:  # of policies that are shown all rows
+        for edit in moves:  # such a policy is not recordable, so it sees all rows
             where = torch.zeros_like(view.pos(), dtype=torch.bool)
             where[slice(None) if edit.layer is None else min(edit.layer, len(where) - 1)] = edit.where
             where &= view.active[None, :, None, None]
@@ -172,10 +189,10 @@ class KVManager(Pass):
 
     @staticmethod
     def _dropped(edits: Sequence[Evict], step: View) -> Tensor:
-        """Tokens that go, of the rows that are shown: bool [Lt, R, Ht, S]."""
+        """Tokens that these edits evict, of the rows that the policy sees: bool [Lt, R, Ht, S]."""
         whole: Tensor | None = None
         for edit in edits:
-            # a prompt that is read in chunks stays whole
+            # a prompt of which chunks are still to be read loses no token
             may = step.active[:, None, None] if edit.even_protected else step.droppable
             if edit.layer is None:
                 drop = edit.drop & may
@@ -188,7 +205,7 @@ class KVManager(Pass):
         return torch.zeros_like(step.pos(), dtype=torch.bool) if whole is None else whole
 
     def full(self) -> Batch | None:
-        """The rows whose buffers are full, to be quantized by `flush`; None: there are none.
+        """The rows whose buffers are full, for `flush`; None: no buffer is full.
 
         Raises:
             Exhausted: the pool is too small; nothing has changed, and the buffers wait.
@@ -209,7 +226,7 @@ class KVManager(Pass):
 
     @torch.inference_mode()
     def close(self, seqs: Sequence[int], tokens: Sequence[int]) -> None:
-        """The step is over: buffers that were full are empty, segments begin, a recorder is told."""
+        """End the step on the host: flushed buffers are empty, segments begin, a recorder is told."""
         if self._full:
             self.store.flushed(self._full)
             self._full = []
@@ -218,18 +235,18 @@ class KVManager(Pass):
         self._tell(group.rows, [1] * len(group.rows), tokens)
 
     def _begin_segments(self) -> None:
-        """What the policy has opened begins. Where decisions are recorded it begins with the next step's tokens, for
-        the host does not wait for them."""
+        """Begin the segments that the policy has opened. If decisions are recorded, the host does not wait for them;
+        the segments begin with the next step's tokens instead."""
         if not self._opened or self.records_decisions:
             return
         self._opened = False
-        rows = [row for row, r in enumerate(self.rows) if r]  # an exhausted pool may have kept some from beginning
+        rows = [row for row, r in enumerate(self.rows) if r]  # all: an exhausted pool may have delayed some
         at = torch.tensor(rows, device=self.device)
         self.store.begin_segments(at, torch.ones_like(at, dtype=torch.bool))
         self._begun(rows, self.store.begun[at].tolist())
 
     def _begun(self, rows: Sequence[int], begun: Sequence[int]) -> None:
-        """What the host must know of segments that begin at the end of these rows."""
+        """Tell the store's host part which segments begin at the end of these rows."""
         for row, thought in zip(rows, begun, strict=True):
             if thought != SAME:
                 self.store.begin(row, self._row(row).length, thought)
@@ -240,7 +257,7 @@ class KVManager(Pass):
             self.recorder.stepped(rows, counts, tokens, edits)
 
     def _store_what_waits(self) -> None:
-        """Quantize full buffers, and prompts that are read. If the pool is exhausted they wait for the next step."""
+        """Quantize full buffers and prompts that were read. If the pool is exhausted, they wait for the next step."""
         if (full := self.full()) is not None:
             self.flush(full.to(self.device))
             self.store.flushed(self._full)
@@ -250,14 +267,15 @@ class KVManager(Pass):
             self.store.settle(row, self._row(row).length)
             self._waiting_prompts.pop(0)
 
-    # -- a step that the host takes part by part: reads prompts, or feeds a generated token each
+    # -- a step without the decode loop: it reads prompts, or feeds one generated token to each sequence
 
     @torch.inference_mode()
     def begin_step(self, seqs: Sequence[int], counts: Sequence[int], tokens: Sequence[int] | None = None) -> None:
         """Announce one forward pass: sequence seqs[i] brings counts[i] new tokens, in this order.
 
         Args:
-            tokens: ids of all new tokens, one sequence after the other; policies and the think stage look at them.
+            tokens: ids of all new tokens, one sequence after the other, for policies and the think stage; None: they
+                are not known.
 
         Raises:
             Exhausted: the pool is full; nothing has changed.
@@ -276,7 +294,7 @@ class KVManager(Pass):
 
     @torch.inference_mode()
     def end_step(self) -> None:
-        """Close the step: count its tokens, let the policy act, store what must be stored."""
+        """Close the step: count its tokens, let the policy act, quantize full buffers and prompts that were read."""
         now = self._now
         if isinstance(now, _Read):
             self._end_reading(now)
@@ -292,8 +310,8 @@ class KVManager(Pass):
         self.close(now.seqs, now.tokens if now.told else ())
 
     def _announced(self, seqs: Sequence[int], counts: Sequence[int]) -> _Group:
-        """The sequences of a step, as of `_of`: all of them read their prompts, or all generate. ValueError: there is
-        no such step."""
+        """The sequences of a step (`_of`). ValueError: some read prompts while others generate, or the counts of new
+        tokens are wrong."""
         if not seqs or len(set(seqs)) < len(seqs) or min(counts) < 1:
             raise ValueError(f"a step needs sequences, each once, with new tokens: {list(seqs)} with {list(counts)}")
         group = self._of(seqs)
@@ -310,7 +328,7 @@ class KVManager(Pass):
         return group
 
     def _begin_reading(self, group: _Group, counts: list[int], tokens: Sequence[int]) -> None:
-        """Plain slots for the next tokens of prompts."""
+        """Take plain slots for the next tokens of prompts."""
         rows, records = group.rows, group.records
         self._store_what_waits()
         self.fit_columns(max(counts))
@@ -326,10 +344,10 @@ class KVManager(Pass):
         )  # fmt: skip
 
     def _end_reading(self, now: _Read) -> None:
-        """Count the tokens; where a prompt is read, let the policy act on it, and store what is left."""
+        """Count the tokens. Let the policy act on a prompt that is complete, then store the remaining tokens."""
         for r, count in zip(now.records, now.counts, strict=True):
             r.length += count
-        self._last.steps = 0  # to be looked at anew
+        self._last.steps = 0  # `prepare` must check the sequences again
         settled = [i for i, r in enumerate(now.records) if r.clock == 0]
         rows = [now.rows[i] for i in settled]
         last = np.cumsum(now.counts) - 1
@@ -344,7 +362,7 @@ class KVManager(Pass):
             )  # fmt: skip
             if (acting := self.acting(batch)) is not None:
                 self.decide(acting.to(self.device))
-        self._pass = None  # the step is over, also if the pool is exhausted now
+        self._pass = None  # the step is over, even if the pool turns out to be exhausted below
         self._waiting_prompts += rows
         self._store_what_waits()
         self._begin_segments()
@@ -355,8 +373,7 @@ def bytes_for(
     config: ModelConfig, policy: Policy, dtype: torch.dtype, *, rows: int, tokens: int, prompt: int,
     prompts: int = 1, columns: Literal["fit"] | None = None,
 ) -> int:  # fmt: skip
-    """Bytes that a manager of so many rows takes, everything counted; nothing is allocated. Arguments as of
-    KVManager."""
+    """Bytes of all tensors of a manager with so many rows; nothing is allocated. Arguments as of KVManager."""
     rope = Rope(replace(config, max_position=1), "meta")
     policy = copy.deepcopy(policy)
     manager = KVManager(

@@ -1,7 +1,7 @@
-"""Observations: what a policy has asked to see, kept until it looks (`contract.Demand`).
+"""Observations: tensors that a policy demands to see (`contract.Demand`), kept until the policy reads them.
 
-    MASS, ROWS   attention weights, which attention tells as it goes over the keys: [B, heads, S] for each layer and
-                 group rule. MASS after the prompt is summed over all its queries
+    MASS, ROWS   attention weights, [B, heads, S] for each layer and group rule; attention writes them as it reads the
+                 keys. After the prompt, MASS is the sum over all queries of the prompt
     QUERY        the last rotated queries, in a ring: position p stands at p mod the ring's size
     HIDDEN       the residual stream of the newest token: [B, d]
 """
@@ -22,13 +22,13 @@ QUERY_BLOCK = 128  # prompt queries whose probabilities are in memory at once
 
 
 class Observations:
-    """Of all rows of a store."""
+    """The observations of all rows of a store."""
 
     def __init__(self, store: Pages, demands: Sequence[Demand], width: int) -> None:
-        """width: columns of what is kept, where widths are fixed."""
+        """width: columns of the attention weights that are kept, if the store's widths are fixed."""
         self.store, self.demands, self.width = store, demands, width
         self.made: Counter[str] = Counter()  # observations, by kind
-        # (layer, group rule) → [B, heads, S]: of MASS, and of ROWS that are one row
+        # (layer, group rule) → [B, heads, S]: of MASS, and of ROWS with one row
         self.mass: dict[tuple[int, str], Tensor] = {}
         self.newest: dict[tuple[int, str], Tensor] = {}
         self.hidden: dict[int, Tensor] = {}  # layer → [B, d]
@@ -38,7 +38,7 @@ class Observations:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is kept."""
+        """All tensors of observations."""
         return [self.queries, *self.mass.values(), *self.newest.values(), *self.hidden.values()]
 
     def reset(self, row: int) -> None:
@@ -48,7 +48,7 @@ class Observations:
             held[row] = 0
 
     def of(self, due: Sequence[Demand], what: See, layer: int) -> Iterator[Demand]:
-        """Demands of this kind at a layer, each group rule once. due: those that are due in this pass."""
+        """Demands of one kind at a layer, each group rule once. due: the demands that are due in this pass."""
         seen = set()
         for demand in due:
             fits = demand.what & what and (demand.layers is None or layer in demand.layers)
@@ -59,19 +59,19 @@ class Observations:
                 yield demand
 
     def asked(self, due: Sequence[Demand], layer: int) -> dict[str, See]:
-        """The group rules by which a layer's attention is to be told, and for what: MASS, ROWS or both."""
+        """The group rules of the weights that a layer's attention must write, each with MASS, ROWS or both."""
         asked: dict[str, See] = {}
         for demand in due:
             if demand.weights and (demand.layers is None or layer in demand.layers):
                 asked[demand.group] = asked.get(demand.group, demand.weights) | demand.weights
         return asked
 
-    # -- of one decode step. at: int64 [N], the rows; active: bool [N], those that take part (None: all)
+    # -- observations of one decode step. at: int64 [N], rows; active: bool [N], rows that bring a token (None: all)
 
     def keep_weights(
         self, layer: int, group: str, what: See, at: Tensor, active: Tensor | None, mass: Tensor
     ) -> None:
-        """mass: [N, heads, S], what one query each pays."""
+        """Keep attention weights. mass: [N, heads, S], the weights of one query of each row."""
         for kind, all_held in ((See.MASS, self.mass), (See.ROWS, self.newest)):
             if what & kind:
                 self.made[kind.name or ""] += 1
@@ -82,7 +82,7 @@ class Observations:
         mass: Tensor,
     ) -> None:  # fmt: skip
         rows = self.store.shape.rows
-        if self.store.columns is not None:  # widths are fixed: in place, for addresses must stay
+        if self.store.columns is not None:  # widths are fixed: write in place, because graphs know the addresses
             size = (rows, mass.shape[1], self.width)
             if key not in all_held or all_held[key].shape != size:
                 all_held[key] = mass.new_zeros(size)
@@ -90,7 +90,7 @@ class Observations:
             held[at] = _of_active(mass, held, at, active)
             return
         held = mass.new_zeros(rows, *mass.shape[1:]).index_copy_(0, at, mass)
-        if self.store.reading and key in all_held:  # whose sums are not complete
+        if self.store.reading and key in all_held:  # prompts that are being read keep their unfinished sums
             reading, before = list(self.store.reading), all_held[key]
             before = torch.nn.functional.pad(before[reading], (0, max(0, held.shape[-1] - before.shape[-1])))
             held = torch.nn.functional.pad(held, (0, before.shape[-1] - held.shape[-1]))
@@ -98,23 +98,23 @@ class Observations:
         all_held[key] = held
 
     def keep_queries(self, layer: int, q: Tensor, at: Tensor, position: Tensor) -> None:
-        """q: [N, Hq, D], which stand at these positions: int64 [N]."""
+        """Keep queries in the ring. q: [N, Hq, D]; position: int64 [N]."""
         if self._keeps_queries(layer):
             self.queries[layer].transpose(1, 2)[at, position % self.queries.shape[3]] = q
 
     def keep_hidden(self, layer: int, hidden: Tensor, at: Tensor, active: Tensor | None) -> None:
-        """hidden: [N, d], of the newest tokens."""
+        """Keep the residual stream of the newest tokens. hidden: [N, d]."""
         held = self.hidden.setdefault(
             layer, torch.zeros(self.store.shape.rows, hidden.shape[-1], dtype=torch.float32, device=hidden.device)
         )
         held[at] = _of_active(hidden.float(), held, at, active)
         self.made["HIDDEN"] += 1
 
-    # -- of a prompt
+    # -- observations of a prompt
 
     def add_prompt_mass(self, layer: int, row: int, group: str, q: Tensor, k: Tensor, prompt: int) -> None:
-        """Add the attention that a chunk pays, some queries at a time. q: [n, Hq, D], k: [Hkv, S, D]; prompt: its
-        tokens in all."""
+        """Add the attention weights of a chunk's queries, some queries at a time. q: [n, Hq, D], k: [Hkv, S, D];
+        prompt: tokens of the whole prompt."""
         self.made["MASS"] += 1
         held = self._room(self.mass, (layer, group), row, k.shape[1], prompt)
         for start in range(0, len(q), QUERY_BLOCK):
@@ -122,12 +122,12 @@ class Observations:
             held += _weights(block, k, k.shape[1] - len(q) + start, group).sum(0)
 
     def keep_prompt_row(self, layer: int, row: int, group: str, q: Tensor, k: Tensor, prompt: int) -> None:
-        """The attention that the prompt's last query pays. q: [1, Hq, D], k: [Hkv, S, D]."""
+        """Keep the attention weights of the prompt's last query. q: [1, Hq, D], k: [Hkv, S, D]."""
         self.made["ROWS"] += 1
         self._room(self.newest, (layer, group), row, k.shape[1], prompt)[:] = _weights(q, k, k.shape[1] - 1, group)[0]
 
     def keep_prompt_queries(self, layer: int, rows: Sequence[int], q: Sequence[Tensor], ends: Sequence[int]) -> None:
-        """The last queries of chunks: q[i] [n, Hq, D] of row rows[i], which ends before the position ends[i]."""
+        """Keep the last queries of chunks: q[i] [n, Hq, D] of row rows[i], which ends before the position ends[i]."""
         if not self._keeps_queries(layer):
             return
         size = self.queries.shape[3]
@@ -147,7 +147,7 @@ class Observations:
     def _room(
         self, all_held: dict[tuple[int, str], Tensor], key: tuple[int, str], row: int, total: int, prompt: int
     ) -> Tensor:
-        """Where the weights of a prompt's tokens are held, so many so far: a view, [heads, total]."""
+        """The weights of a prompt's first `total` tokens, as a view that can be written: [heads, total]."""
         held, shape = all_held.get(key), self.store.shape
         if held is None or held.shape[-1] < total:
             heads = shape.query_heads if key[1] == "none" else shape.kv_heads
@@ -160,11 +160,11 @@ class Observations:
 
 
 def _weights(q: Tensor, k: Tensor, first: int, group: str) -> Tensor:
-    """What attention queries of a prompt pay, which stand at `first` and after it: [n, heads, S].
+    """Attention weights of n queries of a prompt, the first at position `first`: [n, heads, S].
 
     q: [n, Hq, D], k: [Hkv, S, D].
     """
-    # as one product per KV head: torch would copy the keys for every query
+    # one product for each KV head: otherwise torch copies the keys for every query
     grouped = q.unflatten(1, (k.shape[0], -1)).transpose(0, 1)  # [Hkv, n, g, D]
     logits = (grouped.flatten(1, 2) @ k.mT).unflatten(1, (len(q), -1)).transpose(0, 1)
     own = first + torch.arange(len(q), device=q.device)
@@ -173,7 +173,7 @@ def _weights(q: Tensor, k: Tensor, first: int, group: str) -> Tensor:
 
 
 def _of_active(new: Tensor, held: Tensor, at: Tensor, active: Tensor | None) -> Tensor:
-    """What is observed of the rows that take part, and what is held of the others. new: [N, …], held: [B, …]."""
+    """New values of active rows, held values of the other rows. new: [N, …], held: [B, …]."""
     if active is None:
         return new
     return torch.where(active.view(-1, *[1] * (new.ndim - 1)), new, held[at])
