@@ -1,7 +1,8 @@
 """Decoding many sequences at once, token by token.
 
-Sequences need no common length and no padding: every decoding step feeds one token of each running sequence to the
-decoder, as one flat row, and a sequence that ends makes room for the next one of the queue.
+Every decode step feeds one token of each running sequence to the decoder, as one flat row. So sequences need no
+common length and no padding. A sequence that ends makes room for the next one of the queue. `loop.py` has the steps
+under a policy.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ PREFILL_CHUNK = 2048  # prompt tokens per forward pass: bounds the memory of act
 
 
 def prompts_at_once(rows: int) -> int:
-    """How many prompts the graphed loop reads together. Reading one takes as long as several steps, so that a large
-    batch had better wait until some rows are free."""
+    """How many prompts are read together if steps are recorded. Reading a prompt takes as long as several steps, so a
+    large batch waits until some rows are free."""
     return max(1, rows // 32)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is torch's, or Python's, way to say that the memory of a device is full."""
+    """Whether the error of torch or Python means that the memory of a device is full."""
     said = str(error).lower()  # CUDA and MPS say the first, the CPU's allocator the second
     return isinstance(error, MemoryError) or "out of memory" in said or "not enough memory" in said
 
 
 def _tokens(sequences: Sequence[Track]) -> int:
-    """Of their prompts together."""
+    """Tokens of all prompts together."""
     return sum(len(s.prompt) for s in sequences)
 
 
@@ -59,7 +60,7 @@ class Chunk(NamedTuple):
     token_id: int
     prompt: int  # index of the prompt
     sample: int  # index of the sample of this prompt
-    thought: str = ""  # the type of the segment that it belongs to, where the policy knows types
+    thought: str = ""  # the type of its segment, if the policy knows types
 
 
 @dataclass(frozen=True)
@@ -67,23 +68,23 @@ class Result:
     """One sequence, finished or as far as it got."""
 
     text: str  # all that was generated, without the token or the text that stopped it
-    thinking: str  # what of it is thought, without tags and outer white space
+    thinking: str  # the thinking part, without tags and outer white space
     answer: str  # the rest; all of `text` for a model that does not think
-    token_ids: list[int]  # generated ones only, with the token that stopped
+    token_ids: list[int]  # generated tokens only, with the token that stopped
     finish_reason: str  # stop | length (max_new_tokens) | context (it is full) | interrupted
     prompt_tokens: int
     generated_tokens: int
     thinking_tokens: int
-    kv_bytes: int  # held in the cache at the end: keys, values, and all that belongs to them
+    kv_bytes: int  # held in the cache at the end: keys, values, scales, tables, buffers, the policy's state
     kv_tokens: int  # that a lane held at the end
     kv_full_bytes: int  # what a full cache would have held
     kv_ledger: dict[str, int]  # kv_bytes by kind, see kv/ledger.py
     prefill_seconds: float
-    decode_seconds: float  # from the first to the last token, beside whatever else ran
+    decode_seconds: float  # from the first to the last token; other sequences ran in the same steps
     prompt: int = 0  # index of the prompt
     sample: int = 0
     kv_bits: float | None = None  # of a number in the cache's pages, with its share of the scales
-    kv_thoughts: dict[str, int] = field(default_factory=dict)  # segments by type, where the policy knows types
+    kv_thoughts: dict[str, int] = field(default_factory=dict)  # segments by type, if the policy knows types
     kv_notes: str = ""  # the policy's own words
 
     @property
@@ -99,14 +100,14 @@ class Result:
 
 @dataclass
 class Track:
-    """What the loop knows of one sequence."""
+    """What the stream knows of one sequence."""
 
-    number: int  # in the draws, and in the cache
+    number: int  # of the sequence, in the draws and in the cache
     prompt_index: int
     sample: int
     prompt: list[int]
-    limit: int  # generate at most that many tokens
-    limit_reason: str  # what finish_reason says then
+    limit: int  # tokens that are generated at most
+    limit_reason: str  # the finish_reason if the limit ends the sequence
     budget: int | None = None  # tokens that the policy may keep of this sequence; None: the policy's own number
     tokens: list[int] = field(default_factory=list)  # generated
     finish_reason: str = ""  # "" while it runs
@@ -114,16 +115,17 @@ class Track:
     kv_tokens: int = 0
     told: Told = field(default_factory=Told)
     counts: dict[str, int] = field(default_factory=dict)  # see Policy.counts
-    thought: str = ""  # the type of the running segment, where texts are wanted
-    piece: str = ""  # the text of the last token, where texts are wanted
+    thought: str = ""  # the type of the running segment, if texts are made
+    piece: str = ""  # the text of the last token, if texts are made
     tail: str = ""  # the latest text, as long as the longest text that stops
     began: float = 0.0
-    first: float = 0.0  # when the first token was there
+    first: float = 0.0  # time of the first token
     last: float = 0.0
 
 
 class Stream:
-    """Generation in progress: an iterator of Chunks. It may be left at any time; `results` says how far it got."""
+    """Generation in progress: an iterator of Chunks. The iteration may stop at any time; `results` has what was
+    generated so far."""
 
     def __init__(
         self,
@@ -136,7 +138,7 @@ class Stream:
         fixed: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
-        """fixed: every step has `batch_size` rows, idle ones too (see Engine.stream)."""
+        """fixed: every step has `batch_size` rows, unused ones as padding (see Engine.stream)."""
         self.engine, self.sequences, self.batch_size, self.fixed = engine, sequences, batch_size, fixed
         self.stop_ids = engine.generation_config.stop_ids | {s for s in stop if isinstance(s, int)}
         self.stop_texts = tuple(s for s in stop if isinstance(s, str) and s)
@@ -150,9 +152,10 @@ class Stream:
             self.cache.recorder = recorder
             self._loop = DecodeLoop(engine.decoder, self.cache, params, () if fixed else SIZES, self.sampler)
             self._together = prompts_at_once(batch_size) if self._loop.records else 1
-        # May a step begin before the tokens of the last one are given out? Who takes them must leave the cache alone.
+        # Whether a step may begin before the tokens of the last one are returned; then the caller must not use the
+        # cache.
         self.ahead = False
-        self.accounts = True  # is it asked what a sequence holds when it ends, for its Result?
+        self.accounts = True  # whether the bytes of a sequence are counted when it ends, for its Result
         # called after every forward pass with its sequences, when the policy has acted on them and none has left
         self.on_step: Callable[[list[Track]], object] = lambda sequences: None
         self._texts = [engine.tokenizer.stream() for _ in sequences]
@@ -161,8 +164,8 @@ class Stream:
         self._chunks = self._make_chunks()
 
     def _make_cache(self, policy: Policy | None) -> FullCache | KVManager | Apart:
-        """The plain cache, or paged memory under a policy; of every sequence alone, where a common one would not keep
-        to a fixed shape."""
+        """The plain cache, or pages under a policy. If all steps must have one shape and a common cache cannot do
+        that, every sequence gets a cache of its own."""
         if not self.fixed:
             return self.cache_of(policy, self.batch_size)
         one = self.cache_of(copy.deepcopy(policy), 1)
@@ -185,11 +188,11 @@ class Stream:
         )  # fmt: skip
 
     def steps(self) -> Iterator[int]:
-        """Run without making texts; gives the number of tokens that every step brought."""
+        """Run without making texts; yields the number of new tokens of every step."""
         return (len(advanced) for advanced in self._steps)
 
     def advances(self) -> Iterator[list[Track]]:
-        """Likewise; gives the sequences that every step brought a token, those that end with it too."""
+        """Likewise; yields the sequences with a new token of every step, sequences that end with it too."""
         return self._steps
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -208,7 +211,7 @@ class Stream:
 
     @property
     def results(self) -> list[Result]:
-        """A Result of every sequence, in order."""
+        """The Results of all sequences, in order."""
         return [self._result(s) for s in self.sequences]
 
     @property
@@ -218,7 +221,7 @@ class Stream:
 
     @torch.inference_mode()
     def _run(self) -> Iterator[list[Track]]:
-        """The loop. Gives, after every step, the sequences that have a new token."""
+        """The loop over steps. Yields the sequences with a new token, after every step."""
         waiting, running = deque(self.sequences), list[Track]()
         while waiting or running:
             while self._is_room(waiting, running):
@@ -231,7 +234,7 @@ class Stream:
             if running:
                 self._advance(running)
                 left = running
-                if any(s.finish_reason for s in running):  # else the list stays the same, and says so
+                if any(s.finish_reason for s in running):  # else keep the same list object
                     left = [s for s in running if not s.finish_reason]
                 if self.ahead and left and not self._is_room(waiting, left):
                     self._launch(left)
@@ -239,17 +242,18 @@ class Stream:
                 running = left
 
     def _is_room(self, waiting: deque[Track], running: list[Track]) -> bool:
-        """Whether prompts are to be read now."""
+        """Whether enough rows are free to read the next prompts now."""
         return bool(waiting) and self.batch_size - len(running) >= min(self._together, len(waiting))
 
     def _launch(self, sequences: list[Track]) -> None:
-        """Begin the next step of these, where a loop can. What prevents it is said when the step is due."""
-        if self._loop is not None and self._loop.records:  # else a launch is the whole step
+        """Begin the next step of these sequences, if the loop replays graphs (without them it is the whole step). An
+        error is dropped here: the step raises it again when it is due."""
+        if self._loop is not None and self._loop.records:
             with suppress(Exception):
                 self._loop.launch([s.number for s in sequences], [s.tokens[-1] for s in sequences])
 
     def _advance(self, sequences: list[Track]) -> None:
-        """One token more for each: all of them decode, or all are new."""
+        """Give each sequence one more token. Either all of them decode, or all are new."""
         try:
             if not sequences[0].tokens:
                 drawn = self._draw_first(sequences, self._prefill(sequences))
@@ -270,14 +274,14 @@ class Stream:
             ) from error
 
     def _prefill(self, sequences: list[Track]) -> Tensor:
-        """Join the cache and read the prompts, several or a long one → logits [N, V] of their last tokens, and behind
-        them of idle rows."""
+        """Join the cache and read the prompts, several short ones or one long one → logits [N, V] of their last
+        tokens; padding rows follow."""
         for s in sequences:
             thinking = Stage(self.engine.tokenizer, s.prompt).name == "think"
             self.cache.join(s.number, len(s.prompt) + s.limit, len(s.prompt), thinking, s.budget)
             s.began = time.perf_counter()
         if (total := _tokens(sequences)) <= PREFILL_CHUNK:
-            # Where no bit may depend on who is read together, products always have the same number of rows.
+            # If no bit may depend on which prompts are read together, all products have the same number of rows.
             padded = self.fixed and self._together > 1
             numbers, counts = [s.number for s in sequences], [len(s.prompt) for s in sequences]
             tokens = [token for s in sequences for token in s.prompt]
@@ -306,7 +310,7 @@ class Stream:
         return hidden
 
     def _draw_first(self, sequences: list[Track], logits: Tensor) -> list[int]:
-        """The first token of each. logits: [N, V], of idle rows too."""
+        """The first token of each. logits: [N, V], with padding rows."""
         if self._loop is None:
             return [self._draw([s], own)[0] for s, own in zip(sequences, logits.split(1), strict=False)]
         numbers = [(s.number, len(s.prompt)) for s in sequences] + [(0, 0)] * (len(logits) - len(sequences))
@@ -321,7 +325,7 @@ class Stream:
         return drawn
 
     def _take(self, sequences: list[Track], drawn: list[int]) -> None:
-        """Give every sequence its token, and end those that are done."""
+        """Give every sequence its token, and end the sequences that are done."""
         now = time.perf_counter()
         first = not sequences[0].tokens
         for s, token in zip(sequences, drawn, strict=True):
@@ -345,7 +349,7 @@ class Stream:
                 self.sampler.drop(s.number)
 
     def _read(self, s: Track, token: int) -> None:
-        """Decode the new token, and look for texts that stop."""
+        """Decode the new token, and look for texts that stop the sequence."""
         text = self._texts[s.number]
         s.piece = "" if token in self.stop_ids else text.put(token)
         if s.finish_reason:
@@ -365,7 +369,7 @@ class Stream:
         kv = self.cache.account(s.number) if running else s.kv
         held = self.cache.held(s.number) if running else s.kv_tokens
         told = self.cache.told(s.number) if running else s.told
-        seen = max(0, len(s.prompt) + len(tokens) - 1) if s.first else 0  # the last token was chosen, and never read
+        seen = max(0, len(s.prompt) + len(tokens) - 1) if s.first else 0  # the model never reads the last token
         return Result(
             text=text, thinking=thinking, answer=answer, token_ids=list(tokens),
             finish_reason=s.finish_reason or "interrupted", prompt_tokens=len(s.prompt),

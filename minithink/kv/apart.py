@@ -1,10 +1,10 @@
-"""Apart: sequences whose caches know nothing of each other, side by side in batches of one size.
+"""Apart: every sequence has a cache of its own, and all batches have one size.
 
-The last bits of a matrix product depend on how many rows it has, those of a sum on how long it is. Here the decoder
-always sees the same number of rows when it generates, idle ones among them, and every sequence has a cache of its
-own, as wide as it needs: so its tokens are the same, bit for bit, whatever runs beside it, and in whichever order.
-Prompts are read alone. It costs a step of the cache for every sequence; CUDA graphs have the same property for less
-(`minithink/loop.py`).
+So the tokens of a sequence are the same, bit for bit, whatever runs beside it and in whichever order. The last bits
+of a matrix product depend on its number of rows, and the last bits of a sum on its length. Here the decoder sees
+the same number of rows when it generates, with padding rows, and every cache is as wide as its own sequence needs.
+Prompts are read alone. The price is one step of the cache for every sequence. CUDA graphs have the same property for
+less (`minithink/loop.py`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Apart:
         """make: a cache for one sequence."""
         self._make = make
         self.caches: dict[int, FullCache | KVManager] = {}  # by the numbers of their sequences
-        # called with the number of a sequence that comes and the cache made for it; gives the one that it gets
+        # called with the number of a new sequence and the cache made for it; returns the cache that it gets
         self.prepare: Callable[[int, FullCache | KVManager], FullCache | KVManager] = lambda seq, cache: cache
-        self._now: list[tuple[FullCache | KVManager, int]] = []  # of this step, with the number of new tokens
+        self._now: list[tuple[FullCache | KVManager, int]] = []  # of this step: caches, new tokens
 
     def join(
         self, seq: int, capacity: int, prompt: int = 0, thinking: bool = True, budget: int | None = None
@@ -45,7 +45,7 @@ class Apart:
         self.caches.pop(seq).leave(seq)
 
     def begin_step(self, seqs: Sequence[int], counts: Sequence[int], tokens: Sequence[int]) -> None:
-        """Announce one forward pass, as of KVManager. Rows behind those of these tokens are idle."""
+        """Announce one forward pass, as `KVManager` does. Rows behind these tokens are padding."""
         self._now, at = [], 0
         for seq, count in zip(seqs, counts, strict=True):
             self.caches[seq].begin_step([seq], [count], tokens[at : at + count])
@@ -53,7 +53,7 @@ class Apart:
             at += count
 
     def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
-        """Append and attend. qk: [n, Hq + Hkv, D], v: [n, Hkv, D]; returns [n, Hq, D], 0 for idle rows."""
+        """Append and attend. qk: [n, Hq + Hkv, D], v: [n, Hkv, D]; returns [n, Hq, D], 0 for padding rows."""
         out, at = qk.new_zeros(len(qk), qk.shape[1] - v.shape[1], qk.shape[2]), 0
         for cache, count in self._now:
             rows = slice(at, at := at + count)
@@ -61,7 +61,7 @@ class Apart:
         return out
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
-        """Steer the residual stream, and keep what is due. hidden: [n, d]."""
+        """Let the policy steer the residual stream, and keep it if the policy demands it. hidden: [n, d]."""
         parts, at = [], 0
         for cache, count in self._now:
             parts.append(cache.tap(layer, hidden[at : (at := at + count)]))
@@ -74,11 +74,11 @@ class Apart:
         self._now = []
 
     def account(self, seq: int) -> Ledger:
-        """What one sequence holds, by kind."""
+        """Bytes that one sequence holds, by kind."""
         return self.caches[seq].account(seq)
 
     def told(self, seq: int) -> Told:
-        """What there is to tell about a sequence."""
+        """A summary of one sequence for people."""
         return self.caches[seq].told(seq)
 
     def counts(self, seq: int) -> dict[str, int]:
@@ -86,7 +86,7 @@ class Apart:
         return self.caches[seq].counts(seq)
 
     def thought(self, seq: int) -> str:
-        """The type of its running segment."""
+        """The type of the sequence's running segment."""
         return self.caches[seq].thought(seq)
 
     def held(self, seq: int) -> int:
@@ -94,5 +94,5 @@ class Apart:
         return self.caches[seq].held(seq)
 
     def reserved_bytes(self) -> int:
-        """All bytes of the sequences that are here, used or not."""
+        """All bytes of the caches, used or not."""
         return sum(cache.reserved_bytes() for cache in self.caches.values())

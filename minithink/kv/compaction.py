@@ -1,17 +1,17 @@
-"""Gather compaction, which other implementations need and this one only measures (ThinKV §5.1, figure 7).
+"""Gather compaction: after an eviction the remaining tokens of a lane move together into the lane's first slots.
 
-Where slots are used again in place nothing has to move. Here, if a policy's `Storage.compaction` asks for it, what
-stays of a lane moves together into its first slots whenever something is evicted, so that freed pages are whole:
+Other implementations need it, so that they free whole pages. This one only measures it (ThinKV §5.1, figure 7): here
+new tokens take the slots of evicted tokens, and no token has to move. A policy asks for it by `Storage.compaction`.
 
-    plan      which token moves where; what the eviction then frees are the lane's last slots
-    gather    keys and values move: the call whose time is the cost
+    plan      decide which token moves where; the eviction then frees the lane's last slots
+    gather    move keys and values; the time of this call is the cost
 
 "gather" moves everything at once before the next step begins. "overlapped" moves layer by layer on a second CUDA
 stream while the next step runs, and attention of a layer waits for its own (without CUDA: when the next step begins).
-Until then a freed page stays with its lane: a lane of another layer, whose turn is earlier, would write into it what
-has not been read. It is the lane's next page, and the pool's when sequences come or go.
+Until then a freed page stays with its lane: if a lane of an earlier layer took it, that lane would overwrite tokens
+that have not moved yet. The page is the lane's next page; it returns to the pool when a sequence joins or leaves.
 
-Tokens keep their order, so nothing that is computed changes by a bit.
+Tokens keep their order, so no result changes by a bit.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from minithink.kv.pages import Pages
 
 
 class Compaction:
-    """Of one store, whose tokens are all plain ones in pages."""
+    """Compaction of one store. All its tokens are plain and in pages."""
 
     def __init__(self, store: Pages, poison: bool) -> None:
         self.store = store
-        # Poisoned slots are those that are free, and late moves read from free slots.
+        # Late moves read from free slots, and poison fills free slots: they exclude each other.
         self.late = store.storage.compaction == "overlapped" and not poison
         self.source = torch.zeros_like(store.place)  # see `ref/close_ranks.py`
         self.moves = torch.zeros(*store.shape.tables, 2, dtype=torch.int32, device=store.shape.device)
@@ -39,16 +39,16 @@ class Compaction:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that it occupies."""
+        """All its tensors."""
         return self.source, self.moves
 
     def widen(self, more: int) -> None:
-        """The store's lists have so many more columns."""
+        """Follow the store's lists, which have `more` columns more."""
         self.source = torch.nn.functional.pad(self.source, (0, more))
 
     def plan(self, drop: Tensor) -> Tensor:
-        """What is to be evicted in place of these tokens, the ends of the lists: bool [Lt, B, Ht, S] both. Nothing
-        may wait still."""
+        """Plan the moves → the entries at the ends of the lists to evict instead of these tokens. No planned move may
+        still wait. Both bool [Lt, B, Ht, S]."""
         store = self.store
         ends = store.backend.close_ranks(drop, store.place, store.pos, store.count, self.source, self.moves)
         if not self.late:
@@ -56,7 +56,7 @@ class Compaction:
         return ends
 
     def gather(self, layer: int | None = None) -> None:
-        """Move what waits, of a layer or of all of them."""
+        """Make the planned moves of one layer, or of all layers."""
         store, pool = self.store, self.store.pool
         units = slice(None) if layer is None else min(layer, len(self.moves) - 1)
         if layer is not None and store.shape.scope == "sequence":  # its lanes are those of all layers
@@ -67,7 +67,7 @@ class Compaction:
             self.moves.zero_()
 
     def start(self) -> None:
-        """A decoding step begins: move beside it what waits."""
+        """A decode step begins: make the planned moves beside it."""
         if not self.late:
             return
         if self._beside is not None:
@@ -79,12 +79,12 @@ class Compaction:
                     self._moved[layer].record()
 
     def wait(self, layer: int) -> None:
-        """What follows on the current stream sees the layer's keys and values where they shall be."""
+        """Make the current stream wait until the layer's keys and values have moved."""
         if self._moved:
             torch.cuda.current_stream().wait_event(self._moved[layer])
 
     def finish(self) -> None:
-        """Between steps: move what waits, and return to the pool pages that are empty."""
+        """Between steps: make the planned moves, and return empty pages to the pool."""
         if not self.late:
             return
         if self._beside is not None:

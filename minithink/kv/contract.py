@@ -294,13 +294,14 @@ class Step(Protocol):
         """The same step with the budget of one member of a stack."""
 
     def note(self, score: Tensor, where: Tensor | None = None) -> None:
-        """For whoever records: what the policy thinks of each token, the higher the longer it stays. It changes
-        nothing, and costs nothing where nobody records. score: float [Lt, B, Ht, S]; where: bool, shaped so, tokens
+        """Tell a recorder the score of each token; a higher score means that it stays longer. It changes nothing, and
+        costs nothing without a recorder. score: float [Lt, B, Ht, S]; where: bool, of the same shape, tokens
         that have a score; None: all that are held."""
 
     def any(self, what: Tensor | Callable[[], Tensor]) -> bool:
-        """Whether any element is true. Work for nobody may be left out; what is recorded answers True, and a
-        function, which computes what is looked at nowhere else, is not called."""
+        """Whether any element is true; if not, the policy has nothing to do. While a graph is recorded the host
+        cannot know: `any` returns True and does not call the function. what: a tensor, or a function that computes
+        it."""
 
 
 # --- policies -----------------------------------------------------------------------------------------------
@@ -314,10 +315,12 @@ class Policy:
 
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""  # one line, for --list-policies
-    # Whether `due` and `decide` may be recorded as a CUDA graph and be shown some rows alone: state is kept in place,
-    # by `step.row`, that of inactive rows stays, and they ask the host for nothing but `step.any` (no shape depends
-    # on what a tensor holds, no tensor is made of a list of numbers); `decide` yields edits of rows that are due,
-    # Evicts and, where `opens` says so, OpenSegments. A subclass says it anew.
+    # Whether `due` and `decide` can be recorded as a CUDA graph that sees only the rows that are due. If True:
+    # - state is kept in place, by `step.row`; the state of inactive rows does not change
+    # - the host reads nothing from the device but `step.any`: no shape depends on the content of a tensor, and no
+    #   tensor is made of a list of numbers
+    # - `decide` yields Evicts (and OpenSegments, if `opens`), for rows that are due
+    # It is not inherited: every subclass sets it again.
     recordable: ClassVar[bool] = False
     opens: ClassVar[bool] = False  # whether `decide` yields OpenSegments
     scope: Scope = "head"

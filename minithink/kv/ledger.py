@@ -1,7 +1,7 @@
 """The byte ledger: what every byte of the cache is for.
 
-Nothing is estimated: `total` is the sum of the sizes of all tensors that the store, the manager and the policy own,
-and whatever no token, running sequence or policy needs right now is `reserve`.
+Nothing is estimated. `total` is the sum of the sizes of all tensors of the store, the manager and the policy.
+`reserve` is the part that no token, running sequence or policy needs now.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class Told:
-    """What a cache can tell people about one sequence, beside its bytes."""
+    """A summary of one sequence for people, without its bytes."""
 
     thoughts: tuple[str, ...] = ()  # the type of every segment, in order; empty where types have no names
     bits: float | None = None  # of a number in the pages, with its share of the scales
@@ -28,7 +28,7 @@ class Ledger:
     buffers: int = 0  # full-precision buffers of running sequences
     state: int = 0  # of the policy
     observations: int = 0  # what the manager keeps for a policy to see
-    reserve: int = 0  # free pages and slots, rows that nobody uses, lists of free pages
+    reserve: int = 0  # free pages and slots, unused rows, lists of free pages
 
     @property
     def held(self) -> int:

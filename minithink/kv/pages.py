@@ -1,8 +1,10 @@
 """How tokens lie in pages, and how they are read.
 
-`Layout` says where the codes and the parameters of a format lie in a page, `Pages` holds the tensors (the store, in
-`store.py`, fills them), `Reading` gives the keys and values of a layer as dense tensors. The kernels read the same
-tensors without that copy: `ref/paged_attention.py` and its twin take a Reading.
+    Layout    where the codes and the parameters of a format lie in a page
+    Pages     the tensors; `slots.py` makes and fills them
+    Reading   the keys and values of a layer as dense tensors
+
+Kernels read the same tensors without the dense copy: `ref/paged_attention.py` and its twin take a Reading.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ Reader = Callable[[int], tuple[Tensor, Tensor]]  # layer → K, V
 
 @dataclass(frozen=True)
 class Layout:
-    """One format in this store's pages."""
+    """How one format lies in the pages of a store."""
 
     k: Format
     v: Format
@@ -69,7 +71,7 @@ class Layout:
 
 
 class Pages:
-    """The tensors that keys and values are read from; see `store.py` for what they hold."""
+    """The tensors that keys and values are read from; `store.py` says what each holds."""
 
     shape: Shape
     storage: Storage
@@ -92,7 +94,7 @@ class Pages:
     zero_page: int
     home: tuple[int, ...]  # formats of generated tokens
     used: set[int]  # formats that may hold tokens
-    asks = True  # whether the host may ask the device: not while a graph is recorded
+    asks = True  # whether the host may read the device's memory: False where steps are recorded
     # What the host knows of each row:
     most: list[int]  # tokens that a lane holds at most
     lengths: list[int]  # tokens seen, evicted ones too
@@ -100,7 +102,7 @@ class Pages:
 
     @property
     def seen(self) -> int:
-        """Columns of what is read."""
+        """Columns of the lists that are read."""
         return self.columns or max(1, *self.most)
 
     def positions(self) -> Tensor:
@@ -108,7 +110,7 @@ class Pages:
         return self.pos[..., : self.seen]
 
     def format(self) -> Tensor:
-        """Index of every token's format, BUFFER in the ring: uint8 [Lt, B, Ht, S]; anything where no token is."""
+        """Index of every token's format, BUFFER in the ring: uint8 [Lt, B, Ht, S]; undefined behind the list."""
         return self._format_of(self.place[..., : self.seen])
 
     def _format_of(self, place: Tensor) -> Tensor:
@@ -118,13 +120,13 @@ class Pages:
     def reader(
         self, rows: Tensor | None = None, lengths: Tensor | None = None, settled: Tensor | None = None
     ) -> Reading:
-        """What reads the keys and values of some rows, layer by layer.
+        """A reader of the keys and values of some rows, layer by layer.
 
         Args:
-            rows: int64 [N]; None: all of them.
-            lengths: int64 [N], tokens that each row has seen; read only where values lag (`Storage.lag`). None: what
-                the host knows of each row.
-            settled: bool [N], rows whose prompt lies where it stays; None, with lengths: all.
+            rows: int64 [N]; None: all rows.
+            lengths: int64 [N], tokens that each row has seen; used only if values lag (`Storage.lag`). None: the
+                host's counts.
+            settled: bool [N], rows whose prompt is settled; None, with lengths: all rows.
         """
         return Reading(self, rows, lengths, settled)
 
@@ -148,11 +150,11 @@ class Pages:
         return pool.view(-1, stride)[:, :width] if stride else pool.view(pool.shape[0] * pool.shape[1] * lay.slots, 0)
 
     def nowhere(self, f: int) -> int:
-        """The slot of format f, as of `_base`, of tokens that have none; those that have are below."""
+        """The trash slot of format f, numbered as `_base` does; real slots have smaller numbers."""
         return self.trash_page * self.shape.sharing * self.layouts[f].slots
 
     def _base(self, f: int, page: Tensor, slot: Tensor) -> Tensor:
-        """Numbers of slots in the views above, in the first lane of their unit. Any equal shapes."""
+        """Numbers of slots in the views above, in the first lane of their unit. page, slot: equal shapes."""
         return page * (self.shape.sharing * self.layouts[f].slots) + slot
 
     def _index(self, f: int, layer: int, base: Tensor) -> Tensor:
@@ -168,7 +170,7 @@ class Pages:
 
 
 class Reading:
-    """Keys and values of some rows, as they are now; what is common to all layers is found once."""
+    """Keys and values of some rows, as they are now. Work that is equal for all layers is done once."""
 
     def __init__(
         self, pages: Pages, rows: Tensor | None, lengths: Tensor | None = None, settled: Tensor | None = None
@@ -187,13 +189,13 @@ class Reading:
         return self._pos if self.rows is None else self._pos[:, self.rows]
 
     def valid(self, layer: int) -> Tensor | None:
-        """Where a token is: bool [N, Ht, S]; None: everywhere, as far as was asked."""
+        """Columns that hold a token: bool [N, Ht, S]; None: all columns do."""
         return None if self._valid is None else self._valid[min(layer, len(self._valid) - 1)]
 
     @cached_property
     def _valid(self) -> Tensor | None:
-        """In all layers: bool [Lt, N, Ht, S]. Sums over a mask of ones differ from sums without one in time only; it
-        is left out on a CPU, where asking costs little, and where the width is not fixed."""
+        """The same in all layers: bool [Lt, N, Ht, S]. A mask of ones changes no result, only the time. So it is left
+        out on a CPU if the width is not fixed: there the check costs little."""
         valid = self.pos >= 0
         asks = self.pages.columns is None and self.pages.asks and valid.device.type == "cpu"
         return None if asks and bool(valid.all()) else valid
@@ -206,7 +208,7 @@ class Reading:
             return self._read(f, layer, base[t], None if keys is None else keys[t])
         shape, n, seen = self.pages.shape, self.place.shape[1], self.place.shape[-1]
         heads, dim = shape.kv_heads, shape.head_dim
-        # one column more: for what is no token
+        # one column more, for entries that are no token
         k, v = (self.pages.ring.new_zeros(n, heads, seen + 1, dim) for _ in range(2))
         for f, column, lies, keys in self._parts:
             if f == BUFFER:
@@ -227,8 +229,8 @@ class Reading:
 
     @cached_property
     def by_format(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The lists, sorted by the formats in use, then the ring: int32 [Lt, N, Ht, S] places and columns, and int32
-        [Lt, N, Ht, F + 2] where each begins; see `ref/by_format.py`."""
+        """The lists sorted by the formats in use, tokens in the ring last: places and columns, int32 [Lt, N, Ht, S],
+        and where each format begins, int32 [Lt, N, Ht, F + 2]; see `ref/by_format.py`."""
         p = self.pages
         return p.backend.by_format(
             p.place, p.count, self.numbers, p.table.format, sorted(p.used), p.table.most, p.seen
@@ -236,8 +238,8 @@ class Reading:
 
     @cached_property
     def _alone(self) -> tuple[int, Tensor, Tensor | None] | None:
-        """If all tokens have one format, and none wait: the format, and for every column the base of its slot (of the
-        zero page where there is no token) and its row of key scales: int64 [Lt, N, Ht, S]."""
+        """If all tokens have one format and there is no buffer: the format, and for every column the base of its slot
+        and its row of key scales, int64 [Lt, N, Ht, S]. Columns without a token read the zero page. Else None."""
         pages, most = self.pages, self.pages.table.most
         if len(pages.used) > 1 or pages.storage.buffer:
             return None
@@ -249,9 +251,9 @@ class Reading:
 
     @cached_property
     def _parts(self) -> list[tuple[int, Tensor, Tensor, Tensor | None]]:
-        """The tokens of every format in use, then those in the ring (BUFFER): the format, the columns that they stand
-        in (S: no token), the bases of their slots (or their places in the ring), their rows of key scales: int64
-        [Lt, N, Ht, n] each. n: of the unit with most of them; where the host must not ask, S."""
+        """The tokens of every format in use, then the tokens in the ring (BUFFER). Each entry has the format, then
+        int64 [Lt, N, Ht, n]: the tokens' columns (S: no token), the bases of their slots (or their places in the
+        ring), their rows of key scales. n is the largest number in a unit; S, if steps are recorded."""
         pages, (place, column, first) = self.pages, self.by_format
         most, seen = pages.table.most, place.shape[-1]
         kinds = [*sorted(pages.used), BUFFER]
@@ -278,7 +280,7 @@ class Reading:
         return self.pages.ring[layer] if self.rows is None else self.pages.ring[layer, self.rows]
 
     def _lagging(self, layer: int, v: Tensor) -> Tensor:
-        """Values with those of the last `buffer` tokens from the ring. v: [N, Hkv, S, D]."""
+        """Replace the values of the last `buffer` tokens by those in the ring. v: [N, Hkv, S, D]."""
         pages, pos, (lengths, settled) = self.pages, self.pos[min(layer, len(self.pos) - 1)], self._ends
         size, sink = pages.storage.buffer, pages.storage.sink
         recent = (pos >= lengths[:, None, None] - size) & (pos >= sink) & settled[:, None, None]
@@ -287,8 +289,8 @@ class Reading:
 
     @cached_property
     def _ends(self) -> tuple[Tensor, Tensor]:
-        """Tokens that each row has seen, and whether its prompt is settled, for until then it is not in the ring:
-        int64 [N], bool [N]."""
+        """Tokens that each row has seen, int64 [N], and whether its prompt is settled, bool [N]. A prompt that is not
+        settled is not in the ring."""
         if self.lengths is not None:
             all_are = torch.ones_like(self.lengths, dtype=torch.bool)
             return self.lengths, all_are if self.settled is None else self.settled

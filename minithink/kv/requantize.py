@@ -1,8 +1,8 @@
-"""Moves between formats: what happens to tokens outside of a decode step, on the host's order.
+"""Requantize: tokens that move to another format, outside of a decode step.
 
-    measure      a prompt is read: take the scales of its sequence from it
-    settle       and store what the policy has left of it as it will stay
-    requantize   move tokens to another format, by their values or by their integers
+    measure      the prompt was read: its numbers decide the FP32 scales of its sequence
+    settle       the policy has acted on the prompt: its remaining tokens move to their own format
+    requantize   the policy moves tokens to another format, by their numbers or by their integer codes
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Moves(Slots):
     """Slots whose tokens can move to other formats."""
 
     def measure(self, row: int) -> None:
-        """The prompt is read, and nothing of it is evicted or moved yet: take the FP32 scales from it."""
+        """Take the FP32 scales from the prompt, which was read and is still complete."""
         scaled = [f for f, lay in enumerate(self.layouts) if lay.k.tensor_scaled or lay.v.tensor_scaled]
         if not scaled:
             return
@@ -32,9 +32,14 @@ class Moves(Slots):
                 self.scale[f, 1, layer, row] = self.layouts[f].v.tensor_scale(amax[1])
 
     def settle(self, row: int, length: int) -> None:
-        """The prompt of `length` tokens is read, and the policy has acted on it: store what is left as it will stay.
+        """Move the remaining tokens of a prompt to their own format. The policy has acted on the prompt.
 
-        The first `sink` tokens stay plain; the last, which fill no buffer, are quantized too or wait in the ring.
+        The first `sink` tokens stay plain. The last tokens, which do not fill a buffer, are quantized too or wait in
+        the ring (`Storage.tail`).
+
+        Args:
+            row: of the sequence.
+            length: tokens of the prompt, evicted ones too.
         """
         s = self.storage
         home = s.formats.index(s.thoughts[s.prompt])
@@ -46,7 +51,7 @@ class Moves(Slots):
         whole = s.sink + max(0, length - s.sink) // max(1, s.buffer) * max(1, s.buffer)
         keep = s.tail == "keep"
         place, pos = self.place[:, at, :, : self.seen], self.positions()[:, at]  # [Lt, 1, Ht, S]
-        # what the policy has moved to another format already stays there
+        # tokens that the policy has moved to another format stay there
         here = (pos >= s.sink) & (self._format_of(place) == 0)
         moving, waiting = (here & (pos < whole), here & (pos >= whole)) if keep else (here, torch.zeros_like(here))
         # groups are made of neighbours in the text: from columns to positions, and back
@@ -87,13 +92,19 @@ class Moves(Slots):
         self._settled(row)
 
     def _settled(self, row: int) -> None:
-        """Nothing plain is left when no prompt is, unless it stays so."""
+        """Note that the prompt is settled. The plain format is unused then, unless other prompts are being read or
+        plain tokens stay."""
         self.reading.discard(row)
         if not self.reading and not self.stays_plain:
             self.used.discard(0)
 
     def requantize(self, where: Tensor, name: str, how: str) -> None:
-        """Move tokens to another format: bool [Lt, B, Ht, S]. Those in the ring stay; plain ones cannot shrink.
+        """Move tokens to another format. Tokens in the ring stay there; plain tokens cannot shrink.
+
+        Args:
+            where: bool [Lt, B, Ht, S], the tokens.
+            name: of the format.
+            how: "shrink": the integers lose bits; else the numbers are quantized again.
 
         Raises:
             Exhausted: there is no room for both forms at once; the tokens are where they were.
@@ -108,7 +119,7 @@ class Moves(Slots):
         n = int(moving.sum(-1).max())
         if n == 0:
             return
-        # columns of the moving tokens, first of all: [Lt, B, Ht, n]
+        # columns, those of the moving tokens first: [Lt, B, Ht, n]
         column = moving.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :n]
         valid = moving.gather(-1, column)
         old = place.gather(-1, column)
@@ -134,7 +145,7 @@ class Moves(Slots):
                         found = self._copy_into(f, column, part, kinds)
                 except Exhausted:
                     if bool(done.any()):
-                        self._release(new, done)  # what found room before
+                        self._release(new, done)  # of the sources before this one
                     raise
                 new, done = torch.where(part, found, new), done | part
         self.place.scatter_(-1, torch.where(valid, column, self.place.shape[-1] - 1), new.to(torch.int32))
@@ -155,9 +166,9 @@ class Moves(Slots):
         return self._store(at, valid, values, f"moving tokens to {self.storage.formats[f]}", f, thought)
 
     def _shrink_into(self, source: int, f: int, old: Tensor, valid: Tensor, thought: Tensor) -> Tensor:
-        """Requantize integers to fewer bits, without their values."""
+        """Shrink integers to fewer bits, from their codes alone."""
         start, end = self.layouts[source], self.layouts[f]
-        # refuses, before anything is taken, what cannot be shrunk
+        # raises an error if this pair of formats cannot be shrunk, before slots are taken
         shrink(start.k, end.k, self.pool.new_empty(0, start.k_codes), self.side.new_empty(0, start.k_side))
         at = torch.arange(self.shape.rows, device=valid.device)
         self._require(at, valid.shape[-1], lambda: valid.sum(-1), "shrinking tokens", f, thought)
@@ -184,8 +195,8 @@ class Moves(Slots):
         """Quantize tokens into pages.
 
         Args:
-            at: int64 [N], whose tokens these are.
-            valid: bool [Lt, N, Ht, n].
+            at: int64 [N], the rows of the tokens.
+            valid: bool [Lt, N, Ht, n], the tokens.
             values: layer → K, V [N, Hkv, n, D], finite where valid.
             purpose, f, thought: as of `_require`.
             through: as of `_write_tokens`.

@@ -1,4 +1,8 @@
-"""Rows: the sequences of a manager, what the host knows of each, and what their bytes are for."""
+"""Rows: the sequences of a manager. What the host knows of each, how they come and go, and what their bytes are for.
+
+A sequence takes a free row when it joins and frees it when it leaves. `batch` writes what the host knows of some rows
+into one tensor, `view` shows these rows to a policy. A `Recorder` hears what happens.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ class _Row:
     seq: int
     prompt: int  # tokens
     thinking: bool
-    capacity: int  # tokens that it may become
+    capacity: int  # tokens that the sequence may have at most
     length: int = 0  # tokens seen, evicted ones too
 
     @property
@@ -41,39 +45,50 @@ class _Row:
 
 @dataclass
 class _Group:
-    """Sequences that go together. A generation asks for the same ones step after step."""
+    """The sequences of a step. A generation asks for the same ones step after step, so the last group is kept."""
 
     seqs: list[int]
     rows: list[int]
     records: list[_Row]
     constant: np.ndarray  # int64 [3, N]: rows, lengths of the prompts, numbers of the sequences
     whole: bool = False  # these are all rows, in order
-    steps: int = 0  # of one token each, that all of them may still take, as far as was looked
+    steps: int = 0  # steps that need no check of capacities; 0: check
 
 
 NOBODY = _Group([], [], [], np.zeros((3, 0), dtype=np.int64))
 
 
 class Recorder(Protocol):
-    """Who is told what happens in a cache, see `minithink/trace/`. It changes nothing."""
+    """Hears what happens in a cache and changes nothing (`minithink/trace/` has one that writes a file)."""
 
     def joined(self, manager: Any, seq: int, row: int) -> None:
-        """A sequence has come."""
+        """A sequence has taken a row."""
 
     def noted(self, step: View, policy: Policy, score: Tensor, where: Tensor | None) -> None:
-        """A policy says what it thinks of the tokens, see `Step.note`."""
+        """A policy tells the scores of tokens, see `Step.note`."""
 
     def evicting(self, step: View, edits: Sequence[tuple[Policy, Edit]], drop: Tensor) -> None:
-        """Tokens go, bool [Lt, B, Ht, S], of these edits and whose they are. They are in the cache still."""
+        """Tokens are about to be evicted and are still in the cache.
+
+        Args:
+            edits: of the decision, each with the policy that made it.
+            drop: bool [Lt, B, Ht, S], the tokens.
+        """
 
     def stepped(
         self, rows: Sequence[int], counts: Sequence[int], ids: Sequence[int], edits: Sequence[tuple[Policy, Edit]]
     ) -> None:
-        """A step of these rows is over, with so many new tokens each and all of their ids (none: nobody told). The
-        cache is as the next step will find it."""
+        """A step is over; the cache is as the next step will find it.
+
+        Args:
+            rows: of the step.
+            counts: new tokens of each row.
+            ids: of all new tokens, one row after the other; empty: they are not known.
+            edits: of the decision, each with the policy that made it.
+        """
 
     def left(self, seq: int) -> None:
-        """A sequence is about to go."""
+        """A sequence is about to free its row."""
 
 
 class Rows:
@@ -99,17 +114,18 @@ class Rows:
     ) -> None:
         """
         Args:
-            policy: decides what stays; it belongs to this manager from now on.
+            policy: decides which tokens stay; it belongs to this manager from now on.
             rows: sequences at once.
-            tokens: the longest a sequence may become, prompt and answer; the pool is made for `rows` of these, held
-                as the policy holds them.
-            prompt: the longest prompt; None: it may be all of `tokens`.
-            prompts: how many are read at once, in full precision; None: all rows may.
+            tokens: the longest that a sequence may become, prompt and answer; the pool has room for `rows` sequences
+                of this length, held as the policy holds them.
+            prompt: the longest prompt; None: a prompt may have all of `tokens`.
+            prompts: prompts that are read at once, in full precision; None: as many as there are rows.
             think_ids: the tokens that open and close the think stage; without them a sequence always thinks.
-            pages: of the pool; None: what the worst case needs.
-            columns: fix the width of what is read, so that no shape depends on what the lanes hold; "fit": all
-                tensors have the worst case's width, and what is read is a power of two that the lanes fit into.
-            poison: see PagedStore.
+            pages: of the pool; None: as many as the worst case needs.
+            columns: width of the lists that are read, fixed so that no shape depends on what the lanes hold; "fit":
+                all tensors have the worst case's width, and the width that is read is a power of two that the lanes
+                fit into.
+            poison: see `Slots`.
         """
         self.config, self.rope, self.policy, self.backend = config, rope, policy, backend
         self.device, self.dtype, self.think_ids = torch.device(device), dtype, think_ids
@@ -143,24 +159,24 @@ class Rows:
         }
         self.steers = any(type(p).steer is not Policy.steer for p in members(policy))
         self.deciding = tuple(p for p in members(policy) if type(p).decide is not Policy.decide)
-        self.recorder: Recorder | None = None  # to be set before those join that it records
+        self.recorder: Recorder | None = None  # set it before the sequences join that it records
         self._waiting_prompts: list[int] = []  # rows whose prompt is read and not stored yet
 
     # -- sequences come and go
 
     def check(self, prompt: int, budget: int | None = None) -> None:
-        """Refuse a budget that a protected prompt does not fit into. UsageError: says what would be enough."""
+        """Refuse a budget that a protected prompt does not fit into. UsageError: names a budget that is enough."""
         check_budget(self.policy, prompt, budget)
 
     @torch.inference_mode()
     def join(
         self, seq: int, capacity: int, prompt: int = 0, thinking: bool = True, budget: int | None = None
     ) -> None:
-        """A new sequence.
+        """Give a row to a new sequence.
 
         Args:
             seq: its number.
-            capacity: tokens that it may become at most (the pool was made for `tokens`).
+            capacity: tokens that it may have at most (the pool was made for `tokens`).
             prompt: tokens of its prompt; the policy acts when they are read.
             thinking: whether the prompt ends inside the think stage.
             budget: for this sequence alone; None: the policy's own.
@@ -195,7 +211,7 @@ class Rows:
         self.store.clear(row)
 
     def length(self, seq: int) -> int:
-        """Tokens that the sequence has seen; what is left of them is `held`."""
+        """Tokens that the sequence has seen; `held` counts those that are still in the cache."""
         return self._row(self._row_of[seq]).length
 
     def held(self, seq: int) -> int:
@@ -203,14 +219,14 @@ class Rows:
         return int(self.store.count[:, self._row_of[seq]].max())
 
     def next_state(self, seq: int) -> tuple[int, int, int]:
-        """What the host knows of a sequence: its row, the tokens it has seen, those in its buffer."""
+        """What the host knows of a sequence: its row, the tokens it has seen, the tokens in its buffer."""
         row = self._row_of[seq]
         return row, self._row(row).length, self.store.waiting[row]
 
-    # -- what is told of them
+    # -- the rows of a step
 
     def batch(self, seqs: Sequence[int], tokens: Sequence[int]) -> Batch:
-        """What the host knows of a step that feeds these tokens, on the host."""
+        """The batch of a step that feeds these tokens, on the host."""
         group = self._of(seqs)
         values = np.zeros((len(FIELDS), len(tokens)), dtype=np.int64)
         values[0], values[3], values[7] = group.constant
@@ -222,7 +238,7 @@ class Rows:
         return Batch(torch.from_numpy(values), group.whole)
 
     def pad(self, batch: Batch, rows: Sequence[int]) -> Batch:
-        """The batch, and behind it other rows that take no part."""
+        """The batch, and behind it other rows as padding."""
         if not rows:
             return Batch(batch.values)
         waiting = [self.store.waiting[row] for row in rows]
@@ -231,7 +247,7 @@ class Rows:
         return Batch(torch.cat((batch.values, idle.values), dim=1))
 
     def _everybody(self, batch: Batch) -> Batch:
-        """All rows, in order; those of the batch are as they are there, the others take no part."""
+        """All rows, in order. Rows of the batch are as in the batch; all other rows are not active."""
         if batch.whole:
             return batch
         known = [(r.length, r.prompt, int(r.thinking)) if r else (0, 0, 0) for r in self.rows]
@@ -241,13 +257,13 @@ class Rows:
         return Batch(torch.from_numpy(values), whole=True)
 
     def view(self, batch: Batch) -> View:
-        """These rows, as the policy sees them."""
+        """The rows of a batch as the policy sees them."""
         asks = self.store.asks or not self.tells_due or self.recorder is not None
         noted = None if self.recorder is None else self.recorder.noted
         return View(self.store, self.observations, self.policy, self.budgets, batch, asks, noted)
 
     def demands_due(self, seqs: Sequence[int]) -> tuple[Demand, ...]:
-        """What must be observed when each of these sequences brings its next token."""
+        """The demands that are due when each of these sequences brings its next token."""
         if not self.policy.demands:
             return ()
         clocks = {r.clock + 1 for r in self._of(seqs).records}
@@ -262,7 +278,7 @@ class Rows:
         return [token == opens if token in (opens, closes) else r.thinking for r, token in pairs]
 
     def _of(self, seqs: Sequence[int]) -> _Group:
-        """What is known of these sequences. A step asks several times for the same ones."""
+        """The group of these sequences; the last one is kept, because a step asks for it several times."""
         if self._last.seqs != seqs:
             rows = [self._row_of[seq] for seq in seqs]
             records = [self._row(row) for row in rows]
@@ -276,21 +292,22 @@ class Rows:
             raise ValueError(f"row {row} holds no sequence")
         return record
 
-    # -- what is recorded
+    # -- which parts of a step are recorded
 
     @property
     def tells_due(self) -> bool:
-        """Whether the policy acts on the rows that are `due` alone. Others are shown all rows in every step."""
+        """Whether a step tells the rows that are `due` and the policy sees these alone. If not, it sees all rows in
+        every step."""
         return bool(self.deciding) and self.policy.recordable
 
     @property
     def recordable(self) -> bool:
-        """Whether a step can be recorded: widths are fixed, and no policy steers, which may ask the host."""
+        """Whether a step can be recorded: widths are fixed, and no policy steers (`steer` may use the host)."""
         return self.store.columns is not None and not self.steers
 
     @property
     def recorded(self) -> bool:
-        """Whether steps are recorded: then the host may ask nothing of the device inside of their parts."""
+        """Whether steps are recorded. If so, no part of a step may read the device's memory on the host."""
         return not self.store.asks
 
     @recorded.setter
@@ -299,17 +316,18 @@ class Rows:
 
     @property
     def records_decisions(self) -> bool:
-        """Whether `decide` is recorded. A recorder wants to see what is decided."""
+        """Whether `decide` is recorded. It is not if there is a recorder, which must see the decisions."""
         return self.recorded and self.tells_due and self.recorder is None
 
     @property
     def records_flushes(self) -> bool:
-        """Whether `flush` is recorded. Where integers are shrunk the host makes sure of the room first."""
+        """Whether `flush` is recorded. It is not if integers are shrunk: then the host checks first that there is
+        room."""
         return self.recorded and not self.store.storage.shrink
 
     @property
     def seen(self) -> int:
-        """Columns of the lists that are read."""
+        """Columns of the lists that are read (the width)."""
         return self.store.seen
 
     @property
@@ -319,7 +337,7 @@ class Rows:
 
     @property
     def pages(self) -> int:
-        """Of the pool, used or not."""
+        """Pages of the pool, used or not."""
         return self.store.table.pages.count
 
     @property
@@ -330,7 +348,7 @@ class Rows:
     # -- bytes
 
     def ledger(self) -> Ledger:
-        """What every byte of this manager is for, at this moment."""
+        """What every byte of this manager is for now."""
         total = sum(x.nbytes for x in self.tensors())
         state, observed = (sum(x.nbytes for x in kind) for kind in (self._state(), self._observed()))
         ledger = replace(self.store.account(), state=state, observations=observed)
@@ -347,17 +365,17 @@ class Rows:
         return self.observations.tensors
 
     def account(self, seq: int) -> Ledger:
-        """What one sequence holds, by kind: its tokens, their scales and tables, its buffers, and its row's share of
-        what the policy remembers and sees."""
+        """Bytes that one sequence holds, by kind: its tokens, their scales and tables, its buffers, and its row's
+        share of the policy's state and observations."""
         return replace(self.store.account([self._row_of[seq]]), **self.row_shares())
 
     def row_shares(self) -> dict[str, int]:
-        """Bytes of what the policy remembers and sees, divided by the rows: state and observations."""
+        """Bytes of the policy's state and observations, divided by the number of rows."""
         kinds = {"state": self._state(), "observations": self._observed()}
         return {name: sum(x.nbytes for x in kind) // len(self.rows) for name, kind in kinds.items()}
 
     def told(self, seq: int) -> Told:
-        """What there is to tell about one sequence: its thoughts, bits a number, and the policy's own words."""
+        """A summary of one sequence for people: its thoughts, bits a number, and the policy's own words."""
         row, names = self._row_of[seq], self.store.storage.names
         account, numbers = self.store.account([row]), self.store.paged(row) * 2 * self.shape.head_dim
         return Told(

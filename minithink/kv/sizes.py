@@ -1,4 +1,4 @@
-"""Sizes: what a sequence needs at worst under a policy, and which budgets make sense."""
+"""Sizes: the memory that a sequence needs at worst under a policy, and the budgets that are refused."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ UNLIMITED = 2**30  # a budget that nothing exceeds
 
 
 def members(policy: Policy) -> tuple[Policy, ...]:
-    """Of a stack; of any other policy, itself."""
+    """The members of a stack; for any other policy, the policy itself."""
     return policy.members if isinstance(policy, Stack) else (policy,)
 
 
 def check_budget(policy: Policy, prompt: int, budget: int | None = None) -> None:
-    """UsageError: the budget is no positive number, or a protected prompt leaves no room in it."""
+    """Refuse a budget that cannot work. UsageError: it is no positive number, or a protected prompt does not fit."""
     # A stack protects the prompt if one of its members does, and its smallest budget must hold it.
     tokens = policy.budget if budget is None else budget
     stays = prompt if policy.cap is None else min(prompt, policy.cap)
@@ -41,7 +41,7 @@ def check_budget(policy: Policy, prompt: int, budget: int | None = None) -> None
 
 @dataclass(frozen=True)
 class Needs:
-    """What one unit needs at worst, for one sequence."""
+    """The memory that one unit needs at worst, for one sequence."""
 
     pages: int
     prompt_pages: int  # beside these, while the prompt is read
@@ -52,9 +52,9 @@ class Needs:
 def needs(policy: Policy, dim: int, dtype: torch.dtype, tokens: int, prompt: int) -> Needs:
     """Sizes for a sequence of at most `tokens` tokens, of which at most `prompt` are its prompt.
 
-    A page is opened only when all slots of its thought type are taken, so a type never has more pages than its
-    fullest moment needs; but few survivors may keep all of them. A prompt that is quantized when it is read needs
-    plain pages until then, and leaves all of them but the sink's.
+    A page is opened only when all slots of its thought type are taken. So a type never has more pages than its
+    fullest moment needs, but a few remaining tokens may keep all of these pages. A prompt that will be quantized
+    needs plain pages while it is read; then it frees all of them but the sink's.
     """
     storage = policy.storage
     lay = dict(zip(storage.formats, layouts(storage, dim, dtype), strict=True))

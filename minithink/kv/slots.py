@@ -1,8 +1,8 @@
-"""Slots: the store's tensors, and how tokens get room and give it back.
+"""Slots: the store's tensors, and how tokens get slots and give them back.
 
-    _require    the host's check before tokens come: where there is too little room nothing changes
-    _allocate   slots for tokens, from tensors alone (`ref/allocate.py`)
-    _write      keys and values into slots, in the slots' format
+    _require    the host checks that there is room; if not, nothing changes
+    _allocate   tokens get slots, without the host (`ref/allocate.py`)
+    _write      keys and values are written into slots, in the slots' format
     evict       tokens leave their lists, their slots are free (`ref/evict.py`)
 
 `requantize.py` moves tokens to other formats with these, `store.py` appends and flushes.
@@ -29,7 +29,7 @@ SAME = 255  # no new thought type
 
 
 class Slots(Pages):
-    """Tokens of B rows. Rows, lanes and units as in `kv/contract.py`."""
+    """The tensors of B rows, and their free slots. Rows, lanes and units as in `kv/contract.py`."""
 
     def __init__(
         self,
@@ -47,15 +47,15 @@ class Slots(Pages):
     ) -> None:
         """
         Args:
-            pages: of a unit each; the manager's `needs` tells how many a sequence may need.
-            scale_rows: groups of keys by token that may live at once; None: a quarter of the tokens that fit.
+            pages: number of pages; `sizes.needs` tells how many a sequence may need.
+            scale_rows: groups of keys by token that may be held at once; None: a quarter of the tokens that fit.
             dtype: of plain tokens and of the ring.
-            columns: fix the width of everything that is read to so many tokens; None: as wide as the longest lane.
-                With a fixed width no shape depends on what the sequences hold.
+            columns: width of everything that is read, in tokens; None: as wide as the longest lane. With a fixed
+                width no shape depends on what the sequences hold.
             width: tokens that lists have room for at first; they grow, unless `columns` are fixed.
-            table_width: pages that a unit has room for at first; tables grow too, but not where `columns` are fixed.
-            backend: the functions that do it.
-            poison: fill whatever is freed with NaN, for tests.
+            table_width: pages that a unit's table has room for at first; tables grow, unless `columns` are fixed.
+            backend: the operations.
+            poison: fill freed memory with NaN, for tests.
         """
         self.shape, self.storage, self.dtype, self.poison = shape, storage, dtype, poison
         self.backend = backend
@@ -81,7 +81,7 @@ class Slots(Pages):
                 "use a smaller --batch-size, budget or --max-new-tokens."
             )
         self.table = BlockTable(shape, pages, per_page, shape.device, table_width)
-        self.trash_page, self.zero_page = pages, pages + 1  # where masked-out writes go, and such reads come from
+        self.trash_page, self.zero_page = pages, pages + 1  # for masked-out writes, for masked-out reads
         self.pool = torch.zeros(pages + 2, lanes, self.page_bytes, dtype=torch.uint8, device=shape.device)
         widest = max(lay.slots * lay.side for lay in self.layouts)
         self.side_bytes = -(-widest // max(per_page)) * max(per_page)
@@ -94,7 +94,7 @@ class Slots(Pages):
             count = -(-pages * main // 4) if scale_rows is None else scale_rows
         self.free_rows = FreeList(count, "rows of key scales", shape.device)
         self.scale_rows = torch.zeros(count + 2, lanes, row, dtype=torch.uint8, device=shape.device)
-        self.row_uses = torch.zeros(count + 1, dtype=torch.int32, device=shape.device)  # living tokens
+        self.row_uses = torch.zeros(count + 1, dtype=torch.int32, device=shape.device)  # tokens held
         self.row_of = torch.full(
             (pages + 2 if row else 0, self.table.most), count + 1, dtype=torch.int32, device=shape.device
         )
@@ -105,10 +105,10 @@ class Slots(Pages):
         # FP32 scales of K and of V, in each format
         self.scale = torch.ones(len(self.layouts), 2, shape.layers, b, dtype=torch.float32, device=shape.device)
         self.thought = torch.full((b,), storage.prompt, dtype=torch.uint8, device=shape.device)
-        # Types of segments that begin with the next tokens, and of those that began with the last ones; SAME: none
+        # Types of segments that begin with the next tokens, and that began with the last ones; SAME: no segment
         self.next_thought, self.begun = (torch.full_like(self.thought, SAME) for _ in range(2))
-        # Lists of tokens, one column more than there are: masked-out writes go there. place: page · slots + slot, or
-        # −1 − index for tokens in the ring.
+        # Lists of tokens. The extra last column takes masked-out writes. place: page · slots + slot, or −1 − index
+        # for tokens in the ring.
         width = columns or width
         self.place = torch.zeros(lt, b, ht, width + 1, dtype=torch.int32, device=shape.device)
         self.pos = torch.full((lt, b, ht, width + 1), -1, dtype=torch.int32, device=shape.device)
@@ -117,7 +117,7 @@ class Slots(Pages):
         self.columns = columns
         self.home = tuple(dict.fromkeys(storage.formats.index(t) for t in storage.thoughts))  # of generated tokens
         self.slots = torch.tensor(per_page, dtype=torch.int32, device=shape.device)
-        self.overflow = torch.zeros((), dtype=torch.bool, device=shape.device)  # a step found too small a pool
+        self.overflow = torch.zeros((), dtype=torch.bool, device=shape.device)  # the pool was too small
         # What the host knows of each row:
         self.most = [0] * b  # tokens that a lane holds at most
         self.lengths = [0] * b  # tokens seen, evicted ones too
@@ -128,13 +128,13 @@ class Slots(Pages):
         self.used = {0}  # formats that may hold tokens
         self.stays_plain = storage.sink > 0 or "plain" in (*storage.thoughts, *storage.also)
 
-    # -- room: the host makes sure of it before anything changes
+    # -- room: the host checks it before anything changes
 
     def require_columns(self, rows: Sequence[int], counts: Sequence[int]) -> list[int]:
-        """Make sure that lists of a fixed width have room for new tokens: counts[i] of row rows[i].
+        """Check that lists of a fixed width have room for new tokens: counts[i] of row rows[i].
 
         Returns:
-            tokens that the lanes of every row hold at most, with the new ones.
+            for every row the tokens that a lane holds at most, with the new tokens.
 
         Raises:
             UsageError: a lane would hold more tokens than the fixed width.
@@ -143,7 +143,7 @@ class Slots(Pages):
         for row, count in zip(rows, counts, strict=True):
             more[row] += count
         most = [held + new for held, new in zip(self.most, more, strict=True)]
-        if self.columns is not None and max(most) > self.columns:  # evictions are not counted: ask the device
+        if self.columns is not None and max(most) > self.columns:  # the host does not count evictions
             most = [held + new for held, new in zip(self.count.amax((0, 2)).tolist(), more, strict=True)]
             if max(most) > self.columns:
                 raise UsageError(
@@ -156,14 +156,15 @@ class Slots(Pages):
         self, at: Tensor, most: int, count: Callable[[], Tensor], purpose: str, f: int | None = None,
         thought: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Make sure that the pool has pages for new tokens of some rows, and that the tables have columns for them.
+        """Check that the pool has pages for new tokens of some rows, and widen the tables if they lack columns.
 
         Args:
             at: int64 [N], the rows, each once.
             most: tokens that a unit gets at most.
-            count: tells how many tokens every unit gets, int64 [Lt, N, Ht]; called only if the host cannot be sure.
-            purpose: what the tokens are for, in words.
-            f: the format of all tokens; None: that of their row's thought type.
+            count: returns how many tokens every unit gets, int64 [Lt, N, Ht]; called only if the host's counts do not
+                suffice.
+            purpose: of the tokens, in words, for the message.
+            f: the format of all tokens; None: the format of their row's thought type.
             thought: uint8 [B], the type of each row's tokens; None: the running one.
 
         Raises:
@@ -179,7 +180,7 @@ class Slots(Pages):
         self.table.require(at, pages, missing, purpose)
 
     def _widen(self, width: int) -> None:
-        """Room for so many tokens in every list."""
+        """Widen every list to at least `width` tokens."""
         have = self.place.shape[-1] - 1
         if width > have:
             more = max(width, 2 * have) - have
@@ -191,20 +192,20 @@ class Slots(Pages):
     # -- slots
 
     def _formats(self, f: int | None) -> Tensor:
-        """The format of each thought type, int64 [types]; with f the same for all."""
+        """The format of each thought type, int64 [types]. f: this format for all types."""
         return self.thought_format if f is None else torch.full_like(self.thought_format, f)
 
     def _allocate(self, at: Tensor, active: Tensor, size: int) -> dict[int, Tensor]:
-        """Slots for the listed tokens of some rows that lie in no page yet; nothing is asked of the device.
+        """Give slots to the tokens of some rows' lists that lie in no page yet, without the host.
 
         Args:
             at: int64 [N], rows, each once.
-            active: bool [N], those with such tokens; the others stay as they are.
-            size: indices that their places −1 − index may have.
+            active: bool [N], rows with such tokens; inactive rows stay as they are.
+            size: their places are −1 − index, with an index below `size`.
 
         Returns:
-            For each format by index the bases of the tokens' slots (`Pages._base`), int64 [Lt, N, Ht, size];
-            `nowhere` for tokens of other formats.
+            For each format by index the bases of the tokens' slots (`Pages._base`), int64 [Lt, N, Ht, size]; the
+            trash slot (`nowhere`) for tokens of other formats.
         """
         t = self.table
         base = self.backend.allocate(
@@ -215,8 +216,8 @@ class Slots(Pages):
         return self._by_type(base, at, None, self.thought)
 
     def _allocate_many(self, at: Tensor, valid: Tensor, f: int | None, thought: Tensor) -> dict[int, Tensor]:
-        """Slots for tokens that no list waits with: those of prompts, and those that move. There may be thousands,
-        and the kernel is made for the few of a decode step: the twin finds the slots on every device.
+        """Give slots to tokens that are in no list yet (of prompts) or that move. There may be thousands, and the
+        kernel is made for the few tokens of a decode step. So the PyTorch twin runs on every device.
 
         Args:
             at: int64 [N], rows, each once.
@@ -241,14 +242,15 @@ class Slots(Pages):
         return self._by_type(base, at, f, thought)
 
     def _by_type(self, base: Tensor, at: Tensor, f: int | None, thought: Tensor) -> dict[int, Tensor]:
-        """Bases apart by format, where rows may have several."""
+        """Split bases by format, if rows may have several formats."""
         if f is not None or len(self.home) == 1:
             return {self.home[0] if f is None else f: base}
         chosen = self.thought_format[thought[at].long()][:, None, None]
         return {g: torch.where(chosen == g, base, self.nowhere(g)) for g in self.home}
 
     def _places(self, bases: dict[int, Tensor]) -> Tensor:
-        """Places, page · most + slot, of the tokens that have slots: int64 [Lt, N, Ht, n]; else anything."""
+        """Places (page · most + slot) of the tokens that have slots: int64 [Lt, N, Ht, n]; other entries are
+        undefined."""
         out = torch.zeros_like(next(iter(bases.values())))
         for f, base in bases.items():
             size = self.shape.sharing * self.layouts[f].slots
@@ -260,17 +262,17 @@ class Slots(Pages):
     def _require_rows(
         self, at: Tensor, valid: Tensor, purpose: str, f: int | None, thought: Tensor
     ) -> dict[int, Tensor]:
-        """Make sure that there are rows for the groups of keys by token, one for each group with a token.
+        """Check that there are rows of scales for groups of keys by token, one for each group with a token.
 
         Args:
             valid: bool [Lt, N, Ht, n], the tokens.
             at, purpose, f, thought: as of `_require`.
 
         Returns:
-            By format the sizes of the groups, as of `_group_sizes`; only of formats that need rows.
+            For each format that needs rows the sizes of the groups, as of `_group_sizes`.
 
         Raises:
-            Exhausted: there are too few; the store is as it was.
+            Exhausted: there are too few rows; the store is as it was.
         """
         own = self._formats(f)[thought[at].long()][:, None, None]  # [N, 1, 1]
         uses = {
@@ -289,8 +291,16 @@ class Slots(Pages):
         return padded.unflatten(-1, (-1, size)).sum(-1, dtype=torch.int32)
 
     def _draw_rows(self, f: int, uses: Tensor, base: Tensor, most: int) -> Tensor:
-        """A row of scales for every group with a token, at most so many, and which tokens read it. uses: as of
-        `_group_sizes`; base: of the tokens' slots, [Lt, N, Ht, n] → int32 [Lt, N, Ht, groups]."""
+        """Give a row of scales to every group with a token, and note which tokens read it.
+
+        Args:
+            uses: as of `_group_sizes`.
+            base: of the tokens' slots, [Lt, N, Ht, n].
+            most: rows that are given at most.
+
+        Returns:
+            int32 [Lt, N, Ht, groups].
+        """
         row, size = self.free_rows.draw(uses > 0, most), self.shape.sharing * self.layouts[f].slots
         self.row_uses[row.long()] = uses
         of_tokens = row.repeat_interleave(self.layouts[f].k.group, -1)[..., : base.shape[-1]]
@@ -302,8 +312,13 @@ class Slots(Pages):
     def _write(
         self, f: int, layer: int, rows: Tensor, index: Tensor, k: Tensor, v: Tensor, params: Tensor | None = None
     ) -> None:
-        """Write tokens of one layer and format into slots. index: [N, Hkv, n], k, v: values [N, Hkv, n, D]; with
-        `params` (keys by token) k holds codes already, and params [N, Hkv, groups, bytes] has their rows' content."""
+        """Write tokens of one layer and format into slots.
+
+        Args:
+            index: [N, Hkv, n], the slots.
+            k, v: numbers, [N, Hkv, n, D]; with `params` k has codes instead.
+            params: of keys by token the content of their rows of scales, [N, Hkv, groups, bytes].
+        """
         lay, dim = self.layouts[f], self.shape.head_dim
         if lay.plain:
             both = torch.cat((k, v), dim=-1).to(self.dtype)
@@ -324,10 +339,11 @@ class Slots(Pages):
         """Quantize tokens of one layer into their slots.
 
         Args:
-            base: int64 [N, Ht, n]; tokens without a slot are `nowhere`.
+            base: int64 [N, Ht, n]; tokens without a slot have the trash slot (`nowhere`).
             k, v: [N, Hkv, n, D].
             group: of keys by token the rows of scales, int32 [N, Ht, groups].
-            through: a format of integers that they go through (PM-KVQ: chained); None: none.
+            through: quantize to this integer format first, then shrink the integers (PM-KVQ: chained); None: quantize
+                directly.
         """
         if through not in (None, f):
             self._write_shrunk(through, f, layer, base, k, v)
@@ -341,7 +357,8 @@ class Slots(Pages):
         self._write(f, layer, rows, self._index(f, layer, base), k, v, params)
 
     def _quantize_groups(self, fmt: Format, k: Tensor, valid: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys by token. k: [N, Hkv, n, D], valid: [N, Ht, n] → codes [N, Hkv, n, …], params [N, Hkv, groups, …]."""
+        """Quantize keys by token. k: [N, Hkv, n, D], valid: [N, Ht, n] → codes [N, Hkv, n, …], params [N, Hkv,
+        groups, …]."""
         n, more = k.shape[2], -k.shape[2] % fmt.group
         k = torch.nn.functional.pad(k, (0, 0, 0, more)).unflatten(2, (-1, fmt.group))
         valid = torch.nn.functional.pad(valid, (0, more)).unflatten(2, (-1, fmt.group)).expand(*k.shape[:-1])
@@ -357,13 +374,14 @@ class Slots(Pages):
         self._codes[to][index, : last.codes] = torch.cat((k_codes, v_codes), dim=-1)
         self._sides[to][index, : last.side] = torch.cat((k_params, v_params), dim=-1)
 
-    # -- giving back
+    # -- free slots
 
     def evict(self, drop: Tensor, at: Tensor | None = None) -> None:
-        """Forget tokens: bool [Lt, N, Ht, S]. Their slots are free at once; nothing moves, but by `compaction`.
+        """Evict tokens. Their slots are free at once; no token moves, unless compaction is measured.
 
         Args:
-            at: int64 [N], of these rows, each once; None: of all B.
+            drop: bool [Lt, N, Ht, S], the tokens.
+            at: int64 [N], their rows, each once; None: all B rows.
         """
         if at is not None and self.compaction:
             drop = torch.zeros_like(self.positions(), dtype=torch.bool).index_copy_(1, at, drop)
@@ -384,7 +402,7 @@ class Slots(Pages):
             self.refresh()
 
     def refresh(self) -> None:
-        """Ask the device how many tokens the lanes hold, after evictions."""
+        """Read from the device how many tokens the lanes hold; the host does not count evictions."""
         self.most = self.count.amax((0, 2)).tolist()
 
     def _release(self, place: Tensor, which: Tensor) -> None:
@@ -400,12 +418,12 @@ class Slots(Pages):
         self.table.release(page, slot, which)
 
     def _slots_of(self, place: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
-        """Pages and slots of places, of those that are meant; the others' page is none."""
+        """Pages and slots of places. Where `which` is False the page is the trash page."""
         page = torch.where(which, place // self.table.most, self.table.pages.count).long()
         return page, torch.where(which, place % self.table.most, 0).long()
 
     def _poison_evicted(self, drop: Tensor, at: Tensor) -> Tensor:
-        """Fill the slots of tokens that are about to go with NaN → the uses of the rows of key scales before."""
+        """Fill the slots of tokens that are about to be evicted with NaN → the uses of rows of key scales before."""
         place = self.place[:, at, :, : drop.shape[-1]]
         which = drop & (self.pos[:, at, :, : drop.shape[-1]] >= 0) & (place >= 0)
         self._poison(*self._slots_of(place, which), which)
@@ -425,5 +443,5 @@ class Slots(Pages):
                 self._sides[f][index] = 255
 
     def _at(self, row: int) -> Tensor:
-        """One row, int64 [1], without waiting for the device, as a copy from the host's memory would."""
+        """One row as int64 [1], filled on the device: a copy from the host's memory would wait."""
         return torch.full((1,), row, device=self.shape.device)

@@ -1,29 +1,34 @@
-"""PagedStore: keys and values in pages, packed in their formats, with slots that are used again in place.
+"""PagedStore: keys and values in pages, packed in their formats. New tokens take the slots of evicted tokens.
 
     pool        [pages, lanes of a unit, bytes of a page]: codes; a slot holds its token's key codes, then the value's
     side        beside it: the parameters (scales, minima) of groups of channels, for every slot
-    scale_rows  the parameters of groups of tokens (keys by token): a row a group, until its last token is gone
+    scale_rows  the parameters of groups of tokens (keys by token): a row for each group that holds a token
     ring        the full-precision buffer: tokens that wait to be quantized together
     place, pos  for every unit the list of its tokens, oldest first: where each lies, and its original position
 
 The life of a token:
 
-    append    takes a slot, or a place in the ring; the Writer then brings its key and value, layer by layer
-    settle    a prompt is read: what the policy left of it moves from plain pages to where it will stay
+    append    the token takes a slot or a place in the ring; then the Writer writes its key and value, layer by layer
+    settle    the prompt was read: the tokens that the policy kept move from plain pages into pages of their format
     flush     the ring is full: its tokens are quantized into pages of the running thought type
-    reader    gives every layer's keys and values, oldest token first
-    evict     the token leaves its list, its slot is free; the page too when it was the last one
-              (what stays moves together then, where that is measured: `compaction.py`)
+    reader    reads every layer's keys and values, oldest token first
+    evict     the token leaves its list and its slot is free; an empty page returns to the pool
 
-All pages have one size in bytes and serve any format (`pages.py` says how they are read); a page holds tokens of one
-unit, one format and one thought type (`table.py`). A token never moves while it lives, unless another format is asked
-for.
+All pages have one size in bytes and serve any format (`pages.py` reads them). A page holds tokens of one unit, one
+format and one thought type (`table.py`). A held token moves only if a policy asks for another format
+(`requantize.py`), or if gather compaction is measured (`compaction.py`).
 
-A decode step takes slots in three parts. The host makes sure of room (`require`), or, where it must not ask the
-device, looks at `overflow` afterwards. What a CUDA graph may record follows, from tensors alone (`take`,
-`flush_rings`). Then the host notes what has happened (`appended`, `flushed`). `append` and `flush` do all three.
+A decode step takes slots in three parts; `append` and `flush` do all three:
 
-Masked-out writes go to a page behind the last one, masked-out reads come from a second one that is all zeros.
+    require, require_flush   the host checks that there is room; while steps are recorded it must not read the
+                             device's memory, and reads `overflow` after the step instead
+    take, flush_rings        work on tensors alone, so a CUDA graph can record them
+    appended, flushed        the host counts what was taken
+
+The pool has two extra pages: masked-out writes go to the trash page, masked-out reads come from the zero page.
+
+The store has four layers: `pages.py` reads, `slots.py` makes the tensors and gives slots, `requantize.py` moves
+tokens between formats, this file appends, flushes and begins segments.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ from minithink.ref.flush import flush as by_layer
 
 
 class PagedStore(Moves):
-    """Tokens of B rows. Rows, lanes and units as in `kv/contract.py`."""
+    """Keys and values of the tokens of B rows. Rows, lanes and units as in `kv/contract.py`."""
 
     # -- appending
 
@@ -55,7 +60,7 @@ class PagedStore(Moves):
                 ring or to the format of its row's thought type.
 
         Returns:
-            what writes the keys and values of these tokens, layer by layer.
+            the Writer of these tokens' keys and values, layer by layer.
 
         Raises:
             Exhausted: the pool has no pages left; the store is as it was.
@@ -71,14 +76,15 @@ class PagedStore(Moves):
         return writer
 
     def require(self, rows: Sequence[int]) -> None:
-        """Before each of these rows brings a generated token: room in the lists and, where the host may ask, pages.
+        """Check that there is room for one generated token of each row: in the lists and, if the host may read the
+        device's memory, in pages.
 
         Raises:
             Exhausted: the pool has no pages left; the store is as it was.
             UsageError: a lane would hold more tokens than the fixed width; the store is as it was.
         """
         most = self.most
-        if self.columns is None or max(most) >= self.columns:  # as the host counts, which does not know of evictions
+        if self.columns is None or max(most) >= self.columns:  # the host's counts include evicted tokens
             most = self.require_columns(rows, [1] * len(rows))
         else:
             most = list(most)
@@ -93,8 +99,8 @@ class PagedStore(Moves):
         self.most = most
 
     def take(self, batch: Batch) -> Writer:
-        """Slots for one generated token of every active row, or places in the ring; nothing is asked of the device.
-        Where the pool is too small `overflow` becomes true."""
+        """Take slots, or places in the ring, for one generated token of every active row, without the host. If the
+        pool is too small, `overflow` becomes true."""
         at = batch.row
         self.backend.enlist(self.place, self.pos, self.count, at, batch.active, batch.length - 1, batch.waiting)
         if self.storage.buffer:
@@ -102,7 +108,7 @@ class PagedStore(Moves):
         return _PageWriter(self, at, self._allocate(at, batch.active, 1))
 
     def appended(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """What the host must know after `take`: so many tokens each row has seen now."""
+        """Update the host's counts after `take`. lengths: tokens that each row has seen now."""
         for row, length in zip(rows, lengths, strict=True):
             self.lengths[row] = length
         self.used.update(self.appends)
@@ -118,7 +124,7 @@ class PagedStore(Moves):
         return () if self.storage.buffer else self.home
 
     def _append_prompts(self, rows: Sequence[int], counts: Sequence[int], lengths: Sequence[int]) -> Writer:
-        """Slots in plain pages. Arguments and errors as of `append`."""
+        """Take slots in plain pages. Arguments and errors as of `append`."""
         n, device, (lt, _, ht) = max(counts), self.shape.device, self.shape.tables
         if self.compaction:
             self.compaction.finish()
@@ -158,7 +164,7 @@ class PagedStore(Moves):
         self.flushed(rows)
 
     def require_flush(self, rows: Sequence[int]) -> None:
-        """Before the full rings of some rows are quantized: pages, and rows of key scales.
+        """Check that there are pages and rows of key scales for the full rings of some rows.
 
         Raises:
             Exhausted: there are too few; the store is as it was.
@@ -174,7 +180,7 @@ class PagedStore(Moves):
         self._require(at, size, lambda: waits.sum(-1), purpose)
 
     def flush_rings(self, batch: Batch) -> None:
-        """Quantize the full ring of every active row, from tensors alone, as `take`."""
+        """Quantize the full ring of every active row, without the host."""
         at, bases = batch.row, self._allocate(batch.row, batch.active, self.storage.buffer)
         groups = dict[int, Tensor]()
         for f, base in bases.items():
@@ -183,35 +189,36 @@ class PagedStore(Moves):
                 self.overflow |= (uses > 0).sum() > self.free_rows.top
                 groups[f] = self._draw_rows(f, uses, base, uses.numel())
                 self.free_rows.top.clamp_(min=0)
-        # The kernel knows of no integers that are shrunk.
+        # The kernel does not support integers that are shrunk.
         flush = by_layer if self.storage.shrink else self.backend.flush
         flush(_BufferWriter(self, at, bases, groups))
 
     def flushed(self, rows: Sequence[int]) -> None:
-        """What the host must know after `flush_rings`."""
+        """Update the host's counts after `flush_rings`."""
         self.used.update(self.home)
         if not self.asks:
             self.table.drawn()
-            self.free_rows.at_least = 0  # some were drawn: ask when it matters
+            self.free_rows.at_least = 0  # some were drawn; `require` reads the true number
         for row in rows:
             self.waiting[row] = 0
 
     # -- segments
 
     def open_segment(self, at: Tensor, opened: Tensor, thought: Tensor) -> None:
-        """Tokens that come from now on are of this type. It holds when `begin_segments` is called, for full buffers
-        belong to the segment before. at: int64 [N], rows, each once; opened: bool [N]; thought: uint8 [N]."""
+        """Note the thought type of new segments. `begin_segments` makes it the running type; full buffers are flushed
+        before that, because they belong to the segment before. at: int64 [N], rows, each once; opened: bool [N];
+        thought: uint8 [N]."""
         self.next_thought[at] = torch.where(opened, thought, self.next_thought[at])
 
     def begin_segments(self, at: Tensor, active: Tensor) -> None:
-        """What `open_segment` has opened begins. at: int64 [N], rows, each once; active: bool [N], of these."""
+        """Begin the segments that `open_segment` noted. at: int64 [N], rows, each once; active: bool [N]."""
         begun = torch.where(active, self.next_thought[at], SAME)
         self.thought[at] = torch.where(begun != SAME, begun, self.thought[at])
         self.next_thought[at] = torch.where(active, SAME, self.next_thought[at])
         self.begun[at] = begun
 
     def begin(self, row: int, position: int, thought: int) -> None:
-        """What the host must know of a segment, whose first token stands, or will stand, at this position."""
+        """Note on the host that a segment of this type begins at this position."""
         self.starts[row].append(position)
         self.kinds[row].append(thought)
 
@@ -231,7 +238,7 @@ class PagedStore(Moves):
         if self.poison:
             self.ring[:, row] = torch.nan
 
-    # -- looking at it
+    # -- tables, tensors, bytes
 
     def entries(self, layer: int, row: int, head: int) -> list[Entry]:
         """The block table of one unit."""
@@ -262,7 +269,7 @@ class PagedStore(Moves):
         return int(there.sum()) * self.shape.sharing
 
     def held(self, rows: Tensor | None = None) -> Tensor:
-        """Bytes that the tokens of each row hold; nothing is asked of the device, so that a CUDA graph may do it.
+        """Bytes that the tokens of each row hold. It works without the host, so a CUDA graph can record it.
 
         Args:
             rows: int64 [N]; None: all of them.
@@ -275,7 +282,7 @@ class PagedStore(Moves):
             pages, tokens = pages[:, rows], tokens[:, rows]
         tokens, lanes, each = tokens.sum((0, 2)), self.shape.sharing, (0, 2, 3)
         payload = scales = torch.zeros_like(tokens)
-        if len(self.layouts) == 1 and not self.storage.buffer:  # nobody needs to look where they lie
+        if len(self.layouts) == 1 and not self.storage.buffer:  # all tokens have the same size
             [lay] = self.layouts
             payload, scales = tokens * lanes * lay.codes, tokens * lanes * lay.side
         else:
@@ -283,7 +290,7 @@ class PagedStore(Moves):
             if rows is not None:
                 pos, place = pos[:, rows], place[:, rows]
             paged = (pos >= 0) & (place >= 0)
-            page = torch.where(paged, place // t.most, t.pages.count).long()  # of the others the format is none
+            page = torch.where(paged, place // t.most, t.pages.count).long()  # in the ring: trash page, no format
             formats = t.format[page]
             for f, lay in enumerate(self.layouts):
                 mine = formats == f
@@ -304,13 +311,14 @@ class PagedStore(Moves):
 
 
 class Writer:
-    """Writes the keys and values of appended tokens. A kernel looks through it, at where they go."""
+    """Writes the keys and values of appended tokens. Kernels do not call it: they read its fields and write the slots
+    themselves."""
 
     store: Slots
     at: Tensor  # rows, int64 [N]
     index: Tensor | None = None  # their tokens' places in the ring, int64 [N]; None: the tokens go into pages
-    # Of every format, slots in the first lane of their units, int64 [Lt, N, Ht, n]; on the trash page there is no
-    # token of that format.
+    # For each format the slots in the first lane of each unit, int64 [Lt, N, Ht, n]; the trash slot means that the
+    # token has another format.
     bases: dict[int, Tensor]
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -338,7 +346,7 @@ class _RingWriter(Writer):
 
 
 class _BufferWriter:
-    """Quantizes full rings. The kernel looks through it, as through a Writer."""
+    """Quantizes full rings. The kernel `flush` reads its fields, as kernels do with a Writer."""
 
     def __init__(self, store: Slots, at: Tensor, bases: dict[int, Tensor], groups: dict[int, Tensor]) -> None:
         self.store, self.at, self.bases, self.layers = store, at, bases, store.shape.layers

@@ -1,6 +1,6 @@
-"""Who holds which page, which slots of it are taken, and the lists of free pages.
+"""Block tables: the pages of every unit, the slots that are taken in each page, and the list of free pages.
 
-    unit    whoever shares a table: a lane (scope "head"), a layer's heads or all lanes of a sequence
+    unit    lanes that share a table: one lane (scope "head"), a layer's heads, or all lanes of a sequence
     page    slots for the tokens of one unit, of one format and one thought type; pages of a unit lie anywhere
     slot    room for one token's key and value, in every lane of the unit
 
@@ -8,8 +8,8 @@ The table of ThinKV §5.2 (figure 6) keeps for every block its physical page, th
 type, an eviction mask, and the start indices of the segments with a mask of slots for each. Here the last two follow
 from the original position that is kept for every token: `entries` shows them.
 
-Numbers of pages and slots are drawn for whole batches at once, without the host. Where a mask says that nothing is
-wanted, the answer is a number behind the last real one, which exists as a place to write what nobody reads.
+Numbers of pages and slots are drawn for whole batches at once, without the host. Masked-out elements get the trash
+page, whose number is behind the last real one; its content is never read.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from minithink.kv.contract import Shape
 
 
 class Exhausted(MinithinkError):
-    """The pool has too few free pages, or rows of scales; nothing was changed."""
+    """The pool has too few free pages or rows of scales; nothing was changed."""
 
 
 class FreeList:
-    """Free numbers from 0 to count − 1: a stack on the device, drawn from and given back to under masks."""
+    """A stack of free numbers (0 to count − 1) on the device. Masks say which elements draw or give back a number."""
 
     def __init__(self, count: int, what: str, device: torch.device) -> None:
         self.count, self.what = count, what
-        # One entry more than there are numbers: writes that are masked out go there.
+        # One extra entry, for masked-out writes.
         self.stack = torch.arange(count, -1, -1, device=device, dtype=torch.int32).roll(-1)
         self.top = torch.tensor(count, device=device)
-        self.at_least = count  # free numbers that the host can be sure of
+        self.at_least = count  # the host knows that at least so many are free
 
     @property
     def free(self) -> int:
-        """How many are free."""
+        """How many numbers are free."""
         return int(self.top)
 
     def require(self, most: int, wanted: Callable[[], Tensor], purpose: str) -> None:
-        """Make sure that so many numbers can be drawn. The device is asked only if the host cannot be sure.
+        """Check that enough numbers are free. The device's count is read only if the host's does not suffice.
 
         Args:
             most: numbers that are drawn at most.
-            wanted: tells how many these are, a tensor of one number.
-            purpose: what they are for, in words.
+            wanted: returns how many are drawn exactly, a tensor of one number.
+            purpose: of the numbers, in words, for the message.
 
         Raises:
-            Exhausted: there are too few.
+            Exhausted: too few numbers are free.
         """
         if most > self.at_least:
             self.at_least = self.free
@@ -64,8 +64,8 @@ class FreeList:
                 )
 
     def draw(self, want: Tensor, most: int) -> Tensor:
-        """A number for every true element, `count` for the others, and for those for which none is left where nobody
-        has asked `require`: bool → int32 of the same shape."""
+        """A free number for every true element: bool → int32 of the same shape. False elements get `count`; true ones
+        too, if no number is left (which cannot happen after `require`). most: numbers that are drawn at most."""
         rank = want.flatten().cumsum(0).view(want.shape)  # 1 for the first
         numbers = self.stack[(self.top - rank).clamp(0, self.count)]
         drawn = torch.where(want & (rank <= self.top), numbers, self.count)
@@ -74,7 +74,7 @@ class FreeList:
         return drawn
 
     def give(self, numbers: Tensor, which: Tensor) -> None:
-        """Take back the numbers for which `which` is true."""
+        """Put the numbers for which `which` is true back on the stack."""
         rank = which.flatten().cumsum(0).view(which.shape) - 1
         place = torch.where(which, self.top + rank, self.count)
         self.stack[place] = torch.where(which, numbers, self.count).to(torch.int32)
@@ -89,7 +89,7 @@ class Entry:
     format: int
     thought: int
     filled: int  # slots that were ever written
-    starts: tuple[int, ...]  # positions at which the segments begin whose tokens are here
+    starts: tuple[int, ...]  # first positions of the segments whose tokens are here
     segments: tuple[str, ...]  # for each, a 1 for every slot of its tokens
     evicted: str  # a 1 for every slot that was written and is free again
 
@@ -109,26 +109,26 @@ class BlockTable:
     """The pages of every unit, and the slots of every page."""
 
     def __init__(self, shape: Shape, pages: int, slots: Sequence[int], device: torch.device, width: int = 4) -> None:
-        """slots: of a page in each format; width: pages of a unit that there is room for at first."""
+        """slots: of a page in each format; width: pages that a unit's table has room for at first."""
         self.shape, self.slots, self.most = shape, tuple(slots), max(slots)
         self.pages = FreeList(pages, "pages", device)
-        # one page more: writes that are masked out go there
+        # one extra page, for masked-out writes
         self.live = torch.zeros(pages + 1, self.most, dtype=torch.bool, device=device)
-        self.taken = torch.zeros(pages + 1, dtype=torch.int32, device=device)  # living tokens
+        self.taken = torch.zeros(pages + 1, dtype=torch.int32, device=device)  # tokens held
         self.filled = torch.zeros(pages + 1, dtype=torch.int16, device=device)
         self.thought = torch.zeros(pages + 1, dtype=torch.uint8, device=device)
         self.format = torch.full((pages + 1,), 255, dtype=torch.uint8, device=device)
         self.page = torch.full((*shape.tables, width), pages, dtype=torch.int32, device=device)  # `pages`: none
-        self.widest = 0  # columns of `page` that may be taken, as far as the host knows
+        self.widest = 0  # the host knows that at most so many columns of `page` are taken
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that the table and the list of free pages occupy."""
+        """All tensors of the table and of the list of free pages."""
         p = self.pages
         return self.live, self.taken, self.filled, self.thought, self.format, self.page, p.stack, p.top
 
     def missing(self, fmt: Tensor, slots: Tensor, thought: Tensor, count: Tensor, at: Tensor) -> Tensor:
-        """Pages to open so that every unit of some rows has room for more tokens.
+        """Count the pages that every unit of some rows must open to have room for more tokens.
 
         Args:
             fmt: int64 [N], the format of each row's tokens.
@@ -146,15 +146,16 @@ class BlockTable:
         return (lacking + slots[..., 0] - 1) // slots[..., 0]
 
     def require(self, at: Tensor, pages: int, missing: Callable[[], Tensor], purpose: str) -> None:
-        """Make sure that the units of some rows can open pages, and that there are columns for them.
+        """Check that the units of some rows can open pages, and widen the table if it lacks columns.
 
-        Where the columns suffice the table stays where it is: recorded graphs know its address.
+        If the columns suffice, the table keeps its address, which recorded graphs know.
 
         Args:
             at: int64 [N], the rows.
-            pages: that a unit opens at most.
-            missing: tells how many each opens, int64 [Lt, N, Ht]; called only if the host cannot be sure.
-            purpose: what they are for, in words.
+            pages: pages that a unit opens at most.
+            missing: returns how many pages each unit opens, int64 [Lt, N, Ht]; called only if the host's counts do
+                not suffice.
+            purpose: of the pages, in words, for the message.
 
         Raises:
             Exhausted: there are too few pages; nothing was changed.
@@ -163,8 +164,8 @@ class BlockTable:
         self.pages.require(most, lambda: missing().sum(), purpose)
         self.pages.at_least = max(0, self.pages.at_least - most)
         self.widest += pages
-        if self.widest > self.page.shape[-1]:  # as far as the host knows: count
-            used = (self.page != self.pages.count).sum(-1)  # of all rows: what others use counts for the next time
+        if self.widest > self.page.shape[-1]:  # by the host's bound: count on the device
+            used = (self.page != self.pages.count).sum(-1)  # of all rows: `widest` is a bound for all of them
             used[:, at] += missing()
             self.widest = int(used.max())
             if (more := self.widest - self.page.shape[-1]) > 0:
@@ -172,19 +173,19 @@ class BlockTable:
                 self.page = torch.nn.functional.pad(self.page, (0, more), value=self.pages.count)
 
     def drawn(self) -> None:
-        """Pages were opened without `require`: how many are left, and columns without one, is asked when it
-        matters."""
+        """Pages were opened without `require`. The host's bounds no longer hold, so the next `require` counts on the
+        device."""
         self.pages.at_least, self.widest = 0, self.page.shape[-1]
 
     def release(self, page: Tensor, slot: Tensor, which: Tensor) -> None:
-        """Free the slots for which `which` is true, and give back the pages that are empty now. Equal shapes."""
+        """Free the slots for which `which` is true, and return empty pages to the pool. Equal shapes."""
         page = torch.where(which, page, self.pages.count).long()
         self.live[page, slot] = False
         self.taken.scatter_add_(0, page.flatten(), -which.flatten().to(torch.int32))
         self.give_back()
 
     def give_back(self) -> None:
-        """Return to the pool all pages in which no token lives."""
+        """Return all pages without a token to the pool."""
         here = self.page.long()
         empty = (self.page != self.pages.count) & (self.taken[here] == 0)
         self.pages.give(self.page, empty)
@@ -194,7 +195,7 @@ class BlockTable:
     def entries(
         self, unit: tuple[int, int, int], tokens: dict[tuple[int, int], int], starts: Sequence[int]
     ) -> list[Entry]:
-        """The table of one unit, for reading.
+        """The table of one unit, for people to read.
 
         Args:
             unit: its index (table layer, row, table head).

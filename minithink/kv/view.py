@@ -1,7 +1,7 @@
-"""What a policy sees of a cache between two steps: `contract.Step`.
+"""View: what a policy sees of a cache between two steps. It implements `contract.Step`.
 
-A view shows the rows of a batch: all of the manager's, or the few that have something to decide. What the host knows
-of them stands in the batch's tensor, for a recorded decision is replayed with another one each time.
+A view shows the rows of a batch: all rows of the manager, or the few that are due. Lengths, tokens and the like come
+from the batch's tensor, because a recorded decision is replayed with other rows each time.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from minithink.kv.observe import Observations
 from minithink.kv.pages import Pages, Reading
 from minithink.ref.decode_attention import group_reduce
 
-# Is called with the view, the policy, its scores and where they count: for whoever records (`Step.note`).
+# Called with the view, the policy, its scores and where they count; a recorder sets it (`Step.note`).
 Noted = Callable[["View", Policy, Tensor, "Tensor | None"], None]
 
 
 class View:
-    """`contract.Step`, over a store and what was observed."""
+    """`contract.Step` over a store and its observations."""
 
     def __init__(
         self, store: Pages, observations: Observations, policy: Policy, budgets: Mapping[int, Tensor], batch: Batch,
@@ -35,8 +35,8 @@ class View:
         Args:
             policy: of the manager; `seen_by` shows the same to a member of a stack.
             budgets: of every member, by its id: int32 [Lt, B, Ht].
-            asks: whether the host may ask the device; not where this is recorded.
-            noted: is told what policies note.
+            asks: whether the host may read the device's memory; False while a graph is recorded.
+            noted: called with the scores that policies note; None: they are dropped.
         """
         self.store, self.observations, self.policy, self.budgets = store, observations, policy, budgets
         self.batch, self.asks, self._noted = batch, asks, noted
@@ -44,7 +44,7 @@ class View:
         self.row, self.active, self.length = batch.row, batch.active, batch.length
         self.thinking, self.tokens, self.protects = batch.thinking, batch.token, policy.protect_prompt
         self.prompt, self.clock = batch.prompt.int(), (batch.length - batch.prompt).clamp(min=0).int()
-        self._reading: tuple[Tensor | None, Tensor | None, Reading] | None = None  # the last one asked for
+        self._reading: tuple[Tensor | None, Tensor | None, Reading] | None = None  # the last one that was asked for
         self._slots: dict[int, Tensor] = {}  # where the last queries are, by how many
 
     def seen_by(self, policy: Policy) -> View:
@@ -85,7 +85,7 @@ class View:
 
     @cached_property
     def droppable(self) -> Tensor:
-        """Tokens that may go: those of rows that took part, but for what is protected. bool [Lt, R, Ht, S]."""
+        """Tokens that may be evicted: unprotected ones of active rows. bool [Lt, R, Ht, S]."""
         first = self.prompt if self.protects else torch.zeros_like(self.prompt)
         first = torch.where(self.active, first, torch.iinfo(torch.int32).max)
         return self._pos >= first[:, None, None]
@@ -111,7 +111,7 @@ class View:
         return x if shown is None else x.new_zeros(self.shape.rows, *x.shape[1:]).index_copy_(0, shown, x)
 
     def _reader(self, shown: Tensor | None) -> Reading:
-        """What reads some of the rows shown (int64, indices), or all."""
+        """A reader of some of the rows shown (int64, indices), or of all."""
         if self.store.storage.lag:  # a prompt that was just read is not in the ring yet
             length = self.length if shown is None else self.length[shown]
             settled = self.clock > 0 if shown is None else self.clock[shown] > 0
@@ -135,7 +135,7 @@ class View:
         return self._weights(self.observations.mass, layer, self._demand(See.MASS, layer).group)
 
     def _weights(self, all_held: dict[tuple[int, str], Tensor], layer: int, group: str) -> Tensor:
-        """What is held of attention: [R, heads, S]."""
+        """Attention weights that were kept, 0 if none were: [R, heads, S]."""
         width = self.store.seen
         if (held := all_held.get((layer, group))) is None:
             heads = self.shape.query_heads if group == "none" else self.shape.kv_heads
@@ -157,7 +157,7 @@ class View:
 
     def rows(self, layer: int) -> Tensor:
         demand, pos = self._demand(See.ROWS, layer), self.pos(layer)  # pos: [R, Ht, S]
-        if demand.rows == 1:  # attention has told
+        if demand.rows == 1:  # attention has written this row
             return self._weights(self.observations.newest, layer, demand.group).unsqueeze(2)
         q, k = self._last_queries(layer, demand.rows).float(), self.keys(layer).float()
         out = []
