@@ -96,13 +96,13 @@ for layer in range(config.num_layers):
 print(f"keys and values of the first 30 tokens are the same, with {len(prompt) - 30} tokens after them or without")
 
 # %% [markdown]
-# And the queries? A query is used once, by its own token. Nobody asks for an old one. Hence a *KV* cache, without Q.
+# And the queries? A query is used once, by its own token. No later token needs it. Hence a *KV* cache, without Q.
 #
 # ## The same tokens, twice
 #
 # The naive loop gives the decoder the whole text at every step. The cached loop gives it the prompt once (*prefill*)
 # and then one token at a time (*decode*). `FullCache` is the library's plainest cache. Its protocol: `join` reserves
-# room for a sequence, `begin_step` says who brings how many tokens, `end_step` closes the step.
+# room for a sequence, `begin_step` says which sequence brings how many tokens, `end_step` closes the step.
 
 
 # %%

@@ -132,7 +132,7 @@ class Toy:
 
 # %% [markdown]
 # One function draws the pages. Blue slots are the first sequence's, green ones the second's. A white slot is empty. A
-# grey letter is a token that was evicted, and nobody has used its slot since.
+# grey letter is an evicted token whose slot no other token has taken yet.
 
 
 # %%
@@ -205,7 +205,7 @@ table(toy.store)
 
 # %% [markdown]
 # No byte of the pool has changed. The keys and values of B are still there, but no list names them any more, so
-# nobody reads them: eviction cost a few bits and a shorter list. And nothing has moved.
+# attention does not read them: eviction cost a few bits and a shorter list. And nothing has moved.
 #
 # ## The slot is used again, in place
 #
@@ -478,7 +478,7 @@ print(f"\nreserve: {100 * ledger.reserve / ledger.total:.0f} % of all, for {mana
 # - `reserve`: the pool's free pages and slots.
 #
 # Why is the reserve so large? The pool was made for the worst that this sequence might become, and while the prompt
-# is read everything is kept. Unlike `FullCache`'s, this reserve belongs to nobody. It can be *shared*. Here are the
+# is read everything is kept. Unlike `FullCache`'s, this reserve belongs to no sequence. It can be *shared*. Here are the
 # three problems again, plus a fourth, in a pool of 20 pages of 16 tokens. Each of them may still grow to 1,000
 # tokens, only not all at once.
 
@@ -608,6 +608,9 @@ assert thinkv.held(0) == 12
 
 # %% [markdown]
 # No token was moved and nothing was gathered. That is what the paper calls continuous thinking.
+#
+# In the library, `minithink/kv/store.py` has the life of a token, `slots.py` the free slots, `table.py` the block
+# table and `manager.py` the step protocol. `docs/kv-cache.md` says which file to read for what.
 #
 # One thing is left for the next tutorial: A, B, C and D were quantized *together*, and their keys share scales. A and
 # C are gone. What happens to the scales?

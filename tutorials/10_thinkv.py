@@ -227,7 +227,7 @@ print(f"our four texts in segments of {tau} tokens: κ = {kappa(torch.cat(ours),
 
 # %% [markdown]
 # If κ is near 0 and the correlation is not, then ThinKV's types on this small model are rather *early, middle and
-# late* than planning, computing and doubting: a longer cache has a larger share of tokens that nobody looks at. That
+# late* than planning, computing and doubting: a longer cache has a larger share of tokens without attention. That
 # is no verdict on the paper, whose models are a thousand times as large. For us it means: on this model we can learn
 # how ThinKV *works*, and must not conclude that its types are thoughts.
 #
@@ -606,7 +606,7 @@ assert e.page != r.page
 # %% [markdown]
 # **Step c.** I to L are a transition: 2 bits, 8 slots in the same bytes, half of them used. With L it ends. Case 1:
 # the two segments before it shrink to 2 tokens each. Compare the eviction masks with step b, and watch the memory:
-# not a byte of the two pages changes, and whoever stays is where it was.
+# not a byte of the two pages changes, and every remaining token is where it was.
 
 # %%
 before, bytes_before = where(), store.pool[[r.page, e.page]].clone()

@@ -1,14 +1,15 @@
-"""What is measured, as data: comparisons of policies, cases of the decode loop, and tables; a module a method.
+"""Experiments: what is measured of each method, as data. One method, one module.
 
-A module may hold
+A module may have these dictionaries. All modules of this folder are found by themselves (`collected`).
 
-    SWEEPS    name → Sweep: policies, budgets and problems that are compared (`bench/sweep.py` runs them)
-    OPERATIONS  kernels that are timed beside their twins (`bench/ops.py`)
-    STAND_INS policy → what takes its place where keys are noise
-    CASES     name → Cases: methods whose steps are timed on synthetic caches (`bench/cases.py` runs them)
-    TABLES    name → Table: columns of a table in a document (`bench/tables.py` fills it in)
+    SWEEPS      name → Sweep: policies, budgets and problems that are compared (`bench/sweep.py` runs them); each has
+                a table sweep-NAME
+    CASES       name → Cases: methods whose steps are timed on synthetic caches (`bench/cases.py` runs them)
+    STAND_INS   policy → stand-in: the policy that takes its place on synthetic caches, whose keys are noise
+    OPERATIONS  name → Operation: kernels that are timed beside their twins (`bench/ops.py` runs them)
+    TABLES      name → Table: columns of a table in a document (`bench/tables.py` fills it in)
 
-The engines know no method: whatever is particular to one stands in its module here.
+The engines in `bench` name no method. Everything particular to a method is in its module here.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from torch import Tensor
 
 from minithink.kv.contract import Policy
 
-LAYERS, MEASURED = 32, 4  # layers of the shape in which operations are timed; of these, measured ones
+LAYERS, MEASURED = 32, 4  # of the shape in which operations are timed: layers, layers whose sparsity is measured
 Result = Mapping[str, Any]  # a file of docs/results
-Row = Mapping[str, Any]  # one of its measurements
-Field = str | tuple[str, ...] | Callable[[Row], Any]  # a dotted path in a row, several of them, or what computes it
+Row = Mapping[str, Any]  # one measurement of a Result
+Field = str | tuple[str, ...] | Callable[[Row], Any]  # a dotted path in a row, several, or a function of the row
 Column = tuple[str, Field, str]  # heading, field, format (see `bench/tables.py`)
 
 
@@ -47,7 +48,7 @@ class Goal:
     ours: str
     theirs: str
     ratio: float
-    of_bound: bool = False  # the ratio counts the share that is reached of the ratio that the two bounds have
+    of_bound: bool = False  # the goal is this share of the ratio that the bounds of both cases allow
 
 
 @dataclass(frozen=True)
@@ -56,31 +57,31 @@ class Table:
 
     columns: tuple[Column, ...]
     rows: Callable[[Result], Iterable[Row]] = _measurements
-    across: Field = ()  # each of its values has the columns `cells`; rows with equal `columns` are one line
+    across: Field = ()  # each value of this field has its own `cells`; rows with equal `columns` are one line
     cells: tuple[Column, ...] = ()  # {} in a heading: the value
-    last: tuple[Column, ...] = ()  # columns behind those
-    titles: Mapping[Any, str] = field(default_factory=dict)  # of values, where they are not their own
-    said: Callable[[Result], Iterable[str]] = _nothing  # lines below
-    file: str = ""  # the result that it shows; "": the one of the table's name
+    last: tuple[Column, ...] = ()  # columns behind `cells`
+    titles: Mapping[Any, str] = field(default_factory=dict)  # value → heading, if it is not the value itself
+    said: Callable[[Result], Iterable[str]] = _nothing  # lines below the table
+    file: str = ""  # name of the result that the table shows; "": the table's name
     kind: str = ""  # of cases: the rows name their own runs (`bench/markdown.py`)
-    goals: tuple[Goal, ...] = ()  # comparisons of cases of this kind stand below
-    shipped: Path | None = None  # the result lies beside the model
+    goals: tuple[Goal, ...] = ()  # comparisons of cases of this kind, below the table
+    shipped: Path | None = None  # path of the result, if it lies beside the model
 
 
 @dataclass(frozen=True)
 class Sweep:
     """A comparison of policies."""
 
-    what: str  # is compared
-    policies: tuple[str, ...]  # beside full
-    budgets: tuple[float, ...] = (0.25, 0.5, 0.75)  # shares of what the full cache generates, beside the prompt; ():
-    # of policies that have none
+    what: str  # what is compared, in words
+    policies: tuple[str, ...]  # the full cache is always added
+    # Shares of the tokens that the full cache generates; the prompt is added. (): the policies take no budget.
+    budgets: tuple[float, ...] = (0.25, 0.5, 0.75)
     split: str = "validation"
     problems: int = 200
     samples: int = 1
-    recall: bool = False  # is measured, too
-    needed: bool = False  # likewise: how much of what statements need is kept
-    checkpoint: str = ""  # hash of the weights that the table shows; "": the embedded model's
+    recall: bool = False  # whether recall is measured
+    needed: bool = False  # whether the share of needs that the cache meets is measured (docs/evaluate.md)
+    checkpoint: str = ""  # hash of the weights that the table shows; "": of the embedded model
 
 
 @dataclass(frozen=True)
@@ -90,12 +91,12 @@ class Case:
     kind: str  # step, bytes, request or throughput
     method: str
     batch: int = 0  # of steps and requests; 0: the largest that fits, or a few
-    drawn: float | None = None  # the share that the method's stand-in draws types with; None: it draws none
-    pool: float = 1.0  # pages, as a share of what the worst case needs
+    drawn: float | None = None  # the share of transitions that the method's stand-in draws; None: it draws no types
+    pool: float = 1.0  # pages, as a share of the worst case's
 
     @property
     def name(self) -> str:
-        """As `--cases` has it: throughput/thinkv/T30/P55."""
+        """The name that `--cases` takes, such as throughput/thinkv/T30/P55."""
         types = [] if self.drawn is None else [f"T{self.drawn * 100:g}"]
         types += [f"P{self.pool * 100:g}"] if self.pool != 1 and types else []
         return "/".join([self.kind, self.method, *([str(self.batch)] if self.batch else []), *types])
@@ -106,10 +107,10 @@ Inputs = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Operation:
-    """A kernel that is timed beside its twin (`bench/ops.py`); its name is that of both."""
+    """A kernel that is timed beside its twin (`bench/ops.py`). The entry's name is the name of both."""
 
-    exact: Callable[[str, int], Inputs]  # device, tokens → whole numbers, on which both are equal
-    # lengths, sequences that are due, bytes that inputs hold together → case, bytes that must be moved, inputs
+    exact: Callable[[str, int], Inputs]  # device, tokens → inputs of whole numbers, for which both results are equal
+    # lengths, sequences that are due, bytes of all inputs together → case, bytes that must be moved, inputs
     cases: Callable[[Sequence[int], Sequence[int], int], Iterator[tuple[str, int, list[Inputs]]]]
 
 
@@ -117,10 +118,10 @@ class Operation:
 class Cases:
     """Methods side by side at their steady state."""
 
-    what: str  # is measured: the help of the command
-    methods: Mapping[str, str]  # name → policy, whose {budget}, … are filled in from the command line
-    numbers: Mapping[str, tuple[int, str]]  # what stands in braces there: default, help
-    cases: Callable[[Sequence[int], Sequence[float], float], list[Case]]  # by batches, shares and pool
+    what: str  # what is measured, in words: the help of the command
+    methods: Mapping[str, str]  # name → policy; the command line fills in names in braces, such as {budget}
+    numbers: Mapping[str, tuple[int, str]]  # name in braces → default, help
+    cases: Callable[[Sequence[int], Sequence[float], float], list[Case]]  # of batches, shares and pool
     goals: tuple[Goal, ...] = ()
     parts: tuple[str, ...] = ("attention", "gather", "flush", "rest")  # of a step, in the order of tables
     lines: Mapping[str, str] = field(default_factory=dict)  # method → colour, in the picture of latency
@@ -128,29 +129,29 @@ class Cases:
 
 
 class StandIn:
-    """Mixed into a policy whose decisions noise cannot make: what synthetic caches (`bench/steady.py`) ask of it."""
+    """A mixin for stand-ins: policies on synthetic caches (`bench/steady.py`), whose keys and queries are noise."""
 
-    filling = False  # a cache is filled: no attention runs, and what attention decides is drawn
-    typed = False  # thoughts have types; sequences may be copies of a few, and a pool may be below its worst case
+    filling = False  # True while a cache is filled: no attention runs, and its decisions are drawn
+    typed = False  # thoughts have types; sequences may be copies of a few, and the pool may be below its worst case
     slack: int
 
     @property
     def period(self) -> int:
-        """Tokens after which the policy does again what it did."""
+        """Tokens after which the policy's decisions repeat."""
         return max(1, self.slack)
 
     @property
     def enough(self) -> int | None:
-        """Tokens after which a lane does not change any more, on the whole; None: it goes on changing."""
+        """Tokens after which a lane stays as it is, on the whole; None: it goes on changing."""
         return None
 
     @property
     def watched(self) -> tuple[int, ...]:
-        """Layers whose attention is told to the policy, where that is a part of a step with a time of its own."""
+        """Layers whose attention the policy reads, if that is a part of a step with a time of its own."""
         return ()
 
     def counters(self) -> dict[str, Tensor]:
-        """What it counts, by name: int [rows]."""
+        """The policy's counts by name: int [rows]."""
         return {}
 
     def alone(self) -> dict[str, Callable[[Any], object]]:
@@ -158,7 +159,7 @@ class StandIn:
         return {}
 
 
-# policy → its stand-in, made of the policy, the share that types are drawn with, the seed and the number of layers
+# policy → a function that makes its stand-in of: the policy, the share of transitions, the seed, the layers
 StandIns = dict[type[Policy], Callable[[Any, float, int, int], Policy]]
 
 

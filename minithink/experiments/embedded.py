@@ -13,7 +13,7 @@ from minithink.experiments import Result, Row, Sweep, Table
 from minithink.model import Decoder
 from minithink.tasks import families
 
-# Prompts are kept; R-KV decides more often, for these texts are short.
+# All policies keep the prompt. R-KV decides more often than by default, because these texts are short.
 CARD = (
     "window:protect_prompt=true", "random:protect_prompt=true", "rkv:buffer=16,protect_prompt=true",
     "crystal_kv_lite:protect_prompt=true", "kivi", "kivi:bits=4", "thinkv:types=1", "thinkv",
@@ -26,7 +26,7 @@ SWEEPS = {
     ),
 }  # fmt: skip
 
-SPREAD = "**{:.2f} ×**[ ({:.2f} to {:.2f})]"  # a median, and from where to where it went
+SPREAD = "**{:.2f} ×**[ ({:.2f} to {:.2f})]"  # a median, the smallest and the largest value
 
 
 def ratio(m: Row) -> tuple[Any, ...]:
@@ -53,7 +53,7 @@ def decoding(result: Result) -> Iterable[Row]:
 
 
 def share_of_limit(m: Row, side: Row, measured: list[float]) -> float | None:
-    """How near one side comes to reading weights and KV at the bandwidth that was measured in the same run."""
+    """One side's speed as a share of the byte limit: reading weights and KV at the bandwidth of the same run."""
     if "share_of_limit" in side:
         return float(side["share_of_limit"])
     if m["shape"] != "embedded" or not measured or "decode_tokens_per_second" not in side:
@@ -67,7 +67,7 @@ def share_of_limit(m: Row, side: Row, measured: list[float]) -> float | None:
 
 
 def near_ties(result: Result) -> Iterable[str]:
-    """What `evaluate margins` counted, as a sentence."""
+    """The counts of `evaluate margins`, as a sentence."""
     settings, (m,) = result["settings"], result["measurements"]
     sizes = " and ".join(map(str, settings["batch_size"]))
     yield (
@@ -85,7 +85,7 @@ def held(result: Result) -> Iterable[Row]:
 
 
 def pages(result: Result) -> Iterable[str]:
-    """What `bench trace` measured of a page."""
+    """The measurements of `bench trace` about a page, as a sentence."""
     for m in result["measurements"]:
         if m["what"] == "page":
             yield (
@@ -99,7 +99,7 @@ def pages(result: Result) -> Iterable[str]:
 
 
 def goal(m: Row) -> str | None:
-    """What was aimed at, and whether it was reached."""
+    """The goal, and whether it was reached."""
     return f"{m['target']} ×, {'reached' if m['target_reached'] else 'missed'}" if "target" in m else None
 
 

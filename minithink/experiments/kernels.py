@@ -10,7 +10,7 @@ from minithink.experiments import Result, Row, Table
 
 
 def bandwidths(result: Result) -> Iterable[str]:
-    """The bandwidths that were measured in the same run, as a paragraph; nothing where none was."""
+    """The bandwidths that were measured in the same run, as a paragraph; nothing if there are none."""
     kinds = {"read_bytes_per_second": "reading alone", "copy_bytes_per_second": "a copy"}
     speeds = [f"{what} {result[key] / 1e12:.2f} TB/s" for key, what in kinds.items() if key in result]
     return [f"Bandwidth in the same run: {', '.join(speeds)}.", ""] if speeds else []

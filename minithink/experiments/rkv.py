@@ -1,4 +1,4 @@
-"""R-KV on synthetic caches: its scores are drawn while a cache is filled. It stands beside ThinKV in `thinkv.py`."""
+"""R-KV on synthetic caches: its scores are drawn while a cache is filled. `thinkv.py` lists its cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ThinKV: comparisons of its settings, and its steps beside R-KV and a full cache."""
+"""ThinKV: comparisons of its settings and with other methods, and its steps beside R-KV and a full cache."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _of(*options: str) -> tuple[str, ...]:
 
 
 def _of_layers() -> tuple[str, ...]:
-    """Other numbers of layers, as the embedded model's calibration has them, and the file's own."""
+    """Settings with other numbers of layers, from the embedded model's calibration, and the default."""
     calibration = json.loads((TINY / "thoughts.json").read_text(encoding="utf-8"))
     found = []
     for one in calibration["measurements"].get("by_count", []):
@@ -128,16 +128,17 @@ class Drawn(StandIn, ThinKV):
 
 
 class DrawnTbe(Drawn, Tbe):
-    """The same of ThinKV's eviction alone."""
+    """The same for ThinKV's eviction alone (`tbe`)."""
 
     recordable = True
 
 
 def _drawn(cls: type[Drawn], policy: ThinKV, share: float, seed: int, layers: int) -> ThinKV:
-    """share: of segments that are transitions; reasoning and execution have one half each of the others."""
+    """The stand-in of a policy. share: of segments that are transitions; reasoning and execution share the rest
+    equally."""
     own = {f.name: getattr(policy, f.name) for f in fields(policy) if f.init}
     measured = sorted({i * layers // MEASURED for i in range(MEASURED)})
-    # whatever the thresholds: what they tell is not used
+    # any thresholds do: the types that they tell are not used
     out = cls(**own | {"layers": "/".join(map(str, measured)), "thresholds": "0.5/0.8"})
     chances = [0.0] * 3
     chances[TRANSITION], chances[EXECUTION] = share, (1 - share) / 2
@@ -166,7 +167,7 @@ THROUGHPUT = ("full", "rkv", "thinkv", "thinkv-channel", PEER)
 
 
 def cases(batches: Sequence[int], shares: Sequence[float], pool: float = 1.0) -> list[Case]:
-    """All that there are. shares: of segments that are transitions."""
+    """All cases. shares: of segments that are transitions."""
 
     def case(kind: str, method: str, batch: int = 0, share: float = shares[0], pool: float = 1.0) -> Case:
         return Case(kind, method, batch, share if method in TYPED else None, pool if method in TYPED else 1.0)
@@ -183,7 +184,7 @@ def cases(batches: Sequence[int], shares: Sequence[float], pool: float = 1.0) ->
     return out + [case("throughput", method, pool=pool) for method in THROUGHPUT]
 
 
-# Pictures leave out R-KV that evicts at every step: it would leave no room for the others.
+# Pictures leave out R-KV that evicts at every step: its steps are so long that other lines would be flat.
 LINES = {"full": "#444444", "thinkv": "#0072B2", "thinkv-channel": "#56B4E9", "tbe": "#009E73", "rkv": "#D55E00"}
 PARTS = ("attention", "refresh", "eviction", "gather", "flush", "rest")
 CASES = {
@@ -236,7 +237,7 @@ def shrinking(lengths: Sequence[int], due: Sequence[int], bytes: int) -> Iterato
 
 
 def due_rows(lengths: Sequence[int], due: Sequence[int], bytes: int) -> Iterator[tuple[str, int, list[Inputs]]]:
-    """Rows that are due, in the measured layers; attention has just written them, so that they are cached."""
+    """Rows that are due, in the measured layers. They are in the GPU's cache, as after attention has written them."""
     for length, n in product(lengths, due):
         p = torch.rand(MEASURED, n, HEADS, length, device="cuda")
         valid = torch.ones(MEASURED, n, 1, length, dtype=torch.bool, device="cuda")
@@ -259,7 +260,7 @@ def title(m: Row) -> str:
 
 
 def of_kind(result: Result, kind: str) -> list[Row]:
-    """Cases by batch, then by method, in whatever order they were measured."""
+    """The cases of one kind, sorted by batch, then by method."""
     order = [*METHODS, PEER]
     found = [m for m in result["measurements"] if m["kind"] == kind and m["method"] not in SLOTS]
     return sorted(found, key=lambda m: (m["batch"] if kind == "step" else 0, order.index(m["method"])))
@@ -280,7 +281,7 @@ def slots(result: Result) -> list[Row]:
 
 
 def growing(result: Result) -> list[Row]:
-    """Every level of whole generations of many sequences with types."""
+    """Every measured length of whole generations, of many sequences with types."""
     own = [m for m in of_kind(result, "request") if m["batch"] > 1] + of_kind(result, "throughput")
     own = [m for m in own if m["drawn"] is not None and all("overhead" in x for x in m["levels"])]
     return [{**m, **x} for m in own for x in m["levels"]]
@@ -308,7 +309,7 @@ def decided(m: Row) -> float:
 
 
 def steps_said(result: Result) -> Iterable[str]:
-    """Of how many steps means are."""
+    """The number of steps that the means are of, as a sentence."""
     own = of_kind(result, "step")
     counts = [m["settings"]["steps"] for m in own]
     usual = statistics.mode(counts) if counts else 0
@@ -317,7 +318,7 @@ def steps_said(result: Result) -> Iterable[str]:
 
 
 def bytes_said(result: Result) -> Iterable[str]:
-    """What the columns of bytes mean."""
+    """The meaning of the columns of bytes, as a sentence."""
     for m in of_kind(result, "bytes")[:1]:
         yield (
             f"After {m['length']:,} tokens, of which a lane holds {m['held_tokens']:,}. *Whole pool*: with all that "
@@ -328,7 +329,7 @@ def bytes_said(result: Result) -> Iterable[str]:
 
 
 def levels_said(result: Result) -> Iterable[str]:
-    """What lengths are."""
+    """The meaning of the lengths, as a sentence."""
     rows = growing(result)
     parts = len({m["level"] for m in rows})
     said = f"Lengths are the middles of {parts} equal parts of a generation. Both cases: of all sequences, in the "
@@ -342,7 +343,7 @@ def mib(kind: str) -> Callable[[Row], float]:
 
 
 def called(name: str) -> Callable[[Row], float | None]:
-    """Steps of one sequence in which something is called; None: it never is."""
+    """The share of one sequence's steps in which a part is called; None: never."""
     return lambda m: m["rates"].get(name, {}).get("sequence_steps") or None
 
 
@@ -400,7 +401,7 @@ STEP_TABLES = {
 
 
 def kept_said(result: Result) -> list[str]:
-    """What bytes are of."""
+    """The meaning of the bytes, as a sentence."""
     tau = result["settings"]["tau"]
     said = f"Bytes of a token and KV head, keys and values, D = 128; K-means keeps some of {tau} tokens of a segment."
     return [said, ""]

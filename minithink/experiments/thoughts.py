@@ -1,4 +1,4 @@
-"""Types of thoughts: tables of calibrations."""
+"""Types of thoughts: the tables of docs/calibration.md, of files that `minithink.calibrate` wrote."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FILES = {"thoughts": "thoughts.json", "thresholds": "thoughts.json", "thresholds
 
 
 def layers(result: Result) -> Iterable[Row]:
-    """What calibration found, one row a layer; those of L* are bold."""
+    """The layers of a calibration, one row a layer; the layers of L* are bold."""
     m, types = result["measurements"], len(result["thresholds"]) + 1
     found = {f"{types} modes, {n} row{'s' if n != '1' else ''}": of for n, of in m["share_by_rows"].items()}
     noise = [*m.get("share_of_noise", {}).items()][-2:]  # of the widest averages
@@ -25,7 +25,7 @@ def layers(result: Result) -> Iterable[Row]:
 
 
 def thresholds(result: Result) -> Iterable[Row]:
-    """The thresholds of a calibration and what else was tried, beside keywords and under eviction."""
+    """The thresholds of a calibration and of other ways, compared with keywords and under eviction."""
     m, settings = result["measurements"], result["settings"]
     own = {"thresholds": result["thresholds"], "shares": m["shares_of_types"], "other": "keywords"}
     yield {"name": f"**the file ({result['chosen']})**", **own, **m["keywords"]}
@@ -42,7 +42,7 @@ def thresholds(result: Result) -> Iterable[Row]:
 
 
 def thresholds_said(result: Result) -> Iterable[str]:
-    """What the calibration read."""
+    """The texts that the calibration read, in numbers."""
     m = result["measurements"]
     words = " / ".join(f"{share:.0%}" for share in by_type({"shares": m["shares_of_keywords"]}))
     yield (
