@@ -478,8 +478,8 @@ print(f"\nreserve: {100 * ledger.reserve / ledger.total:.0f} % of all, for {mana
 # - `reserve`: the pool's free pages and slots.
 #
 # Why is the reserve so large? The pool was made for the worst that this sequence might become, and while the prompt
-# is read everything is kept. Unlike `FullCache`'s, this reserve belongs to no sequence. It can be *shared*. Here are the
-# three problems again, plus a fourth, in a pool of 20 pages of 16 tokens. Each of them may still grow to 1,000
+# is read everything is kept. Unlike `FullCache`'s, this reserve belongs to no sequence. It can be *shared*. Here are
+# the three problems again, plus a fourth, in a pool of 20 pages of 16 tokens. Each of them may still grow to 1,000
 # tokens, only not all at once.
 
 # %%
