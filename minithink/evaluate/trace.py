@@ -3,7 +3,7 @@
 Nothing that is evaluated depends on it. Where sequences share a manager, as beside the loop of a GPU, the recorder
 picks out its own, and leaves when that has ended: until then the policy decides kernel by kernel. Where each sequence
 has a cache of its own, only the recorded one's is watched. A plain buffer has nothing to tell, so beside it the same
-tokens take slots in pages as well, which nobody sees but the recorder.
+tokens take slots in pages as well, which only the recorder sees.
 """
 
 from __future__ import annotations

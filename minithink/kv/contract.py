@@ -1,7 +1,7 @@
-"""The whole vocabulary between the KV manager and the policies.
+"""The contract between the KV manager and the policies: what a policy may ask for, see and do.
 
-A policy says beforehand how its tokens are stored (`Storage`), who shares a block table (`scope`) and what it needs
-to see (`Demand`). Between two forward passes the manager hands it a `Step`, a view of the cache, and the policy
+A policy says beforehand how its tokens are stored (`Storage`), which lanes share a block table (`scope`) and what it
+needs to see (`Demand`). Between two forward passes the manager hands it a `Step`, a view of the cache, and the policy
 answers with edits:
 
     Evict         drop tokens; their slots are free at once

@@ -1,11 +1,11 @@
-"""The recorder: told by a manager what happens in its cache, writes it down (`format.py` says how).
+"""The recorder: it writes a trace of what happens in the cache of a manager (`format.py` describes the file).
 
     recorder = Recorder(Path("run.trace"), engine.tokenizer)
     engine.generate(question, policy="rkv", budget=384, recorder=recorder)
     recorder.close()
 
-It hears of joins, evictions, finished steps and of the scores that policies note; it changes nothing, and no token
-depends on it. What it needs beside that, it looks up in the cache: the ledger after every step, and formats where
+The manager calls it (`kv/rows.py`, `Recorder`) at joins, evictions and finished steps, and with the scores that
+policies note. It changes nothing, and no token depends on it. It reads the ledger after every step, and formats where
 tokens have moved. It counts the seconds that it takes. On a GPU, policies then decide kernel by kernel, and every
 step waits for what is looked up; without a recorder there is none of this.
 """
