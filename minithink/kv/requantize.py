@@ -88,7 +88,7 @@ class Moves(Slots):
         self.place[:, at, :, : self.seen] = torch.where(
             moving, new, torch.where(waiting, -1 - (pos - whole), place)
         ).to(torch.int32)  # fmt: skip
-        self._release(place, (moving | waiting) & (place >= 0))
+        self._release(place, (moving | waiting) & (place >= 0), at)
         self._settled(row)
 
     def _settled(self, row: int) -> None:
@@ -110,16 +110,19 @@ class Moves(Slots):
             Exhausted: there is no room for both forms at once; the tokens are where they were.
         """
         f = self.storage.formats.index(name)
-        place, pos = self.place[..., : self.seen], self.positions()
-        of = self.format()
-        moving = where[..., : self.seen] & (pos >= 0) & (place >= 0) & (of != f)
+        self.stays_plain |= f == 0
+        at = where.any(-1).any(2).any(0).nonzero().flatten()  # rows with such tokens
+        if len(at) == 0:
+            return
+        place, pos = self.place[:, at, :, : self.seen], self.positions()[:, at]
+        of = self._format_of(place)
+        moving = where[:, at, :, : self.seen] & (pos >= 0) & (place >= 0) & (of != f)
         if how == "shrink":
             moving &= of != 0
-        self.stays_plain |= f == 0
         n = int(moving.sum(-1).max())
         if n == 0:
             return
-        # columns, those of the moving tokens first: [Lt, B, Ht, n]
+        # columns, those of the moving tokens first: [Lt, N, Ht, n]
         column = moving.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :n]
         valid = moving.gather(-1, column)
         old = place.gather(-1, column)
@@ -140,21 +143,22 @@ class Moves(Slots):
                 kinds = torch.full_like(self.thought, kind)
                 try:
                     if how == "shrink":
-                        found = self._shrink_into(source, f, old, part, kinds)
+                        found = self._shrink_into(source, f, at, old, part, kinds)
                     else:
-                        found = self._copy_into(f, column, part, kinds)
+                        found = self._copy_into(f, at, column, part, kinds)
                 except Exhausted:
                     if bool(done.any()):
-                        self._release(new, done)  # of the sources before this one
+                        self._release(new, done, at)  # of the sources before this one
                     raise
                 new, done = torch.where(part, found, new), done | part
-        self.place.scatter_(-1, torch.where(valid, column, self.place.shape[-1] - 1), new.to(torch.int32))
-        self._release(old, valid)
+        lists = self.place[:, at]
+        self.place[:, at] = lists.scatter_(-1, torch.where(valid, column, lists.shape[-1] - 1), new.to(torch.int32))
+        self._release(old, valid, at)
 
-    def _copy_into(self, f: int, column: Tensor, valid: Tensor, thought: Tensor) -> Tensor:
-        """Quantize the values of tokens in format f → their new places. column, valid: [Lt, B, Ht, n]; thought: uint8
-        [B]."""
-        read = self.reader()
+    def _copy_into(self, f: int, at: Tensor, column: Tensor, valid: Tensor, thought: Tensor) -> Tensor:
+        """Quantize the values of tokens in format f → their new places. at: int64 [N], rows; column, valid: [Lt, N,
+        Ht, n]; thought: uint8 [B]."""
+        read = self.reader(at)
 
         def values(layer: int) -> tuple[Tensor, Tensor]:
             which = column[min(layer, column.shape[0] - 1)].expand(-1, self.shape.kv_heads, -1)
@@ -162,15 +166,13 @@ class Moves(Slots):
             pick = which[..., None].expand(*which.shape, k.shape[-1])
             return k.gather(2, pick), v.gather(2, pick)
 
-        at = torch.arange(self.shape.rows, device=column.device)
         return self._store(at, valid, values, f"moving tokens to {self.storage.formats[f]}", f, thought)
 
-    def _shrink_into(self, source: int, f: int, old: Tensor, valid: Tensor, thought: Tensor) -> Tensor:
-        """Shrink integers to fewer bits, from their codes alone."""
+    def _shrink_into(self, source: int, f: int, at: Tensor, old: Tensor, valid: Tensor, thought: Tensor) -> Tensor:
+        """Shrink integers to fewer bits, from their codes alone. Arguments as of `_copy_into`; old: their places."""
         start, end = self.layouts[source], self.layouts[f]
         # raises an error if this pair of formats cannot be shrunk, before slots are taken
         shrink(start.k, end.k, self.pool.new_empty(0, start.k_codes), self.side.new_empty(0, start.k_side))
-        at = torch.arange(self.shape.rows, device=valid.device)
         self._require(at, valid.shape[-1], lambda: valid.sum(-1), "shrinking tokens", f, thought)
         bases = self._allocate_many(at, valid, f, thought)
         old_page = torch.where(valid, old // self.table.most, self.zero_page).long()

@@ -227,18 +227,19 @@ class Slots(Pages):
         Returns:
             As of `_allocate`, int64 [Lt, N, Ht, n].
         """
-        t, (lt, b, ht), n = self.table, self.shape.tables, valid.shape[-1]
+        t, n = self.table, valid.shape[-1]
         index = (-1 - torch.arange(n, dtype=torch.int32, device=at.device)).expand(valid.shape)
-        lists = index.new_zeros(*valid.shape[:3], n + 1)
-        lists.scatter_(-1, torch.where(valid, valid.cumsum(-1) - 1, n), index)
-        place = lists.new_zeros(lt, b, ht, n + 1).index_copy_(1, at, lists)
-        count = lists.new_zeros(lt, b, ht).index_copy_(1, at, valid.sum(-1, dtype=torch.int32))
+        place = index.new_zeros(*valid.shape[:3], n + 1)
+        place.scatter_(-1, torch.where(valid, valid.cumsum(-1) - 1, n), index)
+        count, page = valid.sum(-1, dtype=torch.int32), t.page[:, at]
+        rows = torch.arange(len(at), device=at.device)  # of these copies
         self.used.update(self.home if f is None else (f,))
         base = allocate(
-            t.live, t.taken, t.filled, t.thought, t.format, t.page, t.pages.stack, t.pages.top, place, count, at,
-            torch.ones_like(at, dtype=torch.bool), thought, self._formats(f), self.slots, self.overflow, n,
+            t.live, t.taken, t.filled, t.thought, t.format, page, t.pages.stack, t.pages.top, place, count, rows,
+            torch.ones_like(at, dtype=torch.bool), thought[at], self._formats(f), self.slots, self.overflow, n,
             self.shape.sharing,
         )  # fmt: skip
+        t.page[:, at] = page
         return self._by_type(base, at, f, thought)
 
     def _by_type(self, base: Tensor, at: Tensor, f: int | None, thought: Tensor) -> dict[int, Tensor]:
@@ -405,8 +406,8 @@ class Slots(Pages):
         """Read from the device how many tokens the lanes hold; the host does not count evictions."""
         self.most = self.count.amax((0, 2)).tolist()
 
-    def _release(self, place: Tensor, which: Tensor) -> None:
-        """Free slots, and the rows of scales whose last token they held."""
+    def _release(self, place: Tensor, which: Tensor, at: Tensor) -> None:
+        """Free slots, and the rows of scales whose last token they held. at: int64 [N], the rows of the tokens."""
         page, slot = self._slots_of(place, which)
         if self.poison:
             self._poison(page, slot, which)
@@ -415,7 +416,7 @@ class Slots(Pages):
             gone = release_rows(page, slot, which, self.row_of, self.row_uses, rows.stack, rows.top)
             if self.poison:
                 self.scale_rows[gone] = 255
-        self.table.release(page, slot, which)
+        self.table.release(page, slot, which, at)
 
     def _slots_of(self, place: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
         """Pages and slots of places. Where `which` is False the page is the trash page."""

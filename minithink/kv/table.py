@@ -177,20 +177,29 @@ class BlockTable:
         device."""
         self.pages.at_least, self.widest = 0, self.page.shape[-1]
 
-    def release(self, page: Tensor, slot: Tensor, which: Tensor) -> None:
-        """Free the slots for which `which` is true, and return empty pages to the pool. Equal shapes."""
+    def release(self, page: Tensor, slot: Tensor, which: Tensor, at: Tensor | None = None) -> None:
+        """Free slots, and return empty pages to the pool.
+
+        Args:
+            page, slot: of tokens, equal shapes.
+            which: bool, the slots to free.
+            at: int64 [N], the rows of the tokens; None: all rows.
+        """
         page = torch.where(which, page, self.pages.count).long()
         self.live[page, slot] = False
         self.taken.scatter_add_(0, page.flatten(), -which.flatten().to(torch.int32))
-        self.give_back()
+        self.give_back(at)
 
-    def give_back(self) -> None:
-        """Return all pages without a token to the pool."""
-        here = self.page.long()
-        empty = (self.page != self.pages.count) & (self.taken[here] == 0)
-        self.pages.give(self.page, empty)
-        self.format[torch.where(empty, here, self.pages.count)] = 255
-        self.page.masked_fill_(empty, self.pages.count)
+    def give_back(self, at: Tensor | None = None) -> None:
+        """Return the pages without a token to the pool. at: int64 [N], the rows; None: all rows."""
+        page = self.page if at is None else self.page[:, at]
+        empty = (page != self.pages.count) & (self.taken[page.long()] == 0)
+        self.pages.give(page, empty)
+        self.format[torch.where(empty, page, self.pages.count).long()] = 255
+        if at is None:
+            page.masked_fill_(empty, self.pages.count)
+        else:
+            self.page[:, at] = page.masked_fill(empty, self.pages.count)
 
     def entries(
         self, unit: tuple[int, int, int], tokens: dict[tuple[int, int], int], starts: Sequence[int]

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from minithink.errors import UsageError
 from minithink.kv.contract import SCOPES, Scope, Shape, Storage
@@ -625,3 +628,33 @@ def test_a_segment_begins_with_the_next_token_of_its_row() -> None:
     store.open_segment(torch.tensor([3]), torch.tensor([True]), torch.tensor([0]).byte())
     store.clear(3)
     assert (store.thought.tolist()[3], store.next_thought.tolist()[3]) == (1, SAME)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in known:  # no view, not in place
+                self.elements = max(self.elements, x.numel())
+        return out
+
+
+@pytest.mark.parametrize("case", ["plain", "thoughts", "short groups kept"])
+def test_a_prompt_costs_memory_for_its_own_row_only(case: str) -> None:
+    """What is made while one prompt is read and settled does not grow with the rows of the store."""
+
+    def largest(rows: int) -> int:
+        shape = Shape(1, rows, HEADS, HEADS, 16, 8, "head", torch.device("cpu"))
+        store = PagedStore(shape, CASES[case].storage, pages=100, scale_rows=60, columns=40, table_width=50)
+        kv = torch.randn(2, 1, 37, HEADS, 16)
+        with Largest() as seen:
+            store.append([1], [37], [0], prompt=True).write(0, *kv)
+            store.settle(1, 37)
+        return seen.elements
+
+    assert largest(2) == largest(64)
