@@ -19,7 +19,6 @@ from minithink.bench import (
     memory,
     ops,
     paged,
-    retention,
     sanitize,
     sweep,
     tables,
@@ -28,7 +27,7 @@ from minithink.bench import (
 from minithink.experiments import collected
 
 MODULES = [
-    decode, accuracy, evaluate, paged, memory, attention, append, retention, counters, sanitize,
+    decode, accuracy, evaluate, paged, memory, attention, append, counters, sanitize,
     trace, sweep, compile, tables,
 ]  # fmt: skip
 if find_spec("triton") is not None:  # it exists for Linux only

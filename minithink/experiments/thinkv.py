@@ -398,20 +398,4 @@ STEP_TABLES = {
         rows=partial(of_kind, kind="throughput"), kind="throughput", goals=CASES["thinkv"].goals,
     ),
 }  # fmt: skip
-
-
-def kept_said(result: Result) -> list[str]:
-    """The meaning of the bytes, as a sentence."""
-    tau = result["settings"]["tau"]
-    said = f"Bytes of a token and KV head, keys and values, D = 128; K-means keeps some of {tau} tokens of a segment."
-    return [said, ""]
-
-
-TABLES = {
-    **{name: replace(table, file="thinkv") for name, table in STEP_TABLES.items()},
-    "retention-bytes": Table(
-        (("tokens kept of a segment", "kept", "{}"),), across=("bits", "key_axis"),
-        cells=(("{} bits, a scale for each {}", ("bytes", "scales"), "**{:.0f}** ({:.0f} of them scales)"),),
-        said=kept_said,
-    ),
-}  # fmt: skip
+TABLES = {name: replace(table, file="thinkv") for name, table in STEP_TABLES.items()}
