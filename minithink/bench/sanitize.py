@@ -1,9 +1,8 @@
 """The kernels' tests under NVIDIA's compute-sanitizer, on a GPU: wrong addresses (memcheck), races (racecheck).
 
-All tests of `tests/kernels` run, with few examples each (HYPOTHESIS_PROFILE=sanitize). For memcheck torch takes every
-tensor from the driver by itself, so that what lies beside one is nobody's. Tests run in parts, in processes side by
-side, on all GPUs that there are; what has gone well at this commit, on such a GPU, is in the file and not repeated.
-torch's own kernels run, but are not watched: that would take most of the time.
+All tests of `tests/kernels` run, with few examples each (HYPOTHESIS_PROFILE=sanitize). A process runs some tests of
+one file. For memcheck torch takes every tensor from the driver by itself, so that the memory beside a tensor belongs
+to no other tensor. torch's own kernels run, but are not watched: that would take most of the time.
 """
 
 from __future__ import annotations
@@ -15,18 +14,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import groupby
-from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
-
-import torch
 
 from minithink import results
 from minithink.commands import positive
 from minithink.errors import MinithinkError
+from minithink.results import Measurement
 
 DEFAULT = "sanitize"
 TOOLS = ("memcheck", "racecheck")
@@ -47,51 +43,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Run the tests under each tool, write, print; exit code 1 if a tool found something or a test failed."""
-    if not torch.cuda.is_available():
-        raise MinithinkError("bench sanitize watches kernels on an NVIDIA GPU, and torch finds none here.")
+    results.need_gpu(DEFAULT)
     if (program := shutil.which("compute-sanitizer")) is None:
         raise MinithinkError("bench sanitize needs NVIDIA's compute-sanitizer, which is not on the PATH.")
-    path = Path(args.output) if args.output else results.default_path(DEFAULT)
-    results.check(path)
-    parts = in_parts(collect(args.tests))
+    path = results.output(args, DEFAULT)
+    words = [program, *([] if args.torch else ["--kernel-name-exclude", f"kns={TORCH}"])]
+    jobs = [(tool, part) for tool in args.tools for part in in_parts(collect(args.tests))]
     result = results.new(DEFAULT, list(argv), "cuda")
     result["settings"] = {"tests": args.tests, "profile": "sanitize", "torch": args.torch}
-    jobs = [(tool, part) for tool in args.tools for part in parts]
-    result["measurements"] = [m for m in before(path, result) if (m["tool"], m["tests"]) in jobs]
-    there = [(m["tool"], m["tests"]) for m in result["measurements"]]
-    jobs = [job for job in jobs if job not in there]
-    free = SimpleQueue[int]()  # GPUs, each as often as it may be used at a time
-    for i in range(args.workers):
-        free.put(i % torch.cuda.device_count())
-    with ThreadPoolExecutor(args.workers) as pool:
-        words = [program, *([] if args.torch else ["--kernel-name-exclude", f"kns={TORCH}"])]
-        running = [pool.submit(watch, words, tool, part, free) for tool, part in jobs]
-        try:
-            for done in as_completed(running):
-                result["measurements"].append(m := done.result())
-                results.write(path, result)
-                whole = f"{len(result['measurements'])} of {len(args.tools) * len(parts)}"
-                print(f"{whole}  {m['tool']}: {m['errors']} errors; {m['outcome']}  {m['tests'][0]}", flush=True)
-                print("".join(f"    {line}\n" for line in m["report"]), end="")
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    result["complete"] = True
-    results.write(path, result)
-    print(f"written to {path}", file=sys.stderr)
+
+    def rows() -> Iterator[Measurement]:
+        with ThreadPoolExecutor(args.workers) as pool:
+            running = [pool.submit(watch, words, *job) for job in jobs]
+            try:
+                yield from (done.result() for done in as_completed(running))
+            finally:  # after an error or an interrupt no further process begins
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    results.collect(path, result, rows(), line)
     return 0 if all(map(is_clean, result["measurements"])) else 1
 
 
-def before(path: Path, result: dict[str, Any]) -> list[dict[str, Any]]:
-    """What an earlier run left that this one need not repeat: it watched the same code in the same way on the same
-    kind of machine, and found nothing. result: of this run."""
-    if not path.is_file():
-        return []
-    other = results.read(path)
-    if any(other.get(name) != result[name] for name in ("benchmark", "commit", "settings", "machine", "versions")):
-        return []
-    clean = not result["commit"].endswith("-dirty") and result["commit"] != "unknown"
-    return [m for m in other["measurements"] if is_clean(m)] if clean else []
+def line(m: Measurement) -> str:
+    """A process for people, and what was reported."""
+    said = f"{m['tool']}: {m['errors']} errors; {m['outcome']}  {m['tests'][0]}"
+    return "\n    ".join([said, *m["report"]])
 
 
 def collect(paths: Sequence[str]) -> list[str]:
@@ -106,40 +82,26 @@ def collect(paths: Sequence[str]) -> list[str]:
 
 def in_parts(names: Sequence[str]) -> list[list[str]]:
     """Tests of one file, at most PART together."""
-    out = []
-    for _, own in groupby(names, lambda name: name.split("::")[0]):
-        tests = list(own)
-        out += [tests[i : i + PART] for i in range(0, len(tests), PART)]
-    return out
+    files = [list(own) for _, own in groupby(names, lambda name: name.split("::")[0])]
+    return [tests[i : i + PART] for tests in files for i in range(0, len(tests), PART)]
 
 
-def watch(program: list[str], tool: str, tests: list[str], free: SimpleQueue[int]) -> dict[str, Any]:
-    """Run these tests under the tool, on one of the free GPUs → a line of the result.
-
-    Args:
-        program: compute-sanitizer and its options.
-    """
-    gpu = free.get()
-    visible = [x for x in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x]
-    environment = os.environ | {
-        "HYPOTHESIS_PROFILE": "sanitize", "CUDA_VISIBLE_DEVICES": visible[gpu] if visible else str(gpu),
-    }  # fmt: skip
+def watch(program: list[str], tool: str, tests: list[str]) -> Measurement:
+    """Run these tests under the tool → a line of the result. program: compute-sanitizer and its options."""
+    environment = os.environ | {"HYPOTHESIS_PROFILE": "sanitize"}
     if tool == "memcheck":
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     words = [*program, "--tool", tool, "--target-processes", "all"]
     words += [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", *tests]
     began = time.monotonic()
-    try:
-        done = subprocess.run(
-            words, cwd=results.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-    finally:
-        free.put(gpu)
-    about = {"tool": tool, "tests": tests, "exit_code": done.returncode, "seconds": time.monotonic() - began}
-    about |= count(done.stdout)
+    done = subprocess.run(
+        words, cwd=results.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    m = {"tool": tool, "tests": tests, "exit_code": done.returncode, "seconds": time.monotonic() - began}
+    m |= count(done.stdout)
     said = re.findall(r"^(?:=========|E  |FAILED).*", done.stdout, re.M)
     said = [line for line in said if not re.search(r"Frame:|SUMMARY|^=+ +(COMPUTE-SANITIZER)?$", line)]
-    return about | {"report": [] if is_clean(about) else said[:SHOWN]}
+    return m | {"report": [] if is_clean(m) else said[:SHOWN]}
 
 
 def count(text: str) -> dict[str, Any]:
@@ -149,6 +111,6 @@ def count(text: str) -> dict[str, Any]:
     return {"errors": sum(map(int, reports)), "processes": len(reports), "outcome": tests[-1] if tests else "none"}
 
 
-def is_clean(m: dict[str, Any]) -> bool:
+def is_clean(m: Measurement) -> bool:
     """Whether the tool watched, found nothing, and all tests passed."""
     return bool(m["processes"] and not m["errors"] and not m["exit_code"])
