@@ -18,8 +18,11 @@ from typing import Any
 import torch
 
 from minithink import results
-from minithink.bench.attention import DIM, FORMATS, HEADS, used_store
+from minithink.backend import triton_backend
+from minithink.bench import attention
+from minithink.bench.attention import DIM, DTYPE, FORMATS, HEADS
 from minithink.errors import MinithinkError
+from minithink.results import Measurement
 
 DEFAULT = "counters"
 CASES = {  # format, sequences, tokens of each, rule of the mass
@@ -51,29 +54,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Read the counters of every case, write, print."""
-    if not torch.cuda.is_available():
-        raise MinithinkError("bench counters reads the counters of an NVIDIA GPU, and torch finds none here.")
+    results.need_gpu(DEFAULT)
     if args.only:
         call(args.only)
         return 0
     if (ncu := shutil.which("ncu")) is None:
         raise MinithinkError("bench counters needs NVIDIA's Nsight Compute: no program ncu is on the PATH.")
-    result = results.new(DEFAULT, list(argv), "cuda")
-    result["settings"] = {"metrics": METRICS}
-    return results.collect(results.output(args, DEFAULT), result, counted(ncu), line)
+    return attention.report(DEFAULT, args, argv, {"metrics": METRICS}, lambda _: counted(ncu))
 
 
-def counted(ncu: str) -> Iterator[results.Measurement]:
+def counted(ncu: str) -> Iterator[Measurement]:
     """The kernels of every case, as the program ncu counts them."""
+    words = [ncu, "--csv", "--page", "raw", "--clock-control", "none", "--nvtx", "--nvtx-include", "counted/"]
+    words += ["--metrics", ",".join(METRICS.values()), sys.executable, "-m", "minithink.bench", "counters", "--only"]
     for name, (fmt, batch, length, _) in CASES.items():
-        done = subprocess.run(
-            [
-                ncu, "--csv", "--page", "raw", "--clock-control", "none", "--nvtx", "--nvtx-include", "counted/",
-                "--metrics", ",".join(METRICS.values()), sys.executable, "-m", "minithink.bench", "counters",
-                "--only", name,
-            ],
-            capture_output=True, text=True,
-        )  # fmt: skip
+        done = subprocess.run([*words, name], capture_output=True, text=True)
         kernels = list(parse(done.stdout))
         if done.returncode or not kernels:
             said = (done.stdout + done.stderr).strip().splitlines()
@@ -81,37 +76,21 @@ def counted(ncu: str) -> Iterator[results.Measurement]:
         yield from ({"case": name, "format": fmt, "batch": batch, "length": length, **kernel} for kernel in kernels)
 
 
-def line(m: results.Measurement) -> str:
-    """For people."""
-    return (
-        f"{m['case']:22} {m['kernel']:14} {m['microseconds']:8.1f} us  memory {m['dram']:5.1f} %  issue "
-        f"{m['issue']:5.1f} %  warps {m['warps']:5.1f} %  wait {m['waiting_for_memory']:5.1f}"
-    )
-
-
 def call(name: str) -> None:
     """Attention of one case, warmed up, within the range that is counted."""
-    from minithink.kernels.paged_attention import paged_attention  # here: Triton exists for Linux only
-
     fmt, batch, length, group = CASES[name]
-    store = used_store(FORMATS[fmt], 1, batch, length)
-    q = torch.randn(batch, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-    read = store.reader()
-    paged_attention(q, read, 0, group)
+    q = torch.randn(batch, HEADS, DIM, device=attention.DEVICE, dtype=DTYPE)
+    read = attention.used_store(FORMATS[fmt], 1, batch, length).reader()
+    triton_backend().paged_attention(q, read, 0, group)
     torch.cuda.synchronize()
     with torch.cuda.nvtx.range("counted"):
-        paged_attention(q, read, 0, group)
+        triton_backend().paged_attention(q, read, 0, group)
         torch.cuda.synchronize()
 
 
 def parse(text: str) -> Iterator[dict[str, Any]]:
     """The kernels in ncu's raw CSV: a line of names, a line of units, then a line for each kernel."""
-    lines = text.splitlines()
-    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
-    table = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))
+    table = list(csv.DictReader(io.StringIO(text[text.find('"ID"') :] if '"ID"' in text else "")))
     for row in table[1:]:
-        found: dict[str, Any] = {"kernel": row["Kernel Name"]}
-        for name, metric in METRICS.items():
-            number = float(row[metric].replace(",", ""))
-            found[name] = number * UNITS.get(table[0][metric], 1.0)
-        yield found
+        numbers = {name: float(row[m].replace(",", "")) * UNITS.get(table[0][m], 1.0) for name, m in METRICS.items()}
+        yield {"kernel": row["Kernel Name"], **numbers}

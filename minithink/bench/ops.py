@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minithink import results
 from minithink.backend import REFERENCE, triton_backend
 from minithink.bench import attention
-from minithink.bench.attention import DIM, HEADS, KV_HEADS
+from minithink.bench.attention import DIM, DTYPE, FORMATS, HEADS, KV_HEADS
 from minithink.commands import positive
 from minithink.errors import MinithinkError
 from minithink.experiments import LAYERS, MEASURED, Operation, collected
-from minithink.kv.contract import Storage
+from minithink.results import Measurement
 
 DEFAULT = "thought-kernels"
 OPERATIONS: dict[str, Operation] = collected("OPERATIONS")
@@ -42,22 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Check, measure, write, print."""
-    results.need_gpu("thoughts")
-    check("cuda")
-    result = results.new(DEFAULT, list(argv), "cuda")
-    result["settings"] = {
-        "query_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "dtype": "bfloat16", "layers": LAYERS,
-        "measured_layers": MEASURED, "batch": args.batch, "repeats": args.repeats,
-    }  # fmt: skip
-    result["copy_bytes_per_second"] = limit = attention.copy_speed()
-    found = measurements(args.batch, args.lengths, args.due, args.repeats)
-    rows = (m | {"share": m["bytes"] / m["microseconds"] * 1e6 / limit} for m in found)
-    return results.collect(results.output(args, DEFAULT), result, rows, line)
 
+    def rows(result: dict[str, Any]) -> Iterator[Measurement]:
+        check(attention.DEVICE)
+        for m in measurements(args.batch, args.lengths, args.due, args.repeats):
+            yield m | {"share": m["bytes"] / m["microseconds"] * 1e6 / result["copy_bytes_per_second"]}
 
-def line(m: results.Measurement) -> str:
-    """For people."""
-    return f"{m['kernel']:9} {m['case']:40} {m['microseconds']:9.1f} us  {m['share']:6.1%}"
+    settings = {"layers": LAYERS, "measured_layers": MEASURED, "batch": args.batch, "repeats": args.repeats}
+    return attention.report("thoughts", args, argv, settings, rows, DEFAULT)
 
 
 def check(device: str, tokens: int = 128) -> None:
@@ -69,7 +60,7 @@ def check(device: str, tokens: int = 128) -> None:
             raise MinithinkError(f"The kernel {name} and its twin differ on whole numbers.")
 
 
-def measurements(batch: int, lengths: Sequence[int], due: Sequence[int], repeats: int) -> Iterator[dict[str, Any]]:
+def measurements(batch: int, lengths: Sequence[int], due: Sequence[int], repeats: int) -> Iterator[Measurement]:
     """All cases; bytes are the least that must be moved."""
     for length in lengths:
         yield row(batch, length, repeats)
@@ -79,23 +70,26 @@ def measurements(batch: int, lengths: Sequence[int], due: Sequence[int], repeats
             torch.cuda.empty_cache()
 
 
-def row(batch: int, length: int, repeats: int) -> dict[str, Any]:
+def row(batch: int, length: int, repeats: int) -> Measurement:
     """What attention's time grows by when it tells the row; bytes: of the weights, written once."""
-    store = attention.used_store(Storage(("nvfp4",)), MEASURED, batch, length)
-    read, ops = store.reader(), triton_backend()
-    q = torch.randn(batch, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-    silent = attention.timed(lambda i: ops.paged_attention(q, read, i, None), MEASURED, repeats) * 1e6
-    telling = attention.timed(lambda i: ops.paged_attention(q, read, i, "max_logit"), MEASURED, repeats) * 1e6
+    read = attention.used_store(FORMATS["nvfp4"], MEASURED, batch, length).reader()
+    attend = triton_backend().paged_attention
+    q = torch.randn(batch, HEADS, DIM, device=attention.DEVICE, dtype=DTYPE)
+    silent, telling = (
+        attention.timed(lambda i, group=group: attend(q, read, i, group), MEASURED, repeats) * 1e6  # type: ignore[misc]
+        for group in (None, "max_logit")
+    )
     return {
         "kernel": "row", "case": f"{batch} × {length:,} tokens, a layer", "bytes": 4 * batch * KV_HEADS * length,
         "microseconds": telling - silent, "attention_microseconds": silent,
     }  # fmt: skip
 
 
-def beside_twin(name: str, inputs: Sequence[tuple[Tensor, ...]], repeats: int) -> dict[str, Any]:
+def beside_twin(name: str, inputs: Sequence[tuple[Tensor, ...]], repeats: int) -> Measurement:
     """Microseconds of the kernel in a CUDA graph, and of the twin."""
-    kernel: Callable[..., Tensor] = getattr(triton_backend(), name)
-    twin: Callable[..., Tensor] = getattr(REFERENCE, name)
+    kernel, twin = (getattr(ops, name) for ops in (triton_backend(), REFERENCE))
     seconds = attention.timed(lambda i: kernel(*inputs[i]), len(inputs), repeats)
-    runs = [attention.microseconds(lambda: twin(*inputs[0])) for _ in range(4)]
-    return {"kernel": name, "microseconds": seconds * 1e6, "twin_microseconds": statistics.median(runs[1:])}
+    runs = [attention.elapsed(lambda: twin(*inputs[0])) for _ in range(4)]
+    return {
+        "kernel": name, "microseconds": seconds * 1e6, "twin_microseconds": statistics.median(runs[1:]) * 1e6
+    }  # fmt: skip

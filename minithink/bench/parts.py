@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minithink.bench.attention import microseconds, recorded
+from minithink.bench import attention
 from minithink.bench.decode import timed
 from minithink.bench.steady import Steady
 from minithink.errors import MinithinkError
@@ -183,12 +183,12 @@ def parts(loop: TimedLoop, m: dict[str, Any]) -> dict[str, Any]:
     steady, cache = loop.steady, loop.cache
     policy, batch, layers = steady.policy, len(steady.sequences), loop.cache.config.num_layers
     device_ms, calls = m["device_milliseconds"], dict[str, float]()
-    attention = attention_seconds(steady) * 1e3
+    attend = attention_seconds(steady) * 1e3
     gather = 0.0
     in_step = in_decide = 0.0  # what the step's graph does for refreshes, and the decisions' beside evictions
     found = dict[str, float]()  # parts of decisions that are timed alone
     if watched := steady.stand_in.watched:
-        mass = attention_seconds(steady, watched) * 1e3 - attention
+        mass = attention_seconds(steady, watched) * 1e3 - attend
         share = m["rates"]["decision"]
         rows = max(1, round(share["sequence_steps"] * batch / max(share["steps"], 1e-9)))  # of one decision
         due = cache.batch(list(range(rows)), [0] * rows).to(cache.device)
@@ -202,7 +202,7 @@ def parts(loop: TimedLoop, m: dict[str, Any]) -> dict[str, Any]:
         gather = calls["gather"] * m["rates"]["compaction"]["steps"]
         in_decide = gather if policy.storage.compaction == "gather" else 0.0
     of = {
-        "attention": attention, "rest": device_ms["step"] - attention - in_step, "refresh": 0.0, **found,
+        "attention": attend, "rest": device_ms["step"] - attend - in_step, "refresh": 0.0, **found,
         "eviction": device_ms["decide"] - in_decide, "gather": gather, "flush": device_ms["flush"],
     }  # fmt: skip
     whole = sum(of.values())
@@ -231,8 +231,4 @@ def attention_seconds(steady: Steady, watched: Sequence[int] = ()) -> float:
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
     """Median seconds of a call, on a GPU of its graph."""
-    if device.type != "cuda":
-        call()
-        return statistics.median(timed(call) for _ in range(REPEATS))
-    graph = recorded(call)
-    return statistics.median([microseconds(graph.replay) for _ in range(REPEATS + 3)][3:]) / 1e6
+    return attention.timed(lambda _: call(), 1, REPEATS, device)

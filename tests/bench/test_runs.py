@@ -1,8 +1,7 @@
-"""Benchmarks of kernels from end to end, without what a GPU would measure: every row is written and said."""
+"""Benchmarks of kernels from end to end, in Triton's interpreter where there is no GPU. Times are not judged."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,63 +10,116 @@ import pytest
 from minithink import results
 from minithink.bench import append, attention, counters, ops
 from minithink.bench.__main__ import main
-from tests.bench.result import RESULT
+from minithink.errors import MinithinkError
+from minithink.experiments import Operation
+from tests.bench.test_counters import NCU
+from tests.kernels.device import DEVICE
 
-SHAPE = {"batch": 1, "length": 1024}
-KERNEL = {"kernel": "_attend", "dram": 91.5, "issue": 40.0, "warps": 55.0, "waiting_for_memory": 7.25}
+BOTH = ("bf16", "nvfp4, keys by token")  # a plain format, and one with a buffer
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked of a GPU has an answer."""
-    monkeypatch.setattr(results.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(results, "new", lambda name, *_, **__: {**RESULT, "benchmark": name, "complete": False})
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small sizes, where the kernels' tests run. Speeds mean nothing."""
+    monkeypatch.setattr(attention, "DEVICE", DEVICE.type)
+    monkeypatch.setattr(attention, "ROTATE", 1)
+    monkeypatch.setattr(attention, "HEADS", 4)
+    monkeypatch.setattr(attention, "KV_HEADS", 2)
+    monkeypatch.setattr(attention, "CHECKED", ((1, 40), (2, 70)))
     monkeypatch.setattr(attention, "copy_speed", lambda: 4e12)
+    monkeypatch.setattr(results, "need_gpu", lambda _: None)
+    for module in (append, ops, counters):
+        monkeypatch.setattr(module, "HEADS", 4, raising=False)
+        monkeypatch.setattr(module, "KV_HEADS", 2, raising=False)
 
 
-def appended(*_: Any) -> dict[str, float]:
-    times = dict.fromkeys(("append_microseconds", "buffer_microseconds", "attention_microseconds"), 0.5)
-    return times | {"share": 0.25}
-
-
-def attended(names: list[str], batch: int, length: int, repeats: int) -> Iterator[dict[str, Any]]:
-    for name in names:
-        about = {"microseconds": 9.5, "bytes_per_second": 2e12}
-        yield {"batch": batch, "length": length, "format": name, **about}
-
-
-def chosen(*_: Any) -> Iterator[dict[str, Any]]:
-    yield {"kernel": "kmeans", "case": "x", "microseconds": 2.0, "bytes": 4e6}
-
-
-def counted(ncu: str) -> Iterator[dict[str, Any]]:
-    yield {"case": "bf16", "microseconds": 1.5, **SHAPE, **KERNEL}
-
-
-SHAPES = ["--batches", "1,4", "--lengths", "1024", "--formats", "bf16,fp8"]
-CASES: list[tuple[str, Any, str, Any, list[str], str]] = [
-    ("append", append, "measure", appended, ["--batches", "1", "4"],
-     "   4 x   1024  int2, keys by token      append    0.50 us"),
-    ("attention", attention, "shape", attended, SHAPES, "   4 x   1024  fp8                             9.5 us"),
-    ("thoughts", ops, "measurements", chosen, [],
-     "kmeans    x                                              2.0 us   50"),
-    ("counters", counters, "counted", counted, [], "bf16                   _attend             1.5 us  memory  91.5"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "module", "function", "stands_in", "words", "last"), CASES)
-def test_rows_are_written_and_said(
-    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str,
-    module: Any, function: str, stands_in: Any, words: list[str], last: str,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(module, function, stands_in)
-    monkeypatch.setattr("shutil.which", lambda program: program)
-    monkeypatch.setattr(module, "check", lambda *_: 0.0, raising=False)
-    monkeypatch.setattr(results.torch.cuda, "empty_cache", lambda: None)
-    path = tmp_path / "x.json"
+def measured(name: str, words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The result of a command; each of its rows was said."""
+    path = folder / "x.json"
     assert main([name, *words, "--output", str(path)]) == 0
     result = results.read(path)
     assert result["complete"]
-    said = [line for line in capsys.readouterr().out.splitlines() if " us" in line]
-    assert len(said) == len(result["measurements"]) > 0
-    assert said[-1].startswith(last)
+    said = capsys.readouterr().out.splitlines()[-len(result["measurements"]) :]
+    for m, text in zip(result["measurements"], said, strict=True):
+        assert all(f"{key} " in text for key in m)
+    return result
+
+
+@pytest.mark.usefixtures("small")
+def test_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--batches", "1,2", "--lengths", "16", "--repeats", "1", "--formats", "bf16,nvfp4-keys-by-token"]
+    result = measured("attention", words, tmp_path, capsys)
+    assert result["copy_bytes_per_second"] == 4e12
+    assert set(result["errors"]) == set(BOTH)
+    rows = {(m["batch"], m["format"]): m for m in result["measurements"]}
+    assert [*rows] == [(n, name) for n in (1, 2) for name in ("sdpa", "bf16", "bf16, mass", BOTH[1])]
+    for (n, name), m in rows.items():
+        # 2 heads; a place of 4 bytes; 4 bits, FP8 scales of 16 channels (value) or tokens (key) of 128
+        size = {"sdpa": 512, "bf16": 516, "bf16, mass": 516, BOTH[1]: 128 + 16 + 4}[name] * 2 * 16 * n
+        assert m["bytes_per_second"] * m["microseconds"] / 1e6 == pytest.approx(size, rel=1e-3)
+        beside = {"sdpa": None, "bf16": "sdpa"}.get(name, "bf16")
+        assert m.get("beside") == beside
+        if beside:
+            assert m["ratio"] == pytest.approx(rows[(n, beside)]["microseconds"] / m["microseconds"], rel=1e-3)
+    assert main(["attention", "--formats", "bf16,bf17", "--output", str(tmp_path / "y.json")]) == 2
+    assert "The format 'bf17' is unknown" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", attention.FORMATS)
+def test_every_format_is_compared_with_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 <= attention.check(name) < 2e-2
+    exact = attention.reference
+    monkeypatch.setattr(attention, "reference", lambda *args: tuple(1.1 * x for x in exact(*args)))
+    with pytest.raises(MinithinkError, match=f"{name} differs from the reference by 0"):
+        attention.check(name)
+
+
+@pytest.mark.usefixtures("small")
+def test_append(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(append, "LAYERS", 1)
+    monkeypatch.setattr(append, "FROM", 2)
+    monkeypatch.setattr(append, "FORMATS", {name: attention.FORMATS[name] for name in BOTH})
+    words = ["--batches", "2", "--length", "16", "--repeats", "2"]
+    rows = measured("append", words, tmp_path, capsys)["measurements"]
+    assert [(m["batch"], m["length"], m["format"]) for m in rows] == [(2, 16, name) for name in BOTH]
+    for m in rows:
+        own = m["append_microseconds"] + m["buffer_microseconds"]
+        assert (m["buffer_microseconds"] > 0) == (m["format"] == BOTH[1])
+        assert m["share"] == pytest.approx(own / m["attention_microseconds"], rel=1e-3)
+        assert m.get("target_reached") == (m["share"] <= append.LIMIT)
+
+
+@pytest.mark.usefixtures("small")
+def test_operations(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    operation = ops.OPERATIONS["sparsity"]
+    few = ("few", 4000, [operation.exact(str(DEVICE), 16)] * 2)
+    monkeypatch.setattr(ops, "OPERATIONS", {"sparsity": Operation(operation.exact, lambda *_: iter([few]))})
+    monkeypatch.setattr(ops, "MEASURED", 1)
+    words = ["--batch", "1", "--lengths", "24", "--due", "1", "--repeats", "1"]
+    row, own = measured("thoughts", words, tmp_path, capsys)["measurements"]
+    assert (row["kernel"], row["case"], row["bytes"]) == ("row", "1 × 24 tokens, a layer", 4 * 2 * 24)
+    assert (own["kernel"], own["case"]) == ("sparsity", "few")
+    assert own["twin_microseconds"] > 0
+    for m in (row, own):
+        assert m["share"] == pytest.approx(m["bytes"] / m["microseconds"] * 1e6 / 4e12, rel=1e-3)
+
+
+@pytest.mark.usefixtures("small")
+def test_counters(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for ncu writes its table for each case, and is asked for this case alone."""
+    program = tmp_path / "ncu"
+    program.write_text(f"#!/bin/sh\necho \"$*\" >> {tmp_path}/asked\ncat <<'END'\n{NCU}\nEND\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("shutil.which", lambda name: str(tmp_path / name))
+    rows = measured("counters", [], tmp_path, capsys)["measurements"]
+    assert [(m["case"], m["kernel"]) for m in rows] == [
+        (case, kernel) for case in counters.CASES for kernel in ("_attend", "_merge")
+    ]
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert [line.partition(" --only ")[2] for line in asked] == [*counters.CASES]
+    assert ",".join(counters.METRICS.values()) in asked[0]
+    program.write_text("#!/bin/sh\necho ==ERROR== no permission\nexit 1\n")
+    assert main(["counters", "--output", str(tmp_path / "y.json")]) == 1
+    assert "ncu ended with code 1 and counted nothing: ['==ERROR== no permission']" in capsys.readouterr().err
+
