@@ -28,37 +28,36 @@ def copy_sequences(few: KVManager, many: KVManager) -> None:
     Raises:
         Exhausted: the pool of `many` is too small; nothing was changed.
     """
-    n, b = len(few.rows), len(many.rows)
-    of = torch.arange(b, device=many.device) % n
-    source, target = few.store, many.store
-    parts = [_held(source, min(n, b - first)) for first in range(0, b, n)]
-    counts = zip(*((len(pages), len(scales)) for pages, scales in parts), strict=True)
-    drawn = dict(zip((target.table.pages, target.free_rows), map(list, counts), strict=True))
-    for free, wanted in drawn.items():
-        if sum(wanted) > free.count:
-            raise Exhausted(f"The KV pool is exhausted: copies need {sum(wanted):,} of {free.count:,} {free.what}.")
-    pages, scales = (_draw(free, wanted) for free, wanted in drawn.items())
+    n, source, target = len(few.rows), few.store, many.store
+    of = torch.arange(len(many.rows), device=many.device) % n
+    firsts = range(0, len(of), n)
+    held = [_held(source, len(of[first : first + n])) for first in firsts]
+    lists, free = (source.table.pages, source.free_rows), (target.table.pages, target.free_rows)
+    for numbers, parts in zip(free, zip(*held, strict=True), strict=True):
+        if (wanted := sum(map(len, parts))) > numbers.count:
+            raise Exhausted(f"The KV pool is exhausted: copies need {wanted:,} of {numbers.count:,} {numbers.what}.")
+    for numbers in free:
+        _shuffle(numbers)
     target.table.live.fill_(False)
     target.table.format.fill_(255)
     target.row_uses.zero_()
-    for first, (old_pages, old_scales), new_pages, new_scales in zip(
-        range(0, b, n), parts, pages, scales, strict=True
-    ):
-        rows = min(n, b - first)
-        to_page = _map(source.table.pages, target.table.pages, old_pages, new_pages)
-        to_scale = _map(source.free_rows, target.free_rows, old_scales, new_scales)
-        place, most = source.place[:, :rows], source.table.most
+    for first, old in zip(firsts, held, strict=True):
+        rows, most = len(of[first : first + n]), source.table.most
+        new = [numbers.draw(torch.ones_like(x, dtype=torch.bool), len(x)).long()
+               for numbers, x in zip(free, old, strict=True)]  # fmt: skip
+        to_page, to_scale = map(_map, lists, free, old, new)
+        place = source.place[:, :rows]
         paged = to_page[(place // most).clamp(min=0).long()] * most + place % most
         target.place[:, first : first + rows] = torch.where(place < 0, place, paged).int()
         target.table.page[:, first : first + rows] = to_page[source.table.page[:, :rows].long()].int()
-        target.row_uses[new_scales] = source.row_uses[old_scales]
-        target.scale_rows[new_scales] = source.scale_rows[old_scales]
-        for old, new in zip(old_pages.split(AT_ONCE), new_pages.split(AT_ONCE), strict=True):
+        target.row_uses[new[1]] = source.row_uses[old[1]]
+        target.scale_rows[new[1]] = source.scale_rows[old[1]]
+        for there, here in zip(*(pages.split(AT_ONCE) for pages in (old[0], new[0])), strict=True):
             for name in ("live", "taken", "filled", "thought", "format"):
-                getattr(target.table, name)[new] = getattr(source.table, name)[old]
-            target.pool[new], target.side[new] = source.pool[old], source.side[old]
+                getattr(target.table, name)[here] = getattr(source.table, name)[there]
+            target.pool[here], target.side[here] = source.pool[there], source.side[there]
             if len(source.row_of):
-                target.row_of[new] = to_scale[source.row_of[old].long()].int()
+                target.row_of[here] = to_scale[source.row_of[there].long()].int()
     for x, y, axis in _by_row(few, many):
         y.copy_(x if axis is None else x.index_select(axis, of))
     for i, row in enumerate(of.tolist()):
@@ -86,19 +85,16 @@ def _held(store: PagedStore, rows: int) -> tuple[Tensor, Tensor]:
     return pages, store.row_of[pages][using].long().unique()
 
 
-def _draw(free: FreeList, counts: list[int]) -> list[Tensor]:
-    """Numbers for each, at random, whatever was drawn before; the others are those that are free now."""
-    count, device = sum(counts), free.stack.device
-    order = torch.randperm(free.count, generator=torch.Generator(device).manual_seed(0), device=device)
-    free.stack.fill_(free.count)
-    free.stack[: free.count - count] = order[count:].int()
-    free.top.fill_(free.count - count)
-    return list(order[:count].split(counts))
+def _shuffle(free: FreeList) -> None:
+    """All numbers are free again, in random order."""
+    draw = torch.Generator(free.stack.device).manual_seed(0)
+    free.stack[: free.count] = torch.randperm(free.count, generator=draw, device=free.stack.device).int()
+    free.top.fill_(free.count)
 
 
 def _map(source: FreeList, target: FreeList, old: Tensor, new: Tensor) -> Tensor:
-    """Number there → number here, int64; for what is not copied that behind the last, as for the two that are behind
-    the last there."""
+    """Number there → number here, int64. A number that is not copied becomes the trash number; the two numbers behind
+    the last one (trash, nowhere) become those of the target."""
     out = torch.full((source.count + 2,), target.count, device=old.device)
     out[-1] = target.count + 1
     out[old] = new
@@ -106,7 +102,7 @@ def _map(source: FreeList, target: FreeList, old: Tensor, new: Tensor) -> Tensor
 
 
 def _by_row(few: KVManager, many: KVManager) -> list[tuple[Tensor, Tensor, int | None]]:
-    """The tensors that know rows, here and there, and which axis they are; None: there are as many here as there."""
+    """The tensors of rows, here and there, and the axis of the rows; None: both sizes are equal."""
     names = ("pos", "count", "ring", "scale", "thought", "next_thought", "begun")
     out = [(getattr(few.store, name), getattr(many.store, name)) for name in names]
     for p, q in zip(members(few.policy), members(many.policy), strict=True):
