@@ -35,7 +35,8 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -55,12 +56,21 @@ from minithink.commands import location, positive
 from minithink.errors import MinithinkError, UsageError
 from minithink.experiments import Case, Cases, StandIn
 from minithink.figures import need_matplotlib
-from minithink.kv.contract import Policy
 from minithink.kv.manager import check_budget
 
 PEER = "transformers"  # its full cache; a method without a policy
 GIB = 2**30
 SOME = 32  # sequences whose bytes are counted at once, for the memory that this takes
+
+
+NUMBERS = {
+    "prompt-tokens": (128, "of each prompt"), "start": (4096, "tokens before steps are measured"),
+    "steps": (256, "that are measured"), "warm": (16, "steps before those that are measured"),
+    "tokens": (32_768, "of bytes and throughput"), "levels": (8, "of requests and throughput"),
+    "level-steps": (32, "that are measured at each"),
+    "few": (16, "sequences with types that are filled where many are measured; the others are copies"),
+    "byte-rows": (2, "sequences whose bytes are averaged"),
+}  # fmt: skip
 
 
 class Command:
@@ -73,21 +83,22 @@ class Command:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Its options; those of `entry.numbers` are filled into the texts of the methods."""
         add, n = parser.add_argument, positive
+        share = _number("share between 0 and 1", lambda x: 0 <= x <= 1)
+        some = _number("share above 0 and at most 1", lambda x: 0 < x <= 1)
+        gib = _number("size in GiB", lambda x: 0 < x < math.inf)
         add("--device", default="cpu", choices=("cpu", "cuda"))
         add("--model-shape", default="llama-8b", choices=tuple(CONFIGS))
         add("--layers", type=n, metavar="N", help="of the shape, fewer for a quick look (default: all)")
         add("--cases", nargs="+", default=["*"], metavar="NAME", help="such as 'step/*/64/*' (default: all)")
         add("--batch", nargs="+", type=n, default=[1, 8, 64, 256], metavar="N", help="of steps (default 1 8 64 256)")
-        add("--transition-share", nargs="+", type=_share, default=[0.3, 0.1, 0.5], metavar="X",
+        add("--transition-share", nargs="+", type=share, default=[0.3, 0.1, 0.5], metavar="X",
             help="that types are drawn with (default 0.3 0.1 0.5; throughput has the first)")  # fmt: skip
-        for name, (value, what) in self.entry.numbers.items():
+        for name, (value, what) in (*self.entry.numbers.items(), *NUMBERS.items()):
             add(f"--{name}", type=n, default=value, metavar="N", help=f"{what} (default {value:,})")
-        for name, value, what in NUMBERS:
-            add(f"--{name}", type=n, default=value, metavar="N", help=f"{what} (default {value:,})")
-        add("--memory", type=_gib, metavar="GIB", help="that there is (default: the GPU's; 8 on a CPU)")
-        add("--headroom", type=_gib, metavar="GIB",
+        add("--memory", type=gib, metavar="GIB", help="that there is (default: the GPU's; 8 on a CPU)")
+        add("--headroom", type=gib, metavar="GIB",
             help="of it, for all but weights and cache (default 8; 1 on a CPU)")  # fmt: skip
-        add("--pool", type=_some, default=1.0, metavar="X",
+        add("--pool", type=some, default=1.0, metavar="X",
             help="pages of methods with types, as a share of what the worst case needs; too few end a case "
             "(default 1)")  # fmt: skip
         add("--lockstep", action="store_true", help="all sequences are at the same token (default: spread)")
@@ -100,129 +111,115 @@ class Command:
 
     def run(self, args: argparse.Namespace, argv: list[str]) -> int:
         """Measure what is not there yet, write after every case, print a table."""
-        return run(self.name, self.entry, args, argv)
+        entry, device = self.entry, torch.device(args.device)
+        if args.headroom is None:
+            args.headroom = 8.0 if device.type == "cuda" else 1.0
+        every = entry.cases(args.batch, args.transition_share, args.pool)
+        chosen = [case for case in every if any(fnmatch(case.name, pattern) for pattern in args.cases)]
+        if not chosen:
+            kinds = ", ".join(dict.fromkeys(f"{case.kind}/*" for case in every))
+            raise UsageError(
+                f"--cases {' '.join(args.cases)}: there is none; there are {kinds} (names are {every[0].name}, "
+                f"{every[-1].name} and the like; python -m minithink.bench {self.name} --help)."
+            )
+        path = Path(args.output) if args.output else results.default_path(self.name)
+        if args.plot_only and args.plot is None:
+            raise UsageError("--plot-only draws to the folder that --plot names: give it.")
+        if args.plot is not None:
+            need_matplotlib()
+        if not args.plot_only:
+            results.check(path)
+            for method in dict.fromkeys(case.method for case in chosen if case.method != PEER):
+                policy = policy_of(entry.methods[method], settings_of(entry, args), CONFIGS[args.model_shape])
+                check_budget(policy, args.prompt_tokens)
+            self.measure(path, every, chosen, args, argv)
+        for picture in plots.draw(self.name, entry, self.read(path), args.plot) if args.plot is not None else ():
+            print(f"drawn to {picture}", file=sys.stderr)
+        return 0
+
+    def measure(
+        self, path: Path, every: Sequence[Case], chosen: Sequence[Case], args: argparse.Namespace, argv: list[str]
+    ) -> None:
+        """Measure the chosen cases that neither `path` nor a joined file has. MinithinkError: not one fits."""
+        entry, device = self.entry, torch.device(args.device)
+        others = {file: self.read(file) for file in (*([path] if path.exists() else []), *args.join)}
+        # Of a case that several have, the last one's; of methods that are no more, none.
+        there = {
+            m["case"]: {x: other[x] for x in ABOUT} | m
+            for other in others.values()
+            for m in other["measurements"]
+            if m["method"] in (*entry.methods, PEER)
+        }
+        todo = [c for c in chosen if c.name not in there or there[c.name]["settings"] != _settings(entry, args, c)]
+        if todo and device.type == "cuda" and not torch.cuda.is_available():
+            raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu.")
+        result = results.new(self.name, argv, device if todo else "cpu")
+        if not todo:  # nothing is measured here and now
+            result |= {x: [*others.values()][-1][x] for x in ("machine", "versions", *ABOUT)}
+        for file, other in others.items():
+            if (theirs := _place(other)) != (ours := _place(result)):
+                raise UsageError(
+                    f"{file} was measured on {theirs}, and this is {ours}: ratios need one machine; give another "
+                    "--output."
+                )
+        left = ("cases", "output", "command", "join", "plot", "plot_only")
+        result["settings"] = {key: x for key, x in vars(args).items() if key not in left}
+        result["measurements"], result["left_out"] = [], []
+
+        def write(ended: bool = False) -> None:
+            result["measurements"] = [*there.values()]
+            result["missing"] = sorted({case.name for case in every} - {*there})
+            result["complete"] = ended and not result["missing"]
+            results.write(path, result)
+
+        deadline, bench = Deadline(args.time_budget), None
+        for case in chosen:
+            if case not in todo:
+                print(f"{case.name}: is there", file=sys.stderr)
+                continue
+            if deadline.over():
+                result["left_out"].append(f"{case.name}: the time budget of {deadline.seconds:g} s is used up")
+                continue
+            print(f"measuring {case.name} ...", file=sys.stderr, flush=True)
+            bench = bench or Bench(entry, args, device)
+            try:
+                began = time.monotonic()
+                m = bench.measure(case) | {"seconds_in_all": time.monotonic() - began}
+                there.pop(case.name, None)  # a case that is measured again goes to the end
+                about = {"case": case.name, **asdict(case), "settings": _settings(entry, args, case)}
+                there[case.name] = about | {x: result[x] for x in ABOUT} | m
+            except UsageError:
+                raise
+            except (MinithinkError, torch.OutOfMemoryError) as error:
+                result["left_out"].append(f"{case.name}: {str(error).splitlines()[0]}")
+            write()
+            gc.collect()
+            torch.cuda.empty_cache()  # nothing without CUDA
+        write(ended=True)
+        print_table(entry, result)
+        print(f"written to {path}", file=sys.stderr)
+        if todo and len(result["left_out"]) == len(todo) and not deadline.over():
+            raise MinithinkError(f"Nothing was measured: {result['left_out'][0]}.")
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """A result of this benchmark. MinithinkError: there is no such file, or it is another benchmark's."""
+        result = results.read(path)
+        name = result.get("benchmark")
+        if name != self.name or any("case" not in m for m in result["measurements"]):
+            raise MinithinkError(f"{path} is a result of {name}, not of {self.name}: name another file.")
+        return result
 
 
-NUMBERS = (
-    ("prompt-tokens", 128, "of each prompt"), ("start", 4096, "tokens before steps are measured"),
-    ("steps", 256, "that are measured"), ("warm", 16, "steps before those that are measured"),
-    ("tokens", 32_768, "of bytes and throughput"), ("levels", 8, "of requests and throughput"),
-    ("level-steps", 32, "that are measured at each"),
-    ("few", 16, "sequences with types that are filled where many are measured; the others are copies"),
-    ("byte-rows", 2, "sequences whose bytes are averaged"),
-)  # fmt: skip
+def _number(what: str, good: Callable[[float], bool]) -> Callable[[str], float]:
+    """For argparse: a number of this kind."""
 
+    def number(text: str) -> float:
+        with suppress(ValueError):
+            if good(value := float(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text} is no {what}")
 
-def _share(text: str) -> float:
-    """For argparse: from 0 to 1."""
-    if not 0 <= (value := _number(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is no share between 0 and 1")
-    return value
-
-
-def _some(text: str) -> float:
-    """For argparse: a share that is not nothing."""
-    if not (value := _share(text)):
-        raise argparse.ArgumentTypeError("with a share of 0 there is no page")
-    return value
-
-
-def _gib(text: str) -> float:
-    """For argparse: memory."""
-    if not 0 < (value := _number(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no size in GiB")
-    return value
-
-
-def _number(text: str) -> float:
-    """For argparse, NaN for what is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def run(name: str, entry: Cases, args: argparse.Namespace, argv: list[str]) -> int:
-    """Measure what is not there yet, write after every case, print a table."""
-    device = torch.device(args.device)
-    if args.headroom is None:
-        args.headroom = 8.0 if device.type == "cuda" else 1.0
-    names = entry.cases(args.batch, args.transition_share, args.pool)
-    chosen = [case for case in names if any(fnmatch(case.name, pattern) for pattern in args.cases)]
-    if not chosen:
-        kinds = ", ".join(dict.fromkeys(f"{case.kind}/*" for case in names))
-        raise UsageError(
-            f"--cases {' '.join(args.cases)}: there is none; there are {kinds} (names are {names[0].name}, "
-            f"{names[-1].name} and the like; python -m minithink.bench {name} --help)."
-        )
-    path = Path(args.output) if args.output else results.default_path(name)
-    if args.plot_only and args.plot is None:
-        raise UsageError("--plot-only draws to the folder that --plot names: give it.")
-    if args.plot is not None:
-        need_matplotlib()
-    if args.plot_only:
-        if results.read(path).get("benchmark") != name:
-            raise MinithinkError(f"{path} is no result of this benchmark: name another file.")
-        return _drawn(path, name, entry, args)
-    results.check(path)
-    check_methods(entry, args, chosen)
-    others = _results(name, [*([path] if path.exists() else []), *args.join])
-    # Of a case that several have, the last one's; of methods that are no more, none.
-    there = {
-        m["case"]: {x: other[x] for x in ABOUT} | m
-        for _, other in others
-        for m in other["measurements"]
-        if m["method"] in (*entry.methods, PEER)
-    }
-    todo = [c for c in chosen if c.name not in there or there[c.name]["settings"] != _settings(entry, args, c)]
-    if todo and device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu.")
-    result = results.new(name, argv, device if todo else "cpu")
-    if not todo:  # nothing is measured here and now
-        result |= {x: others[-1][1][x] for x in ("machine", "versions", *ABOUT)}
-    _check_machines(others, result)
-    left = ("cases", "output", "command", "join", "plot", "plot_only")
-    result["settings"] = {key: x for key, x in vars(args).items() if key not in left}
-    result["measurements"] = list(there.values())
-    result["left_out"] = []
-    deadline, bench = Deadline(args.time_budget), None
-    for case in chosen:
-        settings = _settings(entry, args, case)
-        if case not in todo:
-            print(f"{case.name}: is there", file=sys.stderr)
-            continue
-        if deadline.over():
-            result["left_out"].append(f"{case.name}: the time budget of {deadline.seconds:g} s is used up")
-            continue
-        print(f"measuring {case.name} ...", file=sys.stderr, flush=True)
-        bench = bench or Bench(entry, args, device)
-        try:
-            began = time.monotonic()
-            m = bench.measure(case) | {"seconds_in_all": time.monotonic() - began}
-            kept = [other for other in result["measurements"] if other["case"] != case.name]
-            about = {"case": case.name, **asdict(case), "settings": settings}
-            about |= {x: result[x] for x in ABOUT}
-            result["measurements"] = [*kept, about | m]
-        except UsageError:
-            raise
-        except (MinithinkError, torch.OutOfMemoryError) as error:
-            result["left_out"].append(f"{case.name}: {str(error).splitlines()[0]}")
-        _write(path, result, names)
-        gc.collect()
-        torch.cuda.empty_cache()  # nothing without CUDA
-    _write(path, result, names, ended=True)
-    print_table(entry, result)
-    print(f"written to {path}", file=sys.stderr)
-    if todo and len(result["left_out"]) == len(todo) and not deadline.over():
-        raise MinithinkError(f"Nothing was measured: {result['left_out'][0]}.")
-    return _drawn(path, name, entry, args)
-
-
-def check_methods(entry: Cases, args: argparse.Namespace, cases: Sequence[Case]) -> None:
-    """UsageError: the settings make no sense for some method, or its budget cannot hold the prompt and more."""
-    settings = settings_of(entry, args)
-    for method in dict.fromkeys(case.method for case in cases if case.method != PEER):
-        check_budget(policy_of(entry.methods[method], settings, CONFIGS[args.model_shape]), args.prompt_tokens)
+    return number
 
 
 def settings_of(entry: Cases, args: argparse.Namespace, drawn: float | None = None) -> Settings:
@@ -231,57 +228,21 @@ def settings_of(entry: Cases, args: argparse.Namespace, drawn: float | None = No
     return Settings(numbers, args.prompt_tokens, drawn or 0.0, args.lockstep, args.seed, args.pool)
 
 
-def _write(path: Path, result: dict[str, Any], names: Sequence[Case], ended: bool = False) -> None:
-    """What there is so far, and what there is not."""
-    result["missing"] = sorted({case.name for case in names} - {m["case"] for m in result["measurements"]})
-    result["complete"] = ended and not result["missing"]
-    results.write(path, result)
-
-
-def _drawn(path: Path, name: str, entry: Cases, args: argparse.Namespace) -> int:
-    """Draw the rounded figures that are in a file, if --plot asks for it → 0."""
-    for picture in plots.draw(name, entry, results.read(path), args.plot) if args.plot is not None else ():
-        print(f"drawn to {picture}", file=sys.stderr)
-    return 0
-
-
-def _results(benchmark: str, paths: Sequence[Path]) -> list[tuple[Path, dict[str, Any]]]:
-    """What lies there. MinithinkError: there is no such file, or it is another benchmark's."""
-    out = []
-    for path in paths:
-        if not path.is_file():
-            raise MinithinkError(f"{path} does not exist: --join takes results of this benchmark.")
-        out.append((path, other := results.read(path)))
-        if (name := other.get("benchmark")) != benchmark or any("case" not in m for m in other["measurements"]):
-            raise MinithinkError(f"{path} is a result of {name}, not of {benchmark}: name another file.")
-    return out
-
-
-def _check_machines(others: Sequence[tuple[Path, dict[str, Any]]], result: dict[str, Any]) -> None:
-    """UsageError: not all were measured on this kind of machine, with this torch and Triton."""
-
-    def place(x: dict[str, Any]) -> str:
-        versions = ", ".join(f"{name} {x['versions'].get(name)}" for name in ("torch", "triton"))
-        return f"{x['machine'].get('gpu') or x['machine']['cpu']} with {versions}"
-
-    for path, other in others:
-        if (theirs := place(other)) != (ours := place(result)):
-            raise UsageError(
-                f"{path} was measured on {theirs}, and this is {ours}: ratios need one machine; give another "
-                "--output."
-            )
-
-
 def _settings(entry: Cases, args: argparse.Namespace, case: Case) -> dict[str, Any]:
-    """What a case depends on."""
+    """The options that a case depends on."""
     names = ["device", "model_shape", "layers", *entry.numbers, "prompt_tokens", "lockstep", "seed", "pool"]
-    whole = ["tokens", "levels", "level_steps", "warm"]
     names += {
-        "step": ["start", "steps", "warm"], "bytes": ["tokens", "byte_rows", "levels"], "request": whole,
-        "throughput": [*whole, "memory", "headroom"],
-    }[case.kind]  # fmt: skip
+        "step": ["start", "steps", "warm"], "bytes": ["tokens", "byte_rows", "levels"],
+    }.get(case.kind, ["tokens", "levels", "level_steps", "warm"])  # fmt: skip
+    names += ["memory", "headroom"] if case.kind == "throughput" else []
     names += ["few"] if case.kind in ("request", "throughput") and case.batch != 1 and case.drawn is not None else []
     return {name: getattr(args, name) for name in names}
+
+
+def _place(result: dict[str, Any]) -> str:
+    """The kind of machine, and the versions that decide how fast it is."""
+    versions = ", ".join(f"{name} {result['versions'].get(name)}" for name in ("torch", "triton"))
+    return f"{result['machine'].get('gpu') or result['machine']['cpu']} with {versions}"
 
 
 class Bench:
@@ -335,15 +296,12 @@ class Bench:
             low, high = (middle, high) if self.fits(case, middle, s, tokens, few) else (low, middle)
         return low
 
-    def policy(self, method: str) -> Policy:
-        """Of a method."""
-        return policy_of(self.entry.methods[method], settings_of(self.entry, self.args), self.config)
-
     def step(self, case: Case) -> dict[str, Any]:
         """Steps at the steady state."""
-        a = self.args
+        a, s = self.args, settings_of(self.entry, self.args)
+        policies = [policy_of(text, s, self.config) for text in self.entry.methods.values()]
         # a period, for all graphs to be recorded, and two for gathers that are timed alone
-        period = max(cast(StandIn, self.policy(method)).period for method in self.entry.methods)
+        period = max(cast(StandIn, policy).period for policy in policies)
         steady = self.steady(case, case.batch, a.start + a.warm + a.steps + 3 * period + GATHERS)
         steady.reach(a.start)
         loop = TimedLoop(steady)
