@@ -35,6 +35,7 @@ import math
 import statistics
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -48,7 +49,7 @@ from minithink import counts, results
 from minithink.bench import plots
 from minithink.bench.compare import comparisons
 from minithink.bench.decode import Deadline, RandomModel, Theirs, timed
-from minithink.bench.markdown import ABOUT, aligned
+from minithink.bench.markdown import ABOUT
 from minithink.bench.parts import GATHERS, TimedLoop, attention_seconds, counted, parts, seconds
 from minithink.bench.peer import Peer
 from minithink.bench.steady import CONFIGS, Settings, Steady, policy_of, pool_bytes
@@ -60,6 +61,7 @@ from minithink.kv.manager import check_budget
 
 PEER = "transformers"  # its full cache; a method without a policy
 GIB = 2**30
+MOST = 2**16  # sequences of a batch
 SOME = 32  # sequences whose bytes are counted at once, for the memory that this takes
 
 
@@ -70,6 +72,13 @@ NUMBERS = {
     "level-steps": (32, "that are measured at each"),
     "few": (16, "sequences with types that are filled where many are measured; the others are copies"),
     "byte-rows": (2, "sequences whose bytes are averaged"),
+}  # fmt: skip
+
+
+SAID = {  # of a case, on the screen
+    "step_milliseconds": "{:.2f} ms a step", "tokens_per_second": "{:,.0f} tokens a second",
+    "share_of_limit": "{:.0%} of the limit", "overhead": "{:.1%} refresh and eviction",
+    "share": "{:.2%} of the full cache",
 }  # fmt: skip
 
 
@@ -196,7 +205,11 @@ class Command:
             gc.collect()
             torch.cuda.empty_cache()  # nothing without CUDA
         write(ended=True)
-        print_table(entry, result)
+        for text in (
+            *map(line, result["measurements"]), *map(str, comparisons(entry.goals, result["measurements"])),
+            *(f"left out: {text}" for text in result["left_out"]),
+        ):  # fmt: skip
+            print(text)
         print(f"written to {path}", file=sys.stderr)
         if todo and len(result["left_out"]) == len(todo) and not deadline.over():
             raise MinithinkError(f"Nothing was measured: {result['left_out'][0]}.")
@@ -288,13 +301,7 @@ class Bench:
 
     def largest(self, case: Case, s: Settings, tokens: int, few: int | None = None) -> int:
         """The largest batch that fits; 0: none does."""
-        low, high = 0, 1
-        while self.fits(case, high, s, tokens, few):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.fits(case, middle, s, tokens, few) else (low, middle)
-        return low
+        return bisect_left(range(1, MOST), True, key=lambda batch: not self.fits(case, batch, s, tokens, few))
 
     def step(self, case: Case) -> dict[str, Any]:
         """Steps at the steady state."""
@@ -422,20 +429,7 @@ def flop_rate(device: torch.device) -> float:
     return 2 * n**3 / seconds(lambda: a @ b, device)
 
 
-def print_table(entry: Cases, result: dict[str, Any]) -> None:
-    """What was measured, on standard output."""
-    rows = [("case", "batch", "ms/step", "tok/s", "of limit", "refresh+evict", "gather", "of full", "counted")]
-    for m in result["measurements"]:
-        shares = m.get("parts_shares")
-        rows.append((
-            m["case"], str(m["batch"] or m["rows"]),
-            *((f"{m['step_milliseconds']:.2f}", f"{m['tokens_per_second']:,.0f}", f"{m['share_of_limit']:.0%}")
-              if "step_milliseconds" in m else ("-", "-", "-")),
-            *((f"{m['overhead']:.1%}", f"{shares['gather']:.1%}") if shares else ("-", "-")),
-            f"{m['share']:.2%}" if m["kind"] == "bytes" else "-", counts.said(m.get("counts")),
-        ))  # fmt: skip
-    print(aligned(rows))
-    for line in comparisons(entry.goals, result["measurements"]):
-        print(line)
-    for text in result["left_out"]:
-        print(f"left out: {text}")
+def line(m: dict[str, Any]) -> str:
+    """A case for people."""
+    said = [text.format(m[name]) for name, text in SAID.items() if name in m]
+    return f"{m['case']}: {', '.join(said)}; counted: {counts.said(m.get('counts'))}"

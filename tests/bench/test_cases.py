@@ -389,8 +389,10 @@ def test_end_to_end_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     by_name = {m["case"]: m for m in result["measurements"]}
     assert len(by_name) == len(result["measurements"]) == 6
     out = capsys.readouterr().out.splitlines()
-    assert len(out) == 7
-    assert {line.split()[0] for line in out[1:]} == set(by_name)
+    assert [line.split(": ")[0] for line in out] == [*by_name]
+    for text in out:
+        assert ("of the full cache" in text) == text.startswith("bytes/")
+        assert ("tokens a second" in text) != text.startswith("bytes/")
 
     for axis in ("thinkv", "thinkv-channel"):
         m = by_name[f"bytes/{axis}/T50"]
