@@ -255,13 +255,18 @@ def _content(path: str, commit: str) -> str:
 
 
 def normal(source: str) -> str:
-    """Python code without comments, docstrings, imports and layout."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            node.body = [x for x in body if not _says_nothing(x)]  # type: ignore[attr-defined]
-    return ast.dump(tree)
+    """Python code without comments, docstrings, imports and layout; the same text with every version of Python."""
+    return repr(_plain(ast.parse(source)))
+
+
+def _plain(node: Any) -> Any:
+    """A syntax tree as nested tuples, without what is empty: later versions of Python add fields that are."""
+    if isinstance(node, list):
+        return tuple(_plain(x) for x in node if not _says_nothing(x))
+    if not isinstance(node, ast.AST):
+        return node
+    found = ((name, _plain(value)) for name, value in ast.iter_fields(node))
+    return (type(node).__name__, *((name, value) for name, value in found if value not in (None, ())))
 
 
 def _says_nothing(node: ast.AST) -> bool:
