@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from minithink.tasks.writing import MODULUS, NAMES, Fact, Trace, digest, listing, split_of
+from minithink.tasks.writing import MODULUS, NAMES, Fact, Puzzle, Trace, listing, solve
 
 FAMILY = "facts"
 
 
 @dataclass(frozen=True)
-class FactsProblem:
+class FactsProblem(Puzzle):
     """Definitions in the order in which the prompt gives them, and the three names that it asks for."""
 
     family: ClassVar[str] = FAMILY
@@ -38,34 +38,11 @@ class FactsProblem:
         return f"Facts (mod {MODULUS}): {listed}. Find {listing(self.targets)}."
 
     def values(self) -> dict[str, int]:
-        """Every name's value."""
-        by_name = {f.name: f for f in self.facts}
-        known: dict[str, int] = {}
+        return solve(self.facts)
 
-        def solve(name: str) -> int:
-            if name not in known:
-                for need in by_name[name].needs:
-                    solve(need)
-                known[name] = by_name[name].apply(known)
-            return known[name]
-
-        for fact in self.facts:
-            solve(fact.name)
-        return known
-
-    @property
-    def answer(self) -> str:
-        values = self.values()
-        return ", ".join(str(values[t]) for t in self.targets)
-
-    def digest(self) -> bytes:
-        """SHA-256 of the problem's content, whatever the order in which the facts are listed."""
+    def content(self) -> list[str]:
         listed = sorted(f"{f.name}={f.left}{f.op}{f.right if f.op else ''}" for f in self.facts)
-        return digest([*listed, *self.targets])
-
-    def split(self) -> str:
-        """The split that the problem belongs to by its content alone: no two splits can share a problem."""
-        return split_of(self.digest())
+        return [*listed, *self.targets]
 
 
 def draw_problem(rng: random.Random, derived: int) -> FactsProblem:

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from minithink.tasks.writing import MODULUS, NAMES, Fact, Trace, digest, listing, split_of
+from minithink.tasks.writing import MODULUS, NAMES, Fact, Puzzle, Trace, listing, solve
 
 FAMILY = "ledger"
 MULTIPLIERS = (2, 3, 7, 9)  # times 4, 5 and 8 would soon leave nothing but a few round balances
@@ -50,7 +50,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class LedgerProblem:
+class LedgerProblem(Puzzle):
     """Balances at the beginning, steps in their order, and the three accounts that the problem asks for."""
 
     family: ClassVar[str] = FAMILY
@@ -83,25 +83,15 @@ class LedgerProblem:
 
     def values(self) -> dict[str, int]:
         """Every version's value."""
-        known: dict[str, int] = {}
-        for step in self.versions():
-            for fact in step:
-                known[fact.name] = fact.apply(known)
-        return known
+        return solve(fact for step in self.versions() for fact in step)
 
-    @property
-    def answer(self) -> str:
-        values, newest = self.values(), self.newest()
-        return ", ".join(str(values[newest[t]]) for t in self.targets)
+    def asked(self) -> list[str]:
+        newest = self.newest()
+        return [newest[t] for t in self.targets]
 
-    def digest(self) -> bytes:
-        """SHA-256 of the problem's content, whatever the order in which the balances are listed."""
+    def content(self) -> list[str]:
         given = sorted(f"{f.name}={f.left}" for f in self.balances)
-        return digest([FAMILY, *given, *(step.text for step in self.steps), *self.targets])
-
-    def split(self) -> str:
-        """The split that the problem belongs to by its content alone: no two splits can share a problem."""
-        return split_of(self.digest())
+        return [FAMILY, *given, *(step.text for step in self.steps), *self.targets]
 
 
 def draw_problem(rng: random.Random, size: int) -> LedgerProblem:
@@ -159,8 +149,7 @@ class _Trace(Trace):
             done = run[-1]
         if self.rng.random() < self.manner.verify:
             self.verify()
-        newest = self.problem.newest()
-        return self.close([newest[t] for t in self.problem.targets], self.truth)
+        return self.close(self.problem.asked(), self.truth)
 
     def plan(self, run: range) -> None:
         """Reasoning: what the steps of a run need, and since when it holds."""

@@ -19,9 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from minithink.tasks import BINS, DATA, SPLITS, facts, ledger, search
-from minithink.tasks.facts import FactsProblem
-from minithink.tasks.ledger import LedgerProblem
-from minithink.tasks.search import SearchProblem
+from minithink.tasks.writing import Puzzle
 
 # Llama 3's pre-tokenizer: numbers are pieces of one to three digits, so every value is one token; a word takes the
 # space before it; ".\n\n" is one piece, as in the models that this one stands for.
@@ -72,7 +70,7 @@ COUNTS = {  # problems of each of BINS
 }
 
 
-def document(problem: FactsProblem | LedgerProblem | SearchProblem, rng: random.Random) -> tuple[str, str]:
+def document(problem: Puzzle, rng: random.Random) -> tuple[str, str]:
     """A training document: the prompt as the chat template renders it, and the response."""
     thinking, answer = FAMILIES[problem.family].draw_trace(problem, rng)
     return f"<|user|>{problem.question}<|assistant|><think>\n", f"{thinking}</think>{answer}<|end|>"

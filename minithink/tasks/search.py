@@ -31,10 +31,11 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from minithink.tasks.writing import NAMES, Writer, digest, listing, split_of
+from minithink.tasks.writing import NAMES, Definition, Puzzle, Writer, listing, solve
 
 FAMILY = "search"
 LOW, HIGH = 1, 9  # the numbers that are tried
@@ -47,7 +48,7 @@ MEMORY, EXCITEMENT, CEILING = 2, 0.25, 0.6  # paragraphs; what each doubt among 
 
 
 @dataclass(frozen=True)
-class Lock:
+class Lock(Definition):
     """`name * factor + added = result`. factor, added: numbers, or names of other locks."""
 
     name: str
@@ -60,13 +61,16 @@ class Lock:
         return f"{self.name} * {self.factor} + {self.added} = {self.result}"
 
     @property
-    def needs(self) -> tuple[str, ...]:
-        """The names that it is defined through, each once, in order."""
-        return tuple(dict.fromkeys(x for x in (self.factor, self.added) if isinstance(x, str)))
+    def operands(self) -> tuple[int | str, int | str]:
+        return self.factor, self.added
+
+    def apply(self, values: Mapping[str, int]) -> int:
+        factor, added = self.read(values)
+        return (self.result - added) // factor
 
 
 @dataclass(frozen=True)
-class SearchProblem:
+class SearchProblem(Puzzle):
     """Locks in the order in which the prompt gives them, the three names that it asks for, and the redundancy."""
 
     family: ClassVar[str] = FAMILY
@@ -80,37 +84,11 @@ class SearchProblem:
         return f"Numbers from {LOW} to {HIGH}: {listed}. Find {listing(self.targets)}. {WORDING[self.redundancy]}"
 
     def values(self) -> dict[str, int]:
-        """Every name's number."""
-        by_name = {lock.name: lock for lock in self.locks}
-        known: dict[str, int] = {}
+        return solve(self.locks)
 
-        def solve(name: str) -> int:
-            if name not in known:
-                lock = by_name[name]
-                factor, added = (solve(x) if isinstance(x, str) else x for x in (lock.factor, lock.added))
-                known[name] = (lock.result - added) // factor
-            return known[name]
-
-        for lock in self.locks:
-            solve(lock.name)
-        return known
-
-    @property
-    def answer(self) -> str:
-        values = self.values()
-        return ", ".join(str(values[t]) for t in self.targets)
-
-    def digest(self) -> bytes:
-        """SHA-256 of the problem's content, whatever the order of its locks and its redundancy."""
-        return digest([FAMILY, *sorted(lock.text for lock in self.locks), *self.targets])
-
-    def split(self) -> str:
-        """The split that the problem belongs to by its content alone: no two splits can share a problem."""
-        return split_of(self.digest())
-
-    def with_redundancy(self, redundancy: int) -> SearchProblem:
-        """The same problem, to be written with another redundancy."""
-        return replace(self, redundancy=redundancy)
+    def content(self) -> list[str]:
+        """The redundancy is left out: it changes how often a trace says things, not what is asked."""
+        return [FAMILY, *sorted(lock.text for lock in self.locks), *self.targets]
 
 
 def reworded(question: str, redundancy: int) -> str:
@@ -239,7 +217,7 @@ class _Trace(Writer):
         """Reasoning: what is looked for; execution: trials; reasoning: the milestone."""
         if self.rng.random() < 0.3:
             self.mood = self.rng.choice(MOODS)
-        factor, added = (self.known[x] if isinstance(x, str) else x for x in (lock.factor, lock.added))
+        factor, added = lock.read(self.known)
         true = replace(lock, factor=factor, added=added)
         self.current = self.misread(true) if self.rng.random() < MISREAD else true
         self.turned = False
@@ -340,7 +318,7 @@ class _Trace(Writer):
     def calculation(self, name: str) -> str:
         """A found number's lock and why it fits: `ved * 8 + 34 = 90, 7 * 8 = 56, 56 + 34 = 90`."""
         lock, x = self.locks[name], self.known[name]
-        c, d = (self.known[o] if isinstance(o, str) else o for o in (lock.factor, lock.added))
+        c, d = lock.read(self.known)
         return f"{lock.text}, {x} * {c} = {x * c}, {x * c} + {d} = {x * c + d}"
 
     def recheck(self) -> bool:

@@ -1,4 +1,5 @@
-"""What the task families share: names, calculations modulo 100, manners, and how a trace is written.
+"""What the task families share: names, calculations modulo 100, what a problem is, manners, and how a trace is
+written.
 
 A trace thinks as reasoning models do, in three kinds of thought (the names are ThinKV's):
 
@@ -21,8 +22,10 @@ from __future__ import annotations
 
 import hashlib
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 MODULUS = 100
 
@@ -35,8 +38,48 @@ NAMES = [
 ][:256]
 
 
+class Definition(ABC):
+    """Gives a name its value through two operands, which are numbers or other names."""
+
+    name: str
+
+    @property
+    @abstractmethod
+    def operands(self) -> tuple[int | str, int | str]: ...
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The names that it is defined through, each once, in order."""
+        return tuple(dict.fromkeys(x for x in self.operands if isinstance(x, str)))
+
+    def read(self, values: Mapping[str, int]) -> tuple[int, int]:
+        """The operands, each name replaced by its value."""
+        a, b = (values[x] if isinstance(x, str) else x for x in self.operands)
+        return a, b
+
+    @abstractmethod
+    def apply(self, values: Mapping[str, int]) -> int:
+        """The name's value. values: of the names that it needs, at least."""
+
+
+def solve(definitions: Iterable[Definition]) -> dict[str, int]:
+    """Every name's value, each behind the values that it is defined through."""
+    by_name = {d.name: d for d in definitions}
+    known: dict[str, int] = {}
+
+    def find(name: str) -> None:
+        if name not in known:
+            for need in by_name[name].needs:
+                find(need)
+            known[name] = by_name[name].apply(known)
+
+    for name in by_name:
+        find(name)
+    return known
+
+
 @dataclass(frozen=True)
-class Fact:
+class Fact(Definition):
     """One definition: `name = left op right`, or `name = left` where `op` is empty. Operands: names or numbers."""
 
     name: str
@@ -45,33 +88,60 @@ class Fact:
     right: str | int = 0
 
     @property
+    def operands(self) -> tuple[int | str, int | str]:
+        return self.left, self.right
+
+    @property
     def expression(self) -> str:
         return f"{self.left} {self.op} {self.right}" if self.op else str(self.left)
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """The names that it is defined through, each once, in order."""
-        operands = (self.left, self.right) if self.op else (self.left,)
-        return tuple(dict.fromkeys(x for x in operands if isinstance(x, str)))
-
     def apply(self, values: Mapping[str, int]) -> int:
-        a, b = (values[x] if isinstance(x, str) else x for x in (self.left, self.right))
+        a, b = self.read(values)
         return {"": a, "+": a + b, "-": a - b, "*": a * b}[self.op] % MODULUS
 
     def numbers(self, values: Mapping[str, int]) -> str:
         """The expression with every name replaced by its value."""
-        a, b = (values[x] if isinstance(x, str) else x for x in (self.left, self.right))
+        a, b = self.read(values)
         return f"{a} {self.op} {b}" if self.op else str(a)
 
 
-def digest(content: Iterable[str]) -> bytes:
-    """SHA-256 of a problem's content."""
-    return hashlib.sha256(";".join(content).encode()).digest()
+class Puzzle(ABC):
+    """A problem as a family draws it: what it says, and the three names that it asks for."""
 
+    family: ClassVar[str]
+    targets: tuple[str, ...]
 
-def split_of(digest: bytes) -> str:
-    """The split that a problem belongs to by its content alone: no two splits can share a problem."""
-    return "test" if digest[0] < 16 else "validation" if digest[0] < 32 else "train"
+    @property
+    @abstractmethod
+    def question(self) -> str:
+        """The user's message."""
+
+    @abstractmethod
+    def values(self) -> dict[str, int]:
+        """Every name's value."""
+
+    @abstractmethod
+    def content(self) -> Iterable[str]:
+        """What makes it this problem and no other, whatever the order in which the question lists it."""
+
+    def asked(self) -> list[str]:
+        """The names in `values` that the problem asks for."""
+        return list(self.targets)
+
+    @property
+    def answer(self) -> str:
+        r"""What the \boxed{} must hold."""
+        values = self.values()
+        return ", ".join(str(values[name]) for name in self.asked())
+
+    def digest(self) -> bytes:
+        """SHA-256 of its content."""
+        return hashlib.sha256(";".join(self.content()).encode()).digest()
+
+    def split(self) -> str:
+        """The split that it belongs to by its content alone: no two splits can share a problem."""
+        first = self.digest()[0]
+        return "test" if first < 16 else "validation" if first < 32 else "train"
 
 
 def listing(words: Sequence[str]) -> str:

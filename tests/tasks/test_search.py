@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
@@ -373,7 +373,7 @@ def test_moods_say_different_words():
 def test_redundancy_changes_how_often_things_are_restated_and_nothing_else(problem, seed):
     traces = []
     for redundancy in range(3):
-        other = problem.with_redundancy(redundancy)
+        other = replace(problem, redundancy=redundancy)
         assert (other.digest(), other.values(), other.answer, other.split()) == (
             problem.digest(), problem.values(), problem.answer, problem.split()
         )  # fmt: skip
@@ -391,7 +391,7 @@ def test_redundancy_changes_how_often_things_are_restated_and_nothing_else(probl
 def test_some_redundancy_lists_results_behind_half_of_the_new_ones():
     lists = new = 0
     for seed in range(60):
-        problem = search.draw_problem(random.Random(seed), 6).with_redundancy(1)
+        problem = replace(search.draw_problem(random.Random(seed), 6), redundancy=1)
         lines = search.draw_trace(problem, random.Random(seed))[0].split("\n")
         lists += sum(line.startswith("I know ") for line in lines)
         new += sum(bool(re.fullmatch(Reader.SO, line)) for line in lines) - 1  # the first has nothing before it
@@ -400,7 +400,7 @@ def test_some_redundancy_lists_results_behind_half_of_the_new_ones():
 
 def test_the_question_says_the_redundancy():
     problem = search.draw_problem(random.Random(0), 4)
-    ends = [problem.with_redundancy(r).question.rpartition(". ")[2] for r in range(3)]
+    ends = [replace(problem, redundancy=r).question.rpartition(". ")[2] for r in range(3)]
     assert ends == ["Repeat little.", "Repeat some.", "Repeat much."]
 
 
