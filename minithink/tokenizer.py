@@ -18,7 +18,7 @@ import codecs
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache, wraps
 from itertools import pairwise
@@ -166,6 +166,12 @@ class Tokenizer:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD, ids without a token nothing."""
         skip = self.special_ids if skip_special_tokens else frozenset()
         return b"".join(self.token_bytes(id) for id in ids if id not in skip).decode(errors="replace")
+
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        """The text of every token by itself, as `decode` gives it."""
+        ids = list(ids)
+        texts = {id: self.decode([id]) for id in set(ids)}  # a text has far more tokens than different ones
+        return [texts[id] for id in ids]
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes of one token, of an added token its UTF-8 text; b"" for an id without a token."""

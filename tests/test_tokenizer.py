@@ -357,6 +357,12 @@ def test_a_stream_shows_what_decode_gives(pairs: Pairs, skip: bool, ids: list[in
         assert "".join(map(stream.put, ids)) + stream.flush() == tokenizer.decode(ids, skip)
 
 
+@given(ids=st.lists(st.integers(-2, 260) | st.integers(0, 720) | st.integers(699, 711), max_size=60))
+def test_pieces_are_the_texts_of_single_tokens(pairs: Pairs, ids: list[int]) -> None:
+    tokenizer = pairs["llama3"][0]
+    assert tokenizer.pieces(ids) == [tokenizer.decode([id]) for id in ids]
+
+
 @given(text=TEXTS)
 def test_a_stream_shows_no_half_characters(pairs: Pairs, text: str) -> None:
     tokenizer = pairs["llama3"][0]

@@ -209,8 +209,7 @@ def read_along(
     engine: Engine, questions: Sequence[str], prompts: Sequence[list[int]]
 ) -> tuple[list[Reader], list[str]]:
     """What Oracle needs: a reader for every row, and the text of every token."""
-    t = engine.tokenizer
-    texts = [t.decode([i]) if i < t.vocab_size else "" for i in range(engine.config.vocab_size)]
+    texts = engine.tokenizer.pieces(range(engine.config.vocab_size))
     pairs = zip(questions, prompts, strict=True)
     return [reader(question, [texts[i] for i in prompt]) for question, prompt in pairs], texts
 

@@ -203,7 +203,7 @@ def look(engine: Engine, prompt: list[int], generated: list[int], layer: int, ta
     """Read one trace again, and measure."""
     n = thinking_end(engine, generated)
     start, end = len(prompt), len(prompt) + n
-    found = sentences([engine.tokenizer.decode([t]) for t in generated[:n]])
+    found = sentences(engine.tokenizer.pieces(generated[:n]))
     rows = torch.arange(start, end)
     sparse, far, top, on = (list[Tensor]() for _ in range(4))
 

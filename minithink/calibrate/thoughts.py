@@ -246,7 +246,7 @@ def line_of(engine: Engine, s: Track, example: Example, policy: ThinKV) -> dict[
         "right": bool(grade(answer, example.answer, example.grader).right),
         "tokens": list(s.tokens),
         "refresh": own[:: policy.tau].tolist(),  # at the beginning of every segment
-        "labels": segments(kinds([tokenizer.decode([t]) for t in s.tokens]), policy.tau),
+        "labels": segments(kinds(tokenizer.pieces(s.tokens)), policy.tau),
         "layers": layers_of(own),
         "modes_by_rows": modes_by_rows(u, steps),
         "modes_of_noise": modes_by_rows(noise_like(u, steps, s.number), steps),

@@ -47,7 +47,7 @@ class NeededKept:
     def take(self, s: Track) -> dict[str, float | None]:
         """The shares of a sequence that has ended, as a Record names them. None: the text needs nothing, or has no
         complete line. The sequence is forgotten."""
-        pieces, prompt = [self.tokenizer.decode([i]) for i in (*s.prompt, *s.tokens)], len(s.prompt)
+        pieces, prompt = self.tokenizer.pieces([*s.prompt, *s.tokens]), len(s.prompt)
         reading = read(question_in("".join(pieces[:prompt])) or "", pieces, prompt)
         left = left_from(self._last_held.take(s), len(pieces), prompt)
         _, kept, somewhere = needed_kept(reading, left, prompt)
