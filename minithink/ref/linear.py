@@ -40,4 +40,4 @@ def _in_blocks(x: Tensor, weight: Tensor, parts: int) -> Tensor:
     n = x.shape[0]
     blocks = weight.view(weight.shape[0], parts, -1).transpose(0, 1)  # [parts, in, out / parts]
     out = torch.bmm(x.expand(parts, n, -1), blocks)  # [parts, N, out / parts]
-    return out.view(1, -1) if n == 1 else out.transpose(0, 1).reshape(n, -1)
+    return out.view(1, -1) if n == 1 else out.transpose(0, 1).reshape(n, weight.shape[1])
