@@ -36,7 +36,6 @@ from torch.testing import assert_close
 import minithink
 from minithink.calibrate.agreement import confusion, kappa
 from minithink.calibrate.density import density, grid, peaks
-from minithink.calibrate.reading import sparsity
 from minithink.config import ModelConfig
 from minithink.kv.full import FullCache
 from minithink.kv.manager import KVManager
@@ -44,6 +43,7 @@ from minithink.kv.table import printed
 from minithink.model import Rope
 from minithink.policies.thinkv import EXECUTION, NAMES, REASONING, TRANSITION, ThinKV, type_of
 from minithink.quant import e4m3, parse
+from minithink.reading import sparsity
 from minithink.ref.anneal import anneal
 from minithink.ref.kmeans import kmeans
 from minithink.tasks import grade, load_problems

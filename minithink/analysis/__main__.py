@@ -1,4 +1,4 @@
-"""The command line: `python -m minithink.analysis premises|pilot|importance|association|curve`."""
+"""The command line: `python -m minithink.analysis premises|pilot|segments`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import import_module
 from minithink import commands
 
 PROGRAM, DESCRIPTION = "minithink.analysis", "What methods take for granted."
-COMMANDS = ("premises", "pilot", "importance", "association", "curve")
+COMMANDS = ("premises", "pilot", "segments")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -18,21 +18,20 @@ from minithink.thinking import CLOSE
 
 EVERY = 16  # tokens from one eviction to the next
 RECENT = 64  # tokens that no eviction touches, if the budget has room for them
+Steering = Callable[[Tensor, int, Tensor], Tensor]  # (last token [rows], layer, hidden [rows, d]) → hidden
 
 
 class Dense:
     """Keys and values of `rows` sequences, and the mask `kept`; an `Attention` for the decoder."""
 
-    def __init__(self, engine: Engine, rows: int, capacity: int, window: int = 8) -> None:
-        """capacity: tokens of a sequence; window: newest queries to remember."""
+    def __init__(self, engine: Engine, rows: int, capacity: int) -> None:
+        """capacity: tokens of a sequence."""
         c, device = engine.config, engine.device
-        self.rope, self.groups, self.window = engine.rope, c.num_heads // c.num_kv_heads, window
+        self.rope, self.groups = engine.rope, c.num_heads // c.num_kv_heads
         shape = (c.num_layers, rows, c.num_kv_heads, capacity)
         self.k, self.v = (torch.zeros(*shape, c.head_dim, dtype=engine.dtype, device=device) for _ in range(2))
         self.kept = torch.ones(shape, dtype=torch.bool, device=device)
         self.mass = torch.zeros(shape, device=device)  # of the last step: probability, mean over the group
-        self.queries = torch.zeros(c.num_layers, rows, c.num_heads, window, c.head_dim, device=device)
-        self.hidden = torch.zeros(rows, c.hidden_size, device=device)  # after the final norm, of the last step
         self.steer: Callable[[int, Tensor], Tensor] | None = None  # (layer, hidden) → hidden
         self.row = torch.arange(rows, device=device)[:, None]
         self.column = torch.arange(capacity, device=device)
@@ -57,16 +56,11 @@ class Dense:
         p = logits.float().masked_fill(~seen, -torch.inf).softmax(-1)
         if n == 1:
             self.mass[layer, :, :, : self.end] = p[..., 0, :].mean(2)
-            self.queries[layer] = torch.cat((self.queries[layer, :, :, 1:], q.transpose(1, 2).float()), dim=2)
         out = torch.einsum("bhgnt,bhtd->bnhgd", p.to(v.dtype), v)
         return out.flatten(2, 3).flatten(0, 1)
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
-        if layer < 0:
-            self.hidden = hidden
-        elif self.steer is not None:
-            return self.steer(layer, hidden)
-        return hidden
+        return hidden if self.steer is None or layer < 0 else self.steer(layer, hidden)
 
 
 class Sketch:
@@ -106,7 +100,7 @@ def decode(
     seed: int = 0,
     sketch: Callable[[Dense, Tensor], Sketch] | None = None,
     budget: Tensor | None = None,
-    steer: Callable[[Tensor, int, Tensor], Tensor] | None = None,
+    steer: Steering | None = None,
 ) -> list[list[int]]:
     """Generated tokens of every prompt, with the one that stopped. Two runs with equal prompts and seed draw the same
     noise, so that they write the same text until their logits differ.
@@ -114,7 +108,7 @@ def decode(
     Args:
         sketch: makes the policy; None: everything stays.
         budget: generated tokens that a lane keeps beside its prompt, int64 [rows].
-        steer: (last token [rows], layer, hidden [rows, d]) → hidden, for generated tokens.
+        steer: for generated tokens.
     """
     device, rows = engine.device, len(prompts)
     stops = torch.tensor(sorted(engine.generation_config.stop_ids), device=device)
@@ -151,38 +145,6 @@ def decode(
     ends = torch.isin(out, stops)
     ends[:, -1] = True
     return [row[: int(n) + 1] for row, n in zip(out.tolist(), ends.int().argmax(1), strict=True)]
-
-
-class Watcher:
-    """An `Attention` over one whole sequence that hands every layer's probabilities on, and its hidden states."""
-
-    def __init__(self, engine: Engine, length: int, see: Callable[[int, Tensor], None]) -> None:
-        self.cos, self.sin = engine.rope.at(torch.arange(length, device=engine.device))
-        self.see, self.hidden = see, list[Tensor]()
-        self.future = torch.ones(length, length, dtype=torch.bool, device=engine.device).triu(1)
-
-    def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
-        hkv = v.shape[1]
-        q, k = rope(qk, self.cos, self.sin).transpose(0, 1).tensor_split((-hkv,))
-        groups = q.shape[0] // hkv
-        k, v = (x.repeat_interleave(groups, 0) for x in (k, v.transpose(0, 1)))
-        logits = (q @ k.transpose(1, 2)).float() / q.shape[-1] ** 0.5
-        p = logits.masked_fill(self.future, -torch.inf).softmax(-1)
-        self.see(layer, p)  # [Hq, n, n]
-        return (p.to(v.dtype) @ v).transpose(0, 1)
-
-    def tap(self, layer: int, hidden: Tensor) -> Tensor:
-        if layer >= 0:
-            self.hidden.append(hidden)
-        return hidden
-
-
-@torch.inference_mode()
-def watch(engine: Engine, ids: Sequence[int], see: Callable[[int, Tensor], None]) -> list[Tensor]:
-    """Read a whole sequence at once. see(layer, p [Hq, n, n]) → hidden states after every layer, [n, d] each."""
-    watcher = Watcher(engine, len(ids), see)
-    engine.decoder(torch.tensor(list(ids), device=engine.device), watcher)
-    return watcher.hidden
 
 
 def thinking_end(engine: Engine, generated: Sequence[int]) -> int:

@@ -13,33 +13,29 @@ of the thinking, as SkipKV does.
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
+from itertools import combinations, combinations_with_replacement, permutations
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from minithink import results, thoughts
-from minithink.analysis import plots
-from minithink.analysis.dense import batches, decode, thinking_end, watch
-from minithink.commands import location, positive
-from minithink.engine import Engine, load
-from minithink.errors import UsageError
-from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION
-from minithink.sampling import SamplingParams
-from minithink.tasks import Problem, families, grade, load_problems
-from minithink.tasks.writing import listing
+from minithink import thoughts
+from minithink.analysis import runs
+from minithink.analysis.dense import thinking_end
+from minithink.commands import positive
+from minithink.engine import Engine
+from minithink.policies.thinkv import NAMES
+from minithink.reading import read
+from minithink.ref.decode_attention import group_reduce
+from minithink.ref.sparsity import sparsity
+from minithink.tasks import Problem
 from minithink.thinking import CLOSE
 
-NAMES = {REASONING: "reasoning", EXECUTION: "execution", TRANSITION: "transition"}
-KINDS = tuple(NAMES.values())
+KINDS = tuple(reversed(NAMES))  # reasoning, execution, transition
 FAR = 64  # thinking tokens before the answer that count as near
-SETTINGS = (  # options that decide a result
-    "model", "family", "limit", "max_new_tokens", "temperature", "seed", "layer", "tau", "sparsity_rows", "rollouts",
-    "resample", "policies", "budget", "budgets", "strength", "at", "batch_size",
-)  # fmt: skip
 STRENGTHS = {"boundary": (0.25, 0.5, 1.0, 2.0), "every": (0.05, 0.1, 0.25, 0.5, 1.0)}
 
 
@@ -64,125 +60,29 @@ def sentences(pieces: Sequence[str]) -> list[Sentence]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    steering_arguments(parser)
-    parser.add_argument("--tau", type=positive, default=32, metavar="N", help="τ, tokens of a segment "
-        "(default: 32)")  # fmt: skip
-    parser.add_argument("--steered", type=positive, default=16, metavar="N", help="problems that are steered, "
-        "of those of --limit (default: 16)")  # fmt: skip
-
-
-def common_arguments(parser: argparse.ArgumentParser) -> None:
-    """What all subcommands share."""
+    runs.add_arguments(parser)
     add = parser.add_argument
-    add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
-    add("--family", default="facts", help=f"validation problems of {', '.join(families())} (default: facts)")
-    add("--limit", type=positive, default=32, metavar="N", help="problems (default: 32)")
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
-    add("--batch-size", type=positive, default=96, metavar="N", help="sequences at once (default: 96)")
-    add("--max-new-tokens", type=positive, default=2600, metavar="N", help="default: 2600")
-    add("--temperature", type=float, default=0.6, help="0 is greedy (default: 0.6)")
-    add("--seed", type=int, default=0, help="of the draws (default: 0)")
-    add("--output", type=location, required=True, metavar="FILE", help="where the result goes, as JSON")
-
-
-def steering_arguments(parser: argparse.ArgumentParser) -> None:
-    """What premises and pilot share."""
-    common_arguments(parser)
-    parser.add_argument("--layer", type=int, metavar="N", help="whose output is steered, from 0 (default: that at "
-        "0.7 of the depth, 5 of the embedded model's 8)")  # fmt: skip
-
-
-def begin(
-    args: argparse.Namespace, name: str, argv: list[str], backend: str = "reference"
-) -> tuple[Engine, list[Problem], dict[str, Any]]:
-    """The engine, the problems and a new result. args.layer, if there is one, gets its default.
-
-    Raises:
-        UsageError, MinithinkError: the options make no sense, before anything is generated.
-    """
-    SamplingParams(args.temperature, seed=args.seed)
-    if args.family not in families():
-        raise UsageError(f"There is no family {args.family!r}; there are {listing(families())}.")
-    results.check(args.output)
-    problems = load_problems("validation", args.family)
-    if args.limit > len(problems):
-        print(f"minithink.analysis: {args.family} has {len(problems)} problems: all are taken", file=sys.stderr)
-    problems = problems[: args.limit]
-    calibration = getattr(args, "calibration", None)
-    engine = load(args.model, device=args.device, backend=backend, dtype="float32", calibration=calibration)
-    layers, context = engine.config.num_layers, engine.config.max_position
-    if "layer" in args:
-        args.layer = layer_of(layers) if args.layer is None else args.layer
-        if not 0 <= args.layer < layers:
-            raise UsageError(f"--layer {args.layer} is none of the model's layers: give 0 to {layers - 1}.")
-    if (longest := max(len(engine.prompt_ids(p.question)) for p in problems)) >= context:
-        raise UsageError(f"A problem has {longest:,} tokens and the context holds {context:,}: give another --model.")
-    result = results.new(name, argv, engine.device, program="minithink.analysis")
-    result["settings"] = {n: getattr(args, n) for n in SETTINGS if n in args}
-    return engine, problems, result
-
-
-def finish(
-    args: argparse.Namespace, result: dict[str, Any], lines: Iterable[str] = (),
-    draw: Callable[[], plots.Draw] | None = None,
-) -> int:  # fmt: skip
-    """Write the whole result, print the lines, and draw if --plot asks for it → 0. draw: makes what draws."""
-    result["complete"] = True
-    results.write(args.output, result)
-    for line in lines:
-        print(line)
-    if draw is not None and args.plot is not None:
-        plots.write(args.plot, draw())
-        print(f"drawn to {args.plot}", file=sys.stderr)
-    print(f"written to {args.output}", file=sys.stderr)
-    return 0
-
-
-def layer_of(layers: int) -> int:
-    """Behind which layer, counted from 0, 0.7 of the depth are over, rounded (SkipKV: 20 of 28)."""
-    return max(1, round(0.7 * layers)) - 1
-
-
-def generate(
-    engine: Engine, problems: Sequence[Problem], args: argparse.Namespace, steer: Callable[[], Steer] | None = None
-) -> list[list[int]]:
-    """Generated tokens of every problem, batch by batch, each with a new `Steer`."""
-    out = list[list[int]]()
-    for part in batches(len(problems), args.batch_size):
-        prompts = [engine.prompt_ids(p.question) for p in problems[part]]
-        options: dict[str, Any] = {"temperature": args.temperature, "seed": args.seed}
-        out += decode(engine, prompts, args.max_new_tokens, steer=steer() if steer else None, **options)
-    return out
+    add("--layer", type=int, metavar="N", help="whose output is steered, from 0 (default: that at 0.7 of the depth, "
+        "5 of the embedded model's 8)")  # fmt: skip
+    add("--tau", type=positive, default=32, metavar="N", help="τ, tokens of a segment (default: 32)")
+    add("--steered", type=positive, default=16, metavar="N", help="problems that are steered, of those of --limit "
+        "(default: 16)")  # fmt: skip
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Generate, look, steer, write the result."""
-    engine, problems, result = begin(args, "premises", argv)
-    generated = generate(engine, problems, args)
+    engine, problems, result = runs.begin(args, "premises", argv)
+    generated = runs.generate(engine, problems, args)
     traces = [(engine.prompt_ids(p.question), g) for p, g in zip(problems, generated, strict=True)]
     looks = [look(engine, prompt, g, args.layer, args.tau) for prompt, g in traces]
     result["measurements"] = {
-        "full_cache": outcome(engine, problems, generated),
+        "full_cache": runs.outcome(engine, problems, generated),
         "sparsity": sparsity_by_kind(looks),
         "separability": separability(looks),
         "answer_attention": answer_attention(looks),
         "steering": steering(engine, problems[: args.steered], args, looks),
     }
-    return finish(args, result)
-
-
-def outcome(engine: Engine, problems: Sequence[Problem], generated: Sequence[list[int]]) -> dict[str, float]:
-    """Accuracy, mean tokens and mean number of doubts (paragraphs) of some runs."""
-    texts = [engine.tokenizer.decode(g) for g in generated]
-    right = [grade(t, p.answer) and "</think>" in t for t, p in zip(texts, problems, strict=True)]
-    stops = engine.generation_config.stop_ids
-    return {
-        "problems": len(problems),
-        "right": sum(right) / len(right),
-        "tokens": sum(map(len, generated)) / len(generated),
-        "cut_off": sum(g[-1] not in stops for g in generated) / len(generated),
-        "doubts": sum(thoughts.doubts(p) for t in texts for p in t.split("\n\n")[1:]) / len(texts),
-    }
+    return runs.finish(args, result)
 
 
 class Look(NamedTuple):
@@ -199,27 +99,24 @@ class Look(NamedTuple):
     doubts: Tensor  # bool [thoughts but the first]: which of them are transitions
 
 
-def look(engine: Engine, prompt: list[int], generated: list[int], layer: int, tau: int = 32) -> Look:
+def look(engine: Engine, prompt: list[int], generated: list[int], layer: int, tau: int) -> Look:
     """Read one trace again, and measure."""
     n = thinking_end(engine, generated)
     start, end = len(prompt), len(prompt) + n
     found = sentences(engine.tokenizer.pieces(generated[:n]))
-    rows = torch.arange(start, end)
-    sparse, far, top, on = (list[Tensor]() for _ in range(4))
+    measured, hidden = defaultdict[str, list[Tensor]](list), dict[int, Tensor]()
 
-    def see(_: int, p: Tensor) -> None:
-        thinking = p[:, start:end]  # [Hq, rows, n]
-        below = thinking < 0.01 * thinking.amax(-1, keepdim=True)
-        cached = torch.arange(p.shape[-1], device=p.device) <= rows.to(p.device)[:, None]
-        sparse.append(((below & cached).sum(-1) / cached.sum(-1)).mean(0).cpu())
-        answer = p[:, end + 1 :, start:end].sum((0, 1))  # behind </think>; mass by thinking token
+    def see(_: int, logits: Tensor, seen: Tensor) -> None:
+        p = group_reduce(logits, seen, "none")  # [tokens, Hq, S]
+        answer = p[end + 1 :, :, start:end].sum((0, 1))  # behind </think>; mass by thinking token
         total = answer.sum()
-        far.append((answer[:-FAR].sum() / total).cpu())
-        top.append((answer.sort(descending=True).values[: max(1, n // 10)].sum() / total).cpu())
-        on.append((total / p[:, end + 1 :].sum()).cpu())
+        measured["sparsity"].append(sparsity(p[start:end], seen[start:end]).cpu())
+        measured["far"].append((answer[:-FAR].sum() / total).cpu())
+        measured["top"].append((answer.sort(descending=True).values[: max(1, n // 10)].sum() / total).cpu())
+        measured["on"].append((total / p[end + 1 :].sum()).cpu())
 
-    hidden = watch(engine, [*prompt, *generated], see)
-    tokens = torch.stack(sparse, 1)  # [n, L]
+    read(engine, [*prompt, *generated], see, tap=hidden.__setitem__)
+    tokens = torch.stack(measured["sparsity"], 1)  # [n, L]
     kinds = [s.kind for s in found for _ in range(s.start, s.end)]
     segments = [slice(at, at + tau) for at in range(0, n - n % tau, tau)]  # whole ones
     return Look(
@@ -227,9 +124,9 @@ def look(engine: Engine, prompt: list[int], generated: list[int], layer: int, ta
         torch.stack([tokens[s].mean(0) for s in segments]) if segments else tokens[:0],
         tokens,
         kinds,
-        torch.stack(far),
-        torch.stack(top),
-        torch.stack(on),
+        torch.stack(measured["far"]),
+        torch.stack(measured["top"]),
+        torch.stack(measured["on"]),
         *openings(hidden[layer][start:end].cpu(), found),
     )
 
@@ -277,16 +174,15 @@ def separability(looks: Sequence[Look]) -> dict[str, Any]:
         (kind, t): torch.tensor([(k, at) == (kind, t) for k, at in zip(kinds, thirds, strict=True)], dtype=torch.bool)
         for kind in KINDS for t in range(3)
     }  # fmt: skip
-    for i, first in enumerate(KINDS):
-        for second in KINDS[i + 1 :]:
-            groups = [(x[where[first, t]], x[where[second, t]]) for t in range(3)]
-            if total := sum(len(a) * len(b) for a, b in groups):
-                values = [
-                    sum(area(a[:, j], b[:, j]) * len(a) * len(b) for a, b in groups if len(a) and len(b)) / total
-                    for j in range(x.shape[1])
-                ]
-                best = max(range(len(values)), key=lambda j: abs(values[j] - 0.5))
-                auc.append({"kinds": [first, second], "layer": best, "auc": max(values[best], 1 - values[best])})
+    for pair in combinations(KINDS, 2):
+        first, second = ([x[where[kind, t]] for t in range(3)] for kind in pair)
+        groups = [(a, b) for a, b in zip(first, second, strict=True) if len(a) and len(b)]
+        if total := sum(len(a) * len(b) for a, b in groups):
+            values = [
+                sum(area(a[:, j], b[:, j]) * len(a) * len(b) for a, b in groups) / total for j in range(x.shape[1])
+            ]
+            best = max(range(len(values)), key=lambda j: abs(values[j] - 0.5))
+            auc.append({"kinds": [*pair], "layer": best, "auc": max(values[best], 1 - values[best])})
     halves = [[one for i, one in enumerate(looks) if i % 2 == half and one.kinds] for half in range(2)]
     if not all(halves):
         return {"auc": auc}
@@ -297,8 +193,8 @@ def separability(looks: Sequence[Look]) -> dict[str, Any]:
     _, layer, low, high, order = max(
         (float((classify(fit_x[:, j], lo, hi, order) == fit_y).float().mean()), j, lo, hi, order)
         for j in range(x.shape[1])
-        for lo, hi in pairs(fit_x[:, j].quantile(torch.linspace(0, 1, 21)).tolist())
-        for order in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0))
+        for lo, hi in combinations_with_replacement(fit_x[:, j].quantile(torch.linspace(0, 1, 21)).tolist(), 2)
+        for order in permutations(range(3))
     )
     right = classify(new_x[:, layer], low, high, order) == new_y
     majority = new_y.bincount(minlength=3).max() / len(new_y)
@@ -311,11 +207,7 @@ def area(a: Tensor, b: Tensor) -> float:
     return float(((a[:, None] > b).double() + 0.5 * (a[:, None] == b).double()).mean())
 
 
-def pairs(values: Sequence[float]) -> list[tuple[float, float]]:
-    return [(lo, hi) for i, lo in enumerate(values) for hi in values[i:]]
-
-
-def classify(x: Tensor, low: float, high: float, order: tuple[int, int, int]) -> Tensor:
+def classify(x: Tensor, low: float, high: float, order: Sequence[int]) -> Tensor:
     """The kind (an index into KINDS) of values below, between and above two thresholds."""
     return torch.tensor(order)[(x > low).long() + (x > high).long()]
 
@@ -338,13 +230,13 @@ def steering(
     if doubt.all() or not doubt.any():
         return {"runs": []}
     vector = direction(h, doubt)
-    runs = list[dict[str, Any]]()
-    for at, alpha in (("nowhere", 0.0), *((at, alpha) for at, values in STRENGTHS.items() for alpha in values)):
-        steer = partial(Steer, engine, alpha * vector, args.layer, at)
-        tokens = generate(engine, problems, args, steer=steer)
-        runs.append({"at": at, "strength": alpha, **outcome(engine, problems, tokens)})
+    places = [("nowhere", 0.0), *((at, alpha) for at, values in STRENGTHS.items() for alpha in values)]
+    found = list[dict[str, Any]]()
+    for at, alpha in places:
+        tokens = runs.generate(engine, problems, args, partial(Steer, engine, alpha * vector, args.layer, at))
+        found.append({"at": at, "strength": alpha, **runs.outcome(engine, problems, tokens)})
     norms = {"norm": float(vector.norm()), "residual_norm": float(h.norm(dim=-1).mean())}
-    return {"layer": args.layer, **norms, "thoughts": len(doubt), "transitions": int(doubt.sum()), "runs": runs}
+    return {"layer": args.layer, **norms, "thoughts": len(doubt), "transitions": int(doubt.sum()), "runs": found}
 
 
 def direction(opening: Tensor, doubts: Tensor) -> Tensor:
@@ -370,6 +262,5 @@ class Steer:
 
 def token_table(engine: Engine, part: str) -> Tensor:
     """bool [V]: the tokens whose text holds `part`."""
-    t = engine.tokenizer
-    holds = [i < t.vocab_size and part in t.decode([i]) for i in range(engine.config.vocab_size)]
-    return torch.tensor(holds, device=engine.device)
+    pieces = engine.tokenizer.pieces(range(engine.config.vocab_size))
+    return torch.tensor([bool(piece) and part in piece for piece in pieces], device=engine.device)

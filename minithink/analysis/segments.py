@@ -1,153 +1,127 @@
-"""Texts of the full cache, cut into segments of τ tokens as ThinKV cuts them, with their types from two sources.
+"""What becomes of a text without one of its segments: the importance and the association of thoughts (ThinKV, figures
+4 and 5).
 
-By sparsity: what `thinkv` would measure with the full cache, at the beginning of every segment, by the layers and
-thresholds of the calibration file. By keywords: `minithink/thoughts.py`. Only the thinking is cut; the answer, which
-stands behind `</think>`, is what the thinking is for.
+The thinking of full-cache texts is cut into segments of τ tokens. The rest of a text is read again without attention
+to one segment Y_i, in all layers and heads (`suppress.py`):
+
+    importance   of Y_i for the answer: the KL divergence of the answers' distributions, with ‖ without. Answers are
+                 drawn at temperature 1 behind the whole thinking, each is scored token by token, and the mean counts
+    association  of Y_i with a later Y_j: the mean KL divergence, with ‖ without, of the logits at Y_j (§3.3)
+
+Beside the values of every text, in nats, the result has means by type. A segment's type is by keywords
+(`minithink/thoughts.py`). Association has means, too, by the number of transitions among the segments behind i, up to
+and with j (observation 3: with each transition, what came before matters less), and by the distance j − i, which
+grows with that number. The paper does not say how a segment is taken out. It draws 50 answers.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from minithink import results
-from minithink.analysis.dense import thinking_end
-from minithink.analysis.plots import SOURCES
-from minithink.analysis.premises import begin, common_arguments
-from minithink.calibrate.reading import averaged, sparsity
-from minithink.commands import location, positive
+from minithink.analysis import runs
+from minithink.analysis.dense import decode, thinking_end
+from minithink.analysis.suppress import suppress
+from minithink.commands import natural, positive
 from minithink.engine import Engine
 from minithink.errors import MinithinkError
-from minithink.figures import need_matplotlib
-from minithink.policies.thinkv import NAMES, ThinKV, type_of
-from minithink.progress import progress
-from minithink.tasks import Problem, grade
+from minithink.policies.thinkv import NAMES
 from minithink.thoughts import kinds, segments
+
+LONGEST = 512  # tokens of an answer that is drawn
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    runs.add_arguments(parser)
+    add = parser.add_argument
+    add("--tau", type=positive, default=128, metavar="N", help="τ, tokens of a segment (default: 128)")
+    add("--rollouts", type=natural, default=8, metavar="N", help="answers that are drawn for a text; 0: the text's "
+        "own alone (default: 8)")  # fmt: skip
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    """Generate, suppress, write the result, print means."""
+    engine, problems, result = runs.begin(args, "segments", argv)
+    found = list[dict[str, Any]]()
+    for problem, generated in zip(problems, runs.generate(engine, problems, args), strict=True):
+        text = cut(engine, engine.prompt_ids(problem.question), generated, args.tau)
+        if text.spans and (text.answer or len(text.spans) > 1):
+            right = runs.is_right(engine.tokenizer.decode(generated), problem)
+            about = {"id": problem.id, "right": right, "tokens": len(generated), "types": text.types}
+            found.append({**about, **without_each(engine, text, args)})
+    if not found:
+        raise MinithinkError(
+            f"None of {len(problems)} texts comes to an answer, or has two segments of {args.tau} tokens: give more "
+            "--max-new-tokens, or a smaller --tau."
+        )
+    every = [pair for text in found for pair in pairs(text)]
+    answered = [text for text in found if "importance" in text]
+    important = means(pair for t in answered for pair in zip(t["types"], t["importance"], strict=True))
+    by = {name: means((getattr(p, name), p.value) for p in every) for name in ("types", "transitions", "distance")}
+    result["measurements"] = {"importance": important, "association": by, "texts": found}
+    lines = {"importance": important, "association, earlier → later": by["types"]}
+    return runs.finish(args, result, (
+        f"{what}: {m['of'] if isinstance(m['of'], str) else ' → '.join(m['of'])} {m['mean']:.4g} ({m['count']:,})"
+        for what, of in lines.items() for m in of
+    ))  # fmt: skip
 
 
 class Text(NamedTuple):
-    """A problem's text, cut."""
+    """A text, cut."""
 
-    id: str
-    right: bool
     context: list[int]  # the prompt, the thinking, and `</think>` where it comes
     answer: list[int]  # what stands behind, with the token that stops; empty: there is none
     spans: list[tuple[int, int]]  # of the segments: positions in `context`, start and end
-    types: dict[str, list[str]]  # of the segments, by their source
-
-    def said(self) -> dict[str, Any]:
-        """As results have it."""
-        tokens = len(self.context) + len(self.answer) - self.spans[0][0]
-        return {"id": self.id, "right": self.right, "tokens": tokens, **self.types}
+    types: list[str]  # of the segments
 
 
-def segment_arguments(parser: argparse.ArgumentParser) -> None:
-    """What importance and association share."""
-    common_arguments(parser)
-    add = parser.add_argument
-    add("--tau", type=positive, default=128, metavar="N", help="τ, tokens of a segment (default: 128)")
-    add("--sparsity-rows", type=positive, default=1, metavar="N", help="last queries whose sparsity is "
-        "averaged (default: 1)")  # fmt: skip
-    add("--calibration", type=location, metavar="FOLDER", help="of thoughts.json (default: beside the model)")
-    add("--plot", type=location, metavar="FILE", help="also draw it (SVG)")
-
-
-def begin_segments(
-    args: argparse.Namespace, name: str, argv: list[str]
-) -> tuple[Engine, list[Problem], dict[str, Any], ThinKV]:
-    """As `begin`, and the policy whose types are measured.
-
-    Raises:
-        UsageError, MinithinkError: also where the model is not calibrated, or matplotlib is missing.
-    """
-    if args.plot is not None:
-        need_matplotlib()
-        results.check(args.plot, "--plot")
-    engine, problems, result = begin(args, name, argv)
-    policy = ThinKV(tau=args.tau, g=1, sparsity_rows=args.sparsity_rows)
-    policy.calibrated(calibration := engine.calibration("thoughts.json"))
-    if outside := [layer for layer in policy.measured if layer >= engine.config.num_layers]:
-        raise MinithinkError(
-            f"The calibration measures layer {outside[0]}, and the model has {engine.config.num_layers}: "
-            "calibrate it again."
-        )
-    if calibration.get("fallback"):
-        print("minithink.analysis: the calibration found no layers with three modes, so that types by sparsity have "
-              "the shares that its fallback gave them, and may mean nothing", file=sys.stderr)  # fmt: skip
-    result["calibration"] = {n: calibration.get(n) for n in ("checkpoint", "layers", "thresholds", "chosen")}
-    return engine, problems, result, policy
-
-
-def texts(engine: Engine, problems: Sequence[Problem], policy: ThinKV, args: argparse.Namespace) -> Iterator[Text]:
-    """Generate with the full cache and cut, as texts end; how far that got is shown. Texts without a thought are left
-    out."""
-    prompts = [engine.prompt_ids(p.question) for p in problems]
-    stream = engine.stream(
-        prompts, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=0, top_p=1.0, min_p=0.0,
-        seed=args.seed, batch_size=args.batch_size,
-    )  # fmt: skip
-    with progress(len(prompts), 0, "full cache") as advance:
-        for advanced in stream.advances():
-            for s in advanced:
-                if s.finish_reason:
-                    if (text := cut(engine, policy, problems[s.number], s.prompt, s.tokens)) is not None:
-                        yield text
-                    advance(is_right(engine, problems[s.number], s.tokens))
-
-
-def is_right(engine: Engine, problem: Problem, generated: Sequence[int]) -> bool:
-    """Whether it answers, and with the problem's answer."""
-    text = engine.tokenizer.decode(list(generated))
-    return "</think>" in text and grade(text, problem.answer)
-
-
-def cut(
-    engine: Engine, policy: ThinKV, problem: Problem, prompt: Sequence[int], generated: Sequence[int]
-) -> Text | None:
-    """Segments and types of one text; None: it has no thought."""
-    n, start, tau = thinking_end(engine, generated), len(prompt), policy.tau
-    if n == 0:
-        return None
-    thinking = list(generated[:n])
+def cut(engine: Engine, prompt: Sequence[int], generated: Sequence[int], tau: int) -> Text:
+    """Segments of τ tokens of the thinking; the last one may be shorter."""
+    n, start = thinking_end(engine, generated), len(prompt)
     spans = [(start + i, start + min(i + tau, n)) for i in range(0, n, tau)]
-    # after the prompt, and after every token but the last: what begins there is measured there
-    u = sparsity(engine, [*prompt, *thinking[:-1]], max(0, start - policy.sparsity_rows))
-    at_refresh = averaged(u, policy.sparsity_rows, n)[::tau, list(policy.measured)]  # [segments, L*]
-    by_sparsity = type_of(at_refresh.mean(1), policy.theta).tolist()
-    by_keywords = segments(kinds([engine.tokenizer.decode([t]) for t in thinking]), tau)
-    types = {name: [NAMES[k] for k in of] for name, of in zip(SOURCES, (by_sparsity, by_keywords), strict=True)}
-    right = is_right(engine, problem, generated)
-    return Text(problem.id, right, [*prompt, *generated[: n + 1]], list(generated[n + 1 :]), spans, types)
+    types = [NAMES[kind] for kind in segments(kinds(engine.tokenizer.pieces(generated[:n])), tau)]
+    return Text([*prompt, *generated[: n + 1]], list(generated[n + 1 :]), spans, types)
 
 
-def by_type(found: Sequence[tuple[str, float]]) -> list[dict[str, Any]]:
-    """Values by type: how many, their share, mean, quartiles and the largest. found: (type, value)."""
-    out = list[dict[str, Any]]()
-    for name in reversed(NAMES):
-        own = torch.tensor([value for kind, value in found if kind == name], dtype=torch.float64)
-        if not len(own):
-            continue
-        low, median, high = own.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
-        out.append(
-            {
-                "type": name, "segments": len(own), "share": len(own) / len(found), "mean": float(own.mean()),
-                "lower_quartile": low, "median": median, "upper_quartile": high, "largest": float(own.max()),
-            }
-        )  # fmt: skip
+def without_each(engine: Engine, text: Text, args: argparse.Namespace) -> dict[str, Any]:
+    """`association` of every segment with each earlier one; and where there is an answer, `importance` of every
+    segment, and the number of different `answers`."""
+    drawn = [text.answer] if text.answer else []
+    if drawn and args.rollouts:
+        drawn = decode(engine, [text.context] * args.rollouts, LONGEST, temperature=1.0, seed=args.seed)
+    counted = Counter(map(tuple, drawn))
+    thoughts, answered = suppress(engine, text.context, text.spans, list(counted))  # [N, N], [answers, N]
+    out: dict[str, Any] = {"association": [row[:j].tolist() for j, row in enumerate(thoughts)]}
+    if counted:
+        times = torch.tensor(list(counted.values()), dtype=torch.float64)
+        out |= {"answers": len(counted), "importance": (times @ answered / times.sum()).tolist()}
     return out
 
 
-def summary(groups: Mapping[str, Sequence[Mapping[str, Any]]], what: str) -> Iterator[str]:
-    """A table of `by_type`, by source. what: is measured."""
-    head = f"{'types by':<10}{'type':<12}{'segments':>8} {'share':>6}  {what + ': mean':>18}"
-    yield f"{head} {'median':>10} {'largest':>10}"
-    for source, rows in groups.items():
-        for row in rows:
-            yield (
-                f"{source:<10}{row['type']:<12}{row['segments']:>8,} {row['share']:>6.0%}  {row['mean']:>18.4g} "
-                f"{row['median']:>10.4g} {row['largest']:>10.4g}"
-            )
+class Pair(NamedTuple):
+    """Two segments i < j of a text."""
+
+    types: tuple[str, str]  # of i and j
+    transitions: int  # among i + 1, …, j
+    distance: int  # j − i
+    value: float
+
+
+def pairs(text: Mapping[str, Any]) -> Iterator[Pair]:
+    """The pairs of a text, as the result has it."""
+    types = text["types"]
+    for j, row in enumerate(text["association"]):
+        for i, value in enumerate(row):
+            yield Pair((types[i], types[j]), types[i + 1 : j + 1].count("transition"), j - i, value)
+
+
+def means(values: Iterable[tuple[Any, float]]) -> list[dict[str, Any]]:
+    """The mean of every group, in order. values: (group, value)."""
+    groups = defaultdict[Any, list[float]](list)
+    for group, value in values:
+        groups[group].append(value)
+    return [{"of": group, "count": len(own), "mean": sum(own) / len(own)} for group, own in sorted(groups.items())]

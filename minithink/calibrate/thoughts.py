@@ -29,7 +29,7 @@ from minithink.calibrate import choose, plots
 from minithink.calibrate.agreement import compare, fold
 from minithink.calibrate.density import Peaks, density, peaks
 from minithink.calibrate.journal import Journal
-from minithink.calibrate.reading import averaged, sparsity, types
+from minithink.calibrate.reading import averaged, types
 from minithink.commands import INTERRUPTED, natural, positive
 from minithink.engine import Engine, load
 from minithink.errors import UsageError, unwritable
@@ -43,6 +43,7 @@ from minithink.kv.manager import check_budget
 from minithink.policies import parse
 from minithink.policies.thinkv import NAMES, ThinKV, type_of
 from minithink.progress import progress
+from minithink.reading import sparsity
 from minithink.sampling import SamplingParams
 from minithink.stream import Track
 from minithink.thinking import Stage, split_thinking

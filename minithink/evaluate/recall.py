@@ -22,6 +22,7 @@ from minithink.engine import Engine
 from minithink.kv.apart import Apart
 from minithink.kv.full import FullCache
 from minithink.kv.manager import KVManager
+from minithink.reading import read
 from minithink.ref.decode_attention import group_reduce
 from minithink.stream import Stream, Track
 
@@ -81,34 +82,13 @@ def top_attended(engine: Engine, text: Sequence[int], queries: Sequence[int]) ->
     Returns:
         int64 [queries, L, Hkv, TOP], positions; fewer than TOP where a query has fewer before it.
     """
-    watch = _Watch(engine, torch.tensor(queries, device=engine.device), len(text))
-    engine.decoder(torch.tensor(text, device=engine.device), watch)
-    return torch.stack(watch.top, dim=1)
+    at, top = torch.tensor(queries, device=engine.device), list[Tensor]()  # of each layer [n, Hkv, count]
+    own = (torch.arange(len(text), device=engine.device) == at[:, None])[:, None]  # bool [n, 1, S]
+    count = min(TOP, *queries)
 
+    def see(layer: int, logits: Tensor, seen: Tensor) -> None:
+        mass = group_reduce(logits, seen, "mean").masked_fill(own, -1)  # [n, Hkv, S]
+        top.append(mass.topk(count, dim=-1).indices)
 
-class _Watch:
-    """Attention over one text that remembers what was looked at most."""
-
-    def __init__(self, engine: Engine, queries: Tensor, length: int) -> None:
-        self.config, self.backend, self.queries = engine.config, engine.decoder.backend, queries
-        positions = torch.arange(length, device=queries.device)
-        self.cos, self.sin = engine.rope.at(positions)
-        self.seen = (positions <= queries[:, None])[:, None]  # bool [n, 1, S]
-        self.own = (positions == queries[:, None])[:, None]
-        self.count = min(TOP, int(queries.min()))
-        self.top: list[Tensor] = []  # of each layer [n, Hkv, count]
-
-    def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
-        """qk: [S, Hq + Hkv, D], unrotated, v: [S, Hkv, D] → [S, Hq, D]."""
-        heads = self.config.num_heads, self.config.num_kv_heads
-        q, k = self.backend.rope(qk, self.cos, self.sin).split_with_sizes(heads, dim=1)
-        k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()  # [Hkv, S, D]
-        grouped = q[self.queries].unflatten(1, (heads[1], -1)).float()  # [n, Hkv, g, D]
-        logits = grouped @ k.float().mT / q.shape[-1] ** 0.5
-        mass = group_reduce(logits, self.seen, "mean").masked_fill(self.own, -1)  # [n, Hkv, S]
-        self.top.append(mass.topk(self.count, dim=-1).indices)
-        return self.backend.attention(q, k, v)
-
-    def tap(self, layer: int, hidden: Tensor) -> Tensor:
-        """Nothing is steered."""
-        return hidden
+    read(engine, text, see, queries=at)
+    return torch.stack(top, dim=1)

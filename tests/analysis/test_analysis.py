@@ -9,10 +9,12 @@ import re
 import pytest
 import torch
 
-from minithink.analysis import __main__, dense, pilot, premises
-from minithink.analysis.dense import EVERY, RECENT, Dense, decode, evict, watch
+from minithink.analysis import __main__, dense, pilot, premises, runs
+from minithink.analysis.dense import EVERY, RECENT, Dense, decode, evict
 from minithink.engine import TINY, load
 from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION
+from minithink.reading import read
+from minithink.ref.decode_attention import group_reduce
 from minithink.tasks import Problem, facts, ledger, search
 from minithink.tasks.needs import reader
 from minithink.tokenizer import Tokenizer
@@ -32,6 +34,13 @@ def prompts(model):
     return [model.prompt_ids(p) for p in PROMPTS]
 
 
+def weights(model, ids):
+    """The attention of a whole text by layer, mean over the query heads of a KV head: [n, Hkv, n]."""
+    rows = {}
+    read(model, ids, lambda layer, logits, seen: rows.__setitem__(layer, group_reduce(logits, seen, "mean")))
+    return rows
+
+
 def test_dense_decoding_writes_what_the_engine_writes(model, prompts):
     expected = [r.token_ids for r in model.generate(prompts, max_new_tokens=40, temperature=0.0)]
     assert decode(model, prompts, 40) == expected
@@ -44,18 +53,17 @@ def test_equal_seeds_draw_equal_noise(model, prompts):
 
 def test_a_whole_sequence_is_read_as_it_is_decoded(model, prompts):
     [ids] = [prompts[1]]
-    rows = {}
-    watch(model, ids, lambda layer, p: rows.__setitem__(layer, p))
     cache = Dense(model, 1, len(ids))
     with torch.inference_mode():
         cache.begin(torch.arange(len(ids) - 1)[None], len(ids) - 1)
         model.decoder(torch.tensor(ids[:-1]), cache)
         cache.begin(torch.tensor([[len(ids) - 1]]), len(ids))
         model.decoder(torch.tensor(ids[-1:]), cache)
+    rows = weights(model, ids)
+    assert list(rows) == list(range(model.config.num_layers))
     for layer, p in rows.items():
         assert_close("rows", p.sum(-1), torch.ones(p.shape[:2]), atol=1e-5, rtol=0.0)
-        last = p[:, -1].unflatten(0, (model.config.num_kv_heads, -1)).mean(1)
-        assert_close("mass", cache.mass[layer, 0], last, atol=1e-5, rtol=1e-4)
+        assert_close("mass", cache.mass[layer, 0], p[-1], atol=1e-5, rtol=1e-4)
 
 
 def test_eviction_keeps_prompt_recent_tokens_and_the_best(model):
@@ -86,14 +94,11 @@ def test_eviction_keeps_prompt_recent_tokens_and_the_best(model):
 def test_every_sketch_runs_and_holds_its_budget(model, prompts, name):
     caches = []
     full = decode(model, prompts, 60)
-    known = dict(zip(pilot.ORACLES, pilot.foresee(model, prompts, full), strict=True))
+    sketch = pilot.makers(model, PROMPTS, prompts, full, [name])[name]
 
     def make(cache, lengths):
         caches.append(cache)
-        kind = pilot.POLICIES[name]
-        extra = {pilot.Sentences: [premises.token_table(model, "\n")]}
-        extra[pilot.Oracle] = pilot.read_along(model, PROMPTS, prompts)
-        return kind(cache, lengths, *([known[name]] if name in known else extra.get(kind, [])))
+        return sketch(cache, lengths)
 
     budget = torch.tensor([20, 200])
     out = decode(model, prompts, 60, sketch=make, budget=budget)
@@ -153,13 +158,10 @@ def test_the_oracle_keeps_what_the_text_may_still_read(family):
 def test_hindsight_knows_the_largest_attention_to_come(model, prompts):
     full = decode(model, prompts, 40)
     _, future = pilot.foresee(model, prompts, full)
-    rows = {}
-    watch(model, [*prompts[0], *full[0]], lambda layer, p: rows.__setitem__(layer, p))
     start, n = len(prompts[0]), len(prompts[0]) + len(full[0])
-    for layer, p in rows.items():
-        p = p.unflatten(0, (model.config.num_kv_heads, -1)).mean(1)
+    for layer, p in weights(model, [*prompts[0], *full[0]]).items():
         for block in range(len(full[0]) // EVERY):
-            want = p[:, start + block * EVERY :].amax(1)
+            want = p[start + block * EVERY :].amax(0)
             assert_close("future", future[block, layer, 0, :, :n].float(), want, atol=1e-3, rtol=1e-3)
 
 
@@ -249,16 +251,15 @@ def test_separability_of_what_is_apart_and_of_what_is_not():
 @pytest.mark.parametrize("command", ["premises", "pilot"])
 def test_the_command_line_writes_a_result(checkpoint, tmp_path, monkeypatch, capsys, command):
     made = [Problem(str(i), "facts", PROMPTS[i], "7", 5) for i in range(2)]
-    monkeypatch.setattr(premises, "load_problems", lambda split, family: {"validation": made}[split])
+    monkeypatch.setattr(runs, "load_problems", lambda split, family: {"validation": made}[split])
     output = tmp_path / "x.json"
     options = ["--model", str(checkpoint), "--device", "cpu", "--max-new-tokens", "40", "--output", str(output)]
     assert __main__.main([command, *options, "--batch-size", "1"]) == 0
     err = capsys.readouterr().err
     assert "minithink.analysis: facts has 2 problems: all are taken\n" in err
-    assert ("skipkv: nothing to steer away from" in err) == (command == "pilot")
     result = json.loads(output.read_text())
     assert result["complete"]
-    assert result["settings"]["layer"] == 0
+    assert result["settings"].get("layer") == (0 if command == "premises" else None)
     assert result["command"].startswith(f"python -m minithink.analysis {command} ")
     if command == "pilot":
         assert len(result["measurements"]) == 1 + 2 * len(pilot.POLICIES)
@@ -271,7 +272,7 @@ def test_the_command_line_writes_a_result(checkpoint, tmp_path, monkeypatch, cap
 
 def test_an_interrupted_pilot_is_completed(checkpoint, tmp_path, monkeypatch, capsys):
     made = [Problem(str(i), "facts", PROMPTS[i], "7", 5) for i in range(2)]
-    monkeypatch.setattr(premises, "load_problems", lambda split, family: made)
+    monkeypatch.setattr(runs, "load_problems", lambda split, family: made)
     output = tmp_path / "x.json"
     words = [
         "pilot",
@@ -284,11 +285,11 @@ def test_an_interrupted_pilot_is_completed(checkpoint, tmp_path, monkeypatch, ca
         "--output",
         str(output),
     ]
-    words += ["--policies", "window,h2o,answer"]
+    words += ["--policies", "lrfu,h2o,answer"]
     assert __main__.main(words) == 0
     whole = json.loads(output.read_text())
     parts = {m["policy"]: m for m in whole["measurements"]}
-    assert list(parts) == ["full", "window", "h2o", "answer"]
+    assert list(parts) == ["full", "lrfu", "h2o", "answer"]
     part = whole | {"complete": False, "commit": "of then", "measurements": whole["measurements"][:4]}
     for m in part["measurements"]:
         del m["commit"]
@@ -322,18 +323,14 @@ def test_an_interrupted_pilot_is_completed(checkpoint, tmp_path, monkeypatch, ca
 @pytest.mark.parametrize(
     ("command", "words", "code", "said"),
     [
-        ("pilot", ["--policies", "window,h3o"], 2, "there is no sketch 'h3o'; there are window, h2o"),
+        ("pilot", ["--policies", "lrfu,h3o"], 2, "there is no sketch 'h3o'; there are h2o, lrfu"),
         ("pilot", ["--policies", ""], 2, "there is no sketch ''"),
-        ("pilot", ["--policies", "h2o,window,h2o"], 2, "'h2o,window,h2o' names a sketch twice"),
+        ("pilot", ["--policies", "h2o,lrfu,h2o"], 2, "'h2o,lrfu,h2o' names a sketch twice"),
         ("pilot", ["--budgets", "0.5,x"], 2, "'0.5,x' are no shares"),
         ("pilot", ["--budgets", "nan"], 2, "'nan' are no shares"),
         ("pilot", ["--budgets", "0"], 2, "'0' are no shares"),
         ("pilot", ["--budgets", "1.1"], 2, "'1.1' are no shares"),
         ("pilot", ["--budgets", "0.5,0.50"], 2, "names a share twice"),
-        ("pilot", ["--strength", "nan"], 2, "'nan' is no finite number of 0 or more"),
-        ("pilot", ["--strength", "inf"], 2, "'inf' is no finite number"),
-        ("pilot", ["--strength", "-0.1"], 2, "'-0.1' is no finite number"),
-        ("pilot", ["--strength", "much"], 2, "'much' is no finite number"),
         ("premises", ["--steered", "0"], 2, "'0' is no whole number of at least 1"),
         ("premises", ["--layer", "2"], 2, "--layer 2 is none of the model's layers: give 0 to 1."),
         ("premises", ["--layer", "-1"], 2, "--layer -1 is none of the model's layers"),
@@ -351,7 +348,7 @@ def test_what_makes_no_sense_is_refused_before_anything_is_generated(
     checkpoint, tmp_path, capsys, monkeypatch, command, words, code, said
 ):
     (tmp_path / "file").write_text("")
-    for module in (premises, pilot):
+    for module in (runs, pilot):
         monkeypatch.setattr(module, "decode", lambda *_, **__: pytest.fail("generated"))
     words = [word.replace("FOLDER", str(tmp_path)) for word in words]
     options = ["--model", str(checkpoint), "--device", "cpu", "--output", str(tmp_path / "x.json"), *words]
@@ -366,7 +363,7 @@ def test_what_makes_no_sense_is_refused_before_anything_is_generated(
 
 def test_a_problem_longer_than_the_context_is_refused(checkpoint, tmp_path, capsys, monkeypatch):
     long = [Problem("0", "facts", "left " * 3000, "7", 5)]
-    monkeypatch.setattr(premises, "load_problems", lambda *_: long)
+    monkeypatch.setattr(runs, "load_problems", lambda *_: long)
     options = ["--model", str(checkpoint), "--device", "cpu", "--output", str(tmp_path / "x.json")]
     assert __main__.main(["premises", *options]) == 2
     assert re.search(r"A problem has [\d,]+ tokens and the context holds ", capsys.readouterr().err)
@@ -374,14 +371,14 @@ def test_a_problem_longer_than_the_context_is_refused(checkpoint, tmp_path, caps
 
 @pytest.mark.parametrize(("layers", "layer"), [(1, 0), (2, 0), (3, 1), (8, 5), (28, 19), (32, 21), (48, 33)])
 def test_steering_is_at_seven_tenths_of_the_depth(layers, layer):
-    assert premises.layer_of(layers) == layer
+    assert runs.layer_of(layers, None) == layer
 
 
 def test_an_answer_without_a_thought_is_looked_at(model, prompts):
     close = model.tokenizer.id_of("</think>")
-    hasty = premises.look(model, prompts[0], [close, 7, 8], 1)
+    hasty = premises.look(model, prompts[0], [close, 7, 8], 1, 32)
     assert (hasty.kinds, hasty.sparsity.shape, len(hasty.doubts)) == ([], (0, model.config.num_layers), 0)
-    other = premises.look(model, prompts[0], [9, 9, close, 7], 1)
+    other = premises.look(model, prompts[0], [9, 9, close, 7], 1, 32)
     assert premises.separability([hasty, other]) == {"auc": []}
     assert premises.separability([hasty]) == {"auc": []}
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minithink.analysis import suppress as module
-from minithink.analysis.dense import Watcher
 from minithink.analysis.suppress import divergence, suppress
 from minithink.engine import load
+from minithink.ref.rope import rope
 from tests.compare import assert_close
 
 SPANS = [(5, 12), (12, 19), (19, 23)]
@@ -36,12 +36,29 @@ def test_divergence_by_its_formula(p, q):
     assert both.dtype == torch.float64
 
 
+class Masked:
+    """Attention over one whole text, in which nothing behind a span attends to it; an `Attention` for the decoder."""
+
+    def __init__(self, engine, length, span):
+        self.heads = engine.config.num_heads, engine.config.num_kv_heads
+        self.cos, self.sin = engine.rope.at(torch.arange(length))
+        self.seen = torch.ones(length, length, dtype=torch.bool).tril()
+        self.seen[span[1] :, span[0] : span[1]] = False
+
+    def attend(self, layer, qk, v):
+        q, k = rope(qk, self.cos, self.sin).transpose(0, 1).split(self.heads)
+        k, v = (x.repeat_interleave(self.heads[0] // self.heads[1], 0) for x in (k, v.transpose(0, 1)))
+        logits = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~self.seen, -torch.inf)
+        return (logits.softmax(-1) @ v).transpose(0, 1)
+
+    def tap(self, layer, hidden):
+        return hidden
+
+
 def masked(engine, ids, span):
     """Logits of a whole text in one pass, in which nothing behind the span attends to it."""
-    watcher = Watcher(engine, len(ids), lambda layer, p: None)
-    watcher.future[span[1] :, span[0] : span[1]] = True
     with torch.inference_mode():
-        return engine.decoder.logits(engine.decoder(torch.tensor(ids), watcher))
+        return engine.decoder.logits(engine.decoder(torch.tensor(ids), Masked(engine, len(ids), span)))
 
 
 @pytest.mark.parametrize("queries", [3, 256])

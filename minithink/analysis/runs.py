@@ -1,0 +1,111 @@
+"""What the commands share: options, the model and its problems, texts of the full cache, and the result file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from minithink import results, thoughts
+from minithink.analysis.dense import Steering, batches, decode
+from minithink.commands import location, positive
+from minithink.engine import Engine, load
+from minithink.errors import UsageError
+from minithink.sampling import SamplingParams
+from minithink.tasks import Problem, families, grade, load_problems
+from minithink.tasks.writing import listing
+
+SETTINGS = (  # options that decide a result
+    "model", "family", "limit", "max_new_tokens", "temperature", "seed", "layer", "tau", "rollouts", "policies",
+    "budgets", "batch_size",
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of all commands."""
+    add = parser.add_argument
+    add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
+    add("--family", default="facts", help=f"validation problems of {', '.join(families())} (default: facts)")
+    add("--limit", type=positive, default=32, metavar="N", help="problems (default: 32)")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
+    add("--batch-size", type=positive, default=96, metavar="N", help="sequences at once (default: 96)")
+    add("--max-new-tokens", type=positive, default=2600, metavar="N", help="default: 2600")
+    add("--temperature", type=float, default=0.6, help="0 is greedy (default: 0.6)")
+    add("--seed", type=int, default=0, help="of the draws (default: 0)")
+    add("--output", type=location, required=True, metavar="FILE", help="where the result goes, as JSON")
+
+
+def begin(
+    args: argparse.Namespace, name: str, argv: list[str]
+) -> tuple[Engine, list[Problem], dict[str, Any]]:  # fmt: skip
+    """The engine, the problems and a new result. args.layer, if there is one, gets its default.
+
+    Raises:
+        UsageError, MinithinkError: the options make no sense, before anything is generated.
+    """
+    SamplingParams(args.temperature, seed=args.seed)
+    if args.family not in families():
+        raise UsageError(f"There is no family {args.family!r}; there are {listing(families())}.")
+    results.check(args.output)
+    problems = load_problems("validation", args.family)
+    if args.limit > len(problems):
+        print(f"minithink.analysis: {args.family} has {len(problems)} problems: all are taken", file=sys.stderr)
+    problems = problems[: args.limit]
+    engine = load(args.model, device=args.device, backend="reference", dtype="float32")
+    if "layer" in args:
+        args.layer = layer_of(engine.config.num_layers, args.layer)
+    context = engine.config.max_position
+    if (longest := max(len(engine.prompt_ids(p.question)) for p in problems)) >= context:
+        raise UsageError(f"A problem has {longest:,} tokens and the context holds {context:,}: give another --model.")
+    result = results.new(name, argv, engine.device, program="minithink.analysis")
+    result["settings"] = {n: getattr(args, n) for n in SETTINGS if n in args}
+    return engine, problems, result
+
+
+def layer_of(layers: int, given: int | None) -> int:
+    """The layer whose output is steered, from 0; if none is given, the one behind which 0.7 of the depth are over,
+    rounded (SkipKV: 20 of 28). UsageError: the model has no such layer."""
+    layer = max(1, round(0.7 * layers)) - 1 if given is None else given
+    if not 0 <= layer < layers:
+        raise UsageError(f"--layer {layer} is none of the model's layers: give 0 to {layers - 1}.")
+    return layer
+
+
+def finish(args: argparse.Namespace, result: dict[str, Any], lines: Iterable[str] = ()) -> int:
+    """Write the whole result, print the lines → 0."""
+    results.write(args.output, result | {"complete": True})
+    for line in lines:
+        print(line)
+    print(f"written to {args.output}", file=sys.stderr)
+    return 0
+
+
+def generate(
+    engine: Engine, problems: Sequence[Problem], args: argparse.Namespace, steer: Callable[[], Steering] | None = None
+) -> list[list[int]]:
+    """Generated tokens of every problem, batch by batch, each with a new steering."""
+    out = list[list[int]]()
+    for part in batches(len(problems), args.batch_size):
+        prompts = [engine.prompt_ids(p.question) for p in problems[part]]
+        options: dict[str, Any] = {"temperature": args.temperature, "seed": args.seed}
+        out += decode(engine, prompts, args.max_new_tokens, steer=steer() if steer else None, **options)
+    return out
+
+
+def is_right(text: str, problem: Problem) -> bool:
+    """Whether a text answers, and with the problem's answer."""
+    return "</think>" in text and grade(text, problem.answer)
+
+
+def outcome(engine: Engine, problems: Sequence[Problem], generated: Sequence[list[int]]) -> dict[str, float]:
+    """Accuracy, mean tokens and mean number of doubts (paragraphs) of some runs."""
+    texts = [engine.tokenizer.decode(g) for g in generated]
+    stops = engine.generation_config.stop_ids
+    return {
+        "problems": len(problems),
+        "right": sum(map(is_right, texts, problems)) / len(texts),
+        "tokens": sum(map(len, generated)) / len(generated),
+        "cut_off": sum(g[-1] not in stops for g in generated) / len(generated),
+        "doubts": sum(thoughts.doubts(p) for t in texts for p in t.split("\n\n")[1:]) / len(texts),
+    }

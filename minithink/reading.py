@@ -1,0 +1,94 @@
+"""Reading a finished text again, with full attention: the weights that each query gives, in every layer.
+
+With the full cache a second reading shows the queries and keys of the first, many at a time. So attention is measured
+here, and decoding is not slowed down.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from minithink.engine import Engine
+from minithink.ref.decode_attention import group_reduce
+
+QUERIES = 128  # that `sparsity` reads at once: bounds the memory of their logits
+
+
+@torch.inference_mode()
+def read(
+    engine: Engine, ids: Sequence[int], see: Callable[[int, Tensor, Tensor], None], *,
+    queries: Tensor | None = None, at_once: int | None = None, tap: Callable[[int, Tensor], None] | None = None,
+) -> None:  # fmt: skip
+    """Read a text.
+
+    Args:
+        ids: the tokens of the text.
+        see: called with (layer, logits, seen). logits: q·kᵀ/√D of n queries and the S tokens that are read so far,
+            float32 [n, Hkv, g, S]; seen: which of these tokens a query sees, bool [n, 1, S].
+        queries: int64 [N], the positions of the queries that are shown, ascending; None: all.
+        at_once: tokens of a forward pass; None: all.
+        tap: called with (layer, hidden states [tokens, d]) behind every layer; −1: behind the final norm.
+    """
+    text = _Text(engine, len(ids), see, queries, tap)
+    step = at_once or len(ids)
+    for start in range(0, len(ids), step):
+        part = list(ids[start : start + step])
+        text.begin(start, start + len(part))
+        engine.decoder(torch.tensor(part, device=engine.device), text)
+
+
+@torch.inference_mode()
+def sparsity(engine: Engine, ids: Sequence[int], first: int) -> Tensor:
+    """The sparsity of every query from position `first` on, in every layer: float32 [len(ids) − first, L]. It is what
+    a policy measures (`ref/sparsity.py` over `group_reduce`)."""
+    found = defaultdict[int, list[Tensor]](list)
+
+    def see(layer: int, logits: Tensor, seen: Tensor) -> None:
+        p = group_reduce(logits, seen, "max_logit")
+        found[layer].append(engine.decoder.backend.sparsity(p, seen).cpu())
+
+    read(engine, ids, see, queries=torch.arange(first, len(ids), device=engine.device), at_once=QUERIES)
+    return torch.stack([torch.cat(of_layer) for of_layer in found.values()], 1)
+
+
+class _Text:
+    """The keys and values of one text: an `Attention` for the decoder."""
+
+    def __init__(
+        self, engine: Engine, length: int, see: Callable[[int, Tensor, Tensor], None], queries: Tensor | None,
+        tap: Callable[[int, Tensor], None] | None,
+    ) -> None:  # fmt: skip
+        c, self.engine, self.see, self.told = engine.config, engine, see, tap
+        self.position = torch.arange(length, device=engine.device)
+        self.queries = self.position if queries is None else queries
+        shape = (c.num_layers, 2, c.num_kv_heads, length, c.head_dim)
+        self.kv = torch.empty(shape, dtype=engine.dtype, device=engine.device)
+
+    def begin(self, start: int, end: int) -> None:
+        """Announce the tokens at these positions."""
+        self.start, self.end = start, end
+        self.cos, self.sin = self.engine.rope.at(self.position[start:end])
+        self.own = self.queries[(self.queries >= start) & (self.queries < end)]
+        self.seen = (self.position[:end] <= self.own[:, None])[:, None]  # [n, 1, end]
+
+    def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
+        """qk: [n, Hq + Hkv, D], unrotated, v: [n, Hkv, D] → [n, Hq, D]."""
+        c, ops = self.engine.config, self.engine.decoder.backend
+        q, k = ops.rope(qk, self.cos, self.sin).split_with_sizes((c.num_heads, c.num_kv_heads), dim=1)
+        for held, new in zip(self.kv[layer], (k, v), strict=True):
+            held[:, self.start : self.end] = new.transpose(0, 1)
+        keys, values = self.kv[layer, :, :, : self.end]  # [Hkv, end, D]
+        if len(self.own):
+            grouped = q[self.own - self.start].unflatten(1, (c.num_kv_heads, -1)).float()  # [n, Hkv, g, D]
+            logits = torch.einsum("nhgd,htd->nhgt", grouped, keys.float()) / c.head_dim**0.5
+            self.see(layer, logits, self.seen)
+        return ops.attention(q, keys, values)
+
+    def tap(self, layer: int, hidden: Tensor) -> Tensor:
+        if self.told is not None:
+            self.told(layer, hidden)
+        return hidden
