@@ -11,25 +11,22 @@ The fallback takes the layers that have |T| modes for the most prompts, of equal
 valley that one prompt in a hundred has may well be deep), and as thresholds quantiles of what the policy will compare
 with them: the sparsity at every refresh, averaged over L*. Quantiles need no labels, always leave every type
 some segments, and with E 35 %, R 35 %, T 30 % the bits and bytes are about the paper's (3.4 bits under R4E4T2 mean
-30 % T). Two others are measured beside it, and reported: Otsu's thresholds, and those that agree best with keywords.
+30 % T).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
-from minithink.calibrate.agreement import kappa
 from minithink.calibrate.density import Peaks
-from minithink.policies.thinkv import type_of
+from minithink.files import rounded
 
 SHARES = (0.35, 0.70)  # of segments below θ1 and below θ2
-CANDIDATES = 24  # values that a threshold may have where pairs are searched
 
 
 @dataclass(frozen=True)
@@ -58,9 +55,7 @@ def ranked(layers: Sequence[Layer]) -> list[Layer]:
     return sorted(layers, key=lambda x: (-x.share, -x.depth, x.layer))
 
 
-def by_modes(
-    prompts: Sequence[Sequence[Peaks]], types: int, count: int
-) -> tuple[str, list[int], list[float]] | None:  # fmt: skip
+def by_modes(prompts: Sequence[Sequence[Peaks]], types: int, count: int) -> tuple[str, list[int], list[float]] | None:
     """How L* was chosen ("every" or "most"), L*, Θ; None: no layer has |T| modes for more than half of the prompts.
     count: |L*| at most."""
     layers = look(prompts, types)
@@ -78,30 +73,13 @@ def quantiles(values: Tensor, types: int) -> list[float]:
     return values.double().quantile(torch.tensor(SHARES[: types - 1], dtype=torch.float64)).tolist()
 
 
-def otsu(values: Tensor, types: int) -> list[float]:
-    """Thresholds between classes whose means differ most: the largest variance between classes."""
-    x = values.double()
-
-    def between(theta: tuple[float, ...]) -> float:
-        kind = torch.bucketize(x, x.new_tensor(theta), right=True)
-        parts = [x[kind == k] for k in range(types)]
-        return sum(len(p) * float(p.mean() - x.mean()) ** 2 for p in parts if len(p))
-
-    best = max(_pairs(x, types), key=between)
-    return list(best)
-
-
-def by_keywords(values: Tensor, labels: Tensor, types: int) -> list[float]:
-    """Thresholds whose types agree best with labels (uint8 [N], of as many types), beyond chance (Cohen's κ)."""
-
-    def agreement(theta: tuple[float, ...]) -> float:
-        return kappa(type_of(values, theta), labels)
-
-    best = max(_pairs(values, types), key=agreement)
-    return list(best)
-
-
-def _pairs(x: Tensor, types: int) -> list[tuple[float, ...]]:
-    """Ascending thresholds to choose from."""
-    at = torch.linspace(0, 1, CANDIDATES + 2, dtype=torch.float64)[1:-1]
-    return list(combinations(x.double().quantile(at).tolist(), types - 1))
+def choose(
+    prompts: Sequence[Sequence[Peaks]], refresh: Tensor, types: int, count: int
+) -> tuple[str, list[int], list[float]]:
+    """How L* was chosen, L*, Θ rounded as the file has them. refresh: sparsity at every refresh, [N, L]."""
+    if (found := by_modes(prompts, types, count)) is not None:
+        how, layers, theta = found
+    else:
+        how, layers = "fallback", sorted(x.layer for x in ranked(look(prompts, types))[:count])
+        theta = quantiles(refresh[:, layers].mean(1), types)
+    return how, layers, rounded(theta)

@@ -15,33 +15,30 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from minithink import results
-from minithink.calibrate import choose, plots
-from minithink.calibrate.agreement import compare, fold
-from minithink.calibrate.density import Peaks, density, peaks
+from minithink.calibrate.density import density, peaks
 from minithink.calibrate.journal import Journal
 from minithink.calibrate.reading import averaged, types
+from minithink.calibrate.report import conclude, eviction, summary
 from minithink.commands import INTERRUPTED, natural, positive
 from minithink.engine import Engine, load
 from minithink.errors import UsageError, unwritable
 from minithink.evaluate.datasets import Example, load_dataset
 from minithink.evaluate.grading import grade
 from minithink.evaluate.tune import allowed
-from minithink.figures import need_matplotlib
 from minithink.files import dumps, rounded
 from minithink.files import replace as replace_file
 from minithink.kv.manager import check_budget
 from minithink.policies import parse
-from minithink.policies.thinkv import NAMES, ThinKV, type_of
+from minithink.policies.thinkv import ThinKV
 from minithink.progress import progress
 from minithink.reading import sparsity
 from minithink.sampling import SamplingParams
@@ -80,7 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "is looked for); give it again as --calibration")  # fmt: skip
     add("--replace", action="store_true", help="a calibration that is there already")
     add("--resume", action="store_true", help="finish what was interrupted")
-    add("--plot", type=Path, metavar="FILE", help="also draw the densities (SVG)")
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
@@ -102,9 +98,6 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise UsageError(
             f"{folder / name} is there already: --replace makes it anew, --output FOLDER puts the new one elsewhere."
         )
-    if args.plot:
-        need_matplotlib()
-        results.check(args.plot, "--plot")
     drawing, settings = settings_of(engine, args, examples, policy)
     result = results.new("thoughts", argv, engine.device, program="minithink.calibrate")
     with Journal(folder / f"{name}l", settings, args.resume) as journal:
@@ -119,16 +112,13 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
                  "--resume to finish the rest")  # fmt: skip
             return INTERRUPTED
         evicted = {x["evicted"]: x["types"] for x in journal.lines if "evicted" in x}
-        values["measurements"]["eviction"] = eviction(values, lines, evicted, args.thoughts)
+        values["measurements"]["eviction"] = eviction(values, lines, evicted)
         result |= {"checkpoint": settings["checkpoint"], "settings": settings, **values, "complete": True}
         try:
             replace_file(folder / name, dumps(rounded(result)) + "\n")
         except OSError as error:
             raise unwritable("The calibration", folder / name, error, "--output") from None
         journal.remove()
-    if args.plot:
-        plots.draw(lines, rounded(result), args.plot)
-        _say(f"drawn to {args.plot}")
     for line in summary(result):
         print(line)
     if values["fallback"]:
@@ -274,110 +264,12 @@ def noise_like(u: Tensor, steps: int, seed: int) -> Tensor:
 
 
 def layers_of(u: Tensor) -> list[dict[str, Any]]:
-    """Of every layer, its density and what stands out of it. u: [steps, L]."""
+    """Of every layer, the sparsity and the modes of its density. u: [steps, L]."""
     out = []
     for x in u.unbind(1):
-        f = density(x)
         mean, sd = float(x.mean()), float(x.std(correction=0))
-        out.append({"mean": mean, "sd": sd, **peaks(f)._asdict(), "density": rounded(f.tolist())})
+        out.append({"mean": mean, "sd": sd, **peaks(density(x))._asdict()})
     return out
-
-
-def conclude(lines: Sequence[Mapping[str, Any]], number: int, count: int) -> dict[str, Any]:
-    """L*, Θ and the report.
-
-    Args:
-        lines: of `line_of`, one a prompt.
-        number: |T|.
-        count: |L*| at most.
-    """
-    found = [[Peaks(x["modes"], x["valleys"], x["depths"]) for x in line["layers"]] for line in lines]
-    refresh = torch.tensor([row for line in lines for row in line["refresh"]], dtype=torch.float64)  # [N, L]
-    labels = fold(torch.tensor([x for line in lines for x in line["labels"]], dtype=torch.uint8), number)
-    at = torch.tensor([i for line in lines for i in range(len(line["refresh"]))], dtype=torch.float64)
-    even = torch.tensor([i % 2 == 0 for i, line in enumerate(lines) for _ in line["refresh"]])
-    looks = choose.look(found, number)
-    how, layers, theta = chosen(found, refresh, number, count)
-    values = refresh[:, layers].mean(1)
-    per_layer = [
-        {
-            **vars(look),
-            "mean": fmean(line["layers"][look.layer]["mean"] for line in lines),
-            "sd": fmean(line["layers"][look.layer]["sd"] for line in lines),
-            "prompts_by_modes": _count(len(of[look.layer].modes) for of in found),
-            "keywords": compare(type_of(refresh[:, look.layer], theta), labels),
-        }
-        for look in looks
-    ]
-    return {
-        "layers": layers,
-        "thresholds": theta,
-        "chosen": how,
-        "fallback": how == "fallback",
-        "measurements": {
-            "prompts": len(lines),
-            "right": fmean(line["right"] for line in lines),
-            "tokens": sum(len(line["tokens"]) for line in lines),
-            "share": fmean(looks[i].share for i in layers),  # of prompts with |T| modes, mean over L*
-            "shares_of_types": _shares(type_of(values, theta)),
-            "shares_of_keywords": _shares(labels),
-            "keywords": compare(type_of(values, theta), labels),
-            "correlation_with_position": float(torch.stack((values, at)).corrcoef()[0, 1]) if len(at) > 1 else None,
-            "layers": per_layer,
-            "share_by_rows": share_by_rows([line["modes_by_rows"] for line in lines], number),
-            "share_of_noise": share_by_rows([line["modes_of_noise"] for line in lines], number),
-            "candidates": candidates(values, labels, even, number),
-            "by_count": by_count(found, refresh, labels, number),
-        },
-    }  # fmt: skip
-
-
-def share_by_rows(modes: Sequence[Mapping[str, Sequence[int]]], number: int) -> dict[str, list[float]]:
-    """Of the prompts those with so many modes, by averaged rows, of every layer. modes: of each prompt."""
-    layers = range(len(modes[0]["1"]))
-    return {n: [fmean(of[n][i] == number for of in modes) for i in layers] for n in map(str, ROWS)}
-
-
-def chosen(
-    found: Sequence[Sequence[Peaks]], refresh: Tensor, number: int, count: int
-) -> tuple[str, list[int], list[float]]:
-    """How L* was chosen, L*, Θ as the file has them. refresh: [N, L]; number: |T|; count: |L*| at most."""
-    if (by_modes := choose.by_modes(found, number, count)) is not None:
-        how, layers, theta = by_modes
-    else:
-        how, layers = "fallback", sorted(x.layer for x in choose.ranked(choose.look(found, number))[:count])
-        theta = choose.quantiles(refresh[:, layers].mean(1), number)
-    return how, layers, rounded(theta)
-
-
-def by_count(
-    found: Sequence[Sequence[Peaks]], refresh: Tensor, labels: Tensor, number: int
-) -> list[dict[str, Any]]:  # fmt: skip
-    """What other numbers of layers would be calibrated to: 1, 2, 4, … and all of them."""
-    most, out = refresh.shape[1], []
-    for count in [*(n for n in (1, 2, 4, 8, 16, 32) if n < most), most]:
-        how, layers, theta = chosen(found, refresh, number, count)
-        kind = type_of(refresh[:, layers].mean(1), theta)
-        about = {"count": count, "chosen": how, "layers": layers, "thresholds": theta}
-        out.append({**about, "shares": _shares(kind), **compare(kind, labels)})
-    return out
-
-
-def candidates(values: Tensor, labels: Tensor, even: Tensor, number: int) -> list[dict[str, Any]]:
-    """Ways to set thresholds without modes: set on every second prompt, compared with keywords on the others."""
-    if even.all():
-        return []
-    fit, new = values[even], ~even
-    ways = {
-        "quantiles": choose.quantiles(fit, number),
-        "otsu": choose.otsu(fit, number),
-        "keywords": choose.by_keywords(fit, labels[even], number),
-    }
-    found = {name: type_of(values[new], theta) for name, theta in ways.items()}
-    return [
-        {"way": name, "thresholds": theta, "shares": _shares(found[name]), **compare(found[name], labels[new])}
-        for name, theta in ways.items()
-    ]
 
 
 def under_eviction(
@@ -394,43 +286,6 @@ def under_eviction(
         found = types(engine, one, prompt, lines[i]["tokens"][:-1])
         journal.append({"evicted": i, "types": found})
         _say(f"under {policy.name}: {i + 1} of {len(prompts)} texts")
-
-
-def eviction(
-    values: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], evicted: Mapping[int, list[int]], number: int
-) -> dict[str, Any] | None:
-    """Types with the full cache (rows) and under eviction (columns); None: nothing was compared."""
-    if not evicted:
-        return None
-    refresh = torch.tensor([row for i in sorted(evicted) for row in lines[i]["refresh"]], dtype=torch.float64)
-    full = type_of(refresh[:, values["layers"]].mean(1), values["thresholds"])
-    under = torch.tensor([x for i in sorted(evicted) for x in evicted[i]], dtype=torch.uint8)
-    return {"prompts": len(evicted), **compare(full, under), "shares_of_types": _shares(under)}
-
-
-def summary(result: Mapping[str, Any]) -> Iterator[str]:
-    """What was found, for people."""
-    m = result["measurements"]
-    theta = ", ".join(f"{x:.4g}" for x in result["thresholds"])
-    yield f"L* = {', '.join(map(str, result['layers']))}; thresholds {theta}; chosen by: {result['chosen']}"
-    yield f"{m['prompts']} prompts, {m['right']:.0%} right, {m['tokens']:,} tokens"
-    yield f"|T| modes in L* for {m['share']:.0%} of the prompts"
-    for what, of in (("keywords", m["keywords"]), ("types under eviction", m["eviction"])):
-        if of is not None:
-            yield f"{of['agree']:.0%} of {of['segments']} segments agree with {what} (κ {of['kappa']:.2f})"
-    for n, shares in m["share_by_rows"].items():
-        yield f"|T| modes with {n:>2} rows averaged, by layer: " + " ".join(f"{share:4.0%}" for share in shares)
-        noise = m["share_of_noise"][n]
-        yield "    by chance, in noise with the same spectrum:  " + " ".join(f"{share:4.0%}" for share in noise)
-
-
-def _shares(of: Tensor) -> dict[str, float]:
-    return {name: float((of == i).double().mean()) for i, name in enumerate(NAMES)}
-
-
-def _count(numbers: Iterable[int]) -> dict[str, int]:
-    found = list(numbers)
-    return {str(n): found.count(n) for n in sorted(set(found))}
 
 
 def _say(text: str) -> None:

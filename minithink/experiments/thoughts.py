@@ -25,16 +25,10 @@ def layers(result: Result) -> Iterable[Row]:
 
 
 def thresholds(result: Result) -> Iterable[Row]:
-    """The thresholds of a calibration and of other ways, compared with keywords and under eviction."""
+    """The thresholds of a calibration, compared with keywords and under eviction."""
     m, settings = result["measurements"], result["settings"]
     own = {"thresholds": result["thresholds"], "shares": m["shares_of_types"], "other": "keywords"}
     yield {"name": f"**the file ({result['chosen']})**", **own, **m["keywords"]}
-    for one in m["by_count"]:
-        if one["layers"] != result["layers"]:
-            name = f"layers {', '.join(map(str, one['layers']))} ({one['chosen']})"
-            yield {"name": name, "other": "keywords", **one}
-    for way in m["candidates"]:
-        yield {"name": f"{way['way']}, set on one half", "other": "keywords, other half", **way}
     if under := m["eviction"]:
         name = f"the full cache, {under['prompts']} texts"
         other = f"`{settings['policy']}` at {settings['budget']:,}"

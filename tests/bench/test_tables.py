@@ -194,11 +194,6 @@ def test_a_calibration_is_read_beside_the_model(root: Path, tmp_path: Path, monk
             "shares_of_keywords": {"transition": 0, "execution": 0.5, "reasoning": 0.5},
             "correlation_with_position": 0.617, "layers": [look | {"layer": 0}, look | {"layer": 1}],
             "share_by_rows": {"1": [0.1, 0], "16": [0.5, 1]},
-            "candidates": [{"way": "otsu", "thresholds": [0.5, 0.8], "shares": shares, **agree}],
-            "by_count": [
-                {"count": n, "chosen": how, "layers": layers, "thresholds": theta, "shares": shares, **agree}
-                for n, how, layers, theta in ((1, "fallback", [1], [0.6111, 0.7]), (2, "most", [0, 1], [0.4, 0.9]))
-            ],
             "eviction": {"prompts": 4, "shares_of_types": shares, **agree, "agree": 0.8},
         },
     }  # fmt: skip
@@ -213,8 +208,6 @@ def test_a_calibration_is_read_beside_the_model(root: Path, tmp_path: Path, monk
     assert "| **1** | 0.50 ± 0.12 | 0% | 100% | 40% | -0.05 |" in lines
     same = "36% / 34% / 30% | 1,200 |"
     assert f"| **the file (fallback)** | keywords | 0.611, 0.700 | {same} 40% | -0.05 | 50% |" in lines
-    assert f"| otsu, set on one half | keywords, other half | 0.500, 0.800 | {same} 40% | -0.05 | 50% |" in lines
-    assert f"| layers 0, 1 (most) | keywords | 0.400, 0.900 | {same} 40% | -0.05 | 50% |" in lines
     assert not any("layers 1 (" in line for line in lines), "the file's own"
     assert f"| the full cache, 4 texts | `thinkv` at 1,024 | 0.611, 0.700 | {same} 80% | -0.05 | 50% |" in lines
     assert (

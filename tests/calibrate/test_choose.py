@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minithink.calibrate.choose import by_keywords, by_modes, look, otsu, quantiles, ranked
+from minithink.calibrate.choose import by_modes, choose, look, quantiles, ranked
 from minithink.calibrate.density import Peaks
+from minithink.files import rounded
 from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION, type_of
 
 FLAT = Peaks([0.5], [], [])
@@ -88,19 +89,17 @@ def test_quantiles_give_the_types_their_shares() -> None:
     assert quantiles(x, 2) == quantiles(x, 3)[:1]
 
 
-@pytest.mark.parametrize("types", [2, 3])
-def test_otsu_separates_clusters(types: int) -> None:
-    clusters = [0.1, 0.5, 0.6][:types]
-    x = torch.cat([c + torch.linspace(-0.02, 0.02, 40) for c in clusters])
-    theta = otsu(x, types)
-    for low, high, t in zip(clusters, clusters[1:], theta, strict=False):
-        assert low < t <= high + 0.02
-        assert ((x >= t) == (x > (low + high) / 2)).double().mean() > 0.95
-    assert theta == sorted(theta)
+@pytest.mark.parametrize("count", [1, 2, 6])
+def test_the_fallback_takes_as_many_layers_as_were_asked_for(count: int) -> None:
+    """Of equals the first; types have the shares of the fallback, and thresholds are as the file has them."""
+    refresh = torch.rand(400, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    how, layers, theta = choose([[FLAT] * 6] * 3, refresh, 3, count)
+    assert (how, layers) == ("fallback", list(range(count)))
+    assert theta == rounded(theta)
+    shares = [float((refresh[:, :count].mean(1) < t).double().mean()) for t in theta]
+    assert shares == pytest.approx([0.35, 0.7], abs=0.01)
 
 
-def test_keywords_decide_where_they_can() -> None:
-    x = torch.linspace(0, 1, 200)
-    labels = type_of(x, [0.2, 0.9])
-    assert by_keywords(x, labels, 3) == pytest.approx([0.2, 0.9], abs=0.03)
-    assert by_keywords(x, type_of(x, [0.7]), 2) == pytest.approx([0.7], abs=0.03)
+def test_where_modes_choose_there_is_no_fallback() -> None:
+    refresh = torch.rand(9, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert choose([[FLAT, three(0.25, 0.625)]], refresh, 3, 2) == ("every", [1], [0.25, 0.625])

@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from minithink.calibrate import thoughts
+from minithink.calibrate import report, thoughts
 from minithink.calibrate.__main__ import main
-from minithink.calibrate.density import Peaks, density, peaks
+from minithink.calibrate.density import density, peaks
 from minithink.calibrate.journal import Journal
-from minithink.calibrate.reading import averaged, sparsity, types
+from minithink.calibrate.reading import averaged, types
 from minithink.engine import TINY, Engine, load
 from minithink.evaluate.datasets import load_dataset
 from minithink.files import rounded
 from minithink.policies import parse
 from minithink.policies.thinkv import EXECUTION, NAMES, REASONING, TRANSITION, type_of
+from minithink.reading import sparsity
 from minithink.tasks import families, load_problems
 from minithink.thoughts import kinds, segments
 from minithink.weights import checkpoint_hash
@@ -63,12 +64,6 @@ def test_the_file_says_what_was_found_and_how(calibrated: Path, model: Path) -> 
         assert list(of) == list(NAMES)
         assert sum(of.values()) == pytest.approx(1, abs=1e-4)
     assert m["eviction"]["prompts"] == 2
-    assert [c["way"] for c in m["candidates"]] == ["quantiles", "otsu", "keywords"]
-    every = len(m["layers"])
-    assert [c["count"] for c in m["by_count"]] == [*(n for n in (1, 2, 4, 8) if n < every), every]
-    [own] = [c for c in m["by_count"] if c["count"] == 2]  # as was asked for
-    assert all(own[name] == values[name] for name in ("layers", "thresholds", "chosen"))
-    assert (own["shares"], own["agree"]) == (m["shares_of_types"], m["keywords"]["agree"])
     assert [p.name for p in calibrated.iterdir()] == ["thoughts.json"], "the journal is gone"
 
 
@@ -189,28 +184,6 @@ def test_what_ships_is_of_the_weights_and_of_the_problems_that_ship(name: str) -
     assert settings["dataset"].split(",") == families()
 
 
-def test_the_picture_has_a_panel_for_every_layer(model: Path, problems: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    options = {"output": tmp_path, "num_prompts": 2, "compare": 0, "plot": tmp_path / "p.svg"}
-    values = calibrate(model, problems, **options)
-    first = (tmp_path / "p.svg").read_text()
-    for look in values["measurements"]["layers"]:
-        assert f"layer {look['layer']}: {look['share']:.0%} have |T| modes" in first
-    calibrate(model, problems, **options, replace=True)
-    assert (tmp_path / "p.svg").read_text() == first
-    assert values["measurements"]["eviction"] is None
-
-
-def test_a_picture_that_cannot_be_drawn_is_told_before_anything_is_generated(
-    model: Path, problems: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    """Because of its place, or because matplotlib, an extra, is missing."""
-    assert main(options(model, problems, output=tmp_path, plot="/proc/x/y.svg")) == 1
-    err = capsys.readouterr().err
-    assert "give another --plot" in err or "A plot needs matplotlib" in err
-    assert not [*tmp_path.iterdir()]
-
-
 @pytest.mark.parametrize(
     ("changed", "code", "said"),
     [
@@ -296,7 +269,7 @@ def test_thresholds_lie_in_the_valleys_of_tri_modal_layers() -> None:
     flat = torch.linspace(0.4, 0.6, 120)
     labels = [EXECUTION] * 10 + [REASONING] * 10 + [TRANSITION] * 10
     lines = [line(i, torch.stack((tri_modal(0.02 * i), flat), 1), labels) for i in range(3)]
-    values = thoughts.conclude(lines, 3, 4)
+    values = report.conclude(lines, 3, 4)
     assert (values["layers"], values["chosen"], values["fallback"]) == ([0], "every", False)
     assert values["thresholds"] == rounded(values["thresholds"]), "as the file has them"
     assert 0.25 < values["thresholds"][0] < 0.47 < 0.55 < values["thresholds"][1] < 0.82
@@ -315,7 +288,7 @@ def test_thresholds_lie_in_the_valleys_of_tri_modal_layers() -> None:
 def test_without_tri_modal_layers_thresholds_are_quantiles_and_the_file_says_so() -> None:
     flat = torch.linspace(0.2, 0.8, 120)
     lines = [line(i, torch.stack((flat, flat + 0.1), 1), [REASONING] * 30) for i in range(4)]
-    values = thoughts.conclude(lines, 3, 4)
+    values = report.conclude(lines, 3, 4)
     assert (values["layers"], values["chosen"], values["fallback"]) == ([0, 1], "fallback", True)
     m = values["measurements"]
     assert m["share"] == 0
@@ -329,43 +302,20 @@ def test_the_fallback_is_announced(model: Path, problems: Path, tmp_path: Path, 
     values = calibrate(model, problems, output=tmp_path, num_prompts=2, compare=0)
     assert ("WARNING: no layer has 3 modes for most prompts" in capsys.readouterr().err) == values["fallback"]
     assert values["fallback"]
-
-
-def test_other_numbers_of_layers() -> None:
-    """Powers of two and all; layers come in the order of their ranks, and types have the shares of the fallback."""
-    refresh = torch.rand(400, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    one = Peaks([0.5], [], [])
-    labels = torch.zeros(400, dtype=torch.uint8)
-    found = thoughts.by_count([[one] * 6] * 3, refresh, labels, 3)
-    assert [c["count"] for c in found] == [1, 2, 4, 6]
-    for c in found:
-        assert (c["chosen"], c["layers"]) == ("fallback", list(range(c["count"])))
-        share = (refresh[:, : c["count"]].mean(1) < c["thresholds"][0]).double().mean()
-        assert abs(float(share) - 0.35) < 0.01
-
-
-def test_candidates_are_set_on_one_half_and_compared_on_the_other() -> None:
-    values = torch.cat((torch.linspace(0, 1, 100), torch.linspace(2, 3, 100)))
-    labels = type_of(values % 2, [0.3, 0.6])
-    even = torch.arange(200) < 100
-    found = {c["way"]: c for c in thoughts.candidates(values, labels, even, 3)}
-    assert found["keywords"]["thresholds"] == pytest.approx([0.3, 0.6], abs=0.05), "of the first half"
-    assert found["keywords"]["shares"]["transition"] == 1, "the second lies above"
-    assert found["keywords"]["segments"] == 100
-    assert thoughts.candidates(values, labels, torch.ones(200, dtype=torch.bool), 3) == []
+    assert values["measurements"]["eviction"] is None, "nothing was compared"
 
 
 def test_types_under_eviction_are_compared_with_those_of_the_full_cache() -> None:
     lines = [line(i, tri_modal()[:, None], [0] * 30) for i in range(3)]
     values = {"layers": [0], "thresholds": [0.35, 0.7]}
     full = [EXECUTION] * 10 + [REASONING] * 10 + [TRANSITION] * 10
-    found = thoughts.eviction(values, lines, {0: full, 2: [EXECUTION] * 30}, 3)
+    found = report.eviction(values, lines, {0: full, 2: [EXECUTION] * 30})
     assert found is not None
     assert (found["prompts"], found["segments"]) == (2, 60)
     assert found["agree"] == pytest.approx(40 / 60)
     assert found["confusion"][TRANSITION] == [10, 10, 0]
     assert found["shares_of_types"]["execution"] == pytest.approx(40 / 60)
-    assert thoughts.eviction(values, lines, {}, 3) is None
+    assert report.eviction(values, lines, {}) is None
 
 
 def test_what_cannot_be_written_at_the_end_keeps_the_journal(

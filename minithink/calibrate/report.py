@@ -1,0 +1,100 @@
+"""What a calibration file says: L*, Θ, and how far to trust them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minithink.calibrate import choose
+from minithink.calibrate.agreement import compare, fold
+from minithink.calibrate.density import Peaks
+from minithink.policies.thinkv import NAMES, type_of
+
+
+def conclude(lines: Sequence[Mapping[str, Any]], number: int, count: int) -> dict[str, Any]:
+    """L*, Θ and the report.
+
+    Args:
+        lines: of `line_of`, one a prompt.
+        number: |T|.
+        count: |L*| at most.
+    """
+    found = [[Peaks(x["modes"], x["valleys"], x["depths"]) for x in line["layers"]] for line in lines]
+    refresh = torch.tensor([row for line in lines for row in line["refresh"]], dtype=torch.float64)  # [N, L]
+    labels = fold(torch.tensor([x for line in lines for x in line["labels"]], dtype=torch.uint8), number)
+    at = torch.tensor([i for line in lines for i in range(len(line["refresh"]))], dtype=torch.float64)
+    looks = choose.look(found, number)
+    modes = [[len(of.modes) for of in of_layer] for of_layer in zip(*found, strict=True)]  # by layer and prompt
+    how, layers, theta = choose.choose(found, refresh, number, count)
+    values = refresh[:, layers].mean(1)
+    per_layer = [
+        {
+            **vars(look),
+            "mean": fmean(line["layers"][look.layer]["mean"] for line in lines),
+            "sd": fmean(line["layers"][look.layer]["sd"] for line in lines),
+            "prompts_by_modes": {str(n): of for n, of in sorted(Counter(modes[look.layer]).items())},
+            "keywords": compare(type_of(refresh[:, look.layer], theta), labels),
+        }
+        for look in looks
+    ]
+    return {
+        "layers": layers,
+        "thresholds": theta,
+        "chosen": how,
+        "fallback": how == "fallback",
+        "measurements": {
+            "prompts": len(lines),
+            "right": fmean(line["right"] for line in lines),
+            "tokens": sum(len(line["tokens"]) for line in lines),
+            "share": fmean(looks[i].share for i in layers),  # of prompts with |T| modes, mean over L*
+            "shares_of_types": _shares(type_of(values, theta)),
+            "shares_of_keywords": _shares(labels),
+            "keywords": compare(type_of(values, theta), labels),
+            "correlation_with_position": float(torch.stack((values, at)).corrcoef()[0, 1]) if len(at) > 1 else None,
+            "layers": per_layer,
+            "share_by_rows": share_by_rows([line["modes_by_rows"] for line in lines], number),
+            "share_of_noise": share_by_rows([line["modes_of_noise"] for line in lines], number),
+        },
+    }  # fmt: skip
+
+
+def share_by_rows(modes: Sequence[Mapping[str, Sequence[int]]], number: int) -> dict[str, list[float]]:
+    """Of the prompts those with so many modes, by averaged rows, of every layer. modes: of each prompt."""
+    return {n: [fmean(of[n][i] == number for of in modes) for i in range(len(row))] for n, row in modes[0].items()}
+
+
+def eviction(
+    values: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], evicted: Mapping[int, list[int]]
+) -> dict[str, Any] | None:
+    """Types with the full cache (rows) and under eviction (columns); None: nothing was compared."""
+    if not evicted:
+        return None
+    refresh = torch.tensor([row for i in sorted(evicted) for row in lines[i]["refresh"]], dtype=torch.float64)
+    full = type_of(refresh[:, values["layers"]].mean(1), values["thresholds"])
+    under = torch.tensor([x for i in sorted(evicted) for x in evicted[i]], dtype=torch.uint8)
+    return {"prompts": len(evicted), **compare(full, under), "shares_of_types": _shares(under)}
+
+
+def summary(result: Mapping[str, Any]) -> Iterator[str]:
+    """What was found, for people."""
+    m = result["measurements"]
+    theta = ", ".join(f"{x:.4g}" for x in result["thresholds"])
+    yield f"L* = {', '.join(map(str, result['layers']))}; thresholds {theta}; chosen by: {result['chosen']}"
+    yield f"{m['prompts']} prompts, {m['right']:.0%} right, {m['tokens']:,} tokens"
+    yield f"|T| modes in L* for {m['share']:.0%} of the prompts"
+    for what, of in (("keywords", m["keywords"]), ("types under eviction", m["eviction"])):
+        if of is not None:
+            yield f"{of['agree']:.0%} of {of['segments']} segments agree with {what} (κ {of['kappa']:.2f})"
+    for n, shares in m["share_by_rows"].items():
+        yield f"|T| modes with {n:>2} rows averaged, by layer: " + " ".join(f"{share:4.0%}" for share in shares)
+        noise = m["share_of_noise"][n]
+        yield "    by chance, in noise with the same spectrum:  " + " ".join(f"{share:4.0%}" for share in noise)
+
+
+def _shares(of: Tensor) -> dict[str, float]:
+    return {name: float((of == i).double().mean()) for i, name in enumerate(NAMES)}
