@@ -14,15 +14,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 STDLIB = sys.stdlib_module_names
 RUNTIME = {"torch", "triton", "tiktoken", "safetensors", "huggingface_hub", "numpy", "rich", "jinja2"}
-EXTRAS = {"transformers", "tokenizers", "matplotlib", "pyarrow", "math_verify", "selenium", "PIL"}
+EXTRAS = {"transformers", "tokenizers", "matplotlib", "pyarrow", "math_verify"}
 # an extra → the one place that may import it
 ONLY_IN = {
     "transformers": "minithink.bench",
     "tokenizers": "minithink.tasks.prepare",
     "pyarrow": "minithink.evaluate.datasets",
     "math_verify": "minithink.evaluate.grading",
-    "selenium": "minithink.bench",
-    "PIL": "minithink.bench.trace",
 }
 
 # package → what it may import of the project (prefixes); a package that is not listed may import anything but LEAVES
@@ -40,12 +38,11 @@ THIRD_PARTY = {f"minithink.{name}": {"torch", "triton"} for name in ("ref", "qua
 LEAVES = (
     "calibrate", "evaluate", "analysis", "trace", "experiments", "bench", "train", "train_data", "muon", "generate",
 )  # fmt: skip
-# … except a module that records traces, and a measurement of traces and of evaluations
+# … except modules that record traces, and measurements of evaluations
 PERMITTED = (
     ("minithink.generate", "minithink.trace.recorder"),
     ("minithink.evaluate", "minithink.trace.recorder"),
     ("minithink.bench", "minithink.experiments"),
-    ("minithink.bench", "minithink.trace"),
     ("minithink.bench", "minithink.evaluate"),
     ("minithink.calibrate", "minithink.evaluate"),  # it calibrates on datasets
     # … and training, which has three modules
@@ -189,7 +186,8 @@ def test_the_checks_find_what_is_wrong():
     assert violations("minithink.engine", "from minithink.trace.recorder import Recorder")
     assert violations("minithink.evaluate.runner", "import minithink.trace.page")
     assert not violations("minithink.evaluate.runner", "import minithink.trace.recorder")
-    assert not violations("minithink.bench.trace", "import minithink.trace.page")
+    assert violations("minithink.bench.x", "import minithink.trace.page")
+    assert violations("minithink.bench.x", "import selenium"), "only tests drive a browser"
     assert violations("minithink.modelling", "import minithink.kv.full") == []
     for package in ("ref", "quant", "kernels"):
         assert violations(f"minithink.{package}.x", "import numpy")

@@ -22,13 +22,11 @@ from minithink.bench import (
     sanitize,
     sweep,
     tables,
-    trace,
 )
 from minithink.experiments import collected
 
 MODULES = [
-    decode, accuracy, evaluate, paged, memory, attention, append, counters, sanitize,
-    trace, sweep, compile, tables,
+    decode, accuracy, evaluate, paged, memory, attention, append, counters, sanitize, sweep, compile, tables,
 ]  # fmt: skip
 if find_spec("triton") is not None:  # it exists for Linux only
     from minithink.bench import steps

@@ -354,7 +354,6 @@ function start(d) {
   legend();
   show();
   document.documentElement.dataset.ready = "yes";
-  requestAnimationFrame(() => setTimeout(() => performance.mark("shown"))); // the first picture is there
 }
 
 load().then(start).catch((error) => {

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minithink.bench.browser import chromium, missing
 from minithink.trace import page
 from minithink.trace.format import KINDS, File, Trace, read
+from tests.trace.browser import chromium, missing
 from tests.trace.draw import PROMPT, TEXTS, arrays, write
 
 N, STEPS = len(TEXTS), len(TEXTS) - PROMPT

@@ -1,4 +1,4 @@
-"""A headless Chromium, for the page of a trace: its tests, its speed, its pictures.
+"""A headless Chromium, for tests of the page of a trace.
 
 The browser and its driver are programs of the system (Debian: `chromium` and `chromium-driver`), and nothing is ever
 downloaded for them.
@@ -11,8 +11,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-
-from minithink.errors import MinithinkError
 
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
@@ -27,31 +25,25 @@ def missing() -> str | None:
     try:
         import selenium  # noqa: F401  (here: an extra)
     except ImportError:
-        return "selenium is not installed (pip install minithink[browser])"
+        return "selenium is not installed (pip install minithink[test])"
     return None
 
 
 @contextmanager
-def chromium(width: int = 1280, height: int = 800, dark: bool = False) -> Iterator[Any]:
-    """A fresh one, driven by selenium; it logs what its pages print and which requests they make.
-
-    Raises:
-        MinithinkError: it is not installed.
-    """
-    if said := missing():
-        raise MinithinkError(f"A page is shown in a browser, and {said}.")
+def chromium() -> Iterator[Any]:
+    """A fresh one, driven by selenium; it logs what its pages print and which requests they make."""
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or ""
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        for flag in (*FLAGS, f"--window-size={width},{height}", f"--user-data-dir={folder}"):
+        for flag in (*FLAGS, "--window-size=1280,800", f"--user-data-dir={folder}"):
             options.add_argument(flag)
         service = webdriver.ChromeService(executable_path=shutil.which("chromedriver"))
         driver = webdriver.Chrome(options=options, service=service)
         try:
-            scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+            scheme = {"name": "prefers-color-scheme", "value": "light"}
             driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
             yield driver
         finally:
