@@ -77,13 +77,14 @@ Measurement = dict[str, Any]
 def collect(
     path: Path, result: dict[str, Any], rows: Iterable[Measurement], line: Callable[[Measurement], str]
 ) -> int:  # fmt: skip
-    """Put measurements into a result as they come, and write it after each → 0. line: a measurement for people."""
+    """Put measurements into a result as they come, and write it after each → 0. line: a measurement for people. The
+    result is complete if it has nothing in "left_out"."""
     result["measurements"] = []
     for m in rows:
         result["measurements"].append(m)
         write(path, result)
         print(line(m), flush=True)
-    result["complete"] = True
+    result["complete"] = not result.get("left_out")
     write(path, result)
     print(f"written to {path}", file=sys.stderr)
     return 0

@@ -47,12 +47,12 @@ import torch
 
 from minithink import counts, results
 from minithink.bench import plots
+from minithink.bench.clock import Deadline, timed
 from minithink.bench.compare import comparisons
-from minithink.bench.decode import Deadline, RandomModel, Theirs, timed
 from minithink.bench.markdown import ABOUT
 from minithink.bench.parts import GATHERS, TimedLoop, attention_seconds, counted, parts, seconds
-from minithink.bench.peer import Peer
-from minithink.bench.steady import CONFIGS, Settings, Steady, policy_of, pool_bytes
+from minithink.bench.peer import Peer, Theirs
+from minithink.bench.steady import CONFIGS, RandomModel, Settings, Steady, policy_of, pool_bytes
 from minithink.commands import location, positive
 from minithink.errors import MinithinkError, UsageError
 from minithink.experiments import Case, Cases, StandIn
@@ -265,7 +265,7 @@ class Bench:
         config = CONFIGS[args.model_shape]
         self.config = replace(config, num_layers=args.layers or config.num_layers)
         self.entry, self.args, self.device = entry, args, device
-        self.model = RandomModel(self.config, device, torch.bfloat16, peer=False)
+        self.model = RandomModel(self.config, device, torch.bfloat16)
         whole = torch.cuda.get_device_properties(device).total_memory / GIB if device.type == "cuda" else 8.0
         self.memory = (args.memory or whole) * GIB
         # read once in every step; of the embedding only some rows

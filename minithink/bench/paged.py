@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Sequence
+from functools import partial
 from itertools import cycle, islice
 
 import torch
+from torch import Tensor
 
 from minithink import results
-from minithink.bench.decode import Ours, RandomModel, timed
+from minithink.bench.clock import Deadline, in_turns, timed
+from minithink.bench.steady import Ours, RandomModel, Settings, Steady
 from minithink.commands import positive
 from minithink.engine import load
+from minithink.kv.full import FullCache
 from minithink.results import Measurement
 from minithink.tasks import load_problems
 
 TARGETS = {1: 0.8, 8: 0.5}  # least ratio, by batch
 TURN = 10  # steps of one side before it is the other's turn
-POLICIES = {"plain": None, "paged": "full"}
+SIDES = ("plain", "paged")
 DEFAULT = "cache-speed"
 
 
@@ -49,7 +54,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 def line(m: Measurement) -> str:
     """For people."""
-    said = ", ".join(f"{side} {m[side]['tokens_per_second']:,.1f} tok/s" for side in POLICIES)
+    said = ", ".join(f"{side} {m[side]['tokens_per_second']:,.1f} tok/s" for side in SIDES[::-1])
     return f"batch {m['batch']}: {said}, ratio {m['ratio']:.2f}"
 
 
@@ -57,22 +62,25 @@ def line(m: Measurement) -> str:
 def measure(batch: int, prompt: int, new: int, repeats: int) -> Measurement:
     """Median times of a step on both sides, and their ratio in every repeat."""
     engine = load(None, device="cpu", dtype="float32")
-    model = RandomModel(engine.config, torch.device("cpu"), torch.float32, False, engine)
+    model = RandomModel(engine.config, torch.device("cpu"), torch.float32, engine)
     text = cycle([id for problem in load_problems("validation") for id in engine.prompt_ids(problem.question)])
     prompts = torch.tensor([list(islice(text, prompt)) for _ in range(batch)])
-    ratios, same, steps = [], True, {name: list[float]() for name in POLICIES}
+    settings, turns = Settings(prompt=prompt, lockstep=True), [min(TURN, new - n) for n in range(0, new, TURN)]
+    ratios, same, steps = [], True, {name: list[float]() for name in SIDES}
     for repeat in range(repeats):
-        sides = {name: Ours(model, batch, prompt + new + 1, prompt, policy) for name, policy in POLICIES.items()}
-        for side in sides.values():
-            side.read(prompts)
-            side.start()
-        times = {name: list[float]() for name in POLICIES}
-        tokens = {name: list[list[int]]() for name in POLICIES}
-        while len(times["plain"]) < new:
-            for name in list(sides)[:: 1 if repeat % 2 else -1]:
-                for _ in range(min(TURN, new - len(times[name]))):
-                    times[name].append(timed(sides[name].step))
-                    tokens[name].append(sides[name].tokens)
+        paged = Ours(Steady(model, "full", batch, settings, new + 1, prompts=prompts))
+        sides: dict[str, Plain | Ours] = {"plain": Plain(model, prompts, new + 1), "paged": paged}
+        tokens = {name: list[list[int]]() for name in sides}
+
+        def turn(side: Plain | Ours, chosen: list[list[int]], n: int) -> list[float]:
+            times = []
+            for _ in range(n):
+                times.append(timed(side.step))
+                chosen.append(side.tokens)
+            return times
+
+        order = SIDES[:: 1 if repeat % 2 else -1]
+        times = in_turns({name: partial(turn, sides[name], tokens[name]) for name in order}, turns, Deadline(None))
         same = same and tokens["plain"] == tokens["paged"]
         ratios.append(sum(times["plain"]) / sum(times["paged"]))
         for name in steps:
@@ -84,3 +92,26 @@ def measure(batch: int, prompt: int, new: int, repeats: int) -> Measurement:
     if goal := TARGETS.get(batch):
         out |= {"target": goal, "target_reached": out["ratio"] >= goal}
     return out
+
+
+class Plain:
+    """Greedy steps over the plain cache, whose prompts are read."""
+
+    def __init__(self, model: RandomModel, prompts: Tensor, room: int) -> None:
+        self.decoder, self.sequences = model.decoder, range(len(prompts))
+        self.cache = FullCache(model.config, model.rope, dtype=model.dtype, backend=model.decoder.backend)
+        for i in self.sequences:
+            self.cache.join(i, prompts.shape[1] + room, prompts.shape[1])
+        self.tokens = [self._forward([i], prompts[i])[-1] for i in self.sequences]
+
+    def step(self) -> None:
+        """One token further."""
+        self.tokens = self._forward(self.sequences, torch.tensor(self.tokens))
+
+    def _forward(self, sequences: Sequence[int], tokens: Tensor) -> list[int]:
+        """The best next token behind each of these."""
+        self.cache.begin_step(sequences, [len(tokens) // len(sequences)] * len(sequences))
+        hidden = self.decoder(tokens, self.cache)
+        self.cache.end_step()
+        best: list[int] = self.decoder.logits(hidden).argmax(-1).tolist()
+        return best

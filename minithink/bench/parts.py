@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minithink.bench import attention
-from minithink.bench.decode import timed
+from minithink.bench.clock import timed
 from minithink.bench.steady import Steady
 from minithink.errors import MinithinkError
 from minithink.kv.batch import Batch

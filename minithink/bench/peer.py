@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minithink.bench.clock import wait
+from minithink.config import ModelConfig
 from minithink.errors import MinithinkError
 from minithink.model import Decoder
 from minithink.weights import tensors_of
 
 CACHES = ("dynamic", "static")  # transformers' default, and its preallocated one
+CHUNK = 512  # tokens of each sequence per forward pass, when `Theirs` reads prompts
 
 
 def transformers() -> Any:
@@ -85,3 +88,37 @@ class Peer:
             options["cache_implementation"] = cache
         mask = torch.ones_like(prompts)
         return self.model.generate(prompts, attention_mask=mask, max_new_tokens=new_tokens, **options)
+
+
+class Theirs:
+    """transformers' forward pass over its dynamic cache, without the bookkeeping of its `generate`."""
+
+    def __init__(self, peer: Peer, device: torch.device) -> None:
+        self.model, self.device = peer.model, device
+        self.cache: Any = None
+        self.last = self.tokens = torch.empty(0)
+
+    def read(self, prompts: Tensor) -> None:
+        """Read prompts [B, T], and choose the first tokens. `last` has their logits, [B, V]."""
+        for start in range(0, prompts.shape[1], CHUNK):
+            self._forward(prompts[:, start : start + CHUNK].to(self.device))
+
+    def hold(self, config: ModelConfig, batch: int, context: int, dtype: torch.dtype) -> None:
+        """So many tokens of noise instead of a prompt."""
+        self.cache = None  # before the new one is made
+        self.cache = transformers().DynamicCache()
+        noise = torch.randn(1, config.num_kv_heads, context, config.head_dim, device=self.device, dtype=dtype)
+        for layer in range(config.num_layers):
+            keys = noise.expand(batch, -1, -1, -1)
+            self.cache.update(keys, keys, layer)
+        self.tokens = torch.zeros(batch, dtype=torch.long, device=self.device)
+
+    def step(self) -> None:
+        """One token further; chosen tokens stay on the device."""
+        self._forward(self.tokens[:, None])
+
+    def _forward(self, tokens: Tensor) -> None:
+        done = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.cache, self.last = done.past_key_values, done.logits[:, -1]
+        self.tokens = self.last.argmax(-1)
+        wait(self.device)

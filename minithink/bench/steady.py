@@ -18,31 +18,38 @@ at any time.
 
 from __future__ import annotations
 
+import copy
 import math
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minithink.backend import Backend
+from minithink.backend import Backend, choose
+from minithink.bench.attention import copy_speed
+from minithink.bench.clock import timed, wait
 from minithink.bench.copies import copy_sequences
-from minithink.bench.decode import SHAPES, RandomModel
-from minithink.config import ModelConfig
+from minithink.config import ModelConfig, RopeScaling
+from minithink.engine import Engine
 from minithink.experiments import StandIn, StandIns, collected
 from minithink.kv.contract import Policy
 from minithink.kv.manager import NOBODY, KVManager, needs
 from minithink.loop import DecodeLoop
-from minithink.model import Rope
+from minithink.model import Decoder, Rope
 from minithink.policies import parse
 from minithink.sampling import SamplingParams
 
 NOISE = 997  # tokens that noise is drawn for
-LLAMA = SHAPES["llama-8b"]
-assert LLAMA is not None
-CONFIGS: dict[str, ModelConfig] = {
+LLAMA = ModelConfig(
+    architecture="LlamaForCausalLM", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32,
+    num_heads=32, num_kv_heads=8, head_dim=128, max_position=131072, rms_norm_eps=1e-5, rope_theta=500000.0,
+    rope=RopeScaling("llama3", factor=8.0, original_max_position=8192), dtype="bfloat16",
+)  # fmt: skip
+CONFIGS = {
     "llama-8b": LLAMA,
     "tiny": replace(
         LLAMA, vocab_size=97, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4, num_kv_heads=2,
@@ -52,6 +59,39 @@ CONFIGS: dict[str, ModelConfig] = {
 
 
 AnyLoop = TypeVar("AnyLoop", bound=DecodeLoop)
+
+
+class RandomModel:
+    """A shape with random weights; or an engine's own model."""
+
+    def __init__(
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, engine: Engine | None = None
+    ) -> None:
+        self.config, self.device, self.dtype = config, device, dtype
+        self.bandwidth = copy_bandwidth(device)
+        if engine is not None:
+            self.decoder, self.rope = engine.decoder, engine.rope
+            return
+        with torch.device("meta"):
+            decoder = Decoder(config, choose("auto", device))
+        self.decoder = decoder.to(dtype).to_empty(device=device).requires_grad_(False)
+        torch.manual_seed(0)
+        for name, p in self.decoder.named_parameters():
+            if p.dim() == 1 or name.endswith("norm"):
+                p.fill_(1.0)
+            else:
+                p.normal_(0.0, 0.02)
+        self.rope = Rope(config, device)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes read and written per second by a plain copy, the fastest of several."""
+    if device.type == "cuda":
+        return copy_speed()
+    size = 2**27
+    a, b = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    b.copy_(a)
+    return 2 * size / min(timed(lambda: b.copy_(a)) for _ in range(5))
 
 
 @dataclass(frozen=True)
@@ -73,8 +113,9 @@ def policy_of(text: str, s: Settings, config: ModelConfig) -> Policy:
     if cls in STAND_INS:
         made: Policy = STAND_INS[cls](policy, s.drawn, s.seed, config.num_layers)
         return made
-    plain: Any = type(cls.__name__, (StandIn, cls), {"recordable": cls.recordable})
-    return cast(Policy, plain(**{f.name: getattr(policy, f.name) for f in fields(cast(Any, policy)) if f.init}))
+    plain: Any = copy.copy(policy)
+    plain.__class__ = type(cls.__name__, (StandIn, cls), {"recordable": cls.recordable})
+    return cast(Policy, plain)
 
 
 STAND_INS: StandIns = collected("STAND_INS")
@@ -122,8 +163,9 @@ class Steady:
     few: Steady | None = None  # whose sequences are copied
 
     def __init__(
-        self, model: RandomModel, text: str, batch: int, s: Settings, tokens: int, few: int | None = None
-    ) -> None:
+        self, model: RandomModel, text: str, batch: int, s: Settings, tokens: int, few: int | None = None,
+        prompts: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """
         Args:
             model: reads the prompts, and takes the steps that are measured.
@@ -131,6 +173,7 @@ class Steady:
             batch: sequences.
             tokens: the most that any of them will generate beyond `period`.
             few: sequences that are filled, of methods with types, if these are fewer; None: all are.
+            prompts: [B, T] on the CPU; None: random tokens.
         """
         self.model, self.settings, self.text = model, s, text
         policy = policy_of(text, s, model.config)
@@ -138,8 +181,8 @@ class Steady:
         self.stand_in = cast(StandIn, policy)
         self.period = self.stand_in.period
         self.cache = Cache(
-            model.config, model.rope, policy, **sizes(model.config, policy, batch, s, tokens), device=model.device,
-            dtype=model.dtype, backend=backend_of(model),
+            model.config, model.rope, policy, **sizes(model.config, policy, batch, s, tokens, model.dtype),
+            device=model.device, dtype=model.dtype, backend=backend_of(model),
         )  # fmt: skip
         self._draw = np.random.default_rng(s.seed)
         self._fill = self.loop(DecodeLoop, Mute(model.config, model.device, model.dtype))
@@ -149,7 +192,7 @@ class Steady:
                 self.cache.join(i, s.prompt + tokens + self.period, s.prompt)
             self._copy()
             return
-        self._read(s.prompt, s.prompt + tokens + self.period)
+        self._read(prompts, s.prompt + tokens + self.period)
         self._advance([i * self.period // batch for i in self.sequences])
 
     @property
@@ -182,16 +225,23 @@ class Steady:
         return cls(decoder or self.model.decoder, self.cache, SamplingParams(temperature=0), sizes=())
 
     @torch.inference_mode()
-    def _read(self, prompt: int, capacity: int) -> None:
+    def _read(self, prompts: Tensor | None, capacity: int) -> None:
         """The prompts, one at a time: as many as may be in full precision at once."""
-        for i in self.sequences:
-            ids = self._draw.integers(0, self.model.config.vocab_size, prompt).tolist()
-            self.cache.join(i, capacity, prompt)
-            self.cache.begin_step([i], [prompt], ids)
-            self.model.decoder(torch.tensor(ids, device=self.model.device), self.cache)
+        decoder, last, began = self.model.decoder, list[Tensor](), time.perf_counter()
+        shape = len(self.sequences), self.settings.prompt
+        drawn = self._draw.integers(0, self.model.config.vocab_size, shape)
+        self.prompts = torch.from_numpy(drawn) if prompts is None else prompts  # [B, T]
+        for i, ids in enumerate(self.prompts.tolist()):
+            self.cache.join(i, capacity, len(ids))
+            self.cache.begin_step([i], [len(ids)], ids)
+            hidden = decoder(torch.tensor(ids, device=self.model.device), self.cache)
             self._synthetic(True)
             self.cache.end_step()
             self._synthetic(False)
+            last.append(decoder.logits(hidden[-1:]))
+        self.last = torch.cat(last)  # [B, V], logits of the first new tokens
+        wait(self.model.device)
+        self.read_seconds = time.perf_counter() - began
 
     def _copy(self) -> None:
         """Take over what the few hold; copies of one sequence go on to the next one's place in the cycle, if it is
@@ -221,15 +271,29 @@ class Steady:
         self.stand_in.filling = filling
 
 
+class Ours:
+    """Greedy steps over a cache, as the engine runs them."""
+
+    def __init__(self, steady: Steady) -> None:
+        self.loop, self.sequences = steady.loop(DecodeLoop), steady.sequences
+        self.tokens: list[int] = steady.last.argmax(-1).tolist()
+
+    def step(self) -> None:
+        """One token further, chosen tokens on the host."""
+        self.tokens = self.loop.step(self.sequences, self.tokens)
+
+
 def backend_of(model: RandomModel) -> Backend:
     """Of the cache: the model's."""
     return model.decoder.backend
 
 
-def sizes(config: ModelConfig, policy: Policy, batch: int, s: Settings, tokens: int) -> dict[str, Any]:
+def sizes(
+    config: ModelConfig, policy: Policy, batch: int, s: Settings, tokens: int, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Any]:
     """What the pool is made for: arguments of a manager."""
     room = s.prompt + tokens + cast(StandIn, policy).period
-    need = needs(policy, config.head_dim, torch.bfloat16, room, s.prompt)
+    need = needs(policy, config.head_dim, dtype, room, s.prompt)
     layers, heads = config.num_layers, config.num_kv_heads
     units = {"sequence": 1, "layer": layers, "head": layers * heads}[policy.scope]  # of a row
     # at worst all tokens may be of any one type

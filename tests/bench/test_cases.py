@@ -16,9 +16,8 @@ from minithink.backend import REFERENCE
 from minithink.bench import cases, compare, steady, tables
 from minithink.bench.__main__ import main
 from minithink.bench.cases import Bench
-from minithink.bench.decode import RandomModel
 from minithink.bench.parts import GATHERS, TimedLoop, counters_of, rates
-from minithink.bench.steady import CONFIGS, Settings, Steady, policy_of, pool_bytes
+from minithink.bench.steady import CONFIGS, RandomModel, Settings, Steady, policy_of, pool_bytes
 from minithink.experiments import Case, thinkv
 from minithink.experiments.thinkv import CASES, METHODS, SLOTS, Drawn
 from minithink.kv.manager import bytes_for
@@ -40,7 +39,7 @@ OPTIONS = ["thinkv", "--model-shape", "tiny", *(str(x) for name, n in NUMBERS.it
 
 @cache
 def model() -> RandomModel:
-    return RandomModel(CONFIGS["tiny"], torch.device("cpu"), torch.bfloat16, peer=False)
+    return RandomModel(CONFIGS["tiny"], torch.device("cpu"), torch.bfloat16)
 
 
 def made(method: str, batch: int = 3, tokens: int = 200, **settings: Any) -> Steady:

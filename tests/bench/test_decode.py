@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ import torch
 from minithink import results
 from minithink.bench import decode
 from minithink.bench.__main__ import main
-from minithink.bench.decode import Deadline, RandomModel, make_prompts, same_tokens
+from minithink.bench.clock import Deadline, in_turns
+from minithink.bench.decode import Single, make_prompts, same_tokens
+from minithink.bench.peer import CHUNK
+from minithink.bench.steady import RandomModel
 from minithink.config import ModelConfig, RopeScaling
 from minithink.engine import load
 from minithink.errors import UsageError
@@ -44,7 +48,7 @@ def test_both_sides_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "target" not in three
     out = capsys.readouterr().out
     assert "same tokens" in out
-    assert len(out.splitlines()) == 3
+    assert len(out.splitlines()) == 2
 
 
 def test_without_the_peer_transformers_is_not_needed(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -95,17 +99,37 @@ def test_prompts_have_one_length_and_end_with_the_question() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_random_model_is_the_same_on_both_sides(dtype: torch.dtype) -> None:
     pytest.importorskip("transformers")
-    model = RandomModel(SMALL, torch.device("cpu"), dtype, peer=True)
-    m = model.measure(batch=3, context=decode.CHUNK + 5, steps=decode.BLOCK + 2, deadline=Deadline(None))
+    model = RandomModel(SMALL, torch.device("cpu"), dtype)
+    args = Namespace(context=CHUNK + 5, steps=decode.BLOCK + 2, policy=None)
+    m = Single(model, peer=True).measure(3, args, Deadline(None))
     assert m["same"]["ok"]
     assert m["same"]["difference_of_logits"] < (1e-4 if dtype == torch.float32 else 0.1)
     assert m["steps"] == decode.BLOCK + 2
     values = sum(p.numel() for p in model.decoder.parameters()) - 97 * 32  # the embedding is not read
     assert m["weight_bytes"] == values * dtype.itemsize
-    held = decode.CHUNK + 5 + decode.BLOCK + (decode.BLOCK + 3) / 2
+    held = CHUNK + 5 + decode.BLOCK + (decode.BLOCK + 3) / 2
     assert m["cache_bytes"] == int(3 * held * 2 * 3 * 2 * 8 * dtype.itemsize)
     limit = (m["weight_bytes"] + m["cache_bytes"]) / m["copy_bytes_per_second"]
     assert m["ours"]["share_of_limit"] == pytest.approx(limit / m["ours"]["step_milliseconds"] * 1e3)
+
+
+@pytest.mark.parametrize("policy", ["rkv:budget=40,buffer=8", "window:budget=40+quant:fmt=int8"])
+def test_steps_under_a_policy(policy: str) -> None:
+    """Lanes hold what the policy keeps, and the byte limit counts only that."""
+    model = RandomModel(SMALL, torch.device("cpu"), torch.float32)
+    m = Single(model, peer=False).measure(2, Namespace(context=64, steps=12, policy=policy), Deadline(None))
+    assert (m["policy"], m["context"], m["steps"]) == (policy, 64, 12)
+    assert 0 < m["cache_bytes"] < 2 * 64 * SMALL.kv_bytes_per_token(4)
+    assert "peer" not in m
+
+
+def test_sides_run_in_turns() -> None:
+    """Fewer turns if there is no time, but one; a deadline that is far changes nothing."""
+    order = list[tuple[str, int]]()
+    sides = {name: lambda n, name=name: order.append((name, n)) or [n] for name in "ab"}
+    assert in_turns(sides, [3, 3, 1], Deadline(60)) == {"a": [3, 3, 1], "b": [3, 3, 1]}
+    assert order == [(name, n) for n in (3, 3, 1) for name in "ab"]
+    assert in_turns(sides, [3, 3, 1], Deadline(0)) == {"a": [3], "b": [3]}
 
 
 def test_the_time_budget_leaves_out_what_comes_too_late(tmp_path: Path, monkeypatch, capsys) -> None:
