@@ -22,7 +22,6 @@ import hashlib
 import inspect
 import json
 import re
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
@@ -31,7 +30,6 @@ from typing import Any
 
 from minithink.errors import MinithinkError, UsageError, reason, unwritable
 from minithink.evaluate.plan import AMPLE
-from minithink.evaluate.summary import Row
 from minithink.files import replace, rounded
 from minithink.kv.contract import Policy
 from minithink.kv.manager import members
@@ -155,53 +153,20 @@ def _machine(run: Run) -> str:
     return _text({name: run.key.get(name) for name in MACHINE} | {"gpu": run.machine.get("gpu")})
 
 
-def taken(result: Mapping[str, Any], settings: Mapping[str, Any]) -> list[Run]:
-    """The runs of a result in an earlier format, `sweep-NAME.json`. Its lines name family, policy and budget, and the
-    counts of the two cases of annealing.
-
-    Args:
-        result: the earlier result.
-        settings: of an evaluation of each family, by family.
-
-    Raises:
-        UsageError: the result is of another benchmark or of other problems.
-    """
-    if result.get("benchmark") != "sweep":
-        raise UsageError(f"A result of {result.get('benchmark')} has no rows for the pool: name one of bench sweep.")
-    known, out = {f.name for f in fields(Row)} - {"group"}, []
-    of_gpu = "gpu" in result["machine"]
-    kinds = ("bfloat16", "triton", "cuda") if of_gpu else ("float32", "reference", "cpu")
-    here = dict(zip(MACHINE, kinds, strict=True))
-    for m in result["measurements"]:
-        cases = {name: m[name] for name in ("case_1", "case_2") if m.get(name) is not None}
-        row = {name: x for name, x in m.items() if name in known} | {"counts": m.get("counts") or cases or None}
-        own = settings[m["family"]] | here | {"checkpoint": result["embedded_model"]}
-        own |= {name: result["settings"].get(name, False) for name in WATCHED}
-        if (own["limit"], own["num_samples"]) != (result["settings"]["limit"], result["settings"]["samples"]):
-            raise UsageError(f"The result is of {result['settings']['limit']} problems, not of {own['limit']}.")
-        about = {name: m.get(name, result[name]) for name in ("commit", "date")}
-        about |= {name: result[name] for name in ("machine", "versions", "command")}
-        source = source_of(m["policy"], here["backend"], about["commit"])
-        tokens = [round(m["generated_mean"] * m["samples"]), m["samples"]]
-        out.append(Run(key_of(own, m["policy"], m["budget"]), source, row, [], tokens, **about))
-    return out
-
-
 # Where the code of a policy lies -----------------------------------------------------------------------------------
 
 
-def source_of(policy: str, backend: str, commit: str = "") -> dict[str, str]:
+def source_of(policy: str, backend: str) -> dict[str, str]:
     """Hashes of the code of a policy, of its formats, of its twins and of the kernels that run it.
 
     Args:
         policy: as on the command line.
         backend: reference, which runs no kernels, or triton.
-        commit: take the files of this commit; "", or a commit that is not in the history: the files as they are.
     """
     own = files_of(policy)
     if backend != "triton":
         own["kernels"] = ()
-    return {name: _hash(tuple(paths), commit) for name, paths in own.items()}
+    return {name: _hash(tuple(paths)) for name, paths in own.items()}
 
 
 def files_of(policy: str) -> dict[str, tuple[str, ...]]:
@@ -237,21 +202,12 @@ def _called(paths: tuple[str, ...]) -> frozenset[str]:
 
 
 @cache
-def _hash(paths: tuple[str, ...], commit: str) -> str:
+def _hash(paths: tuple[str, ...]) -> str:
     """The hash of these files' code without comments and docstrings: 16 hexadecimal digits."""
     whole = hashlib.sha256()
     for path in paths:
-        whole.update(normal(_content(path, commit)).encode())
+        whole.update(normal((ROOT / path).read_text(encoding="utf-8")).encode())
     return whole.hexdigest()[:16] if paths else ""
-
-
-def _content(path: str, commit: str) -> str:
-    """The content of a file at a commit; if the commit is unknown, the file as it is."""
-    if re.fullmatch("[0-9a-f]{7,40}", commit):
-        done = subprocess.run(["git", "-C", str(ROOT), "show", f"{commit}:{path}"], capture_output=True, text=True)
-        if done.returncode == 0:
-            return done.stdout
-    return (ROOT / path).read_text(encoding="utf-8")
 
 
 def normal(source: str) -> str:

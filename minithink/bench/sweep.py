@@ -6,8 +6,8 @@ minithink.evaluate`, on all embedded families, one after the other. What comes o
 was interrupted is resumed. Settings are chosen on validation problems; the test split is for `main` alone.
 
 Where a machine is lent for minutes only, a run may not end: --finished generates nothing and takes the policies whose
-sequences are all there, on any machine. --join takes what another pool holds, or an earlier result sweep-NAME.json.
---recheck generates the first sequences again of runs whose kernels have changed, and compares their answers.
+sequences are all there, on any machine. --join takes what another pool holds. --recheck generates the first sequences
+again of runs whose kernels have changed, and compares their answers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from minithink.engine import TINY, GenerationConfig, device_of
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate import journal, plots, runner
 from minithink.evaluate.datasets import load_dataset
-from minithink.evaluate.plan import Cell, plan
+from minithink.evaluate.plan import plan
 from minithink.evaluate.summary import FULL, Row, summarize
 from minithink.experiments import Result, Sweep, Table, collected
 from minithink.figures import need_matplotlib
@@ -43,6 +43,7 @@ from minithink.tokenizer import Tokenizer
 from minithink.weights import checkpoint_hash, resolve
 
 SWEEPS: dict[str, Sweep] = collected("SWEEPS")
+LOOK = ("checkpoint", "limit", "problems", "max_new_tokens")  # parts of a key that a quick look changes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,8 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot-only", action="store_true", help="run nothing: draw what the pool holds")
     add("--finished", action="store_true", help="generate nothing: take what the runs have finished")
     add("--recheck", action="store_true", help="run the first sequences again of runs whose kernels have changed")
-    add("--join", type=location, nargs="+", default=[], metavar="FILE", help="also take the runs of other pools, or "
-        "of earlier results")  # fmt: skip
+    add("--join", type=location, nargs="+", default=[], metavar="FILE", help="also take the runs of other pools")
     add(
         "--results", type=location, default=results.default_path("x").parent, metavar="DIR",
         help=f"where {pool.FILE} lies (default: docs/results)",
@@ -84,21 +84,18 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     if not args.plot_only:
         results.check(args.results / pool.FILE, "--results")
         for path in args.join:
-            pool.add(args.results, joined(path, args))
+            pool.add(args.results, joined(path))
         if not args.finished:
             device_of(args.device)
-        todo = unchecked(args, wanted) if args.recheck else missing(args, wanted)
-        for group in grouped(todo):
-            if args.recheck:
-                recheck(args, group)
-            elif (runs := evaluated(args, argv, group)) is None:
+        for group in grouped(unchecked(args, wanted) if args.recheck else missing(args, wanted)):
+            runs = recheck(args, group) if args.recheck else evaluated(args, argv, group)
+            if runs is None:
                 return INTERRUPTED
-            else:
-                pool.add(args.results, runs)
+            pool.add(args.results, runs)
         left = missing(args, wanted)
         print(f"{len(wanted) - len(left)} of {len(wanted)} runs are in {args.results / pool.FILE}", file=sys.stderr)
-    for name in chosen if args.plot is not None else ():
-        draw(name, rows_of(chosen[name], args), args.plot)
+    for name, sweep in chosen.items() if args.plot is not None else ():
+        draw(name, shown(name, args.results, wanted_of(sweep, args)), args.plot)
     return 0
 
 
@@ -120,10 +117,10 @@ def settings_of(sweep: Sweep, family: str, args: argparse.Namespace | None = Non
     limit = (args and args.limit) or sweep.problems
     config, own, weights = _about(folder)
     longest = (args and args.max_new_tokens) or own.max_new_tokens or config.max_position
-    calibration = {}
-    for name in {m.calibration for cell in plan(policies_of([sweep]), sweep.budgets) for m in _members(cell)} - {""}:
-        values = read_calibration(folder, name, folder)
-        calibration[name] = {x: values[x] for x in ("layers", "thresholds")}
+    cells = plan(policies_of([sweep]), sweep.budgets)
+    files = {m.calibration for cell in cells for m in members(runner.policy_of(cell, None))} - {""}
+    read = {name: read_calibration(folder, name, folder) for name in files}
+    calibration = {name: {x: values[x] for x in ("layers", "thresholds")} for name, values in read.items()}
     return {
         "checkpoint": of_others or weights, "dataset": family, "split": sweep.split, "limit": limit,
         "problems": runner.hash_of(load_dataset(family, sweep.split, limit)), "num_samples": sweep.samples,
@@ -140,18 +137,9 @@ def _about(folder: Path) -> tuple[ModelConfig, GenerationConfig, str]:
     return config, own, checkpoint_hash(folder)
 
 
-def _members(cell: Cell) -> Sequence[Any]:
-    return list(members(runner.policy_of(cell, None)))
-
-
 def policies_of(sweeps: Iterable[Sweep]) -> list[str]:
     """Of all of them, once; with the full cache, which is first."""
     return list(dict.fromkeys([FULL, *(policy for sweep in sweeps for policy in sweep.policies)]))
-
-
-def runs_of(sweep: Sweep, where: Path, args: argparse.Namespace | None = None) -> list[Run | None]:
-    """The runs of a comparison in the pool of a folder; None: it is missing."""
-    return pick(pool.read(where), wanted_of(sweep, args))
 
 
 def missing(args: argparse.Namespace, wanted: Sequence[Wanted]) -> list[Wanted]:
@@ -169,21 +157,20 @@ def unchecked(args: argparse.Namespace, wanted: Sequence[Wanted]) -> list[Wanted
 
 def grouped(keys: Sequence[Wanted]) -> list[list[Wanted]]:
     """Keys that one evaluation can run: with equal settings, and each of its policies at each of its budgets."""
-    budgets: dict[str, dict[str, list[Wanted]]] = {}
+    of_policy = dict[tuple[str, str], list[Wanted]]()
     for key in keys:
         alike = {name: x for name, x in key.items() if name not in ("policy", "budget", "settings", "calibration")}
-        by_policy = budgets.setdefault(json.dumps(alike, sort_keys=True), {}).setdefault(key["policy"], [])
-        by_policy += [] if key in by_policy else [key]  # several comparisons may ask for it
-    out = list[list[Wanted]]()
-    for policies in budgets.values():
-        of: dict[tuple[Any, ...], list[Wanted]] = {}
-        for own in policies.values():
-            of.setdefault(tuple(key["budget"] for key in own if key["budget"] is not None), []).extend(own)
+        own = of_policy.setdefault((json.dumps(alike, sort_keys=True), key["policy"]), [])
+        own += [] if key in own else [key]  # several comparisons may ask for it
+    groups = dict[str, dict[tuple[float, ...], list[Wanted]]]()  # by settings, then by budgets
+    for (text, _), own in of_policy.items():
+        budgets = tuple(key["budget"] for key in own if key["budget"] is not None)
+        groups.setdefault(text, {}).setdefault(budgets, []).extend(own)
+    for of in groups.values():
         if () in of and len(of) > 1:  # policies without a budget join the first run of their settings
             without = of.pop(())
             of[next(iter(of))][:0] = without
-        out += of.values()
-    return out
+    return [group for of in groups.values() for group in of.values()]
 
 
 def words_of(args: argparse.Namespace, group: Sequence[Wanted], folder: Path, limit: int, samples: int) -> list[str]:
@@ -193,7 +180,8 @@ def words_of(args: argparse.Namespace, group: Sequence[Wanted], folder: Path, li
     words: list[Any] = ["--policies", ",".join(dict.fromkeys(key["policy"] for key in group))]
     words += ["--budgets", ",".join(map(str, shares))] if shares else []
     words += ["--num-samples", samples, "--dataset", first["dataset"], "--split", first["split"]]
-    words += ["--device", args.device, "--limit", limit, "--output-dir", folder, "--resume", "--model", args.model]
+    words += ["--device", args.device, "--limit", limit, "--output-dir", folder, "--model", args.model]
+    words += ["--resume"] if folder.is_dir() else []
     words += [f"--{name}" for name in pool.WATCHED if first[name]]
     for name in ("batch_size", "max_new_tokens"):
         if (value := getattr(args, name)) is not None:
@@ -227,14 +215,10 @@ def evaluated(args: argparse.Namespace, argv: list[str], group: Sequence[Wanted]
         about = {name: last[name] for name in ("commit", "date", "machine", "versions")}
         about |= {"command": origin.command("minithink.bench", argv)}
         tokens = [sum(r.generated_tokens for r in own), len(own)]
-        key, source = key_of(done.settings, *row_cell(row)), pool.source_of(row.policy, done.settings["backend"])
+        key = key_of(done.settings, row.policy, row.budget)
+        source = pool.source_of(row.policy, done.settings["backend"])
         runs.append(Run(key, source, values, answers, tokens, **about))
     return runs
-
-
-def row_cell(row: Row) -> tuple[str, Any]:
-    """Policy and budget."""
-    return row.policy, row.budget
 
 
 def length_of_full(args: argparse.Namespace, key: Wanted) -> float | None:
@@ -244,65 +228,75 @@ def length_of_full(args: argparse.Namespace, key: Wanted) -> float | None:
     return found[0].tokens[0] / found[0].tokens[1] if found else None
 
 
-def recheck(args: argparse.Namespace, group: Sequence[Wanted]) -> None:
-    """Generate the first sequences of a group again; a run whose answers are the same is as good as new."""
-    runs = pool.read(args.results)
-    found = [run for run, key in zip(pick(runs, group), group, strict=True) if run is not None]
-    if without := [run.cell for run in found if not run.answers]:
+def recheck(args: argparse.Namespace, group: Sequence[Wanted]) -> list[Run] | None:
+    """Generate the first sequences of a group again: a run whose answers are the same is as good as new, any other
+    is stale. None: interrupted."""
+    runs = [run for run in pick(pool.read(args.results), group) if run is not None]
+    if without := [run.cell for run in runs if not run.answers]:
         raise MinithinkError(f"The pool has no answers of {without[0]}: delete its line, and run it again.")
-    count = len({id for run in found for id, _, _ in run.answers})
+    count = len({id for run in runs for id, _, _ in run.answers})
     folder = args.runs / f"recheck-{group[0]['dataset']}-{origin.commit()[:10]}-{len(group)}"
     words = words_of(args, group, folder, count, group[0]["num_samples"])
     if runner.evaluate_words(words, length_of_full(args, group[0])) is None:
-        raise KeyboardInterrupt
+        return None
     now = {(r.policy, r.budget, r.id, r.sample): r.found for r in journal.read(folder).records}
-    for run in found:
+    for run in runs:
         run.stale = any(now.get((*run.cell[1:], id, k)) != answer for id, k, answer in run.answers)
         run.source = run.source if run.stale else pool.source_of(run.key["policy"], run.key["backend"])
         print(f"{', '.join(map(str, run.cell))}: {'stale' if run.stale else 'unchanged'}", file=sys.stderr)
-    pool.add(args.results, found)
-
-
-def joined(path: Path, args: argparse.Namespace) -> list[Run]:
-    """The runs of another pool, or of an earlier result. UsageError: it has none."""
-    if path.suffix == ".jsonl":
-        runs = pool.read(path.parent) if path.name == pool.FILE else []
-    else:
-        result = results.read(path)
-        if (name := result.get("settings", {}).get("name")) not in SWEEPS:
-            raise UsageError(f"{path} is of the comparison {name}, which is none: name another file.")
-        runs = pool.taken(result, {family: settings_of(SWEEPS[name], family, args) for family in families()})
-    if not runs:
-        raise UsageError(f"{path} holds no runs: name a {pool.FILE}, or a result of bench sweep.")
     return runs
 
 
-def rows_of(sweep: Sweep, args: argparse.Namespace) -> dict[str, list[Row]]:
-    """The rows of a comparison, by family. MinithinkError: the pool has none."""
-    out: dict[str, list[Row]] = {}
-    for run in runs_of(sweep, args.results, args):
-        if run is not None:
-            out.setdefault(run.key["dataset"], []).append(Row(**run.row, group=None))
-    if not out:
-        raise MinithinkError(f"{args.results / pool.FILE} has no run of this comparison: run it, or name a folder.")
-    return out
+def joined(path: Path) -> list[Run]:
+    """The runs of another pool. UsageError: it has none."""
+    if path.name != pool.FILE or not (runs := pool.read(path.parent)):
+        raise UsageError(f"{path} holds no runs: name a {pool.FILE} that bench sweep has written.")
+    return runs
 
 
-def draw(name: str, rows: dict[str, list[Row]], folder: Path) -> None:
+def shown(name: str, where: Path, wanted: Sequence[Wanted]) -> list[Run]:
+    """The runs with these keys in the pool of a folder. MinithinkError: there are none."""
+    path = where / pool.FILE
+    if runs := [run for run in pick(pool.read(where), wanted) if run is not None]:
+        return runs
+    if not path.is_file():
+        raise MinithinkError(f"{path} does not exist yet: `bench sweep {name}` writes it.")
+    raise MinithinkError(
+        f"{path} has no run of the comparison {name} on all of its problems: run `bench sweep {name}`. Tables of a "
+        "quick look are printed by `bench tables --results DIR`."
+    )
+
+
+def draw(name: str, runs: Sequence[Run], folder: Path) -> None:
     """Accuracy by bytes, of each family; recall by budget, where that was measured."""
-    for family, own in rows.items():
-        plots.draw_one(own, "recall" if SWEEPS[name].recall else "bytes", folder / f"sweep-{name}-{family}.svg")
+    for family in dict.fromkeys(run.key["dataset"] for run in runs):
+        rows = [Row(**run.row, group=None) for run in runs if run.key["dataset"] == family]
+        what = "recall" if SWEEPS[name].recall else "bytes"
+        plots.draw_one(rows, what, folder / f"sweep-{name}-{family}.svg")
 
 
 # The table of a comparison, of the runs in the pool ----------------------------------------------------------------
 
 
-def result_of(name: str, where: Path) -> dict[str, Any]:
-    """What the pool of a folder holds of a comparison, as a result. MinithinkError: nothing."""
-    sweep = SWEEPS[name]
-    runs = [run for run in runs_of(sweep, where) if run is not None]
-    if not runs:
-        raise MinithinkError(f"{where / pool.FILE} has no run of the comparison {name}: run `bench sweep {name}`.")
+def looks(where: Path) -> dict[str, list[Wanted]]:
+    """The comparisons that were run in a folder for a quick look: their keys, by name. The settings that a look
+    changes are those of the newest run of each family; a comparison is there if it is whole for some family."""
+    runs, out = sorted(pool.read(where), key=lambda run: run.date), dict[str, list[Wanted]]()
+    seen = {run.key["dataset"]: {name: run.key[name] for name in LOOK} for run in runs}
+    for name, sweep in SWEEPS.items():
+        keys = [key | seen[key["dataset"]] for key in wanted_of(sweep) if key["dataset"] in seen]
+        there = [run is not None for run in pick(runs, keys)]
+        lacking = {key["dataset"] for key, ran in zip(keys, there, strict=True) if not ran}
+        if whole := [key for key in keys if key["dataset"] not in lacking]:
+            out[name] = whole
+    return out
+
+
+def result_of(name: str, where: Path, wanted: Sequence[Wanted] | None = None) -> dict[str, Any]:
+    """What the pool of a folder holds of a comparison, as a result. wanted: its keys; None: as the documents show it.
+    MinithinkError: nothing."""
+    look, wanted = wanted is not None, wanted_of(SWEEPS[name]) if wanted is None else wanted
+    runs = shown(name, where, wanted)
     full = {run.key["dataset"]: run.row["kv_bytes_peak"] for run in runs if run.key["policy"] == FULL}
     cells = {run.cell[1:] for run in runs}
     counted = {cell: counts.total(run.row["counts"] for run in runs if run.cell[1:] == cell) for cell in cells}
@@ -313,11 +307,13 @@ def result_of(name: str, where: Path) -> dict[str, Any]:
     ]  # fmt: skip
     last = max(runs, key=lambda run: run.date)
     about = {name: getattr(last, name) for name in ("commit", "date", "machine", "versions")}
-    settings = {"limit": sweep.problems, "split": sweep.split, "samples": sweep.samples}
-    missing = len(wanted_of(sweep)) - len(runs)
+    settings = {name: wanted[0][key] for name, key in
+                (("limit", "limit"), ("split", "split"), ("samples", "num_samples"))}  # fmt: skip
+    command = last.command if look else f"python -m minithink.bench sweep {name}"
+    missing = len(wanted) - len(runs)
     others = sorted({short(run.commit) for run in runs} - {short(last.commit)})
     return {
-        "benchmark": "sweep", "command": f"python -m minithink.bench sweep {name}", **about, "settings": settings,
+        "benchmark": "sweep", "command": command, **about, "settings": settings,
         "measurements": rows, "complete": not missing, "missing": missing, "others": others,
         "states": {f"{', '.join(map(str, run.cell))}": run.state for run in runs},
     }  # fmt: skip

@@ -24,6 +24,7 @@ from typing import Any
 from minithink import results
 from minithink.bench import compare, pool, sweep
 from minithink.bench.markdown import FORMAT, cell, markdown, source, source_of_rows, values_of
+from minithink.commands import location
 from minithink.errors import MinithinkError, UsageError
 from minithink.experiments import Column, Result, Row, Table, collected
 
@@ -34,12 +35,19 @@ END = "<!-- end -->"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench tables`."""
-    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a document would change")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a document would change")
+    either.add_argument(
+        "--results", type=location, metavar="DIR", help="print the tables of another folder's results, such as a "
+        "quick look's; the documents stay as they are",
+    )  # fmt: skip
     parser.add_argument("--root", type=Path, default=results.ROOT, metavar="FOLDER", help="default: this checkout")
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
-    """Bring README.md and docs/*.md up to date, or check that they are."""
+    """Bring README.md and docs/*.md up to date, or check that they are; or print the tables of another folder."""
+    if args.results is not None:
+        return show(args.results)
     if not args.root.is_dir():
         raise UsageError(f"--root {args.root} is no folder: give that of the checkout.")
     stale, states = [], dict[str, dict[str, str]]()
@@ -64,6 +72,20 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     if stale and args.check:
         raise MinithinkError(f"Tables are out of date in {names}: run `python -m minithink.bench tables`.")
     print(f"updated {names}" if stale else "all tables are up to date", file=sys.stderr)
+    return 0
+
+
+def show(where: Path) -> int:
+    """Print every table that a folder holds results of → 0. MinithinkError: it holds none."""
+    made = {f"sweep-{name}": sweep.result_of(name, where, keys) for name, keys in sweep.looks(where).items()}
+    for name, table in TABLES.items():
+        path = where / f"{table.file or name}.json"
+        if not table.shipped and not name.startswith("sweep-") and path.is_file():
+            made[name] = results.read(path)
+    if not made:
+        raise MinithinkError(f"{where} holds no results: `bench sweep NAME --limit 8 --results {where}` writes some.")
+    for name, result in made.items():
+        print(f"{name}:", "", *lines_of(TABLES[name], result), "", sep="\n")
     return 0
 
 
@@ -92,8 +114,8 @@ def fill(text: str, name: str, where: Path, folder: Path | None = None) -> str:
                 raise MinithinkError(f"{name}:{number} begins a table, and the next begins before a line {END}.")
         else:
             raise MinithinkError(f"{name}:{number} begins a table, and no line {END} follows.")
-        if (name_of_sweep := table.removeprefix("sweep-")) in sweep.SWEEPS and table != name_of_sweep:
-            path, result = where / pool.FILE, sweep.result_of(name_of_sweep, where)
+        if table.startswith("sweep-"):
+            path, result = where / pool.FILE, sweep.result_of(table.removeprefix("sweep-"), where)
         else:
             path = TABLES[table].shipped or where / f"{TABLES[table].file or table}.json"
             result = results.read(path)

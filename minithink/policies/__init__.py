@@ -30,8 +30,20 @@ from minithink.policies.thinkv import Tbe, Tbq, ThinKV
 from minithink.policies.window import Window
 
 _CLASSES: tuple[type[Policy], ...] = (
-    Full, Window, StreamingLLM, Random, SnapKV, Rkv, CrystalKVLite, ThinKV, Tbe, Tbq, Quant, Kivi, PMKVQ,
-)  # fmt: skip
+    Full,
+    Window,
+    StreamingLLM,
+    Random,
+    SnapKV,
+    Rkv,
+    CrystalKVLite,
+    ThinKV,
+    Tbe,
+    Tbq,
+    Quant,
+    Kivi,
+    PMKVQ,
+)
 POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in _CLASSES}
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from minithink.bench import pool, sweep
 from minithink.bench.pool import Run, key_of, normal, pick, serves
-from minithink.errors import MinithinkError, UsageError
+from minithink.errors import MinithinkError
 
 SETTINGS: dict[str, Any] = {
     "checkpoint": "00", "dataset": "facts", "split": "test", "limit": 2, "problems": "ab", "num_samples": 1,
@@ -121,32 +121,6 @@ def test_code_is_the_same_in_every_version_of_python() -> None:
     """Syntax trees differ between versions; a run on another machine must not be stale for that."""
     code = 'class A:\n    """Said."""\n    x: int = 1\n\n\ndef f(x, *, y=None):\n    return f"{x}: {y!r}"\n'
     assert hashlib.sha256(normal(code).encode()).hexdigest()[:16] == "6f02bb883a479e86"
-
-
-def test_an_earlier_format_is_taken() -> None:
-    """The sweeps that ran before there was a pool."""
-    about = {name: SETTINGS[name] for name in SETTINGS if name not in pool.MACHINE}
-    row = {"group": None, "policy": "thinkv", "budget": 0.5, "pass_at_1": 0.25, "generated_mean": 100.0, "samples": 2}
-    result = {
-        "benchmark": "sweep", "embedded_model": "fe", "commit": "unknown", "date": "2031", "command": "x",
-        "versions": {},
-        "machine": {"gpu": "Some GPU"}, "settings": {"limit": 2, "samples": 1, "needed": True},
-        "measurements": [
-            {"family": "facts", **row, "case_1": 3, "case_2": 0},
-            {"family": "facts", **row, "policy": "full", "budget": None, "case_1": None, "case_2": None},
-        ],
-    }  # fmt: skip
-    thinkv, full = pool.taken(result, {"facts": about})
-    assert thinkv.row["counts"] == {"case_1": 3, "case_2": 0}
-    assert full.row["counts"] is None
-    assert "group" not in full.row
-    assert thinkv.tokens == [200, 2]
-    assert (thinkv.key["checkpoint"], thinkv.key["dtype"], thinkv.key["needed"]) == ("fe", "bfloat16", True)
-    assert thinkv.state == ""
-    with pytest.raises(UsageError, match="not of 2"):
-        pool.taken(result | {"settings": {"limit": 200, "samples": 1}}, {"facts": about})
-    with pytest.raises(UsageError, match="result of decode has no rows"):
-        pool.taken(result | {"benchmark": "decode"}, {"facts": about})
 
 
 def test_the_documents_ask_for_the_embedded_model() -> None:

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from minithink import results
 from minithink.bench import pool, sweep, tables
 from minithink.bench.__main__ import main
+from minithink.errors import MinithinkError
 from minithink.evaluate import runner
 from minithink.evaluate.plan import plan, policy_of
 from minithink.tasks import families
-from tests.bench.result import RESULT
 
 
 @pytest.mark.parametrize("name", sorted(sweep.SWEEPS))
@@ -172,34 +171,58 @@ def test_a_quick_look_is_not_for_the_documents(capsys: pytest.CaptureFixture[str
     assert "give another --results" in capsys.readouterr().err
 
 
-def test_earlier_results_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the format that there was before the pool; of the embedded model, and of another one."""
+def test_runs_of_other_pools_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the embedded model, and of another one, which serves no comparison of the embedded one."""
     row = {"pass_at_1": 0.5, "pass_at_1_low": 0.4, "pass_at_1_high": 0.6, "generated_mean": 100.0, "samples": 200,
            "kv_bytes_peak": 1000.0, "needed_kept": 0.75, "recall": None}  # fmt: skip
-    for name, model in (("card", sweep._about(sweep.TINY)[2]), ("robustness", "of another")):
-        cells = plan(sweep.policies_of([sweep.SWEEPS[name]]), sweep.SWEEPS[name].budgets)
-        measurements = [
-            {"family": family, "policy": policy, "budget": budget, **row} | (
-                {"case_1": 3, "case_2": 400} if policy == "thinkv" else {"case_1": None, "case_2": None})
-            for family in families() for policy, budget in cells
-        ]  # fmt: skip
-        result = RESULT | {"benchmark": "sweep", "embedded_model": model, "measurements": measurements}
-        settings = {"name": name, "limit": 200, "samples": 1, "needed": True, "recall": False}
-        results.write(tmp_path / f"sweep-{name}.json", result | {"settings": settings})
+    about: dict[str, Any] = {"commit": "c", "date": "2031", "machine": {"cpu": "x"}, "versions": {"torch": "2.9"}}
+    where = dict(zip(pool.MACHINE, ("float32", "reference", "cpu"), strict=True))
+    for name, model in (("card", {}), ("robustness", {"checkpoint": "of another"})):
+        runs = []
+        for key in sweep.wanted_of(sweep.SWEEPS[name]):
+            counted = {"case_1": 3, "case_2": 400} if key["policy"] == "thinkv" else None
+            source = pool.source_of(key["policy"], "reference")
+            own = row | {"policy": key["policy"], "budget": key["budget"], "counts": counted}
+            runs.append(pool.Run(key | where | model, source, own, [], [], **about, command="x"))
+        pool.add(tmp_path / name, runs)
     words = ["--finished", "--results", str(tmp_path), "--runs", str(tmp_path / "runs"), "--join"]
-    assert main(["sweep", "card", *words, str(tmp_path / "sweep-card.json")]) == 0
+    assert main(["sweep", "card", *words, str(tmp_path / "card" / pool.FILE)]) == 0
     assert "45 of 45 runs are in" in capsys.readouterr().err
-    assert main(["sweep", "robustness", *words, str(tmp_path / "sweep-robustness.json")]) == 0
-    assert "45 of 45" not in capsys.readouterr().err
+    assert main(["sweep", "robustness", *words, str(tmp_path / "robustness" / pool.FILE)]) == 0
     models = [run.key["checkpoint"] for run in pool.read(tmp_path)]
     assert models.count("of another") == len(models) - 45 == 33
     lines = tables.fill("<!-- table:sweep-card -->\n<!-- end -->", "x.md", tmp_path).splitlines()
     assert lines[1].count("needed, kept") == len(families())
     [thinkv, _] = [line for line in lines if line.startswith("| `thinkv` |")]
     assert thinkv.endswith("| 75.0% | case 1: 9, case 2: 1,200 |")
-    assert main(["sweep", "card", *words, str(tmp_path / "none.json")]) == 1
-    results.write(tmp_path / "else.json", RESULT | {"benchmark": "sweep", "measurements": []})
-    assert main(["sweep", "card", *words, str(tmp_path / "else.json")]) == 2
+    for wrong in ("none.json", pool.FILE + "s", f"none/{pool.FILE}"):
+        assert main(["sweep", "card", *words, str(tmp_path / wrong)]) == 2
+        assert "holds no runs: name a pool.jsonl" in capsys.readouterr().err
+
+
+def test_the_table_of_a_quick_look(tmp_path: Path, small: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is printed with the look's own settings; the documents are told that theirs is not there."""
+    assert main(["tables", "--results", str(tmp_path)]) == 1
+    assert f"{tmp_path} holds no results" in capsys.readouterr().err
+    with pytest.raises(MinithinkError, match=r"pool\.jsonl does not exist yet: `bench sweep snapkv` writes it"):
+        sweep.result_of("snapkv", tmp_path)
+    assert main([*words_of(tmp_path, "snapkv"), "--families", "facts"]) == 0
+    said = capsys.readouterr()
+    assert "resume" not in said.err, "nothing was run before"
+    assert main([*words_of(tmp_path, "key-axis", limit=2), "--families", "ledger"]) == 0
+    capsys.readouterr()
+    assert main(["tables", "--results", str(tmp_path)]) == 0
+    _, second, first = capsys.readouterr().out.split("sweep-")
+    assert second.startswith("key-axis:\n\n| policy | budget | ledger: right |")
+    assert "\n2 validation problems" in second
+    assert "--limit 2 " in second.splitlines()[-2], "the command is the look's own"
+    lines = first.splitlines()
+    assert lines[2].startswith("| policy | budget | facts: right | tokens | of full's bytes |")
+    assert [line.split("` | ")[0] for line in lines[4:7]] == ["| `full", "| `window", "| `random"]
+    with pytest.raises(MinithinkError, match=r"no run of the comparison snapkv on all .* --results DIR"):
+        sweep.result_of("snapkv", tmp_path)
+    with pytest.raises(SystemExit):
+        main(["tables", "--results", str(tmp_path), "--check"])
 
 
 def test_runs_are_drawn(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
