@@ -28,12 +28,11 @@ from minithink.experiments import collected
 MODULES = [
     decode, accuracy, evaluate, paged, memory, attention, append, counters, sanitize, sweep, compile, tables,
 ]  # fmt: skip
+COMMANDS: dict[str, Any] = {module.__name__.rpartition(".")[2]: module for module in MODULES} | {"thoughts": ops}
 if find_spec("triton") is not None:  # it exists for Linux only
-    from minithink.bench import steps
+    from minithink.bench import step_times
 
-    MODULES.insert(MODULES.index(counters), steps)
-COMMANDS: dict[str, Any] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
-COMMANDS |= {"thoughts": ops}
+    COMMANDS |= {"steps": step_times}
 COMMANDS |= {name: cases.Command(name, entry) for name, entry in collected("CASES").items()}
 
 

@@ -10,19 +10,14 @@
 
 All take q [B, Hq, D], a cache [places, 2, D] with a token's key and value side by side, int32 places [B, Hkv, S] of
 every lane's tokens, and counts [B, Hkv] of them; D is a power of two from 16 on. All return [B, Hq, D], 0 for a lane
-without tokens. Beside them are timed `kernels/paged_attention.py`, on the same store, and torch's attention, on
-contiguous keys and values. Lanes are as they are after long use, and each step is compared with the reference before
-it is timed: see `bench/attention.py`. What is 100 % is the bandwidth of a kernel that only reads, in the same run.
+without tokens. `bench/step_times.py` checks and times them.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,21 +25,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minithink import results
-from minithink.bench import attention
-from minithink.bench.attention import DIM, GENERATIONS, HEADS, KV_HEADS
-from minithink.commands import positive
-from minithink.errors import MinithinkError
+from minithink.bench.attention import DIM, HEADS, KV_HEADS
 from minithink.kernels._common import INTERPRETED, Variant, power_of_2
-from minithink.kernels.paged_attention import paged_attention
-from minithink.kv.contract import Storage
 from minithink.kv.store import PagedStore
 from minithink.ref.decode_attention import decode_attention
-from minithink.ref.paged_attention import paged_attention as reference
 
-DEFAULT = "steps"
 SHAPES = ((64, 4096), (1, 16384))  # sequences, tokens of each
-TOLERANCE = 2e-2  # of the largest value, in bfloat16
 WIDEN = tl.constexpr(INTERPRETED)  # numpy knows no bfloat16
 
 
@@ -288,129 +274,12 @@ STEPS: dict[str, Step] = {
     "split": Step("lanes cut into parts, then merged", partial(parts, cut=SPLIT)),
     "flight": Step("more loads on their way", partial(parts, cut=FLIGHT)),
 }
-KERNEL, PEER = "`kernels/paged_attention.py`", "torch's attention, contiguous"
 
 
 def inputs(store: PagedStore, layer: int) -> tuple[Tensor, Tensor, Tensor]:
     """What the steps read of a store in one plain format with a table for each head: cache, places and counts."""
     numbers = store.pool.view(store.dtype).view(-1, 2, store.shape.head_dim)
     return numbers, store.place[layer], store.count[layer]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `bench steps`."""
-    add = parser.add_argument
-    add("--shapes", type=_shapes, default=list(SHAPES), metavar="NxT,NxT",
-        help=f"sequences x tokens of each (default {','.join(f'{n}x{t}' for n, t in SHAPES)})")  # fmt: skip
-    add("--sweep", action=argparse.BooleanOptionalAction, default=True, help="time other cuts too (default)")
-    add("--repeats", type=positive, default=20, metavar="N", help="replays of each graph (default 20)")
-    add("--output", metavar="FILE", help=f"default: docs/results/{DEFAULT}.json")
-
-
-def _shapes(text: str) -> list[tuple[int, int]]:
-    """For argparse: "64x4096,1x16384"."""
-    out = []
-    for part in text.split(","):
-        sizes = part.split("x")
-        if len(sizes) != 2:
-            raise argparse.ArgumentTypeError(f"{part!r} is not like 64x4096, sequences x tokens")
-        out.append((positive(sizes[0]), positive(sizes[1])))
-    return out
-
-
-def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Check, measure, write, print."""
-    if not torch.cuda.is_available():
-        raise MinithinkError("bench steps measures kernels on an NVIDIA GPU, and torch finds none here.")
-    if INTERPRETED:
-        raise MinithinkError("bench steps cannot measure what is interpreted: unset TRITON_INTERPRET.")
-    result = results.new(DEFAULT, list(argv), "cuda")
-    properties = torch.cuda.get_device_properties(0)
-    result["settings"] = {
-        "query_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "dtype": "bfloat16", "repeats": args.repeats,
-        "generations": GENERATIONS, "multiprocessors": properties.multi_processor_count,
-        "cuts": {name: step.run.keywords["cut"]._asdict() for name, step in STEPS.items()
-                 if isinstance(step.run, partial)},
-    }  # fmt: skip
-    result["measurements"], result["sweep"] = [], []
-    path = Path(args.output) if args.output else results.default_path(DEFAULT)
-    result["read_bytes_per_second"] = limit = read_speed()
-    result["copy_bytes_per_second"] = attention.copy_speed()
-    print(f"read: {limit / 1e12:.2f} TB/s, copy: {result['copy_bytes_per_second'] / 1e12:.2f} TB/s")
-    result["errors"] = check()
-    for batch, length in args.shapes:
-        for m in shape(batch, length, args.repeats, limit, args.sweep):
-            result["sweep" if "cut" in m else "measurements"].append(m)
-            results.write(path, result)
-            print(f"{batch:4} x {length:6}  {m['step']:8} {m['microseconds']:10.1f} us  {m['share']:6.1%}  "
-                  f"{m.get('cut', '')}", flush=True)  # fmt: skip
-        torch.cuda.empty_cache()
-    result["complete"] = True
-    results.write(path, result)
-    print(f"written to {path}", file=sys.stderr)
-    return 0
-
-
-def shape(batch: int, length: int, repeats: int, limit: float, sweep: bool) -> Iterator[dict[str, Any]]:
-    """One batch size and length: every step, the kernel, other cuts; then torch's attention."""
-    plain = batch * length * KV_HEADS * DIM * 4  # bytes of keys and values
-    layers = max(1, -(-attention.ROTATE // plain))
-    here = {"batch": batch, "length": length, "layers": layers}
-    for row in paged(batch, length, layers, repeats, sweep):
-        yield here | row | {"share": row["bytes"] / row["microseconds"] * 1e6 / limit}
-    torch.cuda.empty_cache()
-    seconds, backend = attention.peer(batch, length, layers, repeats)
-    row = {"step": "sdpa", "what": PEER, "microseconds": seconds * 1e6, "bytes": plain}
-    yield here | row | {"share": plain / seconds / limit, "backend": backend}
-
-
-def paged(batch: int, length: int, layers: int, repeats: int, sweep: bool) -> Iterator[dict[str, Any]]:
-    """What reads pages, all from one store."""
-    store = attention.used_store(Storage(), layers, batch, length)
-    q = torch.randn(layers, batch, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-    read, sources = store.reader(), [inputs(store, layer) for layer in range(layers)]
-    bound = attention.bytes_read(store, length) * batch * KV_HEADS
-
-    def row(name: str, title: str, call: Callable[[int], Any]) -> dict[str, Any]:
-        microseconds = attention.timed(call, layers, repeats) * 1e6
-        return {"step": name, "what": title, "microseconds": microseconds, "bytes": bound}
-
-    def step(run: Callable[..., Tensor], **how: Any) -> Callable[[int], Any]:
-        return lambda i: run(q[i], *sources[i], **how)
-
-    for name, (title, run) in STEPS.items():
-        how = {"longest": length} if name in ("split", "flight") else {}
-        yield row(name, title, step(run, **how))
-    yield row("kernel", KERNEL, lambda i: paged_attention(q[i], read, i))
-    for cut in SWEEP if sweep else ():
-        yield row("flight", STEPS["flight"].title, step(parts, cut=cut, longest=length)) | {"cut": cut._asdict()}
-
-
-def check() -> dict[str, float]:
-    """The largest error of each step on a small case, relative to the largest value of the reference."""
-    store = attention.used_store(Storage(), 2, 3, 1500)
-    store.count[1] = torch.randint(1, 1500, store.count[1].shape, device="cuda", dtype=store.count.dtype)
-    store.pos.masked_fill_(torch.arange(store.pos.shape[-1], device="cuda") >= store.count[..., None], -1)
-    q = torch.randn(3, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-    want, _ = reference(q.float(), attention._as_float32(store), 1)
-    runs: dict[str, Callable[..., Tensor]] = {name: step.run for name, step in STEPS.items()}
-    runs |= {f"tokens, warps, stages {tuple(cut)}": partial(parts, cut=cut) for cut in SWEEP}
-    errors = {}
-    for name, run in runs.items():
-        got = run(q, *inputs(store, 1)).float()
-        errors[name] = float((got - want).abs().max() / want.abs().max())
-        if not errors[name] < TOLERANCE:
-            raise MinithinkError(f"{name} differs from the reference by {errors[name]:.3g} of its largest value.")
-    return errors
-
-
-def read_speed() -> float:
-    """Bytes read a second by a kernel that reads 4 GiB and does nothing else."""
-    block, times = 4096, 4
-    x = torch.empty(2**30, dtype=torch.int32, device="cuda").random_()
-    programs = x.numel() // (block * times)
-    out = torch.empty(programs, dtype=torch.int32, device="cuda")
-    return x.nbytes / attention.timed(lambda i: _read[(programs,)](x, out, block, times, num_warps=8), 1, 10)
 
 
 def variants() -> Iterator[Variant]:

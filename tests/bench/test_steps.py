@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minithink import results
-from minithink.bench import steps, tables
+from minithink.bench import step_times, steps, tables
 from minithink.bench.__main__ import main
 from minithink.ref import paged_attention as ref
 from tests.compare import assert_close
@@ -147,7 +147,7 @@ def test_wrong_shapes_are_named(text: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_shapes_are_read() -> None:
-    assert steps._shapes("64x4096,1x16384") == list(steps.SHAPES)
+    assert step_times._shapes("64x4096,1x16384") == list(steps.SHAPES)
 
 
 def test_the_table(tmp_path: Path) -> None:
