@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minithink import results
 from minithink.bench import attention
-from minithink.bench.attention import DIM, GENERATIONS, HEADS, KV_HEADS
+from minithink.bench.attention import DIM, HEADS, KV_HEADS
 from minithink.bench.steps import SHAPES, STEPS, SWEEP, _read, inputs, parts
 from minithink.commands import positive
 from minithink.errors import MinithinkError
@@ -25,8 +24,10 @@ from minithink.kernels._common import INTERPRETED
 from minithink.kernels.paged_attention import paged_attention
 from minithink.kv.contract import Storage
 from minithink.ref.paged_attention import paged_attention as reference
+from minithink.results import Measurement
 
 DEFAULT = "steps"
+CHECKED = 3, 1500  # sequences, tokens of each
 TOLERANCE = 2e-2  # of the largest value, in bfloat16
 KERNEL, PEER = "`kernels/paged_attention.py`", "torch's attention, contiguous"
 
@@ -51,44 +52,31 @@ def _shapes(text: str) -> list[tuple[int, int]]:
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Check, measure, write, print."""
-    results.need_gpu(DEFAULT)
+    settings = {"repeats": args.repeats, "generations": attention.GENERATIONS}
+    return attention.report(DEFAULT, args, argv, settings, partial(measurements, args))
+
+
+def measurements(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[Measurement]:
+    """Every shape. Times of cuts other than the chosen ones go to result["sweep"]."""
     if INTERPRETED:
         raise MinithinkError("bench steps cannot measure what is interpreted: unset TRITON_INTERPRET.")
-    result = results.new(DEFAULT, list(argv), "cuda")
-    properties = torch.cuda.get_device_properties(0)
-    result["settings"] = {
-        "query_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "dtype": "bfloat16", "repeats": args.repeats,
-        "generations": GENERATIONS, "multiprocessors": properties.multi_processor_count,
-        "cuts": {name: step.run.keywords["cut"]._asdict() for name, step in STEPS.items()
-                 if isinstance(step.run, partial)},
-    }  # fmt: skip
-    path = results.output(args, DEFAULT)
-    result["sweep"] = list[results.Measurement]()
+    cuts = {name: step.run.keywords["cut"]._asdict() for name, step in STEPS.items() if isinstance(step.run, partial)}
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    result["settings"] |= {"multiprocessors": multiprocessors, "cuts": cuts}
+    result["sweep"] = list[Measurement]()
     result["read_bytes_per_second"] = limit = read_speed()
-    result["copy_bytes_per_second"] = attention.copy_speed()
-    print(f"read: {limit / 1e12:.2f} TB/s, copy: {result['copy_bytes_per_second'] / 1e12:.2f} TB/s")
     result["errors"] = check()
-
-    def measurements() -> Iterator[results.Measurement]:
-        for batch, length in args.shapes:
-            for m in shape(batch, length, args.repeats, args.sweep):
-                m["share"] = m["bytes"] / m["microseconds"] * 1e6 / limit
-                if "cut" not in m:
-                    yield m
-                    continue
-                result["sweep"].append(m)
-                print(line(m), flush=True)
-
-    return results.collect(path, result, measurements(), line)
+    for batch, length in args.shapes:
+        for m in shape(batch, length, args.repeats, args.sweep):
+            m["share"] = m["bytes"] / m["microseconds"] * 1e6 / limit
+            if "cut" not in m:
+                yield m
+                continue
+            result["sweep"].append(m)
+            print(attention.line(m), flush=True)
 
 
-def line(m: results.Measurement) -> str:
-    """For people."""
-    share = f"{m['microseconds']:10.1f} us  {m['share']:6.1%}"
-    return f"{m['batch']:4} x {m['length']:6}  {m['step']:8} {share}  {m.get('cut', '')}".rstrip()
-
-
-def shape(batch: int, length: int, repeats: int, sweep: bool) -> Iterator[results.Measurement]:
+def shape(batch: int, length: int, repeats: int, sweep: bool) -> Iterator[Measurement]:
     """One batch size and length: every step, the kernel, other cuts; then torch's attention."""
     plain = batch * length * KV_HEADS * DIM * 4  # bytes of keys and values
     layers = max(1, -(-attention.ROTATE // plain))
@@ -101,14 +89,14 @@ def shape(batch: int, length: int, repeats: int, sweep: bool) -> Iterator[result
     torch.cuda.empty_cache()
 
 
-def paged(batch: int, length: int, layers: int, repeats: int, sweep: bool) -> Iterator[results.Measurement]:
+def paged(batch: int, length: int, layers: int, repeats: int, sweep: bool) -> Iterator[Measurement]:
     """What reads pages, all from one store."""
     store = attention.used_store(Storage(), layers, batch, length)
-    q = torch.randn(layers, batch, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(layers, batch, HEADS, DIM, device=attention.DEVICE, dtype=torch.bfloat16)
     read, sources = store.reader(), [inputs(store, layer) for layer in range(layers)]
     bound = attention.bytes_read(store, length) * batch * KV_HEADS
 
-    def row(name: str, title: str, call: Callable[[int], Any]) -> results.Measurement:
+    def row(name: str, title: str, call: Callable[[int], Any]) -> Measurement:
         microseconds = attention.timed(call, layers, repeats) * 1e6
         return {"step": name, "what": title, "microseconds": microseconds, "bytes": bound}
 
@@ -124,10 +112,11 @@ def paged(batch: int, length: int, layers: int, repeats: int, sweep: bool) -> It
 
 def check() -> dict[str, float]:
     """The largest error of each step on a small case, relative to the largest value of the reference."""
-    store = attention.used_store(Storage(), 2, 3, 1500)
-    store.count[1] = torch.randint(1, 1500, store.count[1].shape, device="cuda", dtype=store.count.dtype)
-    store.pos.masked_fill_(torch.arange(store.pos.shape[-1], device="cuda") >= store.count[..., None], -1)
-    q = torch.randn(3, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    batch, length = CHECKED
+    store = attention.used_store(Storage(), 2, batch, length)
+    store.count[1] = torch.randint(1, length, store.count[1].shape, device=attention.DEVICE, dtype=store.count.dtype)
+    store.pos.masked_fill_(torch.arange(store.pos.shape[-1], device=attention.DEVICE) >= store.count[..., None], -1)
+    q = torch.randn(batch, HEADS, DIM, device=attention.DEVICE, dtype=torch.bfloat16)
     want, _ = reference(q.float(), attention._as_float32(store), 1)
     runs: dict[str, Callable[..., Tensor]] = {name: step.run for name, step in STEPS.items()}
     runs |= {f"tokens, warps, stages {tuple(cut)}": partial(parts, cut=cut) for cut in SWEEP}
@@ -143,7 +132,7 @@ def check() -> dict[str, float]:
 def read_speed() -> float:
     """Bytes read a second by a kernel that reads 4 GiB and does nothing else."""
     block, times = 4096, 4
-    x = torch.empty(2**30, dtype=torch.int32, device="cuda").random_()
+    x = torch.empty(2**30, dtype=torch.int32, device=attention.DEVICE).random_()
     programs = x.numel() // (block * times)
-    out = torch.empty(programs, dtype=torch.int32, device="cuda")
+    out = torch.empty(programs, dtype=torch.int32, device=attention.DEVICE)
     return x.nbytes / attention.timed(lambda i: _read[(programs,)](x, out, block, times, num_warps=8), 1, 10)

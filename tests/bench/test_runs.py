@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from minithink import results
-from minithink.bench import append, attention, counters, ops
+from minithink.bench import append, attention, counters, ops, step_times
 from minithink.bench.__main__ import main
 from minithink.errors import MinithinkError
 from minithink.experiments import Operation
@@ -28,7 +29,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "CHECKED", ((1, 40), (2, 70)))
     monkeypatch.setattr(attention, "copy_speed", lambda: 4e12)
     monkeypatch.setattr(results, "need_gpu", lambda _: None)
-    for module in (append, ops, counters):
+    for module in (append, ops, counters, step_times):
         monkeypatch.setattr(module, "HEADS", 4, raising=False)
         monkeypatch.setattr(module, "KV_HEADS", 2, raising=False)
 
@@ -103,6 +104,31 @@ def test_operations(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
     assert own["twin_microseconds"] > 0
     for m in (row, own):
         assert m["share"] == pytest.approx(m["bytes"] / m["microseconds"] * 1e6 / 4e12, rel=1e-3)
+
+
+@pytest.mark.usefixtures("small")
+def test_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step, the kernel and torch's attention; other cuts stand apart."""
+    monkeypatch.setattr(step_times, "INTERPRETED", False)
+    monkeypatch.setattr(step_times, "read_speed", lambda: 5e12)
+    monkeypatch.setattr(step_times, "CHECKED", (2, 40))
+    monkeypatch.setattr(step_times, "SWEEP", step_times.SWEEP[:2])
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(multi_processor_count=7))
+    path = tmp_path / "x.json"
+    assert main(["steps", "--shapes", "2x16", "--repeats", "1", "--output", str(path)]) == 0
+    result = results.read(path)
+    assert result["complete"]
+    assert (result["settings"]["multiprocessors"], result["read_bytes_per_second"]) == (7, 5e12)
+    assert [m["step"] for m in result["measurements"]] == [*step_times.STEPS, "kernel", "sdpa"]
+    assert [m["cut"] for m in result["sweep"]] == [cut._asdict() for cut in step_times.SWEEP]
+    assert {*step_times.STEPS} < {*result["errors"]}
+    assert len(capsys.readouterr().out.splitlines()) == 8 + 2
+    for m in [*result["measurements"], *result["sweep"]]:
+        assert m["bytes"] == 2 * 2 * 16 * (512 if m["step"] == "sdpa" else 516)
+        assert m["share"] == pytest.approx(m["bytes"] / m["microseconds"] * 1e6 / 5e12, rel=1e-3)
+    monkeypatch.setattr(step_times, "TOLERANCE", 0)
+    assert main(["steps", "--output", str(path)]) == 1
+    assert "gather differs from the reference by" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("small")
