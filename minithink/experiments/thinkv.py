@@ -98,7 +98,7 @@ class Drawn(StandIn, ThinKV):
 
     recordable = True
     typed = True
-    shares: tuple[float, float, float]  # of transitions, executions, reasoning
+    shares: list[float]  # of segments, by type
     seed: int
 
     @property
@@ -140,10 +140,8 @@ def _drawn(cls: type[Drawn], policy: ThinKV, share: float, seed: int, layers: in
     measured = sorted({i * layers // MEASURED for i in range(MEASURED)})
     # any thresholds do: the types that they tell are not used
     out = cls(**own | {"layers": "/".join(map(str, measured)), "thresholds": "0.5/0.8"})
-    chances = [0.0] * 3
-    chances[TRANSITION], chances[EXECUTION] = share, (1 - share) / 2
-    chances[REASONING] = 1 - sum(chances)
-    out.shares, out.seed = (chances[0], chances[1], chances[2]), seed
+    chances = {TRANSITION: share, EXECUTION: (1 - share) / 2, REASONING: (1 - share) / 2}
+    out.shares, out.seed = [chances[kind] for kind in range(3)], seed
     return out
 
 
@@ -266,11 +264,6 @@ def of_kind(result: Result, kind: str) -> list[Row]:
     return sorted(found, key=lambda m: (m["batch"] if kind == "step" else 0, order.index(m["method"])))
 
 
-def alone(result: Result) -> list[Row]:
-    """Requests of a single sequence."""
-    return [m for m in of_kind(result, "request") if m["batch"] == 1]
-
-
 def slots(result: Result) -> list[Row]:
     """ThinKV's steps by the slots of a page."""
     own = [m for m in result["measurements"] if m["kind"] == "step" and m["method"] in SLOTS]
@@ -382,7 +375,7 @@ STEP_TABLES = {
     "thinkv-requests": Table(
         (METHOD, ("a request", seconds, "**{:,.0f} s**"), ("a step", "step_milliseconds", "{:.2f} ms"), LIMIT,
          ANNEALED),
-        rows=alone, kind="*",
+        rows=lambda result: [m for m in of_kind(result, "request") if m["batch"] == 1], kind="*",
     ),
     "thinkv-levels": Table(
         (METHOD, MANY, ("tokens", "level", "{:,}"), ("a step", "step_milliseconds", "{:.2f} ms"),
