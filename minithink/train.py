@@ -285,7 +285,7 @@ def export(folder: Path, decoder: Decoder, tokenizer_folder: Path, progress: dic
         if (tokenizer_folder / name).resolve() != (folder / name).resolve():
             shutil.copyfile(tokenizer_folder / name, folder / name)
     longest = decoder.config.max_position // 2  # a text that goes on and on ends here
-    generation = {"do_sample": True, "temperature": 0.6, "max_new_tokens": longest}
+    generation: dict[str, object] = {"do_sample": True, "temperature": 0.6, "max_new_tokens": longest}
     generation |= {"eos_token_id": end, "pad_token_id": end}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n", encoding="utf-8")
     (folder / "training.json").write_text(json.dumps(progress, indent=1) + "\n", encoding="utf-8")

@@ -84,20 +84,6 @@ def held(result: Result) -> Iterable[Row]:
         yield {**m, "kinds": {kind: size or None for kind, size in m["kinds"].items()}}
 
 
-def pages(result: Result) -> Iterable[str]:
-    """The measurements of `bench trace` about a page, as a sentence."""
-    for m in result["measurements"]:
-        if m["what"] == "page":
-            yield (
-                f"The page of a made-up trace of {m['tokens']:,} tokens, {m['layers']} layers × {m['kv_heads']} heads"
-                f" and {m['events']:,} evictions has {m['page_bytes'] / 2**20:.1f} MiB; {m['browser']} opens it in "
-                f"**{m['open_seconds']:.2f} s**, the slider's first move takes **{m['first_scrub_seconds']:.3f} s**, "
-                f"later ones {m['later_scrub_seconds']:.3f} s (goal: below {m['target']:g} s, "
-                f"{'reached' if m['target_reached'] else 'missed'})."
-            )
-            yield ""
-
-
 def goal(m: Row) -> str | None:
     """The goal, and whether it was reached."""
     return f"{m['target']} ×, {'reached' if m['target_reached'] else 'missed'}" if "target" in m else None
@@ -136,11 +122,5 @@ TABLES = {
         (("policy", "policy", "`{}`"), ("tokens a lane", "tokens_held", "{:,}"), ("held", "held", "**{:mib} MiB**"),
          ("of full", "share", "{:.1%}"), *((f"{kind}?", f"kinds.{kind}", "{:mib}") for kind in KINDS)),
         rows=held,
-    ),
-    "trace": Table(
-        (("policy", "policy", "`{}`"), ("CPU time with a recorder", ratio, SPREAD),
-         ("its own share", lambda m: m["recorder_seconds"] / m["seconds"], "{:.1%}"),
-         ("bytes a step", "bytes_per_step", "{:,.0f}"), ("evictions and moves", "events", "{:,}")),
-        rows=lambda result: [m for m in result["measurements"] if m["what"] == "recording"], said=pages,
     ),
 }  # fmt: skip
