@@ -6,9 +6,11 @@ Their signatures are those of the functions in `minithink/ref/`, where they are 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -88,50 +90,18 @@ class Backend:
 REFERENCE = Backend("reference", recordable=False)
 
 NAMES = ("auto", "reference", "triton")
+# Functions without a kernel: torch's attention over prompts is at the hardware's limit already, and no fast path uses
+# attention over dense keys and values.
+TORCH = ("attention", "decode_attention")
 
 
 @cache
 def triton_backend() -> Backend:
-    """The kernels; made when first asked for, since only then Triton must be there.
-
-    Attention over prompts stays torch's, which is at the hardware's limit already, and so does attention over dense
-    keys and values, which no fast path uses.
-    """
-    from minithink.kernels.allocate import allocate
-    from minithink.kernels.anneal import anneal
-    from minithink.kernels.append import append
-    from minithink.kernels.by_format import by_format
-    from minithink.kernels.close_ranks import close_ranks
-    from minithink.kernels.dequantize import dequantize
-    from minithink.kernels.enlist import enlist
-    from minithink.kernels.evict import evict
-    from minithink.kernels.flush import flush
-    from minithink.kernels.gather import gather
-    from minithink.kernels.gumbel_argmax import gumbel_argmax
-    from minithink.kernels.keep_best import keep_best
-    from minithink.kernels.kmeans import kmeans
-    from minithink.kernels.linear import linear
-    from minithink.kernels.lrfu import lrfu
-    from minithink.kernels.paged_attention import paged_attention
-    from minithink.kernels.quantize import quantize
-    from minithink.kernels.redundancy import redundancy
-    from minithink.kernels.rms_norm import rms_norm
-    from minithink.kernels.rope import rope
-    from minithink.kernels.segments import segments
-    from minithink.kernels.shrink import shrink
-    from minithink.kernels.sparsity import sparsity
-    from minithink.kernels.survivors import survivors
-    from minithink.kernels.swiglu import swiglu
-    from minithink.kernels.window_importance import window_importance
-
-    return Backend(
-        "triton", recordable=True, linear=linear, rms_norm=rms_norm, rope=rope, swiglu=swiglu,
-        gumbel_argmax=gumbel_argmax, paged_attention=paged_attention, by_format=by_format, append=append,
-        enlist=enlist, allocate=allocate, flush=flush, evict=evict, quantize=quantize, dequantize=dequantize,
-        shrink=shrink, close_ranks=close_ranks, gather=gather, keep_best=keep_best,
-        window_importance=window_importance, redundancy=redundancy, lrfu=lrfu, segments=segments, anneal=anneal,
-        sparsity=sparsity, kmeans=kmeans, survivors=survivors,
-    )  # fmt: skip
+    """The kernels: of each function the one with its name in `kernels/`. They are imported when they are first asked
+    for, since only then Triton must be there."""
+    names = {field.name for field in fields(Backend)} - {"name", "recordable", *TORCH}
+    kernels = {name: getattr(import_module(f"minithink.kernels.{name}"), name) for name in names}
+    return Backend("triton", recordable=True, **kernels)
 
 
 def choose(name: str, device: torch.device | str = "cpu") -> Backend:
@@ -159,3 +129,19 @@ def choose(name: str, device: torch.device | str = "cpu") -> Backend:
             "Triton's interpreter run the kernels, very slowly."
         )
     return triton_backend()
+
+
+def device_of(name: str) -> torch.device:
+    """The device of a --device: auto takes a GPU if there is one. UsageError: it is unknown, or not here."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|mps|cuda(:[0-9]{1,2})?", str(name)):  # torch knows more devices, which cannot run this
+        raise UsageError(f"The device {name!r} is unknown; use auto, cpu, cuda, cuda:1 or mps.")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"--device {name}: torch sees {torch.cuda.device_count()} CUDA devices; use cpu or auto.")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise UsageError(f"--device {name}: torch finds no Apple GPU here; use cpu or auto.")
+    return device

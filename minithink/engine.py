@@ -13,14 +13,14 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from minithink import calibration as files
-from minithink.backend import choose
+from minithink import memory
+from minithink.backend import choose, device_of
 from minithink.config import ModelConfig, as_ids, read_json
 from minithink.errors import MinithinkError, UsageError
 from minithink.kv.contract import Policy
@@ -28,8 +28,8 @@ from minithink.kv.manager import Recorder, bytes_for, check_budget, members
 from minithink.model import Decoder, Rope
 from minithink.policies import POLICIES, parse
 from minithink.policies.full import Full
-from minithink.sampling import SamplingParams
-from minithink.stream import Chunk, Result, Stream, Track, is_out_of_memory, prompts_at_once
+from minithink.sampling import SamplingParams, is_whole
+from minithink.stream import Chunk, Result, Stream, Track, prompts_at_once
 from minithink.thoughts import ending
 from minithink.tokenizer import Tokenizer
 from minithink.weights import load_decoder, resolve
@@ -47,6 +47,7 @@ UNSUPPORTED = """
     forced_eos_token_id forced_decoder_ids sequence_bias exponential_decay_length_penalty stop_strings
 """.split()  # noqa: SIM905
 ONE_IS_OFF = UNSUPPORTED[:6]  # … or, in these, 1
+DRAWING = ("temperature", "top_k", "top_p", "min_p")  # what a checkpoint may recommend
 
 Prompt = str | Sequence[int]
 
@@ -73,11 +74,7 @@ class GenerationConfig:
         path = folder / "generation_config.json"
         raw = {k: v for k, v in (read_json(path) if path.exists() else {}).items() if v is not None}
         for name, is_valid, what in (
-            ("temperature", _is_real, "a number"),
-            ("top_p", _is_real, "a number"),
-            ("min_p", _is_real, "a number"),
-            ("top_k", _is_whole, "a whole number"),
-            ("max_new_tokens", lambda n: _is_whole(n) and n >= 1, "a whole number from 1 on"),
+            ("max_new_tokens", lambda n: is_whole(n) and n >= 1, "a whole number from 1 on"),
             ("do_sample", lambda flag: isinstance(flag, bool), "true or false"),
             ("eos_token_id", _is_ids, "a token id or a list of them"),
         ):
@@ -88,14 +85,12 @@ class GenerationConfig:
             for name, value in raw.items()
             if name in UNSUPPORTED and value and not (name in ONE_IS_OFF and value == 1)
         ]
-        temperature = raw.get("temperature", 1.0 if raw.get("do_sample") else 0.0)
         stops = as_ids(raw.get("eos_token_id")) or config.eos_token_ids or as_ids(tokenizer.eos_id)
-        drawing = {
-            "temperature": temperature if raw.get("do_sample", True) else 0.0,
-            "top_k": raw.get("top_k", 0),
-            "top_p": raw.get("top_p", 1.0),
-            "min_p": raw.get("min_p", 0.0),
-        }
+        # `do_sample` alone means temperature 1, and without it nothing is drawn.
+        drawing: dict[str, Any] = {"temperature": 1.0 if raw.get("do_sample") else 0.0}
+        drawing |= {name: raw[name] for name in DRAWING if name in raw}
+        if raw.get("do_sample") is False:
+            drawing["temperature"] = 0.0
         try:
             SamplingParams(**drawing)
         except UsageError as error:
@@ -148,13 +143,13 @@ def load(
             f"{config.vocab_size}; they do not belong together."
         )
     defaults = GenerationConfig.from_folder(folder, config, tokenizer)
-    _require_room(config, number_type, where)
+    memory.require_room(config, number_type, where)
     try:
         decoder = load_decoder(folder, device=where, dtype=number_type, backend=ops)
         home = Home(folder, folder if calibration is None else Path(calibration), "" if embedded else str(path_or_id))
         return Engine(decoder, tokenizer, defaults, home)
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        if not memory.is_out_of_memory(error):
             raise
         fix = "--dtype bfloat16 or a smaller model" if number_type is torch.float32 else "a smaller model"
         raise MinithinkError(f"Out of memory while {folder} was loaded to {where}: use {fix}.") from error
@@ -266,22 +261,12 @@ class Engine:
         if chosen is None and (self.records or recorder is not None):
             chosen = Full()  # in pages, for that is what the kernels read and what is recorded
         defaults = self.generation_config
-        for name, value in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p)):
-            if value is not None and not _is_real(value):
-                raise UsageError(f"{name} is {value!r}; it must be a number.")
-        for name, value in (("top_k", top_k), ("seed", seed)):
-            if value is not None and not _is_whole(value):
-                raise UsageError(f"{name} is {value!r}; it must be a whole number.")
-        params = SamplingParams(
-            defaults.temperature if temperature is None else temperature,
-            defaults.top_k if top_k is None else top_k,
-            defaults.top_p if top_p is None else top_p,
-            defaults.min_p if min_p is None else min_p,
-            seed,
-        )
+        drawing: dict[str, Any] = dict(zip(DRAWING, (temperature, top_k, top_p, min_p), strict=True))
+        drawing = {name: getattr(defaults, name) if value is None else value for name, value in drawing.items()}
+        params = SamplingParams(seed=seed, **drawing)
         wanted = defaults.max_new_tokens if max_new_tokens is None else max_new_tokens
         for name, value in (("max_new_tokens", wanted), ("num_samples", num_samples), ("batch_size", batch_size)):
-            if value is not None and (not _is_whole(value) or value < 1):
+            if value is not None and (not is_whole(value) or value < 1):
                 raise UsageError(f"{name} is {value!r}; it must be a whole number and at least 1.")
         ids = [self.prompt_ids(prompt, chat=chat, system=system) for prompt in _as_list(prompts)]
         sequences = [
@@ -380,7 +365,7 @@ class Engine:
 
     def _cap(self, sequences: list[Track], batch_size: int | None, policy: Policy | None) -> None:
         """Limit sequences that nobody limited to what fits into the memory, with a reserve for all else."""
-        if (free := _free_bytes(self.device)) is None:
+        if (free := memory.free_bytes(self.device)) is None:
             return
         free, rows = int(OPEN_ENDED * free), min(batch_size or 1, len(sequences))
         if policy is None:
@@ -397,50 +382,34 @@ class Engine:
             if len(s.prompt) < room < len(s.prompt) + s.limit:
                 s.limit, s.limit_reason = room - len(s.prompt), "length"
 
-    def _fit(
-        self, sequences: list[Track], batch_size: int | None, policy: Policy | None = None, fixed: bool = False
-    ) -> int:
+    def _fit(self, sequences: list[Track], batch_size: int | None, policy: Policy | None, fixed: bool) -> int:
         """How many sequences run at once: those asked for, or as many as fit; fixed: also where there are fewer."""
         at_once = batch_size or MAX_BATCH
         at_once = at_once if fixed else min(at_once, len(sequences))
-        free = _free_bytes(self.device)
-        if free is None:
+        if (free := memory.free_bytes(self.device)) is None:
             return at_once
-        per_token = self.config.kv_bytes_per_token(self.dtype.itemsize)
-        sizes = sorted((len(s.prompt) + s.limit for s in sequences), reverse=True)  # the worst that may coincide
-        if policy is not None:
-            return self._fit_policy(sequences, at_once, free, policy, batch_size)
-        fitting = next((n for n in range(at_once, 0, -1) if sum(sizes[:n]) * per_token <= free), 0)
-        if fitting == at_once or (fitting and batch_size is None):
-            return fitting
-        longest = max(len(s.prompt) for s in sequences)
-        new = free // per_token // at_once - longest
-        fixes = [f"--batch-size {fitting}"] if fitting else []
-        fixes += [f"--max-new-tokens {new}"] if new > 0 else []
-        raise MinithinkError(
-            f"Out of memory: the keys and values of {at_once} sequences of up to {sizes[0]:,} tokens need "
-            f"{sum(sizes[:at_once]) * per_token / 2**20:,.0f} MiB ({per_token:,} bytes a token) and "
-            f"{free / 2**20:,.0f} MiB are free: use {' or '.join(fixes) or 'a shorter prompt'}."
-        )
-
-    def _fit_policy(
-        self, sequences: list[Track], at_once: int, free: int, policy: Policy, batch_size: int | None
-    ) -> int:
-        """The same under a policy, whose pool is made for the worst case of every row."""
-        tokens, prompt = max(len(s.prompt) + s.limit for s in sequences), max(len(s.prompt) for s in sequences)
+        sizes = sorted((len(s.prompt) + s.limit for s in sequences), reverse=True)
+        prompt, per_token = max(len(s.prompt) for s in sequences), self.config.kv_bytes_per_token(self.dtype.itemsize)
 
         def needed(rows: int) -> int:
-            return self._bytes_for(policy, rows, tokens, prompt)
+            """Bytes at the worst: the longest sequences run together; a policy's pool has equal rows."""
+            if policy is None:
+                return sum(sizes[:rows]) * per_token
+            return self._bytes_for(policy, rows, sizes[0], prompt)
 
         fitting = next((n for n in range(at_once, 0, -1) if needed(n) <= free), 0)
         if fitting == at_once or (fitting and batch_size is None):
             return fitting
-        fixes = ([f"--batch-size {fitting}"] if fitting else []) + ["fewer --max-new-tokens"]
-        fixes += ["a smaller --budget"] if policy.budget is not None else []
+        fixes = [f"--batch-size {fitting}"] if fitting else []
+        if policy is not None:
+            fixes += ["fewer --max-new-tokens", *(["a smaller --budget"] if policy.budget is not None else [])]
+        elif (new := free // per_token // at_once - prompt) > 0:
+            fixes += [f"--max-new-tokens {new}"]
+        under = "" if policy is None else f"under {policy.name}, "
         raise MinithinkError(
-            f"Out of memory: under {policy.name}, {at_once} {'sequence' if at_once == 1 else 'sequences'} of up to "
-            f"{tokens:,} tokens may need {needed(at_once) / 2**20:,.0f} MiB and {free / 2**20:,.0f} MiB are free: "
-            f"use {' or '.join(fixes)}."
+            f"Out of memory: {under}{at_once} {'sequence' if at_once == 1 else 'sequences'} of up to {sizes[0]:,} "
+            f"tokens may need {needed(at_once) / 2**20:,.0f} MiB and {free / 2**20:,.0f} MiB are free: use "
+            f"{' or '.join(fixes) or 'a shorter prompt'}."
         )
 
 
@@ -452,64 +421,11 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _is_real(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 def _is_ids(value: Any) -> bool:
-    return all(_is_whole(token) and token >= 0 for token in (value if isinstance(value, list) else [value]))
+    return all(is_whole(token) and token >= 0 for token in (value if isinstance(value, list) else [value]))
 
 
 def _refuse_surrogates(text: Any) -> None:
     """Halves of a character, which a terminal or a JSON escape may bring, have no bytes."""
     if isinstance(text, str) and (found := re.search("[\ud800-\udfff]", text)):
         raise UsageError(f"The prompt holds the lone surrogate {found[0]!r} at position {found.start()}: remove it.")
-
-
-def _require_room(config: ModelConfig, dtype: torch.dtype | None, device: torch.device) -> None:
-    """Refuse a model that the memory cannot hold, before it is filled."""
-    if (free := _free_bytes(device)) is None:
-        return
-    with torch.device("meta"):
-        count = sum(p.numel() for p in Decoder(config).parameters())
-    tables = 8 * config.max_position * config.head_dim  # Rope's, in float32
-    dtype = dtype or torch.bfloat16  # None: the checkpoint's own, which is no smaller
-    if (needed := count * dtype.itemsize + tables) > free:
-        fix = "--dtype bfloat16" if dtype.itemsize > 2 and 2 * count + tables <= free else "a smaller model"
-        raise MinithinkError(
-            f"Out of memory: {count:,} parameters in {str(dtype).removeprefix('torch.')} and the tables of "
-            f"{config.max_position:,} positions need {needed / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free "
-            f"on {device}: use {fix}."
-        )
-
-
-def device_of(name: str) -> torch.device:
-    """The device of a --device: auto takes a GPU if there is one. UsageError: it is unknown, or not here."""
-    if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|mps|cuda(:[0-9]{1,2})?", str(name)):  # torch knows more, which cannot run this
-        raise UsageError(f"The device {name!r} is unknown; use auto, cpu, cuda, cuda:1 or mps.")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"--device {name}: torch sees {torch.cuda.device_count()} CUDA devices; use cpu or auto.")
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise UsageError(f"--device {name}: torch finds no Apple GPU here; use cpu or auto.")
-    return device
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    """Memory that can still be taken on the device, None where nothing tells."""
-    if device.type == "cuda":
-        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + idle
-    if device.type == "cpu" and Path("/proc/meminfo").exists():
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +22,18 @@ COLDEST = 1e-4  # below it, float32 logits divided by the temperature may overfl
 NEAR = 1e-3  # in probability: many times the rounding of a sum over the vocabulary
 
 
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number, and not a truth value."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn, the same for a whole batch. The filters apply in the order of the fields."""
+    """How tokens are drawn, the same for a whole batch. The filters apply in the order of the fields.
+
+    Raises:
+        UsageError: a field is no number, or out of its range.
+    """
 
     temperature: float = 1.0  # 0: greedy, the filters and the seed have no effect
     top_k: int = 0  # keep the k most probable tokens, and those that tie with the last of them; 0: all
@@ -31,6 +42,12 @@ class SamplingParams:
     seed: int = 0  # 64 bits, unsigned
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p"):
+            if not isinstance(value := getattr(self, name), Real) or isinstance(value, bool):
+                raise UsageError(f"{name} is {value!r}; it must be a number.")
+        for name in ("top_k", "seed"):
+            if not is_whole(value := getattr(self, name)):
+                raise UsageError(f"{name} is {value!r}; it must be a whole number.")
         if self.temperature != 0 and not COLDEST <= self.temperature < math.inf:
             raise UsageError(
                 f"The temperature is {self.temperature}; it must be 0 (greedy) or at least {COLDEST}, and finite."

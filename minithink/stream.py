@@ -26,6 +26,7 @@ from minithink.kv.full import FullCache
 from minithink.kv.ledger import Ledger, Told
 from minithink.kv.manager import KVManager, Recorder
 from minithink.loop import SIZES, DecodeLoop
+from minithink.memory import is_out_of_memory
 from minithink.sampling import Sampler, SamplingParams
 from minithink.thinking import CLOSE, OPEN, Stage, count_thinking, split_thinking
 
@@ -39,12 +40,6 @@ def prompts_at_once(rows: int) -> int:
     """How many prompts are read together if steps are recorded. Reading a prompt takes as long as several steps, so a
     large batch waits until some rows are free."""
     return max(1, rows // 32)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error of torch or Python means that the memory of a device is full."""
-    said = str(error).lower()  # CUDA and MPS say the first, the CPU's allocator the second
-    return isinstance(error, MemoryError) or "out of memory" in said or "not enough memory" in said
 
 
 def _tokens(sequences: Sequence[Track]) -> int:

@@ -649,7 +649,7 @@ def test_no_such_model(capsys: Capture, monkeypatch: Any, model: str) -> None:
 
 def test_out_of_memory(capsys: Capture, model: Any, monkeypatch: Any) -> None:
     free = iter([2**30, 2**14])  # for the weights, for keys and values
-    monkeypatch.setattr("minithink.engine._free_bytes", lambda device: next(free))
+    monkeypatch.setattr("minithink.memory.free_bytes", lambda device: next(free))
     fails(capsys, 1, "Out of memory.*use --max-new-tokens", *model, "a", "--max-new-tokens", 100)
 
 

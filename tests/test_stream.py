@@ -26,9 +26,10 @@ from minithink.kv.full import FullCache
 from minithink.kv.ledger import Told
 from minithink.kv.manager import KVManager, bytes_for
 from minithink.loop import SIZES
+from minithink.memory import is_out_of_memory
 from minithink.policies import parse
 from minithink.sampling import Sampler, SamplingParams
-from minithink.stream import Result, Stream, Track, is_out_of_memory, prompts_at_once
+from minithink.stream import Result, Stream, Track, prompts_at_once
 from minithink.thinking import Stage
 from tests.fixtures_checkpoint import SPECIAL
 from tests.test_engine import play

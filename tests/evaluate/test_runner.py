@@ -696,8 +696,8 @@ def test_too_little_memory(
     model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rows are promised their worst case, also those that will be idle."""
-    monkeypatch.setattr("minithink.engine._require_room", lambda *_: None)
-    monkeypatch.setattr("minithink.engine._free_bytes", lambda device: 2**17)
+    monkeypatch.setattr("minithink.memory.require_room", lambda *_: None)
+    monkeypatch.setattr("minithink.memory.free_bytes", lambda device: 2**17)
     assert main(options(model, problems, tmp_path, policies="window:budget=50", batch_size=99, limit=1)) == 1
     assert "Out of memory: under window, 99 sequences" in capsys.readouterr().err
 
