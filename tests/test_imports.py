@@ -53,9 +53,9 @@ PERMITTED = (
 BELOW = tuple(
     f"minithink.{name}"
     for name in (
-        "backend", "calibration", "commands", "config", "errors", "figures", "files", "hub", "intervals", "kernels",
-        "kv", "model", "policies", "progress", "quant", "ref", "sampling", "tasks", "thinking", "thoughts",
-        "tokenizer", "weights",
+        "backend", "calibration", "chat", "commands", "config", "errors", "figures", "files", "hub", "intervals",
+        "kernels", "kv", "memory", "model", "pieces", "policies", "progress", "quant", "ref", "sampling", "tasks",
+        "thinking", "thoughts", "tokenizer", "weights",
     )
 )  # fmt: skip
 ABOVE = ("engine", "stream", "reading", "results", *LEAVES)

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, trainers
 
 from minithink.errors import MinithinkError
-from minithink.tokenizer import LLAMA3_PATTERN, QWEN_PATTERN, Tokenizer
+from minithink.pieces import LLAMA3_PATTERN, QWEN_PATTERN
+from minithink.tokenizer import Tokenizer
 
 CORPUS = [
     "The model thinks step by step, and it's sure that we'll see 1234567 tokens; they've said I'm right.",
