@@ -51,11 +51,20 @@ def run(program: str, description: str, commands: Mapping[str, Any], argv: list[
 
 
 def exit_code(program: str, command: Callable[[], int], interrupted: str = "interrupted") -> int:
-    """Run a command → its exit code: 0, 1 (it failed), 2 (it makes no sense as asked) or 130 (interrupted)."""
+    """Run a command → its exit code: 0, 1 (it failed), 2 (it makes no sense as asked) or 130 (interrupted).
+
+    Errors become one line on standard error, without control characters.
+
+    Args:
+        program: what the line begins with.
+        command: what runs; its return value is the exit code.
+        interrupted: the sentence for Ctrl-C.
+    """
     try:
-        code = command()
-        sys.stdout.flush()  # here, where what fails is caught
-        return code
+        try:
+            return command()
+        finally:
+            sys.stdout.flush()  # here, so that its errors are caught below
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
@@ -65,7 +74,7 @@ def exit_code(program: str, command: Callable[[], int], interrupted: str = "inte
         print(f"{program}: the output cannot be written ({error.strerror}): make room for it.", file=sys.stderr)
         return 1
     except MinithinkError as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{program}: {CONTROL.sub(' ', ' '.join(str(error).split()))}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         print(f"\n{program}: {interrupted}", file=sys.stderr)

@@ -1,8 +1,9 @@
 """The command line: `python -m minithink.generate [PROMPT]`.
 
-Without a prompt, the embedded model gets one of its test problems; the prompt `-` is standard input, which is read
-only then. Thinking is shown dimmed, or in the colour of its thought where a policy knows types, the answer normally.
-In a pipe there is neither colour nor progress; `--json` prints one object a sequence and nothing else.
+Without a prompt, the embedded model gets one of its test problems. The prompt `-` is standard input, which is read
+only then. On a terminal, thinking is dimmed, or has the colour of its thought type if the policy knows types; the
+answer is shown normally. In a pipe there is neither colour nor progress. `--json` prints one object a sequence and
+nothing else.
 
 Exit codes: 0 done, 1 failed, 2 asked for something that makes no sense, 130 interrupted by Ctrl-C.
 """
@@ -10,105 +11,45 @@ Exit codes: 0 done, 1 failed, 2 asked for something that makes no sense, 130 int
 from __future__ import annotations
 
 import argparse
-import errno
 import json
-import os
 import re
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from minithink import __version__
-from minithink.commands import CONTROL, INTERRUPTED, location, positive
-from minithink.errors import MinithinkError, UsageError, reason
+from minithink.commands import exit_code, location, positive
+from minithink.errors import UsageError
+from minithink.prompts import Task, embedded_problem, nonsense_expected, read_prompts, standard_input
+from minithink.terminal import Screen, counter, until_interrupted
 
 if TYPE_CHECKING:  # torch is imported late, so that --help and --version are quick
     from minithink.engine import Engine
     from minithink.stream import Chunk, Result, Stream
     from minithink.trace.recorder import Recorder
 
-PROMPT_FIELDS = ("prompt", "question", "problem")
-
-
-class Task(NamedTuple):
-    """One prompt, and the answer if it is known."""
-
-    prompt: str
-    answer: str | None = None
-
-
-THOUGHTS = {"reasoning": "green", "execution": "cyan", "transition": "yellow"}  # styles, by thought type
-
-
-class Screen:
-    """Standard output: dimmed and normal text on a terminal, plain text elsewhere."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-
-        if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="replace")  # an ASCII terminal shows ? for what it lacks
-        self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-        # NO_COLOR takes every style here, not only colours.
-        self.styled = self.console.is_terminal and not os.environ.get("NO_COLOR")
-        self.begun = False  # a line that has not ended
-
-    def write(self, text: str, style: str = "") -> None:
-        """Show text as it is, now. On a terminal, control characters become U+FFFD."""
-        if text:
-            self.begun = not text.endswith("\n")
-        if not self.console.is_terminal:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-            return
-        from rich.text import Text
-
-        self.console.print(Text(CONTROL.sub("\ufffd", text), style=style if self.styled else ""), end="")
-
-    def line(self, text: str = "", style: str = "") -> None:
-        """Show text and end the line."""
-        self.write(text + "\n", style)
-
-    def end_line(self) -> None:
-        """End the line, if one has begun."""
-        if self.begun:
-            self.line()
+THOUGHTS = {"reasoning": "green", "execution": "cyan", "transition": "yellow"}  # thought type → style
+Pieces = dict[tuple[int, int], list[tuple[str, str]]]  # prompt and sample → texts with their styles
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    try:
-        try:
-            args = _parser().parse_args(argv)
-            if args.list_policies:
-                from minithink.policies import POLICIES, describe
+    """Run the command line → the exit code. argv: None: what the program was called with."""
+    return exit_code("minithink", lambda: _main(argv), "interrupted.")
 
-                for policy in POLICIES.values():
-                    print(f"{policy.name:16} {policy.summary}\n{'':16}   {describe(policy)}")
-                return 0
-            return run(args)
-        finally:
-            sys.stdout.flush()  # here, where what fails is caught
-    except MinithinkError as error:
-        print(f"minithink: {CONTROL.sub(' ', ' '.join(str(error).split()))}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-    except KeyboardInterrupt:  # before there was anything to show
-        print("minithink: interrupted.", file=sys.stderr)
-        return INTERRUPTED
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at exit
-        if error.errno == errno.EPIPE:  # whoever read the output has had enough
-            return 0
-        print(f"minithink: the output could not be written ({error.strerror}): make room for it.", file=sys.stderr)
-        return 1
+
+def _main(argv: list[str] | None) -> int:
+    args = _parser().parse_args(argv)
+    if args.list_policies:
+        from minithink.policies import POLICIES, describe
+
+        for policy in POLICIES.values():
+            print(f"{policy.name:16} {policy.summary}\n{'':16}   {describe(policy)}")
+        return 0
+    return run(args)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -119,14 +60,10 @@ def run(args: argparse.Namespace) -> int:
     names = ("revision", "device", "dtype", "backend", "calibration")
     engine = load(args.model, **{name: getattr(args, name) for name in names})
     if ignored := engine.generation_config.ignored:
-        print(
-            f"minithink: generation_config.json asks for {', '.join(ignored)}, which is not supported and is left "
-            "out.",
-            file=sys.stderr,
-        )
+        _say(f"generation_config.json asks for {', '.join(ignored)}, which is not supported and is left out.")
     if args.interactive:
         return _converse(engine, args, tasks)
-    tasks = tasks or [_test_problem(args.seed)]
+    tasks = tasks or [embedded_problem(args.seed)]
     begin = time.perf_counter()
     recorder = _recorder(engine, args)
     try:
@@ -139,42 +76,34 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if recorder is not None:
             recorder.close()
-            print(
-                f"minithink: traced {recorder.steps:,} steps in {args.trace}, {recorder.size:,} bytes; recording "
-                f"took {recorder.seconds:.2f} of {time.perf_counter() - begin:.2f} s. To look at it: "
-                f"python -m minithink.trace view {args.trace}",
-                file=sys.stderr,
+            _say(
+                f"traced {recorder.steps:,} steps in {args.trace}, {recorder.size:,} bytes; recording took "
+                f"{recorder.seconds:.2f} of {time.perf_counter() - begin:.2f} s. To look at it: "
+                f"python -m minithink.trace view {args.trace}"
             )
 
 
+def _say(message: str) -> None:
+    """A line on standard error, beside the output."""
+    print(f"minithink: {message}", file=sys.stderr)
+
+
 def _caution(engine: Engine) -> None:
-    """Say what is doubtful about what policies know of the model."""
+    """Say what is doubtful about the calibration that a policy uses."""
     for line in sorted(engine.cautions):
-        print(f"minithink: {line}.", file=sys.stderr)
+        _say(f"{line}.")
 
 
 def _warn_of_nonsense(args: argparse.Namespace, prompts: list[str]) -> bool:
-    """Say so where nobody chose the embedded model and it is asked what it cannot know → whether there was need."""
-    if args.model is not None:
-        return False
-    from minithink.tasks import families, holds_question
-    from minithink.tasks.writing import listing
-
-    if not (strange := sum(not holds_question(prompt) for prompt in prompts)):
-        return False
-    which = "the prompt" if len(prompts) == 1 else f"{strange} of {len(prompts)} prompts"
-    print(
-        f"minithink: the embedded model knows its tasks only, {listing(families())}, and {which} "
-        f"{'is' if strange == 1 else 'are'} of none of them: expect nonsense. Without a prompt, "
-        "python -m minithink.generate shows an example (--seed 1, 2, …: of the other tasks); for other questions, "
-        "name a model with --model.",
-        file=sys.stderr,
-    )
-    return True
+    """Warn if the user named no model and asks the embedded one what it cannot know → whether it was necessary."""
+    warning = nonsense_expected(prompts) if args.model is None else ""
+    if warning:
+        _say(warning)
+    return bool(warning)
 
 
 def _recorder(engine: Engine, args: argparse.Namespace) -> Recorder | None:
-    """What --trace asks for."""
+    """The recorder that --trace asks for; None: there is no --trace."""
     if args.trace is None:
         return None
     from minithink.trace.recorder import Recorder
@@ -187,7 +116,7 @@ def _recorder(engine: Engine, args: argparse.Namespace) -> Recorder | None:
 def _generate(args: argparse.Namespace, tasks: list[Task], stream: Stream) -> int:
     """Generate and show → the exit code."""
     if args.json:
-        code = _until_interrupted(lambda: _run_with_progress(stream))
+        code = until_interrupted(lambda: _run_with_progress(stream))
         for result in _begun(stream):
             verdict = _verdict(result, tasks[result.prompt].answer)
             print(json.dumps({**asdict(result), "verdict": verdict}), flush=True)
@@ -197,9 +126,9 @@ def _generate(args: argparse.Namespace, tasks: list[Task], stream: Stream) -> in
     if len(stream.sequences) == 1:
         if not (args.prompt or args.prompt_text or args.prompt_file):
             screen.line(tasks[0].prompt + "\n")
-        code = _until_interrupted(lambda: _show_live(screen, stream))
-    else:  # colours of thoughts are known while they are thought
-        code = _until_interrupted(lambda: _collect(stream, pieces) if screen.styled else _run_with_progress(stream))
+        code = until_interrupted(lambda: _show_live(screen, stream))
+    else:  # a token's thought type is known only in the step that generates it
+        code = until_interrupted(lambda: _collect(stream, pieces) if screen.styled else _run_with_progress(stream))
     seconds = time.perf_counter() - begin
     results = _begun(stream)
     for result in results:
@@ -219,7 +148,7 @@ def _generate(args: argparse.Namespace, tasks: list[Task], stream: Stream) -> in
 
 
 def thoughts(results: list[Result]) -> list[str]:
-    """What the policy knows of thoughts, a line for each sequence: segments by type, bits, what was done."""
+    """A line for each sequence whose policy knows thought types: segments by type, notes, tokens held, bits."""
     lines = []
     for r in results:
         if r.kv_thoughts:
@@ -233,10 +162,10 @@ def thoughts(results: list[Result]) -> list[str]:
 
 
 def summary(results: list[Result], seconds: float) -> str:
-    """One line: tokens, speed, memory."""
+    """One line: tokens, speed, memory. seconds: that generating took."""
     tokens, thought = sum(r.generated_tokens for r in results), sum(r.thinking_tokens for r in results)
     held, full = sum(r.kv_bytes for r in results), sum(r.kv_full_bytes for r in results)
-    when = " at the end, in all" if len(results) > 1 else ""  # they need not have been held together
+    when = " at the end, in all" if len(results) > 1 else ""  # sequences need not have run at the same time
     kinds = Counter[str]()
     for r in results:
         kinds.update(r.kv_ledger)
@@ -260,16 +189,17 @@ def _style(chunk: Chunk) -> str:
     return THOUGHTS.get(chunk.thought, "dim") if chunk.stage == "think" else ""
 
 
-def _collect(stream: Stream, pieces: dict[tuple[int, int], list[tuple[str, str]]]) -> None:
-    """Run to the end; what would have been shown live, and how, is put into `pieces`, by prompt and sample."""
-    with _progress() as advance:
+def _collect(stream: Stream, pieces: Pieces) -> None:
+    """Run to the end, and put into `pieces` the texts that would have been shown live, with their styles."""
+    with counter() as advance:
         for chunk in stream:
             pieces[chunk.prompt, chunk.sample].append((chunk.text, _style(chunk)))
             advance(1)
 
 
 def _show(screen: Screen, text: str, pieces: list[tuple[str, str]]) -> None:
-    """A sequence's text; `pieces` of it have styles, and what an interrupt took from these is shown as the last."""
+    """Show a sequence's text with the styles of its pieces. After an interrupt the text may be longer than they are:
+    the rest has the style of the last piece."""
     style = ""
     for style, group in groupby(pieces, lambda piece: piece[1]):
         screen.write("".join(piece for piece, _ in group), style)
@@ -277,31 +207,9 @@ def _show(screen: Screen, text: str, pieces: list[tuple[str, str]]) -> None:
 
 
 def _run_with_progress(stream: Stream) -> None:
-    with _progress() as advance:
+    with counter() as advance:
         for count in stream.steps():
             advance(count)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int], None]]:
-    """Counts tokens in a line if standard error is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.completed:,} tokens"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda count: progress.advance(task, count)
-
-
-def _until_interrupted(work: Callable[[], None]) -> int:
-    """Do the work; the exit code that says whether Ctrl-C ended it. What is done by then remains."""
-    try:
-        work()
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    return 0
 
 
 def _begun(stream: Stream) -> list[Result]:
@@ -309,8 +217,8 @@ def _begun(stream: Stream) -> list[Result]:
 
 
 def _verdict(result: Result, answer: str | None) -> str | None:
-    """right or wrong; None where no answer is known, or the sequence was interrupted. A box in the
-    thinking does not count, whether or not the thinking came to an end."""
+    """"right" or "wrong"; None: no answer is known, or the sequence was interrupted. A \\boxed{} in the thinking does
+    not count, even if the thinking did not end."""
     from minithink.tasks import grade
 
     if answer is None or result.finish_reason == "interrupted":
@@ -319,7 +227,7 @@ def _verdict(result: Result, answer: str | None) -> str | None:
 
 
 def _what_was_right(result: Result, answer: str | None) -> str:
-    """The end of the verdict `wrong`: the answer, and whether there was room for one."""
+    """The end of the verdict "wrong": the right answer, and whether the sequence was cut off."""
     if result.finish_reason == "stop":
         return f"the answer is {answer}"
     where = "within its" if result.answer else "before an"
@@ -327,12 +235,12 @@ def _what_was_right(result: Result, answer: str | None) -> str:
 
 
 def _converse(engine: Engine, args: argparse.Namespace, tasks: list[Task]) -> int:
-    """Turn after turn, until the input ends. Earlier turns are in the prompt, earlier thinking is not."""
+    """A conversation, until the input ends → the exit code. A prompt holds the earlier turns without the thinking."""
     if engine.tokenizer.chat_template is None:
         raise UsageError("--interactive needs a chat template, and the model has none: drop --interactive.")
     screen, asking = Screen(), sys.stdin.isatty()
     if asking:
-        print("minithink: every line is a turn of the conversation; Ctrl-D ends it.", file=sys.stderr)
+        _say("every line is a turn of the conversation; Ctrl-D ends it.")
     messages = [{"role": "system", "content": args.system}] if args.system is not None else []
     said = [task.prompt for task in tasks]
     warned = False
@@ -346,10 +254,9 @@ def _converse(engine: Engine, args: argparse.Namespace, tasks: list[Task]) -> in
         messages.append({"role": "user", "content": text})
         ids = engine.chat_ids(messages)
         if len(ids) >= engine.config.max_position:
-            print(
-                f"minithink: the conversation would have {len(ids):,} tokens and the context holds "
-                f"{engine.config.max_position:,}: say something shorter, or start anew.",
-                file=sys.stderr,
+            _say(
+                f"the conversation would have {len(ids):,} tokens and the context holds "
+                f"{engine.config.max_position:,}: say something shorter, or start anew."
             )
             messages.pop()
             continue
@@ -358,7 +265,7 @@ def _converse(engine: Engine, args: argparse.Namespace, tasks: list[Task]) -> in
         if len(messages) == 1 + (args.system is not None):  # the first turn
             _caution(engine)
         begin = time.perf_counter()
-        code = _until_interrupted(lambda stream=stream: _show_live(screen, stream))  # type: ignore[misc]
+        code = until_interrupted(lambda stream=stream: _show_live(screen, stream))  # type: ignore[misc]
         screen.end_line()
         screen.line(summary(_begun(stream), time.perf_counter() - begin), "dim")
         if code:
@@ -371,18 +278,8 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names.split()}
 
 
-def _test_problem(seed: int) -> Task:
-    """The families take turns: facts, ledger, search, facts, …"""
-    from minithink.tasks import families, load_problems
-
-    number, turn = divmod(seed, len(names := families()))
-    problems = load_problems("test", names[turn])
-    problem = problems[number % len(problems)]
-    return Task(problem.question, problem.answer)
-
-
 def _tasks(args: argparse.Namespace) -> list[Task]:
-    """The prompts that were given, after a look at what contradicts itself."""
+    """The prompts that were given. UsageError: two options contradict each other."""
     given = [text for text in (args.prompt_text, args.prompt) if text is not None]
     if len(given) + (args.prompt_file is not None) > 1:
         raise UsageError("There are two prompts: give PROMPT, --prompt or --prompt-file, only one of them.")
@@ -397,7 +294,7 @@ def _tasks(args: argparse.Namespace) -> list[Task]:
         if "-" in given:
             raise UsageError("--interactive reads its turns from standard input: drop the prompt `-`.")
     if "-" in (*given, args.prompt_file):
-        given = [_standard_input()]
+        given = [standard_input()]
     elif args.prompt_file is not None:
         return read_prompts(Path(args.prompt_file))
     if given and not given[0].strip():
@@ -405,55 +302,8 @@ def _tasks(args: argparse.Namespace) -> list[Task]:
     return [Task(text) for text in given]
 
 
-def _standard_input() -> str:
-    """All of it, without the ends of its last line."""
-    try:
-        if hasattr(sys.stdin, "reconfigure"):
-            sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict")  # with or without a byte order mark
-        return sys.stdin.read().rstrip("\n") if sys.stdin is not None else ""
-    except (OSError, ValueError) as error:
-        raise UsageError(f"Standard input cannot be read as text: {reason(error)}.") from None
-
-
-def read_prompts(path: Path) -> list[Task]:
-    """A .jsonl file holds one object a line, with `prompt`, `question` or `problem`, and `answer` where it is known;
-    any other file is one prompt, without the ends of its last line.
-
-    Raises:
-        UsageError: the file cannot be read, or holds something else.
-    """
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # with or without a byte order mark
-    except (OSError, ValueError) as error:
-        raise UsageError(f"The prompt file {path} cannot be read as text: {reason(error)}.") from None
-    tasks = []
-    if path.suffix.lower() != ".jsonl":
-        tasks = [Task(text.rstrip("\n"))] if text.strip() else []
-    else:
-        for number, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                tasks.append(_task(line, f"{path}, line {number}"))
-    if not tasks:
-        raise UsageError(f"The prompt file {path} is empty: put at least one prompt into it.")
-    return tasks
-
-
-def _task(line: str, where: str) -> Task:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where} is not valid JSON: {error}.") from None
-    found = [row[name] for name in PROMPT_FIELDS if name in row] if isinstance(row, dict) else []
-    if not found or not isinstance(found[0], str) or not found[0].strip():
-        raise UsageError(
-            f"{where} has no text in a field named {', '.join(PROMPT_FIELDS[:-1])} or {PROMPT_FIELDS[-1]}."
-        )
-    answer = row.get("answer")
-    return Task(found[0], None if answer is None else str(answer))
-
-
 class _Parser(argparse.ArgumentParser):
-    """One line about what is wrong, without the list of all flags."""
+    """Says what is wrong in one line, without the list of all options."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see --help).")

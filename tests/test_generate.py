@@ -524,7 +524,7 @@ def test_a_full_disk_is_one_sentence(checkpoint: Path, flags: tuple[str, ...]) -
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=env, timeout=60)
     assert done.returncode == 1
-    assert re.fullmatch(r"minithink: the output could not be written \(.*\): make room for it\.\n", done.stderr)
+    assert re.fullmatch(r"minithink: the output cannot be written \(.*\): make room for it\.\n", done.stderr)
 
 
 def test_module_runs_without_a_warning(checkpoint: Path) -> None:

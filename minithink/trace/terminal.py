@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from minithink.commands import CONTROL
+from minithink.terminal import plain_console
 from minithink.trace.format import KINDS, File, Trace
 
 # From few heads to all of them; colours of 256, light on dark and dark on light alike. Shares from 0, above each.
@@ -19,10 +18,7 @@ NOBODY = "dim strike"
 def show(file: File, sequence: int, console: Console | None = None) -> None:
     """Print it. Without colours, as with NO_COLOR, tokens that no head keeps stand in [brackets]."""
     trace = file.traces[sequence]
-    if console is None:
-        if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="replace")  # an ASCII terminal shows ? for what it lacks
-        console = Console(highlight=False, markup=False, emoji=False)
+    console = console or plain_console()
     head = trace.head
     generated = max(0, trace.steps)
     policies = CONTROL.sub("\ufffd", " + ".join(head.policies))
