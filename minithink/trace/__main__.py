@@ -1,4 +1,4 @@
-"""The command line: `python -m minithink.trace view FILE`."""
+"""The command line: `python -m minithink.trace view FILE`, or several files side by side."""
 
 from __future__ import annotations
 
@@ -14,49 +14,70 @@ from minithink.trace.format import PAGE, File, read, refuse_others
 
 
 class View:
-    """Show a trace: as a page for a browser, or in the terminal."""
+    """Show a trace, or several side by side: as a page for a browser, or in the terminal."""
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         """The options of `view`."""
         add = parser.add_argument
-        add("file", metavar="FILE", type=commands.location, help="what --trace has written")
+        add("files", metavar="FILE", nargs="+", type=commands.location, help="what --trace has written")
         add("--sequence", type=int, metavar="N", help="the sequence, if there are several (default: the first)")
-        add("--output", type=commands.location, metavar="PAGE", help="default: FILE.html")
+        add("--output", type=commands.location, metavar="PAGE", help="default: FILE.html; of several: A+B.html")
         add("--open", action="store_true", help="open the page in a browser")
         add("--terminal", action="store_true", help="print how it ended, here, instead")
 
     @staticmethod
     def run(args: argparse.Namespace, argv: list[str]) -> int:
         """Read, check, show."""
+        paths: list[Path] = args.files
         if args.terminal and (args.open or args.output):
             raise UsageError("--terminal writes no page: drop --output and --open, or --terminal.")
-        if args.output and args.output.resolve() == args.file.resolve():
+        if args.output and args.output.resolve() in [path.resolve() for path in paths]:
             raise UsageError(f"--output {args.output} is the trace itself, which the page would replace: drop it.")
-        file = read(args.file)
-        sequence = chosen(file, args.file, args.sequence)
+        shown = []
+        for path in paths:
+            file = read(path)
+            shown.append((file, chosen(file, path, args.sequence)))
         if args.terminal:
             from minithink.trace.terminal import show
 
-            show(file, sequence)
+            for file, sequence in shown:
+                show(file, sequence)
             return 0
         from minithink.trace.page import render
 
-        output = args.output or args.file.with_name(args.file.name + ".html")
+        output = args.output or paths[0].with_name("+".join(path.name for path in paths) + ".html")
         refuse_others(output, 4096, lambda begins: PAGE in begins, "page of a trace", "--output")
         try:
-            replace(output, render(file, sequence))
+            replace(output, render(*shown[0], shown[1:]))
         except OSError as error:
             raise unwritable("The page of a trace", output, error, "--output") from None
-        others = f"; it shows sequence {sequence}, see --sequence" if len(file.traces) > 1 else ""
-        print(f"written to {output}{others}{file.cut}")
+        print(f"written to {output}{notes(shown)}")
         if args.open and not webbrowser.open(output.resolve().as_uri()):
             raise MinithinkError(f"No browser was found: open {output} in one yourself, or use --terminal.")
         return 0
 
 
+def notes(shown: list[tuple[File, int]]) -> str:
+    """What a reader of the page must know: which sequence it shows, and what is missing or does not fit together."""
+    found = [f"; it shows sequence {sequence}, see --sequence" for file, sequence in shown if len(file.traces) > 1]
+    found += [file.cut for file, _ in shown]
+    traces = [file.traces[sequence] for file, sequence in shown]
+    if len({tuple(trace.ids[: trace.prompt].tolist()) for trace in traces}) > 1:
+        found.append("; the prompts differ, so equal positions are different tokens")
+    return "".join(dict.fromkeys(found))
+
+
 def chosen(file: File, path: Path, sequence: int | None) -> int:
-    """The sequence that is shown. UsageError: it is not in the file."""
+    """The number of the sequence that is shown.
+
+    Args:
+        path: of the file, for error messages.
+        sequence: as the user has said; None: the first.
+
+    Raises:
+        MinithinkError: the file holds none. UsageError: it does not hold this one.
+    """
     if not file.traces:
         raise MinithinkError(f"The trace {path} ends before a token was read: let the run go on for longer.")
     if sequence is None:

@@ -1,13 +1,14 @@
 "use strict";
-// The data: base64 of a deflated block; a JSON object behind its length, then the arrays that it lists.
+// One view for each trace, and one bar that steps through all of them. The data of a trace: base64 of a deflated block,
+// which holds a JSON object behind its length, then the arrays that the object lists.
 const $ = (id) => document.getElementById(id);
 const TYPES = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i4: Int32Array, f4: Float32Array, f8: Float64Array };
 const LEVELS = 8, HUES = 8; // classes l1 to l8, c0 to c7
 const MODES = { heads: "heads that keep it", thought: "thought type", sentence: "sentence", score: "score", needed: "needed later" };
 const STAGES = ["prompt", "thinking", "answer"];
 
-async function load() {
-  const coded = atob($("data").textContent), bytes = new Uint8Array(coded.length);
+async function load(script) {
+  const coded = atob(script.textContent), bytes = new Uint8Array(coded.length);
   for (let i = 0; i < coded.length; i++) bytes[i] = coded.charCodeAt(i);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   const block = await new Response(stream).arrayBuffer();
@@ -32,12 +33,13 @@ function element(name, text = "", className = "") {
   return e;
 }
 
-function start(d) {
+// One trace. `$` finds its elements, `page` is told what concerns all traces.
+function view(d, $, page) {
   const n = d.texts.length, [Lt, Ht] = d.tables, units = Lt * Ht, lanes = d.layers * d.heads, share = lanes / units;
   const budgets = d.budget, spans = new Array(n);
   const alive = new Uint16Array(n), held = new Uint32Array(units); // at the step that is shown
   const shown = new Int16Array(n).fill(-1); // the class of every token
-  let t = d.steps, mode = "heads", chosen = -1, pinned = false, playing = 0;
+  let t = d.steps, mode = "heads", chosen = -1;
   const born = (p) => Math.max(0, p - d.prompt + 1);
   const visible = () => Math.min(n, d.prompt + t); // tokens that came until now
 
@@ -147,7 +149,7 @@ function start(d) {
     cursor = make("line", { class: "cursor", y1: TOP, y2: H - BOTTOM });
     const seek = (event) => {
       const box = svg.getBoundingClientRect();
-      go(Math.round(((event.clientX - box.left) / box.width * W - LEFT) / (W - 2 * LEFT) * (T - 1)));
+      page.go(Math.round(((event.clientX - box.left) / box.width * W - LEFT) / (W - 2 * LEFT) * (T - 1)));
     };
     svg.addEventListener("pointerdown", seek);
     svg.addEventListener("pointermove", (event) => event.buttons && seek(event));
@@ -205,8 +207,12 @@ function start(d) {
   const short = (s) => Number.isNaN(s) ? "?" : Number.isFinite(s) ? Number(s.toPrecision(3)).toString().replace("-", "−") : s < 0 ? "−∞" : "∞";
   function describe() {
     const into = $("token"), p = chosen;
-    if (p < 0 || p >= n) return;
+    if (p < 0) return;
     into.textContent = "";
+    if (p >= n) {
+      into.append(element("p", `position ${number(p)}: this sequence has ended before`, "quiet"));
+      return;
+    }
     const list = document.createElement("dl");
     const say = (what, value, name = "span") => {
       const dd = document.createElement("dd");
@@ -247,13 +253,18 @@ function start(d) {
     }
   }
 
-  function choose(p, scroll = false) {
-    if (p < 0 || p >= n || p === chosen) return;
-    if (chosen >= 0) spans[chosen].classList.remove("chosen");
+  function choose(p, scroll) {
+    if (spans[chosen]) spans[chosen].classList.remove("chosen");
     chosen = p;
-    spans[p].classList.add("chosen");
-    if (scroll) spans[p].scrollIntoView({ block: "nearest" });
+    if (spans[p]) spans[p].classList.add("chosen");
+    if (scroll) reveal(p);
     describe();
+  }
+
+  function reveal(p) {
+    if (!spans[p]) return;
+    spans[p].scrollIntoView({ block: "nearest" });
+    page.scrolled($("text"));
   }
 
   // --- what is shown
@@ -276,71 +287,18 @@ function start(d) {
     $("legend").append(last);
   }
 
-  let pending = 0;
-  function show() {
-    pending = 0;
+  function show(step, follow) {
+    t = Math.min(d.steps, step);
     count();
     paint();
     readout();
     map();
     describe();
-    const time = $("time"), said = `${number(t)} of ${number(d.steps)}`;
-    time.value = t;
-    time.setAttribute("aria-valuetext", said + " generated tokens");
-    $("now").textContent = said + " tokens";
-    if ($("follow").checked && visible()) spans[visible() - 1].scrollIntoView({ block: "nearest" });
-  }
-  function go(step) {
-    t = Math.max(0, Math.min(d.steps, step));
-    if (!pending) pending = requestAnimationFrame(show); // many events, one picture
-  }
-  function play(on) {
-    $("play").textContent = on ? "Pause" : "Play";
-    $("play").setAttribute("aria-pressed", on);
-    cancelAnimationFrame(playing);
-    playing = 0;
-    if (!on) return;
-    if (t >= d.steps) t = 0;
-    const from = t, began = performance.now(), speed = Math.max(20, d.steps / 20) / 1000; // tokens a millisecond
-    const tick = (time) => {
-      go(from + Math.floor(Math.max(0, time - began) * speed));
-      if (t >= d.steps) play(false);
-      else playing = requestAnimationFrame(tick);
-    };
-    playing = requestAnimationFrame(tick);
+    if (follow && visible()) reveal(visible() - 1);
   }
 
-  $("time").max = d.steps;
-  $("time").addEventListener("input", (event) => { play(false); go(Number(event.target.value)); });
-  $("play").addEventListener("click", () => play(!playing));
-  for (const key in MODES) {
-    if ((key === "score" && !d.snapshotStep.length) || (key === "needed" && !d.needs.length)) continue;
-    const name = key === "thought" && !d.thoughts.length ? "stage" : MODES[key], option = element("option", name);
-    option.value = key;
-    $("mode").append(option);
-  }
-  $("mode").addEventListener("change", (event) => { mode = event.target.value; legend(); show(); });
-  $("text").addEventListener("pointerover", (event) => { if (!pinned && event.target.p !== undefined) choose(event.target.p); });
-  $("text").addEventListener("click", (event) => {
-    const p = event.target.p;
-    if (p === undefined) return;
-    pinned = !(pinned && p === chosen);
-    choose(p);
-  });
-  const leap = Math.max(1, Math.round(d.steps / 20));
-  const KEYS = {
-    ArrowLeft: () => go(t - 1), ArrowRight: () => go(t + 1), PageUp: () => go(t - leap), PageDown: () => go(t + leap),
-    Home: () => go(0), End: () => go(d.steps), " ": () => play(!playing),
-    ".": () => { pinned = true; choose(chosen + 1, true); }, ",": () => { pinned = true; choose(chosen - 1, true); },
-  };
-  document.addEventListener("keydown", (event) => {
-    const at = event.target, own = (at.tagName === "SELECT" && !",.".includes(event.key)) || ((at.tagName === "BUTTON" || at.type === "checkbox") && event.key === " ");
-    if (own || event.ctrlKey || event.altKey || event.metaKey || !(event.key in KEYS)) return;
-    event.preventDefault();
-    if (event.key !== " ") play(false);
-    KEYS[event.key]();
-  });
-
+  $("text").addEventListener("pointerover", (event) => { if (event.target.p !== undefined) page.point($("text"), event.target.p); });
+  $("text").addEventListener("click", (event) => { if (event.target.p !== undefined) page.pin($("text"), event.target.p); });
   const about = Object.entries(d.about).map(([key, value]) => `${key} ${value}`);
   about.push(`${number(d.prompt)} prompt tokens, ${number(d.steps)} generated`, `${d.layers} layers × ${d.heads} KV heads`);
   if (d.done) about.push(`recording took ${Number(d.done.seconds).toFixed(2)} s for ${number(Number(d.done.steps))} steps`);
@@ -351,12 +309,114 @@ function start(d) {
   $("about").textContent = about.join(" · ");
   build();
   chart();
-  legend();
+  return { text: $("text"), tokens: n, show, choose, colour: (name) => { mode = name; legend(); } };
+}
+
+// A column for each trace: copies of the page's first, whose ids end in -1, -2, …  → how each finds its elements.
+function columns(traces) {
+  const first = $("trace");
+  if (traces.length > 1) {
+    const name = element("h2");
+    name.id = "name";
+    document.body.classList.add("several");
+    first.prepend(name, $("about"), $("notice"));
+  }
+  const finders = traces.map((_, k) => (id) => $(k ? `${id}-${k}` : id));
+  for (let k = 1; k < traces.length; k++) {
+    const copy = first.cloneNode(true), own = (id) => `${id}-${k}`;
+    for (const e of [copy, ...copy.querySelectorAll("[id]")]) e.id = own(e.id);
+    for (const e of copy.querySelectorAll("[aria-labelledby]"))
+      e.setAttribute("aria-labelledby", e.getAttribute("aria-labelledby").split(" ").map(own).join(" "));
+    $("traces").append(copy);
+  }
+  if (traces.length > 1) traces.forEach((d, k) => { finders[k]("name").textContent = `${d.policies.join(" + ")}, sequence ${d.sequence}`; });
+  return finders;
+}
+
+function start(traces) {
+  const steps = Math.max(...traces.map((d) => d.steps)), offsets = new Map(); // text → where this script has scrolled it
+  let t = steps, chosen = -1, pinned = false, playing = 0, pending = 0;
+  const scrolled = (text) => offsets.set(text, text.scrollTop);
+  function choose(p, pointed) { // pointed: the text in which the pointer is; it does not move
+    if (p < 0 || p >= most || p === chosen) return;
+    chosen = p;
+    for (const of of views) of.choose(p, of.text !== pointed);
+  }
+  const page = {
+    go, scrolled,
+    point: (text, p) => { if (!pinned) choose(p, text); },
+    pin: (text, p) => { pinned = !(pinned && p === chosen); choose(p, text); },
+  };
+  const finders = columns(traces), views = traces.map((d, k) => view(d, finders[k], page));
+  const most = Math.max(...views.map((of) => of.tokens));
+
+  function show() {
+    pending = 0;
+    for (const of of views) of.show(t, $("follow").checked);
+    const time = $("time"), said = `${number(t)} of ${number(steps)}`;
+    time.value = t;
+    time.setAttribute("aria-valuetext", said + " generated tokens");
+    $("now").textContent = said + " tokens";
+  }
+  function go(step) {
+    t = Math.max(0, Math.min(steps, step));
+    if (!pending) pending = requestAnimationFrame(show); // many events, one picture
+  }
+  function play(on) {
+    $("play").textContent = on ? "Pause" : "Play";
+    $("play").setAttribute("aria-pressed", on);
+    cancelAnimationFrame(playing);
+    playing = 0;
+    if (!on) return;
+    if (t >= steps) t = 0;
+    const from = t, began = performance.now(), speed = Math.max(20, steps / 20) / 1000; // tokens a millisecond
+    const tick = (time) => {
+      go(from + Math.floor(Math.max(0, time - began) * speed));
+      if (t >= steps) play(false);
+      else playing = requestAnimationFrame(tick);
+    };
+    playing = requestAnimationFrame(tick);
+  }
+
+  $("time").max = steps;
+  $("time").addEventListener("input", (event) => { play(false); go(Number(event.target.value)); });
+  $("play").addEventListener("click", () => play(!playing));
+  const some = (has) => traces.some(has);
+  for (const key in MODES) {
+    if ((key === "score" && !some((d) => d.snapshotStep.length)) || (key === "needed" && !some((d) => d.needs.length))) continue;
+    const name = key === "thought" && !some((d) => d.thoughts.length) ? "stage" : MODES[key], option = element("option", name);
+    option.value = key;
+    $("mode").append(option);
+  }
+  const colour = () => { for (const of of views) of.colour($("mode").value); };
+  $("mode").addEventListener("change", () => { colour(); show(); });
+  let leader = null; // the text that the user scrolls; the others follow
+  for (const { text } of views) {
+    for (const sign of ["pointerenter", "focus"]) text.addEventListener(sign, () => { leader = text; });
+    text.addEventListener("scroll", () => {
+      if (text !== leader || offsets.get(text) === text.scrollTop) return;
+      for (const other of views) if (other.text !== text) other.text.scrollTop = text.scrollTop;
+    });
+  }
+  const leap = Math.max(1, Math.round(steps / 20));
+  const KEYS = {
+    ArrowLeft: () => go(t - 1), ArrowRight: () => go(t + 1), PageUp: () => go(t - leap), PageDown: () => go(t + leap),
+    Home: () => go(0), End: () => go(steps), " ": () => play(!playing),
+    ".": () => { pinned = true; choose(chosen + 1); }, ",": () => { pinned = true; choose(chosen - 1); },
+  };
+  document.addEventListener("keydown", (event) => {
+    const at = event.target, own = (at.tagName === "SELECT" && !",.".includes(event.key)) || ((at.tagName === "BUTTON" || at.type === "checkbox") && event.key === " ");
+    if (own || event.ctrlKey || event.altKey || event.metaKey || !(event.key in KEYS)) return;
+    event.preventDefault();
+    if (event.key !== " ") play(false);
+    KEYS[event.key]();
+  });
+  colour();
   show();
   document.documentElement.dataset.ready = "yes";
 }
 
-load().then(start).catch((error) => {
+Promise.all([...document.querySelectorAll("script.data")].map(load)).then(start).catch((error) => {
   $("notice").textContent = `This page cannot be shown (${error}); it needs a browser of 2023 or newer.`;
   $("notice").hidden = false;
   throw error;

@@ -1,8 +1,9 @@
-"""The page of a trace: one HTML file with everything in it, which asks nothing of any network.
+"""The page of one trace, or of several side by side: one HTML file that needs no network.
 
-`page.html` is the frame, `page.css` and `page.js` are put into it, and the data as base64 of a deflated block: a JSON
-object behind its length, then the bytes of the arrays that it lists, as in the trace file. A content security policy
-allows this one script and style sheet and nothing else. Text of the trace reaches the page as text nodes alone.
+`page.html` is the frame; `page.css`, `page.js` and the data of each trace are put into it. The data are base64 of a
+deflated block: a JSON object behind its length, then the bytes of the arrays that it lists, as in the trace file. A
+content security policy allows this one script and style sheet and nothing else. The text of a trace reaches the page
+only as text nodes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -19,29 +21,36 @@ from minithink.tasks import question_in
 from minithink.tasks.needs import read
 from minithink.trace.format import KINDS, Array, File, Trace, pack
 
-RANKS = 2**20  # of scores that a page holds: longer traces show fewer snapshots
-SNAPSHOTS = 256
+RANKS = 2**20  # ranks of scores that a page holds for a trace: a longer trace has fewer snapshots
+SNAPSHOTS = 256  # at most: steps with scores
 FLOAT_MASK = 0xFFFFF000  # the 11 bits of a score that are shown; what is 0 deflates
 
 
-def render(file: File, sequence: int) -> str:
-    """The page of one sequence."""
-    trace = file.traces[sequence]
-    about, arrays = data(trace, file.done)
+def render(file: File, sequence: int, others: Sequence[tuple[File, int]] = ()) -> str:
+    """The HTML of a page.
+
+    Args:
+        file, sequence: the trace that is shown, or the first one.
+        others: further traces, beside it in this order.
+    """
+    shown = [(f, f.traces[number]) for f, number in ((file, sequence), *others)]
+    names = [f"{' + '.join(trace.head.policies)}, sequence {trace.sequence}" for _, trace in shown]
+    title = f"minithink trace: {' | '.join(names)}"
     parts = {name: (files("minithink.trace") / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
-    title = f"minithink trace: {' + '.join(trace.head.policies)}, sequence {sequence}"
+    blocks = [base64.b64encode(pack(*data(trace, f.done))).decode() for f, trace in shown]
     return _fill(parts["html"], {
         "title": html.escape(title),
         "policy": f"default-src 'none'; script-src '{_hash(parts['js'])}'; style-src '{_hash(parts['css'])}'; "
                   "img-src data:",
         "css": parts["css"],
         "js": parts["js"],
-        "data": base64.b64encode(pack(about, arrays)).decode(),
+        "data": "\n".join(f'<script type="application/octet-stream" class="data">{b}</script>' for b in blocks),
     })  # fmt: skip
 
 
 def data(trace: Trace, done: dict[str, Any] | None) -> tuple[dict[str, Any], dict[str, Array]]:
-    """What the page knows: JSON, and arrays."""
+    """What the page knows of a trace: a JSON object, and arrays by their names. done: the end of the file, if the
+    run was not interrupted."""
     head = trace.head
     thoughts = [
         head.thought_names[i] if i < len(head.thought_names) else f"type {i} ({head.formats[f]})"
@@ -88,12 +97,13 @@ def data(trace: Trace, done: dict[str, Any] | None) -> tuple[dict[str, Any], dic
 
 
 def _needs(trace: Trace) -> tuple[list[str], dict[str, Array]]:
-    """Which tokens the statements of a text need (`tasks/needs.py`), the tokens in order, of each the statements in
-    order. Nothing, where the prompt holds no question of the embedded families.
+    """Which tokens the statements of a text need (`tasks/needs.py`): needs in the order of their tokens, those of one
+    token in the order of their statements. There are none if the prompt holds no question of the embedded families.
 
     Returns:
-        What is needed by which kind of statement; where the needs of each token begin, uint32 [n + 1], and of each
-        need the first token of its statement and the index of its text: uint32 [needs].
+        Sentences that name a kind of statement and what it needs, and three arrays. needStart: where the needs of
+        each token begin, uint32 [n + 1]. needAt: the first token of each need's statement, needWhat: the index of its
+        sentence, uint32 [needs].
     """
     rows = list[tuple[int, int, str]]()
     if question := question_in("".join(trace.texts[: trace.prompt])):
@@ -111,14 +121,14 @@ def _needs(trace: Trace) -> tuple[list[str], dict[str, Array]]:
 
 
 def _thinned(count: int, most: int) -> Array:
-    """Some of so many, evenly, the last one among them."""
+    """Indices of at most `most` of `count` things, evenly spaced; the last one is among them."""
     if count <= most:
         return np.arange(count)
     return np.unique(np.linspace(0, count - 1, most).round().astype(np.int64))
 
 
 def _ranks(trace: Trace, snapshots: Array) -> Array:
-    """1 to 255 for every token that has a score, 0 for the others: uint8 [snapshots · n]."""
+    """The rank of each token's score, 1 to 255; 0: it has none. uint8 [snapshots · n]."""
     out = np.zeros((len(snapshots), trace.tokens), dtype=np.uint8)
     ends = trace.score_count.cumsum()
     for row, i in zip(out, snapshots, strict=True):
@@ -132,7 +142,7 @@ def _hash(content: str) -> str:
 
 
 def _fill(template: str, values: dict[str, str]) -> str:
-    """Each {{name}} of the template once; what is put in is not looked at again."""
+    """Put the values into the template's {{name}}. Braces in a value stay as they are."""
     pieces = template.split("{{")
     return pieces[0] + "".join(
         values[name] + rest for name, _, rest in (piece.partition("}}") for piece in pieces[1:])

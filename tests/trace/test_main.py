@@ -36,6 +36,28 @@ def test_view_writes_a_page(trace: Path, capsys: Capture) -> None:
     assert "sequence 1</title>" in other.read_text()
 
 
+def test_several_traces_on_one_page(trace: Path, tmp_path: Path, capsys: Capture) -> None:
+    one, two = (write(tmp_path / name, arrays()) for name in ("one", "two"))
+    assert main(["view", str(one), str(two)]) == 0
+    page = tmp_path / "one+two.html"
+    assert capsys.readouterr().out == f"written to {page}\n"
+    assert "first + second, sequence 0 | first + second, sequence 0</title>" in page.read_text()
+    assert main(["view", str(one), str(two)]) == 0, "a page may be replaced"
+    capsys.readouterr()
+    shorter = write(tmp_path / "cut", arrays(ids=range(1, 1 + len(TEXTS))), done=False)
+    assert main(["view", str(trace), str(trace), str(shorter), "--output", str(tmp_path / "all.html")]) == 0
+    assert capsys.readouterr().out == (
+        f"written to {tmp_path / 'all.html'}; it shows sequence 0, see --sequence; the run was interrupted, or its "
+        "file is cut off; the prompts differ, so equal positions are different tokens\n"
+    )
+    assert main(["view", str(one), str(two), "--terminal"]) == 0
+    assert capsys.readouterr().out.count("first + second, sequence 0: 5 prompt tokens") == 2
+    assert main(["view", str(one), str(two), "--output", str(two)]) == 2
+    assert "is the trace itself" in capsys.readouterr().err
+    assert main(["view", str(one), str(trace), "--sequence", "1"]) == 2
+    assert re.search(r"--sequence 1 is not in .*/one, which holds sequence 0 alone", capsys.readouterr().err)
+
+
 def test_a_trace_that_is_cut_off(tmp_path: Path, capsys: Capture) -> None:
     """Said in the terminal and of the page."""
     path = write(tmp_path / "run.trace", arrays(), done=False)

@@ -47,6 +47,20 @@ def test_titles_are_escaped(tmp_path: Path) -> None:
     assert "<title>minithink trace: &lt;b&gt;{{js}} + x, sequence 0</title>" in html
 
 
+def test_nothing_of_several_traces_is_markup(file: File, tmp_path: Path) -> None:
+    """The script, and the data of each trace; the content security policy is that of a page of one trace."""
+    other = read(write(tmp_path / "trace", arrays(TEXTS[:9]), head={"policies": ["</script><b>", "x"]}))
+    html = page.render(file, 0, [(other, 0), (file, 0)])
+    assert html.count("<script") == html.count("</script>") == 4
+    assert "hacked" not in html
+    title = "minithink trace: first + second, sequence 0 | &lt;/script&gt;&lt;b&gt; + x, sequence 0 | first +"
+    assert f"<title>{title}" in html
+    found = [re.search(r'Content-Security-Policy" content="([^"]*)"', x) for x in (html, page.render(file, 0))]
+    assert found[0] is not None
+    assert found[1] is not None
+    assert found[0][1] == found[1][1]
+
+
 def test_what_the_page_knows(file: File) -> None:
     about, got = page.data(file.traces[0], file.done)
     assert about["thoughts"] == ["<b>slow</b>", "fast"]
@@ -509,3 +523,118 @@ def test_what_was_interrupted_says_so(browser: Page, tmp_path: Path) -> None:
     browser.open(path)
     assert browser.now == "0 of 0 tokens"
     assert browser.driver.get_log("browser") == []
+
+
+@pytest.fixture
+def beside(browser: Page, file: File, tmp_path: Path) -> Iterator[Page]:
+    """Two traces with equal prompts: the second ends after 4 tokens, and knows neither scores nor thought types."""
+    plain = {"policies": ["<i>other</i>"], "scope": "sequence", "thoughts": [0], "thought_names": []}
+    changed = {"evict_unit": [0], "evict_pos": [1], "evict_step": [2], "evict_by": [0], "evict_score": [np.nan],
+               "thought": [0] * 5, "move_unit": [0], "budget_step": [0], "budget": [6], "score_step": [],
+               "score_by": [], "score_count": [], "score_pos": [], "rank": []}  # fmt: skip
+    other = read(write(tmp_path / "trace", arrays(TEXTS[:9], **changed), head=plain, done=False))
+    path = tmp_path / "page.html"
+    path.write_text(page.render(file, 0, [(other, 0)]), encoding="utf-8")
+    browser.driver.get_log("browser")
+    browser.open(path)
+    yield browser
+    assert browser.driver.get_log("browser") == []
+    assert browser.requests() == []
+
+
+def classes_of(of: Page, name: str) -> list[str]:
+    return list(of.js("return [...document.querySelectorAll(`#${arguments[0]} span`)].map((e) => e.className)", name))
+
+
+@needs_browser
+def test_several_traces_stand_side_by_side(beside: Page, file: File) -> None:
+    """Each trace has its own text, bytes, heads and notice; nothing of it is markup."""
+    assert beside.text("name") == "first + second, sequence 0"
+    assert beside.text("name-1") == "<i>other</i>, sequence 0"
+    for name, texts in (("text", TEXTS), ("text-1", TEXTS[:9])):
+        code = "return [...document.querySelectorAll(`#${arguments[0]} span`)].map((e) => e.textContent)"
+        assert beside.js(code, name) == texts
+    assert beside.js("return typeof window.hacked") == "undefined"
+    assert "5 prompt tokens, 11 generated" in beside.text("about")
+    assert "5 prompt tokens, 4 generated" in beside.text("about-1")
+    assert beside.js("return document.getElementById('notice').hidden")
+    assert "was interrupted" in beside.text("notice-1")
+    assert len(beside.cells("map")) == 4
+    assert beside.cells("map-1") == ["8"]
+    assert "budget 6" in beside.text("budget-1")
+    ids = beside.js("return [...document.querySelectorAll('[id]')].map((e) => e.id)")
+    assert len(ids) == len(set(ids))
+    code = """return [...document.querySelectorAll("[aria-labelledby]")].every(
+        (e) => e.getAttribute("aria-labelledby").split(" ").every((id) => e.parentElement.closest("#trace, #trace-1")
+          .contains(document.getElementById(id))))"""
+    assert beside.js(code), "labels are those of the own column"
+    left = [beside.js("return document.getElementById(arguments[0]).getBoundingClientRect().left", name)
+            for name in ("trace", "trace-1")]  # fmt: skip
+    assert left[1] > left[0] + 300
+
+
+@needs_browser
+def test_one_bar_steps_through_all_traces(beside: Page, file: File) -> None:
+    assert beside.now == "11 of 11 tokens"
+    for step in (11, 1, 2, 4, 7):
+        beside.seek(step)
+        want = shown(file.traces[0], step, lambda p, heads: f"l{2 * heads}" if heads else "")
+        assert classes_of(beside, "text") == want
+        other = ["l8"] * min(9, PROMPT + step) + ["future"] * max(0, 4 - step)
+        other[1] = "gone" if step >= 2 else "l8"
+        got = [name.replace(" nl", "").strip() for name in classes_of(beside, "text-1")]
+        assert got == other, step
+    names = beside.js("return [...document.getElementById('mode').options].map((e) => e.textContent)")
+    assert names == ["heads that keep it", "thought type", "sentence", "score"], "of any trace"
+    beside.seek(11)
+    beside.colour("score")
+    got = {name.replace(" nl", "").strip() for name in classes_of(beside, "text-1")}
+    assert got == {"", "gone"}, "it knows no scores"
+    beside.colour("thought")
+    assert {name.split()[0] for name in classes_of(beside, "text-1")[:PROMPT]} == {"c0"}, "coloured by stage"
+
+
+@needs_browser
+def test_a_token_is_selected_in_all_traces(beside: Page) -> None:
+    beside.point(0)
+    assert "by first from 1 heads" in beside.text("token")
+    assert "kept\nby 4 of 4 heads" in beside.text("token-1")
+    beside.press(".")
+    assert "position\n1, in the prompt" in beside.text("token")
+    assert "by <i>other</i> from 4 heads, step 2" in beside.text("token-1")
+    beside.press(".", 9)
+    assert "position\n10, generated" in beside.text("token")
+    assert beside.text("token-1") == "position 10: this sequence has ended before"
+    chosen = beside.js("return [...document.querySelectorAll('.chosen')].map((e) => e.p)")
+    assert chosen == [10]
+    beside.press(",", 2)
+    chosen = beside.js("return [...document.querySelectorAll('.chosen')].map((e) => e.p)")
+    assert chosen == [8, 8]
+
+
+@needs_browser
+def test_texts_scroll_together(beside: Page) -> None:
+    """A shorter text stays at its end, and does not pull the other one back."""
+    metrics = {"width": 800, "height": 100, "deviceScaleFactor": 1, "mobile": False}
+    beside.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    code = """const [a, b] = ["text", "text-1"].map((id) => document.getElementById(id)), done = arguments[2];
+        const leader = arguments[0] ? b : a;
+        leader.dispatchEvent(new PointerEvent("pointerenter"));
+        leader.scrollTop = arguments[1];
+        requestAnimationFrame(() => requestAnimationFrame(() =>
+          done([a, b].map((e) => [e.scrollTop, e.scrollHeight - e.clientHeight]))));"""
+
+    def scroll(which: int, to: int) -> list[list[float]]:
+        return list(beside.driver.execute_async_script(code, which, to))
+
+    try:
+        (first, most), (second, less) = scroll(0, 30)
+        assert most > 30 > less > 0, "the second text is shorter"
+        assert first == 30
+        assert second == pytest.approx(less, abs=1)
+        (first, _), (second, _) = scroll(0, 1)
+        assert (first, second) == (1, 1)
+        (first, _), (second, _) = scroll(1, 0)
+        assert (first, second) == (0, 0)
+    finally:
+        beside.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
