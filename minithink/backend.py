@@ -1,7 +1,7 @@
-"""A backend is a set of functions for the hot paths, chosen once and passed explicitly.
+"""A backend is a set of functions that take most of the time. It is chosen once and passed explicitly.
 
-REFERENCE holds the readable PyTorch of `minithink/ref/`, `triton_backend()` the kernels of `kernels/` in its place.
-Their signatures are those of the functions in `minithink/ref/`, where they are documented.
+REFERENCE has the readable PyTorch of `minithink/ref/`, `triton_backend()` the kernels of `kernels/`. The functions
+are documented in `minithink/ref/`; a kernel has the same signature.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Backend:
     """The functions of one backend."""
 
     name: str
-    recordable: bool  # CUDA graphs can be recorded of its functions: they ask nothing of the device
+    recordable: bool  # its functions can be recorded as CUDA graphs: the host reads nothing from the device
     # the decoder
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm

@@ -1,8 +1,8 @@
-"""ModelConfig: what the decoder needs to know, read from a Hugging Face `config.json`.
+"""ModelConfig: the shape of a decoder, read from a Hugging Face `config.json`.
 
 Three architectures are read: LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM. A field that would change the
-computation and is not supported is an error that names it; so is a field that this file does not know, because
-ignoring it might be wrong silently.
+computation and is not supported is an error, which names the field. So is an unknown field: without it, the results
+might be wrong and nobody would notice.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ROPE_REQUIRED = {
     "yarn": frozenset({"factor"}),
 }
 
-# The most that is believed of a field: far beyond every model, and small enough that a count of bytes fits int64.
+# The largest values that are accepted: far beyond every model, and small enough that a number of bytes fits int64.
 LIMITS = {
     "vocab_size": 2**27,
     "hidden_size": 2**27,
@@ -74,7 +74,7 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched to longer contexts; `kind` says which of the other fields count.
+    """How rotary frequencies are stretched to longer contexts; `kind` decides which other fields are used.
 
     linear: Chen et al. 2023, position interpolation. llama3: Llama 3.1's per-band interpolation.
     yarn: Peng et al. 2023, NTK-by-parts with a temperature on the attention logits.
@@ -223,7 +223,7 @@ class ModelConfig:
 
 
 class _Fields:
-    """Typed access to a config's fields that remembers which were read."""
+    """Typed access to the fields of a config. It remembers which fields were read."""
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self.raw, self.where = raw, where
@@ -274,7 +274,8 @@ def _architecture(raw: Mapping[str, Any], where: str) -> str:
 
 
 def _rope(raw: Mapping[str, Any], max_position: int, where: str) -> tuple[float, RopeScaling]:
-    """theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
+    """The base θ of the rotary frequencies and their scaling, from `rope_parameters` (transformers 5) or from
+    `rope_theta` and `rope_scaling` (older versions)."""
     tables = [_rope_table(raw[name], where) for name in ("rope_parameters", "rope_scaling") if raw.get(name)]
     fields = dict(tables[0]) if tables else {}
     if len(tables) == 2:
@@ -282,7 +283,8 @@ def _rope(raw: Mapping[str, Any], max_position: int, where: str) -> tuple[float,
         if "rope_theta" in fields:
             second.setdefault("rope_theta", fields["rope_theta"])  # rope_scaling need not repeat it
         if second != fields:
-            # Whoever adds rope_scaling to a new file means that one; transformers would drop the other's theta, too.
+            # A user who adds rope_scaling to a new file means that one; transformers would also drop the other's
+            # theta.
             raise MinithinkError(
                 f"{where}: rope_parameters and rope_scaling contradict each other: delete one of them."
             )
@@ -294,7 +296,7 @@ def _rope(raw: Mapping[str, Any], max_position: int, where: str) -> tuple[float,
         raise MinithinkError(
             f"{where}: the RoPE type is {kind!r}, and minithink knows only {', '.join(ROPE_FIELDS)}."
         )
-    # transformers itself writes these two, with no effect, into scalings that do not use them.
+    # transformers writes fields of yarn into scalings of other kinds, where they have no effect.
     fields = {k: v for k, v in fields.items() if k in ROPE_FIELDS[kind] or k not in ROPE_FIELDS["yarn"]}
     if unknown := sorted(fields.keys() - ROPE_FIELDS[kind]):
         raise MinithinkError(f"{where}: RoPE type {kind} has the unsupported field {unknown[0]}.")

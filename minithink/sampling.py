@@ -123,14 +123,24 @@ class Sampler:
 
     def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.params, self.vocab_size, self.device = params, vocab_size, torch.device(device)
-        # Where launches cost more than arithmetic, larger blocks pay: 512 KiB a sequence on a CPU, else 16 MiB.
+        # On a GPU, launches cost more than arithmetic, so blocks are larger: 512 KiB a sequence on a CPU, else 16
+        # MiB.
         values = 2**17 if self.device.type == "cpu" else 2**22
         self.block = max(1, min(64, values // vocab_size))
-        self._cheap = replace(params, top_p=1.0, min_p=0.0)  # what of the filters needs no sort
+        self._cheap = replace(params, top_p=1.0, min_p=0.0)  # the filters that need no sort
         self._noise: dict[int, tuple[int, Tensor]] = {}  # sequence → first position, noise [block, V]
 
     def sample(self, logits: Tensor, sequences: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """logits: [B, V]; the numbers of the rows' sequences; their drawn tokens' positions → [B] int64."""
+        """Draw one token a row.
+
+        Args:
+            logits: [B, V].
+            sequences: the number of each row's sequence.
+            positions: where each drawn token will stand.
+
+        Returns:
+            [B] int64 token ids, the same as those of `sample`.
+        """
         params = self.params
         if params.greedy:
             return logits.argmax(-1)
@@ -140,8 +150,9 @@ class Sampler:
         token = (x + noise).argmax(-1)
         if params == self._cheap:
             return token
-        # What wins among more tokens wins among fewer, if it is one of them. Whether top-p and min-p keep the winner
-        # takes no sort to see, unless it stands near the boundary: only then (or beyond it) is the filter applied.
+        # A token that wins among all tokens also wins among those that top-p and min-p keep, if they keep it. That is
+        # known without a sort unless the token is near the boundary: only then, or beyond it, are the filters
+        # applied.
         p = x.softmax(-1)
         p_token = p.gather(-1, token[:, None])
         before = (p * (p >= p_token)).sum(-1, keepdim=True) - p_token

@@ -1,20 +1,22 @@
 """Train the embedded reasoning model: `python -m minithink.train --output DIR`.
 
-Documents are packed into rows of one length (`minithink/train_data.py`), so that every step has one shape and is
-compiled once. A mask keeps the documents of a row apart, and hides tokens that count as evicted; on a GPU attention
-is FlexAttention (Dong et al. 2024), which skips what the mask hides. The loss is that of the responses only, in bf16
-autocast on a GPU. Matrices of the blocks learn by Muon (Jordan et al. 2024, with the scale of Liu et al. 2025, so
-that one learning rate serves both), everything else by AdamW; cosine decay. Several GPUs share a step under
-`torchrun --nproc-per-node N -m minithink.train …`. Worker processes draw documents anew as training goes; problems of
-the validation and test splits are skipped by their content. Short problems come first: on them, looking a value up is
-learned in a fraction of the tokens that it takes on long ones.
+Data: worker processes draw new documents as training goes, and skip problems of the validation and test splits by
+their content. Documents are packed into rows of one length (`minithink/train_data.py`), so every step has one shape
+and is compiled once. Short problems come first: on them the model learns to look values up with a fraction of the
+tokens that long ones take.
+
+A step: a mask keeps the documents of a row apart, and hides tokens that count as evicted. On a GPU attention is
+FlexAttention (Dong et al. 2024), which skips hidden blocks. The loss is that of the responses only, in bf16 autocast
+on a GPU. Matrices of the blocks learn by Muon (Jordan et al. 2024, with the scale of Liu et al. 2025, so that one
+learning rate serves both optimizers), all other parameters by AdamW. The learning rate decays by a cosine. Several
+GPUs share a step under `torchrun --nproc-per-node N -m minithink.train …`.
 
 `--init FOLDER` continues from the weights of a checkpoint. `--seconds N` ends the run after N seconds: the
 schedule follows the clock whenever the clock is ahead of the tokens.
 
-The run can be interrupted at any moment and resumed (`--resume`): weights, optimizer state and the step that they
-belong to are one safetensors file, written completely before it replaces the older one. The result is a checkpoint in
-the Hugging Face layout, in bfloat16.
+A run can be interrupted at any moment and resumed (`--resume`): weights, optimizer state and their step are one
+safetensors file, which is complete before it replaces the older one. The result is a checkpoint in the Hugging Face
+layout, in bfloat16.
 """
 
 from __future__ import annotations
@@ -77,14 +79,14 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def last_query(documents: Tensor, evicted: Tensor, spared: int) -> Tensor:
-    """For each key the last query of its row that sees it: the end of its document or, if the key is evicted, the
-    `spared`-th query from the key on, itself among them.
+    """For each key the last query of its row that sees it: the end of the key's document. If the key is evicted, it
+    is at most the query `spared` − 1 positions behind the key.
 
     Args:
         documents, evicted: of a batch, [rows, length].
 
     Returns:
-        int64 [rows, length]. One number for each key is all that a kernel has to load.
+        int64 [rows, length]. A kernel loads only this one number for each key.
     """
     length = documents.shape[1]
     index = torch.arange(length, device=documents.device).expand_as(documents)
@@ -118,7 +120,7 @@ def block_mask(last: Tensor, create: Callable[..., BlockMask]) -> BlockMask:
 
 
 class TrainAttention:
-    """What the decoder is handed in training: attention within the documents of a [rows, length] batch."""
+    """The cache's place in training: attention within the documents of a [rows, length] batch, and no cache."""
 
     def __init__(self, table: Rope, positions: Tensor, mask: Tensor | BlockMask) -> None:
         self.rows, self.mask = positions.shape[0], mask
@@ -132,7 +134,7 @@ class TrainAttention:
         if isinstance(self.mask, Tensor):
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, enable_gqa=True)
         else:
-            # Contiguous, for its backward pass has been wrong for slices (torch 2.6, issue 146377); that is cheap.
+            # The backward pass has been wrong for slices (torch 2.6, issue 146377), so the inputs are contiguous.
             q, k, v = (x.contiguous() for x in (q, k, v))
             out = flex_attention(q, k, v, block_mask=self.mask, enable_gqa=True, kernel_options=TILES)
         return out.transpose(1, 2).flatten(0, 1)
@@ -180,7 +182,8 @@ def _is_vector(name: str, p: Tensor) -> bool:
 
 
 def initialise(decoder: Decoder, seed: int) -> None:
-    """Normal weights of 0.02, those that write into the residual stream scaled down by √(2L); norms at 1."""
+    """Draw all weights: normal with a standard deviation of 0.02, for matrices that write into the residual stream
+    0.02 / √(2L). Norms are 1."""
     generator = torch.Generator().manual_seed(seed)
     writes = 0.02 / math.sqrt(2 * decoder.config.num_layers)
     with torch.no_grad():
@@ -193,7 +196,12 @@ def initialise(decoder: Decoder, seed: int) -> None:
 
 
 def learning_rate(recipe: Recipe, step: int, share: float) -> float:
-    """Linear warm-up over the first steps, then a cosine down to `final_lr` of the peak, for a share of 1."""
+    """A linear warm-up over the first steps, times a cosine that ends at `final_lr` of the peak.
+
+    Args:
+        step: number of the step, from 0.
+        share: how far training is, from 0 to 1.
+    """
     warm = min(1.0, (step + 1) / max(1, recipe.warmup_steps))
     cosine = 0.5 * (1 + math.cos(math.pi * share))
     return recipe.lr * warm * (recipe.final_lr + (1 - recipe.final_lr) * cosine)
@@ -214,7 +222,7 @@ def optimizers_for(decoder: Decoder, recipe: Recipe) -> list[torch.optim.Optimiz
 def save_progress(
     folder: Path, decoder: Decoder, optimizers: list[torch.optim.Optimizer], progress: dict[str, object]
 ) -> None:
-    """Weights and optimizer state in one safetensors file, with the step that they belong to."""
+    """Write weights and optimizer state into one safetensors file, with the step that they belong to."""
     state = {}
     for name, p in decoder.named_parameters():
         state[f"weight {name}"] = p.detach().contiguous()
@@ -258,7 +266,7 @@ class Team:
             torch.distributed.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
 
     def agree(self, share: float) -> float:
-        """The largest share of all processes, whose clocks differ a little."""
+        """The largest share of any process: their clocks differ a little, and all must end at the same step."""
         if self.size == 1:
             return share
         largest = torch.tensor(share, dtype=torch.float64, device=self.device)
@@ -266,7 +274,7 @@ class Team:
         return largest.item()
 
     def average_gradients(self, decoder: Decoder) -> None:
-        """Every process steps with the mean gradient of all."""
+        """Replace the gradients by their mean over all processes."""
         if self.size == 1:
             return
         grads = [p.grad for p in decoder.parameters() if p.grad is not None]
@@ -277,7 +285,8 @@ class Team:
 
 
 def export(folder: Path, decoder: Decoder, tokenizer_folder: Path, progress: dict[str, object]) -> None:
-    """Write the checkpoint in the Hugging Face layout, with what is needed to run and to reproduce it."""
+    """Write the checkpoint in the Hugging Face layout, with the tokenizer, defaults for generation, and
+    training.json, which says how it was trained."""
     tokenizer = Tokenizer.from_folder(tokenizer_folder)
     end = tokenizer.id_of("<|end|>")
     save_checkpoint(decoder, folder, dtype=torch.bfloat16, extra_config={"eos_token_id": end})
@@ -370,7 +379,7 @@ def train(
                     group["lr"] = lr
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-            learned += team.size * int((drawn.labels != IGNORE).sum())  # as many in every process, nearly
+            learned += team.size * int((drawn.labels != IGNORE).sum())  # other processes have nearly as many
             step += 1
             ends = step == schedule.steps or share == 1
             if team.rank == 0:
@@ -395,7 +404,8 @@ def train(
 
 
 class Meter:
-    """The line of progress: the speed since the line before, and how much of what was read is padding."""
+    """The line of progress: the loss, the speed since the line before, the share of padding, the time that is
+    left."""
 
     def __init__(self, batch_tokens: int) -> None:
         self.batch_tokens, self.steps, self.since = batch_tokens, 0, time.monotonic()

@@ -1,13 +1,13 @@
 """The input of training: the recipe, and batches of drawn documents in rows of one length.
 
-A row holds whole documents back to back, so that little of it is padding and every step has one shape. A mask and
-positions that restart separate the documents of a row: see `minithink.train`.
+A row holds whole documents back to back, so it has little padding and every step has one shape. The documents of a
+row are kept apart by a mask, and by positions that restart (`minithink.train`).
 
-With `evict_share`, some documents are trained as if a policy had evicted a random share of their response: those
-tokens are hidden from all queries that come `evict_spared` or more tokens later. Large models survive eviction
-because what they know is spread over many tokens; this teaches a small one the same.
+With `evict_share`, some documents are trained as if a policy had evicted a random share of their response. The
+evicted tokens are hidden from all queries that come `evict_spared` or more tokens later. Large models survive
+eviction because their knowledge is spread over many tokens; this teaches the same to a small one.
 
-The types of the command line's options that only training has are here, too.
+The types of options that only training has are here, too.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from minithink.errors import UsageError
 from minithink.tasks import prepare
 from minithink.tokenizer import Tokenizer
 
-IGNORE = -100  # a label that does not count
+IGNORE = -100  # the label of a token whose prediction is not in the loss
 PADDING = -1  # the document number of padding
 POOL = 4  # batches whose documents are packed together
 DROPS = 1000  # documents dropped in a row, after which training gives up
 # The default sizes of two families. Every other family has the sizes of its splits.
 SIZES = {"facts": [3, 40, 64], "ledger": [2, 30, 46]}
-# The largest size that a family may be given. There are 256 names. A problem of search needs two more than it has
-# locks; 3,000 problems of facts with 150 calculations took at most 199. 500 steps of ledger are 40,000 tokens.
+# The largest size that a family may be given. There are 256 names: a problem of search needs two names more than it
+# has locks, and of 3,000 problems of facts with 150 calculations none had more than 199. A problem of ledger with 500
+# steps has 40,000 tokens.
 LARGEST = {"facts": 150, "ledger": 500, "search": 254}
 ABOVE_0 = math.nextafter(0.0, 1.0)
 # Fields of the recipe, and the lowest and the highest value of each.
@@ -56,11 +57,11 @@ def default_sizes() -> dict[str, list[int]]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides what is learned; it is stored with the result."""
+    """All settings that decide what the model learns; they are stored with the checkpoint."""
 
-    tokens: int = 2_000_000_000  # to process, prompts and padding included
-    batch_tokens: int = 131_072  # a step, padding included
-    row_tokens: int = 4096  # a row of a batch; longer documents are dropped
+    tokens: int = 2_000_000_000  # of the whole training, prompts and padding included
+    batch_tokens: int = 131_072  # of a step, padding included
+    row_tokens: int = 4096  # of a row of a batch; longer documents are dropped
     lr: float = 2e-3
     final_lr: float = 0.0  # share of `lr` at the end
     warmup_steps: int = 100
@@ -68,13 +69,13 @@ class Recipe:
     clip: float = 1.0
     short_first: float = 0.1  # share of the training that is spent on short problems first
     share: dict[str, float] = field(default_factory=lambda: dict.fromkeys(prepare.FAMILIES, 1.0))  # of documents
-    # A problem's size by family (calculations, steps): smallest, largest, and largest of the `long_share`.
+    # A problem's size by family, in calculations or steps: smallest, largest, and largest of the `long_share`.
     sizes: dict[str, list[int]] = field(default_factory=default_sizes)
-    long_share: float = 0.04  # of the documents: from the largest to the largest of all
-    evict_share: float = 0.0  # of the documents: a part of their response is evicted
-    evict_rate: float = 0.6  # share of such a response that is evicted: drawn for each from 0 to this
+    long_share: float = 0.04  # share of the documents with long problems: from the second size to the third
+    evict_share: float = 0.0  # share of the documents with a response of which a part is evicted
+    evict_rate: float = 0.6  # the evicted share of such a response is drawn from 0 to this
     evict_span: int = 8  # tokens that are evicted together in half of these documents; in the others, single ones
-    evict_spared: int = 32  # newest tokens, which every query sees, evicted or not
+    evict_spared: int = 32  # newest tokens, which a query sees even if they are evicted
     evict_after: float = 0.0  # share of the training after which eviction begins
     seed: int = 0
 
@@ -99,7 +100,8 @@ class Recipe:
 
 
 def check_range(option: str, value: float, lowest: float, highest: float) -> None:
-    """UsageError if the value is not a finite number from the lowest to the highest."""
+    """UsageError: the value is not a finite number from the lowest to the highest. option: its name, for the
+    message."""
     if lowest <= value <= highest and value != math.inf:
         return
     start = "above 0" if lowest == ABOVE_0 else f"of at least {lowest}" if highest == math.inf else f"from {lowest}"
@@ -109,11 +111,11 @@ def check_range(option: str, value: float, lowest: float, highest: float) -> Non
 
 @dataclass(frozen=True)
 class Schedule:
-    """How far training is, from 0 to 1: the share of the steps or, if it is larger, of the time."""
+    """How far training is, from 0 to 1: the share of the steps, or the share of the time if that is larger."""
 
     steps: int
-    seconds: float | None = None  # in all; None: steps alone count
-    began: float = 0.0  # on the clock of `time.monotonic`
+    seconds: float | None = None  # of the whole training; None: only steps count
+    began: float = 0.0  # by the clock `time.monotonic`
 
     def share(self, step: int) -> float:
         of_time = (time.monotonic() - self.began) / self.seconds if self.seconds else 0.0
@@ -126,17 +128,17 @@ class Document(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """All [rows, row_tokens], and int32 but for the last."""
+    """The input of a step. All tensors are [rows, row_tokens], int32 except `evicted`."""
 
     tokens: Tensor
-    labels: Tensor  # what comes next in the same document, or IGNORE
-    positions: Tensor  # in the document
+    labels: Tensor  # the next token of the same document, or IGNORE
+    positions: Tensor  # of the token in its document
     documents: Tensor  # number of the document in its row, or PADDING
     evicted: Tensor  # bool
 
 
 class Documents(IterableDataset[Batch | UsageError]):
-    """The batches from step `start` on, one a step; an error in place of a batch ends them.
+    """The batches from step `start` on, one for each step. An error in place of a batch is the last item.
 
     An error is yielded, not raised: the loader would put the traceback of its worker process into the message.
     """
@@ -175,20 +177,21 @@ class Documents(IterableDataset[Batch | UsageError]):
             yield batches[index]
 
     def batches(self, rng: random.Random, share: float) -> list[Batch]:
-        """POOL batches for when that share of the training is done."""
+        """POOL batches, for the moment when this share of the training is done."""
         drawn: list[Document] = []
         left = POOL * self.rows * self.recipe.row_tokens
         while left > 0:
             drawn.append(self.fitting(rng, share < self.recipe.short_first))
             left -= len(drawn[-1].tokens)
         rows = packed(drawn, self.recipe.row_tokens)
-        rng.shuffle(rows)  # so that which rows are too many has nothing to do with the length of their documents
+        rng.shuffle(rows)  # so that rows that are left over do not have documents of special lengths
         chance = np.random.default_rng(rng.getrandbits(64))
         evict = share >= self.recipe.evict_after
         return [self.batch(rows[i * self.rows : (i + 1) * self.rows], chance, evict) for i in range(POOL)]
 
     def check(self) -> None:
-        """UsageError if no document fits a row, be it at the beginning, when problems are short, or later."""
+        """UsageError: no document fits into a row, either of the short problems at the beginning or of the later
+        ones."""
         for short in sorted({self.recipe.short_first > 0, self.recipe.short_first == 1}):
             self.fitting(random.Random(self.recipe.seed), short)
 
@@ -239,7 +242,7 @@ class Documents(IterableDataset[Batch | UsageError]):
 
 
 def packed(documents: Sequence[Document], row_tokens: int) -> list[list[Document]]:
-    """Documents in rows: the longest first, each into the fullest row that still has room for it."""
+    """Pack documents into rows: the longest first, each into the fullest row that still has room for it."""
     rows: list[list[Document]] = []
     room: list[tuple[int, int]] = []  # free tokens and the row's number, sorted
     for document in sorted(documents, key=lambda d: -len(d.tokens)):
@@ -256,7 +259,7 @@ def packed(documents: Sequence[Document], row_tokens: int) -> list[list[Document
 
 
 def random_eviction(length: int, recipe: Recipe, chance: np.random.Generator) -> np.ndarray:
-    """Which of `length` response tokens are evicted: [length] bool. Spans are aligned at a random offset."""
+    """Draw which of `length` response tokens are evicted: bool [length]. Spans are aligned at a random offset."""
     rate = chance.random() * recipe.evict_rate
     span = 1 if chance.random() < 0.5 else recipe.evict_span
     offset = int(chance.integers(span))

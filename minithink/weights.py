@@ -1,11 +1,11 @@
-"""Checkpoints: where they are, how they become a `Decoder`, and how a `Decoder` becomes one again.
+"""Checkpoints: find them, load them into a `Decoder`, and save a `Decoder` as one.
 
-Only safetensors are read: a JSON header and raw numbers, nothing that could run code. The file is mapped into memory
-and every tensor copied once, from the page cache to its final place, so loading in the checkpoint's own dtype
-allocates what the weights occupy and nothing else.
+Only safetensors are read: a JSON header and raw numbers, which cannot run code. The file is mapped into memory, and
+every tensor is copied once, from the page cache to its final place. So loading in the checkpoint's own dtype
+allocates only the memory of the weights.
 
-`tensors_of` is the whole mapping between the names of Hugging Face and the decoder's parameters: each name leads to
-the view of a parameter that has the checkpoint's layout. Loading copies into the views, saving copies out of them.
+`tensors_of` maps each name of Hugging Face to a view of the decoder's parameter, in the checkpoint's layout. Loading
+copies into the views, saving copies out of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from minithink.hub import download
 from minithink.model import Block, Decoder
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-WEIGHTS = "model*.safetensors"  # both kinds of names; repositories hold other copies (consolidated.safetensors), too
+WEIGHTS = "model*.safetensors"  # one file, or shards; not the copies in consolidated.safetensors
 FILES = (
     "config.json", "generation_config.json", WEIGHTS, INDEX, "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "chat_template.*", "additional_chat_templates/*",
@@ -49,8 +49,8 @@ MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 def tensors_of(decoder: Decoder) -> dict[str, Tensor]:
     """Every tensor of a checkpoint by its Hugging Face name, as a view of the decoder's parameter.
 
-    The views have the checkpoint's shapes (projections are [out, in] there and [in, out] here), so that
-    `view.copy_(tensor)` loads one; on the meta device they say which tensors a config calls for.
+    The views have the checkpoint's shapes: a projection is [out, in] there and [in, out] here. So
+    `view.copy_(tensor)` loads a tensor. On the meta device the views say which tensors a config calls for.
     """
     c, f = decoder.config, decoder.config.intermediate_size
     q = c.num_heads * c.head_dim
@@ -93,8 +93,8 @@ def load_decoder(
     Args:
         folder: holds `config.json` and either `model.safetensors` or `model.safetensors.index.json` with its shards.
         device: where the parameters go.
-        dtype: of the parameters; None: the checkpoint's own (the widest, where its tensors differ).
-        backend: the hot paths of the decoder.
+        dtype: of the parameters; None: the checkpoint's own, the widest if its tensors differ.
+        backend: the functions that the decoder calls.
 
     Raises:
         MinithinkError: a file is missing or damaged, or the tensors are not exactly those that the config calls for.
@@ -129,7 +129,7 @@ def save_checkpoint(
     max_shard_bytes: int | None = None,
     extra_config: dict[str, Any] | None = None,
 ) -> None:
-    """Write `config.json` and safetensors in the layout of Hugging Face, each file whole or not at all.
+    """Write `config.json` and safetensors in the layout of Hugging Face. No file is ever half written.
 
     Weights of an earlier checkpoint in the folder are replaced; other files stay.
 
@@ -162,12 +162,12 @@ def save_checkpoint(
             temp = Path(temporary)
             _write_json(temp / "config.json", config)
             for file, shard in zip(names, shards, strict=True):
-                # A copy of each, because safetensors refuses tensors that share memory: one shard's worth at a time.
+                # safetensors refuses tensors that share memory, so the tensors of one shard at a time are copied.
                 tensors = {n: _contiguous_copy(views[n], dtype) for n in shard}
                 save_file(tensors, temp / file, metadata={"format": "pt"})
             if of > 1:
                 _write_json(temp / INDEX, index)
-            # The index goes first and comes last: whoever reads in between finds no checkpoint rather than a mixture.
+            # The index is removed first and written last: a reader in between finds no checkpoint, not a mixture.
             stale = [folder / INDEX, *folder.glob("model-*-of-*.safetensors"), folder / SINGLE]
             for path in stale if of > 1 else stale[:-1]:
                 path.unlink(missing_ok=True)
@@ -178,7 +178,7 @@ def save_checkpoint(
 
 
 def checkpoint_hash(folder: str | Path) -> str:
-    """Which weights these are: the first 16 hex digits of a SHA-256 over all weight files, sorted by name."""
+    """A name for the weights: the first 16 hex digits of a SHA-256 over all weight files, sorted by name."""
     digest = hashlib.sha256()
     for path in sorted(set(_weight_files(Path(folder)))):
         try:
@@ -191,7 +191,7 @@ def checkpoint_hash(folder: str | Path) -> str:
 
 
 def resolve(path_or_id: str, revision: str | None = None) -> Path:
-    """The folder of a checkpoint: a local one, or that of a Hugging Face model, downloaded if it is not cached.
+    """The folder of a checkpoint: a local one, or that of a Hugging Face model, which is downloaded if necessary.
 
     Args:
         path_or_id: a folder, or a model id such as `Qwen/Qwen3-0.6B`.
@@ -241,7 +241,7 @@ def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
         raise MinithinkError(f"{where} has no weight_map from tensors to files: download it again.")
     files: dict[Path, set[str] | None] = {}
     for name, shard in weight_map.items():
-        # The name alone is judged: in the hub's cache the file itself is a link to a blob elsewhere.
+        # Only the name is checked: in the hub's cache the file itself is a link to a blob elsewhere.
         if not isinstance(shard, str) or PureWindowsPath(shard).name != shard or not shard.endswith(".safetensors"):
             raise MinithinkError(f"{where} puts {name} into {shard!r}, which is no *.safetensors file beside it.")
         if not (folder / shard).is_file():
@@ -323,7 +323,7 @@ def _check(entries: dict[str, _Entry], views: dict[str, Tensor], config: ModelCo
 
 
 def _check_tied(embed: _Entry, head: _Entry) -> None:
-    """A separate output head beside tied embeddings is redundant when equal, and a contradiction otherwise."""
+    """Refuse an output head that differs from the embeddings to which config.json ties it."""
     with safe_open(embed.path, framework="pt") as a, safe_open(head.path, framework="pt") as b:
         if embed.shape == head.shape and torch.equal(a.get_tensor(EMBED), b.get_tensor(HEAD)):
             return

@@ -1,6 +1,6 @@
 r"""Datasets: the embedded families, files, ready entries for the usual benchmarks, and other datasets of the hub.
 
-Files are data: JSON, CSV and parquet are read, scripts that datasets bring along are neither fetched nor run.
+Files are data: JSON, CSV and parquet are read. Scripts of datasets are neither fetched nor run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from minithink.tasks import boxed, families, load_problems, search
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 CHOOSE = "The answer is one letter: A, B, C or D."
-QUESTION = ("question", "problem", "prompt")  # the names of fields, in the order in which they are looked for
+QUESTION = ("question", "problem", "prompt")  # names of fields, in the order in which they are looked for
 ANSWER = ("answer", "expected_answer", "final_answer", "target", "solution")
 FORMATS = (".jsonl", ".csv", ".json", ".parquet")
 LEVELS = {f"{search.FAMILY}:{level}": level for level in range(len(search.WORDING))}  # search in one redundancy
@@ -61,12 +61,12 @@ def load_dataset(
     Args:
         name: as above.
         split: None: test.
-        limit: only the first so many.
-        grader: of rows in files that name none; ready entries know theirs.
+        limit: take only the first so many examples; None: all.
+        grader: for rows of files that name none; a ready entry has its own.
 
     Raises:
         UsageError: there is no such dataset, split or grader.
-        MinithinkError: a file is missing, damaged, empty, or lacks something; it says which line and what.
+        MinithinkError: a file is missing, damaged or empty, or a line lacks a field; the message names the line.
     """
     if limit is not None and limit < 1:
         raise UsageError(f"A limit of {limit} examples leaves none: give 1 or more.")
@@ -91,7 +91,7 @@ def load_dataset(
 
 
 def check_name(name: str) -> None:
-    """UsageError: nothing that is called so could be a dataset."""
+    """UsageError: the name is not that of any dataset, file or dataset of the hub."""
     if _entry(name) or name in (*families(), *LEVELS) or name.startswith("hub:") or is_file(name):
         return
     raise UsageError(
@@ -111,10 +111,10 @@ def _entry(name: str) -> str | None:
 
 
 def check_graders(examples: Iterable[Example]) -> list[str]:
-    r"""Whether every grader works here and accepts the answers of its problems, in a \boxed{}.
+    r"""Check that every grader works here and accepts the right answers of its problems, in a \boxed{}.
 
     Returns:
-        Of each grader that does not accept some, a sentence.
+        A sentence for each grader that does not accept some of them.
 
     Raises:
         UsageError: a grader accepts none of its answers.
@@ -154,7 +154,7 @@ class _Row:
         return MinithinkError(f"{self.path}, {self.unit} {self.number} {what}.")
 
     def get(self, *names: str) -> str:
-        """The text of the first of the fields that has any, else nothing; a whole float loses its ".0"."""
+        """The text of the first of these fields that has one; "": none has. A whole float loses its ".0"."""
         for name in names:
             value = self.fields.get(name)
             if value is None or (isinstance(value, str) and not value.strip()):
@@ -171,7 +171,7 @@ class _Row:
         return ""
 
     def need(self, *names: str) -> str:
-        """As `get`; MinithinkError where there is nothing."""
+        """As `get`, but MinithinkError if no field has a text."""
         text = self.get(*names)
         if not text:
             what = names[0] if len(names) == 1 else f"{names[0]} (no field {', '.join(names[:-1])} or {names[-1]})"
@@ -238,7 +238,7 @@ def _row(fields: Any, path: Path, number: int, unit: str) -> _Row:
 
 
 def _json_list(path: Path) -> list[Any] | None:
-    """What a JSON file lists; None where it is no list, but may be JSON lines under another name."""
+    """The list that a JSON file holds; None: it holds no list, but perhaps JSON lines."""
     text = path.read_text(encoding="utf-8-sig")
     if not text.lstrip().startswith("["):
         return None
@@ -262,7 +262,7 @@ def _parquet(path: Path) -> list[dict[str, Any]]:
 
 
 def _from_rows(rows: Iterable[_Row], name: str, grader: str, instruction: str = "") -> list[Example]:
-    """Examples from files whose format nobody has told."""
+    """Examples from files of a dataset that is no ready entry."""
     examples = []
     for n, row in enumerate(rows, 1):
         question, answer = row.need(*QUESTION), row.need(*ANSWER)
@@ -277,7 +277,7 @@ def _from_rows(rows: Iterable[_Row], name: str, grader: str, instruction: str = 
 
 
 def _distinct(examples: list[Example], rows: Iterable[_Row]) -> list[Example]:
-    """The examples, if no two have the same id."""
+    """The examples. MinithinkError: two have the same id."""
     seen: dict[str, _Row] = {}
     for example, row in zip(examples, rows, strict=True):
         before = seen.setdefault(example.id, row)
@@ -295,14 +295,14 @@ class Entry:
 
     repo: str  # a dataset of the hub
     files: Mapping[str, str]  # split → file
-    read: Callable[[_Row], tuple[str, str]]  # → the message, the answer
+    read: Callable[[_Row], tuple[str, str]]  # of a row: the message, the answer
     grader: str
-    id: str = "id"  # a field; where there is none, examples are numbered
+    id: str = "id"  # the field of an example's id; if a row lacks it, examples are numbered
     group: Callable[[_Row], str] = lambda row: ""
 
 
 def _asks(question: str, answer: str) -> Callable[[_Row], tuple[str, str]]:
-    """The fields that hold the question and the answer."""
+    """A reader of rows whose question and answer are in these fields."""
     return lambda row: (f"{row.need(question)}\n\n{INSTRUCTION}", row.need(answer))
 
 

@@ -1,9 +1,9 @@
-r"""Graders: is what a text answers the answer of the problem?
+r"""Graders decide whether a generated text gives the right answer.
 
-Only what follows `</think>` counts. Each grader first finds an answer in the text, then compares it; where it finds
-none that it can read, the text is wrong. The names that datasets give them:
+Only the text behind `</think>` counts. Each grader finds an answer in the text, then compares it with the right one.
+If it finds no answer that it can read, the text is wrong. Datasets name these graders:
 
-- `exact`: the last \boxed{}, character for character, spaces apart.
+- `exact`: the last \boxed{}, character for character, without spaces.
 - `math`: the last \boxed{}, equal by math-verify (extra `math`): 1/2 is 0.5, and {1, 2} is {2, 1}.
 - `number`: the one number in the last \boxed{}; thousands separators, currencies and units do not matter.
 - `choice`: the letter A to D in the last \boxed{}, or, without a box, in the last "answer is (B)".
@@ -25,7 +25,7 @@ from minithink.tasks import boxed, same_characters
 
 @dataclass(frozen=True)
 class Graded:
-    """What a text answers, and whether it is right."""
+    """The answer of a text, and whether it is right."""
 
     found: str | None  # None: no answer that the grader can read
     right: bool
@@ -33,10 +33,10 @@ class Graded:
 
 @dataclass(frozen=True)
 class Grader:
-    """Finds an answer in a text, and compares it; called with a text and the right answer: is the text right?"""
+    """Finds an answer in a text and compares it. A call with a text and the right answer: is the text right?"""
 
     find: Callable[[str], str | None]
-    equal: Callable[[str, str], bool]  # what was found, the right answer
+    equal: Callable[[str, str], bool]  # of the answer that was found and the right one
 
     def __call__(self, text: str, answer: str) -> bool:
         return self.grade(text, answer).right
@@ -50,13 +50,13 @@ def grade(text: str, answer: str, grader: str) -> Graded:
     """Grade one generated text.
 
     Args:
-        text: what was generated; what comes before `</think>` is no answer.
-        answer: the right one.
+        text: as generated; the text before `</think>` is no answer.
+        answer: the right answer.
         grader: a name in GRADERS.
 
     Raises:
         UsageError: there is no such grader.
-        MinithinkError: `math` without math-verify, or outside of the main thread.
+        MinithinkError: the grader is `math`, and math-verify is not installed or this is not the main thread.
     """
     if grader not in GRADERS:
         raise UsageError(f"There is no grader {grader!r}; there are {', '.join(GRADERS)}.")
@@ -64,7 +64,7 @@ def grade(text: str, answer: str, grader: str) -> Graded:
 
 
 def check(grader: str) -> None:
-    """MinithinkError: what this grader needs is not there, or does not work."""
+    """MinithinkError: a library that this grader needs is missing, or does not work."""
     if grader == "math" and not grade(r"\boxed{\frac{1}{2}}", "0.5", grader).right:
         raise MinithinkError(
             "The grader math does not find that 1/2 is 0.5, so something that math-verify needs is missing: pip "
@@ -74,7 +74,7 @@ def check(grader: str) -> None:
 
 # --- number
 
-# What may stand in or around a number and is no part of it: \, \! \; {,} $ \$ and the like.
+# Characters in or around a number that are no part of it: \, \! \; {,} $ \$ and the like.
 _SPACING = re.compile(r"\\[,!;: ]|\\?\$")
 # A unit's exponent, as in m^2 or \text{ cm}^{3}, is no second number.
 _EXPONENT = re.compile(r"(?<=[A-Za-z}])\^(?:\{-?[0-9]\}|-?[0-9])")
@@ -87,7 +87,7 @@ _JOINED = re.compile(r"[A-Za-z0-9)\]}]\s*-\s*[.0-9]")
 
 
 def _number(text: str) -> str | None:
-    """The one number in a short text, without thousands separators; None where there is none, or several."""
+    """The one number in a short text, without thousands separators; None: there is none, or there are several."""
     text = _EXPONENT.sub("", _SPACING.sub("", text.replace("−", "-").replace("{,}", ",")))
     numbers = [] if _JOINED.search(text) else _NUMBER.findall(_MINUS.sub(r"\1-", text))
     return numbers[0].replace(",", "") if len(numbers) == 1 else None
@@ -146,7 +146,7 @@ def _same_mathematics(found: str, answer: str) -> bool:
         return parse(rf"\boxed{{{text.strip().removesuffix('.')}}}")
 
     try:
-        # The right one first: what verify does about assignments (x = 5) and intervals depends on which is which.
+        # The right answer first: verify treats assignments (x = 5) and intervals by their place.
         return bool(verify(read(answer), read(found)))
     except Exception:  # sympy, whose errors are of every kind
         return False
@@ -159,7 +159,7 @@ def _math_verify() -> tuple[Callable[..., list[Any]], Callable[..., bool]]:
         raise MinithinkError(
             "The grader math needs math-verify, which is not installed: pip install 'minithink[math]'."
         ) from None
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # that it cannot read an answer is no news
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warnings of unreadable answers are not needed
     return parse, verify
 
 

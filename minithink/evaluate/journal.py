@@ -1,9 +1,9 @@
-"""What an evaluation run leaves behind: one line for every finished sequence, and the settings.
+"""The journal: the files that an evaluation run writes, one line for every finished sequence, and its settings.
 
     DIR/config.json        the settings, and how the run was started and resumed
     DIR/results.jsonl      a Record a line; of a data-parallel run, results-0.jsonl, results-1.jsonl, … one a rank
 
-A line is written when its sequence ends, so killing the process loses the sequences that were running and no other.
+A line is written when its sequence ends. If the process is killed, only the sequences that were running are lost.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ MAY_DIFFER = {
     "resume": "says that a run is resumed",
     "trace": "a recording beside the results",
 }
-# Settings in which runs may differ that are shown in one picture: what is compared there.
+# Runs that are drawn into one picture may differ in these settings.
 COMPARED = (
     "policies", "budgets", "schedule", "batch_size", "backend", "device", "recall", "needed", "keep_text", "model",
     *MAY_DIFFER,
 )  # fmt: skip
 
-# Fields of a Record that are measured where asked: shares, with the titles of their columns.
+# Fields of a Record that are measured only on request: shares, with the titles of their columns.
 SHARES = {
     "recall": "recall", "needed_kept": "needed, kept", "needed_somewhere": "in some lane",
     "needed_beyond": "beyond the prompt", "parsed": "lines parsed",
@@ -58,7 +58,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """How one sequence ended, and what it took.
+    """How one sequence ended, and how much memory and time it took.
 
     Raises:
         ValueError: a field has the wrong type, or a number is negative, infinite or NaN.
@@ -68,12 +68,12 @@ class Record:
     budget: int | float | None  # tokens; below 1: a share of what the full cache generates; None: the policy has none
     id: str  # of the problem
     sample: int  # from 0
-    group: str  # of problems: a family, a length bin, a subject; "" where there are none
+    group: str  # of problems: a family, a length bin, a subject; "": the dataset has no groups
     right: bool
     found: str | None  # the answer that was graded; None: the text has none
     finish_reason: str  # stop | length | context
     prompt_tokens: int
-    generated_tokens: int  # with the one that stopped
+    generated_tokens: int  # the token that stopped included
     thinking_tokens: int
     kv_bytes_peak: int  # held for this sequence: keys, values and all that belongs to them, at the fullest step
     kv_bytes_mean: float  # over its steps
@@ -83,8 +83,8 @@ class Record:
     evicting_steps: int  # of these, after which some lane lost a token
     seconds: float  # its part of the time: of every step, the duration divided by the sequences that took part
     text_sha: str  # see `text_hash`
-    text: str | None = None  # all that was generated, where it is kept
-    recall: float | None = None  # share of the tokens that full attention looks at most, see recall.py; where asked
+    text: str | None = None  # all that was generated; None: it was not kept
+    recall: float | None = None  # share of the tokens that full attention looks at most, see recall.py
     needed_kept: float | None = None  # share of what statements need that is held as they begin, see needed.py
     needed_somewhere: float | None = None  # likewise, in at least one lane
     needed_beyond: float | None = None  # likewise kept, of the needs that no token of the prompt meets
@@ -113,14 +113,14 @@ class Record:
         return Key(self.policy, self.budget, self.id, self.sample)
 
     def to_json(self) -> str:
-        """One line of JSON in ASCII, without the line's end; what is optional and not there is left out."""
+        """One line of JSON in ASCII, without a line break; optional fields that are None are left out."""
         values = {name: getattr(self, name) for name in _KINDS}
         values = {name: value for name, value in values.items() if value is not None or name not in _OPTIONAL}
         return json.dumps(values, allow_nan=False)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Record:
-        """The record of what a line holds. ValueError: a field is unknown, missing, or has no such value."""
+        """The record with a line's fields. ValueError: a field is unknown or missing, or its value is not valid."""
         if unknown := [name for name in values if name not in _KINDS]:
             raise ValueError(f"the field {unknown[0]!r} is unknown")
         if missing := [name for name in _KINDS if name not in values and name not in _OPTIONAL]:
@@ -138,26 +138,26 @@ _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def text_hash(text: str) -> str:
-    """The first 16 hexadecimal digits of a text's SHA-256: whether two runs generated the same."""
+    """The first 16 hexadecimal digits of a text's SHA-256. Equal hashes: two runs have generated the same text."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a folder holds."""
+    """The run that a folder holds."""
 
     folder: Path
     settings: dict[str, Any]
     runs: list[dict[str, Any]]  # how it was started and resumed
     records: list[Record]  # file by file, as they were written
-    notes: list[str]  # what was passed over: a last line that is cut off
+    notes: list[str]  # sentences about last lines that are cut off and were passed over
 
 
 def read(folder: Path) -> Run:
-    """What a run has left so far; it may still be running. All its results files count together.
+    """Read a run, which may still be going on. The results files of all ranks belong together.
 
     Raises:
-        UsageError: there is no such folder, or no run in it; a line is damaged, or a sequence is there twice.
+        UsageError: there is no such folder, or no run in it; a line is damaged, or two lines are about one sequence.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder: give one that an evaluation wrote.")
@@ -181,8 +181,8 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 
 def join(runs: Sequence[Run]) -> list[Record]:
-    """The records of several folders, to be compared with each other. A sequence that several hold, as `full` beside
-    different policies, counts once.
+    """The records of several folders, to be compared with each other. A sequence that several folders hold, such as
+    one of `full`, counts once.
 
     Raises:
         UsageError: two folders hold a sequence with different texts or verdicts, or their settings differ in more
@@ -217,10 +217,10 @@ def check_unique(records: Iterable[Record], where: object = "The list of records
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], ignored: Iterable[str] = ()) -> str:
-    """The settings that differ, with both values, as "seed 0 and 1, limit none and 5"; empty: none do.
+    """The settings that differ, with both values: "seed 0 and 1, limit none and 5"; "": all are equal.
 
     Args:
-        before, now: settings by name, of values that JSON knows; a tuple is a list.
+        before, now: settings by name, with values that JSON knows; a tuple counts as a list.
         ignored: names that may differ.
     """
     names = [name for name in {**before, **now} if name not in set(ignored)]
@@ -235,9 +235,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], ignored: Iter
 class Journal:
     """The results of a run, open for appending. Also a context manager.
 
-    Several processes may share a folder as ranks of one run, each with its own file; rank 0 opens first. Whoever
-    divides the work among them divides the list of all sequences, and leaves out those in `done` afterwards: then it
-    does not matter in which order the ranks look, nor how many there were before an interruption.
+    Several processes may share a folder as ranks of one run, each with its own file; rank 0 opens first. To divide
+    the work, divide the list of all sequences, then leave out those in `done`. Then neither the order in which the
+    ranks look nor the number of ranks before an interruption matters.
     """
 
     def __init__(
@@ -252,13 +252,13 @@ class Journal:
     ) -> None:
         """Open a folder, and make it if there is none.
 
-        A last line that is cut off or damaged is removed, and `notes` says so. A folder without any finished
-        sequence is as good as new.
+        A last line that is cut off or damaged is removed, and `notes` says so. A folder without a finished sequence
+        counts as new.
 
         Args:
             folder: where the files lie.
-            settings: whatever decides what is generated and how it is graded, as JSON knows it; beside that, only
-                those in MAY_DIFFER.
+            settings: all that decide what is generated and how it is graded, with values that JSON knows. Of other
+                settings only those in MAY_DIFFER.
             resume: continue what is there.
             rank: of this process in a data-parallel run; None: it is alone.
             allow: further settings that may differ from those before, such as batch_size, if the user says so.
@@ -295,18 +295,19 @@ class Journal:
             raise MinithinkError(f"{folder} cannot be written: {reason(error)}; give another folder.") from None
 
     def _check_ranks(self) -> None:
-        """Refuse a folder where ranks of another run write. Looked at when this process holds its own file: of two
-        runs that start at once, the later one to hold its file finds that of the other."""
+        """Refuse a folder into which ranks of another run write. This process holds its own file by now. So if two
+        runs start at once, the one that is later to hold its file finds the other's."""
         if any(files.is_held(path) for path in _result_files(self.folder) if path != self.path):
             raise files.in_use(self.folder)
 
     def _read(
         self, resume: bool, settings: dict[str, Any], free: set[str]
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Learn what is there, refuse what does not go on, and cut off what is broken at the end of this file.
+        """Read the records of all ranks, refuse a run that this one does not continue, and remove a broken last line
+        from this rank's file.
 
         Returns:
-            The settings that the folder keeps to, and how its run was started and resumed before.
+            The settings of the run in the folder, and how it was started and resumed before.
         """
         size = None
         for path in _result_files(self.folder):
@@ -336,8 +337,8 @@ class Journal:
         return before, runs
 
     def append(self, record: Record) -> None:
-        """Write one record. When this returns, the operating system has it: it survives the end of the process,
-        whatever ends it, though not that of the machine.
+        """Write one record. When this returns, the operating system has it: the record survives the end of the
+        process, but not a crash of the machine.
 
         Raises:
             UsageError: this sequence has a record already.
@@ -356,7 +357,7 @@ class Journal:
         self.done.add(record.key)
 
     def close(self) -> None:
-        """Write no more, and let others."""
+        """Close the file, and let other processes write."""
         self._file.close()
 
     def __enter__(self) -> Journal:
@@ -395,10 +396,10 @@ def _read_lines(path: Path) -> tuple[list[Record], int, str]:
     """The records of one file.
 
     Returns:
-        The records; the bytes up to the end of the last good line; what is wrong with what follows ("": nothing).
+        The records; the number of bytes up to the end of the last good line; what is wrong behind it ("": nothing).
 
     Raises:
-        UsageError: a line is no record; only the last may be, where it is cut off or no JSON.
+        UsageError: a line is no record. Only the last line may be none, if it is cut off or no JSON.
     """
     try:
         data = path.read_bytes()

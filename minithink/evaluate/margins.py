@@ -1,9 +1,10 @@
 """Count where another batch size may change what is drawn, and where it did.
 
-The full cache generates the same sequences in batches of several sizes. The text of the first goes through the model
-once more, as a prompt, for the margin of each draw: how far the winner, noise included, was above the second. Sums of
-another shape differ in their last bits, so that sequences may part where a margin is below NEAR, and nowhere else.
-(In 16 bits a rounding is larger than NEAR: the law is one of float32. The margins themselves are rounded, too.)
+The full cache generates the same sequences in batches of several sizes. The texts of the first size go through the
+model once more, as prompts, which gives the margin of each draw: how far the winner's logit, noise included, was
+above the second one. Sums of another shape differ in their last bits. So sequences of two batch sizes may differ from
+a draw on whose margin is below NEAR, and from no other draw on. This holds in float32: in 16 bits a rounding is
+larger than NEAR. The margins are rounded, too.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ HELP = (
 
 
 class Parting(NamedTuple):
-    """Where a sequence began to differ."""
+    """The token at which a sequence began to differ from that of the first batch size."""
 
     number: int  # of the sequence
     batch_size: int
-    token: int  # generated before
+    token: int  # number of tokens that were generated before
     margin: float
 
 
@@ -64,7 +65,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
-    """Generate at every size, compare, print and write → 1 where a difference is more than a near tie explains."""
+    """Generate at every size, compare, print and write → 1 if a sequence differs where the margin is not small."""
     if len(args.batch_sizes) < 2:
         raise UsageError(f"--batch-sizes names {len(args.batch_sizes)} size, and two are compared: give 1,8.")
     SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
@@ -110,7 +111,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 @torch.inference_mode()
 def draw_margins(engine: Engine, s: Track, params: SamplingParams) -> list[float]:
-    """How far the winner of each draw was above the second, in logits (of the temperature)."""
+    """How far the winner of each draw was above the second, in logits divided by the temperature."""
     cache = FullCache(engine.config, engine.rope, device=engine.device, dtype=engine.dtype)
     text = [*s.prompt, *s.tokens[:-1]]
     cache.join(0, len(text))
@@ -129,7 +130,13 @@ def draw_margins(engine: Engine, s: Track, params: SamplingParams) -> list[float
 def partings(
     want: Sequence[Track], got: Sequence[Track], batch_size: int, margins: dict[int, list[float]]
 ) -> list[Parting]:
-    """Where sequences began to differ from those wanted. margins: of these, by number."""
+    """Where sequences began to differ from those of the first batch size.
+
+    Args:
+        want: sequences of the first batch size.
+        got: the same ones at another batch size.
+        margins: of the draws in `want`, by the number of the sequence.
+    """
     out = []
     for a, b in zip(want, got, strict=True):
         if a.tokens != b.tokens:

@@ -1,8 +1,8 @@
-"""What every sequence of a stream holds, measured after each of its decoding steps.
+"""Measures the tokens and bytes that every sequence of a stream holds, after each of its decoding steps.
 
-Beside the graphed loop it is counted on the device, for all rows at once, by one more graph that runs while the host
-prepares the next step; the host reads a sequence's sums when it ends, and nothing before. Where sequences have caches
-of their own (`kv/apart.py`), the ledger is asked after every step.
+If decoding steps are CUDA graphs, one more graph counts on the device, for all rows at once, while the host prepares
+the next step. The host reads a sequence's sums only when the sequence ends. If each sequence has a cache of its own
+(`kv/apart.py`), the host asks the ledger after every step.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ Watch = Callable[[list[Track]], object]  # Stream.on_step
 
 
 class Held(NamedTuple):
-    """Of one sequence over its decoding steps; if it took none, after its prompt. Tokens: means over the lanes."""
+    """What one sequence held over its decoding steps; if it took none, after its prompt. Tokens are means over its
+    lanes (a lane is a KV head of a layer)."""
 
     steps: int
-    evicting_steps: int  # after which some lane held no more tokens than before
+    evicting_steps: int  # steps after which some lane held no more tokens than before
     tokens_peak: float
     tokens_mean: float
     bytes_peak: int
@@ -39,14 +40,14 @@ class Meter(Protocol):
     """Called after every forward pass of a stream (`Stream.on_step`)."""
 
     def __call__(self, sequences: Sequence[Track]) -> None:
-        """These took part: some whose prompts were read, or all that decode."""
+        """Measure the sequences of a step: those whose prompts were read, or all that decode."""
 
     def take(self, sequences: Sequence[Track]) -> list[Held]:
-        """What these sequences held, which have ended; to be asked before the stream goes on. They are forgotten."""
+        """What sequences held that have just ended. Call it before the stream goes on; it forgets them."""
 
 
 def meter(stream: Stream) -> Meter:
-    """What measures a stream of a fixed shape, from its first step on."""
+    """The meter of a stream of a fixed shape, which measures from the first step on."""
     if isinstance(stream.cache, Apart):
         measure: Meter = LedgerMeter(stream.cache)
     elif isinstance(stream.cache, KVManager):
@@ -58,7 +59,7 @@ def meter(stream: Stream) -> Meter:
 
 
 def both(one: Watch, other: Watch) -> Watch:
-    """Calls one, then the other."""
+    """A function that calls both, in this order."""
 
     def call(sequences: list[Track]) -> None:
         one(sequences)
@@ -68,19 +69,19 @@ def both(one: Watch, other: Watch) -> Watch:
 
 
 class DeviceMeter:
-    """Rows of one manager, measured by a CUDA graph."""
+    """Measures the rows of one manager by a CUDA graph."""
 
     def __init__(self, cache: KVManager) -> None:
         self.cache = cache
         rows = len(cache.rows)
-        # tokens and bytes after the prompt; steps, of these with an eviction; sums of tokens and bytes; their peaks
+        # tokens and bytes after the prompt; steps, steps with an eviction; sums of tokens and of bytes; their peaks
         self.sums = torch.zeros(8, rows, dtype=torch.float64, device=cache.device)
         self.before = cache.store.count.clone()  # tokens that the lanes held
         self._row = dict[int, int]()  # of a sequence's number
-        self._last: tuple[Sequence[Track], int, Tensor] | None = None  # the last inputs, and what they are made of
+        self._last: tuple[Sequence[Track], int, Tensor] | None = None  # sequences, bytes of state, inputs for them
         self._recorded: dict[int, loop.Recorded] = {}  # by the width that is read
         self._pool = torch.cuda.graph_pool_handle()
-        # What `take` reads, copied after every step: the device may be at the next one by then.
+        # `take` reads this copy of the sums: the device may be at the next step by then.
         self._told = torch.zeros(self.sums.shape, dtype=self.sums.dtype, pin_memory=self.sums.is_cuda)
         self._copied = torch.cuda.Event() if self.sums.is_cuda else None
 
@@ -108,12 +109,12 @@ class DeviceMeter:
         self._recorded[width].replay(values)
 
     def _state(self) -> int:
-        """Bytes of a row's share of what the policy remembers and sees."""
+        """Bytes of a row's share of the policy's state and of its observations."""
         return sum(self.cache.row_shares().values())
 
     def _inputs(self, sequences: Sequence[Track]) -> Tensor:
-        """int64 [3, B]: the rows, which of them took part, bytes of a row's state. Made anew where the list of
-        sequences is another one."""
+        """int64 [3, B]: the rows, whether each took part (0 or 1), bytes of a row's state. A new list of sequences
+        has new ones."""
         state = self._state()
         if self._last is None or self._last[0] is not sequences or self._last[1] != state:
             values = torch.zeros(3, len(self.cache.rows), dtype=torch.int64)
@@ -124,7 +125,7 @@ class DeviceMeter:
         return self._last[2]
 
     def _add(self, values: Tensor, sums: Tensor) -> None:
-        """What is recorded: one step more, of the rows that took part."""
+        """The recorded part: count one more step of the rows that took part."""
         active, count = values[ACTIVE].bool(), self.cache.store.count  # [B], [Lt, B, Ht]
         tokens = count.double().mean((0, 2))
         size = (self.cache.store.held().sum(0) + values[2]).double()
@@ -147,7 +148,7 @@ def _held(
     prompt_tokens: float, prompt_bytes: float, steps: float, evicting: float,
     tokens: float, size: float, tokens_peak: float, size_peak: float,
 ) -> Held:  # fmt: skip
-    """From a column of sums."""
+    """The figures of a sequence from its sums."""
     if not steps:
         return Held(0, 0, prompt_tokens, prompt_tokens, round(prompt_bytes), prompt_bytes)
     return Held(int(steps), int(evicting), tokens_peak, tokens / steps, round(size_peak), size / steps)
@@ -155,10 +156,10 @@ def _held(
 
 @dataclass
 class _Sums:
-    """Of one sequence so far."""
+    """The sums of one sequence so far."""
 
-    prompt: tuple[float, int]  # after it: tokens, bytes
-    before: Tensor | None  # tokens that the lanes held
+    prompt: tuple[float, int]  # tokens and bytes after the prompt
+    before: Tensor | None  # tokens that the lanes held after the step before; None: a plain cache evicts nothing
     steps: int = 0
     evicting: int = 0
     tokens: float = 0.0
@@ -168,7 +169,7 @@ class _Sums:
 
 
 class LedgerMeter:
-    """Sequences with caches of their own."""
+    """Measures sequences that have caches of their own, by the ledger."""
 
     def __init__(self, cache: Apart) -> None:
         self.cache = cache

@@ -1,7 +1,8 @@
-"""What is to be run: every policy, at every budget that it takes.
+"""The plan of an evaluation: its cells, each a policy at a budget.
 
-A budget counts all tokens that a lane holds, the prompt's too. As a share it is the prompt's length and that share of
-what the full cache generates, on average over the problems of the run; so each sequence has its own.
+A budget counts all tokens that a lane (a KV head of a layer) holds, the prompt's too. A budget that is a share means
+the prompt's tokens plus this share of the tokens that the full cache generates, on average over the problems of the
+run. So each sequence has its own budget.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from minithink.kv.contract import Policy, Schedule
 from minithink.kv.manager import check_budget, members
 from minithink.policies import leaves_open, parse
 
-AMPLE = 2**20  # tokens, that stand for a share while nobody knows what it comes to: no policy finds that too few
+AMPLE = 2**20  # tokens: stands for a share whose tokens are not known yet; no policy finds it too small
 
 
 class Cell(NamedTuple):
@@ -48,17 +49,17 @@ def budgets(text: str) -> list[int | float]:
 
 
 def plan(policies: Sequence[str] | None, budgets: Sequence[int | float], schedule: str | None = None) -> list[Cell]:
-    """The cells of a run, in order; `full` goes first where a share needs it.
+    """The cells of a run, in order. If a budget is a share, `full` goes first.
 
     Args:
-        policies: texts; None: nobody named one, and `full` is run. One that names its budget, or has a schedule
-            that does, or takes none, is run once.
-        budgets: for the others.
-        schedule: of those that have one and do not name it.
+        policies: texts, as in "rkv:buffer=0"; None: the user named none, and `full` is run. A policy whose text or
+            schedule gives a budget, or that takes none, is run once.
+        budgets: for the other policies.
+        schedule: for policies that have one and whose text does not give it.
 
     Raises:
-        UsageError: something is there twice; a policy is unknown, or cannot have such a budget or schedule; nobody
-            takes the budgets or the schedule.
+        UsageError: a policy or a budget is named twice; a policy is unknown, or cannot have such a budget or
+            schedule; no policy takes the budgets or the schedule.
     """
     named, policies = policies is not None, [FULL] if policies is None else policies
     for what, those in (("policy", policies), ("budget", budgets)):
@@ -95,7 +96,7 @@ def plan(policies: Sequence[str] | None, budgets: Sequence[int | float], schedul
 
 
 def _grow(text: str, schedule: str | None) -> int | None:
-    """The budget that a policy has from its schedule; None: from elsewhere."""
+    """The budget that a policy's schedule gives; None: its schedule gives none."""
     try:
         return policy_of(Cell(text, None), schedule).budget
     except UsageError:  # it needs one
@@ -103,7 +104,7 @@ def _grow(text: str, schedule: str | None) -> int | None:
 
 
 def policy_of(cell: Cell, schedule: str | None, longest: int = AMPLE) -> Policy:
-    """The policy of a cell; `longest`: the largest budget of any sequence, in tokens, where the cell's is a share."""
+    """The policy of a cell. longest: tokens of the largest budget of any sequence, if the cell's is a share."""
     own = not leaves_open(cell.policy, "budget")
     budget = None if own else longest if isinstance(cell.budget, float) else cell.budget
     schedule = schedule if leaves_open(cell.policy, "schedule") else None
@@ -111,20 +112,20 @@ def policy_of(cell: Cell, schedule: str | None, longest: int = AMPLE) -> Policy:
 
 
 def tokens_of(budget: Budget, prompt: int, mean: float) -> int | None:
-    """Tokens that a sequence may keep where its budget is a share; None: the policy knows.
+    """Tokens that a sequence may keep if its budget is a share; None: it is no share, and the policy knows.
 
     Args:
-        prompt: its tokens.
-        mean: tokens that the full cache generates.
+        prompt: tokens of the sequence's prompt.
+        mean: tokens that the full cache generates, on average.
     """
     return prompt + max(1, round(budget * mean)) if isinstance(budget, float) else None
 
 
 def check(cells: Sequence[Cell], schedule: str | None, prompts: Sequence[int], longest: int) -> None:
-    """Refuse what cannot be, before anything is generated.
+    """Refuse budgets that are too small, before anything is generated.
 
     Args:
-        prompts: tokens of each.
+        prompts: the number of tokens of each prompt.
         longest: tokens that a sequence generates at most.
 
     Raises:
@@ -141,12 +142,12 @@ def check_share(cell: Cell, schedule: str | None, prompt: int, mean: float, how:
     """Refuse a share that comes to too few tokens for its policy.
 
     Args:
-        prompt: tokens of the shortest, where it is the fewest; a longer one adds as many as it needs.
+        prompt: tokens of the shortest prompt. A longer prompt raises the budget by as many tokens as it needs more.
         mean: tokens that the full cache generates.
-        how: it does so.
+        how: for the message, whether `mean` is an average or the most.
 
     Raises:
-        UsageError: the share comes to too little.
+        UsageError: the share comes to too few tokens.
     """
     if (tokens := tokens_of(cell.budget, prompt, mean)) is None:
         return
@@ -160,7 +161,7 @@ def check_share(cell: Cell, schedule: str | None, prompt: int, mean: float, how:
 
 
 def said_of_prompts(cells: Sequence[Cell], schedule: str | None, prompts: Sequence[int]) -> list[str]:
-    """A sentence, where prompts have more tokens than some policy keeps, and it does not protect them."""
+    """A sentence if some policy keeps fewer tokens than a prompt has and does not protect prompts; else none."""
     kept = dict[str, int]()
     for cell in cells:
         policy = policy_of(cell, schedule)

@@ -81,12 +81,12 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def unfinished(run: Run) -> str:
-    """A sentence on a run that has not all its sequences; "": it has, as far as anyone knows."""
+    """A sentence if a run lacks some of its sequences; "": it has all, or it is not known how many it has."""
     there, counts = len(run.records), Counter((r.policy, r.budget) for r in run.records)
     totals = [start.get("sequences_total") for start in run.runs if isinstance(start, dict)]
     if totals and isinstance(total := totals[-1], int):
         return f"{run.folder}: {there:,} of {total:,} sequences; the run is unfinished" if there < total else ""
-    # an older run, which does not say so: it is to have as many of each policy and budget
+    # a run of an older version has no total: it should have equally many of each policy and budget
     budgets = run.settings.get("budgets") or []
     for policy in filter(lambda p: isinstance(p, str), run.settings.get("policies") or []):
         own = {budget for name, budget in counts if name == policy}
@@ -101,7 +101,7 @@ def unfinished(run: Run) -> str:
 
 
 def title_of(settings: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    """What was asked, as far as the settings of a run and its rows tell: "facts, test, 700 problems"."""
+    """The dataset, split and number of problems, as far as they are known: "facts, test, 700 problems"."""
     counts = sorted({row.problems for row in rows if row.group is None})
     problems = " to ".join(f"{n:,}" for n in dict.fromkeys((counts[0], counts[-1])))
     dataset, split = settings.get("dataset"), settings.get("split")
@@ -113,12 +113,12 @@ def title_of(settings: Mapping[str, Any], rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], folder: Path, title: str = "") -> list[Path]:
-    """Draw everything that the rows allow, over all problems → the SVG files.
+    """Draw all pictures that the rows allow, over all problems → the SVG files.
 
-    accuracy-by-budget.svg and length-by-budget.svg, where some policy has a budget in tokens;
-    accuracy-by-share.svg and length-by-share.svg, where one has a share; recall-by-budget.svg, recall-by-share.svg,
-    needed-by-budget.svg and needed-by-share.svg likewise, where that was measured; accuracy-by-bytes.svg. title:
-    stands above each.
+    accuracy-by-bytes.svg always; accuracy-by-budget.svg and length-by-budget.svg if a budget is in tokens;
+    accuracy-by-share.svg and length-by-share.svg if a budget is a share. If recall was measured, recall-by-budget.svg
+    and recall-by-share.svg likewise; if needs were measured, needed-by-budget.svg and needed-by-share.svg. title:
+    stands above each picture.
 
     Raises:
         MinithinkError: matplotlib is missing, or a file cannot be written.
@@ -141,20 +141,26 @@ def draw(rows: Sequence[Row], folder: Path, title: str = "") -> list[Path]:
 
 
 def draw_one(rows: Sequence[Row], what: str, path: Path) -> None:
-    """One picture to this SVG file: accuracy by bytes ("bytes"), or accuracy, length, recall or needed by budget.
-    MinithinkError as of `draw`."""
+    """Draw one picture to an SVG file.
+
+    Args:
+        what: "bytes" (accuracy by bytes), or "accuracy", "length", "recall" or "needed" (by budget).
+
+    Raises:
+        MinithinkError: as in `draw`.
+    """
     rows = [row for row in rows if row.group is None]
     with _settings():
         write_svg(_by_bytes(rows) if what == "bytes" else _by_budget(rows, what), path, "--plot")
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Which points no other dominates, the cheapest first.
+    """The indices of the points that no other point dominates, the cheapest first.
 
-    A point dominates another that costs as much or more and is worth as much or less, unless both are equal.
+    A point dominates another one that costs as much or more and has as much value or less, unless both are equal.
 
     Args:
-        points: cost (less is better) and worth (more is better).
+        points: cost (less is better) and value (more is better).
     """
     order = sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1]))
     best = [float("-inf"), *accumulate((points[i][1] for i in order), max)]
@@ -167,7 +173,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 @contextmanager
 def _settings() -> Iterator[None]:
-    """matplotlib as it comes, with RC; the user's own settings are back afterwards."""
+    """matplotlib's defaults with RC, for a block; the user's own settings return afterwards."""
     matplotlib = need_matplotlib()
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
@@ -196,8 +202,8 @@ def _styles(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
 
 def _by_budget(rows: Sequence[Row], what: str) -> Figure:
-    """One line a policy. Those without a budget lie across the picture, `full` with its interval as a band. what: is
-    drawn, as of `_value`; rows that have none of it are left out."""
+    """One line for each policy. A policy without a budget is a line across the picture, `full` with its interval as a
+    band. what: the value that is drawn (`_value`); rows without it are left out."""
     accuracy = what == "accuracy"
     figure, axis = _figure(rows)
     budgets = sorted({row.budget for row in rows if row.budget is not None})
@@ -236,8 +242,8 @@ def _by_budget(rows: Sequence[Row], what: str) -> Figure:
 
 
 def _apart(policies: Sequence[str], budgets: Sequence[float]) -> dict[str, float]:
-    """By what each policy's budgets are multiplied, so that error bars stand side by side: on a logarithmic axis a
-    step of at most 4 % each, and all together half of the way between two budgets at most."""
+    """Policy → the factor of its budgets in the picture, so that error bars stand side by side. On the logarithmic
+    axis two policies are at most 4 % apart, and all together take at most half of the way between two budgets."""
     names = list(dict.fromkeys(policies))
     gap = min((log2(b / a) for a, b in pairwise(budgets)), default=1.0)
     step = min(log2(1.04), gap / 2 / len(names)) if names else 0.0
@@ -245,7 +251,7 @@ def _apart(policies: Sequence[str], budgets: Sequence[float]) -> dict[str, float
 
 
 def _value(row: Row, what: str) -> float | None:
-    """The length of a row's texts, or its accuracy, recall or share of needs, in %; None: it was not measured."""
+    """A row's mean length in tokens, or its accuracy, recall or share of needs in %; None: it was not measured."""
     if what == "length":
         return row.generated_mean
     share = {"accuracy": row.pass_at_1, "recall": row.recall, "needed": row.needed_kept}[what]
@@ -253,8 +259,8 @@ def _value(row: Row, what: str) -> float | None:
 
 
 def _by_bytes(rows: Sequence[Row]) -> Figure:
-    """A point for every policy and budget; the Pareto front is ringed and joined by steps. A policy that held
-    nothing has no place on a logarithmic axis."""
+    """A point for every policy and budget. Points of the Pareto front are ringed and joined by steps. A policy that
+    held no bytes is left out: a logarithmic axis has no place for it."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     rows = [row for row in rows if row.kv_bytes_peak > 0]
@@ -292,5 +298,5 @@ def _errors(rows: Sequence[Row]) -> list[list[float]]:
 
 
 def _legend(figure: Figure) -> None:
-    """Below the axes; in one column, for a policy's text can be long."""
+    """Put a legend below the axes, in one column, because a policy's text can be long."""
     figure.legend(loc="outside lower left")

@@ -1,4 +1,4 @@
-"""The processes that share an evaluation: one, or those that torchrun started."""
+"""Ranks: the processes that share an evaluation. There is one, or as many as torchrun has started."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PATIENCE = timedelta(days=7)  # one process may be busy for that long while othe
 
 
 class Ranks:
-    """This process among them. Also a context manager."""
+    """This process among the ranks. Also a context manager."""
 
     def __init__(self) -> None:
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        if self.size > 1:  # gloo, for they only wait for each other
+        if self.size > 1:  # gloo suffices: the processes only wait for each other
             torch.distributed.init_process_group("gloo", timeout=PATIENCE)
 
     @property
@@ -30,18 +30,19 @@ class Ranks:
         return self.rank if self.size > 1 else None
 
     def device(self, name: str) -> str:
-        """Where this process computes: with several GPUs, on its own."""
+        """The device of this process: its own GPU, if several processes run on GPUs. name: of --device."""
         if self.size > 1 and (name == "cuda" or (name == "auto" and torch.cuda.is_available())):
             return f"cuda:{int(os.environ.get('LOCAL_RANK', 0))}"
         return name
 
     def wait(self) -> None:
-        """Until all are here."""
+        """Wait until all processes have called this."""
         if self.size > 1:
             torch.distributed.barrier()
 
     def in_turn(self, action: Callable[[], T]) -> T:
-        """Let the first process do something, then the others; where the first fails, all end, and it says why."""
+        """Run an action in the first process, then in the others → its result. If it fails in the first process, all
+        processes end, and only the first one shows the error."""
         out, error = None, None
         if not self.rank:
             try:

@@ -1,12 +1,13 @@
 """Recall: of the tokens that full attention looks at most, how many does a policy still hold? (ThinKV, figure 10a)
 
-Every EVERY tokens that a sequence generates, the positions that its lanes hold are noted. When it has ended, its text
-goes through the model once more, with full attention, and for each of those steps and each KV head the TOP earlier
-tokens are found to which the next query pays most attention (mean over the query heads of the KV head). Recall is the
-share of them that the lane held, mean over steps, layers and KV heads.
+At every EVERY-th generated token the positions that each lane (a KV head of a layer) holds are noted. When the
+sequence has ended, its text goes through the model once more, with full attention. For each noted step and each KV
+head, this pass finds the TOP earlier tokens to which the next query pays most attention (mean over the query heads of
+the KV head). Recall is the share of them that the lane held, mean over steps, layers and KV heads.
 
-The paper says "at each decoding step" and not how heads become one; every EVERY-th step is looked at here. The query
-is that of the policy's own text, but computed with full attention below it, so it is not exactly the policy's query.
+The paper says "at each decoding step", and does not say how query heads are joined; here only every EVERY-th step is
+looked at. The query belongs to the policy's own text, but the layers below it are computed with full attention. So it
+is not exactly the policy's query.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ EVERY = 16  # generated tokens
 
 
 class Recall:
-    """Notes what the sequences of a stream hold; called after every forward pass."""
+    """Notes the positions that the sequences of a stream hold; called after every forward pass (`Stream.on_step`)."""
 
     def __init__(self, stream: Stream) -> None:
         self.engine, self.cache = stream.engine, stream.cache
@@ -53,8 +54,8 @@ class Recall:
 
     @torch.inference_mode()
     def take(self, s: Track) -> dict[str, float | None]:
-        """The recall of a sequence that has ended; None: it was too short. It is forgotten."""
-        last = len(s.prompt) + len(s.tokens) - 1  # which was never fed
+        """The recall of a sequence that has ended; None: it was too short. The sequence is forgotten."""
+        last = len(s.prompt) + len(s.tokens) - 1  # the last token, which the model never reads
         held = [(query, positions) for query, positions in self._held.pop(s.number, []) if query < last]
         if not held:
             return {"recall": None}
@@ -73,14 +74,14 @@ def share_held(positions: Tensor, tokens: Tensor) -> float:
 
 
 def top_attended(engine: Engine, text: Sequence[int], queries: Sequence[int]) -> Tensor:
-    """The tokens before each query that get most of its attention, where nothing is evicted.
+    """The tokens before each query that get most of its attention if nothing is evicted.
 
     Args:
         text: token ids.
         queries: positions in it, from 1 on.
 
     Returns:
-        int64 [queries, L, Hkv, TOP], positions; fewer than TOP where a query has fewer before it.
+        int64 [queries, L, Hkv, TOP], positions; fewer than TOP if a query has fewer tokens before it.
     """
     at, top = torch.tensor(queries, device=engine.device), list[Tensor]()  # of each layer [n, Hkv, count]
     own = (torch.arange(len(text), device=engine.device) == at[:, None])[:, None]  # bool [n, 1, S]

@@ -1,8 +1,8 @@
 """Evaluate policies: generate, grade, measure, sum up.
 
-Every policy and budget has its turn with all problems. The batch has one shape from beginning to end, and a
-sequence's draws belong to its number in the dataset; so neither the order, nor an interruption, nor the number of
-processes changes a token. A finished sequence is in the journal at once.
+A cell is a policy at a budget. Each cell in turn generates for all problems. The batch has one shape from beginning
+to end, and a sequence's draws depend only on its number in the dataset. So no token depends on the order of the
+sequences, on an interruption or on the number of processes. A finished sequence is in the journal at once.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -> None:
-    """Those of them that do not say what is compared. split: the help of --split."""
+    """The options that do not name policies or budgets. split: the help of --split."""
     add_drawing_arguments(parser, split)
     add = parser.add_argument
     add("--grader", default="exact", choices=list(GRADERS), help="of files that name none (default: exact)")
@@ -89,7 +89,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -> No
 
 
 def add_drawing_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -> None:
-    """Those that say what is generated with the full cache."""
+    """The options that decide what is generated with the full cache. split: the help of --split."""
     add = parser.add_argument
     add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
     add("--dataset", default="facts", help="facts, ledger or search, which are embedded, MATH-500, AIME24, …, a "
@@ -120,13 +120,14 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 def evaluate(
     args: argparse.Namespace, argv: list[str], ranks: Ranks, mean: float | None = None
 ) -> list[Row] | None:  # fmt: skip
-    """Generate what is not there yet → what all of it adds up to; None: interrupted, which was said.
+    """Generate the sequences that are not in the journal yet → a row for each policy and budget; None: Ctrl-C came,
+    and the user was told.
 
     Args:
-        args: of `add_arguments`.
-        argv: for the record.
-        mean: tokens that the full cache generates for these problems, for budgets that are shares; None: the full
-            cache is run first, and tells.
+        args: the options of `add_arguments`.
+        argv: the words of the command line, for the record.
+        mean: tokens that the full cache generates for these problems, on average; budgets that are shares need it.
+            None: the full cache is run first if a budget is a share.
     """
     cells, policies = plan(args.policies, args.budgets, args.schedule), args.policies or [FULL]
     if mean is not None:
@@ -191,7 +192,7 @@ def evaluate(
 
 
 def evaluate_words(words: Sequence[str], mean: float | None = None) -> list[Row] | None:
-    """Evaluate as the command line with these words does, in this process alone → as of `evaluate`, with its mean."""
+    """Evaluate as the command line with these words does, in this process alone. mean, result: as in `evaluate`."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     with Ranks() as ranks:
@@ -201,14 +202,14 @@ def evaluate_words(words: Sequence[str], mean: float | None = None) -> list[Row]
 
 
 def said_of_limit(args: argparse.Namespace, examples: Sequence[Example]) -> list[str]:
-    """A sentence, where there are fewer problems than --limit allows."""
+    """A sentence if there are fewer problems than --limit allows; else none."""
     if args.limit is None or args.limit <= len(examples):
         return []
     return [f"--limit {args.limit:,} is more than the {len(examples):,} problems of {args.dataset}: all are taken"]
 
 
 def _about_before(journal: Journal, resume: bool, total: int) -> list[str]:
-    """A sentence on what --resume has found; total: sequences of the run."""
+    """A sentence that says what --resume has found. total: sequences of the run."""
     if not resume:
         return []
     if not journal.records:
@@ -221,8 +222,12 @@ def _about_before(journal: Journal, resume: bool, total: int) -> list[str]:
 
 
 def calibrations(engine: Engine, cells: Sequence[Cell], schedule: str | None) -> dict[str, Any]:
-    """What the policies read beside the model, by the names of the files. UsageError: one does not suit the model;
-    before the first of them runs for hours."""
+    """The calibrations that policies read: file name → layers and thresholds. Every policy is tried out, so that none
+    fails after hours.
+
+    Raises:
+        UsageError: a policy does not suit the model. MinithinkError: a calibration is missing.
+    """
     found = dict[str, Any]()
     for cell in cells:
         policy = policy_of(cell, schedule)
@@ -235,8 +240,8 @@ def calibrations(engine: Engine, cells: Sequence[Cell], schedule: str | None) ->
 
 
 def _run(job: Job, cells: list[Cell], journal: Journal, ranks: Ranks, mean: float = 0.0) -> None:
-    """Every cell in its turn: this process's part of what is not done yet. mean: as of `evaluate`; 0: it is not known
-    yet."""
+    """Run the cells in turn: of each, this process's part of the sequences that are not in the journal. mean: as in
+    `evaluate`; 0: it is not known yet."""
     lengths = {(r.id, r.sample): r.generated_tokens for r in journal.records if r.policy == FULL}
     shares = [cell for cell in cells if isinstance(cell.budget, float)]
     for number, cell in enumerate(cells, 1):
@@ -250,7 +255,7 @@ def _run(job: Job, cells: list[Cell], journal: Journal, ranks: Ranks, mean: floa
             )
         todo = [key for key in own if key not in journal.done]
         if shares and not mean and number > 1:
-            ranks.wait()  # for what the others generated with the full cache
+            ranks.wait()  # until all processes have generated with the full cache
             whole = [r for r in read(journal.folder).records if r.policy == FULL]
             mean = fmean(r.generated_tokens for r in whole)
             for one in shares:
@@ -258,7 +263,7 @@ def _run(job: Job, cells: list[Cell], journal: Journal, ranks: Ranks, mean: floa
         if not todo:
             continue
         mine = set(own)
-        before = [r for r in journal.records if r.key in mine]  # what was there
+        before = [r for r in journal.records if r.key in mine]
         with progress(
             len(own), len(before), f"{cell} ({number} of {len(cells)})", ranks.rank > 0,
             right=sum(r.right for r in before), tokens=sum(r.generated_tokens for r in before),
@@ -268,11 +273,11 @@ def _run(job: Job, cells: list[Cell], journal: Journal, ranks: Ranks, mean: floa
                 advance(record.right)
                 if cell.policy == FULL:
                     lengths[record.id, record.sample] = record.generated_tokens
-        gc.collect()  # streams and graphs lie in cycles, and the next ones need their memory
+        gc.collect()  # streams and graphs refer to each other, and the next cell needs their memory
 
 
 class Job:
-    """What all cells share: a model, problems, settings."""
+    """The model, problems and settings, which all cells share."""
 
     def __init__(
         self, engine: Engine, examples: list[Example], args: argparse.Namespace, policies: list[str]
@@ -312,20 +317,22 @@ class Job:
         }
 
     def keys(self, cell: Cell) -> list[Key]:
-        """All sequences of a cell, by their numbers."""
+        """The keys of all sequences of a cell, in the order of their numbers."""
         return [Key(*cell, example.id, k) for example in self.examples for k in range(self.drawing["num_samples"])]
 
     def records(
         self, cell: Cell, wanted: Collection[Key], mean: float, lengths: Mapping[tuple[str, int], int],
         step: Callable[[int], object], trace: Path | None = None,
     ) -> Iterator[Record]:  # fmt: skip
-        """Records of the wanted sequences, as they end.
+        """Run a cell → the records of the wanted sequences, in the order in which they end.
 
         Args:
-            mean: tokens that the full cache generates, for budgets that are shares.
-            lengths: the same of single sequences, by problem and sample, as far as they are known.
-            step: told after every step how many tokens it brought.
-            trace: where sequence TRACED is recorded, if it is wanted.
+            cell: the policy and its budget.
+            wanted: the sequences that are generated.
+            mean: tokens that the full cache generates on average, for budgets that are shares.
+            lengths: tokens that the full cache generated, by problem and sample, as far as they are known.
+            step: called after every step with the number of its new tokens.
+            trace: the file in which sequence TRACED is recorded, if it is wanted; None: no recording.
         """
         stream = self.stream(cell, mean)
         measure = meter(stream)
@@ -335,19 +342,19 @@ class Job:
             stream.on_step = both(stream.on_step, watch)
         keys = self.keys(cell)
         chosen = [s for s in stream.sequences if keys[s.number] in wanted]
-        # where nothing is known of its length, a long question makes a long answer
+        # if a sequence's length is not known, its prompt's length is a guess
         stream.sequences = in_order(chosen, [lengths.get(keys[s.number][2:], len(s.prompt)) for s in chosen])
         recording = None
         if trace is not None and keys[TRACED] in wanted:
             recording = Recording(trace, stream, TRACED, self._about(keys[TRACED]))
             self.recordings.append(recording)
-            # it goes first, for while it runs a policy on a GPU decides kernel by kernel
+            # it goes first: on a GPU, policies decide kernel by kernel while it runs
             stream.sequences.sort(key=lambda s: s.number != TRACED)
         began = dict[int, float]()
         each, last = 0.0, time.perf_counter()  # seconds that a sequence would have if it had decoded from the start
         for advanced in stream.advances():
             now = time.perf_counter()
-            if len(advanced[0].tokens) == 1:  # their prompts were read, and nobody else took part
+            if len(advanced[0].tokens) == 1:  # a step that has only read prompts
                 began |= {s.number: each - (now - last) / len(advanced) for s in advanced}
             else:
                 each += (now - last) / len(advanced)
@@ -361,19 +368,19 @@ class Job:
                 yield self._record(stream, s, keys[s.number], held, each - began.pop(s.number), shares)
 
     def stream(self, cell: Cell, mean: float) -> Stream:
-        """Of all sequences of a cell, with the budget of each."""
+        """The stream of a cell's sequences, each with its own budget. mean: as in `records`."""
         own = [tokens_of(cell.budget, len(prompt), mean) for prompt in self.prompts]
         policy = policy_of(cell, self.args.schedule, longest=max(n or 0 for n in own))
         # The full cache is read from pages where kernels do that, and else from a plain buffer, as without a policy.
         chosen = None if cell.policy == FULL else policy
         stream = self.engine.stream(self.prompts, policy=chosen, fixed=True, **self.drawing)
-        stream.ahead, stream.accounts = True, False  # the meter counts, after each step and before the next
+        stream.ahead, stream.accounts = True, False  # the meter counts bytes, between two steps
         for s in stream.sequences:
             s.budget = own[s.prompt_index]
         return stream
 
     def _about(self, key: Key) -> dict[str, Any]:
-        """What a trace says of its sequence."""
+        """What a trace's page shows about its sequence."""
         names = ("model", "dataset", "split", "schedule", "seed", "temperature")
         about = {"policy": key.policy, "budget": key.budget, "problem": key.id, "sample": key.sample}
         return {k: v for k, v in {**about, **{n: self.settings[n] for n in names}}.items() if v is not None}
@@ -398,7 +405,7 @@ class Job:
 
 
 def in_order(sequences: list[Track], lengths: Sequence[int]) -> list[Track]:
-    """The longest first, so that the batch stays full until near the end."""
+    """The sequences, the longest first, so that the batch stays full until near the end."""
     order = sorted(range(len(sequences)), key=lambda i: -lengths[i])
     return [sequences[i] for i in order]
 
@@ -415,7 +422,7 @@ def finish(folder: Path, rows: list[Row]) -> None:
 
 
 def hash_of(examples: Sequence[Example]) -> str:
-    """Of all that problems ask and expect, 16 hexadecimal digits."""
+    """16 hexadecimal digits, a hash of all ids, questions, answers and graders."""
     content = [[e.id, e.question, e.answer, e.grader] for e in examples]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 

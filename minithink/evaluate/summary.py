@@ -1,4 +1,4 @@
-"""What the records of a run add up to: a row for every policy and budget, with intervals and a paired comparison."""
+"""The summary of a run: a row for every policy and budget, with intervals and a paired comparison."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Row:
     pass_at_1: float  # mean over problems of the share of a problem's samples that are right
     pass_at_1_low: float  # its interval
     pass_at_1_high: float
-    interval: str  # how that was found: bootstrap | wilson
+    interval: str  # how the interval was found: bootstrap | wilson
     reference: str | None  # the policy that this one is compared with; None: there is none
-    paired_problems: int  # that both have
-    difference: float | None  # pass@1 minus the reference's, over these
+    paired_problems: int  # problems that both policies have
+    difference: float | None  # pass@1 minus the reference's, over the paired problems
     difference_low: float | None  # its interval; None: the difference is the same for each problem
     difference_high: float | None
     generated_mean: float  # tokens
@@ -52,11 +52,11 @@ class Row:
     kv_bytes_mean: float  # held by a sequence at an average step
     tokens_peak: float  # kept a lane; mean over sequences of a sequence's peak
     tokens_mean: float  # kept a lane at an average step
-    evicting_share: float | None  # of the sequence-steps: with an eviction; None: there were no steps
-    tokens_per_second: float | None  # generated, by all sequences of one device together; None: it took no time
-    recall: float | None  # mean over the sequences for which it was measured; None: there is none
-    counts: dict[str, int] | None  # what the policy counts, of all sequences; None: it counts nothing
-    needed_kept: float | None = None  # these as recall; older results have none of them
+    evicting_share: float | None  # share of the sequences' steps that evicted a token; None: there were no steps
+    tokens_per_second: float | None  # of all sequences of one device together; None: no time was measured
+    recall: float | None  # mean over the sequences for which it was measured; None: it was measured for none
+    counts: dict[str, int] | None  # sums over all sequences of what the policy counts; None: it counts nothing
+    needed_kept: float | None = None  # these four: means, as recall; results of older versions lack them
     needed_somewhere: float | None = None
     needed_beyond: float | None = None
     parsed: float | None = None
@@ -65,26 +65,27 @@ class Row:
 def summarize(
     records: Iterable[Record], seed: int = 0, policies: Sequence[str] = (), budgets: Sequence[Budget] = ()
 ) -> list[Row]:
-    """One row for every policy and budget, and one more for each group of problems, where there are several.
+    """One row for every policy and budget; if there are several groups of problems, one more for each group.
 
     pass@1 is the mean over problems of the mean over their samples, so a problem counts once, however many samples
     it has. Its 95 % interval is the percentile bootstrap over problems, 10,000 resamples (`intervals.bootstrap`).
-    Where each problem has the same share (all right, all wrong, a single problem), resamples are all alike, and an
-    interval without width would say too much: then it is Wilson's, of that share in as many trials as there are
-    problems.
+    If each problem has the same share (all right, all wrong, a single problem), all resamples are alike, and an
+    interval without width would claim too much. Then the interval is Wilson's, of this share in as many trials as
+    there are problems.
 
-    The reference of a comparison is `full`, or where that is missing the first policy: at the same budget, or else
-    without one. Compared are the problems that both have, each with the difference of its two shares; the interval
-    is the bootstrap over these differences, and none is given where all are equal.
+    The reference of a comparison is `full`; if there is none, the first policy. It is taken at the same budget, or
+    else without a budget. Each problem that both policies have is compared by the difference of its two shares. The
+    interval is the bootstrap over these differences; if all are equal, there is none.
 
     Args:
         records: in any order, which changes nothing.
         seed: of the resamples.
-        policies: the order of the rows; those not in it follow, `full` before the others, then by name.
-        budgets: the order of a policy's rows; those not in it follow, tokens before shares, each from the smallest.
+        policies: the order of the rows. Policies that it lacks follow, `full` first, the others by name.
+        budgets: the order of a policy's rows. Budgets that it lacks follow, tokens before shares, each from the
+            smallest.
 
     Raises:
-        UsageError: a sequence is there twice.
+        UsageError: two records are about one sequence.
     """
     ordered = sorted(records, key=lambda r: (r.policy, str(r.budget), r.id, r.sample))
     check_unique(ordered)
@@ -116,12 +117,12 @@ def summarize(
 
 
 def _by_numbers(group: str) -> list[tuple[int, str]]:
-    """Sorts groups by the numbers in their names: 600–1200 comes before 1200–2000."""
+    """A key that sorts groups by the numbers in their names: 600–1200 comes before 1200–2000."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", group)]
 
 
 def budget_order(budget: Budget) -> tuple[int, float]:
-    """Sorts budgets: none, then tokens, then shares."""
+    """A key that sorts budgets: none, then tokens, then shares."""
     if budget is None:
         return 0, 0
     return (1 if isinstance(budget, int) else 2), budget
@@ -144,7 +145,7 @@ def _row(
     other: dict[str, float] | None,
     seed: int,
 ) -> Row:
-    """One row. `shares` and `other`: of this policy's and of the reference's problems."""
+    """One row. shares, other: problem → share that is right, of this policy and of the reference."""
     n, count = len(shares), len(records)
     share = fsum(shares.values()) / n
     resampled = bootstrap(list(shares.values()), seed)
@@ -153,7 +154,7 @@ def _row(
     difference = fsum(pairs) / len(pairs) if pairs else None
     difference_low, difference_high = bootstrap(pairs, seed) or (None, None)
     steps, seconds = sum(r.steps for r in records), fsum(r.seconds for r in records)
-    # The mean over time is one over sequence-steps: a sequence counts by its length.
+    # Means over time are means over the steps of all sequences: a sequence counts by its length.
     weights = [r.steps if steps else 1 for r in records]
     return Row(
         policy=cell[0],
@@ -209,13 +210,13 @@ def write(folder: Path, rows: Sequence[Row], seed: int = 0) -> list[Path]:
 
 
 def as_json(rows: Sequence[Row], seed: int = 0) -> str:
-    """The rows with their columns' names, and how the intervals were drawn. What is not known is null."""
+    """The rows with their columns' names, and how the intervals were drawn. Unknown values are null."""
     head = {"confidence": CONFIDENCE, "resamples": RESAMPLES, "seed": seed}
     return dumps(rounded({**head, "rows": [asdict(row) for row in rows]})) + "\n"
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """A header and a line a row; what is not known is empty. Units are those of Row: bytes, tokens, shares of 1."""
+    """A header, and a line for each row; unknown values are empty. Units are those of Row: bytes, tokens, shares."""
     out = io.StringIO()
     writer = csv.DictWriter(out, [f.name for f in fields(Row)], lineterminator="\n")
     writer.writeheader()
@@ -225,7 +226,7 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 
 def as_markdown(rows: Sequence[Row], seed: int = 0) -> str:
-    """A table of all problems and one of each group, with a line that says what the intervals are."""
+    """A table of all problems and one of each group, with a paragraph that explains the columns."""
     groups = list(dict.fromkeys(row.group for row in rows))
     parts = []
     for group in groups:
@@ -244,7 +245,7 @@ def as_markdown(rows: Sequence[Row], seed: int = 0) -> str:
 
 
 def show(rows: Sequence[Row], folder: Path) -> None:
-    """Print the tables; on a terminal of all problems alone, with the columns that fit, and where the rest is."""
+    """Print the tables. A terminal gets the table of all problems, with few columns, and a path to the rest."""
     if not sys.stdout.isatty():
         print(as_markdown(rows))
         return
@@ -268,7 +269,7 @@ def show(rows: Sequence[Row], folder: Path) -> None:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    """The rows of one group."""
+    """The Markdown table of one group's rows."""
     header = [
         "policy", "budget", "problems × samples", "pass@1", "difference", "tokens, mean (median)", "cut off",
         "KV peak", "KV mean", "kept, peak (mean)", "evicting steps", "tokens/s",
@@ -305,7 +306,7 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text that a Markdown table shows as it is."""
+    """Escape a text, so that a Markdown table shows it as it is."""
     escaped = "".join("\\" + c if c in "\\|`*_<>[]#" else c for c in text)
     return " ".join(escaped.split())
 

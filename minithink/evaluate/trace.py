@@ -1,9 +1,9 @@
 """Traces of a run (`--trace`): one sequence of each policy and budget, recorded while it is evaluated.
 
-Nothing that is evaluated depends on it. Where sequences share a manager, as beside the loop of a GPU, the recorder
-picks out its own, and leaves when that has ended: until then the policy decides kernel by kernel. Where each sequence
-has a cache of its own, only the recorded one's is watched. A plain buffer has nothing to tell, so beside it the same
-tokens take slots in pages as well, which only the recorder sees.
+No result depends on the recording. If the sequences share a manager, as on a GPU, the recorder records one of them
+and leaves when it has ended; until then the policy decides kernel by kernel. If each sequence has a cache of its own,
+the recorder sees only one of the caches. A plain buffer tells a recorder nothing. So beside it the same tokens also
+take slots in pages, which only the recorder sees.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OWN = (".json", ".jsonl", ".csv", ".md", ".svg")  # suffixes of what an evaluati
 
 
 def path_of(path: Path, cell: Cell, cells: Sequence[Cell]) -> Path:
-    """Where a cell's trace goes: run.trace or, where there are several cells, run.rkv-buffer=0-256.trace."""
+    """The file of a cell's trace: run.trace or, if there are several cells, run.rkv-buffer=0-256.trace."""
     if len(cells) == 1:
         return path
     name = cell.policy
@@ -40,16 +40,16 @@ def path_of(path: Path, cell: Cell, cells: Sequence[Cell]) -> Path:
 
 
 def check(path: Path, cells: Sequence[Cell], folder: Path) -> None:
-    """Refuse places where a trace would take something's place.
+    """Refuse a file for the traces that would replace another file.
 
     Args:
-        path: as --trace names it.
-        cells: what is run.
-        folder: where the results go.
+        path: of --trace.
+        cells: the cells of the run; each has a trace.
+        folder: of the results.
 
     Raises:
         UsageError: a file of the run itself could have that name.
-        MinithinkError: there is a folder, or a file that is no trace.
+        MinithinkError: there is a folder of that name, or a file that is no trace.
     """
     for one in (path_of(path, cell, cells) for cell in cells):
         whole = one.resolve()
@@ -67,10 +67,10 @@ class Recording:
     def __init__(self, path: Path, stream: Stream, number: int, about: Mapping[str, Any]) -> None:
         """
         Args:
-            path: of the file; an earlier one is replaced.
+            path: of the file; an earlier trace is replaced.
             stream: of a fixed shape.
-            number: of the sequence.
-            about: JSON to be shown with the trace.
+            number: of the sequence in the stream.
+            about: values, as JSON knows them, that the page shows with the trace.
 
         Raises:
             MinithinkError: the file cannot be written.
@@ -89,7 +89,7 @@ class Recording:
     def _prepare(
         self, stream: Stream, recorder: Recorder, seq: int, cache: FullCache | KVManager
     ) -> FullCache | KVManager:
-        """The cache that a sequence gets, in the place of this one."""
+        """The cache that a sequence gets in place of `cache`."""
         if seq != self.number:
             return cache
         pages = stream.cache_of(Full(), 1) if isinstance(cache, FullCache) else cache
@@ -98,7 +98,7 @@ class Recording:
         return Doubled(cache, pages) if isinstance(cache, FullCache) else pages
 
     def close(self) -> None:
-        """The sequence has ended, or nobody waits for it any longer. The stream, and its memory, is let go."""
+        """End the recording, when its sequence has ended or the run is interrupted. The stream's memory is let go."""
         if self._open is None:
             return
         (stream, recorder), self._open = self._open, None
@@ -113,7 +113,7 @@ class Recording:
 
 
 class Doubled(FullCache):
-    """A plain cache whose tokens have slots in pages, too, which stay empty: a recorder reads no keys."""
+    """A plain cache whose tokens also have slots in pages, for a recorder. No keys are written to the pages."""
 
     def __init__(self, plain: FullCache, pages: KVManager) -> None:
         super().__init__(plain.config, plain.rope, device=plain.device, dtype=plain.dtype, backend=plain.backend)

@@ -1,7 +1,7 @@
 """Choose the hyperparameters of a policy, on problems that are not of a test split.
 
-Every combination of the values given is a policy of one evaluation (`runner.py`), with everything that has: a
-journal, --resume, intervals. The best is the one with the highest pass@1; of equals, the one that holds fewer bytes.
+Every combination of the given values is a policy of one evaluation (`runner.py`), with its journal, --resume and
+intervals. The best combination has the highest pass@1; of equals, the one that holds fewer bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from minithink.evaluate.summary import Row
 from minithink.files import dumps, replace, rounded
 from minithink.tasks import families, load_problems, search
 
-SPLITS = ("validation", "train")  # on which one may choose
+SPLITS = ("validation", "train")  # splits on which hyperparameters may be chosen
 HELP = (
     "Every combination of the --grid values is run at one budget; the best has the highest pass@1, of equals the "
     "fewest bytes, and those whose intervals overlap its own are marked. Written to DIR: tuning.json and tuning.md, "
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _grid(text: str) -> tuple[str, list[str]]:
-    """FIELD=V,V,… → the field, its values."""
+    """For argparse: FIELD=V,V,… → the field, its values."""
     field, equals, values = text.partition("=")
     if not (field and equals and all(values.split(","))):
         raise argparse.ArgumentTypeError(f"{text!r} is not FIELD=V,V,…, as in lam=0.1,0.5")
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def grid(policy: str, fields: Sequence[tuple[str, Sequence[str]]]) -> dict[str, dict[str, str]]:
-    """Texts of policies, and the values that each has."""
+    """The text of each point's policy → its values by field."""
     points = {}
     for values in product(*(values for _, values in fields)):
         chosen = dict(zip((field for field, _ in fields), values, strict=True))
@@ -85,10 +85,10 @@ def grid(policy: str, fields: Sequence[tuple[str, Sequence[str]]]) -> dict[str, 
 
 
 def allowed(dataset: str, split: str | None, limit: int | None = None) -> str | None:
-    """The split on which one may choose.
+    """The split on which hyperparameters may be chosen.
 
     Raises:
-        UsageError: it is one on which figures are reported, or holds problems of such a one.
+        UsageError: it is a test split, or holds problems of an embedded test split.
     """
     check_name(dataset)
     if dataset in (*families(), *LEVELS):
@@ -108,7 +108,7 @@ def allowed(dataset: str, split: str | None, limit: int | None = None) -> str | 
 
 
 def _words(question: str) -> str:
-    """The same for texts that differ in spaces and lines only, or in the redundancy that they ask for."""
+    """A question without what does not make it another problem: white space, and the redundancy that it asks for."""
     words = " ".join(question.split())
     return search.reworded(words, 0) if words.endswith(search.WORDING) else words
 
@@ -132,7 +132,7 @@ def write(folder: Path, ranked: Sequence[Row], points: dict[str, dict[str, str]]
     header = ["", *next(iter(points.values())), "pass@1", "95 % interval", "KV mean", "tokens"]
     lines = [header, ["---"] * len(header)]
     for row in ranked:
-        # An interval that reaches the best point's says that chance may have chosen.
+        # If an interval overlaps the best point's, chance may have chosen the best.
         mark = "**best**" if row is best else "≈" if row.pass_at_1_high >= best.pass_at_1_low else ""
         lines.append([
             mark, *points[row.policy].values(), f"{row.pass_at_1:.1%}",

@@ -1,1 +1,1 @@
-"""What happened in a cache, token by token, and ways to look at it (`python -m minithink.trace view FILE`)."""
+"""Traces: what happened in a cache, token by token. `python -m minithink.trace view FILE` shows them."""

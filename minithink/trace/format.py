@@ -1,18 +1,19 @@
-"""The file of a trace: chunks, one behind the other, that are never changed once they are written.
+"""The file of a trace. It consists of chunks, which are never changed once they are written.
 
     magic    16 bytes
     HEAD     JSON: version, the shape of the cache, the policy, names
     PART     arrays of one sequence: what happened since its last part
     …
-    DONE     JSON: how long recording took; a file without it belongs to a run that was interrupted
+    DONE     JSON: how long recording took; the file of an interrupted run has none
 
-A chunk is its kind (4 letters), the length of its content (uint32), the CRC-32 of both and the content (uint32), and
-the content. A PART's content is deflated (zlib): the length of a JSON object (uint32), the object, which names every
-array with its type and length, and the arrays' bytes, all little-endian.
+A chunk has four parts: its kind (4 letters), the length of its content (uint32), the CRC-32 of the kind and the
+content (uint32), and the content. The content of a PART is deflated (zlib). It holds the length of a JSON object
+(uint32), the object, which names every array with its type and length, and the arrays' bytes. All numbers are little-
+endian.
 
-Why not numpy's .npz: its directory stands at the end, so an interrupted run would leave nothing readable, and the
-recorder would have to keep everything until then. Nothing here can hold code; lengths and types are checked before
-anything is read, and what the numbers mean before anything is shown.
+numpy's .npz does not fit: its directory stands at the end, so an interrupted run would leave nothing readable, and
+the recorder would have to keep everything until then. A trace cannot hold code. Lengths and types are checked before
+an array is read, and all numbers before anything is shown.
 """
 
 from __future__ import annotations
@@ -34,26 +35,26 @@ from minithink.kv.ledger import Ledger
 Array = np.ndarray[Any, np.dtype[Any]]
 
 PAGE = b"<title>minithink trace"  # stands near the beginning of a trace's page
-MAGIC = b"\x89minithink\r\n\x1a\n\0\1"  # as PNG's: it shows whether a transfer has mangled line ends
+MAGIC = b"\x89minithink\r\n\x1a\n\0\1"  # as PNG's: a transfer that changes line breaks changes it
 VERSION = 1
 CHUNK = struct.Struct("<4sII")
 MAKE_ONE = "make one with `python -m minithink.generate --trace FILE`"
 LENGTH = struct.Struct("<I")
 MOST = 2**28  # bytes of a chunk, deflated or not
 KINDS = tuple(f.name for f in fields(Ledger) if f.name != "reserve")  # columns of `bytes`
-NEVER = 2**31 - 1  # a step that does not come
-GONE, WAITS = 254, 255  # formats: of a token that is not held, of one in the full-precision buffer
+NEVER = 2**31 - 1  # in `Trace.gone`: the token was not evicted
+GONE, WAITS = 254, 255  # in place of a format: the token is not held; it waits in the full-precision buffer
 
 # Every array of a PART: type, and what an entry stands for. Arrays of one kind have equal lengths.
 ARRAYS = {
-    "ids": ("<i4", "token"),  # the prompt's, then the generated ones
+    "ids": ("<i4", "token"),  # of the prompt, then of the generated tokens
     "pieces": ("<u4", "token"),  # bytes of its text
-    "text": ("|u1", "byte"),  # UTF-8 of all tokens; "" is the text of one that ends inside a character
+    "text": ("|u1", "byte"),  # UTF-8 of all tokens; a token that ends inside a character has the text ""
     "thinks": ("|u1", "step"),  # step 0: the prompt is read; step t: generated token t is in the cache
     "thought": ("|u1", "step"),  # thought type of the token that this step brought
     "bytes": ("<i8", "kind"),  # the ledger of the sequence after the step: KINDS
     "evict_step": ("<u4", "eviction"),
-    "evict_unit": ("<u2", "eviction"),  # lanes that share a table are a unit: layer · Ht + head
+    "evict_unit": ("<u2", "eviction"),  # units are block tables, by number: l · Ht + h
     "evict_pos": ("<u4", "eviction"),
     "evict_by": ("|u1", "eviction"),  # index into HEAD's `policies`
     "evict_score": ("<f4", "eviction"),  # NaN: not known
@@ -62,21 +63,21 @@ ARRAYS = {
     "move_pos": ("<u4", "move"),
     "move_to": ("|u1", "move"),  # index into HEAD's `formats`, or WAITS
     "budget_step": ("<u4", "budget"),
-    "budget": ("<i4", "unit"),  # of every unit, where it has changed; −1: none
+    "budget": ("<i4", "unit"),  # of every unit, at each change; −1: none
     "score_step": ("<u4", "snapshot"),
     "score_by": ("|u1", "snapshot"),
     "score_count": ("<u4", "snapshot"),
     "score_pos": ("<u4", "score"),
-    "rank": ("|u1", "score"),  # of 255: the share of its unit's tokens that a token outdoes, mean over the units
+    "rank": ("|u1", "score"),  # share of its unit's tokens with a lower score, mean over units; 255 is all of them
 }
 Arrays = Mapping[str, Array]
 
 
 class Writer:
-    """Writes a file, chunk by chunk. Whatever is written is readable at once."""
+    """Writes a file, chunk by chunk. A chunk is readable as soon as it is written."""
 
     def __init__(self, path: Path) -> None:
-        """An earlier trace of that name is replaced. MinithinkError: it cannot be written."""
+        """Open the file; an earlier trace of that name is replaced. MinithinkError: it cannot be written."""
         check_place(path)
         self.path, self.size = path, 0
         try:
@@ -87,12 +88,12 @@ class Writer:
         self._write(MAGIC)
 
     def chunk(self, kind: bytes, content: bytes) -> None:
-        """Append one. MinithinkError: there is no room for it."""
+        """Append a chunk. MinithinkError: it cannot be written."""
         crc = zlib.crc32(content, zlib.crc32(kind))
         self._write(CHUNK.pack(kind, len(content), crc) + content)
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Close the file."""
         self._file.close()
 
     def _write(self, data: bytes) -> None:
@@ -105,13 +106,23 @@ class Writer:
 
 
 def check_place(path: Path) -> None:
-    """MinithinkError: there is a folder, or a file that is no trace and would be lost."""
+    """MinithinkError: the path is a folder, or a file that is no trace and would be lost."""
     refuse_others(path, len(MAGIC), MAGIC.startswith, "trace", "--trace")
 
 
 def refuse_others(path: Path, size: int, ours: Callable[[bytes], bool], what: str, option: str) -> None:
-    """MinithinkError: there is a folder, or a file that would be lost, for its first `size` bytes are not ours. An
-    empty file is nobody's loss."""
+    """Refuse to replace a file that this program has not written. An empty file may be replaced.
+
+    Args:
+        path: where a file is to be written.
+        size: bytes at the beginning of an existing file that are looked at.
+        ours: whether a file that begins with these bytes is one of ours.
+        what: the kind of file, for the message.
+        option: the option that names another path, for the message.
+
+    Raises:
+        MinithinkError: the path is a folder, or another file.
+    """
     try:
         if not path.exists() or not (path.is_file() or path.is_dir()):  # a pipe is not looked into
             return
@@ -127,19 +138,19 @@ def refuse_others(path: Path, size: int, ours: Callable[[bytes], bool], what: st
 
 
 def as_json(value: Mapping[str, Any]) -> bytes:
-    """The content of HEAD and DONE."""
+    """The content of a HEAD or DONE."""
     return json.dumps(value, allow_nan=False).encode()
 
 
 def pack(about: Mapping[str, Any], arrays: Arrays) -> bytes:
-    """The content of a PART. about: JSON, read again by `unpack`."""
+    """The content of a PART. about: values, as JSON knows them; `unpack` returns them."""
     listed = [[name, array.dtype.str, array.size] for name, array in arrays.items()]
     head = json.dumps({**about, "arrays": listed}).encode()
     return zlib.compress(b"".join((LENGTH.pack(len(head)), head, *(a.tobytes() for a in arrays.values()))))
 
 
 def unpack(content: bytes) -> tuple[dict[str, Any], dict[str, Array]]:
-    """→ about, arrays. ValueError: it is none."""
+    """What `pack` was given, from its result: about, arrays. ValueError: the content is damaged."""
     inflater = zlib.decompressobj()
     try:
         data = inflater.decompress(content, MOST)
@@ -172,19 +183,19 @@ def _is_count(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Head:
-    """What is common to all sequences of a file."""
+    """The shape of the cache and the names, which all sequences of a file share."""
 
     layers: int
     kv_heads: int
-    scope: str  # of the tables: head | layer | sequence
+    scope: str  # which lanes share a block table: head | layer | sequence (`kv/contract.py`)
     policies: list[str]  # the policy, or the members of a stack
-    formats: list[str]  # of tokens
+    formats: list[str]  # in which tokens are stored
     thoughts: list[int]  # the format that tokens of each thought type get
     thought_names: list[str]
     prompt_thought: int
-    buffer: int  # tokens that wait in full precision
+    buffer: int  # tokens that wait in full precision until they are quantized; 0: none
     full_bytes: int  # of a token in a full cache
-    about: dict[str, Any] = field(default_factory=dict)  # model, policy, …: whatever one was told
+    about: dict[str, Any] = field(default_factory=dict)  # model, policy, …: shown with the trace
 
     @property
     def tables(self) -> tuple[int, int]:
@@ -202,7 +213,7 @@ class Head:
         return self.layers * self.kv_heads // self.units
 
     def check(self) -> None:
-        """ValueError: a field is not what it should be."""
+        """ValueError: a field has the wrong type, or a value that is not possible."""
         if not all(type(x) is list for x in (self.policies, self.formats, self.thoughts, self.thought_names)):
             raise ValueError("what should be a list is none")
         names = [self.scope, *self.policies, *self.formats, *self.thought_names]
@@ -223,7 +234,8 @@ class Head:
 
 @dataclass(frozen=True)
 class Trace:
-    """What happened to one sequence. n tokens, of which `prompt` are its prompt; steps 0, 1, …, T: see ARRAYS."""
+    """What happened to one sequence of n tokens, the first `prompt` of which are its prompt, in the steps 0, 1, …, T.
+    ARRAYS says what the arrays mean."""
 
     head: Head
     sequence: int
@@ -248,7 +260,7 @@ class Trace:
 
     @cached_property
     def texts(self) -> list[str]:
-        """Of every token."""
+        """The text of every token."""
         data, ends = self.text.tobytes(), self.pieces.cumsum().tolist()
         return [data[a:b].decode("utf-8", "replace") for a, b in zip([0, *ends], ends, strict=False)]
 
@@ -259,7 +271,7 @@ class Trace:
 
     @cached_property
     def budgets(self) -> Array:
-        """int32 [changes, units], from `budget_step` on; −1: none."""
+        """The budgets after each change, from the steps `budget_step` on: int32 [changes, units]; −1: no budget."""
         return self.budget.reshape(-1, self.head.units)
 
     @cached_property
@@ -286,13 +298,13 @@ class Trace:
         entered[self.prompt :] = WAITS if head.buffer else thoughts[self.thought[1:]]
         out = np.tile(entered, (head.units, 1))
         done = self.move_step <= step
-        out[self.move_unit[done], self.move_pos[done]] = self.move_to[done]  # of equal indices the last one counts
+        out[self.move_unit[done], self.move_pos[done]] = self.move_to[done]  # of equal indices the last one wins
         return np.where(self.kept(step), out, GONE).astype(np.uint8)
 
     @cached_property
     def sentences(self) -> Array:
-        """The number of each token's sentence: int64 [n]. A token with a line break ends one, as in SkipKV's code;
-        blank tokens directly behind it belong to it too."""
+        """The number of each token's sentence: int64 [n]. A token with a line break ends a sentence, as in SkipKV's
+        code. Blank tokens directly behind it belong to the same sentence."""
         out, number, open_ = list[int](), -1, False
         for text in self.texts:
             if text.strip() and not open_:
@@ -302,14 +314,14 @@ class Trace:
         return np.array(out, dtype=np.int64)
 
     def check(self) -> None:
-        """ValueError: the numbers do not fit together."""
+        """ValueError: lengths, indices or steps do not fit together."""
         a, units, n, most = self.arrays, self.head.units, self.tokens, max(self.steps, 0)
         kinds: dict[str, set[int]] = {}
         for name, (_, kind) in ARRAYS.items():
             kinds.setdefault(kind, set()).add(len(a[name]))
         if bad := [kind for kind, lengths in kinds.items() if len(lengths) > 1]:
             raise ValueError(f"arrays of {bad[0]}s differ in length")
-        # a prompt that is not read yet, or not to its end, has no step
+        # a prompt that has not been read to its end has no step
         if n != self.prompt + self.steps if self.steps >= 0 else n > self.prompt:
             raise ValueError(f"{n} tokens and {self.steps} steps after a prompt of {self.prompt}")
         if len(self.bytes) != len(KINDS) * len(self.thinks) or len(self.budget) != units * len(self.budget_step):
@@ -339,7 +351,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class File:
-    """A trace file, as far as it goes."""
+    """The content of a trace file. The end of an interrupted run may be missing."""
 
     head: Head
     traces: dict[int, Trace]  # by the number of the sequence
@@ -347,15 +359,15 @@ class File:
 
     @property
     def cut(self) -> str:
-        """The end of a sentence: that the trace is not whole, or nothing."""
+        """The end of a sentence, which says that the trace is not whole; "": it is."""
         return "; the run was interrupted, or its file is cut off" if self.done is None else ""
 
 
 def read(path: Path) -> File:
-    """Read a file. The end of an interrupted run may be missing.
+    """Read a trace file. The end of an interrupted run may be missing.
 
     Raises:
-        MinithinkError: there is no such file, it is none, of another version, or damaged.
+        MinithinkError: the file cannot be read, is no trace, is of another version, or is damaged.
     """
     try:
         data = path.read_bytes()

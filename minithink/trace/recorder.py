@@ -1,13 +1,13 @@
-"""The recorder: it writes a trace of what happens in the cache of a manager (`format.py` describes the file).
+"""The recorder writes a trace of what happens in the cache of a manager (`format.py` describes the file).
 
     recorder = Recorder(Path("run.trace"), engine.tokenizer)
     engine.generate(question, policy="rkv", budget=384, recorder=recorder)
     recorder.close()
 
-The manager calls it (`kv/rows.py`, `Recorder`) at joins, evictions and finished steps, and with the scores that
-policies note. It changes nothing, and no token depends on it. It reads the ledger after every step, and formats where
-tokens have moved. It counts the seconds that it takes. On a GPU, policies then decide kernel by kernel, and every
-step waits for what is looked up; without a recorder there is none of this.
+The manager calls the recorder (`kv/rows.py`, `Recorder`) at joins, evictions and finished steps, and with the scores
+that policies note. The recorder changes nothing, and no token depends on it. It reads the ledger after every step,
+and the formats of tokens if some may have moved. It counts the seconds that it takes. On a GPU with a recorder,
+policies decide kernel by kernel, and every step waits until the host has read what changed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from minithink.tokenizer import TextStream, Tokenizer
 from minithink.trace.format import ARRAYS, GONE, KINDS, VERSION, WAITS, Array, Head, Writer, as_json, pack
 from minithink.trace.format import check_place as check_place
 
-PART_STEPS, PART_EVENTS = 256, 2**16  # a part is written after so many
+PART_STEPS, PART_EVENTS = 256, 2**16  # a part is written after so many steps or events
 Hook = TypeVar("Hook", bound=Callable[..., None])
 
 
 def timed(hook: Hook) -> Hook:
-    """Counts the seconds that a recorder takes."""
+    """A method of the recorder that adds the time it takes to `seconds`."""
 
     @wraps(hook)
     def run(self: Recorder, *arguments: Any) -> None:
@@ -50,28 +50,28 @@ def timed(hook: Hook) -> Hook:
 
 @dataclass
 class _Sequence:
-    """What is known of a sequence that runs."""
+    """A sequence that is recorded and has not ended."""
 
     number: int
     row: int
     prompt: int
-    format: Array  # uint8 [units, capacity]: of every token, GONE where none is
+    format: Array  # uint8 [units, capacity]: of every token; GONE: the unit does not hold it
     text: TextStream | None
     thinks: bool
     thought: int
     length: int = 0  # tokens that were fed
-    waiting: int = 0  # of them, in the full-precision buffer
+    waiting: int = 0  # tokens in the full-precision buffer
     scored: float = -math.inf  # the step of the last snapshot
     snapshot: tuple[int, Array, Array] | None = None  # of this step: author, positions, ranks
     evicted: list[tuple[Array, Array, Array, Array]] = field(
         default_factory=list
     )  # in this step: unit, pos, by, score
     columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in ARRAYS})  # not written yet
-    whole: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ARRAYS, 0))  # of them, up to the last step
+    whole: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ARRAYS, 0))  # entries up to the last step
     events: int = 0
 
     def mark(self) -> None:
-        """A step is whole: Ctrl-C may come in the midst of the next one."""
+        """Note that a step is complete: if Ctrl-C comes within the next one, that one is not written."""
         self.whole = {name: len(parts) for name, parts in self.columns.items()}
 
 
@@ -90,9 +90,9 @@ class Recorder:
         """
         Args:
             path: of the file; an earlier one is replaced.
-            tokenizer: for the text of the tokens; None: there is none.
-            about: JSON to be shown with the trace: the model, the policy, …
-            sequences: numbers of those that are recorded; None: all.
+            tokenizer: for the text of the tokens; None: the trace has no text.
+            about: values, as JSON knows them, that are shown with the trace: the model, the policy, …
+            sequences: numbers of the sequences that are recorded; None: all.
             score_every: generated tokens between two snapshots of a policy's scores. Scores of evicted tokens are
                 kept in any case.
 
@@ -101,18 +101,18 @@ class Recorder:
         """
         self.tokenizer, self.about, self.sequences = tokenizer, dict(about or {}), sequences
         self.score_every = score_every
-        self.seconds, self.events, self.steps = 0.0, 0, 0  # that it took; evictions and moves; sequence-steps
+        self.seconds, self.events, self.steps = 0.0, 0, 0  # time taken; evictions and moves; steps of all sequences
         self._file = Writer(path)
         self._manager: KVManager | None = None
         self._of_row: dict[int, _Sequence] = {}
         self._scores: dict[int, Tensor] = {}  # of this step, by the policy's id
         self._closed = False
 
-    # -- what the manager tells
+    # -- what the manager calls
 
     @timed
     def joined(self, manager: KVManager, seq: int, row: int) -> None:
-        """A sequence has come."""
+        """A sequence has joined, in this row."""
         self._of_row.pop(row, None)
         if self._manager is None:
             self._manager, head = manager, _head(manager, self.about)
@@ -132,7 +132,7 @@ class Recorder:
 
     @timed
     def noted(self, step: View, policy: Policy, score: Tensor, where: Tensor | None) -> None:
-        """A policy says what it thinks of the tokens."""
+        """A policy has noted its scores of the tokens; `where`: tokens that have a score."""
         self._scores[id(policy)] = score
         pos = None
         for row, s in self._of_row.items():
@@ -154,7 +154,7 @@ class Recorder:
 
     @timed
     def evicting(self, step: View, edits: Sequence[tuple[Policy, Edit]], drop: Tensor) -> None:
-        """Tokens are about to go."""
+        """Tokens are about to be evicted. edits: of this step, with their policies; drop: the tokens."""
         pos = step.pos()
         authors = list(dict.fromkeys(self._authors[id(p)] for p, edit in edits if isinstance(edit, Evict)))
         for row, s in self._of_row.items():
@@ -164,7 +164,7 @@ class Recorder:
                 continue
             unit, column = going.nonzero()
             by = np.full(len(unit), authors[0], dtype=np.uint8)
-            if len(authors) > 1:  # the first who wants it
+            if len(authors) > 1:  # a token that several policies drop counts for the first one
                 for policy, edit in reversed(edits):
                     if isinstance(edit, Evict):
                         by[_mask(edit, drop, row)[unit, column]] = self._authors[id(policy)]
@@ -179,7 +179,7 @@ class Recorder:
     def stepped(
         self, rows: Sequence[int], counts: Sequence[int], ids: Sequence[int], edits: Sequence[tuple[Policy, Edit]]
     ) -> None:
-        """A step is over."""
+        """A step is over, in which these rows took part with so many tokens each. ids: of these tokens."""
         self._scores.clear()
         manager, kinds, at = self._manager, {type(edit) for _, edit in edits}, 0
         assert manager is not None
@@ -195,7 +195,7 @@ class Recorder:
 
     @timed
     def left(self, seq: int) -> None:
-        """A sequence is about to go: write what is left."""
+        """A sequence is about to leave: write the steps that are not written yet."""
         for row, s in list(self._of_row.items()):
             if s.number == seq:
                 self._write(s, last=True)
@@ -204,7 +204,7 @@ class Recorder:
     # -- the file
 
     def close(self) -> None:
-        """Write what is left, and what recording took. Sequences that still run end here."""
+        """Write the steps that are not written yet, and what recording took. Traces of running sequences end here."""
         if self._closed:
             return
         self._closed = True
@@ -233,7 +233,7 @@ class Recorder:
         s.length += len(ids)
 
     def _step(self, manager: KVManager, s: _Sequence, t: int, kinds: Collection[type[Edit]]) -> None:
-        """The sequence's step t is over, in which there were edits of these kinds."""
+        """The sequence's step t is over. kinds: of the edits in this step."""
         store, c, row = manager.store, s.columns, s.row
         storage = store.storage
         own = slice(0, s.length) if t == 0 else s.length - 1
@@ -273,7 +273,7 @@ class Recorder:
         s.evicted.clear()
 
     def _moved(self, manager: KVManager, s: _Sequence, t: int) -> None:
-        """Tokens may have other formats now: look."""
+        """Record tokens whose format has changed."""
         pos = manager.store.positions()[:, s.row].flatten(0, 1).cpu().numpy()
         now = manager.store.format()[:, s.row].flatten(0, 1).cpu().numpy()
         unit, column = (pos >= 0).nonzero()
@@ -296,7 +296,7 @@ class Recorder:
         self.events += events
 
     def _write(self, s: _Sequence, last: bool = False) -> None:
-        """A part: all whole steps that are not written yet."""
+        """Write a part: all complete steps that are not written yet. last: no more parts of this sequence follow."""
         c = {name: parts[: s.whole[name]] for name, parts in s.columns.items()}
         broken = any(len(c[name]) < len(parts) for name, parts in s.columns.items())
         if last and not broken and s.text and c["pieces"] and (rest := s.text.flush().encode()):
@@ -327,7 +327,7 @@ def _head(manager: KVManager, about: dict[str, Any]) -> Head:
 
 
 def _mask(edit: Evict, drop: Tensor, row: int) -> Array:
-    """What one edit drops of a row: bool [units, S]."""
+    """The tokens of a row that one edit drops: bool [units, S]."""
     whole = np.zeros((drop.shape[0], *drop.shape[2:]), dtype=bool)
     if edit.layer is None:
         whole[:] = edit.drop[:, row].cpu().numpy()

@@ -1,4 +1,5 @@
-"""How a trace ended, for a terminal: the text by how many heads keep each token, bytes, tokens kept by each head."""
+"""The end of a trace in a terminal: the text, shaded by how many heads keep each token; bytes; tokens of each
+head."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ from minithink.commands import CONTROL
 from minithink.terminal import plain_console
 from minithink.trace.format import KINDS, File, Trace
 
-# From few heads to all of them; colours of 256, light on dark and dark on light alike. Shares from 0, above each.
+# A token kept by more than this share of the heads has this style. The colours suit light and dark terminals.
 STYLES = ((0.0, "on grey93"), (0.25, "on light_sky_blue1"), (0.5, "on sky_blue2"), (0.75, "on steel_blue1"))
 NOBODY = "dim strike"
 
 
 def show(file: File, sequence: int, console: Console | None = None) -> None:
-    """Print it. Without colours, as with NO_COLOR, tokens that no head keeps stand in [brackets]."""
+    """Print the end of a sequence's trace. Without colours, tokens that no head keeps stand in [brackets]."""
     trace = file.traces[sequence]
     console = console or plain_console()
     head = trace.head
@@ -57,7 +58,7 @@ def text(trace: Trace, coloured: bool = True) -> Text:
 
 
 def bytes_held(trace: Trace) -> str:
-    """One line: bytes at the end, and at the most, by kind."""
+    """One line: bytes at the end by kind, and the most at any step."""
     last, totals = trace.ledger[-1], trace.ledger.sum(1)
     full = trace.tokens * trace.head.full_bytes
     parts = ", ".join(f"{kind} {size:,}" for kind, size in zip(KINDS, last.tolist(), strict=True) if size)
@@ -68,7 +69,8 @@ def bytes_held(trace: Trace) -> str:
 
 
 def heads(trace: Trace) -> Table:
-    """Tokens that each head of each layer keeps at the end; one row or column where all share a table."""
+    """Tokens that each head of each layer keeps at the end. Layers or heads that share a block table share a row or
+    column."""
     layers, kv_heads = trace.head.tables
     table = Table(title="tokens kept", title_justify="left")
     table.add_column("")
