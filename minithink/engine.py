@@ -36,17 +36,17 @@ from minithink.weights import load_decoder, resolve
 
 TINY = Path(__file__).parent / "assets" / "tiny"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-MAX_BATCH = 32  # sequences at once, where nothing is said
-OPEN_ENDED = 0.8  # of the free memory that keys and values may take, where nobody said how many tokens
+MAX_BATCH = 32  # sequences at once, if the caller gives no batch_size
+OPEN_ENDED = 0.8  # share of the free memory for keys and values, if the caller does not limit the tokens
 
-# Fields of generation_config.json that change the output and are not supported, unless they are false, 0, empty, …
+# Fields of generation_config.json that change the output and are not supported, unless they are false, 0 or empty …
 UNSUPPORTED = """
     repetition_penalty encoder_repetition_penalty typical_p num_beams num_beam_groups guidance_scale
     no_repeat_ngram_size encoder_no_repeat_ngram_size min_new_tokens min_length epsilon_cutoff eta_cutoff
     penalty_alpha suppress_tokens begin_suppress_tokens bad_words_ids force_words_ids forced_bos_token_id
     forced_eos_token_id forced_decoder_ids sequence_bias exponential_decay_length_penalty stop_strings
 """.split()  # noqa: SIM905
-ONE_IS_OFF = UNSUPPORTED[:6]  # … or, in these, 1
+ONE_IS_OFF = UNSUPPORTED[:6]  # … or 1, in these fields
 DRAWING = ("temperature", "top_k", "top_p", "min_p")  # what a checkpoint may recommend
 
 Prompt = str | Sequence[int]
@@ -54,23 +54,27 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """What holds where the caller says nothing: the checkpoint's `generation_config.json`.
+    """Defaults for generation: the checkpoint's `generation_config.json`.
 
-    What the file asks for and minithink does not do, such as a repetition penalty, is left out, and named in
-    `ignored`; the command line prints it.
+    Settings that minithink does not support, such as a repetition penalty, have no effect. They are listed in
+    `ignored`, and the command line prints them.
     """
 
     temperature: float = 0.0  # a checkpoint that recommends no sampling decodes greedily
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    max_new_tokens: int | None = None  # None: what context and memory leave
+    max_new_tokens: int | None = None  # None: as many as context and memory allow
     stop_ids: frozenset[int] = frozenset()
     ignored: tuple[str, ...] = ()  # "repetition_penalty = 1.1", … of the file
 
     @classmethod
     def from_folder(cls, folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> GenerationConfig:
-        """Read the file, if there is one; what stops may also stand in `config.json` or the tokenizer's files."""
+        """Read the file, if there is one. If it names no stop tokens, `config.json` or the tokenizer does.
+
+        Raises:
+            MinithinkError: a value is not valid.
+        """
         path = folder / "generation_config.json"
         raw = {k: v for k, v in (read_json(path) if path.exists() else {}).items() if v is not None}
         for name, is_valid, what in (
@@ -117,11 +121,11 @@ def load(
         device: auto (CUDA, then MPS, then CPU), cpu, cuda, cuda:1, … or mps.
         dtype: float32, float16, bfloat16, or auto: the checkpoint's own on CUDA, float32 elsewhere.
         backend: auto, reference or triton.
-        calibration: folder of the files of `minithink.calibrate`, for policies that need one; None: the model's own.
+        calibration: folder of the files of `minithink.calibrate`, for policies that need them; None: the model's.
 
     Raises:
-        UsageError: an argument makes no sense here. MinithinkError: the checkpoint cannot be read, or does not
-            fit into the memory.
+        UsageError: an argument makes no sense here.
+        MinithinkError: the checkpoint cannot be read, or does not fit into the memory.
     """
     where = device_of(device)
     ops = choose(backend, where)
@@ -157,11 +161,11 @@ def load(
 
 @dataclass(frozen=True)
 class Home:
-    """Where a model's files lie."""
+    """The folders of a model's files."""
 
     folder: Path  # of its weights
     calibration: Path  # of the files of `minithink.calibrate`
-    spoken: str = ""  # what the user calls the model; "": it is the embedded one
+    spoken: str = ""  # the model's name on the command line; "": it is the embedded one
 
 
 class Engine:
@@ -170,19 +174,20 @@ class Engine:
     def __init__(
         self, decoder: Decoder, tokenizer: Tokenizer, generation_config: GenerationConfig, home: Home | None = None
     ) -> None:
-        """home: None: the model has no files, and policies must bring what others read from a calibration."""
+        """home: None: the model has no files, and no policy can read a calibration."""
         self.home = home
-        self.cautions = set[str]()  # what users must be told of calibrations that policies go by
+        self.cautions = set[str]()  # warnings about the calibrations that policies have read
         self.config, self.decoder, self.tokenizer = decoder.config, decoder, tokenizer
         self.generation_config = generation_config
         self.device, self.dtype = decoder.embed.device, decoder.embed.dtype
         self.rope = Rope(decoder.config, self.device)
-        # Whether decoding steps are CUDA graphs, whose caches have fixed widths.
+        # Whether decoding steps are CUDA graphs; their caches have fixed widths.
         self.records = decoder.backend.recordable and self.device.type == "cuda"
         self.columns: Literal["fit"] | None = "fit" if self.records else None
 
     def _bytes_for(self, policy: Policy, rows: int, tokens: int, prompt: int) -> int:
-        """Bytes of a cache of so many rows under a policy."""
+        """Bytes of a cache with so many rows under a policy. tokens: of the longest sequence; prompt: of the longest
+        prompt."""
         return bytes_for(
             self.config, policy, self.dtype, rows=rows, tokens=tokens, prompt=prompt, prompts=prompts_at_once(rows),
             columns=self.columns,
@@ -195,10 +200,10 @@ class Engine:
 
         Args:
             prompts: a text, several texts, or several lists of token ids.
-            on_token: called with every token as it comes.
+            on_token: called with every token at once; None: no texts are made until the end.
 
         Returns:
-            a Result for every sequence: prompts in their order, the samples of a prompt side by side.
+            A Result for every sequence: prompts in their order, the samples of a prompt one after the other.
         """
         stream = self.stream(prompts, **options)
         if on_token is None:
@@ -230,28 +235,30 @@ class Engine:
         fixed: bool = False,
         recorder: Recorder | None = None,
     ) -> Stream:
-        """Generate token by token: iterate over the Stream, then read its `results`. What is None is taken from
-        `generation_config`. Results do not depend on batch_size, beyond the rounding of sums of another shape (and
-        beyond how many tokens fit into the memory, where nothing limits them).
+        """Generate token by token: iterate over the Stream, then read its `results`. Options that are None are taken
+        from `generation_config`.
+
+        Results depend on batch_size only through the rounding of sums of another shape and, if nothing limits the
+        tokens, through the tokens that fit into the memory.
 
         Args:
             prompts: as in `generate`.
-            max_new_tokens: of each sequence; None: what the context leaves, and 80 % of the free memory.
+            max_new_tokens: of each sequence; None: as many as fit into the context and 80 % of the free memory.
             temperature, top_k, top_p, min_p, seed: see SamplingParams.
             num_samples: sequences for each prompt.
             batch_size: sequences that run at once; None: up to 32, if the memory allows.
-            chat: put texts into the chat template; None: if there is one.
+            chat: put texts into the chat template; None: if the model has one.
             system: system message of the chat.
-            policy: what stays in the KV cache: a text such as "window:budget=256" (see `minithink.policies`) or a
-                Policy; None: everything, in one plain buffer a sequence.
-            budget: tokens that a policy may keep; fills its hyperparameter of that name.
-            schedule: when it evicts: every, interval:n or sawtooth:B/k.
+            policy: decides what stays in the KV cache: a text such as "window:budget=256" (see `minithink.policies`)
+                or a Policy; None: everything stays, in one plain buffer a sequence.
+            budget: tokens that a policy may keep: its hyperparameter of that name.
+            schedule: when the policy evicts: every, interval:n or sawtooth:B/k.
             stop: token ids and texts that end a sequence, beside the checkpoint's own. A stream may show the
                 beginning of such a text, a result does not.
-            fixed: every generating step has batch_size rows, idle ones where no sequence is left, and a sequence's
-                tokens do not depend on what runs beside it in a single bit.
-            recorder: is told what happens in the cache, which is then in pages also where there is no policy. Not
-                with `fixed` where each sequence has a cache of its own (see kv/apart.py).
+            fixed: every decoding step has batch_size rows, with padding rows if fewer sequences run. Then not a bit
+                of a sequence's logits depends on the sequences beside it.
+            recorder: is called with what happens in the cache. The cache is then in pages, even without a policy. Not
+                possible with `fixed` if each sequence has a cache of its own (see kv/apart.py).
 
         Raises:
             UsageError: an argument makes no sense, or a prompt is empty or too long.
@@ -259,7 +266,7 @@ class Engine:
         """
         chosen = self._policy(policy, budget, schedule)
         if chosen is None and (self.records or recorder is not None):
-            chosen = Full()  # in pages, for that is what the kernels read and what is recorded
+            chosen = Full()  # the full cache in pages: kernels and recorders need pages
         defaults = self.generation_config
         drawing: dict[str, Any] = dict(zip(DRAWING, (temperature, top_k, top_p, min_p), strict=True))
         drawing = {name: getattr(defaults, name) if value is None else value for name, value in drawing.items()}
@@ -284,7 +291,7 @@ class Engine:
         return Stream(self, sequences, params, rows, stops, chosen, fixed, recorder)
 
     def _policy(self, policy: str | Policy | None, budget: int | None, schedule: str | None) -> Policy | None:
-        """A policy of this call alone: what it remembers belongs to one stream."""
+        """A new policy for one call: its state belongs to one stream. None: there is no policy."""
         if isinstance(policy, Policy):
             if budget is not None or schedule is not None:
                 raise UsageError(f"{policy.name} was given as an object: set its budget and schedule there.")
@@ -297,14 +304,14 @@ class Engine:
         return self.calibrated(parse(policy, budget=budget, schedule=schedule))
 
     def calibrated(self, policy: Policy) -> Policy:
-        """The same policy, which has been told what was measured of this model.
+        """The same policy, which now knows this model's calibration.
 
         Raises:
-            MinithinkError: as of `calibration`. UsageError: what was measured does not suit the policy.
+            MinithinkError: as in `calibration`. UsageError: the calibration does not suit the policy.
         """
 
         def kind(ids: Sequence[int]) -> int:
-            """By keywords, of a text's last token."""
+            """The thought type of a text's last token, by keywords."""
             return ending([self.tokenizer.decode([id]) for id in ids])
 
         for member in members(policy):
@@ -316,21 +323,28 @@ class Engine:
         return policy
 
     def try_out(self, policy: Policy) -> None:
-        """UsageError: the policy does not suit this model's shape. Nothing is allocated, and no prompt is needed."""
+        """Check that a policy suits this model's shape, without memory and prompts. UsageError: it does not."""
         bytes_for(self.config, policy, self.dtype, rows=1, tokens=self.config.max_position, prompt=1)
 
     def calibration(self, name: str) -> dict[str, Any]:
-        """What a file of `minithink.calibrate` says of this model.
+        """The values in this model's calibration file of that name.
 
         Raises:
-            MinithinkError: it is missing, is about another model, or cannot be read.
+            MinithinkError: the file is missing, is about another model, or cannot be read.
         """
         if self.home is None:
             raise MinithinkError(f"There is no {name} for this model, which has no folder: load it from one.")
         return files.read(self.home.calibration, name, self.home.folder, self.home.spoken)
 
     def prompt_ids(self, prompt: Prompt, *, chat: bool | None = None, system: str | None = None) -> list[int]:
-        """The tokens of a prompt as the model will read them; ids stay as they are."""
+        """The token ids of a prompt as the model will read it; a prompt of ids stays as it is.
+
+        Args:
+            prompt, chat, system: as in `stream`.
+
+        Raises:
+            UsageError: the prompt is empty, holds no valid id or text, or `system` cannot be used.
+        """
         if len(prompt) == 0 or (isinstance(prompt, str) and not prompt.strip()):
             raise UsageError("The prompt is empty: give at least one word.")
         templated = isinstance(prompt, str) and (self.tokenizer.chat_template is not None if chat is None else chat)
@@ -347,13 +361,14 @@ class Engine:
         return self.chat_ids([*messages, {"role": "user", "content": prompt}])
 
     def chat_ids(self, messages: list[dict[str, Any]]) -> list[int]:
-        """The tokens of a conversation, `{"role": ..., "content": ...}` each, that the model is to continue."""
+        """The token ids of a conversation that the model continues. messages: {"role": ..., "content": ...} each."""
         for message in messages:
             _refuse_surrogates(message["content"])
         return self.tokenizer.encode(self.tokenizer.apply_chat_template(messages))
 
     def _limit(self, index: int, length: int, wanted: int | None) -> tuple[int, str]:
-        """How many tokens may be generated, and the finish_reason if there are that many."""
+        """How many tokens prompt number `index` may generate, and the finish_reason of a sequence that generates all
+        of them. length: tokens of the prompt; wanted: of max_new_tokens."""
         context = self.config.max_position
         if length >= context:
             raise UsageError(
@@ -364,13 +379,13 @@ class Engine:
         return (wanted, "length") if wanted is not None and wanted <= room else (room, "context")
 
     def _cap(self, sequences: list[Track], batch_size: int | None, policy: Policy | None) -> None:
-        """Limit sequences that nobody limited to what fits into the memory, with a reserve for all else."""
+        """Limit sequences to the tokens that fit into OPEN_ENDED of the memory, if the caller has given no limit."""
         if (free := memory.free_bytes(self.device)) is None:
             return
         free, rows = int(OPEN_ENDED * free), min(batch_size or 1, len(sequences))
         if policy is None:
             room = free // self.config.kv_bytes_per_token(self.dtype.itemsize) // rows
-        else:  # the largest number of tokens whose worst case fits
+        else:  # the largest number of tokens that fits at the worst
             prompt, chosen = max(len(s.prompt) for s in sequences), policy
 
             def exceeds(tokens: int) -> bool:
@@ -383,7 +398,12 @@ class Engine:
                 s.limit, s.limit_reason = room - len(s.prompt), "length"
 
     def _fit(self, sequences: list[Track], batch_size: int | None, policy: Policy | None, fixed: bool) -> int:
-        """How many sequences run at once: those asked for, or as many as fit; fixed: also where there are fewer."""
+        """How many rows the batch has: batch_size, or as many as fit if that is None. With `fixed` the batch may have
+        more rows than there are sequences.
+
+        Raises:
+            MinithinkError: the keys and values would not fit.
+        """
         at_once = batch_size or MAX_BATCH
         at_once = at_once if fixed else min(at_once, len(sequences))
         if (free := memory.free_bytes(self.device)) is None:
@@ -426,6 +446,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def _refuse_surrogates(text: Any) -> None:
-    """Halves of a character, which a terminal or a JSON escape may bring, have no bytes."""
+    """UsageError: the text holds a lone surrogate, half a character from a terminal or a JSON escape. It has no
+    bytes."""
     if isinstance(text, str) and (found := re.search("[\ud800-\udfff]", text)):
         raise UsageError(f"The prompt holds the lone surrogate {found[0]!r} at position {found.start()}: remove it.")

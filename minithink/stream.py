@@ -60,27 +60,27 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """One sequence, finished or as far as it got."""
+    """One sequence, finished or interrupted."""
 
     text: str  # all that was generated, without the token or the text that stopped it
-    thinking: str  # the thinking part, without tags and outer white space
-    answer: str  # the rest; all of `text` for a model that does not think
+    thinking: str  # the thinking part, without its tags and the white space around it
+    answer: str  # the rest of `text`; all of it if the model does not think
     token_ids: list[int]  # generated tokens only, with the token that stopped
     finish_reason: str  # stop | length (max_new_tokens) | context (it is full) | interrupted
     prompt_tokens: int
     generated_tokens: int
     thinking_tokens: int
     kv_bytes: int  # held in the cache at the end: keys, values, scales, tables, buffers, the policy's state
-    kv_tokens: int  # that a lane held at the end
+    kv_tokens: int  # tokens that a lane (a KV head of a layer) held at the end
     kv_full_bytes: int  # what a full cache would have held
     kv_ledger: dict[str, int]  # kv_bytes by kind, see kv/ledger.py
     prefill_seconds: float
     decode_seconds: float  # from the first to the last token; other sequences ran in the same steps
     prompt: int = 0  # index of the prompt
     sample: int = 0
-    kv_bits: float | None = None  # of a number in the cache's pages, with its share of the scales
+    kv_bits: float | None = None  # bits of a number in the cache's pages, with its share of the scales
     kv_thoughts: dict[str, int] = field(default_factory=dict)  # segments by type, if the policy knows types
-    kv_notes: str = ""  # the policy's own words
+    kv_notes: str = ""  # a sentence of the policy about what it did
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -95,14 +95,14 @@ class Result:
 
 @dataclass
 class Track:
-    """What the stream knows of one sequence."""
+    """One sequence of a stream, and its state."""
 
-    number: int  # of the sequence, in the draws and in the cache
+    number: int  # of the sequence: its draws and its place in the cache depend on it
     prompt_index: int
     sample: int
     prompt: list[int]
     limit: int  # tokens that are generated at most
-    limit_reason: str  # the finish_reason if the limit ends the sequence
+    limit_reason: str  # the finish_reason of a sequence that reaches the limit
     budget: int | None = None  # tokens that the policy may keep of this sequence; None: the policy's own number
     tokens: list[int] = field(default_factory=list)  # generated
     finish_reason: str = ""  # "" while it runs
@@ -113,9 +113,9 @@ class Track:
     thought: str = ""  # the type of the running segment, if texts are made
     piece: str = ""  # the text of the last token, if texts are made
     tail: str = ""  # the latest text, as long as the longest text that stops
-    began: float = 0.0
-    first: float = 0.0  # time of the first token
-    last: float = 0.0
+    began: float = 0.0  # seconds by `time.perf_counter`: the prompt began to be read
+    first: float = 0.0  # likewise: the first token was there
+    last: float = 0.0  # likewise: the newest token was there
 
 
 class Stream:
@@ -187,7 +187,8 @@ class Stream:
         return (len(advanced) for advanced in self._steps)
 
     def advances(self) -> Iterator[list[Track]]:
-        """Likewise; yields the sequences with a new token of every step, sequences that end with it too."""
+        """Run without making texts; yields, after every step, the sequences with a new token. Sequences that have
+        just ended are among them."""
         return self._steps
 
     def __iter__(self) -> Iterator[Chunk]:
