@@ -185,12 +185,14 @@ class Engine:
         self.records = decoder.backend.recordable and self.device.type == "cuda"
         self.columns: Literal["fit"] | None = "fit" if self.records else None
 
-    def _bytes_for(self, policy: Policy, rows: int, tokens: int, prompt: int) -> int:
-        """Bytes of a cache with so many rows under a policy. tokens: of the longest sequence; prompt: of the longest
-        prompt."""
+    def _bytes_for(self, policy: Policy | None, rows: int, sizes: Sequence[int], prompt: int) -> int:
+        """Bytes of a cache. rows: of the batch; sizes: tokens of the sequences that run at once, the longest first;
+        prompt: tokens of the longest prompt. Under a policy all rows are as long as the longest sequence."""
+        if policy is None:
+            return sum(sizes[:rows]) * self.config.kv_bytes_per_token(self.dtype.itemsize)
         return bytes_for(
-            self.config, policy, self.dtype, rows=rows, tokens=tokens, prompt=prompt, prompts=prompts_at_once(rows),
-            columns=self.columns,
+            self.config, policy, self.dtype, rows=rows, tokens=sizes[0], prompt=prompt,
+            prompts=prompts_at_once(rows), columns=self.columns,
         )  # fmt: skip
 
     def generate(
@@ -383,16 +385,12 @@ class Engine:
         if (free := memory.free_bytes(self.device)) is None:
             return
         free, rows = int(OPEN_ENDED * free), min(batch_size or 1, len(sequences))
-        if policy is None:
-            room = free // self.config.kv_bytes_per_token(self.dtype.itemsize) // rows
-        else:  # the largest number of tokens that fits at the worst
-            prompt, chosen = max(len(s.prompt) for s in sequences), policy
+        prompt = max(len(s.prompt) for s in sequences)
 
-            def exceeds(tokens: int) -> bool:
-                needed = self._bytes_for(chosen, rows, tokens, prompt)
-                return needed > free
+        def exceeds(tokens: int) -> bool:
+            return self._bytes_for(policy, rows, [tokens] * rows, prompt) > free
 
-            room = bisect.bisect_left(range(self.config.max_position + 1), True, key=exceeds) - 1
+        room = bisect.bisect_left(range(self.config.max_position + 1), True, key=exceeds) - 1
         for s in sequences:
             if len(s.prompt) < room < len(s.prompt) + s.limit:
                 s.limit, s.limit_reason = room - len(s.prompt), "length"
@@ -409,13 +407,10 @@ class Engine:
         if (free := memory.free_bytes(self.device)) is None:
             return at_once
         sizes = sorted((len(s.prompt) + s.limit for s in sequences), reverse=True)
-        prompt, per_token = max(len(s.prompt) for s in sequences), self.config.kv_bytes_per_token(self.dtype.itemsize)
+        prompt = max(len(s.prompt) for s in sequences)
 
         def needed(rows: int) -> int:
-            """Bytes at the worst: the longest sequences run together; a policy's pool has equal rows."""
-            if policy is None:
-                return sum(sizes[:rows]) * per_token
-            return self._bytes_for(policy, rows, sizes[0], prompt)
+            return self._bytes_for(policy, rows, sizes, prompt)
 
         fitting = next((n for n in range(at_once, 0, -1) if needed(n) <= free), 0)
         if fitting == at_once or (fitting and batch_size is None):
@@ -423,7 +418,7 @@ class Engine:
         fixes = [f"--batch-size {fitting}"] if fitting else []
         if policy is not None:
             fixes += ["fewer --max-new-tokens", *(["a smaller --budget"] if policy.budget is not None else [])]
-        elif (new := free // per_token // at_once - prompt) > 0:
+        elif (new := free // self._bytes_for(None, at_once, [1] * at_once, prompt) - prompt) > 0:
             fixes += [f"--max-new-tokens {new}"]
         under = "" if policy is None else f"under {policy.name}, "
         raise MinithinkError(
