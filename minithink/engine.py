@@ -314,7 +314,7 @@ class Engine:
 
         def kind(ids: Sequence[int]) -> int:
             """The thought type of a text's last token, by keywords."""
-            return ending([self.tokenizer.decode([id]) for id in ids])
+            return ending(self.tokenizer.pieces(ids))
 
         for member in members(policy):
             member.reads(kind)
