@@ -16,7 +16,7 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--runs", type=location, default=Path("runs"), metavar="DIR", help="where unfinished runs lie (default: runs)"
     )
     add("--plot", type=location, metavar="DIR", help="draw accuracy by bytes, or recall by budget, "
-        "DIR/sweep-NAME-FAMILY.svg")  # fmt: skip
+        "DIR/sweep-NAME-FAMILY.svg; several names into one picture")  # fmt: skip
     add("--plot-only", action="store_true", help="run nothing: draw what the pool holds")
     add("--finished", action="store_true", help="generate nothing: take what the runs have finished")
     add("--recheck", action="store_true", help="run the first sequences again of runs whose kernels have changed")
@@ -94,8 +94,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             pool.add(args.results, runs)
         left = missing(args, wanted)
         print(f"{len(wanted) - len(left)} of {len(wanted)} runs are in {args.results / pool.FILE}", file=sys.stderr)
-    for name, sweep in chosen.items() if args.plot is not None else ():
-        draw(name, shown(name, args.results, wanted_of(sweep, args)), args.plot)
+    if args.plot is not None:
+        draw({name: shown(name, args.results, wanted_of(sweep, args)) for name, sweep in chosen.items()}, args.plot)
     return 0
 
 
@@ -113,7 +113,7 @@ def wanted_of(sweep: Sweep, args: argparse.Namespace | None = None) -> list[Want
 def settings_of(sweep: Sweep, family: str, args: argparse.Namespace | None = None) -> dict[str, Any]:
     """What `minithink.evaluate` would write down for the comparison, but for the machine."""
     folder = TINY if args is None or args.model == "tiny" else resolve(args.model)
-    of_others = sweep.checkpoint if args is None else ""
+    of_others = sweep.checkpoint if args is None or args.plot_only else ""
     limit = (args and args.limit) or sweep.problems
     config, own, weights = _about(folder)
     longest = (args and args.max_new_tokens) or own.max_new_tokens or config.max_position
@@ -267,12 +267,17 @@ def shown(name: str, where: Path, wanted: Sequence[Wanted]) -> list[Run]:
     )
 
 
-def draw(name: str, runs: Sequence[Run], folder: Path) -> None:
-    """Accuracy by bytes, of each family; recall by budget, where that was measured."""
-    for family in dict.fromkeys(run.key["dataset"] for run in runs):
-        rows = [Row(**run.row, group=None) for run in runs if run.key["dataset"] == family]
-        what = "recall" if SWEEPS[name].recall else "bytes"
-        plots.draw_one(rows, what, folder / f"sweep-{name}-{family}.svg")
+def draw(chosen: Mapping[str, Sequence[Run]], folder: Path) -> None:
+    """Accuracy by bytes, of each family; recall by budget, where that was measured. Several comparisons share one
+    picture, with their names behind those of the policies."""
+    names, several = "-".join(chosen), len(chosen) > 1
+    what = "recall" if all(SWEEPS[name].recall for name in chosen) else "bytes"
+    for family in dict.fromkeys(run.key["dataset"] for runs in chosen.values() for run in runs):
+        rows = [
+            Row(**run.row | ({"policy": f"{run.row['policy']}, {name}"} if several else {}), group=None)
+            for name, runs in chosen.items() for run in runs if run.key["dataset"] == family
+        ]  # fmt: skip
+        plots.draw_one(rows, what, folder / f"sweep-{names}-{family}.svg")
 
 
 # The table of a comparison, of the runs in the pool ----------------------------------------------------------------

@@ -237,6 +237,12 @@ def test_runs_are_drawn(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyP
     plot.unlink()
     assert main([*words, "--plot-only", "--plot", str(tmp_path)]) == 0
     assert plot.read_bytes() == whole
+    # Two comparisons share a picture; the second one is of the same runs.
+    monkeypatch.setitem(sweep.SWEEPS, "again", sweep.SWEEPS["snapkv"])
+    assert main(["sweep", "again", *words[1:], "--plot-only", "--plot", str(tmp_path)]) == 0
+    both = (tmp_path / "sweep-again-snapkv-facts.svg").read_text()
+    policies = sweep.policies_of([sweep.SWEEPS["snapkv"]])
+    assert all(f">{policy}, {name}<" in both for policy in policies for name in ("again", "snapkv"))
 
 
 def test_changed_kernels_are_checked_by_their_answers(
