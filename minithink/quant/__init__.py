@@ -1,7 +1,8 @@
-"""Number formats of the cache: what a key or a value is stored as, and the bytes that this takes.
+"""Number formats of the cache: how a key or a value is stored, and how many bytes it takes.
 
-`parse` makes a format of its name. The formats are in `plain` (fp32, fp16, bf16), `fp8`, `nvfp4`, `ternary`,
-`int_symmetric` (int4s, int2s) and `int_asymmetric` (int2, int4, int8, int16); what they share is in `format`.
+`parse` turns a name into a format. The formats are in `plain` (fp32, fp16, bf16), `fp8`, `nvfp4`, `ternary`,
+`int_symmetric` (int4s, int2s) and `int_asymmetric` (int2, int4, int8, int16). Read `format` first: it says what every
+format can do.
 """
 
 from __future__ import annotations
@@ -34,12 +35,15 @@ NAMES = (*DTYPES, "fp8", *SYMMETRIC, *ASYMMETRIC)
 def parse(text: str, default_group: int = 16) -> Format:
     """The format that a text names: "bf16", "nvfp4", "int2:group=32", "int4:group=32,by=token,params=fp32".
 
-    Options: `group`, 16, 32, 64 or 128 elements; `by`, channel (the default) or token, the axis that a group runs
-    along; of the asymmetric integers also `params`, fp16 (the default) or fp32, the dtype of scales and minima.
+    Options of formats with groups:
+
+        group    16, 32, 64 or 128 elements
+        by       the axis that a group runs along: channel (the default) or token
+        params   of asymmetric integers: the dtype of scales and minima, fp16 or fp32; default fp16, of int16 fp32
 
     Args:
         text: a name, and after a colon its options, in any order.
-        default_group: where the text gives none.
+        default_group: elements of a group if the text does not say.
 
     Raises:
         UsageError: an unknown name, option or value.
@@ -80,6 +84,10 @@ def parse(text: str, default_group: int = 16) -> Format:
 
 def parse_pair(text: str, default_group: int = 16) -> tuple[Format, Format]:
     """The formats of keys and of values: "nvfp4" for both, "int2:by=token/int2" for keys / values.
+
+    Args:
+        text: one format as for `parse`, or two with a slash between them.
+        default_group: elements of a group if the text does not say.
 
     Raises:
         UsageError: as `parse`, or values grouped by token.

@@ -16,7 +16,7 @@ MAX = 448.0
 
 
 def encode(x: Tensor) -> Tensor:
-    """Nearest E4M3 number, ties to the even code. What exceeds ±448, ±∞ too, saturates; a NaN stays one.
+    """Nearest E4M3 number; a tie goes to the even code. Magnitudes above 448, also ∞, become 448; NaN stays NaN.
 
     Args:
         x: any shape, float32.
@@ -30,11 +30,11 @@ def encode(x: Tensor) -> Tensor:
 
 def decode(codes: Tensor) -> Tensor:
     """Codes, uint8 of any shape → float32, exactly."""
-    # looked up, which takes CPUs a quarter of the time of a conversion
+    # A look-up takes a CPU a quarter of the time of a conversion.
     return _numbers(codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 @cache
 def _numbers(device: torch.device) -> Tensor:
-    """All 256: float32."""
+    """The number of every code: float32 [256]."""
     return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()

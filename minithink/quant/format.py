@@ -1,15 +1,16 @@
-"""What every number format of the cache answers: how many bytes a token takes, how to encode it and to decode it.
+"""What every number format of the cache can do: count the bytes of a token, encode it and decode it.
 
 A token's row of D channels becomes `code_bytes` bytes of codes. Formats with groups also store parameters (a scale,
-or a scale and a minimum) that the elements of a group share. Which elements form a group is the format's axis:
+or a scale and a minimum) that the elements of a group share. The format's axis says which elements form a group:
 
     by="channel": `group` consecutive channels of one token; a token is self-contained
     by="token":   one channel of up to `group` tokens that are quantized together; they share one row of parameters
 
-(The papers write "per token" for the first and "per channel" for the second: they name what has a scale of its own,
-here is named what a group runs along.) Codes and parameters are the bytes that are stored: nothing is kept beside
-them, and encoding uses the parameters as stored, after their rounding. Finite input gives finite output; ±∞ counts
-as the largest finite number, and a NaN may give anything.
+The papers write "per token" for the first and "per channel" for the second: they name what has a scale of its own.
+Here `by` names the axis that a group runs along.
+
+Nothing is stored but codes and parameters. Encoding uses the parameters as stored, after their rounding. Finite input
+gives finite output; ±∞ counts as the largest finite number; NaN may give anything.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ F = TypeVar("F", bound="Format")
 
 @dataclass(frozen=True)
 class Format(ABC):
-    """One number format. A value: formats of equal fields are equal, and `str` gives what `parse` reads."""
+    """One number format. Formats with equal fields are equal, and `parse` reads what `str` gives."""
 
     name: str = field(init=False)
-    bits: int = field(init=False)  # of one code
-    group: int = 0  # elements that share parameters; 0: none do
+    bits: int = field(init=False)  # bits of one code
+    group: int = 0  # elements that share parameters; 0: a format without groups
     by: str = "channel"  # the axis that a group runs along: "channel" or "token"
-    param_bytes: int = field(init=False, default=0)  # of one group's parameters
+    param_bytes: int = field(init=False, default=0)  # bytes of the parameters of one group
     tensor_scaled: bool = field(init=False, default=False)  # needs one FP32 scale for a whole tensor
 
     def __str__(self) -> str:
@@ -53,7 +54,7 @@ class Format(ABC):
         return self.param_bytes * (dim if self.by == "token" else dim // self.group)
 
     def bytes_per_token(self, dim: int) -> float:
-        """Codes and parameters of one token; by token: with its share of the row of a full group."""
+        """Bytes of the codes and parameters of one token; by token: a full group's parameters / tokens of a group."""
         share = self.group if self.by == "token" else 1
         return self.code_bytes(dim) + self.params_bytes(dim) / share
 
@@ -85,31 +86,36 @@ class Format(ABC):
             amax: largest magnitudes, float32 of any shape.
 
         Returns:
-            float32 of that shape, positive, finite and normal; 1 where `amax` is 0, and for other formats.
+            float32 of that shape, positive, finite and normal; 1 where `amax` is 0, and for formats that are not
+            `tensor_scaled`.
         """
         return torch.ones_like(amax, dtype=torch.float32)
 
     @abstractmethod
     def quantize(self, x: Tensor, tensor_scale: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Encode.
+        """Encode rows of numbers.
 
         Args:
             x: [..., D] by channel, [..., T, D] by token with 1 ≤ T ≤ `group`; any float dtype.
             tensor_scale: float32 that broadcasts to [...]; read if the format is `tensor_scaled`.
-            valid: [..., T] bool, by token only: other tokens, NaN or not, count for nothing and get codes 0.
+            valid: [..., T] bool, by token only: the tokens that count; None: all. Other tokens may be NaN; they do
+                not change the parameters, and get codes 0.
 
         Returns:
             codes: uint8, [..., code_bytes] by channel, [..., T, code_bytes] by token.
             params: [..., params_bytes] uint8.
+
+        Raises:
+            ValueError: by token, more tokens than a group has.
         """
 
     @abstractmethod
     def dequantize(self, codes: Tensor, params: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Decode, in float32; what `dtype` cannot hold saturates.
+        """Decode, in float32; numbers that `dtype` cannot hold saturate.
 
         Args:
             codes: [..., code_bytes] uint8.
-            params: [..., params_bytes] uint8, by token too: the row of every token.
+            params: [..., params_bytes] uint8; also by token one row for every token.
             tensor_scale: float32 that broadcasts to [...].
             dtype: of the result.
 
@@ -120,7 +126,7 @@ class Format(ABC):
 
 @dataclass(frozen=True)
 class Grouped(Format):
-    """A format with groups. Families say how one group is encoded; the axes, the packing and the bytes are here."""
+    """A format with groups. A subclass encodes and decodes one group; this class does the axes and the packing."""
 
     group: int = 16
 
@@ -133,15 +139,24 @@ class Grouped(Format):
 
     @abstractmethod
     def encode(self, x: Tensor, tensor_scale: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """x: [..., n, m] float32, n groups of m elements; tensor_scale: [..., 1, 1]; valid: bool, like x → codes
-        [..., n, m] of any integer dtype, parameters [..., n, param_bytes] uint8."""
+        """Encode groups.
+
+        Args:
+            x: float32 [..., n, m], n groups of m elements; 0 where not valid.
+            tensor_scale: float32 [..., 1, 1].
+            valid: bool [..., n, m].
+
+        Returns:
+            codes: [..., n, m], any integer dtype.
+            params: uint8 [..., n, param_bytes].
+        """
 
     @abstractmethod
     def decode(self, codes: Tensor, params: Tensor, tensor_scale: Tensor) -> Tensor:
-        """The inverse, of what `read` gives in `encode`'s shapes → [..., n, m] float32."""
+        """Decode groups. codes: [..., n, m] as `read` gives them; the others as in `encode` → float32 [..., n, m]."""
 
     def read(self, packed: Tensor) -> Tensor:
-        """Bytes → codes, or what a family would rather decode: [..., D·bits/8] uint8 → [..., D]."""
+        """Unpack bytes, uint8 [..., D·bits/8], to [..., D] codes, or to whatever the subclass's `decode` takes."""
         return unpack(packed, self.bits)
 
     def quantize(self, x: Tensor, tensor_scale: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -156,7 +171,7 @@ class Grouped(Format):
         if valid is None:
             valid = torch.ones(x.shape[-2], dtype=torch.bool, device=x.device)
         columns = valid.unsqueeze(-2)  # [..., 1, T]
-        # What is not valid may be NaN, and NaN · 0 is NaN: replaced, not multiplied.
+        # Invalid tokens may be NaN, and NaN · 0 is NaN: replace them, do not multiply.
         groups = x.transpose(-1, -2).where(columns, 0.0)  # [..., D, T]: a group is a channel
         codes, params = self.encode(groups, scale, columns.expand_as(groups))
         codes = codes.where(columns, 0).transpose(-1, -2)
@@ -164,43 +179,43 @@ class Grouped(Format):
 
     def dequantize(self, codes: Tensor, params: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
         q = self.read(codes)  # [..., D]
-        n = params.shape[-1] // self.param_bytes  # D / group groups of a token, or by token one a channel
+        n = params.shape[-1] // self.param_bytes  # groups of a token: D / group; by token D, one for each channel
         q = q.unflatten(-1, (n, q.shape[-1] // n))
         x = self.decode(q, params.unflatten(-1, (n, self.param_bytes)), tensor_scale[..., None, None])
         return saturate(x.flatten(-2), dtype)
 
 
 def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x as `dtype`; magnitudes above its largest finite number, ∞ too, become that number."""
+    """x as `dtype`; magnitudes above the largest finite number of `dtype`, also ∞, become that number."""
     limit = torch.finfo(dtype).max
     if limit > torch.finfo(x.dtype).max:
         return x.to(dtype)
-    return x.float().clamp(-limit, limit).to(dtype)  # in float32, for 65504 as bfloat16 is 65536
+    return x.float().clamp(-limit, limit).to(dtype)  # in float32, because 65504 as bfloat16 is 65536
 
 
 def scale_with_headroom(amax: Tensor, largest: float) -> Tensor:
     """2·amax / largest, at least the smallest normal float32; 1 where amax is 0. amax: any shape → float32.
 
-    Twice: the scale is set once, by the prompt, and what is generated later may exceed it.
+    The 2 is headroom: the prompt sets the scale once, and generated tokens may exceed the prompt's magnitudes.
     """
     float32 = torch.finfo(torch.float32)
-    # The factor first, for 2·amax may overflow.
+    # Compute the factor first, because 2·amax may overflow.
     scale = amax.float().clamp(max=float32.max) * (2 / largest)
     return scale.clamp(min=float32.smallest_normal).where(amax > 0, 1.0)
 
 
 def divide(x: Tensor, step: Tensor) -> Tensor:
-    """x / step, and 0 where the step is 0: the one place where a scale that underflowed could make a NaN."""
+    """x / step; 0 where the step is 0, because there a scale has underflowed and 0 / 0 would be NaN."""
     return x / step.where(step > 0, math.inf)
 
 
 def divide_by(x: Tensor, number: float) -> Tensor:
-    """x / number, rounded once. By a Python number torch divides so on CPUs; on GPUs it multiplies by 1 / number."""
+    """x / number, rounded once on every device: by a Python number, torch on GPUs multiplies by 1 / number."""
     return x / torch.full_like(x, number)
 
 
 def view_as(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as numbers. data: [..., n·itemsize] uint8, strided in any way, at any offset → [..., n] of `dtype`."""
-    # One row of a wider tensor counts as contiguous, with a stride that may not be whole numbers.
+    """Bytes as numbers. data: [..., n·itemsize] uint8, any strides and offset → [..., n] of `dtype`."""
+    # torch calls one row of a wider tensor contiguous, though its stride may be no multiple of the item size.
     whole = data.is_contiguous() and not any(n % dtype.itemsize for n in (data.storage_offset(), *data.stride()[:-1]))
     return (data if whole else data.clone(memory_format=torch.contiguous_format)).view(dtype)

@@ -1,4 +1,7 @@
-"""FP8: E4M3 numbers under one FP32 scale for a whole tensor (ThinKV §D.3), here per layer and sequence."""
+"""FP8: E4M3 numbers under one FP32 scale for a whole tensor (ThinKV §D.3).
+
+Here a tensor is the keys, or the values, of one layer and sequence.
+"""
 
 from __future__ import annotations
 

@@ -1,16 +1,18 @@
 """Asymmetric integers of 2, 4, 8 and 16 bits (KIVI, `new_pack.py`; PM-KVQ, `quantizer.py`).
 
-A scale and a minimum a group:
+Each group has a scale and a minimum:
 
     scale = (max − min) / (2^b − 1)     code = clamp(round((x − min) / scale), 0, 2^b − 1)     x̂ = code·scale + min
 
-Ties round to the even code. The parameters are FP16 as in KIVI, whose data are, or FP32 as in PM-KVQ; codes of 16
-bits always have FP32, for FP16 is too coarse for them. Where the papers are silent, or their code fails:
+Ties round to the even code. The parameters are FP16 as in KIVI, whose data are FP16 too, or FP32 as in PM-KVQ. Codes
+of 16 bits always have FP32 parameters: FP16 would be too coarse. Chosen where the papers are silent or their code
+fails:
 
 - The scale is taken from the minimum as stored, so that rounding the minimum does not cut off the top.
-- A constant group, or a scale that underflows, has codes 0 and x̂ = min. KIVI's code divides 0 by 0; PM-KVQ's bounds
-  the scale to [1e−5, 1e5], which is not done here: at 16 bits it would coarsen groups with a range below .66.
-- FP16 parameters saturate at 65504. With FP32, inputs saturate at 2^126, where max − min is still finite.
+- In a constant group, or if the scale underflows, all codes are 0 and x̂ = min. There KIVI's code divides 0 by 0.
+  PM-KVQ's code bounds the scale to [1e−5, 1e5]. This code does not: at 16 bits the bound would coarsen groups with a
+  range below 0.66.
+- FP16 parameters saturate at 65504. With FP32 parameters, inputs saturate at 2^126, where max − min is still finite.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class IntAsymmetric(Grouped):
     """int2, int4, int8 or int16. A group's parameters are its scale, then its minimum."""
 
     bits: int
-    params: str = "fp16"  # what a scale and a minimum are stored as: "fp16" or "fp32"
+    params: str = "fp16"  # the dtype of scales and minima: "fp16" or "fp32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,7 +57,7 @@ class IntAsymmetric(Grouped):
         x = x.clamp(-WIDEST, WIDEST)
         lowest = x.where(valid, math.inf).amin(-1, keepdim=True)  # [..., n, 1]
         highest = x.where(valid, -math.inf).amax(-1, keepdim=True)
-        lowest = lowest.where(lowest < math.inf, 0.0) + 0.0  # of no valid element; and −0 becomes 0
+        lowest = lowest.where(lowest < math.inf, 0.0) + 0.0  # 0 for a group without valid elements; −0 becomes 0
         dtype = PARAMS[self.params]
         stored_min = saturate(lowest, dtype)
         # scale = (max − min) / (2^b − 1)
@@ -74,17 +76,17 @@ class IntAsymmetric(Grouped):
 def shrink(source: Format, target: Format, codes: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
     """Requantize to half, a quarter or an eighth of the bits, from the codes alone (PM-KVQ's packed backend).
 
-    From 2c bits to c, as often as it takes:
+    One halving, from 2c bits to c, repeated until the target's bits are reached:
 
         q' = ⌊(q + 2^(c−1)) / (2^c + 1)⌋      scale' = scale·(2^c + 1)      min' = min
 
-    for (2^2c − 1) = (2^c − 1)·(2^c + 1): the grid of 2^c points spans the same range, and q' is nearest to q on it.
+    Because 2^2c − 1 = (2^c − 1)·(2^c + 1), the grid of 2^c points spans the same range; q' is its point nearest to q.
     A scale that exceeds 65504 in FP16 saturates.
 
     Args:
         source, target: asymmetric integers, equal in `group`, `by` and `params`.
         codes: [..., source.code_bytes] uint8.
-        params: [..., source.params_bytes] uint8; by token a row for every token, or the shared rows, as they are.
+        params: [..., source.params_bytes] uint8; by token one row for every token, or each shared row once.
 
     Returns:
         codes: [..., target.code_bytes] uint8.

@@ -1,12 +1,12 @@
 """Symmetric integers under ThinKV's group scales, for its ablation of the data formats (§E.8, table 10).
 
 The paper says only "INT4 and INT2 representations with same scaling as described in §D.3": an E4M3 scale for a group
-of 16, no minimum. Chosen:
+of 16, no minimum. Chosen here:
 
 - int4s: −7 … 7, scale amax/7. −8 is not used, so that the range is symmetric.
 - int2s: −2, −1, 0, 1 in two's complement, scale amax/2. Without −2, as at 4 bits, INT2 would be ternary bit for bit,
-  and half of the ablation would compare a format with itself. With it all four codes are used, and what the format
-  costs shows: positive numbers above three quarters of amax saturate at half of it.
+  and half of the ablation would compare a format with itself. With −2 all four codes are used. The price is that
+  positive numbers above ¾ of amax saturate at ½ of amax.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class IntSymmetric(Symmetric):
     high: ClassVar[int]
 
     def nearest(self, y: Tensor) -> Tensor:
-        # round takes ties to even; the cast wraps in two's complement, and the mask keeps its low bits
+        # `round` takes ties to even. int8 seen as uint8 is the two's complement; the mask keeps its low bits.
         q = y.round().clamp(self.low, self.high).to(torch.int8)
         return q.view(torch.uint8) & (1 << self.bits) - 1
 

@@ -1,7 +1,8 @@
 """NVFP4 (Alvarez et al. 2025; ThinKV §D.3): E2M1 numbers, one E4M3 scale a group of 16, one FP32 scale a tensor.
 
-The FP32 scale is part of the cited format, and ThinKV's paper does not mention it. Without it the scales of small
-tensors underflow E4M3: Gaussians of σ = .01 lose 12.6 % instead of 9.5 %, of σ = .002 nearly everything.
+The FP32 scale is part of the cited format; ThinKV's paper does not mention it. Without it the group scales of small
+tensors underflow E4M3. The error |x̂ − x| / |x| of Gaussians is then 12.6 % at σ = 0.01 and 96 % at σ = 0.002; with
+the FP32 scale it is 9.5 % at both.
 """
 
 from __future__ import annotations

@@ -7,14 +7,17 @@ from torch import Tensor
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Integers below 2^bits, one an element → bytes.
+    """Pack codes into bytes.
 
     Args:
-        codes: [..., D], any integer dtype; D·bits is a multiple of 8.
+        codes: [..., D], any integer dtype, below 2^bits; D·bits is a multiple of 8.
         bits: 2, 4, 8, or 16 (little endian).
 
     Returns:
         [..., D·bits/8] uint8.
+
+    Raises:
+        ValueError: the codes do not fill whole bytes.
     """
     if bits == 16:
         return torch.stack((codes & 255, codes >> 8), dim=-1).flatten(-2).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""Full precision: the bytes of the number itself."""
+"""fp32, fp16 and bf16: numbers stored as they are, without groups or scales."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Plain(Format):
-    """fp32, fp16 or bf16. A tensor of that dtype is stored and read back bit for bit, ±∞ and NaN too."""
+    """fp32, fp16 or bf16. A tensor of that dtype is stored and read back bit for bit, also ±∞ and NaN."""
 
     name: str
 
@@ -23,7 +23,7 @@ class Plain(Format):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the bytes are."""
+        """The dtype of the stored numbers."""
         return DTYPES[self.name]
 
     def quantize(self, x: Tensor, tensor_scale: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -3,9 +3,9 @@
     stored scale = E4M3(amax / reach / tensor scale)      step = stored scale · tensor scale
     code = nearest point of the grid to x / step          x̂ = point · step
 
-`reach` is the point that the group's largest magnitude lands on (but for the rounding of the scale). Zero is on every
-grid and the nearest point is taken, so no element ever moves by more than its own magnitude; scales below 2^(−10)
-round to zero and their groups to zeros, and scales above 448 saturate.
+`reach` is the point that the group's largest magnitude lands on, up to the rounding of the scale. Zero is on every
+grid and the nearest point is taken, so no element ever moves by more than its own magnitude. Scales below 2^(−10)
+round to zero, and their groups to zeros; scales above 448 saturate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from minithink.quant.pack import unpack
 
 @dataclass(frozen=True)
 class Symmetric(Grouped):
-    """A grid of points; a family gives its points and their codes."""
+    """A format whose numbers are points of a grid; a subclass gives the points and their codes."""
 
     param_bytes: int = field(init=False, default=1)
     reach: ClassVar[float]
@@ -39,14 +39,14 @@ class Symmetric(Grouped):
         """Codes, uint8 → points, float32."""
 
     def encode(self, x: Tensor, tensor_scale: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        amax = x.abs().amax(-1, keepdim=True)  # [..., n, 1]; what is not valid is 0
+        amax = x.abs().amax(-1, keepdim=True)  # [..., n, 1]; invalid elements are 0
         # stored scale = E4M3(amax / reach / tensor scale)
         scale = divide_by(amax, self.reach)
         stored = e4m3.encode(scale / tensor_scale if self.tensor_scaled else scale)
         return self.nearest(divide(x, self.step(stored, tensor_scale))), stored
 
     def read(self, packed: Tensor) -> Tensor:
-        # All points of a byte are looked up at once: a dense read of a whole cache is mostly this.
+        # Look up all points of a byte at once, because reading a whole cache spends most of its time here.
         points = _points_of_bytes(self, packed.device).index_select(0, packed.flatten().int())
         return points.view(*packed.shape[:-1], packed.shape[-1] * (8 // self.bits))
 
@@ -55,7 +55,8 @@ class Symmetric(Grouped):
         return codes * self.step(params, tensor_scale)
 
     def step(self, stored: Tensor, tensor_scale: Tensor) -> Tensor:
-        """stored: [..., n, 1] uint8; tensor_scale: [..., 1, 1] → [..., n, 1] float32."""
+        """The step of every group. stored: uint8 [..., n, 1], E4M3 scales; tensor_scale: [..., 1, 1] → float32
+        [..., n, 1]."""
         scale = e4m3.decode(stored)
         return scale * tensor_scale if self.tensor_scaled else scale
 

@@ -1,7 +1,7 @@
 """Ternary (ThinKV §D.3): {−1, 0, +1} in 2 bits, one E4M3 scale a group of 16, no FP32 scale.
 
-The scale is the group's amax, as the paper's; it says nothing of the thresholds. Chosen: half the scale, where the
-nearer point changes.
+The scale is the group's amax, as in the paper. The paper does not give the thresholds. Chosen here: ± half the scale,
+where the nearest point changes.
 """
 
 from __future__ import annotations
