@@ -1,4 +1,4 @@
-"""Full: every token's key and value stays, unrounded. The baseline of every comparison."""
+"""Full: every token's key and value stays, in full precision. The baseline of every comparison."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from minithink.kv.contract import Policy
 
 @dataclass
 class Full(Policy):
-    """Nothing to choose, nothing to do."""
+    """Keep everything; never edit the cache."""
 
     name = "full"
     summary = "keep every token's key and value (the baseline)"
-    # What no policy tells apart may share a table: one for all lanes of a sequence.
+    # All lanes of a sequence keep the same tokens, so one table is enough.
     scope = "sequence"

@@ -3,14 +3,15 @@
 Outliers of keys sit in fixed channels, so a group of keys is G consecutive tokens of one channel (§3.1: "per
 channel"); values have no such pattern, and a group is G channels of one token ("per token"). Scale and minimum are
 FP16 (§3.2; `quant/int_asymmetric.py` has the equations). The newest tokens, the residual, are in full precision
-(algorithm 1): they are quantized R at a time, as soon as R of them wait. The prompt's last tokens, which fill no
-block of R, wait too, and attention while the prompt is read, and of the step that fills the block, sees them exact.
+(algorithm 1). As soon as R tokens wait, they are quantized together. The prompt's last tokens, which fill no block of
+R, wait too. Attention sees waiting tokens exact, also while the prompt is read and in the step that fills a block.
 
-- Values: the official code keeps a sliding window of the last R in full precision and quantizes the oldest one in
-  every step: flush="official". By default ("block") they leave in blocks with the keys, so that R/2 on average are
-  exact instead of R, and the buffer holds no value twice. (In the official schedule a value's codes are written with
-  its key's, and read only when it has left the window: the result is the same, for a value's group is its token.)
-- The official code leaves the key's blocks where a group is constant at 0/0; here such a group is its minimum.
+- Values: the official code keeps a sliding window of the last R values in full precision and quantizes the oldest
+  one in every step: flush="official". By default (flush="block") values are quantized in blocks, with their keys.
+  Then R/2 values on average are exact instead of R, and the buffer holds no value twice.
+- flush="official" writes a value's codes with its key's, and reads them only after the value has left the window. The
+  result is that of the official code, because the groups of values lie within one token.
+- Constant groups: the official code divides 0 by 0; here such a group decodes to its minimum.
 - Defaults are those of the paper's main results: 2 bits, G = 32, R = 128.
 """
 
@@ -28,8 +29,8 @@ from minithink.quant import parse_pair
 class Kivi(Policy):
     """Keep everything in 2 or 4 bits, the newest tokens exact."""
 
-    bits: int = 2  # of a key's code: 2, 4 or 8
-    v_bits: int | None = None  # of a value's; none: the same
+    bits: int = 2  # bits of a key's codes: 2, 4 or 8
+    v_bits: int | None = None  # bits of a value's codes; none: as the keys
     group: int = 32  # G: elements that share scale and minimum
     residual: int = 128  # R: tokens that are quantized together
     block: int = 16  # tokens of a page, a power of two

@@ -1,23 +1,24 @@
-"""PM-KVQ: progressive mixed-precision quantization (Liu et al. 2025; official code, spec/baselines.md §15).
+"""PM-KVQ: progressive mixed-precision quantization (Liu et al. 2025, arXiv 2505.18610; code thu-nics/PM-KVQ).
 
-Everything is kept. Tokens start as 16-bit integers; whenever the cache outgrows its memory, all of them shrink to
-half the bits, 16 → 8 → 4 → 2, so that early tokens are not coarser than the memory asks for. Three regions:
+Every token is kept. Tokens start as 16-bit integers. Whenever the cache outgrows its memory, all of them shrink to
+half the bits: 16 → 8 → 4 → 2. So tokens are never coarser than the memory demands. A sequence has three regions:
 
     sink      the first tokens, in full precision
     middle    integers of n bits, groups of min(128, D) channels of one token, FP32 scale and minimum
     window    the newest tokens, in full precision; a full window becomes middle as a whole, then starts anew
 
-After every token (`progress`), as in the official code's accounting, which leaves out scales and minima:
+After every token the rule is (`progress`):
 
     16·(n_sink + n_window) + n·n_middle > bits · max_len   →   n ← n / 2, once a token at most
 
-Shrinking works on the integers, and a window that moves when n < 16 passes through 16 bits (the packed backend).
+As in the official code, it does not count scales and minima. Also as there (its packed backend), shrinking works on
+the integers, and a window that becomes middle at n < 16 passes through 16 bits.
 
-- Budget: the same for all layers, in bits a token at `max_len` tokens; the paper's choice of 2 or 4 bits a layer,
-  from gradients, is not here, nor is SmoothAttention, which is folded into the model's weights.
+- Budget: the same for all layers, in bits a number at `max_len` tokens. Left out are the paper's choice of 2 or 4
+  bits for each layer, from gradients, and SmoothAttention, which changes the model's weights.
 - Order: the window becomes middle after the decision here. If n halves in the very step in which a window is full,
   or at the end of the prompt, those tokens have the old n for one more step.
-- At 2 bits and over the budget the official code stops with an error; here it stays at 2 bits.
+- At 2 bits and over the budget the official code stops with an error; this policy stays at 2 bits.
 - In a stack with evictions the rule counts the tokens that are held, averaged over lanes.
 """
 
@@ -40,7 +41,7 @@ WAITS = 255  # `Step.format` of a token in the window
 class PMKVQ(Policy):
     """Keep everything, in fewer and fewer bits."""
 
-    bits: float = 4.0  # budget, bits a number at max_len tokens; 2 to 16
+    bits: float = 4.0  # budget, in bits of a number at max_len tokens; 2 to 16
     max_len: int = 32768  # tokens
     sink: int = 1  # tokens
     window: int = 128  # tokens
@@ -76,7 +77,7 @@ class PMKVQ(Policy):
 
     def decide(self, step: Step) -> Iterable[Edit]:
         pos, fmt = step.pos(), step.format()  # [Lt, B, Ht, S]
-        # when this step is over, positions below `sink` are the sink, those from `start` on the window: [B]
+        # After this step the sink is the positions below `sink`, the window those from `start` on: int [B].
         sink = step.prompt.clamp(max=self.sink)
         start = sink + (step.prompt + step.clock - sink) // self.window * self.window
         exact = ((pos >= 0) & (pos < sink[:, None, None])) | (pos >= start[:, None, None])
@@ -85,7 +86,7 @@ class PMKVQ(Policy):
         n_exact, n_middle = (x.sum((0, 2, 3)).double() / lanes for x in (exact, middle))
         level = step.thought.long()
         goal = progress(level, n_exact, n_middle, self.bits * self.max_len)
-        # what is wider than the goal: integers of formats 1 … goal, for 0 is plain
+        # Integers that are wider than the goal have formats 1 … goal; format 0 is plain.
         wider = (pos >= 0) & (fmt > 0) & (fmt != WAITS) & (fmt <= goal[:, None, None]) & step.active[:, None, None]
         for i in range(1, len(WIDTHS)):
             where = wider & (goal == i)[:, None, None]
@@ -95,13 +96,16 @@ class PMKVQ(Policy):
 
 
 def progress(level: Tensor, n_exact: Tensor, n_middle: Tensor, limit: float) -> Tensor:
-    """The next level, an index into WIDTHS: one more where the tokens exceed the limit.
+    """The next level: the level plus 1 where the tokens exceed the limit.
 
     Args:
-        level: int64 [B].
+        level: int64 [B], an index into WIDTHS.
         n_exact: tokens of sink and window, counted as 16 bits; any number type [B].
         n_middle: tokens of `WIDTHS[level]` bits [B].
         limit: bits · max_len.
+
+    Returns:
+        int64 [B], at most the last index of WIDTHS.
     """
     # 16·(n_sink + n_window) + n·n_middle
     held = 16 * n_exact + n_middle * 2.0 ** (4 - level)

@@ -1,8 +1,8 @@
 """Quant: every token stays, stored in another number format (`minithink/quant/`).
 
-The plainest quantized cache, for comparing formats: new tokens are quantized as they come, or, where keys share their
-scales across tokens, in blocks of `buffer` tokens that wait in full precision until the last of them is there. The
-prompt is quantized when it is read, its last, shorter block too.
+The plainest quantized cache, for comparing formats. New tokens are quantized as they come. If keys share their scales
+across tokens, new tokens wait in full precision and are quantized in blocks of `buffer` tokens. The prompt is
+quantized when it is read, its last, shorter block too.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from minithink.quant import parse, parse_pair
 class Quant(Policy):
     """Keep everything in one format."""
 
-    fmt: str = "nvfp4"  # of keys: a name of minithink/quant, without options
-    v_fmt: str = ""  # of values; "": the same
+    fmt: str = "nvfp4"  # the keys' format: a name of minithink/quant, without options
+    v_fmt: str = ""  # the values' format; "": as the keys
     group: int = 16  # elements that share a scale, in formats that have scales: 16, 32, 64 or 128
     by: str = "channel"  # what a group of keys runs along: channel or token; values always by channel
     buffer: int = 0  # tokens that wait in full precision; 0: one group if by=token, else none
@@ -52,7 +52,7 @@ class Quant(Policy):
         self.storage = Storage(thoughts=(pair,), buffer=buffer, block=self.block)
 
     def _named(self, fmt: str, by_token: bool = False) -> str:
-        """The name with its options. UsageError: there is no such format."""
+        """The format's name with its options. UsageError: there is no such format."""
         if not parse(fmt).group:
             return fmt
         return f"{fmt}:group={self.group}" + (",by=token" if by_token else "")

@@ -1,8 +1,8 @@
-"""Random: evict tokens by lot. A control: what a method gains over it, it gains by choosing.
+"""Random: evict tokens by lot. A control: a method is better than it only if the method chooses well.
 
-Every token but the newest has the same chance. The draws count instead of advancing: a token's lot is a hash of
-(seed, the sequence's clock, layer, head, original position), so a sequence loses the same tokens whatever runs beside
-it. Sequences of equal lengths lose the same positions; another seed gives other lots.
+Every token but the newest has the same chance. No generator has a state that advances: a token's lot is a hash of
+(seed, the sequence's clock, layer, head, original position). So a sequence loses the same tokens whatever the other
+sequences of the batch do. Sequences of equal lengths lose the same positions; another seed gives other lots.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def lots(seed: int, clock: Tensor, pos: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finalizer of MurmurHash3, a bijection of 32 bits (Appleby). Products keep their low words as they wrap."""
+    """The finalizer of MurmurHash3 (Appleby), a bijection of 32 bits. Products that wrap keep their low words."""
     x = x.long() & WORD
     x = (x ^ (x >> 16)) * 0x85EBCA6B & WORD
     x = (x ^ (x >> 13)) * 0xC2B2AE35 & WORD

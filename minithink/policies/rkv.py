@@ -1,24 +1,33 @@
 """R-KV: keep tokens that the newest queries attend to and that do not repeat others.
 
-Once budget + buffer tokens are held, every KV head keeps as many as the budget says: the last α tokens, and of the
-others those with the largest
+Once a KV head holds budget + buffer tokens, it evicts down to the budget. It keeps the last α tokens, and of the
+older ones those with the largest
 
     Z = λ·Ĩ − (1 − λ)·R
 
-where importance Ĩ is the last α queries' attention, smoothed over neighbouring keys (`ref/window_importance.py`), and
-redundancy R says how much a key resembles the others (`ref/redundancy.py`). The formulas follow the authors' code,
-Zefan-Cai/R-KV `rkv/compression/r1_kv.py`, for the paper is not at hand; defaults are the paper's.
+Importance Ĩ is the attention of the last α queries, smoothed over neighbouring keys (`ref/window_importance.py`).
+Redundancy R says how much a key resembles the others (`ref/redundancy.py`). The formulas follow the authors' code,
+Zefan-Cai/R-KV `rkv/compression/r1_kv.py`, because the paper was not at hand; defaults are the paper's.
 
-Deviations: the softmaxes stay in float32 (the code rounds to the model's type); kept tokens stay in their order, and
-of equal Z the older is kept; every lane is scored by its own tokens (the code looks at a left-padded rectangle).
-Silences: where a prompt is protected (it is not by default) its tokens are scored along, but not chosen among; where
-there is no room for α tokens beside it, the newest that fit are kept.
-Trigger: S ≥ budget + buffer, as in the newer serving code; with buffer=0 one token goes every step, as ThinKV
-describes R-KV. Left out: the code's divide_method=newline and its other rules of which similar key is spared. A
-schedule given by the user stands above `global_clock`, which is the first code's: at the end of the prompt, and
-after that with the first token behind every multiple of 128, prompt included.
-`compaction` is what an eviction costs where tokens cannot stay where they are (ThinKV §5.1): a measure, no part of
-the method.
+Deviations from the code:
+
+- The softmaxes stay in float32; the code rounds to the model's type.
+- Kept tokens stay in their order, and of equal Z the older is kept.
+- Every lane is scored by its own tokens; the code scores a left-padded rectangle.
+- divide_method=newline, and other rules of which similar key is spared, are left out.
+
+Chosen where the code is silent: the tokens of a protected prompt (not the default) take part in the scores, but are
+not evicted. If there is no room for α tokens beside the prompt, the newest that fit are kept.
+
+When heads evict:
+
+- By default at S ≥ budget + buffer, as in the newer serving code. With buffer=0 one token goes in every step, as
+  ThinKV describes R-KV.
+- `global_clock` is the rule of the first code: at the end of the prompt, then with the first token after every
+  multiple of `buffer` (128) tokens, prompt included. A `schedule` given by the user takes precedence.
+
+`compaction` is no part of the method. It measures what an eviction costs if the remaining tokens must move together
+(ThinKV §5.1).
 """
 
 from __future__ import annotations
@@ -49,7 +58,8 @@ class Rkv(Policy):
     schedule: str = "every"
     protect_prompt: bool = False
     exempt_answer: bool = False  # the code's compression_content="think"
-    # what stays is moved together after an eviction, before the next step or beside it; no token changes
+    # Move the remaining tokens together after an eviction: before the next step (gather), or beside it (overlapped).
+    # The generated tokens are the same.
     compaction: Literal["none", "gather", "overlapped"] = "none"
 
     name = "rkv"
@@ -87,7 +97,7 @@ class Rkv(Policy):
         room, rows, pos = self.room(step), due.any(-1).any(0), step.pos()  # rows: bool [B], pos: [L, B, Hkv, S]
         window = self.window(step, room)
         free = (pos >= 0) & ~step.protected()
-        # Lanes that are not due have no valid token: a kernel does nothing there.
+        # Lanes that are not due get no valid token, so that the kernels skip them.
         valid = (pos >= 0) & due[..., None]
         older = valid & ~window
         layers = range(step.shape.layers)
@@ -104,8 +114,11 @@ class Rkv(Policy):
         return (column < held) & (column >= held - room.clamp(max=self.alpha)[..., None])
 
     def score(self, step: Step, layer: int, valid: Tensor, older: Tensor, rows: Tensor) -> Tensor:
-        """Z = λ·Ĩ − (1 − λ)·R, float32 [B, Hkv, S]: of the valid tokens of some rows that are older than the window,
-        of no meaning elsewhere. valid, older: bool [B, Hkv, S], rows: bool [B]."""
+        """Z = λ·Ĩ − (1 − λ)·R of the `older` tokens, float32 [B, Hkv, S]; other entries mean nothing.
+
+        valid: bool [B, Hkv, S], the tokens whose keys count; older: bool [B, Hkv, S], those before the window; rows:
+        bool [B], the rows to score.
+        """
         q, k = step.queries(layer), step.keys(layer, rows)  # [B, Hq, α, D], [B, Hkv, S, D]
         importance = step.ops.window_importance(q, k, older, self.kernel_size, self.pooling)
         redundancy = step.ops.redundancy(k, valid, self.threshold)

@@ -5,17 +5,20 @@ cap − W with the largest
 
     s̃ = pool(Σ_w P[w, j])      P[w] = softmax_j q_w·k_j/√D,  j ≤ w
 
-where w runs over the last W queries. That happens once, and SnapKV never evicts generated tokens. A policy that does
+where w runs over the last W queries. SnapKV evicts once, and never evicts generated tokens. A policy that evicts them
 can be stacked with it. `cap` then counts the prompt alone, and the other policy's budget also counts the remaining
-prompt: `snapkv:cap=2048+thinkv:budget=2560` are ThinKV's "2048 / 512" (its §E.16, table 15). SnapKV evicts prompt
+prompt: `snapkv:cap=2048+thinkv:budget=2560` is ThinKV's "2048 / 512" (its §E.16, table 15). SnapKV evicts prompt
 tokens even if the other policy protects the prompt; the remaining prompt tokens stay protected.
 
-The formulas follow the authors' code, FasterDecoding/SnapKV `snapkv/monkeypatch/snapkv_utils.py`; W and cap are its
-defaults, the pooling is that of its runs on LongBench (its default is avg over 5 keys, the paper says 5 to 7).
+The formulas follow the authors' code, FasterDecoding/SnapKV `snapkv/monkeypatch/snapkv_utils.py`. W and cap are its
+defaults. The pooling is that of its runs on LongBench; its default is avg over 5 keys, and the paper says 5 to 7.
 
-Deviations: the code has a cache for every query head, and a choice each; here the heads of a group share one, by the
-mean of their probabilities, or the largest, before the pooling. The softmax stays in float32 (the code rounds to the
-model's type); kept tokens stay in their order, and of equal scores the older is kept.
+Deviations from the code:
+
+- The code has a cache for every query head, and chooses for each. Here the query heads of a KV head share one choice,
+  by the mean (or the largest) of their probabilities before the pooling.
+- The softmax stays in float32; the code rounds to the model's type.
+- Kept tokens stay in their order, and of equal scores the older is kept.
 """
 
 from __future__ import annotations
@@ -30,18 +33,18 @@ from torch import Tensor
 from minithink.errors import UsageError
 from minithink.kv.contract import Demand, Evict, Policy, See, Step, pool
 
-ONCE = 2**31 - 1  # generated tokens: never again after the prompt
+ONCE = 2**31 - 1  # an interval in generated tokens that never ends: the demand is due after the prompt only
 
 
 @dataclass
 class SnapKV(Policy):
-    """A prompt as its end sees it, in every KV head for itself."""
+    """Keep what the prompt's last queries attend to; every KV head chooses for itself."""
 
     cap: int = 2048  # tokens of the prompt that a KV head keeps, the window's included
     window: int = 32  # W, tokens: the prompt's last queries, which score, and whose keys always stay
     kernel_size: int = 7  # k, keys: width of the pooling along the sequence, odd
     pooling: Literal["max", "avg"] = "max"
-    group: Literal["mean", "max"] = "mean"  # of the query heads of a KV head
+    group: Literal["mean", "max"] = "mean"  # how the probabilities of a KV head's query heads become one
 
     name = "snapkv"
     summary = "keep of the prompt what its end attends to, and all that is generated (SnapKV at prefill)"

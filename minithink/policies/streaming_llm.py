@@ -1,15 +1,15 @@
 """StreamingLLM: the first `sink` tokens and the last budget − sink (Xiao et al. 2023, arXiv 2309.17453, §3.2).
 
-Attention gives much of its mass to the first tokens whatever they say; without them the softmax is spread anew and
-the model breaks. All lanes keep the same tokens, and the newest token attends before anything is evicted, both as in
-the official code.
+Attention gives much of its mass to the first tokens, the sinks, whatever they say. Without them the softmax spreads
+this mass over other tokens, and the model breaks. As in the official code, all lanes keep the same tokens, and the
+newest token attends before anything is evicted.
 
 - Positions: the paper counts them inside the cache (§3.2), so that the sinks seem to stand directly before the
-  window. `rerotate` does so: the sinks are attended by a second copy of the query, rotated to that distance, which
-  gives the logits of the paper's rotated keys. By default positions stay original, as in all comparisons of
-  reasoning models (R-KV, DynTS).
+  window. `rerotate` does the same: a second copy of the query, rotated to that distance, attends to the sinks. This
+  gives the logits of the paper's rotated keys. By default positions stay original, as in all comparisons of reasoning
+  models (R-KV, DynTS).
 - While the prompt is read, attention is over all of it, as with every policy here.
-- `sink` are positions: tokens of the prompt, but the first generated ones too if the prompt is shorter.
+- `sink` counts positions: if the prompt has fewer tokens, the first generated tokens are sinks too.
 """
 
 from __future__ import annotations
