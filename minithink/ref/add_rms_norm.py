@@ -8,12 +8,12 @@ from minithink.ref.rms_norm import rms_norm
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The residual stream grows by a block's output, and the next block reads it normed.
+    """Add a block's output to the residual stream, and norm the sum for the next block.
 
         summed = x + residual
         normed = rms_norm(summed)
 
-    The sum is rounded to its dtype before it is normed: the norm sees what the stream holds.
+    The sum is rounded to its dtype before the norm, so that the norm sees what the stream holds.
 
     Args:
         x: [..., d], the block's output.

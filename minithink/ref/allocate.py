@@ -1,4 +1,4 @@
-"""Slots for tokens that are listed and lie in no page yet: how a decode step finds room."""
+"""Give slots to listed tokens that have none: how a decode step finds room for its new tokens."""
 
 from __future__ import annotations
 
@@ -11,41 +11,42 @@ def allocate(
     stack: Tensor, top: Tensor, place: Tensor, count: Tensor, at: Tensor, active: Tensor, thought: Tensor,
     formats: Tensor, slots: Tensor, overflow: Tensor, size: int, lanes: int,
 ) -> Tensor:  # fmt: skip
-    """Give a slot to every token of some rows that has none: the last of its list, whose place is −1 − index.
+    """Give a slot to every token of the rows `at` that has none. These are the last tokens of the lists, with place
+    −1 − index.
 
-    A unit's tokens take, in their order, the free slots of its pages that hold tokens of their format and thought
-    type, in the order of its table: evicted slots are used again in place. For the tokens that are left it opens
-    pages: the units draw from the stack in their order, and enter a page in the first column of their table that
-    holds none.
+    The tokens of a unit first take free slots in the unit's own pages: pages of the tokens' format and thought type,
+    in the order of the table. So slots of evicted tokens are used again in place. For the remaining tokens the unit
+    opens pages. Units draw pages from the stack in their order. A drawn page is entered in the first column of the
+    table that holds none.
 
-    A token for which there is no page, or no column, lies in the page P from then on, which belongs to nobody, and
-    `overflow` becomes true. P: pages; what the tensors hold at P means nothing.
+    A token for which there is no page, or no column, lies in the trash page P from then on, and `overflow` becomes
+    true. P is also the number of pages; what the tensors hold at P means nothing.
 
     The tensors up to `place`, and `overflow`, are changed in place.
 
     Args:
         live: bool [P + 1, most], the slots that hold a token.
-        taken: int32 [P + 1], how many these are.
-        filled: int16 [P + 1], slots that were ever written.
-        page_thought: uint8 [P + 1].
-        page_format: uint8 [P + 1], 255 for pages that are free.
+        taken: int32 [P + 1], slots of each page that hold a token.
+        filled: int16 [P + 1], slots of each page that were ever written: the last one's number plus 1.
+        page_thought: uint8 [P + 1], thought type of each page's tokens.
+        page_format: uint8 [P + 1], format of each page, 255 for free pages.
         page: int32 [Lt, B, Ht, width], the tables; P: no page.
         stack: int32 [P + 1], the free pages, the next one last.
-        top: int64 [], how many these are.
-        place: int32 [Lt, B, Ht, S], page · most + slot of every listed token; the last column belongs to nobody.
-        count: int32 [Lt, B, Ht], tokens that each unit lists.
+        top: int64 [], free pages on the stack.
+        place: int32 [Lt, B, Ht, S], page · most + slot of every listed token; the last column means nothing.
+        count: int32 [Lt, B, Ht], tokens in each list.
         at: int64 [N], rows, each once.
-        active: bool [N]; the others stay as they are.
-        thought: uint8 [B], the type of each row's tokens.
+        active: bool [N]; rows that are not active stay as they are.
+        thought: uint8 [B], the type of each row's new tokens.
         formats: int64 [types], the format of each type.
-        slots: int32 [formats], slots of a page in each.
-        overflow: bool [], becomes true if a token found no room; never false.
-        size: indices that there are.
-        lanes: that share a page.
+        slots: int32 [formats], slots of a page in each format.
+        overflow: bool [], becomes true if a token found no room; never becomes false.
+        size: number of indices that tokens without a slot may have.
+        lanes: lanes that share a page.
 
     Returns:
-        By index the number of each token's slot among those of its format, in the first lane of its unit: page ·
-        lanes · slots + slot, int64 [Lt, N, Ht, size]; of the page P where there is no token, or no room.
+        int64 [Lt, N, Ht, size], for each index the slot of its token in the first lane of the unit, numbered within
+        the format: page · lanes · slots + slot. A slot of page P if there is no such token, or no room for it.
     """
     none, most = stack.numel() - 1, live.shape[1]
     kind = thought[at]  # [N]
@@ -59,7 +60,7 @@ def allocate(
     waits = (column >= 0) & (own < 0) & active[:, None, None]
     rank = waits.cumsum(-1) - 1
 
-    # the token of rank i takes the i-th free slot
+    # The token of rank i takes the i-th free slot.
     fits = (page_format[here] == fmt[:, None, None]) & (page_thought[here] == kind[:, None, None]) & (here != none)
     free = ~live[here] & (torch.arange(most, device=place.device) < per_page[..., None]) & fits[..., None]
     free = free.flatten(-2).cumsum(-1, dtype=torch.int32)  # [Lt, N, Ht, width · most], up to and with each slot
@@ -69,9 +70,9 @@ def allocate(
     number = torch.where(found, here.gather(-1, which // most), none)
     slot = torch.where(found, which % most, 0)
 
-    # those that are left fill pages that are drawn: drawn[0] is the next of the stack
+    # The remaining tokens fill pages from the stack. draw: the rank of a token's page among those drawn, 0 the next.
     lacking = waits & ~found
-    if lacking.device.type != "cpu" or bool(lacking.any()):  # on a CPU it costs less to ask than to open nothing
+    if lacking.device.type != "cpu" or bool(lacking.any()):  # on a CPU the question is cheaper than opening nothing
         unused = here == none
         wanted = -(-(waits.sum(-1, keepdim=True) - room).clamp(min=0) // per_page)
         asked = torch.minimum(wanted, unused.sum(-1, keepdim=True))  # [Lt, N, Ht, 1]
@@ -89,7 +90,7 @@ def allocate(
         page_thought[fresh] = torch.where(opened, kind[:, None, None], 0)
         page_format[fresh] = torch.where(opened, fmt[:, None, None], 255).to(torch.uint8)
         entry = torch.searchsorted(unused.cumsum(-1), rest // per_page + 1)  # the first columns that hold no page
-        table = torch.nn.functional.pad(page[:, at], (0, 1))  # a column for what is not opened
+        table = torch.nn.functional.pad(page[:, at], (0, 1))  # one more column takes the writes that do not count
         table.scatter_(-1, torch.where(opened, entry, page.shape[-1]), fresh.to(torch.int32))
         page[:, at] = table[..., :-1]
         found = found | opened

@@ -1,4 +1,4 @@
-"""How many tokens every segment may keep: the retention schedule at work (ThinKV §4.3, listing 1)."""
+"""How many tokens every segment may keep: ThinKV's retention schedule (§4.3, listing 1)."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-BEYOND = (2, 1, 0)  # tokens of a segment that a hard budget goes on to
-TYPES = 3  # of thoughts, the least important first
+BEYOND = (2, 1, 0)  # tokens of a segment: the levels after R under a hard budget
+TYPES = 3  # thought types, the least important first
 
 
 def anneal(
     size: Tensor, excess: Tensor, kind: Tensor, level: Tensor, cases: Tensor, at: Tensor, clock: Tensor,
     active: Tensor, tau: int, retention: Sequence[int], hard: bool, transitions: bool,
 ) -> Tensor:  # fmt: skip
-    """One look at the segments of N rows, at those of their fullest lanes.
+    """Apply the retention schedule once to the segments of N rows. A segment's size is that in its fullest lane.
 
         case 1   where a transition has ended, every segment before it goes to its next level R_n
         case 2   while a lane holds more than its budget: the oldest ended segment of the least important type that
                  holds more than the last of R goes to its next level
-        then     if `hard`, and all ended segments are there: the running segment goes down R level by level, then all
-                 segments, in the order of case 2, to 2, to 1 and to 0 tokens
+        then     if `hard`, and all ended segments are at the last level: the running segment goes down R level by
+                 level, then all segments, in the order of case 2, to 2, to 1 and to 0 tokens
 
-    At a level a segment holds at most R_n tokens, so levels that are above its size cost it nothing.
+    At level n a segment holds at most R_n tokens. A segment that is already smaller than R_n loses nothing.
 
     Args:
         size: int32 [Lt, N, Ht, G], tokens of every segment, oldest first; at most R_n at level n.
-        excess: int32 [Lt, N, Ht], tokens that must go; nothing must where it is not positive.
-        kind: uint8 [B, G], types, 0 the least important of three, of all rows.
-        level: uint8 [B, G], how often each was annealed, at most len(retention). Changed in place.
-        cases: int32 [2, B], counts how many times a segment lost tokens, in case 1, and in case 2 and after it.
-            Changed in place.
-        at: int64 [N], the rows that these are, each once.
-        clock: int32 [N], generated tokens, the newest one included: it tells the running segment, of τ tokens.
-        active: bool [N]; nothing happens to the others.
-        tau: τ.
+        excess: int32 [Lt, N, Ht], tokens beyond the budget; 0 or less: none must go.
+        kind: uint8 [B, G], thought types of all rows' segments, 0 the least important of three.
+        level: uint8 [B, G], how often each segment was annealed, at most len(retention). Changed in place.
+        cases: int32 [2, B], counts how many times a segment lost tokens: first in case 1, then in case 2 and after
+            it. Changed in place.
+        at: int64 [N], the rows, each once.
+        clock: int32 [N], generated tokens, with the newest one: it tells which segment, of τ tokens, is running.
+        active: bool [N]; rows that are not active stay as they are.
+        tau: τ, tokens of a segment.
         retention: R, descending, at least one number.
-        hard: whether the budget is kept whatever it takes.
-        transitions: whether there is a case 1.
+        hard: True: keep the budget even if segments must go below the last of R.
+        transitions: True: case 1 applies.
 
     Returns:
         int32 [N, G], tokens that every segment may keep: at most as many as it has in the fullest lane.
@@ -58,8 +58,11 @@ def _look(
     size: Tensor, kind: Tensor, level: Tensor, excess: Tensor, running: Tensor, ended: Tensor, turn: Tensor,
     retention: Sequence[int], hard: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Goals, levels and what to add to the cases. running: int64 [N], the number of the newest token's segment;
-    ended: bool [N], whether it is complete; turn: bool [N], whether case 1 applies."""
+    """Goals and new levels, [N, G], and what to add to `cases`, [2, N].
+
+    running: int64 [N], the number of the newest token's segment; ended: bool [N], True if this segment is complete;
+    turn: bool [N], True if case 1 applies.
+    """
     goal, number = size.int(), torch.arange(size.shape[1], device=size.device)
     past = number < (running + ended.to(running.dtype))[:, None]
     steps = list(enumerate(retention, 1))  # (n, R_n)
@@ -71,11 +74,11 @@ def _look(
     first = (goal < size).sum(-1, dtype=torch.int32)
     excess = excess - (size - goal).sum(-1)
 
-    # Each segment is asked for what those before it could not give.
+    # Each segment must give the tokens that the segments before it could not give.
     spare = torch.where(past, (goal - retention[-1]).clamp(min=0), 0)
     needed = excess[:, None] - _before(spare, kind)
     asked = (spare > 0) & (needed > 0)
-    enough = torch.full_like(level, len(retention))  # the first level at which that much is given, or the last
+    enough = torch.full_like(level, len(retention))  # the first level at which it gives as many, or the last level
     for n, kept in reversed(steps):
         enough = torch.where((level < n) & (goal - goal.clamp(max=kept) >= needed), n, enough)
     second = torch.zeros_like(first)
@@ -99,7 +102,7 @@ def _look(
 
 
 def _before(spare: Tensor, kind: Tensor) -> Tensor:
-    """What the segments before each could give, by type and then by age: [B, G]."""
+    """Tokens that the segments before each segment could give, ordered by type and then by age: [N, G]."""
     out, given = torch.zeros_like(spare), torch.zeros_like(spare[:, :1])
     for k in range(TYPES):
         mine = torch.where(kind == k, spare, 0)

@@ -13,9 +13,12 @@ WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 
 def of_any_length(device: torch.device, masked: bool) -> AbstractContextManager[None]:
-    """In this context attention without a mask, over texts of ever new lengths, is fast: cuDNN, which torch prefers
-    on new GPUs, makes a plan for each length, and that takes longer than the attention of a prompt (3 ms on an H200).
-    Not for later chunks of a prompt, which need a mask: of what is fast only cuDNN takes one."""
+    """A context in which attention without a mask is fast for texts of ever new lengths.
+
+    On new GPUs torch prefers cuDNN, which makes a plan for each length. A plan takes longer than the attention of a
+    prompt (3 ms on an H200), so the context excludes cuDNN. Later chunks of a prompt need a mask (`masked`) and keep
+    cuDNN, because no other fast backend takes a mask.
+    """
     return sdpa_kernel(WITHOUT_PLANS) if device.type == "cuda" and not masked else nullcontext()
 
 
@@ -31,10 +34,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """
     (n, hq, d), (hkv, s, _) = q.shape, k.shape
     if n == 1:
-        # A single query sees all keys, so the query heads of a group are just several queries of their KV head.
+        # A single query sees all keys, so the query heads of a group act as several queries of their KV head.
         out = F.scaled_dot_product_attention(q.view(1, hkv, hq // hkv, d), k[None], v[None])
         return out.reshape(1, hq, d)
-    # torch's causal flag aligns its mask at the top left, so it is right for a whole prompt only.
+    # torch's causal flag aligns its mask at the top left, which is correct for a whole prompt only.
     mask = None if n == s else torch.ones(n, s, dtype=torch.bool, device=q.device).tril(s - n)
     q = q.transpose(0, 1)[None]  # [1, Hq, n, D]
     out = F.scaled_dot_product_attention(q, k[None], v[None], attn_mask=mask, is_causal=n == s, enable_gqa=True)

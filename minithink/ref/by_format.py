@@ -1,4 +1,4 @@
-"""The lists of tokens, sorted by format: attention reads each format's tokens in one launch."""
+"""Sort lists of tokens by format, so that attention reads the tokens of each format in one launch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 def by_format(
     place: Tensor, count: Tensor, rows: Tensor, page_format: Tensor, formats: Sequence[int], most: int, seen: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the lists of some rows by how their tokens are stored: one format after the other, then those in the ring,
+    """Sort the lists of some rows: the tokens of one format after the other, then those in the ring (the buffer),
     each oldest first.
 
     Args:
-        place: int32 [Lt, B, Ht, W], page · most + slot of every token; negative for those in the ring; anything
+        place: int32 [Lt, B, Ht, W], page · most + slot of every token; negative for tokens in the ring; anything
             behind the last token.
         count: int32 [Lt, B, Ht], tokens of each list.
-        rows: int64 [N], those whose lists are sorted.
+        rows: int64 [N], the rows whose lists are sorted.
         page_format: uint8 [pages], the index of each page's format.
         formats: the F indexes that tokens in pages may have, in the order wanted.
         most: slots that places count for a page.
@@ -26,8 +26,9 @@ def by_format(
 
     Returns:
         place: int32 [Lt, N, Ht, S], sorted; anything behind the last token.
-        column: int32 [Lt, N, Ht, S], where in its list each of them stands; anything behind the last token.
-        first: int32 [Lt, N, Ht, F + 2], where each format begins, then the ring, then how many there are.
+        column: int32 [Lt, N, Ht, S], the column of each of these tokens in its list; anything behind the last token.
+        first: int32 [Lt, N, Ht, F + 2], where each format begins, then where the ring begins, then the number of
+            tokens.
     """
     column = torch.arange(seen, dtype=torch.int32, device=place.device)
     listed = column < count[:, rows, :, None]  # [Lt, N, Ht, S]

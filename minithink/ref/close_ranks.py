@@ -1,4 +1,7 @@
-"""Which tokens move where when those that stay of a lane are gathered in its first slots."""
+"""Decide which token moves to which slot, so that the remaining tokens of a lane fill its first slots.
+
+For comparison only: minithink's slots are used again in place, so no token needs to move (`kv/compaction.py`).
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,25 @@ from torch import Tensor
 
 
 def close_ranks(drop: Tensor, place: Tensor, pos: Tensor, count: Tensor, source: Tensor, moves: Tensor) -> Tensor:
-    """Before an eviction: the tokens that stay take over the first slots of their list, in order.
+    """Before an eviction, assign the first slots of every list to the tokens that stay, in order.
 
-    The token that is the r-th to stay shall lie where the r-th of the list lies now, place[r]: `gather` brings it
-    there. So `place` stays as it is, and what the eviction frees are the last slots of the list.
+    The r-th token that stays moves to place[r], the slot of the list's r-th token now; `gather` copies it there. So
+    `place` does not change, and the eviction frees the last slots of the list.
 
     Args:
-        drop: bool [Lt, B, Ht, S], the tokens that go, S at least the tokens of the longest list; anything behind the
+        drop: bool [Lt, B, Ht, S], the tokens to evict, S at least the tokens of the longest list; anything behind the
             last token.
         place: int32 [Lt, B, Ht, W + 1], W at least S: the slot of every token.
-        pos: int32 [Lt, B, Ht, W + 1], changed in place: the r-th is of the token that will lie at place[r]. Columns
-            of slots that become free stay as they are.
+        pos: int32 [Lt, B, Ht, W + 1], changed in place: column r becomes the position of the token that moves to
+            place[r]. Columns of slots that become free stay as they are.
         count: int32 [Lt, B, Ht], tokens of each list.
-        source: int32 [Lt, B, Ht, W + 1], changed in place: where the token lies that moves to place[r]; anything but
-            for the r that `moves` tells.
-        moves: int32 [Lt, B, Ht, 2], changed in place: the r from the first number up to the second move, those before
-            lie where they shall.
+        source: int32 [Lt, B, Ht, W + 1], changed in place: the slot from which the token for place[r] comes. Means
+            nothing outside of the range that `moves` gives.
+        moves: int32 [Lt, B, Ht, 2], changed in place: the tokens for place[r] move if moves[0] ≤ r < moves[1]; those
+            of smaller r already lie there.
 
     Returns:
-        bool [Lt, B, Ht, S]: the ends of the lists, which are to be evicted in place of `drop`; false behind the last
+        bool [Lt, B, Ht, S]: the ends of the lists, which are to be evicted in place of `drop`; False behind the last
         token.
     """
     seen, last = drop.shape[-1], place.shape[-1] - 1

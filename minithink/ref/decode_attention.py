@@ -1,4 +1,4 @@
-"""Attention of one new token a sequence over a cache whose lanes differ in length."""
+"""Attention of one new token of each sequence, over lanes of different lengths."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> Tensor:
-    """softmax(q·kᵀ/√D)·v over the valid tokens of every lane; at least one must be.
+    """softmax(q·kᵀ/√D)·v over the valid tokens of every lane; every lane needs at least one.
 
     Args:
         q: [N, Hq, D], rotated.
         k, v: [N, Hkv, S, D], rotated keys, and values, finite everywhere.
-        valid: bool [N, Hkv, S], or [N, 1, S] for all heads; None: all are.
+        valid: bool [N, Hkv, S], or [N, 1, S] for all heads; None: all tokens are valid.
 
     Returns:
         [N, Hq, D].
@@ -31,12 +31,13 @@ def decode_probabilities(logits: Tensor, valid: Tensor) -> Tensor:
 
 
 def group_reduce(logits: Tensor, valid: Tensor, rule: str) -> Tensor:
-    """Attention probabilities of the g query heads of each KV head as one.
+    """Combine the attention probabilities of the g query heads of each KV head.
 
     Args:
         logits: [N, Hkv, g, S], q·k/√D.
         valid: bool [N, Hkv or 1, S].
-        rule: "sum", "mean" or "max" of the probabilities, "max_logit": the softmax of the logits' maximum, "none".
+        rule: "sum", "mean" or "max" of the probabilities; "max_logit": the softmax of the heads' largest logits;
+            "none": all Hq heads are returned.
 
     Returns:
         float32 [N, Hkv, S], with "none" [N, Hq, S]; 0 where not valid.

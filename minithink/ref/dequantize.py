@@ -9,12 +9,12 @@ from minithink.quant import Format
 
 
 def dequantize(fmt: Format, codes: Tensor, params: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Decode, in float32; what `dtype` cannot hold saturates. The formats themselves are in `minithink/quant/`.
+    """Decode, in float32; numbers that `dtype` cannot hold saturate. The formats are in `minithink/quant/`.
 
     Args:
         fmt: the format.
         codes: [..., code_bytes] uint8.
-        params: [..., params_bytes] uint8, by token too: the row of every token.
+        params: [..., params_bytes] uint8; also by token one row for every token.
         tensor_scale: float32 that broadcasts to [...].
         dtype: of the result.
 

@@ -1,4 +1,4 @@
-"""Eviction: tokens leave their lists, and their slots become free, with unused pages and rows of key scales."""
+"""Eviction: tokens leave their lists; their slots, empty pages and unused rows of key scales become free."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ def evict(
     page_format: Tensor, page: Tensor, stack: Tensor, top: Tensor, row_of: Tensor, row_uses: Tensor,
     row_stack: Tensor, row_top: Tensor, most: int,
 ) -> None:  # fmt: skip
-    """Forget tokens of some rows, as `PagedStore.evict` does.
+    """Evict tokens of the rows `at`: what `PagedStore.evict` does.
 
-    The remaining tokens of a list close up, oldest first. Pages that are empty go back to the stack in the order in
-    which they stand in the tables, unit by unit; so do rows of key scales, in the order of their last tokens. Units
+    The remaining entries of a list close up, oldest first. Empty pages go back to the stack, unit by unit, in the
+    order of the tables. Unused rows of key scales go back to their stack in the order of their last tokens. Units
     come in the order of `drop`.
 
-    All tensors but `drop` and `at` are changed in place. P: pages; page number P means none, and what the tensors
-    hold at P means nothing, as does the last column of the lists. Q: rows of key scales; a number of Q or more means
-    none, and what stands at Q means nothing.
+    All tensors but `drop` and `at` are changed in place. P: number of pages; page number P means none. Q: number of
+    rows of key scales; a row number of Q or more means none. What the tensors hold at P, at Q and in the last column
+    of the lists means nothing.
 
     Args:
         drop: bool [Lt, N, Ht, S], S at least the tokens of the longest list; anything behind the last token.
-        at: int64 [N], the rows that these are, each once.
-        place: int32 [Lt, B, Ht, W + 1], W at least S: page · most + slot of every token, or negative for those in a
+        at: int64 [N], the rows, each once.
+        place: int32 [Lt, B, Ht, W + 1], W at least S: page · most + slot of every token; negative for tokens in a
             buffer, which hold no slot. Afterwards anything may stand behind the last token.
         pos: int32 [Lt, B, Ht, W + 1], the tokens' positions, −1 behind the last token.
         count: int32 [Lt, B, Ht], tokens of each list.
         live: bool [P + 1, most], the slots that hold a token.
-        taken: int32 [P + 1], how many these are: at least one for every page in a table.
-        page_format: uint8 [P + 1], becomes 255 for pages that are free.
+        taken: int32 [P + 1], slots of each page that hold a token: at least one for every page in a table.
+        page_format: uint8 [P + 1], becomes 255 for free pages.
         page: int32 [Lt, B, Ht, width], the tables.
         stack: int32 [P + 1], the free pages, the next one last.
-        top: int64 [], how many these are.
-        row_of: int32 [P + 1 or more, most], the row of key scales of every slot's token, which it shares with tokens
-            of its unit; becomes Q + 1, none. Or [0, most]: there are no such rows.
-        row_uses: int32 [Q + 1], living tokens of each row of key scales.
-        row_stack: int32 [Q + 1], the free ones, the next one last.
-        row_top: int64 [], how many these are.
+        top: int64 [], free pages on the stack.
+        row_of: int32 [P + 1 or more, most], the row of key scales of every slot's token, which tokens of a unit
+            share; becomes Q + 1 (none) for evicted tokens. [0, most] if no keys share scales.
+        row_uses: int32 [Q + 1], tokens that use each row of key scales.
+        row_stack: int32 [Q + 1], the free rows of key scales, the next one last.
+        row_top: int64 [], free rows of key scales.
         most: slots of a page in the format with the most.
     """
     none, seen, last = stack.numel() - 1, drop.shape[-1], place.shape[-1] - 1
@@ -69,14 +69,16 @@ def evict(
 def release_rows(
     page: Tensor, slot: Tensor, which: Tensor, row_of: Tensor, row_uses: Tensor, row_stack: Tensor, row_top: Tensor
 ) -> Tensor:
-    """Tokens go, and rows of key scales with their last tokens, each once, however many of its tokens go together.
+    """Take tokens off their rows of key scales, and free each row with its last token.
+
+    A row is freed once, also if several of its tokens go together. The last six arguments are those of `evict`.
 
     Args:
         page, slot: int64, any shape: where tokens lie, in the order in which their rows go to the stack.
-        which: bool, those that go; the others' page is none.
+        which: bool, the tokens that go; the page of the other tokens is P (none).
 
     Returns:
-        int64 [n], of every token in this order the row that goes with it, or Q.
+        int64 [n], for every token in this order the row that is freed with it, or Q.
     """
     none = row_stack.numel() - 1
     row = row_of[page, slot].flatten()
@@ -84,7 +86,7 @@ def release_rows(
     row_of[page, slot] = torch.full((), none + 1, dtype=torch.int32, device=row.device)
     row_uses.index_add_(0, row, -(row < none).to(torch.int32))
     number = torch.arange(len(row), device=row.device)
-    last = torch.empty(none + 1, dtype=torch.int64, device=row.device)  # token of each row, of those that go
+    last = torch.empty(none + 1, dtype=torch.int64, device=row.device)  # of each row the last token that goes
     last.scatter_reduce_(0, row, number, "amax", include_self=False)
     gone = (row < none) & (row_uses[row] == 0) & (last[row] == number)
     _push(row_stack, row_top, row, gone)

@@ -1,4 +1,4 @@
-"""A full buffer into pages: what a decode step does with tokens that are quantized together."""
+"""Move a full buffer into pages: a decode step quantizes the waiting tokens together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class BufferWriter(Protocol):
-    """What a store's `flush_rings` gives (`minithink/kv/store.py`). The kernel looks through it, at the pages."""
+    """What a store's `flush_rings` returns (`minithink/kv/store.py`). The kernel uses its pages directly."""
 
     layers: int
 
@@ -18,8 +18,7 @@ def flush(writer: BufferWriter) -> None:
     """Quantize the keys and values that wait in the buffers of some rows, in all layers, and write them into slots.
 
     Args:
-        writer: knows the rows, where each of their tokens goes, and which rows of scales the groups of keys by token
-            have.
+        writer: knows the rows, the slot of each token, and the rows of scales for groups of keys by token.
     """
     for layer in range(writer.layers):
         writer.store_layer(layer)

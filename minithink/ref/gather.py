@@ -1,4 +1,4 @@
-"""Keys and values move together: what other implementations do after an eviction, and this one only to measure it."""
+"""Move keys and values together after an eviction, as other implementations do. For comparison only."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def gather(source: Tensor, moves: Tensor, place: Tensor, pool: Tensor, most: int) -> None:
-    """Copy the tokens that move from slot to slot, in all lanes of their units.
+    """Copy tokens from slot to slot, in all lanes of their units.
 
     Args:
         source: int32 [..., W], slots as page · most + slot.
-        moves: int32 [..., 2]: the r from the first number up to the second move, from source[r] to place[r].
-        place: int32 [..., W]; where a token comes from is no place of an earlier r (`close_ranks` sees to it).
-        pool: uint8 [pages, lanes, bytes of a page], changed in place; a page has `most` slots of equal size, of a
-            multiple of 4 bytes. Its lanes may be some of a larger pool's.
+        moves: int32 [..., 2]: for moves[0] ≤ r < moves[1] a token moves from source[r] to place[r].
+        place: int32 [..., W], slots. No place[r] is the source of a later r (`close_ranks` ensures this).
+        pool: uint8 [pages, lanes, bytes of a page], changed in place. A page has `most` slots of equal size, a
+            multiple of 4 bytes. The lanes may be a part of a larger pool's lanes.
         most: slots of a page.
     """
     rank = torch.arange(place.shape[-1], device=place.device)

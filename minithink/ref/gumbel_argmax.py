@@ -1,11 +1,11 @@
-"""One draw by the Gumbel-max trick with counter-based noise.
+"""Draw a token by the Gumbel-max trick, with noise that depends only on a counter.
 
     token = argmax_v (logit_v + g_v),   g_v = −log(−log(1 − u_v)),   u_v uniform in (0, 1)
 
 draws from softmax(logits) exactly (Gumbel 1954; Maddison et al. 2014). The uniforms come from Philox4x32-10 (Salmon
-et al. 2011), a bijection of a counter under a key, with no state that advances: u is a pure function of (seed,
-sequence, position, token id). A sequence therefore draws the same tokens whatever runs beside it, and a GPU kernel
-can compute the same numbers wherever it needs them.
+et al. 2011), a bijection of a counter under a key. No state advances: u is a pure function of (seed, sequence,
+position, token id). So a sequence draws the same tokens whatever the other sequences of the batch do, and a GPU
+kernel can compute the same numbers wherever it needs them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 MASK = 0xFFFFFFFF
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-WEYL = (0x9E3779B9, 0xBB67AE85)  # what the key grows by every round: the golden ratio, √3 − 1
+WEYL = (0x9E3779B9, 0xBB67AE85)  # increments of the key in every round: from the golden ratio, and √3 − 1
 
 
 def gumbel_argmax(logits: Tensor, seed: int, sequence: Tensor, position: Tensor) -> Tensor:
-    """Draw one token a row from softmax(logits).
+    """Draw one token of each row from softmax(logits).
 
     Args:
         logits: [B, V] float32; −∞ for tokens that must not be drawn.
@@ -31,14 +31,14 @@ def gumbel_argmax(logits: Tensor, seed: int, sequence: Tensor, position: Tensor)
         position: [B] int64, the position at which the drawn token will stand.
 
     Returns:
-        [B] int64 token ids; of equals the smallest.
+        [B] int64 token ids; of equal sums the smallest id.
     """
     return (logits + gumbel(seed, sequence, position, logits.shape[-1])).argmax(-1)
 
 
 def gumbel(seed: int, sequence: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise. sequence, position: [B] int64 → [B, V] float32, all finite (−2.9 to 22.9)."""
-    # u is finest near 0, and small u give the large g that decide: log1p keeps their whole resolution.
+    # The large g decide, and they come from small u, where float32 is finest: log1p keeps this resolution.
     return -(-torch.log1p(-uniform(seed, sequence, position, vocab_size))).log()
 
 
@@ -67,8 +67,8 @@ def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> list[Tensor]:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        # An int64 product wraps modulo 2⁶⁴, which are the very 64 bits of the product of two unsigned words. Only c0
-        # and c2 are multiplied, so only they must be masked every round.
+        # An int64 product wraps modulo 2⁶⁴, so it has the 64 bits of the product of two unsigned words. Only c0 and
+        # c2 are multiplied, so only they must be masked in every round.
         a, b = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1 = ((b >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(MASK), b
         c2, c3 = ((a >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(MASK), a

@@ -1,4 +1,4 @@
-"""Which candidates of every lane are the best: how policies choose what stays."""
+"""Select the best candidates of every lane: how policies choose the tokens that stay."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ def keep_best(score: Tensor, candidate: Tensor, count: Tensor) -> Tensor:
     Args:
         score: [..., S] float, columns oldest first; anything (also NaN) where there is no candidate.
         candidate: bool [..., S].
-        count: integers [...]; where there are fewer candidates all are kept.
+        count: integers [...]; if a lane has fewer candidates, all are kept.
 
     Returns:
-        bool [..., S].
+        bool [..., S], the candidates that are kept.
     """
     order = score.masked_fill(~candidate, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-    # Candidates at −∞ may stand behind columns that are none: sort those last, still by score.
+    # Candidates of score −∞ may stand behind columns that are no candidates: move the latter behind all candidates.
     order = order.gather(-1, (~candidate.gather(-1, order)).to(torch.uint8).sort(dim=-1, stable=True).indices)
     ranks = torch.arange(score.shape[-1], device=score.device)
     kept = torch.zeros_like(candidate).scatter(-1, order, ranks < count[..., None])

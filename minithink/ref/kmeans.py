@@ -1,4 +1,4 @@
-"""Which tokens stand for a thought: K-means on the keys of a segment (ThinKV §4.3)."""
+"""Select the tokens that represent a thought: K-means on the keys of a segment (ThinKV §4.3)."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ ITERATIONS = 10  # of Lloyd's algorithm, at most
 
 
 def kmeans(x: Tensor, valid: Tensor, count: Tensor) -> Tensor:
-    """The members of P sets that lie nearest to the centroids of K clusters, K for every set.
+    """Cluster P sets by K-means, and select from each cluster the member nearest to the centroid. Each set has its K.
 
         first centroid:   the member nearest to the mean; then, K − 1 times, the member farthest from all centroids
         Lloyd, ≤ 10 ×:    every member joins its nearest centroid, every centroid becomes the mean of its members;
-                          a cluster that is empty takes the member farthest from its own centroid, of those that are
-                          not alone in theirs
+                          an empty cluster takes the member farthest from its own centroid, of the clusters with at
+                          least two members
         survivors:        of every cluster the member nearest to its centroid
 
-    Distances are squared and Euclidean, in float32; of equals the lower index is taken. So exactly min(K, members)
-    survive, and members that are equal to others still count.
+    Distances are squared and Euclidean, in float32; of equal distances the lower index is taken. So exactly
+    min(K, members) survive, even if members are equal.
 
-    Only the distances between members are computed from x. Those to a mean μ of n of them follow (Huygens, Steiner):
+    Only the distances between members are computed from x. The distance to the mean μ of n members follows from them
+    (Huygens, Steiner):
 
         |x_i − μ|² = Σ_j |x_i − x_j|² / n − Σ_jl |x_j − x_l|² / 2n²
 
-    so that the member nearest to a mean is the one whose distances to all of its members sum to the least.
+    So the member nearest to the mean of a cluster is the one with the least sum of distances to its members.
 
     Args:
         x: [P, T, F], anything (also NaN) where not valid.
         valid: bool [P, T], the members.
-        count: integers [P], K of each set; where there are no more members than that, all survive.
+        count: integers [P], K of each set; if a set has no more members than K, all survive.
 
     Returns:
-        bool [P, T].
+        bool [P, T], the survivors.
     """
     few = valid.sum(-1) <= count
-    k = torch.where(few, 0, count)  # clusters that have to be found
+    k = torch.where(few, 0, count)  # clusters to find
     most = int(k.max()) if len(k) else 0
     if most <= 0:
         return valid & few[:, None]
@@ -47,7 +48,7 @@ def kmeans(x: Tensor, valid: Tensor, count: Tensor) -> Tensor:
 
     far = -d.sum(-1)
     near, label = torch.full_like(far, torch.inf), torch.full_like(valid, most, dtype=torch.long)
-    for i in range(most):  # near: to the nearest centroid, label: which one that is
+    for i in range(most):  # near: distance to the nearest centroid, label: the number of this centroid
         pick = far.masked_fill(~valid, -torch.inf).argmax(-1)
         new = d[rows, pick]
         closer = valid & (new < near) & real[:, i, None]
@@ -55,7 +56,7 @@ def kmeans(x: Tensor, valid: Tensor, count: Tensor) -> Tensor:
         far = near
     label = _fill(label, near, real)
 
-    for _ in range(ITERATIONS - 1):  # the first time they joined the seeds
+    for _ in range(ITERATIONS - 1):  # in the first round above, members joined the first centroids
         before, member = label, label[..., None] == clusters  # [P, T, K]
         near, label = _to_means(d, member.float()).masked_fill(~real[:, None], torch.inf).min(-1)
         label = _fill(torch.where(valid, label, most), near, real)
@@ -68,7 +69,7 @@ def kmeans(x: Tensor, valid: Tensor, count: Tensor) -> Tensor:
 
 
 def _to_means(d: Tensor, member: Tensor) -> Tensor:
-    """Squared distances to the means of clusters, [P, T, K], NaN for those of no member.
+    """Squared distances to the means of clusters, [P, T, K]; NaN for clusters without members.
 
     d: [P, T, T], squared distances; member: 0 or 1, [P, T, K].
     """
@@ -80,7 +81,8 @@ def _to_means(d: Tensor, member: Tensor) -> Tensor:
 def _fill(label: Tensor, own: Tensor, real: Tensor) -> Tensor:
     """Give every empty cluster, in their order, the member farthest from its centroid that is not alone.
 
-    label: int64 [P, T], K for what is no member; own: [P, T], distances to the own centroid; real: bool [P, K].
+    label: int64 [P, T], the cluster of each member, K elsewhere; own: [P, T], distance to the own centroid; real:
+    bool [P, K], the clusters that a set has.
     """
     rows, most = torch.arange(len(label), device=label.device), real.shape[1]
     size = torch.zeros(len(label), most + 1, dtype=torch.long, device=label.device)

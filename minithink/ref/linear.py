@@ -16,8 +16,8 @@ FEW_ROWS = 32  # up to here a product on a CPU is bound by reading the weights
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x · W + b.
 
-    A product with few rows does little more than read W. Where the CPU library reads it with one core, W is cut into
-    a block of columns for each thread.
+    A product with few rows does little more than read W. If the CPU's library would read W with one core only, each
+    thread gets a block of W's columns.
 
     Args:
         x: [N, in].
@@ -28,7 +28,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         [N, out].
     """
     if x.is_cpu and not SPREADS and x.shape[0] <= FEW_ROWS:
-        parts = torch.get_num_threads()  # asked for here only: torch.compile cannot trace the question
+        parts = torch.get_num_threads()  # only here, because torch.compile cannot trace this call
         if parts > 1 and weight.shape[1] % parts == 0:
             out = _in_blocks(x, weight, parts)
             return out if bias is None else out + bias

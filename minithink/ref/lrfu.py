@@ -1,4 +1,4 @@
-"""Least Recently/Frequently Used, with attention for references (Crystal-KV §5.2, algorithm 1)."""
+"""LRFU, Least Recently/Frequently Used: attention counts as use (Crystal-KV §5.2, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 def lrfu(
     mass: Tensor, valid: Tensor, counted: Tensor, crf: Tensor, last: Tensor, t: Tensor, lam: float, p: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of combined recency and frequency.
+    """One step of CRF, the combined recency and frequency of every token.
 
         CRF_i(t) = Σ over the hits t_j of λ^(t − t_j)  =  λ^(t − τ_i)·CRF_i(τ_i) + [i is hit at t]
 
-    CRF is stored for the time τ of the last hit, when it is 1 or more: it cannot underflow. Decayed values are
+    CRF is stored for the time τ of the last hit. It is at least 1 then, so it cannot underflow. Decayed values are
     compared as logarithms, in double precision: at λ = 0.6, λ^(t − τ) itself would be 0 in float32 after some 200
     steps.
 
@@ -31,7 +31,7 @@ def lrfu(
 
     Returns:
         crf, last: after this step.
-        score: float64 [..., S], log2 of the decayed CRF, −∞ where that is 0; rounded to multiples of 2^−30, so that
+        score: float64 [..., S], log2 of the decayed CRF, −∞ where CRF is 0. Rounded to multiples of 2^−30, so that
             tokens with equal histories tie, whichever way the device rounds.
     """
     hit = hit_set(mass, valid, p) & counted
@@ -45,14 +45,15 @@ def lrfu(
 
 
 def hit_set(mass: Tensor, valid: Tensor, p: float) -> Tensor:
-    """The smallest set of tokens that got the share p of the attention: the most attended ones, of equals the older.
+    """The smallest set of tokens that together got the share p of the attention: the most attended ones.
 
-    The token with which the sum reaches p is in. Tokens without any attention never are, nor is anything where all
-    mass is 0. Mass need not sum to 1.
+    Of equally attended tokens the older comes first. The token with which the sum reaches p is in the set; a token
+    without attention never is, so the set is empty if all mass is 0. Mass need not sum to 1.
 
     Args:
         mass: [..., S]; anything (also NaN) where not valid.
         valid: bool [..., S].
+        p: in (0, 1].
 
     Returns:
         bool [..., S].

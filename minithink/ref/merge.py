@@ -1,4 +1,4 @@
-"""Parts of an attention, merged by their log-sum-exp: the identity behind flash-decoding (ThinKV §C.3)."""
+"""Merge parts of an attention by their log-sum-exp: the identity behind flash-decoding (ThinKV §C.3)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def partial_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over a part of the tokens, and how much weight the part has.
+    """Attention over a part of the tokens, and the weight of this part as a log-sum-exp.
 
         lse = log Σ_j exp(q·k_j/√D)
 
@@ -32,17 +32,17 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> tuple[T
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """One attention of several.
+    """Merge attention over parts of the tokens into attention over all of them.
 
         out = Σ_i exp(lse_i − lse)·out_i,   lse = log Σ_i exp(lse_i)
 
     Args:
-        parts: (out [N, Hq, D], lse [N, Hq]) each; somewhere a token must be.
+        parts: (out [N, Hq, D], lse [N, Hq]) each, float32; for each head at least one part must hold a token.
 
     Returns:
-        out and lse of all parts' tokens together.
+        out [N, Hq, D] and lse [N, Hq] of all parts' tokens together.
     """
     outs, lses = torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts])
     lse = lses.logsumexp(0)
-    # a softmax: its weights sum to 1 even where lse is so large that its rounding shows
+    # softmax makes weights that sum to 1 even if lse is so large that exp(lse_i − lse) shows its rounding.
     return (lses.softmax(0)[..., None] * outs).sum(0), lse

@@ -1,4 +1,4 @@
-"""Attention of one new token a sequence over keys and values that lie in pages, in any formats."""
+"""Attention of one new token of each sequence over keys and values in pages, in any formats."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from minithink.ref.decode_attention import decode_attention, group_reduce
 
 
 class Reading(Protocol):
-    """What a store gives to read (`minithink/kv/pages.py`). The kernel looks through it, at the pages themselves."""
+    """A store's keys and values, to be read (`minithink/kv/pages.py`). The kernel uses its pages directly."""
 
     def valid(self, layer: int) -> Tensor | None:
-        """Where tokens are: bool [N, Hkv or 1, S]; None: everywhere."""
+        """The columns that hold a token: bool [N, Hkv or 1, S]; None: all columns."""
 
     def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
         """K, V: [N, Hkv, S, D], finite everywhere."""
 
 
 def paged_attention(q: Tensor, read: Reading, layer: int, group: str | None = None) -> tuple[Tensor, Tensor | None]:
-    """softmax(q·kᵀ/√D)·v over the tokens that the lanes of a layer hold, and what attention each of them got.
+    """softmax(q·kᵀ/√D)·v over the tokens that the lanes of a layer hold, and the attention that each token got.
 
     Args:
         q: [N, Hq, D], rotated.
         read: gives the keys and values of these N rows.
-        group: how the query heads of a KV head become one: sum, mean, max, max_logit or none (see
-            `decode_attention.group_reduce`); None: the attention paid is not asked for.
+        layer: the layer.
+        group: how to combine the attention of a KV head's query heads: sum, mean, max, max_logit or none (see
+            `decode_attention.group_reduce`); None: no mass is wanted.
 
     Returns:
         out: [N, Hq, D]; 0 for a lane without tokens.
-        mass: float32 [N, Hkv, S] ([N, Hq, S] with "none"), 0 where no token is; None if not asked for.
+        mass: float32 [N, Hkv, S] ([N, Hq, S] with "none"), 0 where there is no token; None if `group` is None.
     """
     (k, v), valid = read(layer), read.valid(layer)
     n, hq, d = q.shape
     out = decode_attention(q, k, v, valid)
-    if valid is not None:  # a softmax over nothing is NaN: such outputs are replaced
+    if valid is not None:  # the softmax of a lane without tokens is NaN: its output becomes 0
         some = valid.any(-1)[..., None, None]  # [N, Ht, 1, 1]
         out = out.view(n, some.shape[1], -1, d).masked_fill(~some, 0).view(n, hq, d)
     if group is None:

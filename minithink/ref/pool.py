@@ -1,4 +1,4 @@
-"""Pooling along a sequence: SnapKV and R-KV let a key's neighbours stay with it."""
+"""Pooling along a sequence: in SnapKV and R-KV the neighbours of an important key count as important too."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from torch import Tensor
 
 
 def pool(score: Tensor, valid: Tensor, kernel_size: int, pooling: str) -> Tensor:
-    """Every valid key's score and those of its (kernel_size − 1)/2 neighbours on each side as one.
+    """Pool every valid key's score with those of its (kernel_size − 1)/2 neighbours on each side.
 
     Args:
-        score: [..., S]; anything (also NaN) where not valid.
+        score: float [..., S]; anything (also NaN) where not valid.
         valid: bool, of the same shape or broadcast.
         kernel_size: odd; 1 changes nothing.
-        pooling: "max", or "avg": the sum divided by kernel_size, also at the ends, where there are fewer keys
-            (torch's count_include_pad, as in the papers' code: the first and the last key lose).
+        pooling: "max", or "avg": the sum divided by kernel_size. At the ends there are fewer keys, but the divisor
+            stays, as in the papers' code (torch's count_include_pad).
 
     Returns:
-        the shape of `score`; 0 where not valid.
+        The shape and dtype of `score`; 0 where not valid.
+
+    Raises:
+        ValueError: kernel_size is not odd, or pooling is unknown.
     """
     if kernel_size < 1 or kernel_size % 2 == 0 or pooling not in ("max", "avg"):
         raise ValueError(f"kernel_size {kernel_size} must be odd, and pooling {pooling!r} max or avg")

@@ -12,16 +12,17 @@ def redundancy(k: Tensor, valid: Tensor, threshold: float = 0.5) -> Tensor:
     """R-KV's redundancy (`rkv/utils.py`, `retain_direction="last"`; SkipKV eq. 5).
 
         C_ij = k̂_i·k̂_j, k̂ = k/(‖k‖ + 1e−8)     over all valid keys, C_ii = 0
-        C_ij* = 0, j* = the largest j with C_ij > threshold: of those that resemble key i, the newest is spared;
+        C_ij* = 0, j* = the largest j with C_ij > threshold: of the keys that resemble key i, the newest is spared;
                 a row with no such j loses C_i0 (a side effect of the papers' code, kept)
         R_j  = softmax_j ( Σ_i C_ij / number of valid keys )
 
-    Of C, [S, S] in every lane, this keeps ROWS_AT_ONCE rows at a time, but it computes all of them. Only j* needs the
-    single elements: Σ_i C_ij = k̂_j·Σ_i k̂_i − k̂_j·k̂_j − Σ_{i: j*_i = j} C_ij.
+    C is [S, S] in every lane. This code computes all of it, but keeps only ROWS_AT_ONCE rows at a time. The kernel
+    computes less, because only j* needs single elements: Σ_i C_ij = k̂_j·Σ_i k̂_i − k̂_j·k̂_j − Σ_{i: j*_i = j} C_ij.
 
     Args:
         k: [B, Hkv, S, D], rotated keys, oldest first; anything (also NaN) where not valid.
         valid: bool [B, Hkv, S], or [B, 1, S] for all heads.
+        threshold: cosine above which two keys resemble each other.
 
     Returns:
         float32 [B, Hkv, S]: sums to 1 over the valid keys, 0 elsewhere.

@@ -13,12 +13,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x32 = x.float()
         y = (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
-    A decoding step of the embedded model has 25 of these, so the number of calls counts. On GPUs torch has it in one.
-    On CPUs torch's one call runs a dozen inside; the norm of a vector, √(Σx²), is a single loop.
+    A decoding step of the embedded model has 25 of these, so the number of torch's operations counts. On GPUs
+    `F.rms_norm` is one operation. On CPUs it runs a dozen; `vector_norm`, √(Σx²), is a single loop.
 
     Args:
         x: [..., d] in any floating dtype.
-        weight: [d], or [H, d] for `x` [..., H, d]: one for each head; half precision is then rounded before it, too.
+        weight: [d], or [H, d] for `x` [..., H, d]: one for each head. With [H, d], half precision is also rounded
+            before the product with the weight.
         eps: added to the mean square.
 
     Returns:

@@ -13,7 +13,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: [N, H, D], queries or keys of N tokens.
-        cos, sin: [N, 1, D] float32, of each token's angles; `cos` holds (cos, cos), `sin` (−sin, sin).
+        cos, sin: [N, 1, D] float32, of each token's angles: `cos` holds (cos, cos), `sin` holds (−sin, sin).
 
     Returns:
         [N, H, D] in the dtype of `x`; the arithmetic is float32.

@@ -1,4 +1,4 @@
-"""Fewer bits from the codes alone (PM-KVQ's packed backend)."""
+"""Requantize integers to fewer bits, from the codes alone (PM-KVQ's packed backend)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def shrink(source: Format, target: Format, codes: Tensor, params: Tensor) -> tup
     Args:
         source, target: asymmetric integers, equal in `group`, `by` and `params`.
         codes: [..., source.code_bytes] uint8.
-        params: [..., source.params_bytes] uint8; by token a row for every token, or the shared rows, as they are.
+        params: [..., source.params_bytes] uint8; by token one row for every token, or each shared row once.
 
     Returns:
         codes: [..., target.code_bytes] uint8.

@@ -1,4 +1,4 @@
-"""How few of the cached tokens a query attends to: what ThinKV tells thoughts apart by."""
+"""Attention sparsity, by which ThinKV tells types of thoughts apart: the share of tokens with almost no attention."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ def sparsity(p: Tensor, valid: Tensor, share: float = 0.01) -> Tensor:
         |{t: p_t < share · max p}| / |{t}|        mean over KV heads
 
     Args:
-        p: float32 [..., Hkv, S], attention weights, of a group of query heads together (eq. 2 to 4: the softmax of
-            the group's largest logits); anything where not valid.
+        p: float32 [..., Hkv, S], attention weights, one for the query heads of a KV head together (eq. 2 to 4: the
+            softmax of the group's largest logits); anything where not valid.
         valid: bool [..., Hkv, S], or [..., 1, S] for all heads.
+        share: of the row's largest weight; 0.01 is the paper's 1 %.
 
     Returns:
         float32 [...], 0 where no token is valid.
@@ -21,4 +22,4 @@ def sparsity(p: Tensor, valid: Tensor, share: float = 0.01) -> Tensor:
     largest = p.masked_fill(~valid, 0.0).amax(-1, keepdim=True)
     below = (p < share * largest) & valid
     shares = below.sum(-1) / valid.sum(-1).clamp(min=1)  # [..., Hkv]
-    return (shares.double().sum(-1) / shares.shape[-1]).float()  # exact before it is divided: no order to choose
+    return (shares.double().sum(-1) / shares.shape[-1]).float()  # the sum is exact, whatever its order

@@ -1,4 +1,4 @@
-"""Which tokens of a segment go when it shrinks (ThinKV §4.3): all but those that stand for the others."""
+"""Select the tokens that go when segments shrink (ThinKV §4.3): all but those that represent the others."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from minithink.ref.kmeans import kmeans
 
 
 def survivors(read: Any, first: Tensor, size: Tensor, goal: Tensor, longest: int) -> Tensor:
-    """K-means (`ref/kmeans.py`) over the keys of every segment that holds more tokens than it may keep.
+    """Run K-means (`ref/kmeans.py`) over the keys of every segment that holds more tokens than it may keep.
 
-    The tokens of a segment stand side by side in their lane's list. Lanes that share a table keep the same tokens,
-    by all their keys.
+    The tokens of a segment stand side by side in their list. Lanes that share a table keep the same tokens, chosen by
+    the keys of all these lanes together.
 
     Args:
-        read: the store's Reading of R rows.
+        read: the store's Reading of R rows (`minithink/kv/pages.py`).
         first: integers [Lt, R, Ht, G], the column in which each segment begins.
-        size: integers [Lt, R, Ht, G], its tokens.
-        goal: integers [R, G], how many may stay.
+        size: integers [Lt, R, Ht, G], tokens of each segment.
+        goal: integers [R, G], tokens that each segment may keep.
         longest: tokens that a segment has at most.
 
     Returns:
-        bool [Lt, R, Ht, S], those that go.
+        bool [Lt, R, Ht, S], the tokens that go.
     """
     lt, _, ht, width = read.pos.shape
     drop = torch.zeros(read.pos.shape, dtype=torch.bool, device=read.pos.device)

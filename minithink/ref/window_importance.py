@@ -15,13 +15,14 @@ def window_importance(q: Tensor, k: Tensor, valid: Tensor, kernel_size: int = 7,
         I[j]    = mean over w of softmax_j A[w, j]
         Ĩ       = pool(I)
 
-    The softmax is over the valid keys only: the caller leaves out the window, whose keys these queries see partly.
+    The softmax is over the valid keys only. The caller leaves out the keys of the window itself, because each of its
+    queries sees only a part of them.
 
     Args:
         q: [B, Hq, W, D], rotated queries of the window.
         k: [B, Hkv, S, D], rotated keys, oldest first; anything (also NaN) where not valid.
-        valid: bool [B, Hkv, S], or [B, 1, S] for all heads: the keys to score. Neighbours are the valid keys before
-            and after, so they must stand together, as columns from 0 to some number do.
+        valid: bool [B, Hkv, S], or [B, 1, S] for all heads: the keys to score. They must be neighbouring columns,
+            because pooling takes the columns before and after a key.
         kernel_size, pooling: see `pool`.
 
     Returns:
