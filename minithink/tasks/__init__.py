@@ -1,6 +1,6 @@
 """The embedded task families: problems that ship with the package, and how an answer is graded.
 
-A problem belongs to a split by the hash of its content, so no two splits can share one; the training tool draws its
+The hash of a problem's content decides its split, so no two splits can share a problem. The training tool draws its
 own problems and skips those of the other splits.
 """
 
@@ -15,12 +15,12 @@ from minithink.errors import MinithinkError, UsageError
 
 SPLITS = ("validation", "test")
 DATA = Path(__file__).parent / "data"
-# In a text: a question as the families word theirs.
+# A question as the families word it, anywhere in a text.
 QUESTION = re.compile(
     r"((Facts|Balances) \(mod 100\): \w+(@0)?|Numbers from 1 to 9: \w+ \* \w+ \+ \w+) = .*\. Find \w+[\w, ]*",
     re.DOTALL,
 )
-BINS = ((0, 600), (600, 1200), (1200, 2000), (2000, 3000))  # tokens of the reference trace: from, below
+BINS = ((0, 600), (600, 1200), (1200, 2000), (2000, 3000))  # tokens of the reference trace: from, up to but not with
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,25 @@ class Problem:
 
     @property
     def length_bin(self) -> str:
-        """Its bin of BINS, as tables name it; empty where it is longer than all."""
+        """The problem's bin of BINS, as tables name it; empty if the reference trace is longer than every bin."""
         return next((f"{low}–{high}" for low, high in BINS if low <= self.thinking_tokens < high), "")
 
 
 def families() -> list[str]:
-    """Those whose problems ship."""
+    """The names of the families whose problems ship, sorted."""
     return sorted(path.name.removesuffix("-test.jsonl") for path in DATA.glob("*-test.jsonl"))
 
 
 def load_problems(split: str, family: str = "facts") -> list[Problem]:
     """The problems of a split, in file order.
 
+    Args:
+        split: "validation" or "test".
+        family: one of `families()`.
+
     Raises:
         UsageError: the split is not one that ships.
+        MinithinkError: there is no file for this family and split.
     """
     if split not in SPLITS:
         raise UsageError(f"The split {split!r} does not exist; there are {' and '.join(SPLITS)}.")
@@ -60,19 +65,19 @@ def load_problems(split: str, family: str = "facts") -> list[Problem]:
 
 
 def holds_question(text: str) -> bool:
-    """Whether a text holds what is worded as a question of the families."""
+    """True if a text holds a question that is worded as those of the families."""
     return question_in(text) is not None
 
 
 def question_in(text: str) -> str | None:
-    """The question of the families that a text holds, as a prompt does, up to the last name that is asked for."""
+    """The first question of the families in a text, up to the last name that it asks for; None if there is none."""
     found = QUESTION.search(text)
     return found[0] if found else None
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last \boxed{…} of the answer holds that is closed; None where there is none. Braces may nest; \{
-    and \} are none."""
+    r"""The content of the last closed \boxed{…} of the answer; None if there is none. Braces may nest; \{ and \} do
+    not count as braces."""
     answer = text.rpartition("</think>")[2]
     end = len(answer)
     while (start := answer.rfind(r"\boxed{", 0, end)) >= 0:
@@ -87,11 +92,11 @@ def boxed(text: str) -> str | None:
 
 
 def grade(text: str, answer: str) -> bool:
-    """Whether the last box of a generated text holds `answer`, spaces apart."""
+    """True if the last box of a generated text holds `answer`, apart from spaces."""
     found = boxed(text)
     return found is not None and same_characters(found, answer)
 
 
 def same_characters(found: str, answer: str) -> bool:
-    """Whether two answers are equal, spaces apart."""
+    """True if two answers are equal, apart from spaces."""
     return re.sub(r"\s", "", found) == re.sub(r"\s", "", answer)

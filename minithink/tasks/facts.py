@@ -1,12 +1,12 @@
 """The task family "facts": arithmetic over named values, modulo 100, that must be looked up, chained and recalled.
 
-A problem defines some ten to seventy names in shuffled order, each as a number or through one or two other names,
-and asks for three of them:
+A problem defines ten to seventy names in shuffled order, each as a number or through one or two other names, and asks
+for three of them:
 
     Facts (mod 100): zum = sab - 18; gag = 86; vum = led * 5; ... Find fob, ded and ket.
 
-The reference trace (`writing.py` has its three kinds of thought and its manners) plans a chain down to what is known,
-"fob = rip - 19, so I need rip.", and computes it back up, "Now led = lit - 13 = 31 - 13 = 18."
+The reference trace (`writing.py` describes its three kinds of thought and its manners) plans a chain down to known
+names, "fob = rip - 19, so I need rip.", and computes it back up, "Now led = lit - 13 = 31 - 13 = 18."
 
 A derived value may be needed again hundreds of tokens after it was found; most other tokens never are. Most traces do
 not collect their results before `</think>`: the answer has to read them where they were derived.
@@ -58,7 +58,7 @@ def draw_problem(rng: random.Random, derived: int) -> FactsProblem:
         waiting.remove(name)
 
         def operand(name: str = name) -> str:
-            # An operand that something else needs too has to be recalled later. No cycle: it is defined later on.
+            # A shared operand has to be recalled later. It makes no cycle, because it is defined after this name.
             if waiting and rng.random() < 0.35:
                 other = rng.choice(waiting)
                 if other not in targets or rng.random() < 0.3:
@@ -82,7 +82,7 @@ def draw_problem(rng: random.Random, derived: int) -> FactsProblem:
             facts.append(Fact(name, operand(), rng.choice("+-"), rng.randint(2, 29)))
         else:
             facts.append(Fact(name, operand(), "*", rng.randint(2, 9)))
-        if not waiting:  # every chain ended in a shared name: open a new one below the last fact
+        if not waiting:  # every chain ended in a shared name: drop the last fact and define its name anew
             facts.pop()
             waiting.append(name)
     facts += [Fact(name, rng.randrange(MODULUS)) for name in waiting]
@@ -122,7 +122,7 @@ class _Trace(Trace):
         return self.close(self.targets, self.truth)
 
     def resolve(self, target: str, lead: str) -> None:
-        """Plan down to what is known, compute back up as far as it goes, and again until `target` is found."""
+        """Plan down to known names, compute back up as far as possible, and repeat this until `target` is found."""
         open_names = [target]  # the chain of names that wait for the one after them
         while open_names:
             self.plan(open_names, lead)
@@ -160,7 +160,7 @@ class _Trace(Trace):
             open_names.append(missing[0])
 
     def doubtful(self, run: Sequence[str]) -> list[str]:
-        """What was derived earlier, once that is more than a few names."""
+        """The names that were derived before the run, if these are more than four."""
         old = [n for n in self.known if self.facts[n].op and n not in run]
         return old if len(old) > 4 else []
 

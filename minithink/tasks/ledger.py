@@ -1,24 +1,25 @@
 """The task family "ledger": balances that are changed step by step, modulo 100, so that newer values supersede older.
 
-A problem gives the balances of four to nine accounts and up to some fifty numbered steps, each of which sets one
-account anew or moves an amount between two, and asks for three balances at the end:
+A problem gives the balances of four to nine accounts and up to about fifty numbered steps. Each step sets one account
+anew or moves an amount between two. The problem asks for three balances at the end:
 
     Balances (mod 100): tup@0 = 56; nug@0 = 20; lim@0 = 7; ded@0 = 33. Steps: 1: tup = tup + nug; 2: lim = lim * 3;
     3: move 12 from ded to nug; 4: tup = lim - tup. Find tup, ded and nug.
 
-`tup@3` is what tup holds since step 3. The prompt's steps name accounts only: of what step an account's newest
-balance is has to be found there. The reference trace (`writing.py` has its three kinds of thought and its manners)
-says so first, and only then fetches the value, by a key that occurs once in the text:
+`tup@3` is the balance of tup since step 3. The prompt's steps name accounts only, so the trace must first find the
+step that set an account's newest balance. The reference trace (`writing.py` describes its three kinds of thought and
+its manners) names this step first. Then it fetches the value, by a key such as `lim@2`:
 
     reasoning   "Next, step 4: tup = lim - tup. I need lim@2 and tup@1 to find tup@4."
     execution   "Now lim@2 = 21 and tup@1 = 76, 21 - 76 = 45, so tup@4 = 45."
 
-Every value stands directly behind its key, where it is found as where it is read, because that is what induction
-heads find; the words of facts, "tup@4 = lim@2 - tup@1 = 21 - 76 = 45", put fifteen tokens between.
+Every value stands directly behind its key, both where it is found and where it is read, because induction heads find
+the token that followed a key before. The wording of facts, "tup@4 = lim@2 - tup@1 = 21 - 76 = 45", would put fifteen
+tokens between key and value.
 
-From then on tup@1 is superseded: nothing needs it again but a doubt about one of the last few steps. Some accounts
-are busy, others rest for hundreds of tokens until something needs them: the newest balance of each has to be kept,
-however old it is, and nothing else. The answer reads them where they were found.
+After step 4, tup@1 is superseded: only a doubt about one of the last few steps needs it again. Some accounts are
+busy, others rest for hundreds of tokens until a step needs them. So the newest balance of each account must be kept,
+however old it is, and nothing else. The answer reads the balances where they were found.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from minithink.tasks.writing import MODULUS, NAMES, Fact, Puzzle, Trace, listing
 
 FAMILY = "ledger"
 MULTIPLIERS = (2, 3, 7, 9)  # times 4, 5 and 8 would soon leave nothing but a few round balances
-RECENT = 5  # balances: how far a doubt looks back
+RECENT = 5  # how many of the newest balances a doubt may look back at
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step sets: one account, or the two between which it moves an amount, from the first to the second."""
+    """A step: it sets one account, or moves an amount from a first account to a second."""
 
     sets: tuple[Fact, ...]
 
@@ -65,7 +66,7 @@ class LedgerProblem(Puzzle):
         return f"Balances (mod {MODULUS}): {given}. Steps: {steps}. Find {listing(self.targets)}."
 
     def versions(self) -> list[list[Fact]]:
-        """What every step sets, with the step behind every name: `tup@4 = lim@2 - tup@1`. Step 0: what is given."""
+        """What each step sets, every name with its step: `tup@4 = lim@2 - tup@1`. Step 0: the given balances."""
         newest = {f.name: f"{f.name}@0" for f in self.balances}
         out = [[replace(f, name=newest[f.name]) for f in self.balances]]
         for i, step in enumerate(self.steps, 1):
@@ -152,7 +153,7 @@ class _Trace(Trace):
         return self.close(self.problem.asked(), self.truth)
 
     def plan(self, run: range) -> None:
-        """Reasoning: what the steps of a run need, and since when it holds."""
+        """Reasoning: the balances that the steps of a run need, each with the step that set it."""
         for i in run:
             if i == run[0]:
                 lead = "First," if i == 1 else "Last," if run[-1] == len(self.problem.steps) else "Next,"
@@ -165,7 +166,7 @@ class _Trace(Trace):
         self.reread(f"step {again}", self.problem.steps[again - 1].text)
 
     def shown(self, fact: Fact, value: int) -> str:
-        """How a calculation is written: `lim@2 = 21 and tup@1 = 76, 21 - 76 = 45`; a mere copy: `lim@2 = 21`."""
+        """How a calculation is written: `lim@2 = 21 and tup@1 = 76, 21 - 76 = 45`; a copied balance: `lim@2 = 21`."""
         read = " and ".join(f"{need} = {self.known[need]}" for need in fact.needs)
         return f"{read}, {fact.numbers(self.known)} = {value}" if fact.op else read
 
@@ -174,7 +175,7 @@ class _Trace(Trace):
         return f"{self.shown(fact, value)}, so {fact.name} = {value}"
 
     def doubtful(self, run: Sequence[str]) -> list[str]:
-        """What the last few steps before the run set."""
+        """The newest balances that steps before the run have set."""
         return [n for n in self.known if n not in run and not n.endswith("@0")][-RECENT:]
 
     def verify(self) -> None:

@@ -1,7 +1,8 @@
-"""What each statement of a text reads: which earlier tokens must still be held for it to be written.
+"""Find what each statement of a text reads: the earlier tokens that a cache must still hold when it is written.
 
 A statement is a line of the thinking, or the sentence of the answer. The families' texts are so simple that rules can
-read them, without any attention weights. The rules find the content that a statement needs, and the tokens with it:
+read them, without any attention weights. The rules find the content that a statement needs, and the tokens that carry
+this content:
 
     search   "So duv = 8."                                  needs which name is searched, the last trial, its verdict
              "Now try 5: 5 * 8 = 40, 40 + 7 = 47, no."      needs factor 8, added 7, the result 79, and the last trial
@@ -40,8 +41,11 @@ def read(question: str, pieces: Sequence[str], prompt_pieces: int) -> Reading:
 
     Args:
         question: the user's message; the prompt holds it.
-        pieces: the texts of all tokens, of the prompt and of what was generated.
-        prompt_pieces: how many of them are the prompt's.
+        pieces: the texts of all tokens, first of the prompt, then of the generated text.
+        prompt_pieces: number of the prompt's tokens.
+
+    Returns:
+        The statements and their needs.
     """
     text = reader(question, pieces[:prompt_pieces])
     for piece in pieces[prompt_pieces:]:
@@ -51,15 +55,17 @@ def read(question: str, pieces: Sequence[str], prompt_pieces: int) -> Reading:
 
 
 def reader(question: str, prompt: Sequence[str]) -> Reader:
-    """A reader of the text after a prompt (given as the texts of its tokens), by the rules of the question's family.
-    If the question is of no family, the reader skips every line."""
+    """A reader of the text after a prompt, by the rules of the question's family. prompt: the texts of its tokens.
+
+    If the question is of no family, the reader skips every line.
+    """
     families = {"Numbers": _Search, "Facts": _Facts, "Balances": _Ledger}
     return families.get(question.partition(" ")[0], Reader)(question, prompt)
 
 
 # --- What the lines of the families need.
 
-# The rules' parts with groups, to be looked for in a line that a rule has accepted.
+# Parts of the rules with groups, to search in a line that a rule has accepted.
 _VERSION = re.compile(rf"({N})@(\d+)")
 _LOCK = re.compile(rf"({N}) \* ({OPERAND}) \+ ({OPERAND}) = (\d+)")
 _WHY = re.compile(rf"{_LOCK.pattern}, (\d+) \* (\d+) = \d+, \d+ \+ (\d+) = \d+")
@@ -73,13 +79,13 @@ _NUMBERS = re.compile(r"\b(\d+) [-+*] (\d+) = ")
 _STEP, _WORD = re.compile(rf"(\d+): ({STEP})"), re.compile(rf"\b{N}\b|\d+|[-+*]")
 _LAST_PAIR = re.compile(rf".*\b({N}(?:@\d+)?) = (\d+)", re.DOTALL)
 PARTS = ("factor", "added", "result")  # of a lock
-SEARCHING = ("goal", "trial", "verdict", "before", "side", "from", *PARTS)  # what is over with the search of a name
+SEARCHING = ("goal", "trial", "verdict", "before", "side", "from", *PARTS)  # not needed after the search of a name
 
 
 class _Search(Reader):
     RULES = SEARCH
     now = ""  # the name that is searched
-    again = False  # nothing fitted
+    again = False  # True after a search in which no number fitted
 
     def question(self, question: str) -> None:
         for m in _LOCK.finditer(question):
@@ -91,7 +97,7 @@ class _Search(Reader):
         return ((key, key[0].startswith(("lock", "target"))) for key in self.memory if key[0] != "before")
 
     def lock(self, m: re.Match[str]) -> None:
-        """A lock is read as the question has it."""
+        """A lock is read, which has the numbers and names of the question."""
         for part, operand, at in zip(PARTS, m.groups()[1:4], (m.start(2), m.start(3), m.start(4)), strict=True):
             self.need((f"lock {part}", m[1]))
             self.repeat((f"lock {part}", m[1]), operand, at)
@@ -109,7 +115,7 @@ class _Search(Reader):
         list(self.pairs(line, m.end()))
 
     def goal(self, line: str, say: Callable[[Key, str, int], None]) -> None:
-        """`gon with gon * 8 + 7 = 79, from 1 up`. say: as something new, or again."""
+        """`gon with gon * 8 + 7 = 79, from 1 up`. say: `self.say` for a new goal, else `self.repeat`."""
         m, side = _LOCK.search(line), _SIDE.search(line)
         assert m
         assert side
@@ -172,14 +178,14 @@ class _Search(Reader):
             self.need(("from", name))
         self.numbers(*PARTS)
         self.calculation(line, m)
-        # The trial before the last one tells the side, too; and the first one does, as the smallest or the largest.
+        # The trial before the last one also shows the side. So does the first trial: it is the smallest or largest.
         if side:
             places = last.places if last else [place for key, x, place, _ in self.said if key[0] == "trial" and x]
             self.over(("before", name))
             self.said += [(("before", name), side.content, place, True) for place in places]
 
     def calculation(self, line: str, x: re.Match[str], new: bool = True) -> None:
-        """A trial's numbers, x, factor, added, and whether x fits."""
+        """The numbers of a trial: x, factor, added, and the verdict, which says if x fits."""
         name, verdict = self.now, _VERDICT.search(line)
         if new:
             self.over(("trial", name), ("verdict", name))
@@ -231,9 +237,9 @@ class _Search(Reader):
 
 
 class _Derives(Reader):
-    """Facts and ledger: the slip of the line before is corrected."""
+    """Facts and ledger: a line computes a value, and the next line may correct a slip in it."""
 
-    last: tuple[str, list[Key]] = ("", [])  # what was computed last, and what its numbers are read from
+    last: tuple[str, list[Key]] = ("", [])  # the name that was computed last, and the keys that its numbers come from
 
     def computed(self, name: str, value: str, name_at: int, value_at: int, numbers: list[Key]) -> None:
         self.say(("value", name), value, value_at)
@@ -272,7 +278,7 @@ class _Facts(_Derives):
         return ((key, key[0] in ("left", "op", "right", "target")) for key in self.memory)
 
     def define(self, m: re.Match[str]) -> None:
-        """A definition is read as the question has it."""
+        """A definition is read, as in the question."""
         for k, part in enumerate(("left", "op", "right"), 2):
             self.need((part, m[1]))
             self.repeat((part, m[1]), m[k], m.start(k))
@@ -351,7 +357,7 @@ class _Ledger(_Derives):
         yield from ((("value", name), False) for name in self.computed_last.values())
 
     def step(self, number: str, line: str, start: int, end: int) -> None:
-        """A step is read as the question has it, word by word."""
+        """A step is read, word by word as in the question."""
         for k, m in enumerate(_WORD.finditer(line, start, end)):
             self.need(("step", number, str(k)))
             self.repeat(("step", number, str(k)), m[0], m.start())
@@ -378,7 +384,7 @@ class _Ledger(_Derives):
             self.repeat(("at",), v[2], v.start(2))
 
     def balances(self, line: str, number: str, end: int) -> list[Key]:
-        """`lim@2 = 21 and tup@1 = 76`, before `end`: what step `number` reads → the keys of their values."""
+        """Balances that step `number` reads, before `end`: `lim@2 = 21 and tup@1 = 76` → the keys of their values."""
         keys = list[Key]()
         for m in PAIR.finditer(line, 0, end):
             account, _, version = m[1].partition("@")

@@ -28,7 +28,7 @@ class Statement(NamedTuple):
 
 
 class Need(NamedTuple):
-    """A content that a statement reads, and the tokens any one of which would do."""
+    """A content that a statement reads. Each token of `places` carries it, so one of them is enough."""
 
     statement: int
     key: Key
@@ -37,12 +37,12 @@ class Need(NamedTuple):
 
 @dataclass
 class Reading:
-    """What is known of a text so far."""
+    """The statements and needs of a text so far."""
 
     statements: list[Statement] = field(default_factory=list)
     needs: list[Need] = field(default_factory=list)
     skipped: list[Statement] = field(default_factory=list)  # lines that no rule reads
-    unknown: int = 0  # needs of a content that the text has nowhere: no eviction can be blamed
+    unknown: int = 0  # needs of a content that occurs nowhere in the text: no eviction caused them
 
     @property
     def parsed(self) -> float:
@@ -52,7 +52,7 @@ class Reading:
 
     @property
     def parsed_tokens(self) -> float:
-        """Share of their tokens."""
+        """Share of the tokens of complete lines that are in lines that a rule read; 0 if no line is complete."""
         read, skipped = (sum(s.end - s.start for s in lines) for lines in (self.statements, self.skipped))
         return read / max(1, read + skipped)
 
@@ -65,7 +65,7 @@ class Memory(NamedTuple):
 
 
 class Reader:
-    """Reads a text token by token. `reading` is what it found; `live`, what a continuation may still read."""
+    """Reads a text token by token. `reading` is the result so far; `live()` gives what a continuation may read."""
 
     RULES: ClassVar[dict[str, re.Pattern[str]]] = {}
 
@@ -96,7 +96,7 @@ class Reader:
         self.count += 1
 
     def finish(self) -> None:
-        """Nothing follows: a last line counts if it is complete but for its end."""
+        """Call this after the last token: the last line counts if only its line end is missing."""
         if self.rule(self.line):
             self.end(self.count)
 
@@ -148,36 +148,36 @@ class Reader:
     # What a line can do.
 
     def need(self, *keys: Key) -> None:
-        """The line needs the content of the first key. Tokens of other keys do as well if their content is equal."""
+        """The line needs the content of the first key. Tokens of other keys count too if their content is equal."""
         self.wanted.append(keys)
 
     def say(self, key: Key, content: str, at: int) -> None:
-        """The character at `at` of the line carries the content, which supersedes another one."""
+        """The character at `at` of the line carries the content. It supersedes an earlier content of this key."""
         self.said.append((key, content, self.tokens[at], True))
 
     def repeat(self, key: Key, content: str, at: int) -> None:
-        """The character at `at` carries the content again. A different content is a mistake and no copy."""
+        """The character at `at` carries the content again. A content that differs is a mistake, and is ignored."""
         self.said.append((key, content, self.tokens[at], False))
 
     def over(self, *keys: Key) -> None:
-        """Nothing will need this any more."""
+        """No later line needs the contents of these keys."""
         self.said += [(key, None, 0, False) for key in keys]
 
     def words(self, key: str, line: str, start: int, end: int | None = None) -> Iterator[str]:
-        """Names between two characters: each is said as the content of (key, name)."""
+        """The names between two characters. Each name is recorded as the content of (key, name)."""
         for m in NAME.finditer(line, start, len(line) if end is None else end):
             self.repeat((key, m[0]), m[0], m.start())
             yield m[0]
 
     def pairs(self, line: str, start: int = 0) -> Iterator[str]:
-        """`name = value`: each is read, and said again."""
+        """Every `name = value` of the line: it needs the value, and repeats it. → the names"""
         for m in PAIR.finditer(line, start):
             self.need(("value", m[1]))
             self.repeat(("value", m[1]), m[2], m.start(2))
             yield m[1]
 
     def lead(self, line: str) -> re.Match[str]:
-        """`First, gon.`: the question asks for it. `Back to gon.` or `Here gon * 7 …`: it waits. → its name"""
+        """The line's first name. After `First,` it is a target of the question; after `Back to` or `Here` a goal."""
         m = NAME.search(line)
         assert m
         key = "target" if re.match(NTH, line) else "goal"
@@ -186,14 +186,14 @@ class Reader:
         return m
 
     def goals(self, line: str, *names: re.Match[str]) -> None:
-        """A plan's names wait, and so do those that it needs first: `so I need duv and ved first`."""
+        """The first name, as a match. After `First,` it is a target of the question, else a goal (`Back to`)."""
         for m in names:
             self.repeat(("goal", m[0]), m[0], m.start())
         if "so I need" in line:
             list(self.words("goal", line, line.index("so I need")))
 
     def question(self, question: str) -> None:
-        """What the question says."""
+        """Record the contents of the question."""
 
     def targets(self, question: str) -> None:
         if "Find " in question:

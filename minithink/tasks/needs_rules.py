@@ -1,7 +1,7 @@
 """How the families word their lines: every kind of line as one pattern.
 
-A `Reader` matches a line with these rules, and the method with a rule's name says what the line needs and what it
-says (`needs.py`).
+A `Reader` matches a line with these rules. The reader's method with the rule's name then records which contents the
+line needs and which it carries (`needs.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SPOKEN = "|".join(re.escape(line) for line in (
 
 
 def _rules(valued: str, **lines: str) -> dict[str, re.Pattern[str]]:
-    """The rules of a family. valued: what has a value in its text, a name or a balance."""
+    """The rules of a family. valued: the pattern of the names that have a value: N or V."""
     found = rf"{valued} = \d+(?:, {valued} = \d+)*(?: and {valued} = \d+)?"
     lines |= {
         "results": rf"So the results are {found}\.",
@@ -82,6 +82,6 @@ LEDGER = _rules(
     reread=rf"Wait, let me look at step \d+ again: {STEP}\. Yes, I have that\.",
 )
 
-# With groups, to be looked for in a line that a rule has accepted.
+# Patterns with groups, to search in a line that a rule has accepted.
 NAME = re.compile(rf"\b(?!and\b){N}\b")
 PAIR = re.compile(rf"({N}(?:@\d+)?) = (\d+)")

@@ -2,8 +2,9 @@
 
     python -m minithink.tasks.prepare --output minithink/assets/tiny
 
-trains the byte-level BPE on text of two families (needs the extra `train`), and writes the tokenizer's files and the
-chat template there, and the validation and test problems beside this file with their SHA-256 in `SHA256SUMS`.
+This trains the byte-level BPE on text of two families (it needs the extra `train`) and writes the tokenizer's files
+and the chat template to the output folder. It writes the validation and test problems to `data/` beside this file,
+with their SHA-256 in `SHA256SUMS`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Any
 from minithink.tasks import BINS, DATA, SPLITS, facts, ledger, search
 from minithink.tasks.writing import Puzzle
 
-# Llama 3's pre-tokenizer: numbers are pieces of one to three digits, so every value is one token; a word takes the
-# space before it; ".\n\n" is one piece, as in the models that this one stands for.
+# Llama 3's pre-tokenizer. Numbers are pieces of one to three digits, so every value is one token. A word takes the
+# space before it. ".\n\n" is one piece, as in the large models that the embedded model stands for.
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -41,8 +42,8 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt -%}{{ '<|assistant|><think>\\n' }}{%- endif -%}
 """
 
-# Words that the task text does not use (yet), so that questions in plain English, and task text to come, are made of
-# words rather than of bytes.
+# Words that the task text does not use (yet). With them, questions in plain English and later task texts consist of
+# word tokens instead of byte tokens.
 ENGLISH = """
 account accounts after all already also always amount an another any are ask at away back balance balances because
 been before begin best better between big both box but call came can case change check close come compare complete
@@ -59,8 +60,8 @@ way we well were what when where which while who whole why will with without wor
 """.split()  # noqa: SIM905
 
 FAMILIES: dict[str, ModuleType] = {facts.FAMILY: facts, ledger.FAMILY: ledger, search.FAMILY: search}
-TOKENIZED = (facts.FAMILY, ledger.FAMILY)  # on the text of which the tokenizer was trained
-# Calculations, steps or locks of a problem of the splits: the fewest and the most.
+TOKENIZED = (facts.FAMILY, ledger.FAMILY)  # families whose text the tokenizer was trained on
+# The fewest and the most calculations (facts), steps (ledger) or locks (search) of a problem of the splits.
 SIZES = {facts.FAMILY: (4, 48), ledger.FAMILY: (2, 40), search.FAMILY: (3, 9)}
 _COUNTS = {"validation": (100, 200, 200, 0), "test": (100, 300, 300, 0)}
 COUNTS = {  # problems of each of BINS
@@ -77,7 +78,7 @@ def document(problem: Puzzle, rng: random.Random) -> tuple[str, str]:
 
 
 def train_tokenizer(vocab_size: int, documents: int = 3000, seed: int = 1) -> dict[str, Any]:
-    """The contents of `tokenizer.json` for a BPE trained on drawn documents, of the families TOKENIZED in turn."""
+    """Train a BPE on drawn documents, of the families TOKENIZED in turn → the contents of `tokenizer.json`."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     rng = random.Random(seed)
@@ -117,7 +118,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def draw_split(family: str, split: str, folder: Path, seed: int = 7) -> list[dict[str, Any]]:
-    """Problems of one split, bin by bin, until each bin is full. folder: of the tokenizer, by which lengths count."""
+    """Draw problems of one split until each length bin is full. folder: of the tokenizer that counts the lengths."""
     from minithink.tokenizer import Tokenizer
 
     tokenizer, rng = Tokenizer.from_folder(folder), random.Random(f"{split}{seed}")

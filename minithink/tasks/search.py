@@ -9,7 +9,7 @@ the names of other locks; the problem asks for three names:
 The reference trace plans down to a lock whose operands are known, and then tries one number after the other:
 
     reasoning   "Back to gon. gon * duv + 7 = 79, I have duv = 8. I want gon with gon * 8 + 7 = 79, from 1 up."
-    execution   "Try 5: 5 * 8 = 40, 40 + 7 = 47, no."    most of the text; dead once the next trial stands
+    execution   "Try 5: 5 * 8 = 40, 40 + 7 = 47, no."    most of the text; not needed after the next trial
     reasoning   "So gon = 9."                            a milestone: read again much later
     transition  "Wait, was ved right? ved * 8 + 34 = 90, 7 * 8 = 56, 56 + 34 = 90. Yes, ved = 7."
 
@@ -39,12 +39,13 @@ from minithink.tasks.writing import NAMES, Definition, Puzzle, Writer, listing, 
 
 FAMILY = "search"
 LOW, HIGH = 1, 9  # the numbers that are tried
-LARGEST_FACTOR, LARGEST = 9, 99  # no trial comes to more than the latter: every number is one token
+LARGEST_FACTOR, LARGEST = 9, 99  # no trial's result exceeds LARGEST, so every number is one token
 WORDING = ("Repeat little.", "Repeat some.", "Repeat much.")  # by redundancy
 RESTATED = ((), (5,), (3, 5, 7))  # by redundancy: the trials at which the current lock is stated again
-RECAP = (0.0, 0.5, 1.0)  # by redundancy: probability that numbers found so far are listed after a new one, if any
+RECAP = (0.0, 0.5, 1.0)  # by redundancy: probability that the trace lists what it knows after a new number
 MISREAD = 0.03  # share of searches that begin with a misread lock
-MEMORY, EXCITEMENT, CEILING = 2, 0.25, 0.6  # paragraphs; what each doubt among them adds; the largest inclination
+# The inclination depends on the last MEMORY paragraphs: each doubt among them adds EXCITEMENT, up to CEILING.
+MEMORY, EXCITEMENT, CEILING = 2, 0.25, 0.6
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,15 @@ class SearchProblem(Puzzle):
 
 
 def reworded(question: str, redundancy: int) -> str:
-    """The same question, asking for another redundancy. ValueError: it is no question of this family."""
+    """The same question with another redundancy.
+
+    Args:
+        question: of this family.
+        redundancy: 0, 1 or 2: little, some, much.
+
+    Raises:
+        ValueError: the question does not end as those of this family do.
+    """
     for words in WORDING:
         if question.endswith(words):
             return question.removesuffix(words) + WORDING[redundancy]
@@ -102,7 +111,7 @@ def reworded(question: str, redundancy: int) -> str:
 def draw_problem(rng: random.Random, size: int) -> SearchProblem:
     """A problem of `size` locks, the last three of which are asked for, and up to two that nothing needs."""
     names = rng.sample(NAMES, size + 2)
-    unused = list(range(max(0, size - 3)))  # locks that are not asked for have to be needed by a later one
+    unused = list(range(max(0, size - 3)))  # a lock that is not asked for must be an operand of a later one
     operands: list[list[int | str]] = [[] for _ in range(size)]
     for i in reversed(range(size)):
         for _ in range(rng.choice((0, 1, 2, 2)) if i else 0):
@@ -143,8 +152,8 @@ class Mood:
     """How the trace speaks, and how much it doubts."""
 
     opening: tuple[str, ...]
-    said: str  # where a search begins
-    trial: str  # how a trial begins
+    said: str  # words at the beginning of a search
+    trial: str  # words at the beginning of a trial
     base: float  # inclination to doubt when nothing was doubted lately
     slip: float  # share of trials with a slip
 
@@ -171,9 +180,9 @@ class _Trace(Writer):
         self.locks = {lock.name: lock for lock in problem.locks}
         self.truth = problem.values()
         self.known: dict[str, int] = {}  # what the trace has found, in that order
-        self.recent: list[bool] = []  # was each of the last paragraphs a doubt?
+        self.recent: list[bool] = []  # for each paragraph so far: True if a doubt followed it
         self.mood = rng.choice(MOODS)
-        # The search that goes on: its lock with numbers for names, and the numbers still to be tried.
+        # The current search: its lock with numbers for names, and the numbers that are still to be tried.
         self.current: Lock | None = None
         self.left: list[int] = []
         self.turned = False
@@ -192,7 +201,7 @@ class _Trace(Writer):
         return self.close(self.problem.targets, self.truth)
 
     def resolve(self, target: str, lead: str) -> None:
-        """Plan down to a lock whose operands are known, search it, come back to the one that waits, and so on."""
+        """Plan down to a lock whose operands are known, search it, go back to the lock that waits, and so on."""
         waiting = [target]
         while waiting:
             name = waiting[-1]
@@ -210,11 +219,11 @@ class _Trace(Writer):
                 lead = f"Back to {waiting[-1]}."
 
     def read(self, lock: Lock) -> str:
-        """A lock, and which of its names are known: `gon * duv + 7 = 79, I have duv = 8`."""
+        """A lock and its known operands: `gon * duv + 7 = 79, I have duv = 8`."""
         return ", ".join([lock.text, *(f"I have {n} = {self.known[n]}" for n in lock.needs if n in self.known)])
 
     def search(self, lock: Lock) -> None:
-        """Reasoning: what is looked for; execution: trials; reasoning: the milestone."""
+        """Reasoning: the goal; execution: trials; reasoning: the milestone, `So gon = 9.`"""
         if self.rng.random() < 0.3:
             self.mood = self.rng.choice(MOODS)
         factor, added = lock.read(self.known)
@@ -271,7 +280,7 @@ class _Trace(Writer):
         return f"{self.current.text}, {self.side}"
 
     def trial(self, x: int) -> bool:
-        """Execution: one number → does it fit? A slip is corrected at once, or stays unnoticed."""
+        """Execution: one number → True if the text says that it fits. A slip is corrected at once or unnoticed."""
         assert self.current is not None
         lock, rng = self.current, self.rng
         c, d = int(lock.factor), int(lock.added)
@@ -291,7 +300,7 @@ class _Trace(Writer):
         return fits
 
     def boundary(self) -> None:
-        """The end of a paragraph; then doubts, as long as the inclination has it."""
+        """End a paragraph; then write doubts, as long as the inclination draws one."""
         self.part()
         while self.doubts():
             self.doubt()
@@ -312,7 +321,7 @@ class _Trace(Writer):
             at = (at + 1) % len(self.KINDS)
 
     def follows(self, openings: tuple[str, ...]) -> bool:
-        """Whether the last line opens with one of these words."""
+        """True if the last line opens with one of these words."""
         return self.lines[-1].split(" ", 1)[0] in openings
 
     def calculation(self, name: str) -> str:
@@ -346,7 +355,7 @@ class _Trace(Writer):
         return True
 
     def retry(self) -> bool:
-        """The last trial is calculated again, if no other paragraph stands between."""
+        """The last trial is calculated again, if it is the last line."""
         if self.current is None or not self.follows(("Try", "Now", "Carefully")):
             return False
         lock, (x, shown) = self.current, self.last
@@ -358,7 +367,7 @@ class _Trace(Writer):
         return True
 
     def turn(self) -> bool:
-        """The search is given up and begun again from the other side: what was tried is of no use any more."""
+        """The search is given up and begun again from the other side: no later line needs the old trials."""
         if self.current is None or self.turned or not 3 <= len(self.left) <= HIGH - 2:
             return False
         if self.last[0] * int(self.current.factor) + int(self.current.added) == self.current.result:

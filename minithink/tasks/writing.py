@@ -1,21 +1,19 @@
-"""What the task families share: names, calculations modulo 100, what a problem is, manners, and how a trace is
-written.
+"""What the task families share: names, calculations modulo 100, problems, manners, and the writing of a trace.
 
-A trace thinks as reasoning models do, in three kinds of thought (the names are ThinKV's):
+A trace is the text of a solution. It thinks as reasoning models do, in three kinds of thought (ThinKV's names):
 
     reasoning   plan: what must be computed, and from what
     execution   compute it: "Now led = lit - 13 = 31 - 13 = 18."
     transition  doubt: re-check a run, look back at an old value, work backwards, correct a slip; opened by "Wait" or
                 "Alternatively"
 
-A blank line stands between two thoughts, whatever their kinds, as in the texts of large models: it is there that the
-next kind is decided, which is what steering acts on.
+A run is a series of calculations without a new plan. A blank line stands between two thoughts, as in the texts of
+large models. There the model decides the kind of the next thought, and there steering acts.
 
-How much a trace doubts is a trait of the trace: its manner (brisk, steady, careful) is drawn once, shows in the first
-line and in the wording after it, and raises or lowers every inclination to doubt, which long runs and products raise
-further. No inclination is so strong or so weak that a sampled doubt would be certain, and any thought may be followed
-by one: otherwise there would be nothing for steering to tip. Slips (a lost carry, one off) happen in some
-calculations and are corrected at once.
+The manner of a trace (brisk, steady, careful) is drawn once. It shows in the first line and in the later wording, and
+it sets the inclination, the probability that a doubt follows a thought. Long runs and products raise the inclination.
+A doubt may follow any thought, and is never certain: otherwise steering could change nothing. Slips (a lost carry,
+one off) happen in some calculations and are corrected at once.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from typing import ClassVar
 
 MODULUS = 100
 
-# Three-letter names: consonant, vowel, consonant; words that the traces use otherwise are left out.
+# Three-letter names: consonant, vowel, consonant. English words are left out, because traces use them as words.
 _ENGLISH = {"for", "not", "now", "let", "get", "was", "yes", "but", "mod", "has", "him", "her", "his", "far", "sum"}
 NAMES = [
     word
@@ -49,7 +47,7 @@ class Definition(ABC):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The names that it is defined through, each once, in order."""
+        """The names among the operands, each once, in order."""
         return tuple(dict.fromkeys(x for x in self.operands if isinstance(x, str)))
 
     def read(self, values: Mapping[str, int]) -> tuple[int, int]:
@@ -59,11 +57,11 @@ class Definition(ABC):
 
     @abstractmethod
     def apply(self, values: Mapping[str, int]) -> int:
-        """The name's value. values: of the names that it needs, at least."""
+        """The name's value. values: at least those of the names in `needs`."""
 
 
 def solve(definitions: Iterable[Definition]) -> dict[str, int]:
-    """Every name's value, each behind the values that it is defined through."""
+    """Every name's value. A name stands behind the names that it is computed from."""
     by_name = {d.name: d for d in definitions}
     known: dict[str, int] = {}
 
@@ -80,7 +78,7 @@ def solve(definitions: Iterable[Definition]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Fact(Definition):
-    """One definition: `name = left op right`, or `name = left` where `op` is empty. Operands: names or numbers."""
+    """One definition: `name = left op right`, or `name = left` if `op` is empty. Operands are names or numbers."""
 
     name: str
     left: str | int
@@ -106,7 +104,7 @@ class Fact(Definition):
 
 
 class Puzzle(ABC):
-    """A problem as a family draws it: what it says, and the three names that it asks for."""
+    """A problem as a family draws it: its question, and the three names that the question asks for."""
 
     family: ClassVar[str]
     targets: tuple[str, ...]
@@ -122,7 +120,7 @@ class Puzzle(ABC):
 
     @abstractmethod
     def content(self) -> Iterable[str]:
-        """What makes it this problem and no other, whatever the order in which the question lists it."""
+        """What identifies the problem. The order in which the question lists its definitions does not count."""
 
     def asked(self) -> list[str]:
         """The names in `values` that the problem asks for."""
@@ -139,7 +137,7 @@ class Puzzle(ABC):
         return hashlib.sha256(";".join(self.content()).encode()).digest()
 
     def split(self) -> str:
-        """The split that it belongs to by its content alone: no two splits can share a problem."""
+        """The problem's split. It depends on the content alone, so no two splits can share a problem."""
         first = self.digest()[0]
         return "test" if first < 16 else "validation" if first < 32 else "train"
 
@@ -177,7 +175,7 @@ MANNERS = (
 
 
 class Writer:
-    """Writes one solution; `lines` grows as the thinking does."""
+    """Writes one solution; `lines` has the thinking so far."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -187,11 +185,11 @@ class Writer:
         self.lines.append(line + "\n")
 
     def part(self) -> None:
-        """What was said so far is a thought of its own: a blank line follows it."""
+        """End a thought: a blank line follows."""
         self.lines[-1] = self.lines[-1].rstrip("\n") + "\n\n"
 
     def close(self, targets: Sequence[str], truth: Mapping[str, int]) -> tuple[str, str]:
-        """The last line, which seldom collects the results, and the answer → thinking, answer."""
+        """Write the last line, which seldom lists the results, and the answer → thinking, answer."""
         self.part()
         found = listing([f"{t} = {truth[t]}" for t in targets])
         if self.rng.random() < 0.12:
@@ -203,7 +201,7 @@ class Writer:
 
 
 class Trace(Writer):
-    """A solution by calculations. A family says what is planned and what is doubted."""
+    """A solution by calculations. A subclass says what to plan and what to doubt."""
 
     def __init__(self, facts: Iterable[Fact], truth: Mapping[str, int], rng: random.Random) -> None:
         """facts: all definitions; truth: every name's value."""
@@ -216,14 +214,14 @@ class Trace(Writer):
         self.say(rng.choice(self.manner.opening))
 
     def paragraph(self, *lines: str) -> None:
-        """A transition: a thought of its own, wherever it comes."""
+        """Write a transition, as a thought of its own."""
         self.part()
         for line in lines:
             self.say(line)
         self.part()
 
     def compute(self, run: Sequence[str]) -> None:
-        """Execution: one line a name, a slip corrected at once; then perhaps a doubt about the run."""
+        """Execution: a line for each name of the run, slips corrected at once; then perhaps a doubt about the run."""
         self.part()
         for i, name in enumerate(run):
             fact = self.facts[name]
@@ -246,18 +244,18 @@ class Trace(Writer):
             self.look_back(run)
 
     def doubts(self, weight: float = 1.0) -> bool:
-        """Whether a doubt comes up now; about as often after a plan as after a run, so that the doubt, not what came
-        before it, is what tells apart how thoughts begin."""
+        """Draw whether a doubt comes now. Doubts follow plans about as often as runs, so that the kind of a thought
+        does not tell whether a doubt follows."""
         return self.rng.random() < self.manner.doubt * weight
 
     def reread(self, what: str, text: str) -> None:
-        """Transition, where there is a doubt: read again what was planned from."""
+        """Transition, if a doubt is drawn: read again the text that the plan was made from."""
         if self.doubts():
             self.paragraph(f"Wait, let me look at {what} again: {text}. Yes, I have that.")
             self.look_back(())
 
     def doubtful(self, run: Sequence[str]) -> list[str]:
-        """The names that may be looked back at after a run."""
+        """The names that a doubt after the run may look back at."""
         raise NotImplementedError
 
     def shown(self, fact: Fact, value: int) -> str:
@@ -265,7 +263,7 @@ class Trace(Writer):
         return f"{fact.expression} = {fact.numbers(self.known)} = {value}"
 
     def derivation(self, fact: Fact, value: int) -> str:
-        """A calculation, and what it defines: `led = lit - 13 = 31 - 13 = 18`."""
+        """A calculation with the name that it defines: `led = lit - 13 = 31 - 13 = 18`."""
         return f"{fact.name} = {self.shown(fact, value)}"
 
     def check(self, name: str) -> str:
@@ -286,7 +284,7 @@ class Trace(Writer):
         self.paragraph(*lines)
 
     def look_back(self, run: Sequence[str]) -> None:
-        """Transition, where there is one more doubt: about a value that was found before this run."""
+        """Transition, if one more doubt is drawn: about a value that was found before this run."""
         if not (old := self.doubtful(run)) or not self.doubts():
             return
         name = self.rng.choice(old)
