@@ -1,4 +1,4 @@
-"""What all kernels share: whether they are interpreted, and what a compile check needs to know of them."""
+"""What all kernels share: whether Triton interprets them, the variants of the compile check, and small helpers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-# Triton decides this when a kernel is defined. The interpreter computes with numpy, which knows no bfloat16: kernels
-# convert to float32 right after each load, and keep products in float32, where this is true. Kernels never join a
-# scalar condition with a block's by `&`: Triton 3.9's interpreter turns the result into integers, and refuses
-# integers as a mask. `i < tl.where(condition, n, 0)` says the same.
+# Triton decides this when a kernel is defined. The interpreter computes with numpy, which has no bfloat16. So
+# interpreted kernels convert to float32 right after each load, and keep products in float32. Kernels never join a
+# scalar condition and a block of conditions by `&`: Triton 3.9's interpreter turns the result into integers, and
+# refuses integers as a mask. They write `i < tl.where(condition, n, 0)` instead.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -31,8 +31,8 @@ class Variant:
 
 @triton.jit
 def unit_of(i, n, rows, tables, p_at):
-    """Of the i-th unit (a layer, a row, a table) of the n chosen rows: which row it is, and its number among those of
-    all rows; int64. p_at: the chosen rows."""
+    """The row of the i-th unit (layer, row, table) of n chosen rows, and the unit's number among the units of all
+    rows; int64. p_at: the chosen rows."""
     row = tl.load(p_at + i // tables % n).to(tl.int64)
     return row, (i // (n * tables) * rows + row) * tables + i % tables
 
@@ -41,11 +41,11 @@ _BRANCHES: dict[torch.device, list[torch.cuda.Stream]] = {}  # streams that are 
 
 
 def side_by_side(launches: Sequence[Callable[[], object]], device: torch.device, apart: bool = True) -> None:
-    """Make launches that do not depend on each other, the longest first.
+    """Make launches that do not depend on each other. Give the longest first.
 
-    While a CUDA graph is recorded, each becomes a branch of it: where the programs of one leave the GPU partly idle,
-    those of the next begin. Otherwise, or if they are not to go apart, one comes after the other: events would cost
-    the host more than they gain.
+    While a CUDA graph is recorded, each launch becomes a branch of the graph, so programs of one launch fill the
+    parts of the GPU that another leaves idle. Otherwise, or if `apart` is False, one launch follows the other:
+    without a graph, the events between branches would cost the host more time than they save.
     """
     if not apart or len(launches) < 2 or device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         for launch in launches:

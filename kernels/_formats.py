@@ -7,11 +7,11 @@ A format reaches a kernel as compile-time constants, which `constexprs` makes of
     GROUP   elements that share parameters; 0: none do
     PARAMS  "fp16" or "fp32": of "int", what scales and minima are; of "plain" also "bf16", what the numbers are
 
-No device function here loads or stores. Codes are int32 tensors, numbers float32, and the results are the twin's bit
-for bit, if the kernel is compiled with `enable_fp_fusion=False` (otherwise code·scale + minimum is rounded once, not
-twice). Small floats are read and rounded by integer operations, which are exact in Triton's interpreter too, where
-casts to E4M3 are not. Integers are rounded by adding 1.5·2^23, for the sum of two float32 is rounded to nearest, ties
-to even; that takes fewer cycles than a conversion, and neither Triton nor LLVM may reorder it.
+No device function here loads or stores. Codes are int32 tensors, numbers are float32. If the kernel is compiled with
+`enable_fp_fusion=False`, the results are the twin's bit for bit; otherwise code·scale + minimum is rounded once, not
+twice. Small floats are read and rounded by integer operations, because casts to E4M3 are not exact in Triton's
+interpreter. Integers are rounded by adding 1.5·2^23: the sum of two float32 is rounded to nearest, ties to even. This
+takes fewer cycles than a conversion, and neither Triton nor LLVM may reorder it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 class Format(Protocol):
-    """What is read of a `minithink.quant.Format`; asymmetric integers also have `params`, "fp16" or "fp32"."""
+    """What kernels need of a `minithink.quant.Format`. Asymmetric integers also have `params`, "fp16" or "fp32"."""
 
     @property
     def name(self) -> str: ...
@@ -71,12 +71,12 @@ def constexprs(fmt: Format, prefix: str = "") -> dict[str, Any]:
 
 
 def params_dtype(fmt: Format) -> torch.dtype:
-    """What the parameters of a format's groups are loaded as: uint8 are E4M3 codes."""
+    """The dtype to load the parameters of a format's groups as. uint8 stands for E4M3 codes."""
     return DTYPES[getattr(fmt, "params", "")] if fmt.param_bytes > 1 else torch.uint8
 
 
 def code_dtype(fmt: Format) -> torch.dtype:
-    """What the codes of a format are loaded as: uint8 hold one or several; plain formats are their own numbers."""
+    """The dtype to load the codes of a format as. uint8 holds one code or several; plain formats are numbers."""
     return DTYPES[fmt.name] if fmt.name in DTYPES else CODES[fmt.bits]
 
 
@@ -86,7 +86,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def view_as(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as numbers, copied where they are misaligned. data: [..., n·itemsize] uint8 → [..., n] of `dtype`."""
+    """Bytes as numbers; copied if they are misaligned. data: [..., n·itemsize] uint8 → [..., n] of `dtype`."""
     size = dtype.itemsize
     apart = data.stride()[:-1]  # strides between rows
     if data.stride(-1) != 1 or data.storage_offset() % size or any(stride % size for stride in apart):

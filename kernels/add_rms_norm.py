@@ -1,8 +1,9 @@
 """The residual connection and the norm after it, in one pass. Twin: `minithink/ref/add_rms_norm.py`.
 
-A program holds a few whole rows in registers, as in `rms_norm`; the two inputs may have rows further apart than
-they are wide. Bound: two numbers read and two written, with five operations: memory. Apart, the two operations move
-five.
+Layout: a program holds a few whole rows in registers, as in `rms_norm`. The rows of the inputs may be further apart
+than they are wide.
+Bound: memory. Two numbers are read and two are written, with five operations. Two separate kernels would move five
+numbers.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def _add_rms_norm(
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The residual stream grows by a block's output, and the next block reads it normed.
+    """Add a block's output to the residual stream, and norm the sum for the next block.
 
     Args:
         x: [..., d], the block's output; not copied if its leading axes collapse into one.

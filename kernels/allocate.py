@@ -1,19 +1,19 @@
-"""Slots for tokens that are listed and lie in no page yet. Twin: `minithink/ref/allocate.py`.
+"""Give slots to listed tokens that have none. Twin: `minithink/ref/allocate.py`.
 
 Layout: two launches, and a sum between them.
 
-    _find    one program per unit reads its table BLOCK columns at a time, and fills the pages with room one after the
-             other, until all its tokens have slots; with tokens left over it asks for pages
-    cumsum   the ranks of those that ask, in the order of the units
-    _open    one program per UNITS units: those that asked, which are few, one after the other draw their pages and
-             fill them
+    _find    one program per unit reads its table BLOCK columns at a time and fills pages that have room, one after
+             the other, until all tokens of the unit have slots; for remaining tokens the unit requests pages
+    cumsum   sums the requested pages over the units, in their order
+    _open    one program per UNITS units: the few units with requests draw their pages and fill them, one after the
+             other
 
 A page belongs to one unit, so no two programs write to the same page, and the results are the twin's in any order of
-programs. The first program of _find copies `top`, from which all programs of _open count down while the first of them
-writes the new one. Rows that are not active read nothing.
-Bound: for every column up to the last page that is needed, 4 bytes of the table, 6 gathered from its page, and a row
-of `live`: memory, some 0.8 KB for a table of 80 pages, 13 MB for 16384 of them. A gather that misses the cache moves
-32 bytes; P pages of 6 bytes fit into the cache.
+programs. The first program of _find copies `top`. All programs of _open count down from the copy, while the first of
+them writes the new `top`. Rows that are not active read nothing.
+Bound: memory. For every column up to the last page that is needed, 4 bytes of the table, 6 gathered from its page,
+and a row of `live`: 0.8 KB for a table of 80 pages, 13 MB for 16384 tables. A gather that misses the cache moves 32
+bytes, but P pages of 6 bytes fit into the cache.
 """
 
 from __future__ import annotations
@@ -168,34 +168,34 @@ def allocate(
     stack: Tensor, top: Tensor, place: Tensor, count: Tensor, at: Tensor, active: Tensor, thought: Tensor,
     formats: Tensor, slots: Tensor, overflow: Tensor, size: int, lanes: int,
 ) -> Tensor:  # fmt: skip
-    """Give a slot to every token of some rows that has none: the last of its list, whose place is −1 − index.
+    """Give a slot to every token of the rows `at` that has none: the last tokens of the lists, with place −1 − index.
 
-    The tensors up to `place`, and `overflow`, are changed in place; they, and `count`, are contiguous. P: pages; what
-    the tensors hold at P means nothing.
+    The tensors up to `place`, and `overflow`, are changed in place. They and `count` are contiguous. P: number of
+    pages; what the tensors hold at P means nothing.
 
     Args:
         live: bool [P + 1, most], the slots that hold a token.
-        taken: int32 [P + 1], how many these are.
-        filled: int16 [P + 1], slots that were ever written.
-        page_thought: uint8 [P + 1].
-        page_format: uint8 [P + 1], 255 for pages that are free.
+        taken: int32 [P + 1], slots of each page that hold a token.
+        filled: int16 [P + 1], slots of each page that were ever written: the last one's number plus 1.
+        page_thought: uint8 [P + 1], thought type of each page's tokens.
+        page_format: uint8 [P + 1], format of each page, 255 for free pages.
         page: int32 [Lt, B, Ht, width], the tables; P: no page.
         stack: int32 [P + 1], the free pages, the next one last.
-        top: int64 [], how many these are.
+        top: int64 [], free pages on the stack.
         place: int32 [Lt, B, Ht, S], page · most + slot of every listed token; the last column means nothing.
-        count: int32 [Lt, B, Ht], tokens that each unit lists.
+        count: int32 [Lt, B, Ht], tokens in each list.
         at: int64 [N], rows, each once.
-        active: bool [N]; the others stay as they are.
-        thought: uint8 [B], the type of each row's tokens.
+        active: bool [N]; rows that are not active stay as they are.
+        thought: uint8 [B], the type of each row's new tokens.
         formats: int64 [types], the format of each type.
-        slots: int32 [formats], slots of a page in each.
-        overflow: bool [], becomes true if a token found no room; never false.
-        size: the number of indices.
-        lanes: that share a page.
+        slots: int32 [formats], slots of a page in each format.
+        overflow: bool [], becomes true if a token found no room; never becomes false.
+        size: number of indices that tokens without a slot may have.
+        lanes: lanes that share a page.
 
     Returns:
-        By index the number of each token's slot among those of its format, in the first lane of its unit: page ·
-        lanes · slots + slot, int64 [Lt, N, Ht, size]; of the page P where there is no token, or no room.
+        int64 [Lt, N, Ht, size], for each index the slot of its token in the first lane of the unit, numbered within
+        the format: page · lanes · slots + slot. A slot of page P if there is no such token, or no room for it.
     """
     none, most, (layers, rows, heads), n = stack.numel() - 1, live.shape[1], count.shape, len(at)
     units = layers * n * heads
@@ -220,7 +220,7 @@ def allocate(
 
 
 def warps_for(slots: int, size: int) -> int:
-    """One, unless many slots are compared with many tokens."""
+    """Warps of a program: one, unless many slots are compared with many tokens."""
     return max(1, min(4, slots * size // 512))
 
 

@@ -1,10 +1,10 @@
-"""How many tokens every segment may keep: ThinKV's retention schedule at work. Twin: `minithink/ref/anneal.py`.
+"""How many tokens every segment may keep: ThinKV's retention schedule. Twin: `minithink/ref/anneal.py`.
 
 Layout: one launch, a program per row. A program takes the size of each segment in its fullest lane, and holds all
-segments in registers. A running sum over the segments of each type replaces "one after the other". Rows with room
-compute none of this. R is a constant of the compiled kernel.
-Bound: 4 bytes for each segment and lane, 7 more for each segment, some hundreds of segments in a sequence: the
-launch. The twin has about seventy small operations, each of which would be a launch.
+segments in registers. A running sum over the segments of each type replaces the loop over segments. Rows within
+their budget compute none of this. R is a constant of the compiled kernel.
+Bound: the launch. 4 bytes for each segment and lane, 7 more for each segment, a few hundred segments in a sequence.
+The twin has about seventy small operations, each of which would be a launch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from minithink.kernels._common import Variant, power_of_2
 
-BEYOND = (2, 1, 0)  # tokens of a segment that a hard budget goes on to
+BEYOND = (2, 1, 0)  # tokens of a segment: the levels after R under a hard budget
 UNITS = 16  # lists whose sizes are compared at a time
 WARPS = 4
 
 
 @triton.jit
 def _before(spare, kind):
-    """What the segments before each could give, by type and then by age."""
+    """Tokens that the segments before each segment could give, ordered by type and then by age."""
     out = tl.zeros_like(spare)
     given = tl.zeros((), tl.int32)
     for k in tl.static_range(3):
@@ -118,22 +118,23 @@ def anneal(
     size: Tensor, excess: Tensor, kind: Tensor, level: Tensor, cases: Tensor, at: Tensor, clock: Tensor,
     active: Tensor, tau: int, retention: Sequence[int], hard: bool, transitions: bool,
 ) -> Tensor:  # fmt: skip
-    """One look at the segments of N rows, at those of their fullest lanes.
+    """Apply the retention schedule once to the segments of N rows. A segment's size is that in its fullest lane.
 
     Args:
         size: int32 [Lt, N, Ht, G], tokens of every segment, oldest first; at most R_n at level n.
-        excess: int32 [Lt, N, Ht], tokens that must go; nothing must where it is not positive.
-        kind: uint8 [B, G], types, 0 the least important of three, of all rows. Contiguous.
-        level: uint8 [B, G], how often each was annealed, at most len(retention). Changed in place, contiguous.
-        cases: int32 [2, B], counts how many times a segment lost tokens, in case 1, and in case 2 and after it.
-            Changed in place, contiguous.
-        at: int64 [N], the rows that these are, each once.
-        clock: int32 [N], generated tokens, the newest one included: it tells the running segment, of τ tokens.
-        active: bool [N]; nothing happens to the others.
-        tau: τ.
+        excess: int32 [Lt, N, Ht], tokens beyond the budget; 0 or less: none must go.
+        kind: uint8 [B, G], thought types of all rows' segments, 0 the least important of three. Contiguous.
+        level: uint8 [B, G], how often each segment was annealed, at most len(retention). Contiguous, changed in
+            place.
+        cases: int32 [2, B], counts how many times a segment lost tokens: first in case 1, then in case 2 and after
+            it. Changed in place, contiguous.
+        at: int64 [N], the rows, each once.
+        clock: int32 [N], generated tokens, with the newest one: it tells which segment, of τ tokens, is running.
+        active: bool [N]; rows that are not active stay as they are.
+        tau: τ, tokens of a segment.
         retention: R, descending, at least one number.
-        hard: whether the budget is kept whatever it takes.
-        transitions: whether there is a case 1.
+        hard: True: keep the budget even if segments must go below the last of R.
+        transitions: True: case 1 applies.
 
     Returns:
         int32 [N, G], tokens that every segment may keep: at most as many as it has in the fullest lane.

@@ -2,18 +2,18 @@
 Twin: `minithink/ref/append.py`, bit for bit.
 
 A program takes one token and KV head: its g query heads as a tile [g, D], its key and its value each as a tile
-[groups, elements of one], as their formats quantize them. The partner of a channel, D/2 away, is loaded a second
+[groups, elements of a group], as their formats quantize them. The partner of a channel, D/2 away, is loaded a second
 time, from the GPU's cache, so that the rotation fits any tile. One number says where the token goes: its slot in the
-first lane of its unit, or its place in the ring. Parameters, and codes wider than a byte, are stored byte by byte,
-because behind a key of another format they need not be aligned.
+first lane of its unit, or its index in the ring (the buffer). Parameters, and codes wider than a byte, are stored
+byte by byte, because they may be misaligned if the key before them has another format.
 
 A launch serves one format. If rows have several formats, each format has a launch, and only the first one rotates the
 queries. Tokens of other formats have a slot of the trash page, and the launch writes nothing for them. Offsets are
 int64.
 
-Bound: q, k and v are read once; q and the codes are written once: (2·g + 2)·2·D bytes in bfloat16 and a slot, 2.6 kB
-a token and KV head at g = 4, D = 128, as much as attention reads of 5 plain tokens. One sequence is bound by the
-launch and by latency: a program is one warp, and its loads wait for nothing except a tensor's scale.
+Bound: q, k and v are read once; q and the codes are written once: (2·g + 2)·2·D bytes in bfloat16 and a slot. This is
+2.6 kB for each token and KV head at g = 4, D = 128, as much as attention reads for 5 plain tokens. With one sequence
+the launch and latency are the limit: a program is one warp, and its loads wait only for a tensor's scale.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _append(
 ):  # fmt: skip
     MODEL: tl.constexpr = C.dtype
     i_n, i_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    # What the stores wait for is asked for first.
+    # Load first what the stores wait for.
     at = tl.load(p_at + layer * at_layer + i_n * at_token + i_head * at_head).to(tl.int64)
     row = tl.load(p_rows + i_n).to(tl.int64)
     p_cos += i_n * cos_token
@@ -179,14 +179,14 @@ def _append(
 
 
 def append(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, writer: Any, layer: int) -> Tensor:
-    """Rotate one new token a sequence, and store its keys and values where the writer has taken room for them.
+    """Rotate one new token of each sequence, and store its keys and values in the slots that the writer has taken.
 
     Args:
         q: [N, Hq, D], unrotated; not copied if the last axis is dense, and neither are k and v.
-        k, v: [N, Hkv, D], the key unrotated; it is stored as rotated and rounded to its dtype.
+        k, v: [N, Hkv, D]. The key is unrotated; it is stored rotated, and rounded to its dtype.
         cos, sin: [N, 1, D] float32, as for `rope`.
-        writer: of a PagedStore, for these N rows; its pages or its ring are written where they lie.
-        layer: whose keys and values these are.
+        writer: of a PagedStore, for these N rows; the kernel writes into its pages or its ring directly.
+        layer: the layer of these keys and values.
 
     Returns:
         The rotated queries: [N, Hq, D] in the dtype of `q`, contiguous.
@@ -200,7 +200,7 @@ def append(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, writer: An
     tile = power_of_2(heads // kv_heads), power_of_2(dim)
     dtype, stored = _formats.dtype_name(q.dtype), _formats.dtype_name(store.dtype)
     plain = plain_halves(stored, dim)
-    # format, where the tokens go [Lt, N, Ht], the first number that is no place for them, what is written, K, V
+    # format, slots of the tokens [Lt, N, Ht], the trash slot's number, tensors to write to, K, V
     launches: list[tuple[int, Tensor, int, Tensor, Half, Half]] = []
     if writer.index is not None:
         launches.append((RING, writer.index[None, :, None], store.ring.shape[3], store.ring, *plain))

@@ -1,13 +1,14 @@
-"""Lists of tokens, sorted by format. Twin: `minithink/ref/by_format.py`.
+"""Sort lists of tokens by format. Twin: `minithink/ref/by_format.py`.
 
-    _count      how many tokens of each kind (the formats, and the ring as the last) every block of a list has
-    _by_format  a program writes the tokens of one block of one list: it adds up the counts to know where they go;
-                where a token stands among those of its kind is a running sum over the block
+    _count      counts the tokens of each kind (one kind for each format; the ring is the last) in every block of a
+                list
+    _by_format  a program writes the tokens of one block of one list. The counts of the blocks before say where they
+                go; a running sum over the block gives a token's rank among those of its kind
 
-Lists of one block, as budgets leave them, are counted where they are written, in one launch.
+Lists of one block, as budgets leave them, need no counts of other blocks, and so only one launch.
 
-Bound: 5 bytes read a token (its place, its page's format; twice in longer lists) and 8 written (place, column):
-memory, and for few units the launch. It is done once a step for all layers.
+Bound: memory, and for few units the launch. 5 bytes are read for each token (its place, its page's format; twice in
+longer lists) and 8 written (place, column). It is done once in a step for all layers.
 """
 
 from __future__ import annotations
@@ -86,14 +87,14 @@ def _by_format(
 def by_format(
     place: Tensor, count: Tensor, rows: Tensor, page_format: Tensor, formats: Sequence[int], most: int, seen: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the lists of some rows by how their tokens are stored: one format after the other, then those in the ring,
+    """Sort the lists of some rows: the tokens of one format after the other, then those in the ring (the buffer),
     each oldest first.
 
     Args:
-        place: int32 [Lt, B, Ht, W], contiguous: page · most + slot of every token; negative for those in the ring;
+        place: int32 [Lt, B, Ht, W], contiguous: page · most + slot of every token; negative for tokens in the ring;
             anything behind the last token.
         count: int32 [Lt, B, Ht], contiguous: tokens of each list.
-        rows: int64 [N], those whose lists are sorted.
+        rows: int64 [N], the rows whose lists are sorted.
         page_format: uint8 [pages], the index of each page's format.
         formats: the F indexes that tokens in pages may have, in the order wanted.
         most: slots that places count for a page.
@@ -101,8 +102,9 @@ def by_format(
 
     Returns:
         place: int32 [Lt, N, Ht, S], sorted; anything behind the last token.
-        column: int32 [Lt, N, Ht, S], where in its list each of them stands; anything behind the last token.
-        first: int32 [Lt, N, Ht, F + 2], where each format begins, then the ring, then how many there are.
+        column: int32 [Lt, N, Ht, S], the column of each of these tokens in its list; anything behind the last token.
+        first: int32 [Lt, N, Ht, F + 2], where each format begins, then where the ring begins, then the number of
+            tokens.
     """
     (layers, b, tables), n = count.shape, len(rows)
     by_kind, column = (place.new_empty(layers, n, tables, seen) for _ in range(2))

@@ -1,9 +1,9 @@
-"""Which tokens move where before an eviction. Twin: `minithink/ref/close_ranks.py`.
+"""Decide before an eviction which token moves to which slot. Twin: `minithink/ref/close_ranks.py`.
 
-A program per unit goes through its list once, a block of BLOCK columns at a time: from the first dropped token on,
-what is kept of a block goes behind what was kept before, in place. Then it writes which columns are the list's end.
-Bound: 2 bytes a token up to the first one that goes (the flag, and that of the end), 18 behind it (place read, its
-copy written, position read and written): memory.
+Layout: a program per unit goes through its list once, BLOCK columns at a time. From the first dropped token on, it
+writes the kept tokens of a block behind those kept before, in place. Then it flags the columns at the list's end.
+Bound: memory. 2 bytes for each token up to the first dropped one (its flag, and the flag of the end), 18 behind it
+(place read, its copy written, position read and written).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _close_ranks(
         m_moves = (keep > 0) & (start + column > first)
         place = tl.load(p_place + (start + column), m_moves, other=0)
         pos = tl.load(p_pos + (start + column), m_moves, other=0)
-        # Threads write where others read: all of them read before any writes. Later blocks are not written to.
+        # Threads write where others read, so all of them read before any writes. Later blocks are not written to.
         tl.debug_barrier()
         tl.store(p_source + to, place, m_moves)
         tl.store(p_pos + to, pos, m_moves)
@@ -60,18 +60,19 @@ def _close_ranks(
 
 
 def close_ranks(drop: Tensor, place: Tensor, pos: Tensor, count: Tensor, source: Tensor, moves: Tensor) -> Tensor:
-    """Before an eviction: the tokens that stay take over the first slots of their list, in order.
+    """Before an eviction, assign the first slots of every list to the tokens that stay, in order.
 
-    All tensors are contiguous, but `drop` may be anything; `pos`, `source` and `moves` are changed in place.
+    All tensors are contiguous, except that `drop` may have any strides. `pos`, `source` and `moves` are changed in
+    place.
 
     Args:
-        drop: bool [Lt, B, Ht, S], the tokens that go, S at least the tokens of the longest list; anything behind the
+        drop: bool [Lt, B, Ht, S], the tokens to evict, S at least the tokens of the longest list; anything behind the
             last token.
         place: int32 [Lt, B, Ht, W + 1], W at least S: the slot of every token.
-        pos: int32 [Lt, B, Ht, W + 1]: the r-th becomes that of the token that will lie at place[r].
+        pos: int32 [Lt, B, Ht, W + 1]: column r becomes the position of the token that moves to place[r].
         count: int32 [Lt, B, Ht], tokens of each list.
-        source: int32 [Lt, B, Ht, W + 1]: where the token lies that moves to place[r].
-        moves: int32 [Lt, B, Ht, 2]: the r from the first number up to the second move.
+        source: int32 [Lt, B, Ht, W + 1]: the slot from which the token for place[r] comes.
+        moves: int32 [Lt, B, Ht, 2]: the tokens for place[r] move if moves[0] ≤ r < moves[1].
 
     Returns:
         bool [Lt, B, Ht, S]: the ends of the lists, which are to be evicted in place of `drop`.

@@ -1,13 +1,14 @@
 """Numbers from a format of the cache: codes, scales and minima read once, numbers written once. Twin:
 `minithink/ref/dequantize.py`, bit for bit.
 
-Layout: a tile is [BLOCK groups, elements of one]; fp8 and the plain formats, and formats by token, have one group a
-row: by token every channel has its own parameters, which are then loaded as a tile. Those rows are shared by the
-tokens of a group, and come from the cache after the first. Codes are unpacked in registers, along the last axis.
+Layout: a tile is [BLOCK groups, elements of a group]. In fp8, in the plain formats and in formats by token, a row
+counts as one group. By token every channel has its own parameters, which are loaded as a tile. The tokens of a group
+share these rows, so all but the first read come from the GPU's cache. Codes are unpacked in registers, along the last
+axis.
 
-Bound: 4 bits in groups of 16 to bf16 moves 2 + 9/16 bytes an element, for about 6 instructions: memory (2.7 to
-3.4 TB/s on an H200). Where the numbers are only read once more it is better not to write them, and to decode inside
-the kernel that needs them.
+Bound: memory (2.7 to 3.4 TB/s on an H200). From 4 bits in groups of 16 to bf16, 2 + 9/16 bytes are moved for each
+element, with about 6 instructions. If the numbers are read only once, it is better to decode inside the kernel that
+reads them, as attention does.
 """
 
 from __future__ import annotations
@@ -89,12 +90,12 @@ def _dequantize(
 
 
 def dequantize(fmt: Format, codes: Tensor, params: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Decode, in float32; what `dtype` cannot hold saturates.
+    """Decode, in float32; numbers that `dtype` cannot hold saturate.
 
     Args:
         fmt: a format of `minithink.quant`.
         codes: [..., code_bytes] uint8.
-        params: [..., params_bytes] uint8, by token too: the row of every token, which may be expanded.
+        params: [..., params_bytes] uint8; also by token one row for every token, which may be expanded.
         tensor_scale: float32 that broadcasts to [...].
         dtype: of the result: float32, float16 or bfloat16.
 
@@ -111,7 +112,7 @@ def dequantize(fmt: Format, codes: Tensor, params: Tensor, tensor_scale: Tensor,
     if out.numel() == 0:
         return out
     codes = view_as(codes, code_dtype(fmt))
-    # what is not read has any address
+    # Tensors that are not read get any address.
     nothing = codes[(0,) * codes.ndim]
     params = view_as(params, params_dtype(fmt)) if fmt.group else nothing.expand(*lead, 1)
     scale = (tensor_scale if fmt.tensor_scaled else nothing).expand(lead)

@@ -1,7 +1,7 @@
-"""New tokens at the ends of their lists. Twin: `minithink/ref/enlist.py`.
+"""Append new tokens to their lists. Twin: `minithink/ref/enlist.py`.
 
-A program takes UNITS units; each reads its count and writes two numbers behind its list's end.
-Bound: 8 bytes read and 12 written a unit, in sectors of 32: the launch.
+Layout: a program takes UNITS units. For each it reads the count and writes place and position behind the list's end.
+Bound: the launch. 8 bytes are read and 12 written for each unit, in sectors of 32.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ def _enlist(
 def enlist(
     place: Tensor, pos: Tensor, count: Tensor, at: Tensor, active: Tensor, lengths: Tensor, waiting: Tensor
 ) -> None:
-    """Put one token of every row that brings one at the end of the lists of all its units.
+    """Append one new token of every active row to the lists of all its units.
 
-    Its place is −1 − w, as for all tokens that lie in no page yet; w is its index in the buffer. Changed in place:
-    place, pos and count, which are contiguous. S: columns of the lists; the last column means nothing.
+    The token's place is −1 − w, as of all tokens that lie in no page yet; w is its index in the buffer. Changed in
+    place: place, pos and count, which are contiguous. S: columns of the lists; the last column means nothing.
 
     Args:
         place: int32 [Lt, B, Ht, S].
         pos: int32 [Lt, B, Ht, S], original positions.
         count: int32 [Lt, B, Ht], tokens in each list, fewer than S − 1.
         at: int64 [N], rows, each once.
-        active: bool [N], those that bring a token.
-        lengths: int64 [N], its position.
-        waiting: int64 [N], its index in the buffer; 0 where there is none.
+        active: bool [N], rows that have a new token.
+        lengths: int64 [N], the new token's position.
+        waiting: int64 [N], the new token's index in the buffer; 0 without a buffer.
     """
     layers, rows, heads = count.shape
     units, n = layers * len(at) * heads, len(at)

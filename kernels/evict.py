@@ -1,24 +1,24 @@
-"""Tokens leave their lists; slots, pages and rows of key scales are free. Twin: `minithink/ref/evict.py`.
+"""Eviction: tokens leave their lists; slots, pages and rows of scales become free. Twin: `minithink/ref/evict.py`.
 
 Layout: two launches, over the units of the rows `at`.
 
-    _compact   one program per unit. It looks for the first block of BLOCK columns from which something is dropped;
-               from there on it reads a block of the list, then writes what is kept of it behind what was kept before,
-               in place. Dropped tokens free their slots and are counted off their page, and off the row of key scales
-               that they share; the last token of a page counts the page as empty
-    _give      one program per TABLES units. It adds up what all units before these have freed. Those with empty
-               pages, which are few, look for them in their tables and put them on the stack; rows of key scales have
-               been noted by _compact
+    _compact   one program per unit. It finds the first block of BLOCK columns with a dropped token. From there on it
+               reads a block of the list, then writes the kept tokens behind those kept before, in place. Dropped
+               tokens free their slots, and are counted off their page and their row of key scales; the last token of
+               a page counts the page as empty
+    _give      one program per TABLES units. It adds up what all units before these have freed. The few units with
+               empty pages find them in their tables and put them on the stack; _compact has noted the rows of key
+               scales
 
 A list, the pages of a table and the rows of its keys' scales belong to one unit, and a slot to one token. Tokens
 share only the counts of a page and of a row, which are integers, so the results are the same in any order. If several
 tokens together end the last use of a row, one of them must note it: they write their columns to the row's count,
 which is then theirs alone, and the token with the largest column notes the row. The first program of _compact copies
 the tops of both stacks, from which all programs of _give count up while the last of them writes the new ones.
-Bound: S bytes of `drop` up to the first dropped token, 17 bytes for every token behind it (drop; place and pos, read
-and written), 33 for a dropped one whose keys share scales: memory. Units from which nothing is dropped read `drop` up
-to their last token and write nothing but zeros for _give. Other rows of the batch, and other rows of scales, are not
-looked at.
+Bound: memory. 1 byte of `drop` for each token up to the first dropped one, 17 bytes for every token behind it (drop;
+place and pos, read and written), 33 for a dropped token whose key shares scales. Units without a dropped token read
+`drop` up to their last token, and write only zeros for _give. Other rows of the batch, and other rows of scales, are
+not read.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _compact(
         pos = tl.load(p_pos + (start + column), m_in, other=-1)
         keep = (m_in & ~m_drop).to(tl.int32)
         to = kept + tl.cumsum(keep, 0) - 1
-        # Threads write where others read: all of them read before any writes. Later blocks are not written to.
+        # Threads write where others read, so all of them read before any writes. Later blocks are not written to.
         tl.debug_barrier()
         tl.store(p_place + to, place, keep > 0)
         tl.store(p_pos + to, pos, keep > 0)
@@ -175,29 +175,29 @@ def evict(
     page_format: Tensor, page: Tensor, stack: Tensor, top: Tensor, row_of: Tensor, row_uses: Tensor,
     row_stack: Tensor, row_top: Tensor, most: int,
 ) -> None:  # fmt: skip
-    """Forget tokens of some rows, as `PagedStore.evict` does.
+    """Evict tokens of the rows `at`: what `PagedStore.evict` does.
 
-    All tensors but `drop` and `at` are changed in place, and contiguous. P: pages; page number P means none. Q: rows
-    of key scales; a number of Q or more means none.
+    All tensors but `drop` and `at` are changed in place, and contiguous. P: number of pages; page number P means
+    none. Q: number of rows of key scales; a row number of Q or more means none.
 
     Args:
         drop: bool [Lt, N, Ht, S], S at least the tokens of the longest list; anything behind the last token.
-        at: int64 [N], the rows that these are, each once.
-        place: int32 [Lt, B, Ht, W + 1], W at least S: page · most + slot of every token, or negative for those in a
+        at: int64 [N], the rows, each once.
+        place: int32 [Lt, B, Ht, W + 1], W at least S: page · most + slot of every token; negative for tokens in a
             buffer, which hold no slot. Afterwards anything may stand behind the last token.
         pos: int32 [Lt, B, Ht, W + 1], the tokens' positions, −1 behind the last token.
         count: int32 [Lt, B, Ht], tokens of each list.
         live: bool [P + 1, most], the slots that hold a token.
-        taken: int32 [P + 1], how many these are: at least one for every page in a table.
-        page_format: uint8 [P + 1], becomes 255 for pages that are free.
+        taken: int32 [P + 1], slots of each page that hold a token: at least one for every page in a table.
+        page_format: uint8 [P + 1], becomes 255 for free pages.
         page: int32 [Lt, B, Ht, width], the tables.
         stack: int32 [P + 1], the free pages, the next one last.
-        top: int64 [], how many these are.
-        row_of: int32 [P + 1 or more, most], the row of key scales of every slot's token, which it shares with tokens
-            of its unit; becomes Q + 1, none. Or [0, most]: there are no such rows.
-        row_uses: int32 [Q + 1], living tokens of each row of key scales.
-        row_stack: int32 [Q + 1], the free ones, the next one last.
-        row_top: int64 [], how many these are.
+        top: int64 [], free pages on the stack.
+        row_of: int32 [P + 1 or more, most], the row of key scales of every slot's token, which tokens of a unit
+            share; becomes Q + 1 (none) for evicted tokens. [0, most] if no keys share scales.
+        row_uses: int32 [Q + 1], tokens that use each row of key scales.
+        row_stack: int32 [Q + 1], the free rows of key scales, the next one last.
+        row_top: int64 [], free rows of key scales.
         most: slots of a page in the format with the most.
     """
     n, (lt, rows, heads) = len(at), count.shape

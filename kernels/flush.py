@@ -1,15 +1,15 @@
-"""Full buffers into pages: the keys and values that waited are quantized into their slots, in all layers at once.
+"""Move full buffers into pages: quantize the waiting keys and values into their slots, in all layers at once.
 Twin: `minithink/ref/flush.py`, byte for byte.
 
-A program takes some tokens of one buffer and lane: as many as keys by token share their scales, else TOKENS. Keys by
-token are a tile [tokens, D], whose columns are the groups; what is quantized by channel is a tile [tokens · groups,
-elements of one], as in `append`, whose bytes these are. Tokens that were evicted while they waited have a slot of the
-trash page; they are not read, and count for nothing in a group.
+A program takes some tokens of one buffer and lane: a whole group of keys by token, else TOKENS tokens. Keys by token
+are a tile [tokens, D], whose columns are the groups. Keys and values by channel are a tile [tokens · groups, elements
+of a group], and are stored as by `append`. Tokens that were evicted while they waited have a slot of the trash page;
+they are not read, and do not change the parameters of a group.
 
-A launch serves one format; tokens of another have slots of the trash page too.
+A launch serves one format; tokens of another format have slots of the trash page too.
 
-Bound: the buffer is read once, codes and parameters are written once, 4·D bytes and some D a token and lane in
-bfloat16. Few rows are due in a step: latency and the launch.
+Bound: latency and the launch, because few rows are due in a step. The buffer is read once, codes and parameters are
+written once: 4·D bytes read and about D written for each token and lane in bfloat16.
 """
 
 from __future__ import annotations
@@ -114,8 +114,7 @@ def flush(writer: Any) -> None:
     """Quantize the keys and values that wait in the buffers of some rows, in all layers, and write them into slots.
 
     Args:
-        writer: knows the rows, where each of their tokens goes, and which rows of scales the groups of keys by token
-            have.
+        writer: knows the rows, the slot of each token, and the rows of scales for groups of keys by token.
     """
     pages, dim = writer.store, writer.store.shape.head_dim
     n, heads, layers = len(writer.at), pages.shape.kv_heads, pages.shape.layers

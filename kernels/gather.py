@@ -1,10 +1,10 @@
 """Keys and values move together after an eviction. Twin: `minithink/ref/gather.py`.
 
-A program takes WORDS words of 4 bytes of every token of a unit in one lane, and moves TOKENS tokens at a time, the
-oldest first, so no token overwrites a later one that has not been read yet. The blocks of one unit must therefore
+Layout: a program takes WORDS words of 4 bytes of every token of a unit in one lane, and moves TOKENS tokens at a
+time, the oldest first. So no token overwrites a later one that has not been read yet, and the blocks of one unit must
 follow each other. Other words of the slots, other lanes and other units run in parallel.
-Bound: a slot read and written and 8 bytes of slot numbers for every token that moves (twice 512 bytes in bfloat16 at
-D = 128): memory. Units of which nothing moves read 8 bytes.
+Bound: memory. For every token that moves, a slot read and written (twice 512 bytes in bfloat16 at D = 128), and 8
+bytes of slot numbers. Units in which no token moves read 8 bytes.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ def _gather(
         o_place = place // MOST * stride_page + place % MOST * words
         m = (rank < end)[:, None] & (word < words)
         x = tl.load(p_pool + o_source[:, None], m, other=0)
-        # Threads write where others read: all of them read before any writes. Later blocks read elsewhere.
+        # Threads write where others read, so all of them read before any writes. Later blocks read elsewhere.
         tl.debug_barrier()
         tl.store(p_pool + o_place[:, None], x, m)
         first += TOKENS
 
 
 def gather(source: Tensor, moves: Tensor, place: Tensor, pool: Tensor, most: int) -> None:
-    """Copy the tokens that move from slot to slot, in all lanes of their units.
+    """Copy tokens from slot to slot, in all lanes of their units.
 
     Args:
         source: int32 [..., W], slots as page · most + slot; contiguous, as moves and place.
-        moves: int32 [..., 2]: the r from the first number up to the second move, from source[r] to place[r].
-        place: int32 [..., W]; where a token comes from is no place of an earlier r (`close_ranks` sees to it).
-        pool: uint8 [pages, lanes, bytes of a page], changed in place; a page has `most` slots of equal size, of a
-            multiple of 4 bytes. Its lanes may be some of a larger pool's.
+        moves: int32 [..., 2]: for moves[0] ≤ r < moves[1] a token moves from source[r] to place[r].
+        place: int32 [..., W], slots. No place[r] is the source of a later r (`close_ranks` ensures this).
+        pool: uint8 [pages, lanes, bytes of a page], changed in place. A page has `most` slots of equal size, a
+            multiple of 4 bytes. The lanes may be a part of a larger pool's lanes.
         most: slots of a page.
     """
     words = pool.view(torch.int32)

@@ -1,14 +1,14 @@
-"""One draw by the Gumbel-max trick, its noise computed in registers. Twin: `minithink/ref/gumbel_argmax.py`.
+"""Draw a token by the Gumbel-max trick, with noise computed in registers. Twin: `minithink/ref/gumbel_argmax.py`.
 
-A program takes a block of one row's vocabulary: Philox gives four words for a counter, those of four neighbouring
-tokens, which are interleaved into the order of the logits. The block's best value and its token go to a scratch
-tensor of some hundred numbers a row, which a second kernel reduces. Bound: a logit, 4 bytes that are read once,
-costs some 80 operations (15 are its share of ten rounds of Philox, the rest two logarithms and a division), 20 a
-byte, where an H200 does 6 in the time of the read: arithmetic, 0.4 µs for a row of 128 000, which is less than the
-two launches.
+Layout: a program takes a block of one row's vocabulary. Philox gives four words for a counter, for four neighbouring
+tokens; they are interleaved into the order of the logits. The block's best value and its token go to a scratch tensor
+of about a hundred numbers a row, which a second kernel reduces.
+Bound: arithmetic. A logit, 4 bytes, costs about 80 operations: 15 as its share of ten rounds of Philox, the others
+for two logarithms and a division. That is 20 operations for each byte; an H200 does 6 in the time of the read. A row
+of 128 000 tokens takes 0.4 µs, less than the two launches.
 
-The words and the uniforms are those of the twin, bit for bit. The logarithms are rounded otherwise, so that the
-noise differs in its last bits: where the two best sums are nearer than 1e-5 (for |logits| up to 50), either may be
+Rounding: the words and the uniforms are those of the twin, bit for bit. The logarithms are rounded differently, so
+the noise differs in its last bits. If the two best sums are nearer than 1e-5 (for |logits| up to 50), either may be
 taken.
 """
 
@@ -51,7 +51,7 @@ def gumbel(u):
 
 @triton.jit
 def best(value, token):
-    """The largest value and its token, of equals the smallest. NaN counts as +∞, so that some token is taken."""
+    """The largest value and its token, of equal values the smallest token. NaN counts as +∞: some token is taken."""
     value = tl.where(value != value, float("inf"), value)
     largest = tl.max(value, axis=0)
     return largest, tl.min(tl.where(value == largest, token, 0x7FFFFFFF), axis=0)
@@ -86,7 +86,7 @@ def _best_of_row(p_value, p_token, p_out, blocks, BLOCKS: tl.constexpr):
 
 
 def gumbel_argmax(logits: Tensor, seed: int, sequence: Tensor, position: Tensor) -> Tensor:
-    """Draw one token a row from softmax(logits).
+    """Draw one token of each row from softmax(logits).
 
     Args:
         logits: [B, V] float32; −∞ for tokens that must not be drawn.
@@ -95,7 +95,7 @@ def gumbel_argmax(logits: Tensor, seed: int, sequence: Tensor, position: Tensor)
         position: [B] int64, the position at which the drawn token will stand.
 
     Returns:
-        [B] int64 token ids; of equals the smallest.
+        [B] int64 token ids; of equal sums the smallest id.
     """
     rows, vocab_size = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)

@@ -1,11 +1,11 @@
 """The best candidates of every lane, without sorting. Twin: `minithink/ref/keep_best.py`.
 
 Layout: one program per lane, which reads its columns BLOCK at a time. Floats become unsigned integers of the same
-order; a radix search finds, eight bits a pass, the range of integers that the worst kept candidate lies in, and stops
-as soon as all of the range is kept: after two or three passes where scores differ, after all of them where they tie.
-The last pass writes what lies above the range, and of the range as many as are missing, oldest first.
-Bound: S·(score + 2 bytes) moved per lane; the passes after the first find the lane in the cache. Lanes that keep all
-candidates or none never read their scores.
+order. A radix search finds the range of integers that holds the worst kept candidate, eight bits in each pass. It
+stops as soon as all candidates of the range are kept: after two or three passes if scores differ, after all passes if
+they tie. The last pass writes the candidates above the range, and the missing ones from the range, oldest first.
+Bound: memory. S·(score + 2 bytes) are moved for each lane; later passes find the lane in the GPU's cache. Lanes that
+keep all candidates or none never read their scores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _ordered(p_score, column, m, BITS: tl.constexpr):
     """Scores as unsigned integers of the same order: equal floats become equal integers, NaN the largest."""
     score = tl.load(p_score + column, m, other=0.0)
     score = tl.where(score == 0, tl.zeros_like(score), score)  # −0 is equal to 0, its bits are not
-    # Negative floats are ordered backwards: all their bits are turned over, of the others only the sign.
+    # Negative floats are ordered backwards: turn over all their bits, and only the sign bit of the others.
     if BITS == 32:
         bits = score.to(tl.int32, bitcast=True)
         bits = tl.where(score != score, 0x7FFFFFFF, bits)
@@ -60,7 +60,7 @@ def _keep_best(p_score, p_candidate, p_count, p_kept, width, BITS: tl.constexpr,
             tl.store(p_kept + start + column, tl.where(missing > 0, candidate, 0), m_in)
         return
 
-    # What is kept lies above the range [low, high] or, `missing` many, in it.
+    # Kept candidates lie above the range [low, high], except `missing` of them, which lie in it.
     if BITS == 32:
         low, high = tl.full((), 0, tl.uint32), tl.full((), 0xFFFFFFFF, tl.uint32)
     else:
@@ -78,8 +78,8 @@ def _keep_best(p_score, p_candidate, p_count, p_kept, width, BITS: tl.constexpr,
             m_range = candidate & (key >= low) & (key <= high)
             count += tl.histogram(((key - low) >> shift).to(tl.int32) & 255, 256, mask=m_range)
         above = inside - tl.cumsum(count)  # candidates in the range with a larger digit
-        # The worst that is kept has the largest digit with `missing` candidates at it or above: the number of digits
-        # that have so many above them.
+        # The worst kept candidate has the largest digit with at least `missing` candidates at this digit or above. It
+        # equals the number of digits that have so many candidates above them.
         i_digit = tl.sum((above >= missing).to(tl.int32))
         missing -= tl.sum(tl.where(digit == i_digit, above, 0))
         inside = tl.sum(tl.where(digit == i_digit, count, 0))
@@ -102,10 +102,10 @@ def keep_best(score: Tensor, candidate: Tensor, count: Tensor) -> Tensor:
     Args:
         score: [..., S] float32 or float64, columns oldest first; anything (also NaN) where there is no candidate.
         candidate: bool [..., S].
-        count: integers [...]; where there are fewer candidates all are kept.
+        count: integers [...]; if a lane has fewer candidates, all are kept.
 
     Returns:
-        bool [..., S].
+        bool [..., S], the candidates that are kept.
     """
     shape = candidate.shape
     if score.dtype not in BITS:

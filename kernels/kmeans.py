@@ -1,22 +1,22 @@
-"""Which tokens stand for a thought: K-means on the keys of segments. Twin: `minithink/ref/kmeans.py`.
+"""Select the tokens that represent thoughts: K-means on the keys of segments. Twin: `minithink/ref/kmeans.py`.
 
-Layout: two launches for all sets, segments of all sequences and layers.
+Layout: two launches for all sets; a set is a segment of any sequence and layer.
 
     _products   a program per set and BLOCK × BLOCK members: x_i·x_j, by tl.dot
     _cluster    a program per set: everything else, from |x_i − x_j|² = x_i·x_i + x_j·x_j − 2·x_i·x_j and the
                 distances to means that follow from these. Sums over the members of AT_ONCE clusters are a product
-                with a matrix of zeros and ones; K is read on the device and only bounds loops
+                with a matrix of zeros and ones. K is read on the device, and only bounds loops
 
 Products of 16-bit keys are exact, on tensor cores, and summed in float32. Sets that lose no member are not read.
-Bound: T·F numbers a set, once, 256 KiB for 128 tokens and 8 heads of 128 channels: memory. Beside that T²
-products go to memory and back, 64 KiB, which the cache holds. K picks follow each other in the farthest-point loop,
-and at most 10 rounds of T²·K multiply-adds: with few sets, latency.
+Bound: memory, and with few sets latency. T·F numbers of a set are read once: 256 KiB for 128 tokens and 8 heads of
+128 channels. T² products, 64 KiB, are written and read again, in the GPU's cache. The farthest-point loop makes K
+picks, one after the other; then come at most 10 rounds of T²·K multiply-adds.
 
-Rounding: whole numbers (times a power of two) are exact as long as distances stay below 2²², which two numbers of 11
-bits hold (tensor cores take no more), and sums of products, and those of distances times members, below 2²⁴. Then so
-is the choice, the twin's, ties too. Otherwise distances err by some 10⁻⁷ of the squared norms |x_i|² + |x_j|², where
-the twin, which subtracts first, errs by as much of the distances themselves: of two members whose distances differ by
-less, either may be taken.
+Rounding: if x has whole numbers (times a power of two), everything is exact while distances stay below 2²², and sums
+of products and of distances times members below 2²⁴. (Two numbers of 11 bits, all that tensor cores take, hold
+22 bits.) The choice is then the twin's, also in ties. Otherwise distances have errors of about 10⁻⁷ of the squared
+norms |x_i|² + |x_j|². The twin subtracts first, so its errors are 10⁻⁷ of the distances themselves. If the distances
+of two members differ by less, either may be taken.
 """
 
 from __future__ import annotations
@@ -118,10 +118,10 @@ def chosen(p_product, valid, k, ITERATIONS: tl.constexpr, WIDE: tl.constexpr, AT
     t = tl.arange(0, WIDE)
     norm = tl.load(p_product + t * (WIDE + 1))
 
-    # One member has to go: the later one of the two that are nearest to each other. (Whichever of the two is picked
-    # first, the other is nearer to it than any other member is to its nearest pick, so it would be picked last, and
-    # is not picked. Lloyd's rounds then move no member. The two are equally far from their mean, so the earlier
-    # stays.) Where pairs are equally near, the order of the picks decides.
+    # If one member has to go, it is the later one of the two that are nearest to each other. Whichever of the two is
+    # picked first, the other is nearer to this pick than any other member to its nearest pick. So it would be picked
+    # last, and is not picked. Lloyd's rounds then move no member. The two are equally far from their mean, so the
+    # earlier one stays. If several pairs are equally near, the order of the picks decides.
     one, later = tl.full((), 0, tl.int32), tl.full((), -1, tl.int32)
     if tl.sum(valid.to(tl.int32)) == k + 1:
         near = tl.full((WIDE,), float("inf"), tl.float32)
@@ -178,7 +178,7 @@ def chosen(p_product, valid, k, ITERATIONS: tl.constexpr, WIDE: tl.constexpr, AT
         member = cluster[:, None] == label[None, :]
         size = tl.sum(member.to(tl.int32), 1)
         total = tl.zeros((AT_ONCE, WIDE), tl.float32)
-        # One or two members are equally far from their mean, and rounding must not choose between them.
+        # In a cluster of two, both members are equally far from the mean, and rounding must not choose between them.
         if tl.max(size, 0) > 2:
             total = _totals(p_product, norm, label, cluster, WIDE, AT_ONCE)
             total = tl.where(size[:, None] == 2, 0.0, total)
@@ -206,15 +206,15 @@ def _cluster(
 
 
 def kmeans(x: Tensor, valid: Tensor, count: Tensor) -> Tensor:
-    """The members of P sets that lie nearest to the centroids of K clusters, K for every set.
+    """Cluster P sets by K-means, and select from each cluster the member nearest to the centroid. Each set has its K.
 
     Args:
         x: [P, T, F], anything (also NaN) where not valid.
         valid: bool [P, T], the members.
-        count: integers [P], K of each set; where there are no more members than that, all survive.
+        count: integers [P], K of each set; if a set has no more members than K, all survive.
 
     Returns:
-        bool [P, T].
+        bool [P, T], the survivors.
     """
     sets, width, features = x.shape
     kept = torch.empty(sets, width, dtype=torch.bool, device=x.device)
@@ -238,7 +238,7 @@ def kmeans(x: Tensor, valid: Tensor, count: Tensor) -> Tensor:
 
 
 def at_once(wide: int) -> int:
-    """Clusters: what is held of each member for each of them, several times, must fit into the registers."""
+    """Clusters at a time: registers must hold several numbers for each member and cluster."""
     return min(AT_ONCE, wide, 4096 // wide)
 
 

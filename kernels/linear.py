@@ -1,18 +1,19 @@
-"""The matrix product of a few rows, which is read at the speed of memory. Twin: `minithink/ref/linear.py`.
+"""The matrix product of a few rows, which reads W at the speed of memory. Twin: `minithink/ref/linear.py`.
 
-Bound: with N ≤ 16 rows there are 2·N operations for each weight of two bytes: all that counts is that W is read
-once, at full speed, which takes some 4 MB of loads in flight on an H200 (4.8 TB/s · 0.8 µs), 30 KB for each of 132
-SMs. A program owns a block of columns and walks down them with tiles of 16 KB, four of which are in shared memory
-or on their way there (asynchronous copies; threads read 16 bytes along whichever axis of W is dense). The width of
-the block falls until there is a program for every SM, so that most shapes need no cut through the sum. Where the
-columns are too few, it is cut in `split` parts: float32 partial sums go to a scratch tensor, and a second kernel
-adds them in a fixed order. No atomics: equal inputs give equal bits.
+Bound: memory. With N ≤ 16 rows there are 2·N operations for each weight of two bytes. So W must be read once, at full
+speed, which needs 4 MB of loads in flight on an H200 (4.8 TB/s · 0.8 µs), 30 KB for each of 132 SMs.
 
-One row is multiplied without tensor cores: each thread keeps a sum for each of its places in the tile, in float32,
-and sums are exchanged once, at the end. Padding the row to the 16 that tensor cores want would read the tile from
-shared memory in another layout, and save arithmetic that is free here: it takes 3 operations a weight, and an H200
-does 12 in the time in which memory brings one of two bytes. From two rows on tensor cores are used, with the rows
-padded to 16. More than 16 rows are left to torch, whose library (cuBLAS) is at home there.
+Layout: a program owns a block of columns and goes down them in tiles of 16 KB. Four tiles are in shared memory or on
+their way there (asynchronous copies; threads read 16 bytes along the dense axis of W). Blocks are made narrower until
+there is a program for every SM, so most shapes need no split of the sum. With too few columns the sum is split into
+`split` parts: float32 partial sums go to a scratch tensor, and a second kernel adds them in a fixed order. There are
+no atomics, so equal inputs give equal bits.
+
+One row is multiplied without tensor cores: each thread keeps a float32 sum for each of its places in the tile, and
+sums are exchanged once, at the end. Tensor cores would need the row padded to 16, and the tile in another layout of
+shared memory. They would save only arithmetic that costs no time here: 3 operations for each weight of two bytes,
+while an H200 does 12 in the time of its read. Two to 16 rows use tensor cores, padded to 16. More than 16 rows go to
+torch, whose library (cuBLAS) is fast there.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ FEW_ROWS = 16  # more are left to torch; tensor cores take 16 at least
 
 
 class Blocks(NamedTuple):
-    """How the work is cut."""
+    """How the work is divided among programs."""
 
     k: int  # rows of W in a tile
     n: int  # columns of W in a tile, those of a program
     split: int = 1  # parts of the sum
     warps: int = 8
-    stages: int = 5  # one more than the tiles in shared memory; 1: none, loads go straight to registers
+    stages: int = 5  # one more than the tiles in shared memory; 1: no tiles there, loads go straight to registers
 
 
 # Tuned on an H200 for one row of bfloat16, over the products of an 8 B Llama; `tune_candidates` lists what was tried.
@@ -125,7 +126,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Blocks) -> Tensor:
-    """`linear` for 1 to 16 rows, cut as given: what a sweep over `tune_candidates` calls."""
+    """`linear` for 1 to 16 rows, divided as `cut` says. A sweep over `tune_candidates` calls it."""
     (rows, inner), columns = x.shape, weight.shape[1]
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     if bias is not None and bias.stride(-1) != 1:
@@ -147,7 +148,7 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Blocks) -> Ten
 
 
 def blocks(rows: int, inner: int, columns: int, dense_columns: bool, itemsize: int) -> Blocks:
-    """How a product is cut.
+    """How to divide a product among programs.
 
     Args:
         rows: 1 to 16.
@@ -173,7 +174,7 @@ def blocks(rows: int, inner: int, columns: int, dense_columns: bool, itemsize: i
 
 
 def tune_candidates(itemsize: int = 2) -> list[Blocks]:
-    """What is worth timing with `few_rows` on a GPU, for any shape and either layout of W."""
+    """Divisions that are worth timing with `few_rows` on a GPU, for any shape and either layout of W."""
     return [
         Blocks(tile // (n * itemsize), n, split, warps, stages)
         for tile, n, split, warps, stages in product(

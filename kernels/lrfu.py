@@ -1,17 +1,20 @@
-"""Least Recently/Frequently Used, with attention for references. Twin: `minithink/ref/lrfu.py`.
+"""LRFU, Least Recently/Frequently Used: attention counts as use. Twin: `minithink/ref/lrfu.py`.
 
-Layout: two launches. _hit_set, one program per lane, which reads its columns BLOCK at a time, finds without sorting
-the smallest set that holds the share p: the largest mass v such that all masses from v on sum to p of the total.
-Masses are not negative, so their bits are ordered as they are, and v is searched two bits a pass. The last pass takes
-what is more than v and, of what equals v, the oldest as long as the sum before them falls short. _update, one program
-per lane and block of columns, is elementwise, in float64. λ and p are constants of the compiled kernels, in double
-precision: as arguments they would be rounded to float32.
-Bound: 32 bytes moved per token, 16 of them results; the passes after the first find the lane in the cache. Lanes
-without a token whose hits count are not searched.
+Layout: two launches.
 
-Rounding: masses are summed in float64, in another order than the twin's. Sums of dyadic masses are exact; otherwise a
-token may be in or out where the sum before it is within some 10⁻¹⁶·S of the share. λ^age is 2^(age·log2 λ), exact for
-λ = ½; CRF can differ from the twin's in the last bit of float32, for one hit in some 10⁷.
+    _hit_set   one program per lane, which reads its columns BLOCK at a time. It finds the smallest set that holds the
+               share p without sorting: v is the largest mass such that all masses ≥ v sum to p of the total. Masses
+               are not negative, so their bits have their order, and v is searched two bits in each pass. The last
+               pass takes the masses above v, and of those equal to v the oldest, while the sum before them is short
+    _update    one program per lane and block of columns: elementwise, in float64
+
+λ and p are constants of the compiled kernels, in double precision: arguments would be rounded to float32.
+Bound: memory. 32 bytes are moved for each token, 16 of them results; later passes find the lane in the GPU's cache.
+Lanes without a token whose hits count are not searched.
+
+Rounding: masses are summed in float64, in another order than the twin's. Sums of dyadic masses are exact. Otherwise a
+token may be in or out if the sum before it is within about 10⁻¹⁶·S of the share. λ^age is 2^(age·log2 λ), exact for
+λ = ½. CRF can differ from the twin's in the last bit of float32, for one hit in about 10⁷.
 """
 
 from __future__ import annotations
@@ -122,8 +125,8 @@ def _update(
     score = tl.log2(crf.to(tl.float64)) + age * log_lam
     if LAM == 0:
         score = tl.where(age > 0, tl.full((), float("-inf"), tl.float64), score)
-    # Multiples of 2^−30, of two equally near the even one: adding 2^52 leaves a number no bits for fractions. Numbers
-    # that are larger than that have none.
+    # Round to multiples of 2^−30, ties to even: a number plus 2^52 has no bits for fractions. Larger numbers have no
+    # fractions anyway.
     fine = score * 1073741824.0
     size = tl.abs(fine)
     whole = tl.where(size < 4503599627370496.0, (size + 4503599627370496.0) - 4503599627370496.0, size)
@@ -133,7 +136,7 @@ def _update(
 def lrfu(
     mass: Tensor, valid: Tensor, counted: Tensor, crf: Tensor, last: Tensor, t: Tensor, lam: float, p: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of combined recency and frequency.
+    """One step of CRF, the combined recency and frequency of every token.
 
     Args:
         mass: [..., S], attention probability of every token; anything (also NaN) where not valid.
@@ -147,12 +150,12 @@ def lrfu(
 
     Returns:
         crf, last: after this step.
-        score: float64 [..., S], log2 of the decayed CRF, −∞ where that is 0; rounded to multiples of 2^−30.
+        score: float64 [..., S], log2 of the decayed CRF, −∞ where CRF is 0; rounded to multiples of 2^−30.
     """
     shape = mass.shape
     hit = _hits(mass, valid, counted, p)
     crf, last = crf.expand(shape).contiguous(), last.expand(shape).contiguous()
-    # One time for all tokens of a lane is not written out for each of them.
+    # If all tokens of a lane have one time, do not write it out for each of them.
     for_all = t.dim() == 0 or t.shape[-1] == 1
     t = t.to(torch.int32).expand(*shape[:-1], 1 if for_all else shape[-1]).contiguous()
     new_crf, new_last = torch.empty_like(crf), torch.empty_like(last)
@@ -166,7 +169,9 @@ def lrfu(
 
 
 def hit_set(mass: Tensor, valid: Tensor, p: float) -> Tensor:
-    """The smallest set of tokens that got the share p of the attention: the most attended ones, of equals the older.
+    """The smallest set of tokens that together got the share p of the attention: the most attended ones.
+
+    Of equally attended tokens the older comes first.
 
     Args:
         mass: [..., S], not negative; anything (also NaN) where not valid.
@@ -179,7 +184,7 @@ def hit_set(mass: Tensor, valid: Tensor, p: float) -> Tensor:
 
 
 def _hits(mass: Tensor, valid: Tensor, counted: Tensor, p: float) -> Tensor:
-    """Those of the hit set that count."""
+    """The tokens of the hit set whose hits count."""
     shape = mass.shape
     mass = (mass if mass.dtype in FLOATS else mass.float()).contiguous()
     flags = (x.expand(shape).contiguous().view(torch.uint8) for x in (valid, counted))

@@ -1,8 +1,8 @@
-"""Attention of one new token a sequence over the pages of its lanes. Twin: `minithink/ref/paged_attention.py`.
+"""Attention of one new token of each sequence over its pages. Twin: `minithink/ref/paged_attention.py`.
 
-    _attend     a program takes a part of one lane: 128 to 4096 tokens of one format, or the tokens of the ring; each
-                format, and the ring, has a launch of its own over its tokens (`by_format.py`), side by side in a CUDA
-                graph
+    _attend     a program takes a part of one lane: 128 to 4096 tokens of one format, or the tokens of the ring (the
+                buffer). Each format, and the ring, has its own launch over its tokens (`by_format.py`); in a CUDA
+                graph the launches are parallel branches
     _merge      the parts of a query head become one by their log-sum-exp (`minithink/ref/merge.py`)
     _mass       (if asked for) the attention that each token got: exp(logit − lse), over its KV head's query heads
     _max_logit  the same if the heads' largest logit counts
@@ -27,8 +27,9 @@ Keys by token share their scales within a group of tokens. Blocks begin where gr
 read and converted once (`_times_rows`). If evictions have left tokens of several groups side by side, each token
 reads its own scales (`_grouped_logits`).
 
-Bound: the bytes of the lanes' codes and scales, once: 512 a token and lane in bfloat16 at D = 128, and 4 of its
-place. 4·16·D operations a token and lane on the tensor cores (16 rows, of which g are real) are far below their rate.
+Bound: memory, the lanes' codes and scales, once. For each token and lane these are 512 bytes in bfloat16 at D = 128,
+and 4 bytes for its place. 4·16·D operations for each token and lane (16 rows, of which g are real) are far below the
+rate of the tensor cores.
 """
 
 from __future__ import annotations
@@ -47,13 +48,12 @@ from minithink.kernels import _formats
 from minithink.kernels._common import INTERPRETED, Variant, power_of_2, side_by_side
 from minithink.kernels._formats import decode_code, e4m3_decode, saturate
 
-PARTS = (256, 512), (64, 256), (0, 128)  # from so many lanes on, tokens of a part in a short lane
-SHORT = 1024  # tokens of a short lane
-MANY_LANES = 64  # from here on there are blocks enough for small ones, and no use in overlapping the merge
-# Tokens of a block (those of a part are whole blocks), warps, stages; tuned on an H200. What takes which:
-# `shape_of_program`.
+PARTS = (256, 512), (64, 256), (0, 128)  # (at least so many lanes, tokens of a part in a short lane)
+SHORT = 1024  # tokens of a short lane, at most
+MANY_LANES = 64  # from here on small blocks are enough to fill the GPU, and overlapping the merge gains nothing
+# Tokens of a block (a part is whole blocks), warps, stages; tuned on an H200. `shape_of_program` chooses one.
 LARGE, MEDIUM, SMALL = (128, 4, 2), (64, 2, 3), (32, 1, 3)
-MERGED = 4, 16  # parts that `_merge` takes at once, in lanes of few and of many
+MERGED = 4, 16  # parts that `_merge` takes at once, in lanes with few parts and with many
 MERGING = 4, 1  # its warps, for few lanes and for many
 FAST = ("nvfp4", "ternary", "fp8", "int2", "int4", "int8")
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -98,7 +98,7 @@ class Cache(NamedTuple):
     head_lanes: int
     most: int  # slots that places count for a page
     ring: int  # tokens of the full-precision buffer
-    base: int  # tokens of a part, in lanes of at most `short` tokens
+    base: int  # tokens of a part in lanes of at most `short` tokens
     short: int
     even: int  # parts are whole blocks of so many tokens
     dtype: str  # of the model: fp32, fp16, bf16
@@ -199,8 +199,10 @@ def _scale_fp16(code):
 
 @triton.jit
 def _affine(code, both):
-    """code · scale + minimum in fp16, rounded once; both: int32, the minimum above the scale. Where the sum is too
-    large it saturates; too small it cannot be, for nothing is below the minimum."""
+    """code · scale + minimum in fp16, rounded once. both: int32, the minimum in the high half, the scale in the low.
+
+    A sum that is too large saturates. No sum is too small, because none is below the minimum.
+    """
     scale = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
     x = tl.fma(code, scale, (both >> 16).to(tl.int16).to(tl.float16, bitcast=True))
     return tl.minimum(x, tl.full([], _LARGEST_FP16, tl.float16))
@@ -208,7 +210,7 @@ def _affine(code, both):
 
 @triton.jit
 def _codes(p_codes, o_codes, m_token, H: tl.constexpr):
-    """The words of BLOCK_T tokens [BLOCK_T, H.block]; o_codes: int64 [BLOCK_T], where each token's begin."""
+    """The words of BLOCK_T tokens [BLOCK_T, H.block]; o_codes: int64 [BLOCK_T], where each token's codes begin."""
     word = tl.arange(0, H.block)[None, :]
     m_word = m_token[:, None]
     if H.words != H.block:
@@ -219,10 +221,10 @@ def _codes(p_codes, o_codes, m_token, H: tl.constexpr):
 @triton.jit
 def _planes(raw, p_params, p_rows, o_params, o_rows, m_token, tensor_scale,
             H: tl.constexpr, DTYPE: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
-    """Keys or values of BLOCK_T tokens as H.planes blocks [BLOCK_T, H.block], scaled, or fast ones by token without
-    their scales.
+    """Keys or values of BLOCK_T tokens as H.planes blocks [BLOCK_T, H.block], scaled. In the fast path, keys by token
+    stay without their scales.
 
-    raw: of `_codes`. o_params, o_rows: int64 [BLOCK_T], where each token's parameters and row of key scales begin.
+    raw: from `_codes`. o_params, o_rows: int64 [BLOCK_T], where each token's parameters and row of key scales begin.
     """
     KIND: tl.constexpr = H.kind
     BITS: tl.constexpr = H.bits
@@ -299,7 +301,7 @@ def _planes(raw, p_params, p_rows, o_params, o_rows, m_token, tensor_scale,
 
 @triton.jit
 def _query(p_q, head, m_head, C: tl.constexpr, H: tl.constexpr):
-    """The query heads of a group by planes, and what the logits are to be multiplied with: float32 [G, 1].
+    """The query heads of a group by planes, and the factor of their logits: float32 [G, 1].
 
     For the fast path they become fp16, divided by a power of two, so that the quotient is below 2 and keeps its bits.
     """
@@ -336,7 +338,7 @@ def _times_rows(k, p_row, m_row, H: tl.constexpr):
     the minima); a group is GROUP tokens in a row.
 
     Scales are converted once for all tokens of a group. p_row: pointers [T / GROUP] to the groups' rows of scales,
-    m_row: which there are.
+    m_row: True for groups that exist.
     """
     PLANES: tl.constexpr = H.planes
     GROUP: tl.constexpr = H.group
@@ -369,13 +371,13 @@ def _logits(q, k, PLANES: tl.constexpr):
 
 @triton.jit
 def _grouped_logits(q, raw, p_rows, number, row, o_lane, m_token, H: tl.constexpr, DTYPE: tl.constexpr):
-    """q · kᵀ for keys by token, float32 [G, T]: with the scales of each group, or with each token's own where
+    """q · kᵀ for keys by token, float32 [G, T]: with the scales of each group, or with each token's own scales if
     evictions have left tokens of several groups in one place.
 
-    raw: of `_codes`. number: int32 [T], each token's row of scales, −1 where there is no token; row: where it begins.
+    raw: from `_codes`. number: int32 [T], each token's row of scales, −1 without a token; row: where it begins.
     """
     numbers = number.reshape([raw.shape[0] // H.group, H.group])
-    common = tl.max(numbers, 1)  # of each group of tokens the row of scales that it should have in common
+    common = tl.max(numbers, 1)  # the row of scales that all tokens of a group share, if none was evicted
     strange = (numbers != common[:, None]) & (numbers >= 0)
     if tl.max(tl.max(strange.to(tl.int32), 1), 0) > 0:
         k = _planes(raw, p_rows, p_rows, row, row, m_token, 1.0, H, DTYPE, True)
@@ -389,7 +391,7 @@ def _grouped_logits(q, raw, p_rows, number, row, o_lane, m_token, H: tl.constexp
 
 @triton.jit
 def _unit(table_layer, row, rows, i_head, C: tl.constexpr):
-    """Which list a lane has; rows: how many there are lists of."""
+    """The number of a lane's list; rows: B, rows that have lists."""
     unit = (table_layer * rows + row) * C.tables
     if C.tables > 1:
         unit += i_head
@@ -398,7 +400,7 @@ def _unit(table_layer, row, rows, i_head, C: tl.constexpr):
 
 @triton.jit
 def _of_format(p_first, unit, i_format, m, FORMATS: tl.constexpr):
-    """Of sorted lists (`by_format.py`) where the tokens of a format begin, and how many they are; m: a mask."""
+    """The first token of a format in sorted lists (`by_format.py`), and the number of its tokens; m: a mask."""
     p_first += unit * (FORMATS + 2) + i_format
     begin = tl.load(p_first, m, other=0)
     return begin, tl.load(p_first + 1, m, other=0) - begin
@@ -406,16 +408,16 @@ def _of_format(p_first, unit, i_format, m, FORMATS: tl.constexpr):
 
 @triton.jit
 def _split(count, C: tl.constexpr):
-    """Tokens of a part: by how many of this format the lane has, and by how many lanes the batch has (idle rows count
-    too), but not by what the other lanes hold. All parts are about as long: a short one would only be another
+    """Tokens of a part. It depends on the lane's tokens of this format and on the batch's number of lanes (with idle
+    rows), but not on what other lanes hold. All parts are about equally long: a short one would only be another
     program."""
     SHORT: tl.constexpr = C.short
     most = C.base * tl.where(count <= SHORT, 1, tl.where(count <= 4 * SHORT, 2, tl.where(count <= 16 * SHORT, 4, 8)))
-    count = tl.maximum(count, 1)  # a part of no tokens would be divided by
+    count = tl.maximum(count, 1)  # avoids a division by 0
     return tl.minimum(tl.cdiv(tl.cdiv(count, tl.cdiv(count, most)), C.even) * C.even, most)
 
 
-# They tell where things lie, and nothing is compiled anew for one that is 1 or a multiple of 16.
+# These arguments are offsets and counts. Triton must not compile anew for one that is 1 or a multiple of 16.
 PLAIN_NUMBERS = ["layer", "table_layer", "first_part", "parts", "width", "rows"]
 
 
@@ -429,15 +431,15 @@ def _attend(
 ):  # fmt: skip
     """One part of one lane.
 
-    p_place, p_column, p_count: with FORMATS what `by_format` returns, of which the tokens of the FORMAT-th are taken;
-        with none the store's lists, whole, and their lengths; `listed` columns.
+    p_place, p_column, p_count: with FORMATS the results of `by_format`, of which the program takes the FORMAT-th;
+        without FORMATS the store's whole lists and their lengths. They have `listed` columns.
     p_parts, p_part_lse: float32 [N, Hq, parts, D] and [N, Hq, parts], base 2.
-    rows: B, those of the store.
+    rows: B, the store's rows.
     p_seen: [N, Hq, width − 1]. SEEN "logits": base-2 logits, float32; "relative": exp2(logit − top), fp16, where
-        p_top [N, Hq, (width − 1) / BLOCK_T] has the top of each block; "": nothing is wanted.
+        p_top [N, Hq, (width − 1) / BLOCK_T] has the top of each block; "": neither is written.
     """
     if C.overlap:
-        tl.extra.cuda.gdc_launch_dependents()  # `_merge` may take its place on the GPU, and waits there
+        tl.extra.cuda.gdc_launch_dependents()  # `_merge` may start now; it waits on the GPU for the parts
     K_PLANES: tl.constexpr = K.planes
     V_PLANES: tl.constexpr = V.planes
     V_BLOCK: tl.constexpr = V.block
@@ -483,15 +485,15 @@ def _attend(
 
     first = start
     if GROUPED:
-        # Groups of keys by token have one row of scales. Begin early, so that no block cuts through a group; what was
-        # evicted from one may shift the next ones all the same.
+        # Groups of keys by token have one row of scales. Begin early, so that no block cuts through a group. If
+        # tokens of a group were evicted, later groups are shifted all the same.
         near = start + tl.arange(0, K.group)
         lies = tl.load(p_place + near, near < end, other=-1)
         lie_in = tl.load(p_row_of + lies, lies >= 0, other=-1)
         own = tl.max(tl.where(near == start, lie_in, -1), 0)
         start -= (K.group - tl.sum((lie_in == own).to(tl.int32), 0)) % K.group
     for t0 in range(start, end, BLOCK_T):
-        # Compared with a number of the block, not of the lane: the latter would be counted on in 64 bits.
+        # Compare with an offset in the block: an offset in the lane would be a loop counter of 64 bits.
         within = tl.arange(0, BLOCK_T)
         m_t = within < end - t0
         if GROUPED:
@@ -532,7 +534,7 @@ def _attend(
         o_seen = head[:, None] * (width - 1) + column[None, :]
         if SEEN == "logits":
             tl.store(p_seen + o_seen, s, m_head[:, None] & m_t[None, :])
-        # the running softmax, in base 2; after −∞ everything before counts nothing
+        # The running softmax, in base 2. The first top is −∞, so the empty sum before it gets weight 0.
         new = tl.maximum(top, tl.max(s, 1))
         shift = tl.where(new == float("-inf"), 0.0, new)
         p = tl.exp2(s - shift[:, None])
@@ -562,8 +564,10 @@ def _attend(
 
 @triton.jit
 def _add_parts(acc, top, total, p_parts, p_part_lse, o_part, m, C: tl.constexpr):
-    """The parts so far, Σ_i exp2(lse_i − top)·out_i [D] and Σ_i exp2(lse_i − top), and further ones. o_part: [P],
-    where they lie; m: [P], which count; the others were not written, may be anything, and are not read."""
+    """Add further parts to the sums Σ_i exp2(lse_i − top)·out_i [D] and Σ_i exp2(lse_i − top).
+
+    o_part: [P], where the parts lie; m: [P], the parts that count. Other parts were never written, and are not read.
+    """
     channel = tl.arange(0, acc.shape[0])
     lse = tl.load(p_part_lse + o_part, m, other=float("-inf"))
     o_x = o_part[:, None] * C.dim + channel[None, :]
@@ -578,22 +582,22 @@ def _add_parts(acc, top, total, p_parts, p_part_lse, o_part, m, C: tl.constexpr)
 @triton.jit(do_not_specialize=[*PLAIN_NUMBERS, "in_format"])
 def _merge(p_parts, p_part_lse, p_out, p_lse, p_rows, p_count, table_layer, parts, in_format, rows, C: tl.constexpr,
            FORMATS: tl.constexpr, BLOCK_D: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr):  # fmt: skip
-    """out = Σ_i exp2(lse_i − lse)·out_i, lse = log2 Σ_i exp2(lse_i), over the parts of a query head that are used: of
-    a format's `in_format` as many as it has tokens for; of the ring, which comes last, one. 0 for a lane without
-    tokens.
+    """out = Σ_i exp2(lse_i − lse)·out_i, lse = log2 Σ_i exp2(lse_i), over the used parts of a query head; 0 for a
+    lane without tokens.
 
-    p_count, FORMATS: as in `_attend`. FEW, MANY: parts that are taken at once, whatever their formats; FEW if there
-    are no more. The order of the sum follows from the lane's own length, never from the lengths of other lanes.
+    A format has room for `in_format` parts, and uses as many as its tokens fill. The ring comes last and has one.
+    p_count, FORMATS: as in `_attend`. FEW, MANY: parts that are taken at once, of any format; FEW if this is enough.
+    The order of the sum depends on the lane's own length, never on the lengths of other lanes.
     """
     i_head = tl.program_id(0).to(tl.int64)
     i_n, i_query = i_head // (C.kv_heads * C.group), i_head % (C.kv_heads * C.group)
     i_kv = i_query // C.group
     KINDS: tl.constexpr = FORMATS + 1 if FORMATS > 0 else 1  # formats and ring
     used = tl.full([], 0, tl.int32)
-    before = ()  # parts that are used, of the kinds before
+    before = ()  # used parts of the kinds before each kind
     if FORMATS > 0:
         unit = _unit(table_layer, i_n, tl.num_programs(0) // (C.kv_heads * C.group), i_kv, C)
-        for kind in tl.static_range(KINDS):  # one load does not wait for another
+        for kind in tl.static_range(KINDS):  # unrolled, so that no load waits for another
             _, count = _of_format(p_count, unit, kind, True, FORMATS)
             before = before + (used,)
             if kind < FORMATS:
@@ -624,7 +628,7 @@ def _merge(p_parts, p_part_lse, p_out, p_lse, p_rows, p_count, table_layer, part
 
 @triton.jit
 def _part(i, before, in_format):
-    """Where the i-th part that is used lies; before: of each kind, how many of the kinds before are used."""
+    """The index of the i-th used part; before: for each kind the number of used parts of the kinds before."""
     out = i
     for kind in tl.static_range(1, len(before)):
         out = tl.where(i >= before[kind], kind * in_format + i - before[kind], out)
@@ -634,7 +638,7 @@ def _part(i, before, in_format):
 @triton.jit(do_not_specialize=PLAIN_NUMBERS)
 def _mass(p_seen, p_top, p_lse, p_mass, p_rows, p_count, table_layer, width, rows, C: tl.constexpr,
           RULE: tl.constexpr, SEEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Attention of every token: exp2(logit − lse) of each query head, made one by the rule; 0 where no token is."""
+    """Attention of every token: exp2(logit − lse) of each query head, combined by RULE; 0 where there is no token."""
     GROUP: tl.constexpr = C.group
     i_lane, i_block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_n, i_head = i_lane // C.kv_heads, i_lane % C.kv_heads
@@ -664,7 +668,7 @@ def _mass(p_seen, p_top, p_lse, p_mass, p_rows, p_count, table_layer, width, row
 
 @triton.jit(do_not_specialize=PLAIN_NUMBERS)
 def _max_logit(p_seen, p_mass, p_rows, p_count, table_layer, width, rows, C: tl.constexpr, BLOCK: tl.constexpr):
-    """softmax over the tokens of the largest logit of the query heads; a program takes a whole lane."""
+    """The softmax over tokens of the query heads' largest logits; a program takes a whole lane."""
     GROUP: tl.constexpr = C.group
     i_lane = tl.program_id(0).to(tl.int64)
     i_n, i_head = i_lane // C.kv_heads, i_lane % C.kv_heads
@@ -690,17 +694,18 @@ def _max_logit(p_seen, p_mass, p_rows, p_count, table_layer, width, rows, C: tl.
 
 
 def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) -> tuple[Tensor, Tensor | None]:
-    """softmax(q·kᵀ/√D)·v over the tokens that the lanes of a layer hold, and what attention each of them got.
+    """softmax(q·kᵀ/√D)·v over the tokens that the lanes of a layer hold, and the attention that each token got.
 
     Args:
         q: [N, Hq, D], rotated.
-        read: the store's Reading of these N rows; its pages are read where they lie.
-        group: how the query heads of a KV head become one: sum, mean, max, max_logit or none; None: the attention
-            paid is not asked for.
+        read: the store's Reading of these N rows; the kernel reads its pages directly.
+        layer: the layer.
+        group: how to combine the attention of a KV head's query heads: sum, mean, max, max_logit or none; None: no
+            mass is wanted.
 
     Returns:
         out: [N, Hq, D]; 0 for a lane without tokens.
-        mass: float32 [N, Hkv, S] ([N, Hq, S] with "none"), 0 where no token is; None if not asked for.
+        mass: float32 [N, Hkv, S] ([N, Hq, S] with "none"), 0 where there is no token; None if `group` is None.
     """
     pages = read.pages
     if pages.storage.lag:
@@ -746,7 +751,7 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
             d**-0.5, layer, t, parts - 1, parts, width, place.shape[-1], rows,
             c, k, k, several, several, True, how, 16, num_warps=4,
         ))  # fmt: skip
-    # The merge can be launched early behind one launch, not behind several branches.
+    # The merge can be launched early only if it follows one launch, not several branches.
     side_by_side(launches, q.device, apart=not c.overlap)
     _merge[(n * hq,)](
         part, part_lse, out, lse, read.numbers, count, t, parts, in_format, rows,
@@ -767,30 +772,30 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
 
 
 def shape_of_program(c: Cache, k: Half, v: Half, lanes: int) -> tuple[int, dict[str, int]]:
-    """Tokens of a block, options of Triton: SMALL for fewer than 8 bits and many lanes, MEDIUM for what is decoded to
-    or kept in float32 and what has no fast path, else LARGE."""
+    """Tokens of a block, and Triton's options. SMALL for fewer than 8 bits and many lanes; MEDIUM for formats that
+    are float32, are decoded to float32 or have no fast path; else LARGE."""
     if k.fast and v.fast and k.bits < 8:
         block, warps, stages = SMALL if lanes >= MANY_LANES else LARGE
     else:
         block, warps, stages = LARGE if c.dtype != "fp32" and (k.fast or k.kind == "plain") else MEDIUM
-    # left to itself fp8 takes more registers, and one program fewer runs on a multiprocessor
+    # Without a limit fp8 takes more registers, and one program fewer runs on a multiprocessor.
     most = {"maxnreg": 168} if "fp8" in (k.kind, v.kind) and warps == LARGE[1] else {}
     return block, {"num_warps": warps, "num_stages": stages, **most}
 
 
 def _most_parts(tokens: int, base: int, short: int) -> int:
-    """Parts of the lane with most of them, of those with at most so many tokens."""
+    """The most parts that a lane of at most so many tokens can have."""
     steps = ((short, 1), (4 * short, 2), (16 * short, 4), (tokens, 8))  # as in `_split`
     return max(-(-min(tokens, most) // (base * times)) for most, times in steps)
 
 
 def base(lanes: int) -> int:
-    """Tokens of a part in short lanes: with many lanes there are programs enough without small parts."""
+    """Tokens of a part in short lanes. Many lanes make enough programs without small parts."""
     return next(size for least, size in PARTS if lanes >= least)
 
 
 def cache(pages: Any, rows: int) -> Cache:
-    """What of a store's layout does not depend on the format; rows: N."""
+    """The part of a store's layout that does not depend on the format; rows: N."""
     shape = pages.shape
     group = shape.query_heads // shape.kv_heads
     return Cache(
@@ -836,7 +841,7 @@ def half(pages: Any, f: int, which: str, dtype: torch.dtype) -> Half:
 
 
 def ring_half(c: Cache) -> Half:
-    """The same for the tokens in the ring: D numbers each."""
+    """The layout of keys or values in the ring: D numbers for each token."""
     block = max(16, power_of_2(c.dim))
     return Half("plain", 0, 0, False, False, 1, c.dim, block, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
@@ -887,7 +892,7 @@ def variants() -> Iterator[Variant]:
             if k.fast and k.by_token:
                 signature["p_k_rows"] = "*i32"
             block, chosen = shape_of_program(c, k, v, lanes)
-            # formats that lists are sorted by, of the ring, what is noted; keys by token come with a ring
+            # (formats that lists are sorted by, whether it is the ring, SEEN); keys by token come with a ring
             ways = [(int(k.by_token), False, "")]
             if (dim, lanes, v.kind) == (128, 512, "nvfp4"):
                 ways += [(2, False, "logits")] if k.by_token else [(0, False, "relative")]

@@ -1,14 +1,14 @@
 """Numbers into a format of the cache: groups' scales and minima, codes, packing, in one pass. Twin:
 `minithink/ref/quantize.py`, byte for byte.
 
-Layout: by channel a tile is [BLOCK groups, elements of one] of consecutive groups, whichever rows they are in; fp8
-and the plain formats have no groups, and there a row counts as one. By token a tile is [T tokens, BLOCK channels] of
-one leading index, and a group is a column. Codes lie along a row in both, so that packing joins neighbours of a
-tile's last axis, in registers; a tile is read once and written once.
+Layout: by channel a tile is [BLOCK groups, elements of a group] of consecutive groups, whichever rows they are in. In
+fp8 and the plain formats a row counts as one group. By token a tile is [T tokens, BLOCK channels] of one leading
+index, and a group is a column. Codes lie along a row in both cases, so packing joins neighbours of a tile's last
+axis, in registers. A tile is read once and written once.
 
-Bound: bf16 to 4 bits in groups of 16 moves 2 + 9/16 bytes an element. A division rounded as IEEE's (the twin's bytes
-depend on it) and the nearest code are some 25 instructions, two to three times what an H200's memory leaves time for:
-instructions bind long inputs (0.8 to 2.1 TB/s there), and the launch binds the few tokens of a decode step.
+Bound: arithmetic for long inputs (0.8 to 2.1 TB/s on an H200), the launch for the few tokens of a decode step. From
+bf16 to 4 bits in groups of 16, 2 + 9/16 bytes are moved for each element. An IEEE division, on which the twin's bytes
+depend, and the nearest code take about 25 instructions: two to three times what the memory leaves time for.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _by_token(
         m_valid = m_token & (tl.load(p_own, m_token, 0) != 0)
     m_valid = m_valid & m_channel
     o_x = i_outer * x_outer + i_inner * x_inner + i_token.to(tl.int64) * x_token + channel
-    # what is not valid may be NaN: it is not even read
+    # Invalid tokens may be NaN, so they are not read.
     x = saturate(to_fp32(tl.load(p_x + o_x, m_valid, 0.0)), "fp32")
     tensor_scale = 1.0
     if KIND == "nvfp4":
@@ -115,13 +115,14 @@ def _by_token(
 
 
 def quantize(fmt: Format, x: Tensor, tensor_scale: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Encode.
+    """Encode rows of numbers.
 
     Args:
         fmt: a format of `minithink.quant`.
         x: [..., D] by channel, [..., T, D] by token with 1 ≤ T ≤ `fmt.group`; float32, float16 or bfloat16.
         tensor_scale: float32 that broadcasts to [...]; read if the format is `tensor_scaled`.
-        valid: [..., T] bool, by token only: other tokens, NaN or not, count for nothing and get codes 0.
+        valid: [..., T] bool, by token only: the tokens that count; None: all. Other tokens may be NaN; they do not
+            change the parameters, and get codes 0.
 
     Returns:
         codes: uint8, [..., code_bytes] by channel, [..., T, code_bytes] by token.
@@ -148,7 +149,7 @@ def quantize(fmt: Format, x: Tensor, tensor_scale: Tensor, valid: Tensor | None 
     out = view_as(codes, code_dtype(fmt)), view_as(params, params_dtype(fmt)) if fmt.group else params
     if x.stride(-1) != 1:
         x = x.contiguous()
-    nothing = x[(0,) * x.ndim]  # an address for what is not read
+    nothing = x[(0,) * x.ndim]  # an address for tensors that are not read
     scale = (tensor_scale if fmt.tensor_scaled else nothing).expand(lead)
 
     if not by_token:
@@ -177,7 +178,7 @@ def quantize(fmt: Format, x: Tensor, tensor_scale: Tensor, valid: Tensor | None 
 
 
 def _saturates(fmt: Format, dtype: torch.dtype) -> bool:
-    """Whether numbers of a dtype can exceed a plain format; ±∞ stays where it can not, as in the twin."""
+    """True if numbers of a dtype can exceed a plain format. If they cannot, ±∞ stays, as in the twin."""
     stored = code_dtype(fmt)
     return stored.is_floating_point and torch.finfo(stored).max <= torch.finfo(dtype).max
 

@@ -1,6 +1,6 @@
 """R-KV's redundancy without the S × S matrix of cosines in memory. Twin: `minithink/ref/redundancy.py`.
 
-Layout: four launches, each a program per lane and block of BLOCK keys, but for the last.
+Layout: four launches, each with a program per lane and block of BLOCK keys, the last with a program per lane.
 
     _unit      1/(‖k‖ + 1e−8), and a block's share of Σ_i k̂_i
     _newest    per row i: j*_i, C_ij*, and the row's own column sum without sparing, k̂_i·Σ k̂ − k̂_i·k̂_i
@@ -8,11 +8,11 @@ Layout: four launches, each a program per lane and block of BLOCK keys, but for 
                rows spare by comparing all j*_i with j: integers only, always in one order, no atomics
     _softmax   per lane
 
-_newest looks for j* from the newest keys backwards and stops once every row of its block has found one: where keys
-resemble each other, as those of trained models do, it computes a small part of C. Products of 16-bit keys are taken
-before the norms divide them: then each product is exact on tensor cores, and the sums are in float32.
-Bound: at most S²·D multiply-adds and at least three readings of K per lane: arithmetic for float32 keys and for lanes
-of dissimilar keys, memory otherwise. Blocks without a valid key are not read.
+_newest searches j* from the newest keys backwards, and stops when every row of its block has found one. If keys
+resemble each other, as those of trained models do, it computes only a small part of C. 16-bit keys are multiplied
+before the division by their norms: then each product is exact on tensor cores, and the sums are in float32.
+Bound: arithmetic for float32 keys and for lanes of dissimilar keys, else memory. At most S²·D multiply-adds, and at
+least three reads of K, for each lane. Blocks without a valid key are not read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WARPS = 8  # of _newest: with fewer the product does not fit into the registers
 
 @triton.jit
 def _keys(p_k, row, m_row, dim, stride_k_s, D: tl.constexpr, FULL: tl.constexpr):
-    """Rows of K, [rows, dims]; zeros where not valid, whatever stands there."""
+    """Rows of K, [rows, dims]; zeros where not valid, even if K is NaN there."""
     k = tl.load(p_k + row.to(tl.int64)[:, None] * stride_k_s + dim, m_row[:, None] & (dim < D), other=0.0)
     return k.to(tl.float32) if FULL else k
 
@@ -73,12 +73,12 @@ def _newest(
     p_valid += i_lane // heads * stride_v_b + i_lane % heads * stride_v_h
     valid = tl.load(p_valid + row, row < width, other=0) != 0
     if tl.max(valid.to(tl.int32)) == 0:
-        return  # _columns reads only what belongs to valid rows
+        return  # _columns reads results of valid rows only
     p_k += i_lane // heads * stride_k_b + i_lane % heads * stride_k_h
     p_scale += i_lane * width
     scale = tl.load(p_scale + row, valid, other=0.0)
 
-    newest = tl.where(valid, -1, 0)  # j*; rows that are not valid look for none
+    newest = tl.where(valid, -1, 0)  # j*, −1 while it is not found; invalid rows search none
     spared = tl.zeros((BLOCK,), tl.float32)  # C_ij*
     start = (width - 1) // BLOCK * BLOCK
     while (start >= 0) & (tl.min(newest) < 0):
@@ -130,7 +130,7 @@ def _columns(
     p_valid += i_lane // heads * stride_v_b + i_lane % heads * stride_v_h
     valid_j = tl.load(p_valid + column, column < width, other=0) != 0
     if tl.max(valid_j.to(tl.int32)) == 0:
-        return  # _softmax reads only what belongs to valid columns
+        return  # _softmax reads results of valid columns only
     p_newest += i_lane * width
     p_spared += i_lane * width
     p_total += i_lane * width
@@ -157,7 +157,7 @@ def _softmax(p_valid, p_mean, p_out, heads, width, stride_v_b, stride_v_h, BLOCK
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         valid = tl.load(p_valid + column, column < width, other=0) != 0
-        # Means of cosines are at most 1: no maximum has to be taken off.
+        # Means of cosines are at most 1, so the softmax needs no subtraction of the maximum.
         total += tl.sum(tl.where(valid, tl.exp(tl.load(p_mean + column, valid, other=0.0)), 0.0))
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -169,11 +169,12 @@ def _softmax(p_valid, p_mean, p_out, heads, width, stride_v_b, stride_v_h, BLOCK
 def redundancy(k: Tensor, valid: Tensor, threshold: float = 0.5) -> Tensor:
     """R-KV's redundancy: softmax over the valid keys of how much each resembles the others, on average.
 
-    Two keys whose cosine is so near the threshold that rounding decides may be judged otherwise than by the twin.
+    If the cosine of two keys is so near the threshold that rounding decides, the result may differ from the twin's.
 
     Args:
         k: [B, Hkv, S, D], rotated keys, oldest first; anything (also NaN) where not valid.
         valid: bool [B, Hkv, S], or [B, 1, S] for all heads.
+        threshold: cosine above which two keys resemble each other.
 
     Returns:
         float32 [B, Hkv, S]: sums to 1 over the valid keys, 0 elsewhere.

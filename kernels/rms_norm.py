@@ -1,9 +1,10 @@
 """RMSNorm over the last axis, one read and one write. Twin: `minithink/ref/rms_norm.py`.
 
-A program holds a few whole rows in registers, so that the mean square and the product need one read. Rows are
-counted through the leading axes, outer · inner of them, each axis with its own stride: the heads of q or k inside
-the output of the fused projection, [N, Hq + 2·Hkv, D], are normed where they are. Bound: each number is read once
-and written once, with four operations: memory, and at a decoding step's few rows the launch.
+Layout: a program holds a few whole rows in registers, so that the mean square and the product need one read. There
+are outer · inner rows, and each of these two leading axes has its own stride. So the heads of q or k are normed
+where the fused projection wrote them, inside [N, Hq + 2·Hkv, D].
+Bound: memory, and the launch for the few rows of a decoding step. Each number is read once and written once, with
+four operations.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def shape_of_program(width: int) -> tuple[int, int, int]:
-    """How many rows of this width a program takes, the power of two that holds a row, and the program's warps."""
+    """Rows of this width for a program, the power of two that holds a row, and the program's warps."""
     block = power_of_2(width)
     rows = max(1, TILE // block)
     return rows, block, min(16, max(1, rows * block // (32 * PER_THREAD)))

@@ -1,9 +1,10 @@
 """Rotary position embedding, one read and one write. Twin: `minithink/ref/rope.py`.
 
-A program takes one token and a few of its heads, and holds both halves of each, so that every number is read once;
-the angles' cosines and sines are read once for all of its heads. Heads and tokens have strides: q and k are rotated
-out of the fused projection's output, [N, Hq + 2·Hkv, D]. Bound: each number is read once and written once, with two
-multiplications and an addition: memory, and at a decoding step's few tokens the launch.
+Layout: a program takes one token and a few of its heads, and holds both halves of each head, so that every number is
+read once. Cosines and sines are read once for all heads of the program. Heads and tokens have strides, so q and k are
+read directly from the fused projection's output, [N, Hq + 2·Hkv, D].
+Bound: memory, and the launch for the few tokens of a decoding step. Each number is read once and written once, with
+two multiplications and an addition.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def shape_of_program(heads: int, half: int) -> tuple[int, int]:
-    """How many heads a program takes, and the power of two that holds half a head."""
+    """Heads of a program, and the power of two that holds half a head."""
     block = power_of_2(half)
     return min(power_of_2(heads), max(1, TILE // block)), block
 

@@ -1,9 +1,9 @@
-"""Where the segments of sequences lie in the lists of their tokens. Twin: `minithink/ref/segments.py`.
+"""Find the segments of sequences in their lists of tokens. Twin: `minithink/ref/segments.py`.
 
-Layout: one launch, a program per unit and BLOCK segments. Lists are in the order of positions, so where a segment
-begins is found by halving, for all segments of the program together.
-Bound: 4 bytes for each of the log2(S) positions that a search looks at, 8 written a segment: the latency of as many
-loads, one after the other.
+Layout: one launch, a program per unit and BLOCK segments. Lists are in the order of positions, so a binary search
+finds where a segment begins, for all segments of the program at once.
+Bound: latency, log2(S) loads one after the other. A search reads 4 bytes for each of these positions; 8 bytes are
+written for each segment.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _before(p_pos, count, border):
         step *= 2
     while step > 1:
         step = step // 2
-        here = low + step  # so many at least, if the last of them is below
+        here = low + step  # at least so many positions are below, if the last of them is
         below = tl.load(p_pos + (here - 1), here <= count, other=0) < border
         low = tl.where((here <= count) & below, here, low)
     return low
@@ -53,19 +53,21 @@ def _segments(
 
 
 def segments(pos: Tensor, count: Tensor, at: Tensor, prompt: Tensor, tau: int, total: int) -> tuple[Tensor, Tensor]:
-    """Segment g holds the tokens from position prompt + τ·g on, before prompt + τ·(g + 1).
+    """Find the first column and the size of every segment.
+
+    Segment g holds the tokens whose position is at least prompt + τ·g and less than prompt + τ·(g + 1).
 
     Args:
-        pos: int32 [Lt, B, Ht, W], positions, ascending; only the first `count` of each list are looked at.
+        pos: int32 [Lt, B, Ht, W], positions, ascending; only the first `count` of each list are read.
         count: int32 [Lt, B, Ht], tokens of each list. Both contiguous.
-        at: int64 [N], of these rows.
+        at: int64 [N], the rows.
         prompt: int32 [N], tokens of their prompts.
-        tau: τ.
-        total: G, segments that are asked for.
+        tau: τ, tokens of a segment.
+        total: G, the number of segments to find.
 
     Returns:
-        first: int32 [Lt, N, Ht, G], the column of each segment's first token, or where it would stand.
-        size: int32 [Lt, N, Ht, G], its tokens that are left.
+        first: int32 [Lt, N, Ht, G], the column of each segment's first token, or where it would be.
+        size: int32 [Lt, N, Ht, G], tokens of the segment that are still held.
     """
     n, (layers, rows, heads) = len(at), count.shape
     first, size = torch.empty(2, layers, n, heads, total, dtype=torch.int32, device=pos.device)

@@ -1,11 +1,11 @@
-"""Fewer bits from the codes alone (PM-KVQ's packed backend). Twin: `minithink/ref/shrink.py`, byte for byte.
+"""Requantize integers to fewer bits, from the codes alone. Twin: `minithink/ref/shrink.py`, byte for byte.
 
-Layout: the first programs take [BLOCK rows, codes of one] of the codes, the others [BLOCK rows, scales of one] of the
-parameters: both in one launch, for a row of parameters may belong to one row of codes or to many. All halvings, 16 to
-8 to 4 to 2 bits, are done in registers.
+Layout: one launch. The first programs take [BLOCK rows, codes of a row] of the codes, the others [BLOCK rows, scales
+of a row] of the parameters, because a row of parameters may belong to one row of codes or to many. All halvings, 16
+to 8 to 4 to 2 bits, are done in registers.
 
-Bound: 1½ times the source's bytes are moved, for about 5 instructions a code and halving, of them one multiplication
-in place of the division by 2^c + 1: memory down to 4 bits; 2 bits from 4 are ¾ of a byte a code, and both count.
+Bound: memory down to 4 bits; from 4 to 2 bits, ¾ of a byte a code, memory and arithmetic. 1½ times the source's bytes
+are moved. Each code and halving takes about 5 instructions; a multiplication replaces the division by 2^c + 1.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def shrink(source: Format, target: Format, codes: Tensor, params: Tensor) -> tup
     Args:
         source, target: asymmetric integers of `minithink.quant`, equal in `group`, `by` and `params`.
         codes: [..., source.code_bytes] uint8.
-        params: [..., source.params_bytes] uint8; by token a row for every token, or the shared rows, as they are.
+        params: [..., source.params_bytes] uint8; by token one row for every token, or each shared row once.
 
     Returns:
         codes: [..., target.code_bytes] uint8.

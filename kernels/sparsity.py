@@ -1,11 +1,11 @@
-"""How few of the cached tokens a query attends to. Twin: `minithink/ref/sparsity.py`.
+"""Attention sparsity: the share of cached tokens with almost no attention. Twin: `minithink/ref/sparsity.py`.
 
-Layout: one launch, a program per row with all of its heads, which goes through the row twice, BLOCK tokens at a time:
-for the largest weight of each head, then for how many are below its share. Comparisons of float32 are exact, so are
-counts, and the mean is a sum of float32 numbers in float64: the result is the twin's, bit for bit.
-Bound: 4 bytes a token and head, the weights that the attention wrote as it went over the keys anyway, and a byte a
-token for where tokens are; the second pass finds both in the cache. Few rows are due in a step: latency. Weights that
-are not valid are not read, and of a row without tokens nothing but that.
+Layout: one launch, a program per row with all of its heads. It goes through the row twice, BLOCK weights at a time:
+first for the largest weight of each head, then to count the weights below its share. Comparisons and counts are
+exact, and the mean is a sum of float32 numbers in float64, so the result is the twin's, bit for bit.
+Bound: latency, because few rows are due in a step. 4 bytes for each token and head (attention has already written
+these weights) and 1 byte for each token (valid); the second pass finds both in the GPU's cache. Invalid weights are
+not read.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def sparsity(p: Tensor, valid: Tensor, share: float = 0.01) -> Tensor:
     Args:
         p: float32 [..., Hkv, S], attention weights; anything (also NaN) where not valid.
         valid: bool [..., Hkv, S], or [..., 1, S] for all heads.
+        share: of the row's largest weight; 0.01 is the paper's 1 %.
 
     Returns:
         float32 [...], 0 where no token is valid.

@@ -1,4 +1,4 @@
-"""Which tokens of shrinking segments go, by K-means over the keys where they lie. Twin: `minithink/ref/survivors.py`.
+"""Select the tokens that go when segments shrink, by K-means over keys in pages. Twin: `minithink/ref/survivors.py`.
 
 Layout: the device makes two lists of the segments that shrink, with a program per unit. Narrow segments have at most
 NARROW tokens, all others are wide. Each list and each format of thoughts then has a launch of its own, a branch of
@@ -13,11 +13,11 @@ The order of the lists is arbitrary. It decides which program handles a segment,
 
 First read `kmeans.py`, then `_survive`.
 
-Bound: the codes and scales of the segments' keys, read once if these are no longer than BLOCK, 9 KiB a head for 128
-tokens in NVFP4; then the latency of K picks, one after the other. Segments that keep all they have cost nothing.
-Memory: 4·T² bytes a program and launch, 17 MiB for each format at T = 128.
+Bound: latency of K picks, one after the other. Before them the codes and scales of the segment's keys are read, once
+if the segment has at most BLOCK tokens: 9 KiB for each head and 128 tokens in NVFP4. Segments that lose no token cost
+nothing. The products take 4·T² bytes for each program and launch, 17 MiB for each format at T = 128.
 
-Rounding: as in `kmeans.py`. Dequantized keys are rounded to the model's type, as the twin's are.
+Rounding: as in `kmeans.py`. Dequantized keys are rounded to the model's type, like the twin's.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ NARROW = 16  # tokens of a narrow segment, at most
 PROGRAMS = 2112, 264  # for narrow segments, 16 for each multiprocessor of an H100, and for wide ones
 BLOCK = 128  # tokens of a product, on either side
 LISTED = 256  # segments of a unit at a time
-HEAD = 16  # bytes in front of the flags, for they begin where words do
-STAGES = 1  # of the loop over heads; with keys on their way there would be no registers left
+HEAD = 16  # bytes before the flags, so that the flags are aligned to words
+STAGES = 1  # of the loop over heads; loading keys ahead would take too many registers
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
@@ -65,7 +65,7 @@ def _list(p_list, p_listed, p_size, p_goal, n, heads, segments, NARROW: tl.const
 
 @triton.jit
 def _where(p_place, p_row_of, start, size, C: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Of BLOCK tokens of a segment, of those it has: the place, and the row of scales; else 0 and none."""
+    """Places and rows of scales of BLOCK tokens of a segment; 0 and none behind its last token."""
     t = start + tl.arange(0, BLOCK)
     place = tl.load(p_place + t, t < size, other=0)
     row = tl.maximum(place, 0) // C.most
@@ -122,7 +122,7 @@ def _shrink(
     valid = t < size
     kept = tl.zeros((WIDE,), tl.int32)
     if goal > 0:
-        tl.debug_barrier()  # the products of the segment before are read
+        tl.debug_barrier()  # all threads have read the products of the segment before
         for i in range(0, WIDE, BLOCK):
             row, rows = i + tl.arange(0, BLOCK), _where(p_place, p_row_of, i, size, C, K, BLOCK)
             for j in range(i, WIDE, BLOCK):
@@ -146,7 +146,7 @@ def _shrink(
                             product = tl.dot(a[plane], tl.trans(b[plane]), product, input_precision="ieee")
                     tl.store(p_product + column[None, :] * WIDE + row[:, None], product)
                 tl.store(p_product + row[:, None] * WIDE + column[None, :], product)
-        tl.debug_barrier()  # what others have written is read
+        tl.debug_barrier()  # threads read products that other threads have written
         kept = chosen(p_product, valid, goal, ITERATIONS, WIDE, AT_ONCE)
     tl.store(p_drop + t, (kept == 0).to(tl.uint8), valid)
 
@@ -158,7 +158,7 @@ def _survive(
     C: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, WAITING: tl.constexpr, ITERATIONS: tl.constexpr,
     WIDE: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Segments from the list, whose tokens are in FORMAT; if WAITING, also those of which all are in the ring.
+    """Segments from the list whose tokens are in FORMAT; if WAITING, also segments that lie in the ring as a whole.
 
     p_list, p_listed: numbers of the segments [Lt, N, Ht, G], and how many these are; n: N; rows: B. WIDE, AT_ONCE,
     BLOCK: tuples, for segments of at most so many tokens, the smallest first.
@@ -195,17 +195,17 @@ def _survive(
 
 
 def survivors(read: Any, first: Tensor, size: Tensor, goal: Tensor, longest: int) -> Tensor:
-    """K-means over the keys of every segment that holds more tokens than it may keep.
+    """Run K-means over the keys of every segment that holds more tokens than it may keep.
 
     Args:
-        read: the store's Reading of R rows; tokens of one segment are in one format, or wait.
+        read: the store's Reading of R rows; the tokens of a segment are in one format, or in the ring.
         first: integers [Lt, R, Ht, G], the column in which each segment begins.
-        size: integers [Lt, R, Ht, G], its tokens.
-        goal: integers [R, G], how many may stay.
+        size: integers [Lt, R, Ht, G], tokens of each segment.
+        goal: integers [R, G], tokens that each segment may keep.
         longest: tokens that a segment has at most.
 
     Returns:
-        bool [Lt, R, Ht, S], those that go.
+        bool [Lt, R, Ht, S], the tokens that go.
     """
     pages = read.pages
     if pages.shape.scope == "sequence":
@@ -213,7 +213,7 @@ def survivors(read: Any, first: Tensor, size: Tensor, goal: Tensor, longest: int
     lt, n, ht, segments = size.shape
     seen, device = pages.seen, size.device
     units = lt * n * ht
-    # cleared at once: how many segments are listed, and which tokens go
+    # One tensor, cleared by one launch: the numbers of listed segments, then the flags of the tokens that go.
     room = torch.zeros(HEAD + units * seen, dtype=torch.uint8, device=device)
     listed, drop = room[:8].view(torch.int32), room[HEAD:].view(lt, n, ht, seen)
     if not size.numel():
@@ -243,7 +243,7 @@ def survivors(read: Any, first: Tensor, size: Tensor, goal: Tensor, longest: int
 
 
 def sizes(longest: int) -> tuple[tuple[int, ...], ...]:
-    """Tokens that programs look at, of each list: the narrow segments; the longest, and those half as long."""
+    """Widths of the programs of each list: for narrow segments; for wide ones, half the width and the width."""
     most = power_of_2(longest)
     if most <= NARROW:
         return ((NARROW,),)

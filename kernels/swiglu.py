@@ -1,6 +1,6 @@
 """SwiGLU's elementwise half: silu(gate) · up in one pass. Twin: `minithink/ref/swiglu.py`.
 
-Bound: 3 numbers moved for an output of one (two read, one written), a handful of operations: memory.
+Bound: memory. Two numbers are read and one is written for each output, with a handful of operations.
 """
 
 from __future__ import annotations

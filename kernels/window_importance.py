@@ -2,14 +2,14 @@
 
 Layout: three launches, each a program per lane and block of keys.
 
-    _logits   A[w, j], the maximum over the group; of each of the block's rows the maximum and the sum of e^(A − max)
-    _mean     the rows' maxima and sums over all blocks, then I[j], the mean over the window of the softmax
-    _pool     over each key's neighbours
+    _logits   A[w, j], the maximum over the group; for each row of the block the maximum and the sum of e^(A − max)
+    _mean     combines the rows' maxima and sums of all blocks, then I[j], the mean over the window of the softmax
+    _pool     pools each key with its neighbours
 
-The logits lie in memory between the first two, W float32 per key: little beside the key itself.
-Bound: K once, S·D numbers per lane, and 4·(2W + 3) bytes per key: memory. The 2·G·W·D operations per key are few
-beside that, and run on tensor cores, where q and k have the same 16-bit type. Otherwise, with windows of more than 16
-queries, they are the bound. Blocks without a valid key are not read.
+Between the first two launches the logits lie in memory: W float32 for each key, little beside the key itself.
+Bound: memory, if q and k have the same 16-bit type. K is read once, S·D numbers for each lane, and 4·(2W + 3) bytes
+are moved for each key; the 2·G·W·D operations for each key are few, on tensor cores. With other types and windows of
+more than 16 queries, the limit is arithmetic. Blocks without a valid key are not read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from minithink.kernels._common import INTERPRETED, Variant, power_of_2
 BLOCK = 64  # keys of a program
 POOL_BLOCK = 1024
 QUERIES = 64  # of the window at a time, at most
-LOWEST = tl.constexpr(-3.0e38)  # stands for −∞, of which differences are defined
+LOWEST = tl.constexpr(-3.0e38)  # replaces −∞, because −∞ − (−∞) is NaN
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def _mean(
     p_valid += i_lane // heads * stride_v_b + i_lane % heads * stride_v_h
     valid = tl.load(p_valid + column, column < width, other=0) != 0
     if tl.max(valid.to(tl.int32)) == 0:
-        return  # _pool reads only what belongs to valid keys
+        return  # _pool reads results of valid keys only
     mean = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, window, BLOCK_W):
         row = start + tl.arange(0, BLOCK_W)
@@ -131,7 +131,7 @@ def window_importance(q: Tensor, k: Tensor, valid: Tensor, kernel_size: int = 7,
     Args:
         q: [B, Hq, W, D], rotated queries of the window.
         k: [B, Hkv, S, D], rotated keys, oldest first; anything (also NaN) where not valid.
-        valid: bool [B, Hkv, S], or [B, 1, S] for all heads: the keys to score, which must stand together.
+        valid: bool [B, Hkv, S], or [B, 1, S] for all heads: the keys to score, neighbouring columns.
         kernel_size: odd number of keys that are pooled; 1 pools nothing.
         pooling: "max", or "avg": the sum divided by kernel_size, also at the ends, where there are fewer keys.
 
@@ -152,7 +152,7 @@ def window_importance(q: Tensor, k: Tensor, valid: Tensor, kernel_size: int = 7,
     top, total = (torch.empty(lanes, blocks, window, dtype=torch.float32, device=k.device) for _ in range(2))
     mean = torch.empty_like(out)
     full = INTERPRETED or q.dtype != k.dtype or k.dtype == torch.float32
-    # Tensor cores take at least 16 rows; in float32 more of them would not fit into the registers.
+    # Tensor cores take at least 16 rows. In float32, more rows would not fit into the registers.
     rows = 16 if full else min(QUERIES, max(16, power_of_2(window)))
     shape = {"GROUP": q.shape[1] // heads, "D": dim, "WIDE": max(16, power_of_2(dim)), "BLOCK": BLOCK}
     shape |= {"BLOCK_W": rows, "FULL": full}
