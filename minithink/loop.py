@@ -41,7 +41,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minithink.errors import MinithinkError
 from minithink.kv.batch import ACTIVE, Batch
 from minithink.kv.contract import Demand
 from minithink.kv.manager import KVManager
@@ -174,12 +173,7 @@ class DecodeLoop:
         self._launched = None
         out, n = launched.out.tolist(), len(launched.out) // 3
         (drawn, due, begun), overflow = (out[i * n : i * n + len(seqs)] for i in range(3)), out[-1]
-        if overflow:
-            raise MinithinkError(
-                f"The KV pool of {cache.pages:,} pages is exhausted: use a smaller --batch-size, budget or "
-                "--max-new-tokens."
-            )
-        cache.advance(seqs, tokens, begun)
+        cache.advance(seqs, tokens, begun, bool(overflow))
         if (acting := cache.acting(launched.batch, due if launched.tells_due else None)) is not None:
             self.run(self.decisions, lambda x, _: cache.decide(x), acting, recorded=cache.records_decisions)
         if (full := cache.full()) is not None:

@@ -164,7 +164,7 @@ class Stream:
         if not self.fixed:
             return self.cache_of(policy, self.batch_size)
         one = self.cache_of(copy.deepcopy(policy), 1)
-        if isinstance(one, KVManager) and one.recordable and not one.store.storage.lag:  # a lag attends densely
+        if isinstance(one, KVManager) and one.recordable and not one.dense:
             return self.cache_of(policy, self.batch_size)
         return Apart(lambda: self.cache_of(copy.deepcopy(policy), 1))
 

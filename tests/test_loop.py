@@ -146,11 +146,11 @@ def test_a_graph_is_its_steps(policy: str, monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_recorded_decisions_are_decisions(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For rows that are due, by replay, and for all rows, kernel by kernel."""
+    """For rows that are due, by replay, and for all rows in every step, kernel by kernel."""
     recorded = ran("triton", policy, temperature=0)
     assert recorded._loop is not None
     assert recorded._loop.decisions
-    monkeypatch.setattr(KVManager, "records_decisions", property(lambda _: False))
+    monkeypatch.setattr(KVManager, "tells_due", property(lambda _: False))
     launched = ran("triton", policy, temperature=0)
     assert launched._loop is not None
     assert not launched._loop.decisions
@@ -550,9 +550,11 @@ def test_rows_of_a_graph() -> None:
         assert padded.token.tolist() == [7] * len(rows) + [0] * idle
 
 
+@pytest.mark.parametrize("by_loop", [True, False])
 @pytest.mark.usefixtures("by_launches")
-def test_a_pool_that_is_too_small_here_too() -> None:
-    """The step that finds no page says so, and counts none of its tokens; nor does the next one go on."""
+def test_a_pool_that_is_too_small_here_too(by_loop: bool) -> None:
+    """The step that finds no page says so, and counts none of its tokens; nor does the next one go on. Steps that
+    `begin_step` begins say it too: the host does not check the pool where a loop records."""
     decoder = with_backend(decoder_of(0), ONE_BY_ONE)
     manager = manager_for(
         decoder, Full(storage=Storage(block=4)), backend=ONE_BY_ONE, rows=2, columns="fit", pages=6 * 4, poison=False
@@ -561,12 +563,19 @@ def test_a_pool_that_is_too_small_here_too() -> None:
         manager.join(seq, 60, n)
         feed(decoder, manager, {seq: text_of(decoder.config, n, seq)})
     loop, tokens = DecodeLoop(decoder, manager, SamplingParams(temperature=0)), [1, 2]
+
+    def step() -> list[int]:
+        if by_loop:
+            return loop.step([0, 1], tokens)
+        logits = feed(decoder, manager, {seq: [token] for seq, token in enumerate(tokens)})
+        return [int(logits[seq].argmax()) for seq in (0, 1)]
+
     for _ in range(4):  # a page each, with four slots
-        tokens = loop.step([0, 1], tokens)
+        tokens = step()
     assert manager.store.table.pages.free == 4
     for _ in range(2):
         with pytest.raises(MinithinkError, match=r"The KV pool of 24 pages is exhausted: use a smaller --batch-size"):
-            loop.step([0, 1], tokens)
+            step()
         assert [manager.length(seq) for seq in (0, 1)] == manager.store.lengths == [12, 8]
 
 
@@ -595,8 +604,9 @@ def test_a_step_may_be_launched_before_it_is_asked_for() -> None:
     assert drawn[-1][-2] < 20, "tokens were evicted"
 
 
+@pytest.mark.parametrize("by_loop", [True, False])
 @pytest.mark.usefixtures("by_launches")
-def test_a_buffer_without_room_is_noticed_by_the_next_step() -> None:
+def test_a_buffer_without_room_is_noticed_by_the_next_step(by_loop: bool) -> None:
     decoder = with_backend(decoder_of(0), ONE_BY_ONE)
     storage = Storage(("fp8",), buffer=4, block=4, tail="keep")
     manager = manager_for(
@@ -606,12 +616,13 @@ def test_a_buffer_without_room_is_noticed_by_the_next_step() -> None:
     manager.join(0, 60, 1)
     feed(decoder, manager, {0: [1]})
     loop = DecodeLoop(decoder, manager, SamplingParams(temperature=0))
+    step = (lambda token: loop.step([0], [token])) if by_loop else lambda token: feed(decoder, manager, {0: [token]})
     for i in range(2 * size + 3):  # two pages a unit are full, and the buffer with this token
-        loop.step([0], [i % 9])
+        step(i % 9)
     assert bool(manager.store.overflow)
     assert (manager.length(0), manager.store.waiting) == (2 * size + 4, [0])
     with pytest.raises(MinithinkError, match="The KV pool of 8 pages is exhausted"):
-        loop.step([0], [1])
+        step(1)
     assert manager.length(0) == 2 * size + 4
 
 

@@ -106,7 +106,7 @@ class Toy:
     def append(self, row: int, count: int = 1) -> None:
         for _ in range(count):
             k, v = torch.randn(2, 1, 1, 1, 8, generator=self.noise)  # [rows, tokens, heads, D] each
-            writer = self.store.append([row], [1], [self.length[row]], prompt=False)
+            writer = self.store.append([row], [1], [self.length[row]])
             writer.write(layer=0, k=k, v=v)
             self.length[row] += 1
 

@@ -339,13 +339,10 @@ for name in ("int4", "int4:by=token", "nvfp4", "nvfp4:by=token"):
 def store_of(pair: str, dim: int = 128, count: int = 128) -> PagedStore:
     """One head that has read `count` tokens of noise."""
     shape = Shape(1, 1, 1, 1, head_dim=dim, hidden=1, scope="sequence", device=torch.device("cpu"))
-    store = PagedStore(shape, Storage(thoughts=(pair,), buffer=16, block=16), pages=12)
+    store = PagedStore(shape, Storage(thoughts=(pair,), buffer=16, block=16), pages=80)
     generator = torch.Generator().manual_seed(0)
-    for position in range(count):
-        writer = store.append([0], [1], [position], prompt=False)
-        writer.write(0, *torch.randn(2, 1, 1, 1, dim, generator=generator))
-        if store.waiting[0] == 16:  # the buffer is full: sixteen tokens are quantized together
-            store.flush([0])
+    store.append([0], [count], [0]).write(0, *torch.randn(2, 1, count, 1, dim, generator=generator))
+    store.settle(0, count)  # sixteen tokens at a time are quantized together
     return store
 
 

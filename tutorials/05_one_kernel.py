@@ -769,7 +769,7 @@ def store_of(lengths: list[int], formats: tuple[str, ...] = ()) -> PagedStore:
     for row, n in enumerate(lengths):
         k[row, :n], v[row, :n] = torch.randn(2, n, 1, 32, generator=torch.Generator().manual_seed(row))
     rows = list(range(len(lengths)))
-    store.append(rows, lengths, [0] * len(rows), prompt=True).write(0, k.to(device), v.to(device))
+    store.append(rows, lengths, [0] * len(rows)).write(0, k.to(device), v.to(device))
     for row in rows:
         store.measure(row)
         store.settle(row, lengths[row])

@@ -35,17 +35,8 @@ class _Step:
     due: Sequence[Demand]  # the observations that this step makes
     active: Tensor | None  # bool [N]: rows that bring a token; None: all
     near: tuple[Tensor, Tensor, Tensor] | None = None  # pulled tokens [Lt, N, Ht, S], cos and sin of their query
-    # Known to the host; set by `begin_step` only.
-    seqs: Sequence[int] = ()
-    rows: Sequence[int] = ()
-    tokens: Sequence[int] = ()
-    known: Batch | None = None  # the batch on the host
-    told: bool = True  # whether the ids of the tokens are known
-
-    @property
-    def counts(self) -> list[int]:
-        """New tokens of each row."""
-        return [1] * len(self.rows)
+    # Set by `begin_step` only: the sequences, their tokens (empty: not known), the batch on the host.
+    fed: tuple[list[int], Sequence[int], Batch] | None = None
 
 
 @dataclass
@@ -72,7 +63,7 @@ class Pass(Rows):
     _opened = False  # whether the host knows of segments that were opened and have not begun
 
     @torch.inference_mode()
-    def begin(self, batch: Batch, due: Sequence[Demand] | None = None) -> None:
+    def begin(self, batch: Batch, due: Sequence[Demand] | None = None) -> _Step:
         """Take slots for the tokens of a step. due: the observations to make (`demands_due`); None: all demands."""
         at, active, position = batch.row, batch.active, batch.length - 1
         if self._opens:
@@ -88,6 +79,7 @@ class Pass(Rows):
         )  # fmt: skip
         if self.policy.pull:
             self._pull(now)
+        return now
 
     def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
         """Append and attend. qk: [n, Hq + Hkv, D], unrotated, v: [n, Hkv, D]; returns [n, Hq, D]."""
@@ -104,7 +96,7 @@ class Pass(Rows):
     def _decode(self, layer: int, raw: Tensor, q: Tensor, now: _Step) -> Tensor:
         """Attention of one new token of each row over the tokens of its lanes. raw, q: [N, Hq, D]."""
         asked = self.observations.asked(now.due, layer)
-        if now.near is not None or self.store.storage.lag:
+        if self.dense:
             return self._decode_dense(layer, raw, q, now, asked)
         for group in asked or (None,):
             attended, mass = self.backend.paged_attention(q, now.read, layer, group)

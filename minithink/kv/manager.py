@@ -48,7 +48,8 @@ import torch
 from torch import Tensor
 
 from minithink.config import ModelConfig
-from minithink.kv.attend import Pass, _Read, _Step
+from minithink.errors import MinithinkError
+from minithink.kv.attend import Pass, _Read
 from minithink.kv.batch import Batch
 from minithink.kv.contract import Edit, Evict, OpenSegment, Policy, Requantize, SetBudget
 from minithink.kv.rows import NOBODY as NOBODY
@@ -70,7 +71,6 @@ class KVManager(Pass):
     """Keys and values of up to `rows` sequences under one policy."""
 
     _edits: Sequence[tuple[Policy, Edit]] = ()  # of the last decision, for a recorder
-    _full: Sequence[int] = ()  # rows whose buffers are being quantized
 
     # -- a decode step; `attend.py` has `begin`, `attend` and `tap`, `rows.py` has `batch`
 
@@ -124,13 +124,24 @@ class KVManager(Pass):
         out[-1:].copy_(self.store.overflow)
 
     @torch.inference_mode()
-    def advance(self, seqs: Sequence[int], tokens: Sequence[int], begun: Sequence[int] | None = None) -> None:
+    def advance(
+        self, seqs: Sequence[int], tokens: Sequence[int], begun: Sequence[int] | None = None, overflow: bool = False
+    ) -> None:
         """Count the tokens of a step, which are in the cache now, on the host.
 
         Args:
             begun: for each row the type of the segment that began with its token (`store.begun`); None: no segment
                 began.
+            overflow: whether the pool was too small for the step, or for a buffer before it (`store.overflow`).
+
+        Raises:
+            MinithinkError: it was too small; no token is counted, and the sequences cannot go on.
         """
+        if overflow:
+            raise MinithinkError(
+                f"The KV pool of {self.pages:,} pages is exhausted: use a smaller --batch-size, budget or "
+                "--max-new-tokens."
+            )
         group = self._of(seqs)
         if begun is not None and self._opens:
             self._begun(group.rows, begun)
@@ -205,7 +216,7 @@ class KVManager(Pass):
         return torch.zeros_like(step.pos(), dtype=torch.bool) if whole is None else whole
 
     def full(self) -> Batch | None:
-        """The rows whose buffers are full, for `flush`; None: no buffer is full.
+        """The rows whose buffers are full, for `flush`, which must follow; None: no buffer is full.
 
         Raises:
             Exhausted: the pool is too small; nothing has changed, and the buffers wait.
@@ -216,7 +227,7 @@ class KVManager(Pass):
             return None
         if self.store.asks or not self.records_flushes:
             self.store.require_flush(full)
-        self._full = full
+        self.store.flushed(full)
         return Batch.of(row=full)
 
     @torch.inference_mode()
@@ -224,15 +235,15 @@ class KVManager(Pass):
         """Quantize the full buffers of these rows."""
         self.store.flush_rings(batch)
 
+    def _flush_full(self) -> None:
+        if (full := self.full()) is not None:
+            self.flush(full.to(self.device))
+
     @torch.inference_mode()
     def close(self, seqs: Sequence[int], tokens: Sequence[int]) -> None:
-        """End the step on the host: flushed buffers are empty, segments begin, a recorder is told."""
-        if self._full:
-            self.store.flushed(self._full)
-            self._full = []
-        group = self._of(seqs)
+        """End the step on the host: segments begin, a recorder is told."""
         self._begin_segments()
-        self._tell(group.rows, [1] * len(group.rows), tokens)
+        self._tell(self._of(seqs).rows, [1] * len(seqs), tokens)
 
     def _begin_segments(self) -> None:
         """Begin the segments that the policy has opened. If decisions are recorded, the host does not wait for them;
@@ -258,10 +269,7 @@ class KVManager(Pass):
 
     def _store_what_waits(self) -> None:
         """Quantize full buffers and prompts that were read. If the pool is exhausted, they wait for the next step."""
-        if (full := self.full()) is not None:
-            self.flush(full.to(self.device))
-            self.store.flushed(self._full)
-            self._full = []
+        self._flush_full()
         while self._waiting_prompts:
             row = self._waiting_prompts[0]
             self.store.settle(row, self._row(row).length)
@@ -285,29 +293,32 @@ class KVManager(Pass):
             self._begin_reading(group, counts, tokens or ())
             return
         self.prepare(seqs)
-        known = [-1] * len(counts) if tokens is None else tokens
-        batch = self.batch(seqs, known)
-        self.begin(batch.to(self.device), self.demands_due(seqs))
-        now = self._pass
-        assert isinstance(now, _Step)
-        now.seqs, now.rows, now.tokens, now.known, now.told = list(seqs), group.rows, known, batch, tokens is not None
+        batch = self.batch(seqs, [-1] * len(counts) if tokens is None else tokens)
+        now = self.begin(batch.to(self.device), self.demands_due(seqs))
+        now.fed = list(seqs), tokens or (), batch
 
     @torch.inference_mode()
     def end_step(self) -> None:
-        """Close the step: count its tokens, let the policy act, quantize full buffers and prompts that were read."""
+        """Close the step: count its tokens, let the policy act, quantize full buffers and prompts that were read.
+
+        Raises:
+            Exhausted: a full buffer or a prompt found no page; it waits for the next step.
+            MinithinkError: the pool is too small and steps are recorded; the sequences cannot go on.
+        """
         now = self._now
         if isinstance(now, _Read):
             self._end_reading(now)
             return
+        assert now.fed is not None
+        seqs, tokens, batch = now.fed
         begun = self.store.begun[now.batch.row].tolist() if self._opens else None
         due = self.due(now.batch).tolist() if self.tells_due and self.recorder is None else None
-        assert now.known is not None
-        self.advance(now.seqs, now.tokens, begun)
-        if (acting := self.acting(now.known, due)) is not None:
+        # The host has checked the pool, unless steps are recorded.
+        self.advance(seqs, batch.token.tolist(), begun, self.recorded and bool(self.store.overflow))
+        if (acting := self.acting(batch, due)) is not None:
             self.decide(acting.to(self.device))
-        if (full := self.full()) is not None:
-            self.flush(full.to(self.device))
-        self.close(now.seqs, now.tokens if now.told else ())
+        self._flush_full()
+        self.close(seqs, tokens)
 
     def _announced(self, seqs: Sequence[int], counts: Sequence[int]) -> _Group:
         """The sequences of a step (`_of`). ValueError: some read prompts while others generate, or the counts of new
@@ -333,7 +344,7 @@ class KVManager(Pass):
         self._store_what_waits()
         self.fit_columns(max(counts))
         lengths = [r.length for r in records]
-        writer = self.store.append(rows, counts, lengths, prompt=True)
+        writer = self.store.append(rows, counts, lengths)
         position = [p for start, count in zip(lengths, counts, strict=True) for p in range(start, start + count)]
         cos, sin = self.rope.at(torch.tensor(position, device=self.device))
         first, step = np.cumsum([0, *counts[:-1]]), np.arange(max(counts))

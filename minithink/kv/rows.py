@@ -306,6 +306,12 @@ class Rows:
         return self.store.columns is not None and not self.steers
 
     @property
+    def dense(self) -> bool:
+        """Whether decode steps attend over dense copies, for pulled tokens and for values that lag. The copies are as
+        wide as the longest lane, so the last bits of a sequence's sums depend on the sequences beside it."""
+        return self.policy.pull > 0 or self.store.storage.lag
+
+    @property
     def recorded(self) -> bool:
         """Whether steps are recorded. If so, no part of a step may read the device's memory on the host."""
         return not self.store.asks

@@ -8,7 +8,8 @@
 
 The life of a token:
 
-    append    the token takes a slot or a place in the ring; then the Writer writes its key and value, layer by layer
+    append    a prompt's token takes a slot of a plain page; then the Writer writes its key and value, layer by layer
+    take      a generated token takes a slot, or a place in the ring; then the Writer writes it, too
     settle    the prompt was read: the tokens that the policy kept move from plain pages into pages of their format
     flush     the ring is full: its tokens are quantized into pages of the running thought type
     reader    reads every layer's keys and values, oldest token first
@@ -18,7 +19,7 @@ All pages have one size in bytes and serve any format (`pages.py` reads them). A
 format and one thought type (`table.py`). A held token moves only if a policy asks for another format
 (`requantize.py`), or if gather compaction is measured (`compaction.py`).
 
-A decode step takes slots in three parts; `append` and `flush` do all three:
+A decode step takes slots, and flushes rings, in three parts:
 
     require, require_flush   the host checks that there is room; while steps are recorded it must not read the
                              device's memory, and reads `overflow` after the step instead
@@ -52,12 +53,9 @@ class PagedStore(Moves):
 
     # -- appending
 
-    def append(self, rows: Sequence[int], counts: Sequence[int], lengths: Sequence[int], prompt: bool) -> Writer:
-        """Take slots for new tokens: counts[i] for row rows[i], which has seen lengths[i] tokens before.
-
-        Args:
-            prompt: the tokens belong to prompts and stay plain for now; otherwise one token a row, which goes to the
-                ring or to the format of its row's thought type.
+    def append(self, rows: Sequence[int], counts: Sequence[int], lengths: Sequence[int]) -> Writer:
+        """Take slots in plain pages for tokens of prompts: counts[i] for row rows[i], which has seen lengths[i]
+        tokens before. `settle` moves them to their own format.
 
         Returns:
             the Writer of these tokens' keys and values, layer by layer.
@@ -66,14 +64,31 @@ class PagedStore(Moves):
             Exhausted: the pool has no pages left; the store is as it was.
             UsageError: a lane would hold more tokens than the fixed width; the store is as it was.
         """
-        if prompt:
-            return self._append_prompts(rows, counts, lengths)
-        self.require(rows)
-        waiting = [self.waiting[row] for row in rows]
-        after = [length + 1 for length in lengths]
-        writer = self.take(Batch.of(self.shape.device, row=rows, length=after, waiting=waiting))
-        self.appended(rows, after)
-        return writer
+        n, device, (lt, _, ht) = max(counts), self.shape.device, self.shape.tables
+        if self.compaction:
+            self.compaction.finish()
+        most = self.require_columns(rows, counts)
+        at, column = torch.tensor(rows, device=device), torch.arange(n, device=device)
+        more, before = torch.tensor(counts, device=device), torch.tensor(lengths, device=device)
+        valid = (column < more[:, None])[None, :, None].expand(lt, len(rows), ht, n)
+        purpose = f"appending {sum(counts):,} tokens to {len(rows)} sequences"
+        self._require(at, n, lambda: valid.sum(-1), purpose, 0)
+        if self.columns is None:
+            self._widen(max(most))
+        bases = self._allocate_many(at, valid, 0, self.thought)
+        held = self.count[:, at]  # [Lt, N, Ht]
+        end = torch.where(valid, held[..., None] + column, self.place.shape[-1] - 1)
+        position = (before[:, None] + column)[None, :, None].expand(valid.shape)
+        for lists, new in ((self.place, self._places(bases)), (self.pos, torch.where(valid, position, -1))):
+            own = lists[:, at]
+            lists[:, at] = own.scatter_(-1, end, new.to(torch.int32))
+        self.pos[..., -1] = -1
+        self.count[:, at] = held + more[None, :, None].to(torch.int32)
+        self.most = most
+        for row, length, count in zip(rows, lengths, counts, strict=True):
+            self.lengths[row] = length + count
+        self.reading.update(rows)
+        return _PageWriter(self, at, bases)
 
     def require(self, rows: Sequence[int]) -> None:
         """Check that there is room for one generated token of each row: in the lists and, if the host may read the
@@ -123,45 +138,7 @@ class PagedStore(Moves):
         """Formats that `take` may write."""
         return () if self.storage.buffer else self.home
 
-    def _append_prompts(self, rows: Sequence[int], counts: Sequence[int], lengths: Sequence[int]) -> Writer:
-        """Take slots in plain pages. Arguments and errors as of `append`."""
-        n, device, (lt, _, ht) = max(counts), self.shape.device, self.shape.tables
-        if self.compaction:
-            self.compaction.finish()
-        most = self.require_columns(rows, counts)
-        at, column = torch.tensor(rows, device=device), torch.arange(n, device=device)
-        more, before = torch.tensor(counts, device=device), torch.tensor(lengths, device=device)
-        valid = (column < more[:, None])[None, :, None].expand(lt, len(rows), ht, n)
-        purpose = f"appending {sum(counts):,} tokens to {len(rows)} sequences"
-        self._require(at, n, lambda: valid.sum(-1), purpose, 0)
-        if self.columns is None:
-            self._widen(max(most))
-        bases = self._allocate_many(at, valid, 0, self.thought)
-        held = self.count[:, at]  # [Lt, N, Ht]
-        end = torch.where(valid, held[..., None] + column, self.place.shape[-1] - 1)
-        position = (before[:, None] + column)[None, :, None].expand(valid.shape)
-        for lists, new in ((self.place, self._places(bases)), (self.pos, torch.where(valid, position, -1))):
-            own = lists[:, at]
-            lists[:, at] = own.scatter_(-1, end, new.to(torch.int32))
-        self.pos[..., -1] = -1
-        self.count[:, at] = held + more[None, :, None].to(torch.int32)
-        self.most = most
-        for row, length, count in zip(rows, lengths, counts, strict=True):
-            self.lengths[row] = length + count
-        self.reading.update(rows)
-        return _PageWriter(self, at, bases)
-
     # -- full buffers
-
-    def flush(self, rows: Sequence[int]) -> None:
-        """Quantize the full ring of some rows, in the format of their running thought type.
-
-        Raises:
-            Exhausted: the pool has no pages left; the store is as it was.
-        """
-        self.require_flush(rows)
-        self.flush_rings(Batch.of(self.shape.device, row=rows))
-        self.flushed(rows)
 
     def require_flush(self, rows: Sequence[int]) -> None:
         """Check that there are pages and rows of key scales for the full rings of some rows.
@@ -342,6 +319,7 @@ class _RingWriter(Writer):
         self.store, self.at, self.index, self.bases = store, at, index, {}
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        # A padding row writes, too: into the place that its own next token will take.
         self.store.ring[layer, self.at, :, self.index] = torch.stack((k[:, 0], v[:, 0]), dim=2)
 
 

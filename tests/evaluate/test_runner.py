@@ -496,8 +496,9 @@ class Steering(Policy):
 def test_what_cannot_be_recorded_goes_apart(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(model, device="cpu")
     monkeypatch.setattr(engine, "columns", "fit")
-    lagging = "kivi:group=16,residual=16,flush=official"  # attends densely: sums depend on the longest neighbour
-    for policy, apart in ((lagging, True), (Steering(), True), ("window:budget=16", False)):
+    # These two attend densely: sums depend on the longest neighbour.
+    lagging, pulling = "kivi:group=16,residual=16,flush=official", "streaming_llm:budget=16,rerotate=true"
+    for policy, apart in ((lagging, True), (pulling, True), (Steering(), True), ("window:budget=16", False)):
         assert isinstance(engine.stream("x", policy=policy, fixed=True, max_new_tokens=9).cache, Apart) == apart
 
 

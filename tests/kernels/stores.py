@@ -8,7 +8,7 @@ from torch import Tensor
 from minithink.kv.contract import Scope, Shape, Storage
 from minithink.kv.store import PagedStore
 from tests.kernels.device import DEVICE
-from tests.kv.run import open_now
+from tests.kv.run import append_one, flush, open_now
 
 STORAGES = {
     "plain": Storage(),
@@ -55,7 +55,7 @@ def filled(
     if not rows:
         return store
     counts = [lengths[row] for row in rows]
-    writer = store.append(rows, counts, [0] * len(rows), prompt=True)
+    writer = store.append(rows, counts, [0] * len(rows))
     for layer in range(layers):
         writer.write(layer, *values(len(rows), max(counts)))
     for row in rows:
@@ -65,8 +65,8 @@ def filled(
         store.settle(row, lengths[row])
     for step in range(steps):
         if full := [row for row in rows if 0 < storage.buffer == store.waiting[row]]:
-            store.flush(full)
-        writer = store.append(rows, [1] * len(rows), [lengths[row] + step for row in rows], prompt=False)
+            flush(store, full)
+        writer = append_one(store, rows, [lengths[row] + step for row in rows])
         for layer in range(layers):
             writer.write(layer, *values(len(rows), 1))
         if step % (steps // 2 + 1) == steps // 3:

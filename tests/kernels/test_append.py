@@ -24,7 +24,7 @@ from tests.compare import assert_close
 from tests.kernels import stores
 from tests.kernels.device import DEVICE
 from tests.kernels.formats import assert_bits
-from tests.kv.run import open_now
+from tests.kv.run import append_one, flush, open_now
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -54,7 +54,7 @@ def built(
     kinds = torch.randint(len(storage.thoughts), (len(lengths),), generator=torch.Generator().manual_seed(seed))
     open_now(store, torch.ones(len(lengths), dtype=torch.bool, device=device), kinds.to(device, torch.uint8))
     if full := [row for row in range(len(lengths)) if 0 < storage.buffer == store.waiting[row]]:
-        store.flush(full)
+        flush(store, full)
     return store
 
 
@@ -133,7 +133,7 @@ def test_equals_its_twin(
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(living), generator=generator)[: 1 + seed % len(living)]
     rows = [living[i] for i in order.tolist()]
-    writers = [s.append(rows, [1] * len(rows), [s.lengths[row] for row in rows], prompt=False) for s in both]
+    writers = [append_one(s, rows, [s.lengths[row] for row in rows]) for s in both]
     check(name, both, writers, tokens(len(rows), heads, dim, dtype, spread, generator), layer)
 
 
@@ -144,7 +144,7 @@ def test_odd_sizes(name: str, dim: int) -> None:
     seed = sorted(ODD).index(name) + dim // 4
     dtype, scope = DTYPES[seed % 3], SCOPES[seed % 2]
     both = pair(ODD[name], scope, [5, 17, 1], 1, kv_heads=2, group=3, dim=dim, dtype=dtype)
-    writers = [s.append([2, 0], [1, 1], [4, 8], prompt=False) for s in both]
+    writers = [append_one(s, [2, 0], [4, 8]) for s in both]
     check(name, both, writers, tokens(2, (2, 3), dim, dtype, 1.0, torch.Generator().manual_seed(seed)), seed % 2)
 
 
@@ -153,7 +153,7 @@ def test_odd_sizes(name: str, dim: int) -> None:
 def test_any_strides(storage: str, dtype: torch.dtype) -> None:
     """Axes in another order, one angle for all tokens, numbers of all bits; into plain pages, and into the ring."""
     both = pair(STORAGES[storage], "head", [5, 7], 3, kv_heads=3, group=2, dim=64, dtype=dtype)
-    writers = [s.append([1, 0], [1, 1], [10, 8], prompt=False) for s in both]
+    writers = [append_one(s, [1, 0], [10, 8]) for s in both]
     generator = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(2, heads, 64, generator=generator).to(dtype) for heads in (6, 3, 3))
     angle = torch.randn(1, 1, 32, generator=generator).repeat(1, 1, 2)
@@ -173,7 +173,7 @@ def test_any_strides(storage: str, dtype: torch.dtype) -> None:
 def test_a_prompt_of_one_token(scope: Scope) -> None:
     """It waits in plain pages, whatever the format."""
     both = pair(STORAGES["ternary"], scope, [5, 0, 0], 1, kv_heads=2, group=2, dim=32, dtype=torch.bfloat16)
-    writers = [s.append([2, 1], [1, 1], [0, 0], prompt=True) for s in both]
+    writers = [s.append([2, 1], [1, 1], [0, 0]) for s in both]
     parts = tokens(2, (2, 2), 32, torch.bfloat16, 1.0, torch.Generator().manual_seed(2))
     for layer in range(2):
         check("a prompt", both, writers, parts, layer)
@@ -185,7 +185,7 @@ def test_a_prompt_of_one_token(scope: Scope) -> None:
 def test_what_is_no_ordinary_number(storage: str, dtype: torch.dtype) -> None:
     """Infinite and denormal numbers and zeros of both signs, at position 0, where nothing turns."""
     both = pair(STORAGES[storage], "layer", [5], 1, kv_heads=1, group=1, dim=32, dtype=dtype)
-    writers = [s.append([0], [1], [8], prompt=False) for s in both]
+    writers = [append_one(s, [0], [8]) for s in both]
     tiny = torch.finfo(dtype).smallest_normal / 4
     row = torch.tensor([0.0, -0.0, tiny, -tiny, 1.0, -1.0, 1e-3, torch.finfo(dtype).max]).to(dtype).repeat(4)
     v = row.view(1, 1, -1).clone()
@@ -199,6 +199,6 @@ def test_what_is_no_ordinary_number(storage: str, dtype: torch.dtype) -> None:
 
 def test_no_tokens() -> None:
     store = built(DEVICE, STORAGES["plain"], "head", [5], 0, kv_heads=1, group=2, dim=32)
-    writer = store.append([0], [1], [8], prompt=False)
+    writer = append_one(store, [0], [8])
     nothing = [torch.zeros(0, n, 32, device=DEVICE) for n in (2, 1, 1, 1, 1)]
     assert append(*nothing, writer, 0).shape == (0, 2, 32)

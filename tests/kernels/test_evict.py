@@ -1,8 +1,10 @@
-"""Evictions: kernel and twin leave lists, tables and free pages as `PagedStore.evict` does."""
+"""Evictions: kernel and twin change the same bytes, and both leave what `assert_evicted` says in plain Python."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from tests.compare import assert_same
 from tests.kernels.device import DEVICE
 from tests.kernels.stores import STORAGES, filled
 from tests.kernels.test_allocate import assert_consistent, assert_tables_same
-from tests.kv.run import open_now
+from tests.kv.run import append_one, flush, open_now
 
 NAMES = ["plain", "nvfp4", "ternary", "thoughts", "apart", "nvfp4-by-token", "ternary-by-token", "kivi", "mixed"]
 # Beside those of other tests: some types have rows of key scales and some have none, groups end before buffers do.
@@ -44,6 +46,52 @@ def assert_tensors_same(name: str, got: tuple[Tensor, ...], want: tuple[Tensor, 
         assert_same(f"{name} {what}", *((z[ends] if z.ndim else z) for z in (x, y)))
 
 
+def named(state: tuple[Tensor, ...]) -> dict[str, Any]:
+    """The tensors that the operation changes, as lists by name."""
+    lists, tables = ("place", "pos", "count"), ("live", "taken", "format", "page", "stack", "top")
+    names = (*lists, *tables, "row_of", "uses", "rows", "rows_top")
+    return {name: x.tolist() for name, x in zip(names, state, strict=True)}
+
+
+def assert_evicted(old: dict[str, Any], new: dict[str, Any], drop: Tensor, at: Tensor, most: int) -> None:
+    """What an eviction must do, token by token. old, new: lists, as of `named`.
+
+    A list loses the dropped tokens and nothing else. Their slots are free. A page without a token leaves its table
+    and is free; every other page stays in its column. A row of key scales is free when its last token has gone.
+    """
+    none, free_before, free_after = len(old["stack"]) - 1, *(set(x["stack"][: x["top"]]) for x in (old, new))
+    live = {(page, slot) for page, slots in enumerate(old["live"][:none]) for slot, x in enumerate(slots) if x}
+    uses, emptied, chosen = list(old["uses"]), set[int](), at.tolist()
+    layers, rows, heads = len(old["count"]), len(old["count"][0]), len(old["count"][0][0])
+    for layer, row, head in product(range(layers), range(rows), range(heads)):
+        n = old["count"][layer][row][head]
+        tokens = list(zip(old["pos"][layer][row][head][:n], old["place"][layer][row][head][:n], strict=True))
+        goes = drop[layer, chosen.index(row), head].tolist() if row in chosen else [False] * n
+        for column, (_, place) in enumerate(tokens):
+            if goes[column] and place >= 0:
+                live.remove((place // most, place % most))
+                if old["row_of"] and (scales := old["row_of"][place // most][place % most]) < len(uses) - 1:
+                    uses[scales] -= 1
+        kept = [token for column, token in enumerate(tokens) if not goes[column]]
+        m, pos, place = len(kept), new["pos"][layer][row][head], new["place"][layer][row][head]
+        assert (new["count"][layer][row][head], list(zip(pos[:m], place[:m], strict=True))) == (m, kept)
+        assert set(pos[m:]) <= {-1}
+        for was, now in zip(old["page"][layer][row][head], new["page"][layer][row][head], strict=True):
+            held = was != none and any((was, slot) in live for slot in range(most))
+            assert now == (was if held else none)
+            emptied |= {was} - {none} if not held else set()
+    assert free_after == free_before | emptied
+    assert new["top"] == len(free_after), "each once"
+    for page in range(none):
+        slots = [(page, slot) in live for slot in range(most)]
+        assert (new["live"][page], new["taken"][page]) == (slots, sum(slots))
+        assert new["format"][page] == (255 if page in emptied else old["format"][page])
+    assert new["uses"][:-1] == uses[:-1]
+    gone = {i for i, (was, now) in enumerate(zip(old["uses"][:-1], uses[:-1], strict=True)) if was and not now}
+    assert new["rows_top"] == old["rows_top"] + len(gone)
+    assert set(new["rows"][: new["rows_top"]]) == set(old["rows"][: old["rows_top"]]) | gone
+
+
 class KernelStore(PagedStore):
     """A store that evicts by the kernel."""
 
@@ -55,6 +103,7 @@ class KernelStore(PagedStore):
         assert evict(drop, at, *tensors(self), self.table.most) is None
         ref.evict(drop, at, *twins, self.table.most)
         assert_tensors_same("kernel and twin", tensors(self), twins)
+        assert_evicted(named(others), named(twins), drop, at, self.table.most)
         evict(drop.flip(1), at.flip(0), *other, self.table.most)
         ref.evict(drop.flip(1), at.flip(0), *others, self.table.most)
         assert_tensors_same("the other way round, kernel and twin", other, others)
@@ -151,7 +200,7 @@ def test_equals_the_store(
             elif new := [row for row, length in enumerate(lengths) if not length]:
                 counts = torch.randint(1, 50, (len(new),), generator=generator).tolist()
                 for store in (got, want):
-                    store.append(new, counts, [0] * len(new), prompt=True)
+                    store.append(new, counts, [0] * len(new))
                     for row, count in zip(new, counts, strict=True):
                         store.settle(row, count)
                 for row, count in zip(new, counts, strict=True):
@@ -164,8 +213,8 @@ def test_equals_the_store(
                 for _ in range(4):
                     for store in (got, want):
                         if full := [row for row in rows if 0 < store.storage.buffer == store.waiting[row]]:
-                            store.flush(full)
-                        store.append(rows, [1] * len(rows), [lengths[row] for row in rows], prompt=False)
+                            flush(store, full)
+                        append_one(store, rows, [lengths[row] for row in rows])
                     for row in rows:
                         lengths[row] += 1
             assert_stores_same(got, want)
@@ -180,7 +229,7 @@ def test_as_it_is_launched(scope: Scope) -> None:
     ]
     generator = torch.Generator().manual_seed(1)
     for store in stores:
-        store.append([0, 2], [1500, 1027], [0, 0], prompt=True)
+        store.append([0, 2], [1500, 1027], [0, 0])
     for i in range(2):
         drop = torch.rand(stores[0].positions().shape, generator=generator).to(DEVICE) < 0.3
         drop[..., 1020:1026] = False
@@ -189,7 +238,7 @@ def test_as_it_is_launched(scope: Scope) -> None:
             store.evict(drop)
         assert_stores_same(*stores)
         for store in stores:
-            store.append([0, 1], [1, 1], [1500 + i, i], prompt=False)
+            append_one(store, [0, 1], [1500 + i, i])
         assert_stores_same(*stores)
     drop = torch.ones_like(stores[0].positions(), dtype=torch.bool)
     for store in stores:
@@ -201,7 +250,7 @@ def test_as_it_is_launched(scope: Scope) -> None:
 def test_units_that_drop_nothing_are_left_alone() -> None:
     """Not a byte of theirs is written, nor behind their last token, whatever `drop` holds there."""
     store = new_store(PagedStore, "plain", (2, 2, 2), "head", width=12)
-    store.append([0, 1], [5, 9], [0, 0], prompt=True)
+    store.append([0, 1], [5, 9], [0, 0])
     store.place.masked_fill_(store.pos < 0, 12345)
     before = [x.clone() for x in tensors(store)]
     drop = store.positions() < 0  # no token

@@ -1,8 +1,9 @@
-"""Full buffers into pages: kernel and twin byte for byte, and both hold what `PagedStore.flush` makes of them."""
+"""Full buffers into pages: kernel and twin byte for byte, and both do what `assert_flushed` says in Python."""
 
 from __future__ import annotations
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.compare import assert_same
 from tests.kernels.device import DEVICE
 from tests.kernels.stores import STORAGES, filled
 from tests.kernels.test_allocate import assert_consistent, assert_tables_same
+from tests.kv.run import append_one
 
 # The buffer is a multiple of the groups, or not; shorter than one; keys by channel; several formats; plain ones.
 BUFFERED = {
@@ -41,7 +43,7 @@ def with_full_rings(
     generator = torch.Generator().manual_seed(seed)
     fed = [n + 7 for n in lengths]
     while waiting := [row for row in range(rows) if store.waiting[row] < storage.buffer]:
-        writer = store.append(waiting, [1] * len(waiting), [fed[row] for row in waiting], prompt=False)
+        writer = append_one(store, waiting, [fed[row] for row in waiting])
         for layer in range(2):
             x = torch.randn(2, len(waiting), 1, 2, dim, generator=generator).to(DEVICE, dtype)
             writer.write(layer, *x.unbind())
@@ -103,19 +105,55 @@ def test_equals_the_twin_and_the_store(
     assert not ours.overflow
     assert not twin.overflow
 
-    want = copied(store)
-    if rows_due := at[active].tolist():
-        want.flush(rows_due)
     for got in (twin, ours):
         assert_consistent(got.table)
-        assert got.waiting == want.waiting
-        assert_same("formats", *(s.format().masked_fill(s.positions() < 0, 0) for s in (got, want)))
-        assert got.table.pages.free == want.table.pages.free
-        assert got.free_rows.free == want.free_rows.free
-        assert_same("uses", *(s.row_uses[: s.free_rows.count].sort().values for s in (got, want)))
-        for layer in range(2):
-            for part, x, y in zip("kv", got.reader()(layer), want.reader()(layer), strict=True):
-                assert_same(f"{part} of layer {layer}", x, y)
+        assert_flushed(store, got, at[active].tolist())
+
+
+def assert_flushed(before: PagedStore, after: PagedStore, rows: list[int]) -> None:
+    """What a flush of these rows must do, token by token.
+
+    Every list keeps its tokens in their order. A token of these rows that waited in the ring lies in a page of its
+    row's thought type and format, in a slot of its own; its key and value are what the format makes of them. Keys by
+    token are quantized together: those that are left of each stretch of `group` places of the ring. All other tokens
+    stay where they are and as they are.
+    """
+    assert_same("pos", after.pos, before.pos)
+    assert_same("count", after.count, before.count)
+    assert after.waiting == [0 if row in rows else n for row, n in enumerate(before.waiting)]
+    taken, most, uses = list[int](), after.table.most, 0
+    layers, _, heads = before.shape.tables
+    for layer, row, head in product(range(2), range(before.shape.rows), range(2)):
+        unit = min(layer, layers - 1), row, min(head, heads - 1)
+        n, kind = int(before.count[unit]), int(before.thought[row])
+        f = before.storage.formats.index(before.storage.thoughts[kind])
+        was, now = (s.place[unit][:n].tolist() for s in (before, after))
+        reads = [[x[row, head, :n] for x in s.reader()(layer)] for s in (before, after)]
+        waiting = {-1 - place: column for column, place in enumerate(was) if place < 0 and row in rows}
+        for column in set(range(n)) - set(waiting.values()):
+            assert now[column] == was[column]
+            for got, want in zip(reads[1], reads[0], strict=True):
+                assert_same(f"token {column} of lane {layer, row, head}", got[column], want[column])
+        for column in waiting.values():
+            page = now[column] // most
+            assert (int(after.table.format[page]), int(after.table.thought[page])) == (f, kind)
+        for part, fmt in enumerate((before.layouts[f].k, before.layouts[f].v)):
+            together = fmt.group if fmt.by == "token" else 1
+            for start in range(0, before.storage.buffer, together):
+                group = [i for i in range(start, start + together) if i in waiting]
+                if group:
+                    x = before.ring[layer, row, head, group, part]
+                    scale = before.scale[f, part, layer, row]
+                    codes, params = fmt.quantize(x, scale)
+                    want = fmt.dequantize(codes, params, scale, before.dtype)
+                    assert_same(f"{'kv'[part]} of {group}", reads[1][part][[waiting[i] for i in group]], want)
+                    uses += len(group) * (fmt.by == "token")
+        if (layer, head) == (unit[0], unit[2]):  # the first lane of its unit
+            taken += [place for place in now if place >= 0]
+    assert len(set(taken)) == len(taken), "one token a slot"
+    assert int(after.table.live[:-1].sum()) == len(taken)
+    lanes = before.shape.sharing
+    assert int((after.row_uses[:-1].sum() - before.row_uses[:-1].sum()) * lanes) == uses
 
 
 @pytest.mark.parametrize("scope", SCOPES)

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from minithink.backend import Backend
 from minithink.config import ModelConfig
+from minithink.kv.attend import _Read
+from minithink.kv.batch import Batch
 from minithink.kv.contract import Edit, Evict, Policy, Scope, Step, Storage, keep_best
 from minithink.kv.manager import KVManager
-from minithink.kv.store import PagedStore
+from minithink.kv.store import PagedStore, Writer
 from minithink.model import Decoder, Rope
 from minithink.ref.rope import rope
 from tests.strategies import MAX_POSITION
@@ -79,7 +81,9 @@ class Spy:
 
     def _keep(self, kind: str, layer: int, x: Tensor) -> None:
         now = self.manager._now
-        for row, part in zip(now.rows, x.split(now.counts), strict=True):
+        reads = isinstance(now, _Read)
+        rows = now.rows if reads else now.batch.row.tolist()
+        for row, part in zip(rows, x.split(now.counts if reads else [1] * len(rows)), strict=True):
             record = self.manager.rows[row]
             assert record is not None
             self.seen[kind][record.seq, layer] += part.double().unbind()
@@ -91,9 +95,10 @@ class Spy:
 
 @torch.inference_mode()
 def feed(
-    decoder: Decoder, manager: KVManager, chunks: Mapping[int, Sequence[int]], spy: Spy | None = None
+    decoder: Decoder, manager: KVManager, chunks: Mapping[int, Sequence[int]], spy: Any = None
 ) -> dict[int, Tensor]:
-    """One step: sequence s gets the tokens chunks[s]; returns the logits of each, [len(chunks[s]), V]."""
+    """One step: sequence s gets the tokens chunks[s]; returns the logits of each, [len(chunks[s]), V]. spy: stands
+    between the decoder and the manager."""
     counts, tokens = [len(chunk) for chunk in chunks.values()], [t for chunk in chunks.values() for t in chunk]
     manager.begin_step(list(chunks), counts, tokens)
     hidden = decoder(torch.tensor(tokens), spy or manager)
@@ -139,6 +144,22 @@ def kept(manager: KVManager, seq: int) -> list[list[int]]:
 def state_after(manager: KVManager, seq: int, token: int) -> tuple[int, ...]:
     """Of one sequence, when this token will be in the cache: numbers by `batch.FIELDS`."""
     return tuple(manager.batch([seq], [token]).values[:, 0].tolist())
+
+
+def append_one(store: PagedStore, rows: Sequence[int], lengths: Sequence[int]) -> Writer:
+    """Room for one generated token of each of these rows, which have seen lengths[i] tokens before."""
+    store.require(rows)
+    waiting, after = [store.waiting[row] for row in rows], [length + 1 for length in lengths]
+    writer = store.take(Batch.of(store.shape.device, row=rows, length=after, waiting=waiting))
+    store.appended(rows, after)
+    return writer
+
+
+def flush(store: PagedStore, rows: Sequence[int]) -> None:
+    """Quantize the full rings of these rows."""
+    store.require_flush(rows)
+    store.flush_rings(Batch.of(store.shape.device, row=rows))
+    store.flushed(rows)
 
 
 def open_now(store: PagedStore, opened: Tensor, thought: Tensor) -> None:

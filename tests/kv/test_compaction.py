@@ -174,7 +174,7 @@ def test_lists_grow() -> None:
     """Of a store alone, which does not know how long they become."""
     shape = Shape(1, 1, 1, 1, 4, 4, "head", torch.device("cpu"))
     store = PagedStore(shape, Storage(block=4, compaction="gather"), pages=9, width=2)
-    store.append([0], [9], [0], prompt=True)
+    store.append([0], [9], [0])
     store.evict(torch.arange(9).view(1, 1, 1, 9) % 3 == 0)
     assert store.pos[0, 0, 0, :7].tolist() == [1, 2, 4, 5, 7, 8, -1]
     assert_in_order(store, whole=True)

@@ -1,7 +1,7 @@
 """Decisions from tensors alone, as a CUDA graph captures them: `due` and `decide`.
 
 Shown the rows that are due as a batch of their own, in any order and beside idle rows, a policy keeps the tokens that
-it keeps when it is shown all rows; nothing else changes, and nothing asks the host.
+it keeps when it is shown all rows in every step (`feed_all`); nothing else changes, and nothing asks the host.
 """
 
 from __future__ import annotations
@@ -122,6 +122,14 @@ class Apart:
         return set((drop & (step.pos() >= 0)).any(3).any(2).any(0).nonzero().flatten().tolist())
 
 
+def feed_all(
+    decoder: Decoder, manager: KVManager, tokens: dict[int, int], idle: Sequence[int] = ()
+) -> dict[int, Tensor]:
+    """`feed_next`, whose decision is shown all rows of the manager, due or not."""
+    batch = manager.batch(list(tokens), list(tokens.values()))
+    return feed_next(decoder, manager, tokens, idle, decide=lambda: manager.decide(manager._everybody(batch)))
+
+
 def remembered(manager: KVManager, row: int) -> dict[str, Tensor]:
     """What ThinKV remembers of a row; others that are recorded remember nothing."""
     if not isinstance(manager.policy, ThinKV):
@@ -171,7 +179,7 @@ def test_decisions_apart_are_decisions(text: str) -> None:
         taken = {one._row_of[seq] for seq in batch}
         idle = [row for row in range(5) if row not in taken][: apart.some(3)]
         got = apart.feed(decoder, tokens, idle)
-        want = feed_next(decoder, other, tokens, idle)
+        want = feed_all(decoder, other, tokens, idle)
         for seq in batch:
             assert_same(f"sequence {seq}, step {i}", got[seq], want[seq])
         assert_same_state(f"{text}, step {i}", one, other, seqs)
@@ -194,7 +202,7 @@ def test_each_has_its_own_budget() -> None:
             feed(decoder, manager, {seq: text_of(decoder.config, 4, seq)})
     for i in range(33):
         apart.feed(decoder, {2: i % 9, 0: 3, 1: i % 7}, [4])
-        feed_next(decoder, other, {2: i % 9, 0: 3, 1: i % 7}, [4])
+        feed_all(decoder, other, {2: i % 9, 0: 3, 1: i % 7}, [4])
         assert_same_state(f"step {i}", one, other, (0, 1, 2))
     assert [one.held(seq) for seq in (0, 1, 2)] == [9 + (33 - 7) % 2, 31, 15 + (33 - 13) % 2]
 
@@ -452,7 +460,7 @@ def test_the_kernels_decide_as_their_twins(text: str) -> None:
     for i in range(8):
         tokens = dict(zip([(2, 0, 1), (1, 0), (2,)][i % 3], text_of(config, 3, i), strict=False))
         ours_said = apart.feed(ours, tokens, [])
-        for seq, logits in feed_next(twin, want, tokens).items():
+        for seq, logits in feed_all(twin, want, tokens).items():
             assert_close(f"sequence {seq}, step {i}", ours_said[seq], logits, atol=1e-5)
         assert_same_state(f"step {i}", got, want, (0, 1, 2), exact=False)
     assert apart.decided

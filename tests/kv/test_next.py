@@ -1,7 +1,9 @@
 """Steps that begin with `begin`, from tensors alone, as a CUDA graph captures them.
 
 They give what steps give that begin with `begin_step`, under every policy, and rows that are idle stay as they were.
-Widths that follow the lanes change no number, and a pool that is too small is noticed.
+Both run the same functions. So these tests look at what differs: padding rows, their order, and a host that asks
+nothing; where nothing is rounded, the dense oracle says what attention must give. Widths that follow the lanes change
+no number, and a pool that is too small is noticed.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from minithink.model import Decoder
 from minithink.policies import POLICIES, parse
 from minithink.ref.linear import linear
 from tests.compare import assert_close, assert_same
-from tests.kv.run import Cut, Full, feed, kept, manager_for, text_of
+from tests.kv.dense import Dense
+from tests.kv.run import Cut, Full, append_one, feed, flush, kept, manager_for, text_of
 from tests.policies.test_laws import CLOSE, CLOSES, OPEN, SMALL, TEXTS, WIDTH, decoder_of
 from tests.strategies import MAX_POSITION, example_config, random_decoder
 
@@ -77,7 +80,7 @@ def feed_next(
     manager.prepare(seqs)
     own = manager.batch(seqs, fed)
     padded = manager.pad(own, idle)
-    order = [(i + turn) % len(padded) for i in range(len(padded))]
+    order = turned(range(len(padded)), turn)
     batch = padded[order]
     before = [content(manager, row) | observed(manager, row) for row in idle]
     manager.begin(batch)
@@ -101,21 +104,27 @@ def feed_next(
     return {seq: logits[i] for seq, i in zip(seqs, mine, strict=True)}
 
 
+def turned(rows: Sequence[Any], turn: int) -> list[Any]:
+    """The same rows, those from number `turn` on first."""
+    return [rows[(i + turn) % len(rows)] for i in range(len(rows))]
+
+
 def flush_beside(manager: KVManager, full: Batch, turn: int) -> None:
     """Quantize full buffers, some other rows beside them, in any order; these stay as they are."""
     others = [row for row in range(len(manager.rows)) if row not in full.row.tolist()][: turn % 4]
     batch = manager.pad(full, others)
     before = [content(manager, row) for row in others]
-    manager.flush(batch[[(i + turn) % len(batch) for i in range(len(batch))]])
+    manager.flush(batch[turned(range(len(batch)), turn)])
     assert not manager.store.overflow
     for row, want in zip(others, before, strict=True):
         assert_same_content(f"row {row}, whose buffer is not full", content(manager, row), want)
 
 
 def content(manager: KVManager, row: int) -> dict[str, Tensor]:
-    """All that a row holds: lists, counts, pages, keys and values of every layer, in the pages and in the ring."""
+    """All that a row holds, as its next step will read it: lists, counts, pages, keys and values of every layer."""
     store, at = manager.store, torch.tensor([row])
-    read, most, none = store.reader(at), int(store.count[:, row].max()), store.table.pages.count
+    read = store.reader(at, torch.tensor([store.lengths[row] + 1]), torch.tensor([row not in store.reading]))
+    most, none = int(store.count[:, row].max()), store.table.pages.count
     out = {"count": store.count[:, row], "pos": store.pos[:, row, :, :most]}
     # Which pages they are does not matter: a page is the column of its table.
     page, place = store.table.page[:, row], store.place[:, row, :, :most]
@@ -186,12 +195,14 @@ def segments(manager: KVManager) -> list[list[tuple[int, int]]]:
 
 class Pair:
     """Two managers that live the same life: one as where steps are recorded, with rows that are idle, in turns; the
-    other by whole steps."""
+    other by whole steps. If the policy rounds nothing, a dense oracle checks the attention of the first one."""
 
     def __init__(self, decoder: Decoder, make: Callable[[Decoder], KVManager]) -> None:
         self.decoder = with_backend(decoder, ONE_BY_ONE)
         self.next, self.step = make(self.decoder), make(self.decoder)
         self.next.recorded = True
+        exact = set(self.next.store.storage.formats) <= {"plain", "fp32"}
+        self.dense = Dense(self.next, atol=2e-5, pull=self.next.policy.pull) if exact else None
         self.seqs: list[int] = []  # that generate
         self.turn = 0
 
@@ -200,9 +211,14 @@ class Pair:
         cut, logits = len(prompt) // 2, Tensor()
         for manager in (self.next, self.step):
             manager.join(seq, capacity, len(prompt), thinking)
+        if self.dense:
+            self.dense.join(seq, len(prompt))
         for chunk in (prompt[:cut], prompt[cut:]):
             if chunk:
-                got, want = (feed(self.decoder, m, {seq: chunk})[seq] for m in (self.next, self.step))
+                if self.dense:
+                    self.dense.expect([seq], [len(chunk)])
+                got = feed(self.decoder, self.next, {seq: chunk}, self.dense)[seq]
+                want = feed(self.decoder, self.step, {seq: chunk})[seq]
                 assert_same(f"prompt of {seq}", got, want)
                 logits = want[-1]
         self.seqs.append(seq)
@@ -211,12 +227,16 @@ class Pair:
     def farewell(self, seq: int) -> None:
         for manager in (self.next, self.step):
             manager.leave(seq)
+        if self.dense:
+            self.dense.leave(seq)
         self.seqs.remove(seq)
 
     def talk(self, tokens: Mapping[int, int], idle: Sequence[int] = ()) -> dict[int, Tensor]:
         """One token each, in this order."""
         self.turn += 1
-        got = feed_next(self.decoder, self.next, tokens, idle, self.turn)
+        if self.dense:
+            self.dense.expect(turned([*tokens, *[None] * len(idle)], self.turn))
+        got = feed_next(self.decoder, self.next, tokens, idle, self.turn, through=self.dense)
         want = feed(self.decoder, self.step, {seq: [token] for seq, token in tokens.items()})
         for seq, logits in got.items():
             assert_same(f"sequence {seq} at {self.step.length(seq)}", logits, want[seq][0])
@@ -704,12 +724,12 @@ def test_tables_grow_after_steps_that_filled_them(buffer: int) -> None:
             store.appended([0], [i + 1])
         else:
             store.asks = True
-            store.append([0], [1], [i], prompt=False).write(0, *values)
+            append_one(store, [0], [i]).write(0, *values)
         if buffer and i < 3:
             store.flush_rings(Batch.of(row=row))
             store.flushed([0])
         elif buffer:
-            store.flush([0])
+            flush(store, [0])
     assert store.reader()(0)[0][0, 0, :6, 0].tolist() == list(range(6))
     assert (store.table.page < 9).sum() == 6 == 9 - store.table.pages.free
 
@@ -719,7 +739,7 @@ def test_rows_of_scales_that_were_drawn_are_counted() -> None:
     storage, device = Storage(("nvfp4:by=token/nvfp4",), buffer=2), torch.device("cpu")
     store = PagedStore(Shape(1, 1, 1, 1, 16, 16, "head", device), storage, pages=9, columns=8, scale_rows=2)
     for i in range(6):
-        store.append([0], [1], [i], prompt=False).write(0, *torch.randn(2, 1, 1, 1, 16))
+        append_one(store, [0], [i]).write(0, *torch.randn(2, 1, 1, 1, 16))
         if i in (1, 3):
             store.asks = False
             store.flush_rings(Batch.of(row=[0]))
@@ -728,7 +748,7 @@ def test_rows_of_scales_that_were_drawn_are_counted() -> None:
             assert not store.overflow, "the last one suffices"
     assert store.reader()(0)[0][0, 0, :6].any(-1).all()
     with pytest.raises(Exhausted, match="needs 1 rows of key scales and 0 of 2 are free"):
-        store.flush([0])
+        flush(store, [0])
 
 
 def test_who_takes_a_row_again_finds_nothing_of_the_last_one() -> None:

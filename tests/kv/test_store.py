@@ -37,7 +37,7 @@ from minithink.quant import Format, parse_pair, shrink
 from minithink.quant.int_asymmetric import IntAsymmetric
 from minithink.quant.plain import DTYPES, Plain
 from tests.compare import assert_same
-from tests.kv.run import open_now
+from tests.kv.run import append_one, flush, open_now
 
 torch.set_num_threads(1)
 
@@ -497,7 +497,7 @@ class StoreMachine(RuleBasedStateMachine):
         lengths = [s.length for s in sequences]
 
         def call() -> None:
-            writer = self.store.append(rows, counts, lengths, prompt)
+            writer = self.store.append(rows, counts, lengths) if prompt else append_one(self.store, rows, lengths)
             for layer in range(LAYERS):
                 writer.write(layer, *x[:, layer].unbind(0))
 
@@ -537,7 +537,7 @@ class StoreMachine(RuleBasedStateMachine):
                 moving[unit] = f, self._grouped(f, waiting, [tokens[p].index for p in waiting])
                 needs[unit, f, self.sequences[row].thought] = len(waiting)
                 groups += len(moving[unit][1]) if self._by_token(f) else 0
-        if self._fits(lambda: self.store.flush(rows), needs, groups):
+        if self._fits(lambda: flush(self.store, rows), needs, groups):
             for unit, (f, grouped) in moving.items():
                 self._quantize(unit, grouped, f, self.sequences[unit[1]].thought)
             for row in rows:
@@ -653,7 +653,7 @@ def test_a_prompt_costs_memory_for_its_own_row_only(case: str) -> None:
         store = PagedStore(shape, CASES[case].storage, pages=100, scale_rows=60, columns=40, table_width=50)
         kv = torch.randn(2, 1, 37, HEADS, 16)
         with Largest() as seen:
-            store.append([1], [37], [0], prompt=True).write(0, *kv)
+            store.append([1], [37], [0]).write(0, *kv)
             store.settle(1, 37)
         return seen.elements
 

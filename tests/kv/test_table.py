@@ -13,7 +13,7 @@ from minithink.kv.store import PagedStore
 from minithink.kv.table import BlockTable, Exhausted, FreeList
 from minithink.ref.allocate import allocate
 from tests.compare import assert_same
-from tests.kv.run import open_now
+from tests.kv.run import append_one, flush, open_now
 
 torch.set_num_threads(1)
 
@@ -217,13 +217,13 @@ class Walkthrough:
 
     def append(self, tokens: str) -> None:
         for _ in tokens:
-            writer = self.store.append([0], [1], [self.length], prompt=False)
+            writer = append_one(self.store, [0], [self.length])
             for layer in range(2):
                 kv = torch.full((1, 1, 2, 16), float(self.length + 1), dtype=torch.bfloat16)
                 writer.write(layer, kv, -kv)
             self.length += 1
             if self.store.waiting[0] == 4:
-                self.store.flush([0])
+                flush(self.store, [0])
 
     def evict(self, tokens: str) -> None:
         pos = self.store.positions()
