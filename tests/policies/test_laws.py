@@ -44,6 +44,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "crystal_kv_lite": (
         "crystal_kv_lite:budget=18,exempt_answer=false",
         "crystal_kv_lite:budget=18,lam=0.9,birth=0,track=full,schedule=interval:4",
+        "crystal_kv_lite:budget=11,lam=1,protect_prompt=false",
     ),
     "rkv": (
         "rkv:budget=16,buffer=6,alpha=4,kernel_size=3",
@@ -73,6 +74,7 @@ STACKS = (
 TEXTS = [*(text for texts in SMALL.values() for text in texts), *STACKS]
 
 PROMPT, ANSWER = 13, 45  # tokens of the sequence that is looked at
+PREDECESSOR = 24  # tokens that a sequence generates at least in the row that this one takes
 OPEN, CLOSE, CLOSES = 7, 8, 30  # ends the think stage; the generated token at which it does
 WIDTH = 100  # columns, more than any sequence has tokens
 
@@ -150,9 +152,11 @@ def run(decoder: Decoder, text: str, companions: int | None, columns: int | None
         welcome()
         for _ in range(some(6)):
             feed(decoder, manager, talk())
-        welcome()  # into the row that will be used again
+        welcome()  # into the row that will be used again, for long: what it leaves behind must not be seen
         for _ in range(some(9)):
             feed(decoder, manager, talk())
+        for _ in range(PREDECESSOR):
+            feed(decoder, manager, {others[-1]: talk()[others[-1]]})
         manager.leave(others.pop())
     manager.join(0, WIDTH, PROMPT)
     feed(decoder, manager, {0: mine[:6]})
