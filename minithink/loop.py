@@ -161,7 +161,7 @@ class DecodeLoop:
             self.recorded, lambda x, out: self._step(x, out, observed), batch, 3, observed=observed,
             sizes=self.sizes, recorded=self.records,
         )  # fmt: skip
-        self._launched = _Launched(list(seqs), list(tokens), batch, self._tells_due, out)
+        self._launched = _Launched(list(seqs), list(tokens), batch, self.cache.tells_due, out)
 
     @torch.inference_mode()
     def _finish(self, seqs: Sequence[int], tokens: Sequence[int]) -> list[int]:
@@ -206,14 +206,9 @@ class DecodeLoop:
         cache.begin(batch, observed)
         logits = self.decoder.logits(self.decoder(batch.token, cache))
         out[:n].copy_(self.draw(logits, batch.sequence, batch.length))
-        if self._tells_due:
+        if cache.tells_due:
             out[n : 2 * n].copy_(cache.due(batch))
         cache.tell(batch, out[2 * n :])
-
-    @property
-    def _tells_due(self) -> bool:
-        """Whether a step tells the rows that are due. If there is a recorder, the policy sees all rows instead."""
-        return self.cache.tells_due and self.cache.recorder is None
 
     def run(
         self, graphs: Graphs, part: Callable[[Batch, Tensor], object], batch: Batch, numbers: int = 0, *,

@@ -28,7 +28,10 @@ ALLOWED = {
     "minithink.ref": ("minithink.ref", "minithink.quant"),
     "minithink.quant": ("minithink.quant", "minithink.errors"),
     "minithink.kernels": ("minithink.kernels",),
-    "minithink.policies": ("minithink.policies", "minithink.kv.contract", "minithink.quant", "minithink.errors"),
+    "minithink.policies": (
+        "minithink.policies", "minithink.kv.contract", "minithink.kv.schedule", "minithink.kv.stack",
+        "minithink.quant", "minithink.errors",
+    ),
     "minithink.model": ("minithink.backend", "minithink.config", "minithink.errors"),
     "minithink.tasks": ("minithink.tasks", "minithink.errors", "minithink.tokenizer"),
 }

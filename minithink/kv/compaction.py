@@ -27,10 +27,9 @@ from minithink.kv.pages import Pages
 class Compaction:
     """Compaction of one store. All its tokens are plain and in pages."""
 
-    def __init__(self, store: Pages, poison: bool) -> None:
+    def __init__(self, store: Pages) -> None:
         self.store = store
-        # Late moves read from free slots, and poison fills free slots: they exclude each other.
-        self.late = store.storage.compaction == "overlapped" and not poison
+        self.late = store.storage.compaction == "overlapped"
         self.source = torch.zeros_like(store.place)  # see `ref/close_ranks.py`
         self.moves = torch.zeros(*store.shape.tables, 2, dtype=torch.int32, device=store.shape.device)
         cuda = self.late and store.shape.device.type == "cuda"

@@ -24,7 +24,6 @@ in their last columns.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Flag, auto
@@ -34,6 +33,7 @@ import torch
 from torch import Tensor
 
 from minithink.errors import UsageError
+from minithink.kv.schedule import Schedule
 from minithink.ref.keep_best import keep_best as keep_best
 from minithink.ref.pool import pool as pool
 
@@ -191,37 +191,6 @@ class Storage:
     def formats(self) -> tuple[str, ...]:
         """All names, "plain" first: it holds the prompt until it is read."""
         return tuple(dict.fromkeys(("plain", *self.thoughts, *self.also)))
-
-
-# --- schedules ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """When a policy looks at its lanes, the same choice for every policy.
-
-    every          after every token: evict down to the budget as soon as budget + slack tokens are held
-    interval:n     after every n-th generated token: evict whatever exceeds the budget; the slack is n
-    sawtooth:B/k   let a lane grow to B tokens, then keep k of them; the budget is B, the slack 0
-    """
-
-    interval: int | None = None  # n; None: no interval, look at every token
-    grow: int | None = None  # sawtooth's B
-    keep: int | None = None  # sawtooth's k
-
-    @classmethod
-    def parse(cls, text: str) -> Schedule:
-        """From the command line. UsageError: it is none of the three."""
-        if text == "every":
-            return cls()
-        if (found := re.fullmatch(r"interval:(\d+)", text)) and int(found[1]) >= 1:
-            return cls(int(found[1]))
-        if (found := re.fullmatch(r"sawtooth:(\d+)/(\d+)", text)) and 1 <= int(found[2]) < int(found[1]):
-            return cls(None, int(found[1]), int(found[2]))
-        raise UsageError(
-            f"The schedule {text!r} is unknown; write every, interval:n (n at least 1) or sawtooth:B/k (grow to B "
-            "tokens, then keep k, fewer than B)."
-        )
 
 
 # --- the view of a step -------------------------------------------------------------------------------------
@@ -420,60 +389,3 @@ class Policy:
         """Tokens that the lanes may keep beside the protected ones: int32 [Lt, B, Ht], at least 0."""
         _, keep = self.due(step)
         return (keep - step.protected().sum(-1, dtype=torch.int32)).clamp(min=0)
-
-
-class Stack(Policy):
-    """Several policies on one cache. When two disagree about a token, eviction wins over requantization.
-
-    Tables have the finest scope of all. Every member sees its own budget. Two that store differently cannot stack.
-    """
-
-    def __init__(self, members: Sequence[Policy]) -> None:
-        self.members = tuple(members)
-        stored = [m for m in members if m.storage != Storage()]
-        if len(stored) > 1:
-            names = " and ".join(m.name for m in stored)
-            raise UsageError(f"{names} store tokens in different ways and cannot be stacked: leave one out.")
-        self.name = "+".join(m.name for m in members)  # type: ignore[misc]
-        deciding = [m for m in members if type(m).decide is not Policy.decide]
-        self.recordable = all(m.recordable for m in deciding)  # type: ignore[misc]
-        self.opens = any(m.opens for m in members)  # type: ignore[misc]
-        self.scope = min((m.scope for m in members), key=SCOPES.index)
-        self.storage = stored[0].storage if stored else Storage()
-        self.protect_prompt = any(m.protect_prompt for m in members)
-        self.cap = min((m.cap for m in members if m.cap is not None), default=None)
-        self.exempt_answer = any(m.exempt_answer for m in members if m.budget is not None)
-        self.pull = max(m.pull for m in members)
-        self.beside = max(m.beside for m in members)
-        budgets = [m.budget for m in members if m.budget is not None]
-        self.budget = min(budgets, default=None)
-
-    @property
-    def demands(self) -> tuple[Demand, ...]:  # type: ignore[override]
-        """Of all members, which may learn from a calibration what they have to see."""
-        return tuple(d for m in self.members for d in m.demands)
-
-    @property
-    def limit(self) -> int | None:
-        """The tightest limit of all members."""
-        return min((m.limit for m in self.members if m.limit is not None), default=None)
-
-    def setup(self, shape: Shape) -> None:
-        for member in self.members:
-            member.setup(shape)
-
-    def reset(self, row: int) -> None:
-        for member in self.members:
-            member.reset(row)
-
-    def state(self) -> Iterable[Tensor]:
-        return (tensor for member in self.members for tensor in member.state())
-
-    def decide(self, step: Step) -> Iterable[Edit]:
-        for member in self.members:
-            yield from member.decide(step.seen_by(member))
-
-    def steer(self, step: Step, layer: int, hidden: Tensor) -> Tensor:
-        for member in self.members:
-            hidden = member.steer(step, layer, hidden)
-        return hidden

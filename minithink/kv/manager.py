@@ -138,8 +138,9 @@ class KVManager(Pass):
             MinithinkError: it was too small; no token is counted, and the sequences cannot go on.
         """
         if overflow:
+            pages = self.store.table.pages.count
             raise MinithinkError(
-                f"The KV pool of {self.pages:,} pages is exhausted: use a smaller --batch-size, budget or "
+                f"The KV pool of {pages:,} pages is exhausted: use a smaller --batch-size, budget or "
                 "--max-new-tokens."
             )
         group = self._of(seqs)
@@ -161,7 +162,7 @@ class KVManager(Pass):
         """
         if not self.deciding:
             return None
-        if not self.tells_due or self.recorder is not None:
+        if not self.tells_due:
             return self._everybody(batch)
         which = [i for i in range(len(batch)) if due is None or due[i]]
         if len(which) == len(batch):
@@ -312,7 +313,7 @@ class KVManager(Pass):
         assert now.fed is not None
         seqs, tokens, batch = now.fed
         begun = self.store.begun[now.batch.row].tolist() if self._opens else None
-        due = self.due(now.batch).tolist() if self.tells_due and self.recorder is None else None
+        due = self.due(now.batch).tolist() if self.tells_due else None
         # The host has checked the pool, unless steps are recorded.
         self.advance(seqs, batch.token.tolist(), begun, self.recorded and bool(self.store.overflow))
         if (acting := self.acting(batch, due)) is not None:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -27,7 +26,6 @@ class Observations:
     def __init__(self, store: Pages, demands: Sequence[Demand], width: int) -> None:
         """width: columns of the attention weights that are kept, if the store's widths are fixed."""
         self.store, self.demands, self.width = store, demands, width
-        self.made: Counter[str] = Counter()  # observations, by kind
         # (layer, group rule) → [B, heads, S]: of MASS, and of ROWS with one row
         self.mass: dict[tuple[int, str], Tensor] = {}
         self.newest: dict[tuple[int, str], Tensor] = {}
@@ -74,7 +72,6 @@ class Observations:
         """Keep attention weights. mass: [N, heads, S], the weights of one query of each row."""
         for kind, all_held in ((See.MASS, self.mass), (See.ROWS, self.newest)):
             if what & kind:
-                self.made[kind.name or ""] += 1
                 self._hold(all_held, (layer, group), at, active, mass)
 
     def _hold(
@@ -108,14 +105,12 @@ class Observations:
             layer, torch.zeros(self.store.shape.rows, hidden.shape[-1], dtype=torch.float32, device=hidden.device)
         )
         held[at] = _of_active(hidden.float(), held, at, active)
-        self.made["HIDDEN"] += 1
 
     # -- observations of a prompt
 
     def add_prompt_mass(self, layer: int, row: int, group: str, q: Tensor, k: Tensor, prompt: int) -> None:
         """Add the attention weights of a chunk's queries, some queries at a time. q: [n, Hq, D], k: [Hkv, S, D];
         prompt: tokens of the whole prompt."""
-        self.made["MASS"] += 1
         held = self._room(self.mass, (layer, group), row, k.shape[1], prompt)
         for start in range(0, len(q), QUERY_BLOCK):
             block = q[start : start + QUERY_BLOCK]
@@ -123,7 +118,6 @@ class Observations:
 
     def keep_prompt_row(self, layer: int, row: int, group: str, q: Tensor, k: Tensor, prompt: int) -> None:
         """Keep the attention weights of the prompt's last query. q: [1, Hq, D], k: [Hkv, S, D]."""
-        self.made["ROWS"] += 1
         self._room(self.newest, (layer, group), row, k.shape[1], prompt)[:] = _weights(q, k, k.shape[1] - 1, group)[0]
 
     def keep_prompt_queries(self, layer: int, rows: Sequence[int], q: Sequence[Tensor], ends: Sequence[int]) -> None:
@@ -137,12 +131,7 @@ class Observations:
             self.queries[layer, row, :, index] = q_i[-len(kept) :].transpose(0, 1)
 
     def _keeps_queries(self, layer: int) -> bool:
-        if not self.queries.numel() or not any(
-            d.queries and (d.layers is None or layer in d.layers) for d in self.demands
-        ):
-            return False
-        self.made["QUERY"] += 1
-        return True
+        return any(d.queries and (d.layers is None or layer in d.layers) for d in self.demands)
 
     def _room(
         self, all_held: dict[tuple[int, str], Tensor], key: tuple[int, str], row: int, total: int, prompt: int

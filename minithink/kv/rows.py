@@ -6,7 +6,6 @@ into one tensor, `view` shows these rows to a policy. A `Recorder` hears what ha
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -110,7 +109,6 @@ class Rows:
         think_ids: tuple[int | None, int | None] = (None, None),
         pages: int | None = None,
         columns: int | Literal["fit"] | None = None,
-        poison: bool = False,
     ) -> None:
         """
         Args:
@@ -125,7 +123,6 @@ class Rows:
             columns: width of the lists that are read, fixed so that no shape depends on what the lanes hold; "fit":
                 all tensors have the worst case's width, and the width that is read is a power of two that the lanes
                 fit into.
-            poison: see `Slots`.
         """
         self.config, self.rope, self.policy, self.backend = config, rope, policy, backend
         self.device, self.dtype, self.think_ids = torch.device(device), dtype, think_ids
@@ -146,7 +143,7 @@ class Rows:
         self.store = PagedStore(
             self.shape, policy.storage, pages=pages, scale_rows=units * rows * need.scale_rows, dtype=dtype,
             columns=columns, width=need.width, table_width=4 if columns is None else need.pages + need.prompt_pages,
-            backend=backend, poison=poison,
+            backend=backend,
         )  # fmt: skip
         policy.setup(self.shape)
         self.observations = Observations(self.store, policy.demands, self.width)
@@ -258,7 +255,7 @@ class Rows:
 
     def view(self, batch: Batch) -> View:
         """The rows of a batch as the policy sees them."""
-        asks = self.store.asks or not self.tells_due or self.recorder is not None
+        asks = self.store.asks or not self.tells_due
         noted = None if self.recorder is None else self.recorder.noted
         return View(self.store, self.observations, self.policy, self.budgets, batch, asks, noted)
 
@@ -297,8 +294,8 @@ class Rows:
     @property
     def tells_due(self) -> bool:
         """Whether a step tells the rows that are `due` and the policy sees these alone. If not, it sees all rows in
-        every step."""
-        return bool(self.deciding) and self.policy.recordable
+        every step; so does a recorder."""
+        return bool(self.deciding) and self.policy.recordable and self.recorder is None
 
     @property
     def recordable(self) -> bool:
@@ -323,7 +320,7 @@ class Rows:
     @property
     def records_decisions(self) -> bool:
         """Whether `decide` is recorded. It is not if there is a recorder, which must see the decisions."""
-        return self.recorded and self.tells_due and self.recorder is None
+        return self.recorded and self.tells_due
 
     @property
     def records_flushes(self) -> bool:
@@ -340,16 +337,6 @@ class Rows:
     def formats(self) -> frozenset[int]:
         """Formats that tokens may have."""
         return frozenset(self.store.used)
-
-    @property
-    def pages(self) -> int:
-        """Pages of the pool, used or not."""
-        return self.store.table.pages.count
-
-    @property
-    def observed(self) -> Counter[str]:
-        """Observations made, by kind."""
-        return self.observations.made
 
     # -- bytes
 
@@ -399,10 +386,6 @@ class Rows:
         """The name of the running segment's type; "": types have none, or no segment has begun."""
         kinds, names = self.store.kinds[self._row_of[seq]], self.store.storage.names
         return names[kinds[-1]] if names and kinds else ""
-
-    def held_bytes(self, seq: int) -> int:
-        """Bytes that one sequence holds."""
-        return self.account(seq).total
 
     def reserved_bytes(self) -> int:
         """All bytes, used or not."""

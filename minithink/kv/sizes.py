@@ -7,15 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Policy, Schedule, Stack
+from minithink.kv.contract import Policy
 from minithink.kv.pages import layouts
+from minithink.kv.schedule import Schedule
+from minithink.kv.stack import members as members
 
 UNLIMITED = 2**30  # a budget that nothing exceeds
-
-
-def members(policy: Policy) -> tuple[Policy, ...]:
-    """The members of a stack; for any other policy, the policy itself."""
-    return policy.members if isinstance(policy, Stack) else (policy,)
 
 
 def check_budget(policy: Policy, prompt: int, budget: int | None = None) -> None:

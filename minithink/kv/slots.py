@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -43,7 +43,6 @@ class Slots(Pages):
         width: int = 16,
         table_width: int = 4,
         backend: Backend = REFERENCE,
-        poison: bool = False,
     ) -> None:
         """
         Args:
@@ -55,10 +54,8 @@ class Slots(Pages):
             width: tokens that lists have room for at first; they grow, unless `columns` are fixed.
             table_width: pages that a unit's table has room for at first; tables grow, unless `columns` are fixed.
             backend: the operations.
-            poison: fill freed memory with NaN, for tests.
         """
-        self.shape, self.storage, self.dtype, self.poison = shape, storage, dtype, poison
-        self.backend = backend
+        self.shape, self.storage, self.dtype, self.backend = shape, storage, dtype, backend
         self.layouts = layouts(storage, shape.head_dim, dtype)
         if storage.shrink and any(lay.by_token for lay in self.layouts):
             raise UsageError(f"Keys by token share their scales and cannot be shrunk: {storage.formats}.")
@@ -113,7 +110,7 @@ class Slots(Pages):
         self.place = torch.zeros(lt, b, ht, width + 1, dtype=torch.int32, device=shape.device)
         self.pos = torch.full((lt, b, ht, width + 1), -1, dtype=torch.int32, device=shape.device)
         self.count = torch.zeros(lt, b, ht, dtype=torch.int32, device=shape.device)
-        self.compaction = Compaction(self, poison) if storage.compaction != "none" else None
+        self.compaction = Compaction(self) if storage.compaction != "none" else None
         self.columns = columns
         self.home = tuple(dict.fromkeys(storage.formats.index(t) for t in storage.thoughts))  # of generated tokens
         self.slots = torch.tensor(per_page, dtype=torch.int32, device=shape.device)
@@ -129,28 +126,6 @@ class Slots(Pages):
         self.stays_plain = storage.sink > 0 or "plain" in (*storage.thoughts, *storage.also)
 
     # -- room: the host checks it before anything changes
-
-    def require_columns(self, rows: Sequence[int], counts: Sequence[int]) -> list[int]:
-        """Check that lists of a fixed width have room for new tokens: counts[i] of row rows[i].
-
-        Returns:
-            for every row the tokens that a lane holds at most, with the new tokens.
-
-        Raises:
-            UsageError: a lane would hold more tokens than the fixed width.
-        """
-        more = [0] * self.shape.rows
-        for row, count in zip(rows, counts, strict=True):
-            more[row] += count
-        most = [held + new for held, new in zip(self.most, more, strict=True)]
-        if self.columns is not None and max(most) > self.columns:  # the host does not count evictions
-            most = [held + new for held, new in zip(self.count.amax((0, 2)).tolist(), more, strict=True)]
-            if max(most) > self.columns:
-                raise UsageError(
-                    f"A lane may hold {max(most):,} tokens and the width was fixed to {self.columns:,}: use a "
-                    "smaller budget or --max-new-tokens."
-                )
-        return most
 
     def _require(
         self, at: Tensor, most: int, count: Callable[[], Tensor], purpose: str, f: int | None = None,
@@ -391,14 +366,11 @@ class Slots(Pages):
         if self.compaction:
             drop, keeps_pages = self.compaction.plan(drop), self.compaction.late
         at = torch.arange(self.shape.rows, device=drop.device) if at is None else at
-        uses = self._poison_evicted(drop, at) if self.poison else None
         tables, top = (t.page[..., :0], t.pages.top.clone()) if keeps_pages else (t.page, t.pages.top)
         self.backend.evict(
             drop, at, self.place, self.pos, self.count, t.live, t.taken, t.format, tables, t.pages.stack, top,
             self.row_of, self.row_uses, rows.stack, rows.top, t.most,
         )  # fmt: skip
-        if uses is not None:
-            self.scale_rows[: rows.count].masked_fill_(((uses > 0) & (self.row_uses == 0))[:-1, None, None], 255)
         if self.columns is None:
             self.refresh()
 
@@ -408,40 +380,12 @@ class Slots(Pages):
 
     def _release(self, place: Tensor, which: Tensor, at: Tensor) -> None:
         """Free slots, and the rows of scales whose last token they held. at: int64 [N], the rows of the tokens."""
-        page, slot = self._slots_of(place, which)
-        if self.poison:
-            self._poison(page, slot, which)
+        page = torch.where(which, place // self.table.most, self.table.pages.count).long()
+        slot = torch.where(which, place % self.table.most, 0).long()
         if self.row_of.numel():
             rows = self.free_rows
-            gone = release_rows(page, slot, which, self.row_of, self.row_uses, rows.stack, rows.top)
-            if self.poison:
-                self.scale_rows[gone] = 255
+            release_rows(page, slot, which, self.row_of, self.row_uses, rows.stack, rows.top)
         self.table.release(page, slot, which, at)
-
-    def _slots_of(self, place: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
-        """Pages and slots of places. Where `which` is False the page is the trash page."""
-        page = torch.where(which, place // self.table.most, self.table.pages.count).long()
-        return page, torch.where(which, place % self.table.most, 0).long()
-
-    def _poison_evicted(self, drop: Tensor, at: Tensor) -> Tensor:
-        """Fill the slots of tokens that are about to be evicted with NaN → the uses of rows of key scales before."""
-        place = self.place[:, at, :, : drop.shape[-1]]
-        which = drop & (self.pos[:, at, :, : drop.shape[-1]] >= 0) & (place >= 0)
-        self._poison(*self._slots_of(place, which), which)
-        return self.row_uses.clone()
-
-    def _poison(self, page: Tensor, slot: Tensor, which: Tensor) -> None:
-        formats = self.table.format[page]
-        for f in range(len(self.layouts)):
-            mine = torch.where(which & (formats == f), page, self.trash_page)
-            for layer in range(self.shape.layers):
-                if mine.shape[0] > 1 or self.shape.scope != "sequence":
-                    index = self._index(f, layer, self._base(f, mine[layer], slot[layer] % self.layouts[f].slots))
-                else:
-                    index = self._index(f, layer, self._base(f, mine[0], slot[0] % self.layouts[f].slots))
-                codes = self._codes[f].view(torch.uint8) if self._codes[f].dtype != torch.uint8 else self._codes[f]
-                codes[index] = 255
-                self._sides[f][index] = 255
 
     def _at(self, row: int) -> Tensor:
         """One row as int64 [1], filled on the device: a copy from the host's memory would wait."""

@@ -39,6 +39,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from minithink.errors import UsageError
 from minithink.kv.batch import Batch
 from minithink.kv.ledger import Ledger
 from minithink.kv.requantize import Moves
@@ -112,6 +113,28 @@ class PagedStore(Moves):
         if self.columns is None:
             self._widen(max(most))
         self.most = most
+
+    def require_columns(self, rows: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """Check that lists of a fixed width have room for new tokens: counts[i] of row rows[i].
+
+        Returns:
+            for every row the tokens that a lane holds at most, with the new tokens.
+
+        Raises:
+            UsageError: a lane would hold more tokens than the fixed width.
+        """
+        more = [0] * self.shape.rows
+        for row, count in zip(rows, counts, strict=True):
+            more[row] += count
+        most = [held + new for held, new in zip(self.most, more, strict=True)]
+        if self.columns is not None and max(most) > self.columns:  # the host does not count evictions
+            most = [held + new for held, new in zip(self.count.amax((0, 2)).tolist(), more, strict=True)]
+            if max(most) > self.columns:
+                raise UsageError(
+                    f"A lane may hold {max(most):,} tokens and the width was fixed to {self.columns:,}: use a "
+                    "smaller budget or --max-new-tokens."
+                )
+        return most
 
     def take(self, batch: Batch) -> Writer:
         """Take slots, or places in the ring, for one generated token of every active row, without the host. If the
@@ -212,8 +235,6 @@ class PagedStore(Moves):
         self.waiting[row], self.starts[row], self.kinds[row] = 0, [], []
         self.reading.discard(row)
         self.most[row] = self.lengths[row] = 0
-        if self.poison:
-            self.ring[:, row] = torch.nan
 
     # -- tables, tensors, bytes
 

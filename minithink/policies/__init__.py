@@ -16,7 +16,9 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Policy, Schedule, Stack
+from minithink.kv.contract import Policy
+from minithink.kv.schedule import Schedule
+from minithink.kv.stack import Stack
 from minithink.policies.crystal_kv_lite import CrystalKVLite
 from minithink.policies.full import Full
 from minithink.policies.kivi import Kivi

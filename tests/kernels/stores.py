@@ -8,6 +8,7 @@ from torch import Tensor
 from minithink.kv.contract import Scope, Shape, Storage
 from minithink.kv.store import PagedStore
 from tests.kernels.device import DEVICE
+from tests.kv.poison import poison
 from tests.kv.run import append_one, flush, open_now
 
 STORAGES = {
@@ -41,7 +42,7 @@ def filled(
     """
     generator = torch.Generator().manual_seed(seed)
     shape = Shape(layers, len(lengths), kv_heads, kv_heads * group, dim, 16, scope, DEVICE)
-    store = PagedStore(shape, storage, pages=4096, dtype=dtype, poison=True, width=max(lengths) + steps + 1)
+    store = poison(PagedStore(shape, storage, pages=4096, dtype=dtype, width=max(lengths) + steps + 1))
 
     def values(n: int, most: int) -> tuple[Tensor, Tensor]:
         x = torch.randn(2, n, most, kv_heads, dim, generator=generator) * spread

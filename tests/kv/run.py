@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,11 +14,13 @@ from minithink.backend import Backend
 from minithink.config import ModelConfig
 from minithink.kv.attend import _Read
 from minithink.kv.batch import Batch
-from minithink.kv.contract import Edit, Evict, Policy, Scope, Step, Storage, keep_best
+from minithink.kv.contract import Edit, Evict, Policy, Scope, See, Step, Storage, keep_best
 from minithink.kv.manager import KVManager
+from minithink.kv.observe import Observations
 from minithink.kv.store import PagedStore, Writer
 from minithink.model import Decoder, Rope
 from minithink.ref.rope import rope
+from tests.kv.poison import poison
 from tests.strategies import MAX_POSITION
 
 
@@ -52,7 +54,51 @@ class Cut(Policy):
 def manager_for(decoder: Decoder, policy: Policy, **options: Any) -> KVManager:
     """Three rows, in the dtype of the decoder; freed memory is poisoned with NaN."""
     options = {"rows": 3, "tokens": MAX_POSITION, "poison": True, **options}
-    return KVManager(decoder.config, Rope(decoder.config), policy, dtype=decoder.embed.dtype, **options)
+    poisoned = options.pop("poison")
+    manager = KVManager(decoder.config, Rope(decoder.config), policy, dtype=decoder.embed.dtype, **options)
+    return watched(manager, poisoned)
+
+
+class Counting(Observations):
+    """Counts the observations that are made, by kind."""
+
+    made: Counter[str]
+
+    def keep_weights(self, layer: int, group: str, what: See, *rest: Any) -> None:
+        self.made.update(kind.name or "" for kind in (See.MASS, See.ROWS) if what & kind)
+        super().keep_weights(layer, group, what, *rest)
+
+    def keep_hidden(self, *args: Any) -> None:
+        self.made["HIDDEN"] += 1
+        super().keep_hidden(*args)
+
+    def add_prompt_mass(self, *args: Any) -> None:
+        self.made["MASS"] += 1
+        super().add_prompt_mass(*args)
+
+    def keep_prompt_row(self, *args: Any) -> None:
+        self.made["ROWS"] += 1
+        super().keep_prompt_row(*args)
+
+    def _keeps_queries(self, layer: int) -> bool:
+        keeps = super()._keeps_queries(layer)
+        self.made.update(["QUERY"] * keeps)
+        return keeps
+
+
+def watched(manager: KVManager, poisoned: bool = True) -> KVManager:
+    """The manager, which counts its observations; freed memory is poisoned."""
+    manager.observations.__class__ = Counting
+    manager.observations.made = Counter()  # type: ignore[attr-defined]
+    if poisoned:
+        poison(manager.store)
+    return manager
+
+
+def observed(manager: KVManager) -> Counter[str]:
+    """The observations that were made, by kind."""
+    made: Counter[str] = manager.observations.made  # type: ignore[attr-defined]
+    return made
 
 
 class Spy:

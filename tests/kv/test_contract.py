@@ -22,15 +22,15 @@ from minithink.kv.contract import (
     Evict,
     Policy,
     Requantize,
-    Schedule,
     Scope,
     See,
     Shape,
-    Stack,
     Step,
     Storage,
     keep_best,
 )
+from minithink.kv.schedule import Schedule
+from minithink.kv.stack import Stack
 from tests.compare import assert_close
 from tests.kv.run import Cut, Full, feed, kept, manager_for, masked_logits, text_of
 from tests.strategies import example_config, random_decoder

@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import minithink.kv.manager as manager_module
 from minithink.backend import REFERENCE, triton_backend
 from minithink.kv.batch import FIELDS, Batch
-from minithink.kv.contract import Edit, Evict, OpenSegment, Policy, Stack, Step
+from minithink.kv.contract import Edit, Evict, OpenSegment, Policy, Step
 from minithink.kv.manager import KVManager
+from minithink.kv.stack import Stack
 from minithink.model import Decoder
 from minithink.policies import POLICIES, parse
 from minithink.policies.thinkv import ThinKV

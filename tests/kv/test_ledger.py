@@ -66,9 +66,9 @@ def test_every_byte_is_found(name: str, scope: Scope) -> None:
     own = [manager.store.account([manager._row_of[seq]]).total for seq in (0, 1)]
     assert sum(own) == ledger.held - ledger.state
     share = ledger.state // len(manager.rows)
-    assert [manager.held_bytes(seq) for seq in (0, 1)] == [x + share for x in own]
+    assert [manager.account(seq).total for seq in (0, 1)] == [x + share for x in own]
     manager.leave(0)
-    assert manager.held_bytes(1) == check(manager).held - ledger.state + share
+    assert manager.account(1).total == check(manager).held - ledger.state + share
     manager.leave(1)
     assert check(manager).held == empty.held
 

@@ -29,11 +29,11 @@ from minithink.kv.contract import (
     Scope,
     See,
     SetBudget,
-    Stack,
     Step,
     Storage,
 )
 from minithink.kv.manager import KVManager, Needs, check_budget, needs
+from minithink.kv.stack import Stack
 from minithink.kv.table import Exhausted
 from minithink.kv.view import View
 from minithink.model import Rope
@@ -41,7 +41,7 @@ from minithink.policies import parse
 from minithink.ref.rope import rope
 from tests.compare import assert_close, assert_same
 from tests.drive import full_cache, prompt_logits, step
-from tests.kv.run import Cut, Full, Spy, feed, kept, manager_for, masked_logits, text_of
+from tests.kv.run import Cut, Full, Spy, feed, kept, manager_for, masked_logits, observed, text_of
 from tests.strategies import MAX_POSITION, configs, example_config, random_decoder
 
 torch.set_num_threads(1)
@@ -116,7 +116,7 @@ def test_a_full_cache_is_a_forward_pass_over_the_text(
         assert manager.held(s) == manager.length(s)
         manager.leave(s)
     assert manager.store.table.pages.free == manager.store.table.pages.count
-    assert not manager.observed
+    assert not observed(manager)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -559,7 +559,7 @@ def test_all_layers_are_not_the_final_norm() -> None:
 def test_only_demanded_layers_are_observed() -> None:
     for what in (See.MASS, See.QUERY, See.HIDDEN):
         manager, _ = run_watched(Cut(None, demands=(Demand(what, frozenset({1})),)), {0: 3}, 2)
-        assert dict(manager.observed) == {what.name: 3}
+        assert dict(observed(manager)) == {what.name: 3}
 
 
 def test_what_was_not_demanded_is_refused() -> None:
@@ -574,7 +574,7 @@ def test_what_was_not_demanded_is_refused() -> None:
 
 def test_a_policy_that_demands_nothing_costs_nothing() -> None:
     manager, _ = run_watched(Cut(4), {0: 5, 1: 3}, 4)
-    assert not manager.observed
+    assert not observed(manager)
     assert not manager.observations.mass
     assert not manager.observations.hidden
     assert manager.ledger().observations == 0
@@ -591,7 +591,7 @@ def test_clocks_are_those_of_each_sequence() -> None:
         assert_close(f"row {row}, clock {clock}", here["mass"][0], want, atol=1e-5)
     assert sorted(policy.seen) == [(0, 0), (0, 3), (0, 6), (1, 0), (1, 3), (1, 6)]
     # in 2 layers: 5 chunks, and tokens 3 (of 0), 6 (of 0) with 3 (of 1), 6 (of 1)
-    assert manager.observed["MASS"] == 2 * (5 + 3)
+    assert observed(manager)["MASS"] == 2 * (5 + 3)
 
 
 @pytest.mark.parametrize(

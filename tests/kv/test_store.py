@@ -37,6 +37,7 @@ from minithink.quant import Format, parse_pair, shrink
 from minithink.quant.int_asymmetric import IntAsymmetric
 from minithink.quant.plain import DTYPES, Plain
 from tests.compare import assert_same
+from tests.kv.poison import poison
 from tests.kv.run import append_one, flush, open_now
 
 torch.set_num_threads(1)
@@ -109,10 +110,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.shape = Shape(LAYERS, ROWS, HEADS, 2 * HEADS, self.dim, 8, scope, torch.device("cpu"))
         lt, b, ht = self.shape.tables
         self.columns, plenty, self.pages = columns, pages == 20, max(3, pages * lt * ht)
-        self.store = PagedStore(
+        store = PagedStore(
             self.shape, self.storage, pages=self.pages, scale_rows=200 if plenty else scale_rows, dtype=self.dtype,
-            columns=columns, poison=True,
+            columns=columns,
         )  # fmt: skip
+        self.store = poison(store)
         plain = Plain(next(name for name, dtype in DTYPES.items() if dtype == self.dtype))
         self.formats = [
             (plain, plain) if name == "plain" else tuple(fmt.fit(self.dim) for fmt in parse_pair(name))

@@ -13,6 +13,7 @@ from minithink.kv.store import PagedStore
 from minithink.kv.table import BlockTable, Exhausted, FreeList
 from minithink.ref.allocate import allocate
 from tests.compare import assert_same
+from tests.kv.poison import poison
 from tests.kv.run import append_one, flush, open_now
 
 torch.set_num_threads(1)
@@ -206,7 +207,7 @@ class Walkthrough:
     """One sequence of tokens 'A', 'B', … that is nothing but its answer; τ = g = block size = 4."""
 
     def __init__(self, storage: Storage) -> None:
-        self.store = PagedStore(shape(layers=2), storage, pages=10, dtype=torch.bfloat16, poison=True)
+        self.store = poison(PagedStore(shape(layers=2), storage, pages=10, dtype=torch.bfloat16))
         self.length = 0
         self.expected = torch.zeros(0, 16)
 

@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Edit, Evict, Policy, Shape, Stack, Step
+from minithink.kv.contract import Edit, Evict, Policy, Shape, Step
 from minithink.kv.manager import KVManager
+from minithink.kv.stack import Stack
 from minithink.model import Rope
 from minithink.policies.crystal_kv_lite import CrystalKVLite, survival
+from tests.kv.run import observed, watched
 from tests.policies.drive import DECODER, TINY, follow, held, tokens_of
 
 torch.set_num_threads(1)
@@ -142,7 +144,7 @@ def test_the_answer_is_appended_beside_the_budget() -> None:
 
 
 def decoded(policy: Policy, rows: int = 3) -> KVManager:
-    return KVManager(TINY, Rope(TINY), policy, rows=rows, tokens=60, poison=True)
+    return watched(KVManager(TINY, Rope(TINY), policy, rows=rows, tokens=60))
 
 
 @torch.inference_mode()
@@ -345,7 +347,7 @@ def test_lambda_1_is_lfu() -> None:
 def test_hits_come_from_the_groups_maximum_of_generated_tokens() -> None:
     """Nothing is observed while the prompt is read; then maxima, which add up to more than 1."""
     managers = follow(CrystalKVLite(40), [9], 3)
-    assert not next(managers).observed
+    assert not observed(next(managers))
     for manager in managers:
         assert (manager.observations.mass[0, "max"].sum(-1) > 1).all()
 

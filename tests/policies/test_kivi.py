@@ -17,6 +17,7 @@ from minithink.policies.full import Full
 from minithink.policies.kivi import Kivi
 from minithink.quant import parse_pair
 from tests.compare import assert_close, assert_same
+from tests.kv.run import watched
 from tests.policies.drive import TINY, follow, formats
 
 torch.set_num_threads(1)
@@ -69,7 +70,7 @@ def test_the_numbers_of_the_example(prompt: int) -> None:
     """Each of four tokens four times over, so that they fill a group of 16; each of two channels twice."""
     k = torch.tensor([[0, 10], [1, 10.5], [2, 11], [3.3, 13]]).repeat_interleave(2, 1).repeat(4, 1)
     v = torch.tensor([[1, 2, 4, 8], [-1, 0, 0.4, 0.5]]).repeat(8, 1)
-    manager = KVManager(TINY, NoRope(), Kivi(group=16, residual=16), rows=1, tokens=16, poison=True)  # type: ignore[arg-type]
+    manager = watched(KVManager(TINY, NoRope(), Kivi(group=16, residual=16), rows=1, tokens=16))  # type: ignore[arg-type]
     manager.join(0, 16, prompt)
     for part in (slice(0, prompt), *(slice(i, i + 1) for i in range(prompt, 16))):
         manager.begin_step([0], [part.stop - part.start])

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from minithink.kv.contract import Schedule, Stack
 from minithink.kv.manager import KVManager
+from minithink.kv.schedule import Schedule
+from minithink.kv.stack import Stack
 from minithink.model import Decoder
 from minithink.policies import POLICIES, parse
 from minithink.weights import tensors_of
 from tests.compare import assert_close, assert_same, margins
-from tests.kv.run import feed, kept, manager_for, owned_bytes, text_of
+from tests.kv.run import feed, kept, manager_for, observed, owned_bytes, text_of
 from tests.strategies import example_config, random_decoder
 
 torch.set_num_threads(1)
@@ -237,7 +238,7 @@ def test_budget_and_bytes(text: str) -> None:
         of_sequences = sum(manager.store.account([row]).total for row in manager._row_of.values())
         assert of_sequences == ledger.held - ledger.state - ledger.observations, (text, ledger)
         if not policy.demands:
-            assert not manager.observed
+            assert not observed(manager)
             assert ledger.observations == 0
         for s in manager._row_of:
             n = manager.length(s)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from minithink.backend import REFERENCE
 from minithink.errors import UsageError
-from minithink.kv.contract import Edit, Evict, Policy, Stack, Step
+from minithink.kv.contract import Edit, Evict, Policy, Step
+from minithink.kv.stack import Stack
 from minithink.policies.rkv import Rkv
 from tests.policies.drive import follow, held, tokens_of
 from tests.strategies import example_config, random_decoder

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from minithink.backend import REFERENCE
 from minithink.errors import UsageError
-from minithink.kv.contract import Evict, Policy, See, Stack, Step
+from minithink.kv.contract import Evict, Policy, See, Step
 from minithink.kv.manager import check_budget, needs
+from minithink.kv.stack import Stack
 from minithink.policies import parse
 from minithink.policies.snapkv import SnapKV
 from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION, Tbe, ThinKV

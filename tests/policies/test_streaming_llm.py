@@ -16,6 +16,7 @@ from minithink.kv.manager import KVManager
 from minithink.model import Rope
 from minithink.policies.streaming_llm import StreamingLLM
 from tests.compare import assert_close
+from tests.kv.run import watched
 from tests.policies.drive import follow, held
 from tests.strategies import example_config
 
@@ -36,7 +37,7 @@ def turned(x: Tensor, position: int) -> Tensor:
 @torch.inference_mode()
 def attention(policy: StreamingLLM, keys: Tensor = K, values: Tensor = V, prompt: int = 2, **options: Any) -> Tensor:
     """What the last of these tokens reads from the cache, with the query Q: [D]."""
-    manager = KVManager(PLAIN, Rope(PLAIN), policy, rows=1, tokens=len(keys), poison=True, **options)
+    manager = watched(KVManager(PLAIN, Rope(PLAIN), policy, rows=1, tokens=len(keys), **options))
     manager.join(0, len(keys), prompt)
     for part in (slice(0, prompt), *(slice(i, i + 1) for i in range(prompt, len(keys)))):
         k, v = keys[part, None], values[part, None]

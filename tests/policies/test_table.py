@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from minithink import policies
 from minithink.errors import UsageError
-from minithink.kv.contract import Policy, Stack
+from minithink.kv.contract import Policy
+from minithink.kv.stack import Stack
 from minithink.policies import POLICIES, lookup, parse, split, takes_budget
 from minithink.policies.kivi import Kivi
 from minithink.policies.window import Window

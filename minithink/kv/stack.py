@@ -1,0 +1,72 @@
+"""Stacks: several policies on one cache, such as one that evicts and one that quantizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from minithink.errors import UsageError
+from minithink.kv.contract import SCOPES, Demand, Edit, Policy, Shape, Step, Storage
+
+
+class Stack(Policy):
+    """Several policies on one cache. When two disagree about a token, eviction wins over requantization.
+
+    Tables have the finest scope of all. Every member sees its own budget. Two that store differently cannot stack.
+    """
+
+    def __init__(self, members: Sequence[Policy]) -> None:
+        self.members = tuple(members)
+        stored = [m for m in members if m.storage != Storage()]
+        if len(stored) > 1:
+            names = " and ".join(m.name for m in stored)
+            raise UsageError(f"{names} store tokens in different ways and cannot be stacked: leave one out.")
+        self.name = "+".join(m.name for m in members)  # type: ignore[misc]
+        deciding = [m for m in members if type(m).decide is not Policy.decide]
+        self.recordable = all(m.recordable for m in deciding)  # type: ignore[misc]
+        self.opens = any(m.opens for m in members)  # type: ignore[misc]
+        self.scope = min((m.scope for m in members), key=SCOPES.index)
+        self.storage = stored[0].storage if stored else Storage()
+        self.protect_prompt = any(m.protect_prompt for m in members)
+        self.cap = min((m.cap for m in members if m.cap is not None), default=None)
+        self.exempt_answer = any(m.exempt_answer for m in members if m.budget is not None)
+        self.pull = max(m.pull for m in members)
+        self.beside = max(m.beside for m in members)
+        budgets = [m.budget for m in members if m.budget is not None]
+        self.budget = min(budgets, default=None)
+
+    @property
+    def demands(self) -> tuple[Demand, ...]:  # type: ignore[override]
+        """Of all members, which may learn from a calibration what they have to see."""
+        return tuple(d for m in self.members for d in m.demands)
+
+    @property
+    def limit(self) -> int | None:
+        """The tightest limit of all members."""
+        return min((m.limit for m in self.members if m.limit is not None), default=None)
+
+    def setup(self, shape: Shape) -> None:
+        for member in self.members:
+            member.setup(shape)
+
+    def reset(self, row: int) -> None:
+        for member in self.members:
+            member.reset(row)
+
+    def state(self) -> Iterable[Tensor]:
+        return (tensor for member in self.members for tensor in member.state())
+
+    def decide(self, step: Step) -> Iterable[Edit]:
+        for member in self.members:
+            yield from member.decide(step.seen_by(member))
+
+    def steer(self, step: Step, layer: int, hidden: Tensor) -> Tensor:
+        for member in self.members:
+            hidden = member.steer(step, layer, hidden)
+        return hidden
+
+
+def members(policy: Policy) -> tuple[Policy, ...]:
+    """The members of a stack; for any other policy, the policy itself."""
+    return policy.members if isinstance(policy, Stack) else (policy,)
