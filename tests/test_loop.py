@@ -344,6 +344,12 @@ def test_who_pads_a_graph_stays_as_it_is(policy: str) -> None:
     assert (4, 3) in [(values.shape[1], int(values[ACTIVE].sum())) for values in decisions]
 
 
+class SeesAll(KVManager):
+    """Shows its policy all rows in every step."""
+
+    tells_due = False  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize(
     "policy",
     ["window:budget=12,schedule=interval:5", "rkv:budget=16,buffer=6,alpha=4,exempt_answer=true",
@@ -355,10 +361,11 @@ def test_who_pads_a_graph_stays_as_it_is(policy: str) -> None:
 @pytest.mark.usefixtures("by_launches")
 def test_what_graphs_are_given(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step its sequences, each decision the rows that are due, each flush those whose buffers are full, all
-    padded with other rows, each once."""
+    padded with other rows, each once. A policy that is shown all rows instead decides the same."""
     decoder = with_backend(decoder_of(0), ONE_BY_ONE)
     options: dict[str, Any] = {"rows": 6, "tokens": 90, "columns": "fit", "think_ids": (7, 8), "poison": False}
     got, want = (manager_for(decoder, parse(policy), backend=ONE_BY_ONE, **options) for _ in range(2))
+    want.__class__ = SeesAll
     loop = DecodeLoop(decoder, got, SamplingParams(temperature=0))
     full: list[list[int]] = []  # the rows whose buffers the other one has flushed
     flushed = want.store.flushed
