@@ -52,11 +52,13 @@ def load_problems(split: str, family: str = "facts") -> list[Problem]:
         family: one of `families()`.
 
     Raises:
-        UsageError: the split is not one that ships.
+        UsageError: there is no such family, or no such split.
         MinithinkError: there is no file for this family and split.
     """
     if split not in SPLITS:
         raise UsageError(f"The split {split!r} does not exist; there are {' and '.join(SPLITS)}.")
+    if (known := families()) and family not in known:
+        raise UsageError(f"The family {family!r} does not exist; there are {', '.join(known)}.")
     path = DATA / f"{family}-{split}.jsonl"
     if not path.is_file():
         raise MinithinkError(f"{path} is missing: the package was installed without its data.")

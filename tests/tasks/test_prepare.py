@@ -11,6 +11,7 @@ import re
 import pytest
 
 from minithink.engine import TINY
+from minithink.errors import UsageError
 from minithink.tasks import BINS, DATA, SPLITS, boxed, grade, load_problems, prepare
 from minithink.tasks.writing import MODULUS, NAMES
 from minithink.tokenizer import Tokenizer
@@ -72,6 +73,14 @@ def test_a_split_is_drawn_the_same_twice_and_only_from_itself(monkeypatch, famil
     assert len(first) == 6
     assert all(row["id"].startswith(f"{family}-validation-") and row["family"] == family for row in first)
     assert [sum(low <= row["thinking_tokens"] < high for row in first) for low, high in BINS] == counts
+
+
+def test_families_and_splits_that_do_not_exist():
+    with pytest.raises(UsageError, match="The family 'fact' does not exist; there are facts, ledger, search"):
+        load_problems("test", "fact")
+    with pytest.raises(UsageError, match="The split 'train' does not exist; there are validation and test"):
+        load_problems("train")
+
 
 
 def test_the_splits_are_the_committed_ones():
