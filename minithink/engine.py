@@ -24,7 +24,10 @@ from minithink.backend import choose, device_of
 from minithink.config import ModelConfig, as_ids, read_json
 from minithink.errors import MinithinkError, UsageError
 from minithink.kv.contract import Policy
-from minithink.kv.manager import Recorder, bytes_for, check_budget, members
+from minithink.kv.manager import bytes_for
+from minithink.kv.rows import Recorder
+from minithink.kv.sizes import check_budget
+from minithink.kv.stack import members
 from minithink.model import Decoder, Rope
 from minithink.policies import POLICIES, parse
 from minithink.policies.full import Full

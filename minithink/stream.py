@@ -24,7 +24,8 @@ from minithink.kv.apart import Apart
 from minithink.kv.contract import Policy
 from minithink.kv.full import FullCache
 from minithink.kv.ledger import Ledger, Told
-from minithink.kv.manager import KVManager, Recorder
+from minithink.kv.manager import KVManager
+from minithink.kv.rows import Recorder
 from minithink.loop import SIZES, DecodeLoop
 from minithink.memory import is_out_of_memory
 from minithink.sampling import Sampler, SamplingParams

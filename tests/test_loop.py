@@ -26,7 +26,7 @@ from minithink.sampling import SamplingParams
 from minithink.stream import Stream
 from minithink.tasks import load_problems
 from tests.compare import assert_close, margins
-from tests.kv.run import Full, feed, kept, manager_for, text_of
+from tests.kv.run import Full, feed, kept, manager_for, state_of, text_of
 from tests.kv.test_next import (
     ONE_BY_ONE,
     assert_same_content,
@@ -232,7 +232,7 @@ def test_some_of_the_sequences_in_any_order(policy: str) -> None:
             sure = float(margins(logits[seq][None])[0]) > 1e-2  # a rounded code may be another
             assert not sure or token == int(logits[seq].argmax()), f"sequence {seq} at {want.length(seq)}"
             last[seq] = int(logits[seq].argmax())
-            assert got.next_state(seq) == want.next_state(seq)
+            assert state_of(got, seq) == state_of(want, seq)
             assert got.held(seq) == want.held(seq)
 
     for seq, n in enumerate((30, 7, 19, 1)):

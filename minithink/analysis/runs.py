@@ -14,7 +14,6 @@ from minithink.engine import Engine, load
 from minithink.errors import UsageError
 from minithink.sampling import SamplingParams
 from minithink.tasks import Problem, families, grade, load_problems
-from minithink.tasks.writing import listing
 
 SETTINGS = (  # options that decide a result
     "model", "family", "limit", "max_new_tokens", "temperature", "seed", "layer", "tau", "rollouts", "policies",
@@ -45,8 +44,6 @@ def begin(
         UsageError, MinithinkError: the options make no sense, before anything is generated.
     """
     SamplingParams(args.temperature, seed=args.seed)
-    if args.family not in families():
-        raise UsageError(f"There is no family {args.family!r}; there are {listing(families())}.")
     results.check(args.output)
     problems = load_problems("validation", args.family)
     if args.limit > len(problems):

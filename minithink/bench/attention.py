@@ -15,7 +15,6 @@ import argparse
 import copy
 import math
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minithink import results
 from minithink.backend import REFERENCE, triton_backend
+from minithink.bench import clock
 from minithink.commands import positive
 from minithink.errors import MinithinkError, UsageError
 from minithink.kv.contract import Shape, Storage
@@ -319,9 +319,7 @@ def recorded(run: Callable[[], object], device: torch.device | str | None = None
 def elapsed(run: Callable[[], object], device: torch.device | str | None = None) -> float:
     """Seconds of the device, from before the first of its kernels until after the last; wall time without CUDA."""
     if torch.device(device or DEVICE).type != "cuda":
-        began = time.perf_counter()
-        run()
-        return time.perf_counter() - began
+        return clock.timed(run)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     run()

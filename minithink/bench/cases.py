@@ -57,7 +57,7 @@ from minithink.commands import location, positive
 from minithink.errors import MinithinkError, UsageError
 from minithink.experiments import Case, Cases, StandIn
 from minithink.figures import need_matplotlib
-from minithink.kv.manager import check_budget
+from minithink.kv.sizes import check_budget
 
 PEER = "transformers"  # its full cache; a method without a policy
 GIB = 2**30

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minithink.kv.manager import KVManager, members
+from minithink.kv.manager import KVManager
+from minithink.kv.stack import members
 from minithink.kv.store import PagedStore
 from minithink.kv.table import Exhausted, FreeList
 

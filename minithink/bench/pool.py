@@ -32,7 +32,7 @@ from minithink.errors import MinithinkError, UsageError, reason, unwritable
 from minithink.evaluate.plan import AMPLE
 from minithink.files import replace, rounded
 from minithink.kv.contract import Policy
-from minithink.kv.manager import members
+from minithink.kv.stack import members
 from minithink.origin import ROOT
 from minithink.policies import POLICIES, leaves_open, parse
 from minithink.quant import parse_pair

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minithink.backend import Backend, choose
+from minithink.backend import choose
 from minithink.bench.attention import copy_speed
 from minithink.bench.clock import timed, wait
 from minithink.bench.copies import copy_sequences
@@ -37,7 +37,9 @@ from minithink.config import ModelConfig, RopeScaling
 from minithink.engine import Engine
 from minithink.experiments import StandIn, StandIns, collected
 from minithink.kv.contract import Policy
-from minithink.kv.manager import NOBODY, KVManager, needs
+from minithink.kv.manager import KVManager
+from minithink.kv.rows import NOBODY
+from minithink.kv.sizes import needs
 from minithink.loop import DecodeLoop
 from minithink.model import Decoder, Rope
 from minithink.policies import parse
@@ -182,7 +184,7 @@ class Steady:
         self.period = self.stand_in.period
         self.cache = Cache(
             model.config, model.rope, policy, **sizes(model.config, policy, batch, s, tokens, model.dtype),
-            device=model.device, dtype=model.dtype, backend=backend_of(model),
+            device=model.device, dtype=model.dtype, backend=model.decoder.backend,
         )  # fmt: skip
         self._draw = np.random.default_rng(s.seed)
         self._fill = self.loop(DecodeLoop, Mute(model.config, model.device, model.dtype))
@@ -281,11 +283,6 @@ class Ours:
     def step(self) -> None:
         """One token further, chosen tokens on the host."""
         self.tokens = self.loop.step(self.sequences, self.tokens)
-
-
-def backend_of(model: RandomModel) -> Backend:
-    """Of the cache: the model's."""
-    return model.decoder.backend
 
 
 def sizes(

@@ -37,7 +37,7 @@ from minithink.evaluate.plan import plan
 from minithink.evaluate.summary import FULL, Row, summarize
 from minithink.experiments import Result, Sweep, Table, collected
 from minithink.figures import need_matplotlib
-from minithink.kv.manager import members
+from minithink.kv.stack import members
 from minithink.tasks import families
 from minithink.tokenizer import Tokenizer
 from minithink.weights import checkpoint_hash, resolve

@@ -36,7 +36,7 @@ from minithink.evaluate.grading import grade
 from minithink.evaluate.tune import allowed
 from minithink.files import dumps, rounded
 from minithink.files import replace as replace_file
-from minithink.kv.manager import check_budget
+from minithink.kv.sizes import check_budget
 from minithink.policies import parse
 from minithink.policies.thinkv import ThinKV
 from minithink.progress import progress

@@ -45,7 +45,7 @@ class LastHeld:
             self._stamps[key] = torch.zeros(shape, dtype=torch.int32, device=positions.device)
         first = not sequences[0].tokens  # their prompts were read
         if first:
-            self._row |= {s.number: cache.next_state(s.number)[0] for s in sequences}
+            self._row |= {s.number: cache.row_of(s.number) for s in sequences}
         rows = [self._row[s.number] for s in sequences]
         step = torch.full((positions.shape[1],), -1, dtype=torch.int32)  # rows that took no part keep their stamps
         step[rows] = torch.tensor([len(s.prompt) + len(s.tokens) for s in sequences], dtype=torch.int32)

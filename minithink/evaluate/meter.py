@@ -94,7 +94,7 @@ class DeviceMeter:
 
     def _measure(self, sequences: Sequence[Track]) -> None:
         if not sequences[0].tokens:
-            rows = [self.cache.next_state(s.number)[0] for s in sequences]
+            rows = [self.cache.row_of(s.number) for s in sequences]
             self._row.update(zip((s.number for s in sequences), rows, strict=True))
             at = torch.tensor(rows, device=self.sums.device)
             count = self.cache.store.count[:, at]  # [Lt, N, Ht]

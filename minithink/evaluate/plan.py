@@ -14,8 +14,9 @@ from typing import NamedTuple
 from minithink.errors import UsageError
 from minithink.evaluate.summary import FULL, Budget
 from minithink.kv.contract import Policy
-from minithink.kv.manager import check_budget, members
 from minithink.kv.schedule import Schedule
+from minithink.kv.sizes import check_budget
+from minithink.kv.stack import members
 from minithink.policies import leaves_open, parse
 
 AMPLE = 2**20  # tokens: stands for a share whose tokens are not known yet; no policy finds it too small

@@ -50,7 +50,7 @@ class Recall:
         if isinstance(cache, FullCache):
             return torch.arange(cache.held(s.number), dtype=torch.int32)[None, None]
         assert isinstance(cache, KVManager)
-        return cache.store.positions()[:, cache.next_state(s.number)[0]].clone()
+        return cache.store.positions()[:, cache.row_of(s.number)].clone()
 
     @torch.inference_mode()
     def take(self, s: Track) -> dict[str, float | None]:

@@ -35,7 +35,7 @@ from minithink.evaluate.ranks import Ranks
 from minithink.evaluate.recall import Recall
 from minithink.evaluate.summary import FULL, Row
 from minithink.evaluate.trace import Recording, path_of
-from minithink.kv.manager import members
+from minithink.kv.stack import members
 from minithink.policies import split
 from minithink.progress import progress
 from minithink.sampling import SamplingParams

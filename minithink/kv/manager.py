@@ -52,14 +52,7 @@ from minithink.errors import MinithinkError
 from minithink.kv.attend import Pass, _Read
 from minithink.kv.batch import Batch
 from minithink.kv.contract import Edit, Evict, OpenSegment, Policy, Requantize, SetBudget
-from minithink.kv.rows import NOBODY as NOBODY
-from minithink.kv.rows import Recorder as Recorder
 from minithink.kv.rows import _Group
-from minithink.kv.sizes import UNLIMITED as UNLIMITED
-from minithink.kv.sizes import Needs as Needs
-from minithink.kv.sizes import check_budget as check_budget
-from minithink.kv.sizes import members as members
-from minithink.kv.sizes import needs as needs
 from minithink.kv.store import SAME
 from minithink.kv.view import View
 from minithink.model import Rope

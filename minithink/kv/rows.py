@@ -20,7 +20,8 @@ from minithink.kv.batch import FIELDS, Batch
 from minithink.kv.contract import Demand, Edit, Policy, Shape
 from minithink.kv.ledger import Ledger, Told
 from minithink.kv.observe import Observations
-from minithink.kv.sizes import UNLIMITED, check_budget, members, needs
+from minithink.kv.sizes import UNLIMITED, check_budget, needs
+from minithink.kv.stack import members
 from minithink.kv.store import PagedStore
 from minithink.kv.view import View
 from minithink.model import Rope
@@ -215,10 +216,9 @@ class Rows:
         """Tokens that the fullest lane of a sequence holds."""
         return int(self.store.count[:, self._row_of[seq]].max())
 
-    def next_state(self, seq: int) -> tuple[int, int, int]:
-        """What the host knows of a sequence: its row, the tokens it has seen, the tokens in its buffer."""
-        row = self._row_of[seq]
-        return row, self._row(row).length, self.store.waiting[row]
+    def row_of(self, seq: int) -> int:
+        """The row of a sequence."""
+        return self._row_of[seq]
 
     # -- the rows of a step
 

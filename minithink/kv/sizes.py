@@ -10,7 +10,7 @@ from minithink.errors import UsageError
 from minithink.kv.contract import Policy
 from minithink.kv.pages import layouts
 from minithink.kv.schedule import Schedule
-from minithink.kv.stack import members as members
+from minithink.kv.stack import members
 
 UNLIMITED = 2**30  # a budget that nothing exceeds
 

@@ -68,7 +68,7 @@ def evict(
 
 def release_rows(
     page: Tensor, slot: Tensor, which: Tensor, row_of: Tensor, row_uses: Tensor, row_stack: Tensor, row_top: Tensor
-) -> Tensor:
+) -> None:
     """Take tokens off their rows of key scales, and free each row with its last token.
 
     A row is freed once, also if several of its tokens go together. The last six arguments are those of `evict`.
@@ -76,9 +76,6 @@ def release_rows(
     Args:
         page, slot: int64, any shape: where tokens lie, in the order in which their rows go to the stack.
         which: bool, the tokens that go; the page of the other tokens is P (none).
-
-    Returns:
-        int64 [n], for every token in this order the row that is freed with it, or Q.
     """
     none = row_stack.numel() - 1
     row = row_of[page, slot].flatten()
@@ -90,7 +87,6 @@ def release_rows(
     last.scatter_reduce_(0, row, number, "amax", include_self=False)
     gone = (row < none) & (row_uses[row] == 0) & (last[row] == number)
     _push(row_stack, row_top, row, gone)
-    return torch.where(gone, row, none)
 
 
 def _push(stack: Tensor, top: Tensor, numbers: Tensor, which: Tensor) -> None:

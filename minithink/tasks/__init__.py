@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minithink.errors import MinithinkError, UsageError
+from minithink.tasks.writing import listing
 
 SPLITS = ("validation", "test")
 DATA = Path(__file__).parent / "data"
@@ -58,7 +59,7 @@ def load_problems(split: str, family: str = "facts") -> list[Problem]:
     if split not in SPLITS:
         raise UsageError(f"The split {split!r} does not exist; there are {' and '.join(SPLITS)}.")
     if (known := families()) and family not in known:
-        raise UsageError(f"The family {family!r} does not exist; there are {', '.join(known)}.")
+        raise UsageError(f"There is no family {family!r}; there are {listing(known)}.")
     path = DATA / f"{family}-{split}.jsonl"
     if not path.is_file():
         raise MinithinkError(f"{path} is missing: the package was installed without its data.")

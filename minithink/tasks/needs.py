@@ -427,7 +427,7 @@ class _Ledger(_Derives):
     def backwards(self, line: str) -> None:
         first = PAIR.search(line)
         assert first
-        account, _, number = first[1].partition("@")
+        number = first[1].partition("@")[2]
         for key in self.memory:
             if key[:2] == ("step", number):
                 self.need(key)

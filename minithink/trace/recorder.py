@@ -24,7 +24,9 @@ import numpy as np
 from torch import Tensor
 
 from minithink.kv.contract import Edit, Evict, OpenSegment, Policy, Requantize, SetBudget
-from minithink.kv.manager import UNLIMITED, KVManager, members
+from minithink.kv.manager import KVManager
+from minithink.kv.sizes import UNLIMITED
+from minithink.kv.stack import members
 from minithink.kv.view import View
 from minithink.tokenizer import TextStream, Tokenizer
 from minithink.trace.format import ARRAYS, GONE, KINDS, VERSION, WAITS, Array, Head, Writer, as_json, pack

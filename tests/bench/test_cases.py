@@ -13,7 +13,7 @@ import torch
 
 from minithink import results
 from minithink.backend import REFERENCE
-from minithink.bench import cases, compare, steady, tables
+from minithink.bench import cases, compare, tables
 from minithink.bench.__main__ import main
 from minithink.bench.cases import Bench
 from minithink.bench.parts import GATHERS, TimedLoop, counters_of, rates
@@ -216,7 +216,7 @@ def test_what_a_filled_cache_has_not_paid_for_a_step_pays(method: str, monkeypat
         REFERENCE, paged_attention=counting("attention", REFERENCE.paged_attention),
         sparsity=counting("sparsity", REFERENCE.sparsity), redundancy=counting("score", REFERENCE.redundancy),
     )  # fmt: skip
-    monkeypatch.setattr(steady, "backend_of", lambda _: backend)
+    monkeypatch.setattr(model().decoder, "backend", backend)
     case = made(method, batch=1, tokens=300)
     case.reach(96)
     assert calls["attention"] == calls["score"] == 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from minithink.errors import UsageError
 from minithink.evaluate.plan import Cell, budgets, check, check_share, plan, policy_of, said_of_prompts, tokens_of
-from minithink.kv.manager import check_budget
+from minithink.kv.sizes import check_budget
 from minithink.kv.stack import Stack
 from minithink.policies import POLICIES, split, takes_budget
 

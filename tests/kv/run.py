@@ -240,3 +240,9 @@ def _tensors(x: object, seen: set[int]) -> Iterator[Tensor]:
     elif hasattr(x, "__dict__"):
         for item in vars(x).values():
             yield from _tensors(item, seen)
+
+
+def state_of(manager: KVManager, seq: int) -> tuple[int, int, int]:
+    """What the host knows of a sequence: its row, the tokens it has seen, the tokens in its buffer."""
+    row = manager.row_of(seq)
+    return row, manager.length(seq), manager.store.waiting[row]

@@ -16,7 +16,8 @@ from torch import Tensor
 import minithink.kv.manager as manager_module
 from minithink.kv.batch import ACTIVE, Batch
 from minithink.kv.contract import Demand, Evict, Policy, See
-from minithink.kv.manager import KVManager, members
+from minithink.kv.manager import KVManager
+from minithink.kv.stack import members
 from minithink.kv.view import View
 from minithink.policies import parse
 from tests.compare import assert_same

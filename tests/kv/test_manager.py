@@ -32,7 +32,8 @@ from minithink.kv.contract import (
     Step,
     Storage,
 )
-from minithink.kv.manager import KVManager, Needs, check_budget, needs
+from minithink.kv.manager import KVManager
+from minithink.kv.sizes import Needs, check_budget, needs
 from minithink.kv.stack import Stack
 from minithink.kv.table import Exhausted
 from minithink.kv.view import View

@@ -31,7 +31,7 @@ from minithink.policies import POLICIES, parse
 from minithink.ref.linear import linear
 from tests.compare import assert_close, assert_same
 from tests.kv.dense import Dense
-from tests.kv.run import Cut, Full, append_one, feed, flush, kept, manager_for, text_of
+from tests.kv.run import Cut, Full, append_one, feed, flush, kept, manager_for, state_of, text_of
 from tests.policies.test_laws import CLOSE, CLOSES, OPEN, SMALL, TEXTS, WIDTH, decoder_of
 from tests.strategies import MAX_POSITION, example_config, random_decoder
 
@@ -165,7 +165,7 @@ def assert_same_state(name: str, got: KVManager, want: KVManager, seqs: Iterable
         assert formats(got, seq) == formats(want, seq), f"{name}, sequence {seq}"
         assert got.held(seq) == want.held(seq)
         assert got.length(seq) == want.length(seq)
-        assert got.next_state(seq) == want.next_state(seq)
+        assert state_of(got, seq) == state_of(want, seq)
         assert got.store.lengths[got._row_of[seq]] == got.length(seq)
         if exact:
             assert got.account(seq) == want.account(seq), f"{name}, sequence {seq}"
@@ -409,29 +409,29 @@ def test_an_idle_row_may_be_anything() -> None:
     assert_same_state("after the pause", beside, quiet, (0, 2, 3))
 
 
-def test_next_state() -> None:
+def test_what_the_host_knows_of_a_sequence() -> None:
     """Row, tokens seen and tokens in the buffer: while a prompt is read, while the buffer fills, when it is empty."""
     decoder = random_decoder(example_config(head_dim=16))
     storage = Storage(("int4:group=16",), buffer=3, tail="keep", sink=1)
     manager = manager_for(decoder, Cut(5, storage=storage), rows=2, columns="fit")
     manager.join(8, 30, 6)
-    assert manager.next_state(8) == (0, 0, 0)
+    assert state_of(manager, 8) == (0, 0, 0)
     feed(decoder, manager, {8: [1, 2]})
-    assert manager.next_state(8) == (0, 2, 0)
+    assert state_of(manager, 8) == (0, 2, 0)
     feed(decoder, manager, {8: [3, 4, 5, 6]})
-    assert manager.next_state(8) == (0, 6, 2)  # of five behind the sink, three are quantized
+    assert state_of(manager, 8) == (0, 6, 2)  # of five behind the sink, three are quantized
     manager.join(9, 30, 4)
     feed(decoder, manager, {9: [1, 2, 3, 4]})
     states = []
     for i in range(5):
         feed_next(decoder, manager, {9: i, 8: i})
-        states.append([manager.next_state(seq) for seq in (8, 9)])
+        states.append([state_of(manager, seq) for seq in (8, 9)])
     assert states == [[(0, 7 + i, (3 + i) % 3), (1, 5 + i, (1 + i) % 3)] for i in range(5)]
     manager.leave(8)
     manager.join(10, 30, 1)
-    assert manager.next_state(10) == (0, 0, 0)
+    assert state_of(manager, 10) == (0, 0, 0)
     with pytest.raises(KeyError):
-        manager.next_state(8)
+        state_of(manager, 8)
 
 
 # -- widths that follow the lanes

@@ -16,7 +16,7 @@ from torch import Tensor
 from minithink.backend import REFERENCE
 from minithink.errors import UsageError
 from minithink.kv.contract import Evict, Policy, See, Step
-from minithink.kv.manager import check_budget, needs
+from minithink.kv.sizes import check_budget, needs
 from minithink.kv.stack import Stack
 from minithink.policies import parse
 from minithink.policies.snapkv import SnapKV
