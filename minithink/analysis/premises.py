@@ -36,7 +36,7 @@ from minithink.thinking import CLOSE
 
 KINDS = tuple(reversed(NAMES))  # reasoning, execution, transition
 FAR = 64  # thinking tokens before the answer that count as near
-STRENGTHS = {"boundary": (0.25, 0.5, 1.0, 2.0), "every": (0.05, 0.1, 0.25, 0.5, 1.0)}
+STRENGTHS = {"boundary": (0.25, 0.5, 1.0), "every": (0.1, 0.25)}  # more destroys the texts
 
 
 class Sentence(NamedTuple):
@@ -219,6 +219,7 @@ def answer_attention(looks: Sequence[Look]) -> dict[str, Any]:
         values = torch.stack([getattr(one, name) for one in looks])  # [traces, L]
         values = values[~values.isnan().any(1)]  # traces that never answered
         out[name] = {"mean": float(values.mean()), "layers": values.mean(0).tolist()}
+    out["far"]["beyond"] = FAR
     return out
 
 

@@ -85,6 +85,27 @@ def held(result: Result) -> Iterable[Row]:
         yield {**m, "kinds": {kind: size or None for kind, size in m["kinds"].items()}}
 
 
+def full_cache(result: Result) -> Iterable[str]:
+    """What the full cache does on the problems of a pilot, as a sentence."""
+    full, family = result["measurements"][0], result["settings"]["family"]
+    yield f"{full['problems']} problems of `{family}`; full cache {full['right']:.1%}, {full['tokens']:,.0f} tokens."
+    yield ""
+
+
+def premises(result: Result) -> Iterable[str]:
+    """How well sparsity tells kinds of thought apart, and where answers look, as sentences."""
+    m, settings = result["measurements"], result["settings"]
+    pairs = (f"{' and '.join(x['kinds'])} {x['auc']:.2f} (layer {x['layer']})" for x in m["separability"]["auc"])
+    text = f"{settings['limit']} problems of `{settings['family']}`; the vector acts behind layer {settings['layer']}."
+    text += f" Kinds of thought told apart by the sparsity of {settings['tau']} tokens, area under the curve: "
+    text += f"{', '.join(pairs)}."
+    far, on = (m["answer_attention"][name] for name in ("far", "on_thinking"))
+    if on["mean"] is not None:  # somebody answered
+        text += f" Of the answer's attention {on['mean']:.0%} is on the thinking; {far['mean']:.0%} of that is more "
+        text += f"than {far['beyond']} tokens back."
+    return [text, ""]
+
+
 def goal(m: Row) -> str | None:
     """The goal, and whether it was reached."""
     return f"{m['target']} ×, {'reached' if m['target_reached'] else 'missed'}" if "target" in m else None
@@ -105,10 +126,21 @@ ACCURACY = Table((
     ("95 % interval", lambda m: tuple(m["interval"]), "{:.1%} to {:.1%}"),
     ("tokens generated", "mean_tokens", "{:,.0f}"), ("cut off", "cut_off", "{:.1%}"),
 ))  # fmt: skip
+PILOT = Table(
+    (("keeps", "policy", "`{}`"),), rows=lambda result: [m for m in result["measurements"] if m["policy"] != "full"],
+    across="budget", cells=(("{:share}: right", "right", "**{:.1%}**"), ("tokens", "tokens", "{:,.0f}")),
+    said=full_cache,
+)  # fmt: skip
+PREMISES = Table(
+    (("added at", "at", "{}"), ("strength", "strength", "{:g}"), ("right", "right", "**{:.1%}**"),
+     ("doubts", "doubts", "{:.2f}"), ("tokens", "tokens", "{:,.0f}"), ("cut off", "cut_off", "{:.1%}")),
+    rows=lambda result: result["measurements"]["steering"]["runs"], said=premises,
+)  # fmt: skip
 KINDS = ("payload", "scales", "tables", "buffers", "state", "observations")
 TABLES = {
     **dict.fromkeys(("decode-cpu", "decode-gpu", "decode-gpu-steps", "decode-gpu-16k", "decode-gpu-rkv"), DECODE),
     **{"accuracy" if family == "facts" else f"accuracy-{family}": ACCURACY for family in families()},
+    **{f"pilot-{family}": PILOT for family in families()}, "premises-search": PREMISES,
     "margins": Table((), said=near_ties),
     "evaluate": Table((
         ("policy", "policy", "`{}`"), ("sequences", "sequences", "{:,}"), ("tokens", "tokens", "{:,}"),
