@@ -18,7 +18,7 @@ UNCALIBRATED = (
     "window:protect_prompt=true", "random:protect_prompt=true", "rkv:buffer=16,protect_prompt=true",
     "crystal_kv_lite:protect_prompt=true", "kivi", "kivi:bits=4",
 )  # fmt: skip
-CARD = (*UNCALIBRATED, "thinkv:types=1", "thinkv")
+CARD = (*UNCALIBRATED, "thinkv:types=1", "thinkv", "thinkv:precision=R4E4T4")  # the last: what T's 2 bits cost
 SWEEPS = {
     "card": Sweep("the policies of the embedded model's card", CARD, budgets=(0.25, 0.5), needed=True),
     "robustness": Sweep(
@@ -96,8 +96,9 @@ def premises(result: Result) -> Iterable[str]:
     """How well sparsity tells kinds of thought apart, and where answers look, as sentences."""
     m, settings = result["measurements"], result["settings"]
     pairs = (f"{' and '.join(x['kinds'])} {x['auc']:.2f} (layer {x['layer']})" for x in m["separability"]["auc"])
-    text = f"{settings['limit']} problems of `{settings['family']}`; the vector acts behind layer {settings['layer']}."
-    text += f" Kinds of thought told apart by the sparsity of {settings['tau']} tokens, area under the curve: "
+    text = f"{settings['limit']} problems of `{settings['family']}`. "
+    text += f"The vector acts behind layer {settings['layer']}. "
+    text += f"Kinds of thought told apart by the sparsity of {settings['tau']} tokens, area under the curve: "
     text += f"{', '.join(pairs)}."
     far, on = (m["answer_attention"][name] for name in ("far", "on_thinking"))
     if on["mean"] is not None:  # somebody answered

@@ -81,14 +81,15 @@ def test_a_pool_keeps_one_run_of_each_key(tmp_path: Path) -> None:
 
 def test_what_code_a_policy_runs() -> None:
     files = pool.files_of("thinkv")
-    assert files["policy"] == ("minithink/policies/thinkv.py",)
+    own = ("minithink/policies/thinkv.py", "minithink/policies/thinkv_options.py")
+    assert files["policy"] == own
     assert {"minithink/quant/nvfp4.py", "minithink/quant/ternary.py"} <= {*files["formats"]}
     assert {"minithink/ref/anneal.py", "minithink/ref/sparsity.py"} <= {*files["twins"]}
     assert "minithink/ref/redundancy.py" not in files["twins"]
     assert {"kernels/anneal.py", "kernels/paged_attention.py"} <= {*files["kernels"]}
     assert "kernels/redundancy.py" not in files["kernels"], "only R-KV calls it"
     stack = pool.files_of("snapkv:cap=128+thinkv")
-    assert stack["policy"] == ("minithink/policies/snapkv.py", "minithink/policies/thinkv.py")
+    assert stack["policy"] == ("minithink/policies/snapkv.py", *own)
     assert pool.files_of("window")["formats"] == ()
     assert pool.source_of("window", "reference")["kernels"] == ""
 
@@ -126,6 +127,6 @@ def test_code_is_the_same_in_every_version_of_python() -> None:
 def test_the_documents_ask_for_the_embedded_model() -> None:
     """As an evaluation would write it down, so that a run of it serves."""
     keys = sweep.wanted_of(sweep.SWEEPS["card"])
-    assert len(keys) == 3 * (1 + 2 * 6 + 2)
+    assert len(keys) == 3 * (1 + 2 * 7 + 2)
     assert {key["limit"] for key in keys} == {200}
     assert {key["max_new_tokens"] for key in keys} != {None}

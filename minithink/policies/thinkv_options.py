@@ -1,0 +1,214 @@
+"""ThinKV's options, their checks, and what follows from them: number formats, thresholds, the retention schedule.
+
+The method is in `thinkv.py`. Chosen where the paper is silent or says two things:
+- calibration finds the layers L* and the thresholds. Where no layer has |T| modes, thresholds are quantiles of the
+  sparsity (`calibrate/choose.py`), and users are told: keywords would have to be words that the model uses;
+- with |T| = 2 there are executions and reasoning, with |T| = 1 reasoning alone; then a segment goes to the next lower
+  power of two, down to the last number of R (§E.10);
+- a scale belongs to one key and 16 of its channels, as it does with values. §4.2 has one for each channel of g keys,
+  which is key_axis=channel: their slots are used again one by one, and a row of scales lives until the last key is
+  gone, so that it takes more bytes (docs/thinkv.md);
+- FP8's scale, and a second one of NVFP4, are a layer's and sequence's, for keys and for values: of the whole prompt,
+  with room for numbers twice as large;
+- a g below 16 makes short groups of keys, 16 channels of values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isnan
+from typing import Any, Literal
+
+from minithink.errors import UsageError
+from minithink.kv.contract import Demand, Policy, See, Shape, Storage
+from minithink.quant import parse, parse_pair
+
+MOST = 2**30  # tokens, of whatever: positions are int32
+ROWS = 1024  # queries whose sparsity is averaged, at most
+TRANSITION, EXECUTION, REASONING = 0, 1, 2  # by importance ρ (§4.2), and as figure 6 numbers them
+NAMES = ("transition", "execution", "reasoning")
+
+
+@dataclass
+class ThinKVOptions(Policy):
+    """What users choose. UsageError: a value makes no sense, or contradicts another."""
+
+    budget: int | None = None  # k, tokens that a lane holds, prompt and buffer included
+    tau: int = 128  # τ, tokens of a segment
+    retention: str = "64/32/16/8/4"  # R, tokens that a segment keeps, from one time to the next
+    hard_budget: bool = True
+    precision: str = "R4E4T2"  # bits of keys by type: 16, 8, 4 or 2, and T0
+    v_precision: str = ""  # of values; "": the same
+    four: Literal["nvfp4", "int4s"] = "nvfp4"  # the format of 4 bits
+    two: Literal["ternary", "int2s"] = "ternary"  # of 2 bits
+    key_axis: Literal["channel", "token"] = "token"  # what of keys has a scale of its own; of values: a token
+    g: int = 16  # tokens that are quantized together, and elements that share a scale
+    block: int = 8  # tokens of a page, a power of two
+    types: int = 3  # |T|
+    thoughts: Literal["sparsity", "keyword"] = "sparsity"  # what tells types: attention, or words (`thoughts.py`)
+    layers: str = ""  # L*, as in 2/3/5/6; "": the model's calibration
+    thresholds: str = ""  # θ1/θ2, ascending; "": the model's calibration
+    sparsity_rows: int = 1  # last queries whose sparsity is averaged at a refresh
+
+    def __post_init__(self) -> None:
+        self.protect_prompt = True
+        sizes = self.tau, self.g, self.sparsity_rows
+        if self.types not in (1, 2, 3) or not 1 <= min(sizes) <= max(sizes) <= MOST:
+            raise UsageError(
+                f"{self.name}: types={self.types}, tau={self.tau}, g={self.g}, sparsity_rows={self.sparsity_rows}; "
+                f"types must be 1, 2 or 3, the others from 1 to {MOST:,}."
+            )
+        if self.sparsity_rows > ROWS:
+            raise UsageError(
+                f"{self.name}: sparsity_rows={self.sparsity_rows}; the weights of so many queries would have to be "
+                f"computed at once: choose at most {ROWS:,}."
+            )
+        if self._measures and bool(self.layers) != bool(self.thresholds):
+            given, lacking = ("layers", "thresholds") if self.layers else ("thresholds", "layers")
+            raise UsageError(
+                f"{self.name}: {given}={getattr(self, given)} without {lacking}: they belong together, give both or "
+                "neither."
+            )
+        if self.v_precision.endswith("T0") and not self._drops:
+            raise UsageError(
+                f"{self.name}: v_precision={self.v_precision} drops values of transitions and "
+                f"precision={self.precision} keeps their keys: T0 is for both, in precision."
+            )
+        self.storage = self._storage()
+        if self.storage.buffer and self.tau % self.storage.buffer:
+            raise UsageError(
+                f"{self.name}: a segment of tau={self.tau} tokens is no multiple of a group of g={self.g}: choose "
+                f"tau={-(-self.tau // self.g) * self.g}."
+            )
+        self.kept = self._retained()
+        self.beside = self.storage.buffer + (self.kept[-1] if self.kept else 0) + 1
+        self._kind: Callable[[Sequence[int]], int] | None = None
+        if self.thoughts == "keyword":
+            if self.types != 3:
+                raise UsageError(f"{self.name}: words tell three types, and types={self.types}: drop one of them.")
+            self.recordable = False  # type: ignore[misc]  # the host reads every token
+        self.calibrated({})
+
+    # -- what follows from the options
+
+    @property
+    def _measures(self) -> bool:
+        """True if attention sparsity tells the types."""
+        return self.types > 1 and self.thoughts == "sparsity"
+
+    @property
+    def _drops(self) -> bool:
+        """True if transition tokens are dropped (precision ends in T0)."""
+        return self.precision.endswith("T0")
+
+    def _storage(self) -> Storage:
+        """The formats of the three types."""
+        keys, values = (self._bits(text) for text in (self.precision, self.v_precision or self.precision))
+        axes = ",by=token" if self.key_axis == "channel" else "", ""  # of a group of keys, and of values
+        pairs = []
+        for bits in zip(keys, values, strict=True):
+            names = {16: "plain", 8: "fp8", 4: self.four, 2: self.two, 0: self.two}
+            if (16 in bits) and bits != (16, 16):
+                raise UsageError(f"{self.name}: a type's keys and values are both of 16 bits, or none: {bits}.")
+            pair = [names[n] for n in bits]
+            if pair[0] == "plain":
+                pairs.append("plain")
+                continue
+            grouped = [bool(parse(name).group) for name in pair]
+            options = [
+                f":group={max(16, self.g)}{axis}" if has else "" for axis, has in zip(axes, grouped, strict=True)
+            ]
+            pairs.append("/".join(name + option for name, option in zip(pair, options, strict=True)))
+            try:
+                parse_pair(pairs[-1])
+            except UsageError as error:
+                raise UsageError(f"{self.name}: g={self.g}: {error}") from None
+        buffer = 0 if set(pairs) == {"plain"} else self.g
+        return Storage(tuple(pairs), names=NAMES, prompt=REASONING, block=self.block, buffer=buffer)
+
+    def _bits(self, text: str) -> list[int]:
+        """Of transitions, executions, reasoning."""
+        found = re.fullmatch(r"R(16|8|4|2)E(16|8|4|2)T(16|8|4|2|0)", text)
+        if not found:
+            raise UsageError(f"{self.name}: the precision {text!r} is none; write as R4E4T2: 16, 8, 4 or 2, and T0.")
+        return [int(n) for n in found.groups()][::-1]
+
+    def _retained(self) -> tuple[int, ...]:
+        """R; with |T| = 1 half as many tokens each time (§E.10)."""
+        if self.budget is None:
+            return ()
+        kept = self._numbers("retention", self.retention, int)
+        down = sorted({n for n in kept if n >= 0}, reverse=True)
+        if not kept or list(kept) != down or down[0] > MOST:
+            raise UsageError(
+                f"{self.name}: retention={self.retention}; it must descend, as 64/32/16/8/4 does, from {MOST:,} or "
+                "less."
+            )
+        if self.types > 1:
+            return kept
+        powers = (2**i for i in range((self.tau - 1).bit_length() - 1, -1, -1))
+        return (*(n for n in powers if n > kept[-1]), kept[-1])
+
+    def _numbers(self, name: str, text: str, kind: type) -> tuple[Any, ...]:
+        try:
+            return tuple(kind(part) for part in text.split("/")) if text else ()
+        except ValueError:
+            raise UsageError(f"{self.name}: {name}={text}; write numbers, as in {name}=3/5.") from None
+
+    @property
+    def limit(self) -> int | None:
+        return self.budget if self.hard_budget else None
+
+    def peaks(self, tokens: int, prompt: int) -> list[list[tuple[str, int]]]:
+        if self.budget is None or self.hard_budget:
+            return super().peaks(tokens, prompt)
+        least = prompt + (tokens // self.tau + 1) * self.kept[-1] + self.tau  # when all ended segments are there
+        most = min(tokens, max(self.budget, least) + 1)
+        return [[(name, most) for name in self.storage.thoughts]]
+
+    # -- what the model adds: its calibration, tokenizer and layers
+
+    @property
+    def calibration(self) -> str:
+        if not self._measures or (self.layers and self.thresholds):
+            return ""
+        return "thoughts.json" if self.types == 3 else f"thoughts-{self.types}.json"
+
+    def calibrated(self, values: Mapping[str, Any]) -> None:
+        """values: `layers` and `thresholds`, of `python -m minithink.calibrate thoughts`."""
+        layers = self._numbers("layers", self.layers, int) or tuple(values.get("layers", ()))
+        theta = self._numbers("thresholds", self.thresholds, float) or tuple(values.get("thresholds", ()))
+        if self.types == 1 and self.thresholds:
+            raise UsageError(
+                f"{self.name}: there is nothing to tell with types=1: drop thresholds={self.thresholds}."
+            )
+        if len(theta) == self.types - 1 and list(theta) != sorted(theta):
+            raise UsageError(
+                f"{self.name}: thresholds are ascending, and there are {', '.join(map(str, theta))}: give "
+                f"thresholds={'/'.join(map(str, sorted(theta)))}."
+            )
+        if theta and (len(theta) != self.types - 1 or any(map(isnan, theta))):
+            raise UsageError(
+                f"{self.name}: {self.types} types need {self.types - 1} ascending thresholds, and there are "
+                f"{', '.join(map(str, theta))}: calibrate with --thoughts {self.types}."
+            )
+        self.theta, self.measured = theta, tuple(sorted(set(layers)))
+        if self._measures:
+            watched = frozenset(self.measured)
+            self.demands = (Demand(See.ROWS, watched, every=self.tau, rows=self.sparsity_rows, group="max_logit"),)
+
+    def reads(self, kind: Callable[[Sequence[int]], int]) -> None:
+        self._kind = kind
+
+    def setup(self, shape: Shape) -> None:
+        """Check the options against the model. `ThinKV` allocates its state."""
+        if self.thoughts == "keyword" and self._kind is None:
+            raise UsageError(f"{self.name} reads the text with thoughts=keyword, and there is no tokenizer here.")
+        if self._measures and not (self.theta and self.measured):
+            raise UsageError(
+                f"{self.name} knows no thresholds: give layers=… and thresholds=…, or calibrate the model."
+            )
+        if outside := [layer for layer in self.measured if not 0 <= layer < shape.layers]:
+            raise UsageError(f"{self.name}: layer {outside[0]} is measured, and the model has {shape.layers}.")
