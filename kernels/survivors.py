@@ -4,7 +4,7 @@ Layout: the device makes two lists of the segments that shrink, with a program p
 NARROW tokens, all others are wide. Each list and each format of thoughts then has a launch of its own, a branch of
 the recorded graph. Programs take segments of their format from their list in turn. Tokens in the ring, the newest,
 belong to the format of the segment's other tokens. A program dequantizes the segment's keys as attention does
-(`_planes` of `paged_attention.py`, the path without inline PTX). It multiplies all keys with all, each pair of blocks
+(`_planes.py`, the plain path). It multiplies all keys with all, each pair of blocks
 once, and goes on from the products as `kmeans.py` does. Each program writes the products, 64 KiB for 128 tokens, to
 its own memory and reads them from the GPU's cache. A wide segment that fits into half the width costs a quarter. A
 narrow segment has one warp, so that many of them run at once: a hard budget shrinks thousands.
@@ -32,8 +32,9 @@ import triton.language as tl
 from torch import Tensor
 
 from minithink.kernels._common import INTERPRETED, Variant, power_of_2, side_by_side
+from minithink.kernels._layout import Cache, Half, cache, example, half, words
+from minithink.kernels._planes import load_codes, planes
 from minithink.kernels.kmeans import ITERATIONS, at_once, chosen, warps
-from minithink.kernels.paged_attention import Cache, Half, _codes, _planes, _variant, cache, half, words
 
 NARROW = 16  # tokens of a narrow segment, at most
 PROGRAMS = 2112, 264  # for narrow segments, 16 for each multiprocessor of an H100, and for wide ones
@@ -92,7 +93,7 @@ def _keys(
         row = row * K.row + o_lane * K.row_lane
     o_k = page * K.page + (slot * K.slot + o_lane * K.lane + K.start)
     o_side = page * K.side_page + (slot * K.side_slot + o_lane * K.side_lane + K.side_start)
-    k = _planes(_codes(p_k, o_k, paged, K), p_k_params, p_k_rows, o_side, row, paged, k_scale, K, DTYPE, True)
+    k = planes(load_codes(p_k, o_k, paged, K), p_k_params, p_k_rows, o_side, row, paged, k_scale, K, DTYPE, True)
     if C.ring > 0:
         # [Hkv, R, 2, D] of the row
         waits = m_t & (place < 0)
@@ -223,7 +224,7 @@ def survivors(read: Any, first: Tensor, size: Tensor, goal: Tensor, longest: int
     block = min(LISTED, max(16, power_of_2(segments)))
     _list[(units,)](numbers, listed, size, goal, n, ht, segments, NARROW=NARROW, BLOCK=block, num_warps=1)
 
-    c, launches = cache(pages, n)._replace(base=0, overlap=False), list[Callable[[], object]]()
+    c, launches = cache(pages), list[Callable[[], object]]()
     for which, wide in reversed([*enumerate(sizes(longest))]):
         programs = min(PROGRAMS[which], units * segments)
         for i, f in enumerate(pages.home):
@@ -260,12 +261,12 @@ def variants() -> Iterator[Variant]:
         | dict.fromkeys(("n", "heads", "segments"), "i32"), {"NARROW": NARROW, "BLOCK": LISTED}, {"num_warps": 1}
     )  # fmt: skip
     for dim in (64, 128):
-        c = Cache(8, 4, 16, dim, 1, 0, 1, 16, 16, 128, 1024, 128, "bf16")
+        c = Cache(8, 4, 16, dim, 1, 0, 1, 16, 16, "bf16")
         plain = Half("plain", 16, 0, False, False, 1, dim, dim, 64 * dim, 32 * dim, 2 * dim, 0, 0, 0, 0, 0, 0, 0)
         for k, codes in (
-            (plain, "*bf16"), (_variant("nvfp4", 4, dim, True, False), "*u8"),
-            (_variant("nvfp4", 4, dim, False, False), "*u8"), (_variant("ternary", 2, dim, True, False), "*u8"),
-            (_variant("fp8", 8, dim, False, False), "*u8"),
+            (plain, "*bf16"), (example("nvfp4", 4, dim, True, False), "*u8"),
+            (example("nvfp4", 4, dim, False, False), "*u8"), (example("ternary", 2, dim, True, False), "*u8"),
+            (example("fp8", 8, dim, False, False), "*u8"),
         )[: 1 if dim == 64 else None]:  # fmt: skip
             signature = common | {"p_k": codes, "p_k_params": "*u8", "p_k_rows": "*u8"}
             for wide in dict.fromkeys((*sizes(128), *sizes(256))):

@@ -111,11 +111,11 @@ for variant in {variant.kernel.fn.__name__: variant for variant in variants()}.v
 
 
 def test_parts_are_those_of_the_kernel() -> None:
-    """The longest lane of a small batch is cut as `kernels/paged_attention.py` cuts it."""
-    from minithink.kernels.paged_attention import _most_parts
+    """The longest lane of a small batch is cut as `kernels/_parts.py` cuts it."""
+    from minithink.kernels._parts import most_parts
 
     for tokens in (1, 128, 1024, 4096, 16384, 40000):
-        assert -(-tokens // steps.part_length(tokens)) == _most_parts(tokens, 128, 1024)
+        assert -(-tokens // steps.part_length(tokens)) == most_parts(tokens, 128, 1024)
 
 
 def test_the_kernel_that_only_reads() -> None:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minithink.backend import REFERENCE
-from minithink.kernels import paged_attention as kernel
+from minithink.kernels import _parts
+from minithink.kernels._layout import Cache
 from minithink.kernels.by_format import by_format
 from minithink.kernels.paged_attention import paged_attention
 from minithink.kv.contract import SCOPES, Scope, Storage
@@ -73,7 +74,7 @@ def test_equals_its_twin(
     store.backend = BACKEND
     with pytest.MonkeyPatch.context() as patch:
         for constant, value in CUTS[cut].items():
-            patch.setattr(kernel, constant, value)
+            patch.setattr(_parts, constant, value)
         got, mass = paged_attention(q, store.reader(rows), layer, group)
     # A logit's rounding is relative to the logit, and becomes a relative error of its probability.
     near = TOLERANCE[dtype] * max(1, 2 * spread)
@@ -91,9 +92,9 @@ def test_lanes_of_every_length_are_whole(
     """Whatever the length of the parts: some tens of tokens, or some hundreds in parts eight times as long; merged at
     once, or one after the other."""
     for constant, value in CUTS["long"].items():
-        monkeypatch.setattr(kernel, constant, value)
+        monkeypatch.setattr(_parts, constant, value)
     if merged:
-        monkeypatch.setattr(kernel, "MERGED", merged)
+        monkeypatch.setattr(_parts, "MERGED", merged)
     store = filled(STORAGES["plain"], "head", [prompt], steps=1, seed=2)
     q = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     want, _ = ref.paged_attention(q, store.reader(), 0)
@@ -142,7 +143,7 @@ def test_a_graph_gives_what_single_launches_give(
 ) -> None:
     """Bit for bit, replay after replay: its branches write apart, and the merge waits for all of them."""
     for constant, value in CUTS["many"].items():
-        monkeypatch.setattr(kernel, constant, value)
+        monkeypatch.setattr(_parts, constant, value)
     store = filled(STORAGES[name], "layer", [90, 3, 40], layers=2, steps=47, keep=0.4, seed=5)
     store.backend = BACKEND
     read = store.reader()
@@ -182,7 +183,7 @@ def test_a_sequence_does_not_notice_what_others_lose(name: str, cut: str, monkey
     """A lane of several parts gives the same bits when the others have lost nearly everything, the longest of them
     too, so that fewer parts are merged."""
     for constant, value in CUTS[cut].items():
-        monkeypatch.setattr(kernel, constant, value)
+        monkeypatch.setattr(_parts, constant, value)
     store = filled(STORAGES[name], "head", [300, 700, 40], steps=4, seed=3)
     q = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     before, _ = paged_attention(q, store.reader(), 0)
@@ -197,8 +198,8 @@ def test_a_sequence_does_not_notice_what_others_lose(name: str, cut: str, monkey
 
 
 @triton.jit
-def _split_of(p_out, p_count, C: tl.constexpr):
-    tl.store(p_out, kernel._split(tl.load(p_count), C))
+def _length_of(p_out, p_count, C: tl.constexpr):
+    tl.store(p_out, _parts.part_length(tl.load(p_count), C))
 
 
 @given(
@@ -213,13 +214,13 @@ def test_there_is_room_for_all_parts(base: int, short: int, even: int, most: int
         times for long, times in ((short, 1), (4 * short, 2), (16 * short, 4), (count, 8)) if count <= long
     )
     out = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    c = kernel.Cache(1, 1, 16, 64, 1, 1, 1, 16, 0, base, short, even, "fp32")
-    _split_of[(1,)](out, torch.tensor([count], dtype=torch.int32, device=DEVICE), c)
+    c = Cache(1, 1, 16, 64, 1, 1, 1, 16, 0, "fp32", base, short, even)
+    _length_of[(1,)](out, torch.tensor([count], dtype=torch.int32, device=DEVICE), c)
     split = int(out)
     assert split % even == 0
     assert 0 < split <= longest
     parts = -(-count // longest)
-    assert -(-count // split) <= parts <= kernel._most_parts(most, base, short)
+    assert -(-count // split) <= parts <= _parts.most_parts(most, base, short)
     assert split - even < max(1, count) / max(1, parts)  # no longer than it must be
 
 

@@ -1,0 +1,149 @@
+"""Where a store keeps its tokens, as compile-time constants of the kernels that read keys and values in pages.
+
+    Cache   the constants that all formats share: heads, D, which lane a head is, tokens of the ring
+    Half    the constants of the keys, or the values, of one format: how codes are packed, and where they lie
+
+`cache` and `half` make them of a store, `words` views the store's memory as the types that a Half counts in, and
+`example` makes a Half without a store, for the compile check. `_planes.py` reads codes with them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minithink.kernels import _formats
+from minithink.kernels._common import INTERPRETED, power_of_2
+
+FAST = ("nvfp4", "ternary", "fp8", "int2", "int4", "int8")  # formats that `_planes.py` has a fast path for
+
+
+class Half(NamedTuple):
+    """Keys or values of one format. Offsets count words of codes and numbers of parameters, not bytes."""
+
+    kind: str  # of the format, as in `_formats.py`
+    bits: int
+    group: int
+    by_token: bool  # keys: tokens of a group share a row of scales
+    fast: bool  # decoded by the fast path of `_planes.py`
+    planes: int  # channels of a word
+    words: int  # of a token
+    block: int  # the power of two that is at least `words` and 16
+    page: int  # from a page to the next
+    lane: int
+    slot: int
+    start: int
+    side_page: int  # the same among the parameters
+    side_lane: int
+    side_slot: int
+    side_start: int
+    row: int  # from a row of key scales to the next
+    row_lane: int
+
+
+class Cache(NamedTuple):
+    """What all formats share. The last fields are of attention: `in_parts` of `_parts.py` fills them."""
+
+    kv_heads: int
+    group: int  # g, query heads of a KV head
+    block_g: int
+    dim: int  # D
+    tables: int  # Ht
+    layer_lanes: int  # which of its unit's lanes a head is: layer · layer_lanes + head · head_lanes
+    head_lanes: int
+    most: int  # slots that places count for a page
+    ring: int  # tokens of the full-precision buffer
+    dtype: str  # of the model: fp32, fp16, bf16
+    base: int = 0  # tokens of a part in lanes of at most `short` tokens
+    short: int = 0
+    even: int = 0  # parts are whole blocks of so many tokens
+    overlap: bool = False  # the merge is launched while attention still runs (compute capability 9)
+
+
+def cache(pages: Any) -> Cache:
+    """The constants of a store that do not depend on the format."""
+    shape = pages.shape
+    group = shape.query_heads // shape.kv_heads
+    return Cache(
+        kv_heads=shape.kv_heads, group=group, block_g=max(16, power_of_2(group)), dim=shape.head_dim,
+        tables=shape.tables[2], layer_lanes=shape.kv_heads if shape.scope == "sequence" else 0,
+        head_lanes=0 if shape.scope == "head" else 1, most=pages.table.most,
+        ring=pages.ring.shape[3], dtype=_formats.dtype_name(pages.dtype),
+    )  # fmt: skip
+
+
+def half(pages: Any, f: int, which: str, dtype: torch.dtype) -> Half:
+    """Where the keys ("k") or values ("v") of format f lie, and how they are decoded for a model of type `dtype`.
+
+    Raises:
+        ValueError: the parameters of the values are not aligned behind those of the keys.
+    """
+    lay, lanes, dim = pages.layouts[f], pages.shape.sharing, pages.shape.head_dim
+    fmt, start = (lay.k, 0) if which == "k" else (lay.v, lay.k_codes)
+    side, side_slot = pages.side.shape[-1], pages.side.shape[-1] // lay.slots
+    side_start, by_token = 0 if which == "k" else lay.k_side, fmt.by == "token"
+    names = _formats.constexprs(fmt)
+    fast = fmt.name in FAST and not INTERPRETED and dtype != torch.float32
+    size = max(1, _formats.params_dtype(fmt).itemsize) if fmt.group else 1
+    if fast and names["KIND"] == "int":
+        fast = names["PARAMS"] == "fp16" and (by_token or not (side % 4 or side_slot % 4 or side_start % 4))
+        size = 4 if fast else size  # scale and minimum at once
+    plain = names["KIND"] == "plain"
+    planes = 1 if plain or fmt.bits >= 8 else 4 if fast else 8 // fmt.bits
+    word = fmt.bits // 8 if planes == 1 else planes * fmt.bits // 8  # bytes
+    count = dim // planes
+    page, slot = pages.pool.shape[-1], pages.pool.shape[-1] // lay.slots
+    row = pages.scale_rows.shape[-1]
+    if not by_token and (side_slot % size or side_start % size):
+        raise ValueError(f"the parameters of {fmt} are not aligned beside those of {lay.k}: choose other groups")
+    of = 4 if fast else size
+    return Half(
+        kind=names["KIND"], bits=fmt.bits, group=fmt.group, by_token=by_token, fast=fast, planes=planes,
+        words=count, block=max(16, power_of_2(count)),
+        page=lanes * page // word, lane=page // word, slot=slot // word, start=start // word,
+        side_page=lanes * side // size, side_lane=side // size, side_slot=side_slot // size,
+        side_start=side_start // size, row=lanes * row // of if by_token else 0, row_lane=row // of,
+    )  # fmt: skip
+
+
+def ring_half(c: Cache) -> Half:
+    """Keys or values in the ring: D plain numbers for each token, at places that need no constants."""
+    block = max(16, power_of_2(c.dim))
+    return Half("plain", 0, 0, False, False, 1, c.dim, block, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
+def words(pages: Any, f: int, k: Half, v: Half) -> tuple[Tensor, ...]:
+    """The pool and the parameters as words and numbers of format f, as its halves k and v count them.
+
+    Returns:
+        Codes of the keys and of the values, parameters of both, and the rows of key scales. Each is the store's
+        whole tensor, viewed as another type.
+    """
+    lay = pages.layouts[f]
+
+    def codes(fmt: Any, h: Half) -> Tensor:
+        if h.kind == "plain":
+            return pages.pool.view(_formats.DTYPES[fmt.name])
+        return pages.pool.view(torch.int16) if h.bits * h.planes == 16 else pages.pool
+
+    def params(fmt: Any, h: Half) -> Tensor:
+        dtype = torch.int32 if h.fast and h.kind == "int" else _formats.params_dtype(fmt)
+        return pages.side.view(dtype) if fmt.group else pages.side
+
+    rows = pages.scale_rows
+    if k.by_token:
+        rows = rows.view(torch.int32 if k.fast else _formats.params_dtype(lay.k))
+    return codes(lay.k, k), codes(lay.v, v), pages.side if k.by_token else params(lay.k, k), params(lay.v, v), rows
+
+
+def example(kind: str, bits: int, dim: int, by_token: bool = False, fast: bool = True) -> Half:
+    """A Half for the compile check: 2 lanes and pages of 16 tokens, groups of 16."""
+    planes = 1 if bits == 8 else 4 if fast else 8 // bits
+    count, side = dim // planes, dim // 16
+    slot, row = count * 2, dim // (4 if fast else 1)
+    return Half(
+        kind, bits, 0 if kind == "fp8" else 16, by_token, fast, planes, count, max(16, power_of_2(count)), 32 * slot,
+        16 * slot, slot, 0, 64 * side, 32 * side, 2 * side, 0, 2 * row, row,
+    )  # fmt: skip

@@ -1,0 +1,209 @@
+"""Lanes are cut into parts for `paged_attention.py`, and the parts' results become one.
+
+    in_parts, part_length   how long the parts of a lane are
+    shape_of_program        tokens of a block and warps of the program that takes a part
+    merge                   the parts of a query head become one by their log-sum-exp (`minithink/ref/merge.py`)
+
+One program for each lane would leave most of the GPU idle when there are few lanes, so long lanes have several parts.
+The length of a part depends on the lane's length and on the batch's shape. So a sequence gets the same sums whatever
+the other sequences hold.
+
+Bound of the merge: latency. It reads 4·D bytes for each part of a query head. On compute capability 9 its launch
+overlaps with attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minithink.kernels._common import INTERPRETED, Variant, power_of_2
+from minithink.kernels._layout import Cache, Half
+
+PARTS = (256, 512), (64, 256), (0, 128)  # (at least so many lanes, tokens of a part in a short lane)
+SHORT = 1024  # tokens of a short lane, at most
+MANY_LANES = 64  # from here on small blocks are enough to fill the GPU, and overlapping the merge gains nothing
+# Tokens of a block (a part is whole blocks), warps, stages; tuned on an H200. `shape_of_program` chooses one.
+LARGE, MEDIUM, SMALL = (128, 4, 2), (64, 2, 3), (32, 1, 3)
+MERGED = 4, 16  # parts that `_merge` takes at once, in lanes with few parts and with many
+MERGING = 4, 1  # its warps, for few lanes and for many
+# These arguments are offsets and counts. Triton must not compile anew for one that is 1 or a multiple of 16.
+PLAIN_NUMBERS = ["layer", "table_layer", "first_part", "parts", "width", "rows"]
+
+
+def in_parts(c: Cache, lanes: int, device: torch.device) -> Cache:
+    """The same cache, for attention over so many lanes: how they are cut, and whether the merge is launched early."""
+    early = not INTERPRETED and lanes < MANY_LANES and torch.cuda.get_device_capability(device)[0] >= 9
+    return c._replace(base=base(lanes), short=SHORT, even=max(LARGE[0], MEDIUM[0], SMALL[0]), overlap=early)
+
+
+def shape_of_program(c: Cache, k: Half, v: Half, lanes: int) -> tuple[int, dict[str, int]]:
+    """Tokens of a block, and Triton's options. SMALL for fewer than 8 bits and many lanes; MEDIUM for formats that
+    are float32, are decoded to float32 or have no fast path; else LARGE."""
+    if k.fast and v.fast and k.bits < 8:
+        block, warps, stages = SMALL if lanes >= MANY_LANES else LARGE
+    else:
+        block, warps, stages = LARGE if c.dtype != "fp32" and (k.fast or k.kind == "plain") else MEDIUM
+    # Without a limit fp8 takes more registers, and one program fewer runs on a multiprocessor.
+    most = {"maxnreg": 168} if "fp8" in (k.kind, v.kind) and warps == LARGE[1] else {}
+    return block, {"num_warps": warps, "num_stages": stages, **most}
+
+
+def most_parts(tokens: int, base: int, short: int) -> int:
+    """The most parts that a lane of at most so many tokens can have."""
+    steps = ((short, 1), (4 * short, 2), (16 * short, 4), (tokens, 8))  # as in `part_length`
+    return max(-(-min(tokens, most) // (base * times)) for most, times in steps)
+
+
+def base(lanes: int) -> int:
+    """Tokens of a part in short lanes. Many lanes make enough programs without small parts."""
+    return next(size for least, size in PARTS if lanes >= least)
+
+
+@triton.jit
+def part_length(count, C: tl.constexpr):
+    """Tokens of a part. It depends on the lane's tokens of this format and on the batch's number of lanes (with idle
+    rows), but not on what other lanes hold. All parts are about equally long: a short one would only be another
+    program."""
+    SHORT: tl.constexpr = C.short
+    most = C.base * tl.where(count <= SHORT, 1, tl.where(count <= 4 * SHORT, 2, tl.where(count <= 16 * SHORT, 4, 8)))
+    count = tl.maximum(count, 1)  # avoids a division by 0
+    return tl.minimum(tl.cdiv(tl.cdiv(count, tl.cdiv(count, most)), C.even) * C.even, most)
+
+
+@triton.jit
+def unit_of_lane(table_layer, row, rows, i_head, C: tl.constexpr):
+    """The number of a lane's list; rows: B, rows that have lists."""
+    unit = (table_layer * rows + row) * C.tables
+    if C.tables > 1:
+        unit += i_head
+    return unit
+
+
+@triton.jit
+def of_format(p_first, unit, i_format, m, FORMATS: tl.constexpr):
+    """The first token of a format in sorted lists (`by_format.py`), and the number of its tokens; m: a mask."""
+    p_first += unit * (FORMATS + 2) + i_format
+    begin = tl.load(p_first, m, other=0)
+    return begin, tl.load(p_first + 1, m, other=0) - begin
+
+
+@triton.jit
+def _add_parts(acc, top, total, p_parts, p_part_lse, o_part, m, C: tl.constexpr):
+    """Add further parts to the sums Σ_i exp2(lse_i − top)·out_i [D] and Σ_i exp2(lse_i − top).
+
+    o_part: [P], where the parts lie; m: [P], the parts that count. Other parts were never written, and are not read.
+    """
+    channel = tl.arange(0, acc.shape[0])
+    lse = tl.load(p_part_lse + o_part, m, other=float("-inf"))
+    o_x = o_part[:, None] * C.dim + channel[None, :]
+    x = tl.load(p_parts + o_x, m[:, None] & (channel < C.dim)[None, :], other=0.0)
+    new = tl.maximum(top, tl.max(lse, 0))
+    shift = tl.where(new == float("-inf"), 0.0, new)
+    weight = tl.exp2(lse - shift)
+    rescale = tl.exp2(top - shift)
+    return acc * rescale + tl.sum(x * weight[:, None], 0), new, total * rescale + tl.sum(weight, 0)
+
+
+@triton.jit(do_not_specialize=[*PLAIN_NUMBERS, "in_format"])
+def _merge(p_parts, p_part_lse, p_out, p_lse, p_rows, p_count, table_layer, parts, in_format, rows, C: tl.constexpr,
+           FORMATS: tl.constexpr, BLOCK_D: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr):  # fmt: skip
+    """out = Σ_i exp2(lse_i − lse)·out_i, lse = log2 Σ_i exp2(lse_i), over the used parts of a query head; 0 for a
+    lane without tokens.
+
+    A format has room for `in_format` parts, and uses as many as its tokens fill. The ring comes last and has one.
+    p_count, FORMATS: as in `_attend`. FEW, MANY: parts that are taken at once, of any format; FEW if this is enough.
+    The order of the sum depends on the lane's own length, never on the lengths of other lanes.
+    """
+    i_head = tl.program_id(0).to(tl.int64)
+    i_n, i_query = i_head // (C.kv_heads * C.group), i_head % (C.kv_heads * C.group)
+    i_kv = i_query // C.group
+    KINDS: tl.constexpr = FORMATS + 1 if FORMATS > 0 else 1  # formats and ring
+    used = tl.full([], 0, tl.int32)
+    before = ()  # used parts of the kinds before each kind
+    if FORMATS > 0:
+        unit = unit_of_lane(table_layer, i_n, tl.num_programs(0) // (C.kv_heads * C.group), i_kv, C)
+        for kind in tl.static_range(KINDS):  # unrolled, so that no load waits for another
+            _, count = of_format(p_count, unit, kind, True, FORMATS)
+            before = before + (used,)
+            if kind < FORMATS:
+                used += tl.cdiv(count, part_length(count, C))
+            else:
+                used += (count > 0).to(tl.int32)
+    else:
+        count = tl.load(p_count + unit_of_lane(table_layer, tl.load(p_rows + i_n), rows, i_kv, C))
+        before, used = (used,), tl.cdiv(count, part_length(count, C))
+    channel = tl.arange(0, BLOCK_D)
+    top = tl.full([], float("-inf"), tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    if C.overlap:
+        tl.extra.cuda.gdc_wait()  # for the parts
+    if used <= FEW:
+        o_part = i_head * parts + _part(tl.arange(0, FEW), before, in_format)
+        m = tl.arange(0, FEW) < used
+        acc, top, total = _add_parts(acc, top, total, p_parts, p_part_lse, o_part, m, C)
+    else:
+        for start in range(0, used, MANY):
+            i = start + tl.arange(0, MANY)
+            o_part = i_head * parts + _part(i, before, in_format)
+            acc, top, total = _add_parts(acc, top, total, p_parts, p_part_lse, o_part, i < used, C)
+    tl.store(p_out + i_head * C.dim + channel, acc / tl.where(total > 0, total, 1.0), channel < C.dim)
+    tl.store(p_lse + i_head, top + tl.log2(total))
+
+
+@triton.jit
+def _part(i, before, in_format):
+    """The index of the i-th used part; before: for each kind the number of used parts of the kinds before."""
+    out = i
+    for kind in tl.static_range(1, len(before)):
+        out = tl.where(i >= before[kind], kind * in_format + i - before[kind], out)
+    return out
+
+
+def merge(
+    part: Tensor, part_lse: Tensor, rows: Tensor, count: Tensor, table_layer: int, in_format: int, b: int, c: Cache,
+    formats: int, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Launch `_merge`.
+
+    Args:
+        part: float32 [N, Hq, parts, D], from `_attend`.
+        part_lse: float32 [N, Hq, parts], base 2.
+        rows: int64 [N].
+        count: where formats begin in sorted lists, or the lengths of whole lists, as `_attend` got them.
+        table_layer: the layer among those with lists of their own.
+        in_format: parts that a format has room for.
+        b: B, rows of the store.
+        c: from `in_parts`.
+        formats: formats that lists are sorted by, 0 without.
+        dtype: of `out`.
+
+    Returns:
+        out: [N, Hq, D]; 0 for a lane without tokens.
+        lse: float32 [N, Hq], base 2.
+    """
+    n, hq, parts, d = part.shape
+    out, lse = part.new_empty(n, hq, d, dtype=dtype), part.new_empty(n, hq)
+    _merge[(n * hq,)](
+        part, part_lse, out, lse, rows, count, table_layer, parts, in_format, b,
+        c, formats, power_of_2(d), *MERGED, num_warps=MERGING[n * c.kv_heads >= MANY_LANES],
+        **({"launch_pdl": True} if c.overlap else {}),
+    )  # fmt: skip
+    return out, lse
+
+
+def variants() -> Iterator[Variant]:
+    """bfloat16 models, D = 128: one format, several formats, and a merge that is launched early."""
+    c = Cache(2, 4, 16, 128, 1, 2, 1, 16, 0, "bf16", base(8), SHORT, LARGE[0])
+    signature = dict.fromkeys(("p_parts", "p_part_lse", "p_lse"), "*fp32") | {"p_out": "*bf16"}
+    signature |= {"p_rows": "*i64", "p_count": "*i32"}
+    signature |= dict.fromkeys(("table_layer", "parts", "in_format", "rows"), "i32")
+    constexprs = {"C": c, "FORMATS": 0, "BLOCK_D": 128, "FEW": MERGED[0], "MANY": MERGED[1]}
+    yield Variant(_merge, signature, constexprs)
+    yield Variant(_merge, signature, constexprs | {"FORMATS": 2}, {"num_warps": MERGING[1]})
+    yield Variant(_merge, signature, constexprs | {"C": c._replace(overlap=True)}, {"launch_pdl": True}, 90)
