@@ -23,14 +23,20 @@ BLOCK = 256  # tokens of a program of `_mass`
 AT_ONCE = 128  # tokens that `_max_logit` takes at once
 
 
+@triton.jit
+def _tokens(p_rows, p_count, table_layer, rows, i_lane, C: tl.constexpr):
+    """The number of tokens that the i-th of the N · Hkv lanes holds."""
+    i_n, i_head = i_lane // C.kv_heads, i_lane % C.kv_heads
+    return tl.load(p_count + unit_of_lane(table_layer, tl.load(p_rows + i_n), rows, i_head, C))
+
+
 @triton.jit(do_not_specialize=PLAIN_NUMBERS)
 def _mass(p_seen, p_top, p_lse, p_mass, p_rows, p_count, table_layer, width, rows, C: tl.constexpr,
           RULE: tl.constexpr, SEEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Attention of every token: exp2(logit − lse) of each query head, combined by RULE; 0 where there is no token."""
     GROUP: tl.constexpr = C.group
     i_lane, i_block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i_n, i_head = i_lane // C.kv_heads, i_lane % C.kv_heads
-    count = tl.load(p_count + unit_of_lane(table_layer, tl.load(p_rows + i_n), rows, i_head, C))
+    count = _tokens(p_rows, p_count, table_layer, rows, i_lane, C)
     t = i_block * BLOCK + tl.arange(0, BLOCK)
     mass = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(GROUP):
@@ -54,29 +60,31 @@ def _mass(p_seen, p_top, p_lse, p_mass, p_rows, p_count, table_layer, width, row
         tl.store(p_mass + i_lane * (width - 1) + t, mass, t < width - 1)
 
 
+@triton.jit
+def _largest(p_seen, i_lane, t, count, width, C: tl.constexpr):
+    """The largest logit of each token over the query heads of its KV head; −∞ where there is no token."""
+    GROUP: tl.constexpr = C.group
+    x = tl.full([t.shape[0]], -float("inf"), tl.float32)
+    for i in tl.static_range(GROUP):
+        o_seen = (i_lane * C.group + i) * (width - 1) + t
+        x = tl.maximum(x, tl.load(p_seen + o_seen, t < count, other=-float("inf")))
+    return x
+
+
 @triton.jit(do_not_specialize=PLAIN_NUMBERS)
 def _max_logit(p_seen, p_mass, p_rows, p_count, table_layer, width, rows, C: tl.constexpr, BLOCK: tl.constexpr):
     """The softmax over tokens of the query heads' largest logits; a program takes a whole lane."""
-    GROUP: tl.constexpr = C.group
     i_lane = tl.program_id(0).to(tl.int64)
-    i_n, i_head = i_lane // C.kv_heads, i_lane % C.kv_heads
-    count = tl.load(p_count + unit_of_lane(table_layer, tl.load(p_rows + i_n), rows, i_head, C))
+    count = _tokens(p_rows, p_count, table_layer, rows, i_lane, C)
     top, total = -float("inf"), 0.0
     for start in range(0, count, BLOCK):
-        t = start + tl.arange(0, BLOCK)
-        x = tl.full([BLOCK], -float("inf"), tl.float32)
-        for i in tl.static_range(GROUP):
-            o_seen = (i_lane * C.group + i) * (width - 1) + t
-            x = tl.maximum(x, tl.load(p_seen + o_seen, t < count, other=-float("inf")))
+        x = _largest(p_seen, i_lane, start + tl.arange(0, BLOCK), count, width, C)
         new = tl.maximum(top, tl.max(x, 0))
         total = total * tl.exp2(top - new) + tl.sum(tl.exp2(x - new), 0)
         top = new
     for start in range(0, width - 1, BLOCK):
         t = start + tl.arange(0, BLOCK)
-        x = tl.full([BLOCK], -float("inf"), tl.float32)
-        for i in tl.static_range(GROUP):
-            o_seen = (i_lane * C.group + i) * (width - 1) + t
-            x = tl.maximum(x, tl.load(p_seen + o_seen, t < count, other=-float("inf")))
+        x = _largest(p_seen, i_lane, t, count, width, C)
         p = tl.where(t < count, tl.exp2(x - top) / total, 0.0)
         tl.store(p_mass + i_lane * (width - 1) + t, p, t < width - 1)
 

@@ -142,6 +142,30 @@ def load_codes(p_codes, o_codes, m_token, H: tl.constexpr):
 
 
 @triton.jit
+def _of_groups(p_token, m_token, H: tl.constexpr):
+    """The parameters of every word's group, [BLOCK_T, H.block]: scales as fp16 · 2^6, of integers scale and minimum
+    in one int32. p_token: pointers [BLOCK_T, 1] to the parameters of each token.
+
+    If groups are whole and equally many words, each group's are loaded and converted once and then repeated.
+    """
+    GROUPS: tl.constexpr = H.words * H.planes // H.group
+    REPEATED: tl.constexpr = (
+        H.words == H.block and GROUPS * H.group == H.words * H.planes and H.block % max(GROUPS, 1) == 0
+    )
+    m_token = m_token[:, None]
+    if REPEATED:
+        x = tl.load(p_token + tl.arange(0, GROUPS)[None, :], m_token, other=0)
+    else:
+        word = tl.arange(0, H.block)[None, :]
+        x = tl.load(p_token + word * H.planes // H.group, m_token & (word < H.words), other=0)
+    if H.kind != "int":
+        x = _scale_fp16(x)
+    if REPEATED:
+        x = tl.broadcast_to(x[:, :, None], [x.shape[0], GROUPS, H.words // GROUPS]).reshape([x.shape[0], H.block])
+    return x
+
+
+@triton.jit
 def planes(raw, p_params, p_rows, o_params, o_rows, m_token, tensor_scale,
             H: tl.constexpr, DTYPE: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
     """Keys or values of BLOCK_T tokens as H.planes blocks [BLOCK_T, H.block], scaled. In the fast path, keys by token
@@ -173,14 +197,7 @@ def planes(raw, p_params, p_rows, o_params, o_rows, m_token, tensor_scale,
                 both = tl.load(p_rows + o_rows[:, None] + (word * PLANES + i), m_word, other=0)
                 out = out + (_affine(_fast_plane(raw, 0, POINTS, i, 0), both),)
         elif SCALED:
-            GROUPS: tl.constexpr = WORDS * PLANES // GROUP
-            if WORDS == BLOCK_W and GROUPS * GROUP == WORDS * PLANES and BLOCK_W % GROUPS == 0:
-                p_group = p_params + o_params[:, None] + tl.arange(0, GROUPS)[None, :]
-                both = tl.load(p_group, m_token[:, None], other=0)
-                both = tl.broadcast_to(both[:, :, None], [both.shape[0], GROUPS, WORDS // GROUPS])
-                both = both.reshape([raw.shape[0], BLOCK_W])
-            else:
-                both = tl.load(p_params + o_params[:, None] + word * PLANES // GROUP, m_word, other=0)
+            both = _of_groups(p_params + o_params[:, None], m_token, H)
             for i in tl.static_range(PLANES):
                 out = out + (_affine(_fast_plane(raw, 0, POINTS, i, 0), both),)
         else:
@@ -192,14 +209,7 @@ def planes(raw, p_params, p_rows, o_params, o_rows, m_token, tensor_scale,
         if SCALES == 4:  # a byte each, they are one number
             scale = tl.load(p_rows + o_rows[:, None] + word, m_word, other=0)
         elif SCALES == 1:
-            if WORDS == BLOCK_W and BLOCK_W % (WORDS * PLANES // GROUP) == 0:
-                GROUPS: tl.constexpr = WORDS * PLANES // GROUP
-                p_group = p_params + o_params[:, None] + tl.arange(0, GROUPS)[None, :]
-                code = tl.load(p_group, m_token[:, None], other=0)
-                wide = tl.broadcast_to(_scale_fp16(code)[:, :, None], [code.shape[0], GROUPS, WORDS // GROUPS])
-                scale = wide.reshape([code.shape[0], BLOCK_W])
-            else:
-                scale = _scale_fp16(tl.load(p_params + o_params[:, None] + word * PLANES // GROUP, m_word, other=0))
+            scale = _of_groups(p_params + o_params[:, None], m_token, H)
         for i in tl.static_range(PLANES):
             out = out + (_fast_plane(raw, scale, KIND, i, SCALES),)
     else:
