@@ -139,11 +139,11 @@ def words(pages: Any, f: int, k: Half, v: Half) -> tuple[Tensor, ...]:
 
 
 def example(kind: str, bits: int, dim: int, by_token: bool = False, fast: bool = True) -> Half:
-    """A Half for the compile check: 2 lanes and pages of 16 tokens, groups of 16."""
-    planes = 1 if bits == 8 else 4 if fast else 8 // bits
+    """A Half for the compile check: 2 lanes and pages of 16 tokens, groups of 16. "plain" comes with fast=False."""
+    planes = 1 if bits >= 8 else 4 if fast else 8 // bits
     count, side = dim // planes, dim // 16
     slot, row = count * 2, dim // (4 if fast else 1)
     return Half(
-        kind, bits, 0 if kind == "fp8" else 16, by_token, fast, planes, count, max(16, power_of_2(count)), 32 * slot,
-        16 * slot, slot, 0, 64 * side, 32 * side, 2 * side, 0, 2 * row, row,
+        kind, bits, 0 if kind in ("plain", "fp8") else 16, by_token, fast, planes, count, max(16, power_of_2(count)),
+        32 * slot, 16 * slot, slot, 0, 64 * side, 32 * side, 2 * side, 0, 2 * row, row,
     )  # fmt: skip

@@ -39,8 +39,8 @@ import triton.language as tl
 from torch import Tensor
 
 from minithink.kernels import _mass, _parts
-from minithink.kernels._common import INTERPRETED, Variant, power_of_2, side_by_side
-from minithink.kernels._layout import Cache, Half, cache, example, half, ring_half, words
+from minithink.kernels._common import INTERPRETED, Variant, side_by_side
+from minithink.kernels._layout import Cache, cache, example, half, ring_half, words
 from minithink.kernels._mass import mass
 from minithink.kernels._parts import (
     PLAIN_NUMBERS,
@@ -336,7 +336,7 @@ def variants() -> Iterator[Variant]:
     for dim, lanes in ((64, 512), (96, 8), (128, 512), (128, 8)):
         overlap = (dim, lanes) == (128, 8)
         c = Cache(2, 4, 16, dim, 1, 2, 1, 16, 32, "bf16", _parts.base(lanes), _parts.SHORT, 128, overlap)
-        plain = Half("plain", 16, 0, False, False, 1, dim, power_of_2(dim), 64, 64, 64, dim, 0, 0, 0, 0, 0, 0)
+        plain = example("plain", 16, dim, fast=False)
         for k, v, codes, params in (
             (plain, plain, "*bf16", "*u8"),
             (example("nvfp4", 4, dim), example("nvfp4", 4, dim), "*i16", "*u8"),

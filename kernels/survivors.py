@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minithink.kernels._common import INTERPRETED, Variant, power_of_2, side_by_side
-from minithink.kernels._layout import Cache, Half, cache, example, half, words
+from minithink.kernels._layout import Cache, cache, example, half, words
 from minithink.kernels._planes import load_codes, planes
 from minithink.kernels.kmeans import ITERATIONS, at_once, chosen, warps
 
@@ -262,9 +262,8 @@ def variants() -> Iterator[Variant]:
     )  # fmt: skip
     for dim in (64, 128):
         c = Cache(8, 4, 16, dim, 1, 0, 1, 16, 16, "bf16")
-        plain = Half("plain", 16, 0, False, False, 1, dim, dim, 64 * dim, 32 * dim, 2 * dim, 0, 0, 0, 0, 0, 0, 0)
         for k, codes in (
-            (plain, "*bf16"), (example("nvfp4", 4, dim, True, False), "*u8"),
+            (example("plain", 16, dim, fast=False), "*bf16"), (example("nvfp4", 4, dim, True, False), "*u8"),
             (example("nvfp4", 4, dim, False, False), "*u8"), (example("ternary", 2, dim, True, False), "*u8"),
             (example("fp8", 8, dim, False, False), "*u8"),
         )[: 1 if dim == 64 else None]:  # fmt: skip
