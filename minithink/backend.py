@@ -36,6 +36,7 @@ from minithink.ref.linear import linear
 from minithink.ref.lrfu import lrfu
 from minithink.ref.paged_attention import paged_attention
 from minithink.ref.quantize import quantize
+from minithink.ref.reallocate import reallocate
 from minithink.ref.redundancy import redundancy
 from minithink.ref.rms_norm import rms_norm
 from minithink.ref.rope import rope
@@ -80,6 +81,7 @@ class Backend:
     window_importance: Callable[..., Tensor] = window_importance
     redundancy: Callable[[Tensor, Tensor, float], Tensor] = redundancy
     lrfu: Callable[..., tuple[Tensor, Tensor, Tensor]] = lrfu
+    reallocate: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor] = reallocate
     sparsity: Callable[[Tensor, Tensor], Tensor] = sparsity
     kmeans: Callable[[Tensor, Tensor, Tensor], Tensor] = kmeans
     segments: Callable[..., tuple[Tensor, Tensor]] = segments

@@ -49,6 +49,7 @@ POLICIES = (
     "random:budget=100",
     "rkv:budget=96,buffer=16",
     "crystal_kv_lite:budget=112",
+    "crystal_kv:budget=128,realloc_every=32",
 )
 # A key that differs from the reference's in its last bit may round to the next code, which is no small difference: no
 # law says that the reference draws the same tokens. The same kernels one by one do.
@@ -105,7 +106,7 @@ def test_the_loop_generates_what_the_reference_does(policy: str | None, draw: st
     assert len(set(formats)) <= 2
     assert len(loop.recorded) <= 3 * 2 * 2
     assert max(lengths) > 4 * len(loop.recorded)
-    decides = policy is not None and not policy.startswith("crystal")  # which keeps state
+    decides = policy is not None
     assert loop.cache.records_decisions == decides
     assert bool(loop.decisions) == decides
     assert {n for n, *_ in loop.decisions} <= {1, 2, AT_ONCE}
@@ -355,6 +356,7 @@ class SeesAll(KVManager):
     ["window:budget=12,schedule=interval:5", "rkv:budget=16,buffer=6,alpha=4,exempt_answer=true",
      "rkv:budget=9,buffer=4+quant:fmt=fp8",
      "rkv:budget=9,buffer=4+quant:fmt=nvfp4,buffer=5", "quant:fmt=nvfp4", "crystal_kv_lite:budget=18",
+     "crystal_kv:budget=18,realloc_every=4,min_budget=2",
      "quant:fmt=nvfp4,by=token,buffer=16", "kivi:bits=4,group=16,residual=16",
      f"thinkv:budget=34,g=4,{SEGMENTS}", f"tbe:budget=24,{SEGMENTS}"],
 )  # fmt: skip
@@ -388,7 +390,7 @@ def test_what_graphs_are_given(policy: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(steps) == 40
     for values in (*steps, *decisions):
         assert len(values[0].unique()) == values.shape[1] in (1, 2, 4, 6)
-    assert bool(decisions) == policy.startswith(("window", "rkv", "thinkv", "tbe"))
+    assert bool(decisions) == policy.startswith(("window", "rkv", "crystal", "thinkv", "tbe"))
     assert len(decisions) < 40
     for values in decisions:
         due = int(values[ACTIVE].sum())
@@ -463,7 +465,7 @@ class Careful(Launched):
     [
         "full", "window:budget=12,schedule=interval:5", "quant:fmt=nvfp4,by=token,buffer=16",
         "rkv:budget=15,buffer=4,alpha=3+quant:fmt=fp8", "crystal_kv_lite:budget=18",
-        f"thinkv:budget=34,g=4,{SEGMENTS}",
+        "crystal_kv:budget=18,realloc_every=4,min_budget=2", f"thinkv:budget=34,g=4,{SEGMENTS}",
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("by_launches")

@@ -152,10 +152,10 @@ class OpenSegment:
 
 @dataclass(frozen=True)
 class SetBudget:
-    """Other budgets for the lanes of a layer."""
+    """Other budgets for the lanes of active rows, from the next step on."""
 
-    layer: int
-    tokens: Tensor  # int32 [B, Ht]
+    tokens: Tensor  # int32 [Lt, B, Ht]; [B, Ht] with `layer`
+    layer: int | None = None  # None: all tables
 
 
 Edit = Evict | Requantize | OpenSegment | SetBudget
@@ -288,7 +288,7 @@ class Policy:
     # - state is kept in place, by `step.row`; the state of inactive rows does not change
     # - the host reads nothing from the device but `step.any`: no shape depends on the content of a tensor, and no
     #   tensor is made of a list of numbers
-    # - `decide` yields Evicts (and OpenSegments, if `opens`), for rows that are due
+    # - `decide` yields Evicts and SetBudgets (and OpenSegments, if `opens`), for rows that are due
     # It is not inherited: every subclass sets it again.
     recordable: ClassVar[bool] = False
     opens: ClassVar[bool] = False  # whether `decide` yields OpenSegments

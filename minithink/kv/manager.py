@@ -171,7 +171,8 @@ class KVManager(Pass):
         moves = [edit for _, edit in edits if isinstance(edit, Requantize)]
         if self.policy.recordable:
             for _, edit in edits:
-                if not isinstance(edit, Evict) and not (isinstance(edit, OpenSegment) and self.policy.opens):
+                may = (Evict, SetBudget, OpenSegment) if self.policy.opens else (Evict, SetBudget)
+                if not isinstance(edit, may):
                     raise ValueError(f"{self.policy.name} is recordable and yields {type(edit).__name__}")
         drop = self._dropped(evictions, view) if evictions or moves else view.active
         for edit in moves:  # such a policy is not recordable, so it sees all rows
@@ -189,7 +190,9 @@ class KVManager(Pass):
                 self.store.open_segment(view.row, edit.open & view.active, edit.thought)
             elif isinstance(edit, SetBudget):
                 budget = self.budgets[id(author)]
-                budget[min(edit.layer, len(budget) - 1)] = edit.tokens
+                budget = budget if edit.layer is None else budget[min(edit.layer, len(budget) - 1)]
+                old = budget[..., view.row, :]
+                budget[..., view.row, :] = torch.where(view.active[:, None], edit.tokens, old)
         self._edits = edits
 
     @staticmethod

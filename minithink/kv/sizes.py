@@ -16,7 +16,7 @@ UNLIMITED = 2**30  # a budget that nothing exceeds
 
 
 def check_budget(policy: Policy, prompt: int, budget: int | None = None) -> None:
-    """Refuse a budget that cannot work. UsageError: it is no positive number, or a protected prompt does not fit."""
+    """Refuse a budget that cannot work. UsageError: it is no positive number, or less than a lane needs."""
     # A stack protects the prompt if one of its members does, and its smallest budget must hold it.
     tokens = policy.budget if budget is None else budget
     stays = prompt if policy.cap is None else min(prompt, policy.cap)
@@ -26,6 +26,8 @@ def check_budget(policy: Policy, prompt: int, budget: int | None = None) -> None
             continue
         if not 1 <= number <= UNLIMITED:
             raise UsageError(f"{policy.name}: {what} {number} tokens makes no sense: give 1 to {UNLIMITED:,}.")
+        if not policy.protect_prompt and number < policy.beside:
+            raise UsageError(f"{policy.name}: {what} {number} tokens is below the {policy.beside} that a lane needs.")
         if policy.protect_prompt and number < stays + policy.beside:
             more = "anything else" if policy.beside == 1 else f"{policy.beside} tokens beside it"
             ours = any("protect_prompt" in getattr(m, "__dataclass_fields__", ()) for m in members(policy))

@@ -19,7 +19,7 @@ from minithink.errors import UsageError
 from minithink.kv.contract import Policy
 from minithink.kv.schedule import Schedule
 from minithink.kv.stack import Stack
-from minithink.policies.crystal_kv_lite import CrystalKVLite
+from minithink.policies.crystal_kv import CrystalKV, CrystalKVLite
 from minithink.policies.full import Full
 from minithink.policies.kivi import Kivi
 from minithink.policies.pm_kvq import PMKVQ
@@ -38,6 +38,7 @@ _CLASSES: tuple[type[Policy], ...] = (
     Random,
     SnapKV,
     Rkv,
+    CrystalKV,
     CrystalKVLite,
     ThinKV,
     Tbe,

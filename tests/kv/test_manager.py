@@ -230,7 +230,7 @@ class PerHead(Cut):
         yield from super().decide(step)
         tokens = step.budget[1].clone()
         tokens[step.active & (step.clock == 0)] = torch.tensor([2, 5], dtype=torch.int32)
-        yield SetBudget(1, tokens)
+        yield SetBudget(tokens, 1)
 
 
 def test_lanes_may_have_budgets_of_their_own() -> None:

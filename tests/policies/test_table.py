@@ -50,7 +50,8 @@ def test_the_table_is_in_order(name: str) -> None:
     assert cls.name == name
     assert is_dataclass(cls)
     assert issubclass(cls, Policy)
-    home = {"tbq": "thinkv", "tbe": "thinkv"}.get(name, name)  # parts of a policy stand beside it
+    of = {"crystal_kv_lite": "crystal_kv", "tbq": "thinkv", "tbe": "thinkv"}  # parts of a policy stand beside it
+    home = of.get(name, name)
     assert getattr(importlib.import_module(f"minithink.policies.{home}"), cls.__name__) is cls
     assert 0 < len(cls.summary) < 100
     assert "\n" not in cls.summary
@@ -169,7 +170,7 @@ def test_lists_are_not_split_elsewhere() -> None:
 
 SMALL = {  # hyperparameters that make something happen within a few tokens
     "quant": "fmt=int4,by=token", "kivi": "group=16,residual=16", "pm_kvq": "bits=3,max_len=48,window=8,group=16",
-    "rkv": "alpha=2,buffer=5",
+    "rkv": "alpha=2,buffer=5", "crystal_kv": "min_budget=4,realloc_every=5",
     "thinkv": "tau=4,g=4,retention=2/1,precision=R8E8T8,layers=0,thresholds=0.05/0.1",
     "tbe": "tau=4,retention=2/1,layers=0,thresholds=0.05/0.1",
     "tbq": "tau=4,g=4,precision=R8E8T8,layers=0,thresholds=0.05/0.1",

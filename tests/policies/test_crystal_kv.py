@@ -16,7 +16,7 @@ from minithink.kv.contract import Edit, Evict, Policy, Shape, Step
 from minithink.kv.manager import KVManager
 from minithink.kv.stack import Stack
 from minithink.model import Rope
-from minithink.policies.crystal_kv_lite import CrystalKVLite, survival
+from minithink.policies.crystal_kv import CrystalKVLite, survival
 from tests.kv.run import observed, watched
 from tests.policies.drive import DECODER, TINY, follow, held, tokens_of
 
@@ -44,10 +44,16 @@ class Watched(CrystalKVLite):
         super().setup(shape)
         self.notes: list[dict[str, Any]] = []
 
+    def _remember(self, *args: Any) -> None:
+        *_, self.crf, self.last = args  # of the columns of this step
+        super()._remember(*args)
+
     def decide(self, step: Step) -> Iterator[Evict]:
         edits = list(super().decide(step))
         mass = torch.stack([step.mass(layer) for layer in range(step.shape.layers)])
-        drop = edits[0].drop if edits else torch.zeros_like(step.pos(), dtype=torch.bool)
+        drop = torch.zeros_like(step.pos(), dtype=torch.bool)
+        for edit in edits:
+            drop = edit.drop if isinstance(edit, Evict) else drop
         self.notes.append({
             "pos": step.pos().clone(), "mass": mass.clone(), "drop": drop, "active": step.active, "clock": step.clock,
             "prompt": step.prompt, "thinking": step.thinking, "budget": step.budget.clone(),
@@ -217,13 +223,10 @@ def test_sequences_that_come_and_go(protect: bool) -> None:
 
 
 def test_the_state_is_bounded_and_in_the_ledger() -> None:
-    """12 bytes for every column of every lane, at most one column more than the budget once prompts are gone."""
-    policy, lanes, prompts = CrystalKVLite(budget=15), 2 * 3 * 2, [4, 13]
-    for i, manager in enumerate(follow(policy, prompts, 30, rows=3)):
-        columns = policy._pos.shape[-1]
-        assert sum(x.nbytes for x in policy.state()) == 12 * lanes * columns
-        assert manager.ledger().state == 12 * lanes * columns + 4 * lanes  # and the budgets
-        assert columns == min(16, max(prompts) + i)
+    """12 bytes for every token that the budgets allow, and for one more in every row."""
+    policy, lanes, rows = CrystalKVLite(budget=15), 2 * 3 * 2, 3
+    for manager in follow(policy, [4, 13], 30, rows=rows):
+        assert manager.ledger().state == 12 * (15 * lanes + rows) + 4 * lanes  # and the budgets
 
 
 def test_state_stays_where_it_is_when_the_width_does() -> None:
@@ -257,8 +260,8 @@ def test_in_a_stack_the_state_follows_what_another_drops() -> None:
         for column, pos in enumerate(last["pos"][layer, row, head].tolist()):
             if pos >= 0:
                 t = int(last["clock"][row])
-                age = t - int(watched._last[layer, row, head, column])
-                got = watched.lam**age * float(watched._crf[layer, row, head, column])
+                age = t - int(watched.last[layer, row, head, column])
+                got = watched.lam**age * float(watched.crf[layer, row, head, column])
                 assert got == pytest.approx(sum(watched.lam ** (t - at) for at in history[pos]), rel=1e-5)
 
 
@@ -293,7 +296,7 @@ class Lru(Watched):
         list(super().decide(step))  # for the notes and the hits
         due, _ = self.due(step)
         free = (step.pos() >= 0) & ~step.protected()
-        key = self._last.double() * 1000 + step.pos()
+        key = self.last.double() * 1000 + step.pos()
         rank = key.masked_fill(~free, torch.inf).argsort(-1).argsort(-1)
         yield Evict(due[..., None] & (rank < (step.held() - step.budget)[..., None]))
 
@@ -315,7 +318,7 @@ def test_up_to_one_half_nothing_outlives_a_later_hit(lam: float) -> None:
         note = policy.notes[-1]
         free = (note["pos"] >= 0) & (note["pos"] >= note["prompt"][:, None, None])
         for index in note["drop"].any(-1).nonzero().tolist():
-            last, drop, stay = (x[tuple(index)] for x in (policy._last, note["drop"], free & ~note["drop"]))
+            last, drop, stay = (x[tuple(index)] for x in (policy.last, note["drop"], free & ~note["drop"]))
             assert last[drop].max() <= last[stay].min()
             evicted += 1
     assert evicted > 40
