@@ -559,7 +559,7 @@ def test_what_a_pool_needs_is_what_it_takes(engine: Engine, policy: str) -> None
 
 
 def test_an_estimate_leaves_the_policy_alone(engine: Engine) -> None:
-    policy = parse("crystal_kv_lite:budget=64")
+    policy = parse("crystal_kv:budget=64")
     before = dict(vars(policy))
     bytes_for(engine.config, policy, torch.float32, rows=1, tokens=99, prompt=9)
     assert vars(policy) == before

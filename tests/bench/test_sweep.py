@@ -27,7 +27,7 @@ def test_every_policy_is_one(name: str) -> None:
     for cell in cells:
         policy_of(cell, None, longest=600)
     assert (one.split == "test") == (name == "main")
-    assert one.problems == 200
+    assert one.problems == (64 if name == "crystal-kv-heat" else 200)  # whose many cells are a picture
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:99"])

@@ -850,15 +850,27 @@ def test_each_process_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 # What policies count ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["thinkv:g=8", "tbe:types=3"])
-def test_annealed_segments_are_counted(model: Path, problems: Path, tmp_path: Path, policy: str) -> None:
-    """Every sequence's are in its line, and those of all in the summary."""
-    text = f"full,{policy},layers=0/1,thresholds=0.001/0.002,tau=8,retention=4/2"
-    found = evaluate(model, problems, tmp_path / "out", policies=text, budgets="120", max_new_tokens=40)
+SMALL_SEGMENTS = "layers=0/1,thresholds=0.001/0.002,tau=8,retention=4/2"
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "names"),
+    [
+        (f"thinkv:g=8,{SMALL_SEGMENTS}", 120, ["case_1", "case_2"]),
+        (f"tbe:types=3,{SMALL_SEGMENTS}", 120, ["case_1", "case_2"]),
+        ("crystal_kv:realloc_every=5,min_budget=2", 20, ["slots_moved", "slots_reallocated"]),
+    ],
+)
+def test_what_a_policy_counts_is_in_the_results(
+    model: Path, problems: Path, tmp_path: Path, policy: str, budget: int, names: list[str]
+) -> None:
+    """Every sequence's counts are in its line, and those of all in the summary."""
+    options: dict[str, Any] = {"policies": f"full,{policy}", "budgets": str(budget), "max_new_tokens": 40}
+    found = evaluate(model, problems, tmp_path / "out", **options)
     counted = [r for key, r in found.items() if key.policy != "full"]
-    assert all(list(r["counts"]) == ["case_1", "case_2"] for r in counted)
+    assert all(list(r["counts"]) == names for r in counted)
     assert all(r["counts"] is None for key, r in found.items() if key.policy == "full")
-    assert sum(r["counts"]["case_1"] for r in counted) > 0
+    assert sum(r["counts"][names[0]] for r in counted) > 0
     rows = json.loads((tmp_path / "out" / "summary.json").read_text())["rows"]
     total = next(row for row in rows if row["policy"] != "full" and row["group"] is None)
     for name, number in total["counts"].items():

@@ -29,7 +29,7 @@ from tests.policies.test_laws import CLOSE, OPEN, WIDTH, decoder_of
 torch.set_num_threads(1)
 
 # Those that keep no state; the others: `test_decisions_apart_are_decisions`.
-TEXTS = [text for text in RECORDED if not parse(text).opens]
+TEXTS = [text for text in RECORDED if all(type(m).state is Policy.state for m in members(parse(text)))]
 ROWS = 5
 PROMPTS = {0: 14, 1: 5, 2: 9}  # the sequence of row 3 reads its prompt, row 4 is empty
 STEPS = 20

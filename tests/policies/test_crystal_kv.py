@@ -1,8 +1,9 @@
-"""Crystal-KV Lite in a running decoder: its decisions made again from the whole history, its limits, its state."""
+"""Crystal-KV against plain caches, then in a running decoder: its decisions made again from the whole history, its
+limits, its budgets, its state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Edit, Evict, Policy, Shape, Step
+from minithink.kv.contract import Edit, Evict, Policy, SetBudget, Shape, Step
 from minithink.kv.manager import KVManager
 from minithink.kv.stack import Stack
 from minithink.model import Rope
-from minithink.policies.crystal_kv import CrystalKVLite, survival
-from tests.kv.run import observed, watched
+from minithink.policies import parse
+from minithink.policies.crystal_kv import CrystalKV, CrystalKVLite, survival
+from minithink.ref.keep_best import keep_best
+from minithink.ref.lrfu import lrfu
+from minithink.ref.reallocate import reallocate
+from tests.kv.run import feed as feed_to
+from tests.kv.run import kept, manager_for, observed, text_of, watched
 from tests.policies.drive import DECODER, TINY, follow, held, tokens_of
+from tests.policies.test_laws import SMALL, decoder_of
 
 torch.set_num_threads(1)
 NEVER = 10**6  # no token
@@ -33,16 +40,122 @@ def test_the_smallest_crf_goes_then_the_older_hit_then_the_older_token() -> None
     assert order == [5, 2, 3, 6, 1, 0, 4]
 
 
+# --- plain caches -------------------------------------------------------------------------------------------
+
+# At time t = 1, 2, … one more item comes, number t − 1, and those held items are hit that the t-th set names.
+Trace = Sequence[set[int]]
+TRACES = st.lists(st.sets(st.integers(0, 29), max_size=8), min_size=1, max_size=30)
+
+
+def cached(trace: Trace, budget: int, lam: float) -> list[list[int]]:
+    """What a head without a prompt holds after each step, by the policy's operations."""
+    n, out = len(trace), []
+    born = torch.arange(n, dtype=torch.int32) + 1
+    there, crf, last = torch.zeros(n, dtype=torch.bool), torch.ones(n), born
+    for t, hits in enumerate(trace, start=1):
+        there[t - 1] = True
+        mass = torch.tensor([float(i in hits) for i in range(n)])
+        crf, last, score = lrfu(mass, there, there & (born < t), crf, last, torch.tensor(t), lam, 1.0)
+        there = keep_best(survival(score, last), there, torch.tensor(budget))
+        out.append(there.nonzero().flatten().tolist())
+    return out
+
+
+def plain(trace: Trace, budget: int, worth: Callable[[list[int]], Any]) -> list[list[int]]:
+    """The same by a cache that lists the hits of its items; what is worth least goes, of equals the older."""
+    hits: dict[int, list[int]] = {}
+    out = []
+    for t, hit in enumerate(trace, start=1):
+        for item in hit & hits.keys():
+            hits[item].append(t)
+        hits[t - 1] = [t]
+        while len(hits) > budget:
+            del hits[min(hits, key=lambda item: (worth(hits[item]), item))]
+        out.append(sorted(hits))
+    return out
+
+
+@given(TRACES, st.integers(1, 12))
+def test_a_decay_of_0_is_lru_and_of_1_is_lfu(trace: Trace, budget: int) -> None:
+    """LFU among equals by the last hit. Several items are hit in one step."""
+    assert cached(trace, budget, 0.0) == plain(trace, budget, lambda hits: hits[-1])
+    assert cached(trace, budget, 1.0) == plain(trace, budget, lambda hits: (len(hits), hits[-1]))
+
+
+@given(TRACES, st.integers(1, 12), st.sampled_from([0.15, 0.3, 0.5]))
+def test_up_to_one_half_all_decays_decide_alike(trace: Trace, budget: int, lam: float) -> None:
+    """By the last hit, among equals by the one before, and so on; as far as float32 tells sums apart."""
+    trace = trace[:8]
+    assert cached(trace, budget, lam) == plain(trace, budget, lambda hits: hits[::-1])
+
+
+@given(TRACES, st.sampled_from([0.6, 0.7, 0.8, 0.9, 0.99]))
+def test_a_lead_of_k_steps_loses_only_if_decay_to_the_k_is_above_what_decays(trace: Trace, lam: float) -> None:
+    """λ^k > 1 − λ: the sum of all older hits is below λ^k/(1 − λ)."""
+    n = len(trace)
+    crf, last, score = torch.ones(n), torch.arange(n, dtype=torch.int32) + 1, torch.zeros(n)
+    there = torch.ones(n, dtype=torch.bool)
+    for t, hits in enumerate(trace, start=1):
+        mass = torch.tensor([float(i in hits) for i in range(n)])
+        crf, last, score = lrfu(mass, there, last < t, crf, last, torch.tensor(t), lam, 1.0)
+    lead = last[:, None] - last
+    loses = (score[:, None] < score) & (lead > 0)
+    assert (lam ** lead[loses] > 1 - lam).all()
+
+
+@pytest.mark.parametrize(("lam", "k"), [(0.6, 1), (0.7, 3), (0.8, 7), (0.9, 21), (0.99, 458)])
+def test_the_longest_lead_that_can_lose(lam: float, k: int) -> None:
+    """Against an item that was hit at every step, for long: 1/(1 − λ) after the last hit."""
+    assert lam**k > 1 - lam > lam ** (k + 1)
+    crf = torch.tensor([1 / (1 - lam), 1.0])
+    nothing, there = torch.zeros(2), torch.ones(2, dtype=torch.bool)
+    for lead, newer_goes in ((k, True), (k + 1, False)):
+        last = torch.tensor([5000, 5000 + lead], dtype=torch.int32)
+        score = lrfu(nothing, there, there, crf, last, torch.tensor(5600), lam, 0.9)[2]
+        assert bool(score[1] < score[0]) == newer_goes
+
+
+REWARDS = {10: (3, 9), 11: (4, 6), 12: (5,), 13: (7, 9), 14: (9,)}  # token → times, the birth's included
+
+
+@pytest.mark.parametrize(
+    ("lam", "values", "order"),
+    [
+        (1.0, [1, 1, 2, 2, 2], [12, 14, 11, 10, 13]),
+        (0.6, [0.1296, 0.29376, 1, 1.046656, 1.36], [12, 11, 14, 10, 13]),
+        (0.5, [0.0625, 0.15625, 1, 1.015625, 1.25], [12, 11, 14, 10, 13]),
+        (0.0, [0, 0, 1, 1, 1], [12, 11, 10, 13, 14]),
+    ],
+)
+def test_leaving_order_by_hand(lam: float, values: list[float], order: list[int]) -> None:
+    """At t = 9. With a prompt of two tokens, five tokens keep three: the first two of the order leave."""
+    tokens = list(REWARDS)
+    there = torch.ones(5, dtype=torch.bool)
+    crf, last, score = torch.zeros(5), torch.zeros(5, dtype=torch.int32), torch.zeros(5)
+    for t in range(1, 10):
+        mass = torch.tensor([float(t in REWARDS[token]) for token in tokens])
+        crf, last, score = lrfu(mass, there, there, crf, last, torch.tensor(t), lam, 1.0)
+    rank = survival(score, last)
+    assert [tokens[i] for i in rank.argsort().tolist()] == order
+    assert sorted(score.exp2().tolist()) == pytest.approx(values, rel=1e-6)
+    stay = keep_best(rank, there, torch.tensor(5 - 2))
+    assert {token for token, stays in zip(tokens, stay.tolist(), strict=True) if not stays} == set(order[:2])
+
+
 # --- the whole history --------------------------------------------------------------------------------------
 
 
-@dataclass
-class Watched(CrystalKVLite):
+class History:
     """Keeps the history that the policy does not: what was held and attended to at every step."""
 
     def setup(self, shape: Shape) -> None:
         super().setup(shape)
         self.notes: list[dict[str, Any]] = []
+        self.score = None
+
+    def budgets(self, step: Step, score: Any, stay: Any) -> Any:
+        self.score = score
+        return super().budgets(step, score, stay)
 
     def _remember(self, *args: Any) -> None:
         *_, self.crf, self.last = args  # of the columns of this step
@@ -51,51 +164,103 @@ class Watched(CrystalKVLite):
     def decide(self, step: Step) -> Iterator[Evict]:
         edits = list(super().decide(step))
         mass = torch.stack([step.mass(layer) for layer in range(step.shape.layers)])
-        drop = torch.zeros_like(step.pos(), dtype=torch.bool)
+        drop, after = torch.zeros_like(step.pos(), dtype=torch.bool), step.budget
         for edit in edits:
             drop = edit.drop if isinstance(edit, Evict) else drop
+            after = edit.tokens if isinstance(edit, SetBudget) else after
         self.notes.append({
             "pos": step.pos().clone(), "mass": mass.clone(), "drop": drop, "active": step.active, "clock": step.clock,
-            "prompt": step.prompt, "thinking": step.thinking, "budget": step.budget.clone(),
+            "prompt": step.prompt, "thinking": step.thinking, "budget": step.budget.clone(), "after": after.clone(),
+            "score": self.score,
         })  # fmt: skip
         yield from edits
 
 
-def replay(notes: list[dict[str, Any]], row: int, layer: int, head: int, p: CrystalKVLite) -> int:
-    """One lane's decisions made again, from lists of all hits; returns the number of evictions compared."""
-    hits: dict[int, list[int]] = {}  # position → the times at which it was referenced
-    compared = 0
+@dataclass
+class Watched(History, CrystalKVLite):
+    """Equal budgets."""
+
+
+@dataclass
+class Moving(History, CrystalKV):
+    """Budgets that move."""
+
+
+def replay(notes: list[dict[str, Any]], row: int, p: CrystalKVLite) -> tuple[int, int]:
+    """One row's decisions made again, from lists of all hits; returns how many evictions of heads were compared, and
+    how many slots changed heads."""
+    shape = notes[0]["budget"].shape
+    hits: dict[tuple[int, int, int], list[int]] = {}  # layer, head, position → the times at which it was referenced
+    compared = moved = 0
     for note in notes:
         if not note["active"][row] or (p.exempt_answer and not note["thinking"][row]):
             assert not note["drop"][:, row].any()
+            assert torch.equal(note["after"][:, row], note["budget"][:, row])
             continue
         t, n = int(note["clock"][row]), int(note["prompt"][row])
-        budget = int(note["budget"][layer, row, head])
-        lane = [(x, m, d) for x, m, d in zip(*(note[k][layer, row, head].tolist() for k in ("pos", "mass", "drop")),
-                                             strict=True) if x >= 0]  # fmt: skip
-        for x, _, _ in lane:
-            if x not in hits:
-                hits[x] = [t] if p.birth else []
-        ranked, total, enough = sorted(lane, key=lambda item: (-item[1], item[0])), sum(m for _, m, _ in lane), 0.0
-        for x, m, _ in ranked:
-            full = p.track == "always" or len(lane) >= budget
-            if t > 0 and full and enough < p.p * total and t not in hits[x]:
-                hits[x].append(t)
-            enough += m
+        old, new = note["budget"][:, row], note["after"][:, row]  # [L, H]
+        staying = dict[tuple[int, int], list[tuple[int, ...]]]()  # after algorithm 1, the first to go first
+        for at in torch.cartesian_prod(torch.arange(shape[0]), torch.arange(shape[2])).tolist():
+            layer, head = at
+            pairs = zip(*(note[k][layer, row, head].tolist() for k in ("pos", "mass")), strict=True)
+            lane = [(x, m) for x, m in pairs if x >= 0]
+            own = {x: hits.setdefault((layer, head, x), [t] if p.birth else []) for x, _ in lane}
+            total, enough = sum(m for _, m in lane), 0.0
+            for x, m in sorted(lane, key=lambda item: (-item[1], item[0])):
+                full = p.track == "always" or len(lane) >= int(old[layer, head])
+                if t > 0 and full and enough < p.p * total and t not in own[x]:
+                    own[x].append(t)
+                enough += m
+            free = [x for x in own if x >= n * p.protect_prompt]
+            free.sort(key=lambda x: (round(crf(own[x], t, p), 9), max(own[x], default=max(0, x - n + 1)), x))
+            staying[layer, head] = free[max(0, len(lane) - int(old[layer, head])) :]
+        if isinstance(p, CrystalKV):
+            assert torch.equal(new, budgets_of(p, old, staying, hits, note, row))
+            assert new.sum() == old.sum()
+            moved += int((new - old).clamp(min=0).sum())
+        else:
+            assert torch.equal(new, old)
+        for (layer, head), free in staying.items():
+            protected = sum(0 <= x < n for x in note["pos"][layer, row, head].tolist()) * p.protect_prompt
+            stay = set(free[max(0, len(free) + protected - int(new[layer, head])) :])
+            pos, drop = note["pos"][layer, row, head], note["drop"][layer, row, head]
+            left = {x for x in pos[~drop].tolist() if x >= n * p.protect_prompt}
+            assert not (drop & (pos < n * p.protect_prompt)).any()
+            assert len(left) == len(stay)
+            assert len(left) + protected <= int(new[layer, head])
+            if drop.any():
+                values = {x: crf(hits[layer, head, x], t, p) for x in left ^ stay}
+                assert max(values.values(), default=0) - min(values.values(), default=0) < 1e-5  # float32 decides
+                compared += 1
+    return compared, moved
 
-        def crf(x: int, t: int = t) -> float:
-            return sum(p.lam ** (t - at) for at in hits[x])
 
-        dropped = {x for x, _, d in lane if d}
-        assert len(dropped) == max(0, len(lane) - budget)
-        free = [x for x, _, _ in lane if x >= n * p.protect_prompt]
-        born = {x: max(0, x - n + 1) for x in free}
-        free.sort(key=lambda x: (round(crf(x), 9), max(hits[x], default=born[x]), x))
-        if dropped:
-            border = crf(free[len(dropped)]) - crf(free[len(dropped) - 1])
-            assert dropped == set(free[: len(dropped)]) or 0 < abs(border) < 1e-5
-            compared += 1
-    return compared
+def crf(hits: list[int], t: int, p: CrystalKVLite) -> float:
+    """The defining sum (§5.2)."""
+    return sum(p.lam ** (t - at) for at in hits)
+
+
+def budgets_of(
+    p: CrystalKV, old: Any, staying: dict[tuple[int, int], list[Any]], hits: dict[Any, list[int]],
+    note: dict[str, Any], row: int,
+) -> Any:  # fmt: skip
+    """Algorithm 2 for the tokens that algorithm 1 has kept, the prompt's too: int32 [L, H]. CRFs are those of the
+    policy, compared with the whole history: float32 would otherwise decide between remainders."""
+    t, prompt = int(note["clock"][row]), int(note["prompt"][row]) * p.protect_prompt
+    if t == 0 or t % p.realloc_every:
+        return old
+    sums, held = torch.zeros(1, *old.shape, dtype=torch.float64), torch.zeros_like(old)
+    for (layer, head), free in staying.items():
+        lane = {*range(prompt), *free}
+        for x, score in zip(*(note[k][layer, row, head].tolist() for k in ("pos", "score")), strict=True):
+            if x in lane:
+                assert 2**score == pytest.approx(crf(hits[layer, head, x], t, p), rel=1e-5)
+                sums[0, layer, head] += 2**score
+        held[layer, head] = len(lane)
+    low = torch.full_like(old, prompt + p.min_budget)
+    high = torch.maximum(held + p.realloc_every, low)
+    bounds = (x[None].transpose(0, 1) for x in (old, low, high))
+    return reallocate(sums.transpose(0, 1), *bounds, torch.tensor([True]), p.damping)[:, 0]
 
 
 @given(
@@ -123,27 +288,94 @@ def test_decisions_follow_from_the_whole_history(
         for seq, prompt in enumerate(prompts):
             record = manager.rows[manager._row_of[seq]]
             assert record is not None
-            for kept in held(manager, seq):
+            for lane in held(manager, seq):
                 if record.thinking or not exempt:
-                    assert len(kept) == min(budget, manager.length(seq))
+                    assert len(lane) == min(budget, manager.length(seq))
                 if protect:
-                    assert kept[:prompt] == list(range(prompt))
-    shape = policy.notes[0]["pos"].shape
+                    assert lane[:prompt] == list(range(prompt))
     for row in range(len(prompts)):
-        for layer in range(shape[0]):
-            for head in range(shape[2]):
-                compared = replay(policy.notes, row, layer, head, policy)
-                assert compared or close is not None or budget >= prompts[row] + 16
+        compared, _ = replay(policy.notes, row, policy)
+        assert compared or close is not None or budget >= prompts[row] + 16
 
 
-def test_the_answer_is_appended_beside_the_budget() -> None:
+@given(
+    prompts=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    budget=st.integers(4, 9),
+    lam=st.sampled_from([0.0, 0.5, 0.6, 0.9, 1.0]),
+    every=st.integers(2, 7),
+    damping=st.sampled_from([0.3, 0.5, 1.0]),
+    birth=st.sampled_from([0, 1]),
+    track=st.sampled_from(["always", "full"]),
+    protect=st.booleans(),
+    close=st.sampled_from([None, 9]),
+    exempt=st.booleans(),
+)
+@settings(max_examples=settings.default.max_examples * 2 // 5)
+def test_moving_budgets_follow_from_the_whole_history(
+    prompts: list[int], budget: int, lam: float, every: int, damping: float, birth: int, track: Any, protect: bool,
+    close: int | None, exempt: bool,
+) -> None:  # fmt: skip
+    """The same where budgets move. All heads together never hold more than B_total while the model thinks."""
+    budget += max(prompts) if protect else 0
+    policy = Moving(budget=budget, lam=lam, birth=birth, track=track, protect_prompt=protect, exempt_answer=exempt,
+                    realloc_every=every, damping=damping, min_budget=2)  # fmt: skip
+    ids = (None, None) if close is None else (NEVER, tokens_of(0, prompts[0] + close)[-1])
+    for manager in follow(policy, prompts, 20, rows=len(prompts) + 1, think_ids=ids):
+        for seq, prompt in enumerate(prompts):
+            record, lanes = manager.rows[manager._row_of[seq]], held(manager, seq)
+            assert record is not None
+            budgets = manager.budgets[id(policy)][:, manager._row_of[seq]].flatten().tolist()
+            assert sum(budgets) == budget * len(lanes)
+            assert min(budgets) >= 2 + prompt * protect
+            if record.thinking or not exempt:
+                assert all(len(lane) <= own for lane, own in zip(lanes, budgets, strict=True))
+            if protect:
+                assert all(lane[:prompt] == list(range(prompt)) for lane in lanes)
+    for row in range(len(prompts)):
+        _, moved = replay(policy.notes, row, policy)
+        assert policy.counts(row)["slots_moved"] == moved
+
+
+@pytest.mark.parametrize("text", SMALL["crystal_kv"])
+def test_the_laws_are_tried_with_budgets_that_move(text: str) -> None:
+    """One slot of fifty and more, in the sequence that the laws look at."""
+    decoder = decoder_of(0)
+    manager = manager_for(decoder, parse(text), tokens=60)
+    manager.join(0, 60, 13)
+    feed_to(decoder, manager, {0: text_of(decoder.config, 13, 5)})
+    for token in text_of(decoder.config, 40, 6):
+        feed_to(decoder, manager, {0: [token]})
+    counts = manager.counts(0)
+    assert list(counts) == ["slots_moved", "slots_reallocated"]
+    assert counts["slots_reallocated"] % (manager.policy.budget or 0) == 0
+    assert counts["slots_moved"] > 0.02 * counts["slots_reallocated"]
+    assert len({len(lane) for lane in kept(manager, 0)}) > 1
+    assert manager.told(0).notes.startswith(f"{counts['slots_moved']:,} of {counts['slots_reallocated']:,} slots")
+
+
+def test_budgets_stay_while_there_is_room_for_everything() -> None:
+    policy = CrystalKV(budget=40, realloc_every=4, min_budget=2)
+    for manager in follow(policy, [5, 9], 26):
+        assert (manager.budgets[id(policy)] == 40).all()
+    assert policy.counts(0) == {"slots_moved": 0, "slots_reallocated": 40 * 4 * 6}
+    assert manager.told(0).notes == "0 of 960 slots changed heads (0.0%)"
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_the_answer_is_appended_beside_the_budget(moves: bool) -> None:
+    """While the model answers nothing is evicted, no hit is counted and no budget moves."""
     text, budget = tokens_of(0, 40), 14
     close = text[20]
     end = text.index(close, 9) - 9  # steps of thinking
-    policy = CrystalKVLite(budget=budget)
-    states = [held(m, 0) for m in follow(policy, [9], 31, think_ids=(NEVER, close))]
-    assert int(policy._last.max()) == end  # nobody looks at hits any more
-    assert all(len(lane) == budget for lane in states[end])
+    policy = CrystalKV(budget, realloc_every=3, min_budget=1) if moves else CrystalKVLite(budget)
+    states, budgets = list[list[list[int]]](), list[list[int]]()
+    for m in follow(policy, [9], 31, think_ids=(NEVER, close)):
+        states.append(held(m, 0))
+        budgets.append(m.budgets[id(policy)].flatten().tolist())
+    assert int(policy._last.max()) == end
+    assert all(len(lane) <= most for lane, most in zip(states[end], budgets[end], strict=True))
+    assert (len(set(budgets[end])) > 1) == moves
+    assert all(of == budgets[end] for of in budgets[end:])
     for step in range(end + 1, 32):
         answer = list(range(9 + end, 9 + step))  # positions from the closing token on
         assert states[step] == [lane + answer for lane in states[end]]
@@ -161,15 +393,18 @@ def feed(manager: KVManager, seqs: list[int], chunks: list[list[int]]) -> None:
     manager.end_step()
 
 
+@pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("protect", [True, False])
-def test_sequences_that_come_and_go(protect: bool) -> None:
+def test_sequences_that_come_and_go(protect: bool, moves: bool) -> None:
     """A row is used again, prompts are read in chunks between the others' steps, sequences pause: each decides as
     it does alone, and a forgotten sequence leaves nothing behind."""
     texts = {seq: tokens_of(seq, 60) for seq in range(5)}
     prompt = {0: 4, 1: 11, 2: 7, 3: 5, 4: 12}
 
     def run(wanted: set[int]) -> dict[int, list[list[int]]]:
-        manager, out = decoded(CrystalKVLite(budget=15 if protect else 4, protect_prompt=protect)), {}
+        options: dict[str, Any] = {"budget": 15 if protect else 4, "protect_prompt": protect}
+        moving = {"realloc_every": 3, "min_budget": 2}
+        manager, out = decoded(CrystalKV(**options, **moving) if moves else CrystalKVLite(**options)), {}
         at = dict.fromkeys(range(5), 0)
 
         def go(*seqs: int, n: int = 0) -> None:
@@ -224,15 +459,18 @@ def test_sequences_that_come_and_go(protect: bool) -> None:
 
 def test_the_state_is_bounded_and_in_the_ledger() -> None:
     """12 bytes for every token that the budgets allow, and for one more in every row."""
-    policy, lanes, rows = CrystalKVLite(budget=15), 2 * 3 * 2, 3
-    for manager in follow(policy, [4, 13], 30, rows=rows):
-        assert manager.ledger().state == 12 * (15 * lanes + rows) + 4 * lanes  # and the budgets
+    lanes, rows = 2 * 3 * 2, 3
+    moving = CrystalKV(budget=16, realloc_every=4, min_budget=2)
+    for policy, counters in ((CrystalKVLite(budget=16), 0), (moving, 2 * 8 * rows)):
+        for manager in follow(policy, [4, 13], 30, rows=rows):
+            assert manager.ledger().state == 12 * (16 * lanes + rows) + 4 * lanes + counters  # 4: the budgets
+    assert moving.counts(0)["slots_moved"] > 0
 
 
-def test_state_stays_where_it_is_when_the_width_does() -> None:
+def test_state_stays_where_it_is() -> None:
     """A captured graph reads and writes the same addresses."""
-    policy = CrystalKVLite(budget=15)
-    where = [[x.data_ptr() for x in policy.state()] for _ in follow(policy, [4, 13], 9, columns=30)]
+    policy = CrystalKV(budget=15, realloc_every=2, min_budget=1)
+    where = [[x.data_ptr() for x in policy.state()] for _ in follow(policy, [4, 13], 9)]
     assert all(here == where[0] for here in where)
 
 
@@ -367,7 +605,27 @@ def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], says: str) -> Non
         CrystalKVLite(budget=300, **wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"realloc_every": 0}, "realloc_every is 0"), ({"damping": 0.0}, "damping 0 "),
+        ({"damping": 1.1}, "at most 1"), ({"min_budget": 0}, "min_budget 0;"), ({"lam": 2.0}, "lam must be"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_of_moving_budgets_is_refused(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        CrystalKV(budget=300, **wrong)
+
+
 def test_a_budget_that_the_prompt_fills_is_refused() -> None:
+    """Floors above B_total too: every head keeps the prompt and `min_budget` tokens."""
     manager = decoded(CrystalKVLite(budget=15))
     with pytest.raises(UsageError, match="16"):
         manager.join(0, 60, 15)
+    manager = decoded(CrystalKV(budget=40))
+    manager.join(0, 60, 24)
+    with pytest.raises(UsageError, match="40 tokens cannot hold the protected prompt of 25 and 16 tokens beside it"):
+        manager.join(1, 60, 25)
+    manager = decoded(CrystalKV(budget=15, protect_prompt=False))
+    with pytest.raises(UsageError, match="a budget of 15 tokens is below the 16 that a lane needs"):
+        manager.join(0, 60, 25)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from minithink.ref.decode_attention import group_reduce
 from minithink.ref.lrfu import hit_set, lrfu
 from tests.compare import assert_close, assert_same
 
@@ -36,6 +37,33 @@ def bools(*bits: int) -> Tensor:
 def test_hit_set_by_hand(mass: list[float], p: float, want: list[int]) -> None:
     valid = bools(1, 1, 1, 1, 0)
     assert hit_set(torch.tensor([*mass, torch.nan]), valid, p).tolist() == bools(*want, 0).tolist()
+
+
+@pytest.mark.parametrize(
+    ("sixteenths", "p", "want"),
+    [
+        ([5, 1, 3, 3, 2, 2], 0.9, {0, 2, 3, 4, 5}),
+        ([5, 1, 3, 3, 2, 2], 0.75, {0, 2, 3, 4}),
+        ([5, 1, 3, 3, 2, 2], 0.5, {0, 2}),
+        ([5, 1, 3, 3, 2, 2], 1.0, {0, 1, 2, 3, 4, 5}),
+        ([15, 1, 0, 0], 0.9, {0}),
+        ([15, 1, 0, 0], 1.0, {0, 1}),
+        ([12, 2, 1, 1], 0.9, {0, 1, 2}),  # a sink in the prompt
+    ],
+)
+def test_hits_of_one_query(sixteenths: list[int], p: float, want: set[int]) -> None:
+    mass = torch.tensor(sixteenths) / 16
+    assert set(hit_set(mass, torch.ones_like(mass, dtype=torch.bool), p).nonzero().flatten().tolist()) == want
+
+
+@pytest.mark.parametrize(("p", "want"), [(0.6, {0, 3}), (0.8, {0, 1, 3}), (0.9, {0, 1, 2, 3})])
+def test_hits_of_a_group_of_queries(p: float, want: set[int]) -> None:
+    """The largest probability of each token, renormalised: 4 2 2 4 of 12."""
+    logits = (torch.tensor([[4.0, 2, 1, 1], [1, 1, 2, 4]]) / 8).log()[None, None]  # [1, Hkv, g, S]
+    valid = torch.ones(1, 1, 4, dtype=torch.bool)
+    mass = (group_reduce(logits, valid, "max") * 8).round() / 8  # the softmax is exact but for the last bit
+    assert mass.tolist() == [[[0.5, 0.25, 0.25, 0.5]]]
+    assert set(hit_set(mass, valid, p)[0, 0].nonzero().flatten().tolist()) == want
 
 
 @given(parts=st.lists(st.integers(0, 9), min_size=1, max_size=9), over=st.integers(1, 8), lengths=st.integers(0, 9))
@@ -72,6 +100,47 @@ def test_by_hand() -> None:
     assert last.tolist() == [3, 2, 0, 3, 3]
     want = torch.tensor([1.375, 0.625, 0.125, 1.875, 1.125], dtype=torch.float64)  # at time 3
     assert_close("decayed", score.exp2(), want, atol=1e-8)
+
+
+HITS = ((1, 2, 3, 4, 5), (1, 6), (1, 2, 4))  # of tokens a, b, c
+
+
+def test_three_tokens_by_hand() -> None:
+    """λ = 0.6, no reward for birth: the values at every step, and what is stored."""
+    valid, state = torch.ones(3, dtype=torch.bool), (torch.zeros(3), torch.zeros(3, dtype=torch.int32))
+    values = []
+    for t in range(1, 7):
+        mass = torch.tensor([float(t in hits) for hits in HITS])
+        *state, score = lrfu(mass, valid, valid, *state, torch.tensor(t), 0.6, 1.0)  # type: ignore[assignment]
+        values.append(score.exp2().tolist())
+    assert [pytest.approx(v, rel=1e-6) for v in zip(*values, strict=True)] == [
+        (1, 1.6, 1.96, 2.176, 2.3056, 1.38336), (1, 0.6, 0.36, 0.216, 0.1296, 1.07776),
+        (1, 1.6, 0.96, 1.576, 0.9456, 0.56736),
+    ]  # fmt: skip
+    assert state[0].tolist() == pytest.approx([2.3056, 1.07776, 1.576], rel=1e-6)
+    assert state[1].tolist() == [5, 6, 4]
+
+
+@pytest.mark.parametrize(
+    ("lam", "want"),
+    [(1.0, [5, 2, 3]), (0.6, [1.38336, 1.07776, 0.56736]), (0.5, [0.96875, 1.03125, 0.34375]), (0.0, [0, 1, 0])],
+)
+def test_three_tokens_under_four_decays(lam: float, want: list[float]) -> None:
+    valid, state = torch.ones(3, dtype=torch.bool), (torch.zeros(3), torch.zeros(3, dtype=torch.int32))
+    score = torch.zeros(3)
+    for t in range(1, 7):
+        mass = torch.tensor([float(t in hits) for hits in HITS])
+        *state, score = lrfu(mass, valid, valid, *state, torch.tensor(t), lam, 1.0)  # type: ignore[assignment]
+    assert score.exp2().tolist() == pytest.approx(want, rel=1e-6)
+    assert state[1].tolist() == [5, 6, 4]
+
+
+def test_where_float32_would_be_0() -> None:
+    """Hits 250 and 300 steps ago, at λ = 0.6."""
+    valid, last = torch.ones(2, dtype=torch.bool), torch.tensor([50, 0], dtype=torch.int32)
+    score = lrfu(torch.zeros(2), valid, valid, torch.ones(2), last, torch.tensor(300), 0.6, 0.9)[2]
+    assert score.tolist() == pytest.approx([-184.2, -221.1], abs=0.05)
+    assert torch.tensor(0.6) ** 300 == 0
 
 
 @given(trace=TRACE, lam=st.sampled_from([0.0, 0.1, 0.5, 0.6, 0.95, 1.0]), birth=st.sampled_from([0, 1]))

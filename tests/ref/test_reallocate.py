@@ -51,6 +51,30 @@ def test_two_layers_of_two_heads(damping: float, every: int, want: Heads) -> Non
         budget = [new[:2], new[2:]]
 
 
+@pytest.mark.parametrize(
+    ("damping", "budget", "low", "high", "want"),
+    [
+        (1.0, [10, 10, 10, 10], 0, 40, [1.856, 3.299, 5.155, 29.691]),
+        (1.0, [10, 10, 10, 10], 4, 42, [4, 4, 4.734, 27.266]),
+        (1.0, [4, 4, 5, 27], 0, 40, [5.353, 9.517, 12.160, 12.970]),
+        (0.5, [10, 10, 10, 10], 0, 40, [4.762, 6.349, 8.497, 20.392]),
+        (0.5, [5, 6, 9, 20], 0, 40, [4.762, 6.349, 8.497, 20.392]),
+        (1.0, [10, 10, 10, 10], 4, 18, [4, 7.024, 10.976, 18]),
+        (1.0, [4, 7, 11, 18], 0, 40, [5.567, 5.656, 6.367, 22.411]),
+    ],
+)
+def test_targets_before_they_are_rounded(
+    damping: float, budget: list[int], low: int, high: int, want: list[float]
+) -> None:
+    """With a thousand times as many tokens all is the same but for the rounding."""
+
+    def thousands(*tokens: int) -> Heads:
+        return [[1000 * n for n in tokens[:2]], [1000 * n for n in tokens[2:]]]
+
+    got = moved([[9, 16], [25, 144]], thousands(*budget), thousands(*[low] * 4), thousands(*[high] * 4), damping)
+    assert [n / 1000 for n in got] == pytest.approx(want, abs=0.0011)
+
+
 def test_of_equal_remainders_the_lower_head_gets_the_token() -> None:
     assert moved([[7.0] * 4], [[1, 4, 3, 2]], [[1] * 4], [[9] * 4], 0.5) == [3, 3, 2, 2]
     assert moved([[7.0], [7.0], [7.0]], [[4], [3], [3]], [[1]] * 3, [[9]] * 3, 0.5) == [4, 3, 3]
