@@ -114,7 +114,9 @@ def test_the_loop_generates_what_the_reference_does(policy: str | None, draw: st
 
 
 @needs_cuda
-@pytest.mark.parametrize("policy", ["full", "rkv:budget=96,buffer=16", *ROUNDING])
+@pytest.mark.parametrize(
+    "policy", ["full", "rkv:budget=96,buffer=16", "crystal_kv:budget=128,realloc_every=32", *ROUNDING]
+)
 def test_a_graph_is_its_steps(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same kernels one by one, on tensors of the same shapes."""
     recorded = ran("triton", policy, temperature=0)
