@@ -120,8 +120,10 @@ class _Search(Reader):
         assert m
         assert side
         self.need(("goal", m[1]))
-        for at in (line.rindex(m[1], 0, m.start()), m.start()):
-            self.repeat(("goal", m[1]), m[1], at)
+        # A model may write two names, `gon with duv * 8 + 7 = 79`: the lock's counts.
+        for at in (line.rfind(m[1], 0, m.start()), m.start()):
+            if at >= 0:
+                self.repeat(("goal", m[1]), m[1], at)
         for k, part in enumerate(PARTS, 2):
             say((part, m[1]), m[k], m.start(k))
         say(("from", m[1]), side[1], side.start(1))

@@ -498,6 +498,16 @@ def test_texts_with_errors_never_raise(family, seed, data):
     assert all(0 <= place < len(whole) for place in reader.live())
 
 
+def test_a_goal_beside_another_names_lock():
+    question = "Numbers from 1 to 9: gon * 2 + 3 = 9; duv * 8 + 7 = 79. Find gon and duv."
+    goal = "gon with duv * 8 + 7 = 79, from 1 up."
+    prompt, want, still = cut(question), cut(f"I want {goal} Quick now.\n"), cut(f"Still {goal}\n")
+    reading = needs.read(question, [*prompt, *want, *still], len(prompt))
+    assert [s.kind for s in reading.statements] == ["want", "still"]
+    names = [n.places for n in reading.needs if n.statement == 1 and n.key == ("goal", "duv")]
+    assert names == [(len(prompt) + want.index("duv"),)], "gon is no place of duv"
+
+
 def test_lines_that_no_rule_reads_are_skipped_and_counted():
     question = "Facts (mod 100): buz = 25; zot = buz * 2; nup = 3. Find nup, zot and buz."
     prompt = cut(question)
