@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,13 +20,17 @@ UNCALIBRATED = (
     "crystal_kv_lite:protect_prompt=true", "kivi", "kivi:bits=4",
 )  # fmt: skip
 CARD = (*UNCALIBRATED, "thinkv:types=1", "thinkv", "thinkv:precision=R4E4T4")  # the last: what T's 2 bits cost
+ROBUSTNESS = Sweep(
+    "what training under random eviction changes; with --model, of the model without it", UNCALIBRATED,
+    budgets=(0.25, 0.5), needed=True,
+)  # fmt: skip
 SWEEPS = {
     "card": Sweep("the policies of the embedded model's card", CARD, budgets=(0.25, 0.5), needed=True),
-    "robustness": Sweep(
-        "what training under random eviction changes; with --model, of the model without it", UNCALIBRATED,
-        budgets=(0.25, 0.5), needed=True,
+    "robustness": ROBUSTNESS,
+    "robustness-without": replace(
+        ROBUSTNESS, what="the same, of the model without it", checkpoint="6eb485c5ae85e1c6"
     ),
-}  # fmt: skip
+}
 
 SPREAD = "**{:.2f} ×**[ ({:.2f} to {:.2f})]"  # a median, the smallest and the largest value
 
