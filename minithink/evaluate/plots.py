@@ -191,14 +191,20 @@ def _figure(rows: Sequence[Row]) -> tuple[Figure, Axes]:
 
 
 def _styles(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """How each policy is drawn, in the order of the rows. The full cache is grey."""
-    others = [policy for policy in dict.fromkeys(row.policy for row in rows) if policy != FULL]
-    styles: dict[str, dict[str, Any]] = {}
-    if len(others) < len({row.policy for row in rows}):
-        styles[FULL] = {"color": GREY, "marker": "|"}
-    for i, policy in enumerate(others):
-        styles[policy] = {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)]}
-    return styles
+    """How each policy is drawn, in the order of the rows. The full cache is grey. If several comparisons share the
+    picture (`window, card`), a policy looks alike in each, but in the second one its markers are hollow."""
+    parts = {policy: policy.partition(", ") for policy in dict.fromkeys(row.policy for row in rows)}
+    comparisons = list(dict.fromkeys(comparison for _, _, comparison in parts.values()))
+    others = [name for name in dict.fromkeys(name for name, _, _ in parts.values()) if name != FULL]
+    looks = {FULL: {"color": GREY, "marker": "|" if len(comparisons) == 1 else "p"}}
+    for i, name in enumerate(others):
+        looks[name] = {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)]}
+    order = sorted(parts, key=lambda policy: policy != FULL)
+    filled = ("full", "none", "left", "right")
+    return {
+        policy: looks[parts[policy][0]] | {"fillstyle": filled[comparisons.index(parts[policy][2]) % len(filled)]}
+        for policy in order
+    }
 
 
 def _by_budget(rows: Sequence[Row], what: str) -> Figure:

@@ -68,7 +68,17 @@ def test_markers_and_colours_tell_policies_apart() -> None:
     rows = summarize([record(policy=f"p{i:02}") for i in range(len(COLORS) * len(MARKERS))])
     styles = [tuple(style.values()) for style in plots._styles(rows).values()]
     assert len(set(styles)) == len(COLORS) * len(MARKERS)
-    assert len({marker for _, marker in styles[: len(MARKERS)]}) == len(MARKERS), "without colours, too"
+    assert len({marker for _, marker, _ in styles[: len(MARKERS)]}) == len(MARKERS), "without colours, too"
+
+
+def test_a_policy_looks_alike_in_two_comparisons_but_hollow_in_the_second() -> None:
+    pytest.importorskip("matplotlib")
+    names = ["full, one", "window:sinks=4,buffer=2, one", "full, two", "window:sinks=4,buffer=2, two", "kivi, two"]
+    styles = plots._styles(summarize([record(policy=name) for name in names]))
+    assert styles["window:sinks=4,buffer=2, one"]["fillstyle"] == styles["full, one"]["fillstyle"] == "full"
+    for name in ("full", "window:sinks=4,buffer=2"):
+        assert styles[f"{name}, two"] == styles[f"{name}, one"] | {"fillstyle": "none"}
+    assert len({style["color"] for style in styles.values()}) == 3
 
 
 def test_pictures_are_the_same_every_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
