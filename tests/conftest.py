@@ -43,6 +43,7 @@ def pytest_terminal_summary(terminalreporter):
     result["command"] = " ".join(["HYPOTHESIS_PROFILE=nightly pytest", *words])
     about = {name: result[name] for name in ("date", "commit", "machine")}
     files = {m["file"]: m for m in results.read(path)["measurements"]} if path.exists() else {}
+    files = {name: m for name, m in files.items() if (terminalreporter.config.rootpath / name).is_file()}
     counted: dict[str, dict[str, object]] = {}
     for outcome in ("passed", "failed", "error", "skipped", "xfailed", "xpassed"):
         for report in terminalreporter.stats.get(outcome, []):
