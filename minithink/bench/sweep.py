@@ -317,9 +317,11 @@ def result_of(name: str, where: Path, wanted: Sequence[Wanted] | None = None) ->
     command = last.command if look else f"python -m minithink.bench sweep {name}"
     missing = len(wanted) - len(runs)
     others = sorted({short(run.commit) for run in runs} - {short(last.commit)})
+    changed = {run.key["policy"]: None for run in runs if SWEEPS[name].checkpoint and run.state == "stale"}
     return {
         "benchmark": "sweep", "command": command, **about, "settings": settings,
         "measurements": rows, "complete": not missing, "missing": missing, "others": others,
+        "changed": list(changed),
         "states": {f"{', '.join(map(str, run.cell))}": run.state for run in runs},
     }  # fmt: skip
 
@@ -335,6 +337,9 @@ def said(result: Result) -> Iterable[str]:
         text += " Counted: by the policy, in all sequences of all families."
     if result["others"]:
         text += f" Some runs are of commit {', '.join(result['others'])}."
+    if result["changed"]:
+        names = ", ".join(f"`{name}`" for name in result["changed"])
+        text += f" The weights are not kept, and the code of {names} has changed since these runs."
     return [text, ""]
 
 

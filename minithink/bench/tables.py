@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             if not args.check:
                 path.write_text(after, encoding="utf-8")
         for table in BEGIN_ANY.findall(before):
-            if table in sweep.SWEEPS:
+            if table in sweep.SWEEPS and not sweep.SWEEPS[table].checkpoint:
                 states[table] = sweep.result_of(table, args.root / results.RESULTS)["states"]
     old = [f"{table} ({cell})" for table, of in states.items() for cell, state in of.items() if state == "stale"]
     if any("unchecked" in of.values() for of in states.values()):

@@ -81,7 +81,9 @@ class Sweep:
     samples: int = 1
     recall: bool = False  # whether recall is measured
     needed: bool = False  # whether the share of needs that the cache meets is measured (docs/evaluate.md)
-    checkpoint: str = ""  # hash of the weights that the table shows; "": of the embedded model
+    # Hash of the weights that the table shows; "": of the embedded model. Other weights do not ship, so their runs
+    # stay in the table when the code of a policy changes, and the table says so.
+    checkpoint: str = ""
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,14 @@ def test_a_stale_run_fails_the_check(
         capsys.readouterr()
         assert main(check) == code
         assert said in capsys.readouterr().err
+    gone = replace(sweep.SWEEPS["snapkv"], checkpoint=weights)  # as if these weights did not ship: the table says it
+    monkeypatch.setitem(sweep.SWEEPS, "snapkv", gone)
+    assert main(check) == 1
+    assert main(check[:1] + check[2:]) == 0
+    assert main(check) == 0
+    policy = pool.read(where)[-1].key["policy"]
+    said = f"not kept, and the code of `{policy}` has changed since these runs."
+    assert said in (tmp_path / "README.md").read_text()
 
 
 def test_what_two_share_is_run_once(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
