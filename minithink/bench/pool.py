@@ -184,7 +184,7 @@ def files_of(policy: str) -> dict[str, tuple[str, ...]]:
     kernels = [p for p in sorted((ROOT / "kernels").glob("*.py")) if p.stem in called or p.stem not in everyones]
     return {
         "policy": tuple(own), "formats": tuple(sorted({_path(cls) for cls in formats})),
-        "twins": tuple(f"minithink/ref/{name}.py" for name in sorted(called)),
+        "twins": tuple(map(_twin, sorted(called))),
         "kernels": tuple(path.relative_to(ROOT).as_posix() for path in kernels),
     }  # fmt: skip
 
@@ -195,10 +195,19 @@ def _path(cls: type) -> str:
 
 @cache
 def _called(paths: tuple[str, ...]) -> frozenset[str]:
-    """The operations that these files call as `ops.NAME`."""
-    text = "\n".join((ROOT / path).read_text(encoding="utf-8") for path in paths)
-    named = set(re.findall(r"\bops\.(\w+)", text))
-    return frozenset(name for name in named if (ROOT / "minithink" / "ref" / f"{name}.py").is_file())
+    """The twins that these files call, as `ops.NAME` or through the step as `step.NAME`, and the twins that those
+    call."""
+    found, text = set[str](), "\n".join((ROOT / path).read_text(encoding="utf-8") for path in paths)
+    named = set(re.findall(r"\b(?:ops|step(?!\.ops))\.(\w+)", text))
+    while named:
+        found |= (named := {name for name in named - found if (ROOT / _twin(name)).is_file()})
+        text = "\n".join((ROOT / _twin(name)).read_text(encoding="utf-8") for name in named)
+        named = set(re.findall(r"from minithink\.ref\.(\w+) import", text))
+    return frozenset(found)
+
+
+def _twin(name: str) -> str:
+    return f"minithink/ref/{name}.py"
 
 
 @cache

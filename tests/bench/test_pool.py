@@ -85,9 +85,11 @@ def test_what_code_a_policy_runs() -> None:
     assert files["policy"] == own
     assert {"minithink/quant/nvfp4.py", "minithink/quant/ternary.py"} <= {*files["formats"]}
     assert {"minithink/ref/anneal.py", "minithink/ref/sparsity.py"} <= {*files["twins"]}
+    assert {"minithink/ref/survivors.py", "minithink/ref/kmeans.py"} <= {*files["twins"]}, "through the step"
     assert "minithink/ref/redundancy.py" not in files["twins"]
     assert {"kernels/anneal.py", "kernels/paged_attention.py"} <= {*files["kernels"]}
     assert "kernels/redundancy.py" not in files["kernels"], "only R-KV calls it"
+    assert "kernels/survivors.py" not in pool.files_of("rkv")["kernels"], "only ThinKV calls it"
     stack = pool.files_of("snapkv:cap=128+thinkv")
     assert stack["policy"] == ("minithink/policies/snapkv.py", *own)
     assert pool.files_of("window")["formats"] == ()
