@@ -494,6 +494,18 @@ def test_narrow_windows(opened: Page) -> None:
 
 
 @needs_browser
+def test_many_heads_scroll_in_their_table(browser: Page, tmp_path: Path) -> None:
+    """A table that is wider than the panel scrolls by itself; the page does not."""
+    wide = arrays(budget_step=[0], budget=[9] * 32)
+    path = tmp_path / "page.html"
+    path.write_text(page.render(read(write(tmp_path / "trace", wide, head={"kv_heads": 16})), 0), encoding="utf-8")
+    browser.open(path)
+    code = "const e = document.querySelector(arguments[0]); return e.scrollWidth - e.clientWidth"
+    assert browser.js(code, "html") == 0
+    assert browser.js(code, ".wide") > 0
+
+
+@needs_browser
 def test_what_was_interrupted_says_so(browser: Page, tmp_path: Path) -> None:
     """Without thought types tokens are coloured by stage; where all share a table, so do the cells."""
     plain = {"scope": "sequence", "thoughts": [0], "thought_names": []}
