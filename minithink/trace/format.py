@@ -259,6 +259,11 @@ class Trace:
         return len(self.thinks) - 1
 
     @cached_property
+    def think_end(self) -> int:
+        """The step that brought the last thinking token, `</think>` if thinking ends; −1: no token is thinking."""
+        return int(np.flatnonzero(self.thinks[1:])[-1]) + 1 if self.thinks[1:].any() else -1
+
+    @cached_property
     def texts(self) -> list[str]:
         """The text of every token."""
         data, ends = self.text.tobytes(), self.pieces.cumsum().tolist()

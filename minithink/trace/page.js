@@ -4,7 +4,10 @@
 const $ = (id) => document.getElementById(id);
 const TYPES = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i4: Int32Array, f4: Float32Array, f8: Float64Array };
 const LEVELS = 8, HUES = 8; // classes l1 to l8, c0 to c7
-const MODES = { heads: "heads that keep it", thought: "thought type", sentence: "sentence", score: "score", needed: "needed later" };
+const MODES = {
+  heads: "heads that keep it", thought: "thought type", sentence: "sentence", score: "score", needed: "needed later",
+  ended: "held when thinking ends",
+};
 const STAGES = ["prompt", "thinking", "answer"];
 
 async function load(script) {
@@ -39,6 +42,7 @@ function view(d, $, page) {
   const budgets = d.budget, spans = new Array(n);
   const alive = new Uint16Array(n), held = new Uint32Array(units); // at the step that is shown
   const shown = new Int16Array(n).fill(-1); // the class of every token
+  const then = new Int32Array(n).fill(-1); // tables that hold a thinking token when thinking ends; -1: another token
   let t = d.steps, mode = "heads", chosen = -1;
   const born = (p) => Math.max(0, p - d.prompt + 1);
   const visible = () => Math.min(n, d.prompt + t); // tokens that came until now
@@ -71,6 +75,14 @@ function view(d, $, page) {
     text.append(all);
   }
 
+  function holdings() { // of the thinking tokens, when thinking ends
+    for (let p = 0; p < n; p++) {
+      if (d.stage[p] !== 1) continue;
+      then[p] = units;
+      for (let i = d.start[p]; i < d.start[p + 1] && d.step[i] <= d.thinkEnd; i++) then[p]--;
+    }
+  }
+
   function count() {
     const until = visible();
     held.fill(until);
@@ -97,6 +109,7 @@ function view(d, $, page) {
     const until = visible(), at = snapshot() * n;
     if (mode === "heads") return (p) => level(Math.ceil(alive[p] * LEVELS / units) - 1);
     if (mode === "needed") return (p) => !ahead(p) ? plain : alive[p] ? level(Math.min(ahead(p), LEVELS) - 1) : hue(6);
+    if (mode === "ended") return (p) => then[p] < 0 ? plain : level(Math.ceil(then[p] * LEVELS / units) - 1);
     if (mode === "sentence") return (p) => hue(1 + d.sentence[p] % 6);
     if (mode === "score") return (p) => at >= 0 && d.rank[at + p] ? level((d.rank[at + p] - 1) * LEVELS >> 8) : plain;
     if (d.thoughts.length) return (p) => d.stage[p] ? hue(1 + d.thought[p] % 7) : hue(0);
@@ -104,10 +117,11 @@ function view(d, $, page) {
   }
 
   function paint() {
-    const until = visible(), colour = colours();
+    const until = visible(), colour = colours(), left = mode === "ended" ? then : alive;
+    const pale = ["heads", "score", "ended"].includes(mode); // a token that no head keeps has no colour
     for (let p = 0; p < n; p++) {
       let code = 0;
-      if (p < until) code = alive[p] ? colour(p) : mode === "heads" || mode === "score" ? GONE + plain : GONE + colour(p);
+      if (p < until) code = left[p] ? colour(p) : GONE + (pale ? plain : colour(p));
       if (code === shown[p]) continue;
       shown[p] = code;
       spans[p].className = names[code % GONE] + (code >= GONE ? " gone" : "") + nl(p) + (p === chosen ? " chosen" : "");
@@ -226,6 +240,7 @@ function view(d, $, page) {
     const at = snapshot(), rank = at < 0 ? 0 : d.rank[at * n + p];
     if (p >= visible()) say("kept", "not there yet");
     else say("kept", `by ${number(alive[p] * share)} of ${number(lanes)} heads`);
+    if (then[p] >= 0) say(d.thinkEnd < d.steps ? "thinking ends" : "last step", `kept by ${number(then[p] * share)} of ${number(lanes)} heads (step ${number(d.thinkEnd)})`);
     if (rank && p < visible()) say("score", `above ${(100 * (rank - 1) / 254).toFixed(0)} % of the tokens (step ${number(d.snapshotStep[at])}, mean over heads)`);
     const needs = d.needStart[p + 1] - d.needStart[p], later = ahead(p), next = d.needStart[p + 1] - later;
     if (needs) say("needed", `by ${number(later)} of ${number(needs)} needs to come` + (later ? `; next by token ${number(d.needAt[next])}, ${d.needs[d.needWhat[next]]}` : ""));
@@ -273,7 +288,13 @@ function view(d, $, page) {
     if (mode === "heads") { add("l8", `kept by all ${number(lanes)} heads`); add("l4", "by half"); add("l1", "by few"); }
     else if (mode === "score") { add("l8", "scored above most"); add("l4", "middle"); add("l1", "below most"); add("", "no score"); }
     else if (mode === "needed") { add("l8", `would do for ${LEVELS} needs to come, or more`); add("l1", "for one"); add("c6 gone", "for one or more, and kept by none"); }
-    else if (mode === "sentence") add("c1", "neighbouring sentences differ in colour");
+    else if (mode === "ended" && d.thinkEnd < 0) add("", "there are no thinking tokens");
+    else if (mode === "ended") {
+      const when = d.thinkEnd < d.steps ? "when thinking ends" : "at the last step, for there is no answer";
+      add("l8", `thinking tokens: held by all ${number(lanes)} heads ${when} (step ${number(d.thinkEnd)})`);
+      add("l4", "by half");
+      add("l1", "by few");
+    } else if (mode === "sentence") add("c1", "neighbouring sentences differ in colour");
     else if (d.thoughts.length) { add("c0", "prompt"); d.thoughts.forEach((name, i) => add("c" + (1 + i % 7), name)); }
     else STAGES.forEach((name, i) => add("c" + i, name));
     $("legend").textContent = "";
@@ -283,7 +304,7 @@ function view(d, $, page) {
       $("legend").append(item);
     }
     const last = document.createElement("li");
-    last.append(element("span", "kept by none", "gone"));
+    last.append(element("span", mode === "ended" ? "by none" : "kept by none", "gone"));
     $("legend").append(last);
   }
 
@@ -308,6 +329,7 @@ function view(d, $, page) {
   }
   $("about").textContent = about.join(" · ");
   build();
+  holdings();
   chart();
   return { text: $("text"), tokens: n, show, choose, colour: (name) => { mode = name; legend(); } };
 }
@@ -383,7 +405,8 @@ function start(traces) {
   $("play").addEventListener("click", () => play(!playing));
   const some = (has) => traces.some(has);
   for (const key in MODES) {
-    if ((key === "score" && !some((d) => d.snapshotStep.length)) || (key === "needed" && !some((d) => d.needs.length))) continue;
+    if ((key === "score" && !some((d) => d.snapshotStep.length)) || (key === "needed" && !some((d) => d.needs.length))
+      || (key === "ended" && !some((d) => d.thinkEnd >= 0))) continue;
     const name = key === "thought" && !some((d) => d.thoughts.length) ? "stage" : MODES[key], option = element("option", name);
     option.value = key;
     $("mode").append(option);

@@ -62,6 +62,7 @@ def data(trace: Trace, done: dict[str, Any] | None) -> tuple[dict[str, Any], dic
         "sequence": trace.sequence,
         "prompt": trace.prompt,
         "steps": max(0, trace.steps),
+        "thinkEnd": trace.think_end,
         "layers": head.layers,
         "heads": head.kv_heads,
         "tables": head.tables,

@@ -35,6 +35,8 @@ def show(file: File, sequence: int, console: Console | None = None) -> None:
     lost = int((trace.kept(trace.steps).max(0) == 0).sum())
     how = "the darker, the more heads keep it; struck out: none" if coloured else "in brackets: what no head keeps"
     console.print(f"{lost:,} of {trace.tokens:,} tokens are kept by no head ({how})", soft_wrap=True)
+    if trace.think_end >= 0:
+        console.print(thinking(trace), soft_wrap=True)
     console.print(bytes_held(trace), soft_wrap=True)
     console.print(heads(trace))
 
@@ -55,6 +57,15 @@ def text(trace: Trace, coloured: bool = True) -> Text:
             gone = not gone
         out.append(piece)
     return out.append("]" if gone else "")
+
+
+def thinking(trace: Trace) -> str:
+    """One line: by how many heads the thinking tokens are kept when thinking ends."""
+    end = trace.think_end
+    kept = trace.kept(end)[:, trace.prompt :][:, trace.thinks[1:] == 1].sum(0)
+    when = f"when thinking ends (step {end:,})" if end < trace.steps else "at the last step, for there is no answer"
+    every, none = int((kept == trace.head.units).sum()), int((kept == 0).sum())
+    return f"{every:,} of {len(kept):,} thinking tokens are kept by all heads {when}, {none:,} by no head"
 
 
 def bytes_held(trace: Trace) -> str:

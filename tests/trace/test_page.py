@@ -290,7 +290,7 @@ def test_the_slider_goes_through_time(opened: Page, file: File) -> None:
 def test_every_colour(opened: Page, file: File) -> None:
     trace = file.traces[0]
     names = opened.js("return [...document.getElementById('mode').options].map((e) => e.textContent)")
-    assert names == ["heads that keep it", "thought type", "sentence", "score"]
+    assert names == ["heads that keep it", "thought type", "sentence", "score", "held when thinking ends"]
     opened.colour("sentence")
     assert opened.classes() == shown(trace, 11, lambda p, _: f"c{1 + trace.sentences[p] % 6}")
     opened.colour("thought")
@@ -332,6 +332,70 @@ def test_what_is_needed_later(browser: Page, tmp_path: Path) -> None:
     browser.point(1)
     assert "needed" not in browser.text("token")
     assert browser.text("legend").startswith("would do for 8 needs to come, or more")
+    assert browser.driver.get_log("browser") == []
+
+
+def holdings(path: Path, thinks: list[int]) -> File:
+    """Tokens 5, 6, 7, … are evicted by 4, 3, 1 and 2 heads at the steps 6, 8, 9 and 10; token 0 by all at step 7."""
+    lost = [(5, 6, 4), (0, 7, 4), (6, 8, 3), (7, 9, 1), (8, 10, 2)]
+    rows = [(pos, step, unit) for pos, step, heads in lost for unit in range(heads)]
+    gone = {"evict_pos": [row[0] for row in rows], "evict_step": [row[1] for row in rows],
+            "evict_unit": [row[2] for row in rows], "evict_by": [0] * len(rows),
+            "evict_score": [np.nan] * len(rows)}  # fmt: skip
+    return read(write(path, arrays(thinks=thinks, **gone)))
+
+
+@needs_browser
+def test_what_is_held_when_thinking_ends(browser: Page, tmp_path: Path) -> None:
+    """The colour is that of the step of `</think>`, wherever the slider is. Prompt and answer tokens have none."""
+    path = tmp_path / "page.html"
+    path.write_text(page.render(holdings(tmp_path / "trace", [1] * 9 + [0] * 3), 0), encoding="utf-8")
+    browser.open(path)
+    browser.colour("ended")
+
+    def classes(step: int) -> list[str]:
+        browser.seek(step)
+        return [" ".join(x for x in name.split() if x not in ("nl", "chosen")) for name in browser.classes()]
+
+    want = [""] * PROMPT + ["gone", "l2", *["l8"] * 6] + [""] * 3
+    for step in (11, 8, 4, 0):
+        assert classes(step) == want[: PROMPT + step] + ["future"] * (STEPS - step), step
+    legend = "thinking tokens: held by all 4 heads when thinking ends (step 8)"
+    assert browser.text("legend").split("\n") == [legend, "by half", "by few", "by none"]
+    browser.seek(11)
+    for position, held in ((6, 1), (7, 4)):
+        browser.point(position)
+        assert f"kept\nby {[1, 3][position - 6]} of 4 heads\n" in browser.text("token")
+        assert f"thinking ends\nkept by {held} of 4 heads (step 8)\n" in browser.text("token")
+    for position in (0, 14):
+        browser.point(position)
+        assert "thinking ends" not in browser.text("token"), "no thinking token"
+
+
+@needs_browser
+def test_thinking_that_does_not_end(browser: Page, tmp_path: Path) -> None:
+    """The colour is that of the last step, and the page says so. Without thinking tokens there is no such colour."""
+    path = tmp_path / "page.html"
+    endless = holdings(tmp_path / "trace", [1] * 12)
+    silent = holdings(tmp_path / "other", [1] + [0] * 11)
+    path.write_text(page.render(endless, 0), encoding="utf-8")
+    browser.open(path)
+    browser.colour("ended")
+    browser.seek(9)
+    got = [name.replace(" nl", "").strip() for name in browser.classes()]
+    assert got == [""] * PROMPT + ["gone", "l2", "l6", "l4", *["l8"] * 5] + ["future"] * 2
+    legend = "thinking tokens: held by all 4 heads at the last step, for there is no answer (step 11)"
+    assert browser.text("legend").split("\n")[0] == legend
+    browser.point(8)
+    assert "last step\nkept by 2 of 4 heads (step 11)" in browser.text("token")
+    path.write_text(page.render(silent, 0), encoding="utf-8")
+    browser.open(path)
+    assert browser.js("return [...document.getElementById('mode').options].map((e) => e.value)")[-1] == "score"
+    path.write_text(page.render(silent, 0, [(endless, 0)]), encoding="utf-8")
+    browser.open(path)
+    browser.colour("ended")
+    assert browser.text("legend").split("\n")[0] == "there are no thinking tokens"
+    assert browser.text("legend-1").split("\n")[0] == legend
     assert browser.driver.get_log("browser") == []
 
 
@@ -518,7 +582,7 @@ def test_what_was_interrupted_says_so(browser: Page, tmp_path: Path) -> None:
     browser.open(path)
     assert "was interrupted" in browser.text("notice")
     names = browser.js("return [...document.getElementById('mode').options].map((e) => e.textContent)")
-    assert names == ["heads that keep it", "stage", "sentence"]
+    assert names == ["heads that keep it", "stage", "sentence", "held when thinking ends"]
     browser.colour("thought")
     stages = ["c0"] * PROMPT + ["c1"] * 8 + ["c2"] * 3
     assert browser.classes() == shown(file.traces[0], 11, lambda p, _: stages[p])
@@ -597,7 +661,7 @@ def test_one_bar_steps_through_all_traces(beside: Page, file: File) -> None:
         got = [name.replace(" nl", "").strip() for name in classes_of(beside, "text-1")]
         assert got == other, step
     names = beside.js("return [...document.getElementById('mode').options].map((e) => e.textContent)")
-    assert names == ["heads that keep it", "thought type", "sentence", "score"], "of any trace"
+    assert names == ["heads that keep it", "thought type", "sentence", "score", "held when thinking ends"], "any's"
     beside.seek(11)
     beside.colour("score")
     got = {name.replace(" nl", "").strip() for name in classes_of(beside, "text-1")}

@@ -71,6 +71,21 @@ def test_a_terminal_that_was_asked_for_no_colours(file: File) -> None:
     assert "(in brackets: what no head keeps)" in said
 
 
+def test_what_is_left_when_thinking_ends(tmp_path: Path) -> None:
+    """Step 8 brings the last thinking token. Evictions at step 8 count, later ones do not; prompt and answer tokens
+    do not count."""
+    lost = [(5, 6)] * 4 + [(6, 8), (7, 9)] + [(8, 9)] * 4 + [(0, 10)] * 4
+    gone = {"evict_pos": [pos for pos, _ in lost], "evict_step": [step for _, step in lost],
+            "evict_unit": [0, 1, 2, 3, 0, 0, 0, 1, 2, 3, 0, 1, 2, 3], "evict_by": [0] * 14,
+            "evict_score": [0] * 14}  # fmt: skip
+    said = shown(read(write(tmp_path / "trace", arrays(**gone))))
+    assert "6 of 8 thinking tokens are kept by all heads when thinking ends (step 8), 1 by no head\n" in said
+    said = shown(read(write(tmp_path / "trace", arrays(**gone, thinks=[1] * 12))))
+    assert "7 of 11 thinking tokens are kept by all heads at the last step, for there is no answer, 2 by no" in said
+    said = shown(read(write(tmp_path / "trace", arrays(**gone, thinks=[1] + [0] * 11))))
+    assert "thinking tokens" not in said, "the prompt's thinking is no thinking token"
+
+
 def test_brackets_close(tmp_path: Path) -> None:
     """Also where the last token is gone."""
     gone = {"evict_unit": [0, 1, 2, 3] * 2, "evict_pos": [14] * 4 + [15] * 4, "evict_step": [11] * 8,
