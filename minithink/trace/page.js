@@ -131,16 +131,28 @@ function view(d, $, page) {
   // --- chart
   const W = 400, H = 118, LEFT = 4, TOP = 14, BOTTOM = 16;
   const full = (step) => (d.prompt + step) * d.fullBytes;
-  const x = (step) => LEFT + (W - 2 * LEFT) * (T > 1 ? step / (T - 1) : 0);
-  let cursor = null;
-  function chart() {
-    const svg = $("chart"), make = (name, of, text) => {
-      const e = document.createElementNS("http://www.w3.org/2000/svg", name);
-      for (const key in of) e.setAttribute(key, of[key]);
-      if (text !== undefined) e.textContent = text;
-      svg.append(e);
-      return e;
+  const x = (step, left = LEFT) => left + (W - LEFT - left) * (T > 1 ? step / (T - 1) : 0);
+  const cursors = []; // of each picture: the line at the step that is shown, where step 0 is
+  function picture(svg, left, make, top, bottom) { // the cursor comes last, and a click goes to a step
+    cursors.push([make("line", { class: "cursor", y1: top, y2: bottom }), left]);
+    const seek = (event) => {
+      const box = svg.getBoundingClientRect();
+      page.go(Math.round(((event.clientX - box.left) / box.width * W - left) / (W - LEFT - left) * (T - 1)));
     };
+    svg.addEventListener("pointerdown", seek);
+    svg.addEventListener("pointermove", (event) => event.buttons && seek(event));
+  }
+
+  const maker = (svg) => (name, of, text) => {
+    const e = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const key in of) e.setAttribute(key, of[key]);
+    if (text !== undefined) e.textContent = text;
+    svg.append(e);
+    return e;
+  };
+
+  function chart() {
+    const svg = $("chart"), make = maker(svg);
     if (!T) return;
     const points = Array.from({ length: Math.min(T, 400) }, (_, i, a) => Math.round(i * (T - 1) / Math.max(1, Math.min(T, 400) - 1)));
     const total = (step) => bytes.reduce((sum, of) => sum + of[step], 0);
@@ -160,19 +172,39 @@ function view(d, $, page) {
     make("text", { x: x(T - 1), y: y(full(T - 1)) - 4, "text-anchor": "end" }, "a full cache: " + mib(full(T - 1)));
     make("text", { x: LEFT, y: H - 4 }, "0");
     make("text", { x: W - LEFT, y: H - 4, "text-anchor": "end" }, number(T - 1) + " generated tokens");
-    cursor = make("line", { class: "cursor", y1: TOP, y2: H - BOTTOM });
-    const seek = (event) => {
-      const box = svg.getBoundingClientRect();
-      page.go(Math.round(((event.clientX - box.left) / box.width * W - LEFT) / (W - 2 * LEFT) * (T - 1)));
-    };
-    svg.addEventListener("pointerdown", seek);
-    svg.addEventListener("pointermove", (event) => event.buttons && seek(event));
+    picture(svg, LEFT, make, TOP, H - BOTTOM);
+  }
+
+  // --- budgets over time: a row for each table, in a stronger colour where its budget is larger
+  const COLUMNS = 64, BESIDE = 46; // changes that are drawn, at most; room for the layers' names
+  function shares() {
+    if (!T || budgets.every((b, i) => b === budgets[i - i % units])) return; // always the same in all tables
+    const svg = $("budgets"), make = maker(svg), gap = 2, real = budgets.filter((b) => b >= 0);
+    const low = real.reduce((a, b) => Math.min(a, b)), high = real.reduce((a, b) => Math.max(a, b));
+    const strength = (b) => (0.12 + 0.88 * (b - low) / Math.max(1, high - low)).toFixed(3);
+    const thick = Math.max(1.5, Math.min(5, 200 / units)), top = (u) => thick * u + gap * Math.floor(u / Ht);
+    const changes = d.budgetStep.length, drawn = Math.min(changes, COLUMNS);
+    const at = Array.from({ length: drawn }, (_, i) => Math.round(i * (changes - 1) / Math.max(1, drawn - 1)));
+    at.forEach((change, i) => {
+      const from = x(d.budgetStep[change], BESIDE), to = x(i + 1 < drawn ? d.budgetStep[at[i + 1]] : T - 1, BESIDE);
+      for (let u = 0; u < units; u++) {
+        const budget = budgets[change * units + u];
+        if (budget < 0) continue;
+        make("rect", { class: "budget", x: from, y: top(u), width: to - from, height: thick, "fill-opacity": strength(budget) });
+      }
+    });
+    const pitch = thick * Ht + gap, every = Math.ceil(10 / pitch); // names must not overlap
+    for (let l = 0; l < Lt; l += every) make("text", { x: BESIDE - 4, y: l * pitch + thick * Ht / 2 + 3.5, "text-anchor": "end" }, "layer " + l);
+    svg.setAttribute("viewBox", `0 0 ${W} ${Lt * pitch}`);
+    picture(svg, BESIDE, make, 0, Lt * pitch);
+    const rows = Ht === 1 ? "A row for each layer" : `${Ht} rows in a layer, one for each head`;
+    $("moved").textContent = `${rows}; a stronger colour is a larger budget, ${number(low)} to ${number(high)} tokens`;
+    $("moves").hidden = false;
   }
 
   function readout() {
     if (!T) return;
-    cursor.setAttribute("x1", x(t));
-    cursor.setAttribute("x2", x(t));
+    for (const [cursor, left] of cursors) for (const key of ["x1", "x2"]) cursor.setAttribute(key, x(t, left));
     const sum = bytes.reduce((all, of) => all + of[t], 0);
     const parts = d.kinds.map((kind, k) => `${kind} ${mib(bytes[k][t])}`).join(", ");
     $("held").textContent = `${mib(sum)}, ${(100 * sum / full(t)).toFixed(0)} % of a full cache's ${mib(full(t))}: ${parts}`;
@@ -205,13 +237,15 @@ function view(d, $, page) {
     if (!cells.length) cells.push(...table($("map"), () => ["", ""]));
     let most = 1;
     for (let u = 0; u < units; u++) most = Math.max(most, held[u]);
+    let i = d.budgetStep.length - 1;
+    while (i > 0 && d.budgetStep[i] > t) i--;
+    const now = budgets.subarray(i * units, (i + 1) * units);
     for (let u = 0; u < units; u++) {
       cells[u].textContent = number(held[u]);
       cells[u].className = held[u] ? "l" + Math.ceil(held[u] * LEVELS / most) : "";
+      cells[u].title = now[u] >= 0 ? `budget ${number(now[u])}` : "no budget";
     }
-    let i = d.budgetStep.length - 1;
-    while (i > 0 && d.budgetStep[i] > t) i--;
-    const now = budgets.subarray(i * units, (i + 1) * units), low = Math.min(...now), high = Math.max(...now);
+    const low = Math.min(...now), high = Math.max(...now);
     $("budget").textContent = `of ${number(until)} tokens; ` + (high < 0 ? "no budget"
       : low === high ? `budget ${number(low)}` : `budgets ${low < 0 ? "none" : number(low)} to ${number(high)}`);
   }
@@ -331,6 +365,7 @@ function view(d, $, page) {
   build();
   holdings();
   chart();
+  shares();
   return { text: $("text"), tokens: n, show, choose, colour: (name) => { mode = name; legend(); } };
 }
 

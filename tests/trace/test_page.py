@@ -400,6 +400,48 @@ def test_thinking_that_does_not_end(browser: Page, tmp_path: Path) -> None:
 
 
 @needs_browser
+def test_budgets_over_time(opened: Page, browser: Page, tmp_path: Path) -> None:
+    """A rectangle for each head and change, in a stronger colour where the budget is larger; none without a budget.
+    The cells name the budget of the step that is shown."""
+    code = """return [...document.querySelectorAll("#budgets rect")].map((e) =>
+        ["x", "y", "width", "fill-opacity"].map((key) => Number(e.getAttribute(key))))"""
+    at = {step: 46 + 350 * step / STEPS for step in (0, 4, STEPS)}
+    got = opened.js(code)
+    want = [(at[0], y, at[4] - at[0], 1) for y in (5, 12, 17)]  # the first head has no budget yet
+    want += [(at[4], y, at[STEPS] - at[4], s) for y, s in ((0, 0.12), (5, 1), (12, 1), (17, 1))]
+    assert [tuple(row) for row in got] == [pytest.approx(row, abs=0.01) for row in want]
+    names = opened.js("return [...document.querySelectorAll('#budgets text')].map((e) => e.textContent)")
+    assert names == ["layer 0", "layer 1"]
+    said = "2 rows in a layer, one for each head; a stronger colour is a larger budget, 7 to 9 tokens"
+    assert opened.text("moved") == said
+    titles = "return [...document.querySelectorAll('#map td')].map((e) => e.title)"
+    assert opened.js(titles) == ["budget 7"] + ["budget 9"] * 3
+    opened.seek(3)
+    assert opened.js(titles) == ["no budget"] + ["budget 9"] * 3
+    x = opened.js("return document.querySelector('#budgets .cursor').getAttribute('x1')")
+    assert float(x) == pytest.approx(46 + 350 * 3 / STEPS)
+    opened.js("""const svg = document.getElementById("budgets"), box = svg.getBoundingClientRect();
+        svg.dispatchEvent(new PointerEvent("pointerdown", { clientX: box.left + box.width * arguments[0] / 400 }))""",
+        46 + 350 * 2 / STEPS)  # fmt: skip
+    opened.settle()
+    assert opened.now == "2 of 11 tokens"
+
+    def drawn(name: str, changes: int, budget: list[int], **head: Any) -> list[Any]:
+        made = arrays(budget_step=[i * STEPS // changes for i in range(changes)], budget=budget)
+        path = tmp_path / f"{name}.html"
+        path.write_text(page.render(read(write(tmp_path / name, made, head=head)), 0), encoding="utf-8")
+        browser.open(path)
+        return list(browser.js(code))
+
+    assert drawn("even", 2, [9] * 4 + [7] * 4) == []
+    assert browser.js("return document.getElementById('moves').hidden"), "equal budgets need no picture"
+    many = drawn("many", 100, list(range(400)))
+    assert len(many) == 4 * 64, "at most so many changes are drawn"
+    assert many[0][3] == 0.12
+    assert many[-1][3] == 1, "the last change is among them"
+
+
+@needs_browser
 def test_keys(opened: Page) -> None:
     from selenium.webdriver.common.keys import Keys
 
