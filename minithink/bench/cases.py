@@ -309,11 +309,19 @@ class Bench:
         policies = [policy_of(text, s, self.config) for text in self.entry.methods.values()]
         # a period, for all graphs to be recorded, and two for gathers that are timed alone
         period = max(cast(StandIn, policy).period for policy in policies)
-        steady = self.steady(case, case.batch, a.start + a.warm + a.steps + 3 * period + GATHERS)
-        steady.reach(a.start)
+        start = self.start(case)
+        steady = self.steady(case, case.batch, start + a.warm + a.steps + 3 * period + GATHERS)
+        steady.reach(start)
         loop = TimedLoop(steady)
         m = {"filled": steady.generated} | loop.measure(a.warm + steady.period, a.steps)
         return m | self.limit(steady, m["step_milliseconds"]) | parts(loop, m)
+
+    def start(self, case: Case) -> int:
+        """Tokens that are generated before the steps of a case are measured."""
+        a = self.args
+        if case.method not in self.entry.as_many:
+            return int(a.start)
+        return max(0, a.budget - a.prompt_tokens - a.warm - a.steps // 2)
 
     def bytes(self, case: Case) -> dict[str, Any]:
         """Bytes of a sequence, the mean over a few, and of a full cache of the same length."""

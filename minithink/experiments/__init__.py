@@ -125,6 +125,8 @@ class Cases:
     numbers: Mapping[str, tuple[int, str]]  # name in braces → default, help
     cases: Callable[[Sequence[int], Sequence[float], float], list[Case]]  # of batches, shares and pool
     goals: tuple[Goal, ...] = ()
+    # Methods that evict nothing: their steps are measured around {budget} held tokens, as many as the others hold.
+    as_many: tuple[str, ...] = ()
     parts: tuple[str, ...] = ("attention", "gather", "flush", "rest")  # of a step, in the order of tables
     lines: Mapping[str, str] = field(default_factory=dict)  # method → colour, in the picture of latency
     unplotted: tuple[str, ...] = ()  # methods whose steps are too long to be drawn beside others
