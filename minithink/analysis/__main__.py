@@ -1,4 +1,4 @@
-"""The command line: `python -m minithink.analysis premises|pilot|segments`."""
+"""The command line: `python -m minithink.analysis premises|pilot|segments|answer-attention`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import import_module
 from minithink import commands
 
 PROGRAM, DESCRIPTION = "minithink.analysis", "What methods take for granted."
-COMMANDS = ("premises", "pilot", "segments")
+COMMANDS = ("premises", "pilot", "segments", "answer-attention")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -17,7 +17,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str] | None) -> int:
-    modules = {name: import_module(f"minithink.analysis.{name}") for name in COMMANDS}  # Ctrl-C may come in here
+    # Ctrl-C may come in here
+    modules = {name: import_module("minithink.analysis." + name.replace("-", "_")) for name in COMMANDS}
     return commands.run(PROGRAM, DESCRIPTION, modules, argv)
 
 

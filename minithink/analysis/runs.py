@@ -17,7 +17,7 @@ from minithink.tasks import Problem, families, grade, load_problems
 
 SETTINGS = (  # options that decide a result
     "model", "family", "limit", "max_new_tokens", "temperature", "seed", "layer", "tau", "rollouts", "policies",
-    "budgets", "batch_size",
+    "budgets", "batch_size", "lam", "p",
 )  # fmt: skip
 
 
