@@ -1,14 +1,16 @@
 """Crystal-KV: its two variants beside other methods that evict, its decay and hit share, its damping; its steps and
-throughput beside a full cache (table I)."""
+throughput beside a full cache (table I); what the answer attends to, and whether its score finds what is needed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
-from itertools import product
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, replace
+from itertools import chain, product
+from typing import Any
 
-from minithink.experiments import Case, Cases, Goal, StandIn, StandIns, Sweep
+from minithink.experiments import Case, Cases, Goal, Result, Row, StandIn, StandIns, Sweep, Table
 from minithink.policies.crystal_kv import CrystalKV, CrystalKVLite
+from minithink.tasks import families
 
 # Crystal-KV protects the prompt, and the others by default do not: so they are tried both ways.
 OTHERS = (
@@ -97,3 +99,68 @@ def _table_1(throughput: float) -> Cases:
 
 # The paper's lengths: --tokens 9350, and --tokens 18700 --tenth 1870.
 CASES = {"crystal-kv": _table_1(2.8), "crystal-kv-16k": _table_1(5.5)}
+
+LIFE = {
+    "late": ("attention that comes after 64 tokens", "{:.0%}"),
+    "at_end": ("attention of the last 64 queries, × the mean", "{:.2f}"),
+    "episodes": ("runs of hits", "{:.2f}"),
+    "last_hit": ("last hit, 0: birth, 1: end of thinking", "{:.2f}"),
+}
+MEASURES = {  # dotted path in the measurements → what it is, format
+    "answer.concentration": ("answer's attention on the top tenth of the thinking", "{:.0%}"),
+    "answer.agreement": ("top tenth that two of its rows share (by chance 10%)", "{:.0%}"),
+    "answer.needs_in_top": ("answer's needs in the top 30 %", "{:.0%}"),
+    **{f"answer.{which}.{name}": (f"{which} 30 %: {what}", fmt)
+       for name, (what, fmt) in LIFE.items() for which in ("top", "bottom")},
+    "hits.tokens": ("tokens that a query hits", "{:,.0f}"),
+    "hits.share": ("share of those it sees", "{:.0%}"),
+    "needs.late_hits": ("hits of a needed token after its first 64 tokens", "{:,.0f}"),
+    "needs.rest": ("tokens since its last hit", "{:,.0f}"),
+    "needs.best_quarter.crf": ("needs in the best quarter by `crf`", "{:.0%}"),
+    "needs.best_quarter.random": ("needs in the best quarter by `random`", "{:.0%}"),
+}  # fmt: skip
+
+
+def by_head(result: Result) -> Iterator[Row]:
+    """Every measure: mean, least and most of all heads, and its value in the head with the fewest hits."""
+    measured = result["measurements"]
+    fewest = flat(measured["hits"]["tokens"]).index(min(flat(measured["hits"]["tokens"])))
+    for path, (what, fmt) in MEASURES.items():
+        found: Any = measured
+        for name in path.split("."):
+            found = found[name]
+        if not (values := [x for x in flat(found) if x is not None]):  # no answer needs a token far back
+            continue
+        shown = {"mean": sum(values) / len(values), "least": min(values), "most": max(values)}
+        said = {name: fmt.format(x) for name, x in (shown | {"sharp": values[fewest]}).items()}
+        yield {"what": what, **said}
+
+
+def flat(values: Iterable[Iterable[Any]]) -> list[Any]:
+    """Values by layer and head, in one list."""
+    return list(chain.from_iterable(values))
+
+
+def texts(result: Result) -> list[str]:
+    """What was read, as a sentence."""
+    settings, m = result["settings"], result["measurements"]
+    text = f"{settings['limit']} problems of `{settings['family']}`, {m['full_cache']['tokens']:,.0f} tokens; "
+    text += f"{m['needs']['pairs']} needs whose tokens are more than 64 tokens old, {m['needs']['pairs_of_answer']} "
+    return [text + f"of them of answers; λ = {settings['lam']:g}, p = {settings['p']:g}.", ""]
+
+
+HEADS = Table(
+    (("", "what", "{}"), ("mean of heads", "mean", "**{}**"), ("least", "least", "{}"), ("most", "most", "{}"),
+     ("head with the fewest hits", "sharp", "{}")),
+    rows=by_head, said=texts,
+)  # fmt: skip
+NEEDS = Table(
+    (("in the best quarter by", "score", "`{}`"), ("all heads", "all.heads", "**{:.1%}**"),
+     ("heads that read it", "all.readers", "{:.1%}"), ("some head", "all.somewhere", "{:.1%}"),
+     ("as `crf`", "all.like_crf", "{:.1%}"), ("answer: all heads", "answer.heads", "**{:.1%}**"),
+     ("heads that read it", "answer.readers", "{:.1%}")),
+    rows=lambda result: result["measurements"]["needs"]["scores"], said=texts,
+)  # fmt: skip
+TABLES = {f"answer-attention-{family}": HEADS for family in families()} | {
+    f"answer-attention-{family}-needs": replace(NEEDS, file=f"answer-attention-{family}") for family in families()
+}

@@ -13,6 +13,7 @@ import torch
 from minithink.analysis import __main__, answer_attention, answer_pictures, needed_ranks, runs
 from minithink.analysis.answer_attention import agreement, concentration, ends, life, trace_of, weights
 from minithink.analysis.needed_ranks import FAR, SCORES, Pair, needs_of, of_pairs, pairs_of, rank, scores
+from minithink.bench import tables
 from minithink.engine import load
 from minithink.ref.decode_attention import group_reduce
 from minithink.ref.lrfu import hit_set, lrfu
@@ -265,6 +266,11 @@ def test_the_command_line_measures_and_draws(written, tmp_path, monkeypatch, cap
     assert all(5_000 < picture.stat().st_size < 300_000 for picture in pictures)
     shown, best = pictures[0].read_text(), concentrated.index(max(concentrated))
     assert f"layer {best // 4}, head {best % 4}" in shown
+
+    lines = tables.lines_of(tables.TABLES["answer-attention-search"], result)
+    assert any(line.startswith("| top 30 %: runs of hits |") for line in lines)
+    lines = tables.lines_of(tables.TABLES["answer-attention-search-needs"], result)
+    assert sum(line.startswith("| `") for line in lines) == len(SCORES)
 
 
 def test_the_milestone_is_the_token_that_most_pairs_need(model, written):
