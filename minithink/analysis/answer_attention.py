@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--lam", type=float, default=0.6, help="λ of CRF (default: 0.6)")
     add("--p", type=float, default=0.9, help="share of a query's weights that its hits hold (default: 0.9)")
-    add("--plot", type=location, metavar="DIR", help="draw pictures here, of the first text that answers and needs a "
-        "token far back, in the head whose answer attention is the most concentrated")  # fmt: skip
+    add("--plot", type=location, metavar="DIR", help="draw pictures here, of the text that needs the most tokens far "
+        "back, in the head whose answer attention is the most concentrated")  # fmt: skip
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
@@ -73,8 +73,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     engine, problems, result = runs.begin(args, "answer-attention", argv)
     generated = runs.generate(engine, problems, args)
     traces = [trace_of(engine, problem, tokens) for problem, tokens in zip(problems, generated, strict=True)]
-    shown = next((t for t in traces if t.answers and t.pairs), None)
-    if shown is None:
+    shown = max((t for t in traces if t.answers), key=lambda t: len(t.pairs), default=None)
+    if shown is None or not shown.pairs:
         raise MinithinkError(
             f"None of {len(traces)} texts answers and needs a token more than {FAR} tokens back: give more "
             "--max-new-tokens, or another --family."
