@@ -3,9 +3,9 @@
 Layout: two launches.
 
     _hit_set   one program per lane, which reads its columns BLOCK at a time. It finds the smallest set that holds the
-               share p without sorting: v is the largest mass such that all masses ≥ v sum to p of the total. Masses
-               are not negative, so their bits have their order, and v is searched two bits in each pass. The last
-               pass takes the masses above v, and of those equal to v the oldest, while the sum before them is short
+               share p, without sorting. v is the largest mass such that the masses ≥ v together reach p of the total.
+               Masses are not negative, so their bits are in the same order as the masses: each pass finds two bits of
+               v. The last pass takes the masses above v. Of those equal to v it takes the oldest, until p is reached
     _update    one program per lane and block of columns: elementwise, in float64
 
 λ and p are constants of the compiled kernels, in double precision: arguments would be rounded to float32.

@@ -3,13 +3,13 @@
 Layout: one launch, a program per row, which holds all heads of all layers in registers. Rows whose budgets do not
 move are copied.
 Finding c: take the c that is right if no head is at a bound, and clamp the budgets that it gives. If they add up to
-more than B_total, then c is too large, and the heads at their lower bounds stay there; if to less, the heads at their
-upper bounds. Leave these heads out and repeat. A round fixes at least one head, and few rounds are needed. The twin
-tries every bound instead.
+more than B_total, c is too large, and the heads at their lower bounds stay there. If they add up to less, c is too
+small, and the heads at their upper bounds stay there. Leave these heads out and repeat. A round fixes at least one
+head, and few rounds are needed. The twin tries every bound instead.
 Rounding: the largest remainders are found bit by bit, without sorting. Targets are whole numbers of parts of B_total
 (2^−34 each), and everything behind them is exact. So a budget differs from the twin's only if the last bit of a power
 changes a target, and this target decides between two remainders.
-Bound: the launch. 24 bytes are read and 4 written for each head.
+Bound: the launch. 20 bytes are read and 4 written for each head.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _reallocate(
     rest, divisor = total - _sum(new), tl.maximum(_sum(tl.where(free > 0, x, 0)), 1)
     whole = rest * x // divisor
     new = tl.where(free > 0, whole, new)
-    # Every head has another key: the remainder, and behind it how far from the last head it stands.
+    # No two heads have equal keys: the key is the remainder, and then the distance from the last head.
     last = LAYERS * HEADS - 1
     key = tl.where(free > 0, (rest * x - whole * divisor) * (last + 1) + last - (layer * HEADS + head), -1)
     missing = total - _sum(new)
@@ -101,7 +101,7 @@ def reallocate(crf: Tensor, budget: Tensor, low: Tensor, high: Tensor, moves: Te
         crf: float64 [L, N, H], ΣCRF over the tokens of each head, not negative.
         budget: int32 [L, N, H], B, at least 1.
         low, high: int32 [L, N, H], least and most tokens of each head; low ≤ high, and a row's sums are below 2^28.
-        moves: bool [N]. Other rows keep their budgets, and so do rows whose bounds do not add up to B_total.
+        moves: bool [N]. Other rows keep their budgets, and so do rows whose bounds allow no budgets of sum B_total.
         damping: a in (0, 1].
 
     Returns:

@@ -51,8 +51,8 @@ from minithink.train_data import IGNORE, PADDING, Batch, Documents, Recipe, Sche
 from minithink.weights import checkpoint_hash, load_decoder, save_checkpoint
 
 CONTEXT = 8192  # positions that the exported model may use
-# Of FlexAttention's forward kernel. With the tiles that torch 2.11 takes on Hopper, 128 × 128 for 4 warps, the
-# forward pass took 50 ms a layer, ten times the backward pass. That registers spill is a guess at the cause.
+# Tiles of FlexAttention's forward kernel. With those that torch 2.11 takes on Hopper, 128 × 128 for 4 warps, the
+# forward pass took 50 ms a layer, ten times the backward pass. Spilled registers may be the cause; this is a guess.
 TILES: Any = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3}
 
 
@@ -79,7 +79,7 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def last_query(documents: Tensor, evicted: Tensor, spared: int) -> Tensor:
-    """For each key the last query of its row that sees it: the end of the key's document. If the key is evicted, it
+    """For each key, the last query that sees it. That is the last token of the key's document; for an evicted key, it
     is at most the query `spared` − 1 positions behind the key.
 
     Args:
@@ -114,13 +114,13 @@ def dense_mask(last: Tensor) -> Tensor:
 
 
 def block_mask(last: Tensor, create: Callable[..., BlockMask]) -> BlockMask:
-    """The rule for FlexAttention, which skips blocks of queries and keys of which it hides every pair."""
+    """The rule for FlexAttention, which skips a block of queries and keys if the rule hides every pair in it."""
     rows, length = last.shape
     return create(visibility(last), rows, None, length, length, device=last.device)
 
 
 class TrainAttention:
-    """The cache's place in training: attention within the documents of a [rows, length] batch, and no cache."""
+    """Takes the cache's place in training: attention within the documents of a [rows, length] batch."""
 
     def __init__(self, table: Rope, positions: Tensor, mask: Tensor | BlockMask) -> None:
         self.rows, self.mask = positions.shape[0], mask
@@ -177,7 +177,7 @@ def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _is_vector(name: str, p: Tensor) -> bool:
-    """Biases, and the weights of norms: `qk_norm` holds two."""
+    """True for biases and for the weights of norms; `qk_norm` holds two of these."""
     return p.dim() == 1 or name.endswith("norm")
 
 
@@ -331,7 +331,7 @@ def train(
             raise UsageError(f"The interrupted run has another recipe, {found}; give the same options.")
         for key, option in (("workers", "--workers"), ("processes", "torchrun --nproc-per-node")):
             was, now = stored.get(key), progress[key]
-            if was != now:  # the documents of a step would be others
+            if was != now:  # a step would have other documents
                 raise UsageError(f"The interrupted run had {key} = {was}, this one has {now}: give {option} {was}.")
         progress = stored
     elif (folder / "progress.safetensors").exists():

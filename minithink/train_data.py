@@ -7,7 +7,7 @@ With `evict_share`, some documents are trained as if a policy had evicted a rand
 evicted tokens are hidden from all queries that come `evict_spared` or more tokens later. Large models survive
 eviction because their knowledge is spread over many tokens; this teaches the same to a small one.
 
-The types of options that only training has are here, too.
+The types of training's own command-line options are here, too.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Recipe:
     # A problem's size by family, in calculations or steps: smallest, largest, and largest of the `long_share`.
     sizes: dict[str, list[int]] = field(default_factory=default_sizes)
     long_share: float = 0.04  # share of the documents with long problems: from the second size to the third
-    evict_share: float = 0.0  # share of the documents with a response of which a part is evicted
+    evict_share: float = 0.0  # share of the documents that lose a part of their response
     evict_rate: float = 0.6  # the evicted share of such a response is drawn from 0 to this
     evict_span: int = 8  # tokens that are evicted together in half of these documents; in the others, single ones
     evict_spared: int = 32  # newest tokens, which a query sees even if they are evicted
@@ -138,9 +138,9 @@ class Batch(NamedTuple):
 
 
 class Documents(IterableDataset[Batch | UsageError]):
-    """The batches from step `start` on, one for each step. An error in place of a batch is the last item.
+    """The batches from step `start` on, one for each step. If drawing fails, the error is the last item.
 
-    An error is yielded, not raised: the loader would put the traceback of its worker process into the message.
+    The error is yielded, not raised: the loader would put the traceback of its worker process into the message.
     """
 
     def __init__(
@@ -184,14 +184,13 @@ class Documents(IterableDataset[Batch | UsageError]):
             drawn.append(self.fitting(rng, share < self.recipe.short_first))
             left -= len(drawn[-1].tokens)
         rows = packed(drawn, self.recipe.row_tokens)
-        rng.shuffle(rows)  # so that rows that are left over do not have documents of special lengths
+        rng.shuffle(rows)  # so that the rows that are left over, and not trained, have all lengths
         chance = np.random.default_rng(rng.getrandbits(64))
         evict = share >= self.recipe.evict_after
         return [self.batch(rows[i * self.rows : (i + 1) * self.rows], chance, evict) for i in range(POOL)]
 
     def check(self) -> None:
-        """UsageError: no document fits into a row, either of the short problems at the beginning or of the later
-        ones."""
+        """UsageError: no document fits into a row, either while problems are short at the beginning or later."""
         for short in sorted({self.recipe.short_first > 0, self.recipe.short_first == 1}):
             self.fitting(random.Random(self.recipe.seed), short)
 

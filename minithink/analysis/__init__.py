@@ -1,1 +1,1 @@
-"""What methods take for granted, looked at in the embedded model. Sketches for understanding, not the methods."""
+"""Tests in the embedded model what methods take for granted. Sketches for understanding, not the methods."""

@@ -1,7 +1,7 @@
 """Decoding with dense masks: every token stays in memory, and a mask says which ones still count.
 
-Nothing is saved this way. It is the shortest road from an idea for eviction to an accuracy: the slot of a token is
-its position, a sketch of a policy scores all slots of all lanes at once, and the lowest are masked.
+This saves no memory. It is the shortest way from an idea for eviction to an accuracy: the slot of a token is its
+position, a sketch of a policy scores all slots of all lanes at once, and the slots with the lowest scores are masked.
 """
 
 from __future__ import annotations
@@ -102,13 +102,13 @@ def decode(
     budget: Tensor | None = None,
     steer: Steering | None = None,
 ) -> list[list[int]]:
-    """Generated tokens of every prompt, with the one that stopped. Two runs with equal prompts and seed draw the same
-    noise, so that they write the same text until their logits differ.
+    """Generated tokens of every prompt, with the token that ended the text. Two runs with equal prompts and seed draw
+    the same noise, so they write the same text until their logits differ.
 
     Args:
         sketch: makes the policy; None: everything stays.
         budget: generated tokens that a lane keeps beside its prompt, int64 [rows].
-        steer: for generated tokens.
+        steer: acts on generated tokens.
     """
     device, rows = engine.device, len(prompts)
     stops = torch.tensor(sorted(engine.generation_config.stop_ids), device=device)
@@ -148,7 +148,7 @@ def decode(
 
 
 def thinking_end(engine: Engine, generated: Sequence[int]) -> int:
-    """How many generated tokens come before `</think>`; all, where it never comes."""
+    """How many generated tokens come before `</think>`; all, if it never comes."""
     close = engine.tokenizer.id_of(CLOSE)
     return next((i for i, t in enumerate(generated) if t == close), len(generated))
 

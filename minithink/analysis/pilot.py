@@ -1,7 +1,7 @@
-"""A pilot: accuracy where oracles say what to keep, and where two sketches of policies do. Masks, not the methods.
+"""A pilot: accuracy if oracles, or two sketches of policies, choose the tokens to keep. Masks, not the methods.
 
-Every 16 tokens, every KV head keeps its prompt, the last 64 tokens, and of the other generated tokens those with the
-highest scores, in all a share of what the full cache generated for the same problem:
+Every KV head evicts every 16 tokens. It keeps its prompt, the last 64 tokens, and the other generated tokens with the
+highest scores. The budget is a share of the tokens that the full cache generated for the same problem. The scores:
 
     h2o         attention received so far
     lrfu        hits of a recency-frequency rule, as in Crystal-KV (ref/lrfu.py; λ = 0.6, p = 0.9)
@@ -71,7 +71,7 @@ class Lrfu(Sketch):
         self.crf[..., :end], self.last[..., :end], self.current = lrfu(*state, lam=0.6, p=0.9)
 
     def score(self, step: int) -> Tensor:
-        return self.current.clamp_min(-1e30)  # what was never hit still goes after what is gone already
+        return self.current.clamp_min(-1e30)  # tokens never hit still rank above evicted ones, which have −∞
 
 
 class Known(Sketch):
@@ -95,7 +95,7 @@ class Oracle(Sketch):
         """readers: of the rows' texts, behind their prompts; texts: of all tokens."""
         super().__init__(cache, prompts)
         self.readers, self.texts = readers, texts
-        self.unread: list[Tensor] = []  # tokens since the last eviction: the host waits for the device there only
+        self.unread: list[Tensor] = []  # tokens since the last eviction: only there the host waits for the device
 
     def observe(self, step: int, token: Tensor) -> None:
         self.unread.append(token)
@@ -162,7 +162,7 @@ def makers(
     engine: Engine, questions: Sequence[str], prompts: Sequence[list[int]], full: Sequence[list[int]],
     names: Sequence[str],
 ) -> dict[str, Make]:  # fmt: skip
-    """What makes each sketch. full: what the full cache generated."""
+    """The function that makes each sketch. full: what the full cache generated."""
     made: dict[str, Make] = {
         "h2o": H2O,
         "lrfu": Lrfu,
@@ -235,8 +235,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def begun(path: Path, result: dict[str, Any]) -> list[dict[str, Any]]:
-    """What an earlier run has measured that was interrupted, with the same settings and model on the same machine;
-    nothing, if another file is there, which is replaced."""
+    """The measurements of an earlier run that was interrupted and had the same settings, model and machine. Any other
+    file counts for nothing, and is replaced."""
     if not path.is_file():
         return []
     try:

@@ -4,10 +4,11 @@ far back; a steering vector makes a model doubt less.
 Sparsity is ThinKV's: the share of cached tokens whose attention is below 1 % of the row's largest, mean over heads
 and over segments of τ tokens. A segment's kind is that of most of its tokens. Sparsity grows with the length of a
 text, so kinds are compared within thirds of a text. Thoughts are known from the traces' wording (`thoughts.py`): a
-line has the kind of its first sentence. Answer attention is DynTS's and Crystal-KV's. The vector is the difference of
-the mean hidden states at the blank lines before thoughts that are no transition and before those that are (SEAL,
-SkipKV §4.2, with the sign that is to lessen transitions); it is added at blank lines, as SEAL does, or at every token
-of the thinking, as SkipKV does.
+line has the kind of its first sentence. Answer attention is DynTS's and Crystal-KV's.
+
+The steering vector is a difference of mean hidden states at blank lines: that before other thoughts minus that before
+transitions (SEAL, SkipKV §4.2). This sign is meant to lessen transitions. The vector is added at blank lines, as SEAL
+does, or at every token of the thinking, as SkipKV does.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Sentence(NamedTuple):
     start: int
     end: int
     kind: str
-    opens: bool = False  # a thought, behind a blank line
+    opens: bool = False  # True if it opens a thought, behind a blank line
 
 
 def sentences(pieces: Sequence[str]) -> list[Sentence]:
@@ -92,10 +93,11 @@ class Look(NamedTuple):
     sparsity: Tensor  # [segments, L]
     tokens: Tensor  # [thinking tokens, L]: sparsity of single rows
     token_kinds: list[str]
-    far: Tensor  # [L]: share of the answer's attention to thinking tokens that is farther than FAR from its end
-    top: Tensor  # [L]: share of it that the tenth of the thinking tokens with most of it holds
+    # The answer's attention to thinking tokens:
+    far: Tensor  # [L]: share that goes to tokens more than FAR before the end of the thinking
+    top: Tensor  # [L]: share that goes to the tenth of the thinking tokens that receives most
     on_thinking: Tensor  # [L]: share of all attention of the answer's tokens that is on thinking tokens
-    opening: Tensor  # [thoughts but the first, d]: hidden states at the blank lines before, at the steered layer
+    opening: Tensor  # [thoughts but the first, d]: the steered layer's hidden states at the blank lines before them
     doubts: Tensor  # bool [thoughts but the first]: which of them are transitions
 
 
@@ -132,14 +134,16 @@ def look(engine: Engine, prompt: list[int], generated: list[int], layer: int, ta
 
 
 def openings(hidden: Tensor, found: Sequence[Sentence]) -> tuple[Tensor, Tensor]:
-    """hidden: [thinking tokens, d] → those before thoughts, [thoughts but the first, d]; which are transitions."""
+    """hidden: [thinking tokens, d] → the hidden states before thoughts, [thoughts but the first, d]; which of these
+    thoughts are transitions."""
     opening = [s for s in found if s.opens]
     before = torch.tensor([s.start - 1 for s in opening], dtype=torch.long)
     return hidden[before], torch.tensor([s.kind == "transition" for s in opening], dtype=torch.bool)
 
 
 def sparsity_by_kind(looks: Sequence[Look]) -> list[dict[str, Any]]:
-    """Mean and standard deviation of the rows' sparsity, for every layer and kind, and of the segments' means."""
+    """For every kind and layer: mean and standard deviation of the rows' sparsity, and the standard deviation of the
+    segments' means."""
     out = list[dict[str, Any]]()
     for kind in KINDS:
         rows = torch.cat([x.tokens[[k == kind for k in x.token_kinds]] for x in looks])
@@ -161,10 +165,10 @@ def sparsity_by_kind(looks: Sequence[Look]) -> list[dict[str, Any]]:
 def separability(looks: Sequence[Look]) -> dict[str, Any]:
     """How well one layer's mean sparsity tells the kinds of segments apart.
 
-    `auc`: for two kinds, the best layer's probability that a segment of one lies above one of the other (the order
-    that fits better), where both stand in the same third of a text. `accuracy`: of the best layer with two
-    thresholds, all chosen on the even traces and counted on the odd ones, beside the share of the most frequent kind
-    there.
+    `auc`, for two kinds: the probability that a segment of one kind is sparser than a segment of the other, if both
+    stand in the same third of a text; for the best layer, and in the order of kinds that fits better. `accuracy`: of
+    the best layer with two thresholds. Layer, thresholds and the order of kinds are chosen on the even traces, the
+    accuracy is counted on the odd ones. `majority`: the share of the most frequent kind there.
     """
     auc = list[dict[str, Any]]()
     x = torch.cat([one.sparsity for one in looks])
@@ -217,7 +221,7 @@ def answer_attention(looks: Sequence[Look]) -> dict[str, Any]:
     out = dict[str, Any]()
     for name in ("far", "top", "on_thinking"):
         values = torch.stack([getattr(one, name) for one in looks])  # [traces, L]
-        values = values[~values.isnan().any(1)]  # traces that never answered
+        values = values[~values.isnan().any(1)]  # leaves out traces that never answered
         out[name] = {"mean": float(values.mean()), "layers": values.mean(0).tolist()}
     out["far"]["beyond"] = FAR
     return out
@@ -226,7 +230,7 @@ def answer_attention(looks: Sequence[Look]) -> dict[str, Any]:
 def steering(
     engine: Engine, problems: Sequence[Problem], args: argparse.Namespace, looks: Sequence[Look]
 ) -> dict[str, Any]:
-    """Runs with α·V added: right, tokens and doubts by where and α."""
+    """Runs with α·V added: right answers, tokens and doubts for every place and α."""
     h, doubt = (torch.cat([getattr(one, name) for one in looks]) for name in ("opening", "doubts"))
     if doubt.all() or not doubt.any():
         return {"runs": []}

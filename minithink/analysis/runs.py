@@ -61,8 +61,8 @@ def begin(
 
 
 def layer_of(layers: int, given: int | None) -> int:
-    """The layer whose output is steered, from 0; if none is given, the one behind which 0.7 of the depth are over,
-    rounded (SkipKV: 20 of 28). UsageError: the model has no such layer."""
+    """The layer whose output is steered, from 0; if none is given, the last of the first 0.7 of the layers, rounded
+    (SkipKV: 20 of 28). UsageError: the model has no such layer."""
     layer = max(1, round(0.7 * layers)) - 1 if given is None else given
     if not 0 <= layer < layers:
         raise UsageError(f"--layer {layer} is none of the model's layers: give 0 to {layers - 1}.")
@@ -91,7 +91,7 @@ def generate(
 
 
 def is_right(text: str, problem: Problem) -> bool:
-    """Whether a text answers, and with the problem's answer."""
+    """True if a text has an answer, and it is the problem's."""
     return "</think>" in text and grade(text, problem.answer)
 
 

@@ -1,17 +1,17 @@
-"""What becomes of a text without one of its segments: the importance and the association of thoughts (ThinKV, figures
-4 and 5).
+"""Measures how a text changes without one of its segments: the importance and the association of thoughts (ThinKV,
+figures 4 and 5).
 
 The thinking of full-cache texts is cut into segments of τ tokens. The rest of a text is read again without attention
 to one segment Y_i, in all layers and heads (`suppress.py`):
 
     importance   of Y_i for the answer: the KL divergence of the answers' distributions, with ‖ without. Answers are
-                 drawn at temperature 1 behind the whole thinking, each is scored token by token, and the mean counts
+                 drawn at temperature 1 behind the whole thinking. Each is scored token by token, and the mean counts
     association  of Y_i with a later Y_j: the mean KL divergence, with ‖ without, of the logits at Y_j (§3.3)
 
-Beside the values of every text, in nats, the result has means by type. A segment's type is by keywords
-(`minithink/thoughts.py`). Association has means, too, by the number of transitions among the segments behind i, up to
-and with j (observation 3: with each transition, what came before matters less), and by the distance j − i, which
-grows with that number. The paper does not say how a segment is taken out. It draws 50 answers.
+Beside the values of every text, in nats, the result has means by type. Keywords give a segment its type
+(`minithink/thoughts.py`). Association also has means by two numbers: how many of the segments i + 1 to j are
+transitions (observation 3: with each transition, what came before matters less), and the distance j − i, which grows
+with that number. The paper does not say how a segment is taken out. It draws 50 answers.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 class Text(NamedTuple):
     """A text, cut."""
 
-    context: list[int]  # the prompt, the thinking, and `</think>` where it comes
-    answer: list[int]  # what stands behind, with the token that stops; empty: there is none
+    context: list[int]  # the prompt, the thinking, and `</think>` if it comes
+    answer: list[int]  # the tokens behind `</think>`, with the one that ends the text; empty: no answer
     spans: list[tuple[int, int]]  # of the segments: positions in `context`, start and end
     types: list[str]  # of the segments
 

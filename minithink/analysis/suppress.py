@@ -1,8 +1,8 @@
-"""Segments suppressed one by one: what becomes of the distributions behind them.
+"""Suppresses segments one by one, and measures how the distributions of later tokens change.
 
 For a segment Y_i, every later token reads the context with attention to Y_i masked in all layers and heads, so that
-nothing of it is left, not even in the states of the tokens in between. Text and positions stay. What changes is the
-KL divergence of the next token's distribution, with ‖ without, at the same token of the same text.
+nothing of it is left, not even in the states of the tokens in between. Text and positions stay. The measure is the KL
+divergence of the next token's distribution, with ‖ without, at the same token of the same text.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ def divergence(p: Tensor, q: Tensor) -> Tensor:
 def suppress(
     engine: Engine, context: Sequence[int], spans: Sequence[tuple[int, int]], answers: Sequence[Sequence[int]] = ()
 ) -> tuple[Tensor, Tensor]:
-    """
+    """The divergence at later segments and in the answers, without each segment.
+
     Args:
         context: tokens of the prompt and the thinking.
         spans: the segments' positions in it, start and end, in order.
         answers: tokens that may follow it. The first one's distribution is that of the context's last token, so this
-            had better be in no segment.
+            token should be in no segment.
 
     Returns:
         thoughts: float64 [N, N]; [j, i], j > i: without segment i, the mean over the tokens of segment j of the

@@ -23,10 +23,10 @@ class LastHeld:
     def __init__(self, stream: Stream) -> None:
         self.cache = stream.cache
         self.longest = max((len(s.prompt) + s.limit for s in stream.sequences), default=0)
-        # Stamps of a shared manager (None), or of a sequence's own one: int32 [Lt, rows, Ht, longest + 1].
-        # The last column is for no token.
+        # Stamps of each manager: key None for the shared one, else the number of the sequence that has its own.
+        # int32 [Lt, rows, Ht, longest + 1]; the last column takes the stamps that belong to no token.
         self._stamps = dict[int | None, Tensor]()
-        self._row = dict[int, int]()  # of a sequence's number
+        self._row = dict[int, int]()  # number of a sequence → its row
 
     @torch.inference_mode()
     def __call__(self, sequences: Sequence[Track]) -> None:
@@ -43,7 +43,7 @@ class LastHeld:
         if key not in self._stamps:
             shape = (*positions.shape[:3], self.longest + 1)
             self._stamps[key] = torch.zeros(shape, dtype=torch.int32, device=positions.device)
-        first = not sequences[0].tokens  # their prompts were read
+        first = not sequences[0].tokens  # this step read their prompts
         if first:
             self._row |= {s.number: cache.row_of(s.number) for s in sequences}
         rows = [self._row[s.number] for s in sequences]
@@ -57,8 +57,8 @@ class LastHeld:
         stamps.scatter_(-1, index, step[:, None, None].expand_as(positions))
 
     def take(self, s: Track) -> Tensor | None:
-        """Of a sequence that has ended: for each position, the last step after which a lane held it, as the number of
-        tokens seen by then, int32 [Lt, Ht, tokens]; 0: never. None: all tokens stay in every lane."""
+        """For a sequence that has ended: how many tokens were seen when a lane held each position for the last time,
+        int32 [Lt, Ht, tokens]; 0: never. None: all tokens stay in every lane."""
         row = self._row.pop(s.number, None)
         if row is None:
             return None

@@ -1,4 +1,4 @@
-"""Measures how much of the content that a statement needs a policy still holds when the statement begins.
+"""Measures which share of the needed content a policy still holds, at the beginning of each statement that needs it.
 
 The rules of the task families tell which tokens each statement reads (`tasks/needs.py`). A need is met in a lane if
 the lane holds at least one of its places when the statement's first token is written. The text is the policy's own,
@@ -28,11 +28,11 @@ HELD = torch.iinfo(torch.int32).max  # in `left`: the lane holds the token to th
 
 
 class Needed(NamedTuple):
-    """Shares of the pairs of a statement and a need; NaN if the text has no such pair."""
+    """How many pairs of a statement and a need there are, and shares of them; NaN if the text has no such pair."""
 
     pairs: int
-    kept: float  # that are met in a lane, mean over lanes
-    somewhere: float  # that are met in at least one lane
+    kept: float  # share that is met in a lane, mean over lanes
+    somewhere: float  # share that is met in at least one lane
 
 
 class NeededKept:
@@ -68,10 +68,10 @@ def check_questions(examples: Sequence[Example]) -> None:
 
 
 def left_from(last: Tensor | None, tokens: int, prompt: int) -> Tensor:
-    """When tokens left their lanes, as `needed_kept` takes it, from what `LastHeld.take` gives.
+    """Turn what `LastHeld.take` gives into the `left` of `needed_kept`: when tokens left their lanes.
 
-    A lane that holds a token after n tokens were seen holds it when token n is written, which is generated token
-    n − prompt. So the first generated token at whose writing the lane no longer holds it is the next one.
+    Suppose a lane holds a token for the last time after n tokens were seen. Then the lane still holds it when token n
+    is written, which is generated token n − prompt, and no longer when the generated token after that is written.
     """
     if last is None:
         return torch.full((1, tokens), HELD, dtype=torch.int32)
@@ -84,7 +84,7 @@ def needed_kept(reading: Reading, left: Tensor, prompt: int, *, beyond_prompt: b
     Args:
         reading: of a text.
         left: int32 [lanes, tokens]; for each token of prompt and text, the first generated token (counted from 0) at
-            whose writing the lane no longer holds it; HELD, or any number behind the text, where it stays.
+            whose writing the lane no longer holds it; HELD, or any number behind the text, if it stays to the end.
         prompt: the prompt's tokens.
         beyond_prompt: count only the needs that no token of the prompt meets. A policy that keeps its prompt meets
             the others for nothing.

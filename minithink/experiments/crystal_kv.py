@@ -18,7 +18,7 @@ OTHERS = (
     "window:protect_prompt=true", "window", "random:protect_prompt=true", "random",
 )  # fmt: skip
 LITE = "crystal_kv_lite:protect_prompt=true"  # as in the model's card
-DECAYS = (0, 0.5, 0.6, 0.8, 1)  # λ: LRU, all from 0 to ½ (which decide alike), the default, a long memory, LFU
+DECAYS = (0, 0.5, 0.6, 0.8, 1)  # λ: LRU, ½ (as all above 0 and up to ½), the default, a long memory, LFU
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)  # p
 SMALL = (0.125, 0.25, 0.5)
 

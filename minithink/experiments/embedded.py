@@ -19,16 +19,16 @@ UNCALIBRATED = (
     "window:protect_prompt=true", "random:protect_prompt=true", "rkv:buffer=16,protect_prompt=true",
     "crystal_kv_lite:protect_prompt=true", "kivi", "kivi:bits=4",
 )  # fmt: skip
-CARD = (*UNCALIBRATED, "thinkv:types=1", "thinkv", "thinkv:precision=R4E4T4")  # the last: what T's 2 bits cost
+CARD = (*UNCALIBRATED, "thinkv:types=1", "thinkv", "thinkv:precision=R4E4T4")  # the last shows what T's 2 bits cost
 ROBUSTNESS = Sweep(
-    "what training under random eviction changes; with --model, of the model without it", UNCALIBRATED,
+    "what training under random eviction changes; --model names the model without it", UNCALIBRATED,
     budgets=(0.25, 0.5), needed=True,
 )  # fmt: skip
 SWEEPS = {
     "card": Sweep("the policies of the embedded model's card", CARD, budgets=(0.25, 0.5), needed=True),
     "robustness": ROBUSTNESS,
     "robustness-without": replace(
-        ROBUSTNESS, what="the same, of the model without it", checkpoint="6eb485c5ae85e1c6"
+        ROBUSTNESS, what="the same, for the model without it", checkpoint="6eb485c5ae85e1c6"
     ),
 }
 
@@ -36,7 +36,7 @@ SPREAD = "**{:.2f} ×**[ ({:.2f} to {:.2f})]"  # a median, the smallest and the 
 
 
 def ratio(m: Row) -> tuple[Any, ...]:
-    """For SPREAD: the ratio, and the least and the largest of the pairs of runs whose median it is."""
+    """For SPREAD: the ratio, which is the median of pairs of runs, and the least and the largest of these pairs."""
     pairs = m.get("ratios", [])
     return m.get("ratio"), *((min(pairs), max(pairs)) if len(pairs) > 1 else (None, None))
 
@@ -106,7 +106,7 @@ def premises(result: Result) -> Iterable[str]:
     text += f"Kinds of thought told apart by the sparsity of {settings['tau']} tokens, area under the curve: "
     text += f"{', '.join(pairs)}."
     far, on = (m["answer_attention"][name] for name in ("far", "on_thinking"))
-    if on["mean"] is not None:  # somebody answered
+    if on["mean"] is not None:  # at least one trace answered
         text += f" Of the answer's attention {on['mean']:.0%} is on the thinking; {far['mean']:.0%} of that is more "
         text += f"than {far['beyond']} tokens back."
     return [text, ""]

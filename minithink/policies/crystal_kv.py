@@ -1,4 +1,4 @@
-"""Crystal-KV: keep the tokens that attention came back to often and not long ago, and move budgets to busy heads.
+"""Crystal-KV: keep the tokens that attention hits often and recently, and move budgets to busy heads.
 
 Every KV head scores its tokens by combined recency and frequency (LRFU, §5.2 and algorithm 1):
 
@@ -6,28 +6,28 @@ Every KV head scores its tokens by combined recency and frequency (LRFU, §5.2 a
 
 A hit is a token of the smallest set that holds the share p of the newest query's attention. While the model thinks
 and a head holds more than its budget, the tokens with the smallest CRF go; the prompt stays, and the answer is
-appended beside the budget (§4). Nothing is labelled: what is evicted was SlipKV, what is left is CrystalKV.
+appended beside the budget (§4). No token is labelled: evicted tokens were SlipKV, the remaining ones are CrystalKV.
 Every `realloc_every` tokens, budgets move to the layers and heads that use theirs most (§5.3 and algorithm 2):
 
     η = ΣCRF / ΣBudget,   Budget' ∝ η
 
 Crystal-KV Lite (§6.1) is the same with equal budgets for good.
 
-Chosen where the paper is silent:
+Choices where the paper is silent:
 - the attention of a group of query heads: the largest probability of each token, renormalised;
 - t counts the sequence's generated tokens, and hits count from the first one on (§5.2 speaks of the whole history;
   track="full" is algorithm 1 to the letter, which returns before it looks at hits while the head is not full);
 - a token enters with CRF 1 and τ = t, and the attention it pays to itself then is no second hit (LRFU counts
-  insertion, and a PotentialKV must not die at birth, §5.1); birth=0 enters it with 0, and its own hit counts;
+  insertion, and a PotentialKV must not die at birth, §5.1); with birth=0 it enters with 0, and its own hit counts;
 - of equal CRF the token hit less recently goes, then the older one. So λ = 0 is LRU and λ = 1 is LFU, as §5.2 has it;
-- hits of answer tokens are not recorded: nothing is evicted any more;
+- hits of answer tokens are not recorded: during the answer no token is evicted;
 - ΣCRF is over all tokens that a head holds, the prompt's included, decayed to the step at which budgets move;
-- where CRF does not depend on the budget, Budget' ∝ η swings for ever. So the weight is Budget^(1−a)·η^a with the
+- where CRF does not depend on the budget, Budget' ∝ η oscillates for ever. So the weight is Budget^(1−a)·η^a with the
   damping a = ½, which is √CRF whatever the budgets were; damping=1 is algorithm 2 to the letter;
-- a head keeps room for the prompt and `min_budget` tokens, and gets no more than it can fill by the next time;
-  budgets stay while there is room for everything.
-For λ ≤ ½ a token hit more recently always outlives another, for all older hits together weigh less than one newer
-hit: LRFU decides as LRU, and frequency counts only among tokens with the same last hit (see figure 5).
+- a head keeps room for the prompt and `min_budget` tokens, and gets no more than it can fill until budgets move
+  again; budgets stay while all heads together cannot fill them by then.
+For λ ≤ ½ all older hits together weigh less than one newer hit. So LRFU decides as LRU: a token hit more recently
+always outlives another, and frequency counts only among tokens with the same last hit (see figure 5).
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class CrystalKVLite(Policy):
         assert self.budget is not None
         most = self.limit or self.budget
         self._slack = most - self.budget  # tokens beyond its budget that a head may hold between steps
-        size = rows, layers * heads * most + 1  # the last entry takes what is held by none
+        size = rows, layers * heads * most + 1  # the last entry is for tokens that have no entry of their own
         self._pos = torch.full(size, NOWHERE, dtype=torch.int32, device=shape.device)
         self._crf = torch.zeros(size, dtype=torch.float32, device=shape.device)
         self._last = torch.zeros(size, dtype=torch.int32, device=shape.device)
@@ -143,9 +143,9 @@ class CrystalKVLite(Policy):
         return self._pos, self._crf, self._last
 
     def _entry(self, budget: Tensor, number: Tensor) -> Tensor:
-        """The entry of each head's token of that number, counted from its oldest: int64 [B, L·Hkv·S].
+        """Which entry each token of a head has, by its number from the head's oldest token: int64 [B, L·Hkv·S].
 
-        budget: [L, B, Hkv]; number: [L, B, Hkv, S]. Tokens beyond a head's entries have the last one.
+        budget: [L, B, Hkv]; number: [L, B, Hkv, S]. A number beyond the head's entries gives the last entry of all.
         """
         room = (budget + self._slack).transpose(0, 1)
         first = room.flatten(1).cumsum(1).view(room.shape) - room  # where each head's entries begin: [B, L, Hkv]
@@ -154,10 +154,10 @@ class CrystalKVLite(Policy):
         return entry.clamp(max=nowhere).flatten(1)
 
     def _recall(self, step: Step, pos: Tensor, born: Tensor) -> tuple[Tensor, Tensor]:
-        """CRF and τ of the tokens at hand: those known are found by position, the others are new.
+        """CRF and τ of the tokens at hand: known tokens are found by position, the others are new.
 
-        Whatever has happened to the columns since (tokens appended, dropped by this policy or another, a sequence
-        that joined) needs no bookkeeping: positions ascend.
+        Positions ascend. So no bookkeeping is needed when the columns change because tokens are appended, this policy
+        or another drops tokens, or a sequence joins.
         """
         column = torch.arange(pos.shape[-1], device=pos.device).expand(pos.shape)
         entry, shape = self._entry(step.budget, column), (pos.shape[1], pos.shape[0], *pos.shape[2:])
@@ -187,7 +187,7 @@ class CrystalKVLite(Policy):
 
 
 def survival(score: Tensor, last: Tensor) -> Tensor:
-    """Ranks by CRF, among equals by the last hit, among equals by age: 0 goes first. float32 [..., S]."""
+    """Ranks by CRF, then by the last hit, then by age; rank 0 is evicted first. float32 [..., S]."""
     by_last = last.sort(dim=-1, stable=True).indices  # columns are oldest first already
     order = by_last.gather(-1, score.gather(-1, by_last).sort(dim=-1, stable=True).indices)
     rank = torch.arange(order.shape[-1], dtype=torch.float32, device=order.device).expand(order.shape)
@@ -218,7 +218,7 @@ class CrystalKV(CrystalKVLite):
 
     @property
     def limit(self) -> int | None:
-        return None  # of one head; only the sum of all is bounded, by B_total = L·H·B
+        return None  # no limit for one head: only the sum of all is bounded, by B_total = L·H·B
 
     def budgets(self, step: Step, score: Tensor, stay: Tensor) -> Tensor:
         now = self._tracked(step) & (step.clock > 0) & (step.clock % self.realloc_every == 0)
@@ -233,7 +233,7 @@ class CrystalKV(CrystalKVLite):
         self._slots[:, step.row] += torch.stack((moved, torch.where(now, step.budget.sum((0, 2)), 0)))
         return budget
 
-    # -- how many slots changed heads, of how many that were there to be moved
+    # -- how many slots changed heads, of all slots that each reallocation could move
 
     def setup(self, shape: Shape) -> None:
         super().setup(shape)

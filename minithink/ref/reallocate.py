@@ -15,15 +15,15 @@ def reallocate(crf: Tensor, budget: Tensor, low: Tensor, high: Tensor, moves: Te
         x_ij = B_total · w_i/Σ_i w_i · w_ij/Σ_j w_ij
         B'_ij = clamp(c·x_ij, low_ij, high_ij)    with the one c for which Σ B' = B_total
 
-    With damping a = 1 the weight w is η: that is algorithm 2 to the letter. A level whose CRFs are all 0 keeps its
-    shares. B' is rounded to whole tokens once: down, then up for the largest remainders, among equals for the lower
-    layer, then for the lower head.
+    With damping a = 1 the weight w is η: that is algorithm 2 to the letter. If all layers, or all heads of a layer,
+    have a CRF of 0, their shares stay. B' is rounded to whole tokens once: down, then up for the largest remainders,
+    among equals for the lower layer, then for the lower head.
 
     Args:
         crf: float64 [L, N, H], ΣCRF over the tokens of each head, not negative.
         budget: int32 [L, N, H], B, at least 1.
         low, high: int32 [L, N, H], least and most tokens of each head; low ≤ high, and a row's sums are below 2^28.
-        moves: bool [N]. Other rows keep their budgets, and so do rows whose bounds do not add up to B_total.
+        moves: bool [N]. Other rows keep their budgets, and so do rows whose bounds allow no budgets of sum B_total.
         damping: a in (0, 1].
 
     Returns:
@@ -36,7 +36,7 @@ def reallocate(crf: Tensor, budget: Tensor, low: Tensor, high: Tensor, moves: Te
     total = old.sum(-1, keepdim=True)
 
     def excess(bound: Tensor) -> Tensor:
-        """Σ B' − B_total if head i is just at its bound, c = bound_i/x_i; times x_i. [N, L·H]."""
+        """For each head i: (Σ B' − B_total)·x_i if head i is just at its bound, c = bound_i/x_i. [N, L·H]."""
         own = x[..., None]
         each = (bound[..., None] * x[:, None]).clamp(low[:, None] * own, high[:, None] * own)
         return each.sum(-1) - total * x

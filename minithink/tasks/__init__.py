@@ -21,7 +21,7 @@ QUESTION = re.compile(
     r"((Facts|Balances) \(mod 100\): \w+(@0)?|Numbers from 1 to 9: \w+ \* \w+ \+ \w+) = .*\. Find \w+[\w, ]*",
     re.DOTALL,
 )
-BINS = ((0, 600), (600, 1200), (1200, 2000), (2000, 3000))  # tokens of the reference trace: from, up to but not with
+BINS = ((0, 600), (600, 1200), (1200, 2000), (2000, 3000))  # tokens of the reference trace: from, below
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Problem:
     family: str
     question: str  # the user's message
     answer: str  # what the last \boxed{} must hold
-    thinking_tokens: int  # of the reference trace; by these a problem belongs to a length bin
+    thinking_tokens: int  # of the reference trace; they decide the problem's length bin
 
     @property
     def length_bin(self) -> str:

@@ -53,7 +53,7 @@ def draw_problem(rng: random.Random, derived: int) -> FactsProblem:
     depth = dict.fromkeys(targets, 0)
     facts: list[Fact] = []
     while len(facts) < derived:
-        # Mostly the shallowest of two, so that chains stay some four to eight long.
+        # Define the shallower of two drawn names, so that chains stay some four to eight names long.
         name = min(rng.sample(waiting, min(2, len(waiting))), key=lambda n: depth[n])
         waiting.remove(name)
 
@@ -160,7 +160,7 @@ class _Trace(Trace):
             open_names.append(missing[0])
 
     def doubtful(self, run: Sequence[str]) -> list[str]:
-        """The names that were derived before the run, if these are more than four."""
+        """The names that were derived before the run; empty unless they are more than four."""
         old = [n for n in self.known if self.facts[n].op and n not in run]
         return old if len(old) > 4 else []
 

@@ -99,7 +99,7 @@ def draw_problem(rng: random.Random, size: int) -> LedgerProblem:
     """A problem of `size` steps."""
     accounts = rng.sample(NAMES, rng.randint(4, min(9, 4 + size)))
     balances = tuple(Fact(name, rng.randrange(MODULUS)) for name in accounts)
-    busy = rng.sample(accounts, 3)  # most steps set one of these; who is busy changes
+    busy = rng.sample(accounts, 3)  # most steps set one of these; which accounts are busy changes
     steps: list[Step] = []
     for _ in range(size):
         if rng.random() < 0.2:
@@ -123,7 +123,7 @@ def draw_problem(rng: random.Random, size: int) -> LedgerProblem:
             continue
         steps.append(Step((fact,)))
     changed = {fact.name for step in steps for fact in step.sets}
-    targets = sorted(rng.sample(accounts, len(accounts)), key=lambda a: a not in changed)[:3]  # of those first
+    targets = sorted(rng.sample(accounts, len(accounts)), key=lambda a: a not in changed)[:3]  # first those changed
     return LedgerProblem(balances, tuple(steps), tuple(rng.sample(targets, 3)))
 
 

@@ -12,11 +12,11 @@ this content:
 
 A `Need` has a key, which names the content, and places, the tokens that carry it. One held place meets the need. A
 token is a place if its own statement shows the content: the question's definition, a plan, a goal that is stated
-again, a recap, a re-check, an earlier trial of the same search (of the lock's numbers). Tokens of the needing
-statement are no places. Superseded content does not count: an older balance is no place of the newest balance, an
-earlier trial is no place of the last trial, and the numbers of a misread lock are no places of the lock. A free
-choice of the trace, such as the name that it doubts, is no need. If a number or name has several tokens, its place is
-the first token.
+again, a recap, a re-check. An earlier trial of the same search has places of the lock's numbers, too. Tokens of the
+needing statement are no places. Superseded content does not count: an older balance is no place of the newest
+balance, an earlier trial is no place of the last trial, and the numbers of a misread lock are no places of the lock.
+A free choice of the trace, such as the name that it doubts, is no need. If a number or name has several tokens, its
+place is the first token.
 
 A value is the number that the text wrote for a name, right or wrong. A statement that no rule matches is skipped and
 counted. No text raises an error.
@@ -97,13 +97,14 @@ class _Search(Reader):
         return ((key, key[0].startswith(("lock", "target"))) for key in self.memory if key[0] != "before")
 
     def lock(self, m: re.Match[str]) -> None:
-        """A lock is read, which has the numbers and names of the question."""
+        """The line states a lock as the question gives it: it needs the lock's parts, and carries them again."""
         for part, operand, at in zip(PARTS, m.groups()[1:4], (m.start(2), m.start(3), m.start(4)), strict=True):
             self.need((f"lock {part}", m[1]))
             self.repeat((f"lock {part}", m[1]), operand, at)
 
     def numbers(self, *parts: str) -> None:
-        """The searched lock's numbers are read: from a goal statement, a trial, or the lock, if it has numbers."""
+        """The line needs numbers of the searched lock. A goal statement or a trial carries them, or the lock,
+        if it has numbers."""
         for part in parts:
             self.need((part, self.now), (f"lock {part}", self.now))
 
@@ -120,7 +121,7 @@ class _Search(Reader):
         assert m
         assert side
         self.need(("goal", m[1]))
-        # A model may write two names, `gon with duv * 8 + 7 = 79`: the lock's counts.
+        # A model may write two names, `gon with duv * 8 + 7 = 79`: the name in the lock counts.
         for at in (line.rfind(m[1], 0, m.start()), m.start()):
             if at >= 0:
                 self.repeat(("goal", m[1]), m[1], at)
@@ -317,7 +318,7 @@ class _Facts(_Derives):
 
     def backwards(self, line: str) -> None:
         m = _BACKWARDS.search(line)
-        if not m:  # not of a fact
+        if not m:  # not from the calculation of a fact
             return
         for part in ("left", "op", "right"):
             self.need((part, m[1]))

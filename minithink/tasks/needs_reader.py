@@ -170,7 +170,7 @@ class Reader:
             yield m[0]
 
     def pairs(self, line: str, start: int = 0) -> Iterator[str]:
-        """Every `name = value` of the line: it needs the value, and repeats it. → the names"""
+        """Find every `name = value` of the line: the line needs the value, and repeats it. → the names"""
         for m in PAIR.finditer(line, start):
             self.need(("value", m[1]))
             self.repeat(("value", m[1]), m[2], m.start(2))
@@ -186,7 +186,7 @@ class Reader:
         return m
 
     def goals(self, line: str, *names: re.Match[str]) -> None:
-        """The first name, as a match. After `First,` it is a target of the question, else a goal (`Back to`)."""
+        """Record the names as goals, and also the names after `so I need`."""
         for m in names:
             self.repeat(("goal", m[0]), m[0], m.start())
         if "so I need" in line:

@@ -118,7 +118,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def draw_split(family: str, split: str, folder: Path, seed: int = 7) -> list[dict[str, Any]]:
-    """Draw problems of one split until each length bin is full. folder: of the tokenizer that counts the lengths."""
+    """Draw problems of one split until each length bin is full. folder: has the tokenizer that counts the lengths."""
     from minithink.tokenizer import Tokenizer
 
     tokenizer, rng = Tokenizer.from_folder(folder), random.Random(f"{split}{seed}")

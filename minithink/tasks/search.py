@@ -19,9 +19,9 @@ slip hid the hit or the lock was misread. Then the trace reads the lock again an
 the old attempts. So a trace can notice its own mistakes, as large models do.
 
 The inclination is the probability that a trace doubts after a paragraph. The trace's mood (brisk, steady, careful)
-sets its base; the text says the mood in words, and it is drawn anew now and then. Every doubt in the last two
-paragraphs raises the inclination. The content of a paragraph does not, and all doubts open with "Wait": only the
-inclination decides between a doubt and the next step.
+sets the base of the inclination. The text says the mood in words, and the mood is drawn anew now and then. Every
+doubt in the last two paragraphs raises the inclination. The content of a paragraph does not, and all doubts open with
+"Wait": only the inclination decides between a doubt and the next step.
 
 The last sentence of the question sets the redundancy: how often the trace states milestones and the current lock
 again. It changes neither the numbers nor the answer.
@@ -109,7 +109,7 @@ def reworded(question: str, redundancy: int) -> str:
 
 
 def draw_problem(rng: random.Random, size: int) -> SearchProblem:
-    """A problem of `size` locks, the last three of which are asked for, and up to two that nothing needs."""
+    """A problem of `size` locks, of which the last three are asked for, and up to two locks that nothing needs."""
     names = rng.sample(NAMES, size + 2)
     unused = list(range(max(0, size - 3)))  # a lock that is not asked for must be an operand of a later one
     operands: list[list[int | str]] = [[] for _ in range(size)]
@@ -179,7 +179,7 @@ class _Trace(Writer):
         self.problem = problem
         self.locks = {lock.name: lock for lock in problem.locks}
         self.truth = problem.values()
-        self.known: dict[str, int] = {}  # what the trace has found, in that order
+        self.known: dict[str, int] = {}  # what the trace has found, in the order of finding
         self.recent: list[bool] = []  # for each paragraph so far: True if a doubt followed it
         self.mood = rng.choice(MOODS)
         # The current search: its lock with numbers for names, and the numbers that are still to be tried.

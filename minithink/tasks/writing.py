@@ -208,7 +208,7 @@ class Trace(Writer):
         super().__init__(rng)
         self.facts = {f.name: f for f in facts}
         self.truth = truth
-        self.known: dict[str, int] = {}  # what the trace has found, in that order
+        self.known: dict[str, int] = {}  # what the trace has found, in the order of finding
         self.manner = rng.choice(MANNERS)
         self.slip = rng.uniform(0, self.manner.slip)
         self.say(rng.choice(self.manner.opening))
