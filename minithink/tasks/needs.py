@@ -22,7 +22,11 @@ A value is the number that the text wrote for a name, right or wrong. A statemen
 counted. No text raises an error.
 
 `reader` gives a `Reader` that takes the text token by token and knows at any moment what a continuation may still
-read (`live`); `read` reads a whole text.
+read (`live`), if it goes on as the reference traces do. `read` reads a whole text.
+
+In `ledger` a doubt may read superseded balances. It goes over the last three of a run of calculations, or looks back
+at one of the last five balances before the run. So `live` holds the last balances, at most ten, and what their steps
+read.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
+from minithink.tasks.ledger import RECENT
 from minithink.tasks.needs_reader import Key, Need, Reader, Reading, Statement
 from minithink.tasks.needs_rules import FACTS, LEDGER, NAME, OPERAND, PAIR, SEARCH, STEP, N
 
@@ -340,6 +345,8 @@ class _Ledger(_Derives):
     def question(self, question: str) -> None:
         self.steps: dict[str, int] = {}  # where the question numbers each step
         self.computed_last: dict[str, str] = {}  # account → its newest balance that was computed
+        self.run: list[str] = []  # balances that were computed since the last plan
+        self.before: list[str] = []  # the last RECENT balances that were computed before the run
         start = question.find("Steps: ")
         for m in PAIR.finditer(question, 0, start):
             account, _, version = m[1].partition("@")
@@ -358,6 +365,17 @@ class _Ledger(_Derives):
             if key[0] not in ("value", "reads") or (key[0] == "reads" and key[1] in waiting):
                 yield key, key[0] in ("step", "target")
         yield from ((("value", name), False) for name in self.computed_last.values())
+        yield from ((key, False) for key in self.last[1] if key[0] == "value")  # for a correction
+        for name in (*self.before, *self.run[-RECENT:]):  # for a doubt
+            yield ("value", name), False
+            yield from ((key, False) for key in self.read_by(name.partition("@")[2]))
+
+    def read_by(self, step: str) -> Iterable[Key]:
+        """What tells the balances that a step reads, and their values."""
+        for key, memory in self.memory.items():
+            if key[:2] == ("reads", step):
+                yield key
+                yield "value", f"{key[2]}@{memory.content}"
 
     def step(self, number: str, line: str, start: int, end: int) -> None:
         """A step is read, word by word as in the question."""
@@ -370,6 +388,8 @@ class _Ledger(_Derives):
         assert m
         number, reads = m[1], m.end()
         sets = line.index(" to find ", reads)
+        if self.run:
+            self.before, self.run = [*self.before, *self.run][-RECENT:], []
         if ("at",) in self.memory:
             self.need(("at",))
         self.step(number, line, *m.span(2))
@@ -418,6 +438,7 @@ class _Ledger(_Derives):
         m, numbers = self.derived(line)
         self.need(("goal", m[1]))
         self.computed(m[1], m[2], m.start(1), m.start(2), numbers)
+        self.run.append(m[1])
         self.computed_last[m[1].partition("@")[0]] = m[1]
 
     def check(self, line: str) -> None:

@@ -101,8 +101,12 @@ class Reader:
             self.end(self.count)
 
     def live(self) -> set[int]:
-        """The tokens that a continuation may still read, one for each live content: the question's own token if the
-        question gives the content, else the newest token that carries it."""
+        """The tokens that a continuation may still read, one for each live content.
+
+        For a definition, lock or step of the question and for a name that it asks for, this is the question's own
+        token; for other contents the newest token that carries it. A continuation as the reference traces go on reads
+        nothing else. After an error a text may do so: it may look back at a balance that no reference trace would.
+        """
         return {self.memory[key].places[0 if given else -1] for key, given in self.keys() if key in self.memory}
 
     # How a line is read.
