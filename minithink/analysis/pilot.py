@@ -1,8 +1,11 @@
-"""A pilot: accuracy if oracles, or two sketches of policies, choose the tokens to keep. Masks, not the methods.
+"""A pilot: accuracy if oracles, or three sketches of policies, choose the tokens to keep. Masks, not the methods.
 
 Every KV head evicts every 16 tokens. It keeps its prompt, the last 64 tokens, and the other generated tokens with the
-highest scores. The budget is a share of the tokens that the full cache generated for the same problem. The scores:
+highest scores. A budget is the prompt and a share of the tokens that the full cache generates, on average over the
+problems, rounded as in `minithink.evaluate`. (Results without the setting `budgets_of` took a share of what the full
+cache generated for the same problem.) The scores:
 
+    window      the position
     h2o         attention received so far
     lrfu        hits of a recency-frequency rule, as in Crystal-KV (ref/lrfu.py; λ = 0.6, p = 0.9)
     answer      an oracle: attention from the answer of the full-cache run
@@ -40,8 +43,14 @@ from minithink.ref.decode_attention import group_reduce
 from minithink.ref.lrfu import lrfu
 from minithink.tasks.needs import Reader, reader
 
-POLICIES = ("h2o", "lrfu", "answer", "hindsight", "oracle")
+POLICIES = ("window", "h2o", "lrfu", "answer", "hindsight", "oracle")
 Make = Callable[[Dense, Tensor], Sketch]  # (cache, lengths of the prompts) → sketch
+
+
+class Window(Sketch):
+    def score(self, step: int) -> Tensor:
+        c = self.cache
+        return c.column[: c.end].expand(c.mass[..., : c.end].shape)
 
 
 class H2O(Sketch):
@@ -164,6 +173,7 @@ def makers(
 ) -> dict[str, Make]:  # fmt: skip
     """The function that makes each sketch. full: what the full cache generated."""
     made: dict[str, Make] = {
+        "window": Window,
         "h2o": H2O,
         "lrfu": Lrfu,
         "oracle": lambda cache, lengths: Oracle(cache, lengths, *read_along(engine, questions, prompts)),
@@ -178,7 +188,7 @@ def makers(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     runs.add_arguments(parser)
     parser.add_argument("--budgets", type=shares, default=[0.25, 0.5], metavar="N,N,…", help="shares of "
-        "the full run's tokens (default: 0.25,0.5)")  # fmt: skip
+        "the tokens that the full cache generates on average (default: 0.25,0.5)")  # fmt: skip
     parser.add_argument("--policies", type=sketches, default=list(POLICIES), metavar="P,P,…", help="of "
         f"{', '.join(POLICIES)} (default: all)")  # fmt: skip
 
@@ -210,24 +220,32 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Generate with the full cache, then with every sketch and budget; write after each, print a table. A file of the
     same command that is not complete is completed."""
     engine, problems, result = runs.begin(args, "pilot", argv)
+    result["settings"]["budgets_of"] = "mean"
     wanted = [(name, share) for name in args.policies for share in args.budgets]
     there = {(m["policy"], m["budget"]): m for m in begun(args.output, result) if m["problems"] == len(problems)}
     rows = {(name, x): there[name, rounded(x)] for name, x in [("full", 1.0), *wanted] if (name, rounded(x)) in there}
     left = [key for key in wanted if key not in rows]
+    full = runs.generate(engine, problems, args)
     found: dict[tuple[str, float], list[list[int]]] = {}
+
+    def note(key: tuple[str, float], tokens: list[list[int]]) -> None:
+        """A batch of a sketch and budget has ended: write what is known."""
+        here = found.setdefault(key, [])
+        here += tokens
+        rows[key] = {
+            "policy": key[0],
+            "budget": key[1],
+            **runs.outcome(engine, problems[: len(here)], here),
+            "tokens_until_other": sum(map(shared, here, full)) / len(here),
+            "commit": result["commit"],
+        }
+        result["measurements"] = list(rows.values())
+        results.write(args.output, result)
+
+    note(("full", 1.0), full)
     for part in batches(len(problems), args.batch_size):
-        for key, tokens in pilot(engine, [p.question for p in problems[part]], left, args):
-            found.setdefault(key, []).extend(tokens)
-            here, full = found[key], found["full", 1.0]
-            rows[key] = {
-                "policy": key[0],
-                "budget": key[1],
-                **runs.outcome(engine, problems[: len(here)], here),
-                "tokens_until_other": sum(map(shared, here, full)) / len(here),
-                "commit": result["commit"],
-            }
-            result["measurements"] = list(rows.values())
-            results.write(args.output, result)
+        for key, tokens in pilot(engine, [p.question for p in problems[part]], full[part], left, mean(full), args):
+            note(key, tokens)
     return runs.finish(args, result, (
         f"{m['policy']:>10} {m['budget']:5.0%}  right {m['right']:6.1%}  {m['tokens']:7,.0f} tokens"
         for m in result["measurements"]
@@ -255,19 +273,33 @@ def shared(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
+def mean(generated: Sequence[Sequence[int]]) -> float:
+    """Tokens of a text, on average."""
+    return sum(map(len, generated)) / len(generated)
+
+
+def budget_of(share: float, mean: float) -> int:
+    """Generated tokens that a lane keeps beside its prompt, as in `evaluate/plan.py`. mean: that the full cache
+    generates."""
+    return max(1, round(share * mean))
+
+
 def pilot(
-    engine: Engine, questions: Sequence[str], left: Sequence[tuple[str, float]], args: argparse.Namespace
-) -> Iterator[tuple[tuple[str, float], list[list[int]]]]:
-    """(sketch, share of the full run) → generated tokens, for one batch; the full cache first."""
+    engine: Engine, questions: Sequence[str], full: Sequence[list[int]], left: Sequence[tuple[str, float]],
+    mean: float, args: argparse.Namespace,
+) -> Iterator[tuple[tuple[str, float], list[list[int]]]]:  # fmt: skip
+    """(sketch, share) → generated tokens, for one batch.
+
+    Args:
+        full: what the full cache generated for these questions.
+        mean: tokens that it generates, on average over all problems.
+    """
     options: dict[str, Any] = {"temperature": args.temperature, "seed": args.seed}
     prompts = [engine.prompt_ids(question) for question in questions]
-    full = decode(engine, prompts, args.max_new_tokens, **options)
-    yield ("full", 1.0), full
     made = makers(engine, questions, prompts, full, [name for name, _ in left])
-    lengths = torch.tensor([len(g) for g in full], device=engine.device)
     for name, share in left:
         began = time.monotonic()
-        budget = (lengths * share).ceil().long()
+        budget = torch.full((len(prompts),), budget_of(share, mean), device=engine.device)
         tokens = decode(engine, prompts, args.max_new_tokens, sketch=made[name], budget=budget, **options)
         print(f"{name} {share:.0%}: {time.monotonic() - began:.0f} s", file=sys.stderr)
         yield (name, share), tokens

@@ -91,9 +91,14 @@ def held(result: Result) -> Iterable[Row]:
 
 
 def full_cache(result: Result) -> Iterable[str]:
-    """What the full cache does on the problems of a pilot, as a sentence."""
-    full, family = result["measurements"][0], result["settings"]["family"]
-    yield f"{full['problems']} problems of `{family}`; full cache {full['right']:.1%}, {full['tokens']:,.0f} tokens."
+    """What the full cache does on the problems of a pilot, and what its budgets are, as sentences."""
+    full, settings = result["measurements"][0], result["settings"]
+    mean = settings.get("budgets_of") == "mean"  # results of older versions lack it
+    of = "tokens, on average over the problems" if mean else "text of the same problem"
+    yield (
+        f"{full['problems']} problems of `{settings['family']}`; full cache {full['right']:.1%}, "
+        f"{full['tokens']:,.0f} tokens. A budget is the prompt and that share of the full cache's {of}."
+    )
     yield ""
 
 

@@ -9,9 +9,12 @@ import re
 import pytest
 import torch
 
+from minithink import results
 from minithink.analysis import __main__, dense, pilot, premises, runs
 from minithink.analysis.dense import EVERY, RECENT, Dense, decode, evict
+from minithink.bench.tables import TABLES
 from minithink.engine import TINY, load
+from minithink.evaluate import plan
 from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION
 from minithink.reading import read
 from minithink.ref.decode_attention import group_reduce
@@ -155,6 +158,53 @@ def test_the_oracle_keeps_what_the_text_may_still_read(family):
     assert aside > 0
 
 
+def test_the_window_holds_the_newest_tokens(model, prompts):
+    caches = []
+
+    def make(cache, lengths):
+        caches.append(cache)
+        return pilot.Window(cache, lengths)
+
+    decode(model, prompts[:1], 60, sketch=make, budget=torch.tensor([20]))
+    [cache] = caches
+    start, read = len(prompts[0]), len(prompts[0]) + 60 // EVERY * EVERY  # where the last eviction was
+    want = torch.ones(cache.kept.shape[-1], dtype=torch.bool)
+    want[start : read - 20] = False
+    assert (cache.kept == want).all()
+
+
+def test_a_budget_is_a_share_of_the_mean_over_all_problems(checkpoint, tmp_path, monkeypatch):
+    """The full cache generates 10, 21 and 6 tokens; each problem is a batch of its own, and has the same budget."""
+    made = [Problem(str(i), "facts", PROMPTS[i % 2], "7", 5) for i in range(3)]
+    monkeypatch.setattr(runs, "load_problems", lambda split, family: made)
+    lengths, budgets = iter([10, 21, 6]), []
+
+    def fake(engine, prompts, limit, *, budget=None, **_):
+        if budget is not None:
+            budgets.append(budget.tolist())
+        return [[1] * (next(lengths) if budget is None else 5) for _ in prompts]
+
+    for module in (runs, pilot):
+        monkeypatch.setattr(module, "decode", fake)
+    options = ["--model", str(checkpoint), "--device", "cpu", "--output", str(tmp_path / "x.json")]
+    shares = ["--policies", "window,h2o", "--budgets", "0.5,0.001", "--batch-size", "1"]
+    assert __main__.main(["pilot", *options, *shares]) == 0
+    mean = 37 / 3
+    assert budgets == [[6], [1]] * 2 * 3
+    for share in (0.001, 0.25, 0.5, 0.75, 0.875):
+        assert pilot.budget_of(share, mean) == plan.tokens_of(share, 100, mean) - 100
+    assert plan.tokens_of(0.5, 100, mean) == 106
+
+
+def test_the_table_says_of_what_the_budgets_are_shares():
+    result = results.read(results.default_path("pilot-facts"))
+    own = {name: value for name, value in result["settings"].items() if name != "budgets_of"}
+    mean = {"budgets_of": "mean"}
+    for more, of in (({}, "text of the same problem"), (mean, "tokens, on average over the problems")):
+        said = " ".join(TABLES["pilot-facts"].said(result | {"settings": own | more}))
+        assert f"A budget is the prompt and that share of the full cache's {of}." in said
+
+
 def test_hindsight_knows_the_largest_attention_to_come(model, prompts):
     full = decode(model, prompts, 40)
     _, future = pilot.foresee(model, prompts, full)
@@ -262,6 +312,7 @@ def test_the_command_line_writes_a_result(checkpoint, tmp_path, monkeypatch, cap
     assert result["settings"].get("layer") == (0 if command == "premises" else None)
     assert result["command"].startswith(f"python -m minithink.analysis {command} ")
     if command == "pilot":
+        assert result["settings"]["budgets_of"] == "mean"
         assert len(result["measurements"]) == 1 + 2 * len(pilot.POLICIES)
         assert all(m["problems"] == 2 and m["right"] == 0 for m in result["measurements"])
     else:
@@ -323,7 +374,7 @@ def test_an_interrupted_pilot_is_completed(checkpoint, tmp_path, monkeypatch, ca
 @pytest.mark.parametrize(
     ("command", "words", "code", "said"),
     [
-        ("pilot", ["--policies", "lrfu,h3o"], 2, "there is no sketch 'h3o'; there are h2o, lrfu"),
+        ("pilot", ["--policies", "lrfu,h3o"], 2, "there is no sketch 'h3o'; there are window, h2o, lrfu"),
         ("pilot", ["--policies", ""], 2, "there is no sketch ''"),
         ("pilot", ["--policies", "h2o,lrfu,h2o"], 2, "'h2o,lrfu,h2o' names a sketch twice"),
         ("pilot", ["--budgets", "0.5,x"], 2, "'0.5,x' are no shares"),
