@@ -35,7 +35,7 @@ from minithink.evaluate import journal, plots, runner
 from minithink.evaluate.datasets import load_dataset
 from minithink.evaluate.plan import plan
 from minithink.evaluate.summary import FULL, Row, summarize
-from minithink.experiments import Result, Sweep, Table, collected
+from minithink.experiments import Column, Result, Sweep, Table, collected
 from minithink.figures import need_matplotlib
 from minithink.kv.stack import members
 from minithink.tasks import families
@@ -328,28 +328,53 @@ def result_of(name: str, where: Path, wanted: Sequence[Wanted] | None = None) ->
 
 def said(result: Result) -> Iterable[str]:
     """What the columns of a comparison mean."""
-    settings = result["settings"]
-    text = (
-        f"{settings['limit']} {settings['split']} problems of each family × {settings['samples']}; budgets are the "
-        "prompt and that share of what the full cache generates. Bytes: the mean of peaks."
-    )
-    if any(m["counts"] for m in result["measurements"]):
-        text += " Counted: by the policy, in all sequences of all families."
-    if result["others"]:
-        text += f" Some runs are of commit {', '.join(result['others'])}."
-    if result["changed"]:
-        names = ", ".join(f"`{name}`" for name in result["changed"])
-        text += f" The weights are not kept, and the code of {names} has changed since these runs."
+    counted = any(m["counts"] for m in result["measurements"])
+    more = ["Counted: by the policy, in all sequences of all families."] if counted else []
+    return [_said(result, "Bytes: the mean of peaks.", *more), ""]
+
+
+def said_of_needs(result: Result) -> Iterable[str]:
+    """What the columns of a comparison's needs mean."""
+    known = any(m.get("needed_unknown") is not None for m in result["measurements"])
+    more = ["Written nowhere: of all that the lines read, the share that the text lacks."] if known else []
+    text = _said(
+        result, "Kept: of what the lines read, the share that the cache still held when they began.",
+        "Beyond the prompt: likewise, of what no token of the prompt carries.",
+        "Parsed: the share of the lines that the rules of the family read; the other figures are of these lines.",
+        *more,
+    )  # fmt: skip
     return [text, ""]
 
 
+def _said(result: Result, *columns: str) -> str:
+    """The problems and budgets of a comparison, what its columns mean, and where runs are old."""
+    settings = result["settings"]
+    parts = [
+        f"{settings['limit']} {settings['split']} problems of each family × {settings['samples']}; budgets are the "
+        "prompt and that share of what the full cache generates.", *columns,
+    ]  # fmt: skip
+    if result["others"]:
+        parts.append(f"Some runs are of commit {', '.join(result['others'])}.")
+    if result["changed"]:
+        names = ", ".join(f"`{name}`" for name in result["changed"])
+        parts.append(f"The weights are not kept, and the code of {names} has changed since these runs.")
+    return " ".join(parts)
+
+
+COLUMNS: tuple[Column, ...] = (("policy", "policy", "`{}`"), ("budget", lambda m: m["budget"] or 0, "{:share}"))
 TABLE = Table(
-    (("policy", "policy", "`{}`"), ("budget", lambda m: m["budget"] or 0, "{:share}")),
-    across="family",
+    COLUMNS, across="family",
     cells=(
         ("{}: right", ("pass_at_1", "pass_at_1_low", "pass_at_1_high"), "**{:.1%}** ({:.1%} to {:.1%})"),
         ("tokens", "generated_mean", "{:,.0f}"), ("of full's bytes", "of_full", "{:.1%}"),
         ("recall?", "recall", "{:.1%}"), ("needed, kept?", "needed_kept", "{:.1%}"),
     ),
     last=(("counted?", lambda m: counts.said(m["counts"]) if m["counts"] else None, "{}"),), said=said,
+)  # fmt: skip
+NEEDED = Table(
+    COLUMNS, across="family",
+    cells=(
+        ("{}: kept", "needed_kept", "{:.1%}"), ("beyond the prompt?", "needed_beyond", "{:.1%}"),
+        ("parsed?", "parsed", "{:.1%}"), ("written nowhere?", "needed_unknown", "{:.1%}"),
+    ), said=said_of_needs,
 )  # fmt: skip

@@ -5,7 +5,8 @@ A document says where a table belongs, and everything between the two lines is r
     <!-- table:decode-cpu -->
     <!-- end -->
 
-`minithink/experiments` lists the tables. A column is a heading, a field and a format: the field is a dotted path in a
+`minithink/experiments` lists the tables. A sweep has the table sweep-NAME, and if it measures what lines need, also
+the table needed-NAME. A column is a heading, a field and a format: the field is a dotted path in a
 measurement, the format as `str.format` has it (and us, pct, mib, share: `bench/markdown.py`). A heading that ends in
 ? is left out where all of its cells are empty.
 """
@@ -29,7 +30,8 @@ from minithink.errors import MinithinkError, UsageError
 from minithink.experiments import Column, Result, Row, Table, collected
 
 BEGIN = re.compile(r"<!-- table:(\S+) -->\s*")
-BEGIN_ANY = re.compile(r"^<!-- table:sweep-(\S+) -->\s*$", re.M)
+OF_SWEEP = re.compile(r"(?:sweep|needed)-(.+)")
+BEGIN_ANY = re.compile(rf"^<!-- table:{OF_SWEEP.pattern} -->\s*$", re.M)
 END = "<!-- end -->"
 
 
@@ -77,10 +79,12 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 def show(where: Path) -> int:
     """Print every table that a folder holds results of → 0. MinithinkError: it holds none."""
-    made = {f"sweep-{name}": sweep.result_of(name, where, keys) for name, keys in sweep.looks(where).items()}
+    looks = {name: sweep.result_of(name, where, keys) for name, keys in sweep.looks(where).items()}
+    made = {f"{kind}-{name}": look for name, look in looks.items() for kind in ("sweep", "needed")}
+    made = {name: look for name, look in made.items() if name in TABLES}
     for name, table in TABLES.items():
         path = where / f"{table.file or name}.json"
-        if not table.shipped and not name.startswith("sweep-") and path.is_file():
+        if not table.shipped and not OF_SWEEP.fullmatch(name) and path.is_file():
             made[name] = results.read(path)
     if not made:
         raise MinithinkError(f"{where} holds no results: `bench sweep NAME --limit 8 --results {where}` writes some.")
@@ -114,8 +118,8 @@ def fill(text: str, name: str, where: Path, folder: Path | None = None) -> str:
                 raise MinithinkError(f"{name}:{number} begins a table, and the next begins before a line {END}.")
         else:
             raise MinithinkError(f"{name}:{number} begins a table, and no line {END} follows.")
-        if table.startswith("sweep-"):
-            path, result = where / pool.FILE, sweep.result_of(table.removeprefix("sweep-"), where)
+        if of := OF_SWEEP.fullmatch(table):
+            path, result = where / pool.FILE, sweep.result_of(of[1], where)
         else:
             path = TABLES[table].shipped or where / f"{TABLES[table].file or table}.json"
             result = results.read(path)
@@ -168,4 +172,8 @@ def heading(title: str, value: Any, table: Table) -> str:
     return title.replace("{}", known) if known else FORMAT.format(title, *value)
 
 
-TABLES: dict[str, Table] = collected("TABLES") | {f"sweep-{name}": sweep.TABLE for name in sweep.SWEEPS}
+TABLES: dict[str, Table] = (
+    collected("TABLES")
+    | {f"sweep-{name}": sweep.TABLE for name in sweep.SWEEPS}
+    | {f"needed-{name}": sweep.NEEDED for name, one in sweep.SWEEPS.items() if one.needed}
+)

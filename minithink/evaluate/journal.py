@@ -39,7 +39,7 @@ COMPARED = (
 # Fields of a Record that are measured only on request: shares, with the titles of their columns.
 SHARES = {
     "recall": "recall", "needed_kept": "needed, kept", "needed_somewhere": "in some lane",
-    "needed_beyond": "beyond the prompt", "parsed": "lines parsed",
+    "needed_beyond": "beyond the prompt", "needed_unknown": "written nowhere", "parsed": "lines parsed",
 }  # fmt: skip
 
 
@@ -88,6 +88,7 @@ class Record:
     needed_kept: float | None = None  # share of what statements need that is held as they begin, see needed.py
     needed_somewhere: float | None = None  # likewise, in at least one lane
     needed_beyond: float | None = None  # likewise kept, of the needs that no token of the prompt meets
+    needed_unknown: float | None = None  # share of all needs whose content occurs nowhere in the text
     parsed: float | None = None  # share of the lines that a rule of the family reads
     counts: dict[str, int] | None = None  # what the policy counts, by name; None: it counts nothing
 

@@ -6,6 +6,9 @@ right or wrong.
 
 During a run `NeededKept` records for every token the last step at which a lane held it (`last_held.py`). When a
 sequence ends, its text is read, and the needs that were met are counted.
+
+Some lines need a content that occurs nowhere in the text, such as a value that was never computed. No cache could
+hold it, so the shares of needs leave it out. `needed_unknown` is the share of such needs among all needs.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ class NeededKept:
         _, kept, somewhere = needed_kept(reading, left, prompt)
         beyond = needed_kept(reading, left, prompt, beyond_prompt=True).kept
         shares = {"needed_kept": kept, "needed_somewhere": somewhere, "needed_beyond": beyond}
-        shares["parsed"] = reading.parsed
+        needs = len(reading.needs) + reading.unknown
+        shares |= {"needed_unknown": reading.unknown / needs if needs else math.nan, "parsed": reading.parsed}
         return {name: None if math.isnan(x) else x for name, x in shares.items()}
 
 

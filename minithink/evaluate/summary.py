@@ -56,9 +56,10 @@ class Row:
     tokens_per_second: float | None  # of all sequences of one device together; None: no time was measured
     recall: float | None  # mean over the sequences for which it was measured; None: it was measured for none
     counts: dict[str, int] | None  # sums over all sequences of what the policy counts; None: it counts nothing
-    needed_kept: float | None = None  # these four: means, as recall; results of older versions lack them
+    needed_kept: float | None = None  # these five: means, as recall; results of older versions lack them
     needed_somewhere: float | None = None
     needed_beyond: float | None = None
+    needed_unknown: float | None = None
     parsed: float | None = None
 
 

@@ -104,6 +104,10 @@ def test_a_stale_run_fails_the_check(
     check = ["tables", "--check", "--root", str(tmp_path)]
     assert main(check[:1] + check[2:]) == 0
     assert main(check) == 0
+    # A document may have the table of needs alone.
+    monkeypatch.setitem(tables.TABLES, "needed-snapkv", sweep.NEEDED)
+    (tmp_path / "README.md").write_text("<!-- table:needed-snapkv -->\n<!-- end -->\n")
+    assert main(check[:1] + check[2:]) == 0
     for part, code, said in (("kernels", 0, "--recheck"), ("policy", 1, "1 runs has changed, the first of snapkv")):
         runs = pool.read(where)
         runs[-1].source[part] = "another"
@@ -116,6 +120,8 @@ def test_a_stale_run_fails_the_check(
     assert main(check) == 1
     assert main(check[:1] + check[2:]) == 0
     assert main(check) == 0
+    (tmp_path / "README.md").write_text("<!-- table:sweep-snapkv -->\n<!-- end -->\n")
+    assert main(check[:1] + check[2:]) == 0
     policy = pool.read(where)[-1].key["policy"]
     said = f"not kept, and the code of `{policy}` has changed since these runs."
     assert said in (tmp_path / "README.md").read_text()
@@ -182,7 +188,8 @@ def test_a_quick_look_is_not_for_the_documents(capsys: pytest.CaptureFixture[str
 def test_runs_of_other_pools_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the embedded model, and of another one, which serves no comparison of the embedded one."""
     row = {"pass_at_1": 0.5, "pass_at_1_low": 0.4, "pass_at_1_high": 0.6, "generated_mean": 100.0, "samples": 200,
-           "kv_bytes_peak": 1000.0, "needed_kept": 0.75, "recall": None}  # fmt: skip
+           "kv_bytes_peak": 1000.0, "needed_kept": 0.75, "recall": None,
+           "needed_beyond": 0.625, "parsed": 0.875}  # fmt: skip
     about: dict[str, Any] = {"commit": "c", "date": "2031", "machine": {"cpu": "x"}, "versions": {"torch": "2.9"}}
     where = dict(zip(pool.MACHINE, ("float32", "reference", "cpu"), strict=True))
     for name, model in (("card", {}), ("robustness", {"checkpoint": "of another"})):
@@ -203,6 +210,22 @@ def test_runs_of_other_pools_are_taken(tmp_path: Path, capsys: pytest.CaptureFix
     assert lines[1].count("needed, kept") == len(families())
     [thinkv, _] = [line for line in lines if line.startswith("| `thinkv` |")]
     assert thinkv.endswith("| 75.0% | case 1: 9, case 2: 1,200 |")
+    lines = tables.fill("<!-- table:needed-card -->\n<!-- end -->", "x.md", tmp_path).splitlines()
+    columns = [f"{family}: kept | beyond the prompt | parsed" for family in families()]
+    assert lines[1] == f"| policy | budget | {' | '.join(columns)} |", "these runs did not count what is nowhere"
+    assert lines[3] == "| `full` | – |" + " 75.0% | 62.5% | 87.5% |" * len(families())
+    assert "Written nowhere" not in "".join(lines)
+    runs = pool.read(tmp_path)
+    for run in runs:
+        run.row["needed_unknown"] = 0.03125
+    pool.add(tmp_path, runs)
+    lines = tables.fill("<!-- table:needed-card -->\n<!-- end -->", "x.md", tmp_path).splitlines()
+    assert lines[3] == "| `full` | – |" + " 75.0% | 62.5% | 87.5% | 3.1% |" * len(families())
+    assert any("Written nowhere: of all that the lines read, " in line for line in lines)
+    assert "needed-snapkv" not in tables.TABLES, "it measures no needs"
+    capsys.readouterr()
+    assert main(["tables", "--results", str(tmp_path)]) == 0
+    assert "\nneeded-robustness:\n\n| policy | budget | facts: kept |" in capsys.readouterr().out
     for wrong in ("none.json", pool.FILE + "s", f"none/{pool.FILE}"):
         assert main(["sweep", "card", *words, str(tmp_path / wrong)]) == 2
         assert "holds no runs: name a pool.jsonl" in capsys.readouterr().err

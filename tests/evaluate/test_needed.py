@@ -93,11 +93,12 @@ def test_what_a_window_met(engine: Engine, policy: str | None, fixed: bool, monk
     """When token n is written, a window of nine holds the tokens n − 9 to n − 1."""
 
     def made_up(question: str, pieces: Sequence[str], prompt: int) -> Reading:
-        """Every statement needs the tokens nine and ten places before it; the last one the token before it, too."""
+        """Every statement needs the tokens nine and ten places before it; the last one the token before it, too, and
+        a content that occurs nowhere."""
         starts = [prompt, prompt + 1, prompt + 10, len(pieces) - 1]
         needs = [Need(i, ("value", "zot"), (a - d,)) for i, a in enumerate(starts) for d in (9, 10)]
         needs.append(Need(3, ("value", "zot"), (starts[3] - 1,)))
-        return Reading([Statement(a, a + 1, "") for a in starts], needs, [Statement(0, 1, "")])
+        return Reading([Statement(a, a + 1, "") for a in starts], needs, [Statement(0, 1, "")], unknown=1)
 
     monkeypatch.setattr(module, "read", made_up)
     stream = engine.stream(
@@ -109,7 +110,8 @@ def test_what_a_window_met(engine: Engine, policy: str | None, fixed: bool, monk
     # The window meets what is nine places before, and the last need; no token of the prompt meets those of the last
     # two statements. The full cache meets all.
     kept, beyond = (5 / 9, 3 / 5) if policy else (1.0, 1.0)
-    want = {"needed_kept": kept, "needed_somewhere": kept, "needed_beyond": beyond, "parsed": 4 / 5}
+    want = {"needed_kept": kept, "needed_somewhere": kept, "needed_beyond": beyond}
+    want |= {"needed_unknown": 1 / 10, "parsed": 4 / 5}
     assert found == [want] * 3
 
 
@@ -131,9 +133,9 @@ def test_in_a_run(tmp_path: Path) -> None:
         assert row.recall is None
     assert window.needed_kept == window.needed_somewhere, "all its lanes hold the same"
     assert chance.needed_kept < chance.needed_somewhere
-    assert (
-        "| needed, kept | in some lane | beyond the prompt | lines parsed |" in (tmp_path / "summary.md").read_text()
-    )
+    assert full.needed_unknown == 0
+    titles = "| needed, kept | in some lane | beyond the prompt | written nowhere | lines parsed |"
+    assert titles in (tmp_path / "summary.md").read_text()
 
 
 def test_other_questions_are_refused_before_anything_runs(
