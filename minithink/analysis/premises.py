@@ -8,7 +8,8 @@ line has the kind of its first sentence. Answer attention is DynTS's and Crystal
 
 The steering vector is a difference of mean hidden states at blank lines: that before other thoughts minus that before
 transitions (SEAL, SkipKV §4.2). This sign is meant to lessen transitions. The vector is added at blank lines, as SEAL
-does, or at every token of the thinking, as SkipKV does.
+does, or at every token of the thinking, as SkipKV does. The last problems are steered, by a vector that is fitted on
+the other problems. If all problems are steered, the vector is fitted on them, and the result says `in_sample`.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layer", type=int, metavar="N", help="whose output is steered, from 0 (default: that at 0.7 of the depth, "
         "5 of the embedded model's 8)")  # fmt: skip
     add("--tau", type=positive, default=32, metavar="N", help="τ, tokens of a segment (default: 32)")
-    add("--steered", type=positive, default=16, metavar="N", help="problems that are steered, of those of --limit "
-        "(default: 16)")  # fmt: skip
+    add("--steered", type=positive, default=16, metavar="N", help="problems that are steered, the last of those of "
+        "--limit; the others give the vector (default: 16)")  # fmt: skip
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         "sparsity": sparsity_by_kind(looks),
         "separability": separability(looks),
         "answer_attention": answer_attention(looks),
-        "steering": steering(engine, problems[: args.steered], args, looks),
+        "steering": steering(engine, problems, args, looks),
     }
     return runs.finish(args, result)
 
@@ -230,18 +231,24 @@ def answer_attention(looks: Sequence[Look]) -> dict[str, Any]:
 def steering(
     engine: Engine, problems: Sequence[Problem], args: argparse.Namespace, looks: Sequence[Look]
 ) -> dict[str, Any]:
-    """Runs with α·V added: right answers, tokens and doubts for every place and α."""
-    h, doubt = (torch.cat([getattr(one, name) for one in looks]) for name in ("opening", "doubts"))
+    """Runs with α·V added, of the last `args.steered` problems: right answers, tokens and doubts for every place and α.
+
+    V is fitted on the problems before them; on all problems, if there is none before them. looks: of all problems.
+    """
+    before = max(0, len(problems) - args.steered)
+    fit, steered = looks[:before] or looks, problems[before:]
+    about: dict[str, Any] = {"fitted_on": len(fit), "in_sample": not before}
+    h, doubt = (torch.cat([getattr(one, name) for one in fit]) for name in ("opening", "doubts"))
     if doubt.all() or not doubt.any():
-        return {"runs": []}
+        return {**about, "runs": []}
     vector = direction(h, doubt)
     places = [("nowhere", 0.0), *((at, alpha) for at, values in STRENGTHS.items() for alpha in values)]
     found = list[dict[str, Any]]()
     for at, alpha in places:
-        tokens = runs.generate(engine, problems, args, partial(Steer, engine, alpha * vector, args.layer, at))
-        found.append({"at": at, "strength": alpha, **runs.outcome(engine, problems, tokens)})
-    norms = {"norm": float(vector.norm()), "residual_norm": float(h.norm(dim=-1).mean())}
-    return {"layer": args.layer, **norms, "thoughts": len(doubt), "transitions": int(doubt.sum()), "runs": found}
+        tokens = runs.generate(engine, steered, args, partial(Steer, engine, alpha * vector, args.layer, at))
+        found.append({"at": at, "strength": alpha, **runs.outcome(engine, steered, tokens)})
+    about |= {"norm": float(vector.norm()), "residual_norm": float(h.norm(dim=-1).mean())}
+    return {"layer": args.layer, **about, "thoughts": len(doubt), "transitions": int(doubt.sum()), "runs": found}
 
 
 def direction(opening: Tensor, doubts: Tensor) -> Tensor:

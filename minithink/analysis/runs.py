@@ -16,8 +16,8 @@ from minithink.sampling import SamplingParams
 from minithink.tasks import Problem, families, grade, load_problems
 
 SETTINGS = (  # options that decide a result
-    "model", "family", "limit", "max_new_tokens", "temperature", "seed", "layer", "tau", "rollouts", "policies",
-    "budgets", "batch_size", "lam", "p",
+    "model", "family", "limit", "max_new_tokens", "temperature", "seed", "layer", "tau", "steered", "rollouts",
+    "policies", "budgets", "batch_size", "lam", "p",
 )  # fmt: skip
 
 

@@ -107,7 +107,12 @@ def premises(result: Result) -> Iterable[str]:
     m, settings = result["measurements"], result["settings"]
     pairs = (f"{' and '.join(x['kinds'])} {x['auc']:.2f} (layer {x['layer']})" for x in m["separability"]["auc"])
     text = f"{settings['limit']} problems of `{settings['family']}`. "
-    text += f"The vector acts behind layer {settings['layer']}. "
+    steering = m["steering"]
+    if steering.get("in_sample", True):  # results of older versions do not say it
+        text += "The vector is fitted on the problems that it steers (in-sample), and "
+    else:
+        text += f"The vector is fitted on the first {steering['fitted_on']} of them, steers the others, and "
+    text += f"acts behind layer {settings['layer']}. "
     text += f"Kinds of thought told apart by the sparsity of {settings['tau']} tokens, area under the curve: "
     text += f"{', '.join(pairs)}."
     far, on = (m["answer_attention"][name] for name in ("far", "on_thinking"))

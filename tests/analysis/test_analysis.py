@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from argparse import Namespace
 
 import pytest
 import torch
@@ -277,6 +278,39 @@ def test_thinking_is_steered_and_the_answer_is_not(at):
     assert moved == [[True, every], [every, True], [False, True], [False, every]]
     assert not steer(torch.tensor([other, blank]), 2, torch.zeros(2, 2)).any()
     assert steer(torch.tensor([blank, blank]), 3, torch.zeros(2, 2)).tolist() == [[0, 0], [1, 2]]
+
+
+@pytest.mark.parametrize(("steered", "fitted"), [(1, [0, 1]), (2, [0]), (3, [0, 1, 2]), (9, [0, 1, 2])])
+def test_the_vector_is_of_problems_that_are_not_steered(model, monkeypatch, steered, fitted):
+    """Every problem's hidden states have a number of their own, so the vector tells from which ones it is."""
+    made = [Problem(str(i), "search", PROMPTS[0], "7", 5) for i in range(3)]
+    own = torch.eye(3)
+    looks = [
+        premises.Look([], *[torch.zeros(0)] * 2, [], *[torch.zeros(1)] * 3, torch.stack((0 * x, -x)), doubts)
+        for x, doubts in zip(own, [torch.tensor([False, True])] * 3, strict=True)
+    ]
+    asked = []
+
+    def fake(engine, problems, args, steer):
+        asked.append(([p.id for p in problems], steer().vector))
+        return [[1] for _ in problems]
+
+    monkeypatch.setattr(runs, "generate", fake)
+    found = premises.steering(model, made, Namespace(steered=steered, layer=0), looks)
+    assert (found["fitted_on"], found["in_sample"]) == (len(fitted), len(fitted) == 3)
+    places = [(run["at"], run["strength"]) for run in found["runs"]]
+    assert places[:2] == [("nowhere", 0.0), ("boundary", 0.25)]
+    for (ids, vector), (_, strength) in zip(asked, places, strict=True):
+        assert ids == ["0", "1", "2"][-steered:]
+        assert_close("vector", vector, strength * own[fitted].mean(0), atol=1e-6)
+    assert {run["problems"] for run in found["runs"]} == {min(steered, 3)}
+    result = results.read(results.default_path("premises-search"))
+    about = result["measurements"]
+    said = " ".join(TABLES["premises-search"].said(result | {"measurements": about | {"steering": found}}))
+    if found["in_sample"]:
+        assert "The vector is fitted on the problems that it steers (in-sample), and acts behind layer" in said
+    else:
+        assert f"The vector is fitted on the first {len(fitted)} of them, steers the others, and acts behind" in said
 
 
 def test_separability_of_what_is_apart_and_of_what_is_not():
