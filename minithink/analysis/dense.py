@@ -101,6 +101,7 @@ def decode(
     sketch: Callable[[Dense, Tensor], Sketch] | None = None,
     budget: Tensor | None = None,
     steer: Steering | None = None,
+    watch: Callable[[int], object] = lambda tokens: None,
 ) -> list[list[int]]:
     """Generated tokens of every prompt, with the token that ended the text. Two runs with equal prompts and seed draw
     the same noise, so they write the same text until their logits differ.
@@ -109,6 +110,7 @@ def decode(
         sketch: makes the policy; None: everything stays.
         budget: generated tokens that a lane keeps beside its prompt, int64 [rows].
         steer: acts on generated tokens.
+        watch: called every EVERY steps and at the end, with the number of tokens since the last call.
     """
     device, rows = engine.device, len(prompts)
     stops = torch.tensor(sorted(engine.generation_config.stop_ids), device=device)
@@ -125,6 +127,7 @@ def decode(
     generator = torch.Generator(device).manual_seed(seed)
     out = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=device)
     done = torch.zeros(rows, dtype=torch.bool, device=device)
+    written = torch.zeros((), dtype=torch.long, device=device)  # tokens of all rows since the last call of watch
     for step in range(max_new_tokens):
         logits = engine.decoder.logits(hidden).float()
         if temperature > 0:  # argmax(logits / T + Gumbel noise) is a draw from the softmax
@@ -132,9 +135,13 @@ def decode(
             logits = logits / temperature - (-noise.log()).log()
         token = torch.where(done, stops[0], logits.argmax(-1))
         out[:, step] = token
+        written += (~done).sum()
         done |= torch.isin(token, stops)
-        if step % EVERY == EVERY - 1 and bool(done.all()):
-            break
+        if step % EVERY == EVERY - 1:
+            watch(int(written))
+            written.zero_()
+            if bool(done.all()):
+                break
         cache.begin((lengths + step)[:, None], widest + step + 1)
         cache.steer = partial(steer, token) if steer else None
         hidden = engine.decoder(token, cache)
@@ -142,6 +149,7 @@ def decode(
             policy.observe(step, token)
             if step % EVERY == EVERY - 1:
                 evict(cache, policy.score(step), lengths, budget)
+    watch(int(written))
     ends = torch.isin(out, stops)
     ends[:, -1] = True
     return [row[: int(n) + 1] for row, n in zip(out.tolist(), ends.int().argmax(1), strict=True)]

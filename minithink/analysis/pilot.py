@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -38,9 +37,11 @@ from minithink.analysis.dense import EVERY, Dense, Sketch, batches, decode, thin
 from minithink.engine import Engine
 from minithink.errors import MinithinkError
 from minithink.files import rounded
+from minithink.progress import progress
 from minithink.reading import read
 from minithink.ref.decode_attention import group_reduce
 from minithink.ref.lrfu import lrfu
+from minithink.tasks import Problem
 from minithink.tasks.needs import Reader, reader
 
 POLICIES = ("window", "h2o", "lrfu", "answer", "hindsight", "oracle")
@@ -244,7 +245,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
     note(("full", 1.0), full)
     for part in batches(len(problems), args.batch_size):
-        for key, tokens in pilot(engine, [p.question for p in problems[part]], full[part], left, mean(full), args):
+        for key, tokens in pilot(engine, problems[part], full[part], left, mean(full), args):
             note(key, tokens)
     return runs.finish(args, result, (
         f"{m['policy']:>10} {m['budget']:5.0%}  right {m['right']:6.1%}  {m['tokens']:7,.0f} tokens"
@@ -285,21 +286,25 @@ def budget_of(share: float, mean: float) -> int:
 
 
 def pilot(
-    engine: Engine, questions: Sequence[str], full: Sequence[list[int]], left: Sequence[tuple[str, float]],
+    engine: Engine, problems: Sequence[Problem], full: Sequence[list[int]], left: Sequence[tuple[str, float]],
     mean: float, args: argparse.Namespace,
 ) -> Iterator[tuple[tuple[str, float], list[list[int]]]]:  # fmt: skip
     """(sketch, share) → generated tokens, for one batch.
 
     Args:
-        full: what the full cache generated for these questions.
+        problems: of the batch.
+        full: what the full cache generated for these problems.
         mean: tokens that it generates, on average over all problems.
     """
     options: dict[str, Any] = {"temperature": args.temperature, "seed": args.seed}
+    questions = [problem.question for problem in problems]
     prompts = [engine.prompt_ids(question) for question in questions]
     made = makers(engine, questions, prompts, full, [name for name, _ in left])
     for name, share in left:
-        began = time.monotonic()
-        budget = torch.full((len(prompts),), budget_of(share, mean), device=engine.device)
-        tokens = decode(engine, prompts, args.max_new_tokens, sketch=made[name], budget=budget, **options)
-        print(f"{name} {share:.0%}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+        options["budget"] = torch.full((len(prompts),), budget_of(share, mean), device=engine.device)
+        with progress(len(problems), 0, f"{name} {share:.1%}") as advance:
+            tokens = decode(
+                engine, prompts, args.max_new_tokens, sketch=made[name], watch=advance.step, **options
+            )
+            runs.ended(engine, problems, tokens, advance)
         yield (name, share), tokens

@@ -30,6 +30,7 @@ from minithink.analysis.dense import thinking_end
 from minithink.commands import positive
 from minithink.engine import Engine
 from minithink.policies.thinkv import NAMES
+from minithink.progress import progress
 from minithink.reading import read
 from minithink.ref.decode_attention import group_reduce
 from minithink.ref.sparsity import sparsity
@@ -76,7 +77,11 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     engine, problems, result = runs.begin(args, "premises", argv)
     generated = runs.generate(engine, problems, args)
     traces = [(engine.prompt_ids(p.question), g) for p, g in zip(problems, generated, strict=True)]
-    looks = [look(engine, prompt, g, args.layer, args.tau) for prompt, g in traces]
+    looks = list[Look]()
+    with progress(len(traces), 0, "reading the texts again") as advance:
+        for problem, (prompt, g) in zip(problems, traces, strict=True):
+            looks.append(look(engine, prompt, g, args.layer, args.tau))
+            runs.ended(engine, [problem], [g], advance)
     result["measurements"] = {
         "full_cache": runs.outcome(engine, problems, generated),
         "sparsity": sparsity_by_kind(looks),
@@ -245,7 +250,8 @@ def steering(
     places = [("nowhere", 0.0), *((at, alpha) for at, values in STRENGTHS.items() for alpha in values)]
     found = list[dict[str, Any]]()
     for at, alpha in places:
-        tokens = runs.generate(engine, steered, args, partial(Steer, engine, alpha * vector, args.layer, at))
+        steer = partial(Steer, engine, alpha * vector, args.layer, at)
+        tokens = runs.generate(engine, steered, args, steer, f"steered: {at}, {alpha:g}")
         found.append({"at": at, "strength": alpha, **runs.outcome(engine, steered, tokens)})
     about |= {"norm": float(vector.norm()), "residual_norm": float(h.norm(dim=-1).mean())}
     return {"layer": args.layer, **about, "thoughts": len(doubt), "transitions": int(doubt.sum()), "runs": found}

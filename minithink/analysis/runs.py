@@ -12,6 +12,7 @@ from minithink.analysis.dense import Steering, batches, decode
 from minithink.commands import location, positive
 from minithink.engine import Engine, load
 from minithink.errors import UsageError
+from minithink.progress import progress
 from minithink.sampling import SamplingParams
 from minithink.tasks import Problem, families, grade, load_problems
 
@@ -79,15 +80,26 @@ def finish(args: argparse.Namespace, result: dict[str, Any], lines: Iterable[str
 
 
 def generate(
-    engine: Engine, problems: Sequence[Problem], args: argparse.Namespace, steer: Callable[[], Steering] | None = None
-) -> list[list[int]]:
-    """Generated tokens of every problem, batch by batch, each with a new steering."""
+    engine: Engine, problems: Sequence[Problem], args: argparse.Namespace,
+    steer: Callable[[], Steering] | None = None, label: str = "full cache",
+) -> list[list[int]]:  # fmt: skip
+    """Generated tokens of every problem, batch by batch, each with a new steering. label: for the progress."""
     out = list[list[int]]()
-    for part in batches(len(problems), args.batch_size):
-        prompts = [engine.prompt_ids(p.question) for p in problems[part]]
-        options: dict[str, Any] = {"temperature": args.temperature, "seed": args.seed}
-        out += decode(engine, prompts, args.max_new_tokens, steer=steer() if steer else None, **options)
+    with progress(len(problems), 0, label) as advance:
+        for part in batches(len(problems), args.batch_size):
+            prompts = [engine.prompt_ids(p.question) for p in problems[part]]
+            options: dict[str, Any] = {"temperature": args.temperature, "seed": args.seed, "watch": advance.step}
+            out += decode(engine, prompts, args.max_new_tokens, steer=steer() if steer else None, **options)
+            ended(engine, problems[part], out[part], advance)
     return out
+
+
+def ended(
+    engine: Engine, problems: Sequence[Problem], generated: Sequence[list[int]], advance: Callable[[bool], None]
+) -> None:
+    """Tell the progress that the texts of some problems are whole."""
+    for problem, tokens in zip(problems, generated, strict=True):
+        advance(is_right(engine.tokenizer.decode(tokens), problem))
 
 
 def is_right(text: str, problem: Problem) -> bool:

@@ -30,6 +30,7 @@ from minithink.commands import natural, positive
 from minithink.engine import Engine
 from minithink.errors import MinithinkError
 from minithink.policies.thinkv import NAMES
+from minithink.progress import progress
 from minithink.thoughts import kinds, segments
 
 LONGEST = 512  # tokens of an answer that is drawn
@@ -47,12 +48,15 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Generate, suppress, write the result, print means."""
     engine, problems, result = runs.begin(args, "segments", argv)
     found = list[dict[str, Any]]()
-    for problem, generated in zip(problems, runs.generate(engine, problems, args), strict=True):
-        text = cut(engine, engine.prompt_ids(problem.question), generated, args.tau)
-        if text.spans and (text.answer or len(text.spans) > 1):
+    texts = runs.generate(engine, problems, args)
+    with progress(len(problems), 0, "suppressing segments") as advance:
+        for problem, generated in zip(problems, texts, strict=True):
+            text = cut(engine, engine.prompt_ids(problem.question), generated, args.tau)
             right = runs.is_right(engine.tokenizer.decode(generated), problem)
-            about = {"id": problem.id, "right": right, "tokens": len(generated), "types": text.types}
-            found.append({**about, **without_each(engine, text, args)})
+            if text.spans and (text.answer or len(text.spans) > 1):
+                about = {"id": problem.id, "right": right, "tokens": len(generated), "types": text.types}
+                found.append({**about, **without_each(engine, text, args)})
+            advance(right)
     if not found:
         raise MinithinkError(
             f"None of {len(problems)} texts comes to an answer, or has two segments of {args.tau} tokens: give more "

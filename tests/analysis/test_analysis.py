@@ -50,6 +50,14 @@ def test_dense_decoding_writes_what_the_engine_writes(model, prompts):
     assert decode(model, prompts, 40) == expected
 
 
+def test_whoever_watches_hears_of_every_token(model, prompts):
+    seen = []
+    out = decode(model, prompts, 60, temperature=1.0, seed=4, watch=seen.append)
+    assert sum(seen) == sum(map(len, out))
+    assert seen[0] == sum(min(EVERY, len(tokens)) for tokens in out)
+    assert len(seen) > 60 // EVERY
+
+
 def test_equal_seeds_draw_equal_noise(model, prompts):
     first, again, other = (decode(model, prompts, 30, temperature=1.0, seed=s) for s in (1, 1, 2))
     assert first == again != other
@@ -291,7 +299,7 @@ def test_the_vector_is_of_problems_that_are_not_steered(model, monkeypatch, stee
     ]
     asked = []
 
-    def fake(engine, problems, args, steer):
+    def fake(engine, problems, args, steer, label):
         asked.append(([p.id for p in problems], steer().vector))
         return [[1] for _ in problems]
 
@@ -384,8 +392,8 @@ def test_an_interrupted_pilot_is_completed(checkpoint, tmp_path, monkeypatch, ca
     assert __main__.main(words) == 0
     err = capsys.readouterr().err
     assert f"{output} is completed" in err
-    ran = [line.split(":")[0] for line in err.splitlines() if line.endswith(" s")]
-    assert ran == ["h2o 50%", "answer 25%", "answer 50%"]
+    ran = [line.split(":")[0] for line in err.splitlines() if ": 2 of 2 sequences; 0 of 2 right (0.0%); " in line]
+    assert ran == ["full cache", "h2o 50.0%", "answer 25.0%", "answer 50.0%"]
     again = json.loads(output.read_text())
     assert again["complete"]
     commits = [m.pop("commit") for m in again["measurements"]]
@@ -403,6 +411,36 @@ def test_an_interrupted_pilot_is_completed(checkpoint, tmp_path, monkeypatch, ca
     assert __main__.main([*words, "--budgets", "0.75"]) == 0
     assert "is completed" not in capsys.readouterr().err
     assert {m["budget"] for m in json.loads(output.read_text())["measurements"]} == {1, 0.75}
+
+
+@pytest.mark.parametrize(
+    ("command", "at", "shown"),
+    [
+        ("premises", "full", []), ("segments", "full", []), ("pilot", "full", []),
+        ("pilot", "sketch", ["full cache: 2 of 2 sequences"]), ("premises", "steered", [
+            "full cache: 2 of 2 sequences", "reading the texts again: 2 of 2 sequences",
+        ]),
+    ],
+)  # fmt: skip
+def test_ctrl_c_while_tokens_are_generated(checkpoint, tmp_path, monkeypatch, capsys, command, at, shown):
+    """Progress so far, then one sentence, and the exit code of an interrupted program."""
+    made = [Problem(str(i), "facts", PROMPTS[i], "7", 5) for i in range(2)]
+    monkeypatch.setattr(runs, "load_problems", lambda split, family: made)
+    monkeypatch.setattr(premises, "openings", lambda *_: (torch.ones(2, 64), torch.tensor([True, False])))
+    plain = dense.decode
+
+    def interrupted(*args, **options):
+        if at == "full" or options.get("sketch") or options.get("steer"):
+            raise KeyboardInterrupt
+        return plain(*args, **options)
+
+    for module in (runs, pilot):
+        monkeypatch.setattr(module, "decode", interrupted)
+    options = ["--model", str(checkpoint), "--device", "cpu", "--output", str(tmp_path / "x.json"), "--limit", "2"]
+    assert __main__.main([command, *options, "--max-new-tokens", "20"]) == 130
+    *before, empty, last = capsys.readouterr().err.splitlines()
+    assert (empty, last) == ("", "minithink.analysis: interrupted")
+    assert [line.split(";")[0] for line in before] == shown
 
 
 @pytest.mark.parametrize(
