@@ -236,7 +236,7 @@ def answer_attention(looks: Sequence[Look]) -> dict[str, Any]:
 def steering(
     engine: Engine, problems: Sequence[Problem], args: argparse.Namespace, looks: Sequence[Look]
 ) -> dict[str, Any]:
-    """Runs with α·V added, of the last `args.steered` problems: right answers, tokens and doubts for every place and α.
+    """Runs with α·V added, of the last `args.steered` problems: right answers, tokens, doubts for each place and α.
 
     V is fitted on the problems before them; on all problems, if there is none before them. looks: of all problems.
     """
