@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -268,3 +269,13 @@ def test_every_table_has_an_engine_and_no_name_is_there_twice(monkeypatch: pytes
     monkeypatch.setattr(experiments, "modules", lambda: [kernels, kernels])
     with pytest.raises(ValueError, match="TABLES has attention twice"):
         collected("TABLES")
+
+
+def test_the_readmes_figures_stand_in_its_tables() -> None:
+    """Ratios that its sentences repeat."""
+    parts = re.split(r"<!-- (?:table:\S+|end) -->", (results.ROOT / "README.md").read_text("utf-8"))
+    said, shown = ("\n".join(parts[i::2]) for i in (0, 1))
+    ratios = re.findall(r"(\d+\.\d+) ×", said)
+    assert len(ratios) >= 4
+    for ratio in ratios:
+        assert f"{ratio} ×" in shown, ratio
