@@ -242,12 +242,12 @@ def words_of(output, *words):
     return ["answer-attention", *options, *words]
 
 
-def test_the_command_line_measures_and_draws(written, tmp_path, monkeypatch, capsys):
+def test_the_command_line_measures(written, tmp_path, monkeypatch, capsys):
     problems, texts = written
     monkeypatch.setattr(runs, "load_problems", lambda *_: problems)
     monkeypatch.setattr(runs, "generate", lambda *_: texts)
     output = tmp_path / "answer-attention-search.json"
-    assert __main__.main(words_of(output, "--plot", str(tmp_path / "docs"))) == 0
+    assert __main__.main(words_of(output)) == 0
     said = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in said] == list(SCORES)
     result = json.loads(output.read_text())
@@ -260,17 +260,27 @@ def test_the_command_line_measures_and_draws(written, tmp_path, monkeypatch, cap
     for found in (m["hits"]["share"], *(m["answer"][which]["late"] for which in ("top", "bottom"))):
         assert (len(found), len(found[0])) == (8, 4)
         assert all(0 < x < 1 for row in found for x in row)
-    concentrated = [x for row in m["answer"]["concentration"] for x in row]
-    assert all(0.1 < x <= 1 for x in concentrated)
-    pictures = [tmp_path / "docs" / f"answer-attention-search-{name}.svg" for name in ("map", "milestone")]
-    assert all(5_000 < picture.stat().st_size < 300_000 for picture in pictures)
-    shown, best = pictures[0].read_text(), concentrated.index(max(concentrated))
-    assert f"layer {best // 4}, head {best % 4}" in shown
+    assert all(0.1 < x <= 1 for row in m["answer"]["concentration"] for x in row)
 
     lines = tables.lines_of(tables.TABLES["answer-attention-search"], result)
     assert any(line.startswith("| top 30 %: runs of hits |") for line in lines)
     lines = tables.lines_of(tables.TABLES["answer-attention-search-needs"], result)
     assert sum(line.startswith("| `") for line in lines) == len(SCORES)
+
+
+def test_the_command_line_draws_the_most_concentrated_head(written, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    problems, texts = written
+    monkeypatch.setattr(runs, "load_problems", lambda *_: problems)
+    monkeypatch.setattr(runs, "generate", lambda *_: texts)
+    output = tmp_path / "answer-attention-search.json"
+    assert __main__.main(words_of(output, "--plot", str(tmp_path / "docs"))) == 0
+    pictures = [tmp_path / "docs" / f"answer-attention-search-{name}.svg" for name in ("map", "milestone")]
+    assert all(5_000 < picture.stat().st_size < 300_000 for picture in pictures)
+    measured = json.loads(output.read_text())["measurements"]
+    concentrated = [x for row in measured["answer"]["concentration"] for x in row]
+    best = concentrated.index(max(concentrated))
+    assert f"layer {best // 4}, head {best % 4}" in pictures[0].read_text()
 
 
 def test_the_milestone_is_the_token_that_most_pairs_need(model, written):
