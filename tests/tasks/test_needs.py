@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minithink import thoughts
 from minithink.engine import TINY
 from minithink.origin import ROOT
 from minithink.tasks import needs, prepare
@@ -615,3 +616,15 @@ def test_figures_of_the_card(family: str) -> None:
     behind.sort()
     again = [f"{behind[int(len(behind) * q)]:,}" for q in (0.5, 0.9, 0.99)]
     assert row_of_the_card(family) == (f"{sum(shares) / len(shares):.1%}", again)
+
+
+def test_doubts_of_the_card():
+    """In 1,000 tokens of the training text of search: 60 reference traces."""
+    rng, doubts, tokens = random.Random(0), 0, 0
+    for _ in range(60):
+        problem = prepare.FAMILIES["search"].draw_problem(rng, rng.randint(*prepare.SIZES["search"]))
+        _, text = prepare.document(problem, rng)
+        doubts += sum(thoughts.doubts(part) for part in text.split("\n\n")[1:])
+        tokens += len(TOKENIZER.encode(text))
+    card = (ROOT / "docs" / "embedded-model.md").read_text("utf-8")
+    assert f"doubts {1000 * doubts / tokens:.0f} times in 1,000 tokens" in " ".join(card.split())
