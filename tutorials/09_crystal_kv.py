@@ -332,8 +332,8 @@ assert far["window"] == 0 < far["λ = 0.6"] < far["random"]
 #
 # The right half of the picture is eight needs of one text, with attention held fixed. The answer's numbers are not
 # far back: the thinking repeats them shortly before it ends. On 200 problems of each family the order is the same,
-# with intervals apart in `search` only (`docs/embedded-model.md`; `docs/crystal_kv.md` ranks 404 needs). That this is the whole reason is not
-# shown. Nor is it a verdict on the paper: its models are much larger, and we did not measure their hits.
+# with intervals apart in `search` only (`docs/embedded-model.md`). `docs/crystal_kv.md` ranks 404 needs. That this is
+# the whole reason is not shown. Nor is it a verdict on the paper: its models are much larger.
 #
 # ## Three things to remember
 #
