@@ -33,11 +33,12 @@ from minithink.ref.gumbel_argmax import gumbel_argmax
 from minithink.ref.keep_best import keep_best
 from minithink.ref.kmeans import kmeans
 from minithink.ref.linear import linear
-from minithink.ref.lrfu import lrfu
 from minithink.ref.paged_attention import paged_attention
 from minithink.ref.quantize import quantize
 from minithink.ref.reallocate import reallocate
 from minithink.ref.redundancy import redundancy
+from minithink.ref.repack import repack
+from minithink.ref.retain import retain
 from minithink.ref.rms_norm import rms_norm
 from minithink.ref.rope import rope
 from minithink.ref.segments import segments
@@ -80,7 +81,8 @@ class Backend:
     keep_best: Callable[[Tensor, Tensor, Tensor], Tensor] = keep_best
     window_importance: Callable[..., Tensor] = window_importance
     redundancy: Callable[[Tensor, Tensor, float], Tensor] = redundancy
-    lrfu: Callable[..., tuple[Tensor, Tensor, Tensor]] = lrfu
+    retain: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]] = retain
+    repack: Callable[..., None] = repack
     reallocate: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor] = reallocate
     sparsity: Callable[[Tensor, Tensor], Tensor] = sparsity
     kmeans: Callable[[Tensor, Tensor, Tensor], Tensor] = kmeans

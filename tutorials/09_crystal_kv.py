@@ -30,11 +30,11 @@ import torch
 
 import minithink
 from minithink.evaluate.needed import HELD, needed_kept
-from minithink.policies.crystal_kv import survival
 from minithink.reading import read
 from minithink.ref.decode_attention import group_reduce
 from minithink.ref.lrfu import hit_set, lrfu
 from minithink.ref.reallocate import reallocate
+from minithink.ref.retain import survival
 from minithink.tasks import grade, load_problems, needs
 from minithink.trace import format as traces
 from minithink.trace.recorder import Recorder

@@ -204,8 +204,10 @@ class Step(Protocol):
     active: Tensor  # bool [B]: rows that took part in the forward pass, their prompt read in full
     clock: Tensor  # int32 [B]: generated tokens in the cache; 0: the prompt was just read
     prompt: Tensor  # int32 [B]: tokens of the prompt
+    protects: Tensor  # int32 [B]: tokens at positions below this are `protected`
     tokens: Tensor  # int64 [B]: the newest token's id
     ops: Any  # the backend
+    wants_scores: bool  # whether there is a recorder, which `note` tells
 
     @property
     def budget(self) -> Tensor:

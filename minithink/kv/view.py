@@ -42,8 +42,9 @@ class View:
         self.batch, self.asks, self._noted = batch, asks, noted
         self.shape, self.ops = replace(store.shape, rows=len(batch)), store.backend
         self.row, self.active, self.length = batch.row, batch.active, batch.length
-        self.thinking, self.tokens, self.protects = batch.thinking, batch.token, policy.protect_prompt
+        self.thinking, self.tokens, self.wants_scores = batch.thinking, batch.token, noted is not None
         self.prompt, self.clock = batch.prompt.int(), (batch.length - batch.prompt).clamp(min=0).int()
+        self.protects = self.prompt if policy.protect_prompt else torch.zeros_like(self.prompt)
         self._reading: tuple[Tensor | None, Tensor | None, Reading] | None = None  # the last one that was asked for
         self._slots: dict[int, Tensor] = {}  # where the last queries are, by how many
 
@@ -86,15 +87,12 @@ class View:
     @cached_property
     def droppable(self) -> Tensor:
         """Tokens that may be evicted: unprotected ones of active rows. bool [Lt, R, Ht, S]."""
-        first = self.prompt if self.protects else torch.zeros_like(self.prompt)
-        first = torch.where(self.active, first, torch.iinfo(torch.int32).max)
+        first = torch.where(self.active, self.protects, torch.iinfo(torch.int32).max)
         return self._pos >= first[:, None, None]
 
     @cached_property
     def _protected(self) -> Tensor:
-        if not self.protects:
-            return torch.zeros_like(self._pos, dtype=torch.bool)
-        return (self._pos >= 0) & (self._pos < self.prompt[None, :, None, None])
+        return (self._pos >= 0) & (self._pos < self.protects[None, :, None, None])
 
     def keys(self, layer: int, rows: Tensor | None = None) -> Tensor:
         return self._read(layer, rows, 0)

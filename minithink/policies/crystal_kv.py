@@ -42,7 +42,7 @@ from torch import Tensor
 from minithink.errors import UsageError
 from minithink.kv.contract import Demand, Edit, Evict, Policy, See, SetBudget, Shape, Step
 
-NOWHERE = 2**31 - 1  # the position of a token that is not there: behind all others
+NOWHERE = 2**31 - 1  # the position in an empty entry: behind all others
 
 
 @dataclass
@@ -84,44 +84,33 @@ class CrystalKVLite(Policy):
         return step.active & step.thinking if self.exempt_answer else step.active
 
     def decide(self, step: Step) -> Iterator[Edit]:
-        """Algorithm 1 in every head, then algorithm 2."""
         tracked = self._tracked(step)
-        if not step.any(tracked):
-            return
-        pos, clock = step.pos(), step.clock[:, None, None]  # [L, B, Hkv, S], t: [B, 1, 1]
-        there = pos >= 0
-        born = (pos - step.prompt[:, None, None] + 1).clamp(min=0)  # the time at which each token came, 0: the prompt
-        crf, last = self._recall(step, pos, born)
+        if step.any(tracked):
+            yield Evict(self.algorithm_1(step, tracked, torch.zeros_like(tracked))[0])
 
-        # lines 3 to 9: the hit set, CRF_i(t) and τ_i
-        counted = (tracked[:, None, None] & (clock > 0)).expand(pos.shape)
-        if self.birth:
-            counted = counted & (born < clock)
-        if self.track == "full":  # lines 1 and 2
-            counted = counted & (step.held() >= step.budget)[..., None]
-        mass = torch.stack([step.mass(layer) for layer in range(step.shape.layers)])
-        crf, last, score = step.ops.lrfu(mass, there, counted, crf, last, clock, self.lam, self.p)
-        step.note(score)
+    def algorithm_1(self, step: Step, tracked: Tensor, summed: Tensor) -> tuple[Tensor, ...]:
+        """Hits, CRF and τ, and the tokens that go, in every head. `ref/retain.py` has the paper's lines.
 
-        # line 10: Retain ← TopK(CRF, B), of the tokens that may go
-        free, rank = there & ~step.protected(), survival(score, last)
-        over, _ = super().due(step)
-        stay = there & (step.ops.keep_best(rank, free, self.room(step)) | ~free | ~over[..., None])
+        tracked, summed: bool [B], rows whose hits count, and rows of which ΣCRF is wanted.
 
-        budget = self.budgets(step, score, stay)
-        if budget is not step.budget:  # heads that shrink evict at once, in the same order
-            yield SetBudget(budget)
-            room = (budget - step.protected().sum(-1, dtype=torch.int32)).clamp(min=0)
-            stay = stay & (step.ops.keep_best(rank, free & stay, room) | ~free | ~tracked[:, None, None])
-        yield Evict(there & ~stay)
-        self._remember(step, tracked, budget, stay, pos, crf, last)  # lines 11 and 12
-
-    def budgets(self, step: Step, score: Tensor, stay: Tensor) -> Tensor:
-        """The budgets from now on: int32 [L, B, Hkv]; `step.budget` itself if none moves.
-
-        score: float64 [L, B, Hkv, S], log2 of the decayed CRF; stay: bool, alike, the tokens that algorithm 1 keeps.
+        Returns:
+            drop: bool [L, B, Hkv, S], the tokens that go.
+            kept, fixed: int32 [L, B, Hkv], tokens of each head that stay, and the protected ones among them.
+            crf: float64 [L, B, Hkv], ΣCRF of the tokens that stay.
         """
-        return step.budget
+        counted, held = (tracked & (step.clock > 0))[:, None].expand(step.budget.shape), step.held()
+        if self.track == "full":  # lines 1 and 2
+            counted = counted & (held >= step.budget)
+        over, keep = super().due(step)
+        mass = torch.stack([step.mass(layer) for layer in range(step.shape.layers)])
+        *result, score = step.ops.retain(
+            mass, step.pos(), held, self._known, step.row, step.budget, self._slack, torch.where(over, keep, held),
+            step.protects, step.prompt, step.clock, tracked, counted, summed, self.lam, self.p, self.birth,
+            step.wants_scores,
+        )  # fmt: skip
+        if score is not None:
+            step.note(score)
+        return tuple(result)
 
     # -- state: CRF_i(τ_i) and τ_i of the tokens that stay. A row has one list for all its heads, one head after the
     # other, each with as many entries as its budget. So the state does not grow when budgets move.
@@ -140,58 +129,12 @@ class CrystalKVLite(Policy):
         self._pos[row] = NOWHERE
 
     def state(self) -> Iterable[Tensor]:
-        return self._pos, self._crf, self._last
-
-    def _entry(self, budget: Tensor, number: Tensor) -> Tensor:
-        """Which entry each token of a head has, by its number from the head's oldest token: int64 [B, L·Hkv·S].
-
-        budget: [L, B, Hkv]; number: [L, B, Hkv, S]. A number beyond the head's entries gives the last entry of all.
-        """
-        room = (budget + self._slack).transpose(0, 1)
-        first = room.flatten(1).cumsum(1).view(room.shape) - room  # where each head's entries begin: [B, L, Hkv]
-        number, nowhere = number.transpose(0, 1), self._pos.shape[1] - 1
-        entry = torch.where(number < room[..., None], first[..., None] + number, nowhere)
-        return entry.clamp(max=nowhere).flatten(1)
-
-    def _recall(self, step: Step, pos: Tensor, born: Tensor) -> tuple[Tensor, Tensor]:
-        """CRF and τ of the tokens at hand: known tokens are found by position, the others are new.
-
-        Positions ascend. So no bookkeeping is needed when the columns change because tokens are appended, this policy
-        or another drops tokens, or a sequence joins.
-        """
-        column = torch.arange(pos.shape[-1], device=pos.device).expand(pos.shape)
-        entry, shape = self._entry(step.budget, column), (pos.shape[1], pos.shape[0], *pos.shape[2:])
-        known, crf, last = (x[step.row].gather(1, entry).view(shape).transpose(0, 1) for x in self._tokens)
-        at = torch.searchsorted(known.contiguous(), pos.contiguous()).clamp(max=pos.shape[-1] - 1)
-        same = known.gather(-1, at) == pos
-        return (
-            torch.where(same, crf.gather(-1, at), float(self.birth)),
-            torch.where(same, last.gather(-1, at), born),
-        )
-
-    def _remember(
-        self, step: Step, tracked: Tensor, budget: Tensor, stay: Tensor, pos: Tensor, crf: Tensor, last: Tensor
-    ) -> None:
-        """Keep the state of the tokens that stay, in place; that of rows that are not tracked stays as it is."""
-        entry = self._entry(budget, torch.where(stay, stay.cumsum(-1) - 1, NOWHERE))
-        for state, new, nothing in zip(self._tokens, (pos, crf, last), (NOWHERE, 0, 0), strict=True):
-            old = state[step.row]
-            kept = torch.full_like(old, nothing).scatter_(1, entry, new.transpose(0, 1).flatten(1))
-            kept[:, -1].fill_(nothing)
-            state[step.row] = torch.where(tracked[:, None], kept, old)
+        return self._known
 
     @property
-    def _tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _known(self) -> tuple[Tensor, Tensor, Tensor]:
         """Positions, CRF and τ."""
         return self._pos, self._crf, self._last
-
-
-def survival(score: Tensor, last: Tensor) -> Tensor:
-    """Ranks by CRF, then by the last hit, then by age; rank 0 is evicted first. float32 [..., S]."""
-    by_last = last.sort(dim=-1, stable=True).indices  # columns are oldest first already
-    order = by_last.gather(-1, score.gather(-1, by_last).sort(dim=-1, stable=True).indices)
-    rank = torch.arange(order.shape[-1], dtype=torch.float32, device=order.device).expand(order.shape)
-    return torch.zeros_like(rank).scatter(-1, order, rank)
 
 
 @dataclass
@@ -220,14 +163,25 @@ class CrystalKV(CrystalKVLite):
     def limit(self) -> int | None:
         return None  # no limit for one head: only the sum of all is bounded, by B_total = L·H·B
 
-    def budgets(self, step: Step, score: Tensor, stay: Tensor) -> Tensor:
-        now = self._tracked(step) & (step.clock > 0) & (step.clock % self.realloc_every == 0)
-        if not step.any(now):
-            return step.budget
-        held, prompt = (x.sum(-1, dtype=torch.int32) for x in (stay, step.protected()))
-        low = prompt + self.min_budget
-        high = torch.maximum(held + self.realloc_every, low)  # what a head can fill by the next time
-        crf = torch.where(stay, score.exp2(), 0.0).sum(-1)  # ΣCRF of every head: float64 [L, B, Hkv]
+    def decide(self, step: Step) -> Iterator[Edit]:
+        tracked = self._tracked(step)
+        if not step.any(tracked):
+            return
+        now = tracked & (step.clock > 0) & (step.clock % self.realloc_every == 0)
+        drop, kept, fixed, crf = self.algorithm_1(step, tracked, now)
+        if step.any(now):
+            budget = self.algorithm_2(step, now, kept, fixed, crf)
+            step.ops.repack(
+                drop, step.held(), self._known, step.row, step.budget, budget, self._slack, step.protects, step.clock,
+                now, self.lam,
+            )  # fmt: skip
+            yield SetBudget(budget)
+        yield Evict(drop)
+
+    def algorithm_2(self, step: Step, now: Tensor, kept: Tensor, fixed: Tensor, crf: Tensor) -> Tensor:
+        """The budgets from now on: int32 [L, B, Hkv]. now: bool [B], rows whose budgets move; others as above."""
+        low = fixed + self.min_budget
+        high = torch.maximum(kept + self.realloc_every, low)  # what a head can fill by the next time
         budget: Tensor = step.ops.reallocate(crf, step.budget, low, high, now, self.damping)
         moved = (budget - step.budget).clamp(min=0).sum((0, 2))
         self._slots[:, step.row] += torch.stack((moved, torch.where(now, step.budget.sum((0, 2)), 0)))

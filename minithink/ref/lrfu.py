@@ -38,10 +38,15 @@ def lrfu(
     age = (t - last).clamp(min=0)
     crf = torch.where(hit, (crf * lam ** age.double() + 1).float(), crf)
     last = torch.where(hit, t.to(last.dtype), last)
+    return crf, last, log_crf(crf, last, t, lam)
+
+
+def log_crf(crf: Tensor, last: Tensor, t: Tensor, lam: float) -> Tensor:
+    """log2 of the CRF decayed to t, as `lrfu` returns it: float64 [..., S]."""
     age = (t - last).clamp(min=0).double()
     log_lam = math.log2(lam) if lam > 0 else -math.inf
     score = crf.double().log2() + torch.where(age > 0, age * log_lam, 0.0)
-    return crf, last, (score * 2**30).round() / 2**30
+    return (score * 2**30).round() / 2**30
 
 
 def hit_set(mass: Tensor, valid: Tensor, p: float) -> Tensor:

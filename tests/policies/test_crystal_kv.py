@@ -4,7 +4,8 @@ limits, its budgets, its state."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,10 +19,11 @@ from minithink.kv.manager import KVManager
 from minithink.kv.stack import Stack
 from minithink.model import Rope
 from minithink.policies import parse
-from minithink.policies.crystal_kv import CrystalKV, CrystalKVLite, survival
+from minithink.policies.crystal_kv import CrystalKV, CrystalKVLite
 from minithink.ref.keep_best import keep_best
 from minithink.ref.lrfu import lrfu
 from minithink.ref.reallocate import reallocate
+from minithink.ref.retain import retain, survival, used
 from tests.kv.run import feed as feed_to
 from tests.kv.run import kept, manager_for, observed, text_of, watched
 from tests.policies.drive import DECODER, TINY, follow, held, tokens_of
@@ -153,13 +155,16 @@ class History:
         self.notes: list[dict[str, Any]] = []
         self.score = None
 
-    def budgets(self, step: Step, score: Any, stay: Any) -> Any:
-        self.score = score
-        return super().budgets(step, score, stay)
+    def algorithm_1(self, step: Any, *rows: Any) -> Any:
+        step = copy(step)
+        step.ops = replace(step.ops, retain=self.retain)
+        return super().algorithm_1(step, *rows)
 
-    def _remember(self, *args: Any) -> None:
-        *_, self.crf, self.last = args  # of the columns of this step
-        super()._remember(*args)
+    def retain(self, *args: Any) -> Any:
+        mass, pos, held, known, at, budget, slack, _, _, prompt, t, _, counted, _, lam, p, birth, _ = args
+        of_columns = used(mass, pos, held, known, at, budget, slack, prompt, t, counted, lam, p, birth)
+        _, self.crf, self.last, self.score = of_columns  # of the columns of this step
+        return retain(*args)
 
     def decide(self, step: Step) -> Iterator[Evict]:
         edits = list(super().decide(step))

@@ -1,0 +1,149 @@
+"""After budgets have moved: heads that shrink evict, lists move to their entries. Twin: `minithink/ref/repack.py`.
+
+Layout: two launches, because a lane's new entries are other lanes' old ones.
+
+    _leave   one program of one warp per lane. If the head shrinks, it finds the border as `retain` does. Then it goes
+             over the columns: the k-th that `drop` has left is the lane's k-th entry. Entries that stay go to a copy
+             of the row's list, to the place where the lane's new entries are
+    _settle  one program per block of entries: the copy becomes the list
+
+Programs of rows that do not move end at once, so the copy's memory is not touched there.
+Bound: the launch in most steps, for a row moves once in 128 steps. Then memory: 1 byte of `drop` for each column, and
+48 bytes for each entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minithink.kernels._common import Variant
+from minithink.kernels.retain import (
+    INFINITY,
+    LARGEST,
+    WARPS,
+    border_of,
+    constants,
+    entries_of,
+    estimate,
+    gone_of,
+    ordered,
+)  # fmt: skip
+
+ENTRIES = 1024  # of a program of _settle
+
+
+@triton.jit(do_not_specialize=["n"])
+def _leave(
+    p_drop, p_held, p_known, p_crf, p_last, p_at, p_old, p_new, p_protected, p_t, p_moves, p_new_known, p_new_crf,
+    p_new_last, n, layers, heads, width, entries, slack,
+    LAM: tl.constexpr, LOG_LAM: tl.constexpr, NOWHERE: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64)
+    i_n, i_own = i // heads % n, i // (n * heads) * heads + i % heads
+    if tl.load(p_moves + i_n) == 0:
+        return
+    first, old_room = entries_of(p_old, i_n, i_own, n, layers, heads, slack, LANES)
+    entry = tl.load(p_at + i_n) * entries + first
+    p_known += entry
+    p_crf += entry
+    p_last += entry
+    first, room = entries_of(p_new, i_n, i_own, n, layers, heads, slack, LANES)
+    entry = i_n * entries + first
+    p_new_known += entry
+    p_new_crf += entry
+    p_new_last += entry
+    p_drop += i * width
+    columns, t, protected = tl.load(p_held + i), tl.load(p_t + i_n), tl.load(p_protected + i_n)
+    column = tl.arange(0, BLOCK)
+
+    held, fixed = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
+    least, most = tl.full((BLOCK,), LARGEST, tl.int32), tl.full((BLOCK,), -LARGEST - 1, tl.int32)
+    for start in range(0, old_room, BLOCK):
+        known = tl.load(p_known + start + column, start + column < old_room, other=NOWHERE)
+        m, m_fixed = known != NOWHERE, known < protected
+        held += m.to(tl.int32)
+        fixed += m_fixed.to(tl.int32)
+        crf = tl.load(p_crf + start + column, m, other=0.0)
+        order = ordered(estimate(crf, tl.load(p_last + start + column, m, other=0), t, LAM, LOG_LAM))
+        least = tl.minimum(least, tl.where(m & ~m_fixed, order, LARGEST))
+        most = tl.maximum(most, tl.where(m & ~m_fixed, order, -LARGEST - 1))
+    held, fixed = tl.sum(held), tl.sum(fixed)
+
+    below, above = tl.full((), -INFINITY, tl.float32), tl.full((), -INFINITY, tl.float32)
+    score, last, missing = tl.full((), -INFINITY, tl.float64), tl.full((), -1, tl.int32), tl.zeros((), tl.int32)
+    goes = held - tl.maximum(tl.load(p_new + i), fixed)
+    if goes > 0:
+        below, above, score, last, missing, _ = border_of(
+            p_crf, p_last, p_crf, p_last, fixed, held, held, t, goes, tl.min(least), tl.max(most), LAM, LOG_LAM, BLOCK
+        )  # fmt: skip
+
+    seen, kept = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
+    for start in range(0, columns, BLOCK):
+        m_in = start + column < columns
+        m = (m_in & (tl.load(p_drop + start + column, m_in, other=1) == 0)).to(tl.int32)
+        own = seen + tl.cumsum(m) - 1
+        m_own = (m > 0) & (own < held)
+        crf, tau = tl.load(p_crf + own, m_own, other=0.0), tl.load(p_last + own, m_own, other=0)
+        gone, found = gone_of(crf, tau, m_own & (own >= fixed), t, below, above, score, last, missing, LAM, LOG_LAM)
+        missing -= found
+        tl.store(p_drop + start + column, gone.to(tl.uint8), gone > 0)
+        stay = (m_own & (gone == 0)).to(tl.int32)
+        to = kept + tl.cumsum(stay) - 1
+        m_stay = (stay > 0) & (to < room)
+        tl.store(p_new_known + to, tl.load(p_known + own, m_own, other=NOWHERE), m_stay)
+        tl.store(p_new_crf + to, crf, m_stay)
+        tl.store(p_new_last + to, tau, m_stay)
+        seen += tl.sum(m)
+        kept += tl.sum(stay)
+    for start in range(kept, room, BLOCK):
+        tl.store(p_new_known + start + column, tl.full((BLOCK,), NOWHERE, tl.int32), start + column < room)
+
+
+@triton.jit
+def _settle(
+    p_known, p_crf, p_last, p_at, p_moves, p_new_known, p_new_crf, p_new_last, entries, ENTRIES: tl.constexpr
+):
+    i_n = tl.program_id(0).to(tl.int64)
+    if tl.load(p_moves + i_n) == 0:
+        return
+    entry = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
+    m = entry < entries - 1  # the last one is not used
+    to = tl.load(p_at + i_n) * entries + entry
+    tl.store(p_known + to, tl.load(p_new_known + i_n * entries + entry, m), m)
+    tl.store(p_crf + to, tl.load(p_new_crf + i_n * entries + entry, m), m)
+    tl.store(p_last + to, tl.load(p_new_last + i_n * entries + entry, m), m)
+
+
+def repack(
+    drop: Tensor, held: Tensor, known: tuple[Tensor, Tensor, Tensor], at: Tensor, old: Tensor, new: Tensor,
+    slack: int, protected: Tensor, t: Tensor, moves: Tensor, lam: float,
+) -> None:  # fmt: skip
+    """Budgets have moved: heads that shrink evict in the order of algorithm 1, then the lists move to their entries.
+
+    Arguments as `minithink/ref/repack.py` describes them. The budgets, old and new, take all entries of a row.
+    """
+    (layers, n, heads), entries = held.shape, known[0].shape[1]
+    if not held.numel():
+        return
+    copy = [torch.empty(n, entries, dtype=x.dtype, device=x.device) for x in known]
+    moves = moves.contiguous().view(torch.uint8)
+    _leave[(held.numel(),)](
+        drop.view(torch.uint8), held.contiguous(), *known, at, old.contiguous(), new.contiguous(), protected, t,
+        moves, *copy, n, layers, heads, drop.shape[-1], entries, slack, **constants(lam, layers * heads),
+        num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    _settle[(n, triton.cdiv(entries, ENTRIES))](*known, at, moves, *copy, entries, ENTRIES=ENTRIES)
+
+
+def variants() -> Iterator[Variant]:
+    types = {"p_drop": "*u8", "p_moves": "*u8", "p_at": "*i64"} | dict.fromkeys(("p_crf", "p_new_crf"), "*fp32")
+    small, large = constants(0.0, 4), constants(0.6, 256)
+    for kernel, constexprs in ((_leave, small), (_leave, large), (_settle, {"ENTRIES": ENTRIES})):
+        names = [name for name in kernel.arg_names if name not in constexprs]
+        signature = {name: types.get(name, "*i32" if name.startswith("p_") else "i32") for name in names}
+        yield Variant(kernel, signature, constexprs, {"num_warps": WARPS})

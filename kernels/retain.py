@@ -1,0 +1,438 @@
+"""Algorithm 1 of Crystal-KV for all heads, in one launch. Twin: `minithink/ref/retain.py`.
+
+Layout: one program of one warp per lane, which goes over the lane's tokens BLOCK at a time:
+
+    sums    the attention's sum, and how many tokens are protected
+    hits    v is the largest mass such that all masses ≥ v hold the share p. Masses are not negative, so their bits
+            have their order. A bisection narrows the bits of v; after each pass both ends are masses of tokens. It
+            ends when they are equal, after about 10 passes. Of the masses equal to v the oldest are hit
+    CRF     each token finds its entry. Mostly it stands in the entry of its column's number, because the list and the
+            entries have lost the same tokens. If another policy has evicted too, a binary search finds the entries of
+            the block. CRF and τ go back to the entry of the column's number, where they differ from what is there
+    border  estimates of log2 CRF in float32 are cheap. If one token has to go, it is close to their minimum; if
+            several have to go, a bisection finds the estimate of the last one. Tokens close to this estimate are
+            compared exactly, one class of equal tokens after the other, until enough have been found. In a class τ
+            decides, found by a bisection too
+    gone    from the first block with a token that goes, the others close up
+
+A lane's entries belong to its program. A column behind the last entry waits in `more`, until a token before it has
+gone. The entries start where the entries of the row's earlier heads end; each program adds up the row's budgets.
+Powers of λ come from a table that ends where they no longer change a float32.
+
+Bound: arithmetic, by a count of compiled instructions (not measured). If one token of 1,025 goes, a token takes about
+400: 18 for the sums, 15 in each pass for the hits, 90 for CRF, 85 for the border, 45 to close up. 20 bytes are read
+for each token (mass and position; position, CRF and τ of its entry), 8 written for a token that is hit, and 12 for
+each token behind the first that goes; together about 33. `drop` takes 1 byte for each column, and is cleared before.
+Later passes find the lane in the cache.
+
+Rounding: masses are summed in float64, in another order than the twin's. Sums of dyadic masses are exact. Otherwise a
+token may be in or out if the sum before it is within about 10⁻¹⁶·S of the share. CRF and τ are the twin's, bit by
+bit, but for the last bit of a power. log2 may differ in its last bits before it is rounded to multiples of 2^−30.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minithink.kernels._common import Variant, power_of_2
+
+BLOCK = 128  # tokens at a time
+WARPS = 1
+NOWHERE = 2**31 - 1  # the position in an empty entry
+MOST = 2**20  # powers of λ in the table; larger ages count as this one
+LARGEST = tl.constexpr(0x7FFFFFFF)
+INFINITY = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def entries_of(p_budget, i_n, i_own, n, layers, heads, slack, LANES: tl.constexpr):
+    """The first entry of a lane in its row's list, and the number of its entries. i_own: layer · heads + head."""
+    lane = tl.arange(0, LANES)
+    m = lane < layers * heads
+    room = tl.load(p_budget + (lane // heads * n + i_n) * heads + lane % heads, m, other=0) + slack
+    return tl.sum(tl.where(lane < i_own, room, 0)), tl.sum(tl.where(lane == i_own, room, 0))
+
+
+@triton.jit
+def log_crf(crf, last, t, LAM: tl.constexpr, LOG_LAM: tl.constexpr):
+    """log2 of the decayed CRF, float64, rounded to multiples of 2^−30. −∞ where CRF is 0."""
+    age = tl.maximum(t - last, 0)
+    score = tl.log2(tl.where(crf > 0, crf, 1.0).to(tl.float64))
+    score += age.to(tl.float64) * tl.full((), LOG_LAM, tl.float64)
+    # Such a sum has no bits for fractions, if the score is below 2^21. Larger ones have few.
+    score = ((score * 1073741824.0 + 6755399441055744.0) - 6755399441055744.0) / 1073741824.0
+    alive = crf > 0
+    if LAM == 0:
+        alive &= age == 0
+    return tl.where(alive, score, -INFINITY)
+
+
+@triton.jit
+def estimate(crf, last, t, LAM: tl.constexpr, LOG_LAM: tl.constexpr):
+    """The same in float32, cheaply: 0 to 0.0861 less. Exponent and fraction of a number, read as an integer, are a
+    straight line between the logarithms of powers of 2."""
+    age = tl.maximum(t - last, 0)
+    score = crf.to(tl.int32, bitcast=True).to(tl.float32) * 2.0**-23 + (age.to(tl.float32) * LOG_LAM - 127)
+    alive = crf > 0
+    if LAM == 0:
+        alive &= age == 0
+    return tl.where(alive, score, -INFINITY)
+
+
+@triton.jit
+def ordered(x):
+    """float32 as int32 of the same order; applied to these integers' bits, it gives back the number's bits."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def tokens(p_crf, p_last, p_more_crf, p_more_last, start, room, m, BLOCK: tl.constexpr):
+    """CRF and τ of the columns from `start` on: of their entries, or of `more`."""
+    column = start + tl.arange(0, BLOCK)
+    crf, last = tl.load(p_crf + column, m & (column < room)), tl.load(p_last + column, m & (column < room))
+    if start + BLOCK > room:
+        m_more = m & (column >= room)
+        crf = tl.where(m_more, tl.load(p_more_crf + column, m_more, other=0.0), crf)
+        last = tl.where(m_more, tl.load(p_more_last + column, m_more, other=0), last)
+    return crf, last
+
+
+@triton.jit
+def last_of(
+    p_crf, p_last, p_more_crf, p_more_last, fixed, held, room, t, goes, low, high, score, TAU: tl.constexpr,
+    LAM: tl.constexpr, LOG_LAM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The `goes`-th smallest key of columns `fixed` to `held`, and how many keys are smaller. Keys are the bits of
+    estimates or, if TAU, the τ of the tokens with this score. They lie between low and high."""
+    column, smaller = tl.arange(0, BLOCK), tl.zeros((), tl.int32)
+    while low < high:
+        middle = ((low.to(tl.int64) + high.to(tl.int64)) >> 1).to(tl.int32)
+        count = tl.zeros((BLOCK,), tl.int32)
+        at_most, more = tl.full((BLOCK,), -LARGEST - 1, tl.int32), tl.full((BLOCK,), LARGEST, tl.int32)
+        for start in range(0, held, BLOCK):
+            m = (start + column >= fixed) & (start + column < held)
+            crf, tau = tokens(p_crf, p_last, p_more_crf, p_more_last, start, room, m, BLOCK)
+            if TAU:
+                m &= log_crf(crf, tau, t, LAM, LOG_LAM) == score
+                key = tau
+            else:
+                key = ordered(estimate(crf, tau, t, LAM, LOG_LAM))
+            m_less = m & (key <= middle)
+            count += m_less.to(tl.int32)
+            at_most = tl.maximum(at_most, tl.where(m_less, key, at_most))
+            more = tl.minimum(more, tl.where(m & (key > middle), key, more))
+        found = tl.sum(count)
+        enough = found >= goes
+        smaller = tl.where(enough, smaller, found)
+        low = tl.where(enough, low, tl.min(more))
+        high = tl.where(enough, tl.max(at_most), high)
+    return low, smaller
+
+
+@triton.jit
+def border_of(
+    p_crf, p_last, p_more_crf, p_more_last, fixed, held, room, t, goes, low, high,
+    LAM: tl.constexpr, LOG_LAM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Find the `goes` > 0 tokens of columns `fixed` to `held` that go first, among estimates from low to high.
+
+    Returns:
+        below, above: a token goes if its estimate is below `below`, and stays if it is above `above`.
+        score, last, missing: of the others, a token goes if its (score, τ) is less than (score, last), or is equal
+            and it is one of the `missing` oldest of such tokens.
+        first: no token before this column goes.
+    """
+    column = tl.arange(0, BLOCK)
+    if goes > 1:
+        low, _ = last_of(
+            p_crf, p_last, p_more_crf, p_more_last, fixed, held, room, t, goes, low, high, 0.0, False,
+            LAM, LOG_LAM, BLOCK,
+        )  # fmt: skip
+    edge = (low ^ ((low >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    margin = tl.where(edge > -INFINITY, tl.abs(edge) * 2.0**-20 + 0.09, 0.0)  # of estimates, roundings too
+    below, above = edge - margin, edge + margin
+
+    score = tl.full((), float("nan"), tl.float64)  # of the class: the tokens near the border with this score
+    size, taken = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
+    oldest, newest = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
+    missing, first = goes, held
+    while missing > size:
+        taken += size  # the class goes as a whole, and the next one follows
+        old_score = score
+        score, size = tl.full((), INFINITY, tl.float64), tl.zeros((), tl.int32)
+        sure, front = tl.zeros((BLOCK,), tl.int32), tl.full((BLOCK,), LARGEST, tl.int32)
+        for start in range(0, held, BLOCK):
+            m = (start + column >= fixed) & (start + column < held)
+            crf, tau = tokens(p_crf, p_last, p_more_crf, p_more_last, start, room, m, BLOCK)
+            about = estimate(crf, tau, t, LAM, LOG_LAM)
+            m_near = m & (about >= below) & (about <= above)
+            sure += (m & (about < below)).to(tl.int32)
+            front = tl.minimum(front, tl.where(m & (about <= above), start + column, front))
+            if tl.max(m_near.to(tl.int32)) > 0:
+                exact = log_crf(crf, tau, t, LAM, LOG_LAM)
+                m_left = m_near & ~(exact <= old_score)  # at first all, for nothing is less than NaN
+                least = tl.min(tl.where(m_left, exact, INFINITY))
+                m_left &= exact == least
+                if least < score:
+                    score, size = least, tl.zeros((), tl.int32)
+                    oldest, newest = tl.full((), LARGEST, tl.int32), tl.zeros((), tl.int32)
+                if least == score:
+                    size += tl.sum(m_left.to(tl.int32))
+                    oldest = tl.minimum(oldest, tl.min(tl.where(m_left, tau, LARGEST)))
+                    newest = tl.maximum(newest, tl.max(tl.where(m_left, tau, 0)))
+        missing = goes - tl.sum(sure) - taken
+        first = tl.min(front)
+    last, smaller = last_of(
+        p_crf, p_last, p_more_crf, p_more_last, fixed, held, room, t, missing, oldest, newest, score, True,
+        LAM, LOG_LAM, BLOCK,
+    )  # fmt: skip
+    return below, above, score, last, missing - smaller, first
+
+
+@triton.jit
+def gone_of(
+    crf, tau, m, t, below, above, score, last, missing, LAM: tl.constexpr, LOG_LAM: tl.constexpr,
+):  # fmt: skip
+    """The tokens of a block that go, int32, and how many of the border's class the block has. m: free tokens."""
+    about = estimate(crf, tau, t, LAM, LOG_LAM)
+    m_near = m & (about >= below) & (about <= above)
+    gone = (m & (about < below)).to(tl.int32)
+    found = tl.zeros((), tl.int32)
+    if tl.max(m_near.to(tl.int32)) > 0:
+        exact = log_crf(crf, tau, t, LAM, LOG_LAM)
+        equal = (m_near & (exact == score) & (tau == last)).to(tl.int32)
+        before = m_near & ((exact < score) | ((exact == score) & (tau < last)))
+        gone += (before | ((equal > 0) & (tl.cumsum(equal) <= missing))).to(tl.int32)
+        found = tl.sum(equal)
+    return gone, found
+
+
+@triton.jit
+def clear(p_pos, start, room, NOWHERE: tl.constexpr, BLOCK: tl.constexpr):
+    """Empty the entries from `start` on. Those in use come first."""
+    column = tl.arange(0, BLOCK)
+    used = tl.full((), 1, tl.int32)
+    while (start < room) & (used > 0):
+        m = tl.load(p_pos + start + column, start + column < room, other=NOWHERE) != NOWHERE
+        tl.store(p_pos + start + column, tl.full((BLOCK,), NOWHERE, tl.int32), m)
+        used = tl.max(m.to(tl.int32))
+        start += BLOCK
+
+
+@triton.jit(do_not_specialize=["n"])
+def _retain(
+    p_mass, p_pos, p_held, p_known, p_crf, p_last, p_at, p_budget, p_keep, p_protected, p_prompt, p_t, p_tracked,
+    p_counted, p_summed, p_power, p_more_crf, p_more_last, p_drop, p_kept, p_fixed, p_total, p_score,
+    n, layers, heads, width, entries, slack, powers,
+    mass_layer, mass_row, mass_head, pos_layer, pos_row, pos_head,
+    P: tl.constexpr, BIRTH: tl.constexpr, LAM: tl.constexpr, LOG_LAM: tl.constexpr, SCORED: tl.constexpr,
+    NOWHERE: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64)
+    i_n, i_layer, i_head = i // heads % n, i // (n * heads), i % heads
+    summed = tl.load(p_summed + i_n) > 0
+    if tl.load(p_tracked + i_n) == 0:
+        tl.store(p_kept + i, 0)
+        tl.store(p_fixed + i, 0)
+        tl.store(p_total + i, tl.zeros((), tl.float64))
+        return
+    first, room = entries_of(p_budget, i_n, i_layer * heads + i_head, n, layers, heads, slack, LANES)
+    entry = tl.load(p_at + i_n) * entries + first
+    p_known += entry
+    p_crf += entry
+    p_last += entry
+    p_mass += i_layer * mass_layer + i_n * mass_row + i_head * mass_head
+    p_pos += i_layer * pos_layer + i_n * pos_row + i_head * pos_head
+    p_more_crf += i * width
+    p_more_last += i * width
+    p_drop += i * width
+    p_score += i * width
+    held, t = tl.load(p_held + i), tl.load(p_t + i_n)
+    prompt, protected = tl.load(p_prompt + i_n), tl.load(p_protected + i_n)
+    column = tl.arange(0, BLOCK)
+
+    # sums
+    totals, top = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.int32)
+    fixed = tl.zeros((BLOCK,), tl.int32)  # protected tokens
+    for start in range(0, held, BLOCK):
+        m_in = start + column < held
+        mass = tl.load(p_mass + start + column, m_in, other=0.0)
+        totals += mass.to(tl.float64)
+        top = tl.maximum(top, mass.to(tl.int32, bitcast=True))
+        fixed += (tl.load(p_pos + start + column, m_in, other=NOWHERE) < protected).to(tl.int32)
+    fixed, total = tl.sum(fixed), tl.sum(totals)
+    goes = held - tl.maximum(tl.load(p_keep + i), fixed)
+
+    # hits
+    share = tl.full((), P, tl.float64) * total
+    high, more = tl.max(top), tl.zeros((), tl.float64)  # sum of the masses above `high`
+    # Masses below this one hold less than half of what may be missing.
+    low = (total * ((1 - P) / 2) / tl.maximum(held, 1)).to(tl.float32).to(tl.int32, bitcast=True)
+    if (tl.load(p_counted + i) == 0) | (total == 0):
+        low, high = tl.full((), LARGEST, tl.int32), tl.full((), LARGEST, tl.int32)
+    while low < high:
+        middle = low + ((high - low + 1) >> 1)
+        sums = tl.zeros((BLOCK,), tl.float64)
+        less, at_least = tl.zeros((BLOCK,), tl.int32), tl.full((BLOCK,), LARGEST, tl.int32)
+        for start in range(0, held, BLOCK):
+            mass = tl.load(p_mass + start + column, start + column < held, other=0.0)
+            bits = mass.to(tl.int32, bitcast=True)
+            m_counts = bits >= middle
+            sums += tl.where(m_counts, mass, 0.0).to(tl.float64)
+            at_least = tl.minimum(at_least, tl.where(m_counts, bits, LARGEST))
+            less = tl.maximum(less, tl.where(m_counts, 0, bits))
+        reached = tl.sum(sums)
+        enough = reached >= share
+        low = tl.where(enough, tl.min(at_least), low)
+        high = tl.where(enough, high, tl.max(less))
+        more = tl.where(enough, more, reached)
+
+    # CRF
+    older = tl.zeros((), tl.int32)  # tokens of mass v seen before
+    least, most = tl.full((BLOCK,), LARGEST, tl.int32), tl.full((BLOCK,), -LARGEST - 1, tl.int32)
+    for start in range(0, held, BLOCK):
+        own = start + column
+        m_in, m_entry = own < held, own < tl.minimum(held, room)
+        pos, mass = tl.load(p_pos + own, m_in, other=0), tl.load(p_mass + own, m_in, other=0.0)
+        known, crf = tl.load(p_known + own, m_entry, other=NOWHERE), tl.load(p_crf + own, m_entry, other=0.0)
+        last, at = tl.load(p_last + own, m_entry, other=0), own
+        if tl.max(((known != pos) & (known != NOWHERE)).to(tl.int32)) > 0:
+            at, end, left = tl.zeros_like(own) + start, tl.zeros_like(own) + room, room - start
+            while left > 0:
+                middle = (at + end) // 2
+                m_less = (tl.load(p_known + middle, at < end, other=NOWHERE) < pos) & (at < end)
+                at, end = tl.where(m_less, middle + 1, at), tl.where(m_less, end, middle)
+                left //= 2
+            m_at = m_in & (at < room)
+            known, crf = tl.load(p_known + at, m_at, other=NOWHERE), tl.load(p_crf + at, m_at, other=0.0)
+            last = tl.load(p_last + at, m_at, other=0)
+        new = known != pos
+        born = tl.maximum(pos - prompt + 1, 0)
+        crf, last = tl.where(new, BIRTH, crf).to(tl.float32), tl.where(new, born, last)
+
+        bits = mass.to(tl.int32, bitcast=True)
+        hit, equal = bits > low, (bits == low).to(tl.int32)
+        if tl.max(equal) > 0:
+            before = more + (older + tl.cumsum(equal) - equal).to(tl.float64) * mass.to(tl.float64)
+            hit |= (equal > 0) & (before < share)
+            older += tl.sum(equal)
+        if BIRTH == 1:
+            hit &= born < t
+        # CRF_i(t) = λ^(t − τ_i)·CRF_i(τ_i) + 1
+        age = tl.minimum(tl.maximum(t - last, 0), powers - 1)
+        decay = tl.load(p_power + age, hit, other=0.0)
+        crf = tl.where(hit, (crf.to(tl.float64) * decay + 1).to(tl.float32), crf)
+        last = tl.where(hit, t, last)
+
+        moved = (at != own) | new
+        tl.debug_barrier()  # all threads have read, and write now
+        tl.store(p_known + own, pos, m_entry & moved)
+        tl.store(p_crf + own, crf, m_entry & (moved | hit))
+        tl.store(p_last + own, last, m_entry & (moved | hit))
+        if start + BLOCK > room:
+            tl.store(p_more_crf + own, crf, m_in & (own >= room))
+            tl.store(p_more_last + own, last, m_in & (own >= room))
+        if SCORED:
+            tl.store(p_score + own, log_crf(crf, last, t, LAM, LOG_LAM), m_in)
+        m_free = m_in & (own >= fixed)
+        order = ordered(estimate(crf, last, t, LAM, LOG_LAM))
+        least = tl.minimum(least, tl.where(m_free, order, LARGEST))
+        most = tl.maximum(most, tl.where(m_free, order, -LARGEST - 1))
+
+    # border
+    below, above = tl.full((), -INFINITY, tl.float32), tl.full((), -INFINITY, tl.float32)
+    score, last, missing = tl.full((), -INFINITY, tl.float64), tl.full((), -1, tl.int32), tl.zeros((), tl.int32)
+    front = held
+    if goes > 0:
+        below, above, score, last, missing, front = border_of(
+            p_crf, p_last, p_more_crf, p_more_last, fixed, held, room, t, goes, tl.min(least), tl.max(most),
+            LAM, LOG_LAM, BLOCK,
+        )  # fmt: skip
+
+    # gone
+    begin = tl.where(summed, 0, front // BLOCK * BLOCK)
+    kept, total = begin, tl.zeros((), tl.float64)
+    for start in range(begin, held, BLOCK):
+        own = start + column
+        m_in = own < held
+        crf, tau = tokens(p_crf, p_last, p_more_crf, p_more_last, start, room, m_in, BLOCK)
+        pos = tl.load(p_pos + own, m_in, other=0)
+        m_free = m_in & (own >= fixed)
+        gone, found = gone_of(crf, tau, m_free, t, below, above, score, last, missing, LAM, LOG_LAM)
+        missing -= found
+        tl.store(p_drop + own, gone.to(tl.uint8), gone > 0)
+        stay = (m_in & (gone == 0)).to(tl.int32)
+        to = kept + tl.cumsum(stay) - 1
+        m_stay = (stay > 0) & (to < room)
+        tl.debug_barrier()
+        tl.store(p_known + to, pos, m_stay)
+        tl.store(p_crf + to, crf, m_stay)
+        tl.store(p_last + to, tau, m_stay)
+        kept += tl.sum(stay)
+        if summed:
+            total += tl.sum(tl.where(stay > 0, tl.exp2(log_crf(crf, tau, t, LAM, LOG_LAM)), 0.0))
+    clear(p_known, kept, room, NOWHERE, BLOCK)
+    tl.store(p_kept + i, kept)
+    tl.store(p_fixed + i, fixed)
+    tl.store(p_total + i, total)
+
+
+def retain(
+    mass: Tensor, pos: Tensor, held: Tensor, known: tuple[Tensor, Tensor, Tensor], at: Tensor, budget: Tensor,
+    slack: int, keep: Tensor, protected: Tensor, prompt: Tensor, t: Tensor, tracked: Tensor, counted: Tensor,
+    summed: Tensor, lam: float, p: float, birth: int, scored: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """One step of algorithm 1, as `minithink/ref/retain.py` describes it.
+
+    What the twin leaves in empty entries beside their positions is not kept up here.
+    """
+    (layers, n, heads), width, device = held.shape, pos.shape[-1], pos.device
+    drop = torch.zeros(pos.shape, dtype=torch.bool, device=device)
+    kept, fixed = (torch.empty(held.shape, dtype=torch.int32, device=device) for _ in range(2))
+    total = torch.empty(held.shape, dtype=torch.float64, device=device)
+    score = torch.empty(pos.shape if scored else 0, dtype=torch.float64, device=device)
+    if kept.numel():
+        mass, pos = (x if x.stride(-1) == 1 or width < 2 else x.contiguous() for x in (mass.float(), pos))
+        more_crf = torch.empty(pos.shape, dtype=torch.float32, device=device)
+        more_last = torch.empty(pos.shape, dtype=torch.int32, device=device)
+        tracked, counted, summed = (x.contiguous().view(torch.uint8) for x in (tracked, counted, summed))
+        power = lam ** torch.arange(ages(lam), dtype=torch.float64, device=device)
+        _retain[(kept.numel(),)](
+            mass, pos, held.contiguous(), *known, at, budget.contiguous(), keep.contiguous(), protected, prompt, t,
+            tracked, counted, summed, power, more_crf, more_last, drop.view(torch.uint8), kept, fixed, total, score,
+            n, layers, heads, width, known[0].shape[1], slack, len(power), *mass.stride()[:3], *pos.stride()[:3],
+            P=float(p), BIRTH=birth, **constants(lam, layers * heads), SCORED=scored, num_warps=WARPS,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return drop, kept, fixed, total, score if scored else None
+
+
+def ages(lam: float) -> int:
+    """Powers of λ in the table: the last one is 1, or so small that it changes no CRF (which are below 2^24)."""
+    if lam in (0, 1):
+        return 2 - int(lam)
+    return min(MOST, math.ceil(49 / -math.log2(lam)) + 1)
+
+
+def constants(lam: float, lanes: int) -> dict[str, float]:
+    """Of the compiled kernels, λ in double precision: arguments would be rounded to float32."""
+    log_lam = math.log2(lam) if lam > 0 else 0.0
+    return {"LAM": float(lam), "LOG_LAM": log_lam, "NOWHERE": NOWHERE, "LANES": power_of_2(lanes), "BLOCK": BLOCK}
+
+
+def variants() -> Iterator[Variant]:
+    signature = dict.fromkeys(("p_mass", "p_crf", "p_more_crf"), "*fp32")
+    signature |= dict.fromkeys(("p_tracked", "p_counted", "p_summed", "p_drop"), "*u8")
+    signature |= dict.fromkeys(("p_power", "p_total", "p_score"), "*fp64") | {"p_at": "*i64"}
+    signature |= {name: "*i32" for name in _retain.arg_names if name.startswith("p_") and name not in signature}
+    signature |= {name: "i32" for name in _retain.arg_names if name[0].islower() and name not in signature}
+    for lam, birth, scored in ((0.6, 1, False), (0.0, 0, True), (1.0, 1, False)):
+        values = {"P": 0.9, "BIRTH": birth, "SCORED": scored, **constants(lam, 256)}
+        yield Variant(_retain, signature, values, {"num_warps": WARPS})

@@ -1,0 +1,30 @@
+"""After budgets have moved: heads that shrink evict, and what is remembered of tokens moves (Crystal-KV)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minithink.ref.lrfu import log_crf
+from minithink.ref.retain import Known, entries, lanes, remember, worst
+
+
+def repack(
+    drop: Tensor, held: Tensor, known: Known, at: Tensor, old: Tensor, new: Tensor, slack: int, protected: Tensor,
+    t: Tensor, moves: Tensor, lam: float,
+) -> None:  # fmt: skip
+    """Budgets have moved: heads that shrink evict in the order of algorithm 1, then the lists move to their entries.
+
+    Args as of `retain`, and:
+        drop: bool [L, N, H, S], what `retain` has found; gets the tokens that go now, too.
+        held: int32 [L, N, H], tokens of each head before `drop`. Those that stay have entries.
+        old, new: int32 [L, N, H], the budgets.
+        moves: bool [N]. In other rows nothing changes.
+    """
+    there = (torch.arange(drop.shape[-1], device=drop.device) < held[..., None]) & ~drop
+    entry = entries(known, old, slack, there.cumsum(-1) - 1)
+    pos, crf, last = (x[at].gather(1, entry).unflatten(1, lanes(drop)).transpose(0, 1) for x in known)
+    free = there & (pos >= protected[:, None, None])
+    gone = worst(log_crf(crf, last, t[:, None, None], lam), last, free, new - (there & ~free).sum(-1))
+    remember(known, at, moves, new, slack, there & ~gone, pos, crf, last)
+    drop |= gone & moves[:, None, None]

@@ -1,0 +1,127 @@
+"""Algorithm 1 of Crystal-KV: hits, CRF, the tokens that go, and what is remembered of those that stay."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minithink.ref.keep_best import keep_best
+from minithink.ref.lrfu import lrfu
+
+NOWHERE = 2**31 - 1  # the position in an empty entry: behind all others
+Known = tuple[Tensor, Tensor, Tensor]  # positions, CRF and τ
+
+
+def retain(
+    mass: Tensor, pos: Tensor, held: Tensor, known: Known, at: Tensor, budget: Tensor, slack: int, keep: Tensor,
+    protected: Tensor, prompt: Tensor, t: Tensor, tracked: Tensor, counted: Tensor, summed: Tensor, lam: float,
+    p: float, birth: int, scored: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """One step of algorithm 1.
+
+    `known` holds what earlier steps left of each row: a list for all its heads, one head after the other, layer by
+    layer. A head has budget + slack entries, its tokens stand in the first of them, oldest first. So the lists do not
+    grow when budgets move. They are changed in place, for the rows that are tracked. Tokens are found by position.
+    Tokens that are not found are new. They are newer than all that are found.
+
+    Args:
+        mass: float [L, N, H, S], the newest query's attention; anything (also NaN) behind the last token.
+        pos: int32 [L, N, H, S], the tokens' positions, ascending; anything behind the last token.
+        held: int32 [L, N, H], tokens of each head.
+        known: int32, float32 and int32 [B, E]; E is above the sum of a row's entries. The last entry is not used.
+        at: int64 [N], the rows, each once.
+        budget: int32 [L, N, H].
+        keep: int32 [L, N, H], tokens that a head may keep, with its protected ones. These stay in any case.
+        protected: int32 [N], tokens at positions below this are protected.
+        prompt: int32 [N], tokens of the prompt.
+        t: int32 [N], generated tokens.
+        tracked: bool [N]. In other rows nothing changes.
+        counted: bool [L, N, H], heads in which hits count.
+        summed: bool [N], rows of which ΣCRF is wanted.
+        lam, p: λ and the share of the hit set, see `lrfu`.
+        birth: CRF of a new token, 1 or 0. With 1, its attention to itself is no second hit.
+        scored: whether scores are wanted.
+
+    Returns:
+        drop: bool [L, N, H, S], the tokens that go; False in rows that are not tracked.
+        kept, fixed: int32 [L, N, H], tokens of each head that stay, and the protected ones among them; 0 in rows that
+            are not tracked.
+        crf: float64 [L, N, H], ΣCRF of the tokens that stay, decayed to t; 0 in rows that are not summed.
+        score: float64 [L, N, H, S], log2 of the decayed CRF of every token, where tracked; None if not wanted.
+    """
+    rows = tracked[:, None]
+    there, crf, last, score = used(mass, pos, held, known, at, budget, slack, prompt, t, counted, lam, p, birth)
+    free = there & (pos >= protected[:, None, None])
+    fixed = (there & ~free).sum(-1, dtype=torch.int32)
+    stay = there & ~worst(score, last, free, keep - fixed)  # line 10
+    remember(known, at, tracked, budget, slack, stay, pos, crf, last)  # lines 11 to 13
+    kept, fixed = (torch.where(rows, x, 0) for x in (stay.sum(-1, dtype=torch.int32), fixed))
+    total = torch.where(stay & summed[:, None, None], score.exp2(), 0.0).sum(-1)
+    return there & ~stay & rows[..., None], kept, fixed, total, score if scored else None
+
+
+def used(
+    mass: Tensor, pos: Tensor, held: Tensor, known: Known, at: Tensor, budget: Tensor, slack: int, prompt: Tensor,
+    t: Tensor, counted: Tensor, lam: float, p: float, birth: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Lines 3 to 9, with the arguments of `retain`: which columns hold a token, CRF, τ and the decayed CRF's log2."""
+    there, t = torch.arange(pos.shape[-1], device=pos.device) < held[..., None], t[:, None, None]
+    born = (pos - prompt[:, None, None] + 1).clamp(min=0)  # the time at which each token came, 0: the prompt
+    crf, last = recall(pos, born, known, at, budget, slack, birth)
+    counted = counted[..., None] & ((born < t) | (birth == 0))
+    return there, *lrfu(mass, there, counted, crf, last, t, lam, p)
+
+
+def worst(score: Tensor, last: Tensor, free: Tensor, room: Tensor) -> Tensor:
+    """The free tokens beyond the best `room` ones: bool [..., S]."""
+    return free & ~keep_best(survival(score, last), free, room.clamp(min=0))
+
+
+def survival(score: Tensor, last: Tensor) -> Tensor:
+    """Ranks by CRF, among equals by the last hit, among equals by age: 0 goes first. float32 [..., S]."""
+    by_last = last.sort(dim=-1, stable=True).indices  # columns are oldest first already
+    order = by_last.gather(-1, score.gather(-1, by_last).sort(dim=-1, stable=True).indices)
+    rank = torch.arange(order.shape[-1], dtype=torch.float32, device=order.device).expand(order.shape)
+    return torch.zeros_like(rank).scatter(-1, order, rank)
+
+
+def recall(
+    pos: Tensor, born: Tensor, known: Known, at: Tensor, budget: Tensor, slack: int, birth: int
+) -> tuple[Tensor, Tensor]:
+    """CRF and τ of the tokens at hand: tokens are found by position, and new ones get theirs."""
+    column = torch.arange(pos.shape[-1], device=pos.device).expand(pos.shape)
+    entry = entries(known, budget, slack, column)
+    there, crf, last = (x[at].gather(1, entry).unflatten(1, lanes(pos)).transpose(0, 1) for x in known)
+    here = torch.searchsorted(there.contiguous(), pos.contiguous()).clamp(max=pos.shape[-1] - 1)
+    same = there.gather(-1, here) == pos
+    return torch.where(same, crf.gather(-1, here), float(birth)), torch.where(same, last.gather(-1, here), born)
+
+
+def remember(
+    known: Known, at: Tensor, rows: Tensor, budget: Tensor, slack: int, stay: Tensor, pos: Tensor, crf: Tensor,
+    last: Tensor,
+) -> None:  # fmt: skip
+    """Keep positions, CRF and τ of the tokens that stay, in place. rows: bool [N], those whose lists change."""
+    entry = entries(known, budget, slack, torch.where(stay, stay.cumsum(-1) - 1, NOWHERE))
+    for list_, new, nothing in zip(known, (pos, crf, last), (NOWHERE, 0, 0), strict=True):
+        old = list_[at]
+        kept = torch.full_like(old, nothing).scatter_(1, entry, new.transpose(0, 1).flatten(1))
+        kept[:, -1].fill_(nothing)
+        list_[at] = torch.where(rows[:, None], kept, old)
+
+
+def entries(known: Known, budget: Tensor, slack: int, number: Tensor) -> Tensor:
+    """The entry of each head's token of that number, counted from its oldest: int64 [N, L·H·S].
+
+    number: [L, N, H, S]. Tokens beyond a head's entries have the last one of the row.
+    """
+    room = (budget + slack).transpose(0, 1)
+    first = room.flatten(1).cumsum(1).view(room.shape) - room  # where each head's entries begin: [N, L, H]
+    number, nowhere = number.transpose(0, 1), known[0].shape[1] - 1
+    entry = torch.where((number >= 0) & (number < room[..., None]), first[..., None] + number, nowhere)
+    return entry.clamp(max=nowhere).flatten(1)
+
+
+def lanes(x: Tensor) -> tuple[int, int, int]:
+    """(L, H, S) of a tensor [L, N, H, S]."""
+    return x.shape[0], x.shape[2], x.shape[3]
