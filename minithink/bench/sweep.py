@@ -3,7 +3,7 @@
 Each has a name, a list of policies and budgets (`minithink/experiments`), and is run as by `python -m
 minithink.evaluate`, on all embedded families, one after the other. What comes out goes into the pool of results
 (`bench/pool.py`); what the pool holds already is not run again, whichever comparison has brought it there. A run that
-was interrupted is resumed. Settings are chosen on validation problems; the test split is for `main` alone.
+was interrupted is resumed. Settings are chosen on validation problems; the test split is for a method's main table.
 
 Where a machine is lent for minutes only, a run may not end: --finished generates nothing and takes the policies whose
 sequences are all there, on any machine. --join takes what another pool holds. --recheck generates the first sequences

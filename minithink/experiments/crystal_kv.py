@@ -25,7 +25,7 @@ SMALL = (0.125, 0.25, 0.5)
 SWEEPS = {
     "crystal-kv": Sweep(
         "Crystal-KV with moving and with equal budgets, others with and without a protected prompt",
-        ("crystal_kv", LITE, *OTHERS, "thinkv"), budgets=(*SMALL, 0.75),
+        ("crystal_kv", LITE, *OTHERS, "thinkv"), budgets=(*SMALL, 0.75), split="test",
     ),
     "crystal-kv-heat": Sweep(
         "the decay λ and the share p of the attention that makes a hit (figure 5)",
