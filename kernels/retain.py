@@ -42,7 +42,7 @@ from torch import Tensor
 
 from minithink.kernels._common import Variant, power_of_2
 
-BLOCK = 128  # tokens at a time
+BLOCK = 64  # tokens at a time
 WARPS = 1
 NOWHERE = 2**31 - 1  # the position in an empty entry
 MOST = 2**20  # powers of λ in the table; larger ages count as this one

@@ -23,7 +23,8 @@ rows whose buffers are full are the batch of a third graph.
 
 A graph is recorded when it is first needed. It holds for
 
-    a number of rows         one of SIZES; if there are fewer sequences, padding rows follow
+    a number of rows         one of SIZES; if there are fewer sequences, padding rows follow. If these are all rows of
+                             the cache, in order, nothing need be picked out of its tensors: a graph of its own
     a width of the lists     a power of two that the lanes fit into; it decides the grid of attention
     the formats in use       of the tokens that the lanes hold
     the observations         a policy that demands attention every 128 tokens pays for it in 1 of 128 steps
@@ -36,7 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,8 +50,17 @@ from minithink.sampling import Sampler, SamplingParams, filter_logits
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of a graph; another size is all rows of the cache
 
-# A graph holds for: rows, columns, formats, observations, whether decisions are recorded (not beside a recorder).
-Key = tuple[int, int, frozenset[int], tuple[Demand, ...], bool]
+
+class Key(NamedTuple):
+    """What a graph holds for."""
+
+    rows: int
+    whole: bool  # these are all rows of the cache, in order
+    columns: int
+    formats: frozenset[int]
+    observed: tuple[Demand, ...]
+    decides: bool  # decisions are recorded (not beside a recorder)
+
 
 
 class Recorded:
@@ -234,10 +244,11 @@ class DecodeLoop:
             part(batch.to(cache.device), out)
             return out
         values = self._padded(batch, sizes).values
-        key = values.shape[1], cache.seen, cache.formats, observed, cache.records_decisions
+        whole = values[0].tolist() == list(range(len(cache.rows)))
+        key = Key(values.shape[1], whole, cache.seen, cache.formats, observed, cache.records_decisions)
         if key not in graphs:
             out = torch.zeros(numbers * values.shape[1] + 1, dtype=torch.int64, device=cache.device)
-            graphs[key] = self._record(lambda x, out: part(Batch(x), out), values, out, self._pool)
+            graphs[key] = self._record(lambda x, out: part(Batch(x, whole), out), values, out, self._pool)
         return graphs[key].replay(values)
 
     def _padded(self, batch: Batch, sizes: Sequence[int]) -> Batch:

@@ -127,7 +127,8 @@ class Pass(Rows):
         return (p.to(v.dtype) @ v).view(n, hq, d)
 
     def _keep_weights(self, layer: int, group: str, what: See, now: _Step, mass: Tensor) -> None:
-        self.observations.keep_weights(layer, group, what, now.batch.row, now.active, mass)
+        at = None if now.batch.whole else now.batch.row
+        self.observations.keep_weights(layer, group, what, at, now.active, mass)
 
     def _pull(self, now: _Step) -> None:
         """Prepare pulled tokens: those below `pull` are attended as if they stood directly before the next token that

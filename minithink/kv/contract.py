@@ -249,8 +249,9 @@ class Step(Protocol):
     def chronological(self, layer: int) -> Tensor:
         """The permutation of columns that sorts by position: int64 [B, Ht, S]. Here it is 0, 1, …"""
 
-    def mass(self, layer: int) -> Tensor:
-        """MASS, float32 [B, Hkv, S], or [B, Hq, S] with group "none". After the prompt: summed over its queries."""
+    def mass(self, layer: int | None = None) -> Tensor:
+        """MASS, float32 [B, Hkv, S], or [B, Hq, S] with group "none"; without `layer` of all layers, [L, B, …]. After
+        the prompt: summed over its queries."""
 
     def rows(self, layer: int) -> Tensor:
         """ROWS, float32 [B, Hkv, rows, S] (or Hq): the newest query is the last row; rows not yet there are 0."""

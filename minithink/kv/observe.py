@@ -29,6 +29,7 @@ class Observations:
         # (layer, group rule) → [B, heads, S]: of MASS, and of ROWS with one row
         self.mass: dict[tuple[int, str], Tensor] = {}
         self.newest: dict[tuple[int, str], Tensor] = {}
+        self._layers: dict[str, Tensor] = {}  # group rule → [L, B, heads, S], which `mass` has layer by layer
         self.hidden: dict[int, Tensor] = {}  # layer → [B, d]
         shape, asked = store.shape, max((d.queries for d in demands), default=0)
         ring = (shape.layers if asked else 0, shape.rows, shape.query_heads, asked, shape.head_dim)
@@ -67,25 +68,30 @@ class Observations:
     # -- observations of one decode step. at: int64 [N], rows; active: bool [N], rows that bring a token (None: all)
 
     def keep_weights(
-        self, layer: int, group: str, what: See, at: Tensor, active: Tensor | None, mass: Tensor
+        self, layer: int, group: str, what: See, at: Tensor | None, active: Tensor | None, mass: Tensor
     ) -> None:
-        """Keep attention weights. mass: [N, heads, S], the weights of one query of each row."""
+        """Keep attention weights. mass: [N, heads, S], of one query of each row. at: None: these are all rows."""
         for kind, all_held in ((See.MASS, self.mass), (See.ROWS, self.newest)):
             if what & kind:
                 self._hold(all_held, (layer, group), at, active, mass)
 
     def _hold(
-        self, all_held: dict[tuple[int, str], Tensor], key: tuple[int, str], at: Tensor, active: Tensor | None,
+        self, all_held: dict[tuple[int, str], Tensor], key: tuple[int, str], at: Tensor | None, active: Tensor | None,
         mass: Tensor,
     ) -> None:  # fmt: skip
         rows = self.store.shape.rows
         if self.store.columns is not None:  # widths are fixed: write in place, because graphs know the addresses
-            size = (rows, mass.shape[1], self.width)
-            if key not in all_held or all_held[key].shape != size:
-                all_held[key] = mass.new_zeros(size)
+            if key not in all_held:
+                all_held[key] = self._fixed(all_held, key, mass.shape[1])
             held = all_held[key][..., : mass.shape[-1]]
-            held[at] = _of_active(mass, held, at, active)
+            if at is not None:
+                held[at] = _of_active(mass, held, at, active)
+            elif active is None:
+                held.copy_(mass)
+            else:
+                torch.where(active[:, None, None], mass, held, out=held)
             return
+        at = torch.arange(rows, device=mass.device) if at is None else at
         held = mass.new_zeros(rows, *mass.shape[1:]).index_copy_(0, at, mass)
         if self.store.reading and key in all_held:  # prompts that are being read keep their unfinished sums
             reading, before = list(self.store.reading), all_held[key]
@@ -93,6 +99,21 @@ class Observations:
             held = torch.nn.functional.pad(held, (0, before.shape[-1] - held.shape[-1]))
             held[reading] = before
         all_held[key] = held
+
+    def _fixed(self, all_held: dict[tuple[int, str], Tensor], key: tuple[int, str], heads: int) -> Tensor:
+        """Room for weights of a fixed width, zeros: [B, heads, S]."""
+        (layer, group), shape = key, self.store.shape
+        size = shape.rows, heads, self.width
+        everywhere = any(d.what & See.MASS and d.group == group and d.layers is None for d in self.demands)
+        if all_held is not self.mass or not everywhere:
+            return torch.zeros(size, device=shape.device)
+        if group not in self._layers:
+            self._layers[group] = torch.zeros(shape.layers, *size, device=shape.device)
+        return self._layers[group][layer]
+
+    def all_layers(self, group: str) -> Tensor | None:
+        """MASS of all layers, if it lies in one tensor: [L, B, heads, S]."""
+        return self._layers.get(group)
 
     def keep_queries(self, layer: int, q: Tensor, at: Tensor, position: Tensor) -> None:
         """Keep queries in the ring. q: [N, Hq, D]; position: int64 [N]."""
@@ -140,8 +161,10 @@ class Observations:
         held, shape = all_held.get(key), self.store.shape
         if held is None or held.shape[-1] < total:
             heads = shape.query_heads if key[1] == "none" else shape.kv_heads
-            width = self.width if self.store.columns is not None else max(total, prompt)
-            wider = torch.zeros(shape.rows, heads, width, device=shape.device)
+            if self.store.columns is not None:
+                wider = self._fixed(all_held, key, heads)
+            else:
+                wider = torch.zeros(shape.rows, heads, max(total, prompt), device=shape.device)
             if held is not None:
                 wider[..., : held.shape[-1]] = held
             held = all_held[key] = wider

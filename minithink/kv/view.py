@@ -129,8 +129,12 @@ class View:
         pos = self.pos(layer)
         return torch.arange(pos.shape[-1], device=pos.device).expand(pos.shape)
 
-    def mass(self, layer: int) -> Tensor:
-        return self._weights(self.observations.mass, layer, self._demand(See.MASS, layer).group)
+    def mass(self, layer: int | None = None) -> Tensor:
+        if layer is not None:
+            return self._weights(self.observations.mass, layer, self._demand(See.MASS, layer).group)
+        if (whole := self.observations.all_layers(self._demand(See.MASS, 0).group)) is not None:
+            return self._shown(whole[..., : self.store.seen], 1)
+        return torch.stack([self.mass(layer) for layer in range(self.shape.layers)])
 
     def _weights(self, all_held: dict[tuple[int, str], Tensor], layer: int, group: str) -> Tensor:
         """Attention weights that were kept, 0 if none were: [R, heads, S]."""

@@ -102,11 +102,10 @@ class CrystalKVLite(Policy):
         if self.track == "full":  # lines 1 and 2
             counted = counted & (held >= step.budget)
         over, keep = super().due(step)
-        mass = torch.stack([step.mass(layer) for layer in range(step.shape.layers)])
         *result, score = step.ops.retain(
-            mass, step.pos(), held, self._known, step.row, step.budget, self._slack, torch.where(over, keep, held),
-            step.protects, step.prompt, step.clock, tracked, counted, summed, self.lam, self.p, self.birth,
-            step.wants_scores,
+            step.mass(), step.pos(), held, self._known, step.row, step.budget, self._slack,
+            torch.where(over, keep, held), step.protects, step.prompt, step.clock, tracked, counted, summed, self.lam,
+            self.p, self.birth, step.wants_scores,
         )  # fmt: skip
         if score is not None:
             step.note(score)
