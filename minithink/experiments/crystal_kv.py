@@ -161,6 +161,26 @@ NEEDS = Table(
      ("heads that read it", "answer.readers", "{:.1%}")),
     rows=lambda result: result["measurements"]["needs"]["scores"], said=texts,
 )  # fmt: skip
-TABLES = {f"answer-attention-{family}": HEADS for family in families()} | {
-    f"answer-attention-{family}-needs": replace(NEEDS, file=f"answer-attention-{family}") for family in families()
-}
+STEPS = Table(
+    (("method", "method", "`{}`"), ("sequences", "batch", "{:,}"), ("a step", "step_milliseconds", "**{:.2f} ms**"),
+     ("of the limit", "share_of_limit", "{:.0%}"), ("attention", "parts_milliseconds.attention", "{:.2f} ms"),
+     ("rest of the step", "parts_milliseconds.rest", "{:.2f} ms"),
+     ("decision", "parts_milliseconds.eviction", "{:.2f} ms")),
+    rows=lambda result: [m for m in result["measurements"] if m["kind"] == "step"], kind="step",
+    goals=CASES["crystal-kv"].goals, file="crystal-kv",
+)  # fmt: skip
+
+
+def moved(result: Result) -> list[str]:
+    """Where budgets went, as a sentence."""
+    settings, m = result["settings"], result["measurements"]
+    text = f"{m['texts']} problems of `{settings['family']}`, {settings['budget']:,} tokens a head; in {m['moving']} "
+    text += f"texts budgets moved. When these end, {m['moved']:.1%} of the slots are in other heads than with equal "
+    text += f"budgets, and a head has {m['least']:,.0f} to {m['most']:,.0f} tokens. Over the heads, mean budget and "
+    return [text + f"tokens that a query hits: correlation {m['correlation']:.2f}.", ""]
+
+
+TABLES = {f"answer-attention-{family}": HEADS for family in families()}
+for _family in families():
+    TABLES[f"answer-attention-{_family}-needs"] = replace(NEEDS, file=f"answer-attention-{_family}")
+TABLES |= {f"budgets-{family}": Table((), said=moved) for family in families()} | {"crystal-kv-steps": STEPS}
