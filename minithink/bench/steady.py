@@ -35,7 +35,7 @@ from minithink.bench.clock import timed, wait
 from minithink.bench.copies import copy_sequences
 from minithink.config import ModelConfig, RopeScaling
 from minithink.engine import Engine
-from minithink.experiments import StandIn, StandIns, collected
+from minithink.experiments import Method, StandIn, StandIns, collected
 from minithink.kv.contract import Policy
 from minithink.kv.manager import KVManager
 from minithink.kv.rows import NOBODY
@@ -108,8 +108,10 @@ class Settings:
     pool: float = 1.0  # pages where thoughts have types, as a share of what the worst case needs
 
 
-def policy_of(text: str, s: Settings, config: ModelConfig) -> Policy:
+def policy_of(text: Method, s: Settings, config: ModelConfig) -> Policy:
     """The policy of a method, or what stands in for it; every policy here is a StandIn. text: as of Cases.methods."""
+    if not isinstance(text, str):
+        return text(dict(s.numbers))
     policy = parse(text.format(**dict(s.numbers)))
     cls = type(policy)
     if cls in STAND_INS:
@@ -165,7 +167,7 @@ class Steady:
     few: Steady | None = None  # whose sequences are copied
 
     def __init__(
-        self, model: RandomModel, text: str, batch: int, s: Settings, tokens: int, few: int | None = None,
+        self, model: RandomModel, text: Method, batch: int, s: Settings, tokens: int, few: int | None = None,
         prompts: Tensor | None = None,
     ) -> None:  # fmt: skip
         """
@@ -299,7 +301,7 @@ def sizes(
             "pages": units * (batch * pages + need.prompt_pages)}  # fmt: skip
 
 
-def pool_bytes(config: ModelConfig, text: str, batch: int, s: Settings, tokens: int) -> int:
+def pool_bytes(config: ModelConfig, text: Method, batch: int, s: Settings, tokens: int) -> int:
     """Bytes of the cache that `Steady` makes, in bfloat16; nothing is allocated. UsageError: no pool is so large."""
     policy = policy_of(text, s, config)
     cache = Cache(

@@ -116,12 +116,17 @@ class Operation:
     cases: Callable[[Sequence[int], Sequence[int], int], Iterator[tuple[str, int, list[Inputs]]]]
 
 
+Method = str | Callable[[Mapping[str, int]], Policy]
+
+
 @dataclass(frozen=True)
 class Cases:
     """Methods side by side at their steady state."""
 
     what: str  # what is measured, in words: the help of the command
-    methods: Mapping[str, str]  # name → policy; the command line fills in names in braces, such as {budget}
+    # Name → policy; the command line fills in names in braces, such as {budget}. Or a function that makes a stand-in
+    # of these numbers.
+    methods: Mapping[str, Method]
     numbers: Mapping[str, tuple[int, str]]  # name in braces → default, help
     cases: Callable[[Sequence[int], Sequence[float], float], list[Case]]  # of batches, shares and pool
     goals: tuple[Goal, ...] = ()

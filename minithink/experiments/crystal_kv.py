@@ -3,12 +3,16 @@ throughput beside a full cache (table I); what the answer attends to, and whethe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import chain, product
 from typing import Any
 
-from minithink.experiments import Case, Cases, Goal, Result, Row, StandIn, StandIns, Sweep, Table
+import torch
+from torch import Tensor
+
+from minithink.experiments import Case, Cases, Goal, Method, Result, Row, StandIn, StandIns, Sweep, Table
+from minithink.kv.contract import Shape, Step
 from minithink.policies.crystal_kv import CrystalKV, CrystalKVLite
 from minithink.tasks import families
 
@@ -21,6 +25,11 @@ LITE = "crystal_kv_lite:protect_prompt=true"  # as in the model's card
 DECAYS = (0, 0.5, 0.6, 0.8, 1)  # λ: LRU, ½ (as all above 0 and up to ½), the default, a long memory, LFU
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)  # p
 SMALL = (0.125, 0.25, 0.5)
+# Budgets of the embedded model's layers and heads as texts end, as `analysis budgets` found them in `search`.
+BUDGETS = (
+    (716, 717, 646, 401), (756, 789, 856, 840), (501, 721, 896, 900), (914, 734, 721, 693),
+    (1010, 1025, 857, 914), (782, 638, 474, 810), (764, 914, 974, 690), (708, 924, 829, 844),
+)  # fmt: skip
 
 SWEEPS = {
     "crystal-kv": Sweep(
@@ -57,6 +66,37 @@ class Filled(FilledLite, CrystalKV):
     recordable = True
 
 
+class Uneven(Filled):
+    """Crystal-KV that moves its budgets once: a head gets the share that it had in a run on the embedded model, and a
+    larger model repeats the pattern."""
+
+    recordable = True
+
+    @property
+    def enough(self) -> int | None:
+        assert self.budget is not None
+        return 4 * self.budget  # the largest head is full, too
+
+    def setup(self, shape: Shape) -> None:
+        super().setup(shape)
+        assert self.budget is not None
+        layers, _, heads = shape.tables
+        shares = torch.tensor(BUDGETS, dtype=torch.float64)
+        shares = shares.repeat_interleave(-(-layers // len(shares)), 0)[:layers]
+        shares = shares.repeat(1, -(-heads // shares.shape[1]))[:, :heads]
+        target = (shares / shares.mean() * self.budget).floor().int()
+        target[0, 0] += self.budget * layers * heads - int(target.sum())  # what rounding has left
+        self.target = target[:, None].to(shape.device)
+
+    def algorithm_2(self, step: Step, now: Tensor, kept: Tensor, fixed: Tensor, crf: Tensor) -> Tensor:
+        return torch.where(now[None, :, None], self.target, step.budget)
+
+
+def uneven(numbers: Mapping[str, int]) -> CrystalKV:
+    """Crystal-KV with uneven budgets, as a method."""
+    return Uneven(budget=numbers["budget"])
+
+
 def _filled(cls: type[CrystalKVLite], policy: CrystalKVLite) -> CrystalKVLite:
     return cls(**{f.name: getattr(policy, f.name) for f in fields(policy) if f.init})
 
@@ -65,9 +105,10 @@ STAND_INS: StandIns = {
     CrystalKVLite: lambda policy, share, seed, layers: _filled(FilledLite, policy),
     CrystalKV: lambda policy, share, seed, layers: _filled(Filled, policy),
 }
-METHODS = {
+METHODS: dict[str, Method] = {
     "full": "full", "window": "window:budget={budget}", "crystal_kv_lite": "crystal_kv_lite:budget={budget}",
     "crystal_kv": "crystal_kv:budget={budget}", "crystal_kv-tenth": "crystal_kv:budget={tenth}",
+    "crystal_kv-uneven": uneven,
 }  # fmt: skip
 TENTH = "crystal_kv-tenth"  # a tenth of the generated tokens, the paper's second setting
 
@@ -90,6 +131,7 @@ def _table_1(throughput: float) -> Cases:
         cases,
         goals=(
             Goal("step/crystal_kv/64", "step/full/64", 1 / 1.1),
+            Goal("step/crystal_kv-uneven/64", "step/crystal_kv/64", 1 / 1.15),
             Goal("throughput/crystal_kv", "throughput/full", throughput),
         ),
         as_many=("full",),
