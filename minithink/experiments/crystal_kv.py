@@ -27,8 +27,8 @@ SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)  # p
 SMALL = (0.125, 0.25, 0.5)
 # Budgets of the embedded model's layers and heads as texts end, as `analysis budgets` found them in `search`.
 BUDGETS = (
-    (716, 717, 646, 401), (756, 789, 856, 840), (501, 721, 896, 900), (914, 734, 721, 693),
-    (1010, 1025, 857, 914), (782, 638, 474, 810), (764, 914, 974, 690), (708, 924, 829, 844),
+    (722, 676, 647, 287), (752, 806, 880, 844), (396, 699, 935, 884), (1000, 772, 690, 720),
+    (1042, 1157, 829, 940), (780, 559, 347, 868), (694, 1002, 1028, 605), (690, 1007, 880, 823),
 )  # fmt: skip
 
 SWEEPS = {
@@ -43,6 +43,10 @@ SWEEPS = {
     "crystal-kv-damping": Sweep(
         "algorithm 2 with damping and to the letter, and equal budgets", ("crystal_kv", "crystal_kv:damping=1", LITE),
         budgets=SMALL,
+    ),
+    "crystal-kv-floor": Sweep(
+        "room that every head has beside the prompt",
+        ("crystal_kv", *(f"crystal_kv:min_budget={n}" for n in (64, 128, 256))), budgets=(0.5,),
     ),
 }  # fmt: skip
 
