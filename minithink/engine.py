@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -321,11 +322,18 @@ class Engine:
 
         for member in members(policy):
             member.reads(kind)
+            if type(member).vocabulary is not Policy.vocabulary:
+                member.vocabulary(self._vocabulary)
             if name := member.calibration:
                 member.calibrated(values := self.calibration(name))
                 if caution := files.caution(name, values):
                     self.cautions.add(caution)
         return policy
+
+    @cached_property
+    def _vocabulary(self) -> tuple[bytes, ...]:
+        """The bytes of every token."""
+        return tuple(self.tokenizer.token_bytes(id) for id in range(self.config.vocab_size))
 
     def try_out(self, policy: Policy) -> None:
         """Check that a policy suits this model's shape, without memory and prompts. UsageError: it does not."""
