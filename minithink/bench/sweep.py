@@ -26,6 +26,7 @@ from minithink import counts, origin, results
 from minithink.bench import pool
 from minithink.bench.markdown import short
 from minithink.bench.pool import Run, key_of, pick, serves
+from minithink.calibration import decisive
 from minithink.calibration import read as read_calibration
 from minithink.commands import INTERRUPTED, location, positive
 from minithink.config import ModelConfig
@@ -120,7 +121,7 @@ def settings_of(sweep: Sweep, family: str, args: argparse.Namespace | None = Non
     cells = plan(policies_of([sweep]), sweep.budgets)
     files = {m.calibration for cell in cells for m in members(runner.policy_of(cell, None))} - {""}
     read = {name: read_calibration(folder, name, folder) for name in files}
-    calibration = {name: {x: values[x] for x in ("layers", "thresholds")} for name, values in read.items()}
+    calibration = {name: decisive(values) for name, values in read.items()}
     return {
         "checkpoint": of_others or weights, "dataset": family, "split": sweep.split, "limit": limit,
         "problems": runner.hash_of(load_dataset(family, sweep.split, limit)), "num_samples": sweep.samples,

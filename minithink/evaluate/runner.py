@@ -20,6 +20,7 @@ from statistics import fmean
 from typing import Any
 
 from minithink import origin
+from minithink.calibration import decisive
 from minithink.commands import INTERRUPTED, location, positive
 from minithink.engine import DTYPES, TINY, Engine, load
 from minithink.errors import MinithinkError, UsageError
@@ -222,8 +223,8 @@ def _about_before(journal: Journal, resume: bool, total: int) -> list[str]:
 
 
 def calibrations(engine: Engine, cells: Sequence[Cell], schedule: str | None) -> dict[str, Any]:
-    """The calibrations that policies read: file name → layers and thresholds. Every policy is tried out, so that none
-    fails after hours.
+    """The calibrations that policies read: file name → what of it decides the tokens. Every policy is tried out, so
+    that none fails after hours.
 
     Raises:
         UsageError: a policy does not suit the model. MinithinkError: a calibration is missing.
@@ -233,8 +234,7 @@ def calibrations(engine: Engine, cells: Sequence[Cell], schedule: str | None) ->
         policy = policy_of(cell, schedule)
         for member in members(policy):
             if member.calibration:
-                values = engine.calibration(member.calibration)
-                found[member.calibration] = {name: values[name] for name in ("layers", "thresholds")}
+                found[member.calibration] = decisive(engine.calibration(member.calibration))
         engine.try_out(engine.calibrated(policy))
     return found
 
