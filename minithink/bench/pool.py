@@ -41,6 +41,7 @@ FILE = "pool.jsonl"
 ANSWERS = 32  # sequences whose answers are kept, and compared after a change of kernels
 MACHINE = ("dtype", "backend", "device")  # parts of a key that the machine decides
 CODE = ("policy", "formats", "twins")  # parts of a source whose change makes a run stale
+PADDED = ("padded_budget", "group")  # parts of a key only where padding is charged (`minithink/grouping.py`)
 WATCHED = ("recall", "needed")  # measured on request; a run that has more than is wanted serves, too
 DRAWN = ("temperature", "top_k", "top_p", "min_p", "seed", "max_new_tokens")
 
@@ -108,7 +109,8 @@ def _text(value: Mapping[str, Any]) -> str:
 def key_of(settings: Mapping[str, Any], policy: str, budget: float | None) -> dict[str, Any]:
     """A run's key. settings: of an evaluation (`evaluate/runner.py`), with or without the machine."""
     names = ("checkpoint", "dataset", "split", "limit", "problems", "num_samples", *WATCHED, *DRAWN)
-    key = {name: settings[name] for name in names} | {name: settings[name] for name in MACHINE if name in settings}
+    some = MACHINE if budget is None else (*MACHINE, *PADDED)
+    key = {name: settings[name] for name in names} | {name: settings[name] for name in some if name in settings}
     needed = {m.calibration for m in members(_policy(policy))} - {""}
     files = {name: values for name, values in (settings.get("calibration") or {}).items() if name in needed}
     calibration = hashlib.sha256(_text(files).encode()).hexdigest()[:16] if files else None
@@ -131,6 +133,8 @@ def _policy(text: str) -> Policy:
 def serves(run: Run, key: Mapping[str, Any]) -> bool:
     """Whether a run has this key. A key without the machine's parts fits runs of any machine."""
     if any(key[name] and not run.key[name] for name in WATCHED):
+        return False
+    if any(key.get(name) != run.key.get(name) for name in PADDED):
         return False
     return all(run.key.get(name) == rounded(value) for name, value in key.items() if name not in WATCHED)
 

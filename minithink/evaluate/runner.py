@@ -22,7 +22,7 @@ from typing import Any
 from minithink import origin
 from minithink.calibration import decisive
 from minithink.commands import INTERRUPTED, location, positive
-from minithink.engine import DTYPES, TINY, Engine, load
+from minithink.engine import DTYPES, TINY, Engine, charge, load
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate import plots, summary
 from minithink.evaluate import trace as tracing
@@ -76,6 +76,9 @@ def add_run_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -> No
         "model)")  # fmt: skip
     add("--batch-size", type=positive, metavar="N", help=f"rows at once, from beginning to end (default: {GPU_BATCH} "
         f"on a GPU, else {CPU_BATCH})")  # fmt: skip
+    add("--padded-budget", type=positive, metavar="N", help="for comparison: charge each budget the padding that an "
+        "engine would keep which pads the prompts of batches of N sequences (`minithink/grouping.py`)")  # fmt: skip
+    add("--group", action="store_true", help="with --padded-budget: its batches are of prompts of similar length")
     add("--recall", action="store_true", help="also find how many of the tokens that full attention looks at most "
         "are kept: slow, for reference")  # fmt: skip
     add("--needed", action="store_true", help="also find how much of what the statements of a text need is kept when "
@@ -135,6 +138,8 @@ def evaluate(
         cells = [cell for cell in cells if cell.policy in policies]
     # refuse what makes no sense before a model is loaded
     SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
+    if args.group and args.padded_budget is None:
+        raise UsageError("--group groups the batches of --padded-budget: give both, or neither.")
     if args.trace is not None:
         tracing.check(args.trace, cells, args.output_dir)
     examples = load_dataset(args.dataset, args.split, args.limit, grader=args.grader)
@@ -315,6 +320,8 @@ class Job:
             "keep_text": args.keep_text,
             "trace": args.trace.name if args.trace is not None else None,
         }
+        if args.padded_budget is not None:
+            self.settings |= {"padded_budget": args.padded_budget, "group": args.group}
 
     def keys(self, cell: Cell) -> list[Key]:
         """The keys of all sequences of a cell, in the order of their numbers."""
@@ -377,6 +384,8 @@ class Job:
         stream.ahead, stream.accounts = True, False  # the meter counts bytes, between two steps
         for s in stream.sequences:
             s.budget = own[s.prompt_index]
+        if self.args.padded_budget is not None and policy.budget is not None:
+            charge(stream.sequences, policy, self.args.padded_budget, self.args.group)
         return stream
 
     def _about(self, key: Key) -> dict[str, Any]:
