@@ -43,7 +43,11 @@ def read(folder: Path, name: str, model: Path, spoken: str = "") -> dict[str, An
         raise MinithinkError(f"--calibration {folder} is no folder: give that in which {name} lies.")
     again = command(name, spoken, folder if folder != model else None, path.exists())
     try:
-        values = _vectors(path) if path.suffix == ".safetensors" else json.loads(path.read_text(encoding="utf-8"))
+        if path.suffix == ".safetensors":
+            values, tensors = vectors_of(path)
+            values = values | tensors if isinstance(values, dict) else {}
+        else:
+            values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise MinithinkError(f"{path} does not exist; {again}.") from None
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
@@ -58,12 +62,11 @@ def read(folder: Path, name: str, model: Path, spoken: str = "") -> dict[str, An
     return found
 
 
-def _vectors(path: Path) -> dict[str, Any]:
-    """The JSON and the tensors of a file of vectors."""
+def vectors_of(path: Path) -> tuple[Any, dict[str, Tensor]]:
+    """The JSON and the tensors of a file of vectors. OSError, ValueError, SafetensorError: it cannot be read."""
     with safe_open(path, framework="pt") as file:
         values = json.loads((file.metadata() or {}).get(METADATA, "null"))
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no dictionary)
-    return values | tensors if isinstance(values, dict) else {}
+        return values, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no dictionary)
 
 
 def decisive(values: Mapping[str, Any]) -> dict[str, Any]:
