@@ -106,7 +106,7 @@ class SkipKV(Steered):
         self._count[:, 0] = 1
 
     def reset(self, row: int) -> None:
-        for x in (self._read, self._count, self._total, self._vector, self._penalty, self._number, self._gone):
+        for x in (self._read, self._count, self._total, self._penalty, self._number, self._gone):
             x[row] = 0
         self._count[row, 0] = 1
 
