@@ -271,7 +271,8 @@ class Engine:
             group: read short prompts first; results stay in the order of the prompts.
             padded_budget: for comparison: charge each sequence's budget the padding that an engine would keep which
                 pads the prompts of batches of so many sequences (`grouping.py`); with `group` these are batches of
-                similar length. None: nothing is charged, because nothing is padded here.
+                similar length. A sequence keeps at least what its policy needs. None: nothing is charged, because
+                nothing is padded here.
 
         Raises:
             UsageError: an argument makes no sense, or a prompt is empty or too long.
@@ -452,17 +453,15 @@ class Engine:
 
 
 def charge(sequences: Sequence[Track], policy: Policy | None, batch_size: int, group: bool) -> None:
-    """Take padding off the budgets. UsageError: there is no budget, or too little of it is left."""
+    """Take padding off the budgets; as much is left as the policy needs at least. UsageError: there is no budget."""
     if policy is None:
         raise UsageError("padded_budget charges a policy's budget, and there is no policy: name one with a budget.")
     if policy.budget is None:
         raise UsageError(f"padded_budget charges a budget, and the policy {policy.name} has none: leave it out.")
     own = [policy.budget if s.budget is None else s.budget for s in sequences]
-    for s, budget in zip(
-        sequences, padded_budgets([len(s.prompt) for s in sequences], own, batch_size, group), strict=True
-    ):
-        s.budget = budget
-        check_budget(policy, len(s.prompt), budget)
+    left = padded_budgets([len(s.prompt) for s in sequences], own, batch_size, group)
+    for s, budget in zip(sequences, left, strict=True):
+        s.budget = max(budget, (len(s.prompt) if policy.protect_prompt else 0) + policy.beside)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -73,8 +73,9 @@ def test_the_padding_of_a_batch_is_charged(engine: Engine) -> None:
         engine.generate(prompts, policy="full", padded_budget=2)
     with pytest.raises(UsageError, match="a policy's budget, and there is no policy"):
         engine.generate(prompts, padded_budget=2)
-    with pytest.raises(UsageError, match="budget of -2 tokens"):
-        engine.generate([[9], [9] * 10], policy="window:budget=7", padded_budget=2)
+    for policy, least in (("window:budget=12", 3), ("window:budget=13,protect_prompt=true", 5)):
+        results = engine.generate([[9] * 4, [9] * 12], policy=f"{policy}", padded_budget=2, max_new_tokens=20)
+        assert results[0].kv_tokens in (least, least + 1), "as much as the policy needs"
 
 
 @pytest.mark.parametrize("size", [0, -3])
