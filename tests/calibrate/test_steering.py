@@ -187,9 +187,9 @@ def test_only_the_matched_vector_compares_like_with_like() -> None:
 
 def test_weights_are_those_of_the_least_variance() -> None:
     states = [("execution", False, 0.0)] * 3 + [("execution", True, 1.0)] * 6  # 18/9 = 2
-    states += [("transition", False, 0.0)] * 4 + [("transition", True, 4.0)] * 4  # 16/8 = 2
-    assert sums(*states).vectors()["matched"].item() == pytest.approx(-2.5)
-    assert (sums(*states[:9]) + sums(*states[9:])).vectors()["matched"].item() == pytest.approx(-2.5)
+    states += [("transition", False, 0.0)] * 4 + [("transition", True, 4.0)] * 12  # 48/16 = 3
+    assert sums(*states).vectors()["matched"].item() == pytest.approx(-(2 * 1 + 3 * 4) / 5)
+    assert (sums(*states[:9]) + sums(*states[9:])).vectors()["matched"].item() == pytest.approx(-(2 * 1 + 3 * 4) / 5)
 
 
 def test_nothing_to_compare_is_said() -> None:

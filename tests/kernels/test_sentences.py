@@ -25,7 +25,7 @@ def test_equals_its_twin(n: int, idle: int, block: int, steps: int, seed: int) -
     g = torch.Generator().manual_seed(seed)
     own = table(WORDS)
     want = torch.zeros(n + idle, 3, dtype=torch.int32)
-    got = want.to(DEVICE)
+    got = want.to(DEVICE, copy=True)
     for _ in range(steps):
         token = torch.randint(-1, len(WORDS) + 1, (n,), generator=g)
         at, active = torch.randperm(n + idle, generator=g)[:n], torch.rand(n, generator=g) < 0.8
