@@ -174,8 +174,8 @@ def source_of(policy: str, backend: str) -> dict[str, str]:
 
 
 def files_of(policy: str) -> dict[str, tuple[str, ...]]:
-    """Paths below the root: the modules of a policy, of its formats, of the twins that it calls, and all kernels
-    except those that only other policies call."""
+    """Paths below the root: the modules of a policy and those of this project that they import, of its formats, of
+    the twins that it calls, and all kernels except those that only other policies call."""
     modules, formats = set[type](), set[type]()
     for member in members(_policy(policy)):
         modules |= {cls for cls in type(member).__mro__ if cls.__module__.startswith("minithink.policies.")}
@@ -183,6 +183,9 @@ def files_of(policy: str) -> dict[str, tuple[str, ...]]:
             if text != "plain":
                 formats |= {c for f in parse_pair(text) for c in type(f).__mro__ if "minithink.quant" in c.__module__}
     own = sorted({_path(cls) for cls in modules})
+    text = "\n".join((ROOT / path).read_text(encoding="utf-8") for path in own)
+    beside = {f"minithink/{name}.py" for name in re.findall(r"^from minithink\.(\w+) import", text, re.MULTILINE)}
+    own = sorted({*own, *(path for path in beside - {"minithink/errors.py"} if (ROOT / path).is_file())})
     called = _called(tuple(own))
     everyones = _called(tuple(sorted({_path(cls) for cls in POLICIES.values()})))
     kernels = [p for p in sorted((ROOT / "kernels").glob("*.py")) if p.stem in called or p.stem not in everyones]

@@ -96,10 +96,13 @@ def test_what_code_a_policy_runs() -> None:
     assert {"minithink/ref/survivors.py", "minithink/ref/kmeans.py"} <= {*files["twins"]}, "through the step"
     assert "minithink/ref/redundancy.py" not in files["twins"]
     assert {"kernels/anneal.py", "kernels/paged_attention.py"} <= {*files["kernels"]}
-    assert "kernels/redundancy.py" not in files["kernels"], "only R-KV calls it"
+    assert "kernels/redundancy.py" not in files["kernels"], "only R-KV and SkipKV call it"
     assert "kernels/survivors.py" not in pool.files_of("rkv")["kernels"], "only ThinKV calls it"
     stack = pool.files_of("snapkv:cap=128+thinkv")
     assert stack["policy"] == ("minithink/policies/snapkv.py", *own)
+    assert "minithink/sentences.py" in pool.files_of("seal+rkv")["policy"], "a module beside the policies"
+    assert "minithink/ref/similarity.py" in pool.files_of("skipkv")["twins"]
+    assert "kernels/similarity.py" not in pool.files_of("rkv")["kernels"]
     assert pool.files_of("window")["formats"] == ()
     assert pool.source_of("window", "reference")["kernels"] == ""
 
