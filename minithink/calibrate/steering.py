@@ -107,9 +107,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     return 0
 
 
-def generate(
-    engine: Engine, examples: Sequence[Example], drawn: Mapping[str, Any], journal: Journal
-) -> None:  # fmt: skip
+def generate(engine: Engine, examples: Sequence[Example], drawn: Mapping[str, Any], journal: Journal) -> None:
     """Generate with the full cache what the journal does not hold yet."""
     done = {line["prompt"]: line["right"] for line in journal.lines}
     if len(done) == len(examples):

@@ -106,9 +106,7 @@ class Filled(Informed, SkipKV):
             self._count[row, 0] = self.vectors + 1
             self._vector[row].normal_().div_(self._vector.shape[-1] ** 0.5)
 
-    def parts(
-        self, step: Step, layer: int, valid: Tensor, older: Tensor, rows: Tensor
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def parts(self, step: Step, layer: int, valid: Tensor, older: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         if self.filling:
             noise = torch.rand(2, *valid.shape, device=valid.device)
             return noise[0], noise[1]

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import isfinite
 from typing import Literal
 
 import torch
@@ -75,6 +76,8 @@ class SkipKV(Steered):
         super().__post_init__()
         if not 0 <= self.sigma <= 1 or not 0 <= self.tau <= 1:
             raise UsageError(f"{self.name}: sigma is {self.sigma:g} and tau {self.tau:g}; both must be from 0 to 1.")
+        if not isfinite(self.gamma):
+            raise UsageError(f"{self.name}: gamma is {self.gamma:g}; it must be a number.")
         if self.alpha < 1 or self.vectors < 1:
             raise UsageError(
                 f"{self.name}: alpha is {self.alpha} and vectors {self.vectors}; both must be at least 1."
@@ -183,9 +186,7 @@ class SkipKV(Steered):
         column = torch.arange(pos.shape[-1], device=pos.device)
         return (column < held) & (column >= held - room.clamp(max=self.alpha)[..., None])
 
-    def parts(
-        self, step: Step, layer: int, valid: Tensor, older: Tensor, rows: Tensor
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def parts(self, step: Step, layer: int, valid: Tensor, older: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """I and R of a layer's tokens, float32 [B, Hkv, S].
 
         valid, older: bool [B, Hkv, S], the tokens whose keys count, and those of them before the window.

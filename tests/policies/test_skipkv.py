@@ -474,6 +474,7 @@ def test_a_sentence_that_was_said_again_leaves_as_a_whole() -> None:
     [
         ({"sigma": 1.5}, "sigma is 1.5"), ({"tau": -0.1}, "tau -0.1; both must be from 0 to 1"),
         ({"alpha": 0}, "alpha is 0"), ({"vectors": 0}, "at least 1"), ({"alpha_0": float("nan")}, "must be a number"),
+        ({"gamma": float("inf")}, "gamma is inf; it must be a number"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], says: str) -> None:
