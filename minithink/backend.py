@@ -23,6 +23,7 @@ from minithink.ref.append import append
 from minithink.ref.attention import attention
 from minithink.ref.by_format import by_format
 from minithink.ref.close_ranks import close_ranks
+from minithink.ref.cumulative_score import cumulative_score
 from minithink.ref.decode_attention import decode_attention
 from minithink.ref.dequantize import dequantize
 from minithink.ref.enlist import enlist
@@ -42,7 +43,9 @@ from minithink.ref.retain import retain
 from minithink.ref.rms_norm import rms_norm
 from minithink.ref.rope import rope
 from minithink.ref.segments import segments
+from minithink.ref.sentences import sentences
 from minithink.ref.shrink import shrink
+from minithink.ref.similarity import similarity
 from minithink.ref.sparsity import sparsity
 from minithink.ref.survivors import survivors
 from minithink.ref.swiglu import swiglu
@@ -89,6 +92,9 @@ class Backend:
     segments: Callable[..., tuple[Tensor, Tensor]] = segments
     anneal: Callable[..., Tensor] = anneal
     survivors: Callable[[Any, Tensor, Tensor, Tensor, int], Tensor] = survivors
+    sentences: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = sentences
+    similarity: Callable[..., None] = similarity
+    cumulative_score: Callable[..., tuple[Tensor, Tensor]] = cumulative_score
 
 
 REFERENCE = Backend("reference", recordable=False)

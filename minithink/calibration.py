@@ -1,24 +1,33 @@
-"""Calibration files: what was measured of a model, in JSON beside its weights.
+"""Calibration files: what was measured of a model, in JSON or safetensors beside its weights.
 
-A file names the weights that it is about. The engine reads it before it sets up a policy that asks for it; see
-`Policy.calibration`.
+A safetensors file holds vectors, and everything else as JSON in its metadata. A file names the weights that it is
+about. The engine reads it before it sets up a policy that asks for it; see `Policy.calibration`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from minithink.errors import MinithinkError, reason
 from minithink.weights import checkpoint_hash
 
-COMMANDS = {"thoughts.json": "thoughts", "thoughts-2.json": "thoughts --thoughts 2"}  # what makes each file
+COMMANDS = {  # what makes each file
+    "thoughts.json": "thoughts", "thoughts-2.json": "thoughts --thoughts 2", "steering.safetensors": "steering",
+}  # fmt: skip
+METADATA = "minithink"  # the field of a file's metadata that has its JSON
+VECTORS = ("plain", "matched")  # tensors of a file of vectors, see `calibrate/steering.py`
 
 
 def read(folder: Path, name: str, model: Path, spoken: str = "") -> dict[str, Any]:
-    """What a calibration file holds.
+    """What a calibration file holds: its JSON, and its tensors by name.
 
     Args:
         folder: where it lies.
@@ -34,12 +43,16 @@ def read(folder: Path, name: str, model: Path, spoken: str = "") -> dict[str, An
         raise MinithinkError(f"--calibration {folder} is no folder: give that in which {name} lies.")
     again = command(name, spoken, folder if folder != model else None, path.exists())
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        if path.suffix == ".safetensors":
+            values, tensors = vectors_of(path)
+            values = values | tensors if isinstance(values, dict) else {}
+        else:
+            values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise MinithinkError(f"{path} does not exist; {again}.") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise MinithinkError(f"{path} cannot be read as a calibration ({reason(error)}); {again}.") from None
-    if problem := wrong(values):
+    if problem := (wrong_vectors(values) if path.suffix == ".safetensors" else wrong(values)):
         raise MinithinkError(f"{path} is no calibration: {problem}; {again}.")
     if values["checkpoint"] != (own := checkpoint_hash(model)):
         raise MinithinkError(
@@ -47,6 +60,21 @@ def read(folder: Path, name: str, model: Path, spoken: str = "") -> dict[str, An
         )
     found: dict[str, Any] = values
     return found
+
+
+def vectors_of(path: Path) -> tuple[Any, dict[str, Tensor]]:
+    """The JSON and the tensors of a file of vectors. OSError, ValueError, SafetensorError: it cannot be read."""
+    with safe_open(path, framework="pt") as file:
+        values = json.loads((file.metadata() or {}).get(METADATA, "null"))
+        return values, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no dictionary)
+
+
+def decisive(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a calibration decides the tokens that are generated under it, as JSON knows it."""
+    if "thresholds" in values:
+        return {name: values[name] for name in ("layers", "thresholds")}
+    content = b"".join(values[name].float().contiguous().numpy().tobytes() for name in VECTORS)
+    return {"layer": values["layer"], "vectors": hashlib.sha256(content).hexdigest()[:16]}
 
 
 def caution(name: str, values: dict[str, Any]) -> str:
@@ -81,6 +109,21 @@ def wrong(values: Any) -> str:
         return f"its layers are {layers!r}"
     if not (isinstance(thresholds, list) and thresholds and all(_is_finite(x) for x in thresholds)):
         return f"its thresholds are {thresholds!r}"
+    return ""
+
+
+def wrong_vectors(values: Mapping[str, Any]) -> str:
+    """What keeps the content of a file from being steering vectors; "": nothing."""
+    if not isinstance(values.get("checkpoint"), str):
+        return "it does not say of which weights (checkpoint)"
+    vectors = [x for x in map(values.get, VECTORS) if isinstance(x, Tensor) and x.ndim == 2 and x.is_floating_point()]
+    if len(vectors) < len(VECTORS):
+        return f"it lacks a vector for each layer: {' and '.join(VECTORS)}"
+    if len({x.shape for x in vectors}) > 1 or not all(x.isfinite().all() for x in vectors):
+        return f"{' and '.join(VECTORS)} differ in their shapes, or hold what is no number"
+    layer = values.get("layer")
+    if type(layer) is not int or not 0 <= layer < len(vectors[0]):
+        return f"its layer is {layer!r}, and it has vectors of {len(vectors[0])}"
     return ""
 
 

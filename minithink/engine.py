@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from minithink import memory
 from minithink.backend import choose, device_of
 from minithink.config import ModelConfig, as_ids, read_json
 from minithink.errors import MinithinkError, UsageError
+from minithink.grouping import group_by_length, padded_budgets
 from minithink.kv.contract import Policy
 from minithink.kv.manager import bytes_for
 from minithink.kv.rows import Recorder
@@ -239,6 +241,8 @@ class Engine:
         stop: str | int | Sequence[str | int] = (),
         fixed: bool = False,
         recorder: Recorder | None = None,
+        group: bool = False,
+        padded_budget: int | None = None,
     ) -> Stream:
         """Generate token by token: iterate over the Stream, then read its `results`. Options that are None are taken
         from `generation_config`.
@@ -264,6 +268,11 @@ class Engine:
                 of a sequence's logits depends on the sequences beside it.
             recorder: is called with what happens in the cache. The cache is then in pages, even without a policy. Not
                 possible with `fixed` if each sequence has a cache of its own (see kv/apart.py).
+            group: read short prompts first; results stay in the order of the prompts.
+            padded_budget: for comparison: charge each sequence's budget the padding that an engine would keep which
+                pads the prompts of batches of so many sequences (`grouping.py`); with `group` these are batches of
+                similar length. A sequence keeps at least what its policy needs. None: nothing is charged, because
+                nothing is padded here.
 
         Raises:
             UsageError: an argument makes no sense, or a prompt is empty or too long.
@@ -292,7 +301,12 @@ class Engine:
                 check_budget(chosen, len(prompt))
         if wanted is None:
             self._cap(sequences, batch_size, chosen)
+        if padded_budget is not None:
+            charge(sequences, chosen, padded_budget, group)
         rows = self._fit(sequences, batch_size, chosen, fixed)
+        if group:
+            batches, _ = group_by_length([len(s.prompt) for s in sequences], rows)
+            sequences = [sequences[i] for batch in batches for i in batch]
         return Stream(self, sequences, params, rows, stops, chosen, fixed, recorder)
 
     def _policy(self, policy: str | Policy | None, budget: int | None, schedule: str | None) -> Policy | None:
@@ -321,11 +335,18 @@ class Engine:
 
         for member in members(policy):
             member.reads(kind)
+            if type(member).vocabulary is not Policy.vocabulary:
+                member.vocabulary(self._vocabulary)
             if name := member.calibration:
                 member.calibrated(values := self.calibration(name))
                 if caution := files.caution(name, values):
                     self.cautions.add(caution)
         return policy
+
+    @cached_property
+    def _vocabulary(self) -> tuple[bytes, ...]:
+        """The bytes of every token."""
+        return tuple(self.tokenizer.token_bytes(id) for id in range(self.config.vocab_size))
 
     def try_out(self, policy: Policy) -> None:
         """Check that a policy suits this model's shape, without memory and prompts. UsageError: it does not."""
@@ -429,6 +450,18 @@ class Engine:
             f"tokens may need {needed(at_once) / 2**20:,.0f} MiB and {free / 2**20:,.0f} MiB are free: use "
             f"{' or '.join(fixes) or 'a shorter prompt'}."
         )
+
+
+def charge(sequences: Sequence[Track], policy: Policy | None, batch_size: int, group: bool) -> None:
+    """Take padding off the budgets; as much is left as the policy needs at least. UsageError: there is no budget."""
+    if policy is None:
+        raise UsageError("padded_budget charges a policy's budget, and there is no policy: name one with a budget.")
+    if policy.budget is None:
+        raise UsageError(f"padded_budget charges a budget, and the policy {policy.name} has none: leave it out.")
+    own = [policy.budget if s.budget is None else s.budget for s in sequences]
+    left = padded_budgets([len(s.prompt) for s in sequences], own, batch_size, group)
+    for s, budget in zip(sequences, left, strict=True):
+        s.budget = max(budget, (len(s.prompt) if policy.protect_prompt else 0) + policy.beside)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

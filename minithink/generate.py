@@ -148,16 +148,19 @@ def _generate(args: argparse.Namespace, tasks: list[Task], stream: Stream) -> in
 
 
 def thoughts(results: list[Result]) -> list[str]:
-    """A line for each sequence whose policy knows thought types: segments by type, notes, tokens held, bits."""
+    """A line for each sequence whose policy knows thought types: segments by type, notes, tokens held, bits. Of other
+    policies the notes, if there are any."""
     lines = []
     for r in results:
+        who = f"[prompt {r.prompt}, sample {r.sample}] " if len(results) > 1 else ""
         if r.kv_thoughts:
             segments = ", ".join(f"{r.kv_thoughts[name]} {name}" for name in THOUGHTS if name in r.kv_thoughts)
             bits = f"{r.kv_bits:.1f} bits a number with its scales" if r.kv_bits is not None else ""
-            who = f"[prompt {r.prompt}, sample {r.sample}] " if len(results) > 1 else ""
             held = f"{r.kv_tokens:,} of {r.prompt_tokens + r.generated_tokens:,} tokens held a lane"
             parts = (f"segments: {segments}", r.kv_notes, held, bits)
             lines.append(who + "; ".join(part for part in parts if part))
+        elif r.kv_notes:
+            lines.append(who + r.kv_notes)
     return lines
 
 

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
+from minithink.calibration import vectors_of
 from minithink.engine import TINY
 from minithink.errors import MinithinkError, reason, unwritable
 from minithink.files import dumps, replace, rounded
@@ -106,10 +108,11 @@ def need_gpu(benchmark: str) -> None:
 def read(path: Path) -> dict[str, Any]:
     """Read a result."""
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        vectors = path.suffix == ".safetensors"
+        result = vectors_of(path)[0] if vectors else json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise MinithinkError(f"{path} does not exist: run the benchmark that writes it.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise MinithinkError(f"{path} is no readable result ({reason(error)}): run the benchmark again.") from None
     if not isinstance(result, dict) or "measurements" not in result:
         raise MinithinkError(f"{path} is no result of this benchmark: it holds no measurements.")

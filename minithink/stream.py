@@ -208,13 +208,13 @@ class Stream:
 
     @property
     def results(self) -> list[Result]:
-        """The Results of all sequences, in order."""
-        return [self._result(s) for s in self.sequences]
+        """The Results of all sequences, in the order of their numbers."""
+        return [self._result(s) for s in sorted(self.sequences, key=lambda s: s.number)]
 
     @property
     def result(self) -> Result:
         """The Result of the only, or first, sequence."""
-        return self._result(self.sequences[0])
+        return self._result(min(self.sequences, key=lambda s: s.number))
 
     @torch.inference_mode()
     def _run(self) -> Iterator[list[Track]]:

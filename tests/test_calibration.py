@@ -48,4 +48,19 @@ def test_the_embedded_model_ships_calibrated() -> None:
         assert len(values["thresholds"]) == count
         assert values["complete"]
         assert values["settings"]["split"] == "validation"
+    values = calibration.read(TINY, "steering.safetensors", TINY)
+    assert values["complete"]
+    assert values["settings"]["split"] == "validation"
+    assert len(values["plain"]) == len(values["matched"]) > values["layer"] >= 0
     assert not list(TINY.glob("*.jsonl"))
+
+
+def test_what_decides_is_recorded() -> None:
+    """Of vectors the layer and a hash, which another vector changes."""
+    assert calibration.decisive(GOOD | {"more": 1}) == {"layers": [0, 1], "thresholds": [0.1, 0.2]}
+    values = calibration.read(TINY, "steering.safetensors", TINY)
+    found = calibration.decisive(values)
+    assert found["layer"] == values["layer"]
+    assert json.loads(json.dumps(found)) == found
+    other = values | {"matched": values["matched"] * 2}
+    assert calibration.decisive(other)["vectors"] != found["vectors"] == calibration.decisive(values)["vectors"]

@@ -317,6 +317,14 @@ def test_a_terminal_gets_dimmed_thinking_and_no_escapes(
     assert "12" in re.sub(r"\x1b\[2m[^\x1b]*", "", out), "the answer is not dimmed"
 
 
+def test_notes_of_a_policy_without_thoughts_are_said(engine: Engine) -> None:
+    found = engine.generate(["a", "b"], policy="skipkv:steering=false,budget=60", max_new_tokens=8)
+    for i, line in enumerate(cli.thoughts(found)):
+        assert line.startswith(f"[prompt {i}, sample 0] 0 of ")
+        assert line.endswith("sentences were said again, 0 of them are evicted")
+    assert cli.thoughts(engine.generate("a", policy="window:budget=60", max_new_tokens=8)) == []
+
+
 @pytest.mark.parametrize("samples", [1, 2])
 def test_thoughts_have_colours_and_are_counted(
     capsys: Capture, monkeypatch: Any, model: Any, engine: Engine, samples: int

@@ -30,7 +30,7 @@ ALLOWED = {
     "minithink.kernels": ("minithink.kernels",),
     "minithink.policies": (
         "minithink.policies", "minithink.kv.contract", "minithink.kv.schedule", "minithink.kv.stack",
-        "minithink.quant", "minithink.errors",
+        "minithink.quant", "minithink.errors", "minithink.sentences",
     ),
     "minithink.model": ("minithink.backend", "minithink.config", "minithink.errors"),
     "minithink.tasks": ("minithink.tasks", "minithink.errors", "minithink.tokenizer"),
@@ -56,9 +56,9 @@ PERMITTED = (
 BELOW = tuple(
     f"minithink.{name}"
     for name in (
-        "backend", "calibration", "chat", "commands", "config", "errors", "figures", "files", "hub", "intervals",
-        "kernels", "kv", "memory", "model", "pieces", "policies", "progress", "quant", "ref", "sampling", "tasks",
-        "thinking", "thoughts", "tokenizer", "weights",
+        "backend", "calibration", "chat", "commands", "config", "errors", "figures", "files", "grouping", "hub",
+        "intervals", "kernels", "kv", "memory", "model", "openings", "pieces", "policies", "progress", "quant", "ref",
+        "sampling", "sentences", "tasks", "thinking", "thoughts", "tokenizer", "weights",
     )
 )  # fmt: skip
 ABOVE = ("engine", "stream", "reading", "results", *LEAVES)

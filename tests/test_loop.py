@@ -770,7 +770,7 @@ def test_steering_is_not_recorded() -> None:
     fixed, loose = (manager_for(decoder, parse("full"), columns=columns) for columns in ("fit", None))
     assert fixed.recordable
     assert not loose.recordable
-    fixed.steers = True
+    fixed.records_steering = False
     assert not fixed.recordable
     assert loop_module.recorder(loose) is loop_module.recorder(fixed) is None, "there is no GPU"
 

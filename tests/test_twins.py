@@ -22,6 +22,7 @@ POLICIES = (
     "thinkv:budget=20,tau=4,retention=2/1,g=4,block=2,layers=0/1,thresholds=0.44/0.54",
     "pm_kvq:bits=4,max_len=16,sink=1,window=4,group=16,block=2",
     "kivi:bits=4,group=16,residual=16,flush=official",
+    "skipkv:budget=14,schedule=interval:4,alpha=3",
 )
 # `survivors` is made of K-means, which no policy asks for by itself.
 INSIDE = {"kmeans": "survivors"}

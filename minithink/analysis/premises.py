@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minithink import thoughts
 from minithink.analysis import runs
 from minithink.analysis.dense import thinking_end
 from minithink.commands import positive
 from minithink.engine import Engine
+from minithink.openings import area, direction, openings, sentences
 from minithink.policies.thinkv import NAMES
 from minithink.progress import progress
 from minithink.reading import read
@@ -40,26 +40,6 @@ from minithink.thinking import CLOSE
 KINDS = tuple(reversed(NAMES))  # reasoning, execution, transition
 FAR = 64  # thinking tokens before the answer that count as near
 STRENGTHS = {"boundary": (0.25, 0.5, 1.0), "every": (0.1, 0.25)}  # more destroys the texts
-
-
-class Sentence(NamedTuple):
-    """A line of a text: tokens `start` to `end`, where the next one begins."""
-
-    start: int
-    end: int
-    kind: str
-    opens: bool = False  # True if it opens a thought, behind a blank line
-
-
-def sentences(pieces: Sequence[str]) -> list[Sentence]:
-    """The lines of a text, given as the texts of its tokens; a blank line belongs to the line before it."""
-    out, start, fresh, of_tokens = list[Sentence](), 0, True, thoughts.kinds(pieces)
-    for i, piece in enumerate(pieces):
-        if "\n" not in piece and i + 1 < len(pieces):
-            continue
-        out.append(Sentence(start, i + 1, NAMES[of_tokens[start]], fresh and start > 0))
-        start, fresh = i + 1, "\n\n" in piece
-    return out
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,14 +119,6 @@ def look(engine: Engine, prompt: list[int], generated: list[int], layer: int, ta
     )
 
 
-def openings(hidden: Tensor, found: Sequence[Sentence]) -> tuple[Tensor, Tensor]:
-    """hidden: [thinking tokens, d] → the hidden states before thoughts, [thoughts but the first, d]; which of these
-    thoughts are transitions."""
-    opening = [s for s in found if s.opens]
-    before = torch.tensor([s.start - 1 for s in opening], dtype=torch.long)
-    return hidden[before], torch.tensor([s.kind == "transition" for s in opening], dtype=torch.bool)
-
-
 def sparsity_by_kind(looks: Sequence[Look]) -> list[dict[str, Any]]:
     """For every kind and layer: mean and standard deviation of the rows' sparsity, and the standard deviation of the
     segments' means."""
@@ -212,11 +184,6 @@ def separability(looks: Sequence[Look]) -> dict[str, Any]:
     return {"auc": auc, "two_thresholds": split}
 
 
-def area(a: Tensor, b: Tensor) -> float:
-    """Area under the ROC curve: the probability that one of a lies above one of b, ties counting half."""
-    return float(((a[:, None] > b).double() + 0.5 * (a[:, None] == b).double()).mean())
-
-
 def classify(x: Tensor, low: float, high: float, order: Sequence[int]) -> Tensor:
     """The kind (an index into KINDS) of values below, between and above two thresholds."""
     return torch.tensor(order)[(x > low).long() + (x > high).long()]
@@ -255,11 +222,6 @@ def steering(
         found.append({"at": at, "strength": alpha, **runs.outcome(engine, steered, tokens)})
     about |= {"norm": float(vector.norm()), "residual_norm": float(h.norm(dim=-1).mean())}
     return {"layer": args.layer, **about, "thoughts": len(doubt), "transitions": int(doubt.sum()), "runs": found}
-
-
-def direction(opening: Tensor, doubts: Tensor) -> Tensor:
-    """From transitions to other thoughts: the difference of the means of hidden states, [d]."""
-    return opening[~doubts].mean(0) - opening[doubts].mean(0)
 
 
 class Steer:

@@ -41,6 +41,7 @@ FILE = "pool.jsonl"
 ANSWERS = 32  # sequences whose answers are kept, and compared after a change of kernels
 MACHINE = ("dtype", "backend", "device")  # parts of a key that the machine decides
 CODE = ("policy", "formats", "twins")  # parts of a source whose change makes a run stale
+PADDED = ("padded_budget", "group")  # parts of a key only where padding is charged (`minithink/grouping.py`)
 WATCHED = ("recall", "needed")  # measured on request; a run that has more than is wanted serves, too
 DRAWN = ("temperature", "top_k", "top_p", "min_p", "seed", "max_new_tokens")
 
@@ -108,7 +109,8 @@ def _text(value: Mapping[str, Any]) -> str:
 def key_of(settings: Mapping[str, Any], policy: str, budget: float | None) -> dict[str, Any]:
     """A run's key. settings: of an evaluation (`evaluate/runner.py`), with or without the machine."""
     names = ("checkpoint", "dataset", "split", "limit", "problems", "num_samples", *WATCHED, *DRAWN)
-    key = {name: settings[name] for name in names} | {name: settings[name] for name in MACHINE if name in settings}
+    some = MACHINE if budget is None else (*MACHINE, *PADDED)
+    key = {name: settings[name] for name in names} | {name: settings[name] for name in some if name in settings}
     needed = {m.calibration for m in members(_policy(policy))} - {""}
     files = {name: values for name, values in (settings.get("calibration") or {}).items() if name in needed}
     calibration = hashlib.sha256(_text(files).encode()).hexdigest()[:16] if files else None
@@ -131,6 +133,8 @@ def _policy(text: str) -> Policy:
 def serves(run: Run, key: Mapping[str, Any]) -> bool:
     """Whether a run has this key. A key without the machine's parts fits runs of any machine."""
     if any(key[name] and not run.key[name] for name in WATCHED):
+        return False
+    if any(key.get(name) != run.key.get(name) for name in PADDED):
         return False
     return all(run.key.get(name) == rounded(value) for name, value in key.items() if name not in WATCHED)
 
@@ -170,8 +174,8 @@ def source_of(policy: str, backend: str) -> dict[str, str]:
 
 
 def files_of(policy: str) -> dict[str, tuple[str, ...]]:
-    """Paths below the root: the modules of a policy, of its formats, of the twins that it calls, and all kernels
-    except those that only other policies call."""
+    """Paths below the root: the modules of a policy and those of this project that they import, of its formats, of
+    the twins that it calls, and all kernels except those that only other policies call."""
     modules, formats = set[type](), set[type]()
     for member in members(_policy(policy)):
         modules |= {cls for cls in type(member).__mro__ if cls.__module__.startswith("minithink.policies.")}
@@ -179,6 +183,9 @@ def files_of(policy: str) -> dict[str, tuple[str, ...]]:
             if text != "plain":
                 formats |= {c for f in parse_pair(text) for c in type(f).__mro__ if "minithink.quant" in c.__module__}
     own = sorted({_path(cls) for cls in modules})
+    text = "\n".join((ROOT / path).read_text(encoding="utf-8") for path in own)
+    beside = {f"minithink/{name}.py" for name in re.findall(r"^from minithink\.(\w+) import", text, re.MULTILINE)}
+    own = sorted({*own, *(path for path in beside - {"minithink/errors.py"} if (ROOT / path).is_file())})
     called = _called(tuple(own))
     everyones = _called(tuple(sorted({_path(cls) for cls in POLICIES.values()})))
     kernels = [p for p in sorted((ROOT / "kernels").glob("*.py")) if p.stem in called or p.stem not in everyones]

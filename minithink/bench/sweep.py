@@ -26,6 +26,7 @@ from minithink import counts, origin, results
 from minithink.bench import pool
 from minithink.bench.markdown import short
 from minithink.bench.pool import Run, key_of, pick, serves
+from minithink.calibration import decisive
 from minithink.calibration import read as read_calibration
 from minithink.commands import INTERRUPTED, location, positive
 from minithink.config import ModelConfig
@@ -120,12 +121,13 @@ def settings_of(sweep: Sweep, family: str, args: argparse.Namespace | None = Non
     cells = plan(policies_of([sweep]), sweep.budgets)
     files = {m.calibration for cell in cells for m in members(runner.policy_of(cell, None))} - {""}
     read = {name: read_calibration(folder, name, folder) for name in files}
-    calibration = {name: {x: values[x] for x in ("layers", "thresholds")} for name, values in read.items()}
+    calibration = {name: decisive(values) for name, values in read.items()}
     return {
         "checkpoint": of_others or weights, "dataset": family, "split": sweep.split, "limit": limit,
         "problems": runner.hash_of(load_dataset(family, sweep.split, limit)), "num_samples": sweep.samples,
         "recall": sweep.recall, "needed": sweep.needed, "temperature": own.temperature, "top_k": own.top_k,
         "top_p": own.top_p, "min_p": own.min_p, "seed": 0, "max_new_tokens": longest, "calibration": calibration,
+        **({"padded_budget": sweep.padded, "group": sweep.group} if sweep.padded else {}),
     }  # fmt: skip
 
 
@@ -182,7 +184,8 @@ def words_of(args: argparse.Namespace, group: Sequence[Wanted], folder: Path, li
     words += ["--num-samples", samples, "--dataset", first["dataset"], "--split", first["split"]]
     words += ["--device", args.device, "--limit", limit, "--output-dir", folder, "--model", args.model]
     words += ["--resume"] if folder.is_dir() else []
-    words += [f"--{name}" for name in pool.WATCHED if first[name]]
+    words += [f"--{name}" for name in (*pool.WATCHED, "group") if first.get(name)]
+    words += ["--padded-budget", first["padded_budget"]] if "padded_budget" in first else []
     for name in ("batch_size", "max_new_tokens"):
         if (value := getattr(args, name)) is not None:
             words += [f"--{name.replace('_', '-')}", value]
@@ -192,7 +195,8 @@ def words_of(args: argparse.Namespace, group: Sequence[Wanted], folder: Path, li
 def evaluated(args: argparse.Namespace, argv: list[str], group: Sequence[Wanted]) -> list[Run] | None:
     """The runs of one evaluation; None: interrupted. With --finished those whose sequences are all there."""
     first = group[0]
-    what = json.dumps([[key["policy"], key["budget"]] for key in group] + [first["split"], first["checkpoint"]])
+    padded = [first[name] for name in pool.PADDED if name in first]
+    what = json.dumps([[k["policy"], k["budget"]] for k in group] + [first["split"], first["checkpoint"], *padded])
     folder = args.runs / f"sweep-{first['dataset']}-{hashlib.sha256(what.encode()).hexdigest()[:8]}"
     mean = length_of_full(args, first)
     if args.finished:

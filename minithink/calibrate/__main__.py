@@ -1,14 +1,14 @@
-"""The command line: `python -m minithink.calibrate thoughts`."""
+"""The command line: `python -m minithink.calibrate thoughts|steering`."""
 
 from __future__ import annotations
 
 import sys
 
 from minithink import commands
-from minithink.calibrate import thoughts
+from minithink.calibrate import steering, thoughts
 
 PROGRAM = "minithink.calibrate"
-COMMANDS = {"thoughts": thoughts}
+COMMANDS = {"thoughts": thoughts, "steering": steering}
 
 
 def main(argv: list[str] | None = None) -> int:

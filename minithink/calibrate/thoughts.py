@@ -53,27 +53,33 @@ GPU_BATCH, CPU_BATCH = 64, 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `calibrate thoughts`."""
+    add_common_arguments(parser, 100, "thoughts.json")
+    add = parser.add_argument
+    add("--thoughts", type=int, choices=(2, 3), default=3, help="|T|, types (default: 3)")
+    add("--num-layers", type=positive, default=4, metavar="N", help="|L*|, layers at most (default: 4)")
+    add("--sparsity-rows", type=positive, default=1, metavar="N", help="last queries that are averaged (default: 1)")
+    add("--policy", default="thinkv", help="thinkv, tbe or tbq, as in thinkv:tau=64: types are measured with its τ, "
+        "and compared with those under its eviction (default: thinkv)")  # fmt: skip
+    add("--budget", type=positive, metavar="N", help="of that policy, tokens (default: 1024)")
+    add("--compare", type=natural, default=16, metavar="N", help="prompts that are compared; 0: none (default: 16)")
+
+
+def add_common_arguments(parser: argparse.ArgumentParser, prompts: int, file: str) -> None:
+    """The options of all calibrations. prompts: the default of --num-prompts; file: the name of the result."""
     add = parser.add_argument
     add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
     add("--dataset", default="facts", help="as of minithink.evaluate; several, with commas between them, take turns "
         "(default: facts)")  # fmt: skip
     add("--split", help="of the dataset, never test (default: validation)")
-    add("--num-prompts", type=positive, default=100, metavar="N", help="default: 100")
-    add("--thoughts", type=int, choices=(2, 3), default=3, help="|T|, types (default: 3)")
-    add("--num-layers", type=positive, default=4, metavar="N", help="|L*|, layers at most (default: 4)")
-    add("--sparsity-rows", type=positive, default=1, metavar="N", help="last queries that are averaged (default: 1)")
+    add("--num-prompts", type=positive, default=prompts, metavar="N", help=f"default: {prompts}")
     add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what the context leaves")
     add("--temperature", type=float, help="0 is greedy (this and the next default to the model's own)")
     add("--top-p", type=float, help="1 is off")
     add("--seed", type=int, default=0, help="of the draws (default: 0)")
-    add("--policy", default="thinkv", help="thinkv, tbe or tbq, as in thinkv:tau=64: types are measured with its τ, "
-        "and compared with those under its eviction (default: thinkv)")  # fmt: skip
-    add("--budget", type=positive, metavar="N", help="of that policy, tokens (default: 1024)")
-    add("--compare", type=natural, default=16, metavar="N", help="prompts that are compared; 0: none (default: 16)")
     add("--batch-size", type=positive, metavar="N", help=f"default: {GPU_BATCH} on a GPU, else {CPU_BATCH}")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", help="auto, float32, float16, bfloat16")
-    add("--output", type=Path, metavar="FOLDER", help="where thoughts.json goes (default: beside the model, where it "
+    add("--output", type=Path, metavar="FOLDER", help=f"where {file} goes (default: beside the model, where it "
         "is looked for); give it again as --calibration")  # fmt: skip
     add("--replace", action="store_true", help="a calibration that is there already")
     add("--resume", action="store_true", help="finish what was interrupted")
@@ -172,16 +178,7 @@ def settings_of(
     engine: Engine, args: argparse.Namespace, examples: Sequence[Example], policy: ThinKV
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """How is drawn, as options of Engine.stream; and all that decides the result."""
-    own = engine.generation_config
-    drawing = {
-        "temperature": own.temperature if args.temperature is None else args.temperature,
-        "top_k": own.top_k,
-        "top_p": own.top_p if args.top_p is None else args.top_p,
-        "min_p": own.min_p,
-        "seed": args.seed,
-        "max_new_tokens": args.max_new_tokens or own.max_new_tokens or engine.config.max_position,
-        "batch_size": args.batch_size or (GPU_BATCH if engine.device.type == "cuda" else CPU_BATCH),
-    }
+    drawing = drawing_of(engine, args)
     assert engine.home is not None
     names = ("dataset", "split", "num_prompts", "thoughts", "num_layers", "sparsity_rows", "policy")
     settings = {
@@ -191,11 +188,29 @@ def settings_of(
         "budget": policy.budget,
         "problems": hash_of(examples),
         **drawing,
-        "device": engine.device.type,
-        "dtype": str(engine.dtype).removeprefix("torch."),
-        "backend": engine.decoder.backend.name,
+        **machine_of(engine),
     }
     return drawing, settings
+
+
+def drawing_of(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
+    """How is drawn, as options of Engine.stream."""
+    own = engine.generation_config
+    return {
+        "temperature": own.temperature if args.temperature is None else args.temperature,
+        "top_k": own.top_k,
+        "top_p": own.top_p if args.top_p is None else args.top_p,
+        "min_p": own.min_p,
+        "seed": args.seed,
+        "max_new_tokens": args.max_new_tokens or own.max_new_tokens or engine.config.max_position,
+        "batch_size": args.batch_size or (GPU_BATCH if engine.device.type == "cuda" else CPU_BATCH),
+    }
+
+
+def machine_of(engine: Engine) -> dict[str, Any]:
+    """What of the machine decides the result."""
+    dtype = str(engine.dtype).removeprefix("torch.")
+    return {"device": engine.device.type, "dtype": dtype, "backend": engine.decoder.backend.name}
 
 
 def hash_of(examples: Sequence[Example]) -> str:

@@ -20,8 +20,9 @@ from statistics import fmean
 from typing import Any
 
 from minithink import origin
+from minithink.calibration import decisive
 from minithink.commands import INTERRUPTED, location, positive
-from minithink.engine import DTYPES, TINY, Engine, load
+from minithink.engine import DTYPES, TINY, Engine, charge, load
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate import plots, summary
 from minithink.evaluate import trace as tracing
@@ -75,6 +76,9 @@ def add_run_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -> No
         "model)")  # fmt: skip
     add("--batch-size", type=positive, metavar="N", help=f"rows at once, from beginning to end (default: {GPU_BATCH} "
         f"on a GPU, else {CPU_BATCH})")  # fmt: skip
+    add("--padded-budget", type=positive, metavar="N", help="for comparison: charge each budget the padding that an "
+        "engine would keep which pads the prompts of batches of N sequences (`minithink/grouping.py`)")  # fmt: skip
+    add("--group", action="store_true", help="with --padded-budget: its batches are of prompts of similar length")
     add("--recall", action="store_true", help="also find how many of the tokens that full attention looks at most "
         "are kept: slow, for reference")  # fmt: skip
     add("--needed", action="store_true", help="also find how much of what the statements of a text need is kept when "
@@ -134,6 +138,8 @@ def evaluate(
         cells = [cell for cell in cells if cell.policy in policies]
     # refuse what makes no sense before a model is loaded
     SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
+    if args.group and args.padded_budget is None:
+        raise UsageError("--group groups the batches of --padded-budget: give both, or neither.")
     if args.trace is not None:
         tracing.check(args.trace, cells, args.output_dir)
     examples = load_dataset(args.dataset, args.split, args.limit, grader=args.grader)
@@ -222,8 +228,8 @@ def _about_before(journal: Journal, resume: bool, total: int) -> list[str]:
 
 
 def calibrations(engine: Engine, cells: Sequence[Cell], schedule: str | None) -> dict[str, Any]:
-    """The calibrations that policies read: file name → layers and thresholds. Every policy is tried out, so that none
-    fails after hours.
+    """The calibrations that policies read: file name → what of it decides the tokens. Every policy is tried out, so
+    that none fails after hours.
 
     Raises:
         UsageError: a policy does not suit the model. MinithinkError: a calibration is missing.
@@ -233,8 +239,7 @@ def calibrations(engine: Engine, cells: Sequence[Cell], schedule: str | None) ->
         policy = policy_of(cell, schedule)
         for member in members(policy):
             if member.calibration:
-                values = engine.calibration(member.calibration)
-                found[member.calibration] = {name: values[name] for name in ("layers", "thresholds")}
+                found[member.calibration] = decisive(engine.calibration(member.calibration))
         engine.try_out(engine.calibrated(policy))
     return found
 
@@ -315,6 +320,8 @@ class Job:
             "keep_text": args.keep_text,
             "trace": args.trace.name if args.trace is not None else None,
         }
+        if args.padded_budget is not None:
+            self.settings |= {"padded_budget": args.padded_budget, "group": args.group}
 
     def keys(self, cell: Cell) -> list[Key]:
         """The keys of all sequences of a cell, in the order of their numbers."""
@@ -377,6 +384,8 @@ class Job:
         stream.ahead, stream.accounts = True, False  # the meter counts bytes, between two steps
         for s in stream.sequences:
             s.budget = own[s.prompt_index]
+        if self.args.padded_budget is not None and policy.budget is not None:
+            charge(stream.sequences, policy, self.args.padded_budget, self.args.group)
         return stream
 
     def _about(self, key: Key) -> dict[str, Any]:

@@ -80,6 +80,8 @@ class Sweep:
     problems: int = 200
     samples: int = 1
     recall: bool = False  # whether recall is measured
+    padded: int = 0  # charge budgets the padding of batches of so many sequences (`minithink/grouping.py`); 0: none
+    group: bool = False  # with `padded`: batches of prompts of similar length
     needed: bool = False  # whether the share of needs that the cache meets is measured (docs/evaluate.md)
     # Hash of the weights that the table shows; "": of the embedded model. Other weights do not ship, so their runs
     # stay in the table when the code of a policy changes, and the table says so.

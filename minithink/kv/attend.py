@@ -18,6 +18,7 @@ from minithink.kv.pages import Reading
 from minithink.kv.rows import Rows, _Row
 from minithink.kv.sizes import UNLIMITED
 from minithink.kv.store import Writer
+from minithink.kv.view import View
 from minithink.ref.attention import of_any_length
 from minithink.ref.decode_attention import decode_probabilities, group_reduce
 
@@ -34,6 +35,7 @@ class _Step:
     sin: Tensor
     due: Sequence[Demand]  # the observations that this step makes
     active: Tensor | None  # bool [N]: rows that bring a token; None: all
+    view: View | None = None  # of these rows, if the policy steers
     near: tuple[Tensor, Tensor, Tensor] | None = None  # pulled tokens [Lt, N, Ht, S], cos and sin of their query
     # Set by `begin_step` only: the sequences, their tokens (empty: not known), the batch on the host.
     fed: tuple[list[int], Sequence[int], Batch] | None = None
@@ -79,6 +81,8 @@ class Pass(Rows):
         )  # fmt: skip
         if self.policy.pull:
             self._pull(now)
+        if self.steers:
+            now.view = self.view(batch)
         return now
 
     def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
@@ -181,12 +185,8 @@ class Pass(Rows):
                 self.observations.keep_hidden(layer, hidden[last], now.at, None)
             return hidden
         at = now.batch.row
-        if self.steers:  # the policy sees all rows, as they were before the step's tokens
-            everybody = self._everybody(now.batch.to(torch.device("cpu")))
-            values = everybody.values.to(self.device, copy=True)
-            values[2, at] -= 1
-            whole = hidden.new_zeros(len(self.rows), hidden.shape[-1]).index_copy(0, at, hidden)
-            hidden = self.policy.steer(self.view(Batch(values, whole=True)), layer, whole)[at]
+        if now.view is not None:
+            hidden = self.policy.steer(now.view, layer, hidden)
         for _ in self.observations.of(now.due, See.HIDDEN, layer):
             self.observations.keep_hidden(layer, hidden, at, now.active)
         return hidden

@@ -287,7 +287,8 @@ class Policy:
 
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""  # one line, for --list-policies
-    # Whether `due` and `decide` can be recorded as a CUDA graph that sees only the rows that are due. If True:
+    # Whether `due`, `decide` and `steer` can be recorded as CUDA graphs; that of `decide` sees only the rows that are
+    # due. If True:
     # - state is kept in place, by `step.row`; the state of inactive rows does not change
     # - the host reads nothing from the device but `step.any`: no shape depends on the content of a tensor, and no
     #   tensor is made of a list of numbers
@@ -325,6 +326,10 @@ class Policy:
         """For policies that look at the text: the type of thought that a text ends in, its token ids → a type of
         ThinKV's; called before `setup` where there is a tokenizer."""
 
+    def vocabulary(self, tokens: Sequence[bytes]) -> None:
+        """For policies that look at single tokens: the bytes of each token id, b"" if an id has no token. Called
+        before `setup` where there is a tokenizer."""
+
     def setup(self, shape: Shape) -> None:
         """Allocate state; called once, before anything runs."""
 
@@ -349,7 +354,18 @@ class Policy:
         return ()
 
     def steer(self, step: Step, layer: int, hidden: Tensor) -> Tensor:
-        """Change the residual stream after a layer: hidden [B, d] → [B, d]. Only asked of policies that define it."""
+        """See, and perhaps change, the residual stream of generated tokens after a layer (−1: after the final norm).
+        Only asked of policies that define it, in the forward pass of each decode step. In a policy that is
+        `recordable` the rules for `decide` hold here, too.
+
+        Args:
+            step: the rows of the step, with the tokens that are being read. Only `row`, `active`, `clock`, `prompt`,
+                `tokens`, `thinking` and `ops` may be used: this step's observations are not complete yet.
+            hidden: [B, d].
+
+        Returns:
+            [B, d].
+        """
         return hidden
 
     # -- shared by all: when to evict, and down to what

@@ -155,7 +155,9 @@ class Rows:
             id(p): torch.full(self.shape.tables, UNLIMITED, dtype=torch.int32, device=self.device)
             for p in members(policy)
         }
-        self.steers = any(type(p).steer is not Policy.steer for p in members(policy))
+        steering = [p for p in members(policy) if type(p).steer is not Policy.steer]
+        self.steers = bool(steering)
+        self.records_steering = all(p.recordable for p in steering)
         self.deciding = tuple(p for p in members(policy) if type(p).decide is not Policy.decide)
         self.recorder: Recorder | None = None  # set it before the sequences join that it records
         self._waiting_prompts: list[int] = []  # rows whose prompt is read and not stored yet
@@ -299,8 +301,8 @@ class Rows:
 
     @property
     def recordable(self) -> bool:
-        """Whether a step can be recorded: widths are fixed, and no policy steers (`steer` may use the host)."""
-        return self.store.columns is not None and not self.steers
+        """Whether a step can be recorded: widths are fixed, and no policy steers with the host's help."""
+        return self.store.columns is not None and self.records_steering
 
     @property
     def dense(self) -> bool:

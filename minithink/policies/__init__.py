@@ -26,6 +26,8 @@ from minithink.policies.pm_kvq import PMKVQ
 from minithink.policies.quant import Quant
 from minithink.policies.random import Random
 from minithink.policies.rkv import Rkv
+from minithink.policies.seal import Seal
+from minithink.policies.skipkv import SkipKV
 from minithink.policies.snapkv import SnapKV
 from minithink.policies.streaming_llm import StreamingLLM
 from minithink.policies.thinkv import Tbe, Tbq, ThinKV
@@ -38,6 +40,8 @@ _CLASSES: tuple[type[Policy], ...] = (
     Random,
     SnapKV,
     Rkv,
+    SkipKV,
+    Seal,
     CrystalKV,
     CrystalKVLite,
     ThinKV,

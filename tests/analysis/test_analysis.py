@@ -16,6 +16,7 @@ from minithink.analysis.dense import EVERY, RECENT, Dense, decode, evict
 from minithink.bench.tables import TABLES
 from minithink.engine import TINY, load
 from minithink.evaluate import plan
+from minithink.openings import Sentence, area, direction, openings, sentences
 from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION
 from minithink.reading import read
 from minithink.ref.decode_attention import group_reduce
@@ -245,7 +246,7 @@ def test_thoughts_are_told_apart_by_their_wording(family):
     for _ in range(20):
         thinking, want = written(family, 9, rng)
         pieces = [tokenizer.decode([t]) for t in tokenizer.encode(thinking)]
-        found = premises.sentences(pieces)
+        found = sentences(pieces)
         lines = ["".join(pieces[s.start : s.end]) for s in found]
         assert "".join(lines) == thinking
         assert [(line.rstrip(), s.kind) for line, s in zip(lines, found, strict=True)] == [
@@ -260,15 +261,15 @@ def test_thoughts_are_told_apart_by_their_wording(family):
 
 def test_a_vector_leads_away_from_transitions():
     found = [
-        premises.Sentence(0, 2, "reasoning"), premises.Sentence(2, 5, "execution", True),
-        premises.Sentence(5, 7, "execution"), premises.Sentence(7, 9, "transition", True),
-        premises.Sentence(9, 12, "reasoning", True),
+        Sentence(0, 2, "reasoning"), Sentence(2, 5, "execution", True),
+        Sentence(5, 7, "execution"), Sentence(7, 9, "transition", True),
+        Sentence(9, 12, "reasoning", True),
     ]  # fmt: skip
     hidden = torch.arange(12.0)[:, None] * torch.tensor([1.0, -1.0])
-    opening, doubts = premises.openings(hidden, found)
+    opening, doubts = openings(hidden, found)
     assert opening[:, 0].tolist() == [1.0, 6.0, 8.0]
     assert doubts.tolist() == [False, True, False]
-    assert premises.direction(opening, doubts).tolist() == [-1.5, 1.5]
+    assert direction(opening, doubts).tolist() == [-1.5, 1.5]
 
 
 @pytest.mark.parametrize("at", ["boundary", "every"])
@@ -323,8 +324,8 @@ def test_the_vector_is_of_problems_that_are_not_steered(model, monkeypatch, stee
 
 def test_separability_of_what_is_apart_and_of_what_is_not():
     apart, mixed = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0])
-    assert premises.area(apart, torch.tensor([0.0, -1.0])) == 1.0
-    assert premises.area(apart, mixed) == 0.5
+    assert area(apart, torch.tensor([0.0, -1.0])) == 1.0
+    assert area(apart, mixed) == 0.5
     assert premises.classify(torch.tensor([0.0, 1.0, 2.0, 9.0]), 0.0, 1.0, (2, 0, 1)).tolist() == [2, 0, 1, 1]
     kinds = ["reasoning", "execution", "transition"] * 4
     clear = torch.tensor([[0.0, 0.5], [1.0, 0.5], [2.0, 0.5]] * 4)

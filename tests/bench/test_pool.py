@@ -53,6 +53,14 @@ def test_a_key_holds_all_settings_of_a_policy() -> None:
     assert serves(run_of("rkv"), run_of("rkv", **other).key), "it reads no calibration"
 
 
+def test_padding_is_in_the_key_of_policies_that_have_a_budget() -> None:
+    """In both directions; `full` is charged nothing."""
+    padded, grouped = ({"padded_budget": 10, "group": group} for group in (False, True))
+    runs = [run_of(), run_of(**padded), run_of(**grouped), run_of(**padded | {"padded_budget": 11})]
+    assert [[serves(a, b.key) for b in runs] for a in runs] == [[a is b for b in runs] for a in runs]
+    assert serves(run_of("full", None), run_of("full", None, **padded).key)
+
+
 def test_a_run_that_measured_more_serves() -> None:
     more, less = run_of(needed=True), run_of()
     assert serves(more, less.key)
@@ -88,10 +96,13 @@ def test_what_code_a_policy_runs() -> None:
     assert {"minithink/ref/survivors.py", "minithink/ref/kmeans.py"} <= {*files["twins"]}, "through the step"
     assert "minithink/ref/redundancy.py" not in files["twins"]
     assert {"kernels/anneal.py", "kernels/paged_attention.py"} <= {*files["kernels"]}
-    assert "kernels/redundancy.py" not in files["kernels"], "only R-KV calls it"
+    assert "kernels/redundancy.py" not in files["kernels"], "only R-KV and SkipKV call it"
     assert "kernels/survivors.py" not in pool.files_of("rkv")["kernels"], "only ThinKV calls it"
     stack = pool.files_of("snapkv:cap=128+thinkv")
     assert stack["policy"] == ("minithink/policies/snapkv.py", *own)
+    assert "minithink/sentences.py" in pool.files_of("seal+rkv")["policy"], "a module beside the policies"
+    assert "minithink/ref/similarity.py" in pool.files_of("skipkv")["twins"]
+    assert "kernels/similarity.py" not in pool.files_of("rkv")["kernels"]
     assert pool.files_of("window")["formats"] == ()
     assert pool.source_of("window", "reference")["kernels"] == ""
 

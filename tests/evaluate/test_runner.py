@@ -28,9 +28,11 @@ from minithink.engine import Engine, load
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate import plots, runner
 from minithink.evaluate.__main__ import main
+from minithink.evaluate.datasets import load_dataset
 from minithink.evaluate.grading import Graded
 from minithink.evaluate.journal import Journal, Key, Record, read, text_hash
 from minithink.evaluate.ranks import Ranks
+from minithink.grouping import padded_budgets
 from minithink.kv.apart import Apart
 from minithink.kv.contract import Policy, Step
 from minithink.sampling import filter_logits, gumbel
@@ -239,6 +241,25 @@ def test_shares_of_a_policy_that_demands_something_of_its_budget(
     said = f"the share {share} comes to {sink} tokens with a prompt of 5, for the full cache generates {mean:,.0f} on"
     assert said in capsys.readouterr().err
     assert {r.policy for r in read(tmp_path / "little").records} == {"full"}
+
+
+def test_budgets_pay_for_padding_if_asked(model: Path, problems: Path, tmp_path: Path) -> None:
+    """In batches of the problems' order, or of prompts of similar length; what pads nothing is not charged."""
+    engine = load(model, device="cpu")
+    prompts = [len(engine.prompt_ids(e.question)) for e in load_dataset(str(problems))]
+    for group in (False, True):
+        changed = {"group": True} if group else {}
+        got = evaluate(
+            model, problems, tmp_path / str(group), policies="full,window:budget=60", padded_budget=3,
+            max_new_tokens=70, **changed,
+        )  # fmt: skip
+        valid = padded_budgets(prompts, [60] * len(prompts), 3, group)
+        for i, n in enumerate(prompts):
+            r = got[Key("window:budget=60", 60, f"p{i}", 0)]
+            seen = n + r["generated_tokens"] - 1
+            assert r["tokens_peak"] == (min(seen, valid[i]) if r["steps"] else min(n, valid[i]))
+        settings = json.loads((tmp_path / str(group) / "config.json").read_text())["settings"]
+        assert (settings["padded_budget"], settings["group"]) == (3, group)
 
 
 def test_a_budget_below_the_prompts_is_said(
@@ -591,6 +612,7 @@ def test_every_setting_is_kept_to(
         ({"policies": "nonsense"}, 2, "The policy 'nonsense' is unknown; there are: full, window"),
         ({"policies": "rkv"}, 2, "rkv needs a budget in tokens: give --budgets, or rkv:budget="),
         ({"budgets": "nan", "policies": "window"}, 2, "'nan' is no budget"),
+        ({"group": True}, 2, "--group groups the batches of --padded-budget: give both"),
         ({"temperature": "nan"}, 2, "The temperature is nan"),
         ({"temperature": "inf"}, 2, "The temperature is inf"),
         ({"top_p": "nan"}, 2, "top_p is nan"),

@@ -17,6 +17,7 @@ from minithink.kv.batch import Batch
 from minithink.kv.contract import Edit, Evict, Policy, Scope, See, Step, Storage, keep_best
 from minithink.kv.manager import KVManager
 from minithink.kv.observe import Observations
+from minithink.kv.stack import members
 from minithink.kv.store import PagedStore, Writer
 from minithink.model import Decoder, Rope
 from minithink.ref.rope import rope
@@ -51,10 +52,24 @@ class Cut(Policy):
         yield Evict(due[..., None] & ~kept)
 
 
+BYTES = (b" x", b".\n", b" Wait", b" y", b"\n\n", b" again")  # token t has those of number t mod 6
+
+
+def informed(policy: Policy, config: ModelConfig) -> Policy:
+    """The policy, told what an engine tells: the tokens' bytes, and vectors for policies that steer."""
+    draw = torch.Generator().manual_seed(0)
+    for member in members(policy):
+        member.vocabulary([BYTES[token % len(BYTES)] for token in range(config.vocab_size)])
+        if member.calibration == "steering.safetensors":
+            plain, matched = torch.randn(2, config.num_layers, config.hidden_size, generator=draw)
+            member.calibrated({"plain": plain, "matched": matched, "layer": 0})
+    return policy
+
+
 def manager_for(decoder: Decoder, policy: Policy, **options: Any) -> KVManager:
     """Three rows, in the dtype of the decoder; freed memory is poisoned with NaN."""
     options = {"rows": 3, "tokens": MAX_POSITION, "poison": True, **options}
-    poisoned = options.pop("poison")
+    poisoned, policy = options.pop("poison"), informed(policy, decoder.config)
     manager = KVManager(decoder.config, Rope(decoder.config), policy, dtype=decoder.embed.dtype, **options)
     return watched(manager, poisoned)
 

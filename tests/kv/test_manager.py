@@ -624,18 +624,17 @@ def test_whose_turn_it_is_changes_not_a_bit(demands: tuple[Demand, ...]) -> None
 
 
 class Steer(Cut):
-    """Adds a vector of its row's number after layer 0, and remembers whom it saw."""
+    """Adds a vector of its row's number after layer 0, and remembers what it saw."""
 
     def setup(self, shape: Any) -> None:
-        self.active: list[list[bool]] = []
-        self.add = torch.arange(1, shape.rows + 1).float()[:, None].expand(-1, shape.hidden)
+        self.seen: list[tuple[list[int], ...]] = []
 
     def steer(self, step: Step, layer: int, hidden: Tensor) -> Tensor:
-        assert hidden.shape == self.add.shape
         if layer != 0:
             return hidden
-        self.active.append(step.active.tolist())
-        return hidden + self.add
+        assert step.active.all()
+        self.seen.append(tuple(x.tolist() for x in (step.row, step.tokens, step.clock, step.prompt)))
+        return hidden + (step.row[:, None] + 1)
 
 
 def test_steering_touches_decoding_rows_only() -> None:
@@ -652,7 +651,7 @@ def test_steering_touches_decoding_rows_only() -> None:
         assert_equal_logits("prompt", got, prompt_logits(decoder, texts[s][:4]))
     feed(decoder, manager, {5: [1], 3: [2]}, spy)
     feed(decoder, manager, {4: [1]}, spy)
-    assert policy.active == [[True, False, True], [False, True, False]]
+    assert policy.seen == [([2, 0], [1, 2], [1, 1], [4, 4]), ([1], [1], [1], [4])]
     for row, s in enumerate((3, 4, 5)):
         before, after = spy.get("before", s, 0), spy.get("after", s, 0)
         assert_same("in the prompt", after[:4], before[:4])

@@ -291,7 +291,7 @@ class Steering(Full):
 
 
 def test_what_is_not_recordable() -> None:
-    """Steering may ask the host; without fixed widths addresses change."""
+    """Steering may ask the host, unless the policy says that it does not; without fixed widths addresses change."""
     config = example_config(head_dim=16)
     lagging = Full(storage=Storage(("int4:group=16",), buffer=8, tail="keep", lag=True))
     decoder = random_decoder(config)

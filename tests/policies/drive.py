@@ -10,7 +10,7 @@ import torch
 from minithink.kv.contract import Policy
 from minithink.kv.manager import KVManager
 from minithink.model import Decoder, Rope
-from tests.kv.run import watched
+from tests.kv.run import informed, watched
 from tests.strategies import example_config, random_decoder
 
 TINY = example_config(hidden_size=12, intermediate_size=8, num_heads=4, num_kv_heads=2, head_dim=4)  # 2 layers
@@ -44,9 +44,10 @@ def follow(
     longest = max(prompts) + steps
     manager = watched(
         KVManager(
-            decoder.config, Rope(decoder.config), policy, rows=rows or len(prompts), tokens=longest, **options
+            decoder.config, Rope(decoder.config), informed(policy, decoder.config), rows=rows or len(prompts),
+            tokens=longest, **options,
         )
-    )
+    )  # fmt: skip
     text = {seq: tokens_of(seq, longest, decoder) for seq in seqs}
 
     @torch.inference_mode()

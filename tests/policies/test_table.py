@@ -100,7 +100,7 @@ def test_budget_and_schedule_from_outside() -> None:
     assert isinstance(stack, Stack)
     assert [m.budget for m in stack.members] == [9, None, 9]
     without = [name for name in POLICIES if not takes_budget(lookup(name))]
-    assert without == ["full", "snapkv", "tbq", "quant", "kivi", "pm_kvq"]
+    assert without == ["full", "snapkv", "seal", "tbq", "quant", "kivi", "pm_kvq"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,182 @@
+"""SkipKV and SEAL: both halves of SkipKV beside other methods, its threshold, steering by vector, place and strength,
+budgets that pay for padding (table 3); its steps beside R-KV's, and throughput (table 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from minithink.engine import TINY
+from minithink.experiments import Case, Cases, Goal, Result, Row, StandIn, StandIns, Sweep, Table
+from minithink.kv.contract import Shape, Step
+from minithink.kv.schedule import Schedule
+from minithink.policies.seal import Seal
+from minithink.policies.skipkv import SkipKV
+from minithink.policies.steering import Steered
+
+# Answers -----------------------------------------------------------------------------------------------------------
+
+EVERY = "schedule=interval:16"  # the embedded model's texts are short: 128 tokens would be a large part of a budget
+STEER = "alpha_0=0.25,gamma=0.005"  # at every token the paper's 1 and 0.02 spoil this model's texts (docs/skipkv.md)
+RKV = "rkv:buffer=16,protect_prompt=true"
+BUDGETS = (0.25, 0.5, 0.75)
+
+
+def _of(*options: str) -> tuple[str, ...]:
+    return tuple(f"skipkv:{','.join(filter(None, (EVERY, option)))}" for option in options)
+
+
+SWEEPS = {
+    "skipkv": Sweep(
+        "SkipKV, its score by the letter of the paper, and other methods",
+        (*_of(STEER, "steering=false", f"form=paper,{STEER}"), RKV, "seal", f"seal+{RKV}",
+         "random:protect_prompt=true"),
+        budgets=BUDGETS, split="test", needed=True,
+    ),
+    "skipkv-parts": Sweep(
+        "sentences and steering, each alone (table 2)",
+        (RKV, *_of("skip=false,steering=false", "steering=false", f"skip=false,{STEER}", STEER, "at=boundary", "")),
+        budgets=BUDGETS,
+    ),
+    "skipkv-tau": Sweep(
+        "the similarity above which a sentence is penalised, τ",
+        _of(*(f"steering=false,tau={tau:g}" for tau in (0.8, 0.9, 0.95, 0.98, 1))), budgets=(0.25, 0.5),
+    ),
+    "skipkv-steering": Sweep(
+        "steering alone: by vector, place, strength and layer",
+        ("seal", "seal:vector=matched",
+         *(f"seal:vector={vector},alpha_0={alpha:g}" for vector in ("plain", "matched") for alpha in (0.25, 0.5, 2)),
+         *(f"seal:at=every,vector={vector},alpha_0={alpha:g}"
+           for vector in ("plain", "matched") for alpha in (0.1, 0.25, 1)),
+         *(f"seal:vector=matched,layer={layer}" for layer in (3, 4, 5))),
+        budgets=(),
+    ),
+    "skipkv-padded": Sweep(
+        "budgets that pay for the padding of batches of 10 (table 3)", (*_of(STEER), RKV), budgets=BUDGETS, padded=10,
+    ),
+    "skipkv-grouped": Sweep(
+        "the same with batches of prompts of similar length", (*_of(STEER), RKV), budgets=BUDGETS, padded=10,
+        group=True,
+    ),
+}  # fmt: skip
+
+# Steps and throughput on synthetic caches --------------------------------------------------------------------------
+
+VOCABULARY = 128_256  # of the shape that is measured
+SENTENCE = 24  # tokens of a sentence, on average: so many tokens of the vocabulary have one with a line break
+
+
+class Informed(StandIn, Steered):
+    """A policy that steers, with a vocabulary in which some tokens end sentences, and a vector of noise."""
+
+    def setup(self, shape: Shape) -> None:
+        self.vocabulary([b".\n\n" if token % SENTENCE == 0 else b" x" for token in range(VOCABULARY)])
+        noise = 1e-3 * torch.randn(1, shape.hidden, generator=torch.Generator().manual_seed(0))
+        self.calibrated({self.vector: noise.expand(shape.layers, -1), "layer": round(0.7 * shape.layers) - 1})
+        super().setup(shape)
+
+
+class InformedSeal(Informed, Seal):
+    """SEAL."""
+
+    recordable = True
+
+
+class Filled(Informed, SkipKV):
+    """SkipKV whose scores are drawn while a cache is filled; all vectors that are kept are there from the start."""
+
+    recordable = True
+
+    @property
+    def period(self) -> int:
+        return Schedule.parse(self.schedule).interval or 1
+
+    @property
+    def enough(self) -> int | None:
+        assert self.budget is not None
+        return 2 * self.budget + self.period  # a lane is full, and as many tokens came and went
+
+    def reset(self, row: int) -> None:
+        super().reset(row)
+        if self.skip:
+            self._count[row, 0] = self.vectors + 1
+            self._vector[row].normal_().div_(self._vector.shape[-1] ** 0.5)
+
+    def parts(self, step: Step, layer: int, valid: Tensor, older: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        if self.filling:
+            noise = torch.rand(2, *valid.shape, device=valid.device)
+            return noise[0], noise[1]
+        return super().parts(step, layer, valid, older, rows)
+
+
+Some = TypeVar("Some", bound=Informed)
+
+
+def _informed(cls: type[Some], policy: Any) -> Some:
+    return cls(**{f.name: getattr(policy, f.name) for f in fields(policy) if f.init})
+
+
+STAND_INS: StandIns = {
+    Seal: lambda policy, share, seed, layers: _informed(InformedSeal, policy),
+    SkipKV: lambda policy, share, seed, layers: _informed(Filled, policy),
+}
+METHODS = {
+    "full": "full", "seal": "seal", "rkv": "rkv:budget={budget}", "skipkv": "skipkv:budget={budget}",
+    "skipkv-sentences": "skipkv:budget={budget},steering=false",
+}  # fmt: skip
+
+
+def cases(batches: Sequence[int], shares: Sequence[float], pool: float = 1.0) -> list[Case]:
+    """Steps of every method, bytes, and the largest batch."""
+    out = [Case("step", method, batch) for batch in batches for method in METHODS]
+    out += [Case("bytes", method) for method in ("rkv", "skipkv")]
+    return out + [Case("throughput", method) for method in ("full", "seal", "rkv", "skipkv")]
+
+
+CASES = {
+    "skipkv": Cases(
+        "SkipKV's steps beside R-KV's and a full cache's, its bytes and throughput (table 1).",
+        METHODS,
+        {"budget": (1024, "tokens of a lane")},
+        cases,
+        goals=(Goal("step/skipkv/64", "step/rkv/64", 1 / 1.05),),
+        as_many=("full", "seal"),
+        lines={"full": "#444444", "seal": "#E69F00", "rkv": "#56B4E9", "skipkv": "#0072B2"},
+    )
+}
+
+# The steering vectors that ship ------------------------------------------------------------------------------------
+
+
+def by_layer(result: Result) -> Iterator[Row]:
+    """Both vectors of each layer; the recommended layer is bold."""
+    m = result["measurements"]
+    for i, plain in enumerate(m["separation"]["plain"]):
+        yield {
+            "layer": f"**{i}**" if i == result["layer"] else f"{i}", "plain": plain,
+            "matched": m["separation"]["matched"][i], "norm": m["norm"]["plain"][i],
+            "norm_matched": m["norm"]["matched"][i], "cosine": m["cosine"][i],
+        }  # fmt: skip
+
+
+def texts(result: Result) -> list[str]:
+    """What was read, as sentences."""
+    m = result["measurements"]
+    text = f"{m['prompts']} problems of `{result['settings']['dataset']}`, {m['right']} answered rightly, "
+    text += f"{m['tokens']:,} tokens, at most {result['settings']['max_new_tokens']:,} of each. Thoughts: "
+    kinds = [f"after {x['after']} {x['execution']:,} of execution and {x['other']:,} others" for x in m["thoughts"]]
+    return [text + ", ".join(kinds) + ".", ""]
+
+
+TABLES = {
+    "steering": Table(
+        (("layer", "layer", "{}"), ("separation, plain", "plain", "{:.2f}"), ("matched", "matched", "{:.2f}"),
+         ("length of V, plain", "norm", "{:.1f}"), ("matched", "norm_matched", "{:.1f}"),
+         ("cosine of both", "cosine", "{:.2f}")),
+        rows=by_layer, said=texts, shipped=TINY / "steering.safetensors",
+    )
+}  # fmt: skip

@@ -1,0 +1,247 @@
+"""SkipKV: evict sentences that a later one resembles, and steer the model away from needless thoughts.
+
+Storage is skipped by sentences (§4.1). Every 128 generated tokens, a KV head that holds more than its budget evicts
+down to it. The tokens with the lowest score go first (eq. 6):
+
+    Z = σ·I − (1 − σ)·R − λ_i
+
+I is the attention of the newest queries and R the resemblance to other keys, both as R-KV has them. λ_i is the
+penalty of the token's sentence: its largest similarity to a later sentence, if that is above τ (`ref/similarity.py`).
+Such a λ_i outweighs I and R in almost all cases. So sentences that were said again leave before any other token.
+
+Generation is skipped by steering (§4.2, `steering.py`). The strength grows with each ended sentence of this sequence
+that contains `Wait`, `Alternatively` or `again`, and so is a non-execution thought:
+
+    α_t = α_0 + γ·N_o
+
+Each half can be switched off: skip=false leaves λ out, steering=false adds no vector.
+
+Chosen where the paper is silent or says two things:
+- sentences end with each token whose bytes contain a line break (`sentences.py`). D as whole tokens misses `:\\n`;
+- sentences are those of the generated text. By the letter of algorithm 2 the prompt has sentences, too. They cannot
+  change anything while the prompt is protected, which is the default here;
+- a sentence's vector is the mean of its hidden states after the final norm, normalised (eq. 2 is not). Only ended
+  sentences have one. At most `vectors` of them are kept, the newest. A sentence before these keeps the penalty that
+  it has, and gets no new one;
+- eq. 3 has i ≤ j, which would flag every sentence; here i < j. The penalty is the largest λ_ij (the code: the last);
+- one penalty for all layers and KV heads. It stays until the last token of the sentence is gone;
+- a sentence that ends with the newest token counts at the next eviction, and raises α_t from the next token on
+  (algorithm 2);
+- the last α tokens and the prompt are protected. The paper says neither; α is R-KV's, protect_prompt=false its way;
+- form="paper" is eq. 4–5 to the letter: softmax over all keys, per query head; the maximum of the group; softmax
+  again; R without threshold, with the diagonal, softmax per row, mean over rows. The second softmax flattens
+  importance so far that it hardly counts;
+- a stack's other policies may evict beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import isfinite
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from minithink.errors import UsageError
+from minithink.kv.contract import Demand, Evict, See, Shape, Step
+from minithink.policies.steering import Steered
+
+ROWS_AT_ONCE = 256  # rows of a matrix of cosines in memory at once
+
+
+@dataclass
+class SkipKV(Steered):
+    """Sentences that go, and a strength of steering that grows with the doubts."""
+
+    budget: int | None = None  # B, tokens of a KV head, the prompt's included
+    skip: bool = True  # whether sentences are penalised; false: tokens leave by importance and redundancy alone
+    steering: bool = True
+    gamma: float = 0.02  # γ, added to α_t for each non-execution sentence
+    sigma: float = 0.1  # σ, weight of importance against redundancy, 0 to 1
+    tau: float = 0.95  # τ, similarity above which the earlier of two sentences is penalised, 0 to 1
+    alpha: int = 8  # α, tokens: newest queries that score, and newest keys that always stay
+    form: Literal["rkv", "paper"] = "rkv"  # importance and redundancy as in R-KV's code, or eq. 4–5 to the letter
+    vectors: int = 512  # M, sentences of a sequence whose vectors are kept
+    schedule: str = "interval:128"  # Δt
+    protect_prompt: bool = True
+
+    name = "skipkv"
+    summary = "evict sentences that were said again, steer against doubts (SkipKV)"
+    recordable = True
+    scope = "head"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.sigma <= 1 or not 0 <= self.tau <= 1:
+            raise UsageError(f"{self.name}: sigma is {self.sigma:g} and tau {self.tau:g}; both must be from 0 to 1.")
+        if not isfinite(self.gamma):
+            raise UsageError(f"{self.name}: gamma is {self.gamma:g}; it must be a number.")
+        if self.alpha < 1 or self.vectors < 1:
+            raise UsageError(
+                f"{self.name}: alpha is {self.alpha} and vectors {self.vectors}; both must be at least 1."
+            )
+        self.demands = (Demand(See.QUERY, rows=self.alpha),)
+
+    @property
+    def steers(self) -> bool:
+        return self.steering and (self.alpha_0 != 0 or self.gamma != 0)
+
+    @property
+    def reads_text(self) -> bool:
+        return self.skip or self.steers
+
+    # -- state of each row; the tensors of `ref/sentences.py` and `ref/similarity.py`
+
+    def setup(self, shape: Shape) -> None:
+        super().setup(shape)
+        b, device = shape.rows, shape.device
+        positions, sentences = shape.tokens + 1, shape.tokens + 2 if self.skip else 0
+        self._read = torch.zeros(b, 3, dtype=torch.int32, device=device)
+        self._count = torch.zeros(b, 2, dtype=torch.int32, device=device)
+        self._total = torch.zeros(b, shape.hidden if self.skip else 0, device=device)
+        self._vector = torch.zeros(b, self.vectors if self.skip else 0, shape.hidden, device=device)
+        self._penalty = torch.zeros(b, sentences, device=device)
+        self._number = torch.zeros(b, positions if self.skip else 0, dtype=torch.int32, device=device)
+        # sentences that were evicted; tokens that left while the lane held a token of a penalised sentence
+        self._gone = torch.zeros(b, 2, dtype=torch.int64, device=device)
+        self._count[:, 0] = 1
+
+    def reset(self, row: int) -> None:
+        for x in (self._read, self._count, self._total, self._penalty, self._number, self._gone):
+            x[row] = 0
+        self._count[row, 0] = 1
+
+    def state(self) -> Iterable[Tensor]:
+        return *super().state(), self._read, self._gone, *self._known
+
+    @property
+    def _known(self) -> tuple[Tensor, ...]:
+        return self._total, self._vector, self._penalty, self._number, self._count
+
+    def counts(self, row: int) -> dict[str, int]:
+        if not self.reads_text:
+            return {}
+        found = {"other_thoughts": int(self._read[row, 2])}
+        if self.skip:
+            evicted, passed = self._gone[row].tolist()
+            found |= {
+                "sentences": int(self._count[row, 0]) - 1 + int(self._count[row, 1]),
+                "similar_sentences": int((self._penalty[row] > 0).sum()),
+                "sentences_evicted": evicted, "tokens_before_sentences": passed,
+            }  # fmt: skip
+        return found
+
+    def notes(self, row: int) -> str:
+        found = self.counts(row)
+        said = []
+        if self.skip:
+            said.append(f"{found['similar_sentences']} of {found['sentences']} sentences were said again, "
+                        f"{found['sentences_evicted']} of them are evicted")  # fmt: skip
+        if self.steers:
+            said.append(f"{found['other_thoughts']} doubts, final strength "
+                        f"{self.alpha_0 + self.gamma * found['other_thoughts']:.2f}")  # fmt: skip
+        return "; ".join(said)
+
+    # -- the forward pass
+
+    def strength(self, step: Step) -> Tensor:
+        return self.alpha_0 + self.gamma * self._read[step.row, 2].float()
+
+    def steer(self, step: Step, layer: int, hidden: Tensor) -> Tensor:
+        """Steer layer L_s. After the final norm, read the newest token, and add its state to its sentence."""
+        if layer == -1 and self._table is not None:
+            ends = step.ops.sentences(step.tokens, step.row, step.active, self._table, self._read)
+            if self.skip:
+                position = (step.prompt + step.clock).long() - 1
+                step.ops.similarity(hidden, step.row, step.active, position, ends, self._known, self.tau)
+        return super().steer(step, layer, hidden)
+
+    # -- eviction
+
+    def decide(self, step: Step) -> Iterator[Evict]:
+        due, _ = self.due(step)
+        if not step.any(due):
+            return
+        room, rows, pos = self.room(step), due.any(-1).any(0), step.pos()  # rows: bool [B], pos: [L, B, Hkv, S]
+        window = self.window(step, room)
+        free = (pos >= 0) & ~step.protected()
+        # Lanes that are not due get no valid token, so that the kernels skip them.
+        valid = (pos >= 0) & due[..., None]
+        older = valid & ~window
+        parts = [self.parts(step, layer, valid[layer], older[layer], rows) for layer in range(step.shape.layers)]
+        score, lam = self.score(step, *map(torch.stack, zip(*parts, strict=True)))
+        step.note(score, older)
+        others = room - (free & window).sum(-1, dtype=torch.int32)
+        stay = window | step.ops.keep_best(score, free & ~window, others)
+        drop = free & ~stay & due[..., None]
+        if self.skip:
+            self.tally(step, drop, free & ~window & due[..., None], lam > 0)
+        yield Evict(drop)
+
+    def window(self, step: Step, room: Tensor) -> Tensor:
+        """The last α tokens of every lane, fewer where there is no room for them: bool [L, B, Hkv, S]."""
+        pos, held = step.pos(), step.held()[..., None]
+        column = torch.arange(pos.shape[-1], device=pos.device)
+        return (column < held) & (column >= held - room.clamp(max=self.alpha)[..., None])
+
+    def parts(self, step: Step, layer: int, valid: Tensor, older: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """I and R of a layer's tokens, float32 [B, Hkv, S].
+
+        valid, older: bool [B, Hkv, S], the tokens whose keys count, and those of them before the window.
+        rows: bool [B], the rows to score.
+        """
+        q, k = step.queries(layer), step.keys(layer, rows)  # [B, Hq, α, D], [B, Hkv, S, D]
+        if self.form == "paper":
+            return letter_importance(q, k, valid), letter_redundancy(k, valid)
+        return step.ops.window_importance(q, k, older, 7, "max"), step.ops.redundancy(k, valid, 0.5)
+
+    def score(self, step: Step, importance: Tensor, redundancy: Tensor) -> tuple[Tensor, Tensor]:
+        """Z and λ of every token: float32 [L, B, Hkv, S]."""
+        if not self.skip:
+            return self.sigma * importance - (1 - self.sigma) * redundancy, torch.zeros_like(importance)
+        z, lam = step.ops.cumulative_score(
+            importance, redundancy, step.pos(), step.row, self._number, self._penalty, self.sigma
+        )
+        return z, lam
+
+    def tally(self, step: Step, drop: Tensor, free: Tensor, penalised: Tensor) -> None:
+        """Count what is evicted. drop, free, penalised: bool [L, B, Hkv, S], the tokens that go, the tokens that may
+        go, and those of penalised sentences."""
+        left = (free & ~drop & penalised).any(-1, keepdim=True)  # the lane still holds such a token
+        passed = (drop & ~penalised & left).sum((0, 2, 3))
+        pos, number = step.pos(), self._number[step.row]
+        of_token = number.gather(1, pos.transpose(0, 1).flatten(1).clamp(min=0).long()).long()  # [B, L·Hkv·S]
+        held, gone = ((pos >= 0) & ~drop, drop & penalised)
+        alive, hit = (
+            torch.zeros_like(self._penalty[step.row], dtype=torch.int32).scatter_reduce(
+                1, of_token, x.transpose(0, 1).flatten(1).int(), "amax"
+            )
+            for x in (held, gone)
+        )  # [B, T]
+        self._gone[step.row] += torch.stack((((alive == 0) & (hit != 0)).sum(1), passed), 1)
+
+
+def letter_importance(q: Tensor, k: Tensor, valid: Tensor) -> Tensor:
+    """Eq. 4 and the text below it. q: [B, Hq, α, D]; k: [B, Hkv, S, D]; valid: bool [B, Hkv, S] → [B, Hkv, S]."""
+    grouped = q.float().unflatten(1, (k.shape[1], -1))  # [B, Hkv, g, α, D]
+    k, m = k.float().masked_fill(~valid[..., None], 0.0), valid[:, :, None, None]
+    # A^i = softmax(Q^i·Kᵀ/√D + M)
+    a = (grouped @ k.mT.unsqueeze(2) / k.shape[-1] ** 0.5).masked_fill(~m, -torch.inf).softmax(-1)
+    # I = softmax(max over the group), mean over the α rows
+    i = a.amax(2).masked_fill(~valid.unsqueeze(2), -torch.inf).softmax(-1)
+    return i.mean(2).masked_fill(~valid, 0.0)
+
+
+def letter_redundancy(k: Tensor, valid: Tensor) -> Tensor:
+    """Eq. 5. k: [B, Hkv, S, D]; valid: bool [B, Hkv, S] → [B, Hkv, S]."""
+    k = k.float().masked_fill(~valid[..., None], 0.0)
+    unit = k / (k.norm(dim=-1, keepdim=True) + 1e-8)
+    total = torch.zeros(k.shape[:3], device=k.device)
+    for start in range(0, k.shape[2], ROWS_AT_ONCE):
+        own = slice(start, start + ROWS_AT_ONCE)
+        # R = mean over rows of softmax(K̄·K̄ᵀ)
+        p = (unit[:, :, own] @ unit.mT).masked_fill(~valid.unsqueeze(2), -torch.inf).softmax(-1)
+        total += p.masked_fill(~valid[:, :, own, None], 0.0).sum(2)
+    return (total / valid.sum(-1, keepdim=True).clamp(min=1)).masked_fill(~valid, 0.0)

@@ -1,0 +1,110 @@
+"""Steering: a vector that is added to one layer's output while the model thinks, so that it doubts less.
+
+    H ← H + α·V,   V = mean hidden state before execution thoughts − mean before other thoughts     (SkipKV §4.2)
+
+`seal` and `skipkv` share this part. `python -m minithink.calibrate steering` fits V, a vector for each layer.
+
+Chosen where the papers are silent:
+- only generated tokens of the think stage are steered. SkipKV's letter steers every forward pass, the prompt's too;
+- SEAL subtracts (others − execution), which is the same. So its coefficient −1 is α = 1 here;
+- L_s is the number of a layer from 0, whose output is steered: the papers' 20th layer is 19 here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from minithink.errors import UsageError
+from minithink.kv.contract import Policy, Shape, Step
+from minithink.sentences import PARAGRAPH, table
+
+FILE = "steering.safetensors"
+
+
+@dataclass
+class Steered(Policy):
+    """The common part of policies that steer; a subclass says how strongly (`strength`)."""
+
+    alpha_0: float = 1.0  # α_0, the strength at the beginning; 0: none
+    at: Literal["every", "boundary"] = "every"  # every token of the thinking, or blank lines only
+    layer: int | None = None  # L_s, from 0; None: the one that the calibration recommends
+    vector: Literal["plain", "matched"] = "plain"  # difference of means; or of thoughts after equal kinds of thoughts
+
+    def __post_init__(self) -> None:
+        if not isfinite(self.alpha_0):
+            raise UsageError(f"{self.name}: alpha_0 is {self.alpha_0:g}; it must be a number.")
+        self._layer = -2  # L_s; −2: no layer
+        self._v: Tensor | None = None  # V of that layer, float32 [d]
+        self._table: Tensor | None = None  # uint8 [states, V]: what each token does (`sentences.py`)
+
+    @property
+    def steers(self) -> bool:
+        """Whether anything is steered at all."""
+        return self.alpha_0 != 0
+
+    def strength(self, step: Step) -> Tensor:
+        """α_t: float32 [B]."""
+        return torch.full(step.row.shape, self.alpha_0, device=step.row.device)
+
+    # -- what the model adds: its tokenizer, its calibration, its shape
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the policy must know the tokens' texts."""
+        return self.steers and self.at == "boundary"
+
+    @property
+    def calibration(self) -> str:
+        return FILE if self.steers else ""
+
+    def vocabulary(self, tokens: Sequence[bytes]) -> None:
+        if self.reads_text:
+            self._table = table(tuple(tokens))
+
+    def calibrated(self, values: Mapping[str, Any]) -> None:
+        """values: `plain` and `matched`, float32 [L, d], and `layer`, of `python -m minithink.calibrate steering`."""
+        vectors = values[self.vector]
+        self._layer = values["layer"] if self.layer is None else self.layer
+        if not 0 <= self._layer < len(vectors):
+            raise UsageError(
+                f"{self.name}: layer={self._layer}, and the model has {len(vectors)} layers: give 0 to "
+                f"{len(vectors) - 1}."
+            )
+        self._v = vectors[self._layer].clone()
+
+    def setup(self, shape: Shape) -> None:
+        if self.steers and self._v is None:
+            raise UsageError(f"{self.name} knows no steering vector: calibrate the model, or switch steering off.")
+        if self._v is not None and len(self._v) != shape.hidden:
+            raise UsageError(
+                f"{self.name}: the steering vector has {len(self._v):,} numbers, and the model's hidden states have "
+                f"{shape.hidden:,}: calibrate this model."
+            )
+        if self.reads_text and self._table is None:
+            raise UsageError(f"{self.name} reads the text, and there is no tokenizer here.")
+        self._v = None if self._v is None else self._v.to(shape.device)
+        self._table = None if self._table is None else self._table.to(shape.device)
+
+    def state(self) -> Iterable[Tensor]:
+        return tuple(x for x in (self._v, self._table) if x is not None)
+
+    # -- a step
+
+    def steer(self, step: Step, layer: int, hidden: Tensor) -> Tensor:
+        if layer != self._layer or self._v is None:
+            return hidden
+        alpha = self.strength(step)
+        where = step.active & step.thinking & (alpha != 0)
+        if self.at == "boundary":
+            assert self._table is not None
+            known = (step.tokens >= 0) & (step.tokens < self._table.shape[1])
+            where = where & known & ((self._table[0, torch.where(known, step.tokens, 0)] & PARAGRAPH) != 0)
+        # H ← H + α_t·V
+        steered = (hidden.float() + alpha[:, None] * self._v).to(hidden.dtype)
+        return torch.where(where[:, None], steered, hidden)

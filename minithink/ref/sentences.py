@@ -1,0 +1,33 @@
+"""Sentences of a token stream, one token at a time: where they end, and how many contain a keyword."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+STATE, KEYWORD, BREAK = 31, 32, 64  # bits of the table, see `minithink/sentences.py`
+
+
+def sentences(token: Tensor, at: Tensor, active: Tensor, table: Tensor, state: Tensor) -> Tensor:
+    """Read the newest token of each row.
+
+    Args:
+        token: int64 [N]; an id that is no column of the table changes nothing.
+        at: int64 [N], the rows, each once.
+        active: bool [N]. In other rows nothing changes.
+        table: uint8 [states, V], what each token does in each state of the automaton (`minithink/sentences.py`).
+        state: int32 [B, 3], changed in place: the automaton's state; whether the open sentence contains a keyword;
+            N_o, the ended sentences that contain one (each counts once, however many keywords it contains).
+
+    Returns:
+        bool [N]: whether the token ends a sentence.
+    """
+    known = active & (token >= 0) & (token < table.shape[1])
+    now, keyword, others = state[at].unbind(1)
+    does = table[now.long(), torch.where(known, token, 0)].int()
+    keyword = keyword | ((does & KEYWORD) != 0)
+    ends = known & ((does & BREAK) != 0)
+    others = others + (ends & (keyword != 0))
+    new = torch.stack((does & STATE, torch.where(ends, 0, keyword), others), 1)
+    state[at] = torch.where(known[:, None], new, state[at]).int()
+    return ends

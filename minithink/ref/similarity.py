@@ -1,0 +1,56 @@
+"""Pairwise similarity of sentences, incrementally: SkipKV's table T of sentences that a later one resembles."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+Known = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def similarity(
+    hidden: Tensor, at: Tensor, active: Tensor, position: Tensor, ends: Tensor, known: Known, tau: float
+) -> None:
+    """Add the newest token of each row to its open sentence. If the token before it ended a sentence, compare that
+    sentence with the earlier ones first (SkipKV eq. 1–3, 7):
+
+        v_j  = mean of the hidden states of sentence j, normalised
+        λ_ij = v_i·v_j                                          for every earlier sentence i whose vector is there
+        λ_i  = max_j λ_ij over the later j with λ_ij > τ        the penalty of sentence i; 0: there is no such j
+
+    One step's delay is the paper's: algorithm 2 fills T after the eviction of a step. Sentences are numbered from 1;
+    number 0 is no sentence (the prompt). Only the newest M vectors are kept, in a ring: sentence n lies at
+    (n − 1) mod M. A penalty stays for good.
+
+    Args:
+        hidden: [N, d], the last layer's hidden states of the newest tokens.
+        at: int64 [N], the rows, each once.
+        active: bool [N]. In other rows nothing changes.
+        position: int64 [N], of the newest tokens.
+        ends: bool [N], whether these tokens end a sentence.
+        known: what is known of each row, changed in place:
+            total: float32 [B, d], sum of the open sentence's hidden states
+            vector: float32 [B, M, d], the newest vectors
+            penalty: float32 [B, T], λ_i by number; entry 0 stays 0
+            number: int32 [B, P], the sentence of each position
+            count: int32 [B, 2], number of the open sentence; whether the last token has ended it
+        tau: τ, from 0 to 1.
+    """
+    total, vector, penalty, number, count = known
+    n, ended = count[at, 0], active & (count[at, 1] != 0)
+    own = total[at]
+    v = own / own.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+    most = vector.shape[1]
+    slot = torch.arange(most, device=n.device)
+    other = n[:, None] - 1 - (n[:, None] - 2 - slot) % most  # the number of each slot's sentence: [N, M]
+    lam = (vector[at] @ v.unsqueeze(-1)).squeeze(-1)  # λ_ij: [N, M]
+    flagged = ended[:, None] & (other >= 1) & (lam > tau)
+    which, by = torch.where(flagged, other, 0), torch.where(flagged, lam, 0.0)
+    penalty[at] = penalty[at].scatter_reduce(1, which.long(), by, "amax")
+    last = (n - 1) % most
+    vector[at, last] = torch.where(ended[:, None], v, vector[at, last])
+
+    n = n + ended.int()
+    total[at] = torch.where(active[:, None], torch.where(ended[:, None], 0.0, own) + hidden.float(), own)
+    number[at, position] = torch.where(active, n, number[at, position])
+    count[at] = torch.where(active[:, None], torch.stack((n, ends.int()), 1), count[at])

@@ -1,0 +1,250 @@
+"""`calibrate steering` from end to end, and the vectors of constructed states."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from minithink import calibration
+from minithink.calibrate import steering
+from minithink.calibrate.__main__ import main
+from minithink.calibrate.journal import Journal
+from minithink.calibrate.steering import Sums, before_thoughts, separated
+from minithink.calibration import METADATA
+from minithink.engine import Home, load
+from minithink.errors import MinithinkError
+from minithink.evaluate.datasets import load_dataset
+from minithink.openings import Thought
+from minithink.policies import parse
+from minithink.weights import checkpoint_hash
+from tests.calibrate.run import QUESTIONS
+from tests.compare import assert_close
+
+torch.set_num_threads(1)
+FILE = "steering.safetensors"
+
+
+@pytest.fixture
+def talking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random model writes no blank lines: every third token ends a thought, every other thought is a doubt."""
+
+    def thoughts(pieces: list[str], labels: str) -> list[Thought]:
+        return [Thought(i, i % 2 == 0, "execution") for i in range(2, len(pieces) - 1, 3)]
+
+    monkeypatch.setattr(steering, "found", thoughts)
+
+
+def words(model: Path, problems: Path, **changed: Any) -> list[str]:
+    given: dict[str, Any] = {
+        "model": model, "dataset": problems, "num_prompts": QUESTIONS, "max_new_tokens": 16, "batch_size": 2,
+        "temperature": 0, "device": "cpu", **changed,
+    }  # fmt: skip
+    out = ["steering"]
+    for name, value in given.items():
+        out += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return out
+
+
+def content(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    with safe_open(folder / FILE, framework="pt") as file:
+        about = json.loads(file.metadata()[METADATA])
+        return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118
+
+
+# From end to end --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("talking")
+def test_the_vectors_are_differences_of_means(model: Path, problems: Path, tmp_path: Path) -> None:
+    """Against a generation and a forward pass of their own; the file says what was counted."""
+    assert main(words(model, problems, output=tmp_path, plot=tmp_path / "plot.svg")) == 0
+    vectors, about = content(tmp_path)
+    engine = load(model, device="cpu")
+    sides: dict[bool, list[Tensor]] = {False: [], True: []}
+    for example in load_dataset(str(problems)):
+        prompt = engine.prompt_ids(example.question)
+        [alone] = engine.generate([prompt], temperature=0, max_new_tokens=16)
+        n = len(alone.token_ids)
+        for i in range(2, n - 1, 3):
+            states: list[Tensor] = []
+            text = torch.tensor([*prompt, *alone.token_ids[: i + 1]])
+            engine.decoder(text, Reading(engine, states))
+            sides[i % 2 == 0].append(torch.stack(states))
+    want = torch.stack(sides[False]).mean(0) - torch.stack(sides[True]).mean(0)
+    for name in ("plain", "matched"):  # all thoughts follow the same kind
+        assert_close(name, vectors[name], want, atol=1e-4)
+    m = about["measurements"]
+    assert m["thoughts"][1] == {"after": "execution", "execution": len(sides[False]), "other": len(sides[True])}
+    assert about["checkpoint"] == checkpoint_hash(model)
+    assert about["complete"]
+    assert about["settings"]["labels"] == "seal"
+    assert about["layer"] == max(range(len(want)), key=lambda i: m["separation"]["plain"][i])
+    assert (tmp_path / "plot.svg").read_text().count("<svg") == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["plot.svg", FILE], "the journal is gone"
+
+
+class Reading:
+    """A full cache of one text that shows the residual stream of its last token."""
+
+    def __init__(self, engine: Any, states: list[Tensor]) -> None:
+        self.engine, self.states = engine, states
+        self.cache = engine.stream([[1]], max_new_tokens=1).cache_of(None, 1)
+
+    def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
+        if layer == 0:
+            self.cache.join(0, len(qk), len(qk))
+            self.cache.begin_step([0], [len(qk)], [0] * len(qk))
+        return self.cache.attend(layer, qk, v)
+
+    def tap(self, layer: int, hidden: Tensor) -> Tensor:
+        if layer >= 0:
+            self.states.append(hidden[-1].float())
+        return hidden
+
+
+@pytest.mark.usefixtures("talking")
+def test_an_interrupted_run_goes_on(
+    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(model, problems, output=tmp_path / "whole")) == 0
+    append = Journal.append
+
+    def stop(self: Journal, line: dict[str, Any]) -> None:
+        if len(self.lines) >= 2:
+            raise KeyboardInterrupt
+        append(self, line)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "append", stop)
+        assert main(words(model, problems, output=tmp_path / "parts")) == 130
+    assert f"interrupted: 2 of {QUESTIONS} prompts are in" in capsys.readouterr().err
+    assert main(words(model, problems, output=tmp_path / "parts")) == 2, "it must be asked for"
+    assert main(words(model, problems, output=tmp_path / "parts", resume=True)) == 0
+    for name, vector in content(tmp_path / "whole")[0].items():
+        assert torch.equal(content(tmp_path / "parts")[0][name], vector)
+
+
+@pytest.mark.usefixtures("talking")
+def test_a_policy_reads_what_was_written(model: Path, problems: Path, tmp_path: Path) -> None:
+    assert main(words(model, problems, output=tmp_path)) == 0
+    assert main(words(model, problems, output=tmp_path)) == 2, "it is there already"
+    vectors, about = content(tmp_path)
+    engine = load(model, device="cpu", calibration=tmp_path)
+    policy: Any = engine.calibrated(parse("skipkv:budget=20,vector=matched"))
+    assert torch.equal(policy._v, vectors["matched"][about["layer"]])
+    plain, steered = (
+        engine.generate("x", policy=text, temperature=0, max_new_tokens=12)[0].token_ids
+        for text in ("full", "seal:at=every,alpha_0=50+full")
+    )
+    assert plain != steered
+
+
+def test_texts_without_doubts_are_refused(
+    model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(model, problems, output=tmp_path)) == 1
+    assert "hold 0 execution and 0 other thoughts" in capsys.readouterr().err
+    assert not (tmp_path / FILE).exists()
+
+
+# Constructed states -----------------------------------------------------------------------------------------------
+
+
+def sums(*states: tuple[str, bool, float]) -> Sums:
+    """Kind of the sentence before, whether it is an other thought, its state (of one layer and one number)."""
+    out = Sums()
+    for kind, other, x in states:
+        out.add(Thought(0, other, kind), torch.full((1, 1), x))
+    return out
+
+
+def test_seals_example() -> None:
+    """Means of pooled thoughts, not of class means; the sign leads to execution."""
+    own = Sums()
+    for other, state in ((True, (1.0, 2.0)), (True, (1.0, 2.0)), (True, (3.0, 0.0)), (False, (0.0, 1.0)),
+                         (False, (2.0, 1.0))):  # fmt: skip
+        own.add(Thought(0, other, "execution"), torch.tensor([state]))
+    want = torch.tensor([[1.0, 1.0]]) - torch.tensor([[5 / 3, 4 / 3]])
+    for vector in own.vectors().values():
+        assert_close("vector", vector, want, atol=1e-6)
+
+
+def test_only_the_matched_vector_compares_like_with_like() -> None:
+    """Before doubts the state is 1 higher. It is 10 higher after transitions, which doubts follow more often."""
+    states = [("execution", False, 0.0)] * 6 + [("execution", True, 1.0)] * 2
+    states += [("transition", False, 10.0)] * 1 + [("transition", True, 11.0)] * 3 + [("reasoning", True, 99.0)]
+    found_ = sums(*states).vectors()
+    assert found_["matched"].item() == pytest.approx(-1)
+    assert found_["plain"].item() == pytest.approx(10 / 7 - (2 + 33 + 99) / 6)
+
+
+def test_weights_are_those_of_the_least_variance() -> None:
+    states = [("execution", False, 0.0)] * 3 + [("execution", True, 1.0)] * 6  # 18/9 = 2
+    states += [("transition", False, 0.0)] * 4 + [("transition", True, 4.0)] * 12  # 48/16 = 3
+    assert sums(*states).vectors()["matched"].item() == pytest.approx(-(2 * 1 + 3 * 4) / 5)
+    assert (sums(*states[:9]) + sums(*states[9:])).vectors()["matched"].item() == pytest.approx(-(2 * 1 + 3 * 4) / 5)
+
+
+def test_nothing_to_compare_is_said() -> None:
+    with pytest.raises(MinithinkError, match="hold 1 execution and 1 other thoughts, none of both after the same"):
+        sums(("execution", False, 0.0), ("transition", True, 1.0)).vectors()
+
+
+def test_separation_counts_pairs_after_the_same_kind() -> None:
+    def at(*values: float) -> list[dict[str, Tensor]]:
+        return [{"plain": torch.tensor([x, -x])} for x in values]
+
+    along = {("execution", False): at(3, 4), ("execution", True): at(1, 3), ("transition", True): at(0)}
+    assert separated(along, "plain") == pytest.approx([(1 + 0.5 + 2) / 4, (0.5) / 4])
+    assert separated({("execution", False): at(3)}, "plain") == []
+
+
+def test_only_the_thinking_is_read(model: Path, problems: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, seen = load(model, device="cpu"), list[list[str]]()
+    close = engine.tokenizer.id_of("</think>")
+    assert close is not None
+    monkeypatch.setattr(steering, "found", lambda pieces, labels: seen.append(pieces) or [])
+    example = load_dataset(str(problems))[0]
+    for tokens in ([9, 10, close, 11, 12], [9, 10, 11]):
+        assert before_thoughts(engine, example, tokens, "seal") == []
+    assert [len(pieces) for pieces in seen] == [2, 3]
+
+
+# The file ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tensors", "about", "said"),
+    [
+        ({}, None, "of which weights"), ({}, {"checkpoint": "x"}, "lacks a vector for each layer: plain and matched"),
+        ({"plain": (2, 3)}, {"checkpoint": "x", "layer": 0}, "lacks a vector"),
+        ({"plain": (2, 3), "matched": (2, 4)}, {"checkpoint": "x", "layer": 0}, "differ in their shapes"),
+        ({"plain": (2, 3), "matched": (2, 3)}, {"checkpoint": "x", "layer": 2}, "layer is 2, and it has"),
+        ({"plain": (2, 3), "matched": (2, 3)}, {"checkpoint": "x", "layer": 1}, "the model's are"),
+    ],
+)  # fmt: skip
+def test_other_files_are_refused(
+    tensors: dict[str, tuple[int, int]], about: Any, said: str, tmp_path: Path, model: Path
+) -> None:
+    metadata = None if about is None else {METADATA: json.dumps(about)}
+    save_file({name: torch.zeros(shape) for name, shape in tensors.items()}, tmp_path / FILE, metadata)
+    with pytest.raises(MinithinkError, match=said):
+        calibration.read(tmp_path, FILE, model)
+
+
+def test_a_damaged_or_missing_file_names_the_command(tmp_path: Path, model: Path) -> None:
+    engine = load(model, device="cpu")
+    engine.home = Home(model, tmp_path, "m")
+    with pytest.raises(MinithinkError, match=r"does not exist; `python -m minithink\.calibrate steering --model m"):
+        engine.calibrated(parse("seal"))
+    (tmp_path / FILE).write_bytes(b"nothing")
+    with pytest.raises(MinithinkError, match=r"cannot be read as a calibration .*--replace` makes it"):
+        engine.calibrated(parse("seal"))
+    engine.calibrated(parse("seal:alpha_0=0"))

@@ -1,0 +1,87 @@
+"""SEAL: where it steers, how strongly, and beside a policy that evicts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from minithink.errors import UsageError
+from minithink.kv.contract import Shape
+from minithink.kv.stack import Stack
+from minithink.policies import parse
+from minithink.policies.rkv import Rkv
+from minithink.policies.seal import Seal
+from tests.compare import assert_close, assert_same
+from tests.kv.run import BYTES, Spy, feed, kept, manager_for, text_of
+from tests.policies.test_laws import CLOSE, OPEN, decoder_of
+
+torch.set_num_threads(1)
+WORD, END, PARAGRAPH = 6, 13, 10  # tokens, see `BYTES`; none of them opens or closes the thinking
+
+
+def test_it_steers_at_blank_lines_of_the_thinking() -> None:
+    """By α·V after its layer; at="every" at each token. Prompts, answers and other layers stay as they are."""
+    text = [WORD, PARAGRAPH, END, PARAGRAPH, WORD, CLOSE, PARAGRAPH, WORD, OPEN, PARAGRAPH]
+    thinks = [True, True, True, True, True, False, False, False, True, True]
+    blank = [False, True, False, True, False, False, False, False, False, True]
+    assert [b"\n\n" in BYTES[t % 6] for t in text] == [i or t == 10 for i, t in zip(blank, text, strict=True)]
+    for at, where in (("boundary", blank), ("every", thinks)):
+        decoder = decoder_of(0)
+        policy = Seal(at=at, alpha_0=-0.5, layer=1)  # type: ignore[arg-type]
+        manager = manager_for(decoder, policy, think_ids=(OPEN, CLOSE))
+        spy = Spy(manager)
+        for seq in (0, 1):
+            manager.join(seq, 60, 3)
+            feed(decoder, manager, {seq: [WORD, PARAGRAPH, PARAGRAPH]}, spy)
+        for token in text:
+            feed(decoder, manager, {1: [WORD], 0: [token]}, spy)
+        assert policy._v is not None
+        for layer in (0, 1, -1):
+            added = spy.get("after", 0, layer) - spy.get("before", 0, layer)
+            want = torch.tensor([[0.0]] * 3 + [[float(x and layer == 1)] for x in where]) * -0.5 * policy._v
+            assert_close(f"{at}, layer {layer}", added, want, atol=1e-5)
+            if at == "boundary":
+                assert_same("a neighbour", spy.get("after", 1, layer), spy.get("before", 1, layer))
+
+
+def test_beside_a_policy_that_evicts() -> None:
+    """Strength 0 is R-KV, bit for bit; another strength is not. Evictions are R-KV's own, of what it then sees."""
+    decoder, rkv = decoder_of(0), "rkv:budget=14,buffer=4,alpha=3"
+    found: list[tuple[Tensor, list[list[int]]]] = []
+    for text in (rkv, f"seal:alpha_0=0+{rkv}", f"seal:alpha_0=3,at=every+{rkv}"):
+        manager = manager_for(decoder, parse(text), tokens=60)
+        manager.join(0, 60, 5)
+        out = [feed(decoder, manager, {0: text_of(decoder.config, 5, 1)})[0][-1]]
+        out += [feed(decoder, manager, {0: [t]})[0][0] for t in text_of(decoder.config, 30, 2)]
+        found.append((torch.stack(out), kept(manager, 0)))
+        assert all(14 <= len(lane) < 18 for lane in found[-1][1])
+    assert_same("logits", found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+    assert not torch.equal(found[0][0], found[2][0])
+
+
+def test_a_stack_is_recorded_if_both_can_be() -> None:
+    class Asking(Seal):
+        """Not recordable: it does not say so."""
+
+    decoder = decoder_of(0)
+    for steering, records in ((Seal(), True), (Asking(), False)):
+        manager = manager_for(decoder, Stack([steering, Rkv(budget=14)]), columns="fit")
+        assert manager.recordable == records
+        assert manager.policy.recordable, "its decisions are R-KV's"
+
+
+def test_what_it_needs_is_said() -> None:
+    shape = Shape(2, 1, 1, 1, 2, 4, "head", torch.device("cpu"), 20)
+    policy = Seal()
+    with pytest.raises(UsageError, match="seal knows no steering vector"):
+        policy.setup(shape)
+    policy.calibrated({"plain": torch.zeros(2, 4), "layer": 0})
+    with pytest.raises(UsageError, match="seal reads the text, and there is no tokenizer"):
+        policy.setup(shape)
+    policy.vocabulary(BYTES)
+    policy.setup(shape)
+    assert Seal(alpha_0=0).calibration == ""
+    with pytest.raises(UsageError, match="alpha_0 is inf; it must be a number"):
+        Seal(alpha_0=float("inf"))

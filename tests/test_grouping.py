@@ -1,0 +1,84 @@
+"""Batch grouping: the worked example, and what sorting promises."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minithink.engine import Engine
+from minithink.errors import UsageError
+from minithink.grouping import group_by_length, padded_budgets
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
+
+
+def test_worked_example_6() -> None:
+    lengths = [40, 310, 60, 300]
+    batches, inverse = group_by_length(lengths, 2)
+    assert [i for batch in batches for i in batch] == [0, 2, 3, 1]
+    assert [len(batch) for batch in batches] == [2, 2]
+    assert inverse == [0, 3, 1, 2]
+    as_given, grouped = (padded_budgets(lengths, [512] * 4, 2, group) for group in (False, True))
+    assert as_given == [242, 512, 272, 512]
+    assert grouped == [492, 512, 512, 502]
+    assert (sum(as_given) / 4, sum(grouped) / 4) == (384.5, 504.5)
+
+
+@given(lengths=LENGTHS, size=st.integers(1, 12))
+def test_the_inverse_brings_back_the_callers_order(lengths: list[int], size: int) -> None:
+    batches, inverse = group_by_length(lengths, size)
+    flat = [i for batch in batches for i in batch]
+    assert [flat[place] for place in inverse] == list(range(len(lengths)))
+    assert [lengths[i] for i in flat] == sorted(lengths)
+    assert all(len(batch) == size for batch in batches[:-1])
+    assert 1 <= len(batches[-1]) <= size
+
+
+@given(lengths=LENGTHS, size=st.integers(1, 12))
+def test_grouping_never_costs_budget(lengths: list[int], size: int) -> None:
+    """On average over the sequences, where every batch is full. Without padding B' is B."""
+    full = len(lengths) // size * size
+    lengths = lengths[:full]
+    as_given, grouped = (padded_budgets(lengths, [100] * full, size, group) for group in (False, True))
+    assert sum(grouped) >= sum(as_given)
+    assert max([0, *grouped]) <= 100
+    assert padded_budgets(lengths, [100] * full, 1, False) == [100] * full
+
+
+def test_results_are_in_the_callers_order(engine: Engine) -> None:
+    """Grouping changes when a prompt is read, and nothing else; a chunk says to which prompt it belongs."""
+    prompts = [[9] * n for n in (9, 3, 7, 3, 12)]
+    options = {"max_new_tokens": 4, "batch_size": 2, "temperature": 0.7, "num_samples": 2}
+    plain, grouped = (engine.generate(prompts, group=group, **options) for group in (False, True))
+    assert [(r.prompt, r.sample, r.prompt_tokens) for r in grouped] == [
+        (i, k, len(prompt)) for i, prompt in enumerate(prompts) for k in range(2)
+    ]
+    assert [r.token_ids for r in grouped] == [r.token_ids for r in plain]
+    stream = engine.stream(prompts, group=True, **options)
+    order = list(dict.fromkeys((chunk.prompt, chunk.sample) for chunk in stream))
+    assert [prompt for prompt, _ in order] == [1, 1, 3, 3, 2, 2, 0, 0, 4, 4]
+    assert (stream.result.prompt, stream.result.sample) == (0, 0)
+
+
+def test_the_padding_of_a_batch_is_charged(engine: Engine) -> None:
+    """By as many tokens as an engine would pad; a text of its own says where there is no room."""
+    prompts = [[9] * n for n in (4, 10, 5, 9)]
+    options = {"max_new_tokens": 30, "policy": "window:budget=20", "temperature": 0}
+    for group, want in ((False, [14, 20, 16, 20]), (True, [19, 20, 20, 19])):
+        results = engine.generate(prompts, group=group, padded_budget=2, **options)
+        assert [r.kv_tokens for r in results] == want
+    assert [r.kv_tokens for r in engine.generate(prompts, **options)] == [20] * 4
+    with pytest.raises(UsageError, match="padded_budget charges a budget, and the policy full has none"):
+        engine.generate(prompts, policy="full", padded_budget=2)
+    with pytest.raises(UsageError, match="a policy's budget, and there is no policy"):
+        engine.generate(prompts, padded_budget=2)
+    for policy, least in (("window:budget=12", 3), ("window:budget=13,protect_prompt=true", 5)):
+        results = engine.generate([[9] * 4, [9] * 12], policy=f"{policy}", padded_budget=2, max_new_tokens=20)
+        assert results[0].kv_tokens in (least, least + 1), "as much as the policy needs"
+
+
+@pytest.mark.parametrize("size", [0, -3])
+def test_a_batch_has_a_sequence(size: int) -> None:
+    with pytest.raises(UsageError, match=f"A batch of {size} sequences makes no sense"):
+        group_by_length([1, 2], size)

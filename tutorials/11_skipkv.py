@@ -1,0 +1,243 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 11. SkipKV: redundancy by token, by sentence, and before it is generated
+#
+# A model that thinks repeats itself. SkipKV removes a sentence from the cache if a later sentence says nearly the
+# same, and steers the model so that it repeats itself less. The first cell draws the observation. Each row is a
+# sentence of one text, each column a later sentence. A dark field: the two are similar. A box: so similar that the
+# earlier one may go.
+
+# %%
+import tempfile
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+
+import minithink
+from minithink.policies.skipkv import SkipKV
+from minithink.reading import read
+from minithink.tasks import grade, load_problems
+from minithink.trace import format as traces
+from minithink.trace.recorder import Recorder
+
+torch.set_grad_enabled(False)
+torch.set_num_threads(1)  # the model is so small that threads would wait for each other
+ORANGE, BLUE = "#dd6b20", "#2b6cb0"
+TAU = 0.9  # τ; the paper chooses from 0.95 to 0.99
+plt.rcParams.update({"figure.facecolor": "white", "figure.dpi": 110, "font.size": 9, "axes.titlesize": 9})
+
+engine = minithink.load("tiny", device="cpu", dtype="float32")
+[problem] = [p for p in load_problems("validation", "facts") if p.id == "facts-validation-16147dd73cf5"]
+GREEDY = {"temperature": 0, "max_new_tokens": 700}
+[full] = engine.generate(problem.question, **GREEDY)  # without a policy: the full cache
+P, pieces = full.prompt_tokens, engine.tokenizer.pieces(full.token_ids)
+
+# A sentence ends with a token that contains a line break. Its vector is the mean of its hidden states after the
+# final norm, normalised (eq. 2).
+states = {}
+ids, nobody = engine.prompt_ids(problem.question) + full.token_ids, torch.zeros(0, dtype=torch.long)
+read(engine, ids, lambda *_: None, queries=nobody, tap=states.__setitem__)
+hidden = states[-1][P:]  # of the generated tokens
+ends = [i for i, piece in enumerate(pieces) if "\n" in piece]
+sentences = list(zip([0, *(e + 1 for e in ends)], ends, strict=False))  # first and last token
+texts = ["".join(pieces[b : e + 1]).strip() for b, e in sentences]
+vectors = torch.stack([hidden[b : e + 1].mean(0) for b, e in sentences])
+vectors /= vectors.norm(dim=-1, keepdim=True)
+similar = (vectors @ vectors.T).triu(1)  # λ of i (row) and a later j (column)
+
+figure, axis = plt.subplots(figsize=(10, 5), layout="constrained")
+axis.imshow(similar, cmap="Blues", vmin=0.4, vmax=1)
+pairs = (similar > TAU).nonzero().tolist()
+for i, j in pairs:
+    axis.add_patch(plt.Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, color=ORANGE, linewidth=1.5))
+axis.set_yticks(range(len(texts)), [f"{text[:60]}  {i}" for i, text in enumerate(texts)], fontsize=6)
+axis.set(title=f"similarity of sentences; boxes: above τ = {TAU}", xlabel="a later sentence")
+plt.show()
+assert grade(full.text, problem.answer), "the model should solve this with a full cache"
+assert pairs, "some sentences should be similar"
+for i, j in sorted(pairs, key=lambda pair: -similar[tuple(pair)])[:3]:
+    print(f"{similar[i, j]:.3f}  {texts[i]!r} and {texts[j]!r}")
+
+# %% [markdown]
+# **Whole sentences come again**, with other numbers or with none. Of two similar sentences only the earlier one goes:
+# the later one is nearer to what comes next. If a still later one resembles that one, it may go, too.
+#
+# ## Redundancy by token
+#
+# R-KV, on which SkipKV builds, looks at single keys. Each token has an importance I (attention of the newest queries)
+# and a redundancy R (how much its key resembles other keys), and the tokens with the lowest σ·I − (1 − σ)·R go. A
+# policy can tell us both: this one is `skipkv`, and it notes what it scores with when it evicts for the first time.
+# Its budget is the prompt and a third of the text.
+
+# %%
+SEEN = []
+B = P + len(pieces) // 3
+
+
+class Telling(SkipKV):
+    """SkipKV that remembers importance and redundancy."""
+
+    def parts(self, step, layer, *valid):
+        importance, redundancy = super().parts(step, layer, *valid)
+        SEEN.append((importance[0], redundancy[0], step.pos(layer)[0].clone()))  # each [heads, tokens]
+        return importance, redundancy
+
+
+options = {"budget": B, "schedule": "interval:16", "tau": TAU, "steering": False}
+engine.generate(problem.question, policy=Telling(**options), **GREEDY)
+first = SEEN[: engine.config.num_layers]  # of the first eviction, layer by layer
+spread = torch.stack([0.1 * i.amax(-1) + 0.9 * (r.amax(-1) - r[r > 0].min()) for i, r, _ in first])
+print(f"the scores of two tokens of a head differ by at most {spread.max():.3f}, on average {spread.mean():.3f}")
+_, redundancy, pos = first[4]
+most = redundancy[0].topk(12).indices
+print("the most redundant tokens of a head:", engine.tokenizer.pieces([ids[i] for i in pos[0, most].tolist()]))
+assert spread.max() < TAU, "a penalty should be larger than all that tokens can differ by"
+
+# %% [markdown]
+# The scores of tokens differ by little, and they know nothing of sentences: a number goes here, a comma there. What
+# is left are fragments. SkipKV's authors show a model that meets fragments of its own answer, and checks it again.
+#
+# ## Redundancy by sentence
+#
+# SkipKV subtracts a penalty from all tokens of a sentence: its largest similarity to a later sentence, if that is
+# above τ. It is larger than the differences between tokens. So a penalised sentence goes as a whole, before any other
+# token:
+#
+#     Z = σ·I − (1 − σ)·R − λ_i
+#
+# First by hand: six tokens, of which tokens 1 and 2 are a penalised sentence and the last one is protected. Then the
+# table of penalties, filled sentence by sentence as the text is generated. The policy's own count must agree; its
+# budget is so large that nothing is evicted, and the text is the same.
+
+# %%
+importance = torch.tensor([0.30, 0.05, 0.20, 0.10, 0.25, 0.10])
+redundant = torch.tensor([0.10, 0.20, 0.15, 0.25, 0.15, 0.15])
+plain = 0.1 * importance - 0.9 * redundant
+for name, z, expected in (
+    ("tokens alone", plain, [3, 1]),
+    ("with the penalty", plain - torch.tensor([0, 0.97, 0.97, 0, 0, 0]), [1, 2]),
+):
+    order = [i for i in z.argsort().tolist() if i != 5]
+    print(f"{name}: Z = {[round(x, 3) for x in z.tolist()]}, the first two to go: {order[:2]}")
+    assert order[:2] == expected
+
+penalty = {}
+for j in range(len(vectors)):  # sentence j has just ended
+    for i in range(j):
+        if (value := float(vectors[i] @ vectors[j])) > TAU:
+            penalty[i] = max(penalty.get(i, 0), value)
+stream = engine.stream(problem.question, policy=SkipKV(**options | {"budget": 2000}), **GREEDY)
+for _ in stream.steps():
+    pass
+counted = stream.sequences[0].counts
+print(f"{len(penalty)} of {len(vectors)} sentences are penalised; the policy counts {counted}")
+assert stream.result.token_ids == full.token_ids, "nothing was evicted, so the text is the same"
+assert counted["similar_sentences"] == len(penalty)
+
+# %% [markdown]
+# ## Two caches, one above the other
+#
+# Now both methods evict every 16 tokens, down to the same budget. Each row of the picture is a KV head, each column a
+# token of the policy's own text; blue: the head holds the token when the thinking ends. Orange bars mark sentences
+# that a later one resembles, judged by a second reading with all tokens. Under a bar without a gap the policy saw
+# other hidden states, because its cache had lost tokens, or it has not evicted since.
+
+# %%
+temporary = tempfile.TemporaryDirectory()
+
+
+def run(name, policy):
+    path = Path(temporary.name) / f"{name}.trace"
+    recorder = Recorder(path, engine.tokenizer)
+    [result] = engine.generate(problem.question, policy=policy, recorder=recorder, **GREEDY)
+    recorder.close()
+    return result, traces.read(path).traces[0]
+
+
+figure, axes = plt.subplots(2, 1, figsize=(10, 5), layout="constrained")
+held = {}
+for axis, (name, policy) in zip(
+    axes, (("rkv", f"rkv:budget={B},buffer=16,protect_prompt=true"), ("skipkv", SkipKV(**options))), strict=True
+):
+    result, trace = run(name, policy)
+    words, end = engine.tokenizer.pieces(result.token_ids), trace.think_end
+    kept = torch.from_numpy(trace.kept(end))[:, P : P + end].float()  # [heads, thinking tokens]
+    tap = {}
+    read(engine, trace.ids.tolist(), lambda *_: None, queries=nobody, tap=tap.__setitem__)
+    stops = [i for i, word in enumerate(words[:end]) if "\n" in word]
+    spans = list(zip([0, *(e + 1 for e in stops)], stops, strict=False))
+    v = torch.stack([tap[-1][P + b : P + e + 1].mean(0) for b, e in spans])
+    v /= v.norm(dim=-1, keepdim=True)
+    flagged = (v @ v.T).triu(1).amax(1) > TAU
+    inside = torch.zeros(end, dtype=torch.bool)
+    for (b, e), marked in zip(spans, flagged, strict=True):
+        if marked:
+            inside[b : e + 1] = True
+            axis.plot([b, e + 1], [-1, -1], color=ORANGE, linewidth=4, solid_capstyle="butt")
+    held[name] = (float(kept[:, inside].mean()), float(kept[:, ~inside].mean()))
+    axis.imshow(kept, aspect="auto", cmap="Blues", interpolation="nearest", extent=(0, end, len(kept), 0))
+    axis.set(title=f"{name}: {'right' if grade(result.text, problem.answer) else 'wrong'}, {end} thinking tokens",
+             ylim=(len(kept), -2))  # fmt: skip
+    print(f"{name}: a head holds {held[name][0]:.0%} of the tokens of repeated sentences, {held[name][1]:.0%} of the "
+          f"others. {result.kv_notes}")  # fmt: skip
+axes[1].set(xlabel="thinking tokens, the newest on the right")
+plt.show()
+assert held["skipkv"][0] < held["rkv"][0], "SkipKV should drop more of what was said again"
+
+# %% [markdown]
+# ## Before it is generated
+#
+# What is not generated needs no cache. At a blank line the model decides what kind of thought comes next. SEAL takes
+# the mean hidden state there before *execution* thoughts, less the mean before doubts, and adds this vector to one
+# layer while the model thinks. The vectors of the embedded model ship with it. SkipKV raises the strength with every
+# doubt:
+#
+#     H ← H + α_t·V,    α_t = α_0 + γ·N_o
+#
+# First the paper's counter for five sentences, of which O are doubts. Then the same problem with SEAL at several
+# strengths. (One problem says nothing about accuracy.)
+
+# %%
+strength = [1 + 0.02 * "OEOOE"[: i + 1].count("O") for i in range(5)]
+print("α after each sentence:", [round(x, 2) for x in strength])
+assert [round(x, 2) for x in strength] == [1.02, 1.02, 1.04, 1.06, 1.06]
+
+found = {}
+for alpha in (0, 0.5, 1, 2):
+    [result] = engine.generate(problem.question, policy=f"seal:alpha_0={alpha}", **GREEDY)
+    found[alpha] = result.generated_tokens, result.text.count("Wait")
+    right = "right" if grade(result.text, problem.answer) else "wrong"
+    print(f"α = {alpha}: {found[alpha][0]} tokens, {found[alpha][1]} times Wait, {right}")
+    assert alpha or result.token_ids == full.token_ids, "strength 0 should change nothing"
+figure, axis = plt.subplots(figsize=(5, 2.2), layout="constrained")
+axis.bar([f"α = {alpha:g}" for alpha in found], [tokens for tokens, _ in found.values()], color=BLUE, width=0.6)
+axis.set(ylabel="generated tokens")
+plt.show()
+assert min(waits for _, waits in found.values()) < found[0][1], "some strength should lessen the doubts"
+
+# %% [markdown]
+# Three things to remember:
+#
+# - **Redundancy has a grain.** Keys that resemble each other are everywhere. Sentences that resemble each other are
+#   few, and can go as a whole.
+# - **The penalty decides the order, the budget how many go.** A penalised sentence stays while there is room.
+# - **The cheapest token is the one that is never generated.** Steering acts before the cache.
+#
+# ## Exercises
+#
+# 1. Let τ go from 0.8 to 0.99 in the first cell. Which pairs appear first, and are they repetitions?
+# 2. A problem of `search` repeats lines such as "Still … from 9 down." Load one, and compare the two caches again.
+# 3. Use `form="paper"` in `Telling`. How large is the largest importance now, and why does it hardly count?
+# 4. `seal:at=every` adds the vector at every token. From which strength on does the text fall apart?
