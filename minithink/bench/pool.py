@@ -92,9 +92,11 @@ def read(folder: Path) -> list[Run]:
 
 
 def add(folder: Path, runs: Iterable[Run]) -> None:
-    """Put runs into a pool; a run with the same key is replaced. MinithinkError: the file cannot be written."""
+    """Put runs into a pool; of runs with the same key the newest stays. MinithinkError: the file cannot be written."""
     path, by_key = folder / FILE, {_text(run.key): run for run in read(folder)}
-    by_key |= {_text(run.key): run for run in runs}
+    for run in runs:
+        if (old := by_key.get(_text(run.key))) is None or run.date >= old.date:
+            by_key[_text(run.key)] = run
     lines = [_text(vars(by_key[key])) + "\n" for key in sorted(by_key)]
     try:
         replace(path, "".join(lines))

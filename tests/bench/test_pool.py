@@ -76,10 +76,11 @@ def test_runs_of_one_table_are_of_one_kind_of_machine() -> None:
     assert pick([], wanted) == [None] * 3
 
 
-def test_a_pool_keeps_one_run_of_each_key(tmp_path: Path) -> None:
+def test_a_pool_keeps_the_newest_run_of_each_key(tmp_path: Path) -> None:
     assert pool.read(tmp_path) == []
     pool.add(tmp_path, [run_of("rkv"), run_of("window")])
-    pool.add(tmp_path, [replace(run_of("rkv"), commit="later")])
+    pool.add(tmp_path, [replace(run_of("rkv"), commit="later", date="2026-2")])
+    pool.add(tmp_path, [replace(run_of("rkv"), commit="older", date="2026-1")])
     there = sorted((run.key["policy"], run.commit) for run in pool.read(tmp_path))
     assert there == [("rkv", "later"), ("window", "c")]
     (tmp_path / pool.FILE).write_text("{}\n")
