@@ -1,4 +1,8 @@
-"""Calibration files: what was measured of a model, in JSON beside its weights.
+"""Calibration files: what was measured of a model, or trained for it, beside its weights.
+
+    thoughts*.json              layers and thresholds (ThinKV)
+    predictor-*.safetensors     the weights of an importance predictor, with its settings as metadata (DynTS)
+    foresight.json              texts of the full cache, for oracles
 
 A file names the weights that it is about. The engine reads it before it sets up a policy that asks for it; see
 `Policy.calibration`.
@@ -6,15 +10,24 @@ A file names the weights that it is about. The engine reads it before it sets up
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from minithink.errors import MinithinkError, reason
 from minithink.weights import checkpoint_hash
 
-COMMANDS = {"thoughts.json": "thoughts", "thoughts-2.json": "thoughts --thoughts 2"}  # what makes each file
+TARGETS = ("answer", "hindsight", "needs")  # what predictors are trained to predict
+FORESIGHT = "foresight.json"
+COMMANDS = {  # what makes each file
+    "thoughts.json": "thoughts", "thoughts-2.json": "thoughts --thoughts 2", FORESIGHT: "foresight",
+    **{f"predictor-{target}.safetensors": f"predictor --targets {target}" for target in TARGETS},
+}  # fmt: skip
+WEIGHTS = ("first", "second", "last")  # names of a predictor's tensors
 
 
 def read(folder: Path, name: str, model: Path, spoken: str = "") -> dict[str, Any]:
@@ -34,19 +47,40 @@ def read(folder: Path, name: str, model: Path, spoken: str = "") -> dict[str, An
         raise MinithinkError(f"--calibration {folder} is no folder: give that in which {name} lies.")
     again = command(name, spoken, folder if folder != model else None, path.exists())
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = _predictor(path) if path.suffix == ".safetensors" else json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise MinithinkError(f"{path} does not exist; {again}.") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise MinithinkError(f"{path} cannot be read as a calibration ({reason(error)}); {again}.") from None
-    if problem := wrong(values):
+    if problem := wrong(values, name):
         raise MinithinkError(f"{path} is no calibration: {problem}; {again}.")
     if values["checkpoint"] != (own := checkpoint_hash(model)):
         raise MinithinkError(
             f"{path} was calibrated on the weights {values['checkpoint']}, and the model's are {own}; {again}."
         )
     found: dict[str, Any] = values
+    if name == FORESIGHT:
+        texts = {tuple(prompt): text for prompt, text in found.pop("texts")}
+        found["text"] = lambda prompt: texts.get(tuple(prompt))
     return found
+
+
+def _predictor(path: Path) -> dict[str, Any]:
+    """What a predictor's file holds: its metadata, its weights, and their hash."""
+    with safe_open(path, framework="pt") as file:
+        about = file.metadata() or {}
+        weights = [file.get_tensor(name) for name in WEIGHTS if name in file.keys()]  # noqa: SIM118
+    values = {"checkpoint": about.get("checkpoint"), "weights": weights}
+    values |= {name: json.loads(about[name]) for name in ("settings", "measurements") if name in about}
+    return values | {"hash": hashlib.sha256(path.read_bytes()).hexdigest()[:16]}
+
+
+def identity(name: str, values: dict[str, Any]) -> dict[str, Any]:
+    """What of a calibration decides the tokens that a policy keeps. Foresight decides nothing of its own: its texts
+    follow from the model, the problems and the draws."""
+    if name == FORESIGHT:
+        return {}
+    return {x: values[x] for x in (("layers", "thresholds") if name.startswith("thoughts") else ("hash",))}
 
 
 def caution(name: str, values: dict[str, Any]) -> str:
@@ -70,18 +104,32 @@ def command(name: str, spoken: str = "", output: Path | None = None, there: bool
     return f"`{' '.join(words)}` makes it"
 
 
-def wrong(values: Any) -> str:
-    """What keeps a tree from being a calibration of thoughts; "": nothing."""
+def wrong(values: Any, name: str) -> str:
+    """What keeps a tree from being the calibration that a file's name promises; "": nothing."""
     if not isinstance(values, dict):
         return "it holds no object"
     if not isinstance(values.get("checkpoint"), str):
         return "it does not say of which weights (checkpoint)"
+    if name == FORESIGHT:
+        texts = values.get("texts")
+        fits = isinstance(texts, list) and all(isinstance(x, list) and len(x) == 2 for x in texts)
+        return "" if fits else "it has no texts"
+    if name.startswith("predictor"):
+        return _wrong_weights(values["weights"])
     layers, thresholds = values.get("layers"), values.get("thresholds")
     if not (isinstance(layers, list) and layers and all(type(n) is int and n >= 0 for n in layers)):
         return f"its layers are {layers!r}"
     if not (isinstance(thresholds, list) and thresholds and all(_is_finite(x) for x in thresholds)):
         return f"its thresholds are {thresholds!r}"
     return ""
+
+
+def _wrong_weights(weights: list[Any]) -> str:
+    d = weights[0].shape[0] if weights and weights[0].dim() == 2 else 0
+    shapes, due = [tuple(x.shape) for x in weights], [(d, 2 * d), (2 * d, d // 2), (d // 2, 1)]
+    if d < 2 or shapes != due:
+        return f"its weights have the shapes {shapes}, and d → 2d → d/2 → 1 is due"
+    return "" if all(bool(x.isfinite().all()) for x in weights) else "some of its weights are no finite numbers"
 
 
 def _is_finite(x: Any) -> bool:

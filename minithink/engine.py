@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from minithink import calibration as files
 from minithink import memory
 from minithink.backend import choose, device_of
 from minithink.config import ModelConfig, as_ids, read_json
 from minithink.errors import MinithinkError, UsageError
-from minithink.kv.contract import Policy
+from minithink.foresight import followers, later
+from minithink.kv.contract import Policy, Shape
 from minithink.kv.manager import bytes_for
 from minithink.kv.rows import Recorder
 from minithink.kv.sizes import check_budget
@@ -319,12 +321,21 @@ class Engine:
             """The thought type of a text's last token, by keywords."""
             return ending(self.tokenizer.pieces(ids))
 
+        def read(*args: Any) -> Tensor:
+            """`foresight.later` of this model."""
+            return later(self, *args)
+
+        c = self.config
+        shape = Shape(c.num_layers, 1, c.num_kv_heads, c.num_heads, c.head_dim, c.hidden_size, policy.scope,
+                      self.device, c.max_position, self.dtype)  # fmt: skip
         for member in members(policy):
             member.reads(kind)
+            member.foresees(followers(self), read)
+            cautions = [member.caution(shape)]
             if name := member.calibration:
                 member.calibrated(values := self.calibration(name))
-                if caution := files.caution(name, values):
-                    self.cautions.add(caution)
+                cautions.append(files.caution(name, values))
+            self.cautions |= {caution for caution in cautions if caution}
         return policy
 
     def try_out(self, policy: Policy) -> None:

@@ -20,6 +20,7 @@ from statistics import fmean
 from typing import Any
 
 from minithink import origin
+from minithink.calibration import identity
 from minithink.commands import INTERRUPTED, location, positive
 from minithink.engine import DTYPES, TINY, Engine, load
 from minithink.errors import MinithinkError, UsageError
@@ -222,7 +223,7 @@ def _about_before(journal: Journal, resume: bool, total: int) -> list[str]:
 
 
 def calibrations(engine: Engine, cells: Sequence[Cell], schedule: str | None) -> dict[str, Any]:
-    """The calibrations that policies read: file name → layers and thresholds. Every policy is tried out, so that none
+    """The calibrations that policies read: file name → what of it decides. Every policy is tried out, so that none
     fails after hours.
 
     Raises:
@@ -232,9 +233,8 @@ def calibrations(engine: Engine, cells: Sequence[Cell], schedule: str | None) ->
     for cell in cells:
         policy = policy_of(cell, schedule)
         for member in members(policy):
-            if member.calibration:
-                values = engine.calibration(member.calibration)
-                found[member.calibration] = {name: values[name] for name in ("layers", "thresholds")}
+            if (name := member.calibration) and (decides := identity(name, engine.calibration(name))):
+                found[name] = decides
         engine.try_out(engine.calibrated(policy))
     return found
 

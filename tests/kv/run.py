@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from minithink.kv.batch import Batch
 from minithink.kv.contract import Edit, Evict, Policy, Scope, See, Step, Storage, keep_best
 from minithink.kv.manager import KVManager
 from minithink.kv.observe import Observations
+from minithink.kv.stack import members
 from minithink.kv.store import PagedStore, Writer
 from minithink.model import Decoder, Rope
 from minithink.ref.rope import rope
@@ -51,10 +53,41 @@ class Cut(Policy):
         yield Evict(due[..., None] & ~kept)
 
 
+class Reader:
+    """Stands for the rules of a task family: every third token may still be read (`contract.Live`)."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.count = len(prompt)
+
+    def add(self, token: int) -> None:
+        self.count += 1
+
+    def live(self) -> tuple[list[int], list[int]]:
+        return list(range(0, self.count, 3)), list(range(1, self.count, 3))
+
+
+def learned(policy: Policy, hidden: int) -> Policy:
+    """The policy with what an engine would give it: a random predictor, the future of a text that is not there."""
+    sizes = (hidden, 2 * hidden, hidden // 2, 1)
+
+    def later(prompt: Sequence[int], text: Sequence[int], part: str, every: int) -> Tensor:
+        draw = torch.Generator().manual_seed(sum(prompt))
+        return torch.rand(1 if part == "answer" else 3, len(prompt) + 30, generator=draw)
+
+    for member in members(policy):
+        draw = torch.Generator().manual_seed(3)
+        weights = [torch.randn(a, b, generator=draw) / a**0.5 for a, b in pairwise(sizes)]
+        member.foresees(Reader, later)
+        if member.calibration and not member.calibration.startswith("thoughts"):
+            member.calibrated({"weights": weights, "text": lambda prompt: [1, 2]})
+    return policy
+
+
 def manager_for(decoder: Decoder, policy: Policy, **options: Any) -> KVManager:
     """Three rows, in the dtype of the decoder; freed memory is poisoned with NaN."""
     options = {"rows": 3, "tokens": MAX_POSITION, "poison": True, **options}
     poisoned = options.pop("poison")
+    policy = learned(policy, decoder.config.hidden_size)
     manager = KVManager(decoder.config, Rope(decoder.config), policy, dtype=decoder.embed.dtype, **options)
     return watched(manager, poisoned)
 

@@ -10,7 +10,7 @@ import torch
 from minithink.kv.contract import Policy
 from minithink.kv.manager import KVManager
 from minithink.model import Decoder, Rope
-from tests.kv.run import watched
+from tests.kv.run import learned, watched
 from tests.strategies import example_config, random_decoder
 
 TINY = example_config(hidden_size=12, intermediate_size=8, num_heads=4, num_kv_heads=2, head_dim=4)  # 2 layers
@@ -42,6 +42,7 @@ def follow(
     """
     seqs = range(len(prompts)) if seqs is None else seqs
     longest = max(prompts) + steps
+    policy = learned(policy, decoder.config.hidden_size)
     manager = watched(
         KVManager(
             decoder.config, Rope(decoder.config), policy, rows=rows or len(prompts), tokens=longest, **options
