@@ -1,14 +1,14 @@
-"""The command line: `python -m minithink.calibrate thoughts`."""
+"""The command line: `python -m minithink.calibrate thoughts | predictor | foresight`."""
 
 from __future__ import annotations
 
 import sys
 
 from minithink import commands
-from minithink.calibrate import thoughts
+from minithink.calibrate import foresight, predictor, thoughts
 
 PROGRAM = "minithink.calibrate"
-COMMANDS = {"thoughts": thoughts}
+COMMANDS = {"thoughts": thoughts, "predictor": predictor, "foresight": foresight}
 
 
 def main(argv: list[str] | None = None) -> int:
