@@ -259,7 +259,7 @@ class Engine:
             policy: decides what stays in the KV cache: a text such as "window:budget=256" (see `minithink.policies`)
                 or a Policy; None: everything stays, in one plain buffer a sequence.
             budget: tokens that a policy may keep: its hyperparameter of that name.
-            schedule: when the policy evicts: every, interval:n or sawtooth:B/k.
+            schedule: when the policy evicts: every, interval:n, sawtooth:B/k or share:r/l.
             stop: token ids and texts that end a sequence, beside the checkpoint's own. A stream may show the
                 beginning of such a text, a result does not.
             fixed: every decoding step has batch_size rows, with padding rows if fewer sequences run. Then not a bit

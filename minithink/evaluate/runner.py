@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--budgets", type=budgets, default=[], metavar="N,N,…", help="for the policies that take one and do not name "
         "it: tokens of a lane, the prompt's too (256,512); or shares (0.25,0.5), of what the full cache generates, "
         "beside the prompt: then full is run first")  # fmt: skip
-    add("--schedule", help="when a policy evicts: every, interval:n or sawtooth:B/k")
+    add("--schedule", help="when a policy evicts: every, interval:n, sawtooth:B/k or share:r/l")
     add_run_arguments(parser)
 
 

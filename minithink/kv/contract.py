@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from minithink.errors import UsageError
-from minithink.kv.schedule import Schedule
+from minithink.kv.schedule import Schedule, divided
 from minithink.ref.keep_best import keep_best as keep_best
 from minithink.ref.pool import pool as pool
 
@@ -392,8 +392,8 @@ class Policy:
         schedule = Schedule.parse(self.schedule)
         if schedule.grow is not None:
             return schedule.grow
-        if self.budget is None:
-            return None
+        if self.budget is None or schedule.shares is not None:
+            return self.budget
         return self.budget + (self.slack if schedule.interval is None else schedule.interval)
 
     def peaks(self, tokens: int, prompt: int) -> list[list[tuple[str, int]]]:
@@ -414,6 +414,10 @@ class Policy:
         if self.exempt_answer:
             active = active & step.thinking
         keep = step.budget if schedule.keep is None else torch.full_like(step.budget, schedule.keep)
+        if schedule.shares is not None:
+            question = step.prompt[None, :, None]
+            _, k, local = divided(step.budget, question, *schedule.shares)
+            return active[None, :, None] & (held >= step.budget), question + k + local
         if schedule.grow is not None:
             over = held >= schedule.grow
         else:

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any, Literal
 
 import torch
@@ -39,18 +38,12 @@ from torch import Tensor
 
 from minithink.errors import UsageError
 from minithink.kv.contract import Demand, Edit, Evict, Policy, See, Shape, Step
+from minithink.kv.schedule import divided
 from minithink.policies import dynts_cost as cost
 from minithink.policies.dynts_cost import break_even as break_even
 from minithink.policies.random import lots
 
-PLACES = 9  # decimals of a share
 LEAST = torch.finfo(torch.float32).min  # the score of tokens that have none
-
-
-def share_of(x: int | Tensor, share: float) -> Any:
-    """int(share · x) with the share as a decimal number. x: whole numbers, at least 0."""
-    n = int(round(Decimal(repr(share)), PLACES) * 10**PLACES)
-    return x * n // 10**PLACES if isinstance(x, int) else (x.long() * n // 10**PLACES).int()
 
 
 @dataclass
@@ -79,10 +72,7 @@ class Windows(Policy):
 
     def sizes(self, budget: Any, question: Any) -> tuple[Any, Any, Any]:
         """W_s, k and W_l for whole numbers or tensors of them. budget: B; question: W_q."""
-        beside = budget - question
-        local = beside * 0 + int(self.local) if self.local >= 1 else share_of(beside, self.local)
-        window = beside - local if isinstance(beside, int) else (beside - local).clamp(min=0)
-        return window, share_of(window, self.ratio), local
+        return divided(budget, question, self.ratio, self.local)
 
     def due(self, step: Step) -> tuple[Tensor, Tensor]:
         question = step.protects[None, :, None]

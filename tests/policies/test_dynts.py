@@ -18,9 +18,10 @@ from minithink.engine import load
 from minithink.errors import MinithinkError, UsageError
 from minithink.kv.contract import Policy, Shape
 from minithink.kv.manager import KVManager
+from minithink.kv.schedule import share_of
 from minithink.kv.sizes import check_budget
 from minithink.policies import parse
-from minithink.policies.dynts import LEAST, DynTS, share_of
+from minithink.policies.dynts import LEAST, DynTS
 from minithink.policies.dynts_cost import (
     break_even,
     gain,
@@ -178,6 +179,22 @@ def test_a_ragged_batch_is_as_alone(seed: int) -> None:
         assert [step[seq] for step in together] == alone
 
 
+@pytest.mark.parametrize("name", ["window", "streaming_llm", "random", "rkv:alpha=2,buffer=3", "crystal_kv_lite"])
+def test_others_can_have_the_same_triggers_and_keep_as_many(name: str) -> None:
+    """With schedule=share:r/l, each sequence by its own prompt."""
+    prompts, steps = [5, 11], 30
+    text = f"{name}{',' if ':' in name else ':'}budget=26,protect_prompt=true,schedule=share:0.3/0.4"
+    sizes = set[int]()
+    for ours, theirs in zip(
+        follow(DynTS(26, ratio=0.3, local=0.4), prompts, steps), follow(parse(text), prompts, steps), strict=True
+    ):
+        for seq in (0, 1):
+            assert {len(lane) for lane in held(theirs, seq)} == {len(held(ours, seq)[0])}
+        sizes.add(ours.held(0))
+    assert max(sizes) == 25
+    assert len(sizes) > 10, "they grow and shrink"
+
+
 def test_a_score_is_the_predictors_of_the_tokens_own_pass() -> None:
     """In the place of its position; rows that bring no token keep theirs."""
     decoder = decoder_of(0)
@@ -320,13 +337,9 @@ def test_shares_are_decimals() -> None:
 
 def test_a_missing_predictor_is_an_error_that_says_how_to_train_one(tmp_path: Path) -> None:
     engine = load("tiny", device="cpu", calibration=tmp_path)
-    with pytest.raises(
-        MinithinkError, match=r"predictor-needs\.safetensors does not exist; `python -m mini"
-    ):
+    with pytest.raises(MinithinkError, match=r"predictor-needs\.safetensors does not exist; `python -m mini"):
         engine.stream("Alpha", policy="dynts:budget=30,target=needs", max_new_tokens=4)
-    with pytest.raises(
-        UsageError, match=r"dynts has no predictor: `python -m minithink\.calibrate pred"
-    ):
+    with pytest.raises(UsageError, match=r"dynts has no predictor: `python -m minithink\.calibrate pred"):
         KVManager(SHAPE, engine.rope, DynTS(20), rows=1, tokens=40)
     engine.stream("Alpha", policy="dynts:budget=30,select=random", max_new_tokens=4)
 
