@@ -171,7 +171,7 @@ class DynTS(Windows):
             return
         position = (step.prompt + step.clock - 1).clamp(0, self._score.shape[1] - 1).long()
         if self.select == "random":
-            lot = lots(self.seed, torch.zeros_like(step.clock), position.view(1, -1, 1, 1))
+            lot = lots(self.seed, step.clock, position.view(1, -1, 1, 1))
             score = lot.view(-1).float()
         else:
             score = step.ops.predict(step.hidden(-1), self._weights)  # s_{x_t} (eq. 7)

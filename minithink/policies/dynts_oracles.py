@@ -128,6 +128,6 @@ class NeedsOracle(Windows):
                 reader.add(token)
             live, beside = reader.live()
             score = position.clone()
-            score[beside] += len(position)
-            score[live] += 2 * len(position)
+            score[beside] = position[beside] + len(position)
+            score[live] = position[live] + 2 * len(position)
             self._score[row] = score.to(self._score.device)

@@ -33,6 +33,7 @@ from minithink.policies.dynts_cost import (
 )  # fmt: skip
 from minithink.policies.dynts_oracles import AnswerOracle, NeedsOracle
 from tests.kv.run import feed, kept, manager_for, text_of
+from tests.kv.test_next import feed_next, with_backend
 from tests.policies.drive import DECODER, follow, held
 from tests.policies.drive import TINY as SHAPE
 from tests.policies.test_laws import decoder_of
@@ -221,6 +222,22 @@ def test_a_score_is_the_predictors_of_the_tokens_own_pass() -> None:
     assert (policy._score[manager.row_of(9)] == LEAST).all(), "a new sequence finds no scores"
 
 
+@pytest.mark.parametrize("text", ["dynts:budget=20", "dynts:budget=20,select=random"])
+def test_padding_rows_of_a_step_score_nothing(text: str) -> None:
+    """As a recorded step has them: rows of sequences that pause, and rows without a sequence."""
+    decoder = with_backend(decoder_of(0), REFERENCE)
+    policy = parse(text)
+    manager = manager_for(decoder, policy, rows=4, columns="fit", backend=decoder.backend)
+    for seq, n in ((0, 3), (1, 5)):
+        manager.join(seq, 60, n)
+        feed(decoder, manager, {seq: text_of(decoder.config, n, seq)})
+    feed_next(decoder, manager, {0: 1, 1: 1})
+    before = next(iter(policy.state())).clone()
+    feed_next(decoder, manager, {1: 1}, [0, 3], 1)
+    changed = (next(iter(policy.state())) != before).nonzero().tolist()
+    assert changed == [[manager.row_of(1), manager.length(1) - 1]]
+
+
 def test_the_ledger_has_the_predictor_and_the_scores() -> None:
     policy = DynTS(20)
     manager = manager_for(DECODER, policy, rows=2, tokens=50)
@@ -389,7 +406,10 @@ def test_an_oracle_without_a_recorded_text_says_how_to_record_one() -> None:
         feed(DECODER, manager, {0: [7]})
 
 
-def test_the_needs_oracle_keeps_what_may_be_read_then_its_statements_then_the_newest() -> None:
+@pytest.mark.parametrize(("ratio", "first"), [(0.5, [3, 4, 5, 10]), (0.25, [4, 5]), (0.125, [4])])
+def test_the_needs_oracle_keeps_what_may_be_read_then_its_statements_then_the_newest(
+    ratio: float, first: list[int]
+) -> None:
     class Reader:
         def __init__(self, prompt: Sequence[int]) -> None:
             self.text = list(prompt)
@@ -401,7 +421,7 @@ def test_the_needs_oracle_keeps_what_may_be_read_then_its_statements_then_the_ne
             assert self.text == [1, 2, 3, *range(10, 10 + len(self.text) - 3)], "the text as it was written"
             return [4], [3, 4, 5]
 
-    policy = NeedsOracle(13, local=2, ratio=0.5)  # M 3, W_s 8, k 4
+    policy = NeedsOracle(13, local=2, ratio=ratio)  # M 3, W_s 8, k 4, 2 or 1
     manager = manager_for(DECODER, policy, rows=1)
     policy.foresees(Reader, lambda *args: torch.zeros(1, 1))
     manager.join(0, 60, 3)
@@ -409,8 +429,7 @@ def test_the_needs_oracle_keeps_what_may_be_read_then_its_statements_then_the_ne
     for i in range(15):
         feed(DECODER, manager, {0: [10 + i]})
         if i == 9:
-            assert kept(manager, 0)[0] == [0, 1, 2, 3, 4, 5, 10, 11, 12]
-    assert kept(manager, 0)[0] == [0, 1, 2, 3, 4, 5, 14, 15, 16, 17]
+            assert kept(manager, 0)[0] == [0, 1, 2, *first, 11, 12]
 
 
 def test_the_needs_oracle_reads_the_families_only() -> None:
