@@ -6,6 +6,8 @@ tokens, summed over them, mean over layers and heads (eq. 6). Means over texts t
     above_mean    share of the tokens whose importance is above the mean: of the thinking, and of the question
                   (§3.1, figure 2)
     on_top        share of the importance of the thinking that its top 30 % have
+    along         mean score in each tenth of the thinking, the oldest first, by the attention of the answer and of
+                  all later tokens; 1 is the mean of the text
     content       share of content tokens in each tenth of the thinking, the most important tenth first (figure 9). A
                   token is content if it holds a digit or an operator, or is a name of the question: what the
                   embedded model's sentences have beside them is the same in all texts
@@ -121,6 +123,11 @@ def measured(engine: Engine, texts: Sequence[Text]) -> dict[str, Any]:
     return {
         "texts": len(texts), "thinking_tokens": fmean(len(t.think) for t in texts), "above_mean": above,
         "on_top": fmean(float(x[best(x, TOP)].sum() / x.sum()) for x in answer),
+        "along": {
+            name: [fmean(of) for of in zip(*([float(x.mean()) for x in t.scores[name].tensor_split(10)] for t in texts),
+                                           strict=True)]
+            for name in ("answer", "hindsight")
+        },
         "content": [fmean(of) for of in zip(*(content_by_tenth(engine, t) for t in texts), strict=True)],
         "needed": needed,
     }  # fmt: skip

@@ -50,6 +50,8 @@ def test_measures_of_constructed_scores(tiny: Engine) -> None:
     found = measured(tiny, [made])
     assert found["above_mean"] == {"thinking": pytest.approx(0.5, abs=1 / n), "question": pytest.approx(1 / 3)}
     assert found["on_top"] == pytest.approx(1 - 0.7**2, abs=0.03)
+    tenths = [float(x.mean()) for x in ramp.tensor_split(10)]
+    assert found["along"] == {"answer": pytest.approx(tenths), "hindsight": pytest.approx([-x for x in tenths])}
     assert found["needed"] == {
         "answer": pytest.approx(2 / 3), "hindsight": pytest.approx(1 / 3), "position": pytest.approx(2 / 3),
     }  # fmt: skip
