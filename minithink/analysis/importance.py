@@ -123,14 +123,16 @@ def measured(engine: Engine, texts: Sequence[Text]) -> dict[str, Any]:
     return {
         "texts": len(texts), "thinking_tokens": fmean(len(t.think) for t in texts), "above_mean": above,
         "on_top": fmean(float(x[best(x, TOP)].sum() / x.sum()) for x in answer),
-        "along": {
-            name: [fmean(of) for of in zip(*([float(x.mean()) for x in t.scores[name].tensor_split(10)] for t in texts),
-                                           strict=True)]
-            for name in ("answer", "hindsight")
-        },
+        "along": {name: along(texts, name) for name in ("answer", "hindsight")},
         "content": [fmean(of) for of in zip(*(content_by_tenth(engine, t) for t in texts), strict=True)],
         "needed": needed,
     }  # fmt: skip
+
+
+def along(texts: Sequence[Text], name: str) -> list[float]:
+    """The mean score in each tenth of the thinking, the oldest first."""
+    tenths = ([float(x.mean()) for x in text.scores[name].tensor_split(10)] for text in texts)
+    return [fmean(of) for of in zip(*tenths, strict=True)]
 
 
 def scores_of(text: Text, name: str) -> Tensor:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from minithink.engine import TINY
-from minithink.experiments import Case, Cases, Goal, Inputs, Operation, Row, StandIn, StandIns, Sweep, Table
+from minithink.experiments import Case, Cases, Goal, Inputs, Operation, Result, Row, StandIn, StandIns, Sweep, Table
 from minithink.kv.contract import Shape
 from minithink.policies.dynts import DynTS
+from minithink.tasks import families
 
 RATIO, LOCAL = 0.3, 0.4  # r and W_l, the policy's defaults
 # Others have the triggers of DynTS and keep as many tokens.
@@ -162,15 +163,48 @@ def _both(name: str, form: str) -> tuple[Any, str]:
     return (name, f"position.{name}"), f"**{form}** ({form})"
 
 
-def ordered(result: Any) -> Iterator[Row]:
-    """A row for every target, training and test."""
-    yield from result["measurements"]
+def texts_of(result: Result) -> list[str]:
+    """What the predictors learned from."""
+    texts, settings = result["texts"], result["settings"]
+    return [
+        f"{texts['right']} right texts of {settings['num_prompts']} training problems, {texts['thinking_tokens']:,} "
+        f"thinking tokens; {settings['held_out']:.0%} of the problems are held out. {settings['epochs']} epochs, "
+        f"{settings['batch']} texts a step, learning rate {settings['lr']:g}. In brackets: the predictor that knows "
+        "only positions.", "",
+    ]  # fmt: skip
 
 
 PREDICTOR = Table(
     (("target", "target", "{}"), ("trained on", "trained", "{}"), ("on held-out problems of", "dataset", "{}"),
      ("texts", "traces", "{:,}"), ("variance", "variance", "{:.2f}"), ("MSE", *_both("mse", "{:.2f}")),
      ("Kendall's τ", *_both("tau", "{:.2f}")), ("top 20 % in the top 30 %", *_both("top_30", "{:.0%}"))),
-    rows=ordered, shipped=TINY / "predictor.json",
+    said=texts_of, shipped=TINY / "predictor.json",
 )  # fmt: skip
-TABLES = {"predictor": PREDICTOR}
+
+
+def tenths(result: Result) -> Iterator[Row]:
+    """A row for each tenth of the thinking."""
+    m = result["measurements"]
+    for i, (content, *scores) in enumerate(zip(m["content"], *m["along"].values(), strict=True)):
+        yield {"tenth": i + 1, "content": content, **dict(zip(m["along"], scores, strict=True))}
+
+
+def read_texts(result: Result) -> list[str]:
+    """What was read, and how much of it is important."""
+    m, settings = result["measurements"], result["settings"]
+    needed = ", ".join(f"{name} {share:.0%}" for name, share in m["needed"].items())
+    return [
+        f"{m['texts']} problems of `{settings['family']}`, {m['thinking_tokens']:,.0f} thinking tokens each. Above the "
+        f"mean: {m['above_mean']['thinking']:.1%} of the thinking tokens, {m['above_mean']['question']:.1%} of the "
+        f"question's. The top 30 % have {m['on_top']:.0%} of the importance. Needed tokens that are in the top 30 % "
+        f"(30 % by chance) by {needed}.", "",
+    ]  # fmt: skip
+
+
+IMPORTANCE = Table(
+    (("tenth", "tenth", "{}"), ("attention of the answer, oldest first", "answer", "{:.2f} ×"),
+     ("of all later tokens", "hindsight", "{:.2f} ×"),
+     ("content tokens, most important first", "content", "{:.0%}")),
+    rows=tenths, said=read_texts,
+)  # fmt: skip
+TABLES = {"predictor": PREDICTOR} | {f"importance-{family}": IMPORTANCE for family in families()}
