@@ -183,6 +183,8 @@ class DynTS(Windows):
         if not self.predicts or self.budget is None or self.budget > shape.tokens:
             return ""
         window, k, _ = self.sizes(self.budget, 0)
+        if window == k:  # no selection window: the budget will be refused
+            return ""
         evicted = cost.triggers(shape.tokens, 0, self.budget, window - k) * (window - k)
         least = break_even(shape.hidden, shape.layers, width=shape.query_heads * shape.head_dim)
         if evicted > least:

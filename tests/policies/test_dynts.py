@@ -311,6 +311,7 @@ def test_a_setting_that_never_pays_is_told() -> None:
     assert "as attention to 192 tokens: it never pays" in said
     assert DynTS(700, local=200).caution(shape) == ""
     assert DynTS(2**20).caution(shape) == "", "a budget that is not known yet"
+    assert DynTS(50, local=60).caution(shape) == "", "a budget that is refused"
 
 
 # --- what is refused ----------------------------------------------------------------------------------------
