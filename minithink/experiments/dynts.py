@@ -196,8 +196,8 @@ def read_texts(result: Result) -> list[str]:
     return [
         f"{m['texts']} problems of `{settings['family']}`, {m['thinking_tokens']:,.0f} thinking tokens each. "
         f"{m['above_mean']['thinking']:.1%} of the thinking tokens are above the mean, and "
-        f"{m['above_mean']['question']:.1%} of the question's. The top 30 % have {m['on_top']:.0%} of the importance. "
-        f"Needed tokens that are in the top 30 % (30 % by chance) by {needed}.", "",
+        f"{m['above_mean']['question']:.1%} of the question's. The top 30 % have {m['on_top']:.0%} of the "
+        f"importance. Needed tokens that are in the top 30 % (30 % by chance) by {needed}.", "",
     ]  # fmt: skip
 
 
