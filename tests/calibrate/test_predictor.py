@@ -212,6 +212,19 @@ def test_bad_input_is_one_sentence(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("target", calibration.TARGETS)
+def test_what_ships_is_of_the_weights_and_of_training_problems(target: str) -> None:
+    values = calibration.read(TINY, f"predictor-{target}.safetensors", TINY)
+    settings = values["settings"]
+    assert settings["target"] == target
+    assert settings["checkpoint"] == values["checkpoint"] == checkpoint_hash(TINY)
+    assert settings["dataset"].split(",") == families()
+    assert settings["split"] is None, "drawn, and of no split that ships"
+    whole = json.loads((TINY / "predictor.json").read_text())
+    rows = [row for row in whole["measurements"] if row["target"] == target and row["trained"] == "all"]
+    assert values["measurements"] == rows
+
+
 # -- parts
 
 
