@@ -174,11 +174,26 @@ def texts_of(result: Result) -> list[str]:
     ]  # fmt: skip
 
 
+def together(result: Result) -> Iterator[Row]:
+    """Predictors that are trained on all datasets."""
+    return (row for row in result["measurements"] if row["trained"] == "all")
+
+
+def transfer(result: Result) -> Iterator[Row]:
+    """Predictors that are trained on one dataset, on each of them."""
+    return (row for row in result["measurements"] if "all" not in (row["trained"], row["dataset"]))
+
+
 PREDICTOR = Table(
-    (("target", "target", "{}"), ("trained on", "trained", "{}"), ("on held-out problems of", "dataset", "{}"),
+    (("target", "target", "{}"), ("held-out problems of", "dataset", "{}"),
      ("texts", "traces", "{:,}"), ("variance", "variance", "{:.2f}"), ("MSE", *_both("mse", "{:.2f}")),
      ("Kendall's τ", *_both("tau", "{:.2f}")), ("top 20 % in the top 30 %", *_both("top_30", "{:.0%}"))),
-    said=texts_of, shipped=TINY / "predictor.json",
+    rows=together, said=texts_of, shipped=TINY / "predictor.json",
+)  # fmt: skip
+TRANSFER = Table(
+    (("target", "target", "{}"), ("trained on", "trained", "{}")), rows=transfer, across="dataset",
+    cells=(("{}: MSE, of the variance", lambda m: m["mse"] / m["variance"], "{:.0%}"), ("τ", "tau", "**{:.2f}**")),
+    shipped=TINY / "predictor.json",
 )  # fmt: skip
 
 
@@ -207,4 +222,6 @@ IMPORTANCE = Table(
      ("content tokens, most important first", "content", "{:.0%}")),
     rows=tenths, said=read_texts,
 )  # fmt: skip
-TABLES = {"predictor": PREDICTOR} | {f"importance-{family}": IMPORTANCE for family in families()}
+TABLES = {"predictor": PREDICTOR, "predictor-transfer": TRANSFER} | {
+    f"importance-{family}": IMPORTANCE for family in families()
+}
