@@ -6,6 +6,7 @@ import json
 import random
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from minithink import calibration
-from minithink.calibrate import predictor, training
+from minithink.calibrate import predictor, traces, training
 from minithink.calibrate.__main__ import main
 from minithink.calibrate.journal import Journal
 from minithink.calibrate.traces import Trace, batches, drawn, held_out, problems_of
@@ -228,12 +229,22 @@ def test_what_ships_is_of_the_weights_and_of_training_problems(target: str) -> N
 # -- parts
 
 
-def test_training_problems_are_of_no_split() -> None:
+def test_training_problems_are_of_no_split(monkeypatch: pytest.MonkeyPatch) -> None:
     for family in families():
         some = drawn(family, 5, 0)
         assert some == drawn(family, 5, 0)
         assert some[0].question != drawn(family, 1, 1)[0].question
         assert len({x.id for x in some}) == 5
+    seen = list[str]()
+
+    def draw(rng: random.Random, size: int) -> Any:
+        seen.append(("train", "test", "validation")[rng.randrange(3)])
+        return SimpleNamespace(split=lambda now=seen[-1]: now, question=f"{len(seen)} {seen[-1]}", answer="")
+
+    monkeypatch.setitem(traces.FAMILIES, "facts", SimpleNamespace(draw_problem=draw))
+    assert len(drawn("facts", 20, 0)) == seen.count("train") == 20 < len(seen)
+    assert {x.question.split()[1] for x in drawn("facts", 20, 0)} == {"train"}
+    monkeypatch.undo()
     names = [name for name, _ in problems_of(["facts", "search"], None, 5, 0)]
     assert names == ["facts", "search", "facts", "search", "facts"]
 

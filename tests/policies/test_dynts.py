@@ -222,6 +222,17 @@ def test_a_score_is_the_predictors_of_the_tokens_own_pass() -> None:
     assert (policy._score[manager.row_of(9)] == LEAST).all(), "a new sequence finds no scores"
 
 
+def test_a_member_of_a_stack_scores_its_tokens_too() -> None:
+    decoder = decoder_of(0)
+    stack = parse("quant:fmt=nvfp4+dynts:budget=20")
+    manager = manager_for(decoder, stack, rows=1)
+    manager.join(0, 60, 3)
+    feed(decoder, manager, {0: [1, 2, 3]})
+    feed(decoder, manager, {0: [4]})
+    score = next(iter(stack.state()))
+    assert (score[0] > LEAST).nonzero().flatten().tolist() == [3]
+
+
 @pytest.mark.parametrize("text", ["dynts:budget=20", "dynts:budget=20,select=random"])
 def test_padding_rows_of_a_step_score_nothing(text: str) -> None:
     """As a recorded step has them: rows of sequences that pause, and rows without a sequence."""
