@@ -45,6 +45,7 @@ from minithink.tasks.needs_rules import NAME
 TOP = 0.3  # of the thinking tokens
 PERCENT = (2, 4, 6, 8, 10, 20, 30, 40, 50, 100)  # p: 100 is the whole thinking
 WAYS = ("top", "bottom", "random")
+LATER = {"answer": "the answer", "hindsight": "all later tokens"}
 ANSWER = 256  # tokens of an answer at most
 OPERATOR = re.compile(r"[-+*/=@\d]")
 
@@ -199,28 +200,29 @@ def answers(
 
 def draw(args: argparse.Namespace, text: Text, found: dict[str, Any]) -> None:
     """The scores along one text, content by tenths and, if measured, the Pareto curves."""
+    curves = found.get("pareto", [])
     with drawing(args.plot / f"importance-{args.family}.svg", 7.5, 4.6) as figure:
         grid = figure.add_gridspec(2, 2)
         axis = figure.add_subplot(grid[0, :])
         for name, color in (("hindsight", "#999999"), ("answer", "#0072B2")):
-            axis.plot(text.scores[name], color=color, lw=0.6, label=name)
+            axis.plot(text.scores[name], color=color, lw=0.6, label=f"attention of {LATER[name]}")
         if "needs" in text.scores:
             at = text.scores["needs"].nonzero().flatten()
             axis.plot(at, torch.zeros(len(at)), "|", color="#D55E00", label="needed later")
         axis.axhline(1, color="k", lw=0.5, ls="--")
         axis.set(xlabel="thinking token", ylabel="score, × the mean", yscale="symlog")
-        axis.legend(loc="upper right", ncols=3)
-        axis = figure.add_subplot(grid[1, 0])
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
+        axis = figure.add_subplot(grid[1, 0] if curves else grid[1, :])
         axis.bar(range(1, 11), found["content"], color="#0072B2")
-        axis.set(xlabel="tenth, the most important first", ylabel="content tokens", ylim=(0, 1))
+        axis.set(xlabel="tenth of the thinking, the most important first", ylabel="content tokens", ylim=(0, 1))
+        axis.set_xticks(range(1, 11))
+        if not curves:
+            return
         axis = figure.add_subplot(grid[1, 1])
         for way, color in zip(WAYS, ("#0072B2", "#D55E00", "#999999"), strict=True):
-            of = [
-                (m["percent"], m["right"]) for m in found.get("pareto", []) if m["way"] == way and m["percent"] < 100
-            ]
-            axis.plot(*zip(*of, strict=True), color=color, label=way, marker=".") if of else None
-        for m in found.get("pareto", []):
-            if m["percent"] == 100:
-                axis.axhline(m["right"], color="k", lw=0.5, ls="--")
+            of = [(m["percent"], m["right"]) for m in curves if m["way"] == way and m["percent"] < 100]
+            axis.plot(*zip(*of, strict=True), color=color, label=way, marker=".")
+        axis.axhline(next(m["right"] for m in curves if m["percent"] == 100), color="k", lw=0.5, ls="--")
         axis.set(xlabel="thinking tokens that stay, %", ylabel="right", ylim=(0, 1.02))
-        axis.legend() if found.get("pareto") else None
+        axis.legend()
