@@ -7,7 +7,7 @@ are documented in `minithink/ref/`; a kernel has the same signature.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import import_module
@@ -35,6 +35,7 @@ from minithink.ref.keep_best import keep_best
 from minithink.ref.kmeans import kmeans
 from minithink.ref.linear import linear
 from minithink.ref.paged_attention import paged_attention
+from minithink.ref.predict import predict
 from minithink.ref.quantize import quantize
 from minithink.ref.reallocate import reallocate
 from minithink.ref.redundancy import redundancy
@@ -43,6 +44,7 @@ from minithink.ref.retain import retain
 from minithink.ref.rms_norm import rms_norm
 from minithink.ref.rope import rope
 from minithink.ref.segments import segments
+from minithink.ref.select import select
 from minithink.ref.sentences import sentences
 from minithink.ref.shrink import shrink
 from minithink.ref.similarity import similarity
@@ -86,6 +88,8 @@ class Backend:
     redundancy: Callable[[Tensor, Tensor, float], Tensor] = redundancy
     retain: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]] = retain
     repack: Callable[..., None] = repack
+    predict: Callable[[Tensor, Sequence[Tensor]], Tensor] = predict
+    select: Callable[..., Tensor] = select
     reallocate: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor] = reallocate
     sparsity: Callable[[Tensor, Tensor], Tensor] = sparsity
     kmeans: Callable[[Tensor, Tensor, Tensor], Tensor] = kmeans

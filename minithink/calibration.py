@@ -1,4 +1,9 @@
-"""Calibration files: what was measured of a model, in JSON or safetensors beside its weights.
+"""Calibration files: what was measured of a model, or trained for it, beside its weights.
+
+    thoughts*.json              layers and thresholds (ThinKV)
+    steering.safetensors        a vector for each layer, and which layer it is added behind (SkipKV, SEAL)
+    predictor-*.safetensors     the weights of an importance predictor, with its settings as metadata (DynTS)
+    foresight.json              texts of the full cache, for oracles
 
 A safetensors file holds vectors, and everything else as JSON in its metadata. A file names the weights that it is
 about. The engine reads it before it sets up a policy that asks for it; see `Policy.calibration`.
@@ -19,11 +24,16 @@ from torch import Tensor
 from minithink.errors import MinithinkError, reason
 from minithink.weights import checkpoint_hash
 
+TARGETS = ("answer", "hindsight", "needs")  # what predictors are trained to predict
+STEERING, FORESIGHT = "steering.safetensors", "foresight.json"
 COMMANDS = {  # what makes each file
-    "thoughts.json": "thoughts", "thoughts-2.json": "thoughts --thoughts 2", "steering.safetensors": "steering",
+    "thoughts.json": "thoughts", "thoughts-2.json": "thoughts --thoughts 2", STEERING: "steering",
+    FORESIGHT: "foresight",
+    **{f"predictor-{target}.safetensors": f"predictor --targets {target}" for target in TARGETS},
 }  # fmt: skip
-METADATA = "minithink"  # the field of a file's metadata that has its JSON
+METADATA = "minithink"  # the field of a file of vectors that has its JSON
 VECTORS = ("plain", "matched")  # tensors of a file of vectors, see `calibrate/steering.py`
+WEIGHTS = ("first", "second", "last")  # names of a predictor's tensors
 
 
 def read(folder: Path, name: str, model: Path, spoken: str = "") -> dict[str, Any]:
@@ -43,23 +53,32 @@ def read(folder: Path, name: str, model: Path, spoken: str = "") -> dict[str, An
         raise MinithinkError(f"--calibration {folder} is no folder: give that in which {name} lies.")
     again = command(name, spoken, folder if folder != model else None, path.exists())
     try:
-        if path.suffix == ".safetensors":
-            values, tensors = vectors_of(path)
-            values = values | tensors if isinstance(values, dict) else {}
-        else:
-            values = json.loads(path.read_text(encoding="utf-8"))
+        values = _content(path)
     except FileNotFoundError:
         raise MinithinkError(f"{path} does not exist; {again}.") from None
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise MinithinkError(f"{path} cannot be read as a calibration ({reason(error)}); {again}.") from None
-    if problem := (wrong_vectors(values) if path.suffix == ".safetensors" else wrong(values)):
+    if problem := wrong(values, name):
         raise MinithinkError(f"{path} is no calibration: {problem}; {again}.")
     if values["checkpoint"] != (own := checkpoint_hash(model)):
         raise MinithinkError(
             f"{path} was calibrated on the weights {values['checkpoint']}, and the model's are {own}; {again}."
         )
     found: dict[str, Any] = values
+    if name == FORESIGHT:
+        texts = {tuple(prompt): text for prompt, text in found.pop("texts")}
+        found["text"] = lambda prompt: texts.get(tuple(prompt))
     return found
+
+
+def _content(path: Path) -> Any:
+    """What a file holds. OSError, ValueError, SafetensorError: it cannot be read."""
+    if path.suffix != ".safetensors":
+        return json.loads(path.read_text(encoding="utf-8"))
+    if path.name != STEERING:
+        return _predictor(path)
+    values, tensors = vectors_of(path)
+    return values | tensors if isinstance(values, dict) else {}
 
 
 def vectors_of(path: Path) -> tuple[Any, dict[str, Tensor]]:
@@ -69,12 +88,25 @@ def vectors_of(path: Path) -> tuple[Any, dict[str, Tensor]]:
         return values, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no dictionary)
 
 
-def decisive(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a calibration decides the tokens that are generated under it, as JSON knows it."""
-    if "thresholds" in values:
-        return {name: values[name] for name in ("layers", "thresholds")}
-    content = b"".join(values[name].float().contiguous().numpy().tobytes() for name in VECTORS)
-    return {"layer": values["layer"], "vectors": hashlib.sha256(content).hexdigest()[:16]}
+def _predictor(path: Path) -> dict[str, Any]:
+    """What a predictor's file holds: its metadata, its weights, and their hash."""
+    with safe_open(path, framework="pt") as file:
+        about = file.metadata() or {}
+        weights = [file.get_tensor(name) for name in WEIGHTS if name in file.keys()]  # noqa: SIM118
+    values = {"checkpoint": about.get("checkpoint"), "weights": weights}
+    values |= {name: json.loads(about[name]) for name in ("settings", "measurements") if name in about}
+    return values | {"hash": hashlib.sha256(path.read_bytes()).hexdigest()[:16]}
+
+
+def identity(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a calibration decides the tokens that are generated under it, as JSON knows it. Foresight decides
+    nothing of its own: its texts follow from the model, the problems and the draws."""
+    if name == FORESIGHT:
+        return {}
+    if name == STEERING:
+        content = b"".join(values[x].float().contiguous().numpy().tobytes() for x in VECTORS)
+        return {"layer": values["layer"], "vectors": hashlib.sha256(content).hexdigest()[:16]}
+    return {x: values[x] for x in (("layers", "thresholds") if name.startswith("thoughts") else ("hash",))}
 
 
 def caution(name: str, values: dict[str, Any]) -> str:
@@ -98,12 +130,20 @@ def command(name: str, spoken: str = "", output: Path | None = None, there: bool
     return f"`{' '.join(words)}` makes it"
 
 
-def wrong(values: Any) -> str:
-    """What keeps a tree from being a calibration of thoughts; "": nothing."""
+def wrong(values: Any, name: str) -> str:
+    """What keeps a tree from being the calibration that a file's name promises; "": nothing."""
     if not isinstance(values, dict):
         return "it holds no object"
     if not isinstance(values.get("checkpoint"), str):
         return "it does not say of which weights (checkpoint)"
+    if name == FORESIGHT:
+        texts = values.get("texts")
+        fits = isinstance(texts, list) and all(isinstance(x, list) and len(x) == 2 for x in texts)
+        return "" if fits else "it has no texts"
+    if name == STEERING:
+        return wrong_vectors(values)
+    if name.startswith("predictor"):
+        return _wrong_weights(values["weights"])
     layers, thresholds = values.get("layers"), values.get("thresholds")
     if not (isinstance(layers, list) and layers and all(type(n) is int and n >= 0 for n in layers)):
         return f"its layers are {layers!r}"
@@ -125,6 +165,14 @@ def wrong_vectors(values: Mapping[str, Any]) -> str:
     if type(layer) is not int or not 0 <= layer < len(vectors[0]):
         return f"its layer is {layer!r}, and it has vectors of {len(vectors[0])}"
     return ""
+
+
+def _wrong_weights(weights: list[Any]) -> str:
+    d = weights[0].shape[0] if weights and weights[0].dim() == 2 else 0
+    shapes, due = [tuple(x.shape) for x in weights], [(d, 2 * d), (2 * d, d // 2), (d // 2, 1)]
+    if d < 2 or shapes != due:
+        return f"its weights have the shapes {shapes}, and d → 2d → d/2 → 1 is due"
+    return "" if all(bool(x.isfinite().all()) for x in weights) else "some of its weights are no finite numbers"
 
 
 def _is_finite(x: Any) -> bool:

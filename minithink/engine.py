@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from minithink import calibration as files
 from minithink import memory
 from minithink.backend import choose, device_of
 from minithink.config import ModelConfig, as_ids, read_json
 from minithink.errors import MinithinkError, UsageError
+from minithink.foresight import followers, later
 from minithink.grouping import group_by_length, padded_budgets
-from minithink.kv.contract import Policy
+from minithink.kv.contract import Policy, Shape
 from minithink.kv.manager import bytes_for
 from minithink.kv.rows import Recorder
 from minithink.kv.sizes import check_budget
@@ -261,7 +263,7 @@ class Engine:
             policy: decides what stays in the KV cache: a text such as "window:budget=256" (see `minithink.policies`)
                 or a Policy; None: everything stays, in one plain buffer a sequence.
             budget: tokens that a policy may keep: its hyperparameter of that name.
-            schedule: when the policy evicts: every, interval:n or sawtooth:B/k.
+            schedule: when the policy evicts: every, interval:n, sawtooth:B/k or share:r/l.
             stop: token ids and texts that end a sequence, beside the checkpoint's own. A stream may show the
                 beginning of such a text, a result does not.
             fixed: every decoding step has batch_size rows, with padding rows if fewer sequences run. Then not a bit
@@ -333,14 +335,23 @@ class Engine:
             """The thought type of a text's last token, by keywords."""
             return ending(self.tokenizer.pieces(ids))
 
+        def read(*args: Any) -> Tensor:
+            """`foresight.later` of this model."""
+            return later(self, *args)
+
+        c = self.config
+        shape = Shape(c.num_layers, 1, c.num_kv_heads, c.num_heads, c.head_dim, c.hidden_size, policy.scope,
+                      self.device, c.max_position, self.dtype)  # fmt: skip
         for member in members(policy):
             member.reads(kind)
             if type(member).vocabulary is not Policy.vocabulary:
                 member.vocabulary(self._vocabulary)
+            member.foresees(followers(self), read)
+            cautions = [member.caution(shape)]
             if name := member.calibration:
                 member.calibrated(values := self.calibration(name))
-                if caution := files.caution(name, values):
-                    self.cautions.add(caution)
+                cautions.append(files.caution(name, values))
+            self.cautions |= {caution for caution in cautions if caution}
         return policy
 
     @cached_property

@@ -331,7 +331,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--interactive", action="store_true", help="a conversation: one turn a line of the input")
     add("--policy", help="what stays in the KV cache, as in window:budget=256 (default: all of it; --list-policies)")
     add("--budget", type=positive, metavar="TOKENS", help="what a policy keeps to")
-    add("--schedule", help="when a policy evicts: every, interval:n or sawtooth:B/k")
+    add("--schedule", help="when a policy evicts: every, interval:n, sawtooth:B/k or share:r/l")
     add("--calibration", metavar="FOLDER", help="where minithink.calibrate wrote its files (default: beside the "
         "model)")  # fmt: skip
     add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what fits")

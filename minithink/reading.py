@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from minithink.engine import Engine
 from minithink.ref.decode_attention import group_reduce
+
+if TYPE_CHECKING:
+    from minithink.engine import Engine
 
 QUERIES = 128  # that `sparsity` reads at once: bounds the memory of their logits
 

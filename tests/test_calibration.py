@@ -57,10 +57,10 @@ def test_the_embedded_model_ships_calibrated() -> None:
 
 def test_what_decides_is_recorded() -> None:
     """Of vectors the layer and a hash, which another vector changes."""
-    assert calibration.decisive(GOOD | {"more": 1}) == {"layers": [0, 1], "thresholds": [0.1, 0.2]}
+    assert calibration.identity("thoughts.json", GOOD | {"more": 1}) == {"layers": [0, 1], "thresholds": [0.1, 0.2]}
     values = calibration.read(TINY, "steering.safetensors", TINY)
-    found = calibration.decisive(values)
+    found = calibration.identity(calibration.STEERING, values)
     assert found["layer"] == values["layer"]
     assert json.loads(json.dumps(found)) == found
     other = values | {"matched": values["matched"] * 2}
-    assert calibration.decisive(other)["vectors"] != found["vectors"] == calibration.decisive(values)["vectors"]
+    assert calibration.identity(calibration.STEERING, other)["vectors"] != found["vectors"] == calibration.identity(calibration.STEERING, values)["vectors"]

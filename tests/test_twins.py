@@ -21,6 +21,7 @@ POLICIES = (
     "crystal_kv:budget=18,realloc_every=4,min_budget=2",
     "thinkv:budget=20,tau=4,retention=2/1,g=4,block=2,layers=0/1,thresholds=0.44/0.54",
     "pm_kvq:bits=4,max_len=16,sink=1,window=4,group=16,block=2",
+    "dynts:budget=18,local=3",
     "kivi:bits=4,group=16,residual=16,flush=official",
     "skipkv:budget=14,schedule=interval:4,alpha=3",
 )

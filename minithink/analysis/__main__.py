@@ -1,4 +1,4 @@
-"""The command line: `python -m minithink.analysis premises|pilot|segments|answer-attention|budgets`."""
+"""The command line: `python -m minithink.analysis NAME`, where NAME is one of COMMANDS."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import import_module
 from minithink import commands
 
 PROGRAM, DESCRIPTION = "minithink.analysis", "What methods take for granted."
-COMMANDS = ("premises", "pilot", "segments", "answer-attention", "budgets")
+COMMANDS = ("premises", "pilot", "segments", "answer-attention", "budgets", "importance")
 
 
 def main(argv: list[str] | None = None) -> int:

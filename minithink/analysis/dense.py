@@ -101,6 +101,7 @@ def decode(
     sketch: Callable[[Dense, Tensor], Sketch] | None = None,
     budget: Tensor | None = None,
     steer: Steering | None = None,
+    masked: Tensor | None = None,
     watch: Callable[[int], object] = lambda tokens: None,
 ) -> list[list[int]]:
     """Generated tokens of every prompt, with the token that ended the text. Two runs with equal prompts and seed draw
@@ -110,6 +111,7 @@ def decode(
         sketch: makes the policy; None: everything stays.
         budget: generated tokens that a lane keeps beside its prompt, int64 [rows].
         steer: acts on generated tokens.
+        masked: tokens of the prompts that are masked in all lanes when the prompts are read, bool [rows, longest].
         watch: called every EVERY steps and at the end, with the number of tokens since the last call.
     """
     device, rows = engine.device, len(prompts)
@@ -123,6 +125,8 @@ def decode(
     cache = Dense(engine, rows, widest + max_new_tokens)
     cache.begin(torch.arange(widest, device=device).expand(rows, -1), widest)
     hidden = engine.decoder(tokens.flatten(), cache).view(rows, widest, -1)[cache.row[:, 0], lengths - 1]
+    if masked is not None:
+        cache.kept[..., :widest] &= ~masked[None, :, None]
     policy = sketch(cache, lengths) if sketch else None
     generator = torch.Generator(device).manual_seed(seed)
     out = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=device)

@@ -26,7 +26,7 @@ from minithink import counts, origin, results
 from minithink.bench import pool
 from minithink.bench.markdown import short
 from minithink.bench.pool import Run, key_of, pick, serves
-from minithink.calibration import decisive
+from minithink.calibration import FORESIGHT, identity
 from minithink.calibration import read as read_calibration
 from minithink.commands import INTERRUPTED, location, positive
 from minithink.config import ModelConfig
@@ -119,9 +119,8 @@ def settings_of(sweep: Sweep, family: str, args: argparse.Namespace | None = Non
     config, own, weights = _about(folder)
     longest = (args and args.max_new_tokens) or own.max_new_tokens or config.max_position
     cells = plan(policies_of([sweep]), sweep.budgets)
-    files = {m.calibration for cell in cells for m in members(runner.policy_of(cell, None))} - {""}
-    read = {name: read_calibration(folder, name, folder) for name in files}
-    calibration = {name: decisive(values) for name, values in read.items()}
+    files = {m.calibration for cell in cells for m in members(runner.policy_of(cell, None))} - {"", FORESIGHT}
+    calibration = {name: identity(name, read_calibration(folder, name, folder)) for name in files}
     return {
         "checkpoint": of_others or weights, "dataset": family, "split": sweep.split, "limit": limit,
         "problems": runner.hash_of(load_dataset(family, sweep.split, limit)), "num_samples": sweep.samples,

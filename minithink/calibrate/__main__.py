@@ -1,14 +1,14 @@
-"""The command line: `python -m minithink.calibrate thoughts|steering`."""
+"""The command line: `python -m minithink.calibrate thoughts | steering | predictor | foresight`."""
 
 from __future__ import annotations
 
 import sys
 
 from minithink import commands
-from minithink.calibrate import steering, thoughts
+from minithink.calibrate import foresight, predictor, steering, thoughts
 
 PROGRAM = "minithink.calibrate"
-COMMANDS = {"thoughts": thoughts, "steering": steering}
+COMMANDS = {"thoughts": thoughts, "steering": steering, "predictor": predictor, "foresight": foresight}
 
 
 def main(argv: list[str] | None = None) -> int:

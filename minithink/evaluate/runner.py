@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any
 
 from minithink import origin
-from minithink.calibration import decisive
+from minithink.calibration import identity
 from minithink.commands import INTERRUPTED, location, positive
 from minithink.engine import DTYPES, TINY, Engine, charge, load
 from minithink.errors import MinithinkError, UsageError
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--budgets", type=budgets, default=[], metavar="N,N,…", help="for the policies that take one and do not name "
         "it: tokens of a lane, the prompt's too (256,512); or shares (0.25,0.5), of what the full cache generates, "
         "beside the prompt: then full is run first")  # fmt: skip
-    add("--schedule", help="when a policy evicts: every, interval:n or sawtooth:B/k")
+    add("--schedule", help="when a policy evicts: every, interval:n, sawtooth:B/k or share:r/l")
     add_run_arguments(parser)
 
 
@@ -228,8 +228,8 @@ def _about_before(journal: Journal, resume: bool, total: int) -> list[str]:
 
 
 def calibrations(engine: Engine, cells: Sequence[Cell], schedule: str | None) -> dict[str, Any]:
-    """The calibrations that policies read: file name → what of it decides the tokens. Every policy is tried out, so
-    that none fails after hours.
+    """The calibrations that policies read: file name → what of it decides. Every policy is tried out, so that none
+    fails after hours.
 
     Raises:
         UsageError: a policy does not suit the model. MinithinkError: a calibration is missing.
@@ -238,8 +238,8 @@ def calibrations(engine: Engine, cells: Sequence[Cell], schedule: str | None) ->
     for cell in cells:
         policy = policy_of(cell, schedule)
         for member in members(policy):
-            if member.calibration:
-                found[member.calibration] = decisive(engine.calibration(member.calibration))
+            if (name := member.calibration) and (decides := identity(name, engine.calibration(name))):
+                found[name] = decides
         engine.try_out(engine.calibrated(policy))
     return found
 

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " several --grid are combined")  # fmt: skip
     add("--budget", "--budgets", dest="budget", type=budgets, default=[], metavar="N", help="of all of them: tokens, "
         "or a share, as --budgets of a run")  # fmt: skip
-    add("--schedule", help="when the policy evicts: every, interval:n or sawtooth:B/k")
+    add("--schedule", help="when the policy evicts: every, interval:n, sawtooth:B/k or share:r/l")
     runner.add_run_arguments(
         parser,
         "validation or train, never test (default: validation; a file has none, a dataset of the hub needs it)",

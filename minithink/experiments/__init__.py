@@ -106,7 +106,7 @@ class Case:
         return "/".join([self.kind, self.method, *([str(self.batch)] if self.batch else []), *types])
 
 
-Inputs = tuple[Tensor, ...]
+Inputs = tuple[Any, ...]  # of an operation: tensors, and tuples of them
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,8 @@ class Pass(Rows):
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
-        """Let the policy steer the residual stream, and keep it if the policy demands it. hidden: [n, d]."""
+        """Let the policy steer the residual stream, and keep it if the policy demands it. Behind the final norm
+        (−1) the policy may look at the whole step. hidden: [n, d]."""
         now = self._now
         if isinstance(now, _Read):
             for _ in self.observations.of(now.due, See.HIDDEN, layer):
@@ -189,6 +190,8 @@ class Pass(Rows):
             hidden = self.policy.steer(now.view, layer, hidden)
         for _ in self.observations.of(now.due, See.HIDDEN, layer):
             self.observations.keep_hidden(layer, hidden, at, now.active)
+        if layer == -1 and self.watches:
+            self.policy.watch(self.view(now.batch))
         return hidden
 
     @property

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from minithink.errors import UsageError
-from minithink.kv.schedule import Schedule
+from minithink.kv.schedule import Schedule, divided
 from minithink.ref.keep_best import keep_best as keep_best
 from minithink.ref.pool import pool as pool
 
@@ -55,6 +55,7 @@ class Shape:
     scope: Scope  # of the tables: the policy's own or, in a stack, the finest
     device: torch.device
     tokens: int = 0  # the longest that a sequence may become
+    dtype: torch.dtype = torch.float32  # of the model
 
     @property
     def tables(self) -> tuple[int, int, int]:
@@ -279,6 +280,16 @@ class Step(Protocol):
 # --- policies -----------------------------------------------------------------------------------------------
 
 
+class Live(Protocol):
+    """Follows a text and knows what its continuation may still read."""
+
+    def add(self, token: int) -> None:
+        """The next token's id."""
+
+    def live(self) -> tuple[list[int], list[int]]:
+        """Positions of the tokens that a continuation may still read, and of the other tokens of their statements."""
+
+
 class Policy:
     """What stays in the cache, and in what form. Subclasses are dataclasses; their fields are hyperparameters.
 
@@ -330,6 +341,19 @@ class Policy:
         """For policies that look at single tokens: the bytes of each token id, b"" if an id has no token. Called
         before `setup` where there is a tokenizer."""
 
+    def foresees(self, live: Callable[[Sequence[int]], Live], later: Callable[..., Tensor]) -> None:
+        """For oracles, which know what no method can know (`foresight.py`); called before `setup` where there is an
+        engine.
+
+        Args:
+            live: the ids of a prompt → what a continuation of a text may still read.
+            later: reads a whole text → the attention that its tokens get later on.
+        """
+
+    def caution(self, shape: Shape) -> str:
+        """What users must be told of these settings on a model of this shape; "": nothing."""
+        return ""
+
     def setup(self, shape: Shape) -> None:
         """Allocate state; called once, before anything runs."""
 
@@ -348,6 +372,15 @@ class Policy:
         """What happened to the sequence of this row, for an evaluation to add up: numbers by the names of fields of
         `evaluate.journal.Record`."""
         return {}
+
+    def watch(self, step: Step) -> None:
+        """Look at every decode step when the last layer has run, before `due`. It is a part of the step's graph, so
+        it keeps its state in place, as a `recordable` policy does, and asks the host nothing. Only called where a
+        policy defines it."""
+
+    def listen(self, row: int, ids: Sequence[int]) -> None:
+        """The next tokens of a row's text, those of the prompt and later generated ones, on the host. Only called
+        where a policy defines it."""
 
     def decide(self, step: Step) -> Iterable[Edit]:
         """What to change, after the forward pass in which the rows `step.active` took part."""
@@ -376,8 +409,8 @@ class Policy:
         schedule = Schedule.parse(self.schedule)
         if schedule.grow is not None:
             return schedule.grow
-        if self.budget is None:
-            return None
+        if self.budget is None or schedule.shares is not None:
+            return self.budget
         return self.budget + (self.slack if schedule.interval is None else schedule.interval)
 
     def peaks(self, tokens: int, prompt: int) -> list[list[tuple[str, int]]]:
@@ -398,6 +431,10 @@ class Policy:
         if self.exempt_answer:
             active = active & step.thinking
         keep = step.budget if schedule.keep is None else torch.full_like(step.budget, schedule.keep)
+        if schedule.shares is not None:
+            question = step.prompt[None, :, None]
+            _, k, local = divided(step.budget, question, *schedule.shares)
+            return active[None, :, None] & (held >= step.budget), question + k + local
         if schedule.grow is not None:
             over = held >= schedule.grow
         else:

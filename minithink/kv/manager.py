@@ -142,9 +142,16 @@ class KVManager(Pass):
         for r, thinks in zip(group.records, self._think(group.records, tokens), strict=True):
             r.length += 1
             r.thinking = thinks
+        self._listen(group.rows, [[token] for token in tokens])
         self.store.appended(group.rows, [r.length for r in group.records])
         group.steps = max(0, group.steps - 1)
         self._pass = None
+
+    def _listen(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
+        """Tell the policies that follow texts the new tokens of these rows, which are known (not −1)."""
+        for policy in self.listening:
+            for row, ids in zip(rows, texts, strict=True):
+                policy.listen(row, [token for token in ids if token >= 0])
 
     def acting(self, batch: Batch, due: Sequence[int] | None = None) -> Batch | None:
         """The rows on which the policy acts after a step, as a batch of their own; None: no row is due.
@@ -355,6 +362,9 @@ class KVManager(Pass):
         """Count the tokens. Let the policy act on a prompt that is complete, then store the remaining tokens."""
         for r, count in zip(now.records, now.counts, strict=True):
             r.length += count
+        if now.tokens:
+            ends = np.cumsum(now.counts)
+            self._listen(now.rows, [now.tokens[end - n : end] for end, n in zip(ends, now.counts, strict=True)])
         self._last.steps = 0  # `prepare` must check the sequences again
         settled = [i for i, r in enumerate(now.records) if r.clock == 0]
         rows = [now.rows[i] for i in settled]

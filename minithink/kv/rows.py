@@ -130,7 +130,7 @@ class Rows:
         c = config
         self.shape = Shape(
             c.num_layers, rows, c.num_kv_heads, c.num_heads, c.head_dim, c.hidden_size, policy.scope, self.device,
-            tokens,
+            tokens, dtype,
         )  # fmt: skip
         self.prompt = prompt = tokens if prompt is None else prompt
         need = needs(policy, c.head_dim, dtype, tokens, prompt)
@@ -158,6 +158,8 @@ class Rows:
         steering = [p for p in members(policy) if type(p).steer is not Policy.steer]
         self.steers = bool(steering)
         self.records_steering = all(p.recordable for p in steering)
+        self.watches = any(type(p).watch is not Policy.watch for p in members(policy))
+        self.listening = tuple(p for p in members(policy) if type(p).listen is not Policy.listen)
         self.deciding = tuple(p for p in members(policy) if type(p).decide is not Policy.decide)
         self.recorder: Recorder | None = None  # set it before the sequences join that it records
         self._waiting_prompts: list[int] = []  # rows whose prompt is read and not stored yet

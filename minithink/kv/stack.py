@@ -57,6 +57,10 @@ class Stack(Policy):
     def state(self) -> Iterable[Tensor]:
         return (tensor for member in self.members for tensor in member.state())
 
+    def watch(self, step: Step) -> None:
+        for member in self.members:
+            member.watch(step.seen_by(member))
+
     def decide(self, step: Step) -> Iterable[Edit]:
         for member in self.members:
             yield from member.decide(step.seen_by(member))

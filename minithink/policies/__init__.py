@@ -20,6 +20,8 @@ from minithink.kv.contract import Policy
 from minithink.kv.schedule import Schedule
 from minithink.kv.stack import Stack
 from minithink.policies.crystal_kv import CrystalKV, CrystalKVLite
+from minithink.policies.dynts import DynTS
+from minithink.policies.dynts_oracles import AnswerOracle, HindsightOracle, NeedsOracle
 from minithink.policies.full import Full
 from minithink.policies.kivi import Kivi
 from minithink.policies.pm_kvq import PMKVQ
@@ -44,6 +46,10 @@ _CLASSES: tuple[type[Policy], ...] = (
     Seal,
     CrystalKV,
     CrystalKVLite,
+    DynTS,
+    AnswerOracle,
+    HindsightOracle,
+    NeedsOracle,
     ThinKV,
     Tbe,
     Tbq,

@@ -26,8 +26,9 @@ def test_every_policy_is_one(name: str) -> None:
     assert len(cells) == len(set(cells)) > len(one.policies)
     for cell in cells:
         policy_of(cell, None, longest=600)
-    assert (one.split == "test") == (name in ("main", "crystal-kv", "skipkv"))
-    assert one.problems == (64 if name == "crystal-kv-heat" else 200)  # whose many cells are a picture
+    tests = ("main", "crystal-kv", "skipkv", "dynts", "dynts-ablation")
+    assert (one.split == "test") == (name in tests)
+    assert one.problems == (64 if name in ("crystal-kv-heat", "dynts-windows") else 200)  # many cells, for a picture
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:99"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,14 +56,39 @@ class Cut(Policy):
 BYTES = (b" x", b".\n", b" Wait", b" y", b"\n\n", b" again")  # token t has those of number t mod 6
 
 
+class Reader:
+    """Stands for the rules of a task family: every third token may still be read (`contract.Live`)."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.count = len(prompt)
+
+    def add(self, token: int) -> None:
+        self.count += 1
+
+    def live(self) -> tuple[list[int], list[int]]:
+        return list(range(0, self.count, 3)), list(range(1, self.count, 3))
+
+
 def informed(policy: Policy, config: ModelConfig) -> Policy:
-    """The policy, told what an engine tells: the tokens' bytes, and vectors for policies that steer."""
-    draw = torch.Generator().manual_seed(0)
+    """The policy, told what an engine tells: the tokens' bytes; vectors, a random predictor, and the future of a text
+    that is not there, for policies that ask for these."""
+    d = config.hidden_size
+    sizes = (d, 2 * d, d // 2, 1)
+
+    def later(prompt: Sequence[int], text: Sequence[int], part: str, every: int) -> Tensor:
+        draw = torch.Generator().manual_seed(sum(prompt))
+        return torch.rand(1 if part == "answer" else 3, len(prompt) + 30, generator=draw)
+
     for member in members(policy):
+        draw = torch.Generator().manual_seed(3)
         member.vocabulary([BYTES[token % len(BYTES)] for token in range(config.vocab_size)])
+        member.foresees(Reader, later)
         if member.calibration == "steering.safetensors":
-            plain, matched = torch.randn(2, config.num_layers, config.hidden_size, generator=draw)
+            plain, matched = torch.randn(2, config.num_layers, d, generator=draw)
             member.calibrated({"plain": plain, "matched": matched, "layer": 0})
+        elif member.calibration and not member.calibration.startswith("thoughts"):
+            weights = [torch.randn(a, b, generator=draw) / a**0.5 for a, b in pairwise(sizes)]
+            member.calibrated({"weights": weights, "text": lambda prompt: [1, 2]})
     return policy
 
 

@@ -48,6 +48,9 @@ torch.set_num_threads(1)
         ("interval:128", Schedule(128)),
         ("sawtooth:9/8", Schedule(None, 9, 8)),
         ("sawtooth:512/128", Schedule(None, 512, 128)),
+        ("share:0.3/0.4", Schedule(shares=(0.3, 0.4))),
+        ("share:0/2000", Schedule(shares=(0.0, 2000.0))),
+        ("share:.25/0", Schedule(shares=(0.25, 0.0))),
     ],
 )
 def test_schedules_are_read(text: str, schedule: Schedule) -> None:
@@ -57,7 +60,8 @@ def test_schedules_are_read(text: str, schedule: Schedule) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "Every", "every:1", "interval", "interval:", "interval:0", "interval:-1", "interval:1.5", "interval:3 ",
-     "sawtooth:8", "sawtooth:8/8", "sawtooth:8/9", "sawtooth:8/0", "sawtooth:8/4/2", "sawtooth:-8/4", "daily"],
+     "sawtooth:8", "sawtooth:8/8", "sawtooth:8/9", "sawtooth:8/0", "sawtooth:8/4/2", "sawtooth:-8/4", "daily",
+     "share:1/0.4", "share:0.3", "share:0.3/1.5", "share:-0.3/0.4", "share:nan/0.4"],
 )  # fmt: skip
 def test_other_schedules_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is unknown; write every, interval:n") as error:

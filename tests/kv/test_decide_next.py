@@ -33,7 +33,8 @@ from tests.strategies import example_config, random_decoder
 torch.set_num_threads(1)
 
 RECORDABLE = (
-    "window", "streaming_llm", "random", "rkv", "skipkv", "crystal_kv", "crystal_kv_lite", "thinkv", "tbe", "tbq",
+    "window", "streaming_llm", "random", "rkv", "skipkv", "crystal_kv", "crystal_kv_lite", "dynts", "thinkv", "tbe",
+    "tbq",
 )  # fmt: skip
 TEXTS = (
     *(text for name in RECORDABLE for text in SMALL[name]),
@@ -47,6 +48,7 @@ TEXTS = (
     "rkv:budget=16,buffer=6,alpha=4+kivi:group=16,residual=16,block=4",
     "crystal_kv:budget=24,realloc_every=4,min_budget=2+rkv:budget=20,buffer=3,alpha=4",
     "seal:alpha_0=0.5+skipkv:budget=18,schedule=interval:5,alpha=4,tau=0.3,steering=false",
+    "dynts:budget=30,local=5+rkv:budget=24,buffer=3,alpha=4", "dynts:budget=26,local=5,ratio=0.5+quant:fmt=nvfp4",
 )
 NEVER, IDLE = 10**6, 5  # no token; a token that nobody may look at
 
@@ -138,8 +140,8 @@ def feed_all(
 
 def remembered(manager: KVManager, row: int) -> dict[str, Tensor]:
     """What the policy remembers of a row, and the budgets of its lanes."""
-    rows = len(manager.rows)  # what has no such dimension is shared by all rows, and never changes
-    of = [x.movedim(int(len(x) != rows), 0)[row].clone() for x in manager.policy.state() if rows in x.shape[:2]]
+    rows, state = len(manager.rows), manager.policy.state()
+    of = [x.movedim(x.shape.index(rows), 0)[row].clone() for x in state if rows in x.shape[:2]]
     budgets = [x[:, row].clone() for x in manager.budgets.values()]
     return {f"state {i}": x for i, x in enumerate([*of, *budgets])}
 

@@ -51,6 +51,15 @@ SMALL: dict[str, tuple[str, ...]] = {
         "crystal_kv_lite:budget=18,lam=0.9,birth=0,track=full,schedule=interval:4",
         "crystal_kv_lite:budget=11,lam=1,protect_prompt=false",
     ),
+    "dynts": (
+        "dynts:budget=24,local=4,ratio=0.5",
+        "dynts:budget=19,local=0.5,ratio=0.3,question=false,select=bottom",
+        "dynts:budget=24,local=0,select=random,seed=3",
+        "dynts:budget=22,ratio=0",
+    ),
+    "answer_oracle": ("answer_oracle:budget=24,local=4,ratio=0.5",),
+    "hindsight_oracle": ("hindsight_oracle:budget=22,ratio=0.4",),
+    "needs_oracle": ("needs_oracle:budget=24,local=3,ratio=0.6",),
     "rkv": (
         "rkv:budget=16,buffer=6,alpha=4,kernel_size=3",
         "rkv:budget=18,buffer=5,alpha=3,global_clock=true,exempt_answer=true",

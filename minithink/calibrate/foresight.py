@@ -1,0 +1,112 @@
+"""Record what the full cache writes, for oracles that know the future: `python -m minithink.calibrate foresight`.
+
+An evaluation of the same problems with the same options of drawing generates the same texts with the full cache. So
+the options here are those of `minithink.evaluate`. One text of each problem is recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from minithink import results
+from minithink.calibrate.journal import Journal
+from minithink.calibrate.thoughts import CPU_BATCH, GPU_BATCH, hash_of
+from minithink.calibration import FORESIGHT
+from minithink.commands import INTERRUPTED, positive
+from minithink.engine import Engine, load
+from minithink.errors import UsageError
+from minithink.evaluate.datasets import Example, load_dataset
+from minithink.evaluate.grading import grade
+from minithink.progress import progress
+from minithink.sampling import SamplingParams
+from minithink.thinking import Stage, split_thinking
+from minithink.weights import checkpoint_hash
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `calibrate foresight`."""
+    add = parser.add_argument
+    add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
+    add("--dataset", default="facts", help="as of minithink.evaluate; several, with commas between them (default: "
+        "facts)")  # fmt: skip
+    add("--split", help="of the dataset (default: as of minithink.evaluate)")
+    add("--limit", type=positive, metavar="N", help="only the first N problems of each")
+    add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what the context leaves")
+    add("--temperature", type=float, help="0 is greedy (this and the next default to the model's own)")
+    add("--top-p", type=float, help="1 is off")
+    add("--seed", type=int, default=0, help="of the draws (default: 0)")
+    add("--batch-size", type=positive, metavar="N", help=f"default: {GPU_BATCH} on a GPU, else {CPU_BATCH}")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
+    add("--dtype", default="auto", help="auto, float32, float16, bfloat16")
+    add("--output", type=Path, metavar="FOLDER", help="where foresight.json goes (default: beside the model, where "
+        "it is looked for); give it again as --calibration")  # fmt: skip
+    add("--replace", action="store_true", help="a recording that is there already")
+    add("--resume", action="store_true", help="finish what was interrupted")
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    """Generate with the full cache, write the texts."""
+    SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
+    datasets = {name: load_dataset(name, args.split, args.limit) for name in args.dataset.split(",")}
+    engine = load(args.model, device=args.device, dtype=args.dtype)
+    assert engine.home is not None
+    path = (args.output or engine.home.folder) / FORESIGHT
+    if path.exists() and not args.replace:
+        raise UsageError(f"{path} is there already: --replace makes it anew, --output FOLDER puts it elsewhere.")
+    own = engine.generation_config
+    drawing: dict[str, Any] = {
+        "temperature": own.temperature if args.temperature is None else args.temperature,
+        "top_k": own.top_k, "top_p": own.top_p if args.top_p is None else args.top_p, "min_p": own.min_p,
+        "seed": args.seed, "max_new_tokens": args.max_new_tokens or own.max_new_tokens or engine.config.max_position,
+        "batch_size": args.batch_size or (GPU_BATCH if engine.device.type == "cuda" else CPU_BATCH),
+    }  # fmt: skip
+    settings = {
+        "dataset": args.dataset, "split": args.split, "limit": args.limit,
+        "problems": hash_of([example for of in datasets.values() for example in of]), **drawing,
+        "device": engine.device.type, "dtype": str(engine.dtype).removeprefix("torch."),
+        "backend": engine.decoder.backend.name, "checkpoint": checkpoint_hash(engine.home.folder),
+    }  # fmt: skip
+    result = results.new("foresight", argv, engine.device, program="minithink.calibrate")
+    with Journal(path.with_suffix(".jsonl"), settings, args.resume) as journal:
+        try:
+            for name, examples in datasets.items():
+                record(engine, name, examples, drawing, journal)
+        except KeyboardInterrupt:
+            _say(f"interrupted: {len(journal.lines)} texts are in {journal.path}; give the same command with "
+                 "--resume to finish the rest")  # fmt: skip
+            return INTERRUPTED
+        texts = [[line["prompt"], line["tokens"]] for line in journal.lines]
+        result |= {"checkpoint": settings["checkpoint"], "settings": settings, "texts": texts, "measurements": []}
+        results.write(path, result | {"complete": True})
+        journal.remove()
+    _say(f"written to {path}: {len(texts)} texts")
+    return 0
+
+
+def record(engine: Engine, name: str, examples: list[Example], drawing: dict[str, Any], journal: Journal) -> None:
+    """Generate the texts of a dataset that the journal does not hold yet."""
+    done = {line["text"]: line["right"] for line in journal.lines if line["dataset"] == name}
+    if len(done) == len(examples):
+        return
+    tokenizer = engine.tokenizer
+    stream = engine.stream([engine.prompt_ids(example.question) for example in examples], fixed=True, **drawing)
+    stream.sequences = [s for s in stream.sequences if s.number not in done]
+    with progress(len(examples), len(done), f"{name}, full cache", right=sum(done.values())) as advance:
+        for advanced in stream.advances():
+            advance.step(len(advanced))
+            for s in advanced:
+                if s.finish_reason:
+                    example = examples[s.number]
+                    text = tokenizer.decode(s.tokens[:-1] if s.finish_reason == "stop" else s.tokens)
+                    _, answer = split_thinking(text, Stage(tokenizer, s.prompt).name == "think")
+                    right = bool(grade(answer, example.answer, example.grader).right)
+                    journal.append({"text": s.number, "dataset": name, "right": right, "prompt": s.prompt,
+                                    "tokens": s.tokens})  # fmt: skip
+                    advance(right)
+
+
+def _say(text: str) -> None:
+    print(f"minithink.calibrate: {text}", file=sys.stderr, flush=True)

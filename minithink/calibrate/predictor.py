@@ -1,0 +1,249 @@
+"""Train a model's importance predictors (DynTS §4.1): `python -m minithink.calibrate predictor`.
+
+The model writes texts with the full cache, and the right ones are kept (`traces.py`). Each is read again: a thinking
+token's hidden state is the input, the attention that it gets later on is the target (`foresight.py`). A predictor of
+three layers learns to predict one from the other (`training.py`), with the backbone frozen. Traces of other problems
+tell how well it does, beside a predictor that knows positions only (`quality.py`).
+
+What is written beside the model, or to --output:
+
+    predictor-TARGET.safetensors    the weights, with settings and measurements as metadata
+    predictor.json                  the measurements of all targets, for people and tables
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from minithink import results
+from minithink.calibrate import curves
+from minithink.calibrate.quality import by_position, mean, quality
+from minithink.calibrate.thoughts import CPU_BATCH, GPU_BATCH, hash_of
+from minithink.calibrate.traces import Trace, held_out, problems_of, sample
+from minithink.calibrate.training import Recipe, look, settings_of, train
+from minithink.calibration import TARGETS, WEIGHTS
+from minithink.commands import INTERRUPTED, location, positive
+from minithink.engine import Engine, load
+from minithink.errors import UsageError, unwritable
+from minithink.figures import need_matplotlib
+from minithink.files import dumps, replace, rounded
+from minithink.sampling import SamplingParams
+from minithink.weights import checkpoint_hash
+
+HELP = (
+    "What an interrupted run has finished stays in --traces: the same command goes on. --traces can be given again "
+    "with other targets or another recipe."
+)
+ALL = "all"  # a predictor that is trained on all datasets
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `calibrate predictor`."""
+    add = parser.add_argument
+    recipe = Recipe()
+    add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
+    add("--dataset", default="facts", help="as of minithink.evaluate; several, with commas between them, take turns. "
+        "Of the embedded families, training problems are drawn (default: facts)")  # fmt: skip
+    add("--split", help="of the dataset, never test (default: train for the embedded families, else validation)")
+    add("--num-prompts", type=positive, default=100, metavar="N", help="problems (default: 100)")
+    add("--num-samples", type=positive, default=5, metavar="N", help="texts of each problem (default: 5)")
+    add("--targets", type=targets, default=["answer"], metavar="T,T,…", help="what is predicted: attention from the "
+        "answer, from all later tokens (hindsight), or what the rules of the task families need (needs) (default: "
+        "answer)")  # fmt: skip
+    add("--held-out", type=share, default=0.1, metavar="X", help="share of the problems that no predictor is trained "
+        "on (default: 0.1)")  # fmt: skip
+    add(
+        "--transfer", action="store_true", help="also train on each dataset alone, to see what it knows of the others"
+    )
+    add("--epochs", type=positive, default=recipe.epochs, metavar="N", help=f"default: {recipe.epochs}")
+    add("--batch", type=positive, default=recipe.batch, metavar="N", help=f"texts of a step of training (default: "
+        f"{recipe.batch})")  # fmt: skip
+    add("--micro", type=positive, default=recipe.micro, metavar="N", help=f"of these, texts whose activations are in "
+        f"memory at once (default: {recipe.micro})")  # fmt: skip
+    add("--lr", type=rate, default=recipe.lr, metavar="X", help=f"learning rate (default: {recipe.lr:g})")
+    add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what the context leaves")
+    add("--temperature", type=float, help="0 is greedy (this and the next default to the model's own)")
+    add("--top-p", type=float, help="1 is off")
+    add("--seed", type=int, default=0, help="of problems, draws and training (default: 0)")
+    add("--batch-size", type=positive, metavar="N", help=f"of sampling (default: {GPU_BATCH} on a GPU, else "
+        f"{CPU_BATCH})")  # fmt: skip
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
+    add("--dtype", default="auto", help="auto, float32, float16, bfloat16")
+    add("--traces", type=location, default=Path("runs/traces"), metavar="DIR", help="where texts, hidden states and "
+        "unfinished trainings lie (default: runs/traces)")  # fmt: skip
+    add("--output", type=location, metavar="FOLDER", help="where the predictors go (default: beside the model, where "
+        "they are looked for); give it again as --calibration")  # fmt: skip
+    add("--replace", action="store_true", help="predictors that are there already")
+    add("--plot", type=location, metavar="DIR", help="draw DIR/predictor-TARGET.svg: MSE, τ and overlap by step")
+
+
+def targets(text: str) -> list[str]:
+    """For argparse: different names of TARGETS."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in TARGETS]:
+        raise argparse.ArgumentTypeError(f"there is no target {unknown[0]!r}; there are {', '.join(TARGETS)}")
+    if len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{text!r} names a target twice")
+    return names
+
+
+def share(text: str) -> float:
+    """For argparse: a number above 0 and below 1."""
+    return _number(text, "share above 0 and below 1", 1.0)
+
+
+def rate(text: str) -> float:
+    """For argparse: a number above 0 and below 10."""
+    return _number(text, "rate above 0 and below 10", 10.0)
+
+
+def _number(text: str, what: str, below: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < below:
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
+    return value
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    """Sample, measure, train, look, write."""
+    SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
+    if args.plot is not None:
+        need_matplotlib()
+        results.check(args.plot / "picture.svg", "--plot")
+    names = args.dataset.split(",")
+    if len(set(names)) < len(names):
+        raise UsageError(f"--dataset {args.dataset} names a dataset twice.")
+    problems = problems_of(names, args.split, args.num_prompts, args.seed)
+    engine = load(args.model, device=args.device, dtype=args.dtype)
+    assert engine.home is not None
+    folder = args.output or engine.home.folder
+    for target in args.targets:
+        if (path := folder / file_of(target)).exists() and not args.replace:
+            raise UsageError(f"{path} is there already: --replace makes it anew, --output FOLDER puts it elsewhere.")
+    results.check(folder / "predictor.json")
+    own = engine.generation_config
+    drawing: dict[str, Any] = {
+        "temperature": own.temperature if args.temperature is None else args.temperature,
+        "top_k": own.top_k, "top_p": own.top_p if args.top_p is None else args.top_p, "min_p": own.min_p,
+        "seed": args.seed, "num_samples": args.num_samples,
+        "max_new_tokens": args.max_new_tokens or own.max_new_tokens or engine.config.max_position,
+        "batch_size": args.batch_size or (GPU_BATCH if engine.device.type == "cuda" else CPU_BATCH),
+    }  # fmt: skip
+    recipe = Recipe(args.epochs, args.batch, args.micro, args.lr, args.seed)
+    settings = {
+        "checkpoint": checkpoint_hash(engine.home.folder), "dataset": args.dataset, "split": args.split,
+        "num_prompts": args.num_prompts, "problems": hash_of([example for _, example in problems]), **drawing,
+        "device": engine.device.type, "dtype": str(engine.dtype).removeprefix("torch."),
+        "backend": engine.decoder.backend.name,
+    }  # fmt: skip
+    try:
+        traces = sample(engine, problems, drawing, args.traces, settings)
+        result = results.new("predictor", argv, engine.device, program="minithink.calibrate")
+        result["settings"] = settings | settings_of(recipe) | {"held_out": args.held_out}
+        result["texts"] = {"sampled": len(problems) * args.num_samples, "right": len(traces),
+                           "thinking_tokens": sum(t.length for t in traces)}  # fmt: skip
+        result |= {"measurements": [], "curves": {}}
+        for target in args.targets:
+            learn(engine, args, target, traces, recipe, result, folder)
+    except KeyboardInterrupt:
+        _say(f"interrupted: what is finished is in {args.traces}; the same command goes on")
+        return INTERRUPTED
+    result["checkpoint"] = settings["checkpoint"]
+    results.write(folder / "predictor.json", result | {"complete": True})
+    for row in result["measurements"]:
+        print(line(row))
+    _say(f"written to {folder}: {', '.join(map(file_of, args.targets))}, predictor.json")
+    return 0
+
+
+def learn(
+    engine: Engine, args: argparse.Namespace, target: str, traces: Sequence[Trace], recipe: Recipe,
+    result: dict[str, Any], folder: Path,
+) -> None:  # fmt: skip
+    """Train the predictors of one target, put what they know into the result, write the weights."""
+    names = args.dataset.split(",")
+    for name in (ALL, *(names if args.transfer and len(names) > 1 else ())):
+        trained, held = held_out(traces, args.num_prompts, args.held_out)
+        own = [t for t in trained if name in (ALL, t.dataset)]
+        if not own:
+            raise UsageError(f"No text of {name} is right: give more --num-prompts, or leave {name} out.")
+        said = json.dumps([settings_of(recipe), target, name, [t.path.name for t in own]])
+        path = args.traces / f"training-{target}-{hashlib.sha256(said.encode()).hexdigest()[:12]}.safetensors"
+        done = train(own, held, target, engine.config.hidden_size, recipe, path, engine.device, _say)
+        weights = [w.detach().to(torch.bfloat16) for w in done.weights]  # as they are written
+        rows = measured([w.float() for w in weights], own, held, target, name)
+        result["measurements"] += rows
+        if name != ALL:
+            continue
+        result["curves"][target] = done.curve
+        about = {"settings": result["settings"] | {"target": target}, "measurements": rows, "curve": done.curve}
+        write(folder / file_of(target), weights, result, about)
+        if args.plot is not None:
+            curves.draw(args.plot / f"predictor-{target}.svg", target, done.curve or [])
+
+
+def measured(
+    weights: Sequence[torch.Tensor], trained: Sequence[Trace], held: Sequence[Trace], target: str, name: str
+) -> list[dict[str, Any]]:
+    """A row for each dataset of the traces that are held out, and for all of them. name: of what it is trained on."""
+    known = by_position(trace.load(target)[1] for trace in trained)
+    pairs = []
+    for found, trace in look(weights, held, target):
+        truth = trace.load(target)[1]
+        pairs.append((trace.dataset, found, quality(known(len(truth)), truth), float(truth.var(correction=0))))
+    rows = []
+    for dataset in dict.fromkeys([ALL, *(t.dataset for t in held)]):
+        of = [x for x in pairs if dataset in (ALL, x[0])]
+        rows.append({
+            "target": target, "trained": name, "dataset": dataset, "traces": len(of), "trained_traces": len(trained),
+            **mean([found for _, found, _, _ in of]), "position": mean([position for _, _, position, _ in of]),
+            "variance": sum(variance for *_, variance in of) / len(of),
+        })  # fmt: skip
+    return rows
+
+
+def write(path: Path, weights: Sequence[torch.Tensor], result: dict[str, Any], about: dict[str, Any]) -> None:
+    """Write a predictor: bfloat16, with its settings and measurements as metadata."""
+    metadata = {name: str(result[name]) for name in ("command", "date", "commit")}
+    metadata |= {"checkpoint": about["settings"]["checkpoint"]}
+    metadata |= {name: dumps(rounded(value)) for name, value in about.items()}
+    tensors = {name: w.cpu().contiguous() for name, w in zip(WEIGHTS, weights, strict=True)}
+    try:
+        replace(path, save(tensors, metadata))
+    except OSError as error:
+        raise unwritable("The predictor", path, error, "--output") from None
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for people."""
+    parts = []
+    for what, name, form in (
+        ("MSE", "mse", ".3f"),
+        ("τ", "tau", ".3f"),
+        ("top 20 % in the top 30 %", "top_30", ".1%"),
+    ):
+        own, other = ("–" if x[name] is None else format(x[name], form) for x in (row, row["position"]))
+        parts.append(f"{what} {own} (by position {other})")
+    about = f"{row['target']}, trained on {row['trained']}, on {row['dataset']} ({row['traces']} texts)"
+    return f"{about}: {', '.join(parts)}, variance {row['variance']:.3f}"
+
+
+def file_of(target: str) -> str:
+    """The name of a predictor's file."""
+    return f"predictor-{target}.safetensors"
+
+
+def _say(text: str) -> None:
+    print(f"minithink.calibrate: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,171 @@
+"""Traces: texts of the full cache, and what a predictor learns of the right ones. They lie in a folder, made once.
+
+    traces.jsonl        the settings, then a line for every text: its tokens, whether its answer is right
+    000012.safetensors  of text 12, if it is right: hidden states and targets of its thinking tokens (`foresight.py`)
+
+A text is written when it is done. So an interruption loses the texts in flight and no other, and the same command
+goes on. Incomplete texts and wrong answers are dropped, as in DynTS (§4.1, C.2).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from minithink.calibrate.journal import Journal
+from minithink.engine import Engine
+from minithink.errors import MinithinkError, UsageError, reason
+from minithink.evaluate.datasets import Example, load_dataset
+from minithink.evaluate.grading import grade
+from minithink.evaluate.tune import allowed
+from minithink.foresight import importance
+from minithink.progress import progress
+from minithink.stream import Track
+from minithink.tasks import families
+from minithink.tasks.prepare import FAMILIES, SIZES
+from minithink.thinking import CLOSE, Stage, split_thinking
+
+HALF = torch.float16  # hidden states in the files
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A right text, in a file."""
+
+    path: Path
+    problem: int  # number of the problem; the samples of a problem share it
+    dataset: str
+    length: int  # L, thinking tokens
+
+    def load(self, target: str) -> tuple[Tensor, Tensor]:
+        """Hidden states, float32 [L, d], and the scores that are to be predicted, float32 [L].
+
+        Raises:
+            MinithinkError: the file is missing, damaged or without this target.
+        """
+        try:
+            found = load_file(self.path)
+            return found["hidden"].float(), found[target]
+        except KeyError:
+            raise MinithinkError(
+                f"{self.path} has no target {target!r}: its text is of no task family; leave the target out."
+            ) from None
+        except Exception as error:  # safetensors has errors of its own
+            raise MinithinkError(
+                f"{self.path} cannot be read ({reason(error)}): delete its folder, and sample the traces again."
+            ) from None
+
+
+def problems_of(names: Sequence[str], split: str | None, count: int, seed: int) -> list[tuple[str, Example]]:
+    """`count` problems of several datasets in turn, each with its dataset. Of the task families, training problems
+    are drawn, unless another split is asked for.
+
+    Raises:
+        UsageError: a split is a test split, or there are too few problems.
+    """
+    share = -(-count // len(names))
+    lists = []
+    for name in names:
+        if name in families() and split in (None, "train"):
+            lists.append(drawn(name, share, seed))
+        else:
+            lists.append(load_dataset(name, allowed(name, split)))
+    turns = [(name, of[i]) for i in range(max(map(len, lists))) for name, of in zip(names, lists, strict=True)
+             if i < len(of)]  # fmt: skip
+    if len(turns) < count:
+        raise UsageError(f"{','.join(names)} holds {len(turns)} problems: give --num-prompts {len(turns)} or fewer.")
+    return turns[:count]
+
+
+def drawn(family: str, count: int, seed: int) -> list[Example]:
+    """Training problems of a task family, of the sizes that its splits have."""
+    rng, out = random.Random(f"{family}{seed}"), list[Example]()
+    while len(out) < count:
+        problem = FAMILIES[family].draw_problem(rng, rng.randint(*SIZES[family]))
+        if problem.split() == "train":
+            out.append(Example(f"{family}-train-{len(out)}", problem.question, problem.answer, "exact", family))
+    return out
+
+
+def sample(
+    engine: Engine, problems: Sequence[tuple[str, Example]], drawing: Mapping[str, Any], folder: Path,
+    settings: Mapping[str, Any],
+) -> list[Trace]:  # fmt: skip
+    """Generate and measure what the folder does not hold yet → the right texts, by number.
+
+    Args:
+        drawing: options of Engine.stream, num_samples among them.
+        settings: all that decides the texts; a folder with other settings is refused.
+    """
+    path = folder / "traces.jsonl"
+    samples = drawing["num_samples"]
+    with Journal(path, settings, resume=path.exists() and path.stat().st_size > 0) as journal:
+        done = {line["text"]: line["right"] for line in journal.lines}
+        total = samples * len(problems)
+        if len(done) < total:
+            prompts = [engine.prompt_ids(example.question) for _, example in problems]
+            stream = engine.stream(prompts, fixed=True, **drawing)
+            stream.sequences = [s for s in stream.sequences if s.number not in done]
+            with progress(total, len(done), "full cache", right=sum(done.values())) as advance:
+                for advanced in stream.advances():
+                    advance.step(len(advanced))
+                    for s in advanced:
+                        if s.finish_reason:
+                            line = line_of(engine, s, *problems[s.prompt_index], folder)
+                            journal.append(line)
+                            advance(line["right"])
+        lines = sorted(journal.lines, key=lambda line: line["text"])
+    return [
+        Trace(folder / f"{x['text']:06}.safetensors", x["problem"], x["dataset"], x["thinking"])
+        for x in lines if x["right"]
+    ]  # fmt: skip
+
+
+def line_of(engine: Engine, s: Track, dataset: str, example: Example, folder: Path) -> dict[str, Any]:
+    """What is kept of a text. If it is right and complete, hidden states and targets go to its file."""
+    tokenizer = engine.tokenizer
+    text = tokenizer.decode(s.tokens[:-1] if s.finish_reason == "stop" else s.tokens)
+    _, answer = split_thinking(text, Stage(tokenizer, s.prompt).name == "think")
+    closed = tokenizer.id_of(CLOSE) in s.tokens
+    right = s.finish_reason == "stop" and closed and bool(grade(answer, example.answer, example.grader).right)
+    length = 0
+    if right:
+        hidden, targets = importance(engine, s.prompt, s.tokens)
+        length = len(hidden)
+        right = length > 1
+    if right:
+        tensors = {"hidden": hidden.to(HALF).cpu()} | {name: x.cpu().contiguous() for name, x in targets.items()}
+        save_file(tensors, folder / f"{s.number:06}.safetensors")
+    return {
+        "text": s.number, "problem": s.prompt_index, "dataset": dataset, "id": example.id, "right": right,
+        "thinking": length, "tokens": list(s.tokens),
+    }  # fmt: skip
+
+
+def held_out(traces: Sequence[Trace], problems: int, share: float) -> tuple[list[Trace], list[Trace]]:
+    """Traces to train on, and traces of other problems to look at. share: of the problems, the last ones, held out.
+
+    Raises:
+        MinithinkError: one of the two is empty.
+    """
+    first = problems - max(1, round(share * problems))
+    own = [t for t in traces if t.problem < first], [t for t in traces if t.problem >= first]
+    if not all(own):
+        raise MinithinkError(
+            f"Of {problems} problems {len(traces)} texts are right, {len(own[0])} to train on and {len(own[1])} held "
+            "out: give more --num-prompts or --num-samples."
+        )
+    return own
+
+
+def batches(traces: Sequence[Trace], size: int, seed: int) -> Iterator[list[Trace]]:
+    """The traces in an order that the seed decides, `size` at a time."""
+    order = torch.randperm(len(traces), generator=torch.Generator().manual_seed(seed)).tolist()
+    return ([traces[i] for i in order[at : at + size]] for at in range(0, len(order), size))

@@ -1,0 +1,196 @@
+"""DynTS: keep the thinking tokens that a small network expects the answer to need (Dynamic Thinking-Token Selection).
+
+While the model thinks, a sequence holds three windows (§4.2), the same tokens in all layers and heads:
+
+    question    the M tokens of the prompt, which stay                            W_q = M
+    selection   the older generated tokens, each with a score                     W_s = B − W_q − W_l
+    local       the last W_l generated tokens, which stay                         W_l
+
+When the sequence holds B tokens, the k = int(r·W_s) tokens of the selection window with the highest scores stay, and
+K = W_s − k tokens go. So triggers are K tokens apart. Survivors compete again, with the score that they have.
+
+The forward pass of a token also gives its score (eq. 7): a predictor of three layers reads the last hidden state,
+after the final norm (`ref/predict.py`). `python -m minithink.calibrate predictor` trains one for a model. It learns
+the attention that a thinking token gets from the answer (eq. 6); with target=hindsight from all later tokens, with
+target=needs how often later statements need it.
+
+Chosen where the paper is silent, or says two things:
+- after `</think>` nothing is selected: no answer token was trained on. The answer is appended beside the budget;
+- a `<think>` that the model generates is a generated token like others, and so has a score;
+- of equal scores the older token stays; positions are the original ones;
+- r and W_l are read as decimals of up to nine places, since in floats int(0.7·90) is 62;
+- `local` below 1 is a share of B − W_q, so that each sequence may have its own budget (2,000 of 5,000 tokens come to
+  about 0.4). From 1 on it counts tokens; 0 is the paper's "without L";
+- ratio=0 is "without T": it needs no predictor. With ratio=1 no token would ever go, so it is refused;
+- question=false is "without Q": W_q = 0, and the prompt has the lowest score, so it goes first;
+- select=random gives each token one lot for good, as a score would be; select=bottom keeps the lowest scores;
+- scores are kept by position, 4 bytes for each token that a sequence may have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from minithink.errors import UsageError
+from minithink.kv.contract import Demand, Edit, Evict, Policy, See, Shape, Step
+from minithink.kv.schedule import divided
+from minithink.policies import dynts_cost as cost
+from minithink.policies.dynts_cost import break_even as break_even
+from minithink.policies.random import lots
+
+LEAST = torch.finfo(torch.float32).min  # the score of tokens that have none
+
+
+@dataclass
+class Windows(Policy):
+    """The three windows. Subclasses say which scores the tokens of the selection window have."""
+
+    budget: int | None = None  # B, tokens that a sequence holds while the model thinks, the prompt's included
+    ratio: float = 0.3  # r, the share of the selection window that stays
+    local: float = 0.4  # W_l: below 1 a share of the budget beside the question, from 1 on tokens
+
+    scope = "sequence"
+    protect_prompt = True
+    exempt_answer = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio < 1:
+            raise UsageError(
+                f"{self.name}: ratio is {self.ratio:g}; it must be at least 0, and below 1, for with 1 no token ever "
+                "goes."
+            )
+        if not 0 <= self.local < 2**30 or (self.local > 1 and self.local % 1):
+            raise UsageError(
+                f"{self.name}: local is {self.local:g}; give a share from 0 to below 1, or whole tokens from 1 on."
+            )
+        self.beside = 1 + (int(self.local) if self.local >= 1 else 0)  # a selection window of one token
+
+    def sizes(self, budget: Any, question: Any) -> tuple[Any, Any, Any]:
+        """W_s, k and W_l for whole numbers or tensors of them. budget: B; question: W_q."""
+        return divided(budget, question, self.ratio, self.local)
+
+    def due(self, step: Step) -> tuple[Tensor, Tensor]:
+        question = step.protects[None, :, None]
+        _, k, local = self.sizes(step.budget, question)
+        now = step.active & step.thinking
+        return now[None, :, None] & (step.held() >= step.budget), question + k + local
+
+    def decide(self, step: Step) -> Iterable[Edit]:
+        due, _ = self.due(step)  # bool [Lt, B, Ht]
+        if not step.any(due):
+            return
+        self.prepare(step, due)
+        pos, held = step.pos(), step.held()
+        _, k, local = self.sizes(step.budget, step.protects[None, :, None])
+        if step.wants_scores:
+            self._tell(step, local)
+        yield Evict(step.ops.select(self._score, pos, held, step.row, step.protects, local, k, due))
+
+    def prepare(self, step: Step, due: Tensor) -> None:
+        """Write the scores of the rows that are due, if they are not there yet. due: bool [Lt, B, Ht]."""
+
+    def _tell(self, step: Step, local: Tensor) -> None:
+        """Note the scores of the selection windows."""
+        pos = step.pos()
+        column = torch.arange(pos.shape[-1], device=pos.device)
+        window = (column < (step.held() - local)[..., None]) & (pos >= 0) & ~step.protected()
+        rows = self._score[step.row][None, :, None].expand(*pos.shape[:3], -1)
+        step.note(rows.gather(-1, pos.clamp(0, rows.shape[-1] - 1).long()), window)
+
+    # -- state: the score of every position
+
+    def setup(self, shape: Shape) -> None:
+        self._score = torch.full((shape.rows, max(1, shape.tokens)), LEAST, device=shape.device)
+
+    def reset(self, row: int) -> None:
+        self._score[row] = LEAST
+
+    def state(self) -> Iterable[Tensor]:
+        return (self._score,)
+
+
+@dataclass
+class DynTS(Windows):
+    """The windows with predicted scores."""
+
+    target: Literal["answer", "hindsight", "needs"] = "answer"  # what the predictor has learned
+    select: Literal["top", "random", "bottom"] = "top"  # the tokens of the selection window that stay
+    question: bool = True  # whether the question has a window of its own
+    seed: int = 0  # of select=random
+
+    name = "dynts"
+    summary = "keep the thinking tokens that a predictor expects the answer to need (DynTS)"
+    recordable = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.protect_prompt = self.question
+        self._weights: tuple[Tensor, ...] = ()
+        if self.predicts:
+            self.demands = (Demand(See.HIDDEN, layers=frozenset({-1})),)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether scores come from the predictor."""
+        return self.select != "random" and self.ratio > 0
+
+    @property
+    def calibration(self) -> str:
+        return f"predictor-{self.target}.safetensors" if self.predicts else ""
+
+    def calibrated(self, values: Mapping[str, Any]) -> None:
+        """values: `weights`, the predictor's W1, W2 and W3."""
+        self._weights = tuple(values["weights"])
+
+    def setup(self, shape: Shape) -> None:
+        super().setup(shape)
+        if not self.predicts:
+            return
+        if not self._weights:
+            raise UsageError(
+                f"{self.name} has no predictor: `python -m minithink.calibrate predictor --targets {self.target}` "
+                "trains one for a model."
+            )
+        if (d := self._weights[0].shape[0]) != shape.hidden:
+            raise UsageError(
+                f"{self.name}: the predictor reads hidden states of {d} numbers, and the model's have "
+                f"{shape.hidden}: train one for this model."
+            )
+        self._weights = tuple(weight.to(shape.device, shape.dtype) for weight in self._weights)
+
+    def state(self) -> Iterable[Tensor]:
+        return *super().state(), *self._weights
+
+    def watch(self, step: Step) -> None:
+        if self.ratio == 0:
+            return
+        position = (step.prompt + step.clock - 1).clamp(0, self._score.shape[1] - 1).long()
+        if self.select == "random":
+            lot = lots(self.seed, step.clock, position.view(1, -1, 1, 1))
+            score = lot.view(-1).float()
+        else:
+            score = step.ops.predict(step.hidden(-1), self._weights)  # s_{x_t} (eq. 7)
+            score = -score if self.select == "bottom" else score
+        old = self._score[step.row, position]
+        self._score[step.row, position] = torch.where(step.active, score, old)
+
+    def caution(self, shape: Shape) -> str:
+        if not self.predicts or self.budget is None or self.budget > shape.tokens:
+            return ""
+        window, k, _ = self.sizes(self.budget, 0)
+        if window == k:  # no selection window: the budget will be refused
+            return ""
+        evicted = cost.triggers(shape.tokens, 0, self.budget, window - k) * (window - k)
+        least = break_even(shape.hidden, shape.layers, width=shape.query_heads * shape.head_dim)
+        if evicted > least:
+            return ""
+        return (
+            f"{self.name} evicts at most {evicted:,} of {shape.tokens:,} tokens with budget={self.budget}, "
+            f"ratio={self.ratio:g} and local={self.local:g}, and its predictor costs as much as attention to "
+            f"{least:,.0f} tokens: it never pays"
+        )

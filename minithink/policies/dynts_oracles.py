@@ -1,0 +1,133 @@
+"""Oracles in DynTS's windows: they know what the answer, later tokens or later statements will look at.
+
+    answer_oracle      attention from the answer (eq. 6): what DynTS's predictor learns, without its errors
+    hindsight_oracle   attention from all tokens that are still to come
+    needs_oracle       what a continuation may still read by the rules of the task families (`tasks/needs.py`), then
+                       the other tokens of these statements, then the newer token
+
+The first two read a text that the full cache has generated for the same prompt with the same draws
+(`python -m minithink.calibrate foresight`). Evictions change a text sooner or later; from then on the oracle knows
+the future of another text. So its figures are lower bounds. The third one reads the text that is written, and nothing
+that follows.
+
+Attention is the mean over layers and heads, because all of them keep the same tokens. Tokens behind the recorded text
+have the score 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minithink.errors import MinithinkError, UsageError
+from minithink.kv.contract import Live, Shape, Step
+from minithink.policies.dynts import Windows
+
+EVERY = 16  # tokens of a text, for which the attention that is still to come is known together
+
+
+@dataclass
+class AnswerOracle(Windows):
+    """Keep what the answer of the recorded text attends to."""
+
+    name = "answer_oracle"
+    summary = "keep what the answer attends to, known from a recorded text (an oracle in DynTS's windows)"
+    part = "answer"  # of the recorded text, whose attention counts
+
+    @property
+    def calibration(self) -> str:
+        return "foresight.json"
+
+    def calibrated(self, values: Mapping[str, Any]) -> None:
+        """values: `text`, a prompt's ids → the ids that the full cache generated, None: it is not recorded."""
+        self._text: Callable[[Sequence[int]], Sequence[int] | None] = values["text"]
+
+    def foresees(self, live: Callable[[Sequence[int]], Live], later: Callable[..., Tensor]) -> None:
+        self._later = later
+
+    def setup(self, shape: Shape) -> None:
+        super().setup(shape)
+        self._heard = [list[int]() for _ in range(shape.rows)]  # the prompts
+        self._future: list[Tensor | None] = [None] * shape.rows  # [blocks, T], of the recorded texts
+
+    def reset(self, row: int) -> None:
+        super().reset(row)
+        self._heard[row], self._future[row] = [], None
+
+    def state(self) -> Iterable[Tensor]:
+        return *super().state(), *(x for x in self._future if x is not None)
+
+    def listen(self, row: int, ids: Sequence[int]) -> None:
+        if self._future[row] is None:
+            self._heard[row] += ids
+
+    def prepare(self, step: Step, due: Tensor) -> None:
+        for i in due.any(2).any(0).nonzero().flatten().tolist():
+            row, m, clock = int(step.row[i]), int(step.prompt[i]), int(step.clock[i])
+            future = self._future[row]
+            if future is None:
+                prompt = self._heard[row][:m]
+                if (text := self._text(prompt)) is None:
+                    raise MinithinkError(
+                        f"{self.name} knows no recorded text for a prompt of {m} tokens: `python -m "
+                        "minithink.calibrate foresight` records the texts of a dataset."
+                    )
+                self._future[row] = future = self._later(prompt, text, self.part, EVERY).to(self._score.device)
+            now = future[min(clock // EVERY, len(future) - 1)][: self._score.shape[1]]
+            self._score[row] = 0
+            self._score[row, : len(now)] = now
+
+
+@dataclass
+class HindsightOracle(AnswerOracle):
+    """Keep what the rest of the recorded text attends to."""
+
+    name = "hindsight_oracle"
+    summary = "keep what all later tokens attend to, known from a recorded text (an oracle in DynTS's windows)"
+    part = "rest"
+
+
+@dataclass
+class NeedsOracle(Windows):
+    """Keep what a continuation may still read."""
+
+    name = "needs_oracle"
+    summary = "keep what the text may still read by the rules of the task families (an oracle in DynTS's windows)"
+
+    def foresees(self, live: Callable[[Sequence[int]], Live], later: Callable[..., Tensor]) -> None:
+        self._live = live
+
+    def setup(self, shape: Shape) -> None:
+        super().setup(shape)
+        if not hasattr(self, "_live"):
+            raise UsageError(f"{self.name} reads the text, and there is no tokenizer here.")
+        self._heard = [list[int]() for _ in range(shape.rows)]  # tokens that the reader has not read yet
+        self._reader: list[Live | None] = [None] * shape.rows
+
+    def reset(self, row: int) -> None:
+        super().reset(row)
+        self._heard[row], self._reader[row] = [], None
+
+    def listen(self, row: int, ids: Sequence[int]) -> None:
+        self._heard[row] += ids
+
+    def prepare(self, step: Step, due: Tensor) -> None:
+        position = torch.arange(self._score.shape[1], dtype=torch.float32)
+        for i in due.any(2).any(0).nonzero().flatten().tolist():
+            row, m = int(step.row[i]), int(step.prompt[i])
+            heard, self._heard[row] = self._heard[row], []
+            reader = self._reader[row]
+            if reader is None:
+                self._reader[row] = reader = self._live(heard[:m])
+                heard = heard[m:]
+            for token in heard:
+                reader.add(token)
+            live, beside = reader.live()
+            score = position.clone()
+            score[beside] = position[beside] + len(position)
+            score[live] = position[live] + 2 * len(position)
+            self._score[row] = score.to(self._score.device)

@@ -1,0 +1,129 @@
+"""What the answer attends to: measures of constructed scores, answers behind a mask, the command from end to end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from minithink import results
+from minithink.analysis import __main__, importance, runs
+from minithink.analysis.dense import decode
+from minithink.analysis.importance import ANSWER, Text, answers, best, content_by_tenth, masks, measured, text_of
+from minithink.engine import Engine, load
+from minithink.foresight import thinking_of
+from minithink.tasks import Problem
+from minithink.tasks.facts import draw_problem
+from minithink.tasks.prepare import document
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Engine:
+    return load("tiny", device="cpu", backend="reference", dtype="float32")
+
+
+def text(tiny: Engine, seed: int = 0) -> Text:
+    """A reference text of a small problem."""
+    rng = random.Random(seed)
+    drawn = draw_problem(rng, 3)
+    _, response = document(drawn, rng)
+    found = text_of(tiny, Problem("", "facts", drawn.question, drawn.answer, 0), tiny.tokenizer.encode(response))
+    assert found is not None
+    return found
+
+
+def test_measures_of_constructed_scores(tiny: Engine) -> None:
+    own = text(tiny)
+    n = len(own.think)
+    ramp = torch.arange(n, dtype=torch.float32)
+    needs = torch.zeros(n)
+    needs[[1, n - 2, n - 1]] = 5
+    made = own._replace(
+        scores={"answer": ramp, "hindsight": -ramp, "needs": needs}, question=torch.tensor([1.0, 0, 0])
+    )
+    found = measured(tiny, [made])
+    assert found["above_mean"] == {"thinking": pytest.approx(0.5, abs=1 / n), "question": pytest.approx(1 / 3)}
+    assert found["on_top"] == pytest.approx(1 - 0.7**2, abs=0.03)
+    tenths = [float(x.mean()) for x in ramp.tensor_split(10)]
+    assert found["along"] == {"answer": pytest.approx(tenths), "hindsight": pytest.approx([-x for x in tenths])}
+    assert found["needed"] == {
+        "answer": pytest.approx(2 / 3), "hindsight": pytest.approx(1 / 3), "position": pytest.approx(2 / 3),
+    }  # fmt: skip
+    assert measured(tiny, [made._replace(scores={"answer": ramp, "hindsight": ramp})])["needed"] == {}
+
+
+def test_content_is_numbers_operators_and_names(tiny: Engine) -> None:
+    own = text(tiny)
+    pieces = tiny.tokenizer.pieces(own.tokens)[own.think.start : own.think.stop]
+    content = [
+        any(x.isdigit() or x in "+-*=" for x in piece) or piece.strip() in own.problem.question.split()
+        for piece in pieces
+    ]
+    by_tenth = content_by_tenth(tiny, own._replace(scores={"answer": torch.tensor(content, dtype=torch.float32)}))
+    assert len(by_tenth) == 10
+    assert by_tenth[0] == 1
+    assert by_tenth[0] > by_tenth[-1]
+
+
+def test_masks_leave_a_share(tiny: Engine) -> None:
+    own = text(tiny)
+    n, score = len(own.think), own.scores["answer"]
+    for percent in (2, 30, 100):
+        sets = {way: ~masks([own], way, percent, 3)[0] for way in ("top", "bottom", "random")}
+        assert {int(x.sum()) for x in sets.values()} == {max(1, round(n * percent / 100))}
+        assert torch.equal(sets["top"], best(score, percent / 100))
+        assert float(score[sets["bottom"]].max()) <= float(score[sets["top"]].min()) or percent == 100
+    assert not torch.equal(masks([own], "random", 30, 3)[0], masks([own], "random", 30, 4)[0])
+
+
+def test_answers_behind_a_mask(tiny: Engine) -> None:
+    """Without masked tokens as by itself; masked thinking changes an answer, and no other row's."""
+    texts, args = [text(tiny, 1), text(tiny, 4)], argparse.Namespace(temperature=0.0, seed=0)
+    read = [[*t.prompt, *t.tokens[: t.think.stop + 1]] for t in texts]
+    assert all(thinking_of(tiny, t.tokens) == t.think for t in texts)
+    nothing = [torch.zeros(len(t.think), dtype=torch.bool) for t in texts]
+    whole = answers(tiny, texts, nothing, args, 0)
+    assert whole == decode(tiny, read, ANSWER)
+    for tokens, own in zip(whole, texts, strict=True):
+        assert runs.is_right("</think>" + tiny.tokenizer.decode(tokens), own.problem)
+    blind = answers(tiny, texts, [~x for x in nothing], args, 0)
+    assert blind[0] != whole[0]
+    assert blind[1] != whole[1]
+    assert answers(tiny, texts, [nothing[0], ~nothing[1]], args, 0) == [whole[0], blind[1]]
+
+
+def test_the_command(tiny: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    made = [text(tiny, seed) for seed in (1, 4)]
+    monkeypatch.setattr(runs, "load_problems", lambda split, family: [t.problem for t in made])
+    monkeypatch.setattr(runs, "generate", lambda *args: [t.tokens for t in made])
+    monkeypatch.setattr(importance, "PERCENT", (50, 100))
+    path = tmp_path / "x.json"
+    words = ["importance", "--limit", "2", "--temperature", "0", "--device", "cpu", "--output", str(path)]
+    assert __main__.main([*words, "--pareto", "1"]) == 0
+    found = results.read(path)["measurements"]
+    assert [(m["way"], m["percent"]) for m in found["pareto"]] == [
+        ("top", 50), ("bottom", 50), ("random", 50), ("top", 100),
+    ]  # fmt: skip
+    assert found["pareto"][-1]["right"] == 1
+    assert found["texts"] == 2
+    assert len(found["content"]) == 10
+    assert json.loads(path.read_text())["complete"]
+    assert "top 100 %: 100.0% right" in capsys.readouterr().out
+    monkeypatch.setattr(runs, "generate", lambda *args: [t.tokens[:9] for t in made])
+    assert __main__.main(words) == 1
+    assert "None of 2 texts answers" in capsys.readouterr().err
+
+
+def test_the_picture(tiny: Engine, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    own = text(tiny)
+    curves = [{"way": way, "percent": p, "right": 0.5} for way in ("top", "bottom", "random") for p in (10, 50)]
+    found = measured(tiny, [own]) | {"pareto": [*curves, {"way": "top", "percent": 100, "right": 1.0}]}
+    importance.draw(argparse.Namespace(plot=tmp_path, family="facts"), own, found)
+    assert (tmp_path / "importance-facts.svg").stat().st_size > 5000

@@ -1,0 +1,322 @@
+"""`calibrate predictor` and `calibrate foresight` from end to end, on small problems of the embedded model."""
+
+from __future__ import annotations
+
+import json
+import random
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from minithink import calibration
+from minithink.calibrate import predictor, traces, training
+from minithink.calibrate.__main__ import main
+from minithink.calibrate.journal import Journal
+from minithink.calibrate.traces import Trace, batches, drawn, held_out, problems_of
+from minithink.calibrate.training import Recipe, Training, train
+from minithink.engine import TINY, load
+from minithink.errors import MinithinkError, UsageError
+from minithink.foresight import importance
+from minithink.tasks import families
+from minithink.tasks.facts import draw_problem
+from minithink.weights import checkpoint_hash
+
+torch.set_num_threads(1)
+Capture = pytest.CaptureFixture[str]
+PROBLEMS = 5
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Problems of three calculations, whose texts are short."""
+    rng = random.Random(5)
+    own = [draw_problem(rng, 3) for _ in range(PROBLEMS)]
+    path = tmp_path_factory.mktemp("problems") / "p.jsonl"
+    lines = [json.dumps({"id": f"p{i}", "question": p.question, "answer": p.answer}) for i, p in enumerate(own)]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def words_of(problems: Path, traces: Path, output: Path, /, **changed: Any) -> list[str]:
+    """The command line; an option that is None is left out, one that is True has no value."""
+    given: dict[str, Any] = {
+        "dataset": problems, "num_prompts": PROBLEMS, "num_samples": 1, "targets": "answer,needs", "held_out": 0.4,
+        "epochs": 3, "batch": 2, "micro": 1, "temperature": 0, "max_new_tokens": 320, "batch_size": 3,
+        "device": "cpu", "traces": traces, "output": output, **changed,
+    }  # fmt: skip
+    words = ["predictor"]
+    for name, value in given.items():
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return words
+
+
+@pytest.fixture(scope="module")
+def made(problems: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The folders of traces and predictors of a finished run."""
+    traces, output = tmp_path_factory.mktemp("traces"), tmp_path_factory.mktemp("predictors")
+    assert main(words_of(problems, traces, output)) == 0
+    return traces, output
+
+
+def test_the_files_say_what_was_learned_and_how(made: tuple[Path, Path], problems: Path) -> None:
+    _, output = made
+    whole = json.loads((output / "predictor.json").read_text())
+    assert whole["complete"]
+    assert whole["checkpoint"] == checkpoint_hash(TINY)
+    assert whole["texts"]["sampled"] == PROBLEMS
+    assert [(x["target"], x["trained"], x["dataset"]) for x in whole["measurements"]] == [
+        (target, "all", dataset) for target in ("answer", "needs") for dataset in ("all", str(problems))
+    ]
+    assert list(whole["curves"]) == ["answer", "needs"]
+    for row in whole["measurements"]:
+        assert row["traces"] + row["trained_traces"] == whole["texts"]["right"]
+        assert {"mse", "tau", "top_20", "top_90", "variance"} < set(row)
+        assert set(row["position"]) == {"mse", "tau", *(f"top_{p}" for p in range(20, 100, 10))}
+    for target in ("answer", "needs"):
+        path = output / f"predictor-{target}.safetensors"
+        with safe_open(path, framework="pt") as file:
+            about = file.metadata()
+        assert about["checkpoint"] == checkpoint_hash(TINY)
+        assert json.loads(about["settings"])["target"] == target
+        assert [x["step"] for x in json.loads(about["curve"])] == [2, 4, 6]
+        assert {tuple(x.shape) for x in load_file(path).values()} == {(256, 512), (512, 128), (128, 1)}
+        assert {x.dtype for x in load_file(path).values()} == {torch.bfloat16}
+
+
+def test_a_trace_is_a_right_text_and_its_targets(made: tuple[Path, Path]) -> None:
+    traces, _ = made
+    lines = [json.loads(line) for line in (traces / "traces.jsonl").read_text().splitlines()][1:]
+    engine, right = load("tiny", device="cpu"), [line for line in lines if line["right"]]
+    assert len(lines) == PROBLEMS
+    assert len(right) > 2
+    assert {p.name for p in traces.glob("0*.safetensors")} == {f"{x['text']:06}.safetensors" for x in right}
+    problems = problems_of([str(right[0]["dataset"])], None, PROBLEMS, 0)
+    for line in right[:2]:
+        prompt = engine.prompt_ids(problems[line["problem"]][1].question)
+        [alone] = engine.generate([prompt], temperature=0, max_new_tokens=320)
+        assert line["tokens"] == alone.token_ids
+        hidden, targets = importance(engine, prompt, line["tokens"])
+        trace = Trace(traces / f"{line['text']:06}.safetensors", 0, "", line["thinking"])
+        for name, want in targets.items():
+            found, truth = trace.load(name)
+            assert torch.allclose(found, hidden, rtol=1e-3, atol=1e-3)
+            assert torch.equal(truth, want)
+            assert len(truth) == line["thinking"]
+
+
+def test_the_engine_reads_what_was_written(made: tuple[Path, Path], problems: Path) -> None:
+    """And the policy keeps to its windows; the weights are part of what the cache holds."""
+    _, output = made
+    engine = load("tiny", device="cpu", calibration=output)
+    question = problems_of([str(problems)], None, 1, 0)[0][1].question
+    m = len(engine.prompt_ids(question))
+    for target in ("answer", "needs"):
+        policy = f"dynts:budget={m + 20},target={target}"
+        [result] = engine.generate([question], policy=policy, max_new_tokens=60, temperature=0)
+        assert result.kv_ledger["state"] > 2 * sum(x.numel() for x in load_file(next(output.glob("*.saf*"))).values())
+    with pytest.raises(MinithinkError, match=r"predictor-hindsight.safetensors does not exist; `python -m minithink"):
+        engine.generate([question], policy=f"dynts:budget={m + 20},target=hindsight", max_new_tokens=2)
+
+
+def test_a_predictor_that_is_not_the_models_is_refused(made: tuple[Path, Path], tmp_path: Path) -> None:
+    _, output = made
+    name = "predictor-answer.safetensors"
+    (tmp_path / name).write_bytes((output / name).read_bytes()[:-7])
+    with pytest.raises(MinithinkError, match="cannot be read as a calibration"):
+        calibration.read(tmp_path, name, TINY)
+    weights = load_file(output / name)
+    for changed, metadata, said in (
+        ({"last": torch.zeros(9, 1)}, {"checkpoint": checkpoint_hash(TINY)}, r"d → 2d → d/2 → 1 is due"),
+        ({"first": torch.full((256, 512), torch.nan)}, {"checkpoint": checkpoint_hash(TINY)}, "no finite numbers"),
+        ({}, {}, "does not say of which weights"),
+        ({}, {"checkpoint": "other"}, "was calibrated on the weights other"),
+    ):
+        predictor.replace(tmp_path / name, predictor.save(weights | changed, metadata))
+        with pytest.raises(MinithinkError, match=said):
+            calibration.read(tmp_path, name, TINY)
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("after", ["text 2", "epoch 2"])
+def test_an_interrupted_run_goes_on_to_the_same_weights(
+    after: str, made: tuple[Path, Path], problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+) -> None:  # fmt: skip
+    """Bit for bit, in sampling or in training."""
+    traces, output = tmp_path / "traces", tmp_path / "out"
+    words = words_of(problems, traces, output)
+    with monkeypatch.context() as patch:
+        if after == "text 2":
+            append = Journal.append
+
+            def stop(self: Journal, line: dict[str, Any]) -> None:
+                if len(self.lines) >= 2:
+                    raise KeyboardInterrupt
+                append(self, line)
+
+            patch.setattr(Journal, "append", stop)
+        else:
+            write = Training.write
+
+            def stop_training(self: Training, path: Path) -> None:
+                write(self, path)
+                if self.epoch == 2:
+                    raise KeyboardInterrupt
+
+            patch.setattr(Training, "write", stop_training)
+        assert main(words) == 130
+    assert "interrupted: what is finished is in" in capsys.readouterr().err
+    assert not output.exists() or not list(output.iterdir())
+    assert main(words) == 0
+    for target in ("answer", "needs"):
+        one, other = (load_file(folder / f"predictor-{target}.safetensors") for folder in (output, made[1]))
+        for name, x in one.items():
+            assert torch.equal(x, other[name]), name
+    assert main(words) == 2, "what is there is replaced only on request"
+    assert "predictor-answer.safetensors is there already: --replace makes it anew" in capsys.readouterr().err
+    assert main(words_of(problems, traces, tmp_path / "other", seed=1)) == 2
+    assert "was begun with other settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changed", "code", "said"),
+    [
+        ({"dataset": "facts", "split": "test"}, 2, "Nothing is ever tuned on the split 'test'"),
+        ({"dataset": "MATH-500"}, 2, "its test split"),
+        ({"dataset": "facts,facts"}, 2, "names a dataset twice"),
+        ({"num_prompts": 99}, 2, f"holds {PROBLEMS} problems: give --num-prompts {PROBLEMS} or fewer"),
+        ({"targets": "truth"}, 2, "there is no target 'truth'; there are answer, hindsight, needs"),
+        ({"targets": "needs,needs"}, 2, "names a target twice"),
+        ({"held_out": 1}, 2, "'1' is no share above 0 and below 1"),
+        ({"lr": "x"}, 2, "'x' is no rate above 0 and below 10"),
+        ({"temperature": -1}, 2, "temperature"),
+        ({"model": "/nowhere"}, 1, "/nowhere"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_sentence(
+    changed: dict[str, Any], code: int, said: str, problems: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    with suppress(SystemExit):  # argparse's own
+        assert main(words_of(problems, tmp_path / "t", tmp_path / "o", **changed)) == code
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("target", calibration.TARGETS)
+def test_what_ships_is_of_the_weights_and_of_training_problems(target: str) -> None:
+    values = calibration.read(TINY, f"predictor-{target}.safetensors", TINY)
+    settings = values["settings"]
+    assert settings["target"] == target
+    assert settings["checkpoint"] == values["checkpoint"] == checkpoint_hash(TINY)
+    assert settings["dataset"].split(",") == families()
+    assert settings["split"] is None, "drawn, and of no split that ships"
+    whole = json.loads((TINY / "predictor.json").read_text())
+    rows = [row for row in whole["measurements"] if row["target"] == target and row["trained"] == "all"]
+    assert values["measurements"] == rows
+
+
+# -- parts
+
+
+def test_training_problems_are_of_no_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    for family in families():
+        some = drawn(family, 5, 0)
+        assert some == drawn(family, 5, 0)
+        assert some[0].question != drawn(family, 1, 1)[0].question
+        assert len({x.id for x in some}) == 5
+    seen = list[str]()
+
+    def draw(rng: random.Random, size: int) -> Any:
+        seen.append(("train", "test", "validation")[rng.randrange(3)])
+        return SimpleNamespace(split=lambda now=seen[-1]: now, question=f"{len(seen)} {seen[-1]}", answer="")
+
+    monkeypatch.setitem(traces.FAMILIES, "facts", SimpleNamespace(draw_problem=draw))
+    assert len(drawn("facts", 20, 0)) == seen.count("train") == 20 < len(seen)
+    assert {x.question.split()[1] for x in drawn("facts", 20, 0)} == {"train"}
+    monkeypatch.undo()
+    names = [name for name, _ in problems_of(["facts", "search"], None, 5, 0)]
+    assert names == ["facts", "search", "facts", "search", "facts"]
+
+
+def test_no_problem_is_both_trained_on_and_held_out() -> None:
+    traces = [Trace(Path(str(i)), i // 2, "", 9) for i in range(20)]
+    trained, held = held_out(traces, 10, 0.3)
+    assert {t.problem for t in trained} == set(range(7))
+    assert {t.problem for t in held} == {7, 8, 9}
+    with pytest.raises(MinithinkError, match="Of 10 problems 2 texts are right, 2 to train on and 0 held out"):
+        held_out(traces[:2], 10, 0.3)
+
+
+def test_every_epoch_sees_every_trace_once() -> None:
+    traces = [Trace(Path(str(i)), i, "", 9) for i in range(7)]
+    one, other = (list(batches(traces, 3, seed)) for seed in (0, 1))
+    assert [len(x) for x in one] == [3, 3, 1]
+    assert sorted(t.problem for x in one for t in x) == list(range(7))
+    assert one != other
+
+
+def test_a_predictor_learns_what_can_be_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A score that hidden states tell, and positions do not; the loss is that of eq. 8, all traces weigh the same."""
+    g, d = torch.Generator().manual_seed(1), 8
+    stored = {}
+    for i in range(12):
+        hidden = torch.randn(20 + 5 * i, d, generator=g)
+        score = (2 * hidden[:, 0]).exp()
+        stored[f"{i}"] = hidden, score / score.mean()
+    monkeypatch.setattr(Trace, "load", lambda self, target: stored[self.path.name])
+    traces = [Trace(Path(str(i)), i, "", 0) for i in range(12)]
+    said = list[str]()
+    recipe = Recipe(epochs=60, batch=4, micro=3, lr=1e-2)
+    run = train(traces[:9], traces[9:], "answer", d, recipe, tmp_path / "state", say=said.append)
+    assert run.curve is not None
+    assert [x["step"] for x in run.curve] == [3 * i for i in range(1, 61)]
+    variance = sum(float(stored[str(i)][1].var()) for i in range(9, 12)) / 3
+    assert run.curve[-1]["mse"] < variance / 2
+    assert run.curve[-1]["tau"] > 0.8 > run.curve[0]["tau"]
+    assert len(said) == 60
+    # the first loss, by the letter
+    fresh = Training.new(d, recipe.seed)
+    [first] = [next(iter(batches(traces[:9], 9, 0)))]
+    with torch.no_grad():
+        pairs = [stored[x.path.name] for x in first]
+        want = [(training.predict(h, fresh.weights) - x).square().mean() for h, x in pairs]
+    assert training._step(fresh, first, "answer", 2, "cpu") == pytest.approx(float(sum(want)) / 9, rel=1e-5)
+
+
+def test_what_is_recorded_is_what_the_full_cache_writes(problems: Path, tmp_path: Path, capsys: Capture) -> None:
+    """An oracle that evicts nothing writes the recorded text; a question that is not recorded is an error."""
+    words = ["foresight", "--dataset", str(problems), "--temperature", "0", "--max-new-tokens", "320", "--batch-size",
+             "3", "--device", "cpu", "--output", str(tmp_path)]  # fmt: skip
+    assert main(words) == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["foresight.json"], "the journal is gone"
+    assert main(words) == 2
+    assert "foresight.json is there already" in capsys.readouterr().err
+    engine = load("tiny", device="cpu", calibration=tmp_path)
+    text = engine.calibration("foresight.json")["text"]
+    questions = [example.question for _, example in problems_of([str(problems)], None, 2, 0)]
+    for question in questions:
+        prompt = engine.prompt_ids(question)
+        [whole] = engine.generate([question], temperature=0, max_new_tokens=320)
+        assert text(prompt) == whole.token_ids
+        for oracle in ("answer_oracle", "hindsight_oracle", "needs_oracle"):
+            budget = len(prompt) + len(whole.token_ids) // 2
+            [own] = engine.generate([question], policy=f"{oracle}:budget={budget}", temperature=0, max_new_tokens=320)
+            assert own.kv_tokens < whole.kv_tokens
+    with pytest.raises(MinithinkError, match="knows no recorded text for a prompt of"):
+        engine.generate("Alpha beta gamma", policy="answer_oracle:budget=60", max_new_tokens=60)
+    (tmp_path / "foresight.json").write_text(json.dumps({"checkpoint": checkpoint_hash(TINY), "texts": 3}))
+    with pytest.raises(MinithinkError, match="is no calibration: it has no texts; `python -m"):
+        engine.calibration("foresight.json")
+    with pytest.raises(UsageError, match="a prompt of"):
+        engine.generate("Alpha beta gamma", policy="needs_oracle:budget=60", max_new_tokens=60)
