@@ -63,4 +63,5 @@ def test_what_decides_is_recorded() -> None:
     assert found["layer"] == values["layer"]
     assert json.loads(json.dumps(found)) == found
     other = values | {"matched": values["matched"] * 2}
-    assert calibration.identity(calibration.STEERING, other)["vectors"] != found["vectors"] == calibration.identity(calibration.STEERING, values)["vectors"]
+    assert calibration.identity(calibration.STEERING, other)["vectors"] != found["vectors"]
+    assert calibration.identity(calibration.STEERING, values) == found
