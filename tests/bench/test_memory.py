@@ -37,7 +37,9 @@ def test_bytes_of_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_every_policy_is_measured() -> None:
-    assert {name.partition(":")[0] for name in memory.POLICIES} == set(POLICIES)
+    """But for oracles, which are no methods."""
+    methods = {name for name in POLICIES if not name.endswith("_oracle")}
+    assert {name.partition(":")[0] for name in memory.POLICIES} == methods
 
 
 def test_the_picture_names_every_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
