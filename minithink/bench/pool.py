@@ -92,7 +92,7 @@ def read(folder: Path) -> list[Run]:
 
 
 def add(folder: Path, runs: Iterable[Run]) -> None:
-    """Put runs into a pool; of runs with the same key the newest stays. MinithinkError: the file cannot be written."""
+    """Put runs into a pool; of a key the newest run stays. MinithinkError: the file cannot be written."""
     path, by_key = folder / FILE, {_text(run.key): run for run in read(folder)}
     for run in runs:
         if (old := by_key.get(_text(run.key))) is None or run.date >= old.date:
