@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -31,6 +32,7 @@ COMMANDS = {  # what makes each file
     FORESIGHT: "foresight",
     **{f"predictor-{target}.safetensors": f"predictor --targets {target}" for target in TARGETS},
 }  # fmt: skip
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # of tensors in these files
 METADATA = "minithink"  # the field of a file of vectors that has its JSON
 VECTORS = ("plain", "matched")  # tensors of a file of vectors, see `calibrate/steering.py`
 WEIGHTS = ("first", "second", "last")  # names of a predictor's tensors
@@ -138,7 +140,9 @@ def wrong(values: Any, name: str) -> str:
         return "it does not say of which weights (checkpoint)"
     if name == FORESIGHT:
         texts = values.get("texts")
-        fits = isinstance(texts, list) and all(isinstance(x, list) and len(x) == 2 for x in texts)
+        fits = isinstance(texts, list) and all(
+            isinstance(x, list) and len(x) == 2 and all(map(_are_ids, x)) for x in texts
+        )
         return "" if fits else "it has no texts"
     if name == STEERING:
         return wrong_vectors(values)
@@ -156,7 +160,7 @@ def wrong_vectors(values: Mapping[str, Any]) -> str:
     """What keeps the content of a file from being steering vectors; "": nothing."""
     if not isinstance(values.get("checkpoint"), str):
         return "it does not say of which weights (checkpoint)"
-    vectors = [x for x in map(values.get, VECTORS) if isinstance(x, Tensor) and x.ndim == 2 and x.is_floating_point()]
+    vectors = [x for x in map(values.get, VECTORS) if isinstance(x, Tensor) and x.ndim == 2 and x.dtype in FLOATS]
     if len(vectors) < len(VECTORS):
         return f"it lacks a vector for each layer: {' and '.join(VECTORS)}"
     if len({x.shape for x in vectors}) > 1 or not all(x.isfinite().all() for x in vectors):
@@ -170,9 +174,15 @@ def wrong_vectors(values: Mapping[str, Any]) -> str:
 def _wrong_weights(weights: list[Any]) -> str:
     d = weights[0].shape[0] if weights and weights[0].dim() == 2 else 0
     shapes, due = [tuple(x.shape) for x in weights], [(d, 2 * d), (2 * d, d // 2), (d // 2, 1)]
+    if not all(x.dtype in FLOATS for x in weights):
+        return f"its weights are {', '.join(str(x.dtype).removeprefix('torch.') for x in weights)}"
     if d < 2 or shapes != due:
         return f"its weights have the shapes {shapes}, and d → 2d → d/2 → 1 is due"
     return "" if all(bool(x.isfinite().all()) for x in weights) else "some of its weights are no finite numbers"
+
+
+def _are_ids(x: Any) -> bool:
+    return isinstance(x, list) and all(type(i) is int and i >= 0 for i in x)
 
 
 def _is_finite(x: Any) -> bool:

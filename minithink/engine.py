@@ -288,7 +288,10 @@ class Engine:
         drawing = {name: getattr(defaults, name) if value is None else value for name, value in drawing.items()}
         params = SamplingParams(seed=seed, **drawing)
         wanted = defaults.max_new_tokens if max_new_tokens is None else max_new_tokens
-        for name, value in (("max_new_tokens", wanted), ("num_samples", num_samples), ("batch_size", batch_size)):
+        for name, value in (
+            ("max_new_tokens", wanted), ("num_samples", num_samples), ("batch_size", batch_size),
+            ("padded_budget", padded_budget),
+        ):  # fmt: skip
             if value is not None and (not is_whole(value) or value < 1):
                 raise UsageError(f"{name} is {value!r}; it must be a whole number and at least 1.")
         ids = [self.prompt_ids(prompt, chat=chat, system=system) for prompt in _as_list(prompts)]
@@ -471,8 +474,10 @@ def charge(sequences: Sequence[Track], policy: Policy | None, batch_size: int, g
         raise UsageError(f"padded_budget charges a budget, and the policy {policy.name} has none: leave it out.")
     own = [policy.budget if s.budget is None else s.budget for s in sequences]
     left = padded_budgets([len(s.prompt) for s in sequences], own, batch_size, group)
-    for s, budget in zip(sequences, left, strict=True):
-        s.budget = max(budget, (len(s.prompt) if policy.protect_prompt else 0) + policy.beside)
+    for s, whole, budget in zip(sequences, own, left, strict=True):
+        stays = len(s.prompt) if policy.cap is None else min(len(s.prompt), policy.cap)
+        least = (stays if policy.protect_prompt else 0) + policy.beside
+        s.budget = min(whole, max(budget, least))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

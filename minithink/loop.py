@@ -62,7 +62,6 @@ class Key(NamedTuple):
     decides: bool  # decisions are recorded (not beside a recorder)
 
 
-
 class Recorded:
     """Kernels that are recorded once and replayed with other inputs."""
 

@@ -200,7 +200,7 @@ class Stream:
 
     def _make_chunks(self) -> Iterator[Chunk]:
         self._read_texts = True
-        stages = [Stage(self.engine.tokenizer, s.prompt) for s in self.sequences]
+        stages = {s.number: Stage(self.engine.tokenizer, s.prompt) for s in self.sequences}
         for advanced in self._steps:
             for s in advanced:
                 stage = stages[s.number].put(s.tokens[-1], s.piece)

@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minithink.engine import Engine
+from minithink.engine import Engine, charge
 from minithink.errors import UsageError
 from minithink.grouping import group_by_length, padded_budgets
+from minithink.policies import parse
+from minithink.stream import Track
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
@@ -76,6 +78,16 @@ def test_the_padding_of_a_batch_is_charged(engine: Engine) -> None:
     for policy, least in (("window:budget=12", 3), ("window:budget=13,protect_prompt=true", 5)):
         results = engine.generate([[9] * 4, [9] * 12], policy=f"{policy}", padded_budget=2, max_new_tokens=20)
         assert results[0].kv_tokens in (least, least + 1), "as much as the policy needs"
+
+
+def test_padding_never_gives_budget(engine: Engine) -> None:
+    """Also where the prompt is longer than what stays of it."""
+    policy = parse("snapkv:cap=10,window=4+window:budget=20")
+    sequences = [Track(i, i, 0, [9] * n, 5, "length") for i, n in enumerate((30, 25))]
+    charge(sequences, policy, 2, False)
+    assert [s.budget for s in sequences] == [20, 15]
+    with pytest.raises(UsageError, match=r"padded_budget is 2\.5; it must be a whole number"):
+        engine.generate([[9] * 4], policy="window:budget=12", padded_budget=2.5)
 
 
 @pytest.mark.parametrize("size", [0, -3])

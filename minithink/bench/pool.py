@@ -186,7 +186,8 @@ def files_of(policy: str) -> dict[str, tuple[str, ...]]:
                 formats |= {c for f in parse_pair(text) for c in type(f).__mro__ if "minithink.quant" in c.__module__}
     own = sorted({_path(cls) for cls in modules})
     text = "\n".join((ROOT / path).read_text(encoding="utf-8") for path in own)
-    beside = {f"minithink/{name}.py" for name in re.findall(r"^from minithink\.(\w+) import", text, re.MULTILINE)}
+    found = re.findall(r"^from minithink\.((?:policies\.)?\w+|kv\.schedule) import", text, re.MULTILINE)
+    beside = {f"minithink/{name.replace('.', '/')}.py" for name in found}
     own = sorted({*own, *(path for path in beside - {"minithink/errors.py"} if (ROOT / path).is_file())})
     called = _called(tuple(own))
     everyones = _called(tuple(sorted({_path(cls) for cls in POLICIES.values()})))

@@ -238,7 +238,10 @@ def recheck(args: argparse.Namespace, group: Sequence[Wanted]) -> list[Run] | No
     if without := [run.cell for run in runs if not run.answers]:
         raise MinithinkError(f"The pool has no answers of {without[0]}: delete its line, and run it again.")
     count = len({id for run in runs for id, _, _ in run.answers})
-    folder = args.runs / f"recheck-{group[0]['dataset']}-{origin.commit()[:10]}-{len(group)}"
+    if "padded_budget" in group[0]:  # what padding takes off depends on all prompts
+        count = group[0]["limit"]
+    what = hashlib.sha256(json.dumps(group, sort_keys=True).encode()).hexdigest()[:8]
+    folder = args.runs / f"recheck-{group[0]['dataset']}-{origin.commit()[:10]}-{what}"
     words = words_of(args, group, folder, count, group[0]["num_samples"])
     if runner.evaluate_words(words, length_of_full(args, group[0])) is None:
         return None

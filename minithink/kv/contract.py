@@ -432,9 +432,10 @@ class Policy:
             active = active & step.thinking
         keep = step.budget if schedule.keep is None else torch.full_like(step.budget, schedule.keep)
         if schedule.shares is not None:
-            question = step.prompt[None, :, None]
+            question = torch.minimum(step.prompt[None, :, None], step.budget)
             _, k, local = divided(step.budget, question, *schedule.shares)
-            return active[None, :, None] & (held >= step.budget), question + k + local
+            keep = torch.minimum(question + k + local, (step.budget - 1).clamp(min=1))  # at least one token goes
+            return active[None, :, None] & (held >= step.budget), keep
         if schedule.grow is not None:
             over = held >= schedule.grow
         else:

@@ -122,9 +122,9 @@ class Observations:
 
     def keep_hidden(self, layer: int, hidden: Tensor, at: Tensor, active: Tensor | None) -> None:
         """Keep the residual stream of the newest tokens. hidden: [N, d]."""
-        held = self.hidden.setdefault(
-            layer, torch.zeros(self.store.shape.rows, hidden.shape[-1], dtype=torch.float32, device=hidden.device)
-        )
+        if layer not in self.hidden:
+            self.hidden[layer] = torch.zeros(self.store.shape.rows, hidden.shape[-1], device=hidden.device)
+        held = self.hidden[layer]
         held[at] = _of_active(hidden.float(), held, at, active)
 
     # -- observations of a prompt

@@ -156,9 +156,9 @@ class Rows:
             for p in members(policy)
         }
         steering = [p for p in members(policy) if type(p).steer is not Policy.steer]
-        self.steers = bool(steering)
-        self.records_steering = all(p.recordable for p in steering)
-        self.watches = any(type(p).watch is not Policy.watch for p in members(policy))
+        watching = [p for p in members(policy) if type(p).watch is not Policy.watch]
+        self.steers, self.watches = bool(steering), bool(watching)
+        self.records_steering = all(p.recordable for p in (*steering, *watching))
         self.listening = tuple(p for p in members(policy) if type(p).listen is not Policy.listen)
         self.deciding = tuple(p for p in members(policy) if type(p).decide is not Policy.decide)
         self.recorder: Recorder | None = None  # set it before the sequences join that it records

@@ -315,8 +315,9 @@ def test_what_is_recorded_is_what_the_full_cache_writes(problems: Path, tmp_path
             assert own.kv_tokens < whole.kv_tokens
     with pytest.raises(MinithinkError, match="knows no recorded text for a prompt of"):
         engine.generate("Alpha beta gamma", policy="answer_oracle:budget=60", max_new_tokens=60)
-    (tmp_path / "foresight.json").write_text(json.dumps({"checkpoint": checkpoint_hash(TINY), "texts": 3}))
-    with pytest.raises(MinithinkError, match="is no calibration: it has no texts; `python -m"):
-        engine.calibration("foresight.json")
+    for texts in (3, [[1, 2]], [[[1], [[2]]]], [[[1], [-2]]]):
+        (tmp_path / "foresight.json").write_text(json.dumps({"checkpoint": checkpoint_hash(TINY), "texts": texts}))
+        with pytest.raises(MinithinkError, match="is no calibration: it has no texts; `python -m"):
+            engine.calibration("foresight.json")
     with pytest.raises(UsageError, match="a prompt of"):
         engine.generate("Alpha beta gamma", policy="needs_oracle:budget=60", max_new_tokens=60)

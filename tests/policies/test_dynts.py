@@ -196,6 +196,18 @@ def test_others_can_have_the_same_triggers_and_keep_as_many(name: str) -> None:
     assert len(sizes) > 10, "they grow and shrink"
 
 
+@pytest.mark.parametrize(
+    ("text", "prompt"),
+    [("budget=26,protect_prompt=true,schedule=share:0.3/25", 11), ("budget=10,schedule=share:0.3/0.4", 20)],
+)
+def test_others_keep_less_than_their_budget_where_the_windows_do_not_fit(text: str, prompt: int) -> None:
+    """A local window that leaves no room beside the question; a question that is longer than the budget."""
+    policy = parse(f"window:{text}")
+    held_by_step = [max(len(lane) for lane in held(manager, 0)) for manager in follow(policy, [prompt], 30)]
+    assert policy.budget is not None
+    assert set(held_by_step[1:]) <= set(range(1, policy.budget))
+
+
 def test_a_score_is_the_predictors_of_the_tokens_own_pass() -> None:
     """In the place of its position; rows that bring no token keep theirs."""
     decoder = decoder_of(0)
