@@ -78,7 +78,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     runs, settings = [], dict[str, Any]()
     for size in args.batch_sizes:
         others = {"batch_size": size, "budgets": []}
-        others |= dict.fromkeys(("recall", "needed", "keep_text"), False) | dict.fromkeys(("schedule", "trace", "padded_budget"))
+        others |= dict.fromkeys(("recall", "needed", "keep_text"), False)
+        others |= dict.fromkeys(("schedule", "trace", "padded_budget"))
         job = runner.Job(engine, examples, argparse.Namespace(**vars(args), **others), [FULL])
         stream = job.stream(Cell(FULL, None), 0.0)
         for _ in stream.steps():
