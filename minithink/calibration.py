@@ -145,7 +145,7 @@ def wrong(values: Any, name: str) -> str:
         )
         return "" if fits else "it has no texts"
     if name == STEERING:
-        return wrong_vectors(values)
+        return _wrong_vectors(values)
     if name.startswith("predictor"):
         return _wrong_weights(values["weights"])
     layers, thresholds = values.get("layers"), values.get("thresholds")
@@ -156,10 +156,8 @@ def wrong(values: Any, name: str) -> str:
     return ""
 
 
-def wrong_vectors(values: Mapping[str, Any]) -> str:
+def _wrong_vectors(values: Mapping[str, Any]) -> str:
     """What keeps the content of a file from being steering vectors; "": nothing."""
-    if not isinstance(values.get("checkpoint"), str):
-        return "it does not say of which weights (checkpoint)"
     vectors = [x for x in map(values.get, VECTORS) if isinstance(x, Tensor) and x.ndim == 2 and x.dtype in FLOATS]
     if len(vectors) < len(VECTORS):
         return f"it lacks a vector for each layer: {' and '.join(VECTORS)}"

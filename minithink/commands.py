@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
@@ -86,6 +86,16 @@ def location(text: str) -> Path:
     if not text.strip():
         raise argparse.ArgumentTypeError("it is empty: give a name")
     return Path(text)
+
+
+def different(text: str, what: str, known: Iterable[str]) -> list[str]:
+    """For argparse: names with commas between them, each known and none twice. what: the noun in messages."""
+    names, known = text.split(","), list(known)
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"there is no {what} {unknown[0]!r}; there are {', '.join(known)}")
+    if len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{text!r} names a {what} twice")
+    return names
 
 
 def natural(text: str) -> int:

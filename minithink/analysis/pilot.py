@@ -34,6 +34,7 @@ from torch import Tensor
 from minithink import results
 from minithink.analysis import runs
 from minithink.analysis.dense import EVERY, Dense, Sketch, batches, decode, thinking_end
+from minithink.commands import different
 from minithink.engine import Engine
 from minithink.errors import MinithinkError
 from minithink.files import rounded
@@ -209,12 +210,7 @@ def shares(text: str) -> list[float]:
 
 def sketches(text: str) -> list[str]:
     """For argparse: different names of POLICIES."""
-    names = text.split(",")
-    if unknown := [name for name in names if name not in POLICIES]:
-        raise argparse.ArgumentTypeError(f"there is no sketch {unknown[0]!r}; there are {', '.join(POLICIES)}")
-    if len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"{text!r} names a sketch twice")
-    return names
+    return different(text, "sketch", POLICIES)
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:

@@ -31,7 +31,7 @@ from minithink.calibrate.thoughts import CPU_BATCH, GPU_BATCH, hash_of
 from minithink.calibrate.traces import Trace, held_out, problems_of, sample
 from minithink.calibrate.training import Recipe, look, settings_of, train
 from minithink.calibration import TARGETS, WEIGHTS
-from minithink.commands import INTERRUPTED, location, positive
+from minithink.commands import INTERRUPTED, different, location, positive
 from minithink.engine import Engine, load
 from minithink.errors import UsageError, unwritable
 from minithink.figures import need_matplotlib
@@ -88,12 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def targets(text: str) -> list[str]:
     """For argparse: different names of TARGETS."""
-    names = text.split(",")
-    if unknown := [name for name in names if name not in TARGETS]:
-        raise argparse.ArgumentTypeError(f"there is no target {unknown[0]!r}; there are {', '.join(TARGETS)}")
-    if len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"{text!r} names a target twice")
-    return names
+    return different(text, "target", TARGETS)
 
 
 def share(text: str) -> float:
