@@ -211,15 +211,12 @@ class SkipKV(Steered):
         go, and those of penalised sentences."""
         left = (free & ~drop & penalised).any(-1, keepdim=True)  # the lane still holds such a token
         passed = (drop & ~penalised & left).sum((0, 2, 3))
-        pos, number = step.pos(), self._number[step.row]
-        of_token = number.gather(1, pos.transpose(0, 1).flatten(1).clamp(min=0).long()).long()  # [B, L·Hkv·S]
-        held, gone = ((pos >= 0) & ~drop, drop & penalised)
-        alive, hit = (
-            torch.zeros_like(self._penalty[step.row], dtype=torch.int32).scatter_reduce(
-                1, of_token, x.transpose(0, 1).flatten(1).int(), "amax"
-            )
-            for x in (held, gone)
-        )  # [B, T]
+        number, penalty = self._number[step.row], self._penalty[step.row]
+        alive, hit = (torch.zeros_like(penalty, dtype=torch.int32) for _ in range(2))  # [B, T]
+        for pos, off, of in zip(step.pos(), drop, penalised, strict=True):  # one layer at a time, for its memory
+            of_token = number.gather(1, pos.flatten(1).clamp(min=0).long()).long()  # [B, Hkv·S]
+            alive.scatter_reduce_(1, of_token, ((pos >= 0) & ~off).flatten(1).int(), "amax")
+            hit.scatter_reduce_(1, of_token, (off & of).flatten(1).int(), "amax")
         self._gone[step.row] += torch.stack((((alive == 0) & (hit != 0)).sum(1), passed), 1)
 
 
