@@ -31,6 +31,7 @@ from minithink.policies.rkv import Rkv
 from minithink.policies.seal import Seal
 from minithink.policies.skipkv import SkipKV
 from minithink.policies.snapkv import SnapKV
+from minithink.policies.snapkv_decode import SnapKVDecode
 from minithink.policies.streaming_llm import StreamingLLM
 from minithink.policies.thinkv import Tbe, Tbq, ThinKV
 from minithink.policies.window import Window
@@ -41,6 +42,7 @@ _CLASSES: tuple[type[Policy], ...] = (
     StreamingLLM,
     Random,
     SnapKV,
+    SnapKVDecode,
     Rkv,
     SkipKV,
     Seal,
