@@ -19,12 +19,14 @@ from minithink.errors import UsageError
 from minithink.kv.contract import Policy
 from minithink.kv.schedule import Schedule
 from minithink.kv.stack import Stack
+from minithink.policies.ada_snapkv import AdaSnapKV
 from minithink.policies.crystal_kv import CrystalKV, CrystalKVLite
 from minithink.policies.dynts import DynTS
 from minithink.policies.dynts_oracles import AnswerOracle, HindsightOracle, NeedsOracle
 from minithink.policies.full import Full
 from minithink.policies.kivi import Kivi
 from minithink.policies.pm_kvq import PMKVQ
+from minithink.policies.pyramidkv import PyramidKV
 from minithink.policies.quant import Quant
 from minithink.policies.random import Random
 from minithink.policies.rkv import Rkv
@@ -43,6 +45,8 @@ _CLASSES: tuple[type[Policy], ...] = (
     Random,
     SnapKV,
     SnapKVDecode,
+    AdaSnapKV,
+    PyramidKV,
     Rkv,
     SkipKV,
     Seal,
