@@ -32,6 +32,7 @@ from minithink.ref.flush import flush
 from minithink.ref.gather import gather
 from minithink.ref.gumbel_argmax import gumbel_argmax
 from minithink.ref.keep_best import keep_best
+from minithink.ref.keep_shared import keep_shared
 from minithink.ref.kmeans import kmeans
 from minithink.ref.linear import linear
 from minithink.ref.paged_attention import paged_attention
@@ -84,6 +85,7 @@ class Backend:
     shrink: Callable[[Any, Any, Tensor, Tensor], tuple[Tensor, Tensor]] = shrink
     # what policies choose with
     keep_best: Callable[[Tensor, Tensor, Tensor], Tensor] = keep_best
+    keep_shared: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = keep_shared
     window_importance: Callable[..., Tensor] = window_importance
     redundancy: Callable[[Tensor, Tensor, float], Tensor] = redundancy
     retain: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]] = retain

@@ -48,6 +48,8 @@ POLICIES = (
     "streaming_llm:budget=80,sink=4,rerotate=true",
     "random:budget=100",
     "rkv:budget=96,buffer=16",
+    "ada_snapkv:budget=96,buffer=16",
+    "pyramidkv:budget=96,buffer=16",
     "crystal_kv_lite:budget=112",
     "crystal_kv:budget=128,realloc_every=32",
 )
@@ -359,6 +361,7 @@ class SeesAll(KVManager):
     ["window:budget=12,schedule=interval:5", "rkv:budget=16,buffer=6,alpha=4,exempt_answer=true",
      "rkv:budget=9,buffer=4+quant:fmt=fp8",
      "rkv:budget=9,buffer=4+quant:fmt=nvfp4,buffer=5", "quant:fmt=nvfp4", "crystal_kv_lite:budget=18",
+     "ada_snapkv:budget=12,buffer=4,alpha=3", "pyramidkv:budget=12,buffer=4,alpha=3,beta=4",
      "crystal_kv:budget=18,realloc_every=4,min_budget=2", "dynts:budget=20,local=5", "dynts:budget=18,select=random",
      "skipkv:budget=26,schedule=interval:5", "seal:at=every+rkv:budget=16,buffer=6,alpha=4",
      "quant:fmt=nvfp4,by=token,buffer=16", "kivi:bits=4,group=16,residual=16",

@@ -26,7 +26,8 @@ from minithink.tasks.facts import draw_problem, draw_trace
 
 POLICIES = (
     "full", "quant:fmt=nvfp4", "quant:fmt=int4", "kivi", "pm_kvq", "window", "streaming_llm", "random",
-    "snapkv:cap=100", "rkv", "seal", "skipkv", "crystal_kv", "crystal_kv_lite", "dynts", "thinkv", "tbe", "tbq",
+    "snapkv:cap=100", "snapkv_decode", "ada_snapkv", "pyramidkv", "rkv", "seal", "skipkv", "crystal_kv",
+    "crystal_kv_lite", "dynts", "thinkv", "tbe", "tbq",
 )  # fmt: skip
 KINDS = ("payload", "scales", "tables", "buffers", "state", "observations")
 DEFAULT = "cache-bytes"

@@ -19,18 +19,21 @@ from minithink.errors import UsageError
 from minithink.kv.contract import Policy
 from minithink.kv.schedule import Schedule
 from minithink.kv.stack import Stack
+from minithink.policies.ada_snapkv import AdaSnapKV
 from minithink.policies.crystal_kv import CrystalKV, CrystalKVLite
 from minithink.policies.dynts import DynTS
 from minithink.policies.dynts_oracles import AnswerOracle, HindsightOracle, NeedsOracle
 from minithink.policies.full import Full
 from minithink.policies.kivi import Kivi
 from minithink.policies.pm_kvq import PMKVQ
+from minithink.policies.pyramidkv import PyramidKV
 from minithink.policies.quant import Quant
 from minithink.policies.random import Random
 from minithink.policies.rkv import Rkv
 from minithink.policies.seal import Seal
 from minithink.policies.skipkv import SkipKV
 from minithink.policies.snapkv import SnapKV
+from minithink.policies.snapkv_decode import SnapKVDecode
 from minithink.policies.streaming_llm import StreamingLLM
 from minithink.policies.thinkv import Tbe, Tbq, ThinKV
 from minithink.policies.window import Window
@@ -41,6 +44,9 @@ _CLASSES: tuple[type[Policy], ...] = (
     StreamingLLM,
     Random,
     SnapKV,
+    SnapKVDecode,
+    AdaSnapKV,
+    PyramidKV,
     Rkv,
     SkipKV,
     Seal,

@@ -42,6 +42,20 @@ SMALL: dict[str, tuple[str, ...]] = {
     ),
     "kivi": ("kivi:group=16,residual=16,block=4", "kivi:bits=4,v_bits=2,group=16,residual=32"),
     "snapkv": ("snapkv:cap=8,window=3,kernel_size=3", "snapkv:cap=6,window=1,kernel_size=5,pooling=avg,group=max"),
+    "snapkv_decode": (
+        "snapkv_decode:budget=16,buffer=6,alpha=4,kernel_size=3",
+        "snapkv_decode:budget=18,buffer=5,alpha=3,pooling=avg,global_clock=true,exempt_answer=true",
+    ),
+    "ada_snapkv": (
+        "ada_snapkv:budget=14,buffer=5,alpha=3,kernel_size=3",
+        "ada_snapkv:budget=19,alpha=3,floor=0.5,normalize=true,schedule=interval:6,protect_prompt=true",
+        "ada_snapkv:schedule=sawtooth:24/17,alpha=3,floor=0,exempt_answer=true",
+    ),
+    "pyramidkv": (
+        "pyramidkv:budget=14,buffer=5,alpha=3,beta=4,kernel_size=3",
+        "pyramidkv:budget=20,alpha=3,schedule=interval:6,protect_prompt=true",
+        "pyramidkv:budget=12,buffer=4,alpha=2,beta=3,uniform=true",
+    ),
     "crystal_kv": (
         "crystal_kv:budget=19,realloc_every=5,min_budget=3",
         "crystal_kv:budget=12,realloc_every=3,min_budget=2,damping=1,protect_prompt=false,exempt_answer=false",

@@ -175,7 +175,8 @@ def test_lists_are_not_split_elsewhere() -> None:
 
 SMALL = {  # hyperparameters that make something happen within a few tokens
     "quant": "fmt=int4,by=token", "kivi": "group=16,residual=16", "pm_kvq": "bits=3,max_len=48,window=8,group=16",
-    "rkv": "alpha=2,buffer=5", "crystal_kv": "min_budget=4,realloc_every=5",
+    "rkv": "alpha=2,buffer=5", "snapkv_decode": "alpha=2,buffer=5", "ada_snapkv": "alpha=2,buffer=5",
+    "pyramidkv": "alpha=2,buffer=5", "crystal_kv": "min_budget=4,realloc_every=5",
     "thinkv": "tau=4,g=4,retention=2/1,precision=R8E8T8,layers=0,thresholds=0.05/0.1",
     "tbe": "tau=4,retention=2/1,layers=0,thresholds=0.05/0.1",
     "tbq": "tau=4,g=4,precision=R8E8T8,layers=0,thresholds=0.05/0.1",

@@ -1,0 +1,48 @@
+"""Ada-SnapKV: the worked example of its code. `test_snapkv_decode.py` has it in a running decoder."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from minithink.errors import UsageError
+from minithink.policies import parse
+from minithink.policies.ada_snapkv import normalized
+from minithink.ref.keep_best import keep_best
+from minithink.ref.keep_shared import keep_shared
+
+SCORES = torch.tensor([[0.50, 0.20, 0.10, 0.08, 0.07, 0.05], [0.20, 0.18, 0.17, 0.16, 0.15, 0.14]])
+
+
+def of_the_code(score: Tensor, b: int, floor: float) -> list[int]:
+    """Tokens of each head as `adaptive_snapkv/monkeypatch/snapkv_utils.py` counts them."""
+    heads, width = score.shape
+    best = score.flatten().topk(heads * b).indices // width
+    of_head = torch.bincount(best, minlength=heads)
+    return (of_head * (1 - floor) + int(b * floor)).round().int().tolist()
+
+
+@pytest.mark.parametrize("floor", [0.2, 0.5])
+def test_heads_that_share_a_budget_by_hand(floor: float) -> None:
+    """Two heads with 3 tokens each on average: the code keeps 2 and 3, the exact sum is 2 and 4."""
+    assert of_the_code(SCORES, 3, 0.0) == [2, 4]
+    assert of_the_code(SCORES, 3, floor) == [2, 3]
+    every = torch.ones_like(SCORES, dtype=torch.bool)
+    weighed = normalized(SCORES, every, keep_best(SCORES, every, torch.tensor([3, 3])))
+    assert (weighed / SCORES)[:, 0].tolist() == pytest.approx([0.80, 0.55])
+    for score in (SCORES, weighed):
+        kept = keep_shared(score, every, torch.tensor(6), torch.full((2,), int(3 * floor), dtype=torch.int32))
+        assert [row.nonzero().flatten().tolist() for row in kept] == [[0, 1], [0, 1, 2, 3]]
+
+
+def test_heads_without_a_score_are_not_weighed() -> None:
+    """Nothing is divided by zero."""
+    score, every = torch.zeros(2, 4), torch.ones(2, 4, dtype=torch.bool)
+    assert torch.equal(normalized(score, every, keep_best(score, every, torch.tensor([1, 0]))), score)
+
+
+@pytest.mark.parametrize("floor", ["1.5", "-0.1"])
+def test_a_floor_is_a_share(floor: str) -> None:
+    with pytest.raises(UsageError, match=f"floor is {floor}; it must be from 0 to 1"):
+        parse(f"ada_snapkv:floor={floor}", budget=64)

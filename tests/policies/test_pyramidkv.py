@@ -1,0 +1,56 @@
+"""PyramidKV: budgets of layers, by hand and by laws. `test_snapkv_decode.py` has it in a running decoder."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minithink.errors import UsageError
+from minithink.policies import parse
+from minithink.policies.pyramidkv import ladder
+
+
+def whole(cap: int, window: int, beta: int, layers: int, n: int, uniform: bool) -> list[int]:
+    """Budgets of all layers, the window's tokens included."""
+    b, w = (torch.full((layers, 1, 1), x, dtype=torch.int32) for x in (cap - window, window))
+    return (w + ladder(b, torch.tensor([[[n]]], dtype=torch.int32), w, beta, uniform)).flatten().tolist()
+
+
+def test_layers_by_hand() -> None:
+    """What `pyramidkv_utils.py` gives; only its sum of 32 layers is too large, by 304 tokens."""
+    assert whole(12, 4, 4, 4, 14, True) == [12, 12, 12, 12]
+    assert whole(12, 4, 4, 4, 14, False) == [14, 13, 11, 10]
+    for n in (18, 100):
+        assert whole(12, 4, 4, 4, n, True) == whole(12, 4, 4, 4, n, False) == [18, 14, 10, 6]
+    assert whole(128, 8, 20, 4, 1000, True) == [242, 166, 90, 14]
+    budgets = whole(2048, 32, 20, 32, 8000, True)
+    assert budgets[:2] == [3964, 3841]
+    assert sum(budgets) - 32 * 32 == 64512 == 64816 - 304
+
+
+@given(
+    b=st.integers(0, 300), layers=st.integers(1, 40), more=st.integers(0, 700), window=st.integers(1, 8),
+    beta=st.integers(1, 30), uniform=st.booleans(),
+)  # fmt: skip
+def test_a_ladder_falls_and_its_sum_is_exact(
+    b: int, layers: int, more: int, window: int, beta: int, uniform: bool
+) -> None:
+    """From one token to the next no layer gains more than this token, so no layer needs what it has evicted."""
+    n = b + window + more
+    tokens = [whole(b + window, window, beta, layers, n + i, uniform) for i in (0, 1)]
+    for t in tokens:
+        assert sum(t) == layers * (b + window)
+        assert sorted(t, reverse=True) == t
+        assert t[-1] >= window + b // beta * (layers > 1)
+        assert t[0] <= n + 1
+    if not uniform:
+        assert all(after - before <= 1 for before, after in zip(*tokens, strict=True))
+    if beta == 1 or not more:
+        assert set(tokens[0]) == {b + window}
+
+
+def test_a_beta_below_1_is_refused() -> None:
+    with pytest.raises(UsageError, match="beta is 0; it must be at least 1"):
+        parse("pyramidkv:beta=0", budget=64)
