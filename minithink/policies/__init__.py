@@ -26,6 +26,7 @@ from minithink.policies.full import Full
 from minithink.policies.kivi import Kivi
 from minithink.policies.pm_kvq import PMKVQ
 from minithink.policies.quant import Quant
+from minithink.policies.raas import RaaS
 from minithink.policies.random import Random
 from minithink.policies.rkv import Rkv
 from minithink.policies.seal import Seal
@@ -41,6 +42,7 @@ _CLASSES: tuple[type[Policy], ...] = (
     StreamingLLM,
     Random,
     SnapKV,
+    RaaS,
     Rkv,
     SkipKV,
     Seal,
