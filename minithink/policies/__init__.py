@@ -24,6 +24,7 @@ from minithink.policies.dynts import DynTS
 from minithink.policies.dynts_oracles import AnswerOracle, HindsightOracle, NeedsOracle
 from minithink.policies.full import Full
 from minithink.policies.kivi import Kivi
+from minithink.policies.lazy_eviction import LazyEviction
 from minithink.policies.pm_kvq import PMKVQ
 from minithink.policies.quant import Quant
 from minithink.policies.raas import RaaS
@@ -43,6 +44,7 @@ _CLASSES: tuple[type[Policy], ...] = (
     Random,
     SnapKV,
     RaaS,
+    LazyEviction,
     Rkv,
     SkipKV,
     Seal,
