@@ -25,6 +25,7 @@ from minithink.policies.dynts_oracles import AnswerOracle, HindsightOracle, Need
 from minithink.policies.full import Full
 from minithink.policies.kivi import Kivi
 from minithink.policies.lazy_eviction import LazyEviction
+from minithink.policies.morphkv import MorphKV
 from minithink.policies.pm_kvq import PMKVQ
 from minithink.policies.quant import Quant
 from minithink.policies.raas import RaaS
@@ -45,6 +46,7 @@ _CLASSES: tuple[type[Policy], ...] = (
     SnapKV,
     RaaS,
     LazyEviction,
+    MorphKV,
     Rkv,
     SkipKV,
     Seal,

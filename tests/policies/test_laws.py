@@ -65,6 +65,10 @@ SMALL: dict[str, tuple[str, ...]] = {
         "lazy_eviction:budget=19,window=3,alpha=0.05,group=max,protect_prompt=true",
         "lazy_eviction:budget=12,window=5,alpha=0.08,schedule=interval:3",
     ),
+    "morphkv": (
+        "morphkv:budget=12",
+        "morphkv:budget=18,window=4,queries=W,fuse=sum,protect_prompt=true,schedule=interval:4",
+    ),
     "raas": (
         "raas:budget=18",
         "raas:budget=11,alpha=0.08,protect_prompt=false",
