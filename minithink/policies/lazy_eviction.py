@@ -1,9 +1,9 @@
 """LazyEviction: keep tokens that attention comes back to, and wait until it may have come back (arXiv 2506.15969).
 
 Attention often returns to a token after a pause. A token *recurs* when its attention is at least α. Each KV head
-remembers two numbers of every token: TS, the step at which it last recurred, and MRI, its maximum recurrence interval,
-the longest time between two of these steps. Every W steps a head that holds more than its budget keeps the last W
-tokens, and of the older ones those with the largest
+remembers two numbers of every token: TS, the step at which it last recurred, and MRI, its maximum recurrence
+interval, which is the longest time between two of these steps. Every W steps a head that holds more than its budget
+keeps the last W tokens, and of the older ones those with the largest
 
     I = H1 + H2      H1 = 2σ(−1 − (t − TS)/(MRI + 10⁻⁵))      H2 = 2σ(1 − MRI), if MRI > 0
 
@@ -65,8 +65,8 @@ class LazyEviction(Policy):
     def __post_init__(self) -> None:
         if self.window < 1 or not 0 < self.alpha <= 1:
             raise UsageError(
-                f"{self.name}: window is {self.window} tokens and alpha {self.alpha:g}; window must be at least 1, and "
-                "alpha above 0 and at most 1."
+                f"{self.name}: window is {self.window} tokens and alpha {self.alpha:g}; window must be at least 1, "
+                "and alpha above 0 and at most 1."
             )
         self.slack = self.window
         self.demands = (Demand(See.MASS, group=self.group, prompt=False),)

@@ -79,7 +79,7 @@ class RaaS(Policy):
             there, score = listed, self.of_lanes(step.mass(), step)
         else:
             there = torch.zeros_like(rank).scatter_add(-1, rank, listed.long()) > 0
-            score = self.page_attention(step, rank, listed, there)
+            score = self.page_attention(step, rank, there)
         if self.alpha is not None:
             hit = score >= self.alpha
         else:
@@ -99,15 +99,15 @@ class RaaS(Policy):
         new = torch.nn.functional.pad((number[..., 1:] != number[..., :-1]).long(), (1, 0))
         return number, new.cumsum(-1)
 
-    def page_attention(self, step: Step, rank: Tensor, listed: Tensor, there: Tensor) -> Tensor:
+    def page_attention(self, step: Step, rank: Tensor, there: Tensor) -> Tensor:
         """Of every page, softmax(u/√D): float32 [Lt, B, Ht, S]; 0 where there is no page.
 
-        rank: the page of each column; listed, there: bool [Lt, B, Ht, S], columns with a token, pages with a token.
+        rank: the page of each column; there: bool [Lt, B, Ht, S], the pages that hold a token.
         """
         out = []
         for layer in range(step.shape.layers):
             q, k = step.queries(layer)[:, :, -1].float(), step.keys(layer).float()  # [B, Hq, D], [B, Hkv, S, D]
-            of_layer = (x[min(layer, len(x) - 1)].expand(k.shape[:3]) for x in (rank, listed, there))
+            of_layer = (x[min(layer, len(x) - 1)].expand(k.shape[:3]) for x in (rank, there))
             u = bounds(q.unflatten(1, (k.shape[1], -1)), k, *of_layer)  # [B, Hkv, g, S]
             out.append((u / k.shape[-1] ** 0.5).softmax(-1).mean(2))
         return self.of_lanes(torch.stack(out), step)
@@ -153,24 +153,21 @@ class RaaS(Policy):
         return self._known
 
 
-def bounds(q: Tensor, k: Tensor, rank: Tensor, listed: Tensor, there: Tensor) -> Tensor:
+def bounds(q: Tensor, k: Tensor, rank: Tensor, there: Tensor) -> Tensor:
     """Quest's bound of q·k over the keys of each page: Σ_c max(q_c·min_c, q_c·max_c).
 
     Args:
         q: [B, Hkv, g, D].
-        k: [B, Hkv, S, D].
-        rank: int64 [B, Hkv, S], the page of each column.
-        listed: bool [B, Hkv, S], the columns that hold a key.
-        there: bool [B, Hkv, S], the pages that hold a key.
+        k: [B, Hkv, S, D]; anything (also NaN) in a column without a key.
+        rank: int64 [B, Hkv, S], the page of each column. Columns without a key have pages of their own.
+        there: bool [B, Hkv, S], the pages that hold keys.
 
     Returns:
         [B, Hkv, g, S], of page s at s; −∞ where there is no page.
     """
     index = rank[..., None].expand(k.shape)
     low, high = (
-        torch.full_like(k, sign * torch.inf)
-        .scatter_reduce(2, index, k.masked_fill(~listed[..., None], sign * torch.inf), how)
-        .masked_fill(~there[..., None], 0.0)
+        torch.full_like(k, sign * torch.inf).scatter_reduce(2, index, k, how).masked_fill(~there[..., None], 0.0)
         for sign, how in ((1, "amin"), (-1, "amax"))
     )
     # max(q·min, q·max) is q·max where q > 0, else q·min

@@ -56,7 +56,7 @@ KEYS = torch.tensor([(2, 0), (1.8, 0.2), (-0.5, 1), (0.3, 1.6), (-1, -0.2), (0.6
 def test_bounds_by_hand() -> None:
     q, rank = torch.tensor([1, 0.2]), torch.arange(6)[None, None] // 2
     there = torch.arange(6)[None, None] < 3
-    u = bounds(q.view(1, 1, 1, 2), KEYS[None, None], rank, torch.ones(1, 1, 6, dtype=torch.bool), there)
+    u = bounds(q.view(1, 1, 1, 2), KEYS[None, None], rank, there)
     assert u.flatten().tolist() == pytest.approx([2.04, 0.62, 0.76, *[-torch.inf] * 3])
 
 
@@ -65,12 +65,11 @@ def test_bounds_bound(n: int, page: int, behind: int, seed: int) -> None:
     """No key of a page has a larger product; in pages of one key, u is the product."""
     draw = torch.Generator().manual_seed(seed)
     q, k = torch.randn(1, 1, 2, 4, generator=draw), torch.randn(1, 1, n + behind, 4, generator=draw)
-    listed = torch.arange(n + behind)[None, None] < n
     k[..., n:, :] = torch.nan
     rank = torch.arange(n + behind)[None, None] // page
     there = torch.arange(n + behind)[None, None] < -(-n // page)
-    rank[..., n:] = n + behind - 1  # anything
-    u, product = bounds(q, k, rank, listed, there), (q @ k.mT)[..., :n]
+    rank[..., n:] = n + behind - 1  # a page without a key
+    u, product = bounds(q, k, rank, there), (q @ k.mT)[..., :n]
     assert (u.gather(-1, rank[:, :, None, :n].expand(-1, -1, 2, -1)) >= product - 1e-5).all()
     assert (u == -torch.inf).sum() == 2 * int((~there).sum())
     if page == 1:
