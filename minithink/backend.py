@@ -50,6 +50,7 @@ from minithink.ref.sentences import sentences
 from minithink.ref.shrink import shrink
 from minithink.ref.similarity import similarity
 from minithink.ref.sparsity import sparsity
+from minithink.ref.stamp import stamp
 from minithink.ref.survivors import survivors
 from minithink.ref.swiglu import swiglu
 from minithink.ref.window_importance import window_importance
@@ -101,6 +102,7 @@ class Backend:
     sentences: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = sentences
     similarity: Callable[..., None] = similarity
     cumulative_score: Callable[..., tuple[Tensor, Tensor]] = cumulative_score
+    stamp: Callable[..., None] = stamp
 
 
 REFERENCE = Backend("reference", recordable=False)

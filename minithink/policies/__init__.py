@@ -25,9 +25,12 @@ from minithink.policies.dynts import DynTS
 from minithink.policies.dynts_oracles import AnswerOracle, HindsightOracle, NeedsOracle
 from minithink.policies.full import Full
 from minithink.policies.kivi import Kivi
+from minithink.policies.lazy_eviction import LazyEviction
+from minithink.policies.morphkv import MorphKV
 from minithink.policies.pm_kvq import PMKVQ
 from minithink.policies.pyramidkv import PyramidKV
 from minithink.policies.quant import Quant
+from minithink.policies.raas import RaaS
 from minithink.policies.random import Random
 from minithink.policies.rkv import Rkv
 from minithink.policies.seal import Seal
@@ -47,6 +50,9 @@ _CLASSES: tuple[type[Policy], ...] = (
     SnapKVDecode,
     AdaSnapKV,
     PyramidKV,
+    RaaS,
+    LazyEviction,
+    MorphKV,
     Rkv,
     SkipKV,
     Seal,

@@ -74,6 +74,21 @@ SMALL: dict[str, tuple[str, ...]] = {
     "answer_oracle": ("answer_oracle:budget=24,local=4,ratio=0.5",),
     "hindsight_oracle": ("hindsight_oracle:budget=22,ratio=0.4",),
     "needs_oracle": ("needs_oracle:budget=24,local=3,ratio=0.6",),
+    "lazy_eviction": (
+        "lazy_eviction:budget=14,window=4,alpha=0.1",
+        "lazy_eviction:budget=19,window=3,alpha=0.05,group=max,protect_prompt=true",
+        "lazy_eviction:budget=12,window=5,alpha=0.08,schedule=interval:3",
+    ),
+    "morphkv": (
+        "morphkv:budget=12",
+        "morphkv:budget=18,window=4,queries=W,fuse=sum,protect_prompt=true,schedule=interval:4",
+    ),
+    "raas": (
+        "raas:budget=18",
+        "raas:budget=11,alpha=0.08,protect_prompt=false",
+        "raas:budget=20,page=4,share=0.3",
+        "raas:budget=14,page=3,alpha=0.1,protect_prompt=false,schedule=interval:4",
+    ),
     "rkv": (
         "rkv:budget=16,buffer=6,alpha=4,kernel_size=3",
         "rkv:budget=18,buffer=5,alpha=3,global_clock=true,exempt_answer=true",
@@ -106,6 +121,8 @@ STACKS = (
     "thresholds=0.44/0.54",
     "snapkv:cap=6,window=2+window:budget=14,protect_prompt=true",
     "seal:alpha_0=0.5+rkv:budget=16,buffer=6,alpha=4,kernel_size=3",
+    "raas:budget=18+random:budget=20",
+    "lazy_eviction:budget=16,window=4,alpha=0.1+random:budget=18",
 )
 TEXTS = [*(text for texts in SMALL.values() for text in texts), *STACKS]
 

@@ -1,0 +1,133 @@
+"""LazyEviction: keep tokens that attention comes back to, and wait until it may have come back (arXiv 2506.15969).
+
+Attention often returns to a token after a pause. A token *recurs* when its attention is at least α. Each KV head
+remembers two numbers of every token: TS, the step at which it last recurred, and MRI, its maximum recurrence
+interval, which is the longest time between two of these steps. Every W steps a head that holds more than its budget
+keeps the last W tokens, and of the older ones those with the largest
+
+    I = H1 + H2      H1 = 2σ(−1 − (t − TS)/(MRI + 10⁻⁵))      H2 = 2σ(1 − MRI), if MRI > 0
+
+So a token stays while the pause is short beside its longest one. A token that never recurred goes first, unless it
+came just now. The formulas follow the authors' code, a copy of Halo-949/LazyEviction `model/temp_cacheobs.py`. The
+paper's H1 has no "1 +", and its H2 is quoted in two ways; they are left out.
+
+Deviations from the code:
+
+- The code has a cache for every query head. Here the query heads of a KV head share TS and MRI, by the mean (or the
+  largest) of their probabilities.
+- Probabilities stay in float32 and stamps are whole numbers; the code has both in 16 bits, which round stamps above
+  2,048.
+- Of equal scores the older token is kept.
+
+Chosen where the code is silent:
+
+- a prompt above the budget is cut when it is read (its tokens all have the same score), so that no lane is above
+  budget + W between steps; the code waits for the W-th token;
+- if there is no room for W tokens beside a protected prompt (not the default), the newest that fit are kept.
+
+- W has no default: the authors take the 80th percentile of MRI on some samples, 27 to 363 tokens by model and task.
+  Here it is 32, as texts of small models are short.
+
+A `schedule` given by the user says when heads evict; W then is the window alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from minithink.errors import UsageError
+from minithink.kv.contract import Demand, Evict, Policy, See, Shape, Step
+
+NOTHING = 2**31 - 1, 0, 0  # an empty entry: a position behind all others, TS and MRI
+
+
+@dataclass
+class LazyEviction(Policy):
+    """Recurring attention, in every KV head for itself."""
+
+    budget: int | None = None  # tokens that a KV head keeps, the last W included
+    window: int = 32  # W, tokens: the newest, which always stay, and the steps from one eviction to the next
+    alpha: float = 1e-4  # α, attention from which on a token recurs
+    group: Literal["mean", "max"] = "mean"  # how the probabilities of a KV head's query heads become one
+    schedule: str = "every"
+    protect_prompt: bool = False
+
+    name = "lazy_eviction"
+    summary = "keep tokens that attention comes back to, and evict late (LazyEviction)"
+    recordable = True
+    scope = "head"
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or not 0 < self.alpha <= 1:
+            raise UsageError(
+                f"{self.name}: window is {self.window} tokens and alpha {self.alpha:g}; window must be at least 1, "
+                "and alpha above 0 and at most 1."
+            )
+        self.slack = self.window
+        self.demands = (Demand(See.MASS, group=self.group, prompt=False),)
+
+    def due(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Which lanes must evict now, and how many tokens each may keep: bool and int32, [L, B, Hkv]."""
+        due, keep = super().due(step)
+        if self.schedule == "every":
+            now = step.active & (step.clock % self.window == 0)
+            due = now[None, :, None] & (step.held() > step.budget)
+        return due, keep
+
+    def watch(self, step: Step) -> None:
+        step.ops.stamp(
+            step.mass() >= self.alpha, step.pos(), step.held(), self._known, step.row, step.prompt, step.clock,
+            step.active,
+        )  # fmt: skip
+
+    def decide(self, step: Step) -> Iterable[Evict]:
+        due, _ = self.due(step)
+        if not step.any(due):
+            return
+        room, pos, held = self.room(step), step.pos(), step.held()[..., None]  # pos: [L, B, Hkv, S]
+        column = torch.arange(pos.shape[-1], device=pos.device)
+        newest = column >= held - room.clamp(max=self.window)[..., None]
+        free = (pos >= 0) & ~step.protected()
+        score = self.score(step)
+        step.note(score, free & ~newest)
+        others = room - (free & newest).sum(-1, dtype=torch.int32)
+        kept = newest | step.ops.keep_best(score, free & ~newest, others)
+        yield Evict(due[..., None] & free & ~kept)
+
+    def score(self, step: Step) -> Tensor:
+        """I of every token: float32 [L, B, Hkv, S]."""
+        pos, known = step.pos(), []
+        for x in self._known[1:]:
+            of_columns = torch.zeros_like(pos)  # entries stand in the order of columns; a prompt has none yet
+            entries = x[:, step.row, :, : pos.shape[-1]]
+            of_columns[..., : entries.shape[-1]] = entries
+            known.append(of_columns)
+        return importance(step.clock[:, None, None] - known[0], known[1])
+
+    # -- state: positions, TS and MRI of the tokens held
+
+    def setup(self, shape: Shape) -> None:
+        assert self.limit is not None
+        size = (*shape.tables, self.limit + 1)
+        self._known = tuple(torch.full(size, x, dtype=torch.int32, device=shape.device) for x in NOTHING)
+
+    def reset(self, row: int) -> None:
+        for tensor, nothing in zip(self._known, NOTHING, strict=True):
+            tensor[:, row] = nothing
+
+    def state(self) -> Iterable[Tensor]:
+        return self._known
+
+
+def importance(pause: Tensor, mri: Tensor) -> Tensor:
+    """I = 2/(1 + exp(1 + (t − TS)/(MRI + 10⁻⁵))) + [MRI ≠ 0]·2/(1 + exp(MRI − 1)), float32.
+
+    pause: t − TS, steps; mri: MRI, steps.
+    """
+    h1 = 2 * (-1 - pause / (mri + 1e-5)).sigmoid()
+    return h1 + torch.where(mri > 0, 2 * (1 - mri.float()).sigmoid(), 0.0)

@@ -1,0 +1,92 @@
+"""MorphKV: keep a window of recent tokens, and the older tokens that this window attends to (arXiv 2503.00979).
+
+Every KV head holds at most C tokens: the last W, and of the older ones those with the largest
+
+    s_j = max over w of A[w, j]      A[w] = max over the group of softmax_j q_w·k_j/√D,  j among the older tokens
+
+where w runs over the newest W − 1 queries. With fuse=sum the sum over w takes the place of the maximum. What is old
+and attended to stays only as long as the recent tokens attend to it.
+
+The formulas follow the authors' code, ghadiaravi13/MorphKV `morphkv/morph_cache.py`. Its command line has W = 3 and
+C = 100 (the defaults here, but for the budget), its README W = 200 and C = 4,000.
+
+When tokens go: the code chooses within a step, before this step's attention, by the queries before the current one.
+Here policies evict when a step has ended. The choice is the same: the C tokens that stay after step t are those that
+the code attends to in step t + 1, beside the current token. So the budget is the code's C, and a head attends to
+C + 1 tokens in both.
+
+Deviations from the code:
+
+- The code masks this attention for each query head by its own scores, and only stores what the group has chosen. Here
+  all query heads of a KV head attend to what is stored.
+- The softmax stays in float32; the code's has the model's type.
+- Kept tokens stay in their order, and of equal scores the older is kept.
+- The code's W − 1 is an off-by-one: it cuts W queries from a buffer of W that ends with the current one. queries=W
+  has the last W.
+
+Chosen where the code is silent: the tokens of a protected prompt (not the default) are among the older tokens of the
+softmax, but are not evicted. If there is no room for W tokens beside the prompt, the newest that fit are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from minithink.errors import UsageError
+from minithink.kv.contract import Demand, Evict, Policy, See, Step
+
+
+@dataclass
+class MorphKV(Policy):
+    """Recent tokens, and what they attend to; every KV head chooses for itself."""
+
+    budget: int | None = None  # C, tokens that a KV head keeps, the last W included
+    window: int = 3  # W, tokens that always stay
+    queries: Literal["W-1", "W"] = "W-1"  # how many of the newest queries score
+    fuse: Literal["max", "sum"] = "max"  # how the scores of these queries become one
+    schedule: str = "every"
+    protect_prompt: bool = False
+
+    name = "morphkv"
+    summary = "keep the newest tokens and what they attend to (MorphKV)"
+    recordable = True
+    scope = "head"
+
+    def __post_init__(self) -> None:
+        rows = self.window - (self.queries == "W-1")
+        if rows < 1:
+            raise UsageError(f"{self.name}: window is {self.window}; with queries={self.queries} no query is left.")
+        self.demands = (Demand(See.QUERY, rows=rows),)
+
+    def decide(self, step: Step) -> Iterable[Evict]:
+        due, _ = self.due(step)  # bool [L, B, Hkv]
+        if not step.any(due):
+            return
+        room, pos, held = self.room(step), step.pos(), step.held()[..., None]  # pos: [L, B, Hkv, S]
+        column = torch.arange(pos.shape[-1], device=pos.device)
+        newest = (column < held) & (column >= held - room.clamp(max=self.window)[..., None])
+        free, older = (pos >= 0) & ~step.protected(), (pos >= 0) & ~newest
+        rows = due.any(-1).any(0)
+        score = torch.stack([self.score(step, layer, older[layer], rows) for layer in range(step.shape.layers)])
+        step.note(score, free & older)
+        others = room - (free & newest).sum(-1, dtype=torch.int32)
+        kept = newest | step.ops.keep_best(score, free & older, others)
+        yield Evict(due[..., None] & free & ~kept)
+
+    def score(self, step: Step, layer: int, older: Tensor, rows: Tensor) -> Tensor:
+        """s of the `older` tokens, float32 [B, Hkv, S]; other entries mean nothing.
+
+        older: bool [B, Hkv, S], the tokens before the window; rows: bool [B], the rows to score.
+        """
+        q, k = step.queries(layer).float(), step.keys(layer, rows).float()  # [B, Hq, n, D], [B, Hkv, S, D]
+        grouped = q.unflatten(1, (k.shape[1], -1))  # [B, Hkv, g, n, D]
+        logits = grouped.flatten(2, 3) @ k.transpose(-1, -2) / k.shape[-1] ** 0.5
+        p = logits.masked_fill(~older[:, :, None], -torch.inf).softmax(-1)  # [B, Hkv, g·n, S]
+        if self.fuse == "max":
+            return p.amax(2)  # over the group and the queries
+        return p.unflatten(2, grouped.shape[2:4]).amax(2).sum(2)

@@ -1,0 +1,175 @@
+"""RaaS: evict the token that has not mattered for the longest time (Hu et al. 2025, arXiv 2502.11147).
+
+Each token of a layer has a stamp, the time of the last step in which it mattered. A token matters if it is among the
+share r of the tokens with the most attention (or if its attention is at least α), and when it comes:
+
+    TS_i ← t    if token i matters at step t
+
+When a lane is full, the token with the oldest stamp goes, of equals the older one; the prompt stays. The attention is
+the mean over all heads, so the heads of a layer keep the same tokens.
+
+No code of the authors was found; this follows descriptions of the paper. With page=16 stamps belong to pages of 16
+tokens, as the authors have them, and whole pages go. A page's attention is then estimated by Quest's bound, without
+looking at single keys:
+
+    u(page) = Σ_c max(q_c·min_c, q_c·max_c)      min, max: over the page's keys, channel by channel
+
+Chosen where the sources are silent:
+
+- pages are counted from the end of the prompt; the prompt's pages take part in the choice of what matters;
+- a page's attention is the softmax of u/√D over all pages;
+- the page that grows always matters, and is never evicted;
+- stamps count decode steps: the prompt is stamped with 0, whatever its queries attend to;
+- a budget without room for the prompt and the page that grows is refused;
+- in a stack whose heads keep different tokens, each KV head has stamps of its own.
+
+Deviation: Quest stores minima and maxima of each page, two vectors beside two for each of its tokens. Here they are
+computed from the keys in every step, which takes time and no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minithink.errors import UsageError
+from minithink.kv.contract import Demand, Evict, Policy, See, Shape, Step
+from minithink.kv.schedule import share_of
+
+NOWHERE = 2**31 - 1  # the position in an empty entry: behind all others
+
+
+@dataclass
+class RaaS(Policy):
+    """Keep the tokens that mattered last."""
+
+    budget: int | None = None  # tokens that a layer keeps, the prompt's included
+    share: float = 0.5  # r, of the tokens (or pages): those with the most attention matter
+    alpha: float | None = None  # α, attention from which on a token (or page) matters; None: `share` decides
+    page: int = 1  # tokens of a page; the authors' pages have 16
+    schedule: str = "every"
+    protect_prompt: bool = True
+
+    name = "raas"
+    summary = "evict what has not been attended to for the longest time (RaaS)"
+    recordable = True
+    scope = "layer"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1 or (self.alpha is not None and not 0 < self.alpha <= 1):
+            raise UsageError(
+                f"{self.name}: share is {self.share:g} and alpha {self.alpha}; both must be above 0 and at most 1."
+            )
+        if self.page < 1:
+            raise UsageError(f"{self.name}: page is {self.page} tokens; it must be at least 1.")
+        self.beside = self.page  # the page that grows
+        by_query = Demand(See.QUERY) if self.page > 1 else Demand(See.MASS, prompt=False)
+        self.demands = (by_query,)
+
+    # -- stamps, in every step
+
+    def watch(self, step: Step) -> None:
+        pos, held = step.pos(), step.held()
+        number, rank = self.pages(step)
+        listed = torch.arange(pos.shape[-1], device=pos.device) < held[..., None]
+        if self.page == 1:
+            there, score = listed, self.of_lanes(step.mass(), step)
+        else:
+            there = torch.zeros_like(rank).scatter_add(-1, rank, listed.long()) > 0
+            score = self.page_attention(step, rank, there)
+        if self.alpha is not None:
+            hit = score >= self.alpha
+        else:
+            most = -share_of(-there.sum(-1, dtype=torch.int32), self.share)  # rounded up
+            hit = step.ops.keep_best(score, there, most)
+        newest = (step.clock - 1)[:, None, None] // self.page
+        hit = hit.gather(-1, rank) | (number == newest)
+        step.ops.stamp(hit, pos, held, self._known, step.row, step.prompt, step.clock, step.active)
+
+    def pages(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Of every column its page's number, counted from the end of the prompt, and its page's place among the pages
+        that a lane holds: int32 and int64 [Lt, B, Ht, S]."""
+        pos = step.pos()
+        number = (pos - step.prompt[:, None, None]).div(self.page, rounding_mode="floor")
+        if self.page == 1:
+            return number, torch.arange(pos.shape[-1], device=pos.device).expand(pos.shape)
+        new = torch.nn.functional.pad((number[..., 1:] != number[..., :-1]).long(), (1, 0))
+        return number, new.cumsum(-1)
+
+    def page_attention(self, step: Step, rank: Tensor, there: Tensor) -> Tensor:
+        """Of every page, softmax(u/√D): float32 [Lt, B, Ht, S]; 0 where there is no page.
+
+        rank: the page of each column; there: bool [Lt, B, Ht, S], the pages that hold a token.
+        """
+        out = []
+        for layer in range(step.shape.layers):
+            q, k = step.queries(layer)[:, :, -1].float(), step.keys(layer).float()  # [B, Hq, D], [B, Hkv, S, D]
+            of_layer = (x[min(layer, len(x) - 1)].expand(k.shape[:3]) for x in (rank, there))
+            u = bounds(q.unflatten(1, (k.shape[1], -1)), k, *of_layer)  # [B, Hkv, g, S]
+            out.append((u / k.shape[-1] ** 0.5).softmax(-1).mean(2))
+        return self.of_lanes(torch.stack(out), step)
+
+    def of_lanes(self, p: Tensor, step: Step) -> Tensor:
+        """The mean over the heads that share a table. p: [L, B, Hkv, S] → [Lt, B, Ht, S]."""
+        layers, _, heads = step.shape.tables
+        if heads == 1:
+            p = p.mean(2, keepdim=True)
+        return p.mean(0, keepdim=True) if layers == 1 else p
+
+    # -- eviction
+
+    def decide(self, step: Step) -> Iterable[Evict]:
+        due, _ = self.due(step)  # bool [Lt, B, Ht]
+        if not step.any(due):
+            return
+        pos, (number, rank) = step.pos(), self.pages(step)
+        free = (pos >= 0) & ~step.protected()
+        last = torch.zeros_like(pos)
+        known = self._known[1][:, step.row, :, : pos.shape[-1]]  # entries stand in the order of columns
+        last[..., : known.shape[-1]] = known
+        score = last.double() * 2**20 + number  # the oldest stamp goes first, of equals the older page
+        step.note(score, free)
+        kept = step.ops.keep_best(score, free, self.room(step))
+        if self.page > 1:  # the rest of a page goes, too, if it is not the page that grows
+            gone = torch.zeros_like(rank).scatter_add(-1, rank, (free & ~kept).long()).gather(-1, rank) > 0
+            kept &= ~gone | (number == number.masked_fill(pos < 0, -NOWHERE).amax(-1, keepdim=True))
+        yield Evict(due[..., None] & free & ~kept)
+
+    # -- state: positions and stamps of the tokens held
+
+    def setup(self, shape: Shape) -> None:
+        assert self.limit is not None
+        size = (*shape.tables, self.limit + 1)
+        self._known = tuple(torch.full(size, x, dtype=torch.int32, device=shape.device) for x in (NOWHERE, 0))
+
+    def reset(self, row: int) -> None:
+        for tensor, nothing in zip(self._known, (NOWHERE, 0), strict=True):
+            tensor[:, row] = nothing
+
+    def state(self) -> Iterable[Tensor]:
+        return self._known
+
+
+def bounds(q: Tensor, k: Tensor, rank: Tensor, there: Tensor) -> Tensor:
+    """Quest's bound of q·k over the keys of each page: Σ_c max(q_c·min_c, q_c·max_c).
+
+    Args:
+        q: [B, Hkv, g, D].
+        k: [B, Hkv, S, D]; anything (also NaN) in a column without a key.
+        rank: int64 [B, Hkv, S], the page of each column. Columns without a key have pages of their own.
+        there: bool [B, Hkv, S], the pages that hold keys.
+
+    Returns:
+        [B, Hkv, g, S], of page s at s; −∞ where there is no page.
+    """
+    index = rank[..., None].expand(k.shape)
+    low, high = (
+        torch.full_like(k, sign * torch.inf).scatter_reduce(2, index, k, how).masked_fill(~there[..., None], 0.0)
+        for sign, how in ((1, "amin"), (-1, "amax"))
+    )
+    # max(q·min, q·max) is q·max where q > 0, else q·min
+    u = q.clamp(min=0) @ high.transpose(-1, -2) + q.clamp(max=0) @ low.transpose(-1, -2)
+    return u.masked_fill(~there[:, :, None], -torch.inf)

@@ -1,0 +1,50 @@
+"""When each token was last attended to, and the longest time between two such steps (RaaS, LazyEviction)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NOWHERE = 2**31 - 1  # the position in an empty entry: behind all others
+
+
+def stamp(
+    hit: Tensor, pos: Tensor, held: Tensor, known: tuple[Tensor, ...], at: Tensor, prompt: Tensor, t: Tensor,
+    active: Tensor,
+) -> None:  # fmt: skip
+    """Stamp the tokens that are hit at time t.
+
+        MRI_i ← max(MRI_i, t − TS_i),   TS_i ← t      for every token i that is hit
+
+    `known` holds what earlier steps left of each lane: its tokens, oldest first. It is changed in place. Afterwards
+    entry s belongs to the token of column s. Tokens are found by their position, so others may have evicted some of
+    them. Tokens that are not found are new, and newer than all that are found. A new token has MRI 0 and the time
+    before it came: TS is 0 for the prompt and the first generated token, 1 for the next.
+
+    Args:
+        hit: bool [Lt, N, Ht, S]; anything behind the last token.
+        pos: int32 [Lt, N, Ht, S], the tokens' positions, ascending; anything behind the last token.
+        held: int32 [Lt, N, Ht], tokens of each lane; at most E, where the row is active.
+        known: int32 [Lt, B, Ht, E]: positions and TS, or positions, TS and MRI.
+        at: int64 [N], the rows, each once.
+        prompt: int32 [N], tokens of the prompt.
+        t: int32 [N], generated tokens, the newest included.
+        active: bool [N]. In other rows nothing changes.
+    """
+    entries = known[0].shape[-1]
+    hit, pos = hit[..., :entries], pos[..., :entries]
+    listed = torch.arange(pos.shape[-1], device=pos.device) < held[..., None]
+    there, *old = (x[:, at] for x in known)
+    entry = torch.searchsorted(there, pos.contiguous()).clamp(max=entries - 1)
+    found = listed & (there.gather(-1, entry) == pos)
+    t, prompt = t[:, None, None], prompt[:, None, None]
+
+    last = torch.where(found, old[0].gather(-1, entry), (pos - prompt).clamp(min=0))
+    new = [torch.where(listed, pos, NOWHERE), torch.where(listed, torch.where(hit, t, last), 0)]
+    if len(old) == 2:
+        gap = torch.where(found, old[1].gather(-1, entry), 0)
+        new.append(torch.where(listed, torch.where(hit, torch.maximum(gap, t - last), gap), 0))
+    for x, of_columns, nothing in zip(known, new, (NOWHERE, 0, 0), strict=False):
+        wide = torch.full_like(there, nothing)
+        wide[..., : pos.shape[-1]] = of_columns
+        x[:, at] = torch.where(active[:, None, None], wide, x[:, at])

@@ -1,0 +1,159 @@
+"""RaaS: the worked example, plain LRU, its pages, and a running decoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minithink.errors import UsageError
+from minithink.kv.sizes import check_budget
+from minithink.policies import parse
+from minithink.policies.raas import RaaS, bounds
+from minithink.policies.window import Window
+from tests.policies.by_rows import by_rows, remembered, shape_of, step_of
+from tests.policies.drive import TINY, follow, held
+
+torch.set_num_threads(1)
+
+# --- by hand ------------------------------------------------------------------------------------------------
+
+ROWS = (
+    [0.5, 0.3, 0.2],
+    [0.30, 0.05, 0.25, 0.40],
+    [0.30, 0.05, 0.05, 0.30, 0.30],
+    [0.20, 0.04, 0.06, 0.10, 0.35, 0.25],
+    [0.2, 0.05, 0.05, 0.15, 0.25, 0.30],
+)
+# Stamps are positions of the newest token here, which are one more than the clock: the prompt has two tokens.
+BY_ALPHA = ([2, 2, 2], [3, 2, 3, 3], [4, 2, 3, 4, 4], [5, 2, 5, 5, 5], [6, 2, 6, 6, 6])
+BY_SHARE = ([2, 2, 2], [3, 2, 2, 3], [4, 2, 2, 4, 4], [5, 2, 4, 5, 5], [6, 2, 5, 6, 6])
+
+
+@pytest.mark.parametrize(("alpha", "stamps"), [(0.1, BY_ALPHA), (None, BY_SHARE)])
+def test_worked_example(alpha: float | None, stamps: Any) -> None:
+    policy = RaaS(budget=5, alpha=alpha)
+    want = ([0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 3, 4, 5], [0, 1, 4, 5, 6])
+    for i, kept in enumerate(by_rows(policy, 2, ROWS)):
+        assert kept == want[i]
+        assert [ts + 1 for ts in remembered(policy, kept)[0]] == stamps[i]
+
+
+def test_attention_is_the_mean_over_all_heads() -> None:
+    """Of two KV heads: each alone would have another order."""
+    policy = RaaS(budget=9, share=0.25)
+    policy.setup(shape_of(policy, 2))
+    policy.watch(step_of(policy, 2, 2, [0, 1, 2, 3], [[0.6, 0.3, 0.1, 0.0], [0.0, 0.5, 0.4, 0.1]]))
+    assert remembered(policy, [0, 1, 2, 3]) == [[0, 2, 0, 2]]
+
+
+KEYS = torch.tensor([(2, 0), (1.8, 0.2), (-0.5, 1), (0.3, 1.6), (-1, -0.2), (0.6, 0.8)])
+
+
+def test_bounds_by_hand() -> None:
+    q, rank = torch.tensor([1, 0.2]), torch.arange(6)[None, None] // 2
+    there = torch.arange(6)[None, None] < 3
+    u = bounds(q.view(1, 1, 1, 2), KEYS[None, None], rank, there)
+    assert u.flatten().tolist() == pytest.approx([2.04, 0.62, 0.76, *[-torch.inf] * 3])
+
+
+@given(n=st.integers(1, 20), page=st.integers(1, 6), behind=st.integers(0, 3), seed=st.integers(0, 2**31))
+def test_bounds_bound(n: int, page: int, behind: int, seed: int) -> None:
+    """No key of a page has a larger product; in pages of one key, u is the product."""
+    draw = torch.Generator().manual_seed(seed)
+    q, k = torch.randn(1, 1, 2, 4, generator=draw), torch.randn(1, 1, n + behind, 4, generator=draw)
+    k[..., n:, :] = torch.nan
+    rank = torch.arange(n + behind)[None, None] // page
+    there = torch.arange(n + behind)[None, None] < -(-n // page)
+    rank[..., n:] = n + behind - 1  # a page without a key
+    u, product = bounds(q, k, rank, there), (q @ k.mT)[..., :n]
+    assert (u.gather(-1, rank[:, :, None, :n].expand(-1, -1, 2, -1)) >= product - 1e-5).all()
+    assert (u == -torch.inf).sum() == 2 * int((~there).sum())
+    if page == 1:
+        assert torch.allclose(u[..., :n], product, atol=1e-5)
+
+
+# --- laws ---------------------------------------------------------------------------------------------------
+
+ROW = st.lists(st.integers(0, 9), min_size=40, max_size=40)
+
+
+@given(st.lists(ROW, min_size=1, max_size=25), st.integers(1, 4), st.integers(1, 8), st.booleans(), st.booleans())
+def test_it_is_lru(rows: list[list[int]], prompt: int, more: int, by_alpha: bool, protect: bool) -> None:
+    """Against a list of uses. Ties are common: of equally attended tokens the older is used, of equal stamps the
+    older goes."""
+    budget, alpha = prompt + more, 0.5
+    policy = RaaS(budget=budget, share=0.3, alpha=alpha if by_alpha else None, protect_prompt=protect)
+    used = dict.fromkeys(range(prompt), 0)
+    weights = [[x / 10 for x in row] for row in rows]
+    for t, (kept, row) in enumerate(zip(by_rows(policy, prompt, weights), weights, strict=True), start=1):
+        newest = prompt + t - 1
+        used[newest] = t
+        columns = sorted(used)
+        n = len(columns)
+        best = sorted(range(n), key=lambda i: (-row[i], i))[: -(-3 * n // 10)]
+        for i in [i for i in range(n) if row[i] >= alpha] if by_alpha else best:
+            used[columns[i]] = t
+        while len(used) > budget:
+            del used[min((ts, p) for p, ts in used.items() if p >= prompt or not protect)[1]]
+        assert kept == sorted(used)
+        assert remembered(policy, kept)[0] == [used[p] for p in kept]
+
+
+@pytest.mark.parametrize("text", ["share=1", "alpha=1", "share=1,page=3", "alpha=1,page=3"])
+def test_if_all_or_nothing_matters_the_newest_stay(text: str) -> None:
+    """Then all tokens have the same stamps, or their time of birth."""
+    policy, window = parse(f"raas:budget=17,{text}"), Window(budget=17, protect_prompt=True)
+    assert isinstance(policy, RaaS)
+    prompts = (7, 4, 9)
+    for i, (ours, theirs) in enumerate(zip(follow(policy, prompts, 30), follow(window, prompts, 30), strict=True)):
+        for seq, n in enumerate(prompts):
+            want = held(theirs, seq)[0]
+            begins = max(0, i - (17 - n))  # generated tokens that the window has lost
+            begins = -(-begins // policy.page) * policy.page  # the first whole page
+            assert held(ours, seq) == [[p for p in want if not n <= p < n + begins]] * TINY.num_layers
+
+
+@given(
+    prompts=st.lists(st.integers(1, 12), min_size=1, max_size=3), page=st.integers(2, 5), more=st.integers(0, 6),
+    protect=st.booleans(), alpha=st.sampled_from([None, 0.2]),
+)  # fmt: skip
+@settings(max_examples=settings.default.max_examples // 4)
+def test_whole_pages_go(prompts: list[int], page: int, more: int, protect: bool, alpha: float | None) -> None:
+    """In every layer of a ragged batch, and never more of them than must; the page that grows stays."""
+    budget = (max(prompts) if protect else 0) + page + more
+    policy = RaaS(budget=budget, page=page, protect_prompt=protect, alpha=alpha)
+    for i, manager in enumerate(follow(policy, prompts, 25, rows=len(prompts) + 1)):
+        for seq, n in enumerate(prompts):
+            for lane in held(manager, seq):
+                pages = {(p - n) // page for p in lane}
+                free = [p for p in lane if p >= n or not protect]
+                assert free == [p for p in range(n + i) if (p - n) // page in pages and (p >= n or not protect)]
+                assert not protect or lane[:n] == list(range(n))
+                assert len(lane) <= budget
+                assert len(lane) == n + i or len(lane) > budget - page
+                assert i == 0 or lane[-1] == n + i - 1
+        known, stamps = (x.transpose(0, 1) for x in policy.state())
+        for seq, n in enumerate(prompts):
+            row = manager._row_of[seq]
+            for lane, of_lane in zip(known[row, :, 0].tolist(), stamps[row, :, 0].tolist(), strict=True):
+                by_page: dict[int, set[int]] = {}
+                for p, ts in zip(lane, of_lane, strict=True):
+                    by_page.setdefault((p - n) // page, set()).add(ts)
+                assert all(len(x) == 1 for number, x in by_page.items() if number < 10**6)
+
+
+@pytest.mark.parametrize("text", ["share=0", "share=1.5", "alpha=0", "alpha=2", "page=0"])
+def test_settings_that_make_no_sense(text: str) -> None:
+    with pytest.raises(UsageError, match="raas"):
+        parse(f"raas:budget=9,{text}")
+
+
+def test_a_budget_has_room_for_the_page_that_grows() -> None:
+    policy = parse("raas:budget=20,page=8")
+    check_budget(policy, 12)
+    with pytest.raises(UsageError, match="at least 21"):
+        check_budget(policy, 13)
