@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from minithink.errors import UsageError
+from minithink.ref.accumulate import accumulate
 from minithink.ref.allocate import allocate
 from minithink.ref.anneal import anneal
 from minithink.ref.append import append
 from minithink.ref.attention import attention
 from minithink.ref.by_format import by_format
+from minithink.ref.carry import carry
 from minithink.ref.close_ranks import close_ranks
 from minithink.ref.cumulative_score import cumulative_score
 from minithink.ref.decode_attention import decode_attention
@@ -103,6 +105,8 @@ class Backend:
     similarity: Callable[..., None] = similarity
     cumulative_score: Callable[..., tuple[Tensor, Tensor]] = cumulative_score
     stamp: Callable[..., None] = stamp
+    accumulate: Callable[..., Tensor] = accumulate
+    carry: Callable[..., None] = carry
 
 
 REFERENCE = Backend("reference", recordable=False)

@@ -26,6 +26,7 @@ POLICIES = (
     "skipkv:budget=14,schedule=interval:4,alpha=3",
     "ada_snapkv:budget=12,buffer=4,alpha=3",
     "raas:budget=14",
+    "h2o:budget=14",
 )
 # `survivors` is made of K-means, which no policy asks for by itself.
 INSIDE = {"kmeans": "survivors"}

@@ -24,6 +24,7 @@ from minithink.policies.crystal_kv import CrystalKV, CrystalKVLite
 from minithink.policies.dynts import DynTS
 from minithink.policies.dynts_oracles import AnswerOracle, HindsightOracle, NeedsOracle
 from minithink.policies.full import Full
+from minithink.policies.h2o import H2O
 from minithink.policies.kivi import Kivi
 from minithink.policies.lazy_eviction import LazyEviction
 from minithink.policies.morphkv import MorphKV
@@ -33,12 +34,14 @@ from minithink.policies.quant import Quant
 from minithink.policies.raas import RaaS
 from minithink.policies.random import Random
 from minithink.policies.rkv import Rkv
+from minithink.policies.scissorhands import Scissorhands
 from minithink.policies.seal import Seal
 from minithink.policies.skipkv import SkipKV
 from minithink.policies.snapkv import SnapKV
 from minithink.policies.snapkv_decode import SnapKVDecode
 from minithink.policies.streaming_llm import StreamingLLM
 from minithink.policies.thinkv import Tbe, Tbq, ThinKV
+from minithink.policies.tova import Tova
 from minithink.policies.window import Window
 
 _CLASSES: tuple[type[Policy], ...] = (
@@ -47,6 +50,9 @@ _CLASSES: tuple[type[Policy], ...] = (
     StreamingLLM,
     Random,
     SnapKV,
+    H2O,
+    Tova,
+    Scissorhands,
     SnapKVDecode,
     AdaSnapKV,
     PyramidKV,

@@ -83,6 +83,20 @@ SMALL: dict[str, tuple[str, ...]] = {
         "morphkv:budget=12",
         "morphkv:budget=18,window=4,queries=W,fuse=sum,protect_prompt=true,schedule=interval:4",
     ),
+    "h2o": (
+        "h2o:budget=18",
+        "h2o:budget=11,recent=0.2,protect_prompt=false",
+        "h2o:budget=20,protect_prompt=true,schedule=interval:4",
+    ),
+    "tova": (
+        "tova:budget=18",
+        "tova:budget=20,newest=true,protect_prompt=true",
+        "tova:budget=12,schedule=interval:3",
+    ),
+    "scissorhands": (
+        "scissorhands:budget=16,recent=3,history=5,buffer=4",
+        "scissorhands:budget=18,recent=2,history=4,buffer=0,by=mean,protect_prompt=true",
+    ),
     "raas": (
         "raas:budget=18",
         "raas:budget=11,alpha=0.08,protect_prompt=false",

@@ -1,0 +1,93 @@
+"""H2O: keep heavy hitters, the tokens with the most attention so far, and recent tokens (arXiv 2306.14048).
+
+Every KV head adds up the attention that each of its tokens has received since it came:
+
+    S_i ← S_i + Σ over the group's query heads of A_i      at every step; first the sum over the prompt's queries
+
+When a head holds more than its budget, it keeps the last `recent` tokens (half of the budget), and of the older ones
+those with the largest S. Nothing is divided by a token's age, so old tokens have an advantage.
+
+The formulas follow the authors' code, FMInference/H2O `h2o_hf/utils_real_drop/modify_llama.py`. Deviations:
+
+- The code scores query heads, which does not work where they share keys. Here the query heads of a KV head add up.
+- Scores stay in float32; in 16 bits they stop growing when a step's attention is below their last digit.
+- Kept tokens stay in their order, and of equal scores the older is kept. Sequences of a batch have their own scores;
+  the code adds them up.
+- The code's streaming form moves positions; here they stay as they were.
+
+Released code has other methods under this name: KVCache-Factory chooses once, by the prompt's queries; NVIDIA/kvpress
+divides by the queries that a token could see; R-KV's and SkipKV's "H2O" goes by the last query alone, and DynTS's
+does so by mistake (`tova.py` is near to them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minithink.errors import UsageError
+from minithink.kv.contract import Demand, Evict, Policy, See, Shape, Step
+from minithink.kv.schedule import share_of
+
+NOTHING = 2**31 - 1, 0  # an empty entry: a position behind all others, and no score
+
+
+@dataclass
+class H2O(Policy):
+    """Cumulative attention and recency, in every KV head for itself."""
+
+    budget: int | None = None  # tokens that a KV head keeps, the recent ones included
+    recent: float = 0.5  # of the budget: the newest tokens, which always stay
+    schedule: str = "every"
+    protect_prompt: bool = False
+
+    name = "h2o"
+    summary = "keep tokens with the most attention so far, and recent ones (H2O)"
+    recordable = True
+    scope = "head"
+    demands = (Demand(See.MASS, group="sum"),)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.recent <= 1:
+            raise UsageError(f"{self.name}: recent is {self.recent:g}; it must be from 0 to 1.")
+
+    def due(self, step: Step) -> tuple[Tensor, Tensor]:
+        over, keep = super().due(step)
+        return over | step.active[None, :, None], keep  # attention is added up at every step
+
+    def decide(self, step: Step) -> Iterable[Evict]:
+        if not step.any(step.active):
+            return
+        over, _ = super().due(step)
+        pos, held, room = step.pos(), step.held(), self.room(step)  # pos: [L, B, Hkv, S]
+        score = step.ops.accumulate(step.mass(), pos, held, self._known, step.row)
+        column = torch.arange(pos.shape[-1], device=pos.device)
+        last = torch.minimum(share_of(step.budget, self.recent), room)
+        listed, newest = column < held[..., None], column >= (held - last)[..., None]
+        free = listed & ~step.protected()
+        step.note(score, free & ~newest)
+        others = room - (free & newest).sum(-1, dtype=torch.int32)
+        kept = newest | step.ops.keep_best(score, free & ~newest, others)
+        drop = over[..., None] & free & ~kept
+        step.ops.carry(score, pos, listed & ~drop, self._known, step.row, step.active)
+        yield Evict(drop)
+
+    # -- state: positions and S of the tokens that stay
+
+    def setup(self, shape: Shape) -> None:
+        assert self.limit is not None
+        size = (*shape.tables, self.limit)
+        self._known = (
+            torch.full(size, NOTHING[0], dtype=torch.int32, device=shape.device),
+            torch.zeros(size, dtype=torch.float32, device=shape.device),
+        )
+
+    def reset(self, row: int) -> None:
+        for tensor, nothing in zip(self._known, NOTHING, strict=True):
+            tensor[:, row] = nothing
+
+    def state(self) -> Iterable[Tensor]:
+        return self._known

@@ -1,0 +1,29 @@
+"""What is known of the tokens that stay, without gaps (H2O)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NOWHERE = 2**31 - 1  # the position in an empty entry: behind all others
+
+
+def carry(
+    score: Tensor, pos: Tensor, stay: Tensor, known: tuple[Tensor, Tensor], at: Tensor, active: Tensor
+) -> None:  # fmt: skip
+    """Keep the positions and scores of the tokens that stay, oldest first. `known` is changed in place.
+
+    Args:
+        score: float32 [L, N, H, S].
+        pos: int32 [L, N, H, S], positions, ascending.
+        stay: bool [L, N, H, S]; of a lane that is active at most E.
+        known: int32 and float32 [L, B, H, E]. Entries behind the last token get NOWHERE and 0.
+        at: int64 [N], the rows, each once.
+        active: bool [N]. In other rows nothing changes.
+    """
+    entries = known[0].shape[-1]
+    rank = torch.where(stay, stay.cumsum(-1) - 1, entries).clamp(max=entries)
+    for x, of_columns, nothing in zip(known, (pos, score), (NOWHERE, 0), strict=True):
+        new = torch.full((*rank.shape[:3], entries + 1), nothing, dtype=x.dtype, device=x.device)
+        new.scatter_(-1, rank, of_columns)
+        x[:, at] = torch.where(active[:, None, None], new[..., :-1], x[:, at])

@@ -1,0 +1,61 @@
+"""Scissorhands: the worked example, single queries, and a running decoder."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minithink.errors import UsageError
+from minithink.policies import parse
+from minithink.policies.scissorhands import importance
+from tests.policies.drive import follow, held
+from tests.policies.fixture import KEYS
+
+QUERIES = torch.tensor([(0, 1), (-0.5, 1), (1, 0.2), (0.3, 1)])  # of tokens 2 to 5
+
+
+def test_worked_example() -> None:
+    """Mean attention of the last four queries, each of the tokens that it sees (spec §13)."""
+    pos, at = torch.arange(6).int()[None, None], torch.arange(2, 6)[None]
+    got = importance(QUERIES[None, None], KEYS[None, None], pos, at, "mean")
+    want = torch.tensor([0.2107, 0.2177, 0.2775, 0.2956, 0.0543, 0.1810])
+    assert torch.allclose(got[0, 0], want, atol=1e-4)
+
+
+@given(n=st.integers(1, 6), tokens=st.integers(1, 9), behind=st.integers(0, 3), seed=st.integers(0, 2**31))
+def test_counts_by_loops(n: int, tokens: int, behind: int, seed: int) -> None:
+    """As with loops over queries and keys; queries that are not there yet and empty columns count nothing."""
+    g = torch.Generator().manual_seed(seed)
+    q, k = torch.randn(1, 2, n, 4, generator=g), torch.randn(1, 1, tokens + behind, 4, generator=g)
+    places = sorted(torch.randperm(2 * tokens, generator=g)[:tokens].tolist())
+    pos = torch.tensor([*places, *[-1] * behind]).int()[None, None]
+    at = torch.arange(places[-1] - n + 1, places[-1] + 1)[None]
+    got = importance(q, k, pos, at, "count")[0, 0]
+    for j in range(len(places)):
+        hits = asked = 0
+        for w, t in enumerate(at[0].tolist()):
+            seen = [i for i, p in enumerate(places) if p <= t]
+            if t < 0 or j not in seen:
+                continue
+            a = torch.stack([(q[0, h, w] @ k[0, 0, seen].T / 2).softmax(-1) for h in range(2)]).mean(0)
+            asked += 1
+            hits += float(a[seen.index(j)] * len(seen)) >= 1
+        assert abs(float(got[j]) - hits / max(1, asked)) < 1e-6
+    assert not got[tokens:].any()
+
+
+def test_recent_tokens_stay_and_the_rest_goes_in_blocks() -> None:
+    sizes = []
+    for i, manager in enumerate(follow(parse("scissorhands:budget=12,recent=4,history=6,buffer=5"), [4], 40)):
+        (first, *_), length = held(manager, 0), 4 + i
+        sizes.append(len(first))
+        assert first[-4:] == list(range(max(0, length - 4), length))
+    assert max(sizes) == 16  # at 17 a head evicts down to 12
+    assert sizes.count(12) >= 5
+
+
+def test_bad_values() -> None:
+    with pytest.raises(UsageError, match="recent is 0, history 400 and buffer 128"):
+        parse("scissorhands:budget=8,recent=0")
