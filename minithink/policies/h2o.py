@@ -13,6 +13,7 @@ The formulas follow the authors' code, FMInference/H2O `h2o_hf/utils_real_drop/m
 - Scores stay in float32; in 16 bits they stop growing when a step's attention is below their last digit.
 - Kept tokens stay in their order, and of equal scores the older is kept. Sequences of a batch have their own scores;
   the code adds them up.
+- Where the prompt is protected (not the default), `recent` is a share of what is left beside it.
 - The code's streaming form moves positions; here they stay as they were.
 
 Released code has other methods under this name: KVCache-Factory chooses once, by the prompt's queries; NVIDIA/kvpress
@@ -40,7 +41,7 @@ class H2O(Policy):
     """Cumulative attention and recency, in every KV head for itself."""
 
     budget: int | None = None  # tokens that a KV head keeps, the recent ones included
-    recent: float = 0.5  # of the budget: the newest tokens, which always stay
+    recent: float = 0.5  # share of the budget for the newest tokens, which always stay, 0 to 1
     schedule: str = "every"
     protect_prompt: bool = False
 
@@ -65,8 +66,7 @@ class H2O(Policy):
         pos, held, room = step.pos(), step.held(), self.room(step)  # pos: [L, B, Hkv, S]
         score = step.ops.accumulate(step.mass(), pos, held, self._known, step.row)
         column = torch.arange(pos.shape[-1], device=pos.device)
-        last = torch.minimum(share_of(step.budget, self.recent), room)
-        listed, newest = column < held[..., None], column >= (held - last)[..., None]
+        listed, newest = column < held[..., None], column >= (held - share_of(room, self.recent))[..., None]
         free = listed & ~step.protected()
         step.note(score, free & ~newest)
         others = room - (free & newest).sum(-1, dtype=torch.int32)

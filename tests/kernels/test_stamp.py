@@ -14,7 +14,7 @@ from tests.kernels.device import DEVICE
 
 
 @given(
-    shape=st.sampled_from([(1, 1, 1), (2, 3, 2), (1, 2, 3), (0, 1, 2), (1, 0, 2)]), steps=st.integers(1, 25),
+    shape=st.sampled_from([(1, 1, 1), (2, 3, 2), (1, 2, 3), (0, 1, 2), (1, 0, 2)]), steps=st.integers(1, 12),
     entries=st.integers(3, 40), gaps=st.booleans(), dropped=st.sampled_from([0.0, 0.1, 0.6]), wide=st.booleans(),
     seed=st.integers(0, 2**31),
 )  # fmt: skip
@@ -28,7 +28,7 @@ def test_equals_its_twin(
     at, prompt = torch.randperm(rows, generator=g)[:n], torch.randint(1, 9, (n,), generator=g).int()
     known = [torch.zeros(layers, rows, heads, entries, dtype=torch.int32) for _ in range(2 + gaps)]
     known[0].fill_(ref.NOWHERE)
-    ours, t = [x.to(DEVICE) for x in known], torch.zeros(n, dtype=torch.int32)
+    ours, t = [x.clone().to(DEVICE) for x in known], torch.zeros(n, dtype=torch.int32)
     lanes = {(i, j, h): list(range(int(prompt[j])))[:entries - 1]
              for i in range(layers) for j in range(n) for h in range(heads)}  # fmt: skip
     for _ in range(steps):
