@@ -834,6 +834,7 @@ def test_a_prompt_that_would_move_what_is_recorded_is_refused() -> None:
     [
         "full",
         "rkv:budget=9,buffer=3,alpha=3,kernel_size=3",
+        "crystal_kv:budget=9,protect_prompt=false,min_budget=3,realloc_every=4",
         "quant:fmt=nvfp4",
         "tbe:budget=10,tau=3,retention=1,layers=0/1,thresholds=0.03/0.3",
     ],
@@ -864,9 +865,12 @@ def test_the_kernels_agree(text: str) -> None:
         for seq in seqs:
             assert_close(f"sequence {seq}, step {i}", got[seq], want[seq], atol=1e-5)
         assert_same_state(f"step {i}", *managers, (0, 1), exact=False)
+        for row in range(3):
+            assert len(observed(managers[0], row)) == (config.num_layers if text.startswith("crystal") else 0)
+            assert_same_content(f"step {i}, row {row}", *(observed(m, row) for m in managers), atol=1e-5)
         for a, b in zip(*([m.account(seq) for seq in (0, 1)] for m in managers), strict=True):
             assert a == b
-    if text.startswith("rkv"):
+    if text.startswith(("rkv", "crystal")):
         assert managers[0].held(0) < 16
     if text.startswith("tbe"):
         assert managers[0].held(0) == 10
