@@ -220,8 +220,8 @@ def clear(p_pos, start, room, NOWHERE: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)
     used = tl.full((), 1, tl.int32)
     while (start < room) & (used > 0):
-        m = tl.load(p_pos + start + column, start + column < room, other=NOWHERE) != NOWHERE
-        tl.store(p_pos + start + column, tl.full((BLOCK,), NOWHERE, tl.int32), m)
+        m = tl.load(p_pos + (start + column), start + column < room, other=NOWHERE) != NOWHERE
+        tl.store(p_pos + (start + column), tl.full((BLOCK,), NOWHERE, tl.int32), m)
         used = tl.max(m.to(tl.int32))
         start += BLOCK
 
@@ -263,10 +263,10 @@ def _retain(
     fixed = tl.zeros((BLOCK,), tl.int32)  # protected tokens
     for start in range(0, held, BLOCK):
         m_in = start + column < held
-        mass = tl.load(p_mass + start + column, m_in, other=0.0)
+        mass = tl.load(p_mass + (start + column), m_in, other=0.0)
         totals += mass.to(tl.float64)
         top = tl.maximum(top, mass.to(tl.int32, bitcast=True))
-        fixed += (tl.load(p_pos + start + column, m_in, other=NOWHERE) < protected).to(tl.int32)
+        fixed += (tl.load(p_pos + (start + column), m_in, other=NOWHERE) < protected).to(tl.int32)
     fixed, total = tl.sum(fixed), tl.sum(totals)
     goes = held - tl.maximum(tl.load(p_keep + i), fixed)
 
@@ -282,7 +282,7 @@ def _retain(
         sums = tl.zeros((BLOCK,), tl.float64)
         less, at_least = tl.zeros((BLOCK,), tl.int32), tl.full((BLOCK,), LARGEST, tl.int32)
         for start in range(0, held, BLOCK):
-            mass = tl.load(p_mass + start + column, start + column < held, other=0.0)
+            mass = tl.load(p_mass + (start + column), start + column < held, other=0.0)
             bits = mass.to(tl.int32, bitcast=True)
             m_counts = bits >= middle
             sums += tl.where(m_counts, mass, 0.0).to(tl.float64)
