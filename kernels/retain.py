@@ -46,6 +46,7 @@ BLOCK = 64  # tokens at a time
 WARPS = 1
 NOWHERE = 2**31 - 1  # the position in an empty entry
 MOST = 2**20  # powers of λ in the table; larger ages count as this one
+_POWERS: dict[tuple[float, torch.device], Tensor] = {}
 LARGEST = tl.constexpr(0x7FFFFFFF)
 INFINITY = tl.constexpr(float("inf"))
 
@@ -403,7 +404,7 @@ def retain(
         more_crf = torch.empty(pos.shape, dtype=torch.float32, device=device)
         more_last = torch.empty(pos.shape, dtype=torch.int32, device=device)
         tracked, counted, summed = (x.contiguous().view(torch.uint8) for x in (tracked, counted, summed))
-        power = lam ** torch.arange(ages(lam), dtype=torch.float64, device=device)
+        power = powers(float(lam), device)
         _retain[(kept.numel(),)](
             mass, pos, held.contiguous(), *known, at, budget.contiguous(), keep.contiguous(), protected, prompt, t,
             tracked, counted, summed, power, more_crf, more_last, drop.view(torch.uint8), kept, fixed, total, score,
@@ -412,6 +413,17 @@ def retain(
             enable_fp_fusion=False,
         )  # fmt: skip
     return drop, kept, fixed, total, score if scored else None
+
+
+def powers(lam: float, device: torch.device) -> Tensor:
+    """λ⁰, λ¹, …, float64. They are computed once, but for those of a graph that is recorded before any step has run
+    without it: its memory has content only while the graph runs."""
+    power = _POWERS.get((lam, device))
+    if power is None:
+        power = lam ** torch.arange(ages(lam), dtype=torch.float64, device=device)
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            _POWERS[lam, device] = power
+    return power
 
 
 def ages(lam: float) -> int:
