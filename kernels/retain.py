@@ -20,7 +20,7 @@ gone. The entries start where the entries of the row's earlier heads end; each p
 Powers of λ come from a table that ends where they no longer change a float32.
 
 Bound: arithmetic, by a count of compiled instructions (not measured). If one token of 1,025 goes, a token takes about
-400: 18 for the sums, 15 in each pass for the hits, 90 for CRF, 85 for the border, 45 to close up. 20 bytes are read
+400: 15 for the sums, 15 in each pass for the hits, 90 for CRF, 85 for the border, 45 to close up. 20 bytes are read
 for each token (mass and position; position, CRF and τ of its entry), 8 written for a token that is hit, and 12 for
 each token behind the first that goes; together about 33. `drop` takes 1 byte for each column, and is cleared before.
 Later passes find the lane in the cache.
