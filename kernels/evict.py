@@ -2,13 +2,13 @@
 
 Layout: two launches, over the units of the rows `at`.
 
-    _compact   one program per unit. It finds the first block of BLOCK columns with a dropped token. From there on it
-               reads a block of the list, then writes the kept tokens behind those kept before, in place. Dropped
-               tokens free their slots, and are counted off their page and their row of key scales; the last token of
-               a page counts the page as empty
-    _give      one program per TABLES units. It adds up what all units before these have freed. The few units with
-               empty pages find them in their tables and put them on the stack; _compact has noted the rows of key
-               scales
+    _compact   one program per unit. It finds the first column with a dropped token. From its block on it reads BLOCK
+               columns of the list, then writes the kept tokens behind those kept before, in place. Dropped tokens
+               free their slots, and are counted off their page and their row of key scales; the last token of a page
+               counts the page as empty. Most blocks lose no token: they only move
+    _give      one program per TABLES units. Most end at once. The few whose units have empty pages add up what all
+               units before these have freed, find the pages in their tables and put them on the stack; _compact has
+               noted the rows of key scales. The last one writes the new tops
 
 A list, the pages of a table and the rows of its keys' scales belong to one unit, and a slot to one token. Tokens
 share only the counts of a page and of a row, which are integers, so the results are the same in any order. If several
@@ -32,17 +32,19 @@ from torch import Tensor
 
 from minithink.kernels._common import Variant, unit_of
 
-BLOCK = 1024  # tokens of a list at a time
+BLOCKS = (2048, 256), (0, 1024)  # (at least so many units, tokens of a list at a time)
+THREADS = 256  # tokens of a block for each warp
+LOOK = 1024  # columns of `drop` at a time, in search of the first one
 TABLES = 4  # units of a program of _give
 COLUMNS = 128  # columns of a table at a time
-SUMS = 1024  # units whose counts are added up at a time
+SUMS = 4096  # units whose counts are added up at a time
 
 
 @triton.jit(do_not_specialize=["n", "rows", "units"])
 def _compact(
     p_drop, p_at, p_place, p_pos, p_count, p_live, p_taken, p_top, p_row_of, p_row_uses, p_row_top, p_freed, p_gone,
     p_before, units, n, rows, heads, seen, width, row_none,
-    MOST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    MOST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
     """p_freed: pages of each unit, then its rows of scales; p_gone: numbers of these rows, [units, seen]; ROWS: there
     are some."""
@@ -58,17 +60,19 @@ def _compact(
     end = tl.minimum(tl.load(p_count + i_unit), seen)
     column = tl.arange(0, BLOCK)
 
-    start, dropped = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    while (start < end) & (dropped == 0):
-        dropped = tl.max(tl.load(p_drop + (start + column), start + column < end, other=0).to(tl.int32))
-        start += BLOCK
+    start, first = tl.full((), 0, tl.int32), end  # the first column with a dropped token
+    look = tl.arange(0, LOOK)
+    while (start < end) & (first == end):
+        dropped = tl.load(p_drop + (start + look), start + look < end, other=0) != 0
+        first = tl.min(tl.where(dropped, start + look, end))
+        start += LOOK
     emptied, gone = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    if dropped == 0:
+    if first == end:
         tl.store(p_freed + i, emptied)
         tl.store(p_freed + units + i, gone)
         return
 
-    start -= BLOCK
+    start = first // BLOCK * BLOCK
     kept = start  # tokens, all those before the block
     while start < end:
         m_in = start + column < end
@@ -76,35 +80,40 @@ def _compact(
         place = tl.load(p_place + (start + column), m_in, other=-1)
         pos = tl.load(p_pos + (start + column), m_in, other=-1)
         keep = (m_in & ~m_drop).to(tl.int32)
-        to = kept + tl.cumsum(keep, 0) - 1
+        stay = tl.sum(keep)
         # Threads write where others read, so all of them read before any writes. Later blocks are not written to.
         tl.debug_barrier()
-        tl.store(p_place + to, place, keep > 0)
-        tl.store(p_pos + to, pos, keep > 0)
-        kept += tl.sum(keep)
+        if stay == tl.minimum(end - start, BLOCK):
+            tl.store(p_place + (kept + column), place, m_in)
+            tl.store(p_pos + (kept + column), pos, m_in)
+        else:
+            to = kept + tl.cumsum(keep, 0) - 1
+            tl.store(p_place + to, place, keep > 0)
+            tl.store(p_pos + to, pos, keep > 0)
 
-        m_free = m_drop & (place >= 0)  # others lie in a buffer
-        tl.store(p_live + place, tl.full((BLOCK,), 0, tl.uint8), m_free)
-        less = tl.full((BLOCK,), -1, tl.int32)
-        living = tl.atomic_add(p_taken + place // MOST, less, m_free, sem="relaxed")  # before
-        emptied += tl.sum((m_free & (living == 1)).to(tl.int32))
-        if ROWS:
-            row = tl.load(p_row_of + place, m_free, other=row_none)
-            m_row = m_free & (row < row_none)
-            tl.store(p_row_of + place, tl.zeros((BLOCK,), tl.int32) + (row_none + 1), m_free)
-            tl.atomic_add(p_row_uses + row, less, m_row, sem="relaxed")
-            tl.debug_barrier()  # all are counted
-            left = tl.atomic_add(p_row_uses + row, tl.zeros((BLOCK,), tl.int32), m_row, sem="relaxed")
-            m_row = m_row & (left == 0)
-            tl.debug_barrier()
-            tl.atomic_max(p_row_uses + row, column + 1, m_row, sem="relaxed")
-            tl.debug_barrier()
-            last = tl.atomic_add(p_row_uses + row, tl.zeros((BLOCK,), tl.int32), m_row, sem="relaxed")
-            m_row = m_row & (last == column + 1)
-            tl.debug_barrier()
-            tl.store(p_row_uses + row, tl.zeros((BLOCK,), tl.int32), m_row)
-            tl.store(p_gone + (gone + tl.cumsum(m_row.to(tl.int32), 0) - 1), row, m_row)
-            gone += tl.sum(m_row.to(tl.int32))
+            m_free = m_drop & (place >= 0)  # others lie in a buffer
+            tl.store(p_live + place, tl.full((BLOCK,), 0, tl.uint8), m_free)
+            less = tl.full((BLOCK,), -1, tl.int32)
+            living = tl.atomic_add(p_taken + place // MOST, less, m_free, sem="relaxed")  # before
+            emptied += tl.sum((m_free & (living == 1)).to(tl.int32))
+            if ROWS:
+                row = tl.load(p_row_of + place, m_free, other=row_none)
+                m_row = m_free & (row < row_none)
+                tl.store(p_row_of + place, tl.zeros((BLOCK,), tl.int32) + (row_none + 1), m_free)
+                tl.atomic_add(p_row_uses + row, less, m_row, sem="relaxed")
+                tl.debug_barrier()  # all are counted
+                left = tl.atomic_add(p_row_uses + row, tl.zeros((BLOCK,), tl.int32), m_row, sem="relaxed")
+                m_row = m_row & (left == 0)
+                tl.debug_barrier()
+                tl.atomic_max(p_row_uses + row, column + 1, m_row, sem="relaxed")
+                tl.debug_barrier()
+                last = tl.atomic_add(p_row_uses + row, tl.zeros((BLOCK,), tl.int32), m_row, sem="relaxed")
+                m_row = m_row & (last == column + 1)
+                tl.debug_barrier()
+                tl.store(p_row_uses + row, tl.zeros((BLOCK,), tl.int32), m_row)
+                tl.store(p_gone + (gone + tl.cumsum(m_row.to(tl.int32), 0) - 1), row, m_row)
+                gone += tl.sum(m_row.to(tl.int32))
+        kept += stay
         start += BLOCK
 
     tl.store(p_count + i_unit, kept)
@@ -123,18 +132,23 @@ def _give(
     ROWS: tl.constexpr, TABLES: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * TABLES
-    pages, gone = tl.load(p_before), tl.load(p_before + 1)  # on the stacks before those of the units before these
-    start = tl.full((), 0, tl.int32)
-    while start < first:
-        i = start + tl.arange(0, SUMS)
-        pages += tl.sum(tl.load(p_freed + i, i < first, other=0))
-        if ROWS:
-            gone += tl.sum(tl.load(p_freed + units + i, i < first, other=0))
-        start += SUMS
-
     i = first + tl.arange(0, TABLES)
     m = i < units
     freed = tl.load(p_freed + i, m, other=0)
+    something = tl.max(freed)
+    if ROWS:
+        something += tl.max(tl.load(p_freed + units + i, m, other=0))
+    if tl.where(first + TABLES < units, something, 1) == 0:  # the last program has the new tops to write
+        return
+    pages, gone = tl.load(p_before), tl.load(p_before + 1)  # on the stacks before those of the units before these
+    start = tl.full((), 0, tl.int32)
+    while start < first:
+        before = start + tl.arange(0, SUMS)
+        pages += tl.sum(tl.load(p_freed + before, before < first, other=0))
+        if ROWS:
+            gone += tl.sum(tl.load(p_freed + units + before, before < first, other=0))
+        start += SUMS
+
     missing, to = freed, pages + tl.cumsum(freed, 0) - freed  # where the next one goes
     row = tl.load(p_at + i // heads % n, m, other=0)
     i_unit = (i // (n * heads) * rows + row) * heads + i % heads
@@ -208,18 +222,22 @@ def evict(
     freed = torch.empty(2 * units, dtype=torch.int32, device=device)
     gone = torch.empty(units * seen if has_rows else 0, dtype=torch.int32, device=device)
     before = torch.empty(2, dtype=torch.int64, device=device)
-    # No more threads than tokens: each is counted off its page by one.
-    warps = max(1, min(4, BLOCK // 32))
+    block = next(size for least, size in BLOCKS if units >= least)
     _compact[(units,)](
         drop, at, place, pos, count, live.view(torch.uint8), taken, top, row_of, row_uses, row_top, freed, gone,
         before, units, n, rows, heads, seen, place.shape[-1], row_stack.numel() - 1,
-        MOST=most, ROWS=has_rows, BLOCK=BLOCK, num_warps=warps,
+        MOST=most, ROWS=has_rows, BLOCK=block, LOOK=LOOK, num_warps=warps_for(block),
     )  # fmt: skip
     _give[(triton.cdiv(units, TABLES),)](
         at, taken, page_format, page, stack, top, row_stack, row_top, freed, gone, before,
         units, n, rows, heads, stack.numel() - 1, page.shape[-1], seen,
         ROWS=has_rows, TABLES=TABLES, COLUMNS=COLUMNS, SUMS=SUMS,
     )  # fmt: skip
+
+
+def warps_for(block: int) -> int:
+    """Warps of a program of _compact. It has no more threads than tokens: each is counted off its page by one."""
+    return max(1, block // THREADS)
 
 
 def variants() -> Iterator[Variant]:
@@ -230,7 +248,9 @@ def variants() -> Iterator[Variant]:
     lists |= {"p_row_of": "*i32", "p_row_uses": "*i32", "row_none": "i32"}
     pages = {"p_format": "*u8", "p_page": "*i32", "p_stack": "*i32", "p_row_stack": "*i32", "none": "i32"}
     for most, has_rows in ((1, False), (8, True), (16, False), (64, True)):
-        yield Variant(_compact, {**shared, **lists}, {"MOST": most, "ROWS": has_rows, "BLOCK": BLOCK})
+        for _, block in BLOCKS:
+            constexprs = {"MOST": most, "ROWS": has_rows, "BLOCK": block, "LOOK": LOOK}
+            yield Variant(_compact, {**shared, **lists}, constexprs, {"num_warps": warps_for(block)})
     for has_rows in (False, True):
         constexprs = {"ROWS": has_rows, "TABLES": TABLES, "COLUMNS": COLUMNS, "SUMS": SUMS}
         yield Variant(_give, {**shared, **pages}, constexprs)

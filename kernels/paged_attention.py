@@ -273,7 +273,8 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
 
     Returns:
         out: [N, Hq, D]; 0 for a lane without tokens.
-        mass: float32 [N, Hkv, S] ([N, Hq, S] with "none"), 0 where there is no token; None if `group` is None.
+        mass: float32 [N, Hkv, S] ([N, Hq, S] with "none"), 0 where there is no token; None if `group` is None, or if
+            it was written where `read.into` says.
     """
     pages = read.pages
     if pages.storage.lag:
@@ -324,7 +325,7 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
     out, lse = merge(part, part_lse, read.numbers, count, t, in_format, rows, c, several, q.dtype)
     if group is None:
         return out, None
-    return out, mass(noted, top, lse, read.numbers, pages.count, t, rows, c, group, how, block)[..., :seen]
+    return out, mass(noted, top, lse, read.numbers, pages.count, t, rows, c, group, how, block, seen, read.into)
 
 
 def variants() -> Iterator[Variant]:

@@ -20,7 +20,7 @@ gone. The entries start where the entries of the row's earlier heads end; each p
 Powers of λ come from a table that ends where they no longer change a float32.
 
 Bound: arithmetic, by a count of compiled instructions (not measured). If one token of 1,025 goes, a token takes about
-400: 18 for the sums, 15 in each pass for the hits, 90 for CRF, 85 for the border, 45 to close up. 20 bytes are read
+400: 15 for the sums, 15 in each pass for the hits, 90 for CRF, 85 for the border, 45 to close up. 20 bytes are read
 for each token (mass and position; position, CRF and τ of its entry), 8 written for a token that is hit, and 12 for
 each token behind the first that goes; together about 33. `drop` takes 1 byte for each column, and is cleared before.
 Later passes find the lane in the cache.
@@ -46,6 +46,7 @@ BLOCK = 64  # tokens at a time
 WARPS = 1
 NOWHERE = 2**31 - 1  # the position in an empty entry
 MOST = 2**20  # powers of λ in the table; larger ages count as this one
+_POWERS: dict[tuple[float, torch.device], Tensor] = {}
 LARGEST = tl.constexpr(0x7FFFFFFF)
 INFINITY = tl.constexpr(float("inf"))
 
@@ -220,8 +221,8 @@ def clear(p_pos, start, room, NOWHERE: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)
     used = tl.full((), 1, tl.int32)
     while (start < room) & (used > 0):
-        m = tl.load(p_pos + start + column, start + column < room, other=NOWHERE) != NOWHERE
-        tl.store(p_pos + start + column, tl.full((BLOCK,), NOWHERE, tl.int32), m)
+        m = tl.load(p_pos + (start + column), start + column < room, other=NOWHERE) != NOWHERE
+        tl.store(p_pos + (start + column), tl.full((BLOCK,), NOWHERE, tl.int32), m)
         used = tl.max(m.to(tl.int32))
         start += BLOCK
 
@@ -263,10 +264,10 @@ def _retain(
     fixed = tl.zeros((BLOCK,), tl.int32)  # protected tokens
     for start in range(0, held, BLOCK):
         m_in = start + column < held
-        mass = tl.load(p_mass + start + column, m_in, other=0.0)
+        mass = tl.load(p_mass + (start + column), m_in, other=0.0)
         totals += mass.to(tl.float64)
         top = tl.maximum(top, mass.to(tl.int32, bitcast=True))
-        fixed += (tl.load(p_pos + start + column, m_in, other=NOWHERE) < protected).to(tl.int32)
+        fixed += (tl.load(p_pos + (start + column), m_in, other=NOWHERE) < protected).to(tl.int32)
     fixed, total = tl.sum(fixed), tl.sum(totals)
     goes = held - tl.maximum(tl.load(p_keep + i), fixed)
 
@@ -282,7 +283,7 @@ def _retain(
         sums = tl.zeros((BLOCK,), tl.float64)
         less, at_least = tl.zeros((BLOCK,), tl.int32), tl.full((BLOCK,), LARGEST, tl.int32)
         for start in range(0, held, BLOCK):
-            mass = tl.load(p_mass + start + column, start + column < held, other=0.0)
+            mass = tl.load(p_mass + (start + column), start + column < held, other=0.0)
             bits = mass.to(tl.int32, bitcast=True)
             m_counts = bits >= middle
             sums += tl.where(m_counts, mass, 0.0).to(tl.float64)
@@ -403,7 +404,7 @@ def retain(
         more_crf = torch.empty(pos.shape, dtype=torch.float32, device=device)
         more_last = torch.empty(pos.shape, dtype=torch.int32, device=device)
         tracked, counted, summed = (x.contiguous().view(torch.uint8) for x in (tracked, counted, summed))
-        power = lam ** torch.arange(ages(lam), dtype=torch.float64, device=device)
+        power = powers(float(lam), device)
         _retain[(kept.numel(),)](
             mass, pos, held.contiguous(), *known, at, budget.contiguous(), keep.contiguous(), protected, prompt, t,
             tracked, counted, summed, power, more_crf, more_last, drop.view(torch.uint8), kept, fixed, total, score,
@@ -412,6 +413,17 @@ def retain(
             enable_fp_fusion=False,
         )  # fmt: skip
     return drop, kept, fixed, total, score if scored else None
+
+
+def powers(lam: float, device: torch.device) -> Tensor:
+    """λ⁰, λ¹, …, float64. They are computed once, but for those of a graph that is recorded before any step has run
+    without it: its memory has content only while the graph runs."""
+    power = _POWERS.get((lam, device))
+    if power is None:
+        power = lam ** torch.arange(ages(lam), dtype=torch.float64, device=device)
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            _POWERS[lam, device] = power
+    return power
 
 
 def ages(lam: float) -> int:

@@ -25,7 +25,7 @@ A graph is recorded when it is first needed. It holds for
 
     a number of rows         one of SIZES; if there are fewer sequences, padding rows follow. If these are all rows of
                              the cache, in order, nothing need be picked out of its tensors: a graph of its own
-    a width of the lists     a power of two that the lanes fit into; it decides the grid of attention
+    a width of the lists     one of few that the lanes fit into (`fit_columns`); it decides the grid of attention
     the formats in use       of the tokens that the lanes hold
     the observations         a policy that demands attention every 128 tokens pays for it in 1 of 128 steps
 

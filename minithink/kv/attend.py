@@ -103,6 +103,8 @@ class Pass(Rows):
         if self.dense:
             return self._decode_dense(layer, raw, q, now, asked)
         for group in asked or (None,):
+            if group is not None:
+                now.read.into = self.observations.in_place(layer, group, asked[group], now.active)
             attended, mass = self.backend.paged_attention(q, now.read, layer, group)
             if group is not None and mass is not None:
                 self._keep_weights(layer, group, asked[group], now, mass)

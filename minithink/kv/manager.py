@@ -58,12 +58,14 @@ from minithink.kv.view import View
 from minithink.model import Rope
 
 NARROWEST = 256  # columns, where they follow the lanes
+FINE = 1024  # columns; above, where tokens were evicted, widths come closer to the lanes than powers of two
 
 
 class KVManager(Pass):
     """Keys and values of up to `rows` sequences under one policy."""
 
     _edits: Sequence[tuple[Policy, Edit]] = ()  # of the last decision, for a recorder
+    _evicts = False  # whether the host has found that lanes hold fewer tokens than it had counted
 
     # -- a decode step; `attend.py` has `begin`, `attend` and `tap`, `rows.py` has `batch`
 
@@ -88,13 +90,26 @@ class KVManager(Pass):
         self.store.used.update(self.store.appends)
 
     def fit_columns(self, more: int) -> None:
-        """With columns="fit": set the width to a power of two that has room for `more` tokens in each lane."""
+        """With columns="fit": set the width so that each lane has room for `more` tokens.
+
+        It is a power of two, for a graph is recorded for each width, and lanes that only grow shall need few. Lanes
+        that lose tokens stay about as long as they are. So above FINE their width is a sixteenth of a power of two,
+        with room for a sixteenth more tokens, so that the host seldom asks what the lanes hold.
+        """
         if not self._fits:
             return
-        if max(self.store.most) + more > self.store.seen:
-            self.store.refresh()  # the host has not counted evictions
-        wanted = max(NARROWEST, max(self.store.most) + more)
-        self.store.columns = min(self.width, 1 << (wanted - 1).bit_length())
+        store = self.store
+        if (counted := max(store.most)) + more > store.seen:
+            store.refresh()  # the host has not counted evictions
+            self._evicts |= max(store.most) < counted
+        wanted = max(NARROWEST, max(store.most) + more)
+        width = 1 << (wanted - 1).bit_length()
+        if self._evicts and wanted > FINE:
+            step = width // 16
+            width = -(-(wanted + wanted // 16) // step) * step
+            if wanted <= store.seen < width:  # what it was when the host last asked
+                return
+        store.columns = min(self.width, width)
 
     @torch.inference_mode()
     def due(self, batch: Batch) -> Tensor:

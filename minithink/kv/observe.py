@@ -67,6 +67,18 @@ class Observations:
 
     # -- observations of one decode step. at: int64 [N], rows; active: bool [N], rows that bring a token (None: all)
 
+    def in_place(self, layer: int, group: str, what: See, active: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """Where a kernel may write attention weights itself, instead of `keep_weights`: the weights that are kept,
+        float32 [B, heads, S], and the rows that may change, `active`. None: there is no such place, because widths
+        are not fixed, or because the weights are kept twice."""
+        kept = [held for kind, held in ((See.MASS, self.mass), (See.ROWS, self.newest)) if what & kind]
+        if self.store.columns is None or active is None or len(kept) != 1:
+            return None
+        key, heads = (layer, group), self.store.shape.query_heads if group == "none" else self.store.shape.kv_heads
+        if key not in kept[0]:
+            kept[0][key] = self._fixed(kept[0], key, heads)
+        return kept[0][key], active
+
     def keep_weights(
         self, layer: int, group: str, what: See, at: Tensor | None, active: Tensor | None, mass: Tensor
     ) -> None:

@@ -172,6 +172,10 @@ class Pages:
 class Reading:
     """Keys and values of some rows, as they are now. Work that is equal for all layers is done once."""
 
+    # Where a kernel may write the attention weights that it is asked for: `Observations.in_place`. None: it returns
+    # them.
+    into: tuple[Tensor, Tensor] | None = None
+
     def __init__(
         self, pages: Pages, rows: Tensor | None, lengths: Tensor | None = None, settled: Tensor | None = None
     ) -> None:

@@ -122,8 +122,8 @@ class Rows:
             think_ids: the tokens that open and close the think stage; without them a sequence always thinks.
             pages: of the pool; None: as many as the worst case needs.
             columns: width of the lists that are read, fixed so that no shape depends on what the lanes hold; "fit":
-                all tensors have the worst case's width, and the width that is read is a power of two that the lanes
-                fit into.
+                all tensors have the worst case's width, and the width that is read is one of few that the lanes fit
+                into.
         """
         self.config, self.rope, self.policy, self.backend = config, rope, policy, backend
         self.device, self.dtype, self.think_ids = torch.device(device), dtype, think_ids

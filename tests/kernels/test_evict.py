@@ -181,7 +181,8 @@ def test_equals_the_store(
         return some.to(DEVICE).expand(pos.shape[:-1])[..., None]
 
     with pytest.MonkeyPatch.context() as patch:
-        for constant, value in {"BLOCK": blocks, "TABLES": 2, "COLUMNS": 4, "SUMS": 2}.items():
+        constants = {"BLOCKS": ((0, blocks),), "LOOK": 32, "TABLES": 2, "COLUMNS": 4, "SUMS": 2}
+        for constant, value in constants.items():
             patch.setattr(f"minithink.kernels.evict.{constant}", value)
         for step in steps:
             some = torch.rand(want.shape.tables, generator=generator) < 0.8
@@ -269,7 +270,7 @@ def test_units_that_drop_nothing_are_left_alone() -> None:
 @pytest.mark.parametrize("block", [32, 1024])
 def test_rows_of_key_scales_go_with_their_last_tokens(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few tokens at a time, until none is left, of rows in another order; groups that reach over two blocks."""
-    monkeypatch.setattr("minithink.kernels.evict.BLOCK", block)
+    monkeypatch.setattr("minithink.kernels.evict.BLOCKS", ((0, block),))
     store = filled(STORAGES["nvfp4-by-token"], "head", [40, 9, 61], layers=2, keep=0.9, seed=3)
     at, generator = torch.tensor([2, 0], device=DEVICE), torch.Generator().manual_seed(5)
     before = store.free_rows.free
@@ -287,3 +288,17 @@ def test_rows_of_key_scales_go_with_their_last_tokens(block: int, monkeypatch: p
     assert store.free_rows.free > before
     free = store.free_rows.stack[: store.free_rows.free].tolist()
     assert sorted([*free, *uses.nonzero().flatten().tolist()]) == list(range(store.free_rows.count))
+
+
+def test_whole_blocks_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that lose no token, behind others that have lost some."""
+    monkeypatch.setattr("minithink.kernels.evict.BLOCKS", ((0, 32),))
+    store = filled(STORAGES["plain"], "head", [230, 215], layers=2, keep=1.0, seed=4)
+    at = torch.arange(2, device=DEVICE)
+    for columns in ([3], [0, 70], [31, 32], [199], [64, 100, 101]):
+        drop = torch.zeros_like(store.positions(), dtype=torch.bool)
+        drop[:, :, :, columns] = True
+        twins = tuple(x.clone() for x in tensors(store))
+        evict(drop, at, *tensors(store), store.table.most)
+        ref.evict(drop, at, *twins, store.table.most)
+        assert_tensors_same(f"columns {columns},", tensors(store), twins)

@@ -241,3 +241,24 @@ def test_values_that_lag_are_refused() -> None:
     store = filled(storage, "sequence", [40], steps=3)
     with pytest.raises(ValueError, match="lag"):
         paged_attention(torch.zeros(1, 4, 64, device=DEVICE), store.reader(), 0)
+
+
+@pytest.mark.parametrize("group", [group for group in GROUPS if group])
+@pytest.mark.parametrize("name", ["plain", "thoughts-by-token"])
+def test_the_mass_in_place_is_the_mass(name: str, group: str) -> None:
+    """Bit for bit, in the rows that are active; nothing else changes there, neither rows nor columns."""
+    store = filled(STORAGES[name], "layer", [90, 3, 40, 0, 300], layers=2, steps=7, keep=0.6, seed=2)
+    store.backend = BACKEND
+    rows, active = torch.tensor([4, 0, 2, 1], device=DEVICE), torch.tensor([True, True, False, True], device=DEVICE)
+    q = torch.randn(4, 4, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    want, mass = paged_attention(q, store.reader(rows), 1, group)
+    assert mass is not None
+    kept = torch.full((5, mass.shape[1], mass.shape[2] + 9), -1.0, device=DEVICE)
+    expected = kept.clone()
+    expected[rows[active], :, : mass.shape[2]] = mass[active]
+    read = store.reader(rows)
+    read.into = kept, active
+    got, none = paged_attention(q, read, 1, group)
+    assert none is None
+    assert_same("out", got, want)
+    assert_same("kept", kept, expected)

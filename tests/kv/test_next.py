@@ -510,6 +510,29 @@ def test_widths_follow_the_lanes() -> None:
     assert store.columns == 4
 
 
+def test_widths_come_close_to_lanes_that_lose_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as the host has found that they do. It seldom asks, and no number changes."""
+    monkeypatch.setattr(manager_module, "FINE", 16)
+    decoder = with_backend(decoder_of(0), ONE_BY_ONE)
+    # its lanes hold 33 tokens, and the lists have room for all
+    text = "crystal_kv_lite:budget=33,protect_prompt=false"
+    fitting, loose = (make_fit(text, columns=columns, tokens=90)(decoder) for columns in ("fit", None))
+    widths, asked = [], 0
+    for manager in (fitting, loose):
+        manager.join(0, 90, 3)
+        feed(decoder, manager, {0: [1, 2, 3]})
+    for i in range(87):
+        before = fitting.store.most[0]
+        got, want = (feed(decoder, m, {0: [i % 7]})[0] for m in (fitting, loose))
+        assert_close(f"step {i}", got, want, atol=near(want))
+        assert_same_state(f"step {i}", fitting, loose, (0,), exact=False)
+        widths.append(fitting.store.columns)
+        asked += fitting.store.most[0] <= before
+    # 64 columns are full by the host's count at the 62nd step. From then on 34 are wanted: with a sixteenth more, 36
+    assert widths == [4, *[8] * 4, *[16] * 8, *[32] * 16, *[64] * 32, *[36] * 26], widths
+    assert asked == 26 // 3 + 1
+
+
 def test_refresh_narrows() -> None:
     """What the host counts stays an upper bound until it asks."""
     decoder = random_decoder(example_config())
@@ -834,6 +857,7 @@ def test_a_prompt_that_would_move_what_is_recorded_is_refused() -> None:
     [
         "full",
         "rkv:budget=9,buffer=3,alpha=3,kernel_size=3",
+        "crystal_kv:budget=9,protect_prompt=false,min_budget=3,realloc_every=4",
         "quant:fmt=nvfp4",
         "tbe:budget=10,tau=3,retention=1,layers=0/1,thresholds=0.03/0.3",
     ],
@@ -864,9 +888,12 @@ def test_the_kernels_agree(text: str) -> None:
         for seq in seqs:
             assert_close(f"sequence {seq}, step {i}", got[seq], want[seq], atol=1e-5)
         assert_same_state(f"step {i}", *managers, (0, 1), exact=False)
+        for row in range(3):
+            assert len(observed(managers[0], row)) == (config.num_layers if text.startswith("crystal") else 0)
+            assert_same_content(f"step {i}, row {row}", *(observed(m, row) for m in managers), atol=1e-5)
         for a, b in zip(*([m.account(seq) for seq in (0, 1)] for m in managers), strict=True):
             assert a == b
-    if text.startswith("rkv"):
+    if text.startswith(("rkv", "crystal")):
         assert managers[0].held(0) < 16
     if text.startswith("tbe"):
         assert managers[0].held(0) == 10
