@@ -24,6 +24,7 @@ POLICIES = (
     "dynts:budget=18,local=3",
     "kivi:bits=4,group=16,residual=16,flush=official",
     "skipkv:budget=14,schedule=interval:4,alpha=3",
+    "random_attention:budget=18,buffer=3",
 )
 # `survivors` is made of K-means, which no policy asks for by itself.
 INSIDE = {"kmeans": "survivors"}

@@ -27,6 +27,7 @@ from minithink.policies.kivi import Kivi
 from minithink.policies.pm_kvq import PMKVQ
 from minithink.policies.quant import Quant
 from minithink.policies.random import Random
+from minithink.policies.random_attention import RandomAttention
 from minithink.policies.rkv import Rkv
 from minithink.policies.seal import Seal
 from minithink.policies.skipkv import SkipKV
@@ -40,6 +41,7 @@ _CLASSES: tuple[type[Policy], ...] = (
     Window,
     StreamingLLM,
     Random,
+    RandomAttention,
     SnapKV,
     Rkv,
     SkipKV,

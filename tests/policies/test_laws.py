@@ -34,6 +34,11 @@ SMALL: dict[str, tuple[str, ...]] = {
         "streaming_llm:budget=18,sink=3,schedule=interval:4,protect_prompt=true",
     ),
     "random": ("random:budget=10", "random:budget=18,scope=layer,protect_prompt=true,schedule=sawtooth:18/15"),
+    "random_attention": (
+        "random_attention:budget=21,buffer=4",
+        "random_attention:budget=14,buffer=3,scope=layer,protect_prompt=false,clip=true",
+        "random_attention:budget=20,buffer=2,schedule=interval:3",
+    ),
     "quant": (
         "quant:fmt=nvfp4",
         "quant:fmt=fp8",
