@@ -48,6 +48,7 @@ POLICIES = (
     "streaming_llm:budget=80,sink=4,rerotate=true",
     "random:budget=100",
     "random_attention:budget=112,buffer=16",
+    "vase:budget=96,buffer=16",
     "rkv:budget=96,buffer=16",
     "crystal_kv_lite:budget=112",
     "crystal_kv:budget=128,realloc_every=32",

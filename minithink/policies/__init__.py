@@ -34,6 +34,7 @@ from minithink.policies.skipkv import SkipKV
 from minithink.policies.snapkv import SnapKV
 from minithink.policies.streaming_llm import StreamingLLM
 from minithink.policies.thinkv import Tbe, Tbq, ThinKV
+from minithink.policies.vase import VaSE
 from minithink.policies.window import Window
 
 _CLASSES: tuple[type[Policy], ...] = (
@@ -42,6 +43,7 @@ _CLASSES: tuple[type[Policy], ...] = (
     StreamingLLM,
     Random,
     RandomAttention,
+    VaSE,
     SnapKV,
     Rkv,
     SkipKV,

@@ -34,7 +34,7 @@ torch.set_num_threads(1)
 
 RECORDABLE = (
     "window", "streaming_llm", "random", "rkv", "skipkv", "crystal_kv", "crystal_kv_lite", "dynts", "thinkv", "tbe",
-    "tbq", "random_attention",
+    "tbq", "random_attention", "vase",
 )  # fmt: skip
 TEXTS = (
     *(text for name in RECORDABLE for text in SMALL[name]),

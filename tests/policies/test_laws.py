@@ -39,6 +39,11 @@ SMALL: dict[str, tuple[str, ...]] = {
         "random_attention:budget=14,buffer=3,scope=layer,protect_prompt=false,clip=true",
         "random_attention:budget=20,buffer=2,schedule=interval:3",
     ),
+    "vase": (
+        "vase:budget=17,buffer=4,n_sink=2,smooth=3",
+        "vase:budget=20,buffer=3,protect_prompt=true,temperature=0.5",
+        "vase:budget=14,buffer=4,variant=dkv,n_sink=1,rank=3",
+    ),
     "quant": (
         "quant:fmt=nvfp4",
         "quant:fmt=fp8",
