@@ -30,6 +30,7 @@ from minithink.policies.random import Random
 from minithink.policies.random_attention import RandomAttention
 from minithink.policies.rkv import Rkv
 from minithink.policies.seal import Seal
+from minithink.policies.sepllm import SepLLM
 from minithink.policies.skipkv import SkipKV
 from minithink.policies.snapkv import SnapKV
 from minithink.policies.streaming_llm import StreamingLLM
@@ -41,6 +42,7 @@ _CLASSES: tuple[type[Policy], ...] = (
     Full,
     Window,
     StreamingLLM,
+    SepLLM,
     Random,
     RandomAttention,
     VaSE,

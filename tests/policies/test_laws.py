@@ -33,6 +33,10 @@ SMALL: dict[str, tuple[str, ...]] = {
         "streaming_llm:budget=9,sink=3,rerotate=true",
         "streaming_llm:budget=18,sink=3,schedule=interval:4,protect_prompt=true",
     ),
+    "sepllm": (
+        "sepllm:budget=15,initial=2,separators=4,window=5",
+        "sepllm:budget=20,separators=0.3,window=0.4,fill=true,protect_prompt=true",
+    ),
     "random": ("random:budget=10", "random:budget=18,scope=layer,protect_prompt=true,schedule=sawtooth:18/15"),
     "random_attention": (
         "random_attention:budget=21,buffer=4",
