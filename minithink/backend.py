@@ -28,6 +28,7 @@ from minithink.ref.close_ranks import close_ranks
 from minithink.ref.cumulative_score import cumulative_score
 from minithink.ref.decode_attention import decode_attention
 from minithink.ref.dequantize import dequantize
+from minithink.ref.draw import draw
 from minithink.ref.enlist import enlist
 from minithink.ref.evict import evict
 from minithink.ref.flush import flush
@@ -89,6 +90,7 @@ class Backend:
     # what policies choose with
     keep_best: Callable[[Tensor, Tensor, Tensor], Tensor] = keep_best
     keep_shared: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = keep_shared
+    draw: Callable[[Tensor, Tensor, Tensor | None], Tensor] = draw
     window_importance: Callable[..., Tensor] = window_importance
     redundancy: Callable[[Tensor, Tensor, float], Tensor] = redundancy
     retain: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]] = retain

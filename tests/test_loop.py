@@ -47,6 +47,8 @@ POLICIES = (
     "streaming_llm:budget=80,sink=4",
     "streaming_llm:budget=80,sink=4,rerotate=true",
     "random:budget=100",
+    "random_attention:budget=112,buffer=16",
+    "vase:budget=96,buffer=16",
     "rkv:budget=96,buffer=16",
     "ada_snapkv:budget=96,buffer=16",
     "pyramidkv:budget=96,buffer=16",

@@ -27,6 +27,7 @@ POLICIES = (
     "ada_snapkv:budget=12,buffer=4,alpha=3",
     "raas:budget=14",
     "h2o:budget=14",
+    "random_attention:budget=18,buffer=3",
 )
 # `survivors` is made of K-means, which no policy asks for by itself.
 INSIDE = {"kmeans": "survivors"}

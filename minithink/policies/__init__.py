@@ -33,22 +33,28 @@ from minithink.policies.pyramidkv import PyramidKV
 from minithink.policies.quant import Quant
 from minithink.policies.raas import RaaS
 from minithink.policies.random import Random
+from minithink.policies.random_attention import RandomAttention
 from minithink.policies.rkv import Rkv
 from minithink.policies.scissorhands import Scissorhands
 from minithink.policies.seal import Seal
+from minithink.policies.sepllm import SepLLM
 from minithink.policies.skipkv import SkipKV
 from minithink.policies.snapkv import SnapKV
 from minithink.policies.snapkv_decode import SnapKVDecode
 from minithink.policies.streaming_llm import StreamingLLM
 from minithink.policies.thinkv import Tbe, Tbq, ThinKV
 from minithink.policies.tova import Tova
+from minithink.policies.vase import VaSE
 from minithink.policies.window import Window
 
 _CLASSES: tuple[type[Policy], ...] = (
     Full,
     Window,
     StreamingLLM,
+    SepLLM,
     Random,
+    RandomAttention,
+    VaSE,
     SnapKV,
     H2O,
     Tova,

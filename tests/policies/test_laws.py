@@ -33,7 +33,21 @@ SMALL: dict[str, tuple[str, ...]] = {
         "streaming_llm:budget=9,sink=3,rerotate=true",
         "streaming_llm:budget=18,sink=3,schedule=interval:4,protect_prompt=true",
     ),
+    "sepllm": (
+        "sepllm:budget=15,initial=2,separators=4,window=5",
+        "sepllm:budget=20,separators=0.3,window=0.4,fill=true,protect_prompt=true",
+    ),
     "random": ("random:budget=10", "random:budget=18,scope=layer,protect_prompt=true,schedule=sawtooth:18/15"),
+    "random_attention": (
+        "random_attention:budget=21,buffer=4",
+        "random_attention:budget=14,buffer=3,scope=layer,protect_prompt=false,clip=true",
+        "random_attention:budget=20,buffer=2,schedule=interval:3",
+    ),
+    "vase": (
+        "vase:budget=17,buffer=4,n_sink=2,smooth=3",
+        "vase:budget=20,buffer=3,protect_prompt=true,temperature=0.5",
+        "vase:budget=14,buffer=4,variant=dkv,n_sink=1,rank=3",
+    ),
     "quant": (
         "quant:fmt=nvfp4",
         "quant:fmt=fp8",

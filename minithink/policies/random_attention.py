@@ -1,0 +1,88 @@
+"""Random Attention: keep the prompt and the newest tokens, and draw the other tokens by lot in every round.
+
+Once a KV head holds budget + buffer tokens, it evicts down to the budget B. It keeps the prompt, n tokens, and the
+last b tokens. Of the others it keeps B − b − n, drawn uniformly without replacement. So an older token survives a
+round with 1 − b/(B − n), and r rounds with this to the power of r. Each round draws anew: lots that a token keeps for
+good would be another method.
+
+The rule follows SalesforceAIResearch/Random-Attention `kvcompress/engine/cache_utils.py`; the paper was not at hand.
+
+Deviations from the code:
+
+- The code draws from the device's generator, so batch and sampler change its lots. Here a lot is a pure function of
+  seed, round, layer, table and original position (`ref/draw.py`). The contract gives no number of a sample. So, as
+  with `random`, prompt length and generated tokens stand for sample and round: samples in which both are equal draw
+  the same positions.
+- Every row evicts when it holds B + b tokens; the code looks at multiples of b, one length for the whole batch. B
+  need not be a multiple of b. A row whose prompt has B + b tokens evicts as soon as it was read.
+- A budget without room for b + 1 tokens beside a protected prompt is refused. `protect_prompt=false,clip=true` keeps
+  the first B − b − 1 tokens of such a prompt, as the code does.
+
+`protect_prompt=false` alone is the code's `random`; `scope=layer` is its `random_unified`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minithink.errors import UsageError
+from minithink.kv.contract import Edit, Evict, Policy, Scope, Step
+from minithink.policies.random import lots
+
+
+@dataclass
+class RandomAttention(Policy):
+    """Keep the prompt, the newest tokens and random others, drawn anew in every round."""
+
+    budget: int | None = None  # B, tokens that a KV head keeps, the prompt's and the last b included
+    buffer: int = 64  # b, tokens: newest ones that always stay, and those gathered beyond B before an eviction
+    seed: int = 0
+    scope: Scope = "head"  # lanes that share a draw
+    clip: bool = False  # without protect_prompt: keep as much of the prompt as leaves one token to the draw
+    schedule: str = "every"
+    protect_prompt: bool = True
+
+    name = "random_attention"
+    summary = "keep the prompt and the newest tokens, and draw the others by lot (Random Attention)"
+    recordable = True
+
+    def __post_init__(self) -> None:
+        if self.buffer < 1 or (self.clip and self.protect_prompt):
+            raise UsageError(
+                f"{self.name}: buffer is {self.buffer} tokens, clip {self.clip} and protect_prompt "
+                f"{self.protect_prompt}; buffer must be at least 1, and clip is for protect_prompt=false."
+            )
+        self.slack = self.buffer
+        self.beside = self.buffer + 1
+
+    def decide(self, step: Step) -> Iterable[Edit]:
+        due, keep = self.due(step)  # bool and int32 [Lt, B, Ht]
+        if not step.any(due):
+            return
+        pos, room = step.pos(), self.room(step)  # pos: [Lt, B, Ht, S]
+        free = (pos >= 0) & ~step.protected()
+        score = step.ops.draw(keys(self.seed, step), pos)
+        if self.clip:
+            first = torch.minimum(step.prompt[None, :, None], keep - self.buffer - 1)
+            score = score.masked_fill(pos < first[..., None], torch.inf)
+        newest = window(step, room.clamp(max=self.buffer))
+        others = room - (free & newest).sum(-1, dtype=torch.int32)
+        kept = newest | step.ops.keep_best(score, free & ~newest, others)
+        yield Evict(due[..., None] & free & ~kept)
+
+
+def window(step: Step, size: Tensor) -> Tensor:
+    """The last tokens of every lane: bool [Lt, B, Ht, S]. size: integers [Lt, B, Ht]."""
+    pos, held = step.pos(), step.held()[..., None]
+    column = torch.arange(pos.shape[-1], device=pos.device)
+    return (column < held) & (column >= held - size[..., None])
+
+
+def keys(seed: int, step: Step) -> Tensor:
+    """The key of every lane's draw in this round, a hash of 32 bits: int64 [Lt, B, Ht]."""
+    prompt = step.prompt[None, :, None, None].expand(*step.budget.shape, 1)
+    return lots(seed, step.clock, prompt)[..., 0]

@@ -1,0 +1,112 @@
+"""SepLLM: keep the first tokens, separators such as `.` and line breaks, and the newest tokens (arXiv 2412.12094).
+
+Once a sequence holds more than c = budget tokens, it evicts. All lanes keep the same tokens:
+
+    initial      the first a positions
+    separators   the last s separators between them and the window
+    window       the last w tokens
+
+So a sequence saws between at most a + s + w tokens and c. With fill=true the newest other tokens take the places of
+missing separators, which is the rule in DynTS's paper. A separator is a token that equals one of `. , ? ! ; :` or a
+line break once spaces are stripped, or spaces alone. With strict=true it is exactly such a character, or one space.
+
+The rule follows the authors' code, `Streaming-SepLLM/sepllm_kv_cache/kv_cache_manager.py`. Deviations:
+
+- Positions stay original, as in the training-free code. The streaming code counts them inside the cache.
+- In a batch each row keeps its own separators. The code keeps as many in every row as the row with the fewest has.
+- s and w below 1 are shares of the tokens that may stay beside a protected prompt (not the default), so that each
+  sequence may have its own budget. The code's s 64 and w 256 of c 800 are 0.08 and 0.32. If a, s and w do not fit,
+  the window comes first, then the initial tokens.
+
+The host follows the text, so decisions are not recorded into the step's graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minithink.errors import UsageError
+from minithink.kv.contract import Edit, Evict, Policy, Shape, Step
+from minithink.kv.schedule import share_of
+
+SEPARATORS = (b".", b",", b"?", b"!", b";", b":", b"\n")
+
+
+@dataclass
+class SepLLM(Policy):
+    """Keep initial tokens, separators and the newest tokens."""
+
+    budget: int | None = None  # c, tokens
+    initial: int = 4  # a, positions
+    separators: float = 0.08  # s: below 1 a share, from 1 on tokens
+    window: float = 0.32  # w, likewise
+    fill: bool = False  # keep the newest other tokens in the places of missing separators
+    strict: bool = False  # separators have no spaces around them
+    schedule: str = "every"
+    protect_prompt: bool = False
+
+    name = "sepllm"
+    summary = "keep the first tokens, separators and the last tokens (SepLLM)"
+    scope = "sequence"
+
+    def __post_init__(self) -> None:
+        sizes = self.separators, self.window
+        if self.initial < 0 or any(x < 0 or (x > 1 and x % 1) for x in sizes) or self.window == 0:
+            raise UsageError(
+                f"{self.name}: initial is {self.initial}, separators {self.separators:g} and window {self.window:g}; "
+                "initial must be at least 0, and the others shares below 1 or whole tokens, the window above 0."
+            )
+        self._ids: frozenset[int] | None = None
+
+    def vocabulary(self, tokens: Sequence[bytes]) -> None:
+        def separates(token: bytes) -> bool:
+            bare = token if self.strict else token.strip(b" ")
+            return bare in SEPARATORS or (token == b" " if self.strict else bool(token) and not bare)
+
+        self._ids = frozenset(i for i, token in enumerate(tokens) if separates(token))
+
+    def setup(self, shape: Shape) -> None:
+        if self._ids is None:
+            raise UsageError(f"{self.name} reads the text, and there is no tokenizer here.")
+        self._heard = [list[bool]() for _ in range(shape.rows)]  # whether each token is a separator; on the host
+
+    def reset(self, row: int) -> None:
+        self._heard[row] = []
+
+    def listen(self, row: int, ids: Sequence[int]) -> None:
+        assert self._ids is not None
+        self._heard[row] += [token in self._ids for token in ids]
+
+    def decide(self, step: Step) -> Iterable[Edit]:
+        due, _ = self.due(step)  # bool [1, B, 1]
+        if not step.any(due):
+            return
+        pos, room = step.pos(), self.room(step)  # pos: [1, B, 1, S]
+        free, held = (pos >= 0) & ~step.protected(), step.held()[..., None]
+        w = torch.minimum(self._tokens(self.window, room).clamp(min=1), room)
+        s = self._tokens(self.separators, room)
+        column = torch.arange(pos.shape[-1], device=pos.device)
+        newest = (column < held) & (column >= held - w[..., None])
+        room = room - (free & newest).sum(-1, dtype=torch.int32)
+        first = step.ops.keep_best(-pos.float(), free & ~newest & (pos < self.initial), room)
+        room = torch.minimum(room - first.sum(-1, dtype=torch.int32), s)
+        separator, others = self._separator(step, due, pos), free & ~newest & ~first
+        score = pos.double() + separator * 2.0**32  # separators before other tokens, and newer ones before older
+        kept = step.ops.keep_best(score, others if self.fill else others & separator, room)
+        yield Evict(due[..., None] & others & ~kept)
+
+    def _tokens(self, size: float, room: Tensor) -> Tensor:
+        return torch.full_like(room, int(size)) if size >= 1 else share_of(room, size)
+
+    def _separator(self, step: Step, due: Tensor, pos: Tensor) -> Tensor:
+        """Which tokens of the rows that are due are separators: bool, shaped as pos."""
+        out = torch.zeros(pos.shape, dtype=torch.bool)
+        for i in due[0, :, 0].nonzero().flatten().tolist():
+            heard = torch.tensor(self._heard[int(step.row[i])])
+            at = pos[0, i, 0].cpu().long()
+            out[0, i, 0] = heard[at.clamp(min=0)] & (at >= 0)
+        return out.to(pos.device)

@@ -1,0 +1,137 @@
+"""VaSE: keep values of a large range for sure, and draw the other tokens by their attention.
+
+Once a KV head holds budget + buffer tokens, it evicts down to the budget B. The last b tokens stay. Of the others,
+the candidates, B − b stay. With variant=attnv, AttnV, these are
+
+    L         the n_large candidates with the largest range m_j = max_c v_j[c] − min_c v_j[c]; sinks count as ∞
+    a sample  of the others, drawn without replacement by w_j
+
+where w is the attention of the last b queries to the candidates, softmax(q·k_j/(√D·temperature)): the mean over these
+queries, pooled over k keys, and then the mean over the query heads. With variant=dkv, DKV, the largest scores stay:
+
+    s_j = ‖k_j·G‖²·‖v_j·G‖²,   G ~ N(0, 1/r), [D, r]
+
+G is drawn anew in every round and layer; the KV heads of a layer share it. Sinks stay.
+
+The formulas follow the authors' code, terarachang/VaSE `eval/reasoning_tasks/modified/transformers/cache_utils.py`;
+of the paper only the abstract was at hand.
+
+Deviations from the code:
+
+- Draws are pure functions of seed, round, layer, table and position, as in `random_attention`; G too. The sample is
+  the winners of a race, the largest ln(u_j)/w_j, which is the same law.
+- Scores are float32. A weight of 0 comes last instead of leaving too few tokens, and the older of equal ones is kept.
+- Pooling is over neighbours in the text. The code's newer version pools over the order of the last draw.
+- Sinks are positions, not slots. Rows evict when they hold B + b tokens, each by its own length.
+
+Chosen where the code is silent: a protected prompt (not the default) takes part in the softmax. It stays beside L and
+the sample, and n_large is at most the room beside it. If there is no room for b tokens, the newest that fit are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from minithink.errors import UsageError
+from minithink.kv.contract import Demand, Evict, Policy, See, Step
+from minithink.policies.random_attention import keys, window
+
+LEAST = 2.0**-53  # of a uniform number whose logarithm or quantile is taken
+
+
+@dataclass
+class VaSE(Policy):
+    """Large values, and a sample by attention; or the largest sketched products of key and value."""
+
+    budget: int | None = None  # B, tokens that a KV head keeps, the prompt's and the last b included
+    variant: Literal["attnv", "dkv"] = "attnv"
+    buffer: int = 64  # b, tokens: newest ones that always stay, and those gathered beyond B before an eviction
+    n_large: int | None = None  # tokens of L; None: a quarter of the budget
+    n_sink: int = 4  # first positions, which stay
+    temperature: float = 1.0  # of the softmax
+    smooth: int = 5  # k, keys: width of the pooling along the sequence, odd; 1: none
+    rank: int = 20  # r, columns of G
+    seed: int = 0
+    schedule: str = "every"
+    protect_prompt: bool = False
+
+    name = "vase"
+    summary = "keep values of a large range, and draw others by attention (VaSE)"
+    recordable = True
+    scope = "head"
+
+    def __post_init__(self) -> None:
+        large = self.n_sink if self.n_large is None else self.n_large
+        if min(self.buffer, self.rank) < 1 or not 0 <= self.n_sink <= large:
+            raise UsageError(
+                f"{self.name}: buffer is {self.buffer}, rank {self.rank}, n_sink {self.n_sink} and n_large "
+                f"{self.n_large}; buffer and rank must be at least 1, n_sink at least 0, and n_large at least n_sink."
+            )
+        if not self.temperature > 0 or self.smooth < 1 or self.smooth % 2 == 0:
+            raise UsageError(
+                f"{self.name}: temperature is {self.temperature:g} and smooth {self.smooth} keys; temperature must "
+                "be above 0, and smooth odd."
+            )
+        self.slack = self.buffer
+        if self.variant == "attnv":
+            self.demands = (Demand(See.QUERY, rows=self.buffer),)
+
+    def decide(self, step: Step) -> Iterator[Evict]:
+        due, _ = self.due(step)  # bool [L, B, Hkv]
+        if not step.any(due):
+            return
+        pos, room, rows = step.pos(), self.room(step), due.any(-1).any(0)  # pos: [L, B, Hkv, S]
+        free = (pos >= 0) & ~step.protected()
+        newest = window(step, room.clamp(max=self.buffer))
+        older, sink = due[..., None] & (pos >= 0) & ~newest, pos < self.n_sink
+        others = room - (free & newest).sum(-1, dtype=torch.int32)  # K_sel, less the prompt
+        layers, key, may = range(step.shape.layers), keys(self.seed, step), free & older
+        if self.variant == "dkv":
+            score = torch.stack([self.sketched(step, layer, key[layer], rows) for layer in layers])
+            kept = step.ops.keep_best(score.masked_fill(sink, torch.inf), may, others)
+        else:
+            size = torch.stack([spread(step.values(layer, rows)) for layer in layers])
+            n = step.budget // 4 if self.n_large is None else torch.full_like(others, self.n_large)
+            n = torch.minimum(n.clamp(min=self.n_sink), others)
+            large = step.ops.keep_best(size.masked_fill(sink, torch.inf), may, n)
+            weight = torch.stack([self.weight(step, layer, older[layer], rows) for layer in layers])
+            score = step.ops.draw(key, pos, weight)
+            kept = large | step.ops.keep_best(score, may & ~large, others - large.sum(-1, dtype=torch.int32))
+            score = score.masked_fill(large, torch.inf)
+        step.note(score, may)
+        yield Evict(due[..., None] & free & ~newest & ~kept)
+
+    def weight(self, step: Step, layer: int, older: Tensor, rows: Tensor) -> Tensor:
+        """w of the `older` tokens, float32 [B, Hkv, S]. older: bool [B, Hkv, S]; rows: bool [B]."""
+        q, k = step.queries(layer), step.keys(layer, rows)  # [B, Hq, b, D], [B, Hkv, S, D]
+        group = q.shape[1] // k.shape[1]
+        # Each query head is pooled for itself, before the mean over the group.
+        k, valid = k.repeat_interleave(group, 1), older.repeat_interleave(group, 1)
+        each = step.ops.window_importance(q / self.temperature, k, valid, self.smooth, "avg")  # [B, Hq, S]
+        return each.unflatten(1, (-1, group)).mean(2)
+
+    def sketched(self, step: Step, layer: int, key: Tensor, rows: Tensor) -> Tensor:
+        """s of all tokens, float32 [B, Hkv, S]. key: int64 [B, Hkv]; rows: bool [B]."""
+        k, v = step.keys(layer, rows).float(), step.values(layer, rows).float()  # [B, Hkv, S, D]
+        return product(k, v, self.projection(step, key[:, 0], k.shape[-1])[:, None])
+
+    def projection(self, step: Step, key: Tensor, width: int) -> Tensor:
+        """G by the quantiles of uniform numbers: float32 [B, D, r]. key: int64 [B]."""
+        number = torch.arange(width * self.rank, dtype=torch.int32, device=key.device).expand(len(key), -1)
+        u = step.ops.draw(key, number).clamp(LEAST, 1 - LEAST)
+        return (torch.special.ndtri(u) / self.rank**0.5).float().view(-1, width, self.rank)
+
+
+def spread(v: Tensor) -> Tensor:
+    """m, the range of each value: [..., D] → float32 [...]."""
+    return (v.amax(-1) - v.amin(-1)).float()
+
+
+def product(k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    """‖k·G‖²·‖v·G‖²: [..., S, D] and [..., D, r] → [..., S]."""
+    return (k @ g).square().sum(-1) * (v @ g).square().sum(-1)

@@ -1,0 +1,82 @@
+"""SepLLM: the worked examples, which tokens separate, and what stays in a running decoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from minithink.errors import UsageError
+from minithink.kv.contract import Policy
+from minithink.policies.sepllm import SepLLM
+from tests.policies.drive import follow, held
+from tests.policies.test_random_attention import stays, step_of
+
+torch.set_num_threads(1)
+NINE = [b"." if i == 9 else b"x" for i in range(10)]  # token 9 separates
+
+
+def told(policy: SepLLM, ids: list[int]) -> SepLLM:
+    policy.vocabulary(NINE)
+    policy.setup(type("Shape", (), {"rows": 1})())
+    policy.listen(0, ids)
+    return policy
+
+
+def step(pos: list[int], budget: int) -> Any:
+    out = step_of([pos], len(pos), budget, 0)
+    out.row = torch.tensor([0])
+    return out
+
+
+def test_worked_example() -> None:
+    """The official manager with a 1, s 2, w 3, c 7."""
+    ids, got, pos = [5, 6, 9, 7, 9, 8, 9, 4, 3, 9, 2, 1, 9, 9, 5, 6], {}, list[int]()
+    policy = told(SepLLM(budget=7, initial=1, separators=2, window=3), ids)
+    for t in range(len(ids)):
+        pos.append(t)
+        if len(pos) > 7:
+            (pos,) = stays(policy, step(pos, 7))
+            got[t] = list(pos)
+    assert got == {
+        7: [0, 2, 4, 5, 6, 7], 9: [0, 4, 6, 7, 8, 9], 11: [0, 4, 6, 9, 10, 11], 13: [0, 6, 9, 11, 12, 13],
+        15: [0, 9, 12, 13, 14, 15],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ids", "want"),
+    [([7, 9, 5, 9, 6, 9, 4, 3, 2, 1], [1, 3, 5, 7, 8, 9]), ([7, 9, 5, 5, 6, 5, 4, 3, 2, 1], [1, 5, 6, 7, 8, 9])],
+)
+def test_fill(ids: list[int], want: list[int]) -> None:
+    """DynTS's form: the newest other tokens fill up to the target of 3."""
+    policy = told(SepLLM(budget=9, initial=0, separators=3, window=3, fill=True), ids)
+    assert stays(policy, step(list(range(10)), 9)) == [want]
+
+
+@pytest.mark.parametrize(("strict", "want"), [(False, {0, 1, 2, 4, 5}), (True, {0, 4, 5})])
+def test_which_tokens_separate(strict: bool, want: set[int]) -> None:
+    policy = SepLLM(budget=9, strict=strict)
+    policy.vocabulary([b".", b" .", b"  ", b".\n", b" ", b"\n", b"", b"a,", b"\n\n"])
+    assert policy._ids == want
+
+
+@pytest.mark.parametrize("options", [{"initial": -1}, {"window": 0}, {"separators": 1.5}])
+def test_refuses(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="sepllm"):
+        SepLLM(budget=9, **options)
+
+
+def test_it_needs_a_tokenizer() -> None:
+    with pytest.raises(UsageError, match="tokenizer"):
+        SepLLM(budget=9).setup(type("Shape", (), {"rows": 1})())
+
+
+def test_what_stays() -> None:
+    policy: Policy = SepLLM(budget=14, initial=2, separators=4, window=5)
+    for i, manager in enumerate(follow(policy, [6], 40)):
+        (table,) = held(manager, 0)
+        assert len(table) <= 14
+        assert table[:2] == [0, 1]
+        assert table[-5:] == list(range(1 + i, 6 + i))

@@ -1,0 +1,109 @@
+"""VaSE: the worked example, G, and what always stays in a running decoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from minithink.errors import UsageError
+from minithink.policies import vase
+from minithink.policies.vase import VaSE, product, spread
+from tests.policies.drive import follow, held
+from tests.policies.test_random_attention import key_of, stays, step_of
+
+torch.set_num_threads(1)
+KEYS = torch.tensor([(2, 0), (1.8, 0.2), (-0.5, 1), (0.3, 1.6), (-1, -0.2), (0.6, 0.8)])
+QUERIES = torch.tensor([[(1, 0.2), (0.3, 1)], [(0.5, -0.5), (1, 0.5)]])  # of two heads, at tokens 4 and 5
+VALUES = torch.tensor([(1, -1), (4, -2), (0, 0.5), (3, 2), (0, 0), (0, 0)])
+OLDER = torch.arange(6).view(1, 1, 6) < 4
+ROW = torch.ones(1, dtype=torch.bool)
+
+
+@pytest.fixture
+def six(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A step that holds six tokens, with the draws of the example."""
+    monkeypatch.setattr(vase, "keys", lambda *_: torch.tensor([[[key_of(0, 0)]]]))
+    step = step_of([list(range(6))], 4, 4, 0)
+    step.queries, step.keys = lambda _: QUERIES[None], lambda *_: KEYS[None, None]
+    step.values = lambda *_: VALUES[None, None]
+    return step
+
+
+@pytest.mark.parametrize(
+    ("smooth", "want", "chances"),
+    [
+        (1, [0.3408, 0.3151, 0.1264, 0.2176], [0.4977, 0.1846, 0.3178]),
+        (5, [0.1565, 0.2000, 0.2000, 0.1318], [0.3205, 0.4096, 0.2699]),
+    ],
+)
+def test_weights(six: Any, smooth: int, want: list[float], chances: list[float]) -> None:
+    """Mean over queries and query heads, pooled; chances of the others once token 1 is in L."""
+    w = VaSE(budget=4, buffer=2, smooth=smooth).weight(six, 0, OLDER, ROW)[0, 0, :4]
+    assert w.tolist() == pytest.approx(want, abs=6e-5)
+    others = w[[0, 2, 3]]
+    assert (others / others.sum()).tolist() == pytest.approx(chances, abs=1e-4)
+
+
+def test_race(six: Any) -> None:
+    assert spread(VALUES)[:4].tolist() == [2, 6, 0.5, 1]
+    policy = VaSE(budget=4, buffer=2, smooth=1, n_sink=0, n_large=1)
+    score = six.ops.draw(vase.keys(0, six)[0], six.pos(0), policy.weight(six, 0, OLDER, ROW))
+    assert (-score[0, 0, :4]).tolist() == pytest.approx([1.3590, 0.8874, 8.0951, 5.4283], abs=2e-3)
+
+
+@pytest.mark.parametrize(("sink", "smooth"), [(0, 1), (1, 1)])
+def test_worked_example(six: Any, sink: int, smooth: int) -> None:
+    assert stays(VaSE(budget=4, buffer=2, smooth=smooth, n_sink=sink, n_large=1), six) == [[0, 1, 4, 5]]
+
+
+@pytest.mark.parametrize(("sink", "want"), [(0, [1, 3, 4, 5]), (1, [0, 1, 4, 5])])
+def test_worked_example_of_dkv(six: Any, monkeypatch: pytest.MonkeyPatch, sink: int, want: list[int]) -> None:
+    """With G = I."""
+    score = product(KEYS[:4], VALUES[:4], torch.eye(2))
+    assert (score / score.sum()).tolist() == pytest.approx([0.0738, 0.6054, 0.0029, 0.3179], abs=6e-5)
+    monkeypatch.setattr(VaSE, "projection", lambda *_: torch.eye(2)[None])
+    assert stays(VaSE(variant="dkv", budget=4, buffer=2, n_sink=sink), six) == [want]
+
+
+def test_the_sketch_is_gaussian(six: Any) -> None:
+    """Mean 0, variance 1/r, the same for the same key only."""
+    policy = VaSE(variant="dkv", budget=4, rank=20)
+    g = policy.projection(six, torch.tensor([1, 2, 1]), 1000)
+    assert g.shape == (3, 1000, 20)
+    assert torch.equal(g[0], g[2])
+    assert abs(float((g[0] * g[1]).mean()) * 20) < 0.03
+    assert float(g.mean()) * 20**0.5 == pytest.approx(0, abs=0.02)
+    assert float(g.var()) * 20 == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "options", [{"buffer": 0}, {"n_sink": 5, "n_large": 4}, {"temperature": 0.0}, {"smooth": 4}, {"rank": 0}]
+)
+def test_refuses(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="vase"):
+        VaSE(budget=40, **options)
+
+
+@pytest.mark.parametrize("protect", [False, True])
+@pytest.mark.parametrize("variant", ["attnv", "dkv"])
+def test_what_stays(variant: Any, protect: bool) -> None:
+    """Sinks (or the prompt) and the last b tokens stay, and lanes saw between B and B + b."""
+    policy, before = VaSE(budget=16, variant=variant, buffer=4, n_sink=2, protect_prompt=protect), 7
+    for i, manager in enumerate(follow(policy, [7], 30)):
+        now = manager.held(0)
+        assert now == (16 if before == 19 else before + (i > 0))
+        first = 7 if protect else 2
+        for table in held(manager, 0):
+            assert table[:first] == list(range(first))
+            assert table[-4:] == list(range(3 + i, 7 + i))
+        before = now
+
+
+def test_large_values_stay(six: Any) -> None:
+    """Token 2 has no attention and the largest range."""
+    values = VALUES.clone()
+    values[2] = torch.tensor([50, -50])
+    six.values = lambda *_: values[None, None]
+    assert 2 in stays(VaSE(budget=4, buffer=2, n_sink=0, n_large=1), six)[0]
