@@ -111,7 +111,8 @@ class VaSE(Policy):
         q, k = step.queries(layer), step.keys(layer, rows)  # [B, Hq, b, D], [B, Hkv, S, D]
         group = q.shape[1] // k.shape[1]
         # Each query head is pooled for itself, before the mean over the group.
-        k, valid = k.repeat_interleave(group, 1), older.repeat_interleave(group, 1)
+        k = k.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2)
+        valid = older.unsqueeze(2).expand(-1, -1, group, -1).flatten(1, 2)
         each = step.ops.window_importance(q / self.temperature, k, valid, self.smooth, "avg")  # [B, Hq, S]
         return each.unflatten(1, (-1, group)).mean(2)
 

@@ -80,3 +80,12 @@ def test_what_stays() -> None:
         assert len(table) <= 14
         assert table[:2] == [0, 1]
         assert table[-5:] == list(range(1 + i, 6 + i))
+
+
+def test_without_fill_missing_separators_leave_room() -> None:
+    """One separator of three; and a new sequence in the row has separators of its own."""
+    policy = told(SepLLM(budget=9, initial=0, separators=3, window=3), [7, 9, 5, 5, 6, 5, 4, 3, 2, 1])
+    assert stays(policy, step(list(range(10)), 9)) == [[1, 7, 8, 9]]
+    policy.reset(0)
+    policy.listen(0, [7, 7, 5, 9, 9, 5, 4, 3, 2, 1])
+    assert stays(policy, step(list(range(10)), 9)) == [[3, 4, 7, 8, 9]]
