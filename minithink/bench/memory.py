@@ -25,7 +25,8 @@ from minithink.policies import lookup, parse, split, takes_budget
 from minithink.tasks.facts import draw_problem, draw_trace
 
 POLICIES = (
-    "full", "quant:fmt=nvfp4", "quant:fmt=int4", "kivi", "pm_kvq", "window", "streaming_llm", "random",
+    "full", "quant:fmt=nvfp4", "quant:fmt=int4", "kivi", "pm_kvq", "window", "streaming_llm", "sepllm", "random",
+    "random_attention", "vase", "h2o", "tova", "scissorhands", "raas", "lazy_eviction", "morphkv",
     "snapkv:cap=100", "snapkv_decode", "ada_snapkv", "pyramidkv", "rkv", "seal", "skipkv", "crystal_kv",
     "crystal_kv_lite", "dynts", "thinkv", "tbe", "tbq",
 )  # fmt: skip

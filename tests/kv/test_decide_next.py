@@ -34,7 +34,7 @@ torch.set_num_threads(1)
 
 RECORDABLE = (
     "window", "streaming_llm", "random", "rkv", "skipkv", "crystal_kv", "crystal_kv_lite", "dynts", "thinkv", "tbe",
-    "tbq", "snapkv_decode", "ada_snapkv", "pyramidkv", "random_attention", "vase", "sepllm", "h2o", "tova",
+    "tbq", "snapkv_decode", "ada_snapkv", "pyramidkv", "random_attention", "vase", "h2o", "tova",
     "scissorhands", "raas", "lazy_eviction", "morphkv",
 )  # fmt: skip
 TEXTS = (
