@@ -207,7 +207,8 @@ assert held["skipkv"][0] < held["rkv"][0], "SkipKV should drop more of what was 
 #     H ← H + α_t·V,    α_t = α_0 + γ·N_o
 #
 # First the paper's counter for five sentences, of which O are doubts. Then the same problem with SEAL at several
-# strengths. (One problem says nothing about accuracy.)
+# strengths. One problem says nothing about accuracy. Of 600 test problems SEAL with α = 1 answers 599, with 8 % fewer
+# tokens than the full cache (docs/skipkv.md).
 
 # %%
 strength = [1 + 0.02 * "OEOOE"[: i + 1].count("O") for i in range(5)]
@@ -240,4 +241,5 @@ assert min(waits for _, waits in found.values()) < found[0][1], "some strength s
 # 1. Let τ go from 0.8 to 0.99 in the first cell. Which pairs appear first, and are they repetitions?
 # 2. A problem of `search` repeats lines such as "Still … from 9 down." Load one, and compare the two caches again.
 # 3. Use `form="paper"` in `Telling`. How large is the largest importance now, and why does it hardly count?
-# 4. `seal:at=every` adds the vector at every token. From which strength on does the text fall apart?
+# 4. `seal:at=every` adds the vector at every token. From which strength on does the text fall apart, and from which
+#    with `vector=matched`?

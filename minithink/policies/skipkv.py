@@ -7,14 +7,17 @@ down to it. The tokens with the lowest score go first (eq. 6):
 
 I is the attention of the newest queries and R the resemblance to other keys, both as R-KV has them. λ_i is the
 penalty of the token's sentence: its largest similarity to a later sentence, if that is above τ (`ref/similarity.py`).
-Such a λ_i outweighs I and R in almost all cases. So sentences that were said again leave before any other token.
+Such a λ_i outweighs I and R: in no text of the embedded model does another token leave first (docs/skipkv.md). So
+sentences that were said again leave before any other token.
 
 Generation is skipped by steering (§4.2, `steering.py`). The strength grows with each ended sentence of this sequence
 that contains `Wait`, `Alternatively` or `again`, and so is a non-execution thought:
 
     α_t = α_0 + γ·N_o
 
-Each half can be switched off: skip=false leaves λ out, steering=false adds no vector.
+Each half can be switched off: skip=false leaves λ out, steering=false adds no vector. The defaults are the paper's.
+For the embedded model tau=0.9 and at=boundary are chosen on validation problems: at every token α_0 = 1 with the
+plain vector spoils its texts.
 
 Chosen where the paper is silent or says two things:
 - sentences end with each token whose bytes contain a line break (`sentences.py`). D as whole tokens misses `:\\n`;
@@ -30,7 +33,7 @@ Chosen where the paper is silent or says two things:
 - the last α tokens and the prompt are protected. The paper says neither; α is R-KV's, protect_prompt=false its way;
 - form="paper" is eq. 4–5 to the letter: softmax over all keys, per query head; the maximum of the group; softmax
   again; R without threshold, with the diagonal, softmax per row, mean over rows. The second softmax flattens
-  importance so far that it hardly counts;
+  importance so far that it hardly counts, and fewer answers are right (docs/skipkv.md);
 - a stack's other policies may evict beside it.
 """
 
