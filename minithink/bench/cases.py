@@ -334,6 +334,8 @@ class Bench:
         ledgers = [cache.account(i).as_dict() for i in rows]
         kinds = {kind: statistics.mean(x[kind] for x in ledgers) for kind in ledgers[0]}
         length = statistics.mean(cache.length(i) for i in rows)
+        if steady.enough is not None:  # the rest of the text changes nothing
+            length += max(0, self.args.tokens - steady.enough)
         full = length * self.config.kv_bytes_per_token(2)
         return {
             "rows": len(rows), "length": length, "held_tokens": max(cache.held(i) for i in rows), "kinds": kinds,
