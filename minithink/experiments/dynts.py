@@ -30,7 +30,11 @@ ABLATION = ("dynts", "dynts:local=0", "dynts:question=false", "dynts:ratio=0", "
 SWEEPS = {
     "dynts": Sweep(
         "DynTS by what its predictor has learned, oracles in the same windows, others that keep as many tokens",
-        (*TARGETS, *ORACLES, *OTHERS), budgets=(0.25, 0.5), split="test", needed=True,
+        (*TARGETS[:2], *ORACLES, *OTHERS), budgets=(0.25, 0.5), split="test", needed=True,
+    ),
+    "dynts-needs": Sweep(
+        "the predictor of what is needed, beside that of the answer's attention", ("dynts", TARGETS[2]),
+        budgets=(0.25, 0.5), split="test", needed=True,
     ),
     "dynts-ablation": Sweep(
         "DynTS without its local window, question, thinking tokens; thinking tokens by lot and from the bottom",
