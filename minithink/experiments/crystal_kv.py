@@ -98,11 +98,12 @@ class Uneven(Filled):
 
 def uneven(numbers: Mapping[str, int]) -> CrystalKV:
     """Crystal-KV with uneven budgets, as a method."""
-    return Uneven(budget=numbers["budget"])
+    return Uneven(budget=numbers["budget"], exempt_answer=False)
 
 
 def _filled(cls: type[CrystalKVLite], policy: CrystalKVLite) -> CrystalKVLite:
-    return cls(**{f.name: getattr(policy, f.name) for f in fields(policy) if f.init})
+    """All tokens think here, so the pool has no room for an answer of any length."""
+    return cls(**{f.name: getattr(policy, f.name) for f in fields(policy) if f.init} | {"exempt_answer": False})
 
 
 STAND_INS: StandIns = {
