@@ -41,7 +41,7 @@ def foreign(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ORACLES = ("answer_oracle", "hindsight_oracle", "needs_oracle")
-SAWTOOTH = ("dynts", *ORACLES)  # evict many tokens at once
+SAWTOOTH = ("dynts", "sepllm", *ORACLES)  # evict many tokens at once
 
 
 def written(value: Any) -> str:
@@ -176,6 +176,7 @@ def test_lists_are_not_split_elsewhere() -> None:
 SMALL = {  # hyperparameters that make something happen within a few tokens
     "quant": "fmt=int4,by=token", "kivi": "group=16,residual=16", "pm_kvq": "bits=3,max_len=48,window=8,group=16",
     "rkv": "alpha=2,buffer=5", "snapkv_decode": "alpha=2,buffer=5", "ada_snapkv": "alpha=2,buffer=5",
+    "sepllm": "window=0.6,fill=true", "random_attention": "buffer=5",
     "pyramidkv": "alpha=2,buffer=5", "crystal_kv": "min_budget=4,realloc_every=5",
     "thinkv": "tau=4,g=4,retention=2/1,precision=R8E8T8,layers=0,thresholds=0.05/0.1",
     "tbe": "tau=4,retention=2/1,layers=0,thresholds=0.05/0.1",
