@@ -193,7 +193,7 @@ plt.show()
 # 2. One set of tokens for all layers and heads, three windows, and a cache length that is a sawtooth.
 # 3. What the predictor learns matters more than how well it learns it. On the embedded model the best target is what
 #    later lines read (*needs*). The answer's attention comes second, though its τ is below that of the position. All
-#    later attention has the best τ and is no better than a window ([measurements](../docs/dynts.md)).
+#    later attention has the best τ and is no better than a window (`docs/dynts.md`).
 #
 # ## Exercises
 #
