@@ -7,8 +7,11 @@
 
 The first two read a text that the full cache has generated for the same prompt with the same draws
 (`python -m minithink.calibrate foresight`). Evictions change a text sooner or later; from then on the oracle knows
-the future of another text. So its figures are lower bounds. The third one reads the text that is written, and nothing
-that follows.
+the future of another text. So its figures are lower bounds of what its score can do. The third one reads the text
+that is written, and nothing that follows.
+
+None of the three bounds what a method can reach. On the embedded model other methods that keep as many tokens are
+right more often than the first two, and DynTS with target=needs more often than the third (`docs/dynts.md`).
 
 Attention is the mean over layers and heads, because all of them keep the same tokens. Tokens behind the recorded text
 have the score 0.
