@@ -257,8 +257,8 @@ assert kept["rkv"].pairs > 20
 
 # %% [markdown]
 # In this short text most needs are recent, so the window meets them. One text proves nothing: `docs/baselines.md` has
-# 600 of each policy. R-KV, RaaS and `snapkv_decode` are above random eviction, TOVA and H2O below. It also says that
-# this share explains right answers only in part: it is a mean over heads, and some heads matter more.
+# 600 texts of each policy. R-KV, RaaS and `snapkv_decode` are above random eviction, TOVA and H2O below. It also
+# says that this share explains right answers only in part: it is a mean over heads, and heads may differ.
 #
 # ## The same as the library?
 #
