@@ -22,8 +22,9 @@
 #
 #     s_j = a_j·‖v_j‖
 #
-# where a_j is averaged over the last w queries. Tokens that add little may go. We call the policy `loud`: it keeps
-# what a head hears most. First the score by hand, for three tokens. Attention alone would evict the last one.
+# where a_j is the mean over the last w queries and over the query heads that share this KV head. Tokens that add
+# little may go. We call the policy `loud`: it keeps what a head hears most. First the score by hand, for three
+# tokens. Attention alone would evict the last one.
 
 # %%
 import sys
@@ -178,7 +179,7 @@ temporary = tempfile.TemporaryDirectory()
 
 def recorded(policy, budget):
     """One problem under a policy: its result, and the trace of what happened."""
-    path = Path(temporary.name) / f"{policy}-{budget}.trace"
+    path = Path(temporary.name) / f"{policy.partition(':')[0]}-{budget}.trace"
     recorder = Recorder(path, engine.tokenizer)
     [result] = engine.generate(questions[0], policy=policy, budget=budget, recorder=recorder,
                                schedule=SAME["schedule"], **GREEDY)  # fmt: skip
@@ -218,8 +219,8 @@ for kind, holds in ((Telling, True), (Leaky, False)):
 
 # %% [markdown]
 # The tests try more: rows that a new sequence takes over, prompts that come in pieces, many settings. They run on
-# small random models and need no more than a policy's text. They need the packages of the extra `test` (`pip
-# install -e '.[test]'`); without them the next cell says so and goes on.
+# small random models, and take a policy's text. They need the packages of the extra `test`, which
+# `pip install -e '.[test]'` installs; without them the next cell says so and goes on.
 
 # %%
 root = Path(find_spec("minithink").origin).parents[1]  # of the checkout
@@ -259,9 +260,9 @@ axes[1].set(xlabel="thinking tokens, the newest on the right")
 plt.show()
 
 # %% [markdown]
-# Long blue columns are tokens that all heads agree on. Single dots are tokens of one head alone. In a browser,
-# `python -m minithink.trace view FILE FILE` shows two traces side by side, with a slider over time and the score of
-# each evicted token.
+# A column that is blue from top to bottom is a token that all heads hold. A single dot is held by one head alone.
+# In a browser, `python -m minithink.trace view FILE FILE` shows two traces side by side, with a slider over time
+# and the score of each evicted token.
 #
 # ## Its curve among the others
 #
@@ -296,8 +297,8 @@ plt.show()
 # ## What six problems say
 #
 # Hardly anything. The intervals say so, and so does the comparison problem by problem. All policies met the same six
-# problems, so only problems count on which two policies *differ*. If two policies are equally good, such a problem
-# goes to either by a toss of a coin. So k problems that all go the same way have probability 2·½^k. How many are
+# problems, so only problems count on which two policies *differ*. If two policies are equally good, a coin could
+# decide who is right on such a problem. Then k problems all go the same way with probability 2·½^k. How many are
 # needed to be below 5 %? And what can `loud` claim?
 
 
@@ -323,8 +324,8 @@ print(f"even {len(problems)} of {len(problems)} leaves {low:.0%} to {high:.0%}")
 assert low < 0.7, "few problems leave much open"
 
 # %% [markdown]
-# Such a run finds gross mistakes, and no more. Tutorial 6 shows what 200 problems can tell. Nor is it only the
-# number: these are the shortest problems of one family, and one model.
+# Such a run finds gross mistakes, and no more. Tutorial 6 shows what 200 problems can tell. The number is not
+# all, either: these are the shortest problems of one family, answered by one model.
 #
 # ## Where its files would go
 #
@@ -339,7 +340,7 @@ assert low < 0.7, "few problems leave much open"
 # %%
 sweep = Sweep("what adds most to what a head reads, beside the newest tokens, lots and R-KV",
               tuple(f"{name}:protect_prompt=true" for name in ("loud", "window", "random", "rkv")))  # fmt: skip
-print(sweep)
+print(sweep.what, sweep.policies, sweep.budgets, sweep.problems, sep="\n")
 assert all(text.partition(":")[0] in POLICIES for text in sweep.policies)
 
 
@@ -404,7 +405,7 @@ assert COUNTS["step.rows"] > COUNTS["own"], "most of the work is to compute atte
 #
 # 1. It does as soon as values differ in length: then the orders by a_j and by a_j·‖v_j‖ differ, as for the three
 #    tokens at the beginning. Compare `trace.kept` of both at the first decision; later on the texts may differ.
-# 2. All but the newest token: its row alone decides. All laws hold; they say nothing about which tokens are good.
+# 2. All but the newest token, which always stays. The laws hold all the same: they do not say which tokens are good.
 # 3. A score for each token that is held, by *position*, because columns shift when tokens leave. It goes into
 #    `setup`, is named in `state` (else law 3 fails in the tests), and is cleared for the row in `reset`.
 #    `docs/kv-cache.md` ("What a policy remembers") shows three ways; `h2o.py` is one of them, for sums.
