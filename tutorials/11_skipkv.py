@@ -14,9 +14,9 @@
 # # 11. SkipKV: redundancy by token, by sentence, and before it is generated
 #
 # A model that thinks repeats itself. SkipKV removes a sentence from the cache if a later sentence says nearly the
-# same, and steers the model so that it repeats itself less. The first cell draws the observation. Each row is a
-# sentence of one text, each column a later sentence. A dark field: the two are similar. A box: so similar that the
-# earlier one may go.
+# same. It also steers the model, so that it repeats itself less. The first cell draws what there is to save. Each
+# row is a sentence of one text, each column a later sentence. Where a field is dark, the two are similar. A box
+# marks a pair that is so similar that the earlier sentence may leave the cache.
 
 # %%
 import tempfile
@@ -76,10 +76,10 @@ for i, j in sorted(pairs, key=lambda pair: -similar[tuple(pair)])[:3]:
 #
 # ## Redundancy by token
 #
-# R-KV, on which SkipKV builds, looks at single keys. Each token has an importance I (attention of the newest queries)
-# and a redundancy R (how much its key resembles other keys), and the tokens with the lowest σ·I − (1 − σ)·R go. A
-# policy can tell us both: this one is `skipkv`, and it notes what it scores with when it evicts for the first time.
-# Its budget is the prompt and a third of the text.
+# R-KV, on which SkipKV builds, looks at single keys. Each token has an importance I (attention of the newest
+# queries) and a redundancy R (how much its key resembles other keys). With a weight σ of 0.1, the tokens with the
+# lowest σ·I − (1 − σ)·R go. The class `Telling` is the policy `skipkv`, but it stores I and R whenever it evicts. We
+# look at its first eviction. Its budget is the prompt and a third of the text.
 
 # %%
 SEEN = []
@@ -106,8 +106,9 @@ print("the most redundant tokens of a head:", engine.tokenizer.pieces([ids[i] fo
 assert spread.max() < TAU, "a penalty should be larger than all that tokens can differ by"
 
 # %% [markdown]
-# The scores of tokens differ by little, and they know nothing of sentences: a number goes here, a comma there. What
-# is left are fragments. SkipKV's authors show a model that meets fragments of its own answer, and checks it again.
+# The scores of tokens differ by little, and they know nothing of sentences: a number goes here, a comma there.
+# Fragments of sentences are left. SkipKV's authors show a model that reads fragments of its own answer, and
+# therefore checks the answer again.
 #
 # ## Redundancy by sentence
 #
@@ -149,10 +150,11 @@ assert counted["similar_sentences"] == len(penalty)
 # %% [markdown]
 # ## Two caches, one above the other
 #
-# Now both methods evict every 16 tokens, down to the same budget. Each row of the picture is a KV head, each column a
-# token of the policy's own text; blue: the head holds the token when the thinking ends. Orange bars mark sentences
-# that a later one resembles, judged by a second reading with all tokens. Under a bar without a gap the policy saw
-# other hidden states, because its cache had lost tokens, or it has not evicted since.
+# Now both methods evict every 16 tokens, down to the same budget. Each row of the picture is a KV head, each column
+# a token of the policy's own text; blue: the head holds the token when the thinking ends. Orange bars mark
+# sentences that a later one resembles. To find them, the model reads the finished text once more, with all tokens.
+# Some of these sentences are still held: the policy has not evicted since, or it saw other hidden states than this
+# second reading, because its cache had lost tokens.
 
 # %%
 temporary = tempfile.TemporaryDirectory()
@@ -199,10 +201,11 @@ assert held["skipkv"][0] < held["rkv"][0], "SkipKV should drop more of what was 
 # %% [markdown]
 # ## Before it is generated
 #
-# What is not generated needs no cache. At a blank line the model decides what kind of thought comes next. SEAL takes
-# the mean hidden state there before *execution* thoughts, less the mean before doubts, and adds this vector to one
-# layer while the model thinks. The vectors of the embedded model ship with it. SkipKV raises the strength with every
-# doubt:
+# What is not generated needs no cache. At a blank line the model decides what kind of thought comes next: it goes
+# on (*execution*), or it doubts ("Wait, …"). The method SEAL takes the mean hidden state at the blank lines before
+# execution, less the mean before doubts. It adds this vector V, with strength α, to one layer while the model
+# thinks. The vectors of the embedded model ship with it. SkipKV raises the strength by γ with every doubt. N_o is
+# the number of doubts so far:
 #
 #     H ← H + α_t·V,    α_t = α_0 + γ·N_o
 #
@@ -231,7 +234,7 @@ assert min(waits for _, waits in found.values()) < found[0][1], "some strength s
 # %% [markdown]
 # Three things to remember:
 #
-# - **Redundancy has a grain.** Keys that resemble each other are everywhere. Sentences that resemble each other are
+# - **Sentences, not keys.** Keys that resemble each other are everywhere. Sentences that resemble each other are
 #   few, and can go as a whole.
 # - **The penalty decides the order, the budget how many go.** A penalised sentence stays while there is room.
 # - **The cheapest token is the one that is never generated.** Steering acts before the cache.
