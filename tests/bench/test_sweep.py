@@ -26,7 +26,8 @@ def test_every_policy_is_one(name: str) -> None:
     assert len(cells) == len(set(cells)) > len(one.policies)
     for cell in cells:
         policy_of(cell, None, longest=600)
-    tests = ("main", "crystal-kv", "skipkv", "dynts", "dynts-ablation")
+    tests = ("main", "crystal-kv", "skipkv", "dynts", "dynts-needs", "dynts-ablation")
+    tests += ("baselines", "baselines-more", "baselines-half")  # untuned, so nothing was chosen on it
     assert (one.split == "test") == (name in tests)
     assert one.problems == (64 if name in ("crystal-kv-heat", "dynts-windows") else 200)  # many cells, for a picture
 
