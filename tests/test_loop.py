@@ -403,7 +403,7 @@ def test_what_graphs_are_given(policy: str, monkeypatch: pytest.MonkeyPatch) -> 
     for values in (*steps, *decisions):
         assert len(values[0].unique()) == values.shape[1] in (1, 2, 4, 6)
     assert bool(decisions) == (not policy.startswith(("quant", "kivi")))
-    assert len(decisions) < 40
+    assert len(decisions) < 40 or policy.startswith("h2o")  # which adds up attention in every step
     for values in decisions:
         due = int(values[ACTIVE].sum())
         assert 0 < due <= values.shape[1] < 2 * due or values.shape[1] == 6

@@ -63,7 +63,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "ada_snapkv": (
         "ada_snapkv:budget=14,buffer=5,alpha=3,kernel_size=3",
         "ada_snapkv:budget=19,alpha=3,floor=0.5,normalize=true,schedule=interval:6,protect_prompt=true",
-        "ada_snapkv:schedule=sawtooth:24/17,alpha=3,floor=0,exempt_answer=true",
+        "ada_snapkv:schedule=sawtooth:20/14,alpha=3,floor=0,exempt_answer=true",
     ),
     "pyramidkv": (
         "pyramidkv:budget=14,buffer=5,alpha=3,beta=4,kernel_size=3",
