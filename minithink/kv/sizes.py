@@ -69,9 +69,8 @@ def needs(policy: Policy, dim: int, dtype: torch.dtype, tokens: int, prompt: int
     pages = max(sum(-(-n // lay[name].slots) for name, n in moment) for moment in peaks)
     most, table = max(sum(n for _, n in moment) for moment in peaks), pages
     alone = len(lay) == len(members(policy)) == 1
-    if alone and policy.budget is not None and policy.limit is None and not policy.exempt_answer:
-        average = Policy.limit.fget(policy)  # type: ignore[attr-defined]
-        pages = min(pages, -(-max(average + 1, at_home) // lay[home].slots) + 1)
+    if alone and policy.limit is None and policy.average is not None and not policy.exempt_answer:
+        pages = min(pages, -(-max(policy.average + 1, at_home) // lay[home].slots) + 1)
     sink = 0 if stays else -(-storage.sink // lay["plain"].slots)
     # A buffer that is no multiple of a group makes a short group whenever it is full: 2 of 24 tokens in groups of 16.
     groups = max((-(-storage.buffer // x.k.group) for x in lay.values() if x.by_token), default=0)  # of a buffer
