@@ -8,6 +8,7 @@ line of JSON:
     source    hashes of the code of the policy, of its number formats, of its twins, of the kernels that it ran on
     row       the summary of all sequences (`evaluate/summary.py`)
     answers   the answers of the first sequences
+    right     which sequences were right, so that policies can be compared in pairs
     commit, date, machine, versions, command
 
 A run is stale if the code of its policy, formats or twins has changed since: `bench tables --check` fails. A run is
@@ -61,6 +62,7 @@ class Run:
     versions: dict[str, Any]
     command: str
     stale: bool = False  # an answer differed after a change of kernels
+    right: str = ""  # a digit a sequence, in the order of problems and samples: 1 right, 0 wrong; "": not kept
 
     @property
     def state(self) -> str:

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from minithink import counts, origin, results
@@ -38,6 +39,7 @@ from minithink.evaluate.plan import plan
 from minithink.evaluate.summary import FULL, Row, summarize
 from minithink.experiments import Column, Result, Sweep, Table, collected
 from minithink.figures import need_matplotlib
+from minithink.intervals import bootstrap, wilson
 from minithink.kv.stack import members
 from minithink.tasks import families
 from minithink.tokenizer import Tokenizer
@@ -105,7 +107,9 @@ Wanted = dict[str, Any]  # a key without the machine's parts
 
 def wanted_of(sweep: Sweep, args: argparse.Namespace | None = None) -> list[Wanted]:
     """The keys of a comparison, by family, then by policy and budget. args: None: as the documents show it."""
-    names = families() if args is None else args.families
+    names = sweep.datasets or families()
+    if args is not None:
+        names = [name for name in names if name.partition(":")[0] in args.families]
     about = {name: settings_of(sweep, name, args) for name in names}
     cells = plan(policies_of([sweep]), sweep.budgets)
     return [key_of(about[name], *cell) for name in names for cell in cells]
@@ -214,13 +218,14 @@ def evaluated(args: argparse.Namespace, argv: list[str], group: Sequence[Wanted]
             continue
         own = [r for r in done.records if (r.policy, r.budget) == (row.policy, row.budget)]
         answers = sorted([r.id, r.sample, r.found] for r in own if r.id in asked)
+        right = "".join("01"[r.right] for r in sorted(own, key=lambda r: (r.id, r.sample)))
         values = {f.name: getattr(row, f.name) for f in fields(Row) if f.name != "group"}
         about = {name: last[name] for name in ("commit", "date", "machine", "versions")}
         about |= {"command": origin.command("minithink.bench", argv)}
         tokens = [sum(r.generated_tokens for r in own), len(own)]
         key = key_of(done.settings, row.policy, row.budget)
         source = pool.source_of(row.policy, done.settings["backend"])
-        runs.append(Run(key, source, values, answers, tokens, **about))
+        runs.append(Run(key, source, values, answers, tokens, right=right, **about))
     return runs
 
 
@@ -311,15 +316,18 @@ def result_of(name: str, where: Path, wanted: Sequence[Wanted] | None = None) ->
     full = {run.key["dataset"]: run.row["kv_bytes_peak"] for run in runs if run.key["policy"] == FULL}
     cells = {run.cell[1:] for run in runs}
     counted = {cell: counts.total(run.row["counts"] for run in runs if run.cell[1:] == cell) for cell in cells}
+    pairs = compared(runs, SWEEPS[name].beside)
     rows = [
         {**run.row, "family": run.key["dataset"], "of_full": run.row["kv_bytes_peak"] / full[run.key["dataset"]],
-         "counts": counted[run.cell[1:]]}
+         "counts": counted[run.cell[1:]], "less": pairs.get(run.cell), "all": pairs.get(("", *run.cell[1:]))}
         for run in runs
     ]  # fmt: skip
     last = max(runs, key=lambda run: run.date)
     about = {name: getattr(last, name) for name in ("commit", "date", "machine", "versions")}
     settings = {name: wanted[0][key] for name, key in
                 (("limit", "limit"), ("split", "split"), ("samples", "num_samples"))}  # fmt: skip
+    settings |= {"beside": SWEEPS[name].beside if pairs else ""}
+    settings |= {"tokens": any(isinstance(key["budget"], int) for key in wanted)}
     command = last.command if look else f"python -m minithink.bench sweep {name}"
     missing = len(wanted) - len(runs)
     others = sorted({short(run.commit) for run in runs} - {short(last.commit)})
@@ -332,10 +340,49 @@ def result_of(name: str, where: Path, wanted: Sequence[Wanted] | None = None) ->
     }  # fmt: skip
 
 
+def compared(runs: Sequence[Run], beside: str) -> dict[tuple[Any, ...], dict[str, float]]:
+    """Each run beside that of another policy at the same budget, problem by problem; by cell, and by policy and
+    budget over all families ("" stands for the family). Left out: cells of which a run does not say which sequences
+    were right.
+
+    right, low, high: share of right answers and its interval, of all families only. less, less_low, less_high: how
+    much more of them are right than with the other policy, and the bootstrap interval of this difference.
+    """
+    by_cell = {run.cell: _shares(run) for run in runs if run.right}
+    datasets = sorted({run.cell[0] for run in runs})
+    out: dict[tuple[Any, ...], dict[str, float]] = {}
+    for _, policy, budget in dict.fromkeys(run.cell for run in runs) if beside else ():
+        own, other = ([by_cell.get((d, p, budget)) for d in datasets] for p in (policy, beside))
+        pairs = [(x, y) for x, y in zip(own, other, strict=True) if x and y]
+        for dataset, x, y in zip(datasets, own, other, strict=True):
+            if x and y and policy != beside:
+                out[dataset, policy, budget] = _less(x, y)
+        if len(pairs) == len(datasets) > 1:
+            x, y = ([share for one in of for share in one] for of in zip(*pairs, strict=True))
+            low, high = wilson(fmean(x), len(x))
+            less = {} if policy == beside else _less(x, y)
+            out["", policy, budget] = {"right": fmean(x), "low": low, "high": high, **less}
+    return out
+
+
+def _shares(run: Run) -> list[float]:
+    """Of each problem the share of its samples that are right."""
+    n = run.key["num_samples"]
+    return [run.right.count("1", i, i + n) / n for i in range(0, len(run.right), n)]
+
+
+def _less(own: Sequence[float], other: Sequence[float]) -> dict[str, float]:
+    differences = [x - y for x, y in zip(own, other, strict=True)]
+    low, high = bootstrap(differences) or (fmean(differences),) * 2
+    return {"less": fmean(differences), "less_low": low, "less_high": high}
+
+
 def said(result: Result) -> Iterable[str]:
     """What the columns of a comparison mean."""
-    counted = any(m["counts"] for m in result["measurements"])
+    counted, beside = any(m["counts"] for m in result["measurements"]), result["settings"]["beside"]
     more = ["Counted: by the policy, in all sequences of all families."] if counted else []
+    if beside:
+        more.append(f"Difference: points to `{beside}` at the same budget, problem by problem.")
     return [_said(result, "Bytes: the mean of peaks.", *more), ""]
 
 
@@ -357,7 +404,8 @@ def _said(result: Result, *columns: str) -> str:
     settings = result["settings"]
     parts = [
         f"{settings['limit']} {settings['split']} problems of each family × {settings['samples']}; budgets are the "
-        "prompt and that share of what the full cache generates.", *columns,
+        "prompt and that share of what the full cache generates"
+        f"{', or tokens, with those of the prompt' if settings['tokens'] else ''}.", *columns,
     ]  # fmt: skip
     if result["others"]:
         parts.append(f"Some runs are of commit {', '.join(result['others'])}.")
@@ -367,6 +415,15 @@ def _said(result: Result, *columns: str) -> str:
     return " ".join(parts)
 
 
+DIFFERENCE = "{:+.1f} ({:+.1f} to {:+.1f})"
+
+
+def points(row: Mapping[str, Any], of: str = "less") -> tuple[float | None, ...]:
+    """A difference of right answers and its interval, in points."""
+    found = row[of] or {}
+    return tuple(100 * found[name] if name in found else None for name in ("less", "less_low", "less_high"))
+
+
 COLUMNS: tuple[Column, ...] = (("policy", "policy", "`{}`"), ("budget", lambda m: m["budget"] or 0, "{:share}"))
 TABLE = Table(
     COLUMNS, across="family",
@@ -374,8 +431,13 @@ TABLE = Table(
         ("{}: right", ("pass_at_1", "pass_at_1_low", "pass_at_1_high"), "**{:.1%}** ({:.1%} to {:.1%})"),
         ("tokens", "generated_mean", "{:,.0f}"), ("of full's bytes", "of_full", "{:.1%}"),
         ("recall?", "recall", "{:.1%}"), ("needed, kept?", "needed_kept", "{:.1%}"),
+        ("difference?", points, DIFFERENCE),
     ),
-    last=(("counted?", lambda m: counts.said(m["counts"]) if m["counts"] else None, "{}"),), said=said,
+    last=(
+        ("all: right?", ("all.right", "all.low", "all.high"), "**{:.1%}** ({:.1%} to {:.1%})"),
+        ("all: difference?", lambda m: points(m, "all"), DIFFERENCE),
+        ("counted?", lambda m: counts.said(m["counts"]) if m["counts"] else None, "{}"),
+    ), said=said,
 )  # fmt: skip
 NEEDED = Table(
     COLUMNS, across="family",

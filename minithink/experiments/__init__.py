@@ -74,8 +74,9 @@ class Sweep:
 
     what: str  # what is compared, in words
     policies: tuple[str, ...]  # the full cache is always added
-    # Shares of the tokens that the full cache generates; the prompt is added. (): the policies take no budget.
-    budgets: tuple[float, ...] = (0.25, 0.5, 0.75)
+    # Shares of the tokens that the full cache generates, to which the prompt is added; or tokens, with the prompt.
+    # (): the policies take no budget.
+    budgets: tuple[int | float, ...] = (0.25, 0.5, 0.75)
     split: str = "validation"
     problems: int = 200
     samples: int = 1
@@ -83,6 +84,8 @@ class Sweep:
     padded: int = 0  # charge budgets the padding of batches of so many sequences (`minithink/grouping.py`); 0: none
     group: bool = False  # with `padded`: batches of prompts of similar length
     needed: bool = False  # whether the share of needs that the cache meets is measured (docs/evaluate.md)
+    datasets: tuple[str, ...] = ()  # whose problems; (): the embedded families
+    beside: str = ""  # the policy with which all others are compared, problem by problem, at equal budgets
     # Hash of the weights that the table shows; "": of the embedded model. Other weights do not ship, so their runs
     # stay in the table when the code of a policy changes, and the table says so.
     checkpoint: str = ""

@@ -3,32 +3,43 @@ tokens."""
 
 from __future__ import annotations
 
+from minithink.evaluate.datasets import LEVELS
 from minithink.experiments import Sweep
+from minithink.experiments.dynts import OTHERS as AT_ONCE
+from minithink.experiments.settings import CHOSEN, GRID, at_once, protected, unprotected
 
-# Of the embedded model's texts 128 tokens are a large part. Heads of R-KV gather 16 tokens (`experiments/rkv.py`), so
-# these gather as many. Nothing here was tuned.
-BASELINES = (
-    "h2o:protect_prompt=true", "tova:protect_prompt=true", "scissorhands:history=64,buffer=16,protect_prompt=true",
-    "snapkv_decode:buffer=16,protect_prompt=true", "ada_snapkv:buffer=16,protect_prompt=true",
-    "pyramidkv:buffer=16,protect_prompt=true", "raas", "lazy_eviction:window=16,alpha=0.001,protect_prompt=true",
-)  # fmt: skip
-DRAWN = ("random_attention:buffer=16", "vase:buffer=16,protect_prompt=true")
-MORE = ("sepllm:protect_prompt=true", "raas:page=16", "morphkv:window=32,protect_prompt=true")
+BELOW = "random:protect_prompt=true"  # what a policy that chooses should be better than
 OTHERS = (
-    "window:protect_prompt=true", "random:protect_prompt=true", "rkv:buffer=16,protect_prompt=true", "crystal_kv",
-    "crystal_kv_lite:protect_prompt=true", "skipkv:schedule=interval:16,tau=0.9,at=boundary", "thinkv",
+    "window:protect_prompt=true", "streaming_llm:protect_prompt=true", BELOW, "rkv:buffer=16,protect_prompt=true",
+    "crystal_kv", "crystal_kv_lite:protect_prompt=true", "skipkv:schedule=interval:16,tau=0.9,at=boundary", "dynts",
+    "thinkv",
 )  # fmt: skip
+ALL = (*CHOSEN.values(), *OTHERS)
+FEW = ("window", "random", "rkv", "snapkv_decode", "raas", "h2o", "skipkv")  # the beginnings of names
 
 SWEEPS = {
     "baselines": Sweep(
-        "policies that go by attention, beside others, the prompt protected", (*BASELINES, *OTHERS), budgets=(0.25,),
-        split="test",
+        "all policies that evict, the prompt protected", ALL, budgets=(0.125, 0.25, 0.5, 0.75), split="test",
+        needed=True, beside=BELOW,
     ),
-    "baselines-more": Sweep(
-        "policies that draw by lot, go by separators or by pages", (*DRAWN, *MORE), budgets=(0.25,), split="test",
-        needed=True,
+    "baselines-settings": Sweep(
+        "settings of the policies that others compare with",
+        tuple(protected(name, setting) for name, settings in GRID.items() for setting in settings), budgets=(0.25,),
+        problems=64,
     ),
-    "baselines-half": Sweep(
-        "the same at half of the tokens", (*BASELINES, *DRAWN, *MORE, *OTHERS), budgets=(0.5,), split="test",
+    "baselines-unprotected": Sweep(
+        "policies that may evict the prompt, at a quarter of the tokens",
+        tuple(unprotected(policy) for policy in (*CHOSEN.values(), *OTHERS[:4])), budgets=(0.25,), split="test",
+        beside="random",
+    ),
+    "baselines-sawtooth": Sweep(
+        "all at the triggers of DynTS, with as many tokens",
+        ("dynts", *AT_ONCE, *(at_once(policy) for policy in CHOSEN.values())), budgets=(0.25, 0.5), split="test",
+        beside=at_once(BELOW),
+    ),
+    "redundancy": Sweep(
+        "problems of `search` that ask for little, some and much repetition",
+        tuple(policy for policy in ALL if policy.startswith(FEW)), budgets=(0.25, 448), split="test",
+        datasets=tuple(LEVELS), beside=BELOW,
     ),
 }  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from minithink.experiments import Case, Cases, Goal, Method, Result, Row, StandIn, StandIns, Sweep, Table
+from minithink.experiments.settings import CHOSEN
 from minithink.kv.contract import Shape, Step
 from minithink.policies.crystal_kv import CrystalKV, CrystalKVLite
 from minithink.tasks import families
@@ -21,6 +22,7 @@ OTHERS = (
     "rkv:buffer=16,protect_prompt=true", "rkv:buffer=16", "streaming_llm:protect_prompt=true", "streaming_llm",
     "window:protect_prompt=true", "window", "random:protect_prompt=true", "random",
 )  # fmt: skip
+LATER = tuple(CHOSEN[name] for name in ("ada_snapkv", "snapkv_decode", "raas", "h2o"))
 LITE = "crystal_kv_lite:protect_prompt=true"  # as in the model's card
 DECAYS = (0, 0.5, 0.6, 0.8, 1)  # λ: LRU, ½ (as all above 0 and up to ½), the default, a long memory, LFU
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)  # p
@@ -34,7 +36,8 @@ BUDGETS = (
 SWEEPS = {
     "crystal-kv": Sweep(
         "Crystal-KV with moving and with equal budgets, others with and without a protected prompt",
-        ("crystal_kv", LITE, *OTHERS, "thinkv"), budgets=(*SMALL, 0.75), split="test",
+        ("crystal_kv", LITE, *OTHERS, *LATER, "thinkv"), budgets=(*SMALL, 0.75), split="test",
+        beside=OTHERS[0],
     ),
     "crystal-kv-heat": Sweep(
         "the decay λ and the share p of the attention that makes a hit (figure 5)",

@@ -14,14 +14,14 @@ import torch
 
 from minithink.engine import TINY
 from minithink.experiments import Case, Cases, Goal, Inputs, Operation, Result, Row, StandIn, StandIns, Sweep, Table
+from minithink.experiments.settings import CHOSEN, SAME, at_once
 from minithink.kv.contract import Shape
 from minithink.policies.dynts import DynTS
 from minithink.tasks import families
 
-RATIO, LOCAL = 0.3, 0.4  # r and W_l, the policy's defaults
 # Others have the triggers of DynTS and keep as many tokens.
-SAME = f"schedule=share:{RATIO:g}/{LOCAL:g},protect_prompt=true"
 OTHERS = tuple(f"{name}:{SAME}" for name in ("window", "streaming_llm", "rkv", "crystal_kv_lite", "random"))
+LATER = tuple(at_once(CHOSEN[name]) for name in ("sepllm", "h2o", "snapkv_decode"))
 TARGETS = ("dynts", "dynts:target=hindsight", "dynts:target=needs")
 ORACLES = ("answer_oracle", "hindsight_oracle", "needs_oracle")
 ABLATION = ("dynts", "dynts:local=0", "dynts:question=false", "dynts:ratio=0", "dynts:select=random",
@@ -30,11 +30,8 @@ ABLATION = ("dynts", "dynts:local=0", "dynts:question=false", "dynts:ratio=0", "
 SWEEPS = {
     "dynts": Sweep(
         "DynTS by what its predictor has learned, oracles in the same windows, others that keep as many tokens",
-        (*TARGETS[:2], *ORACLES, *OTHERS), budgets=(0.25, 0.5), split="test", needed=True,
-    ),
-    "dynts-needs": Sweep(
-        "the predictor of what is needed, beside that of the answer's attention", ("dynts", TARGETS[2]),
-        budgets=(0.25, 0.5), split="test", needed=True,
+        (*TARGETS, *ORACLES, *OTHERS, *LATER), budgets=(0.25, 0.5), split="test", needed=True,
+        beside=f"random:{SAME}",
     ),
     "dynts-ablation": Sweep(
         "DynTS without its local window, question, thinking tokens; thinking tokens by lot and from the bottom",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minithink.engine import TINY
-from minithink.experiments import Case, Cases, Goal, Result, Row, StandIn, StandIns, Sweep, Table
+from minithink.experiments import Case, Cases, Goal, Result, Row, StandIn, StandIns, Sweep, Table, settings
 from minithink.kv.contract import Shape, Step
 from minithink.kv.schedule import Schedule
 from minithink.policies.seal import Seal
@@ -24,6 +24,7 @@ EVERY = "schedule=interval:16"  # the embedded model's texts are short: 128 toke
 # Chosen on validation (skipkv-tau, skipkv-steering): at every token the paper's strength spoils this model's texts.
 CHOSEN = "tau=0.9,at=boundary"
 RKV = "rkv:buffer=16,protect_prompt=true"
+H2O = settings.CHOSEN["h2o"]
 BUDGETS = (0.25, 0.5, 0.75)
 
 
@@ -35,8 +36,8 @@ SWEEPS = {
     "skipkv": Sweep(
         "SkipKV, its score by the letter of the paper, and other methods",
         (*_of(CHOSEN, "tau=0.9,steering=false", "steering=false", f"form=paper,{CHOSEN}"), RKV, "seal", f"seal+{RKV}",
-         "random:protect_prompt=true"),
-        budgets=BUDGETS, split="test", needed=True,
+         H2O, f"seal+{H2O}", "random:protect_prompt=true"),
+        budgets=BUDGETS, split="test", needed=True, beside=RKV,
     ),
     "skipkv-parts": Sweep(
         "sentences and steering, each alone (table 2)",

@@ -26,10 +26,12 @@ def test_every_policy_is_one(name: str) -> None:
     assert len(cells) == len(set(cells)) > len(one.policies)
     for cell in cells:
         policy_of(cell, None, longest=600)
-    tests = ("main", "crystal-kv", "skipkv", "dynts", "dynts-needs", "dynts-ablation")
-    tests += ("baselines", "baselines-more", "baselines-half")  # untuned, so nothing was chosen on it
+    tests = ("main", "crystal-kv", "skipkv", "dynts", "dynts-ablation", "redundancy")
+    tests += ("baselines", "baselines-unprotected", "baselines-sawtooth")
     assert (one.split == "test") == (name in tests)
-    assert one.problems == (64 if name in ("crystal-kv-heat", "dynts-windows") else 200)  # many cells, for a picture
+    many = ("crystal-kv-heat", "dynts-windows", "baselines-settings")  # cells
+    assert one.problems == (64 if name in many else 200)
+    assert one.beside in ("", *one.policies)
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:99"])
@@ -69,7 +71,7 @@ def test_all_families_and_their_table(
     runs = pool.read(tmp_path)
     policies = [("full", None), *((p, 0.5) for p in sweep.SWEEPS["snapkv"].policies)]
     assert cells_of(tmp_path) == {(family, *cell) for family in families() for cell in policies}
-    assert all(len(run.answers) == 1 and run.state == "" for run in runs)
+    assert all(len(run.answers) == len(run.right) == 1 and run.state == "" for run in runs)
     whole = (tmp_path / pool.FILE).read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(runner, "evaluate_words", lambda *_: pytest.fail("it ran again"))
@@ -90,6 +92,40 @@ def test_all_families_and_their_table(
     assert [line.split(" | ")[-1] for line in lines[3:6]] == ["– |", "– |", "moved: 1,200 |"], "of all families"
     assert "1 validation problems of each family × 1" in lines[7]
     assert lines[-2].endswith("/pool.jsonl)")
+
+
+def _runs(policy: str, budget: float | None, *right: str, samples: int = 1) -> list[pool.Run]:
+    """A run of each family, "facts" first."""
+    keys = [{"dataset": d, "policy": policy, "budget": budget, "num_samples": samples} for d in ("facts", "search")]
+    about = {name: {} for name in ("source", "row", "machine", "versions")}
+    return [
+        pool.Run(key, answers=[], tokens=[], commit="", date="", command="", right=digits, **about)
+        for key, digits in zip(keys, right, strict=True)
+    ]
+
+
+def test_policies_are_compared_problem_by_problem() -> None:
+    """By hand: of 4 problems 2 more are right and 1 fewer. What keeps no single answers is left out."""
+    runs = _runs("a", 0.5, "1101", "11") + _runs("b", 0.5, "0011", "11") + _runs("old", 0.5, "", "11")
+    found = sweep.compared(runs + _runs("full", None, "1111", "11"), "b")
+    assert found["facts", "a", 0.5]["less"] == 0.25
+    low, high = found["facts", "a", 0.5]["less_low"], found["facts", "a", 0.5]["less_high"]
+    assert -1 <= low < 0.25 < high <= 1
+    assert found["search", "a", 0.5] == {"less": 0, "less_low": 0, "less_high": 0}
+    assert found["", "a", 0.5]["less"] == pytest.approx(1 / 6)
+    assert found["", "a", 0.5]["right"] == pytest.approx(5 / 6)
+    assert found["", "b", 0.5].keys() == {"right", "low", "high"}
+    assert ("facts", "b", 0.5) not in found
+    assert {cell for cell in found if "old" in cell} == {("search", "old", 0.5)}
+    assert not any("full" in cell for cell in found)
+    assert sweep.compared(runs, "") == {}
+
+
+def test_of_several_samples_a_problem_has_the_mean() -> None:
+    runs = _runs("a", 0.5, "1011", "00", samples=2) + _runs("b", 0.5, "0011", "00", samples=2)
+    found = sweep.compared(runs, "b")
+    assert found["facts", "a", 0.5]["less"] == 0.25
+    assert found["", "a", 0.5]["right"] == 0.5
 
 
 def test_a_stale_run_fails_the_check(

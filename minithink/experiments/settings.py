@@ -1,0 +1,73 @@
+"""Settings of the policies that others compare with: what was tried on validation problems, and what was chosen.
+
+The comparison baselines-settings (`baselines.py`) tries them; `best` chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from minithink.policies import POLICIES
+
+PROTECTED = "protect_prompt=true"
+# Settings that are tried of each policy, on validation problems. Of the embedded model's texts 128 tokens are a large
+# part. Heads of R-KV gather 16 tokens (`experiments/rkv.py`), so these gather as many.
+GRID = {
+    "h2o": ("", "recent=0.25", "recent=0.75"),
+    "tova": ("", "newest=true"),
+    "scissorhands": ("history=64,buffer=16", "history=16,buffer=16", "history=64,by=mean,buffer=16"),
+    "snapkv_decode": ("buffer=16", "buffer=16,alpha=16", "buffer=16,alpha=4"),
+    "ada_snapkv": ("buffer=16", "buffer=16,floor=0.5", "buffer=16,floor=0.8"),
+    "pyramidkv": ("buffer=16", "buffer=16,beta=5", "buffer=16,beta=2"),
+    "raas": ("", "share=0.25", "share=0.75"),
+    "lazy_eviction": ("window=16,alpha=0.001", "window=16,alpha=0.01", "window=16", "alpha=0.001"),
+    "morphkv": ("window=32", "window=16", "window=32,fuse=sum"),
+    "random_attention": ("buffer=16", "buffer=32"),
+    "vase": ("buffer=16", "buffer=16,temperature=0.5", "buffer=16,variant=dkv"),
+    "sepllm": ("", "window=0.6", "fill=true"),
+}
+
+# Triggers of DynTS: each policy evicts as often, and keeps as many tokens.
+RATIO, LOCAL = 0.3, 0.4  # r and W_l, defaults of `policies/dynts.py`
+SAME = f"schedule=share:{RATIO:g}/{LOCAL:g},{PROTECTED}"
+
+
+def of(name: str, *options: str) -> str:
+    """A policy as on the command line. Empty options are left out."""
+    own = [option for option in options if option]
+    return f"{name}:{','.join(own)}" if own else name
+
+
+def protected(name: str, *options: str) -> str:
+    """A policy whose prompt stays."""
+    return of(name, *options, "" if POLICIES[name].protect_prompt else PROTECTED)
+
+
+def unprotected(policy: str) -> str:
+    """The same policy, the prompt as evictable as the rest."""
+    name, _, options = policy.partition(":")
+    own = [option for option in options.split(",") if option != PROTECTED]
+    return of(name, *own, "protect_prompt=false" if POLICIES[name].protect_prompt else "")
+
+
+def at_once(policy: str) -> str:
+    """The same policy at the triggers of DynTS: it evicts as often, and keeps as many tokens."""
+    name, _, options = policy.partition(":")
+    own = [option for option in options.split(",") if option != PROTECTED]
+    return of(name, *own, SAME)
+
+
+def best(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Policy → its setting in GRID with the most right answers of all families; of equals the first.
+
+    rows: of the comparison baselines-settings, as in the pool of results.
+    """
+    right: dict[str, float] = {}
+    for row in rows:
+        right[row["policy"]] = right.get(row["policy"], 0.0) + row["pass_at_1"]
+    return {name: max(GRID[name], key=lambda setting: right[protected(name, setting)]) for name in GRID}
+
+
+# By `best`.
+CHOSEN = {name: protected(name, settings[0]) for name, settings in GRID.items()}
