@@ -357,8 +357,9 @@ class Bench:
             raise MinithinkError(f"not one sequence fits into {self.memory / GIB:,.3g} GiB")
         steady = self.steady(case, batch, room, a.few)
         loop, levels = TimedLoop(steady), []
-        # sequences are spread over the policy's cycle; one alone goes through all of it
-        steps = math.ceil(a.level_steps / steady.period) * steady.period if case.batch else a.level_steps
+        # Sequences are spread over the policy's cycle: in so many steps it comes round once, for one or another.
+        turn = math.ceil(steady.period / (1 if a.lockstep else batch))
+        steps = math.ceil(a.level_steps / turn) * turn if case.batch else a.level_steps
         for level in self.levels:
             steady.reach(level - a.warm)
             m = {"level": level, "filled": steady.generated} | loop.measure(a.warm, steps)
