@@ -130,7 +130,7 @@ class VaSE(Policy):
 
 def spread(v: Tensor) -> Tensor:
     """m, the range of each value: [..., D] → float32 [...]."""
-    return (v.amax(-1) - v.amin(-1)).float()
+    return v.amax(-1).float() - v.amin(-1).float()
 
 
 def product(k: Tensor, v: Tensor, g: Tensor) -> Tensor:

@@ -101,6 +101,11 @@ def test_what_stays(variant: Any, protect: bool) -> None:
         before = now
 
 
+def test_ranges_are_not_rounded() -> None:
+    """In 16 bits both ranges would be 256."""
+    assert spread(torch.tensor([(256, -0.25), (256, -0.5)], dtype=torch.bfloat16)).tolist() == [256.25, 256.5]
+
+
 def test_large_values_stay(six: Any) -> None:
     """Token 2 has no attention and the largest range."""
     values = VALUES.clone()
