@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from minithink.backend import REFERENCE
 from minithink.errors import UsageError
+from minithink.kv.contract import Policy
 from minithink.kv.sizes import check_budget
 from minithink.policies import random_attention
+from minithink.policies.random import Random
 from minithink.policies.random_attention import RandomAttention, keys
 from tests.policies.drive import follow, followed, held
 
@@ -112,6 +114,20 @@ def test_survival() -> None:
     p = 1 - buffer / (budget - 4)
     for token in (4, 11, 19):
         assert (kept == token).any(1).float().mean().item() == pytest.approx(p**rounds, abs=0.03)
+
+
+@pytest.mark.parametrize("policy", [RandomAttention(budget=12, buffer=1), Random(budget=12, protect_prompt=True)])
+def test_without_a_window_it_is_random(policy: Policy) -> None:
+    """With b = 1 a token of age a is held with (1 − 1/(B − n))^a, as `random` holds it."""
+    lanes, prompt = 3000, 4
+    kept = torch.arange(12).expand(lanes, -1)
+    for clock in range(9, 9 + 12):
+        step = step_of(torch.nn.functional.pad(kept, (0, 1), value=prompt + clock - 1).tolist(), prompt, 12, prompt)
+        step.clock = torch.tensor([clock])
+        kept = torch.tensor(stays(policy, step))
+    for age in (0, 1, 2, 5, 11):
+        held_now = (kept == prompt + 20 - 1 - age).any(1).float().mean().item()
+        assert held_now == pytest.approx((1 - 1 / 8) ** age, abs=0.04)
 
 
 def test_keys_differ() -> None:
