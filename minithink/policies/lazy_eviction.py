@@ -1,15 +1,16 @@
 """LazyEviction: keep tokens that attention comes back to, and wait until it may have come back (arXiv 2506.15969).
 
 Attention often returns to a token after a pause. A token *recurs* when its attention is at least α. Each KV head
-remembers two numbers of every token: TS, the step at which it last recurred, and MRI, its maximum recurrence
-interval, which is the longest time between two of these steps. Every W steps a head that holds more than its budget
-keeps the last W tokens, and of the older ones those with the largest
+remembers two numbers of every token. TS is the step at which the token last recurred. MRI, its maximum recurrence
+interval, is the longest time between two such steps. Every W steps a head that holds more than its budget keeps the
+last W tokens, and of the older ones those with the largest
 
     I = H1 + H2      H1 = 2σ(−1 − (t − TS)/(MRI + 10⁻⁵))      H2 = 2σ(1 − MRI), if MRI > 0
 
-So a token stays while the pause is short beside its longest one. A token that never recurred goes first, unless it
-came just now. The formulas follow the authors' code, a copy of Halo-949/LazyEviction `model/temp_cacheobs.py`. The
-paper's H1 has no "1 +", and its H2 is quoted in two ways; they are left out.
+So a token stays while its present pause is short beside its longest one. A token that never recurred goes first,
+unless it has just come. The formulas follow the authors' code, a copy of Halo-949/LazyEviction
+`model/temp_cacheobs.py`. The paper's formulas differ and are left out: its H1 has no "1 +", and sources quote two
+forms of its H2.
 
 Deviations from the code:
 
@@ -23,12 +24,11 @@ Chosen where the code is silent:
 
 - a prompt above the budget is cut when it is read (its tokens all have the same score), so that no lane is above
   budget + W between steps; the code waits for the W-th token;
-- if there is no room for W tokens beside a protected prompt (not the default), the newest that fit are kept.
+- if there is no room for W tokens beside a protected prompt (not the default), the newest that fit are kept;
+- W is 32, because texts of small models are short. The authors take the 80th percentile of MRI on some samples, 27 to
+  363 tokens by model and task.
 
-- W has no default: the authors take the 80th percentile of MRI on some samples, 27 to 363 tokens by model and task.
-  Here it is 32, as texts of small models are short.
-
-A `schedule` given by the user says when heads evict; W then is the window alone.
+If the user gives a `schedule`, it says when heads evict. W then is the size of the window only.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Every KV head holds at most C tokens: the last W, and of the older ones those wi
 
     s_j = max over w of A[w, j]      A[w] = max over the group of softmax_j q_w·k_j/√D,  j among the older tokens
 
-where w runs over the newest W − 1 queries. With fuse=sum the sum over w takes the place of the maximum. What is old
-and attended to stays only as long as the recent tokens attend to it.
+where w runs over the newest W − 1 queries. With fuse=sum the sum over w takes the place of the maximum. So an older
+token stays only as long as recent tokens attend to it.
 
 The formulas follow the authors' code, ghadiaravi13/MorphKV `morphkv/morph_cache.py`. Its command line has W = 3 and
 C = 100 (the defaults here, but for the budget), its README W = 200 and C = 4,000.
@@ -21,8 +21,8 @@ Deviations from the code:
   all query heads of a KV head attend to what is stored.
 - The softmax stays in float32; the code's has the model's type.
 - Kept tokens stay in their order, and of equal scores the older is kept.
-- The code's W − 1 is an off-by-one: it cuts W queries from a buffer of W that ends with the current one. queries=W
-  has the last W.
+- The code's W − 1 is an off-by-one: it cuts the W queries before the current one from a buffer of W that includes the
+  current one. With queries=W the last W queries score.
 
 Chosen where the code is silent: the tokens of a protected prompt (not the default) are among the older tokens of the
 softmax, but are not evicted. If there is no room for W tokens beside the prompt, the newest that fit are kept.

@@ -1,16 +1,18 @@
 """RaaS: evict the token that has not mattered for the longest time (Hu et al. 2025, arXiv 2502.11147).
 
-Each token of a layer has a stamp, the time of the last step in which it mattered. A token matters if it is among the
-share r of the tokens with the most attention (or if its attention is at least α), and when it comes:
+Each token of a layer has a stamp, the time of the last step in which it mattered. At each step those tokens matter
+that have the most attention, a share r of all tokens (or those whose attention is at least α). The new token matters,
+too:
 
     TS_i ← t    if token i matters at step t
 
-When a lane is full, the token with the oldest stamp goes, of equals the older one; the prompt stays. The attention is
-the mean over all heads, so the heads of a layer keep the same tokens.
+Stamps are renewed first. Then a lane above its budget evicts the token with the oldest stamp. Of equal stamps the
+older token goes. The prompt stays. Attention is the mean over all heads, so all heads of a layer keep the same
+tokens.
 
 No code of the authors was found; this follows descriptions of the paper. With page=16 stamps belong to pages of 16
-tokens, as the authors have them, and whole pages go. A page's attention is then estimated by Quest's bound, without
-looking at single keys:
+tokens, as in the paper, and whole pages are evicted. So a lane then holds up to 15 tokens less than its budget. The
+attention of a page is estimated by Quest's bound, without looking at single keys:
 
     u(page) = Σ_c max(q_c·min_c, q_c·max_c)      min, max: over the page's keys, channel by channel
 

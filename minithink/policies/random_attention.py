@@ -1,20 +1,21 @@
 """Random Attention: keep the prompt and the newest tokens, and draw the other tokens by lot in every round.
 
 Once a KV head holds budget + buffer tokens, it evicts down to the budget B. It keeps the prompt, n tokens, and the
-last b tokens. Of the others it keeps B − b − n, drawn uniformly without replacement. So an older token survives a
-round with 1 − b/(B − n), and r rounds with this to the power of r. Each round draws anew: lots that a token keeps for
-good would be another method.
+last b tokens. Of the others it keeps B − b − n, drawn uniformly without replacement. So an older token survives one
+round with probability p = 1 − b/(B − n), and r rounds with p^r. Each round draws anew. If tokens kept their lots for
+good, that would be another method. Without a window, at b = 1, a token's chances are those of `random` with a
+protected prompt.
 
 The rule follows SalesforceAIResearch/Random-Attention `kvcompress/engine/cache_utils.py`; the paper was not at hand.
 
 Deviations from the code:
 
 - The code draws from the device's generator, so batch and sampler change its lots. Here a lot is a pure function of
-  seed, round, layer, table and original position (`ref/draw.py`). The contract gives no number of a sample. So, as
-  with `random`, prompt length and generated tokens stand for sample and round: samples in which both are equal draw
-  the same positions.
+  seed, sample, round, layer, table and original position (`ref/draw.py`). No policy knows the number of a sample. So
+  the length of the prompt stands for the sample, and the number of generated tokens for the round. Samples with
+  prompts of equal length draw the same lots.
 - Every row evicts when it holds B + b tokens; the code looks at multiples of b, one length for the whole batch. B
-  need not be a multiple of b. A row whose prompt has B + b tokens evicts as soon as it was read.
+  need not be a multiple of b. If a prompt has B + b tokens, its row evicts as soon as the prompt is read.
 - A budget without room for b + 1 tokens beside a protected prompt is refused. `protect_prompt=false,clip=true` keeps
   the first B − b − 1 tokens of such a prompt, as the code does.
 

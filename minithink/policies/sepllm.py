@@ -6,9 +6,12 @@ Once a sequence holds more than c = budget tokens, it evicts. All lanes keep the
     separators   the last s separators between them and the window
     window       the last w tokens
 
-So a sequence saws between at most a + s + w tokens and c. With fill=true the newest other tokens take the places of
-missing separators, which is the rule in DynTS's paper. A separator is a token that equals one of `. , ? ! ; :` or a
-line break once spaces are stripped, or spaces alone. With strict=true it is exactly such a character, or one space.
+So a sequence saws between at most a + s + w tokens and c. At one budget it thus holds fewer tokens than policies that
+always keep their budget. With fill=true the newest other tokens take the places of missing separators, which is the
+rule in DynTS's paper.
+
+A token is a separator if it equals one of `. , ? ! ; :` or a line break once spaces are stripped, or if it has only
+spaces. With strict=true it must be exactly such a character, or one space.
 
 The rule follows the authors' code, `Streaming-SepLLM/sepllm_kv_cache/kv_cache_manager.py`. Deviations:
 

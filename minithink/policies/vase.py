@@ -18,9 +18,10 @@ of the paper only the abstract was at hand.
 
 Deviations from the code:
 
-- Draws are pure functions of seed, round, layer, table and position, as in `random_attention`; G too. The sample is
-  the winners of a race, the largest ln(u_j)/w_j, which is the same law.
-- Scores are float32. A weight of 0 comes last instead of leaving too few tokens, and the older of equal ones is kept.
+- Draws are pure functions of seed, round, layer, table and position, as in `random_attention`; G too. The sample
+  consists of the tokens with the largest ln(u_j)/w_j. This race has the same law as drawing token after token.
+- Scores are float32. Tokens of weight 0 come last; in the code they may leave the sample short. Of equal scores the
+  older token is kept.
 - Pooling is over neighbours in the text. The code's newer version pools over the order of the last draw.
 - Sinks are positions, not slots. Rows evict when they hold B + b tokens, each by its own length.
 
@@ -130,7 +131,7 @@ class VaSE(Policy):
 
 def spread(v: Tensor) -> Tensor:
     """m, the range of each value: [..., D] → float32 [...]."""
-    return (v.amax(-1) - v.amin(-1)).float()
+    return v.amax(-1).float() - v.amin(-1).float()
 
 
 def product(k: Tensor, v: Tensor, g: Tensor) -> Tensor:

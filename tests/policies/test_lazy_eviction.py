@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minithink.errors import UsageError
+from minithink.kv.contract import Demand, See
 from minithink.policies import parse
 from minithink.policies.lazy_eviction import LazyEviction, importance
 from tests.policies.by_rows import by_rows, remembered, step_of
@@ -61,6 +63,12 @@ def test_worked_example() -> None:
     following = step_of(policy, 3, 5, [*stay, 7], [0.0] * 6)
     policy.watch(following)  # entries close up
     assert [x.flatten().tolist()[:6] for x in policy.state()] == [[*stay, 7], [4, 2, 3, 4, 4, 4], [1] * 5 + [0]]
+
+
+@pytest.mark.parametrize("group", ["mean", "max"])
+def test_query_heads_share_stamps(group: Any) -> None:
+    assert LazyEviction(budget=9, group=group).demands == (Demand(See.MASS, group=group, prompt=False),)
+    assert LazyEviction(budget=9).group == "mean"
 
 
 # --- laws ---------------------------------------------------------------------------------------------------

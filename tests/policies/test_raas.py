@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minithink.errors import UsageError
+from minithink.kv.contract import Shape
 from minithink.kv.sizes import check_budget
 from minithink.policies import parse
 from minithink.policies.raas import RaaS, bounds
@@ -74,6 +76,31 @@ def test_bounds_bound(n: int, page: int, behind: int, seed: int) -> None:
     assert (u == -torch.inf).sum() == 2 * int((~there).sum())
     if page == 1:
         assert torch.allclose(u[..., :n], product, atol=1e-5)
+
+
+def test_pages_by_hand() -> None:
+    """Every query head has a softmax over pages of its own; the prompt's page and the growing one take part."""
+    draw, policy = torch.Generator().manual_seed(0), RaaS(budget=9, page=2)
+    q, k = torch.randn(1, 4, 1, 4, generator=draw), torch.randn(1, 2, 7, 4, generator=draw)
+    k[..., 6:, :] = torch.nan  # behind the last token
+    shape = Shape(1, 1, 2, 4, 4, 4, "layer", torch.device("cpu"))
+    plain = vars(step_of(policy, 1, 5, [*range(6), -1], [0.0] * 7))
+    more = {"queries": lambda _: q, "keys": lambda _: k, "held": lambda: torch.full((1, 1, 1), 6)}
+    step: Any = SimpleNamespace(**{**plain, **more, "shape": shape})
+    number, rank = policy.pages(step)
+    assert number[..., :6].flatten().tolist() == [-1, 0, 0, 1, 1, 2]
+    want = torch.zeros(4)
+    for head in range(4):
+        pages = [q[0, head] * k[0, head // 2, page] for page in ([0], [1, 2], [3, 4], [5])]
+        want += (torch.stack([x.amax(0).sum() for x in pages]) / 4**0.5).softmax(0) / 4
+    got = policy.page_attention(step, rank, torch.arange(7)[None, None, None] < 4)
+    assert got.shape == (1, 1, 1, 7)
+    assert got.flatten().tolist() == pytest.approx([*want.tolist(), 0, 0, 0])
+    policy.setup(shape)
+    policy.watch(step)
+    hit = {*want.topk(2).indices.tolist(), 3}  # the better half of four pages, and the page that grows
+    assert hit == {1, 2, 3}
+    assert remembered(policy, range(6)) == [[0, 5, 5, 5, 5, 5]]
 
 
 # --- laws ---------------------------------------------------------------------------------------------------

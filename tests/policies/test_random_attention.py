@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from minithink.backend import REFERENCE
 from minithink.errors import UsageError
+from minithink.kv.contract import Policy
 from minithink.kv.sizes import check_budget
 from minithink.policies import random_attention
+from minithink.policies.random import Random
 from minithink.policies.random_attention import RandomAttention, keys
 from tests.policies.drive import follow, followed, held
 
@@ -46,21 +48,22 @@ def stays(policy: Any, step: Any) -> list[list[int]]:
     return [pos[~drop].tolist() for pos, drop in rows]
 
 
-def test_worked_example(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rounds of two heads: prompt {0, 1}, B = 6, b = 2, eight tokens held."""
-    policy = RandomAttention(budget=6, buffer=2)
+@pytest.mark.parametrize("clip", [False, True])
+def test_worked_example(monkeypatch: pytest.MonkeyPatch, clip: bool) -> None:
+    """Two rounds of two heads: prompt {0, 1}, B = 6, b = 2, eight tokens held. A prompt that fits is not clipped."""
+    policy, protects = RandomAttention(budget=6, buffer=2, clip=clip, protect_prompt=not clip), 0 if clip else 2
     monkeypatch.setattr(random_attention, "keys", lambda *_: torch.tensor([[[key_of(0, 0), key_of(1, 0)]]]))
-    first = stays(policy, step_of([list(range(8))] * 2, 2, 6, 2))
+    first = stays(policy, step_of([list(range(8))] * 2, 2, 6, protects))
     assert first == [[0, 1, 4, 5, 6, 7], [0, 1, 3, 5, 6, 7]]
     monkeypatch.setattr(random_attention, "keys", lambda *_: torch.tensor([[[key_of(0, 1), key_of(1, 1)]]]))
-    second = stays(policy, step_of([[*kept, 8, 9] for kept in first], 2, 6, 2))
+    second = stays(policy, step_of([[*kept, 8, 9] for kept in first], 2, 6, protects))
     assert second == [[0, 1, 4, 6, 8, 9], [0, 1, 5, 6, 8, 9]]
 
 
 def test_a_prompt_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused; with clip its first B − b − 1 tokens stay."""
     with pytest.raises(UsageError, match="budget"):
-        check_budget(RandomAttention(budget=6, buffer=2), 6)
+        check_budget(RandomAttention(budget=8, buffer=2), 6)
     check_budget(RandomAttention(budget=9, buffer=2), 6)
     monkeypatch.setattr(random_attention, "keys", lambda *_: torch.tensor([[[key_of(0, 0), key_of(1, 0)]]]))
     policy = RandomAttention(budget=6, buffer=2, clip=True, protect_prompt=False)
@@ -114,6 +117,20 @@ def test_survival() -> None:
         assert (kept == token).any(1).float().mean().item() == pytest.approx(p**rounds, abs=0.03)
 
 
+@pytest.mark.parametrize("policy", [RandomAttention(budget=12, buffer=1), Random(budget=12, protect_prompt=True)])
+def test_without_a_window_it_is_random(policy: Policy) -> None:
+    """With b = 1 a token of age a is held with (1 − 1/(B − n))^a, as `random` holds it."""
+    lanes, prompt = 3000, 4
+    kept = torch.arange(12).expand(lanes, -1)
+    for clock in range(9, 9 + 12):
+        step = step_of(torch.nn.functional.pad(kept, (0, 1), value=prompt + clock - 1).tolist(), prompt, 12, prompt)
+        step.clock = torch.tensor([clock])
+        kept = torch.tensor(stays(policy, step))
+    for age in (0, 1, 2, 5, 11):
+        held_now = (kept == prompt + 20 - 1 - age).any(1).float().mean().item()
+        assert held_now == pytest.approx((1 - 1 / 8) ** age, abs=0.04)
+
+
 def test_keys_differ() -> None:
     """By seed, layer, head, prompt and round."""
     step, got = step_of([[0, 1]] * 5, 2, 1, 0), list[int]()
@@ -122,3 +139,9 @@ def test_keys_differ() -> None:
         got += keys(seed, step).flatten().tolist()
     assert len(set(got)) == 25
     assert all(a != b for a, b in pairwise(sorted(got)))
+
+
+def test_seeds_differ() -> None:
+    step = step_of([list(range(40))], 2, 20, 2)
+    first, again, other = (stays(RandomAttention(budget=20, buffer=4, seed=seed), step) for seed in (1, 1, 2))
+    assert first == again != other

@@ -17,9 +17,9 @@ torch.set_num_threads(1)
 NINE = [b"." if i == 9 else b"x" for i in range(10)]  # token 9 separates
 
 
-def told(policy: SepLLM, ids: list[int]) -> SepLLM:
+def told(policy: SepLLM, ids: list[int], rows: int = 1) -> SepLLM:
     policy.vocabulary(NINE)
-    policy.setup(type("Shape", (), {"rows": 1})())
+    policy.setup(type("Shape", (), {"rows": rows})())
     policy.listen(0, ids)
     return policy
 
@@ -53,6 +53,24 @@ def test_fill(ids: list[int], want: list[int]) -> None:
     """DynTS's form: the newest other tokens fill up to the target of 3."""
     policy = told(SepLLM(budget=9, initial=0, separators=3, window=3, fill=True), ids)
     assert stays(policy, step(list(range(10)), 9)) == [want]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "want"),
+    [
+        ({"initial": 0, "separators": 0.25, "window": 0.5}, range(4, 13)),  # shares of 12
+        ({"initial": 4, "separators": 8, "window": 6}, [0, 1, 2, 3, *range(5, 13)]),
+        ({"initial": 4, "separators": 8, "window": 10}, [0, 1, *range(3, 13)]),
+        ({"initial": 4, "separators": 8, "window": 20}, range(1, 13)),
+    ],
+)
+def test_sizes(sizes: Any, want: Any) -> None:
+    """All tokens separate. If the sizes do not fit, the window comes first, then the initial tokens."""
+    policy = told(SepLLM(budget=12, **sizes), [], rows=2)
+    policy.listen(1, [9] * 13)
+    now = step(list(range(13)), 12)
+    now.row = torch.tensor([1])
+    assert stays(policy, now) == [list(want)]
 
 
 @pytest.mark.parametrize(("strict", "want"), [(False, {0, 1, 2, 4, 5}), (True, {0, 4, 5})])

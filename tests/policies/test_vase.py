@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from minithink.errors import UsageError
+from minithink.kv.contract import Demand, See
 from minithink.policies import vase
 from minithink.policies.vase import VaSE, product, spread
 from tests.policies.drive import follow, held
@@ -46,6 +47,16 @@ def test_weights(six: Any, smooth: int, want: list[float], chances: list[float])
     assert (others / others.sum()).tolist() == pytest.approx(chances, abs=1e-4)
 
 
+def test_weights_of_two_kv_heads(six: Any) -> None:
+    """Query heads 0 and 1 read the first. Half of the temperature doubles the logits."""
+    plain = VaSE(budget=4, buffer=2).weight(six, 0, OLDER, ROW)
+    hot = VaSE(budget=4, buffer=2, temperature=0.5).weight(six, 0, OLDER, ROW)
+    six.queries, six.keys = lambda _: torch.cat((QUERIES, 2 * QUERIES))[None], lambda *_: KEYS.expand(1, 2, 6, 2)
+    both = VaSE(budget=4, buffer=2).weight(six, 0, OLDER.expand(1, 2, 6), ROW)
+    torch.testing.assert_close(both, torch.cat((plain, hot), 1))
+    assert not torch.allclose(plain, hot)
+
+
 def test_race(six: Any) -> None:
     assert spread(VALUES)[:4].tolist() == [2, 6, 0.5, 1]
     policy = VaSE(budget=4, buffer=2, smooth=1, n_sink=0, n_large=1)
@@ -65,6 +76,14 @@ def test_worked_example_of_dkv(six: Any, monkeypatch: pytest.MonkeyPatch, sink: 
     assert (score / score.sum()).tolist() == pytest.approx([0.0738, 0.6054, 0.0029, 0.3179], abs=6e-5)
     monkeypatch.setattr(VaSE, "projection", lambda *_: torch.eye(2)[None])
     assert stays(VaSE(variant="dkv", budget=4, buffer=2, n_sink=sink), six) == [want]
+
+
+def test_every_round_and_layer_has_a_sketch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, projection = list[int](), VaSE.projection
+    monkeypatch.setattr(VaSE, "projection", lambda *given: seen.append(int(given[2])) or projection(*given))
+    for seed in (0, 1):
+        list(follow(VaSE(budget=9, variant="dkv", buffer=4, seed=seed), [7], 14))
+    assert len(seen) == len(set(seen)) == 2 * 3 * 2  # seeds, rounds, layers
 
 
 def test_the_sketch_is_gaussian(six: Any) -> None:
@@ -101,9 +120,50 @@ def test_what_stays(variant: Any, protect: bool) -> None:
         before = now
 
 
+def test_ranges_are_not_rounded() -> None:
+    """In 16 bits both ranges would be 256."""
+    assert spread(torch.tensor([(256, -0.25), (256, -0.5)], dtype=torch.bfloat16)).tolist() == [256.25, 256.5]
+
+
 def test_large_values_stay(six: Any) -> None:
     """Token 2 has no attention and the largest range."""
     values = VALUES.clone()
     values[2] = torch.tensor([50, -50])
     six.values = lambda *_: values[None, None]
     assert 2 in stays(VaSE(budget=4, buffer=2, n_sink=0, n_large=1), six)[0]
+
+
+def wide(monkeypatch: pytest.MonkeyPatch, protects: int = 0) -> Any:
+    """A step that holds twenty tokens of equal weights and ranges."""
+    step = step_of([list(range(20))], 4, 16, protects)
+    step.values = lambda *_: torch.ones(1, 1, 20, 2)
+    monkeypatch.setattr(VaSE, "weight", lambda *_: torch.ones(1, 1, 20))
+    return step
+
+
+def test_sinks_stay_if_they_are_more_than_a_quarter(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, others = wide(monkeypatch), set[tuple[int, ...]]()
+    for seed in range(20):
+        (kept,) = stays(VaSE(budget=16, buffer=4, n_sink=8, seed=seed), step)
+        assert kept[:8] == list(range(8))
+        assert kept[-4:] == [16, 17, 18, 19]
+        others.add(tuple(kept[8:-4]))
+    assert len(others) > 10  # four of the other eight, drawn by the seed
+
+
+@pytest.mark.parametrize("large", [None, 3, 40])
+def test_large_values_fit_beside_the_prompt(monkeypatch: pytest.MonkeyPatch, large: int | None) -> None:
+    """Of equal ranges the oldest tokens are large; a quarter of the budget, if nothing is said."""
+    step, n, seen = wide(monkeypatch, 4), min(8, 4 if large is None else large), set[int]()
+    for seed in range(20):
+        policy = VaSE(budget=16, buffer=4, n_large=large, n_sink=0, seed=seed, protect_prompt=True)
+        (kept,) = stays(policy, step)
+        assert len(kept) == 16
+        assert kept[: 4 + n] == list(range(4 + n))
+        seen |= set(kept)
+    assert seen == set(range(20)) if n < 8 else len(seen) == 16
+
+
+def test_what_it_asks_to_see() -> None:
+    assert VaSE(budget=9, buffer=7).demands == (Demand(See.QUERY, rows=7),)
+    assert not VaSE(budget=9, variant="dkv").demands
