@@ -1,8 +1,8 @@
 """Ada-SnapKV while decoding: heads of a layer share a budget, and tokens compete across heads (arXiv 2407.11550).
 
 Some heads attend to few tokens, others to many. So a layer chooses among the tokens of all its KV heads by SnapKV's
-importance (`snapkv_decode.py`), and a head keeps as many as are chosen of it. With b tokens of each head on average
-beside the window (and a protected prompt), a layer
+importance (`snapkv_decode.py`), and each head keeps those of its tokens that are chosen. With b tokens of each head
+on average beside the window (and a protected prompt), a layer
 
     1. keeps the ⌊floor·b⌋ best tokens of each head, so that no head loses all;
     2. gives the remaining Hkv·(b − ⌊floor·b⌋) places to the best of its other tokens, whatever their head.

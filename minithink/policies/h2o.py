@@ -18,7 +18,7 @@ The formulas follow the authors' code, FMInference/H2O `h2o_hf/utils_real_drop/m
 
 Released code has other methods under this name: KVCache-Factory chooses once, by the prompt's queries; NVIDIA/kvpress
 divides by the queries that a token could see; R-KV's and SkipKV's "H2O" goes by the last query alone, and DynTS's
-does so by mistake (`tova.py` is near to them).
+does so by mistake. TOVA (`tova.py`) is close to the last two.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The attention of lower layers is spread over many tokens, that of upper layers is concentrated on few. So budgets fall
 from layer to layer in equal steps, and all layers together hold as many tokens as with equal budgets. Each KV head
 chooses its tokens by SnapKV's importance (`snapkv_decode.py`). A budget is the window, the protected prompt (if there
-is one) and b more tokens. Layer l of L has instead of b
+is one) and b more tokens. In place of b, layer l of L has
 
     b_l = hi − l·(hi − lo)/(L − 1)      lo = b//β,  hi = 2b − lo
 

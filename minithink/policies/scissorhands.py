@@ -1,8 +1,9 @@
 """Scissorhands: keep the tokens that the last queries found important (Liu et al. 2023, arXiv 2305.17118).
 
 What was important stays important: so a KV head counts how often each token mattered to the last queries. A token
-matters to a query if its attention is at least the mean, 1/n for a query that sees n tokens. Once a head holds
-budget + buffer tokens, it keeps the last r, and of the older ones those with the largest
+matters to a query if its attention is at least the mean: 1/n if the query sees n of the tokens that are held now.
+Once a head holds budget + buffer tokens, it evicts down to the budget. It keeps the last r tokens, and of the older
+ones those with the largest
 
     I_j = Σ_w [A_wj ≥ 1/n_w] / #w      w: the last `history` queries that see token j
 
@@ -11,9 +12,9 @@ by="mean" takes the attention A_wj itself instead of the bracket. A is the mean 
 No code of the authors was found. The paper's history is 400 queries and r is 10. AnswerDotAI/cold-compress has the
 share of mattering steps as `attn_thresholding`, and the mean attention without it. Deviations from that code:
 
-- It stores what each query attended to when it came. Here the last queries are kept, and their attention to the
-  tokens that are held now is computed when tokens go. That takes `history` queries of memory instead of `history`
-  numbers for each token.
+- It stores what each query attended to when it came, among the tokens held then. Here the last queries are kept, and
+  their attention to the tokens that are held now is computed when tokens go. That takes `history` queries of memory
+  instead of `history` numbers for each token.
 - Its four first tokens always stay. Here protect_prompt=true keeps the whole prompt.
 - It evicts a token in every step; buffer=0 does the same.
 """

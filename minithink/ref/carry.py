@@ -1,4 +1,4 @@
-"""What is known of the tokens that stay, without gaps (H2O)."""
+"""Keep what is known of the tokens that stay, their positions and scores, without gaps (H2O)."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_equal_their_twins(
     at = torch.randperm(rows, generator=g)[:n]
     known = (torch.full((layers, rows, heads, entries), ref.NOWHERE, dtype=torch.int32),
              torch.zeros(layers, rows, heads, entries))  # fmt: skip
-    ours = tuple(x.to(DEVICE) for x in known)
+    ours = tuple(x.to(DEVICE, copy=True) for x in known)
     lanes = {(i, j, h): [0, 1] for i in range(layers) for j in range(n) for h in range(heads)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "BLOCK", 8)

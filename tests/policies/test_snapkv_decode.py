@@ -162,6 +162,9 @@ def compare(policy: Any, step: Any, row: int, drop: Tensor, keep: Tensor) -> Non
             score = step.ops.window_importance(q, k, older[None, None], policy.kernel_size, policy.pooling).flatten()
             own = [(float(score[i]), -i) for i in range(len(pos)) if older[i] and pos[i] >= p]
             ranked.append(sorted(own, reverse=True))
+            if getattr(policy, "normalize", False):
+                share = sum(s for s, _ in ranked[-1][:n]) / sum(s for s, _ in own)
+                ranked[-1] = [(s * share, i) for s, i in ranked[-1]]
         if isinstance(policy, AdaSnapKV):
             floor = int(n * policy.floor + 1e-9)
             certain = {(h, i) for h in range(heads) for _, i in ranked[h][:floor]}
@@ -183,6 +186,7 @@ def compare(policy: Any, step: Any, row: int, drop: Tensor, keep: Tensor) -> Non
 @pytest.mark.parametrize(
     "policy",
     [AdaSnapKV(12, alpha=3, buffer=4, kernel_size=3), AdaSnapKV(13, alpha=2, buffer=3, kernel_size=1, floor=0.6),
+     AdaSnapKV(12, alpha=2, buffer=4, kernel_size=1, normalize=True),
      PyramidKV(11, alpha=3, buffer=4, beta=4), PyramidKV(13, alpha=2, buffer=0, kernel_size=1, beta=3)],
 )  # fmt: skip
 def test_decisions_follow_the_formulas(policy: Any, protect: bool) -> None:
