@@ -105,7 +105,7 @@ class Settings:
     drawn: float = 0.3  # the share that a stand-in draws types with
     lockstep: bool = False  # all sequences are at the same token
     seed: int = 0
-    pool: float = 1.0  # pages where thoughts have types, as a share of what the worst case needs
+    pool: float = 1.0  # pages where the pool may be smaller, as a share of what the worst case needs
 
 
 def policy_of(text: Method, s: Settings, config: ModelConfig) -> Policy:
@@ -295,8 +295,8 @@ def sizes(
     need = needs(policy, config.head_dim, dtype, room, s.prompt)
     layers, heads = config.num_layers, config.num_kv_heads
     units = {"sequence": 1, "layer": layers, "head": layers * heads}[policy.scope]  # of a row
-    # at worst all tokens may be of any one type
-    pages = math.ceil(need.pages * s.pool) if cast(StandIn, policy).typed else need.pages
+    # at worst all tokens may be of any one type, or in any one lane
+    pages = math.ceil(need.pages * s.pool) if cast(StandIn, policy).pooled else need.pages
     return {"rows": batch, "tokens": room, "prompt": s.prompt, "prompts": 1, "columns": "fit",
             "pages": units * (batch * pages + need.prompt_pages)}  # fmt: skip
 

@@ -146,7 +146,8 @@ class StandIn:
     """A mixin for stand-ins: policies on synthetic caches (`bench/steady.py`), whose keys and queries are noise."""
 
     filling = False  # True while a cache is filled: no attention runs, and its decisions are drawn
-    typed = False  # thoughts have types; sequences may be copies of a few, and the pool may be below its worst case
+    typed = False  # thoughts have types, and sequences may be copies of a few
+    pooled = False  # the pool may be below its worst case
     slack: int
 
     @property

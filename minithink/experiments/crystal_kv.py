@@ -68,9 +68,10 @@ class FilledLite(StandIn, CrystalKVLite):
 
 
 class Filled(FilledLite, CrystalKV):
-    """Crystal-KV, alike."""
+    """Crystal-KV, alike. Its lanes share a budget, so at worst one of them holds it all."""
 
     recordable = True
+    pooled = True
 
 
 class Uneven(Filled):
@@ -101,12 +102,11 @@ class Uneven(Filled):
 
 def uneven(numbers: Mapping[str, int]) -> CrystalKV:
     """Crystal-KV with uneven budgets, as a method."""
-    return Uneven(budget=numbers["budget"], exempt_answer=False)
+    return Uneven(budget=numbers["budget"])
 
 
 def _filled(cls: type[CrystalKVLite], policy: CrystalKVLite) -> CrystalKVLite:
-    """All tokens think here, so the pool has no room for an answer of any length."""
-    return cls(**{f.name: getattr(policy, f.name) for f in fields(policy) if f.init} | {"exempt_answer": False})
+    return cls(**{f.name: getattr(policy, f.name) for f in fields(policy) if f.init})
 
 
 STAND_INS: StandIns = {

@@ -97,7 +97,7 @@ class Drawn(StandIn, ThinKV):
     """ThinKV that measures sparsity, and then takes the type that was drawn for the segment."""
 
     recordable = True
-    typed = True
+    typed = pooled = True
     shares: list[float]  # of segments, by type
     seed: int
 

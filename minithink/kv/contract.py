@@ -405,13 +405,7 @@ class Policy:
 
     @property
     def limit(self) -> int | None:
-        """Tokens that each lane may hold between steps. None: any number; where there is a budget, all lanes of a
-        sequence share it and hold `average`."""
-        return self.average
-
-    @property
-    def average(self) -> int | None:
-        """Tokens that lanes may hold between steps on average: budget + slack, under the schedule."""
+        """Tokens that a lane may hold between steps: budget + slack, under the schedule."""
         schedule = Schedule.parse(self.schedule)
         if schedule.grow is not None:
             return schedule.grow

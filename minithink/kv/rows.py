@@ -143,7 +143,7 @@ class Rows:
         self.width = need.width if columns is None else columns  # of the lists
         self.store = PagedStore(
             self.shape, policy.storage, pages=pages, scale_rows=units * rows * need.scale_rows, dtype=dtype,
-            columns=columns, width=need.width, table_width=4 if columns is None else need.table + need.prompt_pages,
+            columns=columns, width=need.width, table_width=4 if columns is None else need.pages + need.prompt_pages,
             backend=backend,
         )  # fmt: skip
         policy.setup(self.shape)

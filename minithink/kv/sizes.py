@@ -42,11 +42,10 @@ def check_budget(policy: Policy, prompt: int, budget: int | None = None) -> None
 class Needs:
     """The memory that one unit needs at worst, for one sequence."""
 
-    pages: int  # on average over the sequence's units
+    pages: int
     prompt_pages: int  # beside these, while the prompt is read
     scale_rows: int  # groups of keys by token
     width: int  # tokens in its list
-    table: int  # pages of the unit that has most
 
 
 def needs(policy: Policy, dim: int, dtype: torch.dtype, tokens: int, prompt: int) -> Needs:
@@ -56,8 +55,8 @@ def needs(policy: Policy, dim: int, dtype: torch.dtype, tokens: int, prompt: int
     fullest moment needs, but a few remaining tokens may keep all of these pages. A prompt that will be quantized
     needs plain pages while it is read; then it frees all of them but the sink's.
 
-    Where no lane has a limit, but all share a budget (`Policy.limit`), a lane may hold any number of tokens, and all
-    lanes of a sequence hold as many as with equal budgets. Each of them may leave a page half empty.
+    Where all lanes share a budget, no lane has a limit, and each gets pages for the whole text. Room for what all
+    hold together would not do: a lane that shrinks keeps its pages, nearly empty, while another one grows.
     """
     storage = policy.storage
     lay = dict(zip(storage.formats, layouts(storage, dim, dtype), strict=True))
@@ -67,10 +66,7 @@ def needs(policy: Policy, dim: int, dtype: torch.dtype, tokens: int, prompt: int
     moments = policy.peaks(tokens, prompt)
     peaks = [[(name, max(n, at_home) if name == home else n) for name, n in moment] for moment in moments]
     pages = max(sum(-(-n // lay[name].slots) for name, n in moment) for moment in peaks)
-    most, table = max(sum(n for _, n in moment) for moment in peaks), pages
-    alone = len(lay) == len(members(policy)) == 1
-    if alone and policy.limit is None and policy.average is not None and not policy.exempt_answer:
-        pages = min(pages, -(-max(policy.average + 1, at_home) // lay[home].slots) + 1)
+    most = max(sum(n for _, n in moment) for moment in peaks)
     sink = 0 if stays else -(-storage.sink // lay["plain"].slots)
     # A buffer that is no multiple of a group makes a short group whenever it is full: 2 of 24 tokens in groups of 16.
     groups = max((-(-storage.buffer // x.k.group) for x in lay.values() if x.by_token), default=0)  # of a buffer
@@ -79,5 +75,4 @@ def needs(policy: Policy, dim: int, dtype: torch.dtype, tokens: int, prompt: int
         prompt_pages=0 if stays else -(-prompt // lay["plain"].slots),
         scale_rows=min(most, -(-tokens * groups // storage.buffer) + 2) if groups else 0,
         width=max(prompt, min(tokens, most)) + 1,
-        table=table + sink,
     )

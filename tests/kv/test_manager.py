@@ -778,19 +778,16 @@ PM_KVQ = "pm_kvq:bits=4,max_len=24,sink=2,window=6,group=16,block=2"
 
 
 @pytest.mark.parametrize(
-    ("text", "tokens", "prompt", "want"),  # pages, pages for the prompt, scale rows, width, pages of the fullest
+    ("text", "tokens", "prompt", "want"),  # pages, pages for the prompt, scale rows, width
     [
-        ("full", 100, 30, Needs(7, 0, 0, 101, 7)),  # 16 tokens a page, and one to write
-        ("window:budget=40", 100, 30, Needs(3, 0, 0, 42, 3)),  # 41 before the oldest goes
-        ("window:budget=20", 100, 34, Needs(3, 0, 0, 35, 3)),  # the prompt is read as a whole
-        ("quant:fmt=int8", 100, 30, Needs(7, 8, 0, 101, 7)),  # 4 plain tokens where 16 are quantized
-        ("kivi:group=16,residual=16,block=4", 100, 30, Needs(7, 30, 9, 101, 7)),  # 7 groups, a short one, one more
-        ("window:budget=5+quant:fmt=int8,by=token", 300, 6, Needs(1, 2, 6, 7, 1)),  # survivors of as many groups
-        ("ada_snapkv:budget=20,buffer=4", 100, 18, Needs(3, 0, 0, 101, 7)),  # 25 tokens on average, and a page begun
-        ("ada_snapkv:budget=20,buffer=4", 100, 60, Needs(5, 0, 0, 101, 7)),  # the prompt is read as a whole
-        ("crystal_kv:budget=40,min_budget=2", 100, 18, Needs(7, 0, 0, 101, 7)),  # the answer may have any length
-        ("crystal_kv:budget=40,min_budget=2,exempt_answer=false", 100, 18, Needs(4, 0, 0, 101, 7)),
-        (PM_KVQ, 100, 30, Needs(19 + 10 + 2, 30, 0, 101, 19 + 10 + 2)),  # 37 tokens in 16 and in 8 bits, and the sink
+        ("full", 100, 30, Needs(7, 0, 0, 101)),  # 16 tokens a page, and one to write
+        ("window:budget=40", 100, 30, Needs(3, 0, 0, 42)),  # 41 before the oldest goes
+        ("window:budget=20", 100, 34, Needs(3, 0, 0, 35)),  # the prompt is read as a whole
+        ("quant:fmt=int8", 100, 30, Needs(7, 8, 0, 101)),  # 4 plain tokens where 16 are quantized
+        ("kivi:group=16,residual=16,block=4", 100, 30, Needs(7, 30, 9, 101)),  # 7 groups, a short one, one more
+        ("window:budget=5+quant:fmt=int8,by=token", 300, 6, Needs(1, 2, 6, 7)),  # survivors of as many groups
+        ("ada_snapkv:budget=20,buffer=4", 100, 18, Needs(7, 0, 0, 101)),  # a lane may hold all, and keep its pages
+        (PM_KVQ, 100, 30, Needs(19 + 10 + 2, 30, 0, 101)),  # 37 tokens in 16 and in 8 bits, and the sink
     ],
 )
 def test_what_a_sequence_needs(text: str, tokens: int, prompt: int, want: Needs) -> None:
