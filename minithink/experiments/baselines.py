@@ -58,7 +58,11 @@ SWEEPS = {
 
 
 class ByLot(StandIn, Policy):
-    """A policy that evicts by lot while a cache is filled. Afterwards it decides as it always does."""
+    """A policy that evicts by lot while a cache is filled. Afterwards it decides as it always does.
+
+    What it remembers of tokens is empty until then: no decoder runs, so nothing calls `watch`. In the first real step
+    all tokens are new to it.
+    """
 
     seed = 0
 
@@ -71,17 +75,8 @@ class ByLot(StandIn, Policy):
         return Random.decide(cast(Any, self), step) if self.filling else super().decide(step)
 
 
-class Stamped(ByLot):
-    """The same for policies that stamp tokens. While a cache is filled no token is hit, so none is stamped: the first
-    real step finds new tokens, whose stamps are the times at which they came."""
-
-    def watch(self, step: Step) -> None:
-        if not self.filling:
-            super().watch(step)
-
-
 def stand_in(mixin: type[Policy], policy: Policy, share: float, seed: int, layers: int) -> Policy:
-    """A copy of the policy, with all its settings, that goes by the mixin first."""
+    """A copy of the policy, with all its settings, whose class inherits from the mixin first."""
     made = copy(policy)
     made.__class__ = type(type(policy).__name__, (mixin, type(policy)), {"recordable": True})
     return made
@@ -92,8 +87,7 @@ def stand_in(mixin: type[Policy], policy: Policy, share: float, seed: int, layer
 # attention.
 STAND_INS: StandIns = {
     **{cls: partial(stand_in, DrawnRkv) for cls in (SnapKVDecode, AdaSnapKV, PyramidKV)},
-    **{cls: partial(stand_in, ByLot) for cls in (H2O, Tova, Scissorhands, MorphKV, VaSE)},
-    **{cls: partial(stand_in, Stamped) for cls in (RaaS, LazyEviction)},
+    **{cls: partial(stand_in, ByLot) for cls in (H2O, Tova, Scissorhands, MorphKV, VaSE, RaaS, LazyEviction)},
 }
 # Each policy as its authors run it: its defaults. `sepllm` is not here, because the host decides for it between
 # recorded steps.
