@@ -165,12 +165,12 @@ KV_HEADS = 8  # of a layer
 
 def lanes(rows: int, tokens: int, device: str, layers: int = LAYERS, gone: bool = False) -> Inputs:
     """Attention of whole numbers, positions and lengths of lanes, what is known of their tokens but the newest, and
-    the rows. gone: a known token is there no more, so that tokens behind it have moved on."""
+    the rows. gone: a known token is there no more, so that tokens behind it stand one column earlier."""
     shape = layers, rows, KV_HEADS, tokens
     pos = 2 * torch.arange(tokens, dtype=torch.int32, device=device)
-    known = pos[:-1].clone()
+    known, at = pos[:-1], tokens // 3
     if gone:
-        known[tokens // 3] += 1
+        known = torch.cat((known[:at], known[at : at + 1] - 1, known[at:-1]))
     known = known.expand(*shape[:3], -1).contiguous()
     score = torch.randint(1 << 20, known.shape, device=device).float()
     mass = torch.randint(1 << 20, shape, device=device).float()
@@ -201,7 +201,8 @@ def draws(lengths: Sequence[int], due: Sequence[int], size: int) -> Iterator[tup
         yield f"{rows} × {tokens:,} {'weighted tokens' if weighted else 'tokens'}", own, inputs
 
 
-# Weighted scores differ in their last bits, so whole numbers are compared without weights.
+# Weighted scores differ in their last bits, so whole numbers are compared without weights. `carry` and `stamp` return
+# nothing, they change their inputs; `bench/ops.py` compares what is returned, so they are not listed.
 OPERATIONS = {
     "accumulate": Operation(lambda device, tokens: lanes(2, tokens, device, layers=1, gone=True), remembered),
     "draw": Operation(lambda device, tokens: lots(2, tokens, device, weighted=False, layers=1), draws),

@@ -1,4 +1,4 @@
-"""Steps of all policies that evict: stand-ins that decide by lot only while a cache is filled, and the table."""
+"""Steps of all policies that evict: stand-ins that decide by lot only while a cache is filled, the table, kernels."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import pytest
 import torch
 
 from minithink import results
+from minithink.backend import REFERENCE, triton_backend
 from minithink.bench import tables
 from minithink.bench.__main__ import main
 from minithink.bench.parts import TimedLoop
 from minithink.bench.steady import CONFIGS, RandomModel, Settings, Steady, policy_of
-from minithink.experiments import rkv
-from minithink.experiments.baselines import BASELINES, DRAWN, METHODS, MORE, OTHERS, STAND_INS
+from minithink.experiments import baselines, rkv
+from minithink.experiments.baselines import BASELINES, DRAWN, METHODS, MORE, OPERATIONS, OTHERS, STAND_INS
 from minithink.policies import POLICIES, parse
 from minithink.policies.random import Random
+from tests.kernels.device import DEVICE
 from tests.kv.test_decide_next import AsksNothing
 
 torch.set_num_threads(1)
@@ -127,3 +129,18 @@ def test_the_table(tmp_path: Path) -> None:
     assert full.startswith("| `full` | 2 | **4.00 ms** | 1.00 × | 4.00 ms | **1.00 ×** | 0.0% |")
     assert window.startswith("| `window` | 2 | **8.00 ms** | 2.00 × | 5.00 ms | **1.60 ×** | 100% |")
     assert "0 of 1 steps of policies take at most 1.3 × their bounds." in text
+
+
+def test_what_kernels_are_timed_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin computes nearly the same, and bytes are those of the tensors that are read and written."""
+    monkeypatch.setattr(baselines, "LAYERS", 2)
+    lanes, lots = baselines.lanes, baselines.lots
+    monkeypatch.setattr(baselines, "lanes", lambda n, tokens, _: lanes(n, tokens, str(DEVICE), 2))
+    monkeypatch.setattr(baselines, "lots", lambda n, tokens, _, weighted: lots(n, tokens, str(DEVICE), weighted, 2))
+    for name, operation in OPERATIONS.items():
+        for _, size, inputs in operation.cases((40,), (1, 2), 10**5):
+            assert len(inputs) == -(-(10**5) // size)
+            got, want = (getattr(ops, name)(*inputs[0]) for ops in (triton_backend(), REFERENCE))
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+            tensors = [x for part in inputs[0] for x in (part if isinstance(part, tuple) else (part,))]
+            assert size == pytest.approx(got.nbytes + sum(x.nbytes for x in tensors), rel=0.05)
