@@ -114,6 +114,8 @@ CASES = {
         {"budget": (1024, "tokens of a lane")},
         cases,
         as_many=("full",),
+        parts=("attention", "refresh", "eviction", "flush", "rest"),
+        lines={"full": "#444444", "h2o": "#E69F00", "snapkv_decode": "#56B4E9", "raas": "#0072B2"},
     )
 }
 
