@@ -89,15 +89,18 @@ STAND_INS: StandIns = {
     **{cls: partial(stand_in, DrawnRkv) for cls in (SnapKVDecode, AdaSnapKV, PyramidKV)},
     **{cls: partial(stand_in, ByLot) for cls in (H2O, Tova, Scissorhands, MorphKV, VaSE, RaaS, LazyEviction)},
 }
-# Each policy as its authors run it: its defaults. `sepllm` is not here, because the host decides for it between
-# recorded steps.
-EVERY = ("window", "streaming_llm", "random", "h2o", "tova", "raas", "morphkv", "crystal_kv", "crystal_kv_lite")
+# Each policy as its authors run it: its defaults. `sepllm` is not here, because the host follows the text for it and
+# decides between recorded steps.
+EVERY = (  # policies that decide in every step
+    "window", "streaming_llm", "random", "h2o", "tova", "raas", "morphkv", "crystal_kv", "crystal_kv_lite",
+)  # fmt: skip
 LATER = (  # every 32 (`lazy_eviction`), 64 (`random_attention`, `vase`) or 128 tokens of a sequence
     "lazy_eviction", "random_attention", "vase", "scissorhands", "snapkv_decode", "ada_snapkv", "pyramidkv", "rkv",
 )  # fmt: skip
 METHODS = {
     "full": "full", **{name: f"{name}:budget={{budget}}" for name in (*EVERY, *LATER)},
-    "skipkv": "skipkv:budget={budget},steering=false", "thinkv": "thinkv:budget={budget}",  # every 128, too
+    "skipkv": "skipkv:budget={budget},steering=false",  # every 128, too
+    "thinkv": "thinkv:budget={budget}",  # as a segment of 128 tokens ends, or when it needs room
 }  # fmt: skip
 
 
