@@ -83,8 +83,8 @@ def stand_in(mixin: type[Policy], policy: Policy, share: float, seed: int, layer
 
 
 # Policies that score with R-KV's `score` draw their scores, as R-KV's stand-in does. So heads that share a budget
-# (`ada_snapkv`) get nearly equal parts. Other policies that evict need no stand-in: what they do does not depend on
-# attention.
+# (`ada_snapkv`) get nearly equal parts. `window`, `streaming_llm`, `random` and `random_attention` need no stand-in:
+# their decisions do not depend on attention.
 STAND_INS: StandIns = {
     **{cls: partial(stand_in, DrawnRkv) for cls in (SnapKVDecode, AdaSnapKV, PyramidKV)},
     **{cls: partial(stand_in, ByLot) for cls in (H2O, Tova, Scissorhands, MorphKV, VaSE, RaaS, LazyEviction)},
@@ -142,9 +142,10 @@ def steps_said(result: Result) -> list[str]:
     rows = [m for m in steps(result) if m["method"] != "full"]
     reached = sum(m["of_bound"] <= BOUND for m in rows)
     return [
-        "*Bound*: weights and cache are read once, at the speed of a copy. *Decide*: the share of a sequence's steps "
-        "in which it decides. Parts are those of a layer, averaged over all steps. *Rest*: projections, MLP, logits, "
-        "and what a policy does in every step beside its decision (attention that is told to it, stamps). "
+        "*Bound*: weights and cached tokens are read once, at the speed of a copy; what a policy remembers beside "
+        "them is not counted. *Decide*: the share of a sequence's steps in which the policy decides. Parts are those "
+        "of a layer, averaged over all steps. *Rest*: projections, MLP, logits, and what a policy does in every step "
+        "beside its decision (attention that is told to it, stamps). "
         f"{reached} of {len(rows)} steps of policies take at most {BOUND:g} × their bounds.",
         "",
     ]
