@@ -75,6 +75,13 @@ class ByLot(StandIn, Policy):
         return Random.decide(cast(Any, self), step) if self.filling else super().decide(step)
 
 
+class Roomy(DrawnRkv):
+    """R-KV's stand-in for PyramidKV, with a pool for the longest text in every lane. A pool for what lanes hold on
+    average is too small: upper layers keep few tokens, but these keep most of the pages that were full before."""
+
+    average = None
+
+
 def stand_in(mixin: type[Policy], policy: Policy, share: float, seed: int, layers: int) -> Policy:
     """A copy of the policy, with all its settings, whose class inherits from the mixin first."""
     made = copy(policy)
@@ -86,7 +93,8 @@ def stand_in(mixin: type[Policy], policy: Policy, share: float, seed: int, layer
 # (`ada_snapkv`) get nearly equal parts. `window`, `streaming_llm`, `random` and `random_attention` need no stand-in:
 # their decisions do not depend on attention.
 STAND_INS: StandIns = {
-    **{cls: partial(stand_in, DrawnRkv) for cls in (SnapKVDecode, AdaSnapKV, PyramidKV)},
+    **{cls: partial(stand_in, DrawnRkv) for cls in (SnapKVDecode, AdaSnapKV)},
+    PyramidKV: partial(stand_in, Roomy),
     **{cls: partial(stand_in, ByLot) for cls in (H2O, Tova, Scissorhands, MorphKV, VaSE, RaaS, LazyEviction)},
 }
 # Each policy as its authors run it: its defaults. `sepllm` is not here, because the host follows the text for it and
