@@ -108,8 +108,8 @@ class Command:
         add("--headroom", type=gib, metavar="GIB",
             help="of it, for all but weights and cache (default 8; 1 on a CPU)")  # fmt: skip
         add("--pool", type=some, default=1.0, metavar="X",
-            help="pages of methods with types or a shared budget, as a share of what the worst case needs; too few end "
-            "a case (default 1)")  # fmt: skip
+            help="pages of methods with types or a shared budget, as a share of what the worst case needs; too few "
+            "end a case (default 1)")  # fmt: skip
         add("--lockstep", action="store_true", help="all sequences are at the same token (default: spread)")
         add("--seed", type=int, default=0, metavar="N", help="of types and tokens (default 0)")
         add("--time-budget", type=n, metavar="SECONDS", help="begin no case later")

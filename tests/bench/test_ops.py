@@ -27,6 +27,13 @@ def test_kernels_are_compared_with_their_twins(monkeypatch: pytest.MonkeyPatch) 
         ops.check(str(DEVICE), tokens=16)
 
 
+def test_kernels_that_change_their_inputs_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = replace(triton_backend(), carry=lambda *inputs: None)
+    monkeypatch.setattr(ops, "triton_backend", lambda: wrong)
+    with pytest.raises(MinithinkError, match="carry and its twin differ"):
+        ops.check(str(DEVICE), tokens=16)
+
+
 def test_the_table(tmp_path: Path) -> None:
     m = {"kernel": "kmeans", "case": "1 × 32 segments", "microseconds": 98.76, "twin_microseconds": 54321.0,
          "bytes": 8388608, "share": 0.0251}  # fmt: skip
