@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from typing import Any, cast
 
 import torch
@@ -41,7 +41,17 @@ FEW = ("window", "random", "rkv", "snapkv_decode", "raas", "h2o", "skipkv")  # t
 SWEEPS = {
     "baselines": Sweep(
         "all policies that evict, the prompt protected", ALL, budgets=(0.125, 0.25, 0.5, 0.75), split="test",
-        needed=True, beside=BELOW,
+        beside=BELOW,
+    ),
+    "baselines-needed": Sweep(
+        "the same at a quarter of the tokens: what is kept of what the text needs", ALL, budgets=(0.25,), split="test",
+        needed=True,
+    ),
+    "baselines-untuned": Sweep(
+        "policies that go by attention, with settings that nobody has tuned, beside others",
+        (*(protected(name, settings[0]) for name, settings in islice(GRID.items(), 8)),
+         *(policy for policy in OTHERS if not policy.startswith(("streaming_llm", "dynts")))),
+        budgets=(0.25,), split="test",
     ),
     "baselines-settings": Sweep(
         "settings of the policies that others compare with",

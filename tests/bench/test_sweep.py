@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from minithink import results
 from minithink.bench import pool, sweep, tables
 from minithink.bench.__main__ import main
 from minithink.errors import MinithinkError
 from minithink.evaluate import runner
 from minithink.evaluate.plan import plan, policy_of
+from minithink.experiments import settings
 from minithink.tasks import families
 
 
@@ -27,7 +29,7 @@ def test_every_policy_is_one(name: str) -> None:
     for cell in cells:
         policy_of(cell, None, longest=600)
     tests = ("main", "crystal-kv", "skipkv", "dynts", "dynts-ablation", "redundancy")
-    tests += ("baselines", "baselines-unprotected", "baselines-sawtooth")
+    tests += ("baselines", "baselines-needed", "baselines-unprotected", "baselines-sawtooth", "baselines-untuned")
     assert (one.split == "test") == (name in tests)
     many = ("crystal-kv-heat", "dynts-windows", "baselines-settings")  # cells
     assert one.problems == (64 if name in many else 200)
@@ -92,6 +94,20 @@ def test_all_families_and_their_table(
     assert [line.split(" | ")[-1] for line in lines[3:6]] == ["– |", "– |", "moved: 1,200 |"], "of all families"
     assert "1 validation problems of each family × 1" in lines[7]
     assert lines[-2].endswith("/pool.jsonl)")
+
+
+def test_the_pool_chooses_the_settings_of_others() -> None:
+    """On validation problems. By hand: of equals the first, and what lacks a family is left out."""
+    rows = sweep.result_of("baselines-settings", results.default_path("x").parent)["measurements"]
+    assert settings.best(rows) == settings.CHOSEN
+    shares = {text: 0.5 for own in settings.GRID for text in (settings.protected(own, x) for x in settings.GRID[own])}
+    made = [{"policy": text, "pass_at_1": share} for text, share in shares.items() for _ in range(3)]
+    first = {name: settings.protected(name, own[0]) for name, own in settings.GRID.items()}
+    assert settings.best(made) == first
+    other = settings.protected("h2o", settings.GRID["h2o"][2])
+    more = {"policy": other, "pass_at_1": 0.6}
+    assert settings.best([more if row["policy"] == other else row for row in made]) == first | {"h2o": other}
+    assert settings.best([row for row in made if row["policy"] != other] + [more, more]) == first
 
 
 def _runs(policy: str, budget: float | None, *right: str, samples: int = 1) -> list[pool.Run]:
