@@ -35,7 +35,7 @@ OTHERS = (
     "crystal_kv", "crystal_kv_lite:protect_prompt=true", "skipkv:schedule=interval:16,tau=0.9,at=boundary", "dynts",
     "thinkv",
 )  # fmt: skip
-ALL = (*CHOSEN.values(), *OTHERS)
+ALL = (*CHOSEN.values(), "raas:page=16", *OTHERS)
 FEW = ("window", "random", "rkv", "snapkv_decode", "raas", "h2o", "skipkv")  # the beginnings of names
 
 SWEEPS = {
@@ -57,6 +57,12 @@ SWEEPS = {
         "settings of the policies that others compare with",
         tuple(protected(name, setting) for name, settings in GRID.items() for setting in settings), budgets=(0.25,),
         problems=64,
+    ),
+    "lots": Sweep(
+        "policies that draw by lot: with a window and without, in rounds and in every step",
+        (BELOW, *(f"random_attention:buffer={b}{every}" for b in (1, 16, 64) for every in ("", ",schedule=every")),
+         "random:schedule=interval:16,protect_prompt=true"),
+        budgets=(0.25,), beside=BELOW,
     ),
     "baselines-unprotected": Sweep(
         "policies that may evict the prompt, at a quarter of the tokens",
