@@ -44,8 +44,8 @@ SWEEPS = {
         beside=BELOW,
     ),
     "baselines-needed": Sweep(
-        "the same at a quarter of the tokens: what is kept of what the text needs", ALL, budgets=(0.25,), split="test",
-        needed=True,
+        "the same at a quarter of the tokens: what is kept of what the text needs", ALL, budgets=(0.25,),
+        split="test", needed=True,
     ),
     "baselines-untuned": Sweep(
         "policies that go by attention, with settings that nobody has tuned, beside others",
