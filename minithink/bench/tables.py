@@ -173,7 +173,7 @@ def heading(title: str, value: Any, table: Table) -> str:
 
 
 TABLES: dict[str, Table] = (
-    collected("TABLES")
-    | {f"sweep-{name}": sweep.TABLE for name in sweep.SWEEPS}
+    {f"sweep-{name}": sweep.TABLE for name in sweep.SWEEPS}
     | {f"needed-{name}": sweep.NEEDED for name, one in sweep.SWEEPS.items() if one.needed}
+    | collected("TABLES")  # a method may show its sweep in its own way
 )

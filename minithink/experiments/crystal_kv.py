@@ -45,11 +45,12 @@ SWEEPS = {
     ),
     "crystal-kv-damping": Sweep(
         "algorithm 2 with damping and to the letter, and equal budgets", ("crystal_kv", "crystal_kv:damping=1", LITE),
-        budgets=SMALL,
+        budgets=SMALL, beside="crystal_kv",
     ),
     "crystal-kv-floor": Sweep(
         "room that every head has beside the prompt",
         ("crystal_kv", *(f"crystal_kv:min_budget={n}" for n in (64, 128, 256))), budgets=(0.5,),
+        beside="crystal_kv",
     ),
 }  # fmt: skip
 
@@ -221,6 +222,39 @@ STEPS = Table(
 )  # fmt: skip
 
 
+def table_1(name: str) -> Table:
+    """Tokens a second of one sequence, then of as many as fit."""
+    return Table(
+        (("method", "method", "`{}`"), ("sequences", "batch", "{:,}"), ("a step", "step_milliseconds", "{:.2f} ms"),
+         ("tokens a second", "tokens_per_second", "**{:,.1f}**"), ("of the limit", "share_of_limit", "{:.0%}")),
+        rows=lambda result: [m for kind in ("request", "throughput") for m in result["measurements"]
+                             if m["kind"] == kind],
+        kind="throughput", goals=CASES[name].goals, file=name,
+    )  # fmt: skip
+
+
+def heat(result: Result) -> Iterator[Row]:
+    """Each run with its λ and p."""
+    for m in result["measurements"]:
+        if m["budget"] is not None:
+            yield {**m, **dict(x.split("=") for x in m["policy"].partition(":")[2].split(","))}
+
+
+def heat_said(result: Result) -> list[str]:
+    """What was run, and how wide the intervals are, as a sentence."""
+    settings, rows = result["settings"], list(heat(result))
+    wide = max(m["pass_at_1_high"] - m["pass_at_1_low"] for m in rows)
+    text = f"Right answers of {settings['limit']} {settings['split']} problems of each family, "
+    text += f"{rows[0]['budget']:.0%} of the tokens. "
+    return [text + f"The widest interval has {100 * wide:.0f} points from end to end.", ""]
+
+
+HEAT = Table(
+    (("family", "family", "`{}`"), ("λ", "lam", "{}")), rows=heat, across="p",
+    cells=(("p = {}", "pass_at_1", "{:.1%}"),), said=heat_said,
+)  # fmt: skip
+
+
 def moved(result: Result) -> list[str]:
     """Where budgets went, as a sentence."""
     settings, m = result["settings"], result["measurements"]
@@ -234,3 +268,4 @@ TABLES = {f"answer-attention-{family}": HEADS for family in families()}
 for _family in families():
     TABLES[f"answer-attention-{_family}-needs"] = replace(NEEDS, file=f"answer-attention-{_family}")
 TABLES |= {f"budgets-{family}": Table((), said=moved) for family in families()} | {"crystal-kv-steps": STEPS}
+TABLES |= {f"{name}-table-1": table_1(name) for name in CASES} | {"sweep-crystal-kv-heat": HEAT}
