@@ -80,7 +80,7 @@ def measured(engine: Engine, prompt: list[int], tokens: list[int], budget: int) 
     """Of each score: place, stays, numbers, lines. budget: tokens beside the prompt."""
     hidden, true = importance(engine, prompt, tokens)
     weights = {x: engine.calibration(f"predictor-{x}.safetensors")["weights"] for x in true}
-    scores = {x: predict(hidden, [w.float() for w in weights[x]]).tolist() for x in true}
+    scores: dict[str, Sequence[float]] = {x: predict(hidden, [w.float() for w in weights[x]]).tolist() for x in true}
     scores["true hindsight"], draw = true["hindsight"].tolist(), random.Random(0)
     scores["lots"] = [draw.random() for _ in scores["answer"]]
     scores |= {name: range(len(hidden)) for name in ("needs_oracle", "window")}

@@ -17,8 +17,8 @@ class Nothing:
     def add(self, token: int) -> None:
         pass
 
-    def live(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return (3,), ()
+    def live(self) -> tuple[list[int], list[int]]:
+        return [3], []
 
 
 def test_windows_by_hand() -> None:
