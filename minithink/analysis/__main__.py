@@ -8,7 +8,7 @@ from importlib import import_module
 from minithink import commands
 
 PROGRAM, DESCRIPTION = "minithink.analysis", "What methods take for granted."
-COMMANDS = ("premises", "pilot", "segments", "answer-attention", "budgets", "importance")
+COMMANDS = ("premises", "pilot", "segments", "answer-attention", "budgets", "importance", "selections")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -35,12 +35,12 @@ SWEEPS = {
     ),
     "dynts-ablation": Sweep(
         "DynTS without its local window, question, thinking tokens; thinking tokens by lot and from the bottom",
-        ABLATION, budgets=(0.25, 0.5), split="test",
+        ABLATION, budgets=(0.25, 0.5), split="test", beside="dynts:select=random",
     ),
     "dynts-windows": Sweep(
         "the local window and the share of the selection window that stays",
         tuple(f"dynts:local={x:g},ratio={r:g}" for x, r in product((0.1, 0.2, 0.4, 0.6), (0.1, 0.3, 0.5, 0.7))),
-        budgets=(0.5,), problems=64,
+        budgets=(0.5,), problems=64, beside="dynts:local=0.4,ratio=0.3",
     ),
     "dynts-budget": Sweep("budgets", ("dynts",), budgets=(0.125, 0.25, 0.375, 0.5, 0.625, 0.75)),
 }  # fmt: skip
@@ -223,6 +223,72 @@ IMPORTANCE = Table(
      ("content tokens, most important first", "content", "{:.0%}")),
     rows=tenths, said=read_texts,
 )  # fmt: skip
-TABLES = {"predictor": PREDICTOR, "predictor-transfer": TRANSFER} | {
-    f"importance-{family}": IMPORTANCE for family in families()
-}
+
+
+def about_selections(result: Result) -> list[str]:
+    """What the columns say, as a sentence."""
+    settings = result["settings"]
+    return [
+        f"{settings['limit']} reference texts of each family, {settings['share']:.0%}. Place: 0 is the oldest token, "
+        "1 the newest. Stays: of the first selection, the share in the last one.", "",
+    ]  # fmt: skip
+
+
+SELECTIONS = Table(
+    (("score", "score", "{}"),), across="family", said=about_selections,
+    cells=(("{}: place", "place", "{:.2f}"), ("stays", "stays", "{:.0%}"), ("numbers", "numbers", "{:.0%}"),
+           ("lines", "lines", "{:.0f}")),
+)  # fmt: skip
+
+# Times --------------------------------------------------------------------------------------------------------------
+
+
+def of_kind(result: Result, kind: str) -> list[Row]:
+    """The cases of one kind, sorted by batch, then by method."""
+    order = [*METHODS]
+    found = [m for m in result["measurements"] if m["kind"] == kind]
+    return sorted(found, key=lambda m: (m["batch"], order.index(m["method"])))
+
+
+def by_level(result: Result) -> list[Row]:
+    """Every measured length of whole generations."""
+    own = sorted(of_kind(result, "request"), key=lambda m: m["batch"])
+    return [{**m, **level} for m in own for level in m["levels"]]
+
+
+def about_levels(result: Result) -> list[str]:
+    """What the columns of a length mean, as a sentence."""
+    return [
+        "Lengths are the middles of equal parts of a generation. MB of the cache and GFLOP of a step are of one "
+        "sequence, the mean of all. They lack the predictor, which all sequences share.", "",
+    ]  # fmt: skip
+
+
+STEP = ("a step", "step_milliseconds", "**{:.2f} ms**")
+MANY = ("sequences", "batch", "{:,}")
+TIMES = {
+    "dynts-requests": Table(
+        (("method", "method", "`{}`"), MANY, STEP, ("tokens a second", "tokens_per_second", "{:,.0f}"),
+         ("of the limit", "share_of_limit", "{:.0%}"),
+         ("of the bound", lambda m: m["bound_milliseconds"] / m["step_milliseconds"], "{:.0%}")),
+        rows=lambda result: of_kind(result, "request"), kind="request", goals=CASES["dynts"].goals,
+    ),
+    "dynts-levels": Table(
+        (MANY, ("tokens", "level", "{:,}")), rows=by_level, across="method", kind="request", said=about_levels,
+        cells=(
+            ("{}: MB", lambda m: m["cache_bytes"] / m["batch"] / 1e6, "{:,.0f}"),
+            ("GFLOP", lambda m: m["flops"] / m["batch"] / 1e9, "{:.1f}"), STEP,
+            ("bound", "bound_milliseconds", "{:.2f} ms"),
+        ),
+    ),
+    "dynts-steps": Table(
+        (("method", "method", "`{}`"), MANY, STEP, *((part, f"parts_milliseconds.{part}", "{:.3f} ms") for part in
+         ("attention", "eviction", "rest")), ("of the limit", "share_of_limit", "{:.0%}")),
+        rows=lambda result: of_kind(result, "step"), kind="step",
+    ),
+}  # fmt: skip
+TABLES = (
+    {"predictor": PREDICTOR, "predictor-transfer": TRANSFER, "selections": SELECTIONS}
+    | {f"importance-{family}": IMPORTANCE for family in families()}
+    | {name: replace(table, file="dynts") for name, table in TIMES.items()}
+)

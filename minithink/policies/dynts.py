@@ -12,8 +12,8 @@ K = W_s − k tokens go. So triggers are K tokens apart. Survivors compete again
 The forward pass of a token also gives its score (eq. 7): a predictor of three layers reads the last hidden state,
 after the final norm (`ref/predict.py`). `python -m minithink.calibrate predictor` trains one for a model. It learns
 the attention that a thinking token gets from the answer (eq. 6); with target=hindsight from all later tokens, with
-target=needs how often later statements need it. On the embedded model needs is the best target where it is measured
-(not yet in `search`); hindsight, which selects the oldest tokens, is no better than a window (`docs/dynts.md`).
+target=needs how often later statements need it. On the embedded model needs is the best target, answer
+is no better than lots, and hindsight, which selects the oldest tokens, is no better than a window (`docs/dynts.md`).
 
 Chosen where the paper is silent, or says two things:
 - after `</think>` nothing is selected: no answer token was trained on. The answer is appended beside the budget;
