@@ -34,7 +34,7 @@ from minithink.bench.attention import copy_speed
 from minithink.bench.clock import timed, wait
 from minithink.bench.copies import copy_sequences
 from minithink.config import ModelConfig, RopeScaling
-from minithink.engine import Engine
+from minithink.engine import TINY, Engine
 from minithink.experiments import Method, StandIn, StandIns, collected
 from minithink.kv.contract import Policy
 from minithink.kv.manager import KVManager
@@ -56,7 +56,8 @@ CONFIGS = {
     "tiny": replace(
         LLAMA, vocab_size=97, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4, num_kv_heads=2,
         head_dim=16,
-    ),
+    ),  # for tests: much smaller than the embedded model
+    "embedded": ModelConfig.from_folder(TINY),
 }  # fmt: skip
 
 
