@@ -187,7 +187,6 @@ def shape_said(result: Result) -> list[str]:
 
 
 TABLES = {
-    # Its file is of the shape `tiny`, not of the embedded model, until that has been measured (docs/skipkv.md).
     "skipkv-embedded": Table(
         (("sequences", "batch", "{:,}"),), across="method",
         rows=lambda result: [m for m in result["measurements"] if m["kind"] == "step"],
