@@ -431,7 +431,9 @@ def test_resolve_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("path", ["./model", "../x", "/no/such", "~/nothing", "~nobody_at_all/x", "a/b/c", ""])
-def test_resolve_path_that_is_no_folder(path: str) -> None:
+def test_resolve_path_that_is_no_folder(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")  # nothing lies in it or beside it
     with pytest.raises(MinithinkError, match="no such folder"):
         resolve(path)
 

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 
-from minithink.evaluate.datasets import LEVELS
 from minithink.experiments import LAYERS, Case, Cases, Inputs, Operation, Result, Row, StandIn, StandIns, Sweep, Table
 from minithink.experiments.dynts import OTHERS as AT_ONCE
 from minithink.experiments.rkv import DrawnRkv
@@ -77,7 +76,7 @@ SWEEPS = {
     "redundancy": Sweep(
         "problems of `search` that ask for little, some and much repetition",
         tuple(policy for policy in ALL if policy.startswith(FEW)), budgets=(0.25, 448), split="test",
-        datasets=tuple(LEVELS), beside=BELOW,
+        datasets=("search:0", "search:1", "search:2"), beside=BELOW,
     ),
 }  # fmt: skip
 
