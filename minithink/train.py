@@ -11,8 +11,9 @@ on a GPU. Matrices of the blocks learn by Muon (Jordan et al. 2024, with the sca
 learning rate serves both optimizers), all other parameters by AdamW. The learning rate decays by a cosine. Several
 GPUs share a step under `torchrun --nproc-per-node N -m minithink.train …`.
 
-`--init FOLDER` continues from the weights of a checkpoint. `--seconds N` ends the run after N seconds: the
-schedule follows the clock whenever the clock is ahead of the tokens.
+`--init FOLDER` continues from the weights of a checkpoint; with `--head-dim` its attention heads are first made
+twice as wide (`minithink/widen.py`). `--seconds N` ends the run after N seconds: the schedule follows the clock
+whenever the clock is ahead of the tokens.
 
 A run can be interrupted at any moment and resumed (`--resume`): weights, optimizer state and their step are one
 safetensors file, which is complete before it replaces the older one. The result is a checkpoint in the Hugging Face
@@ -49,6 +50,7 @@ from minithink.ref.rope import rope
 from minithink.tokenizer import Tokenizer
 from minithink.train_data import IGNORE, PADDING, Batch, Documents, Recipe, Schedule, duration, shares, sizes
 from minithink.weights import checkpoint_hash, load_decoder, save_checkpoint
+from minithink.widen import widened
 
 CONTEXT = 8192  # positions that the exported model may use
 # Tiles of FlexAttention's forward kernel. With those that torch 2.11 takes on Hopper, 128 × 128 for 4 warps, the
@@ -56,7 +58,9 @@ CONTEXT = 8192  # positions that the exported model may use
 TILES: Any = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3}
 
 
-def model_config(vocab_size: int, layers: int = 8, width: int = 256, context: int = CONTEXT) -> ModelConfig:
+def model_config(
+    vocab_size: int, layers: int = 8, width: int = 256, context: int = CONTEXT, head_dim: int = 64
+) -> ModelConfig:
     """The shape of the embedded model: Qwen3's layout."""
     return ModelConfig(
         architecture="Qwen3ForCausalLM",
@@ -66,7 +70,7 @@ def model_config(vocab_size: int, layers: int = 8, width: int = 256, context: in
         num_layers=layers,
         num_heads=width // 32,
         num_kv_heads=width // 64,
-        head_dim=64,
+        head_dim=head_dim,
         max_position=context,
         rope_theta=10_000.0,
         tie_embeddings=True,
@@ -246,6 +250,9 @@ def load_progress(folder: Path, decoder: Decoder, optimizers: list[torch.optim.O
             if name not in parameters:
                 raise MinithinkError(f"{path} is of another version, which had a parameter {name}: start anew.")
             p, value = parameters[name], file.get_tensor(key_and_name)
+            if key == "weight" and value.shape != p.shape:
+                shapes = f"{list(value.shape)}, this one {list(p.shape)}"
+                raise UsageError(f"The interrupted run has a {name} of the shape {shapes}; give the same options.")
             if key == "weight":
                 p.copy_(value)
             else:  # AdamW's step count is a CPU tensor unless it is fused
@@ -308,7 +315,8 @@ def train(
     """Train, and leave a checkpoint in `folder`. Returns the loss of every tenth step of this run.
 
     Args:
-        init: the checkpoint whose weights training begins with, of the shape of `config`; None: drawn ones.
+        init: the checkpoint whose weights training begins with, of the shape of `config`, or with heads half as wide;
+            None: drawn weights.
         seconds: training ends after this time, or earlier, after `recipe.tokens`; None: no time limit.
         compile_model: None: on a GPU.
     """
@@ -319,7 +327,8 @@ def train(
     decoder = Decoder(config)
     initialise(decoder, recipe.seed)
     if init is not None:
-        decoder.load_state_dict(load_decoder(init, dtype=torch.float32).state_dict())
+        start = widened(load_decoder(init, dtype=torch.float32), config.head_dim)
+        decoder.load_state_dict(start.state_dict())
     decoder.to(team.device).requires_grad_(True)
     optimizers = optimizers_for(decoder, recipe)
     progress: dict[str, object] = {"recipe": asdict(recipe), "init": None if init is None else checkpoint_hash(init)}
@@ -440,6 +449,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=natural, default=workers, help="processes that draw documents")
     parser.add_argument("--layers", type=int, help="default 8")
     parser.add_argument("--width", type=int, help="default 256")
+    parser.add_argument("--head-dim", type=int, help="default: that of --init, which may be doubled, or 64")
     parser.add_argument("--context", type=int, default=CONTEXT, help="positions of the model, in tokens")
     parser.add_argument("--seconds", type=duration, help="end after this time, with the learning rate at its end")
     parser.add_argument("--resume", action="store_true", help="go on with the interrupted run in --output")
@@ -460,11 +470,12 @@ def main(argv: list[str] | None = None) -> int:
         if args.init is None:
             # Rows of the vocabulary are padded to a multiple of 64, which matrix units like.
             vocab = -(-Tokenizer.from_folder(folder).vocab_size // 64) * 64
-            config = model_config(vocab, args.layers or 8, args.width or 256, args.context)
+            config = model_config(vocab, args.layers or 8, args.width or 256, args.context, args.head_dim or 64)
         elif args.layers or args.width:
             raise UsageError("The weights of --init have their own shape: leave --layers and --width out.")
         else:
             config = replace(ModelConfig.from_folder(args.init), max_position=args.context)
+            config = replace(config, head_dim=args.head_dim or config.head_dim)
         train(
             recipe, config, folder, args.output, device=args.device, workers=args.workers, init=args.init,
             seconds=args.seconds, resume=args.resume,
