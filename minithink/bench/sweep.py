@@ -1,9 +1,10 @@
 """Comparisons whose tables and plots the documents show: which policies, at which budgets, on which problems.
 
 Each has a name, a list of policies and budgets (`minithink/experiments`), and is run as by `python -m
-minithink.evaluate`, on all embedded families, one after the other. What comes out goes into the pool of results
-(`bench/pool.py`); what the pool holds already is not run again, whichever comparison has brought it there. A run that
-was interrupted is resumed. Settings are chosen on validation problems; the test split is for a method's main table.
+minithink.evaluate`, on all embedded families: each policy at each budget is a run. What comes out goes into the pool
+of results (`bench/pool.py`); what the pool holds already is not run again, whichever comparison has brought it there.
+A run that was interrupted is resumed. Settings are chosen on validation problems; the test split is for a method's
+main table.
 
 Where a machine is lent for minutes only, a run may not end: --finished generates nothing and takes the policies whose
 sequences are all there, on any machine. --join takes what another pool holds. --recheck generates the first sequences
@@ -18,7 +19,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,9 +28,10 @@ from minithink import counts, origin, results
 from minithink.bench import pool
 from minithink.bench.markdown import short
 from minithink.bench.pool import Run, key_of, pick, serves
+from minithink.bench.processes import spread
 from minithink.calibration import FORESIGHT, identity
 from minithink.calibration import read as read_calibration
-from minithink.commands import INTERRUPTED, location, positive
+from minithink.commands import location, positive
 from minithink.config import ModelConfig
 from minithink.engine import TINY, GenerationConfig, device_of
 from minithink.errors import MinithinkError, UsageError
@@ -62,6 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--runs", type=location, default=Path("runs"), metavar="DIR", help="where unfinished runs lie (default: runs)"
     )
+    add("--processes", type=positive, default=1, metavar="N", help="run so many policies at a time, each with a log "
+        "beside its run (default 1)")  # fmt: skip
     add("--plot", type=location, metavar="DIR", help="draw accuracy by bytes, or recall by budget, "
         "DIR/sweep-NAME-FAMILY.svg; several names into one picture")  # fmt: skip
     add("--plot-only", action="store_true", help="run nothing: draw what the pool holds")
@@ -90,11 +94,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             pool.add(args.results, joined(path))
         if not args.finished:
             device_of(args.device)
-        for group in grouped(unchecked(args, wanted) if args.recheck else missing(args, wanted)):
-            runs = recheck(args, group) if args.recheck else evaluated(args, argv, group)
-            if runs is None:
-                return INTERRUPTED
-            pool.add(args.results, runs)
+        todo = unchecked(args, wanted) if args.recheck else missing(args, wanted)
+        generate(args, argv, [key for i, key in enumerate(todo) if key not in todo[:i]])  # several may ask for one
         left = missing(args, wanted)
         print(f"{len(wanted) - len(left)} of {len(wanted)} runs are in {args.results / pool.FILE}", file=sys.stderr)
     if args.plot is not None:
@@ -160,73 +161,87 @@ def unchecked(args: argparse.Namespace, wanted: Sequence[Wanted]) -> list[Wanted
     return [key for key, run in zip(wanted, found, strict=True) if run is not None and run.state == "unchecked"]
 
 
-def grouped(keys: Sequence[Wanted]) -> list[list[Wanted]]:
-    """Keys that one evaluation can run: with equal settings, and each of its policies at each of its budgets."""
-    of_policy = dict[tuple[str, str], list[Wanted]]()
-    for key in keys:
-        alike = {name: x for name, x in key.items() if name not in ("policy", "budget", "settings", "calibration")}
-        own = of_policy.setdefault((json.dumps(alike, sort_keys=True), key["policy"]), [])
-        own += [] if key in own else [key]  # several comparisons may ask for it
-    groups = dict[str, dict[tuple[float, ...], list[Wanted]]]()  # by settings, then by budgets
-    for (text, _), own in of_policy.items():
-        budgets = tuple(key["budget"] for key in own if key["budget"] is not None)
-        groups.setdefault(text, {}).setdefault(budgets, []).extend(own)
-    for of in groups.values():
-        if () in of and len(of) > 1:  # policies without a budget join the first run of their settings
-            without = of.pop(())
-            of[next(iter(of))][:0] = without
-    return [group for of in groups.values() for group in of.values()]
+def generate(args: argparse.Namespace, argv: list[str], keys: Sequence[Wanted]) -> None:
+    """Run the cells with these keys, --processes at a time, and add each to the pool when it ends. The full cache is
+    first: other budgets may be shares of what it generates.
+
+    Raises:
+        MinithinkError: a cell failed. Several processes run the others, unless it was the full cache.
+        KeyboardInterrupt: what has finished is in the pool, and the rest can be resumed.
+    """
+    work, errors, done = partial(recheck if args.recheck else evaluated, args, argv), list[Exception](), 0
+    for full in (True, False):
+        some = [key for key in keys if (key["policy"] == FULL) == full and not errors]
+        apart = args.processes > 1 and not args.finished
+        each = spread(work, some, args.processes, partial(log_of, args)) if apart else ((k, work(k)) for k in some)
+        for key, found in each:
+            done += 1
+            if isinstance(found, Exception):
+                errors.append(found)
+                said = str(found)
+            else:
+                pool.add(args.results, found)
+                said = ", ".join(f"{run.row['pass_at_1']:.1%} right{', stale' * run.stale}" for run in found)
+            cell = ", ".join(str(key[name]) for name in ("dataset", "policy", "budget") if key[name] is not None)
+            print(f"{done} of {len(keys)}: {cell}: {said or 'not finished'}", file=sys.stderr, flush=True)
+    if errors:
+        raise errors[0]
 
 
-def words_of(args: argparse.Namespace, group: Sequence[Wanted], folder: Path, limit: int, samples: int) -> list[str]:
-    """The options of `minithink.evaluate` for a group."""
-    first = group[0]
-    shares = dict.fromkeys(key["budget"] for key in group if key["budget"] is not None)
-    words: list[Any] = ["--policies", ",".join(dict.fromkeys(key["policy"] for key in group))]
-    words += ["--budgets", ",".join(map(str, shares))] if shares else []
-    words += ["--num-samples", samples, "--dataset", first["dataset"], "--split", first["split"]]
+def folder_of(args: argparse.Namespace, key: Wanted) -> Path:
+    """Where the run of a cell lies."""
+    what = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
+    kind = f"recheck-{origin.commit()[:10]}" if args.recheck else "sweep"
+    return Path(args.runs / f"{kind}-{key['dataset']}-{what}")
+
+
+def log_of(args: argparse.Namespace, key: Wanted) -> Path:
+    """Where a process writes what it would have printed of a cell."""
+    folder = folder_of(args, key)
+    return folder.with_name(f"{folder.name}.log")
+
+
+def words_of(args: argparse.Namespace, key: Wanted, limit: int) -> list[str]:
+    """The options of `minithink.evaluate` for a cell."""
+    folder = folder_of(args, key)
+    words: list[Any] = ["--policies", key["policy"]]
+    words += ["--budgets", key["budget"]] if key["budget"] is not None else []
+    words += ["--num-samples", key["num_samples"], "--dataset", key["dataset"], "--split", key["split"]]
     words += ["--device", args.device, "--limit", limit, "--output-dir", folder, "--model", args.model]
     words += ["--resume"] if folder.is_dir() else []
-    words += [f"--{name}" for name in (*pool.WATCHED, "group") if first.get(name)]
-    words += ["--padded-budget", first["padded_budget"]] if "padded_budget" in first else []
+    words += [f"--{name}" for name in (*pool.WATCHED, "group") if key.get(name)]
+    words += ["--padded-budget", key["padded_budget"]] if "padded_budget" in key else []
     for name in ("batch_size", "max_new_tokens"):
         if (value := getattr(args, name)) is not None:
             words += [f"--{name.replace('_', '-')}", value]
     return [str(word) for word in words]
 
 
-def evaluated(args: argparse.Namespace, argv: list[str], group: Sequence[Wanted]) -> list[Run] | None:
-    """The runs of one evaluation; None: interrupted. With --finished those whose sequences are all there."""
-    first = group[0]
-    padded = [first[name] for name in pool.PADDED if name in first]
-    what = json.dumps([[k["policy"], k["budget"]] for k in group] + [first["split"], first["checkpoint"], *padded])
-    folder = args.runs / f"sweep-{first['dataset']}-{hashlib.sha256(what.encode()).hexdigest()[:8]}"
-    mean = length_of_full(args, first)
-    if args.finished:
-        if not folder.is_dir():
-            return []
-    elif runner.evaluate_words(words_of(args, group, folder, first["limit"], first["num_samples"]), mean) is None:
-        return None
-    done, last = journal.read(folder), journal.read(folder).runs[-1]
-    alike = [name for name in first if name in done.settings and name != "calibration"]
-    if changed := journal.differences(*({name: of[name] for name in alike} for of in (done.settings, first))):
-        raise UsageError(f"{folder} is a run of something else ({changed}): delete it, or give another --runs.")
-    examples, runs = load_dataset(first["dataset"], first["split"], first["limit"]), []
-    asked = {example.id for example in examples[: -(-pool.ANSWERS // first["num_samples"])]}
-    for row in summarize(done.records):
-        if row.group is not None or row.samples < len(examples) * first["num_samples"]:
-            continue
-        own = [r for r in done.records if (r.policy, r.budget) == (row.policy, row.budget)]
-        answers = sorted([r.id, r.sample, r.found] for r in own if r.id in asked)
-        right = "".join("01"[r.right] for r in sorted(own, key=lambda r: (r.id, r.sample)))
-        values = {f.name: getattr(row, f.name) for f in fields(Row) if f.name != "group"}
-        about = {name: last[name] for name in ("commit", "date", "machine", "versions")}
-        about |= {"command": origin.command("minithink.bench", argv)}
-        tokens = [sum(r.generated_tokens for r in own), len(own)]
-        key = key_of(done.settings, row.policy, row.budget)
-        source = pool.source_of(row.policy, done.settings["backend"])
-        runs.append(Run(key, source, values, answers, tokens, right=right, **about))
-    return runs
+def evaluated(args: argparse.Namespace, argv: list[str], key: Wanted) -> list[Run]:
+    """The run of a cell; none: with --finished, if it is not whole. KeyboardInterrupt: it was interrupted."""
+    folder, mean = folder_of(args, key), length_of_full(args, key)
+    if args.finished and not folder.is_dir():
+        return []
+    if not args.finished and runner.evaluate_words(words_of(args, key, key["limit"]), mean) is None:
+        raise KeyboardInterrupt
+    done = journal.read(folder)
+    examples = load_dataset(key["dataset"], key["split"], key["limit"])
+    own = [r for r in done.records if (r.policy, r.budget) == (key["policy"], key["budget"])]
+    if len(own) < len(examples) * key["num_samples"]:
+        return []
+    [row] = [row for row in summarize(own) if row.group is None]
+    asked = {example.id for example in examples[: -(-pool.ANSWERS // key["num_samples"])]}
+    return [
+        Run(
+            key_of(done.settings, row.policy, row.budget), pool.source_of(row.policy, done.settings["backend"]),
+            {f.name: getattr(row, f.name) for f in fields(Row) if f.name != "group"},
+            sorted([r.id, r.sample, r.found] for r in own if r.id in asked),
+            tokens=[sum(r.generated_tokens for r in own), len(own)],
+            right="".join("01"[r.right] for r in sorted(own, key=lambda r: (r.id, r.sample))),
+            command=origin.command("minithink.bench", argv),
+            **{name: done.runs[-1][name] for name in ("commit", "date", "machine", "versions")},
+        )
+    ]  # fmt: skip
 
 
 def length_of_full(args: argparse.Namespace, key: Wanted) -> float | None:
@@ -236,26 +251,21 @@ def length_of_full(args: argparse.Namespace, key: Wanted) -> float | None:
     return found[0].tokens[0] / found[0].tokens[1] if found else None
 
 
-def recheck(args: argparse.Namespace, group: Sequence[Wanted]) -> list[Run] | None:
-    """Generate the first sequences of a group again: a run whose answers are the same is as good as new, any other
-    is stale. None: interrupted."""
-    runs = [run for run in pick(pool.read(args.results), group) if run is not None]
-    if without := [run.cell for run in runs if not run.answers]:
-        raise MinithinkError(f"The pool has no answers of {without[0]}: delete its line, and run it again.")
-    count = len({id for run in runs for id, _, _ in run.answers})
-    if "padded_budget" in group[0]:  # what padding takes off depends on all prompts
-        count = group[0]["limit"]
-    what = hashlib.sha256(json.dumps(group, sort_keys=True).encode()).hexdigest()[:8]
-    folder = args.runs / f"recheck-{group[0]['dataset']}-{origin.commit()[:10]}-{what}"
-    words = words_of(args, group, folder, count, group[0]["num_samples"])
-    if runner.evaluate_words(words, length_of_full(args, group[0])) is None:
-        return None
-    now = {(r.policy, r.budget, r.id, r.sample): r.found for r in journal.read(folder).records}
-    for run in runs:
-        run.stale = any(now.get((*run.cell[1:], id, k)) != answer for id, k, answer in run.answers)
-        run.source = run.source if run.stale else pool.source_of(run.key["policy"], run.key["backend"])
-        print(f"{', '.join(map(str, run.cell))}: {'stale' if run.stale else 'unchanged'}", file=sys.stderr)
-    return runs
+def recheck(args: argparse.Namespace, argv: list[str], key: Wanted) -> list[Run]:
+    """Generate the first sequences of a cell again: a run whose answers are the same is as good as new, any other is
+    stale. KeyboardInterrupt: it was interrupted."""
+    [run] = [run for run in pick(pool.read(args.results), [key]) if run is not None]
+    if not run.answers:
+        raise MinithinkError(f"The pool has no answers of {run.cell}: delete its line, and run it again.")
+    count = len({id for id, _, _ in run.answers})
+    if "padded_budget" in key:  # what padding takes off depends on all prompts
+        count = key["limit"]
+    if runner.evaluate_words(words_of(args, key, count), length_of_full(args, key)) is None:
+        raise KeyboardInterrupt
+    now = {(r.policy, r.budget, r.id, r.sample): r.found for r in journal.read(folder_of(args, key)).records}
+    run.stale = any(now.get((*run.cell[1:], id, k)) != answer for id, k, answer in run.answers)
+    run.source = run.source if run.stale else pool.source_of(run.key["policy"], run.key["backend"])
+    return [run]
 
 
 def joined(path: Path) -> list[Run]:

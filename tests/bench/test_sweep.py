@@ -57,6 +57,12 @@ def cells_of(folder: Path) -> set[tuple[str, str, float | None]]:
     return {run.cell for run in pool.read(folder)}
 
 
+def found(folder: Path) -> dict[Any, Any]:
+    """What does not depend on the machine's speed."""
+    return {run.cell: {name: x for name, x in run.row.items() if name != "tokens_per_second"} |
+            {"answers": run.answers, "right": run.right} for run in pool.read(folder)}  # fmt: skip
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two quick comparisons that share a policy, of one problem each."""
@@ -183,33 +189,43 @@ def test_a_stale_run_fails_the_check(
 
 def test_what_two_share_is_run_once(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second comparison runs its own policies alone; not even the full cache again."""
-    asked = list[list[str]]()
+    asked = list[tuple[str, bool]]()  # policy, is the length of full's texts known?
     evaluate = runner.evaluate_words
 
     def watching(words: list[str], mean: float | None = None) -> Any:
-        asked.append([words[words.index("--policies") + 1], "alone" if mean else "with full"])
+        asked.append((words[words.index("--policies") + 1], mean is not None))
         return evaluate(words, mean)
 
     monkeypatch.setattr(runner, "evaluate_words", watching)
     facts = ["--families", "facts"]
     assert main([*words_of(tmp_path, "snapkv"), *facts]) == 0
     assert main([*words_of(tmp_path, "key-axis"), *facts]) == 0
-    assert asked == [["full,window,random", "with full"], ["streaming_llm", "alone"]]
+    first = [("full", False), ("window", True), ("random", True)]
+    assert asked == [*first, ("streaming_llm", True)]
     together = tmp_path / "together"
     assert main([*words_of(together, "snapkv", "key-axis"), *facts]) == 0
-    assert asked[2:] == [["full,window,random,streaming_llm", "with full"]]
+    assert asked[4:] == [*first, ("streaming_llm", True)]
 
-    def found(folder: Path) -> dict[Any, Any]:
-        return {run.cell: {k: x for k, x in run.row.items() if k != "tokens_per_second"} | {"answers": run.answers}
-                for run in pool.read(folder)}  # fmt: skip
+    assert found(tmp_path) == found(together)
 
-    alone, both = found(tmp_path), found(together)
-    assert alone.keys() == both.keys()
-    for cell, row in alone.items():
-        differing = {name for name in row if row[name] != both[cell][name]}
-        # no reference was in its run
-        compared = {"reference", "paired_problems", "difference", "difference_low", "difference_high"}
-        assert differing <= (compared if cell[1] == "streaming_llm" else set()), cell
+
+def test_several_processes_fill_one_pool(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the same runs as one process; what fails keeps nothing else from the pool."""
+    search, alone = ["--families", "search"], tmp_path / "alone"
+    assert main([*words_of(alone, "snapkv", limit=2), *search]) == 0
+    one = sweep.SWEEPS["snapkv"]  # half of 12 tokens is too little for thinkv
+    monkeypatch.setitem(sweep.SWEEPS, "snapkv", replace(one, policies=("thinkv", *one.policies)))
+    capsys.readouterr()
+    assert main([*words_of(tmp_path, "snapkv", limit=2), *search, "--processes", "2"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4 + 1
+    assert lines[0] == "1 of 4: search, full: 0.0% right"
+    assert [line[:6] for line in lines[1:4]] == ["2 of 4", "3 of 4", "4 of 4"]
+    assert lines[4].startswith("minithink.bench: thinkv: the share 0.5 comes to 73 tokens")
+
+    assert found(tmp_path) == found(alone)
 
 
 def test_a_run_that_was_interrupted(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,12 +233,12 @@ def test_a_run_that_was_interrupted(tmp_path: Path, small: None, monkeypatch: py
     facts = ["--families", "facts"]
     assert main([*words_of(tmp_path, "snapkv"), *facts]) == 0
     whole = (tmp_path / pool.FILE).read_bytes()
-    [journal] = (tmp_path / "runs").rglob("results.jsonl")
-    lines = journal.read_text().splitlines()
-    journal.write_text("".join(line + "\n" for line in lines[:-1]))  # as if it was killed
+    journals = [*(tmp_path / "runs").rglob("results.jsonl")]
+    [journal] = [path for path in journals if '"random"' in path.read_text()]
+    journal.write_bytes(b"")  # as if it was killed
     (tmp_path / pool.FILE).unlink()
     assert main([*words_of(tmp_path, "snapkv"), *facts, "--finished", "--device", "cuda"]) == 0
-    assert len(journal.read_text().splitlines()) == len(lines) - 1, "nothing was generated"
+    assert not journal.read_bytes(), "nothing was generated"
     assert len(cells_of(tmp_path)) == 2
     (tmp_path / pool.FILE).unlink()
     assert main([*words_of(tmp_path, "snapkv"), *facts]) == 0
