@@ -21,12 +21,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from minithink import counts, origin, results
-from minithink.bench import pool
+from minithink.bench import overall, pool
 from minithink.bench.markdown import short
+from minithink.bench.overall import DIFFERENCE, compared, points
 from minithink.bench.pool import Run, key_of, pick, serves
 from minithink.bench.processes import spread
 from minithink.calibration import FORESIGHT, identity
@@ -41,7 +41,6 @@ from minithink.evaluate.plan import plan
 from minithink.evaluate.summary import FULL, Row, summarize
 from minithink.experiments import Column, Result, Sweep, Table, collected
 from minithink.figures import need_matplotlib
-from minithink.intervals import bootstrap, wilson
 from minithink.kv.stack import members
 from minithink.tasks import families
 from minithink.tokenizer import Tokenizer
@@ -67,7 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--processes", type=positive, default=1, metavar="N", help="run so many policies at a time, each with a log "
         "beside its run (default 1)")  # fmt: skip
     add("--plot", type=location, metavar="DIR", help="draw accuracy by bytes, or recall by budget, "
-        "DIR/sweep-NAME-FAMILY.svg; several names into one picture")  # fmt: skip
+        "DIR/sweep-NAME-FAMILY.svg, several names into one picture; and DIR/sweep-NAME-overall.svg, differences from "
+        "the policy that a comparison names")  # fmt: skip
     add("--plot-only", action="store_true", help="run nothing: draw what the pool holds")
     add("--finished", action="store_true", help="generate nothing: take what the runs have finished")
     add("--recheck", action="store_true", help="run the first sequences again of runs whose kernels have changed")
@@ -100,6 +100,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         print(f"{len(wanted) - len(left)} of {len(wanted)} runs are in {args.results / pool.FILE}", file=sys.stderr)
     if args.plot is not None:
         draw({name: shown(name, args.results, wanted_of(sweep, args)) for name, sweep in chosen.items()}, args.plot)
+        for name in (name for name, sweep in chosen.items() if sweep.beside and len(args.families) > 1):
+            found = result_of(name, args.results, wanted_of(chosen[name], args))
+            overall.draw(found, args.plot / f"sweep-{name}-overall.svg")
     return 0
 
 
@@ -350,43 +353,6 @@ def result_of(name: str, where: Path, wanted: Sequence[Wanted] | None = None) ->
     }  # fmt: skip
 
 
-def compared(runs: Sequence[Run], beside: str) -> dict[tuple[Any, ...], dict[str, float]]:
-    """Each run beside that of another policy at the same budget, problem by problem; by cell, and by policy and
-    budget over all families ("" stands for the family). Left out: cells of which a run does not say which sequences
-    were right.
-
-    right, low, high: share of right answers and its interval, of all families only. less, less_low, less_high: how
-    much more of them are right than with the other policy, and the bootstrap interval of this difference.
-    """
-    by_cell = {run.cell: _shares(run) for run in runs if run.right}
-    datasets = sorted({run.cell[0] for run in runs})
-    out: dict[tuple[Any, ...], dict[str, float]] = {}
-    for _, policy, budget in dict.fromkeys(run.cell for run in runs) if beside else ():
-        own, other = ([by_cell.get((d, p, budget)) for d in datasets] for p in (policy, beside))
-        pairs = [(x, y) for x, y in zip(own, other, strict=True) if x and y]
-        for dataset, x, y in zip(datasets, own, other, strict=True):
-            if x and y and policy != beside:
-                out[dataset, policy, budget] = _less(x, y)
-        if len(pairs) == len(datasets) > 1:
-            x, y = ([share for one in of for share in one] for of in zip(*pairs, strict=True))
-            low, high = wilson(fmean(x), len(x))
-            less = {} if policy == beside else _less(x, y)
-            out["", policy, budget] = {"right": fmean(x), "low": low, "high": high, **less}
-    return out
-
-
-def _shares(run: Run) -> list[float]:
-    """Of each problem the share of its samples that are right."""
-    n = run.key["num_samples"]
-    return [run.right.count("1", i, i + n) / n for i in range(0, len(run.right), n)]
-
-
-def _less(own: Sequence[float], other: Sequence[float]) -> dict[str, float]:
-    differences = [x - y for x, y in zip(own, other, strict=True)]
-    low, high = bootstrap(differences) or (fmean(differences),) * 2
-    return {"less": fmean(differences), "less_low": low, "less_high": high}
-
-
 def said(result: Result) -> Iterable[str]:
     """What the columns of a comparison mean."""
     counted, beside = any(m["counts"] for m in result["measurements"]), result["settings"]["beside"]
@@ -423,15 +389,6 @@ def _said(result: Result, *columns: str) -> str:
         names = ", ".join(f"`{name}`" for name in result["changed"])
         parts.append(f"The weights are not kept, and the code of {names} has changed since these runs.")
     return " ".join(parts)
-
-
-DIFFERENCE = "{:+.1f} ({:+.1f} to {:+.1f})"
-
-
-def points(row: Mapping[str, Any], of: str = "less") -> tuple[float | None, ...]:
-    """A difference of right answers and its interval, in points."""
-    found = row[of] or {}
-    return tuple(100 * found[name] if name in found else None for name in ("less", "less_low", "less_high"))
 
 
 COLUMNS: tuple[Column, ...] = (("policy", "policy", "`{}`"), ("budget", lambda m: m["budget"] or 0, "{:share}"))

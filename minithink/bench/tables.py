@@ -5,10 +5,10 @@ A document says where a table belongs, and everything between the two lines is r
     <!-- table:decode-cpu -->
     <!-- end -->
 
-`minithink/experiments` lists the tables. A sweep has the table sweep-NAME, and if it measures what lines need, also
-the table needed-NAME. A column is a heading, a field and a format: the field is a dotted path in a
-measurement, the format as `str.format` has it (and us, pct, mib, share: `bench/markdown.py`). A heading that ends in
-? is left out where all of its cells are empty.
+`minithink/experiments` lists the tables. A sweep has the table sweep-NAME; if it measures what lines need, also the
+table needed-NAME; if it names a policy to compare with, overall-NAME, of all families together. A column is a
+heading, a field and a format: the field is a dotted path in a measurement, the format as `str.format` has it (and us,
+pct, mib, share: `bench/markdown.py`). A heading that ends in ? is left out where all of its cells are empty.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from minithink import results
-from minithink.bench import compare, pool, sweep
+from minithink.bench import compare, overall, pool, sweep
 from minithink.bench.markdown import FORMAT, cell, markdown, source, source_of_rows, values_of
 from minithink.commands import location
 from minithink.errors import MinithinkError, UsageError
 from minithink.experiments import Column, Result, Row, Table, collected
 
 BEGIN = re.compile(r"<!-- table:(\S+) -->\s*")
-OF_SWEEP = re.compile(r"(?:sweep|needed)-(.+)")
+OF_SWEEP = re.compile(r"(?:sweep|needed|overall)-(.+)")
 BEGIN_ANY = re.compile(rf"^<!-- table:{OF_SWEEP.pattern} -->\s*$", re.M)
 END = "<!-- end -->"
 
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 def show(where: Path) -> int:
     """Print every table that a folder holds results of → 0. MinithinkError: it holds none."""
     looks = {name: sweep.result_of(name, where, keys) for name, keys in sweep.looks(where).items()}
-    made = {f"{kind}-{name}": look for name, look in looks.items() for kind in ("sweep", "needed")}
+    made = {f"{kind}-{name}": look for name, look in looks.items() for kind in ("sweep", "overall", "needed")}
     made = {name: look for name, look in made.items() if name in TABLES}
     for name, table in TABLES.items():
         path = where / f"{table.file or name}.json"
@@ -175,5 +175,6 @@ def heading(title: str, value: Any, table: Table) -> str:
 TABLES: dict[str, Table] = (
     {f"sweep-{name}": sweep.TABLE for name in sweep.SWEEPS}
     | {f"needed-{name}": sweep.NEEDED for name, one in sweep.SWEEPS.items() if one.needed}
+    | {f"overall-{name}": overall.TABLE for name, one in sweep.SWEEPS.items() if one.beside}
     | collected("TABLES")  # a method may show its sweep in its own way
 )

@@ -3,7 +3,7 @@
 A module may have these dictionaries. All modules of this folder are found by themselves (`collected`).
 
     SWEEPS      name → Sweep: policies, budgets and problems that are compared (`bench/sweep.py` runs them); each has
-                a table sweep-NAME, and if it measures needs, a table needed-NAME
+                a table sweep-NAME, perhaps needed-NAME and overall-NAME (`bench/tables.py`)
     CASES       name → Cases: methods whose steps are timed on synthetic caches (`bench/cases.py` runs them)
     STAND_INS   policy → stand-in: the policy that takes its place on synthetic caches, whose keys are noise
     OPERATIONS  name → Operation: kernels that are timed beside their twins (`bench/ops.py` runs them)

@@ -89,12 +89,17 @@ def recall(
     pos: Tensor, born: Tensor, known: Known, at: Tensor, budget: Tensor, slack: int, birth: int
 ) -> tuple[Tensor, Tensor]:
     """CRF and τ of the tokens at hand: tokens are found by position, and new ones get theirs."""
-    column = torch.arange(pos.shape[-1], device=pos.device).expand(pos.shape)
-    entry = entries(known, budget, slack, column)
-    there, crf, last = (x[at].gather(1, entry).unflatten(1, lanes(pos)).transpose(0, 1) for x in known)
-    here = torch.searchsorted(there.contiguous(), pos.contiguous()).clamp(max=pos.shape[-1] - 1)
-    same = there.gather(-1, here) == pos
-    return torch.where(same, crf.gather(-1, here), float(birth)), torch.where(same, last.gather(-1, here), born)
+    first = (budget + slack).transpose(0, 1).flatten(1).cumsum(1)  # behind each head's entries: [N, L·H]
+    n, heads, count = *first.shape, known[0].shape[1]
+    entry = torch.arange(count, device=pos.device).repeat(n, 1)
+    # A position with its head in front: one ascending list a row.
+    there = (torch.searchsorted(first, entry, right=True) << 32) + known[0][at]
+    of_heads = torch.arange(heads, device=pos.device)[:, None] << 32
+    wanted = (of_heads + pos.transpose(0, 1).flatten(1, 2)).flatten(1)
+    here = torch.searchsorted(there, wanted).clamp(max=count - 1)
+    same, crf, last = (x.gather(1, here) for x in (there, known[1][at], known[2][at]))
+    same, crf, last = (x.unflatten(1, lanes(pos)).transpose(0, 1) for x in (same == wanted, crf, last))
+    return torch.where(same, crf, float(birth)), torch.where(same, last, born)
 
 
 def remember(

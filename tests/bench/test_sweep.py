@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minithink import results
-from minithink.bench import pool, sweep, tables
+from minithink.bench import overall, pool, sweep, tables
 from minithink.bench.__main__ import main
 from minithink.errors import MinithinkError
 from minithink.evaluate import runner
@@ -129,7 +129,7 @@ def _runs(policy: str, budget: float | None, *right: str, samples: int = 1) -> l
 def test_policies_are_compared_problem_by_problem() -> None:
     """By hand: of 4 problems 2 more are right and 1 fewer. What keeps no single answers is left out."""
     runs = _runs("a", 0.5, "1101", "11") + _runs("b", 0.5, "0011", "11") + _runs("old", 0.5, "", "11")
-    found = sweep.compared(runs + _runs("full", None, "1111", "11"), "b")
+    found = overall.compared(runs + _runs("full", None, "1111", "11"), "b")
     assert found["facts", "a", 0.5]["less"] == 0.25
     low, high = found["facts", "a", 0.5]["less_low"], found["facts", "a", 0.5]["less_high"]
     assert -1 <= low < 0.25 < high <= 1
@@ -140,12 +140,12 @@ def test_policies_are_compared_problem_by_problem() -> None:
     assert ("facts", "b", 0.5) not in found
     assert {cell for cell in found if "old" in cell} == {("search", "old", 0.5)}
     assert not any("full" in cell for cell in found)
-    assert sweep.compared(runs, "") == {}
+    assert overall.compared(runs, "") == {}
 
 
 def test_of_several_samples_a_problem_has_the_mean() -> None:
     runs = _runs("a", 0.5, "1011", "00", samples=2) + _runs("b", 0.5, "0011", "00", samples=2)
-    found = sweep.compared(runs, "b")
+    found = overall.compared(runs, "b")
     assert found["facts", "a", 0.5]["less"] == 0.25
     assert found["", "a", 0.5]["right"] == 0.5
 

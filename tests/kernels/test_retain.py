@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -111,6 +111,7 @@ def both(arguments: dict[str, Any], *options: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero")  # log2 of a CRF of 0, in torch
+@example((1, 1, 1), 24, 0, 0.2, False, 8, 0.0, 2**-20, 0, False, 1)  # more entries than columns
 @given(
     shape=st.sampled_from([(1, 1, 1), (1, 2, 2), (2, 1, 3), (2, 2, 1), (0, 1, 2), (1, 0, 2)]),
     most=st.sampled_from([3, 24]),

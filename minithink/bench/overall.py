@@ -1,0 +1,129 @@
+"""A comparison over all families together: which policies differ from one of them (`Sweep.beside`).
+
+A difference is paired: both policies answered the same problems. Its interval is the bootstrap's over problems. Of a
+run that does not say which sequences were right only the share is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from minithink.bench.pool import Run
+from minithink.evaluate.summary import budget_text
+from minithink.experiments import Result, Row, Table
+from minithink.figures import drawing
+from minithink.intervals import bootstrap, wilson
+
+DIFFERENCE = "{:+.1f} ({:+.1f} to {:+.1f})"
+BETTER, WORSE, ALIKE = "#0072B2", "#D55E00", "#888888"
+
+
+def compared(runs: Sequence[Run], beside: str) -> dict[tuple[Any, ...], dict[str, float]]:
+    """Each run beside that of another policy at the same budget, problem by problem; by cell, and by policy and
+    budget over all families ("" stands for the family). Left out: cells of which a run does not say which sequences
+    were right.
+
+    right, low, high: share of right answers and its interval, of all families only. less, less_low, less_high: how
+    much more of them are right than with the other policy, and the bootstrap interval of this difference.
+    """
+    by_cell = {run.cell: _shares(run) for run in runs if run.right}
+    datasets = sorted({run.cell[0] for run in runs})
+    out: dict[tuple[Any, ...], dict[str, float]] = {}
+    for _, policy, budget in dict.fromkeys(run.cell for run in runs) if beside else ():
+        own, other = ([by_cell.get((d, p, budget)) for d in datasets] for p in (policy, beside))
+        pairs = [(x, y) for x, y in zip(own, other, strict=True) if x and y]
+        for dataset, x, y in zip(datasets, own, other, strict=True):
+            if x and y and policy != beside:
+                out[dataset, policy, budget] = _less(x, y)
+        if len(pairs) == len(datasets) > 1:
+            x, y = ([share for one in of for share in one] for of in zip(*pairs, strict=True))
+            low, high = wilson(fmean(x), len(x))
+            less = {} if policy == beside else _less(x, y)
+            out["", policy, budget] = {"right": fmean(x), "low": low, "high": high, **less}
+    return out
+
+
+def _shares(run: Run) -> list[float]:
+    """Of each problem the share of its samples that are right."""
+    n = run.key["num_samples"]
+    return [run.right.count("1", i, i + n) / n for i in range(0, len(run.right), n)]
+
+
+def _less(own: Sequence[float], other: Sequence[float]) -> dict[str, float]:
+    differences = [x - y for x, y in zip(own, other, strict=True)]
+    low, high = bootstrap(differences) or (fmean(differences),) * 2
+    return {"less": fmean(differences), "less_low": low, "less_high": high}
+
+
+def points(row: Mapping[str, Any], of: str = "less") -> tuple[float | None, ...]:
+    """A difference of right answers and its interval, in points."""
+    found = row[of] or {}
+    return tuple(100 * found[name] if name in found else None for name in ("less", "less_low", "less_high"))
+
+
+def rows(result: Result) -> list[Row]:
+    """A row for each policy and budget, of all families that it ran on: those with the most right answers over all
+    budgets first. Policies without a budget, such as the full cache, are left out."""
+    by_cell = dict[tuple[Any, ...], list[Row]]()
+    for m in (m for m in result["measurements"] if m["budget"] is not None):
+        by_cell.setdefault((m["policy"], m["budget"]), []).append(m)
+    out = []
+    for (policy, budget), own in by_cell.items():
+        right = fmean(m["pass_at_1"] for m in own)
+        low, high = wilson(right, sum(m["samples"] for m in own))
+        means = {name: fmean(m[name] for m in own) for name in ("generated_mean", "cut_off", "of_full")}
+        about = {"policy": policy, "budget": budget, "families": len(own), "all": own[0]["all"]}
+        out.append({**about, **means, "right": right, "low": low, "high": high})
+    of = {row["policy"]: fmean(r["right"] for r in out if r["policy"] == row["policy"]) for row in out}
+    return sorted(out, key=lambda row: (-of[row["policy"]], row["policy"]))
+
+
+def said(result: Result) -> Iterable[str]:
+    """What the columns mean."""
+    settings = result["settings"]
+    families = {row["families"] for row in rows(result)}
+    parts = [f"{settings['limit']} {settings['split']} problems of each of {max(families)} families."]
+    parts += ["Where a policy lacks runs, of fewer."] if len(families) > 1 else []
+    if settings["beside"]:
+        parts.append(f"Difference: points to `{settings['beside']}` at the same budget, problem by problem.")
+    parts += ["Cut off: texts that did not end by themselves. The most right answers first."]
+    return [" ".join(parts), ""]
+
+
+TABLE = Table(
+    (("policy", "policy", "`{}`"),), rows=rows, across="budget",
+    cells=(
+        ("{:share}: right", ("right", "low", "high"), "**{:.1%}** ({:.1%} to {:.1%})"),
+        ("difference?", lambda m: points(m, "all"), DIFFERENCE),
+        ("tokens", "generated_mean", "{:,.0f}"), ("cut off", "cut_off", "{:.1%}"), ("bytes", "of_full", "{:.1%}"),
+    ), said=said,
+)  # fmt: skip
+
+
+def draw(result: Result, path: Path) -> None:
+    """Differences and their intervals, a panel a budget; nothing where none is known. MinithinkError: matplotlib is
+    missing, or the file cannot be written."""
+    found = [row for row in rows(result) if points(row, "all")[0] is not None]
+    names = list(dict.fromkeys(row["policy"] for row in found))[::-1]
+    budgets = sorted({row["budget"] for row in found})
+    if not found:
+        return
+    with drawing(path, 3 + 2 * len(budgets), 1 + 0.18 * len(names)) as figure:
+        panels = figure.subplots(1, len(budgets), sharey=True, squeeze=False)[0]
+        for axis, budget in zip(panels, budgets, strict=True):
+            axis.axvline(0, color=ALIKE, linewidth=0.8)
+            for row in found:
+                at, low, high = points(row, "all")
+                if row["budget"] != budget or at is None or low is None or high is None:
+                    continue
+                color = BETTER if low > 0 else WORSE if high < 0 else ALIKE
+                y = names.index(row["policy"])
+                axis.plot([low, high], [y, y], color=color, linewidth=1.2)
+                axis.plot([at], [y], color=color, marker="o", markersize=3.5)
+            axis.set_title(budget_text(budget), fontsize=8)
+            axis.set_yticks(range(len(names)), names)
+            axis.grid(axis="x", color="#dddddd")
+        figure.supxlabel(f"points more right answers than {result['settings']['beside']}, with intervals of 95 %")
