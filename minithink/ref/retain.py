@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minithink.ref.keep_best import keep_best
 from minithink.ref.lrfu import lrfu
 
 NOWHERE = 2**31 - 1  # the position in an empty entry: behind all others
@@ -73,16 +72,13 @@ def used(
 
 
 def worst(score: Tensor, last: Tensor, free: Tensor, room: Tensor) -> Tensor:
-    """The free tokens beyond the best `room` ones: bool [..., S]."""
-    return free & ~keep_best(survival(score, last), free, room.clamp(min=0))
-
-
-def survival(score: Tensor, last: Tensor) -> Tensor:
-    """Ranks by CRF, among equals by the last hit, among equals by age: 0 goes first. float32 [..., S]."""
+    """The free tokens beyond the best `room` ones: bool [..., S]. The smallest CRF goes first, of equals the one with
+    the oldest hit, then the oldest token."""
     by_last = last.sort(dim=-1, stable=True).indices  # columns are oldest first already
     order = by_last.gather(-1, score.gather(-1, by_last).sort(dim=-1, stable=True).indices)
-    rank = torch.arange(order.shape[-1], dtype=torch.float32, device=order.device).expand(order.shape)
-    return torch.zeros_like(rank).scatter(-1, order, rank)
+    those = free.gather(-1, order)
+    goes = those.sum(-1) - room.clamp(min=0)
+    return torch.zeros_like(free).scatter(-1, order, those & (those.cumsum(-1) <= goes[..., None]))
 
 
 def recall(

@@ -20,10 +20,9 @@ from minithink.kv.stack import Stack
 from minithink.model import Rope
 from minithink.policies import parse
 from minithink.policies.crystal_kv import CrystalKV, CrystalKVLite
-from minithink.ref.keep_best import keep_best
 from minithink.ref.lrfu import lrfu
 from minithink.ref.reallocate import reallocate
-from minithink.ref.retain import retain, survival, used
+from minithink.ref.retain import retain, used, worst
 from tests.kv.run import feed as feed_to
 from tests.kv.run import kept, manager_for, observed, text_of, watched
 from tests.policies.drive import DECODER, TINY, follow, held, tokens_of
@@ -38,8 +37,12 @@ NEVER = 10**6  # no token
 def test_the_smallest_crf_goes_then_the_older_hit_then_the_older_token() -> None:
     score = torch.tensor([[0.5, 0.0, -torch.inf, 0.0, 0.5, -torch.inf, 0.0]], dtype=torch.float64)
     last = torch.tensor([[9, 8, 2, 7, 9, 1, 7]])
-    order = survival(score, last)[0].argsort().tolist()
-    assert order == [5, 2, 3, 6, 1, 0, 4]
+    order, free = [5, 2, 3, 6, 1, 0, 4], torch.ones(1, 7, dtype=torch.bool)
+    for room in range(-1, 9):
+        gone = worst(score, last, free, torch.tensor([room]))[0]
+        assert set(gone.nonzero().flatten().tolist()) == set(order[: max(0, 7 - max(0, room))]), "a room below 0 is none"
+    free[0, [2, 6]] = False  # protected: they stay, and take no room
+    assert worst(score, last, free, torch.tensor([2]))[0].nonzero().flatten().tolist() == [1, 3, 5]
 
 
 # --- plain caches -------------------------------------------------------------------------------------------
@@ -58,7 +61,7 @@ def cached(trace: Trace, budget: int, lam: float) -> list[list[int]]:
         there[t - 1] = True
         mass = torch.tensor([float(i in hits) for i in range(n)])
         crf, last, score = lrfu(mass, there, there & (born < t), crf, last, torch.tensor(t), lam, 1.0)
-        there = keep_best(survival(score, last), there, torch.tensor(budget))
+        there = there & ~worst(score, last, there, torch.tensor(budget))
         out.append(there.nonzero().flatten().tolist())
     return out
 
@@ -137,11 +140,10 @@ def test_leaving_order_by_hand(lam: float, values: list[float], order: list[int]
     for t in range(1, 10):
         mass = torch.tensor([float(t in REWARDS[token]) for token in tokens])
         crf, last, score = lrfu(mass, there, there, crf, last, torch.tensor(t), lam, 1.0)
-    rank = survival(score, last)
-    assert [tokens[i] for i in rank.argsort().tolist()] == order
+    for room in range(len(order) + 1):
+        gone = worst(score, last, there, torch.tensor(room)).nonzero().flatten().tolist()
+        assert {tokens[i] for i in gone} == set(order[: len(order) - room])
     assert sorted(score.exp2().tolist()) == pytest.approx(values, rel=1e-6)
-    stay = keep_best(rank, there, torch.tensor(5 - 2))
-    assert {token for token, stays in zip(tokens, stay.tolist(), strict=True) if not stays} == set(order[:2])
 
 
 # --- the whole history --------------------------------------------------------------------------------------
