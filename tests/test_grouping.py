@@ -25,6 +25,8 @@ def test_worked_example_6() -> None:
     assert as_given == [242, 512, 272, 512]
     assert grouped == [492, 512, 512, 502]
     assert (sum(as_given) / 4, sum(grouped) / 4) == (384.5, 504.5)
+    assert [512 - b for b in as_given] == [270, 0, 240, 0]
+    assert [512 - grouped[i] for batch in batches for i in batch] == [20, 0, 10, 0], "of 40, 60, 300, 310"
 
 
 @given(lengths=LENGTHS, size=st.integers(1, 12))
