@@ -48,6 +48,7 @@ def test_grouping_never_costs_budget(lengths: list[int], size: int) -> None:
     assert sum(grouped) >= sum(as_given)
     assert max([0, *grouped]) <= 100
     assert padded_budgets(lengths, [100] * full, 1, False) == [100] * full
+    assert padded_budgets([10, 1000], [100, 100], 2, False) == [-890, 100], "padding may be longer than the budget"
 
 
 def test_results_are_in_the_callers_order(engine: Engine) -> None:

@@ -193,7 +193,7 @@ def steps(result: Result) -> list[Row]:
     own = [m for m in result["measurements"] if m["kind"] == "step"]
     gpu = {m["case"]: sum(m["device_milliseconds"].values()) for m in own}
     times = {m["case"]: m["step_milliseconds"] for m in own}
-    out = []
+    out = list[Row]()
     for m in own:
         case, rkv = m["case"], f"step/rkv/{m['batch']}"
         more = {x: of[case] / of[rkv] - 1 for x, of in (("over", times), ("gpu_over", gpu)) if rkv in of}

@@ -177,6 +177,24 @@ def test_the_letters_redundancy() -> None:
     assert found == pytest.approx([0.3522, 0.3522, 0.2956, 0], abs=5e-5)
 
 
+def test_the_letter_counts_valid_keys_only() -> None:
+    """Keys that are not valid change neither I nor R of the rest, whatever they hold; their own are 0."""
+    g = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 4, 3, 4, generator=g), torch.randn(2, 2, 9, 4, generator=g)
+    where = torch.tensor([0, 1, 3, 4, 7])
+    valid = torch.zeros(2, 2, 9, dtype=torch.bool)
+    valid[..., where] = True
+    k[~valid] = torch.nan
+    every = valid[..., where]
+    for found, want in (
+        (letter_importance(q, k, valid), letter_importance(q, k[:, :, where], every)),
+        (letter_redundancy(k, valid), letter_redundancy(k[:, :, where], every)),
+    ):
+        assert_close("of valid keys", found[..., where], want, atol=1e-6)
+        assert not found[~valid].any()
+        assert_close("the sum", want.sum(-1), torch.ones(2, 2), atol=1e-5)
+
+
 def test_the_letters_redundancy_takes_rows_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its matrix of cosines is never whole in memory; the sum over its rows is."""
     k = torch.randn(2, 2, 11, 4, generator=torch.Generator().manual_seed(0))
