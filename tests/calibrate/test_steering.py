@@ -67,8 +67,8 @@ def test_the_vectors_are_differences_of_means(
     model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Against a generation and a forward pass of their own; the file says what was counted."""
-    one = load_dataset(str(problems))[1].answer
-    monkeypatch.setattr(steering, "grade", lambda answer, want, grader: SimpleNamespace(right=want == one))
+    grades = iter([True, False, True, *[False] * QUESTIONS])
+    monkeypatch.setattr(steering, "grade", lambda *_: SimpleNamespace(right=next(grades)))
     assert main(words(model, problems, output=tmp_path)) == 0
     vectors, about = content(tmp_path)
     engine = load(model, device="cpu")
@@ -89,10 +89,9 @@ def test_the_vectors_are_differences_of_means(
         assert_close(name, vectors[name], want, atol=1e-4)
     m = about["measurements"]
     assert m["thoughts"][1] == {"after": "execution", "execution": len(sides[False]), "other": len(sides[True])}
-    right = sum(example.answer == one for example in load_dataset(str(problems)))
-    assert (m["prompts"], m["right"], m["tokens"]) == (QUESTIONS, right, tokens)
+    assert (m["prompts"], m["right"], m["tokens"]) == (QUESTIONS, 2, tokens)
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == f"{QUESTIONS} prompts, {right} answered rightly, {tokens:,} tokens"
+    assert said[0] == f"{QUESTIONS} prompts, 2 answered rightly, {tokens:,} tokens"
     assert said[-1] == f"recommended layer: {about['layer']}"
     assert about["checkpoint"] == checkpoint_hash(model)
     assert about["complete"]
