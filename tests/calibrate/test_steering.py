@@ -107,6 +107,17 @@ def test_the_picture(model: Path, problems: Path, tmp_path: Path) -> None:
     assert (tmp_path / "plot.svg").read_text().count("<svg") == 1
 
 
+def test_what_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both separations by layer, and a line at the layer that is recommended."""
+    axes, drawn = pytest.importorskip("matplotlib.axes").Axes, list[Any]()
+    monkeypatch.setattr(axes, "axvline", lambda self, x, **_: drawn.append(x))
+    monkeypatch.setattr(axes, "plot", lambda self, x, y, label, **_: drawn.append((label, list(x), y)))
+    monkeypatch.setattr(axes, "legend", lambda self: None)
+    about = {"layer": 1, "measurements": {"separation": {"plain": [0.5, 0.9], "matched": [0.6, 0.8]}}}
+    steering.draw(about, tmp_path / "plot.svg")
+    assert drawn == [("plain", [0, 1], [0.5, 0.9]), ("matched", [0, 1], [0.6, 0.8]), 1]
+
+
 class Reading:
     """A full cache of one text that shows the residual stream of its last token."""
 
