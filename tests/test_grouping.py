@@ -89,6 +89,11 @@ def test_padding_never_gives_budget(engine: Engine) -> None:
     sequences = [Track(i, i, 0, [9] * n, 5, "length") for i, n in enumerate((30, 25))]
     charge(sequences, policy, 2, False)
     assert [s.budget for s in sequences] == [20, 15]
+    policy = parse("window:budget=12")  # the prompt may go: the padding takes more than there is
+    sequences = [Track(i, i, 0, [9] * n, 5, "length") for i, n in enumerate((4, 30))]
+    charge(sequences, policy, 2, False)
+    assert [s.budget for s in sequences] == [policy.beside, 12]
+    assert policy.beside > 0
     with pytest.raises(UsageError, match=r"padded_budget is 2\.5; it must be a whole number"):
         engine.generate([[9] * 4], policy="window:budget=12", padded_budget=2.5)
 
