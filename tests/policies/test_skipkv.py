@@ -576,6 +576,27 @@ def test_what_it_remembers_is_in_the_ledger(skip: bool) -> None:
     assert manager.ledger().state == rows * (row + 12 + 8 + 16 + budgets) + table
 
 
+def test_a_row_forgets_its_sequence() -> None:
+    """All that is known of it but the vectors, whose sentences' numbers are gone; nothing of its neighbours."""
+    shape = Shape(1, 3, 1, 1, 2, 4, "head", torch.device("cpu"), 20)
+    policy, new = (SkipKV(budget=9, steering=False, vectors=2) for _ in range(2))
+    for one in (policy, new):
+        one.vocabulary(BYTES)
+        one.setup(shape)
+    names = ("_read", "_count", "_total", "_penalty", "_number", "_gone")
+    for name in names:
+        getattr(policy, name).fill_(7)
+    policy.reset(1)
+    for name in names:
+        own, fresh = getattr(policy, name), getattr(new, name)
+        assert_same(name, own[1], fresh[1])
+        assert (own[[0, 2]] == 7).all()
+    assert policy.counts(1) == {
+        "other_thoughts": 0, "sentences": 0, "similar_sentences": 0, "sentences_evicted": 0,
+        "tokens_before_sentences": 0,
+    }  # fmt: skip
+
+
 # --- bad input ------------------------------------------------------------------------------------------------
 
 
