@@ -597,6 +597,18 @@ def test_a_row_forgets_its_sequence() -> None:
     }  # fmt: skip
 
 
+def test_only_what_is_read_is_counted() -> None:
+    """With neither half nothing is read, and with steering alone only doubts are."""
+    for options, names in (
+        ({"skip": False, "steering": False}, []), ({"skip": False}, ["other_thoughts"]),
+        ({"steering": False}, ["other_thoughts", "sentences", "similar_sentences", "sentences_evicted",
+                               "tokens_before_sentences"]),
+    ):  # fmt: skip
+        _, policy = watched(**options)
+        assert list(policy.counts(0)) == names
+        assert bool(policy.notes(0)) == bool(names)
+
+
 # --- bad input ------------------------------------------------------------------------------------------------
 
 
