@@ -195,6 +195,19 @@ def test_the_letter_counts_valid_keys_only() -> None:
         assert_close("the sum", want.sum(-1), torch.ones(2, 2), atol=1e-5)
 
 
+def test_the_letter_is_over_all_keys() -> None:
+    """Those of the window included; R-KV's importance leaves these out of its softmax."""
+    g = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 4, 3, 4, generator=g), torch.randn(1, 2, 9, 4, generator=g)
+    step: Any = SimpleNamespace(ops=REFERENCE, queries=lambda layer: q, keys=lambda layer, rows: k)
+    valid = torch.ones(1, 2, 9, dtype=torch.bool)
+    older = valid & (torch.arange(9) < 6)
+    found = SkipKV(budget=9, form="paper").parts(step, 0, valid, older, torch.ones(1, dtype=torch.bool))
+    for of, want in zip(found, (letter_importance(q, k, valid), letter_redundancy(k, valid)), strict=True):
+        assert_same("all keys", of, want)
+        assert_close("the sum", of.sum(-1), torch.ones(1, 2), atol=1e-6)
+
+
 def test_the_letters_redundancy_takes_rows_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its matrix of cosines is never whole in memory; the sum over its rows is."""
     k = torch.randn(2, 2, 11, 4, generator=torch.Generator().manual_seed(0))
