@@ -589,6 +589,16 @@ def test_what_it_remembers_is_in_the_ledger(skip: bool) -> None:
     assert manager.ledger().state == rows * (row + 12 + 8 + 16 + budgets) + table
 
 
+def test_where_there_is_no_room_for_the_window_the_newest_that_fit_stay() -> None:
+    decoder = decoder_of(0)
+    manager, _ = watched(budget=7, alpha=8, schedule="interval:4", steering=False)
+    manager.join(0, 100, 4)
+    feed(decoder, manager, {0: [WORD] * 4})
+    for _ in range(20):
+        feed(decoder, manager, {0: [WORD]})
+    assert kept(manager, 0) == [[0, 1, 2, 3, 21, 22, 23]] * len(kept(manager, 0))
+
+
 def test_a_row_forgets_its_sequence() -> None:
     """All that is known of it but the vectors, whose sentences' numbers are gone; nothing of its neighbours."""
     shape = Shape(1, 3, 1, 1, 2, 4, "head", torch.device("cpu"), 20)
