@@ -19,7 +19,7 @@ from tests.kernels.device import DEVICE
     seed=st.integers(0, 2**31),
 )  # fmt: skip
 def test_equals_its_twin(shape: tuple[int, int, int], width: int, sigma: float, lies: str, seed: int) -> None:
-    """Lanes of differing length; positions in a wider tensor, or not with a lane's side by side; rows in any order."""
+    """Lanes of differing length, rows in any order; positions in a wider tensor, or with any strides."""
     g = torch.Generator().manual_seed(seed)
     (layers, n, heads), rows, tokens = shape, shape[1] + 2, 60
     number = torch.randint(9, (rows, tokens), generator=g, dtype=torch.int32)
