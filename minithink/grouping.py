@@ -49,9 +49,12 @@ def padded_budgets(lengths: Sequence[int], budgets: Sequence[int], batch_size: i
 
     Args:
         lengths: tokens of each prompt.
-        budgets: B of each sequence.
+        budgets: B of each sequence, in tokens, as many as lengths.
         batch_size: sequences of a padded batch.
         group: whether prompts are sorted by length before they are cut into batches; if not, they are in their order.
+
+    Returns:
+        Tokens, in the order of the prompts; 0 or less where the padding is as long as the budget.
 
     Raises:
         UsageError: the batch size is below 1.

@@ -41,6 +41,9 @@ def table(vocabulary: tuple[bytes, ...], keywords: tuple[str, ...] = KEYWORDS) -
     Returns:
         uint8 [states, V]: STATE, the next state; KEYWORD, the token confirms a keyword; BREAK, it contains a line
         break; PARAGRAPH, it contains a blank line (two breaks in a row).
+
+    Raises:
+        ValueError: the keywords have more than 30 different beginnings.
     """
     step, found = automaton(keywords)
     order = sorted(range(len(vocabulary)), key=lambda token: len(vocabulary[token]))
@@ -62,7 +65,8 @@ def table(vocabulary: tuple[bytes, ...], keywords: tuple[str, ...] = KEYWORDS) -
 
 
 def automaton(keywords: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """The automaton over bytes: the next state, uint8 [states, 256]; whether the byte confirms a keyword, bool."""
+    """The automaton over bytes: the next state, uint8 [states, 256]; whether the byte confirms a keyword, bool
+    [states, 256]. ValueError: the keywords have more than 30 different beginnings."""
     heads = ["", *sorted({word[: n + 1] for word in keywords for n in range(len(word))})]
     number = {head: 0 if not head else i + 1 for i, head in enumerate(heads)}  # 1 is INSIDE
     states = len(heads) + 1

@@ -25,6 +25,8 @@ def test_worked_example_6() -> None:
     assert as_given == [242, 512, 272, 512]
     assert grouped == [492, 512, 512, 502]
     assert (sum(as_given) / 4, sum(grouped) / 4) == (384.5, 504.5)
+    assert [512 - b for b in as_given] == [270, 0, 240, 0]
+    assert [512 - grouped[i] for batch in batches for i in batch] == [20, 0, 10, 0], "of 40, 60, 300, 310"
 
 
 @given(lengths=LENGTHS, size=st.integers(1, 12))
@@ -46,6 +48,7 @@ def test_grouping_never_costs_budget(lengths: list[int], size: int) -> None:
     assert sum(grouped) >= sum(as_given)
     assert max([0, *grouped]) <= 100
     assert padded_budgets(lengths, [100] * full, 1, False) == [100] * full
+    assert padded_budgets([10, 1000], [100, 100], 2, False) == [-890, 100], "padding may be longer than the budget"
 
 
 def test_results_are_in_the_callers_order(engine: Engine) -> None:
@@ -86,6 +89,11 @@ def test_padding_never_gives_budget(engine: Engine) -> None:
     sequences = [Track(i, i, 0, [9] * n, 5, "length") for i, n in enumerate((30, 25))]
     charge(sequences, policy, 2, False)
     assert [s.budget for s in sequences] == [20, 15]
+    policy = parse("window:budget=12")  # the prompt may go: the padding takes more than there is
+    sequences = [Track(i, i, 0, [9] * n, 5, "length") for i, n in enumerate((4, 30))]
+    charge(sequences, policy, 2, False)
+    assert [s.budget for s in sequences] == [policy.beside, 12]
+    assert policy.beside > 0
     with pytest.raises(UsageError, match=r"padded_budget is 2\.5; it must be a whole number"):
         engine.generate([[9] * 4], policy="window:budget=12", padded_budget=2.5)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from minithink.openings import Thought, found, label
+from minithink.openings import REFLECTIONS, TRANSITIONS, Thought, found, label
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,17 @@ from minithink.openings import Thought, found, label
 )  # fmt: skip
 def test_seals_labels(paragraph: str, want: str) -> None:
     assert label(paragraph) == want
+
+
+def test_seals_words() -> None:
+    """All of its code's words, anywhere in a paragraph and in any case; a reflection's words come first."""
+    said = "verify, make sure, hold on, think again, 's correct, 's incorrect, let me check, seems right"
+    for words in said.split(", "):
+        assert label(f"So x = 3. {words.capitalize()}. Another way.") == "reflection"
+    kinds = ("way", "approach", "method", "solution", "strategy", "technique")
+    for words in ("think differenly", *(f"another {kind}" for kind in kinds)):
+        assert label(f"So x = 3. {words.capitalize()}.") == "transition"
+    assert (len(REFLECTIONS), len(TRANSITIONS)) == (8, 7)
 
 
 def test_thoughts_of_a_text() -> None:

@@ -92,6 +92,12 @@ def test_worked_example_1() -> None:
     ranges, found = streamed([word.encode() for word in words])
     assert ranges == [(0, 3), (4, 7), (8, 10), (11, 11), (12, 16)]
     assert found == [False, True, False, False, False], "Wait and again are one sentence; the open one does not count"
+    ranges, found = streamed([word.encode() for word in (*words, "\n")])
+    assert ranges[5:] == [(17, 19)]
+    assert sum(found) == 2, "the open one counts when it closes"
+    assert sum(word.strip() in KEYWORDS for word in words) == 3, "a counter of keywords says 3"
+    whole = [i for i, word in enumerate(words) if word in ("\n", ".\n", ")\n", "\n\n", ".\n\n", ")\n\n")]
+    assert whole == [3, 10, 11], "D on whole tokens misses the ends of two sentences"
 
 
 def test_what_a_token_does_by_itself() -> None:
@@ -111,5 +117,8 @@ def test_a_token_that_the_table_lacks_changes_nothing() -> None:
 
 def test_keywords_must_fit_into_a_byte_of_the_table() -> None:
     assert len(automaton(KEYWORDS)[0]) == 24
+    assert len(automaton(["abcdefghijklmnopqrstuvwxyzabcd"])[0]) == STATE + 1, "30 beginnings fit"
+    with pytest.raises(ValueError, match="31 different beginnings"):
+        automaton(["abcdefghijklmnopqrstuvwxyzabcde"])
     with pytest.raises(ValueError, match=f"32 different beginnings, and there is room for {STATE - 1}"):
         automaton(["abcdefghijklmnopqrstuvwxyzabcdef"])

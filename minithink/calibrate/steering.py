@@ -135,13 +135,13 @@ class Sums:
         self.count: dict[tuple[str, bool], int] = defaultdict(int)
 
     def add(self, thought: Thought, states: Tensor) -> None:
-        """states: [L, d], at the blank line before the thought."""
+        """states: [L, d], of any float dtype, at the blank line before the thought."""
         key = thought.after, thought.other
         self.total[key] = self.total.get(key, torch.zeros(())) + states.double()
         self.count[key] += 1
 
     def mean(self, other: bool, kinds: Sequence[str] = KINDS) -> Tensor:
-        """Over the thoughts after these kinds of sentences: [L, d]. There must be some."""
+        """Over the thoughts after these kinds of sentences: float64 [L, d]. There must be some."""
         keys = [(kind, other) for kind in kinds if self.count[kind, other]]
         return torch.stack([self.total[key] for key in keys]).sum(0) / sum(self.count[key] for key in keys)
 
@@ -186,8 +186,16 @@ def fit(
     """The vectors of all prompts; the recommended layer and what was measured.
 
     Args:
+        engine: the model whose texts these are.
+        examples: the problems; a line's `prompt` is an index into them.
         lines: of the journal, one a prompt.
         labels: see `openings.found`.
+
+    Returns:
+        `plain` and `matched`, float32 [L, d]; `layer` and `measurements`, for the metadata.
+
+    Raises:
+        MinithinkError: see `Sums.vectors`.
     """
     halves, n = (Sums(), Sums()), len(lines)
     with progress(n + n // 2, 0, "reading the texts again") as advance:
@@ -227,7 +235,12 @@ def fit(
 def before_thoughts(
     engine: Engine, example: Example, tokens: Sequence[int], labels: str
 ) -> list[tuple[Thought, Tensor]]:
-    """The thoughts of a text but the first, each with the hidden states at the blank line before it: [L, d]."""
+    """The thoughts of a text but the first, each with the hidden states at the blank line before it: float32 [L, d].
+
+    Args:
+        tokens: ids that were generated; those before `</think>` are read.
+        labels: see `openings.found`.
+    """
     close = engine.tokenizer.id_of(CLOSE)
     n = next((i for i, token in enumerate(tokens) if token == close), len(tokens))
     thoughts = found(engine.tokenizer.pieces(tokens[:n]), labels)
@@ -247,7 +260,13 @@ def before_thoughts(
 
 
 def separated(along: Mapping[tuple[str, bool], Sequence[Mapping[str, Tensor]]], name: str) -> list[float]:
-    """The separation of each layer, over all pairs after the same kind of sentence; []: there is no pair."""
+    """The separation of each layer, over all pairs after the same kind of sentence; []: there is no pair.
+
+    Args:
+        along: the kind of the sentence before, and whether it is an other thought → of each thought float32 [L], how
+            far its state lies along each vector.
+        name: `plain` or `matched`.
+    """
     total, pairs = torch.zeros(()), 0
     for kind in KINDS:
         if not (along.get((kind, True)) and along.get((kind, False))):

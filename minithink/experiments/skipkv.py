@@ -181,15 +181,36 @@ def shape_said(result: Result) -> list[str]:
     """Of which shape the steps are, and what each cache holds, as a sentence."""
     settings, first = result["settings"], next(iter(result["measurements"]))
     text = f"Shape `{settings['model_shape']}`, random weights of {first['weight_bytes']:,} bytes. A lane holds its "
-    text += f"budget of {settings['budget']:,} tokens and the policy's buffer. Caches of `full` and `seal`, which "
-    text += f"evict nothing, are measured while they hold about {settings['budget']:,} tokens. `skipkv-sentences`: "
-    return [text + "without steering.", ""]
+    text += f"budget of {settings['budget']:,} tokens and the policy's buffer. "
+    if any(m["method"] in ("full", "seal") for m in result["measurements"]):
+        text += "Caches of `full` and `seal`, which evict nothing, are measured while they hold about "
+        text += f"{settings['budget']:,} tokens. "
+    return [text + "`skipkv-sentences`: without steering.", ""]
+
+
+def steps(result: Result) -> list[Row]:
+    """The measurements of steps, with the GPU's own time (its parts, added up), and both times beside R-KV's."""
+    own = [m for m in result["measurements"] if m["kind"] == "step"]
+    gpu = {m["case"]: sum(m["device_milliseconds"].values()) for m in own}
+    times = {m["case"]: m["step_milliseconds"] for m in own}
+    out = list[Row]()
+    for m in own:
+        case, rkv = m["case"], f"step/rkv/{m['batch']}"
+        more = {x: of[case] / of[rkv] - 1 for x, of in (("over", times), ("gpu_over", gpu)) if rkv in of}
+        out.append({**m, "gpu_milliseconds": gpu[case], **(more if m["method"] != "rkv" else {})})
+    return out
 
 
 TABLES = {
+    "skipkv-steps": Table(
+        (("method", "method", "`{}`"), ("sequences", "batch", "{:,}"),
+         ("a step", "step_milliseconds", "**{:.2f} ms**"), ("more than R-KV's", "over", "{:.1%}"),
+         ("on the GPU", "gpu_milliseconds", "{:.2f} ms"), ("more than R-KV's", "gpu_over", "{:.1%}"),
+         ("of it the decision", "parts_milliseconds.eviction", "{:.2f} ms")),
+        rows=steps, said=shape_said, kind="step", file="skipkv",
+    ),
     "skipkv-embedded": Table(
-        (("sequences", "batch", "{:,}"),), across="method",
-        rows=lambda result: [m for m in result["measurements"] if m["kind"] == "step"],
+        (("sequences", "batch", "{:,}"),), across="method", rows=steps,
         cells=(("`{}`: a step", "step_milliseconds", "**{:.2f} ms**"),
                ("tokens a second", "tokens_per_second", "{:,.0f}")),
         said=shape_said,
@@ -199,5 +220,5 @@ TABLES = {
          ("length of V, plain", "norm", "{:.1f}"), ("matched", "norm_matched", "{:.1f}"),
          ("cosine of both", "cosine", "{:.2f}")),
         rows=by_layer, said=texts, shipped=TINY / "steering.safetensors",
-    )
+    ),
 }  # fmt: skip

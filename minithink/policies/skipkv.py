@@ -224,7 +224,16 @@ class SkipKV(Steered):
 
 
 def letter_importance(q: Tensor, k: Tensor, valid: Tensor) -> Tensor:
-    """Eq. 4 and the text below it. q: [B, Hq, α, D]; k: [B, Hkv, S, D]; valid: bool [B, Hkv, S] → [B, Hkv, S]."""
+    """I of SkipKV's eq. 4 and the text below it.
+
+    Args:
+        q: [B, Hq, α, D], the newest queries after RoPE, of any float dtype.
+        k: [B, Hkv, S, D], the cached keys, likewise.
+        valid: bool [B, Hkv, S], the keys that count.
+
+    Returns:
+        float32 [B, Hkv, S]; 0 where `valid` is not.
+    """
     grouped = q.float().unflatten(1, (k.shape[1], -1))  # [B, Hkv, g, α, D]
     k, m = k.float().masked_fill(~valid[..., None], 0.0), valid[:, :, None, None]
     # A^i = softmax(Q^i·Kᵀ/√D + M)
@@ -235,7 +244,15 @@ def letter_importance(q: Tensor, k: Tensor, valid: Tensor) -> Tensor:
 
 
 def letter_redundancy(k: Tensor, valid: Tensor) -> Tensor:
-    """Eq. 5. k: [B, Hkv, S, D]; valid: bool [B, Hkv, S] → [B, Hkv, S]."""
+    """R of SkipKV's eq. 5.
+
+    Args:
+        k: [B, Hkv, S, D], the cached keys, of any float dtype.
+        valid: bool [B, Hkv, S], the keys that count.
+
+    Returns:
+        float32 [B, Hkv, S]; 0 where `valid` is not.
+    """
     k = k.float().masked_fill(~valid[..., None], 0.0)
     unit = k / (k.norm(dim=-1, keepdim=True) + 1e-8)
     total = torch.zeros(k.shape[:3], device=k.device)

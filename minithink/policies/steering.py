@@ -68,7 +68,14 @@ class Steered(Policy):
             self._table = table(tuple(tokens))
 
     def calibrated(self, values: Mapping[str, Any]) -> None:
-        """values: `plain` and `matched`, float32 [L, d], and `layer`, of `python -m minithink.calibrate steering`."""
+        """Take the vector of a layer.
+
+        Args:
+            values: `plain` and `matched`, float32 [L, d], and `layer`, of `python -m minithink.calibrate steering`.
+
+        Raises:
+            UsageError: the model has no such layer.
+        """
         vectors = values[self.vector]
         self._layer = values["layer"] if self.layer is None else self.layer
         if not 0 <= self._layer < len(vectors):
@@ -79,6 +86,7 @@ class Steered(Policy):
         self._v = vectors[self._layer].clone()
 
     def setup(self, shape: Shape) -> None:
+        """UsageError: there is no steering vector, or one of another length than `shape.hidden`; or no tokenizer."""
         if self.steers and self._v is None:
             raise UsageError(f"{self.name} knows no steering vector: calibrate the model, or switch steering off.")
         if self._v is not None and len(self._v) != shape.hidden:
@@ -97,6 +105,7 @@ class Steered(Policy):
     # -- a step
 
     def steer(self, step: Step, layer: int, hidden: Tensor) -> Tensor:
+        """Add α_t·V to the output of layer L_s. hidden: [B, d], of the newest tokens → the same shape and dtype."""
         if layer != self._layer or self._v is None:
             return hidden
         alpha = self.strength(step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from minithink import results
 from minithink.bench.__main__ import main
 from minithink.bench.steady import CONFIGS, RandomModel, Settings, Steady, policy_of
-from minithink.experiments.skipkv import METHODS
+from minithink.experiments.skipkv import METHODS, steps
 from minithink.policies.seal import Seal
 from minithink.policies.skipkv import SkipKV
 
@@ -36,6 +37,21 @@ def test_a_stand_in_is_the_policy_with_the_same_settings(method: str, policy: ty
     if policy is SkipKV:
         assert type(stand_in).decide is SkipKV.decide
         assert (stand_in.budget, stand_in.limit) == (64, 64 + 128)
+
+
+def test_steps_stand_beside_those_of_rkv() -> None:
+    """At the same batch size, in the time of a step and in the GPU's own."""
+
+    def step(method: str, batch: int, milliseconds: float) -> dict[str, Any]:
+        own = {"case": f"step/{method}/{batch}", "kind": "step", "method": method, "batch": batch}
+        gpu = {"step": milliseconds - 3, "decide": 1}
+        return own | {"step_milliseconds": milliseconds, "device_milliseconds": gpu}
+
+    measured = [step("rkv", 64, 10), step("skipkv", 64, 11), step("skipkv", 8, 7), {"case": "x", "kind": "bytes"}]
+    rkv, skipkv, alone = steps({"measurements": measured})
+    assert "over" not in rkv | alone
+    assert (skipkv["over"], skipkv["gpu_over"]) == pytest.approx((0.1, 0.125))
+    assert (rkv["gpu_milliseconds"], alone["gpu_milliseconds"]) == (8, 5)
 
 
 def test_all_vectors_are_there() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,16 +63,22 @@ def content(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("talking")
-def test_the_vectors_are_differences_of_means(model: Path, problems: Path, tmp_path: Path) -> None:
+def test_the_vectors_are_differences_of_means(
+    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Against a generation and a forward pass of their own; the file says what was counted."""
+    grades = iter([True, False, True, *[False] * QUESTIONS])
+    monkeypatch.setattr(steering, "grade", lambda *_: SimpleNamespace(right=next(grades)))
     assert main(words(model, problems, output=tmp_path)) == 0
     vectors, about = content(tmp_path)
     engine = load(model, device="cpu")
     sides: dict[bool, list[Tensor]] = {False: [], True: []}
+    tokens = 0
     for example in load_dataset(str(problems)):
         prompt = engine.prompt_ids(example.question)
         [alone] = engine.generate([prompt], temperature=0, max_new_tokens=16)
         n = len(alone.token_ids)
+        tokens += n
         for i in range(2, n - 1, 3):
             states: list[Tensor] = []
             text = torch.tensor([*prompt, *alone.token_ids[: i + 1]])
@@ -82,6 +89,10 @@ def test_the_vectors_are_differences_of_means(model: Path, problems: Path, tmp_p
         assert_close(name, vectors[name], want, atol=1e-4)
     m = about["measurements"]
     assert m["thoughts"][1] == {"after": "execution", "execution": len(sides[False]), "other": len(sides[True])}
+    assert (m["prompts"], m["right"], m["tokens"]) == (QUESTIONS, 2, tokens)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"{QUESTIONS} prompts, 2 answered rightly, {tokens:,} tokens"
+    assert said[-1] == f"recommended layer: {about['layer']}"
     assert about["checkpoint"] == checkpoint_hash(model)
     assert about["complete"]
     assert about["settings"]["labels"] == "seal"
@@ -94,6 +105,17 @@ def test_the_picture(model: Path, problems: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert main(words(model, problems, output=tmp_path, plot=tmp_path / "plot.svg")) == 0
     assert (tmp_path / "plot.svg").read_text().count("<svg") == 1
+
+
+def test_what_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both separations by layer, and a line at the layer that is recommended."""
+    axes, drawn = pytest.importorskip("matplotlib.axes").Axes, list[Any]()
+    monkeypatch.setattr(axes, "axvline", lambda self, x, **_: drawn.append(x))
+    monkeypatch.setattr(axes, "plot", lambda self, x, y, label, **_: drawn.append((label, list(x), y)))
+    monkeypatch.setattr(axes, "legend", lambda self: None)
+    about = {"layer": 1, "measurements": {"separation": {"plain": [0.5, 0.9], "matched": [0.6, 0.8]}}}
+    steering.draw(about, tmp_path / "plot.svg")
+    assert drawn == [("plain", [0, 1], [0.5, 0.9]), ("matched", [0, 1], [0.6, 0.8]), 1]
 
 
 class Reading:
@@ -133,8 +155,20 @@ def test_an_interrupted_run_goes_on(
     assert f"interrupted: 2 of {QUESTIONS} prompts are in" in capsys.readouterr().err
     assert main(words(model, problems, output=tmp_path / "parts")) == 2, "it must be asked for"
     assert main(words(model, problems, output=tmp_path / "parts", resume=True)) == 0
-    for name, vector in content(tmp_path / "whole")[0].items():
-        assert torch.equal(content(tmp_path / "parts")[0][name], vector)
+    generate = steering.generate
+
+    def disordered(*args: Any) -> None:
+        generate(*args)
+        args[-1].lines.append(args[-1].lines.pop(0))  # a resumed run has its lines in another order
+
+    with monkeypatch.context() as patch:
+        patch.setattr(steering, "generate", disordered)
+        assert main(words(model, problems, output=tmp_path / "order")) == 0
+    vectors, about = content(tmp_path / "whole")
+    for folder in ("parts", "order"):
+        own, said = content(tmp_path / folder)
+        assert said["measurements"] == about["measurements"]
+        assert all(torch.equal(own[name], vector) for name, vector in vectors.items())
 
 
 @pytest.mark.usefixtures("talking")
@@ -212,15 +246,72 @@ def test_separation_counts_pairs_after_the_same_kind() -> None:
     assert separated({("execution", False): at(3)}, "plain") == []
 
 
+def fitted(
+    monkeypatch: pytest.MonkeyPatch, texts: list[list[tuple[str, bool, list[tuple[float, float]]]]], layers: int
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """`fit` of texts whose thoughts are given: kind of the sentence before, whether an other one, state by layer."""
+
+    def thoughts(engine: Any, example: Any, tokens: list[int], labels: str) -> list[tuple[Thought, Tensor]]:
+        assert labels == "words"
+        return [(Thought(0, other, kind), torch.tensor(state)) for kind, other, state in texts[example]]
+
+    monkeypatch.setattr(steering, "before_thoughts", thoughts)
+    engine: Any = SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(num_layers=layers))
+    lines = [{"prompt": i, "tokens": [1] * (i + 2), "right": i == 1} for i in range(len(texts))]
+    examples: Any = range(len(texts))
+    return steering.fit(engine, examples, lines, "words")
+
+
+def test_separation_is_of_prompts_that_were_not_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer 0 separates the prompts on which V is fitted, layer 1 the others, and is recommended."""
+    fit = [("execution", False, [(1.0, 0.0), (0.0, 1.0)]), ("execution", True, [(0.0, 0.0), (0.0, 0.0)])]
+    held = [("execution", False, [(0.0, 0.0), (0.0, 2.0)]), ("execution", True, [(1.0, 0.0), (0.0, 0.0)])]
+    vectors, about = fitted(monkeypatch, [fit, held, fit, held], 2)
+    assert_close("plain", vectors["plain"], torch.tensor([(0.0, 0.0), (0.0, 1.5)]), atol=1e-6)
+    assert about["layer"] == 1
+    assert about["measurements"]["separation"] == {"plain": [0, 1], "matched": [0, 1]}
+
+
+def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths and cosine are of the vectors that are written. `plain` recommends the layer."""
+    states = [("execution", False, [(1.0, 0.0)] * 2), ("execution", True, [(0.0, 0.0)] * 2)]
+    states += [("transition", False, [(0.0, 3.0)] * 2), *[("transition", True, [(0.0, -1.0), (0.0, 2.0)])] * 2]
+    found_ = {"plain": [0.2, 0.9], "matched": [0.8, 0.3]}
+    monkeypatch.setattr(steering, "separated", lambda along, name: found_[name])
+    vectors, about = fitted(monkeypatch, [states] * 3, 2)
+    m = about["measurements"]
+    assert about["layer"] == 1
+    assert m["separation"] == found_
+    assert (m["prompts"], m["right"], m["tokens"]) == (3, 1, 2 + 3 + 4)
+    assert m["thoughts"] == [
+        {"after": "reasoning", "execution": 0, "other": 0}, {"after": "execution", "execution": 3, "other": 3},
+        {"after": "transition", "execution": 3, "other": 6},
+    ]  # fmt: skip
+    plain, matched = vectors["plain"], vectors["matched"]
+    assert not torch.allclose(plain, matched)
+    for name, v in vectors.items():
+        assert m["norm"][name] == pytest.approx([float((x * x).sum()) ** 0.5 for x in v])
+    cosine = [float(x @ y) / float((x @ x) * (y @ y)) ** 0.5 for x, y in zip(plain, matched, strict=True)]
+    assert m["cosine"] == pytest.approx(cosine)
+    assert min(cosine) < 0.999
+
+
+def test_without_a_second_prompt_a_layer_at_70_percent_is_recommended(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [("execution", False, [(1.0, 0.0)] * 10), ("execution", True, [(0.0, 0.0)] * 10)]
+    _, about = fitted(monkeypatch, [states], 10)
+    assert about["measurements"]["separation"] is None
+    assert about["layer"] == 6, "the seventh of ten"
+
+
 def test_only_the_thinking_is_read(model: Path, problems: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, seen = load(model, device="cpu"), list[list[str]]()
+    engine, seen = load(model, device="cpu"), list[tuple[list[str], str]]()
     close = engine.tokenizer.id_of("</think>")
     assert close is not None
-    monkeypatch.setattr(steering, "found", lambda pieces, labels: seen.append(pieces) or [])
+    monkeypatch.setattr(steering, "found", lambda pieces, labels: seen.append((pieces, labels)) or [])
     example = load_dataset(str(problems))[0]
     for tokens in ([9, 10, close, 11, 12], [9, 10, 11]):
-        assert before_thoughts(engine, example, tokens, "seal") == []
-    assert [len(pieces) for pieces in seen] == [2, 3]
+        assert before_thoughts(engine, example, tokens, "words") == []
+    assert [(len(pieces), labels) for pieces, labels in seen] == [(2, "words"), (3, "words")]
 
 
 # The file ---------------------------------------------------------------------------------------------------------

@@ -15,10 +15,11 @@ from tests.kernels.device import DEVICE
 
 @given(
     shape=st.sampled_from([(1, 1, 1), (2, 3, 2), (1, 2, 3), (0, 1, 2), (1, 0, 2)]), width=st.integers(0, 40),
-    sigma=st.sampled_from([0.0, 0.1, 1.0]), wide=st.booleans(), seed=st.integers(0, 2**31),
+    sigma=st.sampled_from([0.0, 0.1, 1.0]), lies=st.sampled_from(["whole", "wide", "turned"]),
+    seed=st.integers(0, 2**31),
 )  # fmt: skip
-def test_equals_its_twin(shape: tuple[int, int, int], width: int, sigma: float, wide: bool, seed: int) -> None:
-    """Lanes of differing length; positions in a wider tensor; rows in any order beside others."""
+def test_equals_its_twin(shape: tuple[int, int, int], width: int, sigma: float, lies: str, seed: int) -> None:
+    """Lanes of differing length, rows in any order; positions in a wider tensor, or with any strides."""
     g = torch.Generator().manual_seed(seed)
     (layers, n, heads), rows, tokens = shape, shape[1] + 2, 60
     number = torch.randint(9, (rows, tokens), generator=g, dtype=torch.int32)
@@ -28,7 +29,8 @@ def test_equals_its_twin(shape: tuple[int, int, int], width: int, sigma: float, 
     pos = pos.view(*shape, width + 3)
     held = torch.randint(width + 1, shape, generator=g)
     pos = torch.where(torch.arange(width + 3) < held[..., None], pos, -1)
-    pos = pos[..., :width] if wide else pos[..., :width].clone()
+    pos = pos[..., :width] if lies == "wide" else pos[..., :width].clone()
+    pos = pos.mT.contiguous().mT if lies == "turned" else pos
     importance, redundancy = torch.rand(2, *shape, width, generator=g)
     at = torch.randperm(rows, generator=g)[:n]
     arguments = importance, redundancy, pos, at, number, penalty

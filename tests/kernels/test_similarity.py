@@ -66,3 +66,15 @@ def test_equals_its_twin(
         assert_same("which are flagged", got[2].cpu() > 0, want[2] > 0)
         for name, a, b in zip(("number", "count"), got[3:], want[3:], strict=True):
             assert_same(name, a, b)
+
+
+@pytest.mark.parametrize(("tau", "flagged"), [(1.0, False), (0.999, True)])
+def test_a_similarity_of_tau_is_not_above_it(tau: float, flagged: bool) -> None:
+    """Two equal sentences of one token, whose similarity is exactly 1; the third token makes the second one known."""
+    known = known_of(1, 2, 3, 3, DEVICE)
+    at, on = torch.tensor([0], device=DEVICE), torch.ones(1, dtype=torch.bool, device=DEVICE)
+    for position in range(3):
+        here = torch.tensor([position], device=DEVICE)
+        similarity(torch.tensor([[2.0, 0.0]], device=DEVICE), at, on, here, on, known, tau)  # type: ignore[arg-type]
+    assert known[2][0].tolist() == [0, float(flagged), 0, 0, 0]
+    assert known[3][0].tolist() == [1, 2, 3, 0]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from minithink.calibrate.steering import Sums
 from minithink.errors import UsageError
 from minithink.kv.contract import Shape
 from minithink.kv.stack import Stack
+from minithink.openings import Thought
 from minithink.policies import parse
 from minithink.policies.rkv import Rkv
 from minithink.policies.seal import Seal
@@ -43,6 +48,50 @@ def test_it_steers_at_blank_lines_of_the_thinking() -> None:
             assert_close(f"{at}, layer {layer}", added, want, atol=1e-5)
             if at == "boundary":
                 assert_same("a neighbour", spy.get("after", 1, layer), spy.get("before", 1, layer))
+
+
+def test_seals_example() -> None:
+    """V = execution − others = (−1, 0); SEAL's coefficient −1 of the opposite vector moves (.5, .5) to (−.5, .5)."""
+    sums = Sums()
+    for other, state in ((True, (1.0, 2.0)), (True, (3.0, 0.0)), (False, (0.0, 1.0)), (False, (2.0, 1.0))):
+        sums.add(Thought(0, other, "execution"), torch.tensor([state]))
+    vectors = sums.vectors()
+    assert vectors["plain"].tolist() == [[-1, 0]]
+    policy = Seal(at="every")
+    policy.calibrated(vectors | {"layer": 0})
+    policy.setup(Shape(1, 1, 1, 1, 2, 2, "head", torch.device("cpu"), 20))
+    on = torch.ones(1, dtype=torch.bool)
+    step: Any = SimpleNamespace(row=torch.tensor([0]), active=on, thinking=on)
+    assert policy.steer(step, 0, torch.tensor([[0.5, 0.5]])).tolist() == [[-0.5, 0.5]]
+
+
+def test_the_defaults_are_seals() -> None:
+    assert (Seal().alpha_0, Seal().at, Seal().vector, Seal().layer) == (1, "boundary", "plain", None)
+
+
+def test_vector_and_layer_are_chosen() -> None:
+    """`matched` is the other vector of the file; without a layer it is the file's."""
+    values = {"plain": torch.tensor([[1.0], [2.0]]), "matched": torch.tensor([[3.0], [4.0]]), "layer": 1}
+    both = {"layer": 0, "vector": "matched"}
+    for options, layer, v in (({}, 1, 2.0), ({"vector": "matched"}, 1, 4.0), ({"layer": 0}, 0, 1.0), (both, 0, 3.0)):
+        policy = Seal(at="every", **options)  # type: ignore[arg-type]
+        policy.calibrated(values)
+        policy.setup(Shape(2, 1, 1, 1, 2, 1, "head", torch.device("cpu"), 20))
+        on = torch.ones(1, dtype=torch.bool)
+        step: Any = SimpleNamespace(row=torch.tensor([0]), active=on, thinking=on)
+        added = [float(policy.steer(step, i, torch.zeros(1, 1))) for i in (0, 1, -1)]
+        assert added == [v * (i == layer) for i in (0, 1, -1)]
+
+
+def test_tokens_that_the_tokenizer_lacks_are_no_blank_lines() -> None:
+    """A model's vocabulary may be larger than its tokenizer's; −1 stands for no token."""
+    policy = Seal()
+    policy.calibrated({"plain": torch.ones(1, 2), "layer": 0})
+    policy.vocabulary([b"x", b"\n\n"])  # the last token is a blank line, so −1 must not count from the end
+    policy.setup(Shape(1, 4, 1, 1, 2, 2, "head", torch.device("cpu"), 20))
+    on = torch.ones(4, dtype=torch.bool)
+    step: Any = SimpleNamespace(row=torch.arange(4), active=on, thinking=on, tokens=torch.tensor([1, -1, 2, 0]))
+    assert policy.steer(step, 0, torch.zeros(4, 2)).tolist() == [[1, 1], [0, 0], [0, 0], [0, 0]]
 
 
 def test_beside_a_policy_that_evicts() -> None:

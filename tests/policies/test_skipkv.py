@@ -18,6 +18,7 @@ from minithink.backend import REFERENCE
 from minithink.errors import UsageError
 from minithink.kv.contract import Evict, Shape, Step
 from minithink.kv.manager import KVManager
+from minithink.policies import parse
 from minithink.policies.skipkv import SkipKV, letter_importance, letter_redundancy
 from minithink.ref.similarity import similarity
 from tests.compare import assert_close, assert_same
@@ -51,6 +52,15 @@ def units(*degrees: float) -> list[list[list[float]]]:
 def test_a_sentences_vector_is_its_mean_normalised() -> None:
     _, vectors = compared([[(3.0, 1.0), (1.0, 1.0)]], 0.95)
     assert vectors[0].tolist() == pytest.approx([0.8944, 0.4472], abs=5e-5)
+
+
+def test_similarities_of_worked_example_2() -> None:
+    """Of normalised vectors: without normalisation the first example's product with itself would be 5."""
+    _, v = compared(units(0, 14, -16, 24), 0.95)
+    found = [float(v[i] @ v[j]) for i, j in ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))]
+    assert found == pytest.approx([0.9703, 0.9613, 0.9135, 0.8660, 0.9848, 0.7660], abs=5e-5)
+    same = compared([[(3.0, 1.0), (1.0, 1.0)]] * 2, 0.95)[0]
+    assert same == pytest.approx([1, 0])
 
 
 @pytest.mark.parametrize(("tau", "want"), [(0.95, [0.9703, 0.9848, 0, 0]), (0.98, [0, 0.9848, 0, 0])])
@@ -167,6 +177,63 @@ def test_the_letters_redundancy() -> None:
     assert found == pytest.approx([0.3522, 0.3522, 0.2956, 0], abs=5e-5)
 
 
+def test_the_letter_counts_valid_keys_only() -> None:
+    """Keys that are not valid change neither I nor R of the rest, whatever they hold; their own are 0."""
+    g = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 4, 3, 4, generator=g), torch.randn(2, 2, 9, 4, generator=g)
+    where = torch.tensor([0, 1, 3, 4, 7])
+    valid = torch.zeros(2, 2, 9, dtype=torch.bool)
+    valid[..., where] = True
+    k[~valid] = torch.nan
+    every = valid[..., where]
+    for found, want in (
+        (letter_importance(q, k, valid), letter_importance(q, k[:, :, where], every)),
+        (letter_redundancy(k, valid), letter_redundancy(k[:, :, where], every)),
+    ):
+        assert_close("of valid keys", found[..., where], want, atol=1e-6)
+        assert not found[~valid].any()
+        assert_close("the sum", want.sum(-1), torch.ones(2, 2), atol=1e-5)
+
+
+def test_the_letter_is_over_all_keys() -> None:
+    """Those of the window included; R-KV's importance leaves these out of its softmax."""
+    g = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 4, 3, 4, generator=g), torch.randn(1, 2, 9, 4, generator=g)
+    step: Any = SimpleNamespace(ops=REFERENCE, queries=lambda layer: q, keys=lambda layer, rows: k)
+    valid = torch.ones(1, 2, 9, dtype=torch.bool)
+    older = valid & (torch.arange(9) < 6)
+    found = SkipKV(budget=9, form="paper").parts(step, 0, valid, older, torch.ones(1, dtype=torch.bool))
+    for of, want in zip(found, (letter_importance(q, k, valid), letter_redundancy(k, valid)), strict=True):
+        assert_same("all keys", of, want)
+        assert_close("the sum", of.sum(-1), torch.ones(1, 2), atol=1e-6)
+
+
+def test_the_letters_redundancy_takes_rows_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its matrix of cosines is never whole in memory; the sum over its rows is."""
+    k = torch.randn(2, 2, 11, 4, generator=torch.Generator().manual_seed(0))
+    valid = torch.arange(11) < torch.tensor([[11, 7], [9, 0]])[..., None]
+    want = letter_redundancy(k, valid)
+    monkeypatch.setattr("minithink.policies.skipkv.ROWS_AT_ONCE", 3)
+    assert_close("R", letter_redundancy(k, valid), want, atol=1e-6)
+    assert want.sum(-1).tolist() == [pytest.approx([1, 1]), pytest.approx([1, 0])]
+
+
+def test_without_both_halves_it_is_rkv() -> None:
+    """Importance and redundancy are R-KV's: bit for bit its logits, and the same tokens are kept."""
+    decoder, options = decoder_of(0), "budget=24,alpha=3,schedule=interval:5,protect_prompt"
+    for protect in ("true", "false"):
+        found = []
+        for name in (f"rkv:{options}={protect}", f"skipkv:skip=false,steering=false,{options}={protect}"):
+            manager = manager_for(decoder, parse(name), tokens=100)
+            manager.join(0, 100, 6)
+            out = [feed(decoder, manager, {0: text_of(decoder.config, 6, 1)})[0][-1]]
+            out += [feed(decoder, manager, {0: [token]})[0][0] for token in text_of(decoder.config, 50, 2)]
+            found.append((torch.stack(out), kept(manager, 0)))
+        assert_same("logits", found[0][0], found[1][0])
+        assert found[0][1] == found[1][1]
+        assert max(map(len, found[0][1])) < 30, "tokens were evicted"
+
+
 # --- ranges ---------------------------------------------------------------------------------------------------
 
 
@@ -277,13 +344,14 @@ def watched(**options: Any) -> tuple[KVManager, Watched]:
     return manager_for(decoder_of(0), policy, think_ids=(NEVER, NEVER + 1), tokens=100), policy
 
 
+@pytest.mark.parametrize("options", [{}, {"skip": False}, {"skip": False, "at": "boundary"}])
 @pytest.mark.parametrize(
     ("alpha_0", "want"), [(1.0, [1.02, 1.02, 1.04, 1.06, 1.06]), (1.25, [1.27, 1.27, 1.29, 1.31, 1.31])]
 )
-def test_worked_example_5(alpha_0: float, want: list[float]) -> None:
+def test_worked_example_5(alpha_0: float, want: list[float], options: dict[str, Any]) -> None:
     """Labels O E O O E, beside a sequence that never doubts and one that always does. The token that ends a sentence
     is still read with the old strength."""
-    manager, policy = watched(alpha_0=alpha_0)
+    manager, policy = watched(alpha_0=alpha_0, **options)
     decoder = decoder_of(0)
     for seq in range(3):
         manager.join(seq, 100, 2)
@@ -300,6 +368,18 @@ def test_worked_example_5(alpha_0: float, want: list[float]) -> None:
     assert used == pytest.approx([alpha for alpha in steps for _ in range(3)])
     assert policy.alphas[-1][2] == pytest.approx(alpha_0 + 7 * 0.02), "15 tokens, 7 sentences, all of them doubts"
     assert policy.counts(0)["other_thoughts"] == 3
+    assert policy.notes(0).endswith(f"3 doubts, final strength {want[-1]:.2f}")
+
+
+def test_the_strength_grows_from_0() -> None:
+    """α_0 = 0 and γ > 0: nothing is steered before the first doubt has ended, everything after it is."""
+    decoder, words, logits = decoder_of(0), [WORD, END, WAIT, END, WORD, WORD], []
+    for options in ({"alpha_0": 0.0, "gamma": 2.0}, {"steering": False}):
+        manager, _ = watched(**options)
+        manager.join(0, 100, 2)
+        feed(decoder, manager, {0: [WORD, END]})
+        logits.append([feed(decoder, manager, {0: [token]})[0] for token in words])
+    assert [torch.equal(*pair) for pair in zip(*logits, strict=True)] == [True] * 4 + [False] * 2
 
 
 @given(texts=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=20), min_size=1, max_size=3))
@@ -333,6 +413,26 @@ def test_the_vector_is_added_as_the_example_says() -> None:
         "steered", policy.steer(step, 1, h), torch.tensor([(1.56, -1.62), (0.5, 0.5), (0.5, 0.5)]), atol=1e-6
     )
     assert policy.steer(step, 0, h) is h
+    # SEAL's −V with the coefficient −1.06, which its code lets fall by .02: five doubts from −1.25 are −1.35
+    seal = SkipKV(budget=9, alpha_0=-1.06, gamma=0.0)
+    seal.vocabulary(BYTES)
+    seal.calibrated({"plain": torch.tensor([[9.0, 9.0], [-1.0, 2.0]]), "layer": 1})
+    seal.setup(Shape(2, 3, 1, 1, 2, 2, "head", torch.device("cpu"), 20))
+    assert_same("SEAL's", seal.steer(step, 1, h), policy.steer(step, 1, h))
+    seal.alpha_0, seal.gamma = -1.25, -0.02
+    seal._read[1, 2] = 5
+    assert seal.strength(step).tolist() == pytest.approx([-1.25, -1.35, -1.25])
+
+
+def test_strength_0_keeps_every_bit() -> None:
+    """Also the sign of −0, which a sum with 0·V would lose; and a vector that is not finite does nothing."""
+    h = torch.tensor([[-0.0, 0.5]])
+    step: Any = SimpleNamespace(row=torch.tensor([0]), active=torch.tensor([True]), thinking=torch.tensor([True]))
+    policy = SkipKV(budget=9, alpha_0=0.0)
+    policy.vocabulary(BYTES)
+    policy.calibrated({"plain": torch.tensor([[1.0, torch.inf]]), "layer": 0})
+    policy.setup(Shape(1, 1, 1, 1, 2, 2, "head", torch.device("cpu"), 20))
+    assert_same("bits", policy.steer(step, 0, h).view(torch.int32), h.view(torch.int32))
 
 
 @pytest.mark.parametrize(
@@ -464,6 +564,72 @@ def test_a_sentence_that_was_said_again_leaves_as_a_whole() -> None:
     assert found["sentences"] == 10
     assert found["similar_sentences"] >= found["sentences_evicted"] > 0
     assert "sentences were said again" in policy.notes(0)
+
+
+def test_the_defaults_are_the_papers() -> None:
+    """A.2; α and the protection are R-KV's and this project's (`spec`: the paper gives neither)."""
+    policy = SkipKV()
+    found = policy.sigma, policy.tau, policy.gamma, policy.alpha_0, policy.at, policy.vector, policy.schedule
+    assert found == (0.1, 0.95, 0.02, 1.0, "every", "plain", "interval:128")
+    assert (policy.alpha, policy.form, policy.skip, policy.steering, policy.protect_prompt) == (
+        8, "rkv", True, True, True,
+    )  # fmt: skip
+    assert policy.vectors == 512, "the page's bytes are of so many"
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_what_it_remembers_is_in_the_ledger(skip: bool) -> None:
+    """Vectors of 4·d bytes, 8 bytes for each token, and a few numbers for each row; without sentences only these."""
+    manager, _ = watched(vectors=7, steering=False, skip=skip)
+    manager.join(0, 100, 2)
+    d, tokens, rows = manager.config.hidden_size, 100, 3
+    row = (7 + 1) * 4 * d + 8 * tokens + 12 if skip else 0
+    table = 24 * manager.config.vocab_size if skip else 0
+    budgets = 4 * manager.config.num_layers * manager.config.num_kv_heads
+    assert manager.ledger().state == rows * (row + 12 + 8 + 16 + budgets) + table
+
+
+def test_where_there_is_no_room_for_the_window_the_newest_that_fit_stay() -> None:
+    decoder = decoder_of(0)
+    manager, _ = watched(budget=7, alpha=8, schedule="interval:4", steering=False)
+    manager.join(0, 100, 4)
+    feed(decoder, manager, {0: [WORD] * 4})
+    for _ in range(20):
+        feed(decoder, manager, {0: [WORD]})
+    assert kept(manager, 0) == [[0, 1, 2, 3, 21, 22, 23]] * len(kept(manager, 0))
+
+
+def test_a_row_forgets_its_sequence() -> None:
+    """All that is known of it but the vectors, whose sentences' numbers are gone; nothing of its neighbours."""
+    shape = Shape(1, 3, 1, 1, 2, 4, "head", torch.device("cpu"), 20)
+    policy, new = (SkipKV(budget=9, steering=False, vectors=2) for _ in range(2))
+    for one in (policy, new):
+        one.vocabulary(BYTES)
+        one.setup(shape)
+    names = ("_read", "_count", "_total", "_penalty", "_number", "_gone")
+    for name in names:
+        getattr(policy, name).fill_(7)
+    policy.reset(1)
+    for name in names:
+        own, fresh = getattr(policy, name), getattr(new, name)
+        assert_same(name, own[1], fresh[1])
+        assert (own[[0, 2]] == 7).all()
+    assert policy.counts(1) == {
+        "other_thoughts": 0, "sentences": 0, "similar_sentences": 0, "sentences_evicted": 0,
+        "tokens_before_sentences": 0,
+    }  # fmt: skip
+
+
+def test_only_what_is_read_is_counted() -> None:
+    """With neither half nothing is read, and with steering alone only doubts are."""
+    for options, names in (
+        ({"skip": False, "steering": False}, []), ({"skip": False}, ["other_thoughts"]),
+        ({"steering": False}, ["other_thoughts", "sentences", "similar_sentences", "sentences_evicted",
+                               "tokens_before_sentences"]),
+    ):  # fmt: skip
+        _, policy = watched(**options)
+        assert list(policy.counts(0)) == names
+        assert bool(policy.notes(0)) == bool(names)
 
 
 # --- bad input ------------------------------------------------------------------------------------------------
