@@ -94,9 +94,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             pool.add(args.results, joined(path))
         if not args.finished:
             device_of(args.device)
-        todo = unchecked(args, wanted) if args.recheck else missing(args, wanted)
+        todo = unchecked(args, wanted) if args.recheck else missing(args, chosen.values())
         generate(args, argv, [key for i, key in enumerate(todo) if key not in todo[:i]])  # several may ask for one
-        left = missing(args, wanted)
+        left = missing(args, chosen.values())
         print(f"{len(wanted) - len(left)} of {len(wanted)} runs are in {args.results / pool.FILE}", file=sys.stderr)
     if args.plot is not None:
         draw({name: shown(name, args.results, wanted_of(sweep, args)) for name, sweep in chosen.items()}, args.plot)
@@ -151,11 +151,16 @@ def policies_of(sweeps: Iterable[Sweep]) -> list[str]:
     return list(dict.fromkeys([FULL, *(policy for sweep in sweeps for policy in sweep.policies)]))
 
 
-def missing(args: argparse.Namespace, wanted: Sequence[Wanted]) -> list[Wanted]:
-    """Keys of which the pool has no run that is whole and not stale."""
-    there = [run for run in pool.read(args.results) if run.state != "stale"]
-    found = pick(there, wanted)
-    return [key for key, run in zip(wanted, found, strict=True) if run is None]
+def missing(args: argparse.Namespace, chosen: Iterable[Sweep]) -> list[Wanted]:
+    """Keys of which the pool has no run that is whole and not stale. A comparison of pairs also lacks a run that does
+    not say which of its sequences were right."""
+    there, out = [run for run in pool.read(args.results) if run.state != "stale"], []
+    for sweep in chosen:
+        wanted = wanted_of(sweep, args)
+        for key, run in zip(wanted, pick(there, wanted), strict=True):
+            if run is None or (sweep.beside and key["policy"] != FULL and not run.right):
+                out.append(key)
+    return out
 
 
 def unchecked(args: argparse.Namespace, wanted: Sequence[Wanted]) -> list[Wanted]:

@@ -40,7 +40,7 @@ def test_the_smallest_crf_goes_then_the_older_hit_then_the_older_token() -> None
     order, free = [5, 2, 3, 6, 1, 0, 4], torch.ones(1, 7, dtype=torch.bool)
     for room in range(-1, 9):
         gone = worst(score, last, free, torch.tensor([room]))[0]
-        assert set(gone.nonzero().flatten().tolist()) == set(order[: max(0, 7 - max(0, room))]), "a room below 0 is none"
+        assert set(gone.nonzero().flatten().tolist()) == set(order[: max(0, 7 - max(0, room))])
     free[0, [2, 6]] = False  # protected: they stay, and take no room
     assert worst(score, last, free, torch.tensor([2]))[0].nonzero().flatten().tolist() == [1, 3, 5]
 
