@@ -7,8 +7,8 @@ down to it. The tokens with the lowest score go first (eq. 6):
 
 Importance I is the attention of the newest queries. Redundancy R is the resemblance to other keys. Both are as in
 `rkv.py`. λ_i is the penalty of the token's sentence i: its largest similarity to a later sentence, if that is above
-τ (`ref/similarity.py`), else 0. A penalty outweighs I and R, so repeated sentences leave before any other token. In
-no text of the embedded model does another token leave first (docs/skipkv.md).
+τ (`ref/similarity.py`), else 0. With the defaults it outweighs I and R unless some R is above 0.94. So repeated
+sentences leave before any other token: in every text of the embedded model (docs/skipkv.md).
 
 Generation is skipped by steering (§4.2, `steering.py`). The strength grows with N_o, the ended non-execution
 sentences of this sequence: they contain `Wait`, `Alternatively` or `again`.
