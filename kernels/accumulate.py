@@ -1,7 +1,7 @@
 """Add a step's attention to the scores of the tokens. Twin: `minithink/ref/accumulate.py`.
 
-Layout: one launch, a program per lane and block of BLOCK columns. Mostly a token stands in the entry of its column's
-number. Where tokens before it have gone since, a binary search finds the entries of the block.
+Layout: one launch, a program per lane and block of BLOCK columns. Usually the token of column s is in entry s. If
+tokens before it were evicted since, a binary search finds the entries of the block.
 Bound: memory, by a count of bytes (not measured). For each token 16 bytes are read (attention, position; position and
 score of its entry) and 4 written. A search reads about log2(E) more positions, from the GPU's cache.
 """

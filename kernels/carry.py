@@ -1,7 +1,7 @@
-"""Keep what is known of the tokens that stay, without gaps. Twin: `minithink/ref/carry.py`.
+"""Keep the positions and scores of the tokens that stay, without gaps. Twin: `minithink/ref/carry.py`.
 
 Layout: one launch, a program per lane, which goes over the lane's columns BLOCK at a time. A prefix sum over the
-flags tells each token its entry. What stays is written behind what earlier blocks have written.
+flags gives each token that stays its entry, behind the entries that earlier blocks have written.
 Bound: memory, by a count of bytes (not measured). For each token 9 bytes are read (flag, position, score) and 8
 written.
 """

@@ -1,7 +1,7 @@
 """SkipKV's score of every cached token. Twin: `minithink/ref/cumulative_score.py`.
 
-Layout: a program for each lane and BLOCK columns. A token finds its sentence by its position, and the sentence's
-penalty by its number.
+Layout: a program for each lane and BLOCK columns. A token's position gives the number of its sentence, and the number
+gives the penalty.
 Bound: memory. 28 bytes are moved for each token: importance, redundancy, position, number and penalty are read, two
 results are written. The numbers and penalties of a row serve all its lanes.
 """

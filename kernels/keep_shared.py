@@ -3,7 +3,7 @@
 Layout: one program per group of lanes. The lanes of a group lie one behind the other. So a lane is a range of
 columns, and the group is a longer range. The radix search of `keep_best.py` runs in each lane, for the candidates
 that the lane keeps for certain. Then it runs once in the whole group, among the candidates that are not kept yet. The
-last search reads what the others have written, so a barrier stands before it.
+last search reads what the searches of the lanes have written, so a barrier comes before it.
 Bound: latency. Each search reads the scores of its range once for each digit and once at the end; after the first
 time they are in the GPU's cache. A row is due once in some hundred steps.
 """
@@ -26,7 +26,7 @@ WARPS = 8
 
 @triton.jit
 def _open(p_candidate, p_kept, column, end, FIRST: tl.constexpr):
-    """Candidates that are not kept yet. FIRST: none is."""
+    """Candidates that are not kept yet. FIRST: no candidate is kept yet."""
     m = column < end
     candidate = tl.load(p_candidate + column, m, other=0) != 0
     if not FIRST:

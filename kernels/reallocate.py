@@ -7,7 +7,7 @@ more than B_total, c is too large, and the heads at their lower bounds stay ther
 small, and the heads at their upper bounds stay there. Leave these heads out and repeat. A round fixes at least one
 head, and few rounds are needed. The twin tries every bound instead.
 Rounding: the largest remainders are found bit by bit, without sorting. Targets are whole numbers of parts of B_total
-(2^−34 each), and everything behind them is exact. So a budget differs from the twin's only if the last bit of a power
+(2^−34 each), and all later arithmetic is exact. So a budget differs from the twin's only if the last bit of a power
 changes a target, and this target decides between two remainders.
 Bound: the launch. 20 bytes are read and 4 written for each head.
 """

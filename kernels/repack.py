@@ -3,11 +3,11 @@
 Layout: two launches, because a lane's new entries are other lanes' old ones.
 
     _leave   one program of one warp per lane. If the head shrinks, it finds the border as `retain` does. Then it goes
-             over the columns: the k-th that `drop` has left is the lane's k-th entry. Entries that stay go to a copy
-             of the row's list, to the place where the lane's new entries are
+             over the columns: the k-th column that `drop` keeps belongs to the lane's k-th entry. Entries that stay
+             are written to the lane's new place in a copy of the row's list
     _settle  one program per block of entries: the copy becomes the list
 
-Programs of rows that do not move end at once, so the copy's memory is not touched there.
+Programs of rows whose budgets do not move end at once, and do not touch their part of the copy.
 Bound: the launch in most steps, for a row moves once in 128 steps. Then memory: 1 byte of `drop` for each column, and
 48 bytes for each entry.
 """

@@ -6,17 +6,17 @@ Layout: one program of one warp per lane, which goes over the lane's tokens BLOC
     hits    v is the largest mass such that all masses ≥ v hold the share p. Masses are not negative, so their bits
             have their order. A bisection narrows the bits of v; after each pass both ends are masses of tokens. It
             ends when they are equal, after about 10 passes. Of the masses equal to v the oldest are hit
-    CRF     each token finds its entry. Mostly it stands in the entry of its column's number, because the list and the
-            entries have lost the same tokens. If another policy has evicted too, a binary search finds the entries of
-            the block. CRF and τ go back to the entry of the column's number, where they differ from what is there
+    CRF     each token finds its entry. Usually the token of column s is in entry s, because the list and the entries
+            have lost the same tokens. If another policy has evicted too, a binary search finds the entries of the
+            block. Afterwards CRF and τ of the token are in entry s; unchanged values are not written
     border  estimates of log2 CRF in float32 are cheap. If one token has to go, it is close to their minimum; if
             several have to go, a bisection finds the estimate of the last one. Tokens close to this estimate are
             compared exactly, one class of equal tokens after the other, until enough have been found. In a class τ
             decides, found by a bisection too
     gone    from the first block with a token that goes, the others close up
 
-A lane's entries belong to its program. A column behind the last entry waits in `more`, until a token before it has
-gone. The entries start where the entries of the row's earlier heads end; each program adds up the row's budgets.
+Only a lane's own program touches its entries. CRF and τ of columns behind the last entry wait in `more`, until tokens
+before them have gone. The entries start where those of the row's earlier heads end; each program adds up the budgets.
 Powers of λ come from a table that ends where they no longer change a float32.
 
 Bound: arithmetic, by a count of compiled instructions (not measured). If one token of 1,025 goes, a token takes about
@@ -66,7 +66,7 @@ def log_crf(crf, last, t, LAM: tl.constexpr, LOG_LAM: tl.constexpr):
     age = tl.maximum(t - last, 0)
     score = tl.log2(tl.where(crf > 0, crf, 1.0).to(tl.float64))
     score += age.to(tl.float64) * tl.full((), LOG_LAM, tl.float64)
-    # Such a sum has no bits for fractions, if the score is below 2^21. Larger ones have few.
+    # If the score is below 2^21, this sum has no bits for fractions. Larger scores have few such bits.
     score = ((score * 1073741824.0 + 6755399441055744.0) - 6755399441055744.0) / 1073741824.0
     alive = crf > 0
     if LAM == 0:
@@ -76,7 +76,7 @@ def log_crf(crf, last, t, LAM: tl.constexpr, LOG_LAM: tl.constexpr):
 
 @triton.jit
 def estimate(crf, last, t, LAM: tl.constexpr, LOG_LAM: tl.constexpr):
-    """The same in float32, cheaply: 0 to 0.0861 less. Exponent and fraction of a number, read as an integer, are a
+    """A cheap estimate of `log_crf` in float32: 0 to 0.0861 less. The bits of a number, read as an integer, are a
     straight line between the logarithms of powers of 2."""
     age = tl.maximum(t - last, 0)
     score = crf.to(tl.int32, bitcast=True).to(tl.float32) * 2.0**-23 + (age.to(tl.float32) * LOG_LAM - 127)
@@ -88,14 +88,14 @@ def estimate(crf, last, t, LAM: tl.constexpr, LOG_LAM: tl.constexpr):
 
 @triton.jit
 def ordered(x):
-    """float32 as int32 of the same order; applied to these integers' bits, it gives back the number's bits."""
+    """float32 as int32 of the same order. The same operation on the integer's bits gives back the number's bits."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def tokens(p_crf, p_last, p_more_crf, p_more_last, start, room, m, BLOCK: tl.constexpr):
-    """CRF and τ of the columns from `start` on: of their entries, or of `more`."""
+    """CRF and τ of the columns from `start` on, read from their entries or from `more`."""
     column = start + tl.arange(0, BLOCK)
     crf, last = tl.load(p_crf + column, m & (column < room)), tl.load(p_last + column, m & (column < room))
     if start + BLOCK > room:
@@ -392,7 +392,7 @@ def retain(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """One step of algorithm 1, as `minithink/ref/retain.py` describes it.
 
-    What the twin leaves in empty entries beside their positions is not kept up here.
+    The twin also clears CRF and τ of empty entries; the kernel clears their positions only.
     """
     (layers, n, heads), width, device = held.shape, pos.shape[-1], pos.device
     drop = torch.zeros(pos.shape, dtype=torch.bool, device=device)
@@ -416,8 +416,8 @@ def retain(
 
 
 def powers(lam: float, device: torch.device) -> Tensor:
-    """λ⁰, λ¹, …, float64. They are computed once, but for those of a graph that is recorded before any step has run
-    without it: its memory has content only while the graph runs."""
+    """λ⁰, λ¹, …, float64, computed once. A table made while a graph is recorded is not kept: memory of a graph has
+    content only while the graph runs."""
     power = _POWERS.get((lam, device))
     if power is None:
         power = lam ** torch.arange(ages(lam), dtype=torch.float64, device=device)
@@ -427,14 +427,14 @@ def powers(lam: float, device: torch.device) -> Tensor:
 
 
 def ages(lam: float) -> int:
-    """Powers of λ in the table: the last one is 1, or so small that it changes no CRF (which are below 2^24)."""
+    """How many powers of λ the table has. The last is 1, or too small to change a CRF (a CRF is below 2^24)."""
     if lam in (0, 1):
         return 2 - int(lam)
     return min(MOST, math.ceil(49 / -math.log2(lam)) + 1)
 
 
 def constants(lam: float, lanes: int) -> dict[str, float]:
-    """Of the compiled kernels, λ in double precision: arguments would be rounded to float32."""
+    """Constants of the compiled kernels. λ is one of them, because an argument would be rounded to float32."""
     log_lam = math.log2(lam) if lam > 0 else 0.0
     return {"LAM": float(lam), "LOG_LAM": log_lam, "NOWHERE": NOWHERE, "LANES": power_of_2(lanes), "BLOCK": BLOCK}
 

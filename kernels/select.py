@@ -1,8 +1,8 @@
-"""Which tokens of the selection windows go, for all sequences at once. Twin: `minithink/ref/select.py`.
+"""Select the tokens of the selection windows that go, for all sequences at once. Twin: `minithink/ref/select.py`.
 
-Layout: one program per lane. A lane that is not due ends at once. Positions ascend, so the question's tokens are the
-lane's first columns, and the selection window is a range of columns. The rest is the radix search of `keep_best.py`,
-whose scores are loaded through the tokens' positions. The last pass writes the tokens that go.
+Layout: one program per lane. The program of a lane that is not due ends at once. Positions ascend, so the question's
+tokens are the lane's first columns, and the selection window is a range of columns. In it runs the radix search of
+`keep_best.py`, which loads scores by the tokens' positions. The last pass writes the tokens that go.
 Bound: latency. A lane is due once in some thousand steps, and then reads 8 bytes for each of its tokens in each pass.
 """
 

@@ -1,7 +1,7 @@
 """Sentences of a token stream, one token of each row. Twin: `minithink/ref/sentences.py`.
 
 Layout: programs of BLOCK rows. Each row looks into the table once and writes three numbers.
-Bound: launch. A row moves 12 + 12 bytes of state, 8 of its token, 8 of its number and 1 of the table, and few rows.
+Bound: launch. A row moves 24 bytes of state, 8 of its token, 8 of its number and 1 of the table; there are few rows.
 """
 
 from __future__ import annotations

@@ -2,14 +2,13 @@
 
 Layout: two launches.
 
-    _compare   a program for each row and BLOCK kept vectors: the products with the sentence that has just ended. It
-               leaves at once if none has, or if the ring holds no such vectors yet
+    _compare   a program for each row and BLOCK kept vectors: their products with the sentence that has just ended.
+               The program ends at once if no sentence has ended, or if its part of the ring is still empty
     _add       a program for each row: an ended sentence's vector goes into the ring, the newest state is added
 
 Only _add changes what both read, so no program of _compare sees a row half changed.
-Bound: memory. A row reads its sum and the token's hidden state and writes the sum, 12·d bytes in float32; so few that
-the launch takes longer. A row whose sentence has ended also reads its kept vectors, 4·d bytes each: 8 MiB for 512 of
-them at d = 4,096.
+Bound: the launch. A row reads its sum and the token's hidden state and writes the sum, 12·d bytes in float32. If its
+sentence has ended, it also reads its kept vectors, 4·d bytes each: 8 MiB for 512 of them at d = 4,096. Then memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Stamps of the tokens that are hit, and the longest times between hits. Twin: `minithink/ref/stamp.py`.
 
-Layout: one launch, a program per lane, which goes over the lane's entries BLOCK at a time. Mostly a token stands in
-the entry of its column's number. Where tokens before it have gone since, a binary search finds the entries of the
-block. They stand at or behind the block, so what earlier blocks have written is not read again.
+Layout: one launch, a program per lane, which goes over the lane's entries BLOCK at a time. Usually the token of
+column s is in entry s. If tokens before it were evicted since, a binary search finds the entries of the block. They
+are in or behind the block, so no entry is read that an earlier block has written.
 Bound: memory, by a count of bytes (not measured). For each token 13 bytes are read and 8 written (flag and position;
 position and TS of its entry), with MRI 17 and 12. A search reads about log2(E) more positions, from the GPU's cache.
 """

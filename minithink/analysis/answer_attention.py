@@ -218,7 +218,7 @@ def see_layers(engine: Engine, trace: Trace, p: float, see: Callable[[int, Tenso
 
 
 def of_answer(trace: Trace, mass: Tensor, hits: Tensor) -> dict[str, Tensor]:
-    """What a layer shows of the answer's attention: name → [Hkv]. Nothing, if the trace has no answer."""
+    """One layer's measures of the answer's attention: name → [Hkv]. Empty if the trace has no answer."""
     if not trace.answers:
         return {}
     end, answer = trace.end, mass[trace.rows, :, : trace.end]
@@ -235,7 +235,7 @@ def of_answer(trace: Trace, mass: Tensor, hits: Tensor) -> dict[str, Tensor]:
 
 
 def show(engine: Engine, trace: Trace, p: float, layer: int, head: int) -> Shown:
-    """What the pictures show of a trace: the thinking as one head sees it, and the hits of the token that is in the
+    """The data of the pictures of a trace: the thinking as one head sees it, and the hits of the token that is in the
     most pairs."""
     prompt, counts = len(trace.prompt), Counter(place for pair in trace.pairs for place in pair.places)
     [(token, _)] = counts.most_common(1)
@@ -266,7 +266,7 @@ def mean(looks: Sequence[Mapping[str, Tensor]], name: str) -> list[list[float]]:
 
 
 def answer_of(traces: Sequence[Trace], looks: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-    """What the answers attend to."""
+    """The result's `answer`: means over the traces that answer."""
     answering = [t for t in traces if t.answers]
     chances = [
         1 - math.comb(t.end - len(pair.places), size) / math.comb(t.end, size)

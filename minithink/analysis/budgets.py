@@ -103,7 +103,7 @@ def budgets_of(stream: Stream, number: int) -> Tensor:
 
 
 def measured(texts: list[list[Tensor]], policy: Watched, equal: int) -> dict[str, Any]:
-    """Of texts in which budgets moved: the last budgets, the hits of a query by head, how these go together."""
+    """Measures of the texts in which budgets moved: last budgets, hits of a query by head, their correlation."""
     last = [text[-1].double() for text in texts if len({tuple(b.flatten().tolist()) for b in text}) > 1]
     if not last:
         return {"texts": len(texts), "moving": 0, "moved": 0.0, "correlation": 0.0, "budgets": [], "hits": []}

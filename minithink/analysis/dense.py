@@ -1,4 +1,4 @@
-"""Decoding with dense masks: every token stays in memory, and a mask says which ones still count.
+"""Decoding with dense masks: every token stays in memory, and a mask says which tokens are still attended.
 
 This saves no memory. It is the shortest way from an idea for eviction to an accuracy: the slot of a token is its
 position, a sketch of a policy scores all slots of all lanes at once, and the slots with the lowest scores are masked.

@@ -9,14 +9,14 @@ tokens, summed over them, mean over layers and heads (eq. 6). Means over texts t
     along         mean score in each tenth of the thinking, the oldest first, by the attention of the answer and of
                   all later tokens; 1 is the mean of the text
     content       share of content tokens in each tenth of the thinking, the most important tenth first (figure 9). A
-                  token is content if it holds a digit or an operator, or is a name of the question: what the
-                  embedded model's sentences have beside them is the same in all texts
+                  token is content if it holds a digit or an operator, or is a name of the question. All other words
+                  of the embedded model's sentences are the same in all texts
     needed        of the tokens that later statements need (`tasks/needs.py`), the share that is in the top 30 % by
                   the attention of the answer, of all later tokens, and by position; 30 % by chance
 
-With --pareto the model answers again from a part of its thinking (§3.2, figures 3 and 12): p % of the thinking tokens
-stay, the most or least important ones or others drawn by lot, and with them the question and `</think>`. Their keys
-and values are those of the whole text: the answer is generated behind a mask.
+With --pareto the model answers again from a part of its thinking (§3.2, figures 3 and 12): the question, `</think>`
+and p % of the thinking tokens stay, the most important ones, the least important ones, or tokens drawn by lot. Their
+keys and values are those of the whole text; a mask hides the other tokens while the answer is generated.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from minithink.tasks.needs import Reading
 
-FAR = 64  # tokens: what is not older is near
+FAR = 64  # tokens: a token is far if it is older
 BEST = 0.75  # the least rank of the best quarter
 SCORES = ("crf", "lru", "lfu", "h2o", "position", "random")
 BESIDE = ("reads", "hits", "late_hits", "rest")
@@ -111,7 +111,7 @@ def rank(score: Tensor, places: Sequence[int]) -> Tensor:
 def of_pairs(
     pairs: Sequence[Pair], mass: Tensor, hits: Tensor, at: Mapping[int, Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:  # fmt: skip
-    """What a layer shows of every pair: name → [pairs, Hkv]. No pairs: nothing.
+    """One layer's measures of every pair: name → [pairs, Hkv]. Without pairs: empty.
 
     mass, hits: as `scores` takes them, at: as it gives them.
     Beside the ranks: `reads`, whether the head reads the pair. Of the pair's newest token, until the statement:

@@ -1,4 +1,4 @@
-"""A pilot: accuracy if oracles, or three sketches of policies, choose the tokens to keep. Masks, not the methods.
+"""A pilot: accuracy if oracles, or three sketches of policies, choose the tokens to keep, with masks for evictions.
 
 Every KV head evicts every 16 tokens. It keeps its prompt, the last 64 tokens, and the other generated tokens with the
 highest scores. A budget is the prompt and a share of the tokens that the full cache generates, on average over the
@@ -129,7 +129,7 @@ class Oracle(Sketch):
 
 
 def foresee(engine: Engine, prompts: Sequence[list[int]], generated: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
-    """What full-cache runs attend to later on.
+    """The attention that full-cache runs pay to each token later on.
 
     Returns:
         answer: [1, L, rows, Hkv, slots], mean attention of the tokens behind `</think>`.
@@ -163,7 +163,7 @@ def foresee(engine: Engine, prompts: Sequence[list[int]], generated: Sequence[li
 def read_along(
     engine: Engine, questions: Sequence[str], prompts: Sequence[list[int]]
 ) -> tuple[list[Reader], list[str]]:
-    """What Oracle needs: a reader for every row, and the text of every token."""
+    """The arguments of Oracle: a reader for every row, and the text of every token."""
     texts = engine.tokenizer.pieces(range(engine.config.vocab_size))
     pairs = zip(questions, prompts, strict=True)
     return [reader(question, [texts[i] for i in prompt]) for question, prompt in pairs], texts
@@ -191,7 +191,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     runs.add_arguments(parser)
     parser.add_argument("--budgets", type=shares, default=[0.25, 0.5], metavar="N,N,…", help="shares of "
         "the tokens that the full cache generates on average (default: 0.25,0.5)")  # fmt: skip
-    parser.add_argument("--policies", type=sketches, default=list(POLICIES), metavar="P,P,…", help="of "
+    parser.add_argument("--policies", type=sketches, default=list(POLICIES), metavar="P,P,…", help="scores: "
         f"{', '.join(POLICIES)} (default: all)")  # fmt: skip
 
 

@@ -45,11 +45,11 @@ STRENGTHS = {"boundary": (0.25, 0.5, 1.0), "every": (0.1, 0.25)}  # more destroy
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     runs.add_arguments(parser)
     add = parser.add_argument
-    add("--layer", type=int, metavar="N", help="whose output is steered, from 0 (default: that at 0.7 of the depth, "
+    add("--layer", type=int, metavar="N", help="layer whose output is steered, from 0 (default: at 0.7 of the depth, "
         "5 of the embedded model's 8)")  # fmt: skip
     add("--tau", type=positive, default=32, metavar="N", help="τ, tokens of a segment (default: 32)")
-    add("--steered", type=positive, default=16, metavar="N", help="problems that are steered, the last of those of "
-        "--limit; the others give the vector (default: 16)")  # fmt: skip
+    add("--steered", type=positive, default=16, metavar="N", help="problems that are steered, the last ones of "
+        "--limit; the vector is fitted on the others (default: 16)")  # fmt: skip
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 class Look(NamedTuple):
-    """What one trace shows."""
+    """The measurements of one trace."""
 
     kinds: list[str]  # of every segment of the thinking
     sparsity: Tensor  # [segments, L]

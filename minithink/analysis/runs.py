@@ -1,4 +1,4 @@
-"""What the commands share: options, the model and its problems, texts of the full cache, and the result file."""
+"""The common parts of the commands: options, the model and its problems, texts of the full cache, the result file."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=positive, default=32, metavar="N", help="problems (default: 32)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--batch-size", type=positive, default=96, metavar="N", help="sequences at once (default: 96)")
-    add("--max-new-tokens", type=positive, default=4096, metavar="N", help="default: 4096")
+    add("--max-new-tokens", type=positive, default=4096, metavar="N", help="most tokens of a text (default: 4096)")
     add("--temperature", type=float, default=0.6, help="0 is greedy (default: 0.6)")
-    add("--seed", type=int, default=0, help="of the draws (default: 0)")
+    add("--seed", type=int, default=0, help="seed of the draws (default: 0)")
     add("--output", type=location, required=True, metavar="FILE", help="where the result goes, as JSON")
 
 

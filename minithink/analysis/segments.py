@@ -1,4 +1,4 @@
-"""Measures how a text changes without one of its segments: the importance and the association of thoughts (ThinKV,
+"""Measure how a text changes without one of its segments: the importance and the association of thoughts (ThinKV,
 figures 4 and 5).
 
 The thinking of full-cache texts is cut into segments of τ tokens. The rest of a text is read again without attention
@@ -10,7 +10,7 @@ to one segment Y_i, in all layers and heads (`suppress.py`):
 
 Beside the values of every text, in nats, the result has means by type. Keywords give a segment its type
 (`minithink/thoughts.py`). Association also has means by two numbers: how many of the segments i + 1 to j are
-transitions (observation 3: with each transition, what came before matters less), and the distance j − i, which grows
+transitions (observation 3: with each transition, earlier segments matter less), and the distance j − i, which grows
 with that number. The paper does not say how a segment is taken out. It draws 50 answers.
 """
 
@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     runs.add_arguments(parser)
     add = parser.add_argument
     add("--tau", type=positive, default=128, metavar="N", help="τ, tokens of a segment (default: 128)")
-    add("--rollouts", type=natural, default=8, metavar="N", help="answers that are drawn for a text; 0: the text's "
-        "own alone (default: 8)")  # fmt: skip
+    add("--rollouts", type=natural, default=8, metavar="N", help="answers that are drawn for a text; 0: only the "
+        "text's own (default: 8)")  # fmt: skip
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:

@@ -1,13 +1,13 @@
 """Which tokens DynTS's windows select, by target of its predictor.
 
-Undisturbed reference texts of the families are read once. DynTS's windows run along them with other scores: those of
-the three predictors, the true attention of all later tokens, lots, the order of `needs_oracle`, the newest tokens (a
-window). After every trigger this is noted of the tokens that stay in the selection window:
+Undisturbed reference texts of the families are read once. DynTS's windows run along them with different scores: those
+of the three predictors, the true attention of all later tokens, lots, the order of `needs_oracle`, positions (a
+window). After every trigger the tokens that stay in the selection window are measured:
 
-    place     where they are, 0: the oldest token of the thinking, 1: the newest
-    stays     of the first trigger's, the share that the last trigger selects, too
-    numbers   the share that holds a digit
-    lines     how many lines they come from
+    place     mean place of these tokens, 0: the oldest token of the thinking, 1: the newest
+    stays     share of the first trigger's tokens that the last trigger selects, too
+    numbers   share of these tokens that holds a digit
+    lines     number of lines that hold these tokens
 """
 
 from __future__ import annotations

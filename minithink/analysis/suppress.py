@@ -1,4 +1,4 @@
-"""Suppresses segments one by one, and measures how the distributions of later tokens change.
+"""Suppress segments one by one, and measure how the distributions of later tokens change.
 
 For a segment Y_i, every later token reads the context with attention to Y_i masked in all layers and heads, so that
 nothing of it is left, not even in the states of the tokens in between. Text and positions stay. The measure is the KL
@@ -46,7 +46,7 @@ def suppress(
     cache = Dense(engine, 1, end + max(map(len, answers), default=0))
 
     def read(tokens: Sequence[int], first: int) -> Tensor:
-        """Tokens at positions from `first` on → hidden [n, d]; what is held from there on is replaced."""
+        """Read tokens at positions from `first` on → hidden [n, d]. They replace the cached tokens from there on."""
         out = [torch.empty(0, engine.config.hidden_size, dtype=engine.dtype, device=device)]
         for at in range(first, first + len(tokens), QUERIES):
             part = list(tokens[at - first : at - first + QUERIES])
@@ -64,7 +64,7 @@ def suppress(
     whole_answers = [torch.cat((whole[-1:], read(answer[:-1], end))) for answer in answers]
     thoughts = torch.full((len(spans), len(spans)), torch.nan, dtype=torch.float64)
     answered = torch.zeros(len(answers), len(spans), dtype=torch.float64)
-    for i in reversed(range(len(spans))):  # so that what lies before a segment is still held as it was
+    for i in reversed(range(len(spans))):  # from the last on: the cache before a segment is unchanged
         first, behind = spans[i]
         cache.kept.fill_(True)
         cache.kept[..., first:behind] = False

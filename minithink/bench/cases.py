@@ -1,28 +1,28 @@
 """Methods side by side at their steady state: step time, call rates, parts of a step, bytes, throughput.
 
 `minithink/experiments` lists the methods and the cases; each entry of CASES is a command of its own, such as
-`bench thinkv`. The model has random weights in the shape of R1-Distill-Llama-8B; its caches are made by `steady.py`,
-which says what of them is synthetic. A case is a line of the result; one that is in the file already, with the same
-settings, is not measured again. Names of cases, which `--cases` takes with * and ?:
+`bench thinkv`. The model has random weights in the shape of R1-Distill-Llama-8B. `steady.py` makes its caches, and
+says which parts of them are synthetic. A case is a line of the result. If the file has a case with the same settings,
+it is not measured again. Names of cases, which `--cases` takes with * and ?:
 
-    step/METHOD/BATCH/T30    single steps after --start tokens: what they take, what is called how often; T30: the
-                             share that types are drawn with, where there are types
+    step/METHOD/BATCH/T30    single steps after --start tokens: their time, and how often each part is called. T30:
+                             30 % of the thoughts are drawn as transitions, for methods with thought types
     bytes/METHOD/T30         bytes of a sequence of --tokens, everything included, against the full cache
     request/METHOD/1/T30     --tokens generated for a single sequence: the time of the whole generation follows from
                              a few steps at each of --levels evenly spaced lengths
-    throughput/METHOD/T30    the same at the largest batch that fits into --memory. Its limit is what bytes and
-                             products take; its bound lets attention take what it was measured to take, and the rest
-                             of a step what weights and their products must. With --pool 0.55 cases of methods with
-                             types are called throughput/METHOD/T30/P55
+    throughput/METHOD/T30    the same at the largest batch that fits into --memory. Its limit is the time of the bytes
+                             or of the products, whichever is longer. Its bound is the measured time of attention, and
+                             for the rest of a step the least time of the weights and their products. With --pool 0.55
+                             cases of methods with types are called throughput/METHOD/T30/P55
 
 throughput/transformers is transformers' full cache. Several GPUs can share the cases: each writes a file of its own,
-and a last call takes all of them with --join. What a step does is measured in parts: recorded graphs of their own
-between two CUDA events, or wall time without CUDA.
+and a last call reads all files with --join. The parts of a step are measured alone: as recorded graphs of their own
+between two CUDA events, or by wall time without CUDA.
 
-    attention   over the pages, all layers, reading them in their formats
-    refresh     attention's mass in the layers that are watched, and what of a decision follows from it
-    eviction    all else that the policy decides, without the gather
-    gather      moves what stayed together, one call; where it is overlapped it is a part of the rest, too
+    attention   over the pages of all layers, in their formats
+    refresh     attention's mass in the watched layers, and the part of the decision that needs it
+    eviction    the rest of the policy's decision, without the gather
+    gather      moves the tokens that stay together, one call; if overlapped, it is also in the rest
     flush       full buffers are quantized
     rest        of the step's graph: projections, MLP, append, logits
 """
@@ -62,20 +62,21 @@ from minithink.kv.sizes import check_budget
 PEER = "transformers"  # its full cache; a method without a policy
 GIB = 2**30
 MOST = 2**16  # sequences of a batch
-SOME = 32  # sequences whose bytes are counted at once, for the memory that this takes
+SOME = 32  # sequences whose bytes are counted at once: bounds the memory of the count
 
 
 NUMBERS = {
-    "prompt-tokens": (128, "of each prompt"), "start": (4096, "tokens before steps are measured"),
-    "steps": (256, "that are measured"), "warm": (16, "steps before those that are measured"),
-    "tokens": (32_768, "of bytes and throughput"), "levels": (8, "of requests and throughput"),
-    "level-steps": (32, "that are measured at each"),
+    "prompt-tokens": (128, "tokens of each prompt"), "start": (4096, "tokens before steps are measured"),
+    "steps": (256, "measured steps"), "warm": (16, "steps before the measured steps"),
+    "tokens": (32_768, "tokens of a sequence, for bytes and throughput"),
+    "levels": (8, "lengths at which requests and throughput are measured"),
+    "level-steps": (32, "measured steps at each level"),
     "few": (16, "sequences with types that are filled where many are measured; the others are copies"),
     "byte-rows": (2, "sequences whose bytes are averaged"),
 }  # fmt: skip
 
 
-SAID = {  # of a case, on the screen
+SAID = {  # field of a case → its words on the screen
     "step_milliseconds": "{:.2f} ms a step", "tokens_per_second": "{:,.0f} tokens a second",
     "share_of_limit": "{:.0%} of the limit", "overhead": "{:.1%} refresh and eviction",
     "share": "{:.2%} of the full cache",
@@ -90,36 +91,37 @@ class Command:
         self.__doc__ = entry.what
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Its options; those of `entry.numbers` are filled into the texts of the methods."""
+        """The options. The numbers of `entry.numbers` are filled into the texts of the methods."""
         add, n = parser.add_argument, positive
         share = _number("share between 0 and 1", lambda x: 0 <= x <= 1)
         some = _number("share above 0 and at most 1", lambda x: 0 < x <= 1)
         gib = _number("size in GiB", lambda x: 0 < x < math.inf)
         add("--device", default="cpu", choices=("cpu", "cuda"))
         add("--model-shape", default="llama-8b", choices=tuple(CONFIGS))
-        add("--layers", type=n, metavar="N", help="of the shape, fewer for a quick look (default: all)")
-        add("--cases", nargs="+", default=["*"], metavar="NAME", help="such as 'step/*/64/*' (default: all)")
-        add("--batch", nargs="+", type=n, default=[1, 8, 64, 256], metavar="N", help="of steps (default 1 8 64 256)")
+        add("--layers", type=n, metavar="N", help="layers of the shape; fewer for a quick look (default: all)")
+        add("--cases", nargs="+", default=["*"], metavar="NAME", help="cases, such as 'step/*/64/*' (default: all)")
+        add("--batch", nargs="+", type=n, default=[1, 8, 64, 256], metavar="N",
+            help="sequences of the step cases (default 1 8 64 256)")  # fmt: skip
         add("--transition-share", nargs="+", type=share, default=[0.3, 0.1, 0.5], metavar="X",
-            help="that types are drawn with (default 0.3 0.1 0.5; throughput has the first)")  # fmt: skip
+            help="drawn share of transitions (default 0.3 0.1 0.5; throughput has the first)")  # fmt: skip
         for name, (value, what) in (*self.entry.numbers.items(), *NUMBERS.items()):
             add(f"--{name}", type=n, default=value, metavar="N", help=f"{what} (default {value:,})")
-        add("--memory", type=gib, metavar="GIB", help="that there is (default: the GPU's; 8 on a CPU)")
+        add("--memory", type=gib, metavar="GIB", help="memory (default: the GPU's; 8 on a CPU)")
         add("--headroom", type=gib, metavar="GIB",
-            help="of it, for all but weights and cache (default 8; 1 on a CPU)")  # fmt: skip
+            help="memory kept free of weights and cache (default 8; 1 on a CPU)")  # fmt: skip
         add("--pool", type=some, default=1.0, metavar="X",
-            help="pages of methods with types or a shared budget, as a share of what the worst case needs; too few "
-            "end a case (default 1)")  # fmt: skip
+            help="pages of methods with types or a shared budget, as a share of the worst case's; too few pages end "
+            "a case (default 1)")  # fmt: skip
         add("--lockstep", action="store_true", help="all sequences are at the same token (default: spread)")
-        add("--seed", type=int, default=0, metavar="N", help="of types and tokens (default 0)")
-        add("--time-budget", type=n, metavar="SECONDS", help="begin no case later")
-        add("--join", type=Path, nargs="+", default=[], metavar="FILE", help="take measurements from these, too")
+        add("--seed", type=int, default=0, metavar="N", help="seed of types and tokens (default 0)")
+        add("--time-budget", type=n, metavar="SECONDS", help="begin no case after this time")
+        add("--join", type=Path, nargs="+", default=[], metavar="FILE", help="also take these files' measurements")
         add("--plot", type=location, metavar="DIR", help=f"draw steps, DIR/{self.name}-parts.svg and -latency.svg")
         add("--plot-only", action="store_true", help="measure nothing: draw what the output holds")
         add("--output", metavar="FILE", help=f"default: docs/results/{self.name}.json")
 
     def run(self, args: argparse.Namespace, argv: list[str]) -> int:
-        """Measure what is not there yet, write after every case, print a table."""
+        """Measure the cases that the file lacks, write after every case, print a table."""
         entry, device = self.entry, torch.device(args.device)
         if args.headroom is None:
             args.headroom = 8.0 if device.type == "cuda" else 1.0
@@ -128,7 +130,7 @@ class Command:
         if not chosen:
             kinds = ", ".join(dict.fromkeys(f"{case.kind}/*" for case in every))
             raise UsageError(
-                f"--cases {' '.join(args.cases)}: there is none; there are {kinds} (names are {every[0].name}, "
+                f"--cases {' '.join(args.cases)} matches no case; there are {kinds} (names are {every[0].name}, "
                 f"{every[-1].name} and the like; python -m minithink.bench {self.name} --help)."
             )
         path = Path(args.output) if args.output else results.default_path(self.name)
@@ -152,7 +154,7 @@ class Command:
         """Measure the chosen cases that neither `path` nor a joined file has. MinithinkError: not one fits."""
         entry, device = self.entry, torch.device(args.device)
         others = {file: self.read(file) for file in (*([path] if path.exists() else []), *args.join)}
-        # Of a case that several have, the last one's; of methods that are no more, none.
+        # Later files win. Methods that are no longer listed are dropped.
         there = {
             m["case"]: {x: other[x] for x in ABOUT} | m
             for other in others.values()
@@ -163,7 +165,7 @@ class Command:
         if todo and device.type == "cuda" and not torch.cuda.is_available():
             raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu.")
         result = results.new(self.name, argv, device if todo else "cpu")
-        if not todo:  # nothing is measured here and now
+        if not todo:  # nothing is measured in this call
             result |= {x: [*others.values()][-1][x] for x in ("machine", "versions", *ABOUT)}
         for file, other in others.items():
             if (theirs := _place(other)) != (ours := _place(result)):
@@ -224,7 +226,7 @@ class Command:
 
 
 def _number(what: str, good: Callable[[float], bool]) -> Callable[[str], float]:
-    """For argparse: a number of this kind."""
+    """For argparse: reads a number for which good(number); `what` names the kind in the error."""
 
     def number(text: str) -> float:
         with suppress(ValueError):
@@ -236,7 +238,7 @@ def _number(what: str, good: Callable[[float], bool]) -> Callable[[str], float]:
 
 
 def settings_of(entry: Cases, args: argparse.Namespace, drawn: float | None = None) -> Settings:
-    """Of a case's cache. drawn: the case's share; None: it draws no types."""
+    """The settings of a case's cache. drawn: the case's share; None: it draws no types."""
     numbers = tuple((name, getattr(args, name)) for name in entry.numbers)
     return Settings(numbers, args.prompt_tokens, drawn or 0.0, args.lockstep, args.seed, args.pool)
 
@@ -259,7 +261,7 @@ def _place(result: dict[str, Any]) -> str:
 
 
 class Bench:
-    """A model, and what is measured with it."""
+    """A model, and the measurements with it."""
 
     def __init__(self, entry: Cases, args: argparse.Namespace, device: torch.device) -> None:
         config = CONFIGS[args.model_shape]
@@ -268,7 +270,7 @@ class Bench:
         self.model = RandomModel(self.config, device, torch.bfloat16)
         whole = torch.cuda.get_device_properties(device).total_memory / GIB if device.type == "cuda" else 8.0
         self.memory = (args.memory or whole) * GIB
-        # read once in every step; of the embedding only some rows
+        # bytes read in every step; of the embedding a step reads a few rows only
         self.weights = sum(p.nbytes for p in self.model.decoder.parameters()) - self.model.decoder.embed.nbytes
         self.flops = flop_rate(device)
 
@@ -287,8 +289,8 @@ class Bench:
         return Steady(self.model, self.entry.methods[case.method], batch, s, tokens, few)
 
     def fits(self, case: Case, batch: int, s: Settings, tokens: int, few: int | None = None) -> bool:
-        """Whether there is memory for weights, cache and headroom, and numbers for the cache's slots. few: sequences
-        of a second cache, that this one's are copies of."""
+        """Whether weights, cache and headroom fit into the memory, and the slots can be numbered. few: sequences of
+        the second cache, from which this one is copied."""
         try:
             text = self.entry.methods[case.method]
             cache = pool_bytes(self.config, text, batch, s, tokens)
@@ -307,7 +309,7 @@ class Bench:
         """Steps at the steady state."""
         a, s = self.args, settings_of(self.entry, self.args)
         policies = [policy_of(text, s, self.config) for text in self.entry.methods.values()]
-        # a period, for all graphs to be recorded, and two for gathers that are timed alone
+        # one period to record all graphs, and two for gathers that are timed alone
         period = max(cast(StandIn, policy).period for policy in policies)
         start = self.start(case)
         steady = self.steady(case, case.batch, start + a.warm + a.steps + 3 * period + GATHERS)
@@ -334,7 +336,7 @@ class Bench:
         ledgers = [cache.account(i).as_dict() for i in rows]
         kinds = {kind: statistics.mean(x[kind] for x in ledgers) for kind in ledgers[0]}
         length = statistics.mean(cache.length(i) for i in rows)
-        if steady.enough is not None:  # the rest of the text changes nothing
+        if steady.enough is not None:  # the cache was filled to its steady state only
             length += max(0, self.args.tokens - steady.enough)
         full = length * self.config.kv_bytes_per_token(2)
         return {
@@ -357,7 +359,7 @@ class Bench:
             raise MinithinkError(f"not one sequence fits into {self.memory / GIB:,.3g} GiB")
         steady = self.steady(case, batch, room, a.few)
         loop, levels = TimedLoop(steady), []
-        # Sequences are spread over the policy's cycle: in so many steps it comes round once, for one or another.
+        # Sequences are spread over the policy's cycle: within `turn` steps some sequence ends a cycle.
         turn = math.ceil(steady.period / (1 if a.lockstep else batch))
         steps = math.ceil(a.level_steps / turn) * turn if case.batch else a.level_steps
         for level in self.levels:
@@ -394,7 +396,7 @@ class Bench:
         decoder.to_empty(device="meta")
         while batch > 0:
             try:
-                self.theirs_at(peer, batch, a.tokens, 1)  # all of it must fit
+                self.theirs_at(peer, batch, a.tokens, 1)  # the full length must fit
                 levels = [self.theirs_at(peer, batch, level, a.level_steps) for level in self.levels]
                 return self.whole(batch, levels)
             except torch.OutOfMemoryError:
@@ -403,7 +405,7 @@ class Bench:
         raise MinithinkError(f"not one sequence fits into {self.memory / GIB:,.3g} GiB beside transformers")
 
     def theirs_at(self, peer: Peer, batch: int, level: int, steps: int) -> dict[str, Any]:
-        """transformers' steps over so many tokens."""
+        """transformers' steps over `level` tokens."""
         c, side = self.config, Theirs(peer, self.device)
         side.hold(c, batch, level, self.model.dtype)
         side.step()
@@ -413,7 +415,7 @@ class Bench:
         return {"level": level, "filled": level, "step_milliseconds": milliseconds} | limit
 
     def limit(self, steady: Steady, milliseconds: float) -> dict[str, Any]:
-        """What a step cannot do without: reading weights and cache, or multiplying, whichever takes longer."""
+        """The least time of a step: reading weights and cache, or the products, whichever takes longer."""
         store, rows = steady.cache.store, list(steady.sequences)
         held = sum(store.account(rows[i : i + SOME]).total for i in range(0, len(rows), SOME))
         return self.limit_of(len(rows), held, int(store.count.sum()) * store.shape.sharing, milliseconds)
@@ -421,7 +423,7 @@ class Bench:
     def limit_of(self, batch: int, held: int, tokens: int, milliseconds: float) -> dict[str, Any]:
         """The same from numbers. held: bytes of the cache; tokens: of all lanes."""
         c = self.config
-        # two per weight (of two bytes) and sequence; two per query head, channel and token for q·k, and for p·v
+        # 2 for each weight (of 2 bytes) and sequence; 2 for each query head, channel and token in q·k, and 2 in p·v
         flops = batch * self.weights + 4 * tokens * c.num_heads // c.num_kv_heads * c.head_dim
         by_bytes, by_flops = (self.weights + held) / self.model.bandwidth, flops / self.flops
         limit = 1e3 * max(by_bytes, by_flops)

@@ -22,12 +22,12 @@ BETTER, WORSE, ALIKE = "#0072B2", "#D55E00", "#888888"
 
 
 def compared(runs: Sequence[Run], beside: str) -> dict[tuple[Any, ...], dict[str, float]]:
-    """Each run beside that of another policy at the same budget, problem by problem; by cell, and by policy and
-    budget over all families ("" stands for the family). Left out: cells of which a run does not say which sequences
+    """Compare each run with the run of another policy at the same budget, problem by problem; by cell, and by policy
+    and budget over all families ("" stands for the family). Cells are left out if a run does not say which sequences
     were right.
 
-    right, low, high: share of right answers and its interval, of all families only. less, less_low, less_high: how
-    much more of them are right than with the other policy, and the bootstrap interval of this difference.
+    right, low, high: share of right answers and its interval, of all families only. less, less_low, less_high: this
+    share minus the other policy's, and the bootstrap interval of the difference.
     """
     by_cell = {run.cell: _shares(run) for run in runs if run.right}
     datasets = sorted({run.cell[0] for run in runs})
@@ -47,7 +47,7 @@ def compared(runs: Sequence[Run], beside: str) -> dict[tuple[Any, ...], dict[str
 
 
 def _shares(run: Run) -> list[float]:
-    """Of each problem the share of its samples that are right."""
+    """The share of right samples of each problem."""
     n = run.key["num_samples"]
     return [run.right.count("1", i, i + n) / n for i in range(0, len(run.right), n)]
 

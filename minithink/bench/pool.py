@@ -43,7 +43,7 @@ FILE = "pool.jsonl"
 ANSWERS = 32  # sequences whose answers are kept, and compared after a change of kernels
 MACHINE = ("dtype", "backend", "device")  # parts of a key that the machine decides
 PADDED = ("padded_budget", "group")  # parts of a key only where padding is charged (`minithink/grouping.py`)
-WATCHED = ("recall", "needed")  # measured on request; a run that has more than is wanted serves, too
+WATCHED = ("recall", "needed")  # measured on request; a run with such a measurement also serves a key without it
 DRAWN = ("temperature", "top_k", "top_p", "min_p", "seed", "max_new_tokens")
 
 
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """One of "stale", "unchecked", and "" for a run that may be shown as it is."""
+        """One of "stale", "unchecked", and "" for a run that is up to date."""
         try:
             now = source_of(self.key["policy"], self.key["backend"])
         except UsageError:  # there is no such policy or setting any more
@@ -113,7 +113,7 @@ def _text(value: Mapping[str, Any]) -> str:
 
 
 def key_of(settings: Mapping[str, Any], policy: str, budget: float | None) -> dict[str, Any]:
-    """A run's key. settings: of an evaluation (`evaluate/runner.py`), with or without the machine."""
+    """A run's key. settings: those of an evaluation (`evaluate/runner.py`), with or without the machine."""
     names = ("checkpoint", "dataset", "split", "limit", "problems", "num_samples", *WATCHED, *DRAWN)
     some = MACHINE if budget is None else (*MACHINE, *PADDED)
     key = {name: settings[name] for name in names} | {name: settings[name] for name in some if name in settings}
@@ -180,8 +180,9 @@ def source_of(policy: str, backend: str) -> dict[str, str]:
 
 
 def files_of(policy: str) -> dict[str, tuple[str, ...]]:
-    """Paths below the root: the modules of a policy and those of this project that they import, of its formats, of
-    the twins that it calls, and all kernels except those that only other policies call."""
+    """Paths below the root, by part of a source. policy: the modules of its classes, and the policy modules and
+    top-level modules of this project that they import. formats. twins: those that it calls. kernels: all except those
+    that only other policies call."""
     modules, formats = set[type](), set[type]()
     for member in members(_policy(policy)):
         modules |= {cls for cls in type(member).__mro__ if cls.__module__.startswith("minithink.policies.")}
@@ -209,8 +210,8 @@ def _path(cls: type) -> str:
 
 @cache
 def _called(paths: tuple[str, ...]) -> frozenset[str]:
-    """The twins that these files call, as `ops.NAME` or through the step as `step.NAME`, and the twins that those
-    call."""
+    """The twins that these files call, as `ops.NAME` or through the step as `step.NAME`, and the twins that these
+    twins import."""
     found, text = set[str](), "\n".join((ROOT / path).read_text(encoding="utf-8") for path in paths)
     named = set(re.findall(r"\b(?:ops|step(?!\.ops))\.(\w+)", text))
     while named:
@@ -239,7 +240,7 @@ def normal(source: str) -> str:
 
 
 def _plain(node: Any) -> Any:
-    """A syntax tree as nested tuples, without what is empty: later versions of Python add fields that are."""
+    """A syntax tree as nested tuples, without empty fields: later versions of Python add empty fields."""
     if isinstance(node, list):
         return tuple(_plain(x) for x in node if not _says_nothing(x))
     if not isinstance(node, ast.AST):

@@ -22,47 +22,47 @@ Result = TypeVar("Result")
 def spread(
     work: Callable[[Item], Result], items: Sequence[Item], processes: int, log: Callable[[Item], Path]
 ) -> Iterator[tuple[Item, Result | Exception]]:
-    """Call work(item) for each item, in new processes that share the CPU's cores → each item and its result, or what
-    the call raised, in the order in which they end.
+    """Call work(item) for each item, in new processes that share the CPU's cores → each item with its result or its
+    exception, in the order in which the calls end.
 
-    After Ctrl-C, which all processes of a terminal get, nothing new is begun. What was finished still comes out.
+    After Ctrl-C, which all processes of a terminal get, no further call begins. Finished results are still returned.
 
     Args:
         work: can be pickled, as its items and results can.
-        processes: at most so many at a time.
-        log: the file to whose end a call writes what it would have printed.
+        processes: the most that run at a time.
+        log: the file to whose end a call writes its output.
 
     Raises:
-        KeyboardInterrupt: when all calls have ended that an interrupt has reached.
+        KeyboardInterrupt: after an interrupt, when all running calls have ended.
         MinithinkError: all processes were killed, and items are left.
     """
     context, todo, interrupted = get_context("spawn"), list(reversed(items)), False
-    busy = dict[Any, Item]()  # by the connection to the process that works on it
+    busy = dict[Any, Item]()  # our end of the pipe to a process → the item that it works on
     threads = max(1, (os.cpu_count() or 1) // processes)
     for _ in range(min(processes, len(items))):
-        here, there = context.Pipe()
-        context.Process(target=_serve, args=(there, work, threads), daemon=True).start()
-        there.close()
-        busy[here] = todo.pop()
-        here.send((busy[here], log(busy[here])))
+        ours, theirs = context.Pipe()
+        context.Process(target=_serve, args=(theirs, work, threads), daemon=True).start()
+        theirs.close()
+        busy[ours] = todo.pop()
+        ours.send((busy[ours], log(busy[ours])))
     while busy:
         try:
             ready: list[Any] = connection.wait(list(busy))
-            for here in ready:
-                item = busy.pop(here)
+            for ours in ready:
+                item = busy.pop(ours)
                 try:
-                    result = here.recv()
+                    result = ours.recv()
                 except (EOFError, ConnectionResetError):
-                    here.close()
+                    ours.close()
                     yield item, MinithinkError(f"Its process was killed, out of memory perhaps: see {log(item)}.")
                     continue
                 if isinstance(result, KeyboardInterrupt):
                     raise result
                 if todo:
-                    busy[here] = todo.pop()
-                    here.send((busy[here], log(busy[here])))
+                    busy[ours] = todo.pop()
+                    ours.send((busy[ours], log(busy[ours])))
                 else:
-                    here.close()  # its process ends
+                    ours.close()  # its process ends
                 yield item, result
         except KeyboardInterrupt:
             todo.clear()
@@ -73,16 +73,16 @@ def spread(
         raise MinithinkError(f"All {processes} processes were killed; {len(todo)} parts of the work were not begun.")
 
 
-def _serve(there: connection.Connection, work: Callable[[Item], Result], threads: int) -> None:
-    """A process: work until the here end of the connection is closed."""
+def _serve(pipe: connection.Connection, work: Callable[[Item], Result], threads: int) -> None:
+    """The main function of a process: work until the other end of the pipe is closed."""
     torch.set_num_threads(threads)
     try:
         while True:
-            item, log = there.recv()
-            there.send(_logged(work, item, log))
+            item, log = pipe.recv()
+            pipe.send(_logged(work, item, log))
             gc.collect()
-            torch.cuda.empty_cache()  # here processes may need it
-    except (EOFError, KeyboardInterrupt):  # the end; or an interrupt while nothing was done
+            torch.cuda.empty_cache()  # other processes may need this memory
+    except (EOFError, KeyboardInterrupt):  # the pipe was closed; or an interrupt between two items
         return
 
 

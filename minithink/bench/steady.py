@@ -1,19 +1,19 @@
 """Caches as they are after thousands of generated tokens, without the model that would generate them.
 
 What is real: the manager, its step protocol, the store, the policy's own `decide`. Token by token a sequence's list
-grows, full buffers are quantized, segments are annealed, K-means chooses who stays, slots are used again in place.
+grows, full buffers are quantized, segments are annealed, K-means selects tokens, slots are reused in place.
 
 What is synthetic:
-- keys and values of generated tokens, and their queries, are noise; no attention runs in filling (`Mute`);
-- what a policy would decide by attention is drawn with a seed (`StandIn`). Where attention runs, the policy measures
-  all the same, and the measurement is thrown away;
-- a lane may stay as it is, on the whole, from some token on: it is filled no further (`StandIn.enough`), whatever the
-  step that it stands for;
-- where `few` is given, so many sequences with types are filled. The others are copies of these in pages of their own
-  (`copies.py`), some tokens further on.
+- queries, keys and values of generated tokens are noise; no attention runs while a cache is filled (`Mute`);
+- decisions that depend on attention are drawn with a seed (`StandIn`). Where attention runs, the policy still
+  measures it, and the measurement is thrown away;
+- a cache that has reached its steady state is filled no further (`StandIn.enough`), even if the measured step is
+  later;
+- with `few`, only so many sequences with types are filled. The other sequences are copies of these in pages of their
+  own (`copies.py`), some tokens further on.
 
-The model reads the prompts. The sequences are spread evenly over the policy's period, as they are where requests come
-at any time.
+The model reads the prompts. The sequences are spread evenly over the policy's period, as when requests come at any
+time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from minithink.model import Decoder, Rope
 from minithink.policies import parse
 from minithink.sampling import SamplingParams
 
-NOISE = 997  # tokens that noise is drawn for
+NOISE = 997  # different noise tokens
 LLAMA = ModelConfig(
     architecture="LlamaForCausalLM", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32,
     num_heads=32, num_kv_heads=8, head_dim=128, max_position=131072, rms_norm_eps=1e-5, rope_theta=500000.0,
@@ -99,18 +99,18 @@ def copy_bandwidth(device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a cache is made of, beside its method and its rows."""
+    """The settings of a cache, beside its method and its rows."""
 
-    numbers: tuple[tuple[str, int], ...] = ()  # that stand in braces in a method's text, such as its budget
+    numbers: tuple[tuple[str, int], ...] = ()  # names in braces in a method's text, such as {budget} → their values
     prompt: int = 128  # tokens of each prompt
-    drawn: float = 0.3  # the share that a stand-in draws types with
+    drawn: float = 0.3  # the share of transitions that a stand-in draws
     lockstep: bool = False  # all sequences are at the same token
     seed: int = 0
-    pool: float = 1.0  # pages where the pool may be smaller, as a share of what the worst case needs
+    pool: float = 1.0  # where the pool may be smaller: its pages, as a share of the worst case's
 
 
 def policy_of(text: Method, s: Settings, config: ModelConfig) -> Policy:
-    """The policy of a method, or what stands in for it; every policy here is a StandIn. text: as of Cases.methods."""
+    """The policy of a method, or its stand-in; every policy here is a StandIn. text: a value of Cases.methods."""
     if not isinstance(text, str):
         return text(dict(s.numbers))
     policy = parse(text.format(**dict(s.numbers)))
@@ -127,21 +127,21 @@ STAND_INS: StandIns = collected("STAND_INS")
 
 
 class Cache(KVManager):
-    """A manager that need not attend, and can take over what another holds."""
+    """A manager that can skip attention, and can copy the sequences of another manager."""
 
     attending = True
 
     def copy(self, few: KVManager) -> None:
         """Hold copies of another's sequences."""
         copy_sequences(few, self)
-        self._last = NOBODY  # of whom the manager knows how many steps they may still take
+        self._last = NOBODY  # the manager must check the capacities of its sequences again
 
     def _decode(self, layer: int, raw: Tensor, q: Tensor, now: Any) -> Tensor:
         return super()._decode(layer, raw, q, now) if self.attending else torch.zeros_like(q)
 
 
 class Mute:
-    """Stands in for a decoder: queries, keys and values of a token are noise, and nothing becomes of them."""
+    """Stands in for a decoder: queries, keys and values of a token are noise, and the output is discarded."""
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
         heads = config.num_heads + 2 * config.num_kv_heads
@@ -163,9 +163,9 @@ class Mute:
 
 
 class Steady:
-    """Some rows under one method, and how far they are."""
+    """A cache of some sequences under one method, filled up to some token."""
 
-    few: Steady | None = None  # whose sequences are copied
+    few: Steady | None = None  # the smaller cache whose sequences are copied
 
     def __init__(
         self, model: RandomModel, text: Method, batch: int, s: Settings, tokens: int, few: int | None = None,
@@ -176,8 +176,8 @@ class Steady:
             model: reads the prompts, and takes the steps that are measured.
             text: the method's policy.
             batch: sequences.
-            tokens: the most that any of them will generate beyond `period`.
-            few: sequences that are filled, of methods with types, if these are fewer; None: all are.
+            tokens: the most that any sequence will generate beyond `period`.
+            few: with types and if below `batch`: the sequences that are filled; None: all are filled.
             prompts: [B, T] on the CPU; None: random tokens.
         """
         self.model, self.settings, self.text = model, s, text
@@ -202,22 +202,22 @@ class Steady:
 
     @property
     def enough(self) -> int | None:
-        """Tokens after which a cache does not change any more, on the whole; None: it goes on changing."""
+        """Generated tokens after which the cache is in its steady state; None: it never is."""
         return self.stand_in.enough
 
     @property
     def generated(self) -> int:
-        """Tokens that the sequence has generated that is least far."""
+        """Tokens of the sequence that has generated the fewest."""
         return self.cache.length(0) - self.settings.prompt
 
     @property
     def pages(self) -> int:
-        """Of the pool, those that hold tokens."""
+        """Pages of the pool that hold tokens."""
         pages = self.cache.store.table.pages
         return pages.count - pages.free
 
     def reach(self, tokens: int) -> None:
-        """Fill the cache as it is when so many tokens are generated."""
+        """Fill the cache until so many tokens are generated, at most `enough`."""
         tokens = tokens if self.enough is None else min(tokens, self.enough)
         if self.few is not None and tokens > self.generated:
             self.few.reach(tokens)
@@ -226,12 +226,12 @@ class Steady:
             self._feed(self.sequences)
 
     def loop(self, cls: type[AnyLoop], decoder: Any = None) -> AnyLoop:
-        """A loop over the cache, of the model that it belongs to; of one size, so that few graphs are recorded."""
+        """A loop over the cache, with the model or another decoder; of one size, so that few graphs are recorded."""
         return cls(decoder or self.model.decoder, self.cache, SamplingParams(temperature=0), sizes=())
 
     @torch.inference_mode()
     def _read(self, prompts: Tensor | None, capacity: int) -> None:
-        """The prompts, one at a time: as many as may be in full precision at once."""
+        """Read the prompts, one at a time: the pool has room for one prompt in full precision."""
         decoder, last, began = self.model.decoder, list[Tensor](), time.perf_counter()
         shape = len(self.sequences), self.settings.prompt
         drawn = self._draw.integers(0, self.model.config.vocab_size, shape)
@@ -249,8 +249,8 @@ class Steady:
         self.read_seconds = time.perf_counter() - began
 
     def _copy(self) -> None:
-        """Take over what the few hold; copies of one sequence go on to the next one's place in the cycle, if it is
-        further away than a token."""
+        """Copy the sequences of `few`. Then spread the copies of each one evenly up to the next one's place in the
+        cycle."""
         assert self.few is not None
         self.cache.copy(self.few.cache)
         n, batch = len(self.few.sequences), len(self.sequences)
@@ -258,20 +258,20 @@ class Steady:
         self._advance([i // n * apart // -(-batch // n) for i in self.sequences])
 
     def _advance(self, ahead: Sequence[int]) -> None:
-        """Feed sequence i ahead[i] tokens, unless all are to stay at the same."""
+        """Feed sequence i ahead[i] tokens; with `lockstep` none."""
         if self.settings.lockstep:
             return
         for done in range(max(ahead)):
             self._feed([i for i in self.sequences if ahead[i] > done])
 
     def _feed(self, sequences: Sequence[int]) -> None:
-        """One token more for each of these, without attention."""
+        """Feed one token to each of these sequences, without attention."""
         self._synthetic(True)
         self._fill.step(sequences, self._draw.integers(0, NOISE, len(sequences)).tolist())
         self._synthetic(False)
 
     def _synthetic(self, filling: bool) -> None:
-        """Whether no attention runs, and what it decides is drawn."""
+        """Switch filling on or off: without attention, decisions that depend on it are drawn."""
         self.cache.attending = not filling
         self.stand_in.filling = filling
 
@@ -284,14 +284,14 @@ class Ours:
         self.tokens: list[int] = steady.last.argmax(-1).tolist()
 
     def step(self) -> None:
-        """One token further, chosen tokens on the host."""
+        """One step; the chosen tokens go to the host."""
         self.tokens = self.loop.step(self.sequences, self.tokens)
 
 
 def sizes(
     config: ModelConfig, policy: Policy, batch: int, s: Settings, tokens: int, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Any]:
-    """What the pool is made for: arguments of a manager."""
+    """The sizes of a cache: arguments of a manager."""
     room = s.prompt + tokens + cast(StandIn, policy).period
     need = needs(policy, config.head_dim, dtype, room, s.prompt)
     layers, heads = config.num_layers, config.num_kv_heads

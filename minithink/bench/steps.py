@@ -1,16 +1,16 @@
 # mypy: allow-untyped-defs
 """Decode attention over pages, step by step: what each step of tutorial 05 gains on a GPU.
 
-    gather   PyTorch: copy keys and values together, then attend
+    gather   PyTorch: gather keys and values, then attend
     token    a program takes a query head, and goes through its lane token by token
     tile     the same with 32 tokens at a time
     group    a program takes a KV head: its query heads share what is read
     split    lanes are cut into parts, which a second kernel merges by their log-sum-exp
-    flight   the same with tiles, warps and stages that keep more loads on their way
+    flight   the same with tiles, warps and stages that keep more loads in flight
 
-All take q [B, Hq, D], a cache [places, 2, D] with a token's key and value side by side, int32 places [B, Hkv, S] of
-every lane's tokens, and counts [B, Hkv] of them; D is a power of two from 16 on. All return [B, Hq, D], 0 for a lane
-without tokens. `bench/step_times.py` checks and times them.
+All steps take q [B, Hq, D], a cache [places, 2, D] with a token's key and value side by side, int32 places
+[B, Hkv, S] of every lane's tokens, and their counts [B, Hkv]; D is a power of two from 16 on. All return [B, Hq, D],
+0 for a lane without tokens. `bench/step_times.py` checks and times them.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Cut(NamedTuple):
 
     tokens: int  # of a tile
     warps: int
-    stages: int  # 1: a tile is loaded when it is needed; more: tiles are on their way while others are in work
+    stages: int  # 1: a tile is loaded when it is needed; more: the next tiles are loaded during a tile's arithmetic
 
 
 TOKEN, TILE, GROUP, SPLIT = Cut(1, 1, 1), Cut(32, 4, 1), Cut(64, 4, 1), Cut(64, 4, 1)
-# A key waits for its place, so that stages are shared by two loads, one after the other: of five, two have keys.
+# A key's load waits for the load of its place, so these two loads share the stages: two of five hold keys.
 FLIGHT = Cut(64, 2, 5)
-# Around it, each of the three numbers alone.
+# FLIGHT, and each of its three numbers varied alone.
 SWEEP = (
     FLIGHT, Cut(64, 2, 1), Cut(64, 2, 2), Cut(64, 2, 3), Cut(64, 2, 7), Cut(64, 1, 5), Cut(64, 4, 5), Cut(64, 8, 5),
     Cut(16, 2, 5), Cut(32, 2, 5), Cut(128, 2, 5),
@@ -56,7 +56,7 @@ def gather(q: Tensor, cache: Tensor, place: Tensor, count: Tensor) -> Tensor:
     """Step 0, the reference."""
     valid = torch.arange(place.shape[-1], device=q.device) < count[..., None]  # [B, Hkv, S]
     found = cache[torch.where(valid, place, 0).long()]  # [B, Hkv, S, 2, D]
-    k, v = found.masked_fill(~valid[..., None, None], 0).unbind(-2)  # what is free may hold anything
+    k, v = found.masked_fill(~valid[..., None, None], 0).unbind(-2)  # a free place may hold anything
     empty = count == 0
     valid[..., 0] |= empty  # softmax over nothing is NaN
     out = decode_attention(q, k, v, valid)
@@ -179,11 +179,11 @@ def _merge(
 ):
     i_head = tl.program_id(0)
     channel, part = tl.arange(0, DIM), tl.arange(0, BLOCK_P)
-    m_part = part < tl.cdiv(tl.load(p_count + i_head // GROUP), split)  # the others were never written
+    m_part = part < tl.cdiv(tl.load(p_count + i_head // GROUP), split)  # later parts were never written
     o_part = (i_head * parts + part).to(tl.int64)
     lse = tl.load(p_lse + o_part, m_part, other=float("-inf"))
     out = tl.load(p_part + o_part[:, None] * DIM + channel[None, :], m_part[:, None], other=0.0)
-    # Σ_i 2^lse_i · out_i / Σ_i 2^lse_i, with the largest lse taken off
+    # Σ_i 2^lse_i · out_i / Σ_i 2^lse_i; the largest lse is subtracted first
     top = tl.max(lse, 0)
     weight = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
     total = tl.sum(weight, 0)
@@ -192,7 +192,7 @@ def _merge(
 
 @triton.jit
 def _read(p_in, p_out, BLOCK: tl.constexpr, TIMES: tl.constexpr):
-    """Nothing but reading: what the others are measured by."""
+    """Only reads: the bandwidth that the other kernels are compared with."""
     i_program = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BLOCK], tl.int32)
     for i in tl.static_range(TIMES):
@@ -249,12 +249,12 @@ def parts(
 
 
 def part_length(tokens: int) -> int:
-    """Tokens of a part, for the longest lane: many enough parts for all of a GPU, and few enough to merge."""
+    """Tokens of a part, for the longest lane: enough parts for a whole GPU, and few enough to merge."""
     return next((split for most, split in ((1024, 128), (4096, 256), (16384, 512)) if tokens <= most), 1024)
 
 
 def _sizes(q: Tensor, place: Tensor) -> tuple[Tensor, int, int, int, float]:
-    """The empty result, query heads of all sequences, those of a KV head, D, and what base-2 logits are scaled by."""
+    """The empty result, query heads of all sequences, query heads of a KV head, D, and the scale of base-2 logits."""
     b, hq, dim = q.shape
     if dim < 16 or dim & (dim - 1):
         raise ValueError(f"D = {dim}: these kernels take powers of two from 16 on, kernels/paged_attention.py any.")
@@ -277,7 +277,7 @@ STEPS: dict[str, Step] = {
 
 
 def inputs(store: PagedStore, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What the steps read of a store in one plain format with a table for each head: cache, places and counts."""
+    """Cache, places and counts of a store in one plain format with a table for each head."""
     numbers = store.pool.view(store.dtype).view(-1, 2, store.shape.head_dim)
     return numbers, store.place[layer], store.count[layer]
 

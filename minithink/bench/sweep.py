@@ -1,14 +1,13 @@
 """Comparisons whose tables and plots the documents show: which policies, at which budgets, on which problems.
 
-Each has a name, a list of policies and budgets (`minithink/experiments`), and is run as by `python -m
-minithink.evaluate`, on all embedded families: each policy at each budget is a run. What comes out goes into the pool
-of results (`bench/pool.py`); what the pool holds already is not run again, whichever comparison has brought it there.
-A run that was interrupted is resumed. Settings are chosen on validation problems; the test split is for a method's
-main table.
+A comparison has a name and lists policies and budgets (`minithink/experiments`). Each policy at each budget is a run
+of `python -m minithink.evaluate`, on all embedded families. Runs go into the pool of results (`bench/pool.py`). A run
+that the pool holds is not run again, whichever comparison has brought it there. An interrupted run is resumed.
+Settings are chosen on validation problems; the test split is for a method's main table.
 
-Where a machine is lent for minutes only, a run may not end: --finished generates nothing and takes the policies whose
-sequences are all there, on any machine. --join takes what another pool holds. --recheck generates the first sequences
-again of runs whose kernels have changed, and compares their answers.
+On a machine that is lent for minutes a run may not end. --finished then generates nothing, and takes the runs whose
+sequences are all there, on any machine. --join takes the runs of another pool. Where kernels have changed since a
+run, --recheck generates its first sequences again and compares their answers.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--families", nargs="+", default=families(), choices=families(), help="default: all")
     add("--limit", type=positive, metavar="N", help="fewer problems, for a quick look; needs --results")
-    add("--batch-size", type=positive, metavar="N", help="as of minithink.evaluate")
-    add("--max-new-tokens", type=positive, metavar="N", help="as of minithink.evaluate")
+    add("--batch-size", type=positive, metavar="N", help="as in minithink.evaluate")
+    add("--max-new-tokens", type=positive, metavar="N", help="as in minithink.evaluate")
     add(
         "--runs", type=location, default=Path("runs"), metavar="DIR", help="where unfinished runs lie (default: runs)"
     )
@@ -68,9 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=location, metavar="DIR", help="draw accuracy by bytes, or recall by budget, "
         "DIR/sweep-NAME-FAMILY.svg, several names into one picture; and DIR/sweep-NAME-overall.svg, differences from "
         "the policy that a comparison names")  # fmt: skip
-    add("--plot-only", action="store_true", help="run nothing: draw what the pool holds")
-    add("--finished", action="store_true", help="generate nothing: take what the runs have finished")
-    add("--recheck", action="store_true", help="run the first sequences again of runs whose kernels have changed")
+    add("--plot-only", action="store_true", help="run nothing: draw the runs of the pool")
+    add("--finished", action="store_true", help="generate nothing: take the runs that are finished")
+    add("--recheck", action="store_true", help="generate the first sequences again where kernels have changed")
     add("--join", type=location, nargs="+", default=[], metavar="FILE", help="also take the runs of other pools")
     add(
         "--results", type=location, default=results.default_path("x").parent, metavar="DIR",
@@ -79,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
-    """Evaluate what the pool lacks, add it, draw."""
+    """Evaluate the runs that the pool lacks, add them, draw."""
     chosen = {name: SWEEPS[name] for name in dict.fromkeys(args.names)}
     if args.plot_only and args.plot is None:
         raise UsageError("--plot-only draws to the folder that --plot names: give it.")
@@ -120,7 +119,7 @@ def wanted_of(sweep: Sweep, args: argparse.Namespace | None = None) -> list[Want
 
 
 def settings_of(sweep: Sweep, family: str, args: argparse.Namespace | None = None) -> dict[str, Any]:
-    """What `minithink.evaluate` would write down for the comparison, but for the machine."""
+    """The settings that `minithink.evaluate` would write for the comparison, without the machine's."""
     folder = TINY if args is None or args.model == "tiny" else resolve(args.model)
     of_others = sweep.checkpoint if args is None or args.plot_only else ""
     limit = (args and args.limit) or sweep.problems
@@ -140,14 +139,14 @@ def settings_of(sweep: Sweep, family: str, args: argparse.Namespace | None = Non
 
 @cache
 def _about(folder: Path) -> tuple[ModelConfig, GenerationConfig, str]:
-    """Of a model: its shape, how it draws by default, the hash of its weights."""
+    """A model's shape, its default sampling, and the hash of its weights."""
     config = ModelConfig.from_folder(folder)
     own = GenerationConfig.from_folder(folder, config, Tokenizer.from_folder(folder))
     return config, own, checkpoint_hash(folder)
 
 
 def policies_of(sweeps: Iterable[Sweep]) -> list[str]:
-    """Of all of them, once; with the full cache, which is first."""
+    """All policies of these comparisons, each once; the full cache first."""
     return list(dict.fromkeys([FULL, *(policy for sweep in sweeps for policy in sweep.policies)]))
 
 
@@ -204,7 +203,7 @@ def folder_of(args: argparse.Namespace, key: Wanted) -> Path:
 
 
 def log_of(args: argparse.Namespace, key: Wanted) -> Path:
-    """Where a process writes what it would have printed of a cell."""
+    """The file to which a process writes the output of a cell."""
     folder = folder_of(args, key)
     return folder.with_name(f"{folder.name}.log")
 
@@ -266,7 +265,7 @@ def recheck(args: argparse.Namespace, argv: list[str], key: Wanted) -> list[Run]
     if not run.answers:
         raise MinithinkError(f"The pool has no answers of {run.cell}: delete its line, and run it again.")
     count = len({id for id, _, _ in run.answers})
-    if "padded_budget" in key:  # what padding takes off depends on all prompts
+    if "padded_budget" in key:  # the padding depends on all prompts
         count = key["limit"]
     if runner.evaluate_words(words_of(args, key, count), length_of_full(args, key)) is None:
         raise KeyboardInterrupt
@@ -327,8 +326,8 @@ def looks(where: Path) -> dict[str, list[Wanted]]:
 
 
 def result_of(name: str, where: Path, wanted: Sequence[Wanted] | None = None) -> dict[str, Any]:
-    """What the pool of a folder holds of a comparison, as a result. wanted: its keys; None: as the documents show it.
-    MinithinkError: nothing."""
+    """A comparison's runs in the pool of a folder, as a result. wanted: its keys; None: as the documents show it.
+    MinithinkError: the pool has no such run."""
     look, wanted = wanted is not None, wanted_of(SWEEPS[name]) if wanted is None else wanted
     runs = shown(name, where, wanted)
     full = {run.key["dataset"]: run.row["kv_bytes_peak"] for run in runs if run.key["policy"] == FULL}

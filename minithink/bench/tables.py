@@ -5,10 +5,10 @@ A document says where a table belongs, and everything between the two lines is r
     <!-- table:decode-cpu -->
     <!-- end -->
 
-`minithink/experiments` lists the tables. A sweep has the table sweep-NAME; if it measures what lines need, also the
-table needed-NAME; if it names a policy to compare with, overall-NAME, of all families together. A column is a
-heading, a field and a format: the field is a dotted path in a measurement, the format as `str.format` has it (and us,
-pct, mib, share: `bench/markdown.py`). A heading that ends in ? is left out where all of its cells are empty.
+`minithink/experiments` lists the tables. A sweep has the table sweep-NAME; if it measures needs, also the table
+needed-NAME; if it names a policy to compare with, overall-NAME, of all families together. A column is a heading, a
+field and a format. The field is a dotted path in a measurement. The format is one of `str.format`, or us, pct, mib,
+share (`bench/markdown.py`). A heading that ends in ? is left out where all of its cells are empty.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
-    """Bring README.md and docs/*.md up to date, or check that they are; or print the tables of another folder."""
+    """Bring README.md and docs/*.md up to date, or check them; or print the tables of another folder."""
     if args.results is not None:
         return show(args.results)
     if not args.root.is_dir():
@@ -100,7 +100,7 @@ def fill(text: str, name: str, where: Path, folder: Path | None = None) -> str:
         text: of the document.
         name: of the document, for errors.
         where: the folder of the result files.
-        folder: where the document lies; None: beside that folder.
+        folder: of the document; None: the one that holds `where`.
     """
     out: list[str] = []
     lines = iter(enumerate(text.split("\n"), start=1))
@@ -130,7 +130,7 @@ def fill(text: str, name: str, where: Path, folder: Path | None = None) -> str:
 
 
 def lines_of(table: Table, result: Result) -> list[str]:
-    """A table in Markdown, what is said below it, and its source."""
+    """A table in Markdown, the sentences below it, and its source."""
     rows = list(table.rows(result))
     shown = [*markdown(cells(table, rows)), ""] if table.columns else []
     last = source_of_rows(result, rows, table.kind) if table.kind else source(result)
@@ -140,7 +140,7 @@ def lines_of(table: Table, result: Result) -> list[str]:
 
 
 def cells(table: Table, rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """The headings, and a line for every row, or for rows that differ only in what is across."""
+    """The headings, and a line for every row, or for all rows that differ only in the values of `across`."""
     columns: list[tuple[Column, Any]] = [(column, None) for column in table.columns]
     by_line: dict[tuple[str, ...], dict[Any, Row]] = {}
     for row in rows:
@@ -165,7 +165,7 @@ def cells(table: Table, rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 
 def heading(title: str, value: Any, table: Table) -> str:
-    """Of a column; the value that is across stands in it, or its title."""
+    """The heading of a column. A value of `across` (or its title) takes the place of {}."""
     if value is None:
         return title
     known = table.titles.get(value[0] if len(value) == 1 else value)

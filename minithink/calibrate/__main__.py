@@ -13,7 +13,7 @@ COMMANDS = {"thoughts": thoughts, "steering": steering, "predictor": predictor, 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand → exit code: 0, 1 (it failed), 2 (it makes no sense as asked) or 130 (interrupted)."""
-    return commands.run(PROGRAM, "What methods must know of a model.", COMMANDS, argv)
+    return commands.run(PROGRAM, "Measure or train what methods must know of a model.", COMMANDS, argv)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from minithink.policies.thinkv import NAMES, REASONING, TRANSITION
 
 
 def fold(labels: Tensor, types: int) -> Tensor:
-    """Labels of three types as types that there are: with |T| = 2, transitions count as reasoning, whose side of the
-    threshold is theirs."""
+    """Labels of three types, reduced to |T| types. With |T| = 2 transitions count as reasoning: both lie above the
+    one threshold."""
     return labels if types == 3 else torch.where(labels == TRANSITION, REASONING, labels)
 
 
@@ -30,11 +30,11 @@ def kappa(a: Tensor, b: Tensor) -> float:
 
 
 def compare(a: Tensor, b: Tensor) -> dict[str, Any]:
-    """All of it, as JSON. a, b: uint8 [N], N ≥ 1."""
+    """Every measure of agreement, as JSON. a, b: uint8 [N], N ≥ 1, the types of the same segments."""
     return {
         "segments": len(a),
         "agree": float((a == b).double().mean()),
         "kappa": kappa(a, b),
-        "majority": float(b.bincount().max() / len(b)),  # that b's most frequent type alone would agree
+        "majority": float(b.bincount().max() / len(b)),  # agreement if a were b's most frequent type everywhere
         "confusion": confusion(a, b).tolist(),
     }

@@ -1,17 +1,16 @@
 """From the modes of every prompt and layer to the layers L* and the thresholds Θ (ThinKV, algorithm 1).
 
     every     L* = layers with exactly |T| modes for every prompt                        lines 13 to 24
-    most      none is: those with |T| modes for more than half of the prompts            spec, "Calibration"
-    fallback  none is: thresholds that give the types the shares that the paper's average bits stand for
+    most      if there are none: layers with |T| modes for more than half of the prompts        (chosen)
+    fallback  if there are none: the layers with |T| modes for the most prompts                 (chosen)
 
-Of more layers than wanted, those with the deepest valleys stay. Thresholds are the means, over the layers of L* and
-the prompts where they have |T| modes, of the valleys.
+If there are more layers than wanted, those with the deepest valleys stay. In the fallback depth decides only among
+layers with |T| modes for equally many prompts, because a valley of one prompt in a hundred may well be deep. The
+thresholds are the mean valleys over the layers of L* and the prompts where they have |T| modes.
 
-The fallback takes the layers that have |T| modes for the most prompts, of equals those with the deepest valleys (a
-valley that one prompt in a hundred has may well be deep), and as thresholds quantiles of what the policy will compare
-with them: the sparsity at every refresh, averaged over L*. Quantiles need no labels, always leave every type
-some segments, and with E 35 %, R 35 %, T 30 % the bits and bytes are about the paper's (3.4 bits under R4E4T2 mean
-30 % T).
+In the fallback the thresholds are quantiles of the values that the policy compares with them: the sparsity at every
+refresh, averaged over L*. Quantiles need no labels, and every type gets some segments. With E 35 %, R 35 %, T 30 %
+bits and bytes are about the paper's (3.4 bits under R4E4T2 mean 30 % T).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ SHARES = (0.35, 0.70)  # of segments below θ1 and below θ2
 
 @dataclass(frozen=True)
 class Layer:
-    """What all prompts together say of one layer."""
+    """One layer, over all prompts."""
 
     layer: int
     share: float  # of prompts for which it has |T| modes
@@ -40,7 +39,7 @@ class Layer:
 
 
 def look(prompts: Sequence[Sequence[Peaks]], types: int) -> list[Layer]:
-    """Every layer. prompts: of every prompt, the modes in every layer; types: |T|."""
+    """All layers, over all prompts. prompts: for every prompt, the modes in every layer; types: |T|."""
     out = []
     for number, of_layer in enumerate(zip(*prompts, strict=True)):
         own = [p for p in of_layer if len(p.modes) == types]
@@ -51,7 +50,7 @@ def look(prompts: Sequence[Sequence[Peaks]], types: int) -> list[Layer]:
 
 
 def ranked(layers: Sequence[Layer]) -> list[Layer]:
-    """For the fallback: those first that have |T| modes for the most prompts."""
+    """The order of the fallback: layers with |T| modes for the most prompts first."""
     return sorted(layers, key=lambda x: (-x.share, -x.depth, x.layer))
 
 

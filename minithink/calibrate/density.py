@@ -46,7 +46,7 @@ def density(x: Tensor) -> Tensor:
 
 
 def peaks(f: Tensor) -> Peaks:
-    """Modes (f' = 0, f'' < 0; of a plateau, its first point) and what lies between. f: [GRID]."""
+    """Modes (f' = 0, f'' < 0; of a plateau, its first point) and the valleys between them. f: [GRID]."""
     around = torch.nn.functional.pad(f, (1, 1))  # nothing is beyond 0 and 1, so that the ends may be modes
     modes = ((f > around[:-2]) & (f >= around[2:])).nonzero().flatten().tolist()
     valleys, depths = list[int](), list[float]()

@@ -30,21 +30,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `calibrate foresight`."""
     add = parser.add_argument
     add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
-    add("--dataset", default="facts", help="as of minithink.evaluate; several, with commas between them (default: "
+    add("--dataset", default="facts", help="as in minithink.evaluate; several, with commas between them (default: "
         "facts)")  # fmt: skip
-    add("--split", help="of the dataset (default: as of minithink.evaluate)")
-    add("--limit", type=positive, metavar="N", help="only the first N problems of each")
+    add("--split", help="split of the dataset (default: that of minithink.evaluate)")
+    add("--limit", type=positive, metavar="N", help="only the first N problems of each dataset")
     add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what the context leaves")
     add("--temperature", type=float, help="0 is greedy (this and the next default to the model's own)")
     add("--top-p", type=float, help="1 is off")
-    add("--seed", type=int, default=0, help="of the draws (default: 0)")
+    add("--seed", type=int, default=0, help="seed of the draws (default: 0)")
     add("--batch-size", type=positive, metavar="N", help=f"default: {GPU_BATCH} on a GPU, else {CPU_BATCH}")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", help="auto, float32, float16, bfloat16")
     add("--output", type=Path, metavar="FOLDER", help="where foresight.json goes (default: beside the model, where "
         "it is looked for); give it again as --calibration")  # fmt: skip
-    add("--replace", action="store_true", help="a recording that is there already")
-    add("--resume", action="store_true", help="finish what was interrupted")
+    add("--replace", action="store_true", help="replace a recording that is there already")
+    add("--resume", action="store_true", help="finish an interrupted recording")
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:

@@ -1,7 +1,7 @@
-"""What a calibration has finished so far: its settings, and a line for every prompt, in a file beside the result.
+"""The journal of an unfinished calibration: its settings, and a line for every prompt, in a file beside the result.
 
-A line is written when its prompt is done, so that killing the process loses the prompts in flight and no other. The
-file goes when the result is there.
+A line is written when its prompt is done. So a killed process loses only the prompts in flight. The journal is
+deleted when the result is written.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ class Journal:
         """
         Args:
             path: of the file. A last line that is cut off is removed.
-            settings: whatever decides the result, as JSON knows it.
-            resume: continue what is there.
+            settings: all settings that decide the result, as JSON knows them.
+            resume: go on with the lines of the file.
 
         Raises:
-            UsageError: there are lines that are not to be resumed, or none that are, or they have other settings.
+            UsageError: the file holds lines and `resume` is False; it holds no line and `resume` is True; or its
+                settings differ.
             MinithinkError: another process writes here, a line is damaged, or the file cannot be written.
         """
         self.path, self.lines = path, list[dict[str, Any]]()
@@ -46,7 +47,7 @@ class Journal:
             raise unwritable("The journal", path, error, "--output") from None
 
     def _open(self, settings: dict[str, Any], resume: bool) -> None:
-        """Learn what is there, refuse what does not go on, and cut off what is broken at the end."""
+        """Read the lines, check that this run may go on with them, and cut off a broken last line."""
         data = self.path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
         found = [self._parsed(n, line) for n, line in enumerate(whole.splitlines(), 1)]
@@ -91,7 +92,7 @@ class Journal:
         files.append(self._file, json.dumps(line, allow_nan=False).encode() + b"\n")
 
     def remove(self) -> None:
-        """The result is there."""
+        """Delete the journal, because the result is written."""
         files.remove_held(self._file, self.path)
 
     def close(self) -> None:

@@ -1,11 +1,11 @@
 """Train a model's importance predictors (DynTS §4.1): `python -m minithink.calibrate predictor`.
 
-The model writes texts with the full cache, and the right ones are kept (`traces.py`). Each is read again: a thinking
-token's hidden state is the input, the attention that it gets later on is the target (`foresight.py`). A predictor of
-three layers learns to predict one from the other (`training.py`), with the backbone frozen. Traces of other problems
-tell how well it does, beside a predictor that knows positions only (`quality.py`).
+The model writes texts with the full cache, and the right texts are kept (`traces.py`). Each text is read again: a
+thinking token's hidden state is the input, the attention that the token gets later on is the target (`foresight.py`).
+A predictor of three layers learns to predict the target from the input (`training.py`), with the backbone frozen. It
+is measured on traces of other problems, beside a predictor that knows positions only (`quality.py`).
 
-What is written beside the model, or to --output:
+Files that are written beside the model, or to --output:
 
     predictor-TARGET.safetensors    the weights, with settings and measurements as metadata
     predictor.json                  the measurements of all targets, for people and tables
@@ -40,7 +40,7 @@ from minithink.sampling import SamplingParams
 from minithink.weights import checkpoint_hash
 
 HELP = (
-    "What an interrupted run has finished stays in --traces: the same command goes on. --traces can be given again "
+    "After an interruption the same command goes on: finished texts stay in --traces. --traces can be given again "
     "with other targets or another recipe."
 )
 ALL = "all"  # a predictor that is trained on all datasets
@@ -51,9 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     recipe = Recipe()
     add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
-    add("--dataset", default="facts", help="as of minithink.evaluate; several, with commas between them, take turns. "
+    add("--dataset", default="facts", help="as in minithink.evaluate; several, with commas between them, take turns. "
         "Of the embedded families, training problems are drawn (default: facts)")  # fmt: skip
-    add("--split", help="of the dataset, never test (default: train for the embedded families, else validation)")
+    add("--split", help="split of the dataset, never test (default: train of the embedded families, else validation)")
     add("--num-prompts", type=positive, default=100, metavar="N", help="problems (default: 100)")
     add("--num-samples", type=positive, default=5, metavar="N", help="texts of each problem (default: 5)")
     add("--targets", type=targets, default=["answer"], metavar="T,T,…", help="what is predicted: attention from the "
@@ -61,9 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "answer)")  # fmt: skip
     add("--held-out", type=share, default=0.1, metavar="X", help="share of the problems that no predictor is trained "
         "on (default: 0.1)")  # fmt: skip
-    add(
-        "--transfer", action="store_true", help="also train on each dataset alone, to see what it knows of the others"
-    )
+    add("--transfer", action="store_true", help="also train on each dataset alone, and measure on the others")
     add("--epochs", type=positive, default=recipe.epochs, metavar="N", help=f"default: {recipe.epochs}")
     add("--batch", type=positive, default=recipe.batch, metavar="N", help=f"texts of a step of training (default: "
         f"{recipe.batch})")  # fmt: skip
@@ -73,16 +71,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what the context leaves")
     add("--temperature", type=float, help="0 is greedy (this and the next default to the model's own)")
     add("--top-p", type=float, help="1 is off")
-    add("--seed", type=int, default=0, help="of problems, draws and training (default: 0)")
-    add("--batch-size", type=positive, metavar="N", help=f"of sampling (default: {GPU_BATCH} on a GPU, else "
-        f"{CPU_BATCH})")  # fmt: skip
+    add("--seed", type=int, default=0, help="seed of problems, draws and training (default: 0)")
+    add("--batch-size", type=positive, metavar="N", help=f"texts at once while sampling (default: {GPU_BATCH} on a "
+        f"GPU, else {CPU_BATCH})")  # fmt: skip
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", help="auto, float32, float16, bfloat16")
     add("--traces", type=location, default=Path("runs/traces"), metavar="DIR", help="where texts, hidden states and "
         "unfinished trainings lie (default: runs/traces)")  # fmt: skip
     add("--output", type=location, metavar="FOLDER", help="where the predictors go (default: beside the model, where "
         "they are looked for); give it again as --calibration")  # fmt: skip
-    add("--replace", action="store_true", help="predictors that are there already")
+    add("--replace", action="store_true", help="replace predictors that are there already")
     add("--plot", type=location, metavar="DIR", help="draw DIR/predictor-TARGET.svg: MSE, τ and overlap by step")
 
 
@@ -167,7 +165,7 @@ def learn(
     engine: Engine, args: argparse.Namespace, target: str, traces: Sequence[Trace], recipe: Recipe,
     result: dict[str, Any], folder: Path,
 ) -> None:  # fmt: skip
-    """Train the predictors of one target, put what they know into the result, write the weights."""
+    """Train the predictors of one target, put their measurements into the result, write the weights."""
     names = args.dataset.split(",")
     for name in (ALL, *(names if args.transfer and len(names) > 1 else ())):
         trained, held = held_out(traces, args.num_prompts, args.held_out)
@@ -192,7 +190,7 @@ def learn(
 def measured(
     weights: Sequence[torch.Tensor], trained: Sequence[Trace], held: Sequence[Trace], target: str, name: str
 ) -> list[dict[str, Any]]:
-    """A row for each dataset of the traces that are held out, and for all of them. name: of what it is trained on."""
+    """A row for each dataset of the held-out traces, and one for all of them. name: the dataset of the training."""
     known = by_position(trace.load(target)[1] for trace in trained)
     pairs = []
     for found, trace in look(weights, held, target):

@@ -1,6 +1,6 @@
-"""How well scores are predicted: MSE (eq. 8), Kendall's τ, and the share of the most important tokens that is found.
+"""How well scores are predicted (DynTS): MSE (eq. 8), Kendall's τ, and the share of important tokens that is found.
 
-Beside the predictor stands one that knows a token's position and nothing else: the mean of the training traces'
+The predictor is compared with one that knows only a token's position. It predicts the mean of the training traces'
 scores at that position, in bins of `BIN` tokens. No function of the bin has a smaller MSE on the training traces.
 """
 
@@ -46,7 +46,7 @@ def overlap(predicted: Tensor, truth: Tensor, percent: int) -> float:
 
 
 def quality(predicted: Tensor, truth: Tensor) -> dict[str, float]:
-    """All of it, of one trace: [L] each."""
+    """Every measure of one trace. predicted, truth: [L]."""
     found = {"mse": float((predicted - truth).square().mean()), "tau": kendall(predicted, truth)}
     return found | {f"top_{p}": overlap(predicted, truth, p) for p in FOUND_IN}
 

@@ -1,4 +1,4 @@
-"""What a policy sees in a finished text: averages of its sparsity, and the types of its segments."""
+"""A finished text as a policy sees it: averages of its sparsity, and the types of its segments."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from minithink.stream import PREFILL_CHUNK
 
 
 def averaged(u: Tensor, rows: int, steps: int) -> Tensor:
-    """What a policy with so many sparsity_rows sees: means over the last queries, as many as there are, at each of
-    the last `steps` steps. u: [N, L] → [steps, L]."""
+    """The sparsity that a policy with `rows` sparsity_rows sees at each of the last `steps` steps: the mean over the
+    last `rows` queries, or over all if there are fewer. u: sparsity by query, [N, L] → [steps, L]."""
     total = torch.nn.functional.pad(u.double().cumsum(0), (0, 0, 1, 0))  # [N + 1, L]
     end = torch.arange(len(u) - steps, len(u)) + 1
     start = (end - rows).clamp(min=0)

@@ -1,4 +1,4 @@
-"""What a calibration file says: L*, Θ, and how far to trust them."""
+"""The content of a calibration file: L*, Θ, and how far to trust them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def conclude(lines: Sequence[Mapping[str, Any]], number: int, count: int) -> dic
 
 
 def share_by_rows(modes: Sequence[Mapping[str, Sequence[int]]], number: int) -> dict[str, list[float]]:
-    """Of the prompts those with so many modes, by averaged rows, of every layer. modes: of each prompt."""
+    """The share of prompts with `number` modes: averaged rows → by layer. modes: those of each prompt, likewise."""
     return {n: [fmean(of[n][i] == number for of in modes) for i in range(len(row))] for n, row in modes[0].items()}
 
 
@@ -81,7 +81,7 @@ def eviction(
 
 
 def summary(result: Mapping[str, Any]) -> Iterator[str]:
-    """What was found, for people."""
+    """The findings, in lines for people."""
     m = result["measurements"]
     theta = ", ".join(f"{x:.4g}" for x in result["thresholds"])
     yield f"L* = {', '.join(map(str, result['layers']))}; thresholds {theta}; chosen by: {result['chosen']}"

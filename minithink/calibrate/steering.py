@@ -1,4 +1,4 @@
-"""Steering vectors: for each layer the mean hidden state before execution thoughts less that before other thoughts.
+"""Fit steering vectors: for each layer, the mean hidden state before execution thoughts minus that before others.
 
 The model answers problems with the full cache. Its texts are then read again, and the hidden states at blank lines
 are averaged in every layer (`minithink/openings.py`). The file holds two vectors for each layer:
@@ -6,12 +6,12 @@ are averaged in every layer (`minithink/openings.py`). The file holds two vector
     plain      V = mean of E − mean of O, over all thoughts (SEAL, SkipKV §4.2)
     matched    V = Σ_k w_k·(mean of E_k − mean of O_k), over the thoughts after a sentence of kind k
 
-A hidden state at a blank line also says what came before it. Execution and other thoughts follow different sentences,
-so the plain difference contains that, too. The matched one compares only like with like: k is ThinKV's kind of the
-sentence before (`thoughts.py`), and w_k ∝ n_E·n_O / (n_E + n_O), the weights with the least variance.
+A hidden state at a blank line also depends on the sentence before it. Execution and other thoughts follow different
+sentences, so the plain difference contains that, too. The matched difference compares like with like: k is ThinKV's
+kind of the sentence before (`thoughts.py`), and w_k ∝ n_E·n_O / (n_E + n_O), the weights with the least variance.
 
 Separation of a layer is the probability that the state before an execution thought lies further along V than the
-state before another thought, both after the same kind of sentence. V is fitted on every other prompt, and the pairs
+state before another thought, both after the same kind of sentence. V is fitted on every second prompt, and the pairs
 are of the remaining prompts. The recommended layer separates best by the plain vector; of equals the first.
 
 Chosen: prompts with right and with wrong answers are pooled as they come (SEAL takes 500 of each).
@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `calibrate steering`."""
     add_common_arguments(parser, 500, FILE)
     add = parser.add_argument
-    add("--labels", choices=("seal", "words"), default="seal", help="which thoughts are no execution: by SEAL's word "
-        "lists, or by ThinKV's and the embedded model's words (default: seal)")  # fmt: skip
+    add("--labels", choices=("seal", "words"), default="seal", help="what labels a thought as other than execution: "
+        "SEAL's word lists, or ThinKV's and the embedded model's words (default: seal)")  # fmt: skip
     add("--plot", type=location, metavar="FILE", help="draw the separation by layer, as SVG")
 
 
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def generate(engine: Engine, examples: Sequence[Example], drawn: Mapping[str, Any], journal: Journal) -> None:
-    """Generate with the full cache what the journal does not hold yet."""
+    """Generate with the full cache the texts that the journal does not hold yet."""
     done = {line["prompt"]: line["right"] for line in journal.lines}
     if len(done) == len(examples):
         return
@@ -128,7 +128,7 @@ def generate(engine: Engine, examples: Sequence[Example], drawn: Mapping[str, An
 
 
 class Sums:
-    """Hidden states before thoughts, added up by the kind of the sentence before, and by whether they are others."""
+    """Sums of hidden states before thoughts, by the kind of the sentence before, and by execution or not."""
 
     def __init__(self) -> None:
         self.total: dict[tuple[str, bool], Tensor] = {}  # float64 [L, d]
@@ -183,7 +183,7 @@ class Sums:
 def fit(
     engine: Engine, examples: Sequence[Example], lines: Sequence[Mapping[str, Any]], labels: str
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:  # fmt: skip
-    """The vectors of all prompts; the recommended layer and what was measured.
+    """The vectors of all prompts; the recommended layer with all measurements.
 
     Args:
         engine: the model whose texts these are.
@@ -254,7 +254,7 @@ def before_thoughts(
         if layer >= 0:
             states.append(hidden[at].float().cpu())
 
-    none = torch.zeros(0, dtype=torch.long, device=engine.device)  # attention is not looked at
+    none = torch.zeros(0, dtype=torch.long, device=engine.device)  # no attention is wanted
     read(engine, [*prompt, *tokens[:n]], lambda *_: None, queries=none, tap=tap)
     return list(zip(thoughts, torch.stack(states, 1), strict=True))
 
@@ -278,7 +278,7 @@ def separated(along: Mapping[tuple[str, bool], Sequence[Mapping[str, Tensor]]], 
 
 
 def summary(about: Mapping[str, Any]) -> list[str]:
-    """What was found, in lines."""
+    """The findings, in lines."""
     m = about["measurements"]
     said = [
         f"{m['prompts']} prompts, {m['right']} answered rightly, {m['tokens']:,} tokens",

@@ -1,12 +1,11 @@
 """ThinKV's layers and thresholds: which layers' attention sparsity tells thoughts apart, and where (algorithm 1).
 
-The model answers problems with the full cache; the sparsity of every layer is measured at each decode step, and its
-modes are found per prompt and layer (`density.py`); `choose.py` chooses. The file says how far to trust that: how the
-types agree with keywords (`minithink/thoughts.py`), and how often they change when the cache is under eviction.
+The model answers problems with the full cache. The sparsity of every layer is measured at each decode step, and its
+modes are found per prompt and layer (`density.py`). `choose.py` chooses layers and thresholds. The file says how far
+to trust them: how the types agree with keywords (`minithink/thoughts.py`), and how often they change under eviction.
 
-The comparison under eviction is teacher-forced: the text of the full cache is given to the policy token by token, so
-that segments stand side by side and nothing but the cache differs. Running freely, the texts would part, and with
-them what is compared.
+The comparison under eviction is teacher-forced: the policy reads the text of the full cache token by token. So the
+segments are the same, and only the cache differs.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from minithink.thinking import Stage, split_thinking
 from minithink.thoughts import kinds, segments
 from minithink.weights import checkpoint_hash
 
-ROWS = (1, 4, 16, 64)  # queries that are averaged: what it does to the modes is reported
+ROWS = (1, 4, 16, 64)  # numbers of averaged queries for which the modes are reported
 GPU_BATCH, CPU_BATCH = 64, 8
 
 
@@ -59,30 +58,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-layers", type=positive, default=4, metavar="N", help="|L*|, layers at most (default: 4)")
     add("--sparsity-rows", type=positive, default=1, metavar="N", help="last queries that are averaged (default: 1)")
     add("--policy", default="thinkv", help="thinkv, tbe or tbq, as in thinkv:tau=64: types are measured with its τ, "
-        "and compared with those under its eviction (default: thinkv)")  # fmt: skip
-    add("--budget", type=positive, metavar="N", help="of that policy, tokens (default: 1024)")
-    add("--compare", type=natural, default=16, metavar="N", help="prompts that are compared; 0: none (default: 16)")
+        "and compared with the types under its eviction (default: thinkv)")  # fmt: skip
+    add("--budget", type=positive, metavar="N", help="budget of that policy, tokens (default: 1024)")
+    add("--compare", type=natural, default=16, metavar="N", help="prompts read under eviction; 0: none (default: 16)")
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, prompts: int, file: str) -> None:
     """The options of all calibrations. prompts: the default of --num-prompts; file: the name of the result."""
     add = parser.add_argument
     add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
-    add("--dataset", default="facts", help="as of minithink.evaluate; several, with commas between them, take turns "
+    add("--dataset", default="facts", help="as in minithink.evaluate; several, with commas between them, take turns "
         "(default: facts)")  # fmt: skip
-    add("--split", help="of the dataset, never test (default: validation)")
-    add("--num-prompts", type=positive, default=prompts, metavar="N", help=f"default: {prompts}")
+    add("--split", help="split of the dataset, never test (default: validation)")
+    add("--num-prompts", type=positive, default=prompts, metavar="N", help=f"problems (default: {prompts})")
     add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what the context leaves")
     add("--temperature", type=float, help="0 is greedy (this and the next default to the model's own)")
     add("--top-p", type=float, help="1 is off")
-    add("--seed", type=int, default=0, help="of the draws (default: 0)")
+    add("--seed", type=int, default=0, help="seed of the draws (default: 0)")
     add("--batch-size", type=positive, metavar="N", help=f"default: {GPU_BATCH} on a GPU, else {CPU_BATCH}")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", help="auto, float32, float16, bfloat16")
     add("--output", type=Path, metavar="FOLDER", help=f"where {file} goes (default: beside the model, where it "
         "is looked for); give it again as --calibration")  # fmt: skip
-    add("--replace", action="store_true", help="a calibration that is there already")
-    add("--resume", action="store_true", help="finish what was interrupted")
+    add("--replace", action="store_true", help="replace a calibration that is there already")
+    add("--resume", action="store_true", help="finish an interrupted calibration")
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
@@ -139,7 +138,7 @@ def policy_of(args: argparse.Namespace) -> ThinKV:
     """The policy whose types are measured; it learns thresholds later.
 
     Raises:
-        UsageError: it is none that goes by thresholds.
+        UsageError: the policy uses no thresholds, or sets what is calibrated.
     """
     takes = args.policy.partition(":")[0] in ("thinkv", "tbe") and "budget=" not in args.policy
     policy = parse(args.policy, budget=args.budget or 1024 if takes else args.budget)
@@ -177,13 +176,13 @@ def load_examples(args: argparse.Namespace) -> tuple[list[Example], str | None]:
 def settings_of(
     engine: Engine, args: argparse.Namespace, examples: Sequence[Example], policy: ThinKV
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """How is drawn, as options of Engine.stream; and all that decides the result."""
+    """How tokens are drawn, as options of Engine.stream; and all settings that decide the result."""
     drawing = drawing_of(engine, args)
     assert engine.home is not None
     names = ("dataset", "split", "num_prompts", "thoughts", "num_layers", "sparsity_rows", "policy")
     settings = {
         "checkpoint": checkpoint_hash(engine.home.folder),
-        "control": "spectrum",  # of the noise that modes are counted in, too
+        "control": "spectrum",  # modes are also counted in noise with this in common, see `noise_like`
         **{name: getattr(args, name) for name in names},
         "budget": policy.budget,
         "problems": hash_of(examples),
@@ -194,7 +193,7 @@ def settings_of(
 
 
 def drawing_of(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
-    """How is drawn, as options of Engine.stream."""
+    """How tokens are drawn, as options of Engine.stream."""
     own = engine.generation_config
     return {
         "temperature": own.temperature if args.temperature is None else args.temperature,
@@ -208,13 +207,13 @@ def drawing_of(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def machine_of(engine: Engine) -> dict[str, Any]:
-    """What of the machine decides the result."""
+    """The parts of the machine that decide the result."""
     dtype = str(engine.dtype).removeprefix("torch.")
     return {"device": engine.device.type, "dtype": dtype, "backend": engine.decoder.backend.name}
 
 
 def hash_of(examples: Sequence[Example]) -> str:
-    """Which problems these are."""
+    """A hash by which problems are recognized."""
     questions = json.dumps([[e.id, e.question] for e in examples])
     return hashlib.sha256(questions.encode()).hexdigest()[:16]
 
@@ -223,7 +222,7 @@ def measure(
     engine: Engine, prompts: Sequence[list[int]], examples: Sequence[Example], policy: ThinKV,
     drawing: Mapping[str, Any], journal: Journal,
 ) -> None:  # fmt: skip
-    """Generate with the full cache what the journal does not hold yet, and measure it."""
+    """Generate with the full cache the texts that the journal does not hold yet, and measure them."""
     done = {line["prompt"]: line["right"] for line in journal.lines if "prompt" in line}
     if len(done) == len(prompts):
         return
@@ -239,7 +238,7 @@ def measure(
 
 
 def line_of(engine: Engine, s: Track, example: Example, policy: ThinKV) -> dict[str, Any]:
-    """What is kept of one finished sequence."""
+    """The journal's line of one finished sequence."""
     tokenizer, rows, steps = engine.tokenizer, policy.sparsity_rows, len(s.tokens)
     text = tokenizer.decode(s.tokens[:-1] if s.finish_reason == "stop" else s.tokens)
     _, answer = split_thinking(text, Stage(tokenizer, s.prompt).name == "think")
@@ -265,9 +264,9 @@ def modes_by_rows(u: Tensor, steps: int) -> dict[str, list[int]]:
 
 
 def noise_like(u: Tensor, steps: int, seed: int) -> Tensor:
-    """Noise that knows no types, with the mean and the spectrum of a text's steps, so that neighbours resemble each
-    other as much: what modes its averages have, they have by chance. Phases are drawn (a surrogate, Theiler et al.
-    1992). u: [N, L]; what comes before the last `steps`, the prompt's queries, stays."""
+    """Noise without types, with the mean and the spectrum of a text's steps. So neighbouring steps are as similar as
+    in the text, and every mode of its averages is there by chance. Only the phases are drawn (a surrogate, Theiler et
+    al. 1992). u: [N, L]; rows before the last `steps`, the prompt's queries, stay."""
     own = u[len(u) - steps :].double()
     spectrum = torch.fft.rfft(own, dim=0)
     phases = torch.rand(spectrum.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -279,7 +278,7 @@ def noise_like(u: Tensor, steps: int, seed: int) -> Tensor:
 
 
 def layers_of(u: Tensor) -> list[dict[str, Any]]:
-    """Of every layer, the sparsity and the modes of its density. u: [steps, L]."""
+    """The sparsity of every layer, and the modes of its density. u: [steps, L]."""
     out = []
     for x in u.unbind(1):
         mean, sd = float(x.mean()), float(x.std(correction=0))
@@ -291,7 +290,7 @@ def under_eviction(
     engine: Engine, policy: ThinKV, values: Mapping[str, Any], prompts: Sequence[list[int]],
     lines: Sequence[Mapping[str, Any]], journal: Journal,
 ) -> None:  # fmt: skip
-    """Give the texts of the full cache to the policy, those that the journal does not hold yet."""
+    """Read the texts of the full cache under the policy, unless the journal holds them already."""
     done = {line["evicted"] for line in journal.lines if "evicted" in line}
     for i, prompt in enumerate(prompts):
         if i in done:

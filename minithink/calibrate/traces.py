@@ -1,10 +1,10 @@
-"""Traces: texts of the full cache, and what a predictor learns of the right ones. They lie in a folder, made once.
+"""Traces: texts of the full cache, with inputs and targets for a predictor. They lie in a folder, and are made once.
 
     traces.jsonl        the settings, then a line for every text: its tokens, whether its answer is right
     000012.safetensors  of text 12, if it is right: hidden states and targets of its thinking tokens (`foresight.py`)
 
-A text is written when it is done. So an interruption loses the texts in flight and no other, and the same command
-goes on. Incomplete texts and wrong answers are dropped, as in DynTS (§4.1, C.2).
+A text is written when it is done. So an interruption loses only the texts in flight, and the same command goes on.
+Incomplete texts and wrong answers are dropped, as in DynTS (§4.1, C.2).
 """
 
 from __future__ import annotations
@@ -98,11 +98,11 @@ def sample(
     engine: Engine, problems: Sequence[tuple[str, Example]], drawing: Mapping[str, Any], folder: Path,
     settings: Mapping[str, Any],
 ) -> list[Trace]:  # fmt: skip
-    """Generate and measure what the folder does not hold yet → the right texts, by number.
+    """Generate and measure the texts that the folder does not hold yet → the right texts, by number.
 
     Args:
         drawing: options of Engine.stream, num_samples among them.
-        settings: all that decides the texts; a folder with other settings is refused.
+        settings: all settings that decide the texts; a folder with other settings is refused.
     """
     path = folder / "traces.jsonl"
     samples = drawing["num_samples"]
@@ -129,7 +129,7 @@ def sample(
 
 
 def line_of(engine: Engine, s: Track, dataset: str, example: Example, folder: Path) -> dict[str, Any]:
-    """What is kept of a text. If it is right and complete, hidden states and targets go to its file."""
+    """The line of a text. If the text is right and complete, hidden states and targets go to its file."""
     tokenizer = engine.tokenizer
     text = tokenizer.decode(s.tokens[:-1] if s.finish_reason == "stop" else s.tokens)
     _, answer = split_thinking(text, Stage(tokenizer, s.prompt).name == "think")
@@ -150,10 +150,10 @@ def line_of(engine: Engine, s: Track, dataset: str, example: Example, folder: Pa
 
 
 def held_out(traces: Sequence[Trace], problems: int, share: float) -> tuple[list[Trace], list[Trace]]:
-    """Traces to train on, and traces of other problems to look at. share: of the problems, the last ones, held out.
+    """Traces to train on, and traces of other problems to measure on. share: of the problems; the last are held out.
 
     Raises:
-        MinithinkError: one of the two is empty.
+        MinithinkError: one of the two lists is empty.
     """
     first = problems - max(1, round(share * problems))
     own = [t for t in traces if t.problem < first], [t for t in traces if t.problem >= first]

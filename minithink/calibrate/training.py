@@ -31,7 +31,7 @@ BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.01, 1.0
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides the weights, beside the traces."""
+    """The settings that decide the weights, beside the traces."""
 
     epochs: int = 15
     batch: int = 256  # traces of a step
@@ -42,7 +42,7 @@ class Recipe:
 
 @dataclass
 class Training:
-    """A predictor, its optimizer, and how it went so far."""
+    """A predictor, its optimizer, and its curve so far."""
 
     weights: list[Tensor]
     optimizer: torch.optim.AdamW
@@ -91,10 +91,10 @@ def train(
     """Train a predictor.
 
     Args:
-        traces: to train on; held: to look at after every epoch.
+        traces: to train on; held: to measure on after every epoch.
         d: numbers of a hidden state.
-        path: of the state; if it is there, training goes on from it.
-        say: is told every epoch.
+        path: file of the state; if it is there, training goes on from it.
+        say: gets a line after every epoch.
     """
     run = Training.new(d, recipe.seed, device)
     if path.exists():

@@ -1,6 +1,6 @@
-"""Experiments: what is measured of each method, as data. One method, one module.
+"""Experiments: the measurements of each method, as data. One method, one module.
 
-A module may have these dictionaries. All modules of this folder are found by themselves (`collected`).
+A module may have these dictionaries. `collected` finds all modules of this folder.
 
     SWEEPS      name → Sweep: policies, budgets and problems that are compared (`bench/sweep.py` runs them); each has
                 a table sweep-NAME, perhaps needed-NAME and overall-NAME (`bench/tables.py`)
@@ -48,7 +48,7 @@ class Goal:
     ours: str
     theirs: str
     ratio: float
-    of_bound: bool = False  # the goal is this share of the ratio that the bounds of both cases allow
+    of_bound: bool = False  # `ratio` is a share of the ratio that the bounds of both cases allow
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Table:
     titles: Mapping[Any, str] = field(default_factory=dict)  # value → heading, if it is not the value itself
     said: Callable[[Result], Iterable[str]] = _nothing  # lines below the table
     file: str = ""  # name of the result that the table shows; "": the table's name
-    kind: str = ""  # of cases: the rows name their own runs (`bench/markdown.py`)
+    kind: str = ""  # kind of cases; if given, the rows name their own runs (`bench/markdown.py`)
     goals: tuple[Goal, ...] = ()  # comparisons of cases of this kind, below the table
     shipped: Path | None = None  # path of the result, if it lies beside the model
 
@@ -81,11 +81,11 @@ class Sweep:
     problems: int = 200
     samples: int = 1
     recall: bool = False  # whether recall is measured
-    padded: int = 0  # charge budgets the padding of batches of so many sequences (`minithink/grouping.py`); 0: none
+    padded: int = 0  # sequences of a batch whose padding budgets pay for (`minithink/grouping.py`); 0: none
     group: bool = False  # with `padded`: batches of prompts of similar length
     needed: bool = False  # whether the share of needs that the cache meets is measured (docs/evaluate.md)
-    datasets: tuple[str, ...] = ()  # whose problems; (): the embedded families
-    beside: str = ""  # the policy with which all others are compared, problem by problem, at equal budgets
+    datasets: tuple[str, ...] = ()  # datasets of the problems; (): the embedded families
+    beside: str = ""  # the policy that all other policies are compared with, problem by problem, at equal budgets
     # Hash of the weights that the table shows; "": of the embedded model. Other weights do not ship, so their runs
     # stay in the table when the code of a policy changes, and the table says so.
     checkpoint: str = ""
@@ -98,7 +98,7 @@ class Case:
     kind: str  # step, bytes, request or throughput
     method: str
     batch: int = 0  # of steps and requests; 0: the largest that fits, or a few
-    drawn: float | None = None  # the share of transitions that the method's stand-in draws; None: it draws no types
+    drawn: float | None = None  # share of transitions that the method's stand-in draws; None: it draws no types
     pool: float = 1.0  # pages, as a share of the worst case's
 
     @property
@@ -157,12 +157,12 @@ class StandIn:
 
     @property
     def enough(self) -> int | None:
-        """Tokens after which a lane stays as it is, on the whole; None: it goes on changing."""
+        """Generated tokens after which a cache is in its steady state; None: it never is."""
         return None
 
     @property
     def watched(self) -> tuple[int, ...]:
-        """Layers whose attention the policy reads, if that is a part of a step with a time of its own."""
+        """Layers whose attention the policy reads, if that part of a step is timed alone."""
         return ()
 
     def counters(self) -> dict[str, Tensor]:
@@ -170,11 +170,11 @@ class StandIn:
         return {}
 
     def alone(self) -> dict[str, Callable[[Any], object]]:
-        """Parts of a decision that are timed alone, as calls that take a Step."""
+        """Parts of a decision that are timed alone: name → a function of a Step."""
         return {}
 
 
-# policy → a function that makes its stand-in of: the policy, the share of transitions, the seed, the layers
+# policy → a function that makes its stand-in, of the policy, the share of transitions, the seed, the layers
 StandIns = dict[type[Policy], Callable[[Any, float, int, int], Policy]]
 
 

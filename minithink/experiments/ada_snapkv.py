@@ -1,4 +1,4 @@
-"""Ada-SnapKV: its selection is timed beside its twin."""
+"""Ada-SnapKV: the kernel of its selection is timed beside its twin."""
 
 from __future__ import annotations
 

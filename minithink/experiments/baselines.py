@@ -1,5 +1,5 @@
-"""Every policy that evicts, on one table: those that papers compare with, with settings for texts of 600 to 3,000
-tokens; their steps beside a full cache's, and the kernels of those that remember attention or draw by lot."""
+"""Every policy that evicts, in one table: the papers' baselines, with settings for texts of 600 to 3,000 tokens;
+their steps beside a full cache's, and the kernels of policies that remember attention or draw by lot."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from minithink.policies.snapkv_decode import SnapKVDecode
 from minithink.policies.tova import Tova
 from minithink.policies.vase import VaSE
 
-BELOW = "random:protect_prompt=true"  # what a policy that chooses should be better than
+BELOW = "random:protect_prompt=true"  # a policy that chooses should be better than this one
 OTHERS = (
     "window:protect_prompt=true", "streaming_llm:protect_prompt=true", BELOW, "rkv:buffer=16,protect_prompt=true",
     "crystal_kv", "crystal_kv_lite:protect_prompt=true", "skipkv:schedule=interval:16,tau=0.9,at=boundary", "dynts",
@@ -47,7 +47,7 @@ SWEEPS = {
         split="test", needed=True,
     ),
     "baselines-untuned": Sweep(
-        "policies that go by attention, with settings that nobody has tuned, beside others",
+        "policies that go by attention, with untuned settings, beside others",
         (*(protected(name, settings[0]) for name, settings in islice(GRID.items(), 8)),
          *(policy for policy in OTHERS if not policy.startswith(("streaming_llm", "dynts")))),
         budgets=(0.25,), split="test",
@@ -86,8 +86,8 @@ SWEEPS = {
 class ByLot(StandIn, Policy):
     """A policy that evicts by lot while a cache is filled. Afterwards it decides as it always does.
 
-    What it remembers of tokens is empty until then: no decoder runs, so nothing calls `watch`. In the first real step
-    all tokens are new to it.
+    Its state is empty until then: no decoder runs, so nothing calls `watch`. In the first real step all tokens are
+    new to the policy.
     """
 
     seed = 0
@@ -95,7 +95,7 @@ class ByLot(StandIn, Policy):
     @property
     def enough(self) -> int | None:
         assert self.budget is not None
-        return 2 * self.budget + self.period  # a lane is full, and as many tokens came and went
+        return 2 * self.budget + self.period  # a full lane has been replaced once
 
     def decide(self, step: Step) -> Iterable[Edit]:
         return Random.decide(cast(Any, self), step) if self.filling else super().decide(step)
@@ -148,7 +148,7 @@ CASES = {
     )
 }
 
-BOUND = 1.3  # × what weights and cache take to be read: no step should be longer. No Goal, which compares two cases
+BOUND = 1.3  # × the time to read weights and cache: no step should be longer. Not a Goal: that compares two cases
 
 
 def steps(result: Result) -> list[Row]:
@@ -196,8 +196,8 @@ KV_HEADS = 8  # of a layer
 
 
 def lanes(rows: int, tokens: int, device: str, layers: int = LAYERS, gone: bool = False) -> Inputs:
-    """Attention of whole numbers, positions and lengths of lanes, what is known of their tokens but the newest, and
-    the rows. gone: a known token is there no more, so that tokens behind it stand one column earlier."""
+    """Attention of whole numbers, positions and lengths of lanes, known positions and scores (of all tokens but the
+    newest), and the rows. gone: a known token was evicted, so tokens behind it are one column earlier."""
     shape = layers, rows, KV_HEADS, tokens
     pos = 2 * torch.arange(tokens, dtype=torch.int32, device=device)
     known, at = pos[:-1], tokens // 3
@@ -211,7 +211,7 @@ def lanes(rows: int, tokens: int, device: str, layers: int = LAYERS, gone: bool 
 
 
 def carried(rows: int, tokens: int, device: str, layers: int = LAYERS) -> Inputs:
-    """What `lanes` has, and the tokens that stay: all but one."""
+    """The inputs of `lanes`, and the tokens that stay: all but one."""
     score, pos, _, known, at = lanes(rows, tokens, device, layers)
     stay = (torch.arange(tokens, device=device) != tokens // 3).expand(pos.shape).contiguous()
     return score, pos, stay, known, at, torch.ones_like(at).bool()

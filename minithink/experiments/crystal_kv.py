@@ -17,7 +17,7 @@ from minithink.kv.contract import Shape, Step
 from minithink.policies.crystal_kv import CrystalKV, CrystalKVLite
 from minithink.tasks import families
 
-# Crystal-KV protects the prompt, and the others by default do not: so they are tried both ways.
+# Crystal-KV protects the prompt, and these policies by default do not: so each is tried both ways.
 OTHERS = (
     "rkv:buffer=16,protect_prompt=true", "rkv:buffer=16", "streaming_llm:protect_prompt=true", "streaming_llm",
     "window:protect_prompt=true", "window", "random:protect_prompt=true", "random",
@@ -27,7 +27,7 @@ LITE = "crystal_kv_lite:protect_prompt=true"  # as in the model's card
 DECAYS = (0, 0.5, 0.6, 0.8, 1)  # λ: LRU, ½ (as all above 0 and up to ½), the default, a long memory, LFU
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)  # p
 SMALL = (0.125, 0.25, 0.5)
-# Budgets of the embedded model's layers and heads as texts end, as `analysis budgets` found them in `search`.
+# Budgets of the embedded model's layers and heads when texts of `search` end, found by `analysis budgets`.
 BUDGETS = (
     (722, 676, 647, 287), (752, 806, 880, 844), (396, 699, 935, 884), (1000, 772, 690, 720),
     (1042, 1157, 829, 940), (780, 559, 347, 868), (694, 1002, 1028, 605), (690, 1007, 880, 823),
@@ -58,18 +58,18 @@ SWEEPS = {
 
 
 class FilledLite(StandIn, CrystalKVLite):
-    """Crystal-KV Lite where hits are noise: a lane that is full stays as it is, on the whole."""
+    """Crystal-KV Lite where hits are noise."""
 
     recordable = True
 
     @property
     def enough(self) -> int | None:
         assert self.budget is not None
-        return 2 * self.budget  # a lane is full, and as many tokens came and went
+        return 2 * self.budget  # a full lane has been replaced once
 
 
 class Filled(FilledLite, CrystalKV):
-    """Crystal-KV, alike. Its lanes share a budget, so at worst one of them holds it all."""
+    """Crystal-KV where hits are noise. Its lanes share a budget, so at worst one lane holds it all."""
 
     recordable = True
     pooled = True

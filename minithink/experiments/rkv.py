@@ -20,7 +20,7 @@ class DrawnRkv(StandIn, Rkv):
     @property
     def enough(self) -> int | None:
         assert self.budget is not None
-        return 2 * self.budget + self.slack  # a lane is full, and as many tokens came and went
+        return 2 * self.budget + self.slack  # a full lane has been replaced once
 
     def score(self, step: Step, layer: int, valid: Tensor, older: Tensor, rows: Tensor) -> Tensor:
         if self.filling:

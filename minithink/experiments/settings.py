@@ -11,8 +11,8 @@ from typing import Any
 from minithink.policies import POLICIES
 
 PROTECTED = "protect_prompt=true"
-# Settings that are tried of each policy, on validation problems. Of the embedded model's texts 128 tokens are a large
-# part. Heads of R-KV gather 16 tokens (`experiments/rkv.py`), so these gather as many.
+# The settings of each policy that are tried on validation problems. Policies gather 16 tokens before they evict, as
+# R-KV in `experiments/embedded.py`: 128 tokens would be a large part of the embedded model's texts.
 GRID = {
     "h2o": ("", "recent=0.25", "recent=0.75"),
     "tova": ("", "newest=true"),

@@ -72,7 +72,7 @@ SWEEPS = {
 # Steps and throughput on synthetic caches --------------------------------------------------------------------------
 
 VOCABULARY = 128_256  # of the shape that is measured
-SENTENCE = 24  # tokens of a sentence, on average: so many tokens of the vocabulary have one with a line break
+SENTENCE = 24  # tokens of a sentence, on average: one token of 24 in the vocabulary has a line break
 
 
 class Informed(StandIn, Steered):
@@ -86,13 +86,13 @@ class Informed(StandIn, Steered):
 
 
 class InformedSeal(Informed, Seal):
-    """SEAL."""
+    """SEAL with such a vocabulary and vector."""
 
     recordable = True
 
 
 class Filled(Informed, SkipKV):
-    """SkipKV whose scores are drawn while a cache is filled; all vectors that are kept are there from the start."""
+    """SkipKV whose scores are drawn while a cache is filled. Its ring of vectors is full from the start."""
 
     recordable = True
 
@@ -103,7 +103,7 @@ class Filled(Informed, SkipKV):
     @property
     def enough(self) -> int | None:
         assert self.budget is not None
-        return 2 * self.budget + self.period  # a lane is full, and as many tokens came and went
+        return 2 * self.budget + self.period  # a full lane has been replaced once
 
     def reset(self, row: int) -> None:
         super().reset(row)

@@ -94,7 +94,7 @@ SWEEPS = {
 
 
 class Drawn(StandIn, ThinKV):
-    """ThinKV that measures sparsity, and then takes the type that was drawn for the segment."""
+    """ThinKV that measures sparsity, but takes the type that was drawn for the segment."""
 
     recordable = True
     typed = pooled = True
@@ -138,7 +138,7 @@ def _drawn(cls: type[Drawn], policy: ThinKV, share: float, seed: int, layers: in
     equally."""
     own = {f.name: getattr(policy, f.name) for f in fields(policy) if f.init}
     measured = sorted({i * layers // MEASURED for i in range(MEASURED)})
-    # any thresholds do: the types that they tell are not used
+    # any thresholds do: types are drawn
     out = cls(**own | {"layers": "/".join(map(str, measured)), "thresholds": "0.5/0.8"})
     chances = {TRANSITION: share, EXECUTION: (1 - share) / 2, REASONING: (1 - share) / 2}
     out.shares, out.seed = [chances[kind] for kind in range(3)], seed
@@ -190,7 +190,7 @@ CASES = {
         "ThinKV at its steady state beside R-KV and a full cache: steps and their parts, bytes, throughput.",
         METHODS,
         {"budget": (1024, "tokens of a lane"), "tau": (128, "tokens of a segment"),
-         "buffer": (128, "of R-KV's official schedule")},
+         "buffer": (128, "tokens that R-KV gathers before it evicts")},
         cases,
         goals=(
             Goal("step/tbe/256/T30", "step/rkv-every-overlapped/256", 3.0),

@@ -12,7 +12,7 @@ from minithink.kv.pages import layouts
 from minithink.kv.schedule import Schedule
 from minithink.kv.stack import members
 
-UNLIMITED = 2**30  # a budget that nothing exceeds
+UNLIMITED = 2**30  # tokens: no lane exceeds such a budget
 
 
 def check_budget(policy: Policy, prompt: int, budget: int | None = None) -> None:
@@ -55,8 +55,8 @@ def needs(policy: Policy, dim: int, dtype: torch.dtype, tokens: int, prompt: int
     fullest moment needs, but a few remaining tokens may keep all of these pages. A prompt that will be quantized
     needs plain pages while it is read; then it frees all of them but the sink's.
 
-    Where all lanes share a budget, no lane has a limit, and each gets pages for the whole text. Room for what all
-    hold together would not do: a lane that shrinks keeps its pages, nearly empty, while another one grows.
+    Where all lanes share a budget, no lane has a limit, and each gets pages for the whole text. Pages for the shared
+    budget would be too few: a lane that shrinks keeps its pages, nearly empty, while another lane grows.
     """
     storage = policy.storage
     lay = dict(zip(storage.formats, layouts(storage, dim, dtype), strict=True))

@@ -1,31 +1,34 @@
-"""Crystal-KV: keep the tokens that attention hits often and recently, and move budgets to busy heads.
+"""Crystal-KV (Wang et al.): keep the tokens that attention hits often and recently; move budgets to busy heads.
 
 Every KV head scores its tokens by combined recency and frequency (LRFU, §5.2 and algorithm 1):
 
-    CRF_i(t) = λ^(t − τ_i)·CRF_i(τ_i) + [i is hit at t]
+    CRF_i(t) = λ^(t − τ_i)·CRF_i(τ_i) + [i is hit at t]      τ_i: the step of token i's last hit before t
 
-A hit is a token of the smallest set that holds the share p of the newest query's attention. While the model thinks
-and a head holds more than its budget, the tokens with the smallest CRF go; the prompt stays, and the answer is
-appended beside the budget (§4). No token is labelled: evicted tokens were SlipKV, the remaining ones are CrystalKV.
-Every `realloc_every` tokens, budgets move to the layers and heads that use theirs most (§5.3 and algorithm 2):
+The hit set is the smallest set of tokens that holds the share p of the newest query's attention. While the model
+thinks, a head that holds more than its budget evicts the tokens with the smallest CRF. The prompt stays, and the
+answer is appended beside the budget (§4). No token is labelled: each enters as PotentialKV, what LRFU evicts was
+SlipKV, and what it keeps is CrystalKV. Every `realloc_every` tokens, budgets move to the layers and heads that use
+theirs most (§5.3 and algorithm 2):
 
     η = ΣCRF / ΣBudget,   Budget' ∝ η
 
-Crystal-KV Lite (§6.1) is the same with equal budgets for good.
+Crystal-KV Lite (§6.1) never moves budgets: they stay equal. The authors released no code.
 
 Choices where the paper is silent:
-- the attention of a group of query heads: the largest probability of each token, renormalised;
-- t counts the sequence's generated tokens, and hits count from the first one on (§5.2 speaks of the whole history;
-  track="full" is algorithm 1 to the letter, which returns before it looks at hits while the head is not full);
-- a token enters with CRF 1 and τ = t, and the attention it pays to itself then is no second hit (LRFU counts
-  insertion, and a PotentialKV must not die at birth, §5.1); with birth=0 it enters with 0, and its own hit counts;
-- of equal CRF the token hit less recently goes, then the older one. So λ = 0 is LRU and λ = 1 is LFU, as §5.2 has it;
-- hits of answer tokens are not recorded: during the answer no token is evicted;
+- the query heads of a KV head count as one: the largest probability of each token, renormalised. The prompt's tokens
+  take part, and can be hit;
+- t counts the sequence's generated tokens. Hits count from the first one on (§5.2: over the whole history). By the
+  letter of algorithm 1 hits do not count while the head is not full: track=full;
+- a token enters with CRF 1 and τ = t, because LRFU counts insertion, and a PotentialKV must not die at birth (§5.1).
+  Its attention to itself at t is no second hit. With birth=0 it enters with CRF 0, and this hit counts;
+- of equal CRF the token whose last hit is older goes first, then the older token. So λ = 0 is LRU and λ = 1 is LFU,
+  as in §5.2;
+- answer queries record no hits, and during the answer no token is evicted;
 - ΣCRF is over all tokens that a head holds, the prompt's included, decayed to the step at which budgets move;
 - where CRF does not depend on the budget, Budget' ∝ η oscillates for ever. So the weight is Budget^(1−a)·η^a with the
   damping a = ½, which is √CRF whatever the budgets were; damping=1 is algorithm 2 to the letter;
-- a head keeps room for the prompt and `min_budget` tokens, and gets no more than it can fill until budgets move
-  again; budgets stay while all heads together cannot fill them by then.
+- a budget is at least the prompt and `min_budget` tokens, and at most what the head can fill until budgets move
+  again. Budgets do not move while all heads together cannot fill them by then.
 For λ ≤ ½ all older hits together weigh less than one newer hit. So LRFU decides as LRU: a token hit more recently
 always outlives another, and frequency counts only among tokens with the same last hit (see figure 5).
 """
@@ -89,7 +92,7 @@ class CrystalKVLite(Policy):
             yield Evict(self.algorithm_1(step, tracked, torch.zeros_like(tracked))[0])
 
     def algorithm_1(self, step: Step, tracked: Tensor, summed: Tensor) -> tuple[Tensor, ...]:
-        """Hits, CRF and τ, and the tokens that go, in every head. `ref/retain.py` has the paper's lines.
+        """Algorithm 1 in every head: update CRF and τ by the hits, select the tokens that go (`ref/retain.py`).
 
         tracked, summed: bool [B], rows whose hits count, and rows of which ΣCRF is wanted.
 
@@ -112,14 +115,14 @@ class CrystalKVLite(Policy):
         return tuple(result)
 
     # -- state: CRF_i(τ_i) and τ_i of the tokens that stay. A row has one list for all its heads, one head after the
-    # other, each with as many entries as its budget. So the state does not grow when budgets move.
+    # other. A head has budget + slack entries, so the state does not grow when budgets move.
 
     def setup(self, shape: Shape) -> None:
         layers, rows, heads = shape.tables
         assert self.budget is not None
         most = self.limit or self.budget
         self._slack = most - self.budget  # tokens beyond its budget that a head may hold between steps
-        size = rows, layers * heads * most + 1  # the last entry is for tokens that have no entry of their own
+        size = rows, layers * heads * most + 1  # the last entry is for tokens without an entry of their own
         self._pos = torch.full(size, NOWHERE, dtype=torch.int32, device=shape.device)
         self._crf = torch.zeros(size, dtype=torch.float32, device=shape.device)
         self._last = torch.zeros(size, dtype=torch.int32, device=shape.device)
@@ -178,7 +181,7 @@ class CrystalKV(CrystalKVLite):
         yield Evict(drop)
 
     def algorithm_2(self, step: Step, now: Tensor, kept: Tensor, fixed: Tensor, crf: Tensor) -> Tensor:
-        """The budgets from now on: int32 [L, B, Hkv]. now: bool [B], rows whose budgets move; others as above."""
+        """The new budgets: int32 [L, B, Hkv]. now: bool [B], rows whose budgets move; kept, fixed, crf: as above."""
         low = fixed + self.min_budget
         high = torch.maximum(kept + self.realloc_every, low)  # what a head can fill by the next time
         budget: Tensor = step.ops.reallocate(crf, step.budget, low, high, now, self.damping)
@@ -186,7 +189,7 @@ class CrystalKV(CrystalKVLite):
         self._slots[:, step.row] += torch.stack((moved, torch.where(now, step.budget.sum((0, 2)), 0)))
         return budget
 
-    # -- how many slots changed heads, of all slots that each reallocation could move
+    # -- counted over all reallocations of a row: slots that changed heads, and all slots that could
 
     def setup(self, shape: Shape) -> None:
         super().setup(shape)

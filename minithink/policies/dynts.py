@@ -1,4 +1,4 @@
-"""DynTS: keep the thinking tokens that a small network expects the answer to need (Dynamic Thinking-Token Selection).
+"""DynTS (Guo et al.): keep the thinking tokens that a small network, the predictor, expects the answer to need.
 
 While the model thinks, a sequence holds three windows (§4.2), the same tokens in all layers and heads:
 
@@ -10,21 +10,30 @@ When the sequence holds B tokens, the k = int(r·W_s) tokens of the selection wi
 K = W_s − k tokens go. So triggers are K tokens apart. Survivors compete again, with the score that they have.
 
 The forward pass of a token also gives its score (eq. 7): a predictor of three layers reads the last hidden state,
-after the final norm (`ref/predict.py`). `python -m minithink.calibrate predictor` trains one for a model. It learns
-the attention that a thinking token gets from the answer (eq. 6); with target=hindsight from all later tokens, with
-target=needs how often later statements need it. On the embedded model needs is the best target, answer
-is no better than lots, and hindsight, which selects the oldest tokens, is no better than a window (`docs/dynts.md`).
+after the final norm (`ref/predict.py`). `python -m minithink.calibrate predictor` trains one for a model. What it
+predicts of a thinking token is its target:
+
+    answer      attention from the answer (eq. 6)
+    hindsight   attention from all later tokens
+    needs       how often later statements need the token
+
+On the embedded model needs is the best target, answer is no better than random scores, and hindsight, which selects
+the oldest tokens, is no better than a window (docs/dynts.md).
+
+The authors' code (Robin930/DynTS) differs from their paper: the prompt competes in the selection window, and a
+trigger comes one token later. Here the paper's rule holds.
 
 Chosen where the paper is silent, or says two things:
-- after `</think>` nothing is selected: no answer token was trained on. The answer is appended beside the budget;
-- a `<think>` that the model generates is a generated token like others, and so has a score;
+- no selection runs after `</think>`, because no answer token was trained on. The answer is appended beside the
+  budget (the paper goes on selecting);
+- a `<think>` that the model generates has a score, as every generated token;
 - of equal scores the older token stays; positions are the original ones;
 - r and W_l are read as decimals of up to nine places, since in floats int(0.7·90) is 62;
 - `local` below 1 is a share of B − W_q, so that each sequence may have its own budget (2,000 of 5,000 tokens come to
   about 0.4). From 1 on it counts tokens; 0 is the paper's "without L";
 - ratio=0 is "without T": it needs no predictor. With ratio=1 no token would ever go, so it is refused;
 - question=false is "without Q": W_q = 0, and the prompt has the lowest score, so it goes first;
-- select=random gives each token one lot for good, as a score would be; select=bottom keeps the lowest scores;
+- select=random draws one score for each token and never changes it; select=bottom keeps the lowest scores;
 - scores are kept by position, 4 bytes for each token that a sequence may have.
 """
 
@@ -44,12 +53,12 @@ from minithink.policies import dynts_cost as cost
 from minithink.policies.dynts_cost import break_even as break_even
 from minithink.policies.random import lots
 
-LEAST = torch.finfo(torch.float32).min  # the score of tokens that have none
+LEAST = torch.finfo(torch.float32).min  # the score of tokens without a score
 
 
 @dataclass
 class Windows(Policy):
-    """The three windows. Subclasses say which scores the tokens of the selection window have."""
+    """The three windows. Subclasses give the tokens of the selection window their scores."""
 
     budget: int | None = None  # B, tokens that a sequence holds while the model thinks, the prompt's included
     ratio: float = 0.3  # r, the share of the selection window that stays

@@ -7,14 +7,14 @@
 
 The first two read a text that the full cache has generated for the same prompt with the same draws
 (`python -m minithink.calibrate foresight`). Evictions change a text sooner or later; from then on the oracle knows
-the future of another text. So its figures are lower bounds of what its score can do. The third one reads the text
-that is written, and nothing that follows.
+the future of another text. So its figures are lower bounds of what its score can do. The third oracle reads the text
+that is being written, up to the newest token.
 
 None of the three bounds what a method can reach. On the embedded model other methods that keep as many tokens are
 right more often than the first two, and DynTS with target=needs more often than the third (`docs/dynts.md`).
 
-Attention is the mean over layers and heads, because all of them keep the same tokens. Tokens behind the recorded text
-have the score 0.
+Attention is the mean over layers and heads, because all of them keep the same tokens. Tokens behind the end of the
+recorded text have the score 0. No oracle is in the paper.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from minithink.errors import MinithinkError, UsageError
 from minithink.kv.contract import Live, Shape, Step
 from minithink.policies.dynts import Windows
 
-EVERY = 16  # tokens of a text, for which the attention that is still to come is known together
+EVERY = 16  # generated tokens from one known state of the attention that is still to come to the next
 
 
 @dataclass
@@ -39,14 +39,14 @@ class AnswerOracle(Windows):
 
     name = "answer_oracle"
     summary = "keep what the answer attends to, known from a recorded text (an oracle in DynTS's windows)"
-    part = "answer"  # of the recorded text, whose attention counts
+    part = "answer"  # the part of the recorded text whose attention counts
 
     @property
     def calibration(self) -> str:
         return "foresight.json"
 
     def calibrated(self, values: Mapping[str, Any]) -> None:
-        """values: `text`, a prompt's ids → the ids that the full cache generated, None: it is not recorded."""
+        """values: `text`, a prompt's ids → the ids that the full cache generated; None: no text is recorded."""
         self._text: Callable[[Sequence[int]], Sequence[int] | None] = values["text"]
 
     def foresees(self, live: Callable[[Sequence[int]], Live], later: Callable[..., Tensor]) -> None:

@@ -11,14 +11,14 @@ The formulas follow the authors' code, FMInference/H2O `h2o_hf/utils_real_drop/m
 
 - The code scores query heads, which does not work where they share keys. Here the query heads of a KV head add up.
 - Scores stay in float32; in 16 bits they stop growing when a step's attention is below their last digit.
-- Kept tokens stay in their order, and of equal scores the older is kept. Sequences of a batch have their own scores;
-  the code adds them up.
+- Kept tokens stay in their order, and of equal scores the older is kept. Each sequence has its own scores; the code
+  adds up the scores of a batch.
 - Where the prompt is protected (not the default), `recent` is a share of what is left beside it.
 - The code's streaming form moves positions; here they stay as they were.
 
 Released code has other methods under this name: KVCache-Factory chooses once, by the prompt's queries; NVIDIA/kvpress
-divides by the queries that a token could see; R-KV's and SkipKV's "H2O" goes by the last query alone, and DynTS's
-does so by mistake. TOVA (`tova.py`) is close to the last two.
+divides by the number of queries that could see a token; "H2O" in R-KV and SkipKV goes by the last query alone, and
+in DynTS it does so by mistake. These three are close to TOVA (`tova.py`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ last W tokens, and of the older ones those with the largest
     I = H1 + H2      H1 = 2σ(−1 − (t − TS)/(MRI + 10⁻⁵))      H2 = 2σ(1 − MRI), if MRI > 0
 
 So a token stays while its present pause is short beside its longest one. A token that never recurred goes first,
-unless it has just come. The formulas follow the authors' code, a copy of Halo-949/LazyEviction
+unless it is new. The formulas follow the authors' code, a copy of Halo-949/LazyEviction
 `model/temp_cacheobs.py`. The paper's formulas differ and are left out: its H1 has no "1 +", and sources quote two
 forms of its H2.
 
@@ -20,7 +20,7 @@ Deviations from the code:
   2,048.
 - Of equal scores the older token is kept.
 
-Chosen where the code is silent:
+Chosen here:
 
 - a prompt above the budget is cut when it is read (its tokens all have the same score), so that no lane is above
   budget + W between steps; the code waits for the W-th token;

@@ -7,8 +7,8 @@ Every KV head holds at most C tokens: the last W, and of the older ones those wi
 where w runs over the newest W − 1 queries. With fuse=sum the sum over w takes the place of the maximum. So an older
 token stays only as long as recent tokens attend to it.
 
-The formulas follow the authors' code, ghadiaravi13/MorphKV `morphkv/morph_cache.py`. Its command line has W = 3 and
-C = 100 (the defaults here, but for the budget), its README W = 200 and C = 4,000.
+The formulas follow the authors' code, ghadiaravi13/MorphKV `morphkv/morph_cache.py`. Its command line has W = 3 (the
+default here) and C = 100, its README W = 200 and C = 4,000.
 
 When tokens go: the code chooses within a step, before this step's attention, by the queries before the current one.
 Here policies evict when a step has ended. The choice is the same: the C tokens that stay after step t are those that

@@ -1,14 +1,12 @@
 """RaaS: evict the token that has not mattered for the longest time (Hu et al. 2025, arXiv 2502.11147).
 
-Each token of a layer has a stamp, the time of the last step in which it mattered. At each step those tokens matter
-that have the most attention, a share r of all tokens (or those whose attention is at least α). The new token matters,
-too:
+Each token of a layer has a stamp TS, the last step in which the token mattered. At each step the share r of all
+tokens with the most attention matters (with `alpha`: the tokens with at least α of it), and so does the new token:
 
     TS_i ← t    if token i matters at step t
 
-Stamps are renewed first. Then a lane above its budget evicts the token with the oldest stamp. Of equal stamps the
-older token goes. The prompt stays. Attention is the mean over all heads, so all heads of a layer keep the same
-tokens.
+Then a lane above its budget evicts the token with the oldest stamp; of equal stamps the older token goes. The prompt
+stays. Attention is the mean over all heads, so all heads of a layer keep the same tokens.
 
 No code of the authors was found; this follows descriptions of the paper. With page=16 stamps belong to pages of 16
 tokens, as in the paper, and whole pages are evicted. So a lane then holds up to 15 tokens less than its budget. The
@@ -92,8 +90,8 @@ class RaaS(Policy):
         step.ops.stamp(hit, pos, held, self._known, step.row, step.prompt, step.clock, step.active)
 
     def pages(self, step: Step) -> tuple[Tensor, Tensor]:
-        """Of every column its page's number, counted from the end of the prompt, and its page's place among the pages
-        that a lane holds: int32 and int64 [Lt, B, Ht, S]."""
+        """The page of every column: its number, counted from the end of the prompt, and its rank among the pages that
+        the lane holds. int32 and int64 [Lt, B, Ht, S]."""
         pos = step.pos()
         number = (pos - step.prompt[:, None, None]).div(self.page, rounding_mode="floor")
         if self.page == 1:
@@ -102,7 +100,7 @@ class RaaS(Policy):
         return number, new.cumsum(-1)
 
     def page_attention(self, step: Step, rank: Tensor, there: Tensor) -> Tensor:
-        """Of every page, softmax(u/√D): float32 [Lt, B, Ht, S]; 0 where there is no page.
+        """softmax(u/√D) of every page: float32 [Lt, B, Ht, S]; 0 where there is no page.
 
         rank: the page of each column; there: bool [Lt, B, Ht, S], the pages that hold a token.
         """
@@ -135,7 +133,7 @@ class RaaS(Policy):
         score = last.double() * 2**20 + number  # the oldest stamp goes first, of equals the older page
         step.note(score, free)
         kept = step.ops.keep_best(score, free, self.room(step))
-        if self.page > 1:  # the rest of a page goes, too, if it is not the page that grows
+        if self.page > 1:  # the rest of the page goes, too, unless the page still grows
             gone = torch.zeros_like(rank).scatter_add(-1, rank, (free & ~kept).long()).gather(-1, rank) > 0
             kept &= ~gone | (number == number.masked_fill(pos < 0, -NOWHERE).amax(-1, keepdim=True))
         yield Evict(due[..., None] & free & ~kept)

@@ -1,12 +1,13 @@
-"""Random Attention: keep the prompt and the newest tokens, and draw the other tokens by lot in every round.
+"""Random Attention: keep the prompt and the newest tokens; draw the others by lot in every round (arXiv 2609.03430).
 
 Once a KV head holds budget + buffer tokens, it evicts down to the budget B. It keeps the prompt, n tokens, and the
 last b tokens. Of the others it keeps B − b − n, drawn uniformly without replacement. So an older token survives one
-round with probability p = 1 − b/(B − n), and r rounds with p^r. Each round draws anew. If tokens kept their lots for
-good, that would be another method. Without a window, at b = 1, a token's chances are those of `random` with a
-protected prompt.
+round with probability p = 1 − b/(B − n), and r rounds with p^r. Each round draws anew; a method in which tokens keep
+their lots is a different one. At b = 1, without a window, a token's chances are as in `random` with a protected
+prompt.
 
-The rule follows SalesforceAIResearch/Random-Attention `kvcompress/engine/cache_utils.py`; the paper was not at hand.
+The rule follows the authors' code, SalesforceAIResearch/Random-Attention `kvcompress/engine/cache_utils.py`, because
+the paper was not at hand.
 
 Deviations from the code:
 

@@ -38,7 +38,7 @@ class Scissorhands(Policy):
 
     budget: int | None = None  # tokens that a KV head keeps, the last r included
     recent: int = 10  # r, tokens that always stay
-    history: int = 400  # queries that are asked
+    history: int = 400  # the last queries, whose attention is counted
     by: Literal["count", "mean"] = "count"  # how often a token mattered, or its mean attention
     buffer: int = 128  # tokens beyond the budget that are gathered before an eviction
     schedule: str = "every"

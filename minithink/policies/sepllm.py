@@ -3,7 +3,7 @@
 Once a sequence holds more than c = budget tokens, it evicts. All lanes keep the same tokens:
 
     initial      the first a positions
-    separators   the last s separators between them and the window
+    separators   the last s separators between the initial tokens and the window
     window       the last w tokens
 
 So a sequence saws between at most a + s + w tokens and c. At one budget it thus holds fewer tokens than policies that
@@ -13,15 +13,15 @@ rule in DynTS's paper.
 A token is a separator if it equals one of `. , ? ! ; :` or a line break once spaces are stripped, or if it has only
 spaces. With strict=true it must be exactly such a character, or one space.
 
-The rule follows the authors' code, `Streaming-SepLLM/sepllm_kv_cache/kv_cache_manager.py`. Deviations:
+The rule follows the authors' code, HKUDS/SepLLM `Streaming-SepLLM/sepllm_kv_cache/kv_cache_manager.py`. Deviations:
 
 - Positions stay original, as in the training-free code. The streaming code counts them inside the cache.
-- In a batch each row keeps its own separators. The code keeps as many in every row as the row with the fewest has.
+- Each row keeps its own separators. The code keeps in every row as many as the row with the fewest has.
 - s and w below 1 are shares of the tokens that may stay beside a protected prompt (not the default), so that each
   sequence may have its own budget. The code's s 64 and w 256 of c 800 are 0.08 and 0.32. If a, s and w do not fit,
   the window comes first, then the initial tokens.
 
-The host follows the text, so decisions are not recorded into the step's graph.
+The host reads the text, so decisions are not recorded into the step's graph.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SepLLM(Policy):
     separators: float = 0.08  # s: below 1 a share, from 1 on tokens
     window: float = 0.32  # w, likewise
     fill: bool = False  # keep the newest other tokens in the places of missing separators
-    strict: bool = False  # separators have no spaces around them
+    strict: bool = False  # tokens with spaces around a separator do not count
     schedule: str = "every"
     protect_prompt: bool = False
 
@@ -106,7 +106,7 @@ class SepLLM(Policy):
         return torch.full_like(room, int(size)) if size >= 1 else share_of(room, size)
 
     def _separator(self, step: Step, due: Tensor, pos: Tensor) -> Tensor:
-        """Which tokens of the rows that are due are separators: bool, shaped as pos."""
+        """True for separators in the rows that are due: bool, shaped as pos."""
         out = torch.zeros(pos.shape, dtype=torch.bool)
         for i in due[0, :, 0].nonzero().flatten().tolist():
             heard = torch.tensor(self._heard[int(step.row[i])])

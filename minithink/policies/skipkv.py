@@ -1,40 +1,43 @@
-"""SkipKV: evict sentences that a later one resembles, and steer the model away from needless thoughts.
+"""SkipKV (Tian et al.): evict sentences that a later sentence resembles, and steer the model towards execution.
 
 Storage is skipped by sentences (§4.1). Every 128 generated tokens, a KV head that holds more than its budget evicts
 down to it. The tokens with the lowest score go first (eq. 6):
 
     Z = σ·I − (1 − σ)·R − λ_i
 
-I is the attention of the newest queries and R the resemblance to other keys, both as R-KV has them. λ_i is the
-penalty of the token's sentence: its largest similarity to a later sentence, if that is above τ (`ref/similarity.py`).
-Such a λ_i outweighs I and R: in no text of the embedded model does another token leave first (docs/skipkv.md). So
-sentences that were said again leave before any other token.
+Importance I is the attention of the newest queries. Redundancy R is the resemblance to other keys. Both are as in
+`rkv.py`. λ_i is the penalty of the token's sentence i: its largest similarity to a later sentence, if that is above
+τ (`ref/similarity.py`), else 0. With the defaults it outweighs I and R unless some R is above 0.94. So repeated
+sentences leave before any other token: in every text of the embedded model (docs/skipkv.md).
 
-Generation is skipped by steering (§4.2, `steering.py`). The strength grows with each ended sentence of this sequence
-that contains `Wait`, `Alternatively` or `again`, and so is a non-execution thought:
+Generation is skipped by steering (§4.2, `steering.py`). The strength grows with N_o, the ended non-execution
+sentences of this sequence: they contain `Wait`, `Alternatively` or `again`.
 
     α_t = α_0 + γ·N_o
 
 Each half can be switched off: skip=false leaves λ out, steering=false adds no vector. The defaults are the paper's.
-For the embedded model tau=0.9 and at=boundary are chosen on validation problems: at every token α_0 = 1 with the
-plain vector spoils its texts.
+For the embedded model tau=0.9 and at=boundary are chosen on validation problems, because at=every with α_0 = 1 and
+the plain vector spoils its texts.
 
-Chosen where the paper is silent or says two things:
-- sentences end with each token whose bytes contain a line break (`sentences.py`). D as whole tokens misses `:\\n`;
-- sentences are those of the generated text. By the letter of algorithm 2 the prompt has sentences, too. They cannot
-  change anything while the prompt is protected, which is the default here;
-- a sentence's vector is the mean of its hidden states after the final norm, normalised (eq. 2 is not). Only ended
-  sentences have one. At most `vectors` of them are kept, the newest. A sentence before these keeps the penalty that
-  it has, and gets no new one;
+Chosen where the paper is silent or says two things. "The code" is the authors', TTTTTTris/SkipKV `skipkv/`:
+- a sentence ends with each token whose bytes contain a line break (`sentences.py`). Whole tokens of the paper's
+  delimiters D (A.1) would miss `:\\n`;
+- only generated text is cut into sentences. Algorithm 2 cuts the prompt, too, which changes nothing while the prompt
+  is protected (the default);
+- a sentence's vector is the mean of its hidden states after the final norm, as in the code, but normalised (eq. 2 is
+  not). Only ended sentences have a vector. The newest `vectors` of them are kept. An older sentence keeps its penalty
+  and gets no new one;
 - eq. 3 has i ≤ j, which would flag every sentence; here i < j. The penalty is the largest λ_ij (the code: the last);
-- one penalty for all layers and KV heads. It stays until the last token of the sentence is gone;
+- all layers and KV heads share a sentence's penalty, which stays until the last token of the sentence is gone. The
+  code penalises no sentence of which one token is left;
 - a sentence that ends with the newest token counts at the next eviction, and raises α_t from the next token on
-  (algorithm 2);
-- the last α tokens and the prompt are protected. The paper says neither; α is R-KV's, protect_prompt=false its way;
-- form="paper" is eq. 4–5 to the letter: softmax over all keys, per query head; the maximum of the group; softmax
+  (algorithm 2). N_o counts a sentence once (the code counts its keywords);
+- the last α tokens and the prompt are protected. The paper says neither. α is R-KV's, and protect_prompt=false is
+  R-KV's rule;
+- form=paper is eq. 4–5 to the letter: softmax over all keys, per query head; the maximum of the group; softmax
   again; R without threshold, with the diagonal, softmax per row, mean over rows. The second softmax flattens
   importance so far that it hardly counts, and fewer answers are right (docs/skipkv.md);
-- a stack's other policies may evict beside it.
+- the map Φ from text to cache (eq. 8–11) is a look-up by original position (`ref/cumulative_score.py`).
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ ROWS_AT_ONCE = 256  # rows of a matrix of cosines in memory at once
 
 @dataclass
 class SkipKV(Steered):
-    """Sentences that go, and a strength of steering that grows with the doubts."""
+    """Evict repeated sentences; steer more strongly with each non-execution sentence."""
 
     budget: int | None = None  # B, tokens of a KV head, the prompt's included
     skip: bool = True  # whether sentences are penalised; false: tokens leave by importance and redundancy alone
@@ -95,7 +98,7 @@ class SkipKV(Steered):
     def reads_text(self) -> bool:
         return self.skip or self.steers
 
-    # -- state of each row; the tensors of `ref/sentences.py` and `ref/similarity.py`
+    # -- state of each row: the tensors of `ref/sentences.py` and `ref/similarity.py`
 
     def setup(self, shape: Shape) -> None:
         super().setup(shape)
@@ -107,7 +110,7 @@ class SkipKV(Steered):
         self._vector = torch.zeros(b, self.vectors if self.skip else 0, shape.hidden, device=device)
         self._penalty = torch.zeros(b, sentences, device=device)
         self._number = torch.zeros(b, positions if self.skip else 0, dtype=torch.int32, device=device)
-        # sentences that were evicted; tokens that left while the lane held a token of a penalised sentence
+        # evicted sentences; tokens that were evicted while their lane held a token of a penalised sentence
         self._gone = torch.zeros(b, 2, dtype=torch.int64, device=device)
         self._count[:, 0] = 1
 
@@ -192,7 +195,7 @@ class SkipKV(Steered):
     def parts(self, step: Step, layer: int, valid: Tensor, older: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """I and R of a layer's tokens, float32 [B, Hkv, S].
 
-        valid, older: bool [B, Hkv, S], the tokens whose keys count, and those of them before the window.
+        valid: bool [B, Hkv, S], the tokens whose keys count; older: the valid tokens before the window.
         rows: bool [B], the rows to score.
         """
         q, k = step.queries(layer), step.keys(layer, rows)  # [B, Hq, α, D], [B, Hkv, S, D]
@@ -210,8 +213,8 @@ class SkipKV(Steered):
         return z, lam
 
     def tally(self, step: Step, drop: Tensor, free: Tensor, penalised: Tensor) -> None:
-        """Count what is evicted. drop, free, penalised: bool [L, B, Hkv, S], the tokens that go, the tokens that may
-        go, and those of penalised sentences."""
+        """Count evicted sentences and tokens. bool [L, B, Hkv, S]: drop, the tokens that go; free, the tokens that
+        may go; penalised, the tokens of penalised sentences."""
         left = (free & ~drop & penalised).any(-1, keepdim=True)  # the lane still holds such a token
         passed = (drop & ~penalised & left).sum((0, 2, 3))
         number, penalty = self._number[step.row], self._penalty[step.row]

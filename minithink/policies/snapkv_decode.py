@@ -15,9 +15,9 @@ The formula follows Zefan-Cai/R-KV `rkv/compression/snapkv.py`. Deviations from 
 - The softmax stays in float32, and every lane is scored by its own tokens.
 - Kept tokens stay in their order, and of equal scores the older is kept.
 
-Released code has other forms of SnapKV while decoding. DynTS's averages attention over all layers and heads and does
-not pool; `schedule=share:r/l` evicts as often as it does. kvpress evicts every 512 tokens, and rotates the queries of
-its window to the newest position.
+Released code has other forms of SnapKV while decoding. DynTS's form averages attention over all layers and heads and
+does not pool; `schedule=share:r/l` evicts as often as DynTS. kvpress evicts every 512 tokens, and rotates the queries
+of its window to the newest position.
 
 `Shared` is the common part of methods that divide the budgets of a row unequally (`ada_snapkv.py`, `pyramidkv.py`).
 """
@@ -50,7 +50,7 @@ class SnapKVDecode(Rkv):
     scope = "head"
 
     def score(self, step: Step, layer: int, valid: Tensor, older: Tensor, rows: Tensor) -> Tensor:
-        """Ĩ of the `older` tokens, float32 [B, Hkv, S]. Arguments as of `Rkv.score`."""
+        """Ĩ of the `older` tokens, float32 [B, Hkv, S]. Arguments: as in `Rkv.score`."""
         q, k = step.queries(layer), step.keys(layer, rows)  # [B, Hq, α, D], [B, Hkv, S, D]
         importance: Tensor = step.ops.window_importance(q, k, older, self.kernel_size, self.pooling)
         return importance

@@ -1,13 +1,13 @@
-"""Steering: a vector that is added to one layer's output while the model thinks, so that it doubts less.
+"""Steering: add a vector to one layer's output while the model thinks, so that the model doubts less.
 
     H ← H + α·V,   V = mean hidden state before execution thoughts − mean before other thoughts     (SkipKV §4.2)
 
 `seal` and `skipkv` share this part. `python -m minithink.calibrate steering` fits V, a vector for each layer.
 
-Chosen where the papers are silent:
+Where this differs from the papers:
 - only generated tokens of the think stage are steered. SkipKV's letter steers every forward pass, the prompt's too;
-- SEAL subtracts (others − execution), which is the same. So its coefficient −1 is α = 1 here;
-- L_s is the number of a layer from 0, whose output is steered: the papers' 20th layer is 19 here.
+- SEAL adds −1 times the opposite vector (others − execution), which is the same. So its coefficient −1 is α = 1 here;
+- layers are counted from 0, and the output of layer L_s is steered. The papers' 20th layer is L_s = 19 here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Steered(Policy):
     alpha_0: float = 1.0  # α_0, the strength at the beginning; 0: none
     at: Literal["every", "boundary"] = "every"  # every token of the thinking, or blank lines only
     layer: int | None = None  # L_s, from 0; None: the one that the calibration recommends
-    vector: Literal["plain", "matched"] = "plain"  # difference of means; or of thoughts after equal kinds of thoughts
+    vector: Literal["plain", "matched"] = "plain"  # V as above, or of thoughts after equal kinds of sentences
 
     def __post_init__(self) -> None:
         if not isfinite(self.alpha_0):
@@ -52,7 +52,7 @@ class Steered(Policy):
         """α_t: float32 [B]."""
         return torch.full(step.row.shape, self.alpha_0, device=step.row.device)
 
-    # -- what the model adds: its tokenizer, its calibration, its shape
+    # -- what the policy learns of the model: tokenizer, calibration, shape
 
     @property
     def reads_text(self) -> bool:

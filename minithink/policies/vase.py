@@ -1,25 +1,26 @@
-"""VaSE: keep values of a large range for sure, and draw the other tokens by their attention.
+"""VaSE: keep tokens whose values have a large range, and draw the others by their attention (arXiv 2606.03928).
 
-Once a KV head holds budget + buffer tokens, it evicts down to the budget B. The last b tokens stay. Of the others,
-the candidates, B − b stay. With variant=attnv, AttnV, these are
+Once a KV head holds budget + buffer tokens, it evicts down to the budget B. The last b tokens stay. The older tokens
+are the candidates, of which B − b stay. With variant=attnv (AttnV) these are
 
     L         the n_large candidates with the largest range m_j = max_c v_j[c] − min_c v_j[c]; sinks count as ∞
-    a sample  of the others, drawn without replacement by w_j
+    a sample  of the other candidates, drawn without replacement with the weights w_j
 
 where w is the attention of the last b queries to the candidates, softmax(q·k_j/(√D·temperature)): the mean over these
-queries, pooled over k keys, and then the mean over the query heads. With variant=dkv, DKV, the largest scores stay:
+queries, pooled over k keys, and then the mean over the query heads. With variant=dkv (DKV) the sinks stay, and the
+candidates with the largest
 
     s_j = ‖k_j·G‖²·‖v_j·G‖²,   G ~ N(0, 1/r), [D, r]
 
-G is drawn anew in every round and layer; the KV heads of a layer share it. Sinks stay.
+G is drawn anew in every round and layer; the KV heads of a layer share it.
 
 The formulas follow the authors' code, terarachang/VaSE `eval/reasoning_tasks/modified/transformers/cache_utils.py`;
 of the paper only the abstract was at hand.
 
 Deviations from the code:
 
-- Draws are pure functions of seed, round, layer, table and position, as in `random_attention`; G too. The sample
-  consists of the tokens with the largest ln(u_j)/w_j. This race has the same law as drawing token after token.
+- Draws, G included, are pure functions of seed, round, layer, table and position, as in `random_attention`. The
+  sample is the tokens with the largest ln(u_j)/w_j, which has the same law as drawing token after token.
 - Scores are float32. Tokens of weight 0 come last; in the code they may leave the sample short. Of equal scores the
   older token is kept.
 - Pooling is over neighbours in the text. The code's newer version pools over the order of the last draw.
@@ -42,7 +43,7 @@ from minithink.errors import UsageError
 from minithink.kv.contract import Demand, Evict, Policy, See, Step
 from minithink.policies.random_attention import keys, window
 
-LEAST = 2.0**-53  # of a uniform number whose logarithm or quantile is taken
+LEAST = 2.0**-53  # the least uniform number whose quantile is taken
 
 
 @dataclass
@@ -53,7 +54,7 @@ class VaSE(Policy):
     variant: Literal["attnv", "dkv"] = "attnv"
     buffer: int = 64  # b, tokens: newest ones that always stay, and those gathered beyond B before an eviction
     n_large: int | None = None  # tokens of L; None: a quarter of the budget
-    n_sink: int = 4  # first positions, which stay
+    n_sink: int = 4  # sinks: tokens at the first positions, which stay
     temperature: float = 1.0  # of the softmax
     smooth: int = 5  # k, keys: width of the pooling along the sequence, odd; 1: none
     rank: int = 20  # r, columns of G
@@ -108,7 +109,7 @@ class VaSE(Policy):
         yield Evict(due[..., None] & free & ~newest & ~kept)
 
     def weight(self, step: Step, layer: int, older: Tensor, rows: Tensor) -> Tensor:
-        """w of the `older` tokens, float32 [B, Hkv, S]. older: bool [B, Hkv, S]; rows: bool [B]."""
+        """w of the `older` tokens, float32 [B, Hkv, S]. older: bool [B, Hkv, S]; rows: bool [B], rows to score."""
         q, k = step.queries(layer), step.keys(layer, rows)  # [B, Hq, b, D], [B, Hkv, S, D]
         group = q.shape[1] // k.shape[1]
         # Each query head is pooled for itself, before the mean over the group.
@@ -118,7 +119,7 @@ class VaSE(Policy):
         return each.unflatten(1, (-1, group)).mean(2)
 
     def sketched(self, step: Step, layer: int, key: Tensor, rows: Tensor) -> Tensor:
-        """s of all tokens, float32 [B, Hkv, S]. key: int64 [B, Hkv]; rows: bool [B]."""
+        """s of all tokens, float32 [B, Hkv, S]. key: int64 [B, Hkv], of the draw; rows: bool [B], rows to score."""
         k, v = step.keys(layer, rows).float(), step.values(layer, rows).float()  # [B, Hkv, S, D]
         return product(k, v, self.projection(step, key[:, 0], k.shape[-1])[:, None])
 

@@ -13,14 +13,14 @@ def accumulate(mass: Tensor, pos: Tensor, held: Tensor, known: tuple[Tensor, Ten
 
         S_i ← S_i + A_i      for every token i
 
-    Tokens are found by their position, so others may have evicted some of them. A token that is not found is new: its
-    score is what it receives now. Nothing is written; `carry` keeps the scores of the tokens that stay.
+    Tokens are found by their position, so other policies may have evicted some of them. A token that is not found is
+    new: its score is this step's attention. Nothing is written; `carry` keeps the scores of the tokens that stay.
 
     Args:
         mass: float32 [L, N, H, S], attention A; anything behind the last token.
         pos: int32 [L, N, H, S], the tokens' positions, ascending; anything behind the last token.
         held: int32 [L, N, H], tokens of each lane.
-        known: int32 and float32 [L, B, H, E], positions (ascending, then NOWHERE) and scores.
+        known: int32 and float32 [L, B, H, E], E entries of positions (ascending, then NOWHERE) and scores.
         at: int64 [N], the rows.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Keep what is known of the tokens that stay, their positions and scores, without gaps (H2O)."""
+"""Keep the positions and scores of the tokens that stay, without gaps (H2O)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def carry(
     Args:
         score: float32 [L, N, H, S].
         pos: int32 [L, N, H, S], positions, ascending.
-        stay: bool [L, N, H, S]; of a lane that is active at most E.
+        stay: bool [L, N, H, S]; at most E tokens of each active lane.
         known: int32 and float32 [L, B, H, E]. Entries behind the last token get NOWHERE and 0.
         at: int64 [N], the rows, each once.
         active: bool [N]. In other rows nothing changes.

@@ -1,10 +1,10 @@
-"""Draw a number for every cached token by a hash of its position: lots, and weighted races.
+"""Draw a score for every cached token by a hash of its position: a lot, or with weights a race.
 
     u = the top 53 bits of splitmix64(key + (position + 1)·φ),  φ = 0x9E3779B97F4A7C15     (Steele et al. 2014)
 
 No generator has a state, so u depends on nothing but the key and the token's original position. With weights the
-score is ln(u)/w. The n largest scores are a weighted sample without replacement, as if token after token were drawn
-by the weights of the remaining ones (an exponential race; Efraimidis and Spirakis 2006).
+score is ln(u)/w. The tokens with the n largest scores are a weighted sample without replacement: the law is that of
+drawing one token after the other by the remaining weights (an exponential race; Efraimidis and Spirakis 2006).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def draw(key: Tensor, pos: Tensor, weight: Tensor | None = None) -> Tensor:
     Args:
         key: [...] int64, of every lane.
         pos: [..., S] int32, original positions.
-        weight: [..., S] float32, at least 0; None: lots.
+        weight: [..., S] float32, at least 0; None: the score is u itself.
 
     Returns:
         [..., S] float64: u, from 0 to below 1, or ln(u)/w, −∞ where w is 0.

@@ -1,4 +1,4 @@
-"""After budgets have moved: heads that shrink evict, and what is remembered of tokens moves (Crystal-KV)."""
+"""After budgets have moved: heads that shrink evict, and CRF and τ move to their new entries (Crystal-KV)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def repack(
     """Budgets have moved: heads that shrink evict in the order of algorithm 1, then the lists move to their entries.
 
     Args as of `retain`, and:
-        drop: bool [L, N, H, S], what `retain` has found; gets the tokens that go now, too.
-        held: int32 [L, N, H], tokens of each head before `drop`. Those that stay have entries.
+        drop: bool [L, N, H, S], the tokens that `retain` drops; changed in place: the tokens that go now are added.
+        held: int32 [L, N, H], tokens of each head before `drop`. Each token that stays has an entry.
         old, new: int32 [L, N, H], the budgets.
         moves: bool [N]. In other rows nothing changes.
     """

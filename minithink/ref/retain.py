@@ -1,4 +1,4 @@
-"""Algorithm 1 of Crystal-KV: hits, CRF, the tokens that go, and what is remembered of those that stay."""
+"""Algorithm 1 of Crystal-KV: hits, CRF, the tokens that go, and the entries of the tokens that stay."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def retain(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """One step of algorithm 1.
 
-    `known` holds what earlier steps left of each row: a list for all its heads, one head after the other, layer by
-    layer. A head has budget + slack entries, its tokens stand in the first of them, oldest first. So the lists do not
-    grow when budgets move. They are changed in place, for the rows that are tracked. Tokens are found by position.
-    Tokens that are not found are new. They are newer than all that are found.
+    `known` lists positions, CRF and τ of the tokens that each row held after earlier steps: one list for all heads,
+    one head after the other, layer by layer. A head has budget + slack entries; its tokens fill the first of them,
+    oldest first. So the lists do not grow when budgets move. The lists of tracked rows are changed in place. Tokens
+    are found by position. Tokens that are not found are new, and newer than all found tokens.
 
     Args:
         mass: float [L, N, H, S], the newest query's attention; anything (also NaN) behind the last token.
@@ -30,7 +30,7 @@ def retain(
         known: int32, float32 and int32 [B, E]; E is above the sum of a row's entries. The last entry is not used.
         at: int64 [N], the rows, each once.
         budget: int32 [L, N, H].
-        keep: int32 [L, N, H], tokens that a head may keep, with its protected ones. These stay in any case.
+        keep: int32 [L, N, H], tokens that a head may keep, protected ones included (those stay in any case).
         protected: int32 [N], tokens at positions below this are protected.
         prompt: int32 [N], tokens of the prompt.
         t: int32 [N], generated tokens.
@@ -39,7 +39,7 @@ def retain(
         summed: bool [N], rows of which ΣCRF is wanted.
         lam, p: λ and the share of the hit set, see `lrfu`.
         birth: CRF of a new token, 1 or 0. With 1, its attention to itself is no second hit.
-        scored: whether scores are wanted.
+        scored: whether `score` is wanted.
 
     Returns:
         drop: bool [L, N, H, S], the tokens that go; False in rows that are not tracked.
@@ -84,7 +84,7 @@ def worst(score: Tensor, last: Tensor, free: Tensor, room: Tensor) -> Tensor:
 def recall(
     pos: Tensor, born: Tensor, known: Known, at: Tensor, budget: Tensor, slack: int, birth: int
 ) -> tuple[Tensor, Tensor]:
-    """CRF and τ of the tokens at hand: tokens are found by position, and new ones get theirs."""
+    """CRF and τ of the token in each column, found by position; new tokens get CRF `birth` and τ `born`."""
     first = (budget + slack).transpose(0, 1).flatten(1).cumsum(1)  # behind each head's entries: [N, L·H]
     n, heads, count = *first.shape, known[0].shape[1]
     entry = torch.arange(count, device=pos.device).repeat(n, 1)
@@ -102,7 +102,7 @@ def remember(
     known: Known, at: Tensor, rows: Tensor, budget: Tensor, slack: int, stay: Tensor, pos: Tensor, crf: Tensor,
     last: Tensor,
 ) -> None:  # fmt: skip
-    """Keep positions, CRF and τ of the tokens that stay, in place. rows: bool [N], those whose lists change."""
+    """Keep positions, CRF and τ of the tokens that stay, in place. rows: bool [N], the rows whose lists change."""
     entry = entries(known, budget, slack, torch.where(stay, stay.cumsum(-1) - 1, NOWHERE))
     for list_, new, nothing in zip(known, (pos, crf, last), (NOWHERE, 0, 0), strict=True):
         old = list_[at]
@@ -112,7 +112,7 @@ def remember(
 
 
 def entries(known: Known, budget: Tensor, slack: int, number: Tensor) -> Tensor:
-    """The entry of each head's token of that number, counted from its oldest: int64 [N, L·H·S].
+    """The entries of tokens, by their numbers in their heads, 0 for the oldest: int64 [N, L·H·S].
 
     number: [L, N, H, S]. Tokens beyond a head's entries have the last one of the row.
     """

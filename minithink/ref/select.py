@@ -1,4 +1,4 @@
-"""Which tokens of the selection window go (DynTS §4.2)."""
+"""Select the tokens of the selection window that go (DynTS §4.2)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from minithink.ref.keep_best import keep_best
 def select(
     score: Tensor, pos: Tensor, held: Tensor, at: Tensor, first: Tensor, local: Tensor, keep: Tensor, due: Tensor
 ) -> Tensor:
-    """Of the selection window of every lane that is due, keep the best tokens; the others go.
+    """Keep the best tokens of the selection window in every lane that is due; its other tokens go.
 
-    The selection window is what lies between the question, which are the tokens at positions below `first`, and the
-    last `local` tokens. Of equal scores the older token stays.
+    The selection window lies between the question, the tokens at positions below `first`, and the last `local`
+    tokens. Of equal scores the older token stays.
 
     Args:
         score: float32 [B, T], by row and position.
@@ -24,7 +24,7 @@ def select(
         first: int32 [N], the first position behind the question.
         local: int32 [Lt, N, Ht], W_l.
         keep: int32 [Lt, N, Ht], k; if the window has fewer tokens, all of them stay.
-        due: bool [Lt, N, Ht]; the other lanes lose nothing.
+        due: bool [Lt, N, Ht]; a lane that is not due loses nothing.
 
     Returns:
         bool [Lt, N, Ht, S], the tokens that go.

@@ -17,7 +17,7 @@ def sentences(token: Tensor, at: Tensor, active: Tensor, table: Tensor, state: T
         active: bool [N]. In other rows nothing changes.
         table: uint8 [states, V], what each token does in each state of the automaton (`minithink/sentences.py`).
         state: int32 [B, 3], changed in place: the automaton's state; whether the open sentence contains a keyword;
-            N_o, the ended sentences that contain one (each counts once, however many keywords it contains).
+            N_o, the ended sentences with at least one keyword.
 
     Returns:
         bool [N]: whether the token ends a sentence.

@@ -1,4 +1,4 @@
-"""Pairwise similarity of sentences, incrementally: SkipKV's table T of sentences that a later one resembles."""
+"""Pairwise similarity of sentences, incrementally: SkipKV's table T of sentences that a later sentence resembles."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def similarity(
         λ_ij = v_i·v_j                                          for every earlier sentence i whose vector is there
         λ_i  = max_j λ_ij over the later j with λ_ij > τ        the penalty of sentence i; 0: there is no such j
 
-    One step's delay is the paper's: algorithm 2 fills T after the eviction of a step. Sentences are numbered from 1;
-    number 0 is no sentence (the prompt). Only the newest M vectors are kept, in a ring: sentence n lies at
-    (n − 1) mod M. A penalty stays for good.
+    The delay of one step is the paper's: algorithm 2 fills T after the eviction of a step. Sentences are numbered
+    from 1; number 0 stands for the prompt. Only the newest M vectors are kept, in a ring: sentence n lies at
+    (n − 1) mod M. A penalty never falls.
 
     Args:
         hidden: [N, d], the last layer's hidden states of the newest tokens.
@@ -28,7 +28,7 @@ def similarity(
         active: bool [N]. In other rows nothing changes.
         position: int64 [N], of the newest tokens.
         ends: bool [N], whether these tokens end a sentence.
-        known: what is known of each row, changed in place:
+        known: the state of each row, changed in place:
             total: float32 [B, d], sum of the open sentence's hidden states
             vector: float32 [B, M, d], the newest vectors
             penalty: float32 [B, T], λ_i by number; entry 0 stays 0

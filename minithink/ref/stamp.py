@@ -16,9 +16,9 @@ def stamp(
 
         MRI_i ← max(MRI_i, t − TS_i),   TS_i ← t      for every token i that is hit
 
-    `known` holds what earlier steps left of each lane: its tokens, oldest first. It is changed in place. Afterwards
+    `known` lists the tokens that each lane held after earlier steps, oldest first. It is changed in place. Afterwards
     entry s belongs to the token of column s. Tokens are found by their position, because other policies may have
-    evicted some of them. Tokens that are not found are new, and newer than all that are found. A new token has MRI 0,
+    evicted some of them. Tokens that are not found are new, and newer than all found tokens. A new token has MRI 0,
     and its TS is the step before it came: 0 for the prompt and the first generated token, 1 for the next.
 
     Args:

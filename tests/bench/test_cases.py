@@ -669,7 +669,7 @@ def test_what_does_not_fit_is_left_out(tmp_path: Path, capsys: pytest.CaptureFix
 def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = [*OPTIONS, "--output", str(tmp_path / "x.json")]
     assert main([*options, "--cases", "step/nothing/*"]) == 2
-    assert "there is none; there are bytes/*, step/*, request/*, throughput/* (names are" in capsys.readouterr().err
+    assert "matches no case; there are bytes/*, step/*, request/*, throughput/* (names are" in capsys.readouterr().err
     for wrong, said in (
         (["--memory", "nan"], "nan is no size in GiB"),
         (["--headroom", "-3"], "-3 is no size in GiB"),
