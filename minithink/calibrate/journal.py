@@ -20,12 +20,13 @@ from minithink.evaluate.journal import differences
 class Journal:
     """Lines of JSON objects, open for appending. Also a context manager."""
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], resume: bool) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, Any], resume: bool, option: str = "--output") -> None:
         """
         Args:
             path: of the file. A last line that is cut off is removed.
             settings: whatever decides the result, as JSON knows it.
             resume: continue what is there.
+            option: of the command line, that says where the file lies.
 
         Raises:
             UsageError: there are lines that are not to be resumed, or none that are, or they have other settings.
@@ -43,7 +44,7 @@ class Journal:
                 self.close()
                 raise
         except OSError as error:
-            raise unwritable("The journal", path, error, "--output") from None
+            raise unwritable("The journal", path, error, option) from None
 
     def _open(self, settings: dict[str, Any], resume: bool) -> None:
         """Learn what is there, refuse what does not go on, and cut off what is broken at the end."""
