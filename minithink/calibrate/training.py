@@ -155,7 +155,7 @@ def _step(run: Training, batch: Sequence[Trace], target: str, micro: int, device
 def look(
     weights: Sequence[Tensor], traces: Sequence[Trace], target: str
 ) -> Iterator[tuple[dict[str, float], Trace]]:  # fmt: skip
-    """How well each trace is predicted."""
+    """How well each trace is predicted. MinithinkError: a trace cannot be read."""
     for trace in traces:
         hidden, truth = trace.load(target)
         yield quality(predict(hidden.to(weights[0].device), weights).cpu(), truth), trace

@@ -482,6 +482,21 @@ def test_oracles_see_their_future() -> None:
     assert asked == [([1, 2, 3], "rest"), ([1, 2, 3], "answer")]
 
 
+def test_tokens_behind_the_recorded_text_have_the_score_0() -> None:
+    """So they lose to every token that is attended to, and the older of them stay."""
+    policy = AnswerOracle(12, ratio=0.5, local=1)  # M 3, W_s 8, k 4
+    manager = manager_for(DECODER, policy, rows=1)
+    policy.calibrated({"text": lambda prompt: [7, 7]})
+    future = torch.tensor([[0.0, 0, 0, 0.1, -0.5]])  # of the prompt and the two tokens that are recorded
+    policy.foresees(lambda prompt: None, lambda *args: future)  # type: ignore[arg-type, return-value]
+    manager.join(0, 60, 3)
+    feed(DECODER, manager, {0: [1, 2, 3]})
+    for _ in range(9):
+        feed(DECODER, manager, {0: [7]})
+    assert kept(manager, 0)[0] == [0, 1, 2, 3, 5, 6, 7, 11]
+    assert not policy._score[0, 5:].any()
+
+
 def test_an_oracle_without_a_recorded_text_says_how_to_record_one() -> None:
     policy = AnswerOracle(8, local=2)
     manager = manager_for(DECODER, policy, rows=1)
