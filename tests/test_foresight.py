@@ -77,6 +77,15 @@ def test_targets_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert targets["answer"].tolist() == pytest.approx([2 / 3, 1 / 3, 8 / 3, 1 / 3, 1])
     assert (targets["answer"] > 1 + 1e-6).tolist() == [False, False, True, False, False]
     assert "needs" not in targets, "the text is of no family"
+    rows = p[..., 7:10, 1:6]
+    assert (10 * rows.sum(2)).round().flatten(0, 1).int().tolist() == [
+        [2, 1, 9, 1, 2], [2, 1, 8, 2, 4], [2, 1, 7, 1, 3], [2, 1, 8, 0, 3],
+    ]  # fmt: skip
+    for other in (rows.sum((0, 1, 2)), rows.mean((0, 1, 2))):  # summed over heads; the code's mean over the answer
+        assert torch.allclose(other / other.mean(), targets["answer"])
+    p[..., 1:6], p[..., 0] = 0, 1
+    _, targets = importance(stub(), [0], tokens)
+    assert targets["answer"].tolist() == [0] * 5, "no attention at all: 0, and not NaN"
 
 
 # -- against attention that is whole in memory

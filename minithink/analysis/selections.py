@@ -101,7 +101,19 @@ def measured(engine: Engine, prompt: list[int], tokens: list[int], budget: int) 
 def selected(
     scores: Mapping[str, Sequence[float]], text: Live, question: int, tokens: Sequence[int], budget: int
 ) -> Found:
-    """DynTS's windows along a text. text: what `followers` makes of the prompt; question: its tokens."""
+    """DynTS's windows along a text.
+
+    Args:
+        scores: name → a score of each thinking token, "window" among them. "needs_oracle" ranks live tokens first.
+        text: what `followers` makes of the prompt.
+        question: tokens of the prompt.
+        tokens: ids of the thinking, at least one for each score.
+        budget: tokens beside the prompt.
+
+    Returns:
+        name → for each trigger: what stays in the selection window, the first local token, the newest token. All
+        are numbers of thinking tokens, from 0 on.
+    """
     _, k, local = divided(question + budget, question, DynTS.ratio, DynTS.local)
     found: Found = {name: [] for name in scores}
     held: dict[str, list[int]] = {name: [] for name in scores}  # beside the prompt

@@ -20,12 +20,13 @@ from minithink.evaluate.journal import differences
 class Journal:
     """Lines of JSON objects, open for appending. Also a context manager."""
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], resume: bool) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, Any], resume: bool, option: str = "--output") -> None:
         """
         Args:
             path: of the file. A last line that is cut off is removed.
             settings: all settings that decide the result, as JSON knows them.
             resume: go on with the lines of the file.
+            option: the command line's option for this path, for messages.
 
         Raises:
             UsageError: the file holds lines and `resume` is False; it holds no line and `resume` is True; or its
@@ -44,7 +45,7 @@ class Journal:
                 self.close()
                 raise
         except OSError as error:
-            raise unwritable("The journal", path, error, "--output") from None
+            raise unwritable("The journal", path, error, option) from None
 
     def _open(self, settings: dict[str, Any], resume: bool) -> None:
         """Read the lines, check that this run may go on with them, and cut off a broken last line."""

@@ -208,7 +208,8 @@ def measured(
 
 
 def write(path: Path, weights: Sequence[torch.Tensor], result: dict[str, Any], about: dict[str, Any]) -> None:
-    """Write a predictor: bfloat16, with its settings and measurements as metadata."""
+    """Write a predictor: bfloat16, with its settings and measurements as metadata. MinithinkError: it cannot be
+    written."""
     metadata = {name: str(result[name]) for name in ("command", "date", "commit")}
     metadata |= {"checkpoint": about["settings"]["checkpoint"]}
     metadata |= {name: dumps(rounded(value)) for name, value in about.items()}

@@ -40,13 +40,13 @@ def first(score: Tensor, share: float) -> Tensor:
 
 
 def overlap(predicted: Tensor, truth: Tensor, percent: int) -> float:
-    """The share of the true top 20 % that is among the predicted top p %."""
+    """The share of the true top 20 % that is among the predicted top p %. predicted, truth: [L]."""
     best = first(truth, TOP)
     return float((first(predicted, percent / 100) & best).sum() / best.sum())
 
 
 def quality(predicted: Tensor, truth: Tensor) -> dict[str, float]:
-    """Every measure of one trace. predicted, truth: [L]."""
+    """MSE, τ (NaN: it is undefined) and all overlaps of one trace. predicted, truth: float [L], of one device."""
     found = {"mse": float((predicted - truth).square().mean()), "tau": kendall(predicted, truth)}
     return found | {f"top_{p}": overlap(predicted, truth, p) for p in FOUND_IN}
 

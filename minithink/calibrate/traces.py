@@ -106,7 +106,7 @@ def sample(
     """
     path = folder / "traces.jsonl"
     samples = drawing["num_samples"]
-    with Journal(path, settings, resume=path.exists() and path.stat().st_size > 0) as journal:
+    with Journal(path, settings, path.exists() and path.stat().st_size > 0, "--traces") as journal:
         done = {line["text"]: line["right"] for line in journal.lines}
         total = samples * len(problems)
         if len(done) < total:

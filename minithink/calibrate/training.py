@@ -23,6 +23,7 @@ from torch import Tensor
 
 from minithink.calibrate.quality import mean, quality
 from minithink.calibrate.traces import Trace, batches
+from minithink.errors import MinithinkError, reason
 from minithink.files import replace
 from minithink.ref.predict import predict
 
@@ -69,18 +70,27 @@ class Training:
         replace(path, save(tensors, {"epoch": str(self.epoch), "curve": json.dumps(self.curve)}))
 
     def read(self, path: Path) -> None:
-        """Go on from a state."""
-        with safe_open(path, framework="pt") as file:
-            about = file.metadata()
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        self.epoch, self.curve = int(about["epoch"]), json.loads(about["curve"])
+        """Go on from a state.
+
+        Raises:
+            MinithinkError: the file is damaged, or no state of such a predictor.
+        """
         state: dict[int, dict[str, Tensor]] = {i: {} for i in range(len(self.weights))}
-        for name, x in found.items():
-            number, _, what = name.partition(".")
-            if what == "weight":
-                self.weights[int(number)].data.copy_(x)
-            else:
-                state[int(number)][what] = x
+        try:
+            with safe_open(path, framework="pt") as file:
+                about = file.metadata()
+                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            self.epoch, self.curve = int(about["epoch"]), json.loads(about["curve"])
+            for name, x in found.items():
+                number, _, what = name.partition(".")
+                if what == "weight":
+                    self.weights[int(number)].data.copy_(x)
+                else:
+                    state[int(number)][what] = x
+        except Exception as error:  # safetensors has errors of its own
+            raise MinithinkError(
+                f"{path} is no state of this training ({reason(error)}): delete it, and the training begins anew."
+            ) from None
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
 
 
@@ -95,6 +105,9 @@ def train(
         d: numbers of a hidden state.
         path: file of the state; if it is there, training goes on from it.
         say: gets a line after every epoch.
+
+    Raises:
+        MinithinkError: the state or a trace cannot be read.
     """
     run = Training.new(d, recipe.seed, device)
     if path.exists():
@@ -142,7 +155,7 @@ def _step(run: Training, batch: Sequence[Trace], target: str, micro: int, device
 def look(
     weights: Sequence[Tensor], traces: Sequence[Trace], target: str
 ) -> Iterator[tuple[dict[str, float], Trace]]:  # fmt: skip
-    """How well each trace is predicted."""
+    """How well each trace is predicted. MinithinkError: a trace cannot be read."""
     for trace in traces:
         hidden, truth = trace.load(target)
         yield quality(predict(hidden.to(weights[0].device), weights).cpu(), truth), trace

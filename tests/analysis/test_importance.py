@@ -98,6 +98,26 @@ def test_answers_behind_a_mask(tiny: Engine) -> None:
     assert answers(tiny, texts, [nothing[0], ~nothing[1]], args, 0) == [whole[0], blind[1]]
 
 
+def test_a_pareto_curve_is_a_mean_over_draws(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each draw has a mask and a seed of its own; of 2 texts and 3 draws one sixth is right for each right answer."""
+    made, seeds = [text(tiny, 1), text(tiny, 4)], set[int]()
+
+    def decoded(
+        engine: Engine, read: list[list[int]], *rest: object, seed: int, **options: object
+    ) -> list[list[int]]:
+        seeds.add(seed)
+        return [tiny.tokenizer.encode(t.problem.answer if seed == 8 else "no") for t in made]
+
+    monkeypatch.setattr(importance, "decode", decoded)
+    monkeypatch.setattr(importance, "PERCENT", (30, 100))
+    monkeypatch.setattr(runs, "is_right", lambda answer, problem: problem.answer in answer)
+    args = argparse.Namespace(pareto=3, batch_size=2, temperature=0.6, seed=7)
+    rows = importance.pareto(tiny, made, args)
+    assert seeds == {7, 8, 9}
+    assert [(m["way"], m["percent"]) for m in rows] == [("top", 30), ("bottom", 30), ("random", 30), ("top", 100)]
+    assert [m["right"] for m in rows] == pytest.approx([2 / 6] * 4)
+
+
 def test_the_command(tiny: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     made = [text(tiny, seed) for seed in (1, 4)]
     monkeypatch.setattr(runs, "load_problems", lambda split, family: [t.problem for t in made])

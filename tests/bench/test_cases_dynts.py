@@ -9,7 +9,7 @@ import torch
 from minithink import results
 from minithink.bench.__main__ import main
 from minithink.bench.steady import CONFIGS, RandomModel, Settings, Steady, policy_of
-from minithink.experiments.dynts import METHODS, Filled
+from minithink.experiments.dynts import HIDDEN, METHODS, Filled, by_level
 from minithink.policies.dynts import DynTS
 
 torch.set_num_threads(1)
@@ -39,6 +39,19 @@ def test_sequences_stand_at_all_places_of_the_sawtooth() -> None:
     loop = steady.loop(type(steady._fill))
     loop.step(steady.sequences, [1] * 7)
     assert int((policy._score != drawn).sum()) == 7, "a real step scores its tokens"
+
+
+def test_operations_of_a_length_contain_the_predictor() -> None:
+    """6d² + d for each sequence of DynTS (eq. 12), none for the full cache."""
+    assert {name: config.hidden_size for name, config in CONFIGS.items()} == HIDDEN
+    level = {"level": 64, "flops": 10**9}
+    rows = by_level({
+        "settings": {"model_shape": "llama-8b"},
+        "measurements": [
+            {"kind": "request", "method": method, "batch": 20, "levels": [level]} for method in ("full", "dynts")
+        ],
+    })  # fmt: skip
+    assert [row["flops_in_all"] for row in rows] == [10**9, 10**9 + 20 * 100_667_392]
 
 
 def test_a_generation_is_measured(tmp_path: Path) -> None:

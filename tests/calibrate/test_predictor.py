@@ -294,6 +294,135 @@ def test_a_predictor_learns_what_can_be_learned(tmp_path: Path, monkeypatch: pyt
     assert training._step(fresh, first, "answer", 2, "cpu") == pytest.approx(float(sum(want)) / 9, rel=1e-5)
 
 
+def test_the_recipe_is_the_papers() -> None:
+    """C.2: 15 epochs, 256 traces a step, 4 at once, a cosine from 5e-4; AdamW (0.9, 0.95), weight decay 0.01."""
+    assert Recipe() == Recipe(epochs=15, batch=256, micro=4, lr=5e-4)
+    run = Training.new(8, 0)
+    [group] = run.optimizer.param_groups
+    assert (group["betas"], group["weight_decay"], training.CLIP) == ((0.9, 0.95), 0.01, 1.0)
+    assert [tuple(w.shape) for w in run.weights] == [(8, 16), (16, 4), (4, 1)]
+
+
+def test_a_step_clips_its_gradient_and_does_not_depend_on_micro(monkeypatch: pytest.MonkeyPatch) -> None:
+    g = torch.Generator().manual_seed(2)
+    stored = {
+        str(i): (torch.randn(5 + 3 * i, 8, generator=g), 50 * torch.rand(5 + 3 * i, generator=g)) for i in range(5)
+    }
+    monkeypatch.setattr(Trace, "load", lambda self, target: stored[self.path.name])
+    some, gradients = [Trace(Path(name), 0, "", 0) for name in stored], []
+    for micro in (1, 2, 5):
+        run = Training.new(8, 0)
+        training._step(run, some, "answer", micro, "cpu")
+        gradients.append(torch.cat([w.grad.flatten() for w in run.weights if w.grad is not None]))
+    assert float(gradients[0].norm()) == pytest.approx(1, rel=1e-4)
+    assert torch.allclose(gradients[0], gradients[1], atol=1e-5)
+    assert torch.allclose(gradients[0], gradients[2], atol=1e-5)
+
+
+def test_a_damaged_state_of_a_training_is_one_sentence(tmp_path: Path) -> None:
+    run, path = Training.new(8, 0), tmp_path / "training.safetensors"
+    run.epoch = 3
+    run.write(path)
+    again = Training.new(8, 1)
+    again.read(path)
+    assert again.epoch == 3
+    assert all(torch.equal(x, y) for x, y in zip(again.weights, run.weights, strict=True))
+    whole = path.read_bytes()
+    for data in (
+        b"",
+        whole[:40],
+        whole[:-9],
+        predictor.save({"0.weight": torch.zeros(3)}, {"epoch": "1", "curve": "[]"}),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(MinithinkError, match=r"is no state of this training .* the training begins anew"):
+            Training.new(8, 0).read(path)
+
+
+def test_traces_that_cannot_be_written_are_one_sentence(problems: Path, tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(words_of(problems, tmp_path / "file", tmp_path / "out")) == 1
+    err = capsys.readouterr().err
+    assert "give another --traces" in err
+    assert err.count("\n") == 1
+
+
+def test_what_predictors_know_of_each_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held-out traces of each dataset, and of all; positions are known from the traces that were trained on."""
+    n = 4
+    ramp, flat = torch.arange(1.0, n + 1), torch.ones(n)
+    truth = {"a": flat, "b": flat, "c": ramp, "d": ramp}
+    monkeypatch.setattr(Trace, "load", lambda self, target: (torch.zeros(n, 4), truth[self.path.name]))
+    traces = {name: Trace(Path(name), 0, dataset, n) for name, dataset in zip("abcd", "xyxy", strict=True)}
+    weights = [torch.zeros(size) for size in ((4, 8), (8, 2), (2, 1))]  # a score of log 2 for all
+    rows = predictor.measured(weights, [traces["a"], traces["b"]], [traces["c"], traces["d"]], "answer", "x")
+    assert [(x["dataset"], x["traces"], x["trained"], x["trained_traces"]) for x in rows] == [
+        ("all", 2, "x", 2), ("x", 1, "x", 2), ("y", 1, "x", 2),
+    ]  # fmt: skip
+    for row in rows:
+        assert row["mse"] == pytest.approx(float((ramp - torch.tensor(2.0).log()).square().mean()))
+        assert row["position"]["mse"] == pytest.approx(float((ramp - 1).square().mean())), "a mean of 1, not of 2.5"
+        assert row["variance"] == pytest.approx(1.25)
+    assert "answer, trained on x, on all (2 texts): MSE" in predictor.line(rows[0])
+    assert "τ –" in predictor.line(rows[0]), "all predictions are equal"
+
+
+def test_each_dataset_alone_for_the_transfer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
+) -> None:
+    """Predictors of one dataset are measured, and only the one of all is written and drawn."""
+    asked = list[tuple[str, ...]]()
+
+    def told(own: Any, held: Any, target: str, *rest: Any) -> Training:
+        asked.append(tuple(t.path.name for t in own))
+        return Training.new(8, 0)
+
+    monkeypatch.setattr(predictor, "train", told)
+    monkeypatch.setattr(predictor, "measured", lambda w, own, held, target, name: [{"trained": name}])
+    monkeypatch.setattr(predictor.curves, "draw", lambda path, *rest: asked.append((path.name,)))
+    made = [Trace(Path(f"{i}"), i, "xy"[i % 2], 9) for i in range(6)]
+    args = SimpleNamespace(dataset="x,y", transfer=True, num_prompts=6, held_out=0.3, traces=tmp_path, plot=tmp_path)
+    engine: Any = SimpleNamespace(config=SimpleNamespace(hidden_size=8), device="cpu")
+    result: dict[str, Any] = {"measurements": [], "curves": {}, "settings": {"checkpoint": ""}}
+    result |= dict.fromkeys(("command", "date", "commit"), "")
+    predictor.learn(engine, args, "answer", made, Recipe(), result, tmp_path)  # type: ignore[arg-type]
+    assert asked == [("0", "1", "2", "3"), ("predictor-answer.svg",), ("0", "2"), ("1", "3")]
+    assert [x["trained"] for x in result["measurements"]] == ["all", "x", "y"]
+    assert [p.name for p in tmp_path.glob("*.safetensors")] == ["predictor-answer.safetensors"]
+    args.dataset = "x,z"
+    with pytest.raises(UsageError, match="No text of z is right"):
+        predictor.learn(engine, args, "answer", made, Recipe(), result, tmp_path)  # type: ignore[arg-type]
+
+
+def test_the_curves_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    row = {"train_mse": 1.0, "mse": 1.0, "tau": 0.5, **{f"top_{p}": 0.5 for p in range(20, 100, 10)}}
+    predictor.curves.draw(tmp_path / "x.svg", "answer", [{"step": i, **row} for i in (1, 2)])
+    assert (tmp_path / "x.svg").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("reason", "ends", "length", "right"),
+    [("stop", "</think>", 5, True), ("length", "</think>", 5, False), ("stop", "", 5, False),
+     ("stop", "</think>", 1, False)],
+)  # fmt: skip
+def test_incomplete_texts_are_dropped(
+    reason: str, ends: str, length: int, right: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever the answer is: a text that is cut off, never stops to think, or hardly thinks."""
+    engine = load("tiny", device="cpu")
+    prompt, close = engine.prompt_ids("What?"), engine.tokenizer.id_of("</think>")
+    tokens = [1, 2, *([close] if ends else []), 3, 4]
+    monkeypatch.setattr(traces, "grade", lambda *args: SimpleNamespace(right=True))
+    scores = torch.zeros(length, 4), {"answer": torch.ones(length)}
+    monkeypatch.setattr(traces, "importance", lambda *args: scores)
+    track = SimpleNamespace(tokens=tokens, prompt=prompt, finish_reason=reason, number=7, prompt_index=0)
+    example = traces.Example("e", "What?", "4", "exact", "")
+    line = traces.line_of(engine, track, "x", example, tmp_path)  # type: ignore[arg-type]
+    assert line["right"] is right
+    assert (tmp_path / "000007.safetensors").exists() is right
+
+
 def test_what_is_recorded_is_what_the_full_cache_writes(problems: Path, tmp_path: Path, capsys: Capture) -> None:
     """An oracle that evicts nothing writes the recorded text; a question that is not recorded is an error."""
     words = ["foresight", "--dataset", str(problems), "--temperature", "0", "--max-new-tokens", "320", "--batch-size",

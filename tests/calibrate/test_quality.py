@@ -25,6 +25,8 @@ def test_the_example_of_the_spec() -> None:
     assert found["tau"] == pytest.approx(7 / math.sqrt(90))
     assert found["tau"] == pytest.approx(0.7379, abs=5e-5)
     assert found["top_20"] == 1
+    assert float((1 - TRUTH[:3]).square().mean()) == pytest.approx(10 / 9), "the letter of eq. 8: the first 3 items"
+    assert found["tau"] * math.sqrt(9 / 10) == pytest.approx(0.7), "τ_a: 7 of 10 pairs, ties count"
 
 
 @given(st.integers(2, 40), st.integers(1, 8), st.sampled_from([1, 3, 1024]), st.integers(0, 2**31))

@@ -60,6 +60,10 @@ def test_by_hand(function) -> None:
     weights = [torch.ones(2, 4, device=DEVICE), torch.ones(4, 1, device=DEVICE), torch.ones(1, 1, device=DEVICE)]
     score = function(torch.tensor([[1.0, 0.0]], device=DEVICE), weights)
     assert float(score) == pytest.approx(5.263456, abs=1e-6)
+    x = torch.nn.functional.softplus(torch.tensor([[1.0, 0.0]], device=DEVICE) @ weights[0])
+    assert x.flatten().tolist() == pytest.approx([1.313262] * 4, abs=1e-6)
+    assert float(x @ weights[1]) == pytest.approx(5.253047, abs=1e-6)
+    assert float(kernel.layer(x, weights[1])) == pytest.approx(5.258265, abs=1e-6)
 
 
 def test_small_scores_differ() -> None:

@@ -163,6 +163,34 @@ def test_the_sawtooth_is_that_of_the_appendix(sizes: tuple[int, int, int, float]
         before = lane
 
 
+@given(st.integers(0, 40), st.integers(1, 99), st.sampled_from([0, 0.3, 0.7, 0.999]), st.integers(0, 99))
+def test_windows_add_up(question: int, beside: int, ratio: float, share: int) -> None:
+    """W_q + W_s + W_l = B, for a local window in tokens or as a share of what lies beside the question."""
+    budget = question + beside
+    for local in (float(share) if 1 <= share <= beside else 0.0, share / 100):
+        policy = DynTS(budget, ratio=ratio, local=local)
+        window, k, last = policy.sizes(budget, question)
+        assert question + window + last == budget
+        assert last == (int(local) if local >= 1 else beside * share // 100 if local else 0)
+        assert k == round(ratio * 1000) * window // 1000
+        assert k < window or not window, "at least one token goes"
+        tensors = policy.sizes(torch.tensor([budget]), torch.tensor([question]))
+        assert [int(x) for x in tensors] == [window, k, last]
+
+
+def test_an_answer_has_room_beside_the_budget() -> None:
+    """The pool is made for a whole text, because nothing is selected after `</think>`."""
+    assert {n for [(_, n)] in DynTS(20).peaks(500, 5)} == {500}
+
+
+def test_the_predictor_has_the_dtype_of_the_model() -> None:
+    policy = DynTS(20)
+    sizes = ((12, 24), (24, 6), (6, 1))
+    policy.calibrated({"weights": [torch.zeros(size, dtype=torch.bfloat16) for size in sizes]})
+    policy.setup(Shape(2, 1, 2, 4, 4, 12, "sequence", torch.device("cpu"), 40, torch.float32))
+    assert {x.dtype for x in policy._weights} == {torch.float32}
+
+
 @settings(max_examples=10)
 @given(st.integers(0, 2**31))
 def test_a_ragged_batch_is_as_alone(seed: int) -> None:
@@ -324,6 +352,41 @@ def test_flops_by_hand() -> None:
         break_even(3584, 28, 0)
 
 
+def test_bytes_and_operations_of_the_other_model_by_hand() -> None:
+    """At 16 bits the predictor weighs as much as the KV of 1,344 tokens (R1-Qwen) or 768 (R1-Llama)."""
+    for d, layers, kv_heads, megabytes, tokens in ((3584, 28, 4, 77.07, 1344), (4096, 32, 8, 100.67, 768)):
+        weights = 2 * (3 * d * d + d // 2)
+        assert weights / 1e6 == pytest.approx(megabytes, abs=0.005)
+        assert round(weights / (2 * layers * kv_heads * 128 * 2)) == tokens
+        assert 1.5 * d / layers == 192
+    assert 4899 * predictor_flops(4096) == pytest.approx(493.2e9, rel=1e-4)
+    assert (triggers(16384, 100, 5000, 2030), 100 + 16384) == (6, 16_484)
+
+
+@given(
+    st.integers(1, 60), st.integers(1, 9), st.integers(1, 40), st.integers(1, 20), st.integers(2, 40),
+    st.integers(1, 8), st.integers(1, 3),
+)  # fmt: skip
+def test_a_gain_is_the_difference_of_both_costs(
+    i: int, m: int, b: int, k: int, d: int, layers: int, wide: int
+) -> None:
+    """Eq. 15–18: attention to M + i tokens, less attention to S_i tokens and the products of the predictor (eq. 11,
+    12: two operations for each of its weights). Where heads · head_dim is not d, attention has that width."""
+    d *= 2
+    sizes, width = ((d, 2 * d), (2 * d, d // 2), (d // 2, 1)), wide * d
+    assert predictor_flops(d) == sum(2 * rows * columns for rows, columns in sizes)
+    each = token_flops(layers, width)
+    assert each == 4 * layers * width
+    own = each * length(i, m, b, k) + predictor_flops(d)
+    assert gain(i, m, b, k, d, layers, width) == each * (m + i) - own
+    if n := triggers(i, m, b, k):
+        assert (gain(i, m, b, k, d, layers, width) > 0) == (k > break_even(d, layers, n, width))
+        gains = [gain(j, m, b, k, d, layers, width) for j in range(1, i + 400)]
+        if sum(gains) > 0:
+            paid = repaid(m, b, k, d, layers, width)
+            assert sum(gains[:paid]) > 0 >= max(sum(gains[:j]) for j in range(paid))
+
+
 def test_a_setting_that_never_pays_is_told() -> None:
     """K 20 at most once: the predictor costs as much as attention to 192 tokens."""
     shape = Shape(32, 1, 8, 32, 128, 4096, "sequence", torch.device("cpu"), 1020)
@@ -332,6 +395,7 @@ def test_a_setting_that_never_pays_is_told() -> None:
     said = DynTS(1010, ratio=0.1, local=990).caution(shape)
     assert "evicts at most 18 of 1,020 tokens with budget=1010, ratio=0.1 and local=990" in said
     assert "as attention to 192 tokens: it never pays" in said
+    assert "as attention to 96 tokens" in DynTS(1010, ratio=0.1, local=990).caution(replace(shape, query_heads=64))
     assert DynTS(700, local=200).caution(shape) == ""
     assert DynTS(2**20).caution(shape) == "", "a budget that is not known yet"
     assert DynTS(50, local=60).caution(shape) == "", "a budget that is refused"
@@ -416,6 +480,21 @@ def test_oracles_see_their_future() -> None:
             feed(DECODER, manager, {0: [7]})
         assert kept(manager, 0)[0] == [0, 1, 2, *want, 25, 26]
     assert asked == [([1, 2, 3], "rest"), ([1, 2, 3], "answer")]
+
+
+def test_tokens_behind_the_recorded_text_have_the_score_0() -> None:
+    """So they lose to every token that is attended to, and the older of them stay."""
+    policy = AnswerOracle(12, ratio=0.5, local=1)  # M 3, W_s 8, k 4
+    manager = manager_for(DECODER, policy, rows=1)
+    policy.calibrated({"text": lambda prompt: [7, 7]})
+    future = torch.tensor([[0.0, 0, 0, 0.1, -0.5]])  # of the prompt and the two tokens that are recorded
+    policy.foresees(lambda prompt: None, lambda *args: future)  # type: ignore[arg-type, return-value]
+    manager.join(0, 60, 3)
+    feed(DECODER, manager, {0: [1, 2, 3]})
+    for _ in range(9):
+        feed(DECODER, manager, {0: [7]})
+    assert kept(manager, 0)[0] == [0, 1, 2, 3, 5, 6, 7, 11]
+    assert not policy._score[0, 5:].any()
 
 
 def test_an_oracle_without_a_recorded_text_says_how_to_record_one() -> None:
