@@ -324,8 +324,8 @@ print(f"even {len(problems)} of {len(problems)} leaves {low:.0%} to {high:.0%}")
 assert low < 0.7, "few problems leave much open"
 
 # %% [markdown]
-# Such a run finds gross mistakes, and no more. Tutorial 6 shows what 200 problems can tell. The number is not
-# all, either: these are the shortest problems of one family, answered by one model.
+# Such a run finds gross mistakes, and no more. Tutorial 6 shows what 200 problems can tell. The choice of problems
+# also matters: these are the shortest problems of one family, answered by one model.
 #
 # ## Where its files would go
 #
