@@ -61,7 +61,10 @@ B = P + (N - P) // 4  # tokens that a head may hold
 
 
 def simulate(rule, buffer=0):
-    """The generated tokens come one by one. → the step at which each head loses each token: int32 [L·H, N]."""
+    """The generated tokens come one by one. → the step at which each head loses each token: int32 [L·H, N].
+
+    `HELD` stands for a token that is never lost. A rule evicts when `buffer` tokens more than B are held.
+    """
     held, left = torch.zeros(L, H, N, dtype=torch.bool), torch.full((L, H, N), HELD, dtype=torch.int32)
     held[..., :P] = True
     for t in range(P, N):
