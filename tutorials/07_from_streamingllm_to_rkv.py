@@ -61,7 +61,10 @@ B = P + (N - P) // 4  # tokens that a head may hold
 
 
 def simulate(rule, buffer=0):
-    """The generated tokens come one by one. → the step at which each head loses each token: int32 [L·H, N]."""
+    """The generated tokens come one by one. → the step at which each head loses each token: int32 [L·H, N].
+
+    `HELD` stands for a token that is never lost. A rule evicts when `buffer` tokens more than B are held.
+    """
     held, left = torch.zeros(L, H, N, dtype=torch.bool), torch.full((L, H, N), HELD, dtype=torch.int32)
     held[..., :P] = True
     for t in range(P, N):
@@ -151,8 +154,8 @@ assert min(some["h2o"], some["snapkv_decode"], some["rkv"]) > max(some["tova"], 
 
 # %% [markdown]
 # All policies saw the same queries and keys, those of the undisturbed text. So the panels differ by the rules alone.
-# A real run is different in one point: what is evicted changes the hidden states of later tokens, and at last the
-# text. The last cell checks the rules against the library.
+# A real run differs in one point: an eviction changes the hidden states of later tokens, and in the end the text.
+# The last cell checks the rules against the library.
 #
 # The six differ in what they look at:
 #
@@ -257,8 +260,9 @@ assert kept["rkv"].pairs > 20
 
 # %% [markdown]
 # In this short text most needs are recent, so the window meets them. One text proves nothing: `docs/baselines.md` has
-# 600 texts of each policy. R-KV, RaaS and `snapkv_decode` are above random eviction, TOVA and H2O below. It also
-# says that this share explains right answers only in part: it is a mean over heads, and heads may differ.
+# 600 texts of each policy. R-KV, RaaS and `snapkv_decode` have more right answers than random eviction, TOVA and H2O
+# have fewer. It also says that the share of needs explains right answers only in part: it is a mean over heads,
+# and heads may differ.
 #
 # ## The same as the library?
 #

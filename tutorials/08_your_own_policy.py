@@ -168,7 +168,7 @@ for layer in range(len(pos)):
 #
 # 1. **The budget is kept.** A lane never holds more than budget + 16 tokens.
 # 2. **Companions change nothing.** A sequence loses the same tokens, whatever runs beside it in the batch.
-# 3. **Each byte has a name.** The ledger's entries add up to the bytes that the sequence holds.
+# 3. **Each byte has a name.** The ledger lists what each byte is for. Its entries add up to the bytes held.
 #
 # A check that cannot fail says nothing. So we break law 2: `Leaky` averages scores over the wrong axis, that of the
 # sequences. It would pass every run with one sequence.
@@ -324,8 +324,8 @@ print(f"even {len(problems)} of {len(problems)} leaves {low:.0%} to {high:.0%}")
 assert low < 0.7, "few problems leave much open"
 
 # %% [markdown]
-# Such a run finds gross mistakes, and no more. Tutorial 6 shows what 200 problems can tell. The number is not
-# all, either: these are the shortest problems of one family, answered by one model.
+# Such a run finds gross mistakes, and no more. Tutorial 6 shows what 200 problems can tell. The choice of problems
+# also matters: these are the shortest problems of one family, answered by one model.
 #
 # ## Where its files would go
 #

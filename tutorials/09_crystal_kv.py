@@ -257,7 +257,8 @@ print(f"at the end {final.min()} to {final.max()} tokens; layer {looker[0]}, hea
 assert final[looker] < B, "the head that looks sharply should give slots away"
 
 # %% [markdown]
-# The head that finds the answer's numbers gives slots away: small hit sets need few. (One answer says nothing yet.)
+# The head that finds the answer's numbers gives slots away: small hit sets need few. The answer is wrong now; with
+# equal budgets it was right. (One answer says nothing yet.)
 #
 # ## Does it find what is needed?
 #
