@@ -227,8 +227,9 @@ assert stamps == [5, 1, 4, 5]
 # ## Several queries, and redundancy: SnapKV and R-KV
 #
 # One query says little; eight say more. SnapKV's importance is the mean over eight, and each token takes the largest
-# of its neighbours' values, because a number without its name is of no use. R-KV then subtracts the redundancy: how
-# much a key resembles the other keys. By hand: tokens 1 and 2 say the same, and token 0 says something else.
+# of its neighbours' values: a number is of no use if the name in front of it is gone. R-KV then subtracts the
+# redundancy: how much a key resembles the other keys, as shares that sum to 1 in a head. By hand: tokens 1 and 2 say
+# the same. Token 0 says something else, so its share is the least.
 
 # %%
 key = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.1]])[None, None]

@@ -36,7 +36,6 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import minithink
 from minithink.experiments import Sweep
@@ -332,10 +331,6 @@ assert low < 0.7, "few problems leave much open"
 # `CONTRIBUTING.md` ("Add a policy") has the steps. The policy moves to `minithink/policies/loud.py`, and its
 # comparison is *data*, the module `minithink/experiments/loud.py`: below is all that it holds. One command then
 # runs it on 200 problems of each family, on a GPU: `python -m minithink.bench sweep loud --device cuda`.
-#
-# On a GPU a second question comes: what does a decision cost? There each PyTorch operation that computes something
-# starts at least one kernel, and many small ones take long. We count these operations, without those that only make a
-# view.
 
 # %%
 sweep = Sweep("what adds most to what a head reads, beside the newest tokens, lots and R-KV",
@@ -343,43 +338,11 @@ sweep = Sweep("what adds most to what a head reads, beside the newest tokens, lo
 print(sweep.what, sweep.policies, sweep.budgets, sweep.problems, sep="\n")
 assert all(text.partition(":")[0] in POLICIES for text in sweep.policies)
 
-
-class Count(TorchDispatchMode):
-    """Counts operations that compute: those that make no view."""
-
-    number = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        aliases = [value.alias_info for value in function._schema.returns]
-        self.number += not any(alias and not alias.is_write for alias in aliases)
-        return function(*args, **(kwargs or {}))
-
-
-COUNTS = {}
-
-
-class Counted(Loud):
-    """Loud whose operations are counted, layer by layer."""
-
-    def score(self, step, layer):
-        with Count() as rows:
-            a = step.rows(layer)
-        with Count() as values:
-            v = step.values(layer)
-        with Count() as own:
-            score = a.mean(2) * v.float().norm(dim=-1)
-        COUNTS.update({"step.rows": rows.number, "step.values": values.number, "own": own.number})
-        return score
-
-
-engine.generate(questions[0], policy=Counted(budget=BUDGETS[0], **SAME), temperature=0, max_new_tokens=80)
-print(f"operations for the score of one of {engine.config.num_layers} layers: {COUNTS}")
-assert COUNTS["step.rows"] > COUNTS["own"], "most of the work is to compute attention again"
-
 # %% [markdown]
-# Our own two lines take few. Most operations compute the attention of the last queries once more. So look first
-# whether there is such a kernel: `minithink/ref/window_importance.py` computes nearly this for R-KV (the maximum
-# over query heads, where ours takes the mean). A policy that demands `See.QUERY` and calls it pays little.
+# On a GPU a second question comes: what does a decision cost? Most operations of this score compute the attention of
+# the last queries once more. So look first whether there is such a kernel: `minithink/ref/window_importance.py`
+# computes nearly this for R-KV (the maximum over query heads, where ours takes the mean). A policy that demands
+# `See.QUERY` and calls it pays little.
 #
 # If a measurement then says that a kernel of your own would pay, it is two files with the same name and signature:
 # `minithink/ref/loudness.py`, written to be read, and `kernels/loudness.py` in Triton. A test compares the two.

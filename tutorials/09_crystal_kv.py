@@ -225,7 +225,7 @@ plt.show()
 
 # %% [markdown]
 # Most of it is a window: tokens that are not hit again leave in the order in which they came. Left of the line are
-# the tokens that attention came back to; each head has its own.
+# the tokens that attention came back to; each head has its own. The text is longer than with the full cache.
 #
 # ## Budgets that move
 #

@@ -106,9 +106,9 @@ print("the most redundant tokens of a head:", engine.tokenizer.pieces([ids[i] fo
 assert spread.max() < TAU, "a penalty should be larger than all that tokens can differ by"
 
 # %% [markdown]
-# The scores of tokens differ by little, and they know nothing of sentences: a number goes here, a comma there.
-# Fragments of sentences are left. SkipKV's authors show a model that reads fragments of its own answer, and
-# therefore checks the answer again.
+# The scores of tokens differ by little, and they know nothing of sentences: a word goes here, a comma there. (The
+# prompt's own tokens are on the list, too, but they are protected.) Fragments of sentences are left. SkipKV's authors
+# show a model that reads fragments of its own answer, and therefore checks the answer again.
 #
 # ## Redundancy by sentence
 #

@@ -192,8 +192,8 @@ plt.show()
 # 1. Importance for the answer is known only after the answer; DynTS predicts it when the token is written, once.
 # 2. One set of tokens for all layers and heads, three windows, and a cache length that is a sawtooth.
 # 3. What the predictor learns matters more than how well it learns it. On the embedded model the best target is what
-#    later lines read (*needs*). The answer's attention comes second, though its τ is below that of the position. All
-#    later attention has the best τ and is no better than a window (`docs/dynts.md`).
+#    later lines read (*needs*). The answer's attention comes second. All later attention is predicted best (the
+#    largest τ over many texts), and is no better than a window (`docs/dynts.md`).
 #
 # ## Exercises
 #
