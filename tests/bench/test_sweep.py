@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minithink import results
-from minithink.bench import overall, pool, sweep, tables
+from minithink.bench import pool, sweep, tables
 from minithink.bench.__main__ import main
 from minithink.errors import MinithinkError
 from minithink.evaluate import runner
@@ -114,40 +114,6 @@ def test_the_pool_chooses_the_settings_of_others() -> None:
     more = {"policy": other, "pass_at_1": 0.6}
     assert settings.best([more if row["policy"] == other else row for row in made]) == first | {"h2o": other}
     assert settings.best([row for row in made if row["policy"] != other] + [more, more]) == first
-
-
-def _runs(policy: str, budget: float | None, *right: str, samples: int = 1) -> list[pool.Run]:
-    """A run of each family, "facts" first."""
-    keys = [{"dataset": d, "policy": policy, "budget": budget, "num_samples": samples} for d in ("facts", "search")]
-    about = {name: {} for name in ("source", "row", "machine", "versions")}
-    return [
-        pool.Run(key, answers=[], tokens=[], commit="", date="", command="", right=digits, **about)
-        for key, digits in zip(keys, right, strict=True)
-    ]
-
-
-def test_policies_are_compared_problem_by_problem() -> None:
-    """By hand: of 4 problems 2 more are right and 1 fewer. What keeps no single answers is left out."""
-    runs = _runs("a", 0.5, "1101", "11") + _runs("b", 0.5, "0011", "11") + _runs("old", 0.5, "", "11")
-    found = overall.compared(runs + _runs("full", None, "1111", "11"), "b")
-    assert found["facts", "a", 0.5]["less"] == 0.25
-    low, high = found["facts", "a", 0.5]["less_low"], found["facts", "a", 0.5]["less_high"]
-    assert -1 <= low < 0.25 < high <= 1
-    assert found["search", "a", 0.5] == {"less": 0, "less_low": 0, "less_high": 0}
-    assert found["", "a", 0.5]["less"] == pytest.approx(1 / 6)
-    assert found["", "a", 0.5]["right"] == pytest.approx(5 / 6)
-    assert found["", "b", 0.5].keys() == {"right", "low", "high"}
-    assert ("facts", "b", 0.5) not in found
-    assert {cell for cell in found if "old" in cell} == {("search", "old", 0.5)}
-    assert not any("full" in cell for cell in found)
-    assert overall.compared(runs, "") == {}
-
-
-def test_of_several_samples_a_problem_has_the_mean() -> None:
-    runs = _runs("a", 0.5, "1011", "00", samples=2) + _runs("b", 0.5, "0011", "00", samples=2)
-    found = overall.compared(runs, "b")
-    assert found["facts", "a", 0.5]["less"] == 0.25
-    assert found["", "a", 0.5]["right"] == 0.5
 
 
 def test_a_stale_run_fails_the_check(
@@ -338,6 +304,13 @@ def test_runs_are_drawn(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyP
     plot.unlink()
     assert main([*words, "--plot-only", "--plot", str(tmp_path)]) == 0
     assert plot.read_bytes() == whole
+    one = sweep.SWEEPS["snapkv"]
+    monkeypatch.setitem(sweep.SWEEPS, "snapkv", replace(one, beside="random"))
+    assert main([*words[:-1], "facts", "ledger", "--plot", str(tmp_path)]) == 0
+    drawn = (tmp_path / "sweep-snapkv-overall.svg").read_text()
+    assert ">window<" in drawn
+    assert ">random<" not in drawn, "it is what others are compared with"
+    monkeypatch.setitem(sweep.SWEEPS, "snapkv", one)
     # Two comparisons share a picture; the second one is of the same runs.
     monkeypatch.setitem(sweep.SWEEPS, "again", sweep.SWEEPS["snapkv"])
     assert main(["sweep", "again", *words[1:], "--plot-only", "--plot", str(tmp_path)]) == 0
