@@ -34,7 +34,7 @@ from minithink.reading import read
 from minithink.ref.decode_attention import group_reduce
 from minithink.ref.lrfu import hit_set, lrfu
 from minithink.ref.reallocate import reallocate
-from minithink.ref.retain import survival
+from minithink.ref.retain import worst
 from minithink.tasks import grade, load_problems, needs
 from minithink.trace import format as traces
 from minithink.trace.recorder import Recorder
@@ -282,11 +282,10 @@ def kept_until(rule, budget):
             state = mass[:, :, i, now], held[..., now], counted, crf[..., now], tau[..., now]
             crf[..., now], tau[..., now], score = lrfu(*state, t, rule, 0.9)
         if i + 1 > budget:
-            rank = survival(score, tau[..., now])  # by CRF, among equals by the last hit, then by age
-            rank[~held[..., now] | (torch.arange(i + 1) < P)] = math.inf
-            out = rank.argmin(-1, keepdim=True)
-            held.scatter_(-1, out, False)
-            left.scatter_(-1, out, i - P + 1)
+            free = held[..., now] & (torch.arange(i + 1) >= P)
+            gone = worst(score, tau[..., now], free, torch.full((L, H), budget - P))  # by CRF, last hit, age
+            held[..., now] &= ~gone
+            left[..., now].masked_fill_(gone, i - P + 1)
     assert (held.sum(-1) == min(T, budget)).all()
     return left.flatten(0, 1)
 
