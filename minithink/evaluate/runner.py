@@ -140,6 +140,11 @@ def evaluate(
     SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
     if args.group and args.padded_budget is None:
         raise UsageError("--group groups the batches of --padded-budget: give both, or neither.")
+    if args.padded_budget is not None and all(policy_of(cell, args.schedule).budget is None for cell in cells):
+        raise UsageError(
+            f"--padded-budget charges budgets, and {', '.join(policies)} {'have' if policies[1:] else 'has'} none: "
+            "leave it out, or name a policy with a budget."
+        )
     if args.trace is not None:
         tracing.check(args.trace, cells, args.output_dir)
     examples = load_dataset(args.dataset, args.split, args.limit, grader=args.grader)

@@ -613,6 +613,7 @@ def test_every_setting_is_kept_to(
         ({"policies": "rkv"}, 2, "rkv needs a budget in tokens: give --budgets, or rkv:budget="),
         ({"budgets": "nan", "policies": "window"}, 2, "'nan' is no budget"),
         ({"group": True}, 2, "--group groups the batches of --padded-budget: give both"),
+        ({"policies": "full,kivi", "padded_budget": 2}, 2, "charges budgets, and full, kivi have none: leave it out"),
         ({"temperature": "nan"}, 2, "The temperature is nan"),
         ({"temperature": "inf"}, 2, "The temperature is inf"),
         ({"top_p": "nan"}, 2, "top_p is nan"),
