@@ -116,7 +116,8 @@ class Command:
         add("--seed", type=int, default=0, metavar="N", help="seed of types and tokens (default 0)")
         add("--time-budget", type=n, metavar="SECONDS", help="begin no case after this time")
         add("--join", type=Path, nargs="+", default=[], metavar="FILE", help="also take these files' measurements")
-        add("--plot", type=location, metavar="DIR", help=f"draw steps, DIR/{self.name}-parts.svg and -latency.svg")
+        add("--plot", type=location, metavar="DIR", help=f"draw steps, DIR/{self.name}-parts.svg and -latency.svg"
+            + (", and generations, -levels.svg" if self.entry.by_level else ""))  # fmt: skip
         add("--plot-only", action="store_true", help="measure nothing: draw what the output holds")
         add("--output", metavar="FILE", help=f"default: docs/results/{self.name}.json")
 

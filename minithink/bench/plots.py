@@ -1,34 +1,44 @@
-"""Pictures of steps (`bench/cases.py`): their parts by batch, and throughput beside latency."""
+"""Pictures of `bench/cases.py`: parts of a step by batch, throughput beside latency, whole generations by length."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from minithink.experiments import Cases
+from minithink.experiments import Cases, Row
 from minithink.figures import drawing
 
 COLORS = {
     "attention": "#0072B2", "refresh": "#E69F00", "eviction": "#D55E00", "gather": "#CC79A7", "flush": "#009E73",
     "rest": "#bbbbbb",
 }  # fmt: skip
+ALONG: dict[str, Callable[[Row], float]] = {  # panel → its value at a measured length
+    "tokens a second, all sequences": lambda m: m["tokens_per_second"],
+    "GiB of the KV cache, all sequences": lambda m: m["cache_bytes"] / 2**30,
+    "GFLOP of a step, all sequences": lambda m: m["flops_in_all"] / 1e9,
+}
+STYLES = ("-", "--", ":", "-.")  # of batches, the smallest first
 
 
 def draw(name: str, entry: Cases, result: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Both pictures, of the steps with the first share of types → their files; none where there are no steps.
+    """Pictures of steps with the first share of types, and of generations → their files; none where there are none.
 
     Raises:
         MinithinkError: matplotlib is missing, or a file cannot be written.
     """
     steps = usual(entry, result)
+    lengths = entry.by_level(result) if entry.by_level is not None else []
     paths = []
-    for what, picture in (("parts", parts), ("latency", latency)):
-        if not steps:
-            break
+    for what, picture, height, rows in (
+        ("parts", parts, 3, steps), ("latency", latency, 3, steps), ("levels", levels, 4.5, lengths),
+    ):  # fmt: skip
+        if not rows:
+            continue
         paths.append(folder / f"{name}-{what}.svg")
-        with drawing(paths[-1], 7.5, 3, **{"text.parse_math": True}) as figure:  # for powers of ten
-            picture(figure, entry, steps)
+        with drawing(paths[-1], 7.5, height, **{"text.parse_math": True}) as figure:  # for powers of ten
+            picture(figure, entry, rows)
     return paths
 
 
@@ -74,3 +84,27 @@ def latency(figure: Any, entry: Cases, steps: Sequence[Mapping[str, Any]]) -> No
         xlabel="milliseconds until a sequence's next token", ylabel="tokens a second, all sequences", yscale="log"
     )
     axis.legend()
+
+
+def levels(figure: Any, entry: Cases, rows: Sequence[Row]) -> None:
+    """Panels along a generation: the tokens of one sequence, calculated, and ALONG as measured. A colour is a method,
+    a style a batch."""
+    first, *others = axes = figure.subplots(2, 2, sharex=True).flatten()
+    styles = dict(zip(sorted({m["batch"] for m in rows}), cycle(STYLES), strict=False))
+    for method, color in entry.lines.items():
+        for batch, style in styles.items():
+            own = [m for m in rows if (m["method"], m["batch"]) == (method, batch)]
+            if not own:
+                continue
+            label = f"{method}, {batch} sequence{'s' if batch > 1 else ''}"
+            for axis, value in zip(others, ALONG.values(), strict=True):
+                y = [value(m) for m in own]
+                axis.plot([m["level"] for m in own], y, style, marker="o", markersize=3, color=color, label=label)
+        if own := [m for m in rows if m["method"] == method]:
+            first.plot(entry.held(method, own[0]["settings"]), color=color)
+    for axis, title in zip(axes, ("cached tokens of one sequence, calculated", *ALONG), strict=True):
+        axis.set_title(title, fontsize=8)
+        axis.set_ylim(bottom=0)
+    for axis in axes[2:]:
+        axis.set_xlabel("generated tokens")
+    figure.legend(*others[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(styles))

@@ -140,6 +140,11 @@ class Cases:
     parts: tuple[str, ...] = ("attention", "gather", "flush", "rest")  # of a step, in the order of tables
     lines: Mapping[str, str] = field(default_factory=dict)  # method → colour, in the picture of latency
     unplotted: tuple[str, ...] = ()  # methods whose steps are too long to be drawn beside others
+    # A row for each measured length of whole generations, for a picture along them: fields of the request and of the
+    # length, and `flops_in_all`. None: there is no such picture.
+    by_level: Callable[[Result], Sequence[Row]] | None = None
+    # For the same picture: a method, its settings → cached tokens of one sequence after 0, 1, 2 … steps, calculated
+    held: Callable[[str, Row], Sequence[int]] = lambda method, settings: ()
 
 
 class StandIn:

@@ -17,7 +17,7 @@ from minithink.experiments import Case, Cases, Goal, Inputs, Operation, Result, 
 from minithink.experiments.settings import CHOSEN, SAME, at_once
 from minithink.kv.contract import Shape
 from minithink.policies.dynts import DynTS
-from minithink.policies.dynts_cost import predictor_flops
+from minithink.policies.dynts_cost import length, predictor_flops
 from minithink.tasks import families
 
 # Others have the triggers of DynTS and keep as many tokens.
@@ -103,6 +103,33 @@ def cases(batches: Sequence[int], shares: Sequence[float], pool: float = 1.0) ->
     return [*out, Case("bytes", "dynts"), *(Case("throughput", method) for method in METHODS)]
 
 
+def of_kind(result: Result, kind: str) -> list[Row]:
+    """The cases of one kind, sorted by batch, then by method."""
+    order = [*METHODS]
+    found = [m for m in result["measurements"] if m["kind"] == kind]
+    return sorted(found, key=lambda m: (m["batch"], order.index(m["method"])))
+
+
+HIDDEN = {"llama-8b": 4096, "tiny": 32, "embedded": 256}  # d of the shapes that are measured
+
+
+def by_level(result: Result) -> list[Row]:
+    """Every measured length of whole generations; `flops_in_all` adds a predictor's operations (eq. 12)."""
+    own = sorted(of_kind(result, "request"), key=lambda m: m["batch"])
+    each = predictor_flops(HIDDEN[result["settings"]["model_shape"]])
+    return [
+        {**m, **level, "flops_in_all": level["flops"] + (m["method"] == "dynts") * m["batch"] * each}
+        for m in own for level in m["levels"]
+    ]  # fmt: skip
+
+
+def held(method: str, settings: Row) -> list[int]:
+    """Cached tokens of one sequence after 0, 1, 2 … steps: all, or eq. 13, which is also that of `window`."""
+    prompt, budget, steps = settings["prompt_tokens"], settings["budget"], range(settings["tokens"] + 1)
+    window, k, _ = DynTS(budget=budget, local=settings["local"]).sizes(budget, prompt)
+    return [prompt + i if method == "full" else length(i, prompt, budget, window - k) for i in steps]
+
+
 # The paper's setting: --batch 20 48 --tokens 16384 --start 16000.
 CASES = {
     "dynts": Cases(
@@ -112,6 +139,8 @@ CASES = {
         cases,
         goals=tuple(Goal(f"request/dynts/{n}", f"request/full/{n}", 0.8, of_bound=True) for n in (20, 48)),
         lines={"full": "#444444", "window": "#E69F00", "dynts": "#0072B2"},
+        by_level=by_level,
+        held=held,
     )
 }
 
@@ -243,26 +272,6 @@ SELECTIONS = Table(
 )  # fmt: skip
 
 # Times --------------------------------------------------------------------------------------------------------------
-
-
-def of_kind(result: Result, kind: str) -> list[Row]:
-    """The cases of one kind, sorted by batch, then by method."""
-    order = [*METHODS]
-    found = [m for m in result["measurements"] if m["kind"] == kind]
-    return sorted(found, key=lambda m: (m["batch"], order.index(m["method"])))
-
-
-HIDDEN = {"llama-8b": 4096, "tiny": 32, "embedded": 256}  # d of the shapes that are measured
-
-
-def by_level(result: Result) -> list[Row]:
-    """Every measured length of whole generations; `flops_in_all` adds a predictor's operations (eq. 12)."""
-    own = sorted(of_kind(result, "request"), key=lambda m: m["batch"])
-    each = predictor_flops(HIDDEN[result["settings"]["model_shape"]])
-    return [
-        {**m, **level, "flops_in_all": level["flops"] + (m["method"] == "dynts") * m["batch"] * each}
-        for m in own for level in m["levels"]
-    ]  # fmt: skip
 
 
 def about_levels(result: Result) -> list[str]:
