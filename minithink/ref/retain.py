@@ -92,7 +92,7 @@ def recall(
     there = (torch.searchsorted(first, entry, right=True) << 32) + known[0][at]
     of_heads = torch.arange(heads, device=pos.device)[:, None] << 32
     wanted = (of_heads + pos.transpose(0, 1).flatten(1, 2)).flatten(1)
-    here = torch.searchsorted(there, wanted).clamp(max=count - 1)
+    here = torch.searchsorted(there, wanted.contiguous()).clamp(max=count - 1)
     same, crf, last = (x.gather(1, here) for x in (there, known[1][at], known[2][at]))
     same, crf, last = (x.unflatten(1, lanes(pos)).transpose(0, 1) for x in (same == wanted, crf, last))
     return torch.where(same, crf, float(birth)), torch.where(same, last, born)
