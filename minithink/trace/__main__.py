@@ -25,13 +25,18 @@ class View:
         add("--output", type=commands.location, metavar="PAGE", help="default: FILE.html; of several: A+B.html")
         add("--open", action="store_true", help="open the page in a browser")
         add("--terminal", action="store_true", help="print how it ended, here, instead")
+        add("--svg", type=commands.location, metavar="FILE", help="draw the texts instead, one above the other: the "
+            "darker a token, the more heads keep it when thinking ends")  # fmt: skip
 
     @staticmethod
     def run(args: argparse.Namespace, argv: list[str]) -> int:
         """Read, check, show."""
         paths: list[Path] = args.files
-        if args.terminal and (args.open or args.output):
-            raise UsageError("--terminal writes no page: drop --output and --open, or --terminal.")
+        for option, given in (("--terminal", args.terminal), ("--svg", args.svg)):
+            if given and (args.open or args.output):
+                raise UsageError(f"{option} writes no page: drop --output and --open, or {option}.")
+        if args.terminal and args.svg:
+            raise UsageError("--terminal draws no picture: drop it, or --svg.")
         if args.output and args.output.resolve() in [path.resolve() for path in paths]:
             raise UsageError(f"--output {args.output} is the trace itself, which the page would replace: drop it.")
         shown = []
@@ -43,6 +48,16 @@ class View:
 
             for file, sequence in shown:
                 show(file, sequence)
+            return 0
+        if args.svg:
+            from minithink.trace import picture
+
+            refuse_others(args.svg, 256, lambda begins: b"<svg" in begins, "picture", "--svg")
+            try:
+                replace(args.svg, picture.render([file.traces[sequence] for file, sequence in shown]))
+            except OSError as error:
+                raise unwritable("The picture", args.svg, error, "--svg") from None
+            print(f"drawn to {args.svg}{notes(shown)}")
             return 0
         from minithink.trace.page import render
 

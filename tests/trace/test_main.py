@@ -89,6 +89,15 @@ def test_terminal(trace: Path, capsys: Capture) -> None:
     assert not trace.with_name("run.trace.html").exists()
 
 
+def test_a_picture(trace: Path, tmp_path: Path, capsys: Capture) -> None:
+    """A picture may be drawn again."""
+    path = tmp_path / "new" / "texts.svg"
+    for _ in range(2):
+        assert main(["view", str(trace), str(trace), "--svg", str(path)]) == 0
+        assert capsys.readouterr().out.startswith(f"drawn to {path}")
+    assert path.read_text().count('font-weight="bold"') == 2
+
+
 def test_what_makes_no_sense(trace: Path, tmp_path: Path, capsys: Capture) -> None:
     empty, one, many = (write(tmp_path / f"of-{n}", *[arrays()] * n) for n in (0, 1, 22))
     (tmp_path / "folder").mkdir()
@@ -100,6 +109,9 @@ def test_what_makes_no_sense(trace: Path, tmp_path: Path, capsys: Capture) -> No
     for argv, code, said in [
         ([trace, "--terminal", "--open"], 2, "--terminal writes no page"),
         ([trace, "--terminal", "--output", "x"], 2, "--terminal writes no page"),
+        ([trace, "--svg", "x", "--open"], 2, "--svg writes no page"),
+        ([trace, "--svg", "x", "--terminal"], 2, "--terminal draws no picture"),
+        ([trace, "--svg", trace], 1, "there is a file that is no picture"),
         ([trace, "--sequence", 7], 2, r"--sequence 7 is not in .*, which holds sequences 0, 1\.$"),
         ([one, "--sequence", 7], 2, r"--sequence 7 is not in .*/of-1, which holds sequence 0 alone\.$"),
         ([many, "--sequence", 22], 2, r"not in .*/of-22, which holds sequences 0, 1, .*, 19 and 2 more\.$"),
