@@ -101,7 +101,11 @@ def test_an_interrupt_reaches_all(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(INTERRUPTED)
     words = [sys.executable, str(script), str(tmp_path)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        # a shell makes what runs in its background deaf to interrupts
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:  # fmt: skip
         assert process.stdout is not None
         assert process.stdout.readline() == "(0, 'done')\n"
         logs = [tmp_path / f"{x}.log" for x in (1, 2)]
