@@ -3,6 +3,7 @@ ends."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from html import escape
 from math import ceil
@@ -13,6 +14,7 @@ from minithink.trace.format import Trace
 COLUMNS = 110  # characters of a line
 SIZE, WIDE, HIGH = 10, 6, 14  # pixels: of the font, of a character, of a line
 LEVELS = 8  # shades
+NO_XML = re.compile(f"{CONTROL.pattern}|[\ufffe\uffff]")  # characters that no XML may hold
 Part = tuple[str, int]  # text of a line, and its shade: 0 no head keeps it, LEVELS all
 
 
@@ -48,7 +50,7 @@ def title(trace: Trace) -> str:
     kept = trace.kept(step)
     none = int((~kept[:, : trace.prompt + step].any(0)).sum())
     about = f"after {step:,} thinking tokens, a head holds {kept.sum(1).mean():,.0f} tokens on average"
-    policies = CONTROL.sub("\ufffd", " + ".join(head.policies))
+    policies = NO_XML.sub("\ufffd", " + ".join(head.policies))
     return f"{policies}: {about}; {none:,} tokens are held by no head (grey)"
 
 
@@ -63,7 +65,7 @@ def parts(trace: Trace) -> Iterator[Part]:
     count = trace.prompt + step
     shares = trace.kept(step)[:, :count].mean(0).tolist()
     for text, share in zip(trace.texts[:count], shares, strict=True):
-        yield CONTROL.sub("\ufffd", text.replace("\n", "↵")), ceil(share * LEVELS)
+        yield NO_XML.sub("\ufffd", text.replace("\n", "↵")), ceil(share * LEVELS)
 
 
 def lines(found: Iterator[Part]) -> Iterator[list[Part]]:

@@ -7,7 +7,9 @@ from math import ceil
 from pathlib import Path
 from xml.etree import ElementTree
 
-from hypothesis import given
+import numpy as np
+import pytest
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from minithink.trace import picture
@@ -29,6 +31,19 @@ def test_lines_hold_all_of_the_text(parts: list[picture.Part]) -> None:
         assert 0 < sum(len(text) for text, _ in line) <= picture.COLUMNS
         assert all(text for text, _ in line)
         assert all(a[1] != b[1] for a, b in pairwise(line))
+
+
+@example(text="\ufffe\uffff\x00")
+@given(text=st.text(st.characters(codec="utf-8"), min_size=1))
+def test_any_text_is_valid_xml(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    """Also a text that XML forbids; the file of a trace holds UTF-8."""
+    some = arrays()
+    data = text.encode()
+    sizes = np.zeros_like(some["pieces"])
+    sizes[0] = len(data)
+    some |= {"pieces": sizes, "text": np.frombuffer(data, np.uint8)}
+    trace = read(write(tmp_path_factory.mktemp("x") / "trace", some)).traces[0]
+    assert len(drawn(trace)[1]) == len(text)
 
 
 def drawn(trace: Trace) -> tuple[str, list[tuple[str, float]]]:
