@@ -186,11 +186,13 @@ def generate(args: argparse.Namespace, argv: list[str], keys: Sequence[Wanted]) 
             if isinstance(found, Exception):
                 errors.append(found)
                 said = str(found)
+            elif not found:  # with --finished: it is not whole
+                continue
             else:
                 pool.add(args.results, found)
                 said = ", ".join(f"{run.row['pass_at_1']:.1%} right{', stale' * run.stale}" for run in found)
             cell = ", ".join(str(key[name]) for name in ("dataset", "policy", "budget") if key[name] is not None)
-            print(f"{done} of {len(keys)}: {cell}: {said or 'not finished'}", file=sys.stderr, flush=True)
+            print(f"{done} of {len(keys)}: {cell}: {said}", file=sys.stderr, flush=True)
     if errors:
         raise errors[0]
 
@@ -261,7 +263,8 @@ def length_of_full(args: argparse.Namespace, key: Wanted) -> float | None:
 def recheck(args: argparse.Namespace, argv: list[str], key: Wanted) -> list[Run]:
     """Generate the first sequences of a cell again: a run whose answers are the same is as good as new, any other is
     stale. KeyboardInterrupt: it was interrupted."""
-    [run] = [run for run in pick(pool.read(args.results), [key]) if run is not None]
+    there = [run for run in pool.read(args.results) if serves(run, key) and run.state == "unchecked"]
+    [run] = [run for run in pick(there, [key]) if run is not None]
     if not run.answers:
         raise MinithinkError(f"The pool has no answers of {run.cell}: delete its line, and run it again.")
     count = len({id for id, _, _ in run.answers})

@@ -21,8 +21,10 @@ from minithink.policies.dynts_cost import length, predictor_flops
 from minithink.tasks import families
 
 # Others have the triggers of DynTS and keep as many tokens.
-OTHERS = tuple(f"{name}:{SAME}" for name in ("window", "streaming_llm", "rkv", "crystal_kv_lite", "random"))
-OTHERS += (f"skipkv:tau=0.9,at=boundary,{SAME}",)
+OTHERS = tuple(
+    f"{policy}{SAME}"
+    for policy in ("window:", "streaming_llm:", "rkv:", "crystal_kv_lite:", "random:", "skipkv:tau=0.9,at=boundary,")
+)
 LATER = tuple(at_once(CHOSEN[name]) for name in ("sepllm", "h2o", "snapkv_decode"))
 TARGETS = ("dynts", "dynts:target=hindsight", "dynts:target=needs")
 ORACLES = ("answer_oracle", "hindsight_oracle", "needs_oracle")

@@ -85,11 +85,11 @@ def recall(
     pos: Tensor, born: Tensor, known: Known, at: Tensor, budget: Tensor, slack: int, birth: int
 ) -> tuple[Tensor, Tensor]:
     """CRF and τ of the token in each column, found by position; new tokens get CRF `birth` and τ `born`."""
-    first = (budget + slack).transpose(0, 1).flatten(1).cumsum(1)  # behind each head's entries: [N, L·H]
-    n, heads, count = *first.shape, known[0].shape[1]
+    end = (budget + slack).transpose(0, 1).flatten(1).cumsum(1)  # of each head's entries: [N, L·H]
+    n, heads, count = *end.shape, known[0].shape[1]
     entry = torch.arange(count, device=pos.device).repeat(n, 1)
     # A position with its head in front: one ascending list a row.
-    there = (torch.searchsorted(first, entry, right=True) << 32) + known[0][at]
+    there = (torch.searchsorted(end, entry, right=True) << 32) + known[0][at]
     of_heads = torch.arange(heads, device=pos.device)[:, None] << 32
     wanted = (of_heads + pos.transpose(0, 1).flatten(1, 2)).flatten(1)
     here = torch.searchsorted(there, wanted.contiguous()).clamp(max=count - 1)

@@ -37,9 +37,8 @@ def render(traces: Sequence[Trace]) -> str:
         y += HIGH
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDE * (COLUMNS + 2)}" height="{y}" font-size="{SIZE}" '
-        'font-family="DejaVu Sans Mono, monospace" fill="#111">'
+        'font-family="DejaVu Sans Mono, monospace" fill="#111" style="background: #fff">'
         "<style>text { white-space: pre } rect { fill: #56B4E9 }</style>"
-        '<path d="M0 0H10000V100000H0z" fill="#fff"/>'
     )
     return "\n".join([head, *out, "</svg>\n"])
 
