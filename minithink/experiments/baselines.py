@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import partial
-from itertools import islice, product
+from itertools import product
 from typing import Any, cast
 
 import torch
@@ -44,13 +44,7 @@ SWEEPS = {
     ),
     "baselines-needed": Sweep(
         "the same at a quarter of the tokens: what is kept of what the text needs", ALL, budgets=(0.25,),
-        split="test", needed=True,
-    ),
-    "baselines-untuned": Sweep(
-        "policies that go by attention, with untuned settings, beside others",
-        (*(protected(name, settings[0]) for name, settings in islice(GRID.items(), 8)),
-         *(policy for policy in OTHERS if not policy.startswith(("streaming_llm", "dynts")))),
-        budgets=(0.25,), split="test",
+        split="test", needed=True, beside=BELOW,
     ),
     "baselines-settings": Sweep(
         "settings of the policies that others compare with",
