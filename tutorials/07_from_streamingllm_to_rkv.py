@@ -14,8 +14,7 @@
 # # 7. From StreamingLLM to R-KV: what each policy keeps
 #
 # A cache that is full must evict. Six policies read the same text and have the same budget: the prompt and a quarter
-# of what is generated. Each row of a panel is a KV head, each column a generated token. Blue: the head still holds
-# the token when the text ends.
+# of what is generated. First the text, and the attention that each of its tokens pays to the earlier ones.
 
 # %%
 import tempfile
@@ -59,7 +58,15 @@ logits = torch.empty(L, H, G, N, N)  # of every query (row) and token
 read(engine, ids[:N], lambda layer, x, _: logits[layer].copy_(x.permute(1, 2, 0, 3)))
 B = P + (N - P) // 4  # tokens that a head may hold
 
+# %% [markdown]
+# ## Position: a window
+#
+# Now the generated tokens come one by one, and a *rule* scores those that a head holds. When there are too many, the
+# lowest scores go. The first rule is the simplest: a token's score is its position, so the newest stay. In the
+# picture each row is a KV head, each column a generated token. Blue: the head still holds it when the text ends.
 
+
+# %%
 def simulate(rule, buffer=0):
     """The generated tokens come one by one. → the step at which each head loses each token: int32 [L·H, N].
 
@@ -81,95 +88,29 @@ def simulate(rule, buffer=0):
     return left.view(L * H, N)
 
 
-def by_position(tensor, pos):
-    return tensor.gather(-1, pos.expand(L, H, -1))
-
-
 def window(t, pos, p):
     return pos  # the newest stay
 
 
-def h2o():
-    rows = logits[..., :P, :].masked_fill(torch.ones(P, N).triu(1).bool(), -torch.inf)
-    total = rows.softmax(-1).sum((2, 3))  # the attention that the prompt's queries gave: [L, H, N]
-
-    def rule(t, pos, p):
-        total.scatter_add_(-1, pos, p.sum(2))
-        return by_position(total, pos).masked_fill(pos > t - (B - P) // 2, torch.inf)  # half of the room is recent
-
-    return rule
+LEFT = {"window (StreamingLLM)": simulate(window)}
 
 
-def tova(t, pos, p):
-    return p.mean((1, 2)).unsqueeze(1).expand(L, H, -1)  # one decision for all heads of a layer
+def draw(names, rows=1):
+    figure = plt.figure(figsize=(10, 1 + 1.7 * rows), layout="constrained")
+    axes = figure.subplots(rows, len(names) // rows, sharex=True, sharey=True, squeeze=False)
+    for axis, name in zip(axes.flat, names, strict=True):
+        stays = LEFT[name][:, P:] == HELD
+        axis.imshow(stays, aspect="auto", cmap="Blues", interpolation="nearest", extent=(0, N - P, L * H, 0))
+        axis.set(title=f"{name}: {stays.any(0).float().mean():.0%} of the tokens are in some head")
+    for axis in axes[-1]:
+        axis.set(xlabel="generated tokens, the newest on the right")
+    plt.show()
 
 
-def raas():
-    stamp = torch.zeros(L, H, N)
-
-    def rule(t, pos, p):
-        mean = p.mean((1, 2)).unsqueeze(1).expand(L, H, -1)
-        half = mean.topk((pos.shape[-1] + 1) // 2).indices
-        stamp.scatter_(-1, pos.gather(-1, half), t - P + 1)
-        stamp[..., t] = t - P + 1  # it came just now
-        return by_position(stamp, pos).double() * N + pos
-
-    return rule
-
-
-def snapkv(t, pos, p, lam=1.0):
-    older = pos[..., :-8]  # the window, 8 tokens, stays
-    x = logits[:, :, :, t - 7 : t + 1].amax(2).gather(-1, older.unsqueeze(2).expand(-1, -1, 8, -1))
-    score = lam * torch.nn.functional.max_pool1d(x.softmax(-1).mean(2), 7, 1, 3)
-    if lam < 1:
-        k = KEYS["k"].gather(2, pos[..., None].expand(-1, -1, -1, engine.config.head_dim))
-        score = score - (1 - lam) * redundancy(k, torch.ones_like(pos, dtype=torch.bool))[..., :-8]
-    return torch.nn.functional.pad(score, (0, 8), value=torch.inf)
-
-
-def rkv(t, pos, p):
-    return snapkv(t, pos, p, 0.1) if pos.shape[-1] >= B + 16 else pos
-
-
-LEFT = {
-    "window (StreamingLLM)": simulate(window),
-    "h2o": simulate(h2o()),
-    "tova": simulate(tova),
-    "raas": simulate(raas()),
-    "snapkv_decode": simulate(lambda t, pos, p: snapkv(t, pos, p) if pos.shape[-1] >= B + 16 else pos, 16),
-    "rkv": simulate(rkv, 16),
-}
-figure, axes = plt.subplots(3, 2, figsize=(10, 6), sharex=True, sharey=True, layout="constrained")
-for axis, (name, left) in zip(axes.flat, LEFT.items(), strict=True):
-    stays = left[:, P:] == HELD
-    axis.imshow(stays, aspect="auto", cmap="Blues", interpolation="nearest", extent=(0, N - P, L * H, 0))
-    axis.set(title=f"{name}: {stays.any(0).float().mean():.0%} of the tokens are in some head")
-for axis in axes[-1]:
-    axis.set(xlabel="generated tokens, the newest on the right")
-plt.show()
+draw(["window (StreamingLLM)"])
 assert grade(full.text, problem.answer), "the model should solve this with a full cache"
-some = {name: (left[:, P:] == HELD).any(0).float().mean() for name, left in LEFT.items()}
-assert all(((left == HELD).sum(-1) <= B + 16).all() for left in LEFT.values())
-assert min(some["h2o"], some["snapkv_decode"], some["rkv"]) > max(some["tova"], some["raas"])
 
 # %% [markdown]
-# All policies saw the same queries and keys, those of the undisturbed text. So the panels differ by the rules alone.
-# A real run differs in one point: an eviction changes the hidden states of later tokens, and in the end the text.
-# The last cell checks the rules against the library.
-#
-# The six differ in what they look at:
-#
-# | | score of a token | who decides |
-# | --- | --- | --- |
-# | `window` | its position | all heads alike |
-# | `h2o` | all attention so far; half of the room is for new tokens | each KV head |
-# | `tova` | attention of the newest query | each layer |
-# | `raas` | the last time at which it was in the better half | each layer |
-# | `snapkv_decode` | attention of the last 8 queries, smoothed over neighbours | each KV head |
-# | `rkv` | the same, less how much its key resembles other keys | each KV head |
-#
-# ## Position: a window, and why the first tokens stay
-#
 # StreamingLLM keeps the newest tokens and the first four. A softmax has to put its weight somewhere, and many heads
 # put it on the first token, whatever that is: an *attention sink*. Here the whole prompt is protected, so
 # StreamingLLM and a window are the same. Is there a sink in this model?
@@ -196,6 +137,25 @@ sums = [0.2 * (now - b) for b in born]
 print("equal tokens, unequal sums:", sums)
 assert sums == sorted(sums, reverse=True), "the older of equal tokens wins"
 
+# %% [markdown]
+# The rule for each KV head, the prompt's queries first. Half of the room is for new tokens.
+
+
+# %%
+def by_position(tensor, pos):
+    return tensor.gather(-1, pos.expand(L, H, -1))
+
+
+def h2o():
+    rows = logits[..., :P, :].masked_fill(torch.ones(P, N).triu(1).bool(), -torch.inf)
+    total = rows.softmax(-1).sum((2, 3))  # the attention that the prompt's queries gave: [L, H, N]
+
+    def rule(t, pos, p):
+        total.scatter_add_(-1, pos, p.sum(2))
+        return by_position(total, pos).masked_fill(pos > t - (B - P) // 2, torch.inf)  # half of the room is recent
+
+    return rule
+
 
 def age(left):
     """Of the generated tokens that stay, without the newest half of the room: how old they are, 0 to 1."""
@@ -203,9 +163,11 @@ def age(left):
     return 1 - (stays.nonzero()[:, 1].float().mean() / (N - P)).item()
 
 
+LEFT["h2o"] = simulate(h2o())
+draw(["window (StreamingLLM)", "h2o"])
 ages = {name: age(left) for name, left in LEFT.items()}
 print({name: f"{value:.0%}" for name, value in ages.items()})
-assert max(ages, key=ages.get) == "h2o", "H2O should keep the oldest tokens"
+assert ages["h2o"] > ages["window (StreamingLLM)"], "H2O should keep older tokens"
 
 # %% [markdown]
 # ## The newest query: TOVA. The last time: RaaS
@@ -224,6 +186,31 @@ print("stamps:", stamps, "the first to go:", stamps.index(min(stamps)))
 assert stamps == [5, 1, 4, 5]
 
 # %% [markdown]
+# Both decide for a layer: they take the mean over its heads, which then keep the same tokens.
+
+
+# %%
+def tova(t, pos, p):
+    return p.mean((1, 2)).unsqueeze(1).expand(L, H, -1)  # one decision for all heads of a layer
+
+
+def raas():
+    stamp = torch.zeros(L, H, N)
+
+    def rule(t, pos, p):
+        mean = p.mean((1, 2)).unsqueeze(1).expand(L, H, -1)
+        half = mean.topk((pos.shape[-1] + 1) // 2).indices
+        stamp.scatter_(-1, pos.gather(-1, half), t - P + 1)
+        stamp[..., t] = t - P + 1  # it came just now
+        return by_position(stamp, pos).double() * N + pos
+
+    return rule
+
+
+LEFT |= {"tova": simulate(tova), "raas": simulate(raas())}
+draw(["tova", "raas"])
+
+# %% [markdown]
 # ## Several queries, and redundancy: SnapKV and R-KV
 #
 # One query says little; eight say more. SnapKV's importance is the mean over eight, and each token takes the largest
@@ -239,6 +226,53 @@ print("redundancy:", again, "importance alone drops", importance.argmin().item()
       (0.1 * importance - 0.9 * again).argmin().item())  # fmt: skip
 assert importance.argmin() == 0
 assert (0.1 * importance - 0.9 * again).argmin() != 0
+
+# %% [markdown]
+# Both wait until 16 tokens are too many, and then decide once for all of them.
+
+
+# %%
+def snapkv(t, pos, p, lam=1.0):
+    older = pos[..., :-8]  # the window, 8 tokens, stays
+    x = logits[:, :, :, t - 7 : t + 1].amax(2).gather(-1, older.unsqueeze(2).expand(-1, -1, 8, -1))
+    score = lam * torch.nn.functional.max_pool1d(x.softmax(-1).mean(2), 7, 1, 3)
+    if lam < 1:
+        k = KEYS["k"].gather(2, pos[..., None].expand(-1, -1, -1, engine.config.head_dim))
+        score = score - (1 - lam) * redundancy(k, torch.ones_like(pos, dtype=torch.bool))[..., :-8]
+    return torch.nn.functional.pad(score, (0, 8), value=torch.inf)
+
+
+def rkv(t, pos, p):
+    return snapkv(t, pos, p, 0.1) if pos.shape[-1] >= B + 16 else pos
+
+
+LEFT["snapkv_decode"] = simulate(lambda t, pos, p: snapkv(t, pos, p) if pos.shape[-1] >= B + 16 else pos, 16)
+LEFT["rkv"] = simulate(rkv, 16)
+draw(["snapkv_decode", "rkv"])
+
+# %% [markdown]
+# ## All six
+#
+# All policies saw the same queries and keys, those of the undisturbed text. So the panels differ by the rules alone.
+# A real run differs in one point: an eviction changes the hidden states of later tokens, and in the end the text.
+# The last cell checks the rules against the library.
+#
+# | | score of a token | who decides |
+# | --- | --- | --- |
+# | `window` | its position | all heads alike |
+# | `h2o` | all attention so far; half of the room is for new tokens | each KV head |
+# | `tova` | attention of the newest query | each layer |
+# | `raas` | the last time at which it was in the better half | each layer |
+# | `snapkv_decode` | attention of the last 8 queries, smoothed over neighbours | each KV head |
+# | `rkv` | the same, less how much its key resembles other keys | each KV head |
+
+# %%
+draw(list(LEFT), rows=3)
+ages = {name: age(left) for name, left in LEFT.items()}
+some = {name: (left[:, P:] == HELD).any(0).float().mean() for name, left in LEFT.items()}
+assert all(((left == HELD).sum(-1) <= B + 16).all() for left in LEFT.values())
+assert min(some["h2o"], some["snapkv_decode"], some["rkv"]) > max(some["tova"], some["raas"])
+assert max(ages, key=ages.get) == "h2o", "H2O should keep the oldest tokens"
 
 # %% [markdown]
 # ## Who keeps what is needed?
