@@ -148,12 +148,14 @@ def serves(run: Run, key: Mapping[str, Any]) -> bool:
 def pick(runs: Sequence[Run], keys: Sequence[Mapping[str, Any]]) -> list[Run | None]:
     """The runs of keys without machines, all from one kind of machine; None: that run is missing.
 
-    The kind of machine is the one with most of these runs; among equals, the one with the newest run.
+    The kind of machine is the one with most of these runs; among equals, the one with the newest run. Of several runs
+    of a key, one that says which sequences were right.
     """
     kinds: dict[str, list[Run | None]] = {}
     for kind in {_machine(run) for run in runs}:
         own = [run for run in runs if _machine(run) == kind]
-        kinds[kind] = [next((run for run in own if serves(run, key)), None) for key in keys]
+        of_key = ([run for run in own if serves(run, key)] for key in keys)
+        kinds[kind] = [max(some, key=lambda run: bool(run.right), default=None) for some in of_key]
     if not kinds:
         return [None] * len(keys)
     return max(kinds.values(), key=lambda of: (sum(map(bool, of)), max((x.date for x in of if x), default="")))

@@ -67,6 +67,13 @@ def test_a_run_that_measured_more_serves() -> None:
     assert not serves(less, more.key)
 
 
+def test_of_two_runs_the_one_with_right_sequences_serves() -> None:
+    silent, says = run_of(needed=True), run_of()
+    says.right = "01"
+    assert pick([silent, says], [says.key]) == pick([says, silent], [says.key]) == [says]
+    assert pick([silent, says], [silent.key]) == [silent], "the other one did not measure needs"
+
+
 def test_runs_of_one_table_are_of_one_kind_of_machine() -> None:
     here = [run_of(policy) for policy in ("rkv", "window")]
     there = [run_of(policy, dtype="bfloat16") for policy in ("rkv", "window", "thinkv")]
