@@ -337,3 +337,18 @@ def test_changed_kernels_are_checked_by_their_answers(
     assert sum(run.state == "" for run in pool.read(tmp_path)) == len(runs) - 1
     assert main(words) == 0, "what is stale is run again"
     assert {run.state for run in pool.read(tmp_path)} == {""}
+
+
+def test_only_a_run_that_is_unchecked_is_checked(tmp_path: Path, small: None) -> None:
+    """Not one of another kind of machine, whose kernels have not changed."""
+    words = [*words_of(tmp_path, "snapkv"), "--families", "facts"]
+    assert main(words) == 0
+    run = next(run for run in pool.read(tmp_path) if run.key["policy"] == "window")
+    there = replace(run, key=run.key | {"device": "another"}, source=dict(run.source), answers=[["x", 0, "y"]])
+    run.source["kernels"] = "another"
+    pool.add(tmp_path, [there, run])
+    assert [r.key["device"] for r in pool.read(tmp_path) if r.state == "unchecked"] == [run.key["device"]]
+    assert main([*words, "--recheck"]) == 0
+    after = [r for r in pool.read(tmp_path) if r.cell == run.cell]
+    assert [r.state for r in after] == ["", ""]
+    assert [r.answers for r in after if r.key["device"] == "another"] == [there.answers]
