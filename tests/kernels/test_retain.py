@@ -25,6 +25,8 @@ def drawn_lane(room: int, prompt: int, astray: float, values: list[float], new: 
     """A lane that has lost some of the tokens that it remembers (`astray`), and got `new` ones."""
     used = min(room, int(torch.randint(room + 1, (), generator=g)) + room // 2)
     positions = (torch.rand(3 * room + 3, generator=g).argsort()[: used + new].sort().values).tolist()
+    if new and torch.rand((), generator=g) < 0.5:
+        positions[-1] = NOW - 1 + prompt  # it comes at this step
     ages = torch.tensor([0, 1, 2, 40, NOW])[torch.randint(5, (used,), generator=g)].tolist()
     crfs = torch.tensor(values)[torch.randint(len(values), (used,), generator=g)].tolist()
     entries = [(x, crf, NOW - age) for x, crf, age in zip(positions, crfs, ages, strict=False)]
@@ -107,6 +109,8 @@ def both(arguments: dict[str, Any], *options: Any) -> tuple[Any, ...]:
         assert torch.equal((got[4].cpu() == -math.inf) & there, lost)
         there &= ~lost
         assert_close("score", got[4].cpu()[there], want[4][there], atol=2**-22)
+        scaled = got[4].cpu()[there] * 2**30
+        assert torch.equal(scaled, scaled.round()), "rounded, so that equal histories tie"
     return want
 
 

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Edit, Evict, Policy, SetBudget, Shape, Step
+from minithink.kv.contract import Demand, Edit, Evict, Policy, See, SetBudget, Shape, Step
 from minithink.kv.manager import KVManager
+from minithink.kv.schedule import Schedule
 from minithink.kv.stack import Stack
 from minithink.model import Rope
 from minithink.policies import parse
@@ -199,6 +200,7 @@ def replay(notes: list[dict[str, Any]], row: int, p: CrystalKVLite) -> tuple[int
     shape = notes[0]["budget"].shape
     hits: dict[tuple[int, int, int], list[int]] = {}  # layer, head, position → the times at which it was referenced
     compared = moved = 0
+    every = Schedule.parse(p.schedule).interval or 1
     for note in notes:
         if not note["active"][row] or (p.exempt_answer and not note["thinking"][row]):
             assert not note["drop"][:, row].any()
@@ -206,6 +208,7 @@ def replay(notes: list[dict[str, Any]], row: int, p: CrystalKVLite) -> tuple[int
             continue
         t, n = int(note["clock"][row]), int(note["prompt"][row])
         old, new = note["budget"][:, row], note["after"][:, row]  # [L, H]
+        due = t % every == 0  # else hits are counted, and nothing is evicted
         staying = dict[tuple[int, int], list[tuple[int, ...]]]()  # after algorithm 1, the first to go first
         for at in torch.cartesian_prod(torch.arange(shape[0]), torch.arange(shape[2])).tolist():
             layer, head = at
@@ -220,7 +223,7 @@ def replay(notes: list[dict[str, Any]], row: int, p: CrystalKVLite) -> tuple[int
                 enough += m
             free = [x for x in own if x >= n * p.protect_prompt]
             free.sort(key=lambda x: (round(crf(own[x], t, p), 9), max(own[x], default=max(0, x - n + 1)), x))
-            staying[layer, head] = free[max(0, len(lane) - int(old[layer, head])) :]
+            staying[layer, head] = free[max(0, len(lane) - int(old[layer, head])) if due else 0 :]
         if isinstance(p, CrystalKV):
             assert torch.equal(new, budgets_of(p, old, staying, hits, note, row))
             assert new.sum() == old.sum()
@@ -229,12 +232,12 @@ def replay(notes: list[dict[str, Any]], row: int, p: CrystalKVLite) -> tuple[int
             assert torch.equal(new, old)
         for (layer, head), free in staying.items():
             protected = sum(0 <= x < n for x in note["pos"][layer, row, head].tolist()) * p.protect_prompt
-            stay = set(free[max(0, len(free) + protected - int(new[layer, head])) :])
+            stay = set(free[max(0, len(free) + protected - int(new[layer, head])) if due else 0 :])
             pos, drop = note["pos"][layer, row, head], note["drop"][layer, row, head]
             left = {x for x in pos[~drop].tolist() if x >= n * p.protect_prompt}
             assert not (drop & (pos < n * p.protect_prompt)).any()
             assert len(left) == len(stay)
-            assert len(left) + protected <= int(new[layer, head])
+            assert len(left) + protected <= int(new[layer, head]) or not due
             if drop.any():
                 values = {x: crf(hits[layer, head, x], t, p) for x in left ^ stay}
                 assert max(values.values(), default=0) - min(values.values(), default=0) < 1e-5  # float32 decides
@@ -280,16 +283,18 @@ def budgets_of(
     protect=st.booleans(),
     close=st.sampled_from([None, 4, 12]),
     exempt=st.booleans(),
+    every=st.sampled_from([1, 1, 3]),
 )
 @settings(max_examples=settings.default.max_examples * 2 // 5)
 def test_decisions_follow_from_the_whole_history(
     prompts: list[int], budget: int, lam: float, p: float, birth: int, track: Any, protect: bool, close: int | None,
-    exempt: bool,
+    exempt: bool, every: int,
 ) -> None:  # fmt: skip
-    """In every lane of a ragged batch, beside an idle row. While it thinks the budget holds; the prompt stays."""
+    """In every lane of a ragged batch, beside an idle row. While it thinks the budget holds; the prompt stays. With a
+    schedule, hits are counted between the evictions, too."""
     budget += max(prompts) if protect else 0
     policy = Watched(budget=budget, lam=lam, p=p, birth=birth, track=track, protect_prompt=protect,
-                     exempt_answer=exempt)  # fmt: skip
+                     exempt_answer=exempt, schedule="every" if every == 1 else f"interval:{every}")  # fmt: skip
     ids = (None, None) if close is None else (NEVER, tokens_of(0, prompts[0] + close)[-1])
     for manager in follow(policy, prompts, 16, rows=len(prompts) + 1, think_ids=ids):
         for seq, prompt in enumerate(prompts):
@@ -297,12 +302,14 @@ def test_decisions_follow_from_the_whole_history(
             assert record is not None
             for lane in held(manager, seq):
                 if record.thinking or not exempt:
-                    assert len(lane) == min(budget, manager.length(seq))
+                    least = min(budget, manager.length(seq))
+                    waiting = (manager.length(seq) - prompt) % every  # tokens since the last eviction
+                    assert len(lane) == least if not waiting else least <= len(lane) <= budget + waiting
                 if protect:
                     assert lane[:prompt] == list(range(prompt))
     for row in range(len(prompts)):
         compared, _ = replay(policy.notes, row, policy)
-        assert compared or close is not None or budget >= prompts[row] + 16
+        assert compared or close is not None or budget >= prompts[row] + 16 // every * every
 
 
 @given(
@@ -388,8 +395,8 @@ def test_the_answer_is_appended_beside_the_budget(moves: bool) -> None:
         assert states[step] == [lane + answer for lane in states[end]]
 
 
-def decoded(policy: Policy, rows: int = 3) -> KVManager:
-    return watched(KVManager(TINY, Rope(TINY), policy, rows=rows, tokens=60))
+def decoded(policy: Policy, rows: int = 3, **options: Any) -> KVManager:
+    return watched(KVManager(TINY, Rope(TINY), policy, rows=rows, tokens=60, **options))
 
 
 @torch.inference_mode()
@@ -398,6 +405,34 @@ def feed(manager: KVManager, seqs: list[int], chunks: list[list[int]]) -> None:
     manager.begin_step(seqs, [len(chunk) for chunk in chunks], flat)
     DECODER(torch.tensor(flat), manager)
     manager.end_step()
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_before_the_thinking_nothing_is_evicted(moves: bool) -> None:
+    """Where the model itself writes `<think>`: until then no hit is counted and no budget moves. Then all tokens
+    above the budget go at once, and the budget holds. If it thinks again after an answer, the same happens."""
+    prompt, budget, opens, closes = 9, 14, 1, 2
+    text = [max(token, 3) for token in tokens_of(0, 60)]
+    text[30], text[42], text[51] = opens, closes, opens
+    policy = CrystalKV(budget, realloc_every=3, min_budget=1) if moves else CrystalKVLite(budget)
+    manager = decoded(policy, rows=1, think_ids=(opens, closes))
+    manager.join(0, 60, prompt, thinking=False)
+    feed(manager, [0], [text[:prompt]])
+    thinks = False
+    for n in range(prompt, 60):
+        before, states = held(manager, 0), [x.clone() for x in policy.state()]
+        budgets = manager.budgets[id(policy)][:, 0].flatten().tolist()
+        feed(manager, [0], [text[n : n + 1]])
+        thinks = (thinks or text[n] == opens) and text[n] != closes
+        after = manager.budgets[id(policy)][:, 0].flatten().tolist()
+        if thinks:
+            assert all(len(lane) <= most for lane, most in zip(held(manager, 0), after, strict=True)), n
+            assert sum(after) == budget * len(after)
+        else:
+            assert held(manager, 0) == [[*lane, n] for lane in before], n
+            assert all(torch.equal(x, was) for x, was in zip(policy.state(), states, strict=True)), n
+            assert after == budgets, n
+        assert all(lane[:prompt] == list(range(prompt)) for lane in held(manager, 0))
 
 
 @pytest.mark.parametrize("moves", [False, True])
@@ -598,6 +633,33 @@ def test_hits_come_from_the_groups_maximum_of_generated_tokens() -> None:
     assert not observed(next(managers))
     for manager in managers:
         assert (manager.observations.mass[0, "max"].sum(-1) > 1).all()
+
+
+def test_defaults_are_the_papers_where_it_gives_any() -> None:
+    """λ within 0.5 to 0.7 and p = 0.9 (§6.4); the others are chosen, as the module's docstring says."""
+    for policy in (CrystalKVLite(budget=64), CrystalKV(budget=64)):
+        assert (policy.lam, policy.p, policy.birth, policy.track) == (0.6, 0.9, 1, "always")
+        assert (policy.schedule, policy.protect_prompt, policy.exempt_answer) == ("every", True, True)
+    assert (policy.realloc_every, policy.damping, policy.min_budget) == (128, 0.5, 16)
+
+
+@dataclass
+class Asks(Policy):
+    """Another that wants to see the attention of the prompt's queries."""
+
+    name = "asks"
+    demands = (Demand(See.MASS, group="max"),)
+
+
+@pytest.mark.parametrize("birth", [0, 1])
+def test_queries_of_the_prompt_record_no_hits(birth: int) -> None:
+    """Nor where their attention is observed for another policy of a stack."""
+    policy = CrystalKVLite(budget=20, birth=birth)
+    manager = next(follow(Stack([Asks(), policy]), [9], 1))
+    assert manager.observations.mass[0, "max"].sum() > 0
+    assert (policy._pos < 9).sum() == 9 * 4
+    assert (policy._crf[policy._pos < 9] == birth).all()
+    assert (policy._last == 0).all()
 
 
 @pytest.mark.parametrize(
