@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minithink.backend import REFERENCE
 from minithink.errors import UsageError
 from minithink.kv.contract import Demand, Edit, Evict, Policy, See, SetBudget, Shape, Step
 from minithink.kv.manager import KVManager
@@ -323,16 +326,17 @@ def test_decisions_follow_from_the_whole_history(
     protect=st.booleans(),
     close=st.sampled_from([None, 9]),
     exempt=st.booleans(),
+    floor=st.integers(1, 4),
 )
 @settings(max_examples=settings.default.max_examples * 2 // 5)
 def test_moving_budgets_follow_from_the_whole_history(
     prompts: list[int], budget: int, lam: float, every: int, damping: float, birth: int, track: Any, protect: bool,
-    close: int | None, exempt: bool,
+    close: int | None, exempt: bool, floor: int,
 ) -> None:  # fmt: skip
     """The same where budgets move. All heads together never hold more than B_total while the model thinks."""
     budget += max(prompts) if protect else 0
     policy = Moving(budget=budget, lam=lam, birth=birth, track=track, protect_prompt=protect, exempt_answer=exempt,
-                    realloc_every=every, damping=damping, min_budget=2)  # fmt: skip
+                    realloc_every=every, damping=damping, min_budget=floor)  # fmt: skip
     ids = (None, None) if close is None else (NEVER, tokens_of(0, prompts[0] + close)[-1])
     for manager in follow(policy, prompts, 20, rows=len(prompts) + 1, think_ids=ids):
         for seq, prompt in enumerate(prompts):
@@ -340,7 +344,7 @@ def test_moving_budgets_follow_from_the_whole_history(
             assert record is not None
             budgets = manager.budgets[id(policy)][:, manager._row_of[seq]].flatten().tolist()
             assert sum(budgets) == budget * len(lanes)
-            assert min(budgets) >= 2 + prompt * protect
+            assert min(budgets) >= floor + prompt * protect
             if record.thinking or not exempt:
                 assert all(len(lane) <= own for lane, own in zip(lanes, budgets, strict=True))
             if protect:
@@ -348,6 +352,28 @@ def test_moving_budgets_follow_from_the_whole_history(
     for row in range(len(prompts)):
         _, moved = replay(policy.notes, row, policy)
         assert policy.counts(row)["slots_moved"] == moved
+
+
+@pytest.mark.parametrize(
+    ("damping", "every", "want"),
+    [
+        (1.0, 32, [[4, 4, 5, 27], [5, 10, 12, 13], [4, 4, 5, 27]]), (0.5, 32, [[5, 6, 9, 20]] * 2),
+        (1.0, 8, [[4, 7, 11, 18], [6, 6, 6, 22]]),
+    ],
+)  # fmt: skip
+def test_algorithm_2_by_hand(damping: float, every: int, want: list[list[int]]) -> None:
+    """The policy's bounds: a prompt of 2 tokens and `min_budget` below, what is held and `realloc_every` above."""
+    policy, device = CrystalKV(10, damping=damping, realloc_every=every, min_budget=2), torch.device("cpu")
+    policy.setup(Shape(2, 1, 2, 2, 4, 8, "head", device))
+    step: Any = SimpleNamespace(ops=REFERENCE, row=torch.tensor([0]), budget=torch.full((2, 1, 2), 10).int())
+    crf = torch.tensor([[[9.0, 16.0]], [[25.0, 144.0]]], dtype=torch.float64)
+    for new in want:  # all heads are full
+        prompt = torch.full_like(step.budget, 2)
+        step.budget = policy.algorithm_2(step, torch.tensor([True]), step.budget, prompt, crf)
+        assert step.budget.flatten().tolist() == new
+    first = sum(max(0, n - 10) for n in want[0])
+    later = sum(max(0, b - a) for old, new in pairwise(want) for a, b in zip(old, new, strict=True))
+    assert policy.counts(0) == {"slots_moved": first + later, "slots_reallocated": 40 * len(want)}
 
 
 @pytest.mark.parametrize("text", SMALL["crystal_kv"])
@@ -365,6 +391,20 @@ def test_the_laws_are_tried_with_budgets_that_move(text: str) -> None:
     assert counts["slots_moved"] > 0.02 * counts["slots_reallocated"]
     assert len({len(lane) for lane in kept(manager, 0)}) > 1
     assert manager.told(0).notes.startswith(f"{counts['slots_moved']:,} of {counts['slots_reallocated']:,} slots")
+
+
+def test_a_new_sequence_counts_its_own_slots() -> None:
+    policy = CrystalKV(budget=15, realloc_every=3, min_budget=2)
+    manager = decoded(policy, rows=1)
+    for seq, steps, reallocations in ((0, 20, 6), (1, 2, 0), (2, 7, 2)):
+        manager.join(seq, 60, 4)
+        feed(manager, [seq], [tokens_of(seq, 4)])
+        for token in tokens_of(seq, 4 + steps)[4:]:
+            feed(manager, [seq], [[token]])
+        counts = policy.counts(0)
+        assert counts["slots_reallocated"] == 4 * 15 * reallocations
+        assert 0 <= counts["slots_moved"] <= counts["slots_reallocated"]
+        manager.leave(seq)
 
 
 def test_budgets_stay_while_there_is_room_for_everything() -> None:
