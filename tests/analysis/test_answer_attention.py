@@ -184,7 +184,7 @@ def test_a_pair_knows_its_hits_and_its_readers():
 def test_shares_are_of_pairs_and_heads():
     pairs = [Pair(1, 2, 1, (0,), answers) for answers in (False, True, False)]
     best = torch.zeros(3, 2, 1, dtype=torch.float64)
-    best[0, 0], best[1] = 0.75, 0.9
+    best[0, 0], best[1], best[2] = 0.75, 0.9, 0.74
     looks = [dict.fromkeys(SCORES, best[:2]), dict.fromkeys(SCORES, best[2:]), {}]
     looks[0]["lru"] = torch.ones(2, 2, 1, dtype=torch.float64)
     reads = torch.tensor([[[True], [True]], [[True], [False]], [[False], [False]]])

@@ -376,6 +376,18 @@ def test_algorithm_2_by_hand(damping: float, every: int, want: list[list[int]]) 
     assert policy.counts(0) == {"slots_moved": first + later, "slots_reallocated": 40 * len(want)}
 
 
+def test_a_head_that_another_policy_has_emptied_keeps_its_floor() -> None:
+    """It could fill 2 + 12 tokens by the next time, and gets the 22 of its floor."""
+    policy, device = CrystalKV(30, realloc_every=12, min_budget=20), torch.device("cpu")
+    policy.setup(Shape(2, 1, 2, 2, 4, 8, "head", device))
+    step: Any = SimpleNamespace(ops=REFERENCE, row=torch.tensor([0]), budget=torch.full((2, 1, 2), 30).int())
+    crf = torch.tensor([[[144.0, 9.0]], [[16.0, 25.0]]], dtype=torch.float64)
+    kept = torch.tensor([[[2, 30]], [[30, 30]]], dtype=torch.int32)
+    new = policy.algorithm_2(step, torch.tensor([True]), kept, torch.full_like(kept, 2), crf)
+    assert int(new[0, 0, 0]) == 22
+    assert new.sum() == 120
+
+
 @pytest.mark.parametrize("text", SMALL["crystal_kv"])
 def test_the_laws_are_tried_with_budgets_that_move(text: str) -> None:
     """One slot of fifty and more, in the sequence that the laws look at."""
