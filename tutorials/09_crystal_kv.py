@@ -331,9 +331,9 @@ assert far["window"] == 0 < far["λ = 0.6"] < far["random"]
 #   keeps more of them. LFU keeps most, but it evicts newborn tokens, whose count is 1, and so loses what is near.
 #
 # The right half of the picture is eight needs of one text, with attention held fixed. The answer's numbers are not
-# far back: the thinking repeats them shortly before it ends. On 200 problems of each family the order is the same,
-# with intervals apart in `search` only (`docs/embedded-model.md`). `docs/crystal_kv.md` ranks 404 needs. That this is
-# the whole reason is not shown. Nor is it a verdict on the paper: its models are much larger.
+# far back: the thinking repeats them shortly before it ends. On 200 problems of each family, LRFU keeps fewer needs
+# and is right less often than both; beside the window, intervals are apart in `search` only
+# (`docs/embedded-model.md`, 25 %). It is not shown that lost needs are why. And the paper's models are much larger.
 #
 # ## Three things to remember
 #

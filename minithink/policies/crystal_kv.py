@@ -4,33 +4,42 @@ Every KV head scores its tokens by combined recency and frequency (LRFU, §5.2 a
 
     CRF_i(t) = λ^(t − τ_i)·CRF_i(τ_i) + [i is hit at t]      τ_i: the step of token i's last hit before t
 
-The hit set is the smallest set of tokens that holds the share p of the newest query's attention. While the model
-thinks, a head that holds more than its budget evicts the tokens with the smallest CRF. The prompt stays, and the
-answer is appended beside the budget (§4). No token is labelled: each enters as PotentialKV, what LRFU evicts was
-SlipKV, and what it keeps is CrystalKV. Every `realloc_every` tokens, budgets move to the layers and heads that use
-theirs most (§5.3 and algorithm 2):
+The hit set is the smallest set of tokens that holds the share p of the newest query's attention. No token is
+labelled: each enters as PotentialKV, what LRFU evicts was SlipKV, and what it keeps is CrystalKV (§4). When the
+newest token has attended to itself and to the other tokens, `decide` does this in every head:
 
-    η = ΣCRF / ΣBudget,   Budget' ∝ η
+    lines 3 to 9    hits: their CRF and τ are updated. Line 9 decays the CRF of the misses for the comparison alone:
+                    what is stored of them stays as it is                           `ref/lrfu.py`
+    lines 10 to 13  a head that holds more than its budget evicts the tokens with the smallest CRF, and CRF and τ of
+                    the other tokens close up. At exactly the budget no token goes  `ref/retain.py`
+    algorithm 2     every `realloc_every` tokens, budgets move to the layers, and within a layer to the heads, that
+                    use theirs most (§5.3): η = ΣCRF / ΣBudget, Budget' ∝ η         `ref/reallocate.py`
+    then            a head whose budget shrank evicts down to it at once            `ref/repack.py`
 
-Crystal-KV Lite (§6.1) never moves budgets: they stay equal. The authors released no code.
+This happens while the model thinks: from `<think>`, or the end of a prompt that ends in it, to `</think>`; without
+such tokens always. The prompt stays, and counts in the budget. The answer is appended beside the budget. Crystal-KV
+Lite (§6.1) never moves budgets: they stay equal. The authors released no code.
 
 Choices where the paper is silent:
 - the query heads of a KV head count as one: the largest probability of each token, renormalised. The prompt's tokens
-  take part, and can be hit;
+  take part, and can be hit. The token with which the sum reaches p is a hit (the paper: "exceed"); of equal
+  probabilities the older token comes first;
 - t counts the sequence's generated tokens. Hits count from the first one on (§5.2: over the whole history). By the
-  letter of algorithm 1 hits do not count while the head is not full: track=full;
+  letter of algorithm 1 (lines 1 and 2) hits do not count while the head is not full: track=full;
 - a token enters with CRF 1 and τ = t, because LRFU counts insertion, and a PotentialKV must not die at birth (§5.1).
   Its attention to itself at t is no second hit. With birth=0 it enters with CRF 0, and this hit counts;
 - of equal CRF the token whose last hit is older goes first, then the older token. So λ = 0 is LRU and λ = 1 is LFU,
-  as in §5.2;
+  as in §5.2. Decayed CRFs are compared as logarithms, because 0.6^n itself is 0 in float32 from n ≈ 200 on;
 - answer queries record no hits, and during the answer no token is evicted;
 - ΣCRF is over all tokens that a head holds, the prompt's included, decayed to the step at which budgets move;
 - where CRF does not depend on the budget, Budget' ∝ η oscillates for ever. So the weight is Budget^(1−a)·η^a with the
   damping a = ½, which is √CRF whatever the budgets were; damping=1 is algorithm 2 to the letter;
 - a budget is at least the prompt and `min_budget` tokens, and at most what the head can fill until budgets move
-  again. Budgets do not move while all heads together cannot fill them by then.
+  again. Targets that break these bounds are cut, and all others grow or shrink by one factor, so that the sum stays.
+  Budgets do not move while all heads together cannot fill them by then.
 For λ ≤ ½ all older hits together weigh less than one newer hit. So LRFU decides as LRU: a token hit more recently
-always outlives another, and frequency counts only among tokens with the same last hit (see figure 5).
+always outlives another, and frequency counts only among tokens with the same last hit (see figure 5). In general a
+token that was hit k steps more recently can lose only if λ^k > 1 − λ: k is at most 1 at λ = 0.6, and 21 at 0.9.
 """
 
 from __future__ import annotations
@@ -92,7 +101,9 @@ class CrystalKVLite(Policy):
             yield Evict(self.algorithm_1(step, tracked, torch.zeros_like(tracked))[0])
 
     def algorithm_1(self, step: Step, tracked: Tensor, summed: Tensor) -> tuple[Tensor, ...]:
-        """Algorithm 1 in every head: update CRF and τ by the hits, select the tokens that go (`ref/retain.py`).
+        """Algorithm 1 in every head: update CRF and τ by the hits, select the tokens that go.
+
+        `ops.retain` does all of it, in one kernel or by its readable twin `ref/retain.py`.
 
         tracked, summed: bool [B], rows whose hits count, and rows of which ΣCRF is wanted.
 
@@ -104,7 +115,7 @@ class CrystalKVLite(Policy):
         counted, held = (tracked & (step.clock > 0))[:, None].expand(step.budget.shape), step.held()
         if self.track == "full":  # lines 1 and 2
             counted = counted & (held >= step.budget)
-        over, keep = super().due(step)
+        over, keep = super().due(step)  # heads above their budgets; with a schedule, only at its steps
         *result, score = step.ops.retain(
             step.mass(), step.pos(), held, self._known, step.row, step.budget, self._slack,
             torch.where(over, keep, held), step.protects, step.prompt, step.clock, tracked, counted, summed, self.lam,
@@ -173,6 +184,7 @@ class CrystalKV(CrystalKVLite):
         drop, kept, fixed, crf = self.algorithm_1(step, tracked, now)
         if step.any(now):
             budget = self.algorithm_2(step, now, kept, fixed, crf)
+            # Heads that shrink evict: their tokens are added to `drop`. CRF and τ move to the heads' new entries.
             step.ops.repack(
                 drop, step.held(), self._known, step.row, step.budget, budget, self._slack, step.protects, step.clock,
                 now, self.lam,
@@ -181,7 +193,10 @@ class CrystalKV(CrystalKVLite):
         yield Evict(drop)
 
     def algorithm_2(self, step: Step, now: Tensor, kept: Tensor, fixed: Tensor, crf: Tensor) -> Tensor:
-        """The new budgets: int32 [L, B, Hkv]. now: bool [B], rows whose budgets move; kept, fixed, crf: as above."""
+        """Algorithm 2, whose four lines are in `ref/reallocate.py`: the new budgets, int32 [L, B, Hkv].
+
+        now: bool [B], rows whose budgets move; kept, fixed, crf: what `algorithm_1` returns.
+        """
         low = fixed + self.min_budget
         high = torch.maximum(kept + self.realloc_every, low)  # what a head can fill by the next time
         budget: Tensor = step.ops.reallocate(crf, step.budget, low, high, now, self.damping)

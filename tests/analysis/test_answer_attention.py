@@ -184,7 +184,7 @@ def test_a_pair_knows_its_hits_and_its_readers():
 def test_shares_are_of_pairs_and_heads():
     pairs = [Pair(1, 2, 1, (0,), answers) for answers in (False, True, False)]
     best = torch.zeros(3, 2, 1, dtype=torch.float64)
-    best[0, 0], best[1] = 0.75, 0.9
+    best[0, 0], best[1], best[2] = 0.75, 0.9, 0.74
     looks = [dict.fromkeys(SCORES, best[:2]), dict.fromkeys(SCORES, best[2:]), {}]
     looks[0]["lru"] = torch.ones(2, 2, 1, dtype=torch.float64)
     reads = torch.tensor([[[True], [True]], [[True], [False]], [[False], [False]]])
@@ -200,6 +200,22 @@ def test_shares_are_of_pairs_and_heads():
     assert (crf["answer"]["heads"], crf["answer"]["readers"], crf["all"]["like_crf"]) == (1, 1, 1)
     assert (lru["all"]["like_crf"], lru["answer"]["like_crf"]) == (5 / 6, 1)
     assert found["best_quarter"]["crf"] == [[pytest.approx(2 / 3)], [pytest.approx(1 / 3)]]
+
+
+def test_needs_of_the_answer_are_sought_among_the_top_and_hits_are_of_the_thinking(monkeypatch):
+    n, end = 320, 300
+    mass = torch.zeros(n, 1, n)
+    mass[:end, 0, :end] = torch.eye(end)
+    mass[end + 1 :, 0, :end] = torch.arange(end, 0, -1.0)  # the answer looks at the oldest tokens most
+    hits = hits_at(n, (50, 10), (60, 10), (310, 10), (319, 20))  # two of them by the answer
+    places = ((5,), True), ((20, 230), True), ((150,), True), ((160,), False)
+    pairs = [Pair(305, 310, end + 1, own, answers) for own, answers in places]
+    trace = answer_attention.Trace([1], [0] * n, end, reading_of(), pairs, 0)
+    monkeypatch.setattr(answer_attention, "see_layers", lambda engine, trace, p, see: see(0, mass, hits))
+    found = answer_attention.look(None, trace, 0.6, 0.9)
+    assert found["needs_in_top"].tolist() == [[pytest.approx(2 / 3)]]
+    assert found["tokens"].tolist() == [[(end + 2) / end]]
+    assert found["share"].tolist() == [[pytest.approx((end + 2) / (end * (end + 1) / 2))]]
 
 
 def test_a_picture_pools_to_the_largest_weights():

@@ -12,6 +12,7 @@ from minithink.analysis.budgets import Watched, measured
 from minithink.engine import load
 from minithink.policies.crystal_kv import CrystalKV
 from minithink.tasks import load_problems
+from tests.policies.drive import follow, tokens_of
 
 SMALL = {"budget": 100, "realloc_every": 8, "min_budget": 4}
 
@@ -34,6 +35,18 @@ def test_who_is_watched_decides_alike():
     assert texts[0] == texts[1]
     assert "slots changed heads" in texts[0][1]
     assert not texts[0][1].startswith("0 ")
+
+
+def test_hits_are_counted_while_the_model_thinks():
+    text = tokens_of(0, 30)
+    closes = text[20]
+    end = text.index(closes, 9) - 9  # steps of thinking
+    policy, counted = Watched(budget=40), []
+    for _ in follow(policy, [9], 20, think_ids=(10**6, closes)):
+        counted.append((policy.hits.clone(), int(policy.queries[0])))
+    assert [queries for _, queries in counted] == [min(step, end) for step in range(21)]
+    assert (counted[end][0] > 0).all()
+    assert torch.equal(counted[-1][0], counted[end][0])
 
 
 def test_budgets_go_where_the_hits_are():

@@ -59,3 +59,13 @@ def test_many_heads(damping: float) -> None:
         assert (got.sum((0, 2)) == 4096 * 256).all()
         assert not torch.equal(got.cpu(), budget)
         budget = got.cpu()
+
+
+@pytest.mark.parametrize(("low", "high"), [(9, 20), (1, 7), (1, 20), (8, 8)])
+def test_bounds_that_allow_no_budgets(low: int, high: int) -> None:
+    """Lower bounds above B_total, upper bounds below it: budgets stay. Then bounds that allow some."""
+    crf, budget = torch.tensor([[[1.0, 9.0]]], dtype=torch.float64), torch.full((1, 1, 2), 8, dtype=torch.int32)
+    tensors = crf, budget, torch.full_like(budget, low), torch.full_like(budget, high), torch.tensor([True])
+    got = reallocate(*(x.to(DEVICE) for x in tensors), 0.5)
+    assert_same("budgets", got, ref.reallocate(*tensors, 0.5))
+    assert got.flatten().tolist() == ([4, 12] if (low, high) == (1, 20) else [8, 8])

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minithink.backend import REFERENCE
 from minithink.errors import UsageError
-from minithink.kv.contract import Edit, Evict, Policy, SetBudget, Shape, Step
+from minithink.kv.contract import Demand, Edit, Evict, Policy, See, SetBudget, Shape, Step
 from minithink.kv.manager import KVManager
+from minithink.kv.schedule import Schedule
 from minithink.kv.stack import Stack
 from minithink.model import Rope
 from minithink.policies import parse
@@ -199,6 +203,7 @@ def replay(notes: list[dict[str, Any]], row: int, p: CrystalKVLite) -> tuple[int
     shape = notes[0]["budget"].shape
     hits: dict[tuple[int, int, int], list[int]] = {}  # layer, head, position → the times at which it was referenced
     compared = moved = 0
+    every = Schedule.parse(p.schedule).interval or 1
     for note in notes:
         if not note["active"][row] or (p.exempt_answer and not note["thinking"][row]):
             assert not note["drop"][:, row].any()
@@ -206,6 +211,7 @@ def replay(notes: list[dict[str, Any]], row: int, p: CrystalKVLite) -> tuple[int
             continue
         t, n = int(note["clock"][row]), int(note["prompt"][row])
         old, new = note["budget"][:, row], note["after"][:, row]  # [L, H]
+        due = t % every == 0  # else hits are counted, and nothing is evicted
         staying = dict[tuple[int, int], list[tuple[int, ...]]]()  # after algorithm 1, the first to go first
         for at in torch.cartesian_prod(torch.arange(shape[0]), torch.arange(shape[2])).tolist():
             layer, head = at
@@ -220,7 +226,7 @@ def replay(notes: list[dict[str, Any]], row: int, p: CrystalKVLite) -> tuple[int
                 enough += m
             free = [x for x in own if x >= n * p.protect_prompt]
             free.sort(key=lambda x: (round(crf(own[x], t, p), 9), max(own[x], default=max(0, x - n + 1)), x))
-            staying[layer, head] = free[max(0, len(lane) - int(old[layer, head])) :]
+            staying[layer, head] = free[max(0, len(lane) - int(old[layer, head])) if due else 0 :]
         if isinstance(p, CrystalKV):
             assert torch.equal(new, budgets_of(p, old, staying, hits, note, row))
             assert new.sum() == old.sum()
@@ -229,12 +235,12 @@ def replay(notes: list[dict[str, Any]], row: int, p: CrystalKVLite) -> tuple[int
             assert torch.equal(new, old)
         for (layer, head), free in staying.items():
             protected = sum(0 <= x < n for x in note["pos"][layer, row, head].tolist()) * p.protect_prompt
-            stay = set(free[max(0, len(free) + protected - int(new[layer, head])) :])
+            stay = set(free[max(0, len(free) + protected - int(new[layer, head])) if due else 0 :])
             pos, drop = note["pos"][layer, row, head], note["drop"][layer, row, head]
             left = {x for x in pos[~drop].tolist() if x >= n * p.protect_prompt}
             assert not (drop & (pos < n * p.protect_prompt)).any()
             assert len(left) == len(stay)
-            assert len(left) + protected <= int(new[layer, head])
+            assert len(left) + protected <= int(new[layer, head]) or not due
             if drop.any():
                 values = {x: crf(hits[layer, head, x], t, p) for x in left ^ stay}
                 assert max(values.values(), default=0) - min(values.values(), default=0) < 1e-5  # float32 decides
@@ -280,16 +286,18 @@ def budgets_of(
     protect=st.booleans(),
     close=st.sampled_from([None, 4, 12]),
     exempt=st.booleans(),
+    every=st.sampled_from([1, 1, 3]),
 )
 @settings(max_examples=settings.default.max_examples * 2 // 5)
 def test_decisions_follow_from_the_whole_history(
     prompts: list[int], budget: int, lam: float, p: float, birth: int, track: Any, protect: bool, close: int | None,
-    exempt: bool,
+    exempt: bool, every: int,
 ) -> None:  # fmt: skip
-    """In every lane of a ragged batch, beside an idle row. While it thinks the budget holds; the prompt stays."""
+    """In every lane of a ragged batch, beside an idle row. While it thinks the budget holds; the prompt stays. With a
+    schedule, hits are counted between the evictions, too."""
     budget += max(prompts) if protect else 0
     policy = Watched(budget=budget, lam=lam, p=p, birth=birth, track=track, protect_prompt=protect,
-                     exempt_answer=exempt)  # fmt: skip
+                     exempt_answer=exempt, schedule="every" if every == 1 else f"interval:{every}")  # fmt: skip
     ids = (None, None) if close is None else (NEVER, tokens_of(0, prompts[0] + close)[-1])
     for manager in follow(policy, prompts, 16, rows=len(prompts) + 1, think_ids=ids):
         for seq, prompt in enumerate(prompts):
@@ -297,12 +305,14 @@ def test_decisions_follow_from_the_whole_history(
             assert record is not None
             for lane in held(manager, seq):
                 if record.thinking or not exempt:
-                    assert len(lane) == min(budget, manager.length(seq))
+                    least = min(budget, manager.length(seq))
+                    waiting = (manager.length(seq) - prompt) % every  # tokens since the last eviction
+                    assert len(lane) == least if not waiting else least <= len(lane) <= budget + waiting
                 if protect:
                     assert lane[:prompt] == list(range(prompt))
     for row in range(len(prompts)):
         compared, _ = replay(policy.notes, row, policy)
-        assert compared or close is not None or budget >= prompts[row] + 16
+        assert compared or close is not None or budget >= prompts[row] + 16 // every * every
 
 
 @given(
@@ -316,16 +326,17 @@ def test_decisions_follow_from_the_whole_history(
     protect=st.booleans(),
     close=st.sampled_from([None, 9]),
     exempt=st.booleans(),
+    floor=st.integers(1, 4),
 )
 @settings(max_examples=settings.default.max_examples * 2 // 5)
 def test_moving_budgets_follow_from_the_whole_history(
     prompts: list[int], budget: int, lam: float, every: int, damping: float, birth: int, track: Any, protect: bool,
-    close: int | None, exempt: bool,
+    close: int | None, exempt: bool, floor: int,
 ) -> None:  # fmt: skip
     """The same where budgets move. All heads together never hold more than B_total while the model thinks."""
     budget += max(prompts) if protect else 0
     policy = Moving(budget=budget, lam=lam, birth=birth, track=track, protect_prompt=protect, exempt_answer=exempt,
-                    realloc_every=every, damping=damping, min_budget=2)  # fmt: skip
+                    realloc_every=every, damping=damping, min_budget=floor)  # fmt: skip
     ids = (None, None) if close is None else (NEVER, tokens_of(0, prompts[0] + close)[-1])
     for manager in follow(policy, prompts, 20, rows=len(prompts) + 1, think_ids=ids):
         for seq, prompt in enumerate(prompts):
@@ -333,7 +344,7 @@ def test_moving_budgets_follow_from_the_whole_history(
             assert record is not None
             budgets = manager.budgets[id(policy)][:, manager._row_of[seq]].flatten().tolist()
             assert sum(budgets) == budget * len(lanes)
-            assert min(budgets) >= 2 + prompt * protect
+            assert min(budgets) >= floor + prompt * protect
             if record.thinking or not exempt:
                 assert all(len(lane) <= own for lane, own in zip(lanes, budgets, strict=True))
             if protect:
@@ -341,6 +352,40 @@ def test_moving_budgets_follow_from_the_whole_history(
     for row in range(len(prompts)):
         _, moved = replay(policy.notes, row, policy)
         assert policy.counts(row)["slots_moved"] == moved
+
+
+@pytest.mark.parametrize(
+    ("damping", "every", "want"),
+    [
+        (1.0, 32, [[4, 4, 5, 27], [5, 10, 12, 13], [4, 4, 5, 27]]), (0.5, 32, [[5, 6, 9, 20]] * 2),
+        (1.0, 8, [[4, 7, 11, 18], [6, 6, 6, 22]]),
+    ],
+)  # fmt: skip
+def test_algorithm_2_by_hand(damping: float, every: int, want: list[list[int]]) -> None:
+    """The policy's bounds: a prompt of 2 tokens and `min_budget` below, what is held and `realloc_every` above."""
+    policy, device = CrystalKV(10, damping=damping, realloc_every=every, min_budget=2), torch.device("cpu")
+    policy.setup(Shape(2, 1, 2, 2, 4, 8, "head", device))
+    step: Any = SimpleNamespace(ops=REFERENCE, row=torch.tensor([0]), budget=torch.full((2, 1, 2), 10).int())
+    crf = torch.tensor([[[9.0, 16.0]], [[25.0, 144.0]]], dtype=torch.float64)
+    for new in want:  # all heads are full
+        prompt = torch.full_like(step.budget, 2)
+        step.budget = policy.algorithm_2(step, torch.tensor([True]), step.budget, prompt, crf)
+        assert step.budget.flatten().tolist() == new
+    first = sum(max(0, n - 10) for n in want[0])
+    later = sum(max(0, b - a) for old, new in pairwise(want) for a, b in zip(old, new, strict=True))
+    assert policy.counts(0) == {"slots_moved": first + later, "slots_reallocated": 40 * len(want)}
+
+
+def test_a_head_that_another_policy_has_emptied_keeps_its_floor() -> None:
+    """It could fill 2 + 12 tokens by the next time, and gets the 22 of its floor."""
+    policy, device = CrystalKV(30, realloc_every=12, min_budget=20), torch.device("cpu")
+    policy.setup(Shape(2, 1, 2, 2, 4, 8, "head", device))
+    step: Any = SimpleNamespace(ops=REFERENCE, row=torch.tensor([0]), budget=torch.full((2, 1, 2), 30).int())
+    crf = torch.tensor([[[144.0, 9.0]], [[16.0, 25.0]]], dtype=torch.float64)
+    kept = torch.tensor([[[2, 30]], [[30, 30]]], dtype=torch.int32)
+    new = policy.algorithm_2(step, torch.tensor([True]), kept, torch.full_like(kept, 2), crf)
+    assert int(new[0, 0, 0]) == 22
+    assert new.sum() == 120
 
 
 @pytest.mark.parametrize("text", SMALL["crystal_kv"])
@@ -358,6 +403,20 @@ def test_the_laws_are_tried_with_budgets_that_move(text: str) -> None:
     assert counts["slots_moved"] > 0.02 * counts["slots_reallocated"]
     assert len({len(lane) for lane in kept(manager, 0)}) > 1
     assert manager.told(0).notes.startswith(f"{counts['slots_moved']:,} of {counts['slots_reallocated']:,} slots")
+
+
+def test_a_new_sequence_counts_its_own_slots() -> None:
+    policy = CrystalKV(budget=15, realloc_every=3, min_budget=2)
+    manager = decoded(policy, rows=1)
+    for seq, steps, reallocations in ((0, 20, 6), (1, 2, 0), (2, 7, 2)):
+        manager.join(seq, 60, 4)
+        feed(manager, [seq], [tokens_of(seq, 4)])
+        for token in tokens_of(seq, 4 + steps)[4:]:
+            feed(manager, [seq], [[token]])
+        counts = policy.counts(0)
+        assert counts["slots_reallocated"] == 4 * 15 * reallocations
+        assert 0 <= counts["slots_moved"] <= counts["slots_reallocated"]
+        manager.leave(seq)
 
 
 def test_budgets_stay_while_there_is_room_for_everything() -> None:
@@ -388,8 +447,8 @@ def test_the_answer_is_appended_beside_the_budget(moves: bool) -> None:
         assert states[step] == [lane + answer for lane in states[end]]
 
 
-def decoded(policy: Policy, rows: int = 3) -> KVManager:
-    return watched(KVManager(TINY, Rope(TINY), policy, rows=rows, tokens=60))
+def decoded(policy: Policy, rows: int = 3, **options: Any) -> KVManager:
+    return watched(KVManager(TINY, Rope(TINY), policy, rows=rows, tokens=60, **options))
 
 
 @torch.inference_mode()
@@ -398,6 +457,34 @@ def feed(manager: KVManager, seqs: list[int], chunks: list[list[int]]) -> None:
     manager.begin_step(seqs, [len(chunk) for chunk in chunks], flat)
     DECODER(torch.tensor(flat), manager)
     manager.end_step()
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_before_the_thinking_nothing_is_evicted(moves: bool) -> None:
+    """Where the model itself writes `<think>`: until then no hit is counted and no budget moves. Then all tokens
+    above the budget go at once, and the budget holds. If it thinks again after an answer, the same happens."""
+    prompt, budget, opens, closes = 9, 14, 1, 2
+    text = [max(token, 3) for token in tokens_of(0, 60)]
+    text[30], text[42], text[51] = opens, closes, opens
+    policy = CrystalKV(budget, realloc_every=3, min_budget=1) if moves else CrystalKVLite(budget)
+    manager = decoded(policy, rows=1, think_ids=(opens, closes))
+    manager.join(0, 60, prompt, thinking=False)
+    feed(manager, [0], [text[:prompt]])
+    thinks = False
+    for n in range(prompt, 60):
+        before, states = held(manager, 0), [x.clone() for x in policy.state()]
+        budgets = manager.budgets[id(policy)][:, 0].flatten().tolist()
+        feed(manager, [0], [text[n : n + 1]])
+        thinks = (thinks or text[n] == opens) and text[n] != closes
+        after = manager.budgets[id(policy)][:, 0].flatten().tolist()
+        if thinks:
+            assert all(len(lane) <= most for lane, most in zip(held(manager, 0), after, strict=True)), n
+            assert sum(after) == budget * len(after)
+        else:
+            assert held(manager, 0) == [[*lane, n] for lane in before], n
+            assert all(torch.equal(x, was) for x, was in zip(policy.state(), states, strict=True)), n
+            assert after == budgets, n
+        assert all(lane[:prompt] == list(range(prompt)) for lane in held(manager, 0))
 
 
 @pytest.mark.parametrize("moves", [False, True])
@@ -598,6 +685,33 @@ def test_hits_come_from_the_groups_maximum_of_generated_tokens() -> None:
     assert not observed(next(managers))
     for manager in managers:
         assert (manager.observations.mass[0, "max"].sum(-1) > 1).all()
+
+
+def test_defaults_are_the_papers_where_it_gives_any() -> None:
+    """λ within 0.5 to 0.7 and p = 0.9 (§6.4); the others are chosen, as the module's docstring says."""
+    for policy in (CrystalKVLite(budget=64), CrystalKV(budget=64)):
+        assert (policy.lam, policy.p, policy.birth, policy.track) == (0.6, 0.9, 1, "always")
+        assert (policy.schedule, policy.protect_prompt, policy.exempt_answer) == ("every", True, True)
+    assert (policy.realloc_every, policy.damping, policy.min_budget) == (128, 0.5, 16)
+
+
+@dataclass
+class Asks(Policy):
+    """Another that wants to see the attention of the prompt's queries."""
+
+    name = "asks"
+    demands = (Demand(See.MASS, group="max"),)
+
+
+@pytest.mark.parametrize("birth", [0, 1])
+def test_queries_of_the_prompt_record_no_hits(birth: int) -> None:
+    """Nor where their attention is observed for another policy of a stack."""
+    policy = CrystalKVLite(budget=20, birth=birth)
+    manager = next(follow(Stack([Asks(), policy]), [9], 1))
+    assert manager.observations.mass[0, "max"].sum() > 0
+    assert (policy._pos < 9).sum() == 9 * 4
+    assert (policy._crf[policy._pos < 9] == birth).all()
+    assert (policy._last == 0).all()
 
 
 @pytest.mark.parametrize(

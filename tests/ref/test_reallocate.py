@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from itertools import product
 from typing import Any
@@ -214,8 +215,28 @@ def test_half_damping_settles_at_once(row: tuple[Heads, Heads, Heads, Heads], ev
     assert moved(crf, again, low, most, 0.5) == first
 
 
+@pytest.mark.parametrize("damping", [0.25, 0.5, 0.75, 1.0])
+def test_the_distance_from_the_root_of_crf_shrinks_by_1_minus_2a(damping: float) -> None:
+    """Constant CRF: √CRF is the fixed point of both levels, and log B's distance from it is multiplied by 1 − 2a."""
+    crf, low, high = [[9, 16], [25, 144]], [[1, 1]] * 2, [[2**26] * 2] * 2
+    budget = [[2**18, 2**20], [2**19, 2**21]]
+
+    def distance(budget: Heads) -> list[float]:
+        """Of the layers, then of the heads of each layer: √CRF of the layers is 5 and 13."""
+        sums = [sum(layer) for layer in budget]
+        pairs = [(sums, (5, 13)), *zip(budget, ((3, 4), (5, 12)), strict=True)]
+        return [math.log(b[0] / b[1]) - math.log(root[0] / root[1]) for b, root in pairs]
+
+    for _ in range(3):
+        new = moved(crf, budget, low, high, damping)
+        after = [new[:2], new[2:]]
+        want = [(1 - 2 * damping) * d for d in distance(budget)]
+        assert distance(after) == pytest.approx(want, abs=1e-4)
+        budget = after
+
+
 def test_without_damping_it_swings() -> None:
-    """CRF (4, 1) at 20 tokens: (16, 4), (10, 10), (16, 4), …, and a quarter of damping comes nearer each time."""
+    """CRF (4, 1) at 20 tokens: (16, 4), (10, 10), (16, 4), …"""
     low, high, budget = [[1, 1]], [[20, 20]], [[10, 10]]
     seen = []
     for _ in range(4):
