@@ -14,7 +14,11 @@
 # # 7. From StreamingLLM to R-KV: what each policy keeps
 #
 # A cache that is full must evict. Six policies read the same text and have the same budget: the prompt and a quarter
-# of what is generated. First the text, and the attention that each of its tokens pays to the earlier ones.
+# of what is generated. When it is full, a *rule* gives each token a score, and the tokens with the lowest scores go.
+#
+# First the text, and what the rules will score. The model generates it with a full cache. Its last token was never in
+# the cache, so N tokens are left, P of them in the prompt. For each of them we store its query's logits, q·k/√D, with
+# all earlier tokens. A *KV head* has one key for each token. Two query heads share it.
 
 # %%
 import tempfile
@@ -41,11 +45,11 @@ L, H, G = engine.config.num_layers, engine.config.num_kv_heads, engine.config.nu
 GREEDY = {"temperature": 0, "max_new_tokens": 700}
 
 
-KEYS = {}
+KEYS = {}  # filled while the model generates
 
 
 class Keys(Full):
-    """The full cache, of which the keys are remembered."""
+    """The full cache. It remembers the keys."""
 
     def watch(self, step):
         KEYS["k"] = torch.stack([step.keys(layer)[0] for layer in range(L)])  # [L, H, tokens, D]
@@ -54,23 +58,28 @@ class Keys(Full):
 [full] = engine.generate(problem.question, policy=Keys(), **GREEDY)
 ids, P = engine.prompt_ids(problem.question) + full.token_ids, full.prompt_tokens
 N = KEYS["k"].shape[2]  # without the last token, which was never in the cache
-logits = torch.empty(L, H, G, N, N)  # of every query (row) and token
+logits = torch.empty(L, H, G, N, N)  # layer, KV head, query head, query, token
 read(engine, ids[:N], lambda layer, x, _: logits[layer].copy_(x.permute(1, 2, 0, 3)))
-B = P + (N - P) // 4  # tokens that a head may hold
+B = P + (N - P) // 4  # the budget: tokens that a KV head may hold
+print(problem.question, full.text[:200] + " …", sep="\n\n")
+print(f"\n{P} tokens in the prompt, {N - P} generated, budget {B}")
+assert G == 2, "two query heads share a KV head"
+assert grade(full.text, problem.answer), "the model should solve this with a full cache"
 
 # %% [markdown]
 # ## Position: a window
 #
-# Now the generated tokens come one by one, and a *rule* scores those that a head holds. When there are too many, the
-# lowest scores go. The first rule is the simplest: a token's score is its position, so the newest stay. In the
-# picture each row is a KV head, each column a generated token. Blue: the head still holds it when the text ends.
+# `simulate` lets the generated tokens come one by one. When a KV head holds too many, a rule scores them, and the
+# lowest scores go. The prompt always stays. The first rule is the simplest: a token's score is its position, so the
+# newest stay. In the picture each row is a KV head, each column a generated token. Blue: the head still holds it when
+# the text ends. A window keeps the same tokens in all heads.
 
 
 # %%
 def simulate(rule, buffer=0):
     """The generated tokens come one by one. → the step at which each head loses each token: int32 [L·H, N].
 
-    `HELD` stands for a token that is never lost. A rule evicts when `buffer` tokens more than B are held.
+    `HELD` stands for a token that is never lost. A head evicts down to B when it holds B + `buffer` tokens, or B + 1.
     """
     held, left = torch.zeros(L, H, N, dtype=torch.bool), torch.full((L, H, N), HELD, dtype=torch.int32)
     held[..., :P] = True
@@ -108,12 +117,11 @@ def draw(names, rows=1):
 
 
 draw(["window (StreamingLLM)"])
-assert grade(full.text, problem.answer), "the model should solve this with a full cache"
 
 # %% [markdown]
-# StreamingLLM keeps the newest tokens and the first four. A softmax has to put its weight somewhere, and many heads
-# put it on the first token, whatever that is: an *attention sink*. Here the whole prompt is protected, so
-# StreamingLLM and a window are the same. Is there a sink in this model?
+# StreamingLLM keeps the newest tokens and the first four. The reason: a softmax has to put its weight somewhere, and
+# many heads put it on the first token, whatever that is. Such a token is an *attention sink*. Here the whole prompt
+# is protected, so StreamingLLM and a window are the same. Is there a sink in this model?
 
 # %%
 sink = torch.stack([logits[:, :, :, t, : t + 1].softmax(-1)[..., :4].sum(-1).mean(-1) for t in range(P, N)]).mean(0)
@@ -128,8 +136,9 @@ assert sink.max() < 0.1, "no head uses the first tokens as a sink"
 #
 # ## All attention so far: H2O
 #
-# A sum only grows. A token that came early has been seen by more queries, so its sum is larger, and a new token has
-# to beat old ones. By hand: three tokens, each gets 0.2 of every query's attention once it is there.
+# H2O's score is the sum of all attention that a token has received. A sum only grows. Of two tokens that every query
+# likes equally, the older one has been seen by more queries, so its sum is larger. By hand: three tokens, each gets
+# 0.2 of every query's attention once it is there.
 
 # %%
 born, now = [0, 4, 8], 10
@@ -138,7 +147,9 @@ print("equal tokens, unequal sums:", sums)
 assert sums == sorted(sums, reverse=True), "the older of equal tokens wins"
 
 # %% [markdown]
-# The rule for each KV head, the prompt's queries first. Half of the room is for new tokens.
+# Each KV head has its own sums. They begin with the attention that the prompt's queries gave. Half of the room is
+# reserved for the newest tokens, whatever their sums. The cell prints the mean age of the other tokens that stay: 0 %
+# is the end of the text, 100 % its beginning.
 
 
 # %%
@@ -172,10 +183,10 @@ assert ages["h2o"] > ages["window (StreamingLLM)"], "H2O should keep older token
 # %% [markdown]
 # ## The newest query: TOVA. The last time: RaaS
 #
-# TOVA remembers nothing. A token that this query does not need goes, even if the last query needed it. RaaS remembers
-# a time: the last step at which the token was in the half with the most attention. By hand: four tokens and five
-# queries, of each query the two tokens with the most attention. Token 0 is old but was used lately. Token 1 goes
-# first.
+# TOVA's score is the attention of the newest query alone. It remembers nothing: a token that this query does not need
+# goes, even if the last query needed it. RaaS's score is a time (a *stamp*): the last step at which the token was in
+# the half of the tokens with the most attention. By hand: four tokens and five queries. Each list names the two
+# tokens to which one query attends most. Token 0 is old but was used lately. Token 1 goes first.
 
 # %%
 stamps = [0, 0, 0, 0]
@@ -186,7 +197,8 @@ print("stamps:", stamps, "the first to go:", stamps.index(min(stamps)))
 assert stamps == [5, 1, 4, 5]
 
 # %% [markdown]
-# Both decide for a layer: they take the mean over its heads, which then keep the same tokens.
+# Both decide for a layer: they take the mean over its heads, which then keep the same tokens. In the picture the four
+# rows of a layer are equal.
 
 
 # %%
@@ -202,21 +214,27 @@ def raas():
         half = mean.topk((pos.shape[-1] + 1) // 2).indices
         stamp.scatter_(-1, pos.gather(-1, half), t - P + 1)
         stamp[..., t] = t - P + 1  # it came just now
-        return by_position(stamp, pos).double() * N + pos
+        return by_position(stamp, pos).double() * N + pos  # of equal stamps the older token goes
 
     return rule
 
 
 LEFT |= {"tova": simulate(tova), "raas": simulate(raas())}
 draw(["tova", "raas"])
+of_layer = torch.stack([LEFT[name].view(L, H, N) for name in ("tova", "raas")])
+assert (of_layer == of_layer[:, :, :1]).all(), "the heads of a layer keep the same tokens"
 
 # %% [markdown]
 # ## Several queries, and redundancy: SnapKV and R-KV
 #
-# One query says little; eight say more. SnapKV's importance is the mean over eight, and each token takes the largest
-# of its neighbours' values: a number is of no use if the name in front of it is gone. R-KV then subtracts the
-# redundancy: how much a key resembles the other keys, as shares that sum to 1 in a head. By hand: tokens 1 and 2 say
-# the same. Token 0 says something else, so its share is the least.
+# One query says little; eight say more. SnapKV's *importance* is the mean attention of the newest eight queries. Then
+# each token takes the largest value among itself and three neighbours on each side: a number is of no use if the name
+# in front of it is gone. The eight newest tokens always stay. Here SnapKV runs again and again while the model
+# generates, so the library calls it `snapkv_decode`; the paper's SnapKV compresses only the prompt.
+#
+# R-KV subtracts the *redundancy*: how much a key resembles the other keys, as shares that sum to 1 in a head. Its
+# score is 0.1 · importance − 0.9 · redundancy. By hand: the keys of tokens 1 and 2 are nearly equal. The key of
+# token 0 is different, so its share is the least.
 
 # %%
 key = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.1]])[None, None]
@@ -228,12 +246,12 @@ assert importance.argmin() == 0
 assert (0.1 * importance - 0.9 * again).argmin() != 0
 
 # %% [markdown]
-# Both wait until 16 tokens are too many, and then decide once for all of them.
+# Both wait until a head holds 16 tokens too many. Then they evict 16 at once.
 
 
 # %%
-def snapkv(t, pos, p, lam=1.0):
-    older = pos[..., :-8]  # the window, 8 tokens, stays
+def snapkv(t, pos, p, lam=1.0):  # amax: of the query heads the largest logit counts
+    older = pos[..., :-8]  # the newest 8 tokens stay
     x = logits[:, :, :, t - 7 : t + 1].amax(2).gather(-1, older.unsqueeze(2).expand(-1, -1, 8, -1))
     score = lam * torch.nn.functional.max_pool1d(x.softmax(-1).mean(2), 7, 1, 3)
     if lam < 1:
@@ -296,13 +314,13 @@ assert kept["rkv"].pairs > 20
 # %% [markdown]
 # In this short text most needs are recent, so the window meets them. One text proves nothing: `docs/baselines.md` has
 # 600 texts of each policy. R-KV, RaaS and `snapkv_decode` have more right answers than random eviction, TOVA and H2O
-# have fewer. It also says that the share of needs explains right answers only in part: it is a mean over heads,
-# and heads may differ.
+# have fewer. The share of needs that is met, a mean over heads, explains right answers only in part.
 #
 # ## The same as the library?
 #
-# Now the real policies, until some tokens are evicted. In layer 0 queries and keys depend on nothing but the tokens,
-# so there our rules must keep exactly what the library keeps, as long as the text is the same.
+# Now the real policies, until some tokens are evicted. In layer 0 queries and keys depend only on the tokens and
+# their positions, not on what the cache holds. So there our rules must keep exactly what the library keeps, as long
+# as the text is the same.
 
 # %%
 temporary = tempfile.TemporaryDirectory()
@@ -334,7 +352,7 @@ for name, words in NAMES.items():
 # Three things to remember:
 #
 # - **A score has a memory.** None (TOVA), eight queries (SnapKV, R-KV), the last use (RaaS), everything (H2O).
-# - **A sum prefers old tokens, a window new ones.** What a text needs is neither.
+# - **A sum prefers old tokens, a window new ones.** A text may need both.
 # - **Heads that decide for themselves keep more different tokens** than heads of a layer that decide together.
 #
 # ## Exercises
