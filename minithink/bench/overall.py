@@ -83,11 +83,11 @@ def rows(result: Result) -> list[Row]:
 
 def said(result: Result) -> Iterable[str]:
     """What the columns mean."""
-    settings = result["settings"]
-    families = {row["families"] for row in rows(result)}
+    settings, found = result["settings"], rows(result)
+    families = {row["families"] for row in found}
     parts = [f"{settings['limit']} {settings['split']} problems of each of {max(families)} families."]
     parts += ["Where a policy lacks runs, of fewer."] if len(families) > 1 else []
-    if settings["beside"]:
+    if any(points(row, "all")[0] is not None for row in found):
         parts.append(f"Difference: points to `{settings['beside']}` at the same budget, problem by problem.")
     parts += ["Cut off: texts that did not end by themselves. The most right answers first."]
     return [" ".join(parts), ""]
