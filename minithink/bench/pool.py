@@ -175,12 +175,13 @@ def source_of(policy: str, backend: str) -> dict[str, str]:
         policy: as on the command line.
         backend: reference, which runs no kernels, or triton.
     """
-    own = files_of(policy)
+    own = dict(files_of(policy))
     if backend != "triton":
         own["kernels"] = ()
     return {name: _hash(tuple(paths)) for name, paths in own.items()}
 
 
+@cache
 def files_of(policy: str) -> dict[str, tuple[str, ...]]:
     """Paths below the root, by part of a source. policy: the modules of its classes, and the policy modules and
     top-level modules of this project that they import. formats. twins: those that it calls. kernels: all except those
