@@ -100,6 +100,27 @@ def test_equal_scores_keep_the_older() -> None:
         assert len(found[i]) == 8
 
 
+def test_a_recorder_hears_the_scores_of_the_selection_window() -> None:
+    """At each trigger: not the question's tokens, not the local window's, and of no other lane or column."""
+    heard = []
+
+    class Ear:
+        def noted(self, step: Any, policy: Policy, score: Tensor, where: Tensor | None) -> None:
+            assert where is not None
+            of_lanes = zip(*(x.flatten(0, 2) for x in (step.pos(), score, where)), strict=True)
+            heard.append([dict(zip(p[w].tolist(), s[w].tolist(), strict=True)) for p, s, w in of_lanes])
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **named: None
+
+    for _, manager in scripted(DynTS(10, ratio=0.5, local=3), SCORES):
+        manager.recorder = Ear()
+    windows = ([3, 4, 5, 6], [3, 5, 7, 8], [3, 8, 9, 10])
+    assert len(heard) == 3
+    for lanes_of, window in zip(heard, windows, strict=True):
+        assert lanes_of == [pytest.approx({p: SCORES[p - 3] for p in window})] * len(lanes_of)
+
+
 def test_nothing_is_selected_after_the_thought() -> None:
     found = lanes(DynTS(10, ratio=0.5, local=3), SCORES, close_at=11)
     assert found[9] == [0, 1, 2, 3, 5, 7, 8, 9]
