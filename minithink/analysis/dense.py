@@ -17,6 +17,7 @@ from minithink.ref.rope import rope
 from minithink.thinking import CLOSE
 
 EVERY = 16  # tokens from one eviction to the next
+READ = 128  # tokens of each prompt that are read at once: attention's logits are rows · heads · READ · longest
 RECENT = 64  # tokens that no eviction touches, if the budget has room for them
 Steering = Callable[[Tensor, int, Tensor], Tensor]  # (last token [rows], layer, hidden [rows, d]) → hidden
 
@@ -111,7 +112,8 @@ def decode(
         sketch: makes the policy; None: everything stays.
         budget: generated tokens that a lane keeps beside its prompt, int64 [rows].
         steer: acts on generated tokens.
-        masked: tokens of the prompts that are masked in all lanes when the prompts are read, bool [rows, longest].
+        masked: tokens of the prompts that are masked in all lanes when the prompts are read, bool [rows, longest];
+            not their last tokens.
         watch: called every EVERY steps and at the end, with the number of tokens since the last call.
     """
     device, rows = engine.device, len(prompts)
@@ -123,10 +125,17 @@ def decode(
         tokens[i, : len(prompt)] = torch.tensor(prompt)
     max_new_tokens = min(max_new_tokens, engine.config.max_position - widest)
     cache = Dense(engine, rows, widest + max_new_tokens)
-    cache.begin(torch.arange(widest, device=device).expand(rows, -1), widest)
-    hidden = engine.decoder(tokens.flatten(), cache).view(rows, widest, -1)[cache.row[:, 0], lengths - 1]
+    hidden = torch.zeros(rows, engine.config.hidden_size, dtype=engine.dtype, device=device)  # of the last tokens
+    for some in torch.arange(widest, device=device).split(READ):
+        first, end = int(some[0]), int(some[-1]) + 1
+        cache.begin(some.expand(rows, -1), end)
+        read = engine.decoder(tokens[:, first:end].flatten(), cache).view(rows, len(some), -1)
+        here = ((lengths > first) & (lengths <= end))[:, None]
+        hidden = torch.where(here, read[cache.row[:, 0], (lengths - 1 - first).clamp(0, len(some) - 1)], hidden)
     if masked is not None:
         cache.kept[..., :widest] &= ~masked[None, :, None]
+        cache.begin((lengths - 1)[:, None], widest)  # the last token again: the first answer is drawn behind the mask
+        hidden = engine.decoder(tokens[cache.row[:, 0], lengths - 1], cache)
     policy = sketch(cache, lengths) if sketch else None
     generator = torch.Generator(device).manual_seed(seed)
     out = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=device)

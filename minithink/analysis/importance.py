@@ -173,15 +173,14 @@ def pareto(engine: Engine, texts: Sequence[Text], args: argparse.Namespace) -> l
     cells = [(way, p) for p in PERCENT for way in WAYS if p < 100 or way == "top"]
     with progress(len(cells) * args.pareto * len(texts), 0, "answers from a part of the thinking") as advance:
         for way, percent in cells:
-            right = 0
-            for seed in range(args.pareto):
-                hidden = masks(texts, way, percent, seed)
-                for part in batches(len(texts), args.batch_size):
-                    for text, tokens in zip(texts[part], answers(engine, texts[part], hidden[part], args, seed),
-                                            strict=True):  # fmt: skip
-                        good = runs.is_right("</think>" + engine.tokenizer.decode(tokens), text.problem)
-                        right += good
-                        advance(good)
+            right, again = 0, [*texts] * args.pareto
+            hidden = [own for draw in range(args.pareto) for own in masks(texts, way, percent, draw)]
+            for i, part in enumerate(batches(len(again), args.batch_size)):
+                found = answers(engine, again[part], hidden[part], args, i)
+                for text, tokens in zip(again[part], found, strict=True):
+                    good = runs.is_right("</think>" + engine.tokenizer.decode(tokens), text.problem)
+                    right += good
+                    advance(good)
             rows.append({"way": way, "percent": percent, "right": right / (args.pareto * len(texts))})
     return rows
 

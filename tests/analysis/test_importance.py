@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from minithink import results
-from minithink.analysis import __main__, importance, runs
+from minithink.analysis import __main__, dense, importance, runs
 from minithink.analysis.dense import decode
 from minithink.analysis.importance import ANSWER, Text, answers, best, content_by_tenth, masks, measured, text_of
 from minithink.engine import Engine, load
@@ -96,6 +96,36 @@ def test_answers_behind_a_mask(tiny: Engine) -> None:
     assert blind[0] != whole[0]
     assert blind[1] != whole[1]
     assert answers(tiny, texts, [nothing[0], ~nothing[1]], args, 0) == [whole[0], blind[1]]
+
+
+def test_prompts_that_are_read_in_parts_are_the_same(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = [[*t.prompt, *t.tokens[: t.think.stop + 1]] for t in (text(tiny, 1), text(tiny, 4))]
+    whole = decode(tiny, read, ANSWER)
+    assert len(read[0]) != len(read[1])
+    for size in (37, 100_000):
+        monkeypatch.setattr(dense, "READ", size)
+        assert decode(tiny, read, ANSWER) == whole
+
+
+def test_the_first_answer_is_drawn_behind_the_mask(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that stands behind `</think>` is computed without the masked tokens, its own hidden state included."""
+    own, seen = text(tiny, 1), list[tuple[torch.Tensor, torch.Tensor]]()
+    attend = dense.Dense.attend
+
+    def listening(cache: dense.Dense, layer: int, qk: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if cache.pos.shape[1] == 1:
+            seen.append((cache.pos.clone(), cache.kept[layer, 0, 0, : cache.end].clone()))
+        return attend(cache, layer, qk, v)
+
+    monkeypatch.setattr(dense.Dense, "attend", listening)
+    args = argparse.Namespace(temperature=0.0, seed=0)
+    answers(tiny, [own], [torch.ones(len(own.think), dtype=torch.bool)], args, 0)
+    start, stop = len(own.prompt) + own.think.start, len(own.prompt) + own.think.stop
+    assert int(seen[0][0]) == stop, "the first token that is computed alone is </think>"
+    for _, kept in seen:
+        assert not kept[start:stop].any()
+        assert kept[:start].all()
+        assert kept[stop:].all()
 
 
 def test_a_pareto_curve_is_a_mean_over_draws(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
