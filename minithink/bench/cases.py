@@ -203,7 +203,7 @@ class Command:
             except UsageError:
                 raise
             except (MinithinkError, torch.OutOfMemoryError) as error:
-                result["left_out"].append(f"{case.name}: {str(error).splitlines()[0]}")
+                result["left_out"].append(f"{case.name}: {str(error).splitlines()[0].rstrip('.')}")
             write()
             gc.collect()
             torch.cuda.empty_cache()  # nothing without CUDA

@@ -18,6 +18,7 @@ from minithink.bench.__main__ import main
 from minithink.bench.cases import Bench
 from minithink.bench.parts import GATHERS, TimedLoop, counters_of, rates
 from minithink.bench.steady import CONFIGS, RandomModel, Settings, Steady, policy_of, pool_bytes
+from minithink.errors import MinithinkError
 from minithink.experiments import Case, thinkv
 from minithink.experiments.thinkv import CASES, METHODS, SLOTS, Drawn
 from minithink.kv.manager import bytes_for
@@ -664,6 +665,18 @@ def test_what_does_not_fit_is_left_out(tmp_path: Path, capsys: pytest.CaptureFix
     said = capsys.readouterr()
     assert "left out: throughput/full: not one sequence" in said.out
     assert "Nothing was measured: step/full/2: 2 sequences do not fit" in said.err
+
+
+def test_a_case_that_fails_is_said_with_one_full_stop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(self: Bench, case: Case) -> dict[str, Any]:
+        raise MinithinkError("The KV pool is exhausted: use a larger --pool.\nMore.")
+
+    monkeypatch.setattr(Bench, "measure", measure)
+    assert main([*OPTIONS, "--output", str(tmp_path / "x.json"), "--cases", "throughput/full"]) == 1
+    said = "Nothing was measured: throughput/full: The KV pool is exhausted: use a larger --pool.\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
