@@ -71,10 +71,15 @@ class RaaS(Policy):
 
     # -- stamps, in every step
 
+    # Tensors about pages have entries by rank: entry s of a lane is about the lane's page of rank s, its s-th oldest.
+    # `gather(-1, rank)` turns them into entries by column. With page=1 every token is a page, and ranks are columns.
+
     def watch(self, step: Step) -> None:
-        pos, held = step.pos(), step.held()
+        """Stamp the tokens that matter in this step with the number of generated tokens, `clock`."""
+        pos, held = step.pos(), step.held()  # int32 [Lt, B, Ht, S] and [Lt, B, Ht]
         number, rank = self.pages(step)
-        listed = torch.arange(pos.shape[-1], device=pos.device) < held[..., None]
+        listed = torch.arange(pos.shape[-1], device=pos.device) < held[..., None]  # columns that hold a token
+        # there: whether the lane has a page of this rank; score: the attention of the page. Both [Lt, B, Ht, S].
         if self.page == 1:
             there, score = listed, self.of_lanes(step.mass(), step)
         else:
@@ -83,37 +88,53 @@ class RaaS(Policy):
         if self.alpha is not None:
             hit = score >= self.alpha
         else:
-            most = -share_of(-there.sum(-1, dtype=torch.int32), self.share)  # rounded up
+            # The share is rounded up: `share_of` rounds down, so a negative number goes away from 0.
+            most = -share_of(-there.sum(-1, dtype=torch.int32), self.share)
             hit = step.ops.keep_best(score, there, most)
-        newest = (step.clock - 1)[:, None, None] // self.page
-        hit = hit.gather(-1, rank) | (number == newest)
+        newest = (step.clock - 1)[:, None, None] // self.page  # the number of the page that grows
+        hit = hit.gather(-1, rank) | (number == newest)  # from pages to their tokens
         step.ops.stamp(hit, pos, held, self._known, step.row, step.prompt, step.clock, step.active)
 
     def pages(self, step: Step) -> tuple[Tensor, Tensor]:
-        """The page of every column: its number, counted from the end of the prompt, and its rank among the pages that
-        the lane holds. int32 and int64 [Lt, B, Ht, S]."""
+        """The page of the token in every column.
+
+        Returns:
+            number: int32 [Lt, B, Ht, S], counted from the end of the prompt. The first generated tokens have page 0;
+                the pages of the prompt are −1, −2, … from its end.
+            rank: int64 [Lt, B, Ht, S], among the pages that the lane still holds: 0 for its oldest page.
+
+        In columns without a token both mean nothing. Once a lane holds a generated token, such columns have ranks
+        behind those of the tokens.
+        """
         pos = step.pos()
         number = (pos - step.prompt[:, None, None]).div(self.page, rounding_mode="floor")
         if self.page == 1:
             return number, torch.arange(pos.shape[-1], device=pos.device).expand(pos.shape)
+        # A column begins a page if its number differs from that of the column before it.
         new = torch.nn.functional.pad((number[..., 1:] != number[..., :-1]).long(), (1, 0))
         return number, new.cumsum(-1)
 
     def page_attention(self, step: Step, rank: Tensor, there: Tensor) -> Tensor:
-        """softmax(u/√D) of every page: float32 [Lt, B, Ht, S]; 0 where there is no page.
+        """The attention of every page by the newest query: the mean over query heads of softmax(u/√D) over pages.
 
-        rank: the page of each column; there: bool [Lt, B, Ht, S], the pages that hold a token.
+        Args:
+            rank: int64 [Lt, B, Ht, S], of each column's page.
+            there: bool [Lt, B, Ht, S], whether the lane has a page of this rank.
+
+        Returns:
+            float32 [Lt, B, Ht, S], at the ranks of the pages; 0 where there is no page.
         """
         out = []
         for layer in range(step.shape.layers):
             q, k = step.queries(layer)[:, :, -1].float(), step.keys(layer).float()  # [B, Hq, D], [B, Hkv, S, D]
+            # The heads of a layer (Ht = 1), or all layers (Lt = 1), may share one list of pages.
             of_layer = (x[min(layer, len(x) - 1)].expand(k.shape[:3]) for x in (rank, there))
             u = bounds(q.unflatten(1, (k.shape[1], -1)), k, *of_layer)  # [B, Hkv, g, S]
             out.append((u / k.shape[-1] ** 0.5).softmax(-1).mean(2))
         return self.of_lanes(torch.stack(out), step)
 
     def of_lanes(self, p: Tensor, step: Step) -> Tensor:
-        """The mean over the heads that share a table. p: [L, B, Hkv, S] → [Lt, B, Ht, S]."""
+        """The mean over KV heads that share a table: [L, B, Hkv, S] → [Lt, B, Ht, S]."""
         layers, _, heads = step.shape.tables
         if heads == 1:
             p = p.mean(2, keepdim=True)
@@ -122,18 +143,21 @@ class RaaS(Policy):
     # -- eviction
 
     def decide(self, step: Step) -> Iterable[Evict]:
+        """Evict the tokens (or whole pages) with the oldest stamps, in lanes above their budget."""
         due, _ = self.due(step)  # bool [Lt, B, Ht]
         if not step.any(due):
             return
         pos, (number, rank) = step.pos(), self.pages(step)
         free = (pos >= 0) & ~step.protected()
-        last = torch.zeros_like(pos)
+        last = torch.zeros_like(pos)  # TS; 0 in a prompt that was just read, which has no entries yet
         known = self._known[1][:, step.row, :, : pos.shape[-1]]  # entries stand in the order of columns
         last[..., : known.shape[-1]] = known
         score = last.double() * 2**20 + number  # the oldest stamp goes first, of equals the older page
         step.note(score, free)
         kept = step.ops.keep_best(score, free, self.room(step))
-        if self.page > 1:  # the rest of the page goes, too, unless the page still grows
+        # If one token of a page goes, so does the rest of the page, unless the page still grows. The page that grows
+        # has the newest stamp. So it loses tokens only where a lane has no room for `page` tokens.
+        if self.page > 1:
             gone = torch.zeros_like(rank).scatter_add(-1, rank, (free & ~kept).long()).gather(-1, rank) > 0
             kept &= ~gone | (number == number.masked_fill(pos < 0, -NOWHERE).amax(-1, keepdim=True))
         yield Evict(due[..., None] & free & ~kept)
