@@ -65,6 +65,14 @@ def test_worked_example() -> None:
     assert [x.flatten().tolist()[:6] for x in policy.state()] == [[*stay, 7], [4, 2, 3, 4, 4, 4], [1] * 5 + [0]]
 
 
+def test_defaults() -> None:
+    """W = 32 is minithink's, α that of the authors for Qwen 7B. A lane may hold W tokens more than its budget."""
+    policy = LazyEviction(budget=9)
+    assert (policy.window, policy.alpha, policy.protect_prompt) == (32, 1e-4, False)
+    assert policy.slack == 32
+    assert policy.limit == 41
+
+
 @pytest.mark.parametrize("group", ["mean", "max"])
 def test_query_heads_share_stamps(group: Any) -> None:
     assert LazyEviction(budget=9, group=group).demands == (Demand(See.MASS, group=group, prompt=False),)

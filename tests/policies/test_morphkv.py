@@ -62,6 +62,23 @@ def test_several_queries() -> None:
         assert score[0, 0, :4].tolist() == pytest.approx(want.tolist(), abs=1e-6)
 
 
+def test_defaults() -> None:
+    """Those of the command line of the authors' code."""
+    policy = MorphKV(budget=9)
+    assert (policy.window, policy.queries, policy.fuse, policy.protect_prompt) == (3, "W-1", "max", False)
+
+
+def test_the_softmax_stays_in_float32() -> None:
+    """Over queries and keys of 16 bits."""
+    q, k = QUERIES.bfloat16(), KEYS.bfloat16()
+    policy = MorphKV(budget=4, window=2, queries="W")
+    step, older = step_with(policy, range(6), q, k), torch.arange(6).view(1, 1, 6) < 4
+    want = (q.float() @ k[:4].float().T / 2**0.5).softmax(-1).amax((0, 1))
+    got = policy.score(step, 0, older, step.active)[0, 0, :4]
+    assert got.dtype == torch.float32
+    assert got.tolist() == pytest.approx(want.tolist(), rel=1e-6)
+
+
 @given(
     window=st.integers(2, 4), more=st.integers(0, 5), fuse=st.sampled_from(["max", "sum"]), seed=st.integers(0, 99)
 )

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Shape
+from minithink.kv.contract import Demand, See, Shape
 from minithink.kv.sizes import check_budget
 from minithink.policies import parse
 from minithink.policies.raas import RaaS, bounds
@@ -52,6 +52,10 @@ def test_attention_is_the_mean_over_all_heads() -> None:
     assert remembered(policy, [0, 1, 2, 3]) == [[0, 2, 0, 2]]
 
 
+class ByHead(RaaS):
+    scope = "head"
+
+
 KEYS = torch.tensor([(2, 0), (1.8, 0.2), (-0.5, 1), (0.3, 1.6), (-1, -0.2), (0.6, 0.8)])
 
 
@@ -78,10 +82,12 @@ def test_bounds_bound(n: int, page: int, behind: int, seed: int) -> None:
         assert torch.allclose(u[..., :n], product, atol=1e-5)
 
 
-def test_pages_by_hand() -> None:
-    """Every query head has a softmax over pages of its own; the prompt's page and the growing one take part."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pages_by_hand(dtype: torch.dtype) -> None:
+    """Each query head has its own softmax over pages, in float32. The prompt's page and the newest page take part."""
     draw, policy = torch.Generator().manual_seed(0), RaaS(budget=9, page=2)
     q, k = torch.randn(1, 4, 1, 4, generator=draw), torch.randn(1, 2, 7, 4, generator=draw)
+    q, k = q.to(dtype), k.to(dtype)
     k[..., 6:, :] = torch.nan  # behind the last token
     shape = Shape(1, 1, 2, 4, 4, 4, "layer", torch.device("cpu"))
     plain = vars(step_of(policy, 1, 5, [*range(6), -1], [0.0] * 7))
@@ -91,7 +97,7 @@ def test_pages_by_hand() -> None:
     assert number[..., :6].flatten().tolist() == [-1, 0, 0, 1, 1, 2]
     want = torch.zeros(4)
     for head in range(4):
-        pages = [q[0, head] * k[0, head // 2, page] for page in ([0], [1, 2], [3, 4], [5])]
+        pages = [q[0, head].float() * k[0, head // 2, page].float() for page in ([0], [1, 2], [3, 4], [5])]
         want += (torch.stack([x.amax(0).sum() for x in pages]) / 4**0.5).softmax(0) / 4
     got = policy.page_attention(step, rank, torch.arange(7)[None, None, None] < 4)
     assert got.shape == (1, 1, 1, 7)
@@ -101,6 +107,32 @@ def test_pages_by_hand() -> None:
     hit = {*want.topk(2).indices.tolist(), 3}  # the better half of four pages, and the page that grows
     assert hit == {1, 2, 3}
     assert remembered(policy, range(6)) == [[0, 5, 5, 5, 5, 5]]
+
+
+def test_heads_with_tables_of_their_own_have_stamps_of_their_own() -> None:
+    """As in a stack with a policy whose heads keep different tokens."""
+    policy = ByHead(budget=9, share=0.25)
+    policy.setup(shape_of(policy, 2))
+    policy.watch(step_of(policy, 2, 2, [0, 1, 2, 3], [[0.6, 0.3, 0.1, 0.0], [0.0, 0.5, 0.4, 0.1]]))
+    assert policy.state()[1][0, 0, :, :4].tolist() == [[2, 0, 0, 2], [0, 2, 0, 2]]
+
+
+@pytest.mark.parametrize("far", [0, 10**6])
+def test_an_old_stamp_outweighs_a_low_position(far: int) -> None:
+    """Two tokens have the oldest stamp, 6. The older one of them goes, and token 0 with stamp 7 stays."""
+    policy, positions = RaaS(budget=3, protect_prompt=False), [0, far + 1, far + 2, far + 3]
+    policy.setup(shape_of(policy, 1))
+    step = step_of(policy, 1, far + 3, positions, [0.0] * 4)
+    for entries, values in zip(policy.state(), (positions, [7, 6, 6, 8]), strict=True):
+        entries[..., :4] = torch.tensor(values)
+    (edit,) = policy.decide(step)
+    assert edit.drop.flatten().tolist() == [False, True, False, False]
+
+
+def test_what_it_asks_to_see() -> None:
+    """Attention of decode steps, or with pages the newest query."""
+    assert RaaS(budget=9).demands == (Demand(See.MASS, prompt=False),)
+    assert RaaS(budget=9, page=2).demands == (Demand(See.QUERY, rows=1),)
 
 
 # --- laws ---------------------------------------------------------------------------------------------------

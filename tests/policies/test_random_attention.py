@@ -70,6 +70,30 @@ def test_a_prompt_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stays(policy, step_of([list(range(8))] * 2, 6, 6, 0)) == [[0, 1, 2, 5, 6, 7]] * 2
 
 
+def test_clip_makes_room_for_what_the_schedule_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 8 tokens 5 stay: the last 2, the first 5 − 2 − 1 of the prompt's, and one that is drawn."""
+    monkeypatch.setattr(random_attention, "keys", lambda seed, _: torch.tensor([[[seed]]]))
+    drawn = set()
+    for seed in range(20):
+        policy = RandomAttention(8, 2, seed, clip=True, protect_prompt=False, schedule="sawtooth:8/5")
+        (kept,) = stays(policy, step_of([list(range(8))], 6, 8, 0))
+        assert [*kept[:2], *kept[3:]] == [0, 1, 6, 7]
+        drawn.add(kept[2])
+    assert drawn == {2, 3, 4, 5}
+
+
+def test_lanes_evict_each_at_its_own_time() -> None:
+    """Of two heads, one holds B + b tokens and the other one less."""
+    full, short = stays(RandomAttention(budget=6, buffer=2), step_of([list(range(8)), [*range(7), -1]], 2, 6, 2))
+    assert len(full) == 6
+    assert short == [*range(7), -1]
+
+
+def test_defaults() -> None:
+    policy = RandomAttention(budget=100)
+    assert (policy.buffer, policy.scope, policy.clip, policy.protect_prompt) == (64, "head", False, True)
+
+
 @pytest.mark.parametrize("options", [{"buffer": 0}, {"clip": True}])
 def test_refuses(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="random_attention"):

@@ -59,6 +59,9 @@ def test_fill(ids: list[int], want: list[int]) -> None:
     ("sizes", "want"),
     [
         ({"initial": 0, "separators": 0.25, "window": 0.5}, range(4, 13)),  # shares of 12
+        ({"initial": 2, "separators": 1, "window": 1}, [0, 1, 11, 12]),  # tokens
+        ({"initial": 3, "separators": 0, "window": 1e-6}, [0, 1, 2, 12]),  # the newest token always stays
+        ({}, [0, 1, 2, 3, 10, 11, 12]),  # by default 0.08 · 12 and 0.32 · 12, rounded down
         ({"initial": 4, "separators": 8, "window": 6}, [0, 1, 2, 3, *range(5, 13)]),
         ({"initial": 4, "separators": 8, "window": 10}, [0, 1, *range(3, 13)]),
         ({"initial": 4, "separators": 8, "window": 20}, range(1, 13)),
@@ -80,10 +83,19 @@ def test_which_tokens_separate(strict: bool, want: set[int]) -> None:
     assert policy._ids == want
 
 
-@pytest.mark.parametrize("options", [{"initial": -1}, {"window": 0}, {"separators": 1.5}])
+@pytest.mark.parametrize(
+    "options", [{"initial": -1}, {"window": 0}, {"window": -1}, {"separators": -0.5}, {"separators": 1.5}]
+)
 def test_refuses(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="sepllm"):
         SepLLM(budget=9, **options)
+
+
+def test_defaults() -> None:
+    """Of the script of the authors' code: a 4, s 64, w 256, c 800."""
+    policy = SepLLM(budget=800)
+    assert (policy.initial, policy.separators * 800, policy.window * 800) == (4, 64, 256)
+    assert (policy.fill, policy.strict, policy.protect_prompt) == (False, False, False)
 
 
 def test_it_needs_a_tokenizer() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,11 +100,47 @@ def test_the_sketch_is_gaussian(six: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"buffer": 0}, {"n_sink": 5, "n_large": 4}, {"temperature": 0.0}, {"smooth": 4}, {"rank": 0}]
+    "options",
+    [
+        {"buffer": 0},
+        {"rank": 0},
+        {"n_sink": -1},
+        {"n_sink": 5, "n_large": 4},
+        {"temperature": 0.0},
+        {"temperature": -1.0},
+        {"smooth": 4},
+        {"smooth": -1},
+    ],
 )
 def test_refuses(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="vase"):
         VaSE(budget=40, **options)
+
+
+def test_the_sketch_is_finite(six: Any) -> None:
+    """Also for the smallest and largest uniform numbers, whose quantiles would be infinite."""
+    policy, u = VaSE(variant="dkv", budget=4, rank=2), torch.tensor([[0.0, 1.0, 0.0, 1.0]], dtype=torch.float64)
+    six.ops = SimpleNamespace(draw=lambda *_: u)
+    g = policy.projection(six, torch.tensor([1]), 2)
+    largest = NormalDist().inv_cdf(1 - 2.0**-53) / 2**0.5
+    assert g.flatten().tolist() == pytest.approx([-largest, largest] * 2, abs=1e-4)
+
+
+def test_products_are_not_rounded(six: Any) -> None:
+    """Of keys and values in 16 bits."""
+    policy = VaSE(variant="dkv", budget=4, rank=3)
+    k, v = (KEYS / 3).bfloat16(), (VALUES / 3).bfloat16()
+    six.keys, six.values = lambda *_: k[None, None], lambda *_: v[None, None]
+    key = torch.tensor([[5]])
+    want = product(k.float(), v.float(), policy.projection(six, key[:, 0], 2)[0])
+    assert torch.equal(policy.sketched(six, 0, key, ROW)[0, 0], want)
+
+
+def test_defaults() -> None:
+    """Those of the authors' code."""
+    policy = VaSE(budget=9)
+    assert (policy.buffer, policy.n_sink, policy.temperature, policy.smooth, policy.rank) == (64, 4, 1, 5, 20)
+    assert (policy.variant, policy.n_large, policy.protect_prompt) == ("attnv", None, False)
 
 
 @pytest.mark.parametrize("protect", [False, True])
