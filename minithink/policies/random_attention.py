@@ -3,8 +3,8 @@
 Once a KV head holds budget + buffer tokens, it evicts down to the budget B. It keeps the prompt, n tokens, and the
 last b tokens. Of the others it keeps B − b − n, drawn uniformly without replacement. So an older token survives one
 round with probability p = 1 − b/(B − n), and r rounds with p^r. Each round draws anew; a method in which tokens keep
-their lots is a different one. At b = 1, without a window, a token's chances are as in `random` with a protected
-prompt.
+their lots is a different one. At b = 1 the window is the newest token alone, and a token's chances are as in `random`
+with a protected prompt.
 
 The rule follows the authors' code, SalesforceAIResearch/Random-Attention `kvcompress/engine/cache_utils.py`, because
 the paper was not at hand.
