@@ -148,6 +148,15 @@ def test_when_heads_evict(prompts: list[int], budget: int, window: int) -> None:
             before[seq] = mine
 
 
+def test_idle_rows_do_not_evict() -> None:
+    """While a graph is recorded, a decision is shown all rows."""
+    policy = LazyEviction(budget=2, window=1)
+    step = step_of(policy, 1, 3, range(4), [0.0] * 4)
+    assert policy.due(step)[0].all()
+    step.active = ~step.active
+    assert not policy.due(step)[0].any()
+
+
 @pytest.mark.parametrize("text", ["window=0", "alpha=0", "alpha=1.5"])
 def test_settings_that_make_no_sense(text: str) -> None:
     with pytest.raises(UsageError, match="lazy_eviction"):

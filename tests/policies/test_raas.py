@@ -216,3 +216,9 @@ def test_a_budget_has_room_for_the_page_that_grows() -> None:
     check_budget(policy, 12)
     with pytest.raises(UsageError, match="at least 21"):
         check_budget(policy, 13)
+
+
+def test_a_schedule_of_shares_has_room_for_the_page_that_grows() -> None:
+    """Of a budget of 16 tokens it keeps 12: the prompt's 8, and 4 of a page of 8. That is refused."""
+    with pytest.raises(UsageError, match="at least 16"):
+        check_budget(parse("raas:budget=16,page=8,schedule=share:.5/.2"), 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -89,6 +90,19 @@ def test_which_tokens_separate(strict: bool, want: set[int]) -> None:
 def test_refuses(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="sepllm"):
         SepLLM(budget=9, **options)
+
+
+@pytest.mark.xfail(strict=True, raises=(ValueError, RuntimeError), reason="sepllm lets such sizes through")
+@pytest.mark.parametrize("size", [math.nan, 3e9])
+@pytest.mark.parametrize("field", ["separators", "window"])
+def test_sizes_are_refused_before_anything_is_read(field: str, size: float) -> None:
+    """No number, and more tokens than 32 bits count."""
+    sizes: Any = {field: size}
+    try:
+        policy = told(SepLLM(budget=9, **sizes), [7] * 10)
+    except UsageError:
+        return
+    stays(policy, step(list(range(10)), 9))
 
 
 def test_defaults() -> None:
