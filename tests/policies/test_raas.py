@@ -129,6 +129,13 @@ def test_an_old_stamp_outweighs_a_low_position(far: int) -> None:
     assert edit.drop.flatten().tolist() == [False, True, False, False]
 
 
+def test_defaults() -> None:
+    """Half of the tokens matter, as in the paper; pages are an option."""
+    policy = RaaS()
+    assert (policy.share, policy.alpha, policy.page, policy.protect_prompt) == (0.5, None, 1, True)
+    assert policy.budget is None
+
+
 def test_what_it_asks_to_see() -> None:
     """Attention of decode steps, or with pages the newest query."""
     assert RaaS(budget=9).demands == (Demand(See.MASS, prompt=False),)
