@@ -36,3 +36,10 @@ def test_equals_its_twin(
         got = draw(key.to(DEVICE), pos.to(DEVICE), None if weight is None else weight.to(DEVICE)).cpu()
     want = ref.draw(key, pos, weight)
     torch.testing.assert_close(got, want, rtol=1e-13 if weighted else 0, atol=0)
+
+
+def test_a_lot_of_zero_has_a_score() -> None:
+    key, pos = torch.tensor([-ref.GOLDEN]), torch.zeros(1, 1, dtype=torch.int32)
+    for weight in (None, torch.ones(1, 1)):
+        got = draw(key.to(DEVICE), pos.to(DEVICE), None if weight is None else weight.to(DEVICE)).cpu()
+        torch.testing.assert_close(got, ref.draw(key, pos, weight), rtol=1e-13, atol=0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minithink.ref.draw import draw, mix
+from minithink.ref.draw import GOLDEN, draw, mix
 from tests.policies.test_random_attention import key_of
 
 
@@ -39,6 +41,13 @@ def test_a_lot_follows_its_position(seed: int, order: list[int]) -> None:
     assert (u < 1).all()
     assert torch.equal(draw(key, pos[:, order]), u[:, order])
     assert torch.equal(draw(key[1:], pos[1:]), u[1:])
+
+
+def test_a_lot_of_zero_has_a_score() -> None:
+    """It is that of the next lot, 2⁻⁵³, so the token does not count as one of weight 0."""
+    key, pos = torch.tensor(-GOLDEN), torch.zeros(1, dtype=torch.int32)
+    assert draw(key, pos).tolist() == [0]
+    assert draw(key, pos, torch.tensor([2.0])).tolist() == pytest.approx([-53 * math.log(2) / 2])
 
 
 def test_a_race_draws_by_weight() -> None:

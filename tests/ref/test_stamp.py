@@ -13,7 +13,9 @@ from minithink.ref.stamp import NOWHERE, stamp
 
 @given(
     prompt=st.integers(1, 5),
-    trace=st.lists(st.tuples(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30))), min_size=1, max_size=25),
+    trace=st.lists(
+        st.tuples(st.sets(st.integers(0, 9)), st.sets(st.integers(0, 30), max_size=2)), min_size=1, max_size=25
+    ),
     gaps=st.booleans(),
 )
 def test_last_hit_and_longest_gap(prompt: int, trace: list[tuple[set[int], set[int]]], gaps: bool) -> None:
@@ -31,7 +33,11 @@ def test_last_hit_and_longest_gap(prompt: int, trace: list[tuple[set[int], set[i
         one = torch.ones(1, 1, 1, dtype=torch.int32)
         stamp(flags, pos, held * one, known, torch.tensor([0]), prompt * one[0, 0], t * one[0, 0], one[0, 0].bool())
         assert known[0].flatten().tolist() == [*hits, *[NOWHERE] * (40 - held)]
-        assert known[1].flatten().tolist()[:held] == [times[-1] for times in hits.values()]
+        assert known[1].flatten().tolist() == [*(times[-1] for times in hits.values()), *[0] * (40 - held)]
+        before = [x.clone() for x in known]
+        rest = held * one, known, torch.tensor([0]), prompt * one[0, 0], (t + 9) * one[0, 0]
+        stamp(~flags, pos, *rest, torch.tensor([False]))  # an idle row
+        assert all(map(torch.equal, known, before))
         if gaps:
             longest = [max((b - a for a, b in pairwise(x)), default=0) for x in hits.values()]
             assert known[2].flatten().tolist()[:held] == longest
