@@ -77,6 +77,13 @@ def test_sizes(sizes: Any, want: Any) -> None:
     assert stays(policy, now) == [list(want)]
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_these_characters_separate(strict: bool) -> None:
+    policy = SepLLM(budget=9, strict=strict)
+    policy.vocabulary([bytes([i]) for i in range(256)])
+    assert policy._ids == set(b".,?!;:\n ")
+
+
 @pytest.mark.parametrize(("strict", "want"), [(False, {0, 1, 2, 4, 5}), (True, {0, 4, 5})])
 def test_which_tokens_separate(strict: bool, want: set[int]) -> None:
     policy = SepLLM(budget=9, strict=strict)
