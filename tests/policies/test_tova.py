@@ -41,7 +41,7 @@ def test_the_newest_token_may_go() -> None:
 def drops(policy: Tova, layers: list[Tensor], scope: str, prompt: int = 1) -> tuple[Any, list[Any]]:
     """The tokens that go, [Lt, B, Ht, S], and what a recorder is told. layers: attention rows [Hkv, S] of each."""
     tokens, told = layers[0].shape[-1], list[Any]()
-    policy.scope = scope  # type: ignore[misc,assignment]
+    policy.scope = scope  # type: ignore[assignment]
     step = step_of(policy, prompt, tokens - prompt, range(tokens), layers[0].tolist())
     step.shape = replace(step.shape, layers=len(layers))
     step.rows = lambda layer: layers[layer][None, :, None]
