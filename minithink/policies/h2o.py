@@ -18,7 +18,7 @@ The formulas follow the authors' code, FMInference/H2O `h2o_hf/utils_real_drop/m
 
 Released code has other methods under this name: KVCache-Factory chooses once, by the prompt's queries; NVIDIA/kvpress
 divides by the number of queries that could see a token; "H2O" in R-KV and SkipKV goes by the last query alone, and
-in DynTS it does so by mistake. These three are close to TOVA (`tova.py`).
+in DynTS it does so by mistake. The forms in R-KV, SkipKV and DynTS are close to TOVA (`tova.py`).
 """
 
 from __future__ import annotations

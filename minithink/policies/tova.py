@@ -10,7 +10,8 @@ a prompt that is longer than the budget, the prompt's last query decides.
 
 The formula follows the authors' code, schwartz-lab-NLP/TOVA `src/tova_cache.py`. Deviations: kept tokens stay in
 their order, of equal scores the older is kept, and the softmax stays in float32. In a stack whose heads keep
-different tokens, each KV head goes by its own query heads.
+different tokens, each KV head goes by its own query heads. In a stack whose layers all keep the same tokens, the mean
+is over all layers, too.
 """
 
 from __future__ import annotations

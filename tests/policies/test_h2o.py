@@ -78,6 +78,29 @@ def test_every_head_for_itself_and_recent_tokens_stay() -> None:
         assert len({tuple(table) for table in tables}) > 1
 
 
-def test_bad_values() -> None:
-    with pytest.raises(UsageError, match=r"recent is 1\.5; it must be from 0 to 1"):
-        parse("h2o:budget=8,recent=1.5")
+def test_a_recorder_sees_the_scores_of_the_tokens_that_may_go() -> None:
+    """The sums of all tokens, and that the newest two of four are no candidates, nor the protected prompt."""
+    policy = H2O(budget=4, protect_prompt=True)
+    policy.setup(shape_of(policy, 1))
+    step, told = step_of(policy, 1, 4, [0, 1, 2, 3, 4], [0.1, 0.3, 0.2, 0.15, 0.25]), []
+    step.note = lambda score, candidate: told.append((score.flatten().tolist(), candidate.flatten().tolist()))
+    list(policy.decide(step))
+    ((score, candidate),) = told
+    assert score == pytest.approx([0.1, 0.3, 0.2, 0.15, 0.25])
+    assert candidate == [False, True, True, True, False]  # ⌊3/2⌋ = 1 of the three places beside the prompt is recent
+
+
+def test_a_new_sequence_finds_no_scores() -> None:
+    """After `reset` a row's state is that of a policy that has seen nothing."""
+    policy, fresh = H2O(budget=4), H2O(budget=4)
+    fresh.setup(shape_of(fresh, 1))
+    run(policy, attention(QUERIES, KEYS).exp().tril(), 4, 2)
+    assert not all(torch.equal(a, b) for a, b in zip(policy.state(), fresh.state(), strict=True))
+    policy.reset(0)
+    assert all(torch.equal(a, b) for a, b in zip(policy.state(), fresh.state(), strict=True))
+
+
+@pytest.mark.parametrize("recent", ["1.1", "-0.1", "nan"])
+def test_bad_values(recent: str) -> None:
+    with pytest.raises(UsageError, match=rf"recent is {recent}; it must be from 0 to 1"):
+        parse(f"h2o:budget=8,recent={recent}")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from minithink.errors import UsageError
 from minithink.policies import parse
-from minithink.policies.scissorhands import importance
+from minithink.policies.scissorhands import Scissorhands, importance
 from tests.policies.drive import follow, held
 from tests.policies.fixture import KEYS
 
@@ -56,6 +56,24 @@ def test_recent_tokens_stay_and_the_rest_goes_in_blocks() -> None:
     assert sizes.count(12) >= 5
 
 
-def test_bad_values() -> None:
-    with pytest.raises(UsageError, match="recent is 0, history 400 and buffer 128"):
-        parse("scissorhands:budget=8,recent=0")
+def test_the_mean_itself_matters() -> None:
+    """A query of zeros attends to four tokens equally: 1/4 each, and all of them count."""
+    pos, at = torch.arange(4).int()[None, None], torch.tensor([[3]])
+    assert importance(torch.zeros(1, 1, 1, 2), KEYS[None, None, :4], pos, at, "count").tolist() == [[[1.0] * 4]]
+
+
+def test_history_and_r_are_the_papers() -> None:
+    policy = Scissorhands(budget=64)
+    assert (policy.history, policy.recent, policy.demands[0].rows) == (400, 10, 400)
+
+
+def test_the_buffer_is_the_slack() -> None:
+    assert Scissorhands(budget=64, buffer=7).limit == 64 + 7
+
+
+@pytest.mark.parametrize(("name", "value"), [("recent", 0), ("history", 0), ("buffer", -1)])
+def test_bad_values(name: str, value: int) -> None:
+    values = {"recent": 10, "history": 400, "buffer": 128} | {name: value}
+    says = "recent is {recent}, history {history} and buffer {buffer}; buffer must be at least 0".format(**values)
+    with pytest.raises(UsageError, match=says):
+        parse(f"scissorhands:budget=8,{name}={value}")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from minithink.policies import parse
 from minithink.policies.tova import Tova
@@ -33,6 +36,39 @@ def test_the_newest_token_may_go() -> None:
     rows = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
     assert kept(Tova(budget=3), rows) == [0, 1, 2]
     assert kept(Tova(budget=3, newest=True), rows) == [0, 1, 3]
+
+
+def drops(policy: Tova, layers: list[Tensor], scope: str, prompt: int = 1) -> tuple[Any, list[Any]]:
+    """The tokens that go, [Lt, B, Ht, S], and what a recorder is told. layers: attention rows [Hkv, S] of each."""
+    tokens, told = layers[0].shape[-1], list[Any]()
+    policy.scope = scope  # type: ignore[assignment]
+    step = step_of(policy, prompt, tokens - prompt, range(tokens), layers[0].tolist())
+    step.shape = replace(step.shape, layers=len(layers))
+    step.rows = lambda layer: layers[layer][None, :, None]
+    step.note = lambda *known: told.append(known)
+    return [edit.drop for edit in policy.decide(step)], told  # type: ignore[union-attr]
+
+
+TWO_HEADS = torch.tensor([[0.5, 0.3, 0.1, 0.1], [0.1, 0.1, 0.2, 0.6]])
+
+
+def test_heads_with_tables_of_their_own_go_by_their_own_queries() -> None:
+    """As in a stack whose heads keep different tokens."""
+    (drop,), _ = drops(Tova(budget=2), [TWO_HEADS], "head")
+    assert (~drop[0, 0]).tolist() == [[True, True, False, False], [False, False, True, True]]
+
+
+def test_layers_that_keep_the_same_tokens_go_by_their_mean() -> None:
+    """As in a stack with one table for all layers: the first layer alone would keep tokens 0 and 1."""
+    layers = [torch.tensor([[0.4, 0.3, 0.2, 0.1]]), torch.tensor([[0.1, 0.0, 0.1, 0.8]])]
+    (drop,), _ = drops(Tova(budget=2), layers, "sequence")
+    assert (~drop).flatten().tolist() == [True, False, False, True]  # means 0.25, 0.15, 0.15, 0.45
+
+
+def test_a_recorder_sees_the_mean_and_that_the_prompt_is_no_candidate() -> None:
+    _, ((score, candidate),) = drops(Tova(budget=3, protect_prompt=True), [TWO_HEADS], "layer")
+    assert torch.allclose(score.flatten(), torch.tensor([0.3, 0.2, 0.15, 0.35]))
+    assert candidate.flatten().tolist() == [False, True, True, True]
 
 
 def test_heads_of_a_layer_hold_the_same_tokens() -> None:
