@@ -52,9 +52,9 @@ SWEEPS = {
         problems=64,
     ),
     "lots": Sweep(
-        "policies that draw by lot: with a window and without, in rounds and in every step",
-        (BELOW, *(f"random_attention:buffer={b}{every}" for b in (1, 16, 64) for every in ("", ",schedule=every")),
-         "random:schedule=interval:16,protect_prompt=true"),
+        "policies that draw by lot: with a window of the newest tokens and in rounds, and with either alone",
+        (BELOW, "random:schedule=interval:16,protect_prompt=true", "random_attention:buffer=1",
+         *(f"random_attention:buffer={b}{alone}" for b in (16, 64) for alone in (",schedule=interval:1", ""))),
         budgets=(0.25,), beside=BELOW,
     ),
     "baselines-unprotected": Sweep(
