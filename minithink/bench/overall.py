@@ -111,7 +111,8 @@ def draw(result: Result, path: Path) -> None:
     budgets = sorted({row["budget"] for row in found})
     if not found:
         return
-    with drawing(path, 3 + 2 * len(budgets), 1 + 0.18 * len(names)) as figure:
+    words = max(map(len, names))
+    with drawing(path, 0.075 * words + 2 * len(budgets), 1.2 + 0.18 * len(names)) as figure:
         panels = figure.subplots(1, len(budgets), sharey=True, squeeze=False)[0]
         for axis, budget in zip(panels, budgets, strict=True):
             axis.axvline(0, color=ALIKE, linewidth=0.8)
@@ -126,4 +127,5 @@ def draw(result: Result, path: Path) -> None:
             axis.set_title(budget_text(budget), fontsize=8)
             axis.set_yticks(range(len(names)), names)
             axis.grid(axis="x", color="#dddddd")
-        figure.supxlabel(f"points more right answers than {result['settings']['beside']}, with intervals of 95 %")
+        beside = result["settings"]["beside"]
+        figure.supxlabel(f"points more right answers than\n{beside}, with intervals of 95 %", fontsize="medium")
