@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from minithink.errors import UsageError
+from minithink.kv.contract import Policy
 from minithink.policies import parse
-from minithink.policies.ada_snapkv import normalized
+from minithink.policies.ada_snapkv import AdaSnapKV, normalized
 from minithink.ref.keep_best import keep_best
 from minithink.ref.keep_shared import keep_shared
+from tests.policies.drive import follow
 
 SCORES = torch.tensor([[0.50, 0.20, 0.10, 0.08, 0.07, 0.05], [0.20, 0.18, 0.17, 0.16, 0.15, 0.14]])
 
@@ -40,6 +44,54 @@ def test_heads_without_a_score_are_not_weighed() -> None:
     """Nothing is divided by zero."""
     score, every = torch.zeros(2, 4), torch.ones(2, 4, dtype=torch.bool)
     assert torch.equal(normalized(score, every, keep_best(score, every, torch.tensor([1, 0]))), score)
+
+
+def test_the_sums_of_heads_are_exact() -> None:
+    """In float32 the best token alone would be all of its head: 2²⁵ + 1 = 2²⁵."""
+    score, every = torch.tensor([[2.0**25, *[1.0] * 64]]), torch.ones(1, 65, dtype=torch.bool)
+    got = normalized(score, every, keep_best(score, every, torch.tensor([1])))
+    assert float(got[0, 0]) == float(torch.tensor(2.0**25 * (2.0**25 / (2.0**25 + 64)), dtype=torch.float32))
+    assert float(got[0, 0]) < 2.0**25
+
+
+def test_defaults() -> None:
+    """Of the authors' code."""
+    policy = AdaSnapKV(budget=64)
+    assert (policy.floor, policy.normalize) == (0.2, False)
+
+
+def test_a_recorder_hears_the_scores_of_older_tokens_in_rows_that_are_due() -> None:
+    """Not the newest tokens', and of no row that does not evict; tokens that go have no higher score than those that
+    stay in their layer."""
+    heard = []
+
+    class Ear:
+        def noted(self, step: Any, policy: Policy, score: Tensor, where: Tensor | None) -> None:
+            assert where is not None
+            heard.append((step.pos().clone(), step.held().clone(), score.clone(), where.clone()))
+
+        def evicting(self, step: Any, edits: Any, drop: Tensor) -> None:
+            pos, held, score, where = heard[-1]
+            due = drop.flatten(2).any(2).any(0)  # bool [B]
+            assert due.any()
+            column = torch.arange(pos.shape[-1])
+            old = (pos >= 0) & (column < (held - 4)[..., None]) & due[None, :, None, None]
+            assert torch.equal(where, old)
+            for layer in range(len(pos)):
+                for row in due.nonzero().flatten().tolist():
+                    goes, stays = drop[layer, row], (old & ~drop)[layer, row]
+                    if stays.any() and policy.floor == 0:
+                        assert score[layer, row][goes].max() <= score[layer, row][stays].min()
+            seen.append(due.tolist())
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **named: None
+
+    policy, seen = AdaSnapKV(budget=14, buffer=3, alpha=4, floor=0.0), list[list[bool]]()
+    for manager in follow(policy, [4, 6], 24):
+        manager.recorder = Ear()
+    assert [True, False] in seen
+    assert [False, True] in seen
 
 
 @pytest.mark.parametrize("floor", ["1.5", "-0.1"])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from minithink.errors import UsageError
 from minithink.policies import parse
-from minithink.policies.pyramidkv import ladder
+from minithink.policies.pyramidkv import PyramidKV, ladder
 
 
 def whole(cap: int, window: int, beta: int, layers: int, n: int, uniform: bool) -> list[int]:
@@ -49,6 +49,11 @@ def test_a_ladder_falls_and_its_sum_is_exact(
         assert all(after - before <= 1 for before, after in zip(*tokens, strict=True))
     if beta == 1 or not more:
         assert set(tokens[0]) == {b + window}
+
+
+def test_defaults() -> None:
+    """Of the authors' code."""
+    assert (PyramidKV(budget=64).beta, PyramidKV(budget=64).uniform) == (20, False)
 
 
 def test_a_beta_below_1_is_refused() -> None:
