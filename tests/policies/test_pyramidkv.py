@@ -22,6 +22,10 @@ def test_layers_by_hand() -> None:
     """What `pyramidkv_utils.py` gives; only its sum of 32 layers is too large, by 304 tokens."""
     assert whole(12, 4, 4, 4, 14, True) == [12, 12, 12, 12]
     assert whole(12, 4, 4, 4, 14, False) == [14, 13, 11, 10]
+    for n in (1, 11, 12):
+        assert whole(12, 4, 4, 4, n, False) == [12, 12, 12, 12], "room for all that are there"
+    assert whole(12, 4, 4, 4, 15, True) == [12, 12, 12, 12], "fewer than 2b tokens"
+    assert whole(12, 4, 4, 4, 16, True) == whole(12, 4, 4, 4, 16, False) == [16, 14, 10, 8]
     for n in (18, 100):
         assert whole(12, 4, 4, 4, n, True) == whole(12, 4, 4, 4, n, False) == [18, 14, 10, 6]
     assert whole(128, 8, 20, 4, 1000, True) == [242, 166, 90, 14]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from minithink.errors import UsageError
+from minithink.kv.contract import Policy
 from minithink.policies import parse
 from minithink.policies.scissorhands import Scissorhands, importance
 from tests.policies.drive import follow, held
@@ -77,3 +81,33 @@ def test_bad_values(name: str, value: int) -> None:
     says = "recent is {recent}, history {history} and buffer {buffer}; buffer must be at least 0".format(**values)
     with pytest.raises(UsageError, match=says):
         parse(f"scissorhands:budget=8,{name}={value}")
+
+
+@torch.inference_mode()
+def test_a_recorder_hears_the_scores_of_tokens_that_may_go() -> None:
+    """Neither the prompt's nor the newest tokens'; none that goes has a higher score than one that stays."""
+    heard, gone = list[tuple[Tensor, Tensor]](), 0
+
+    class Ear:
+        def noted(self, step: Any, policy: Policy, score: Tensor, where: Tensor | None) -> None:
+            assert where is not None
+            heard.append((score.clone(), where.clone()))
+
+        def evicting(self, step: Any, edits: Any, drop: Tensor) -> None:
+            nonlocal gone
+            score, where = heard[-1]
+            pos, held = step.pos(), step.held()[..., None]
+            column = torch.arange(pos.shape[-1])
+            assert torch.equal(where, (pos >= 5) & (column < held - 4))
+            for goes, stays, of_lane in zip(drop.flatten(0, 2), (where & ~drop).flatten(0, 2), score.flatten(0, 2),
+                                            strict=True):  # fmt: skip
+                assert of_lane[goes].max() <= of_lane[stays].min()
+                gone += int(goes.sum())
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **named: None
+
+    policy = Scissorhands(budget=14, history=8, recent=4, buffer=3, protect_prompt=True)
+    for manager in follow(policy, [5], 24):
+        manager.recorder = Ear()
+    assert gone
