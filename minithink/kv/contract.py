@@ -430,13 +430,10 @@ class Policy:
         held, active = step.held(), step.active & (step.clock % (schedule.interval or 1) == 0)
         if self.exempt_answer:
             active = active & step.thinking
-        keep = step.budget if schedule.keep is None else torch.full_like(step.budget, schedule.keep)
+        keep = kept(schedule, step.budget, step.prompt[None, :, None])
         if schedule.shares is not None:
-            question = torch.minimum(step.prompt[None, :, None], step.budget)
-            _, k, local = divided(step.budget, question, *schedule.shares)
-            keep = torch.minimum(question + k + local, (step.budget - 1).clamp(min=1))  # at least one token goes
-            return active[None, :, None] & (held >= step.budget), keep
-        if schedule.grow is not None:
+            over = held >= step.budget
+        elif schedule.grow is not None:
             over = held >= schedule.grow
         else:
             over = held >= step.budget + max(1, self.slack if schedule.interval is None else 0)
@@ -446,3 +443,12 @@ class Policy:
         """Tokens that the lanes may keep beside the protected ones: int32 [Lt, B, Ht], at least 0."""
         _, keep = self.due(step)
         return (keep - step.protected().sum(-1, dtype=torch.int32)).clamp(min=0)
+
+
+def kept(schedule: Schedule, budget: Tensor, prompt: Tensor) -> Tensor:
+    """Tokens that an eviction leaves to a lane: int32, shaped as budget. prompt: int32, tokens of the prompt."""
+    if schedule.shares is not None:
+        question = torch.minimum(prompt, budget)
+        _, k, local = divided(budget, question, *schedule.shares)
+        return torch.minimum(question + k + local, (budget - 1).clamp(min=1))  # at least one token goes
+    return budget if schedule.keep is None else torch.full_like(budget, schedule.keep)

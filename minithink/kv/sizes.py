@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Policy
+from minithink.kv.contract import Policy, kept
 from minithink.kv.pages import layouts
-from minithink.kv.schedule import Schedule, divided
+from minithink.kv.schedule import Schedule
 from minithink.kv.stack import members
 
 UNLIMITED = 2**30  # tokens: no lane exceeds such a budget
@@ -20,9 +20,14 @@ def check_budget(policy: Policy, prompt: int, budget: int | None = None) -> None
     # A stack protects the prompt if one of its members does, and its smallest budget must hold it.
     tokens = policy.budget if budget is None else budget
     stays = prompt if policy.cap is None else min(prompt, policy.cap)
-    schedules = [Schedule.parse(m.schedule) for m in members(policy)]
-    kept, fixed = [k for x in schedules if (k := _kept(x, tokens, prompt)) is not None], {x.keep for x in schedules}
-    for what, number in (("a budget of", tokens), *(("a schedule that keeps", k) for k in kept)):
+    cases = [("a budget of", tokens, "")]
+    for schedule in (Schedule.parse(m.schedule) for m in members(policy)):
+        if schedule.keep is not None:
+            cases.append(("a schedule that keeps", schedule.keep, ""))
+        elif schedule.shares is not None and tokens is not None:
+            left = kept(schedule, *(torch.tensor(min(n, UNLIMITED)) for n in (tokens, prompt)))
+            cases.append(("a schedule that keeps", int(left), ", with a larger budget or other shares"))
+    for what, number, larger in cases:
         if number is None:
             continue
         if not 1 <= number <= UNLIMITED:
@@ -33,20 +38,10 @@ def check_budget(policy: Policy, prompt: int, budget: int | None = None) -> None
             more = "anything else" if policy.beside == 1 else f"{policy.beside} tokens beside it"
             ours = any("protect_prompt" in getattr(m, "__dataclass_fields__", ()) for m in members(policy))
             spared = ", or protect_prompt=false" if ours else ""
-            larger = ", with a larger budget or other shares" if number not in (tokens, *fixed) else ""
             raise UsageError(
                 f"{policy.name}: {what} {number} tokens cannot hold the protected prompt of {stays} and {more}: "
                 f"give at least {stays + policy.beside}{larger}{spared}."
             )
-
-
-def _kept(schedule: Schedule, budget: int | None, prompt: int) -> int | None:
-    """Tokens that an eviction leaves to a lane, if the schedule says how many (`Policy.due`); None: it does not."""
-    if schedule.shares is None or budget is None:
-        return schedule.keep
-    question = min(prompt, budget)
-    _, k, local = divided(budget, question, *schedule.shares)
-    return min(question + k + local, max(1, budget - 1))  # at least one token goes
 
 
 @dataclass(frozen=True)
