@@ -125,13 +125,12 @@ def decode(
         tokens[i, : len(prompt)] = torch.tensor(prompt)
     max_new_tokens = min(max_new_tokens, engine.config.max_position - widest)
     cache = Dense(engine, rows, widest + max_new_tokens)
-    hidden = torch.zeros(rows, engine.config.hidden_size, dtype=engine.dtype, device=device)  # of the last tokens
-    for some in torch.arange(widest, device=device).split(READ):
-        first, end = int(some[0]), int(some[-1]) + 1
-        cache.begin(some.expand(rows, -1), end)
-        read = engine.decoder(tokens[:, first:end].flatten(), cache).view(rows, len(some), -1)
-        here = ((lengths > first) & (lengths <= end))[:, None]
-        hidden = torch.where(here, read[cache.row[:, 0], (lengths - 1 - first).clamp(0, len(some) - 1)], hidden)
+    read = []
+    for first in range(0, widest, READ):
+        pos = cache.column[first : min(first + READ, widest)]
+        cache.begin(pos.expand(rows, -1), first + len(pos))
+        read.append(engine.decoder(tokens[:, pos].flatten(), cache).view(rows, len(pos), -1))
+    hidden = torch.cat(read, 1)[cache.row[:, 0], lengths - 1]
     if masked is not None:
         cache.kept[..., :widest] &= ~masked[None, :, None]
         cache.begin((lengths - 1)[:, None], widest)  # the last token again: the first answer is drawn behind the mask
