@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from minithink.kv.contract import Policy
 from minithink.kv.manager import KVManager
@@ -20,6 +21,22 @@ DECODER = random_decoder(TINY)
 def tokens_of(seq: int, n: int, decoder: Decoder = DECODER) -> list[int]:
     """The tokens of sequence number `seq`: the same whatever runs beside it."""
     return torch.randint(decoder.config.vocab_size, (n,), generator=torch.Generator().manual_seed(seq)).tolist()
+
+
+class Ear:
+    """A recorder that keeps the scores which a policy told it last, and of which tokens; it ignores all else."""
+
+    score: Tensor
+    where: Tensor
+
+    def noted(self, step: Any, policy: Policy, score: Tensor, where: Tensor | None) -> None:
+        assert where is not None
+        self.score, self.where = score.clone(), where.clone()
+
+    def ignore(self, *_: Any) -> None:
+        pass
+
+    joined = left = evicting = stepped = ignore
 
 
 def follow(

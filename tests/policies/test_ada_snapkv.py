@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Policy
 from minithink.policies import parse
 from minithink.policies.ada_snapkv import AdaSnapKV, normalized
 from minithink.ref.keep_best import keep_best
 from minithink.ref.keep_shared import keep_shared
-from tests.policies.drive import follow
+from tests.policies.drive import Ear, follow
 
 SCORES = torch.tensor([[0.50, 0.20, 0.10, 0.08, 0.07, 0.05], [0.20, 0.18, 0.17, 0.16, 0.15, 0.14]])
 
@@ -63,33 +62,25 @@ def test_defaults() -> None:
 def test_a_recorder_hears_the_scores_of_older_tokens_in_rows_that_are_due() -> None:
     """Not the newest tokens', and of no row that does not evict; tokens that go have no higher score than those that
     stay in their layer."""
-    heard = []
 
-    class Ear:
-        def noted(self, step: Any, policy: Policy, score: Tensor, where: Tensor | None) -> None:
-            assert where is not None
-            heard.append((step.pos().clone(), step.held().clone(), score.clone(), where.clone()))
-
+    class Listener(Ear):
         def evicting(self, step: Any, edits: Any, drop: Tensor) -> None:
-            pos, held, score, where = heard[-1]
+            pos, held = step.pos(), step.held()
             due = drop.flatten(2).any(2).any(0)  # bool [B]
             assert due.any()
             column = torch.arange(pos.shape[-1])
             old = (pos >= 0) & (column < (held - 4)[..., None]) & due[None, :, None, None]
-            assert torch.equal(where, old)
+            assert torch.equal(self.where, old)
             for layer in range(len(pos)):
                 for row in due.nonzero().flatten().tolist():
                     goes, stays = drop[layer, row], (old & ~drop)[layer, row]
                     if stays.any():  # with a floor, heads would keep tokens of low scores
-                        assert score[layer, row][goes].max() <= score[layer, row][stays].min()
+                        assert self.score[layer, row][goes].max() <= self.score[layer, row][stays].min()
             seen.append(due.tolist())
-
-        def __getattr__(self, name: str) -> Any:
-            return lambda *args, **named: None
 
     policy, seen = AdaSnapKV(budget=14, buffer=3, alpha=4, floor=0.0), list[list[bool]]()
     for manager in follow(policy, [4, 6], 24):
-        manager.recorder = Ear()
+        manager.recorder = Listener()
     assert [True, False] in seen
     assert [False, True] in seen
 

@@ -21,7 +21,7 @@ from minithink.model import Rope
 from minithink.policies import parse
 from minithink.policies.random import lots
 from tests.kv.run import informed
-from tests.policies.drive import DECODER, tokens_of
+from tests.policies.drive import DECODER, Ear, tokens_of
 from tests.policies.test_by_loops import CONFIG, HEADS, LAYERS, Lane, Listener, best
 
 torch.set_num_threads(1)
@@ -49,7 +49,7 @@ class Heard(Listener):
         return torch.stack([self.known[seq, at[0]][p][CONFIG.num_heads + at[1]] for p in lane])
 
 
-class Notes:
+class Notes(Ear):
     """A recorder that keeps the scores that policies told it in the last step."""
 
     def __init__(self) -> None:
@@ -63,11 +63,6 @@ class Notes:
         rows, *tensors = self.said[id(policy)]
         pos, score, where = (x[min(at[0], len(x) - 1), rows.index(row), min(at[1], x.shape[2] - 1)] for x in tensors)
         return dict(zip(pos[where].tolist(), score[where].tolist(), strict=True))
-
-    def ignore(self, *_: Any) -> None:
-        pass
-
-    joined = left = evicting = stepped = ignore
 
 
 class Look:

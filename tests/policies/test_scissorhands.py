@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Policy
 from minithink.policies import parse
 from minithink.policies.scissorhands import Scissorhands, importance
-from tests.policies.drive import follow, held
+from tests.policies.drive import Ear, follow, held
 from tests.policies.fixture import KEYS
 
 QUERIES = torch.tensor([(0, 1), (-0.5, 1), (1, 0.2), (0.3, 1)])  # of tokens 2 to 5
@@ -86,16 +85,12 @@ def test_bad_values(name: str, value: int) -> None:
 @torch.inference_mode()
 def test_a_recorder_hears_the_scores_of_tokens_that_may_go() -> None:
     """Neither the prompt's nor the newest tokens'; none that goes has a higher score than one that stays."""
-    heard, gone = list[tuple[Tensor, Tensor]](), 0
+    gone = 0
 
-    class Ear:
-        def noted(self, step: Any, policy: Policy, score: Tensor, where: Tensor | None) -> None:
-            assert where is not None
-            heard.append((score.clone(), where.clone()))
-
+    class Listener(Ear):
         def evicting(self, step: Any, edits: Any, drop: Tensor) -> None:
             nonlocal gone
-            score, where = heard[-1]
+            score, where = self.score, self.where
             pos, held = step.pos(), step.held()[..., None]
             column = torch.arange(pos.shape[-1])
             assert torch.equal(where, (pos >= 5) & (column < held - 4))
@@ -104,10 +99,7 @@ def test_a_recorder_hears_the_scores_of_tokens_that_may_go() -> None:
                 assert of_lane[goes].max() <= of_lane[stays].min()
                 gone += int(goes.sum())
 
-        def __getattr__(self, name: str) -> Any:
-            return lambda *args, **named: None
-
     policy = Scissorhands(budget=14, history=8, recent=4, buffer=3, protect_prompt=True)
     for manager in follow(policy, [5], 24):
-        manager.recorder = Ear()
+        manager.recorder = Listener()
     assert gone
