@@ -88,6 +88,7 @@ def a_step(held: list[int], clock: list[int], budget: int = 6, **fields: Any) ->
         "active": torch.ones(rows, dtype=torch.bool),
         "thinking": torch.ones(rows, dtype=torch.bool),
         "clock": torch.tensor(clock),
+        "prompt": torch.zeros(rows, dtype=torch.int32),
         "budget": torch.full((1, rows, 1), budget, dtype=torch.int32),
         "held": lambda: torch.tensor(held, dtype=torch.int32)[None, :, None],
         "pos": lambda: pos,
