@@ -58,10 +58,11 @@ class SepLLM(Policy):
 
     def __post_init__(self) -> None:
         sizes = self.separators, self.window
-        if self.initial < 0 or any(x < 0 or (x > 1 and x % 1) for x in sizes) or self.window == 0:
+        if self.initial < 0 or any(not 0 <= x < 2**30 or (x > 1 and x % 1) for x in sizes) or self.window == 0:
             raise UsageError(
                 f"{self.name}: initial is {self.initial}, separators {self.separators:g} and window {self.window:g}; "
-                "initial must be at least 0, and the others shares below 1 or whole tokens, the window above 0."
+                "initial must be at least 0, and the others shares below 1 or whole tokens (fewer than 2^30), the "
+                "window above 0."
             )
         self._ids: frozenset[int] | None = None
 
@@ -108,8 +109,8 @@ class SepLLM(Policy):
     def _separator(self, step: Step, due: Tensor, pos: Tensor) -> Tensor:
         """True for separators in the rows that are due: bool, shaped as pos."""
         out = torch.zeros(pos.shape, dtype=torch.bool)
-        for i in due[0, :, 0].nonzero().flatten().tolist():
+        for i in due.any(2).any(0).nonzero().flatten().tolist():
             heard = torch.tensor(self._heard[int(step.row[i])])
-            at = pos[0, i, 0].cpu().long()
-            out[0, i, 0] = heard[at.clamp(min=0)] & (at >= 0)
+            at = pos[:, i].cpu().long()  # in a stack, lanes may hold different tokens
+            out[:, i] = heard[at.clamp(min=0)] & (at >= 0)
         return out.to(pos.device)

@@ -296,14 +296,7 @@ WINDOWS: dict[str, Callable[[Any], int]] = {
         "raas:budget=16,share=0.3+random_attention:budget=13,buffer=2",
         "raas:budget=15,page=3,share=0.3+vase:budget=14,buffer=2,n_sink=1",
         "lazy_eviction:budget=10,window=2,alpha=0.11+morphkv:budget=9",
-        pytest.param(
-            "sepllm:budget=12,separators=2,window=3+morphkv:budget=12",
-            marks=pytest.mark.xfail(
-                strict=True,
-                raises=AssertionError,
-                reason="sepllm finds separators in the first table only, and this stack has more",
-            ),
-        ),
+        "sepllm:budget=12,separators=2,window=3+morphkv:budget=12",
     ],
 )
 @torch.inference_mode()
