@@ -95,7 +95,8 @@ class VaSE(Policy):
         layers, key, may = range(step.shape.layers), keys(self.seed, step), free & older
         if self.variant == "dkv":
             score = torch.stack([self.sketched(step, layer, key[layer], rows) for layer in layers])
-            kept = step.ops.keep_best(score.masked_fill(sink, torch.inf), may, others)
+            score = score.masked_fill(sink, torch.inf)
+            kept = step.ops.keep_best(score, may, others)
         else:
             size = torch.stack([spread(step.values(layer, rows)) for layer in layers])
             n = step.budget // 4 if self.n_large is None else torch.full_like(others, self.n_large)

@@ -345,8 +345,7 @@ def test_loops_choose_the_same_tokens(text: str) -> None:
                         score = notes.scores(member, heard.row_of[seq], at)
                         newest = look.last(min(len(stay) - look.fixed, WINDOWS[member.name](member)))
                         assert list(score) == [p for p in look.others if p not in newest]
-                        sinks = getattr(member, "n_sink", 0)  # they stay, and DKV does not say so
-                        left = [score[p] for p in score if p in stay and p >= sinks]
+                        left = [score[p] for p in score if p in stay]
                         right = [score[p] for p in set(lane) - set(stay)]
                         assert min(left, default=math.inf) >= max(right)
                 assert got == sorted(want), f"sequence {seq}, {n.stop} tokens, layer {at[0]}, head {at[1]}"
