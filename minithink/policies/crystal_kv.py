@@ -1,45 +1,45 @@
-"""Crystal-KV (Wang et al.): keep the tokens that attention hits often and recently; move budgets to busy heads.
+"""Crystal-KV (Wang et al.): keep tokens that attention hits often and recently; move budgets to heads with many hits.
 
-Every KV head scores its tokens by combined recency and frequency (LRFU, §5.2 and algorithm 1):
+A token is *hit* if it is in the smallest set of tokens that holds the share p of the newest query's attention. Every
+KV head scores its tokens by their hits: CRF, combined recency and frequency (LRFU, §5.2 and algorithm 1).
 
     CRF_i(t) = λ^(t − τ_i)·CRF_i(τ_i) + [i is hit at t]      τ_i: the step of token i's last hit before t
 
-The hit set is the smallest set of tokens that holds the share p of the newest query's attention. No token is
-labelled: each enters as PotentialKV, what LRFU evicts was SlipKV, and what it keeps is CrystalKV (§4). When the
-newest token has attended to itself and to the other tokens, `decide` does this in every head:
+The paper calls a new token PotentialKV, a token that LRFU evicts SlipKV, and one that it keeps CrystalKV (§4). The
+code needs no such labels. At each step, after attention, `decide` does this in every head:
 
-    lines 3 to 9    hits: their CRF and τ are updated. Line 9 decays the CRF of the misses for the comparison alone:
-                    what is stored of them stays as it is                           `ref/lrfu.py`
+    lines 3 to 9    CRF and τ of the tokens that are hit are updated. A token that is not hit keeps its stored CRF and
+                    τ; line 9's decay of its CRF is only computed to compare tokens `ref/lrfu.py`
     lines 10 to 13  a head that holds more than its budget evicts the tokens with the smallest CRF, and CRF and τ of
-                    the other tokens close up. At exactly the budget no token goes  `ref/retain.py`
-    algorithm 2     every `realloc_every` tokens, budgets move to the layers, and within a layer to the heads, that
-                    use theirs most (§5.3): η = ΣCRF / ΣBudget, Budget' ∝ η         `ref/reallocate.py`
-    then            a head whose budget shrank evicts down to it at once            `ref/repack.py`
+                    the other tokens close up. A head with exactly its budget evicts none   `ref/retain.py`
+    algorithm 2     every `realloc_every` tokens, budgets move to the layers, and within a layer to the heads, with
+                    the most CRF for their budget (§5.3): η = ΣCRF / ΣBudget, Budget' ∝ η   `ref/reallocate.py`
+    then            a head whose budget shrank evicts down to it at once                    `ref/repack.py`
 
-This happens while the model thinks: from `<think>`, or the end of a prompt that ends in it, to `</think>`; without
-such tokens always. The prompt stays, and counts in the budget. The answer is appended beside the budget. Crystal-KV
-Lite (§6.1) never moves budgets: they stay equal. The authors released no code.
+All this happens only while the model thinks: from `<think>`, or from the end of a prompt that ends in it, to
+`</think>`. A model without such tokens thinks all the time. The prompt stays, and counts in the budget. The answer is
+appended beside the budget. In Crystal-KV Lite (§6.1) budgets stay equal. The authors released no code.
 
 Choices where the paper is silent:
 - the query heads of a KV head count as one: the largest probability of each token, renormalised. The prompt's tokens
-  take part, and can be hit. The token with which the sum reaches p is a hit (the paper: "exceed"); of equal
-  probabilities the older token comes first;
-- t counts the sequence's generated tokens. Hits count from the first one on (§5.2: over the whole history). By the
-  letter of algorithm 1 (lines 1 and 2) hits do not count while the head is not full: track=full;
-- a token enters with CRF 1 and τ = t, because LRFU counts insertion, and a PotentialKV must not die at birth (§5.1).
-  Its attention to itself at t is no second hit. With birth=0 it enters with CRF 0, and this hit counts;
-- of equal CRF the token whose last hit is older goes first, then the older token. So λ = 0 is LRU and λ = 1 is LFU,
-  as in §5.2. Decayed CRFs are compared as logarithms, because 0.6^n itself is 0 in float32 from n ≈ 200 on;
-- answer queries record no hits, and during the answer no token is evicted;
+  take part, and can be hit. The token with which the sum reaches p is hit, too (the paper: "exceed"). Of equally
+  probable tokens the older one comes first;
+- t counts the sequence's generated tokens. Hits count from the first one on (§5.2: over the whole history). In
+  algorithm 1 (lines 1 and 2) hits do not count before the head is full: track=full does that;
+- a new token has CRF 1 and τ = t, because LRFU counts insertion, and a PotentialKV must not be evicted in the step in
+  which it comes (§5.1). Its attention to itself at t is no second hit. birth=0 starts with CRF 0 and counts this hit;
+- of tokens with equal CRF the one whose last hit is older goes first, then the older token. So λ = 0 is LRU and λ = 1
+  is LFU, as in §5.2. Decayed CRFs are compared as logarithms, because 0.6^n is 0 in float32 from n ≈ 200 on;
+- queries of the answer count no hits, and during the answer no token is evicted;
 - ΣCRF is over all tokens that a head holds, the prompt's included, decayed to the step at which budgets move;
-- where CRF does not depend on the budget, Budget' ∝ η oscillates for ever. So the weight is Budget^(1−a)·η^a with the
-  damping a = ½, which is √CRF whatever the budgets were; damping=1 is algorithm 2 to the letter;
+- if CRF does not depend on the budget, Budget' ∝ η oscillates for ever. So the weight is Budget^(1−a)·η^a. With the
+  damping a = ½ it is √CRF, whatever the budgets were; damping=1 is algorithm 2 as it is written;
 - a budget is at least the prompt and `min_budget` tokens, and at most what the head can fill until budgets move
-  again. Targets that break these bounds are cut, and all others grow or shrink by one factor, so that the sum stays.
-  Budgets do not move while all heads together cannot fill them by then.
-For λ ≤ ½ all older hits together weigh less than one newer hit. So LRFU decides as LRU: a token hit more recently
-always outlives another, and frequency counts only among tokens with the same last hit (see figure 5). In general a
-token that was hit k steps more recently can lose only if λ^k > 1 − λ: k is at most 1 at λ = 0.6, and 21 at 0.9.
+  again. Budgets outside these bounds are cut to them, and all others are scaled by one factor, so that the sum stays.
+  Budgets do not move if all heads together cannot fill them by then.
+For λ ≤ ½ all older hits together weigh less than one newer hit. So LRFU decides as LRU: the token that was hit more
+recently stays, and frequency counts only among tokens with the same last hit (see figure 5). In general a token that
+was hit k steps more recently than another can go first only if λ^k > 1 − λ: k ≤ 1 at λ = 0.6, and k ≤ 21 at 0.9.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class CrystalKVLite(Policy):
     """LRFU (algorithm 1) with the same budget for every head."""
 
     budget: int | None = None  # tokens that a KV head holds while the model thinks, the prompt's included
-    lam: float = 0.6  # λ, the share of a hit's worth that is left one step later: 0 is LRU, 1 is LFU
+    lam: float = 0.6  # λ, the share of a hit's weight that is left one step later: 0 is LRU, 1 is LFU
     p: float = 0.9  # share of the attention that the hit set holds
     birth: int = 1  # CRF of a new token: 1 or 0
     track: Literal["always", "full"] = "always"  # count hits always, or only in heads that are full
