@@ -1,32 +1,33 @@
 """SkipKV (Tian et al.): evict sentences that a later sentence resembles, and steer the model towards execution.
 
-Storage is skipped by sentences (§4.1). Every 128 generated tokens, a KV head that holds more than its budget evicts
-down to it. The tokens with the lowest score go first (eq. 6):
+Eviction skips storage, by sentences (§4.1). Every 128 generated tokens, a KV head that holds more than its budget
+evicts down to it. The tokens with the lowest score go first (eq. 6):
 
     Z = σ·I − (1 − σ)·R − λ_i
 
-Importance I is the attention of the newest queries. Redundancy R is the resemblance to other keys. Both are as in
+Importance I is the attention of the newest queries. Redundancy R is the similarity to other keys. Both are as in
 `rkv.py`. λ_i is the penalty of the token's sentence i: its largest similarity to a later sentence, if that is above
-τ (`ref/similarity.py`), else 0. With the defaults it outweighs I and R unless some R is above 0.94. So repeated
-sentences leave before any other token: in every text of the embedded model (docs/skipkv.md).
+τ (`ref/similarity.py`), else 0. With the defaults it outweighs I and R unless some R is above 0.94. So the tokens of
+repeated sentences go before all others, in every text of the embedded model (docs/skipkv.md).
 
-Generation is skipped by steering (§4.2, `steering.py`). The strength grows with N_o, the ended non-execution
-sentences of this sequence: they contain `Wait`, `Alternatively` or `again`.
+Steering skips generation (§4.2, `steering.py`): a vector is added to the hidden states of a layer. Its strength grows
+with N_o, the number of ended non-execution sentences of this sequence, which contain `Wait`, `Alternatively` or
+`again`.
 
     α_t = α_0 + γ·N_o
 
 Each half can be switched off: skip=false leaves λ out, steering=false adds no vector. The defaults are the paper's.
-For the embedded model tau=0.9 and at=boundary are chosen on validation problems, because at=every with α_0 = 1 and
-the plain vector spoils its texts.
+For the embedded model tau=0.9 and at=boundary (the vector is added at blank lines only) are chosen on validation
+problems: the defaults at=every, α_0 = 1 and vector=plain spoil its texts.
 
 Chosen where the paper is silent or says two things. "The code" is the authors', TTTTTTris/SkipKV `skipkv/`:
-- a sentence ends with each token whose bytes contain a line break (`sentences.py`). Whole tokens of the paper's
-  delimiters D (A.1) would miss `:\\n`;
+- a sentence ends with each token whose bytes contain a line break (`sentences.py`). The paper's list of delimiter
+  tokens D (A.1) would miss `:\\n`;
 - only generated text is cut into sentences. Algorithm 2 cuts the prompt, too, which changes nothing while the prompt
   is protected (the default);
 - a sentence's vector is the mean of its hidden states after the final norm, as in the code, but normalised (eq. 2 is
-  not). Only ended sentences have a vector. The newest `vectors` of them are kept. An older sentence keeps its penalty
-  and gets no new one;
+  not). Only ended sentences have a vector, and only the newest `vectors` of them keep it. An older sentence keeps its
+  penalty and gets no new one;
 - eq. 3 has i ≤ j, which would flag every sentence; here i < j. The penalty is the largest λ_ij (the code: the last);
 - all layers and KV heads share a sentence's penalty, which stays until the last token of the sentence is gone. The
   code penalises no sentence of which one token is left;
@@ -34,9 +35,9 @@ Chosen where the paper is silent or says two things. "The code" is the authors',
   (algorithm 2). N_o counts a sentence once (the code counts its keywords);
 - the last α tokens and the prompt are protected. The paper says neither. α is R-KV's, and protect_prompt=false is
   R-KV's rule;
-- form=paper is eq. 4–5 to the letter: softmax over all keys, per query head; the maximum of the group; softmax
-  again; R without threshold, with the diagonal, softmax per row, mean over rows. The second softmax flattens
-  importance so far that it hardly counts, and fewer answers are right (docs/skipkv.md);
+- form=paper is eq. 4–5 as written. I: softmax over all keys, per query head; the maximum of the group; softmax again.
+  R: no threshold, with the diagonal, softmax per row, mean over rows. The second softmax flattens I so far that it
+  hardly counts, and fewer answers are right (docs/skipkv.md);
 - the map Φ from text to cache (eq. 8–11) is a look-up by original position (`ref/cumulative_score.py`).
 """
 
