@@ -6,33 +6,34 @@ While the model thinks, a sequence holds three windows (§4.2), the same tokens 
     selection   the older generated tokens, each with a score                     W_s = B − W_q − W_l
     local       the last W_l generated tokens, which stay                         W_l
 
-When the sequence holds B tokens, the k = int(r·W_s) tokens of the selection window with the highest scores stay, and
-K = W_s − k tokens go. So triggers are K tokens apart. Survivors compete again, with the score that they have.
+A trigger is a step at which the sequence holds its budget, B tokens. Then the k = int(r·W_s) tokens of the selection
+window with the highest scores stay, and K = W_s − k tokens are evicted. So triggers are K tokens apart. Tokens that
+stay compete again at the next trigger, with the same scores.
 
 The forward pass of a token also gives its score (eq. 7): a predictor of three layers reads the last hidden state,
-after the final norm (`ref/predict.py`). `python -m minithink.calibrate predictor` trains one for a model. What it
-predicts of a thinking token is its target:
+after the final norm (`ref/predict.py`). `python -m minithink.calibrate predictor` trains one for a model. The target
+says what it predicts of a thinking token:
 
     answer      attention from the answer (eq. 6)
     hindsight   attention from all later tokens
     needs       how often later statements need the token
 
-On the embedded model needs is the best target, answer is no better than random scores, and hindsight, which selects
-the oldest tokens, is no better than a window (docs/dynts.md).
+On the embedded model `needs` is the best target. `answer` is no better than random scores. `hindsight` selects the
+oldest tokens, and is no better than a window (docs/dynts.md).
 
 The authors' code (Robin930/DynTS) differs from their paper: the prompt competes in the selection window, and a
-trigger comes one token later. Here the paper's rule holds.
+trigger comes one token later. This module follows the paper.
 
 Chosen where the paper is silent, or says two things:
-- no selection runs after `</think>`, because no answer token was trained on. The answer is appended beside the
-  budget (the paper goes on selecting);
+- no selection runs after `</think>`, because the predictor was not trained on answer tokens. The answer is appended
+  beside the budget (the paper goes on selecting);
 - a `<think>` that the model generates has a score, as every generated token;
-- of equal scores the older token stays; positions are the original ones;
-- r and W_l are read as decimals of up to nine places, since in floats int(0.7·90) is 62;
-- `local` below 1 is a share of B − W_q, so that each sequence may have its own budget (2,000 of 5,000 tokens come to
-  about 0.4). From 1 on it counts tokens; 0 is the paper's "without L";
-- ratio=0 is "without T": it needs no predictor. With ratio=1 no token would ever go, so it is refused;
-- question=false is "without Q": W_q = 0, and the prompt has the lowest score, so it goes first;
+- of tokens with equal scores the older one stays; positions are the original ones;
+- r and W_l are read as decimals of up to nine places, because in floats int(0.7·90) is 62;
+- `local` below 1 is a share of B − W_q, so that each sequence may have its own budget (2,000 of 5,000 tokens are
+  about 0.4). From 1 on it is a number of tokens. local=0 is the paper's "without L";
+- ratio=0 is "without T": it needs no predictor. With ratio=1 no token would ever be evicted, so it is refused;
+- question=false is "without Q": W_q = 0, and the prompt has the lowest score, so it is evicted first;
 - select=random draws one score for each token and never changes it; select=bottom keeps the lowest scores;
 - scores are kept by position, 4 bytes for each token that a sequence may have.
 """
