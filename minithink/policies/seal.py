@@ -1,12 +1,12 @@
-"""SEAL: steer the thinking towards execution with constant strength, evict nothing (arXiv 2504.07986).
+"""SEAL: steer the thinking towards execution with constant strength, evict no token (arXiv 2504.07986).
 
-A steering vector is added to one layer's output (`steering.py`). SEAL adds it at blank lines only, where a thought
-ends and the model decides the kind of the next one. at=every adds it at every token of the thinking, as SkipKV
-does; there α_0 = 1 with the plain vector spoils texts of the embedded model (docs/skipkv.md). Another policy may
-evict beside it: `seal+rkv`.
+A steering vector V is added to one layer's output, times the strength α_0 (`steering.py`). SEAL adds it at blank
+lines only, where a thought ends and the model decides the kind of the next one. at=every adds it at every token of
+the thinking, as SkipKV does. There α_0 = 1 with vector=plain spoils texts of the embedded model (docs/skipkv.md).
+`seal+rkv` steers, and evicts as R-KV does.
 
-The rule follows the authors' code, as SkipKV's repository (TTTTTTris/SkipKV) has it: α = 1, and V is fitted at the
-blank lines before thoughts.
+The rule follows the copy of the authors' code in SkipKV's repository (TTTTTTris/SkipKV): α = 1, and V is fitted at
+the blank lines before thoughts.
 """
 
 from __future__ import annotations
