@@ -1,22 +1,22 @@
 """Random Attention: keep the prompt and the newest tokens; draw the others by lot in every round (arXiv 2609.03430).
 
-Once a KV head holds budget + buffer tokens, it evicts down to the budget B. It keeps the prompt, n tokens, and the
-last b tokens. Of the others it keeps B − b − n, drawn uniformly without replacement. So an older token survives one
-round with probability p = 1 − b/(B − n), and r rounds with p^r. Each round draws anew; a method in which tokens keep
-their lots is a different one. At b = 1 the window is the newest token alone, and a token's chances are as in `random`
-with a protected prompt.
+When a KV head holds B + b tokens, its budget and its buffer, it evicts down to the budget B: one round. It keeps the
+prompt, n tokens, and the last b tokens. Of the other tokens it keeps B − b − n, drawn uniformly without replacement.
+So an older token stays in one round with probability p = 1 − b/(B − n), and in r rounds with p^r, because each round
+draws anew. At b = 1 only the newest token is safe, and a token stays with the same probability as under `random` with
+a protected prompt.
 
 The rule follows the authors' code, SalesforceAIResearch/Random-Attention `kvcompress/engine/cache_utils.py`, because
 the paper was not at hand.
 
 Deviations from the code:
 
-- The code draws from the device's generator, so batch and sampler change its lots. Here a lot is a pure function of
-  seed, sample, round, layer, table and original position (`ref/draw.py`). No policy knows the number of a sample. So
-  the length of the prompt stands for the sample, and the number of generated tokens for the round. Samples with
-  prompts of equal length draw the same lots.
-- Every row evicts when it holds B + b tokens; the code looks at multiples of b, one length for the whole batch. B
-  need not be a multiple of b. If a prompt has B + b tokens, its row evicts as soon as the prompt is read.
+- The code draws from the device's random generator, so the batch and the sampler change which tokens stay. Here each
+  token's random number, its lot, is a pure function of seed, sample, round, layer, KV head and original position
+  (`ref/draw.py`). A policy does not know the number of a sample. So the length of the prompt stands for the sample,
+  and the number of generated tokens for the round. Samples with prompts of equal length draw the same lots.
+- Every row evicts when it holds B + b tokens. The code evicts at multiples of b, with one length for the whole batch.
+  B need not be a multiple of b. If a prompt has B + b tokens, its row evicts as soon as the prompt is read.
 - A budget without room for b + 1 tokens beside a protected prompt is refused. `protect_prompt=false,clip=true` keeps
   the first B − b − 1 tokens of such a prompt, as the code does.
 
@@ -44,7 +44,7 @@ class RandomAttention(Policy):
     buffer: int = 64  # b, tokens: newest ones that always stay, and those gathered beyond B before an eviction
     seed: int = 0
     scope: Scope = "head"  # lanes that share a draw
-    clip: bool = False  # without protect_prompt: keep as much of the prompt as leaves one token to the draw
+    clip: bool = False  # without protect_prompt: keep the first tokens of the prompt, and leave one token to the draw
     schedule: str = "every"
     protect_prompt: bool = True
 
