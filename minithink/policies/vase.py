@@ -1,14 +1,15 @@
 """VaSE: keep tokens whose values have a large range, and draw the others by their attention (arXiv 2606.03928).
 
-Once a KV head holds budget + buffer tokens, it evicts down to the budget B. The last b tokens stay. The older tokens
-are the candidates, of which B − b stay. With variant=attnv (AttnV) these are
+When a KV head holds B + b tokens, its budget and its buffer, it evicts down to the budget B: one round. The last b
+tokens stay. The older tokens are the candidates, of which B − b stay. Sinks are the tokens at the first n_sink
+positions. With variant=attnv (AttnV) these candidates stay:
 
-    L         the n_large candidates with the largest range m_j = max_c v_j[c] − min_c v_j[c]; sinks count as ∞
+    L         the n_large with the largest range of their value, m_j = max_c v_j[c] − min_c v_j[c]; of a sink m_j = ∞
     a sample  of the other candidates, drawn without replacement with the weights w_j
 
-where w is the attention of the last b queries to the candidates, softmax(q·k_j/(√D·temperature)): the mean over these
-queries, pooled over k keys, and then the mean over the query heads. With variant=dkv (DKV) the sinks stay, and the
-candidates with the largest
+The weight w is the attention of the last b queries to the candidates, softmax(q·k_j/(√D·temperature)): the mean over
+these queries, pooled over `smooth` neighbouring keys, and then the mean over the query heads. With variant=dkv (DKV)
+the sinks stay, and the candidates with the largest
 
     s_j = ‖k_j·G‖²·‖v_j·G‖²,   G ~ N(0, 1/r), [D, r]
 
@@ -19,15 +20,17 @@ of the paper only the abstract was at hand.
 
 Deviations from the code:
 
-- Draws, G included, are pure functions of seed, round, layer, table and position, as in `random_attention`. The
-  sample is the tokens with the largest ln(u_j)/w_j, which has the same law as drawing token after token.
-- Scores are float32. Tokens of weight 0 come last; in the code they may leave the sample short. Of equal scores the
-  older token is kept.
+- Random numbers, G included, are pure functions of seed, round, layer, KV head and position, as in
+  `random_attention`. The sample is the tokens with the largest ln(u_j)/w_j, u_j uniform. It has the same distribution
+  as a sample drawn token after token.
+- Scores are float32. Tokens of weight 0 are drawn last; in the code they may make the sample too small. Of tokens
+  with equal scores the older one stays.
 - Pooling is over neighbours in the text. The code's newer version pools over the order of the last draw.
-- Sinks are positions, not slots. Rows evict when they hold B + b tokens, each by its own length.
+- Sinks are positions in the text; in the code they are slots of the cache. Each row evicts when it holds B + b
+  tokens.
 
 Chosen where the code is silent: a protected prompt (not the default) takes part in the softmax. It stays beside L and
-the sample, and n_large is at most the room beside it. If there is no room for b tokens, the newest that fit are kept.
+the sample, and n_large is at most the room beside it. If there is no room for b tokens, the newest that fit stay.
 """
 
 from __future__ import annotations
@@ -91,7 +94,7 @@ class VaSE(Policy):
         free = (pos >= 0) & ~step.protected()
         newest = window(step, room.clamp(max=self.buffer))
         older, sink = due[..., None] & (pos >= 0) & ~newest, pos < self.n_sink
-        others = room - (free & newest).sum(-1, dtype=torch.int32)  # K_sel, less the prompt
+        others = room - (free & newest).sum(-1, dtype=torch.int32)  # candidates that stay beside the prompt
         layers, key, may = range(step.shape.layers), keys(self.seed, step), free & older
         if self.variant == "dkv":
             score = torch.stack([self.sketched(step, layer, key[layer], rows) for layer in layers])
