@@ -1,4 +1,7 @@
-"""Algorithm 1 of Crystal-KV: hits, CRF, the tokens that go, and the entries of the tokens that stay."""
+"""Algorithm 1 of Crystal-KV (`policies/crystal_kv.py`): update CRF by the hits, and select the tokens that go.
+
+CRF is a token's score, combined recency and frequency. τ is the time of its last hit. A token that goes is evicted.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,17 @@ def retain(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """One step of algorithm 1.
 
-    `known` lists positions, CRF and τ of the tokens that each row held after earlier steps: one list for all heads,
-    one head after the other, layer by layer. A head has budget + slack entries; its tokens fill the first of them,
-    oldest first. So the lists do not grow when budgets move. The lists of tracked rows are changed in place. Tokens
-    are found by position. Tokens that are not found are new, and newer than all found tokens.
+    `known` has the positions, CRF and τ of the tokens that each row held after its last tracked step. A row has one
+    list for all its heads: layer by layer, head by head. A head has budget + slack entries, and its tokens fill the
+    first of them, oldest first. So the lists do not grow when budgets move. The lists of tracked rows are changed in
+    place. A token finds its entry by its position. A token without an entry is new, and newer than all others.
 
     Args:
         mass: float [L, N, H, S], the newest query's attention; anything (also NaN) behind the last token.
         pos: int32 [L, N, H, S], the tokens' positions, ascending; anything behind the last token.
         held: int32 [L, N, H], tokens of each head.
-        known: int32, float32 and int32 [B, E]; E is above the sum of a row's entries. The last entry is not used.
+        known: int32, float32 and int32 [B, E]; E is more than the entries of a row's heads. The last entry is for
+            tokens without an entry of their own, and its content means nothing.
         at: int64 [N], the rows, each once.
         budget: int32 [L, N, H].
         keep: int32 [L, N, H], tokens that a head may keep, protected ones included (those stay in any case).
@@ -63,7 +67,8 @@ def used(
     mass: Tensor, pos: Tensor, held: Tensor, known: Known, at: Tensor, budget: Tensor, slack: int, prompt: Tensor,
     t: Tensor, counted: Tensor, lam: float, p: float, birth: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Lines 3 to 9, with the arguments of `retain`: which columns hold a token, CRF, τ and the decayed CRF's log2."""
+    """Lines 3 to 9, with the arguments of `retain`: which columns hold a token, its CRF, τ and log2 of the decayed
+    CRF."""
     there, t = torch.arange(pos.shape[-1], device=pos.device) < held[..., None], t[:, None, None]
     born = (pos - prompt[:, None, None] + 1).clamp(min=0)  # the time at which each token came, 0: the prompt
     crf, last = recall(pos, born, known, at, budget, slack, birth)
@@ -72,8 +77,8 @@ def used(
 
 
 def worst(score: Tensor, last: Tensor, free: Tensor, room: Tensor) -> Tensor:
-    """The free tokens beyond the best `room` ones: bool [..., S]. The smallest CRF goes first, of equals the one with
-    the oldest hit, then the oldest token."""
+    """The free tokens that go, so that `room` of them stay: bool [..., S]. The smallest CRF goes first, of equal CRFs
+    the token whose last hit is oldest, then the oldest token."""
     by_last = last.sort(dim=-1, stable=True).indices  # columns are oldest first already
     order = by_last.gather(-1, score.gather(-1, by_last).sort(dim=-1, stable=True).indices)
     those = free.gather(-1, order)
@@ -84,11 +89,11 @@ def worst(score: Tensor, last: Tensor, free: Tensor, room: Tensor) -> Tensor:
 def recall(
     pos: Tensor, born: Tensor, known: Known, at: Tensor, budget: Tensor, slack: int, birth: int
 ) -> tuple[Tensor, Tensor]:
-    """CRF and τ of the token in each column, found by position; new tokens get CRF `birth` and τ `born`."""
-    end = (budget + slack).transpose(0, 1).flatten(1).cumsum(1)  # of each head's entries: [N, L·H]
+    """CRF and τ of the token in each column, found by its position; a new token has CRF `birth` and τ `born`."""
+    end = (budget + slack).transpose(0, 1).flatten(1).cumsum(1)  # the end of each head's entries: [N, L·H]
     n, heads, count = *end.shape, known[0].shape[1]
     entry = torch.arange(count, device=pos.device).repeat(n, 1)
-    # A position with its head in front: one ascending list a row.
+    # The head's number in the high bits, the position in the low bits: one ascending list a row.
     there = (torch.searchsorted(end, entry, right=True) << 32) + known[0][at]
     of_heads = torch.arange(heads, device=pos.device)[:, None] << 32
     wanted = (of_heads + pos.transpose(0, 1).flatten(1, 2)).flatten(1)
@@ -112,9 +117,9 @@ def remember(
 
 
 def entries(known: Known, budget: Tensor, slack: int, number: Tensor) -> Tensor:
-    """The entries of tokens, by their numbers in their heads, 0 for the oldest: int64 [N, L·H·S].
+    """The entry of each token: int64 [N, L·H·S]. A token beyond its head's entries gets the last entry of the row.
 
-    number: [L, N, H, S]. Tokens beyond a head's entries have the last one of the row.
+    number: [L, N, H, S], the token's number in its head, 0 for the oldest.
     """
     room = (budget + slack).transpose(0, 1)
     first = room.flatten(1).cumsum(1).view(room.shape) - room  # where each head's entries begin: [N, L, H]
