@@ -1,33 +1,39 @@
-"""Algorithm 1 of Crystal-KV for all heads, in one launch. Twin: `minithink/ref/retain.py`.
+"""Algorithm 1 of Crystal-KV for all heads, in one launch: update the tokens' score CRF, and select those to evict.
 
-Layout: one program of one warp per lane, which goes over the lane's tokens BLOCK at a time:
+Twin: `minithink/ref/retain.py`, which says what CRF, τ and entries are.
 
-    sums    the attention's sum, and how many tokens are protected
-    hits    v is the largest mass such that all masses ≥ v hold the share p. Masses are not negative, so their bits
-            have their order. A bisection narrows the bits of v; after each pass both ends are masses of tokens. It
-            ends when they are equal, after about 10 passes. Of the masses equal to v the oldest are hit
-    CRF     each token finds its entry. Usually the token of column s is in entry s, because the list and the entries
+Layout: one program of one warp per lane (a head of a row and layer). It goes over the lane's tokens BLOCK at a time.
+The mass of a token is the attention that it got. A token that goes is evicted:
+
+    sums    add up the masses, and count the protected tokens
+    hits    find v, the largest mass such that all masses ≥ v hold the share p of the sum. Masses are not negative, so
+            as integers their bits have the same order. A bisection narrows the bits of v; after each pass both ends
+            are masses of tokens. It ends when the ends are equal, after about 10 passes. Tokens of a mass above v are
+            hit, and of those with mass v as many of the oldest as the share needs
+    CRF     each token finds its entry. Usually the token of column s is in entry s, because the lane and its entries
             have lost the same tokens. If another policy has evicted too, a binary search finds the entries of the
             block. Afterwards CRF and τ of the token are in entry s; unchanged values are not written
-    border  estimates of log2 CRF in float32 are cheap. If one token has to go, it is close to their minimum; if
-            several have to go, a bisection finds the estimate of the last one. Tokens close to this estimate are
-            compared exactly, one class of equal tokens after the other, until enough have been found. In a class τ
-            decides, found by a bisection too
-    gone    from the first block with a token that goes, the others close up
+    border  find where the tokens that go end, by estimates of log2 CRF in float32, which are cheap. If one token has
+            to go, its estimate is close to the smallest. If several have to go, a bisection finds the estimate of the
+            last one. Tokens close to this estimate are compared exactly: first by CRF, one class of equal CRF after
+            the other, until enough tokens are found. In the last class τ decides, found by a bisection, too
+    gone    mark the tokens that go. From the first block with such a token on, the other tokens close up
 
-Only a lane's own program touches its entries. CRF and τ of columns behind the last entry wait in `more`, until tokens
-before them have gone. The entries start where those of the row's earlier heads end; each program adds up the budgets.
-Powers of λ come from a table that ends where they no longer change a float32.
+Only a lane's own program touches its entries. A lane may have more columns than entries. CRF and τ of the columns
+beyond the last entry wait in `more`, until tokens before them are gone. A lane's entries start where those of the
+row's earlier lanes end; each program adds up the budgets to find this place. Powers of λ come from a table that ends
+where they no longer change a float32.
 
 Bound: arithmetic, by a count of compiled instructions (not measured). If one token of 1,025 goes, a token takes about
 400: 15 for the sums, 15 in each pass for the hits, 90 for CRF, 85 for the border, 45 to close up. 20 bytes are read
 for each token (mass and position; position, CRF and τ of its entry), 8 written for a token that is hit, and 12 for
-each token behind the first that goes; together about 33. `drop` takes 1 byte for each column, and is cleared before.
-Later passes find the lane in the cache.
+each token behind the first that goes; together about 33. `drop` takes 1 byte for each column, and is cleared before
+the launch. Later passes find the lane in the GPU's cache.
 
-Rounding: masses are summed in float64, in another order than the twin's. Sums of dyadic masses are exact. Otherwise a
-token may be in or out if the sum before it is within about 10⁻¹⁶·S of the share. CRF and τ are the twin's, bit by
-bit, but for the last bit of a power. log2 may differ in its last bits before it is rounded to multiples of 2^−30.
+Rounding: masses are summed in float64, in another order than the twin's. Sums of dyadic masses are exact. Otherwise
+the kernel and its twin may disagree on a hit if the sum before the token is within about 10⁻¹⁶·S of the share. CRF
+and τ are the twin's, bit by bit, except for the last bit of a power of λ. log2 may differ in its last bits before it
+is rounded to multiples of 2^−30.
 """
 
 from __future__ import annotations
@@ -76,8 +82,8 @@ def log_crf(crf, last, t, LAM: tl.constexpr, LOG_LAM: tl.constexpr):
 
 @triton.jit
 def estimate(crf, last, t, LAM: tl.constexpr, LOG_LAM: tl.constexpr):
-    """A cheap estimate of `log_crf` in float32: 0 to 0.0861 less. The bits of a number, read as an integer, are a
-    straight line between the logarithms of powers of 2."""
+    """A cheap estimate of `log_crf` in float32: 0 to 0.0861 less. A number's bits, read as an integer, give its
+    logarithm at powers of 2, and a straight line between them."""
     age = tl.maximum(t - last, 0)
     score = crf.to(tl.int32, bitcast=True).to(tl.float32) * 2.0**-23 + (age.to(tl.float32) * LOG_LAM - 127)
     alive = crf > 0
@@ -88,7 +94,7 @@ def estimate(crf, last, t, LAM: tl.constexpr, LOG_LAM: tl.constexpr):
 
 @triton.jit
 def ordered(x):
-    """float32 as int32 of the same order. The same operation on the integer's bits gives back the number's bits."""
+    """float32 as int32 of the same order. The same operation on the integer gives back the bits of the number."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -110,8 +116,8 @@ def last_of(
     p_crf, p_last, p_more_crf, p_more_last, fixed, held, room, t, goes, low, high, score, TAU: tl.constexpr,
     LAM: tl.constexpr, LOG_LAM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The `goes`-th smallest key of columns `fixed` to `held`, and how many keys are smaller. Keys are the bits of
-    estimates or, if TAU, the τ of the tokens with this score. They lie between low and high."""
+    """The `goes`-th smallest key of columns `fixed` to `held`, and how many keys are smaller. A token's key is its
+    ordered estimate or, if TAU, its τ; then only tokens with this score count. Keys lie between low and high."""
     column, smaller = tl.arange(0, BLOCK), tl.zeros((), tl.int32)
     while low < high:
         middle = ((low.to(tl.int64) + high.to(tl.int64)) >> 1).to(tl.int32)
@@ -157,7 +163,7 @@ def border_of(
             LAM, LOG_LAM, BLOCK,
         )  # fmt: skip
     edge = (low ^ ((low >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    margin = tl.where(edge > -INFINITY, tl.abs(edge) * 2.0**-20 + 0.09, 0.0)  # of estimates, roundings too
+    margin = tl.where(edge > -INFINITY, tl.abs(edge) * 2.0**-20 + 0.09, 0.0)  # of estimates, with their rounding
     below, above = edge - margin, edge + margin
 
     score = tl.full((), float("nan"), tl.float64)  # of the class: the tokens near the border with this score
@@ -201,7 +207,7 @@ def border_of(
 def gone_of(
     crf, tau, m, t, below, above, score, last, missing, LAM: tl.constexpr, LOG_LAM: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of a block that go, int32, and how many of the border's class the block has. m: free tokens."""
+    """The tokens of a block that go, int32, and how many tokens have the border's score and τ. m: free tokens."""
     about = estimate(crf, tau, t, LAM, LOG_LAM)
     m_near = m & (about >= below) & (about <= above)
     gone = (m & (about < below)).to(tl.int32)
@@ -217,7 +223,7 @@ def gone_of(
 
 @triton.jit
 def clear(p_pos, start, room, NOWHERE: tl.constexpr, BLOCK: tl.constexpr):
-    """Empty the entries from `start` on. Those in use come first."""
+    """Empty the entries from `start` on, up to the first block without an entry in use: entries in use come first."""
     column = tl.arange(0, BLOCK)
     used = tl.full((), 1, tl.int32)
     while (start < room) & (used > 0):
@@ -274,7 +280,7 @@ def _retain(
     # hits
     share = tl.full((), P, tl.float64) * total
     high, more = tl.max(top), tl.zeros((), tl.float64)  # sum of the masses above `high`
-    # Masses below this one hold less than half of what may be missing.
+    # v is at least this mass: all smaller masses add up to less than half of 1 − p, the share that need not be hit.
     low = (total * ((1 - P) / 2) / tl.maximum(held, 1)).to(tl.float32).to(tl.int32, bitcast=True)
     if (tl.load(p_counted + i) == 0) | (total == 0):
         low, high = tl.full((), LARGEST, tl.int32), tl.full((), LARGEST, tl.int32)
@@ -333,7 +339,7 @@ def _retain(
         last = tl.where(hit, t, last)
 
         moved = (at != own) | new
-        tl.debug_barrier()  # all threads have read, and write now
+        tl.debug_barrier()  # all threads have read the entries before one of them writes
         tl.store(p_known + own, pos, m_entry & moved)
         tl.store(p_crf + own, crf, m_entry & (moved | hit))
         tl.store(p_last + own, last, m_entry & (moved | hit))
@@ -416,8 +422,8 @@ def retain(
 
 
 def powers(lam: float, device: torch.device) -> Tensor:
-    """λ⁰, λ¹, …, float64, computed once. A table made while a graph is recorded is not kept: memory of a graph has
-    content only while the graph runs."""
+    """λ⁰, λ¹, …, float64, computed once. A table made while a graph is recorded is not kept, because its memory has
+    the content only while the graph runs."""
     power = _POWERS.get((lam, device))
     if power is None:
         power = lam ** torch.arange(ages(lam), dtype=torch.float64, device=device)
