@@ -567,7 +567,7 @@ def test_what_it_tells_a_recorder(skip: bool) -> None:
     decoder = decoder_of(0)
     manager, _ = watched(budget=14, schedule="interval:4", alpha=3, steering=False, skip=skip)
     ear = Ear()
-    manager.recorder = ear  # type: ignore[assignment]
+    manager.recorder = ear
     for seq in (0, 1):
         manager.join(seq, 100, 10)
         feed(decoder, manager, {seq: [WORD] * 10})
@@ -682,7 +682,7 @@ def test_without_sentences_and_strength_no_tokenizer_is_needed() -> None:
     """Nor a steering vector: α_0 = γ = 0 steers as little as steering=false."""
     shape = Shape(1, 1, 1, 1, 2, 4, "head", torch.device("cpu"), 20)
     for options in ({"alpha_0": 0.0, "gamma": 0.0}, {"steering": False}):
-        policy = SkipKV(budget=9, skip=False, **options)  # type: ignore[arg-type]
+        policy = SkipKV(budget=9, skip=False, **options)
         assert policy.calibration == ""
         policy.setup(shape)
 
