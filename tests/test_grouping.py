@@ -94,8 +94,27 @@ def test_padding_never_gives_budget(engine: Engine) -> None:
     charge(sequences, policy, 2, False)
     assert [s.budget for s in sequences] == [policy.beside, 12]
     assert policy.beside > 0
+    # A protected prompt leaves one token at least; of a longer prompt only `cap` tokens stay, and need room.
+    for text, want in (
+        ("window:budget=12,protect_prompt=true", [5, 12]),
+        ("snapkv:cap=6,window=2+window:budget=34,protect_prompt=true", [8, 34]),
+        ("snapkv:cap=3,window=2+window:budget=20,protect_prompt=true", [4, 20]),
+    ):  # fmt: skip
+        sequences = [Track(i, i, 0, [9] * n, 5, "length") for i, n in enumerate((4, 30))]
+        charge(sequences, parse(text), 2, False)
+        assert [s.budget for s in sequences] == want, text
     with pytest.raises(UsageError, match=r"padded_budget is 2\.5; it must be a whole number"):
         engine.generate([[9] * 4], policy="window:budget=12", padded_budget=2.5)
+
+
+def test_each_sequence_pays_from_its_own_budget() -> None:
+    """A share of a text's length is a budget of each sequence's own; the policy's is the largest of them."""
+    for group, want in ((False, [24, 50, 35]), (True, [29, 50, 40])):
+        sequences = [Track(i, i, 0, [9] * n, 5, "length") for i, n in enumerate((4, 10, 5))]
+        for s, budget in zip(sequences, (30, 50, 40), strict=True):
+            s.budget = budget
+        charge(sequences, parse("window:budget=50"), 2 if group else 3, group)
+        assert [s.budget for s in sequences] == want
 
 
 @pytest.mark.parametrize("size", [0, -3])

@@ -366,6 +366,7 @@ class SeesAll(KVManager):
      "ada_snapkv:budget=12,buffer=4,alpha=3", "pyramidkv:budget=12,buffer=4,alpha=3,beta=4",
      "crystal_kv:budget=18,realloc_every=4,min_budget=2", "dynts:budget=20,local=5", "dynts:budget=18,select=random",
      "skipkv:budget=26,schedule=interval:5", "seal:at=every+rkv:budget=16,buffer=6,alpha=4",
+     "skipkv:budget=26,schedule=interval:5,at=boundary,tau=0.5",
      "h2o:budget=14", "tova:budget=14", "scissorhands:budget=14,recent=3,history=5,buffer=4",
      "raas:budget=18", "raas:budget=16,page=3", "lazy_eviction:budget=14,window=4,alpha=0.05",
      "morphkv:budget=14,schedule=interval:3",

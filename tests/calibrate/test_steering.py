@@ -303,6 +303,35 @@ def test_without_a_second_prompt_a_layer_at_70_percent_is_recommended(monkeypatc
     assert about["layer"] == 6, "the seventh of ten"
 
 
+def test_a_half_without_pairs_separates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kinds of thoughts are in the second prompt only, and V is fitted on the first: the layer is at 70 %."""
+    states = [("execution", False, [(1.0, 0.0)] * 10), ("execution", True, [(0.0, 0.0)] * 10)]
+    vectors, about = fitted(monkeypatch, [states[:1], states], 10)
+    assert about["measurements"]["separation"] is None
+    assert about["layer"] == 6
+    assert vectors["plain"].tolist() == [[1, 0]] * 10
+
+
+def test_the_token_that_stops_a_text_is_no_part_of_its_answer(
+    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, graded = load(model, device="cpu"), list[str]()
+    example = load_dataset(str(problems))[0]
+    tracks = [
+        SimpleNamespace(number=i, finish_reason=reason, prompt=[9], tokens=[10, 11, 12])
+        for i, reason in enumerate(("stop", "length"))
+    ]
+    stream = SimpleNamespace(sequences=tracks, advances=lambda: [tracks])
+    monkeypatch.setattr(engine, "stream", lambda *_, **__: stream)
+    monkeypatch.setattr(steering, "split_thinking", lambda text, thinks: ("", text))
+    monkeypatch.setattr(steering, "grade", lambda answer, *_: graded.append(answer) or SimpleNamespace(right=True))
+    with Journal(tmp_path / "x.jsonl", {}, False) as journal:
+        steering.generate(engine, [example] * 2, {}, journal)
+        assert [line["tokens"] for line in journal.lines] == [[10, 11, 12]] * 2
+    assert graded == [engine.tokenizer.decode([10, 11]), engine.tokenizer.decode([10, 11, 12])]
+    assert graded[0] != graded[1]
+
+
 def test_only_the_thinking_is_read(model: Path, problems: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, seen = load(model, device="cpu"), list[tuple[list[str], str]]()
     close = engine.tokenizer.id_of("</think>")

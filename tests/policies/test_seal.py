@@ -65,6 +65,19 @@ def test_seals_example() -> None:
     assert policy.steer(step, 0, torch.tensor([[0.5, 0.5]])).tolist() == [[-0.5, 0.5]]
 
 
+def test_the_sum_is_rounded_once() -> None:
+    """Of states in bfloat16: 1 and a little more than half of its last place are the next number. A vector that is
+    rounded first is half of it, which goes to the even number, 1."""
+    policy = Seal(at="every")
+    policy.calibrated({"plain": torch.tensor([[2**-8 * 1.003, 0.0]]), "layer": 0})
+    policy.setup(Shape(1, 1, 1, 1, 2, 2, "head", torch.device("cpu"), 20))
+    on = torch.ones(1, dtype=torch.bool)
+    step: Any = SimpleNamespace(row=torch.tensor([0]), active=on, thinking=on)
+    found = policy.steer(step, 0, torch.ones(1, 2, dtype=torch.bfloat16))
+    assert found.dtype == torch.bfloat16
+    assert found.tolist() == [[1 + 2**-7, 1]]
+
+
 def test_the_defaults_are_seals() -> None:
     assert (Seal().alpha_0, Seal().at, Seal().vector, Seal().layer) == (1, "boundary", "plain", None)
 

@@ -24,6 +24,7 @@ from minithink.ref.similarity import similarity
 from tests.compare import assert_close, assert_same
 from tests.kernels.test_similarity import known_of
 from tests.kv.run import BYTES, feed, kept, manager_for, text_of
+from tests.policies.drive import Ear
 from tests.policies.test_laws import decoder_of
 
 torch.set_num_threads(1)
@@ -193,6 +194,15 @@ def test_the_letter_counts_valid_keys_only() -> None:
         assert_close("of valid keys", found[..., where], want, atol=1e-6)
         assert not found[~valid].any()
         assert_close("the sum", want.sum(-1), torch.ones(2, 2), atol=1e-5)
+
+
+def test_a_key_of_zeros_resembles_no_other() -> None:
+    """Its cosine with every key is 0, also with itself: eq. 5 adds ε to the length."""
+    k = torch.tensor([(1.0, 0.0), (0.0, 0.0)]).view(1, 1, 2, 2)
+    found = letter_redundancy(k, torch.ones(1, 1, 2, dtype=torch.bool)).flatten()
+    e = torch.tensor(1.0).exp()
+    want = torch.stack((e / (e + 1) + 0.5, 1 / (e + 1) + 0.5)) / 2  # rows: softmax of (1, 0) and of (0, 0)
+    assert_close("R", found, want, atol=1e-6)
 
 
 def test_the_letter_is_over_all_keys() -> None:
@@ -550,6 +560,26 @@ def test_laws_in_a_running_decoder(
         assert policy.counts(seq)["tokens_before_sentences"] == passed[seq]
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_what_it_tells_a_recorder(skip: bool) -> None:
+    """The scores of tokens before the window, in rows that must evict; a neighbour in the middle of its interval has
+    no scores and keeps its tokens."""
+    decoder = decoder_of(0)
+    manager, _ = watched(budget=14, schedule="interval:4", alpha=3, steering=False, skip=skip)
+    ear = Ear()
+    manager.recorder = ear
+    for seq in (0, 1):
+        manager.join(seq, 100, 10)
+        feed(decoder, manager, {seq: [WORD] * 10})
+    feed(decoder, manager, {1: [WORD]})  # from here on it is one token ahead
+    for _ in range(8):
+        feed(decoder, manager, {0: [WORD], 1: [WORD]})
+    assert [{len(lane) for lane in kept(manager, seq)} for seq in (0, 1)] == [{14}, {15}]
+    assert ear.where.any(-1).any(0).all(-1).tolist() == [True, False, False], "the third row is idle"
+    assert (ear.where[:, 0].sum(-1) == 18 - 3).all()
+    assert torch.isfinite(ear.score[ear.where]).all()
+
+
 def test_a_sentence_that_was_said_again_leaves_as_a_whole() -> None:
     """The same three lines again and again: in a head that must evict, the first of them have gone."""
     decoder = decoder_of(0)
@@ -646,6 +676,15 @@ def test_only_what_is_read_is_counted() -> None:
 def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         SkipKV(budget=300, **wrong)
+
+
+def test_without_sentences_and_strength_no_tokenizer_is_needed() -> None:
+    """Nor a steering vector: α_0 = γ = 0 steers as little as steering=false."""
+    shape = Shape(1, 1, 1, 1, 2, 4, "head", torch.device("cpu"), 20)
+    for options in ({"alpha_0": 0.0, "gamma": 0.0}, {"steering": False}):
+        policy = SkipKV(budget=9, skip=False, **options)
+        assert policy.calibration == ""
+        policy.setup(shape)
 
 
 def test_what_a_model_lacks_is_said() -> None:
