@@ -32,7 +32,8 @@ def run(program: str, description: str, commands: Mapping[str, Any], argv: list[
 
     Args:
         commands: name → a module with `add_arguments(parser)` and `run(args, argv)`; the first paragraph of its
-            docstring is its help, followed by its HELP if it has one.
+            docstring is its help, followed by its HELP if it has one. ON_INTERRUPT is the sentence for Ctrl-C, if
+            it has one.
         argv: None: what the program was called with.
     """
     argv = sys.argv[1:] if argv is None else argv
@@ -47,7 +48,8 @@ def run(program: str, description: str, commands: Mapping[str, Any], argv: list[
     if len(commands) == 1 and words and not misspelt and not {*commands, "-h", "--help"} & set(argv):
         parser.error(f"the command is missing: write `{shlex.join([*commands, *argv])}`")
     args = parser.parse_args(argv)
-    return exit_code(program, lambda: commands[args.command].run(args, argv))
+    interrupted = getattr(commands[args.command], "ON_INTERRUPT", "interrupted")
+    return exit_code(program, lambda: commands[args.command].run(args, argv), interrupted)
 
 
 def exit_code(program: str, command: Callable[[], int], interrupted: str = "interrupted") -> int:

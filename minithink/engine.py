@@ -323,7 +323,10 @@ class Engine:
         if policy is None:
             if budget is not None or schedule is not None:
                 given = f"The schedule {schedule}" if budget is None else f"A budget of {budget} tokens"
-                raise UsageError(f"{given} was given without a policy: name one of {', '.join(POLICIES)}.")
+                asked = [name for name, value in (("budget", budget), ("schedule", schedule)) if value is not None]
+                options = {name: getattr(kind, "__dataclass_fields__", {}) for name, kind in POLICIES.items()}
+                takers = [name for name, known in options.items() if {*asked} <= known.keys()]
+                raise UsageError(f"{given} was given without a policy: name one of {', '.join(takers)}.")
             return None
         return self.calibrated(parse(policy, budget=budget, schedule=schedule))
 

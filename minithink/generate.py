@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
             [task.prompt for task in tasks], chat=args.chat, system=args.system, recorder=recorder, **_options(args)
         )
         _warn_of_nonsense(args, [task.prompt for task in tasks])
+        _warn_of_eviction(args, stream)
         _caution(engine)
         return _generate(args, tasks, stream)
     finally:
@@ -100,6 +101,22 @@ def _warn_of_nonsense(args: argparse.Namespace, prompts: list[str]) -> bool:
     if warning:
         _say(warning)
     return bool(warning)
+
+
+def _warn_of_eviction(args: argparse.Namespace, stream: Stream) -> None:
+    """Warn if the policy keeps fewer tokens than a prompt has, and may evict a part of it."""
+    from minithink.kv.sizes import least_kept
+    from minithink.policies import parse
+
+    if args.policy is None:
+        return
+    least = least_kept(parse(args.policy, budget=args.budget, schedule=args.schedule))
+    longest = max(len(sequence.prompt) for sequence in stream.sequences)
+    if least is not None and least < longest:
+        _say(
+            f"the prompt has {longest:,} tokens, and {args.policy} keeps {least:,}: parts of the question may be "
+            "evicted; give a larger budget, or protect_prompt=true."
+        )
 
 
 def _recorder(engine: Engine, args: argparse.Namespace) -> Recorder | None:
@@ -173,7 +190,7 @@ def summary(results: list[Result], seconds: float) -> str:
     for r in results:
         kinds.update(r.kv_ledger)
     parts = ", ".join(f"{kind} {size / 2**20:,.2f}" for kind, size in kinds.items() if size)
-    against = f", {held / full:.1%} of a full cache's {full / 2**20:,.1f} MiB ({parts})" if held != full else ""
+    against = f", {held / full:.1%} of a full cache's {full / 2**20:,.1f} MiB ({parts} MiB)" if held != full else ""
     reasons = ", ".join(sorted({r.finish_reason for r in results})) or "interrupted"
     return (
         f"{sum(r.prompt_tokens for r in results):,} prompt tokens, {tokens:,} generated ({thought:,} thinking) in "
@@ -330,8 +347,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--chat", action=argparse.BooleanOptionalAction, help="use the chat template (default: if there is one)")
     add("--interactive", action="store_true", help="a conversation: one turn a line of the input")
     add("--policy", help="what stays in the KV cache, as in window:budget=256 (default: all of it; --list-policies)")
-    add("--budget", type=positive, metavar="TOKENS", help="what a policy keeps to")
-    add("--schedule", help="when a policy evicts: every, interval:n, sawtooth:B/k or share:r/l")
+    add("--budget", type=positive, metavar="TOKENS", help="how many tokens each KV head may keep under the policy, "
+        "those of the prompt included")  # fmt: skip
+    add("--schedule", help="when a policy evicts: every (step), interval:n (each n tokens), sawtooth:B/k (at B "
+        "tokens, down to k) or share:r/l (DynTS's windows)")  # fmt: skip
     add("--calibration", metavar="FOLDER", help="where minithink.calibrate wrote its files (default: beside the "
         "model)")  # fmt: skip
     add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what fits")

@@ -122,6 +122,27 @@ def test_help_is_a_whole_paragraph_and_what_a_module_adds(capsys: pytest.Capture
         assert "And how" not in out
 
 
+def test_a_module_says_what_an_interrupt_leaves(capsys: pytest.CaptureFixture[str]) -> None:
+    class Command:
+        """Run."""
+
+        @staticmethod
+        def add_arguments(parser: argparse.ArgumentParser) -> None: ...
+
+        @staticmethod
+        def run(args: argparse.Namespace, argv: list[str]) -> int:
+            raise KeyboardInterrupt
+
+    class Resuming(Command):
+        """Run."""
+
+        ON_INTERRUPT = "stopped: start it again"
+
+    for command, said in ((Command, "\nx: interrupted\n"), (Resuming, "\nx: stopped: start it again\n")):
+        assert run("x", "All.", {"go": command}, ["go"]) == 130
+        assert capsys.readouterr().err == said
+
+
 def test_the_only_command_is_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
     """Where there are several, or it is misspelt, argparse says what there is."""
 

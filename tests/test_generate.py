@@ -116,6 +116,21 @@ def test_a_policy_says_what_it_holds(capsys: Capture, model: Any) -> None:
     assert re.search(r"KV cache [\d,]+ bytes .* held, \d+\.\d% of a full cache's .* \(payload .*tables", said), said
 
 
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("window:budget=3", r"has \d+ tokens, and window:budget=3 keeps 3: parts of the question may be evicted"),
+        ("window:budget=90", ""),
+        ("window:budget=90,protect_prompt=true", ""),
+        ("full", ""),
+    ],
+)
+def test_a_budget_below_the_prompt_is_said(capsys: Capture, model: Any, policy: str, said: str) -> None:
+    assert main(*model, "Alpha sits beside Beta", *SHORT, "--policy", policy) == 0
+    err = capsys.readouterr().err
+    assert re.search(said, err) if said else "may be evicted" not in err
+
+
 def test_the_summary_adds_up() -> None:
     kinds = ({"payload": 2 * 2**20, "scales": 0, "tables": 2**20}, {"payload": 2**20, "state": 2**20})
     first, second = (
@@ -129,7 +144,7 @@ def test_the_summary_adds_up() -> None:
     assert cli.summary([first, second], 2.0) == (
         "1,200 prompt tokens, 1,000 generated (800 thinking) in 2.0 s: 500 tokens/s; KV cache 5,242,880 bytes "
         "(5.0 MiB) held at the end, in all, 25.0% of a full cache's 20.0 MiB (payload 3.00, tables 1.00, state "
-        "1.00); length, stop"
+        "1.00 MiB); length, stop"
     )
     larger = replace(first, kv_bytes=20 * 2**20)
     assert "(20.0 MiB) held, 200.0% of a full cache's 10.0 MiB (" in cli.summary([larger], 2.0)
@@ -554,7 +569,7 @@ def test_module_runs_without_a_warning(checkpoint: Path) -> None:
         (("a", "--prompt-file", "b"), "two prompts"),
         (("a " * CONTEXT,), r"shorten it by \d+ tokens"),
         (("a", "--policy", "nope"), "'nope' is unknown; there are: full"),
-        (("a", "--budget", "64"), "budget of 64 tokens .* without a policy"),
+        (("a", "--budget", "64"), "budget of 64 tokens .* without a policy: name one of window, .*, tbe"),
         (("a", "--policy", "full", "--budget", "64"), "budget of 64 .* full takes none"),
         (("a", "--policy", "window:budget=7", "--budget", "64"), "64 tokens was given, and window says budget=7"),
         (
@@ -562,7 +577,7 @@ def test_module_runs_without_a_warning(checkpoint: Path) -> None:
             r"no hyperparameter 'bugdet' \(did you mean budget\?\); it takes budget, ",
         ),
         (("a", "--policy", "window", "--budget", "64", "--schedule", "weekly"), "schedule 'weekly' is unknown"),
-        (("a", "--schedule", "every"), "without a policy"),
+        (("a", "--schedule", "every"), "without a policy: name one of window, .*, skipkv, crystal"),
         (("a", "--temperature", "-1"), "-1.0"),
         (("a", "--top-p", "1.5"), "1.5"),
         (("a", "--top-k", "-2"), "-2"),

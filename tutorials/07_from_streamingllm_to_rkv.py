@@ -113,6 +113,8 @@ def draw(names, rows=1):
         axis.set(title=f"{name}: {stays.any(0).float().mean():.0%} of the tokens are in some head")
     for axis in axes[-1]:
         axis.set(xlabel="generated tokens, the newest on the right")
+    for axis in axes[:, 0]:
+        axis.set(ylabel="KV head")
     plt.show()
 
 
@@ -142,7 +144,7 @@ assert sink.max() < 0.1, "no head uses the first tokens as a sink"
 
 # %%
 born, now = [0, 4, 8], 10
-sums = [0.2 * (now - b) for b in born]
+sums = [round(0.2 * (now - b), 1) for b in born]
 print("equal tokens, unequal sums:", sums)
 assert sums == sorted(sums, reverse=True), "the older of equal tokens wins"
 

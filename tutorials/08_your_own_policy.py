@@ -53,7 +53,7 @@ plt.rcParams.update({"figure.facecolor": "white", "figure.dpi": 110, "font.size"
 
 attention, values = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([[0.6, 0.8], [2.0, 0.0], [0.0, 4.0]])
 score = attention * values.norm(dim=-1)
-print("attention", attention.tolist(), " score", score.tolist())
+print("attention", *(f"{x:.1f}" for x in attention), " score", *(f"{x:.1f}" for x in score))
 assert torch.allclose(score, torch.tensor([0.5, 0.6, 0.8]))
 two = torch.tensor(2)  # tokens that may stay
 assert keep_best(attention, torch.ones(3, dtype=torch.bool), two).tolist() == [True, True, False]

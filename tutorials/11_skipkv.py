@@ -62,7 +62,8 @@ axis.imshow(similar, cmap="Blues", vmin=0.4, vmax=1)
 pairs = (similar > TAU).nonzero().tolist()
 for i, j in pairs:
     axis.add_patch(plt.Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, color=ORANGE, linewidth=1.5))
-axis.set_yticks(range(len(texts)), [f"{text[:60]}  {i}" for i, text in enumerate(texts)], fontsize=6)
+labels = [f"{text if len(text) <= 60 else text[:59] + '…'}  {i}" for i, text in enumerate(texts)]
+axis.set_yticks(range(len(texts)), labels, fontsize=6)
 axis.set(title=f"similarity of sentences; boxes: above τ = {TAU}", xlabel="a later sentence")
 plt.show()
 assert grade(full.text, problem.answer), "the model should solve this with a full cache"
@@ -191,7 +192,7 @@ for axis, (name, policy) in zip(
     held[name] = (float(kept[:, inside].mean()), float(kept[:, ~inside].mean()))
     axis.imshow(kept, aspect="auto", cmap="Blues", interpolation="nearest", extent=(0, end, len(kept), 0))
     axis.set(title=f"{name}: {'right' if grade(result.text, problem.answer) else 'wrong'}, {end} thinking tokens",
-             ylim=(len(kept), -2))  # fmt: skip
+             ylabel="KV head", ylim=(len(kept), -2))  # fmt: skip
     print(f"{name}: a head holds {held[name][0]:.0%} of the tokens of repeated sentences, {held[name][1]:.0%} of the "
           f"others. {result.kv_notes}")  # fmt: skip
 axes[1].set(xlabel="thinking tokens, the newest on the right")

@@ -108,13 +108,16 @@ for axis, (name, truth) in zip(axes, scores.items(), strict=True):
     print(f"{name}: τ {tau:.2f} (the newest first: {by_age:.2f}); of the true top 20 % {found:.0%} are in the "
           f"predicted top 30 % (newest first: {other:.0%})")  # fmt: skip
 plt.show()
+print(f"{len(needed) / N:.0%} of the tokens are needed: the true top 20 % of needs also has tokens with the score 0")
+assert len(needed) / N < 0.2
 
 # %% [markdown]
 # ## Three windows and a sawtooth
 #
-# A budget B is divided: the question's M tokens, the last W_l tokens, and between them the selection window. When the
-# cache holds B tokens, the k = int(r·W_s) tokens with the best scores stay in the selection window, and K = W_s − k
-# go. A survivor competes again with the score that it has. First with scores by hand, in plain Python.
+# A budget B is divided: the question's M tokens, the last W_l tokens, and between them a selection window of W_s
+# tokens. When the cache holds B tokens, the k = int(r·W_s) tokens with the best scores stay in the selection window,
+# and K = W_s − k go. The share r is an option of the policy (`ratio`), and so is W_l (`local`). A survivor competes
+# again with the score that it has. First with scores by hand, in plain Python.
 
 
 # %%
@@ -126,7 +129,7 @@ def select(held: list[int], score: dict[int, float], m: int, last: int, k: int) 
 
 
 SCORE = dict(zip(range(3, 14), (0.9, 0.2, 0.6, 0.6, 0.3, 0.8, 0.6, 0.1, 0.7, 0.5, 0.4), strict=True))
-W_s, k, W_l = divided(10, 3, 0.5, 3)  # B 10, M 3, r ½, W_l 3
+W_s, k, W_l = divided(10, 3, 0.5, 3)  # B 10, M 3, r ½, W_l 3 → W_s 4, k 2
 held = [0, 1, 2]
 for position in range(3, 14):
     held.append(position)
@@ -141,7 +144,7 @@ assert held == [0, 1, 2, 3, 8, 11, 12, 13]
 
 # %%
 B = M + N // 2
-W_s, k, W_l = divided(B, M, 0.3, 0.4)
+W_s, k, W_l = divided(B, M, 0.3, 0.4)  # r 0.3; W_l is 0.4 of what the question leaves
 K, lengths = W_s - k, list[int]()
 stream = engine.stream(problem.question, policy=f"dynts:budget={B}", **GREEDY)
 stream.on_step = lambda sequences: lengths.append(stream.cache.held(sequences[0].number))
@@ -184,8 +187,9 @@ axis.set(xlabel="step", ylabel="saved so far, GFLOP")
 plt.show()
 
 # %% [markdown]
-# A trace that ends before the first trigger only pays. On a GPU the bytes matter more than the operations: the
-# predictor's weights are read once in a step for the whole batch, and the cache is read for each sequence.
+# A text that ends before the first trigger costs more than with a full cache, and saves nothing. On a GPU the bytes
+# matter more than the operations: the predictor's weights are read once in a step for the whole batch, and the cache
+# is read for each sequence.
 #
 # ## Three things to remember
 #

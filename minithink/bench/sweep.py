@@ -46,6 +46,7 @@ from minithink.tokenizer import Tokenizer
 from minithink.weights import checkpoint_hash, resolve
 
 SWEEPS: dict[str, Sweep] = collected("SWEEPS")
+ON_INTERRUPT = "interrupted: what is finished stays, and the same command runs the rest"  # printed after Ctrl-C
 LOOK = ("checkpoint", "limit", "problems", "max_new_tokens")  # parts of a key that a quick look changes
 
 

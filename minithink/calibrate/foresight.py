@@ -1,4 +1,4 @@
-"""Record what the full cache writes, for oracles that know the future: `python -m minithink.calibrate foresight`.
+"""Record what the full cache writes, for oracles that know the future.
 
 An evaluation of the same problems with the same options of drawing generates the same texts with the full cache. So
 the options here are those of `minithink.evaluate`. One text of each problem is recorded.

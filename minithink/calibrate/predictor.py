@@ -1,4 +1,4 @@
-"""Train a model's importance predictors (DynTS §4.1): `python -m minithink.calibrate predictor`.
+"""Train the predictors of importance for a model (DynTS §4.1).
 
 The model writes texts with the full cache, and the right texts are kept (`traces.py`). Each text is read again: a
 thinking token's hidden state is the input, the attention that the token gets later on is the target (`foresight.py`).

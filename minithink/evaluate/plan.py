@@ -14,9 +14,7 @@ from typing import NamedTuple
 from minithink.errors import UsageError
 from minithink.evaluate.summary import FULL, Budget
 from minithink.kv.contract import Policy
-from minithink.kv.schedule import Schedule
-from minithink.kv.sizes import check_budget
-from minithink.kv.stack import members
+from minithink.kv.sizes import check_budget, least_kept
 from minithink.policies import leaves_open, parse
 
 AMPLE = 2**20  # tokens: stands for a share whose tokens are not known yet; no policy finds it too small
@@ -166,10 +164,8 @@ def said_of_prompts(cells: Sequence[Cell], schedule: str | None, prompts: Sequen
     """A sentence if some policy keeps fewer tokens than a prompt has and does not protect prompts; else none."""
     kept = dict[str, int]()
     for cell in cells:
-        policy = policy_of(cell, schedule)
-        keep = [Schedule.parse(member.schedule).keep for member in members(policy)]
-        least = min((n for n in (policy.budget, *keep) if n is not None), default=max(prompts))
-        if least < max(prompts) and not policy.protect_prompt:
+        least = least_kept(policy_of(cell, schedule))
+        if least is not None and least < max(prompts):
             kept[str(cell)] = least
     if not kept:
         return []

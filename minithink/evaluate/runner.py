@@ -61,9 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="as in full,rkv:buffer=0,kivi (default: full)",
     )
     add("--budgets", type=budgets, default=[], metavar="N,N,…", help="for the policies that take one and do not name "
-        "it: tokens of a lane, the prompt's too (256,512); or shares (0.25,0.5), of what the full cache generates, "
-        "beside the prompt: then full is run first")  # fmt: skip
-    add("--schedule", help="when a policy evicts: every, interval:n, sawtooth:B/k or share:r/l")
+        "it: tokens that a KV head holds, the prompt's too (256,512); or shares (0.25,0.5), of what the full cache "
+        "generates, beside the prompt: then full is run first")  # fmt: skip
+    add("--schedule", help="when a policy evicts: every (step), interval:n (each n tokens), sawtooth:B/k (at B "
+        "tokens, down to k) or share:r/l (DynTS's windows)")  # fmt: skip
     add_run_arguments(parser)
 
 

@@ -239,8 +239,8 @@ def as_markdown(rows: Sequence[Row], seed: int = 0) -> str:
         f"problems, {RESAMPLES:,} resamples, seed {seed}; marked w: Wilson's, for each problem has the same share). "
         "Differences are percentage points, paired over the problems that both policies have; one without an "
         "interval is the same for each problem. KV bytes and tokens kept a lane (a KV head of a layer) are those of "
-        "one sequence: peaks are means over sequences of each one's peak. Tokens/s: all sequences of one device "
-        "together."
+        "one sequence: peaks are means over sequences of each one's peak; means are over the steps of all sequences, "
+        "so that long ones count more, and may be above the peak. Tokens/s: all sequences of one device together."
     )
     return "\n\n".join(parts) + "\n"
 

@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " several --grid are combined")  # fmt: skip
     add("--budget", "--budgets", dest="budget", type=budgets, default=[], metavar="N", help="of all of them: tokens, "
         "or a share, as --budgets of a run")  # fmt: skip
-    add("--schedule", help="when the policy evicts: every, interval:n, sawtooth:B/k or share:r/l")
+    add("--schedule", help="when the policy evicts: every (step), interval:n (each n tokens), sawtooth:B/k (at B "
+        "tokens, down to k) or share:r/l (DynTS's windows)")  # fmt: skip
     runner.add_run_arguments(
         parser,
         "validation or train, never test (default: validation; a file has none, a dataset of the hub needs it)",

@@ -44,6 +44,13 @@ def check_budget(policy: Policy, prompt: int, budget: int | None = None) -> None
             )
 
 
+def least_kept(policy: Policy) -> int | None:
+    """The tokens that evictions may leave of a prompt that is not protected. None: no number bounds them, or prompts
+    are protected."""
+    keep = (Schedule.parse(member.schedule).keep for member in members(policy))
+    return None if policy.protect_prompt else min((n for n in (policy.budget, *keep) if n is not None), default=None)
+
+
 @dataclass(frozen=True)
 class Needs:
     """The memory that one unit needs at worst, for one sequence."""
