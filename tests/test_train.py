@@ -250,6 +250,25 @@ def test_the_loss_is_one_graph_for_all_batches(tokenizer, config):
     assert counter.frame_count == 1
 
 
+def test_a_team_agrees_on_mean_gradients_and_the_largest_share(config, monkeypatch):
+    """The second process has gradients three times as large, and a clock that is ahead."""
+
+    def reduced(x, op=torch.distributed.ReduceOp.SUM):
+        x.mul_(4.0) if op == torch.distributed.ReduceOp.SUM else x.fill_(0.75)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", reduced)
+    team, decoder = object.__new__(train.Team), Decoder(config)
+    vars(team).update(TWO)
+    train.initialise(decoder, 0)
+    decoder.requires_grad_(True)
+    for p in decoder.parameters():
+        p.grad = p.detach().clone()
+    team.average_gradients(decoder)
+    for name, p in decoder.named_parameters():
+        assert torch.equal(p.grad, 2 * p), name
+    assert team.agree(0.5) == 0.75
+
+
 def test_training_continues_from_the_weights_of_a_checkpoint(tmp_path, config):
     first, second = tmp_path / "first", tmp_path / "second"
     run(first, config, replace(RECIPE, tokens=6_144))
