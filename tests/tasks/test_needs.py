@@ -393,7 +393,9 @@ def test_facts_token_by_token():
         "value nup": [last[:-1], backwards, look.partition(".")[0], look[:-8]],
         "target nup": [f"{given}. Find nup", "First, nup"],
         "value zot": [
-            right[:-1], "And nup = zot + 20 = 50", f"{backwards} - 20 = 50, and zot = 50",
+            right[:-1],
+            "And nup = zot + 20 = 50",
+            f"{backwards} - 20 = 50, and zot = 50",
             look.partition(" + 20 = 70")[0],
         ],
         "target zot": [f"{given}. Find nup, zot"],
