@@ -35,15 +35,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.data import DataLoader
 
-from minithink.commands import Parser, exit_code, natural
+from minithink.backend import device_of
+from minithink.commands import Parser, exit_code, natural, positive
 from minithink.config import ModelConfig
-from minithink.errors import MinithinkError, UsageError
+from minithink.errors import MinithinkError, UsageError, reason, unwritable
 from minithink.model import Decoder, Rope
 from minithink.muon import Muon
 from minithink.ref.rope import rope
@@ -61,7 +62,9 @@ TILES: Any = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num
 def model_config(
     vocab_size: int, layers: int = 8, width: int = 256, context: int = CONTEXT, head_dim: int = 64
 ) -> ModelConfig:
-    """The shape of the embedded model: Qwen3's layout."""
+    """The shape of the embedded model: Qwen3's layout. UsageError: it is too narrow for a KV head."""
+    if width < 64:
+        raise UsageError(f"--width is {width}: give at least 64, because a KV head takes 64.")
     return ModelConfig(
         architecture="Qwen3ForCausalLM",
         vocab_size=vocab_size,
@@ -244,20 +247,25 @@ def load_progress(folder: Path, decoder: Decoder, optimizers: list[torch.optim.O
         raise MinithinkError(f"{path} does not exist: there is no interrupted run to resume; leave --resume out.")
     parameters = dict(decoder.named_parameters())
     owner = {id(p): o for o in optimizers for group in o.param_groups for p in group["params"]}
-    with torch.no_grad(), safe_open(path, "pt") as file:
-        for key_and_name in file.keys():  # noqa: SIM118, a file is not a dict
-            key, name = key_and_name.split(" ")
-            if name not in parameters:
-                raise MinithinkError(f"{path} is of another version, which had a parameter {name}: start anew.")
-            p, value = parameters[name], file.get_tensor(key_and_name)
-            if key == "weight" and value.shape != p.shape:
-                shapes = f"{list(value.shape)}, this one {list(p.shape)}"
-                raise UsageError(f"The interrupted run has a {name} of the shape {shapes}; give the same options.")
-            if key == "weight":
-                p.copy_(value)
-            else:  # AdamW's step count is a CPU tensor unless it is fused
-                owner[id(p)].state[p][key] = value.to(p.device) if value.dim() or p.is_cuda else value
-        return dict(json.loads(file.metadata()["progress"]))
+    try:
+        with torch.no_grad(), safe_open(path, "pt") as file:
+            for key_and_name in file.keys():  # noqa: SIM118, a file is not a dict
+                key, name = key_and_name.split(" ")
+                if name not in parameters:
+                    raise MinithinkError(f"{path} is of another version, which had a parameter {name}: start anew.")
+                p, value = parameters[name], file.get_tensor(key_and_name)
+                if key == "weight" and value.shape != p.shape:
+                    shapes = f"{list(value.shape)}, this one {list(p.shape)}"
+                    raise UsageError(
+                        f"The interrupted run has a {name} of the shape {shapes}; give the same options."
+                    )
+                if key == "weight":
+                    p.copy_(value)
+                else:  # AdamW's step count is a CPU tensor unless it is fused
+                    owner[id(p)].state[p][key] = value.to(p.device) if value.dim() or p.is_cuda else value
+            return dict(json.loads(file.metadata()["progress"]))
+    except SafetensorError as error:
+        raise MinithinkError(f"{path} cannot be read: {reason(error)}; delete it, and leave --resume out.") from None
 
 
 class Team:
@@ -265,9 +273,9 @@ class Team:
 
     def __init__(self, device: str) -> None:
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.device = torch.device(device)
-        if self.device.type == "cuda":
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        self.device = device_of(device)
+        if self.device.type == "cuda":  # a process of torchrun has a GPU of its own
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.device.index or 0)))
             torch.cuda.set_device(self.device)
         if self.size > 1:
             torch.distributed.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
@@ -354,7 +362,10 @@ def train(
     tokenizer = Tokenizer.from_folder(tokenizer_folder)
     documents = Documents(recipe, tokenizer, config.max_position, step, schedule, team.rank, team.size)
     documents.check()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable("The run", folder, error, "--output") from None
     context = "fork" if workers and hasattr(os, "fork") else None
     loader = DataLoader(
         documents, batch_size=None, num_workers=workers, pin_memory=cuda, multiprocessing_context=context,
@@ -447,10 +458,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     workers = max(1, (os.cpu_count() or 2) - 2)
     parser.add_argument("--workers", type=natural, default=workers, help="processes that draw documents")
-    parser.add_argument("--layers", type=int, help="default 8")
-    parser.add_argument("--width", type=int, help="default 256")
-    parser.add_argument("--head-dim", type=int, help="default: that of --init, which may be doubled, or 64")
-    parser.add_argument("--context", type=int, default=CONTEXT, help="positions of the model, in tokens")
+    parser.add_argument("--layers", type=positive, help="default 8")
+    parser.add_argument("--width", type=positive, help="default 256")
+    parser.add_argument("--head-dim", type=positive, help="default: that of --init, which may be doubled, or 64")
+    parser.add_argument("--context", type=positive, default=CONTEXT, help="positions of the model, in tokens")
     parser.add_argument("--seconds", type=duration, help="end after this time, with the learning rate at its end")
     parser.add_argument("--resume", action="store_true", help="go on with the interrupted run in --output")
     kinds: dict[str, Callable[[str], object]] = {

@@ -271,10 +271,12 @@ T = TypeVar("T")
 def by_family(text: str, form: str, value: Callable[[str], T]) -> dict[str, T]:
     """`facts=…,ledger=…` → {"facts": value("…"), "ledger": value("…")}. form: of one family, for the message."""
     try:
-        pairs = [part.split("=") for part in text.split(",")]
-        return {name.strip(): value(given) for name, given in pairs}
+        pairs = [(name.strip(), value(given)) for name, given in (part.split("=") for part in text.split(","))]
     except ValueError:  # no `=` or two of them, or no value
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form {form},{form}") from None
+    if len(found := dict(pairs)) < len(pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} names a family twice")
+    return found
 
 
 def shares(text: str) -> dict[str, float]:

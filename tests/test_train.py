@@ -104,6 +104,38 @@ def test_progress_of_another_version_is_refused(tmp_path, config):
         train.load_progress(tmp_path, decoder, [])
 
 
+def test_progress_that_cannot_be_read_is_refused(tmp_path, config):
+    (tmp_path / "progress.safetensors").write_text("junk")
+    with pytest.raises(train.MinithinkError, match=r"progress\.safetensors cannot be read: .*; delete it, and leave"):
+        train.load_progress(tmp_path, Decoder(config), [])
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, config):
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        train.MinithinkError, match=r"The run cannot be written to .*file: .*; give another --output\."
+    ):
+        run(tmp_path / "file", config, RECIPE)
+
+
+def test_a_device_that_is_not_here_is_refused(tmp_path, config):
+    with pytest.raises(train.UsageError, match="'foo' is unknown; use auto, cpu, cuda"):
+        train.train(RECIPE, config, TINY, tmp_path, device="foo", workers=0)
+
+
+@pytest.mark.parametrize(("device", "local", "used"), [("cuda:1", None, 1), ("cuda", None, 0), ("cuda", "3", 3)])
+def test_training_runs_on_the_named_gpu(monkeypatch, device, local, used):
+    """A process of torchrun runs on its own GPU."""
+    chosen = []
+    monkeypatch.setattr(train, "device_of", torch.device)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local:
+        monkeypatch.setenv("LOCAL_RANK", local)
+    assert train.Team(device).device == torch.device("cuda", used)
+    assert chosen == [torch.device("cuda", used)]
+
+
 def test_resuming_nothing_is_an_error(tmp_path, config):
     with pytest.raises(train.MinithinkError, match="no interrupted run"):
         run(tmp_path, config, RECIPE, resume=True)
@@ -218,6 +250,25 @@ def test_the_loss_is_one_graph_for_all_batches(tokenizer, config):
     assert counter.frame_count == 1
 
 
+def test_a_team_agrees_on_mean_gradients_and_the_largest_share(config, monkeypatch):
+    """The second process has gradients three times as large, and a clock that is ahead."""
+
+    def reduced(x, op=torch.distributed.ReduceOp.SUM):
+        x.mul_(4.0) if op == torch.distributed.ReduceOp.SUM else x.fill_(0.75)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", reduced)
+    team, decoder = object.__new__(train.Team), Decoder(config)
+    vars(team).update(TWO)
+    train.initialise(decoder, 0)
+    decoder.requires_grad_(True)
+    for p in decoder.parameters():
+        p.grad = p.detach().clone()
+    team.average_gradients(decoder)
+    for name, p in decoder.named_parameters():
+        assert torch.equal(p.grad, 2 * p), name
+    assert team.agree(0.5) == 0.75
+
+
 def test_training_continues_from_the_weights_of_a_checkpoint(tmp_path, config):
     first, second = tmp_path / "first", tmp_path / "second"
     run(first, config, replace(RECIPE, tokens=6_144))
@@ -294,6 +345,9 @@ OTHERS = [
     *((["--seconds", value], rf"'{value}' is no number of seconds above 0;")
       for value in ("0", "-5", "nan", "inf", "x")),
     (["--workers", "-1"], "'-1' is no whole number of at least 0;"),
+    *(([option, value], rf"'{value}' is no whole number of at least 1;")
+      for option in ("--layers", "--width", "--head-dim", "--context") for value in ("0", "-1")),
+    (["--width", "32"], "--width is 32: give at least 64, because a KV head takes 64"),
     *((["--share", f"facts={value}"], rf"is facts={value}: give finite numbers of at least 0, and one above 0\.")
       for value in ("nan", "inf", "-1.0", "0.0")),
     (["--share", "facts=1,ledger=nan"], r"--share is facts=1\.0,ledger=nan: give"),
@@ -301,6 +355,7 @@ OTHERS = [
     (["--share", "facts=x"], f"'facts=x' {FORM}"),
     (["--share", "facts"], f"'facts' {FORM}"),
     (["--share", "facts="], f"'facts=' {FORM}"),
+    (["--share", "facts=1,search=1,facts=2"], "'facts=1,search=1,facts=2' names a family twice;"),
     (["--sizes", "facts=x"], f"'facts=x' {SIZES_FORM}"),
     (["--sizes", "facts=1-2-3=4"], f"'facts=1-2-3=4' {SIZES_FORM}"),
     *((["--sizes", f"{name}={value}"], f"--sizes of {name} are {value}: {THREE}")

@@ -18,7 +18,7 @@ SPLITS = ("validation", "test")
 DATA = Path(__file__).parent / "data"
 # A question as the families word it, anywhere in a text.
 QUESTION = re.compile(
-    r"((Facts|Balances) \(mod 100\): \w+(@0)?|Numbers from 1 to 9: \w+ \* \w+ \+ \w+) = .*\. Find \w+[\w, ]*",
+    r"((Facts|Balances) \(mod 100\): \w+(@0)?|Numbers from 1 to 9: \w+ \* \w+ \+ \w+) = .*?\. Find \w+[\w, ]*",
     re.DOTALL,
 )
 BINS = ((0, 600), (600, 1200), (1200, 2000), (2000, 3000))  # tokens of the reference trace: from, below
@@ -73,9 +73,9 @@ def holds_question(text: str) -> bool:
 
 
 def question_in(text: str) -> str | None:
-    """The first question of the families in a text, up to the last name that it asks for; None if there is none."""
-    found = QUESTION.search(text)
-    return found[0] if found else None
+    """The last question of the families in a text, up to the last name that it asks for; None if there is none."""
+    *_, last = (None, *QUESTION.finditer(text))
+    return last and last[0]
 
 
 def boxed(text: str) -> str | None:

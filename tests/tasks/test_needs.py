@@ -282,8 +282,10 @@ def test_a_search_that_is_misread_and_turned():
     }  # fmt: skip
     assert found[none]["trial gon"] == ["Try 1", "Try 1: 1"]
     assert found[none]["side gon"] == [f"{turned} = 25, from 9 down", "Try 2", "Try 2: 2"]
+    assert found[none]["verdict gon"] == ["Try 1: 1 * 2 = 2, 2 + 8 = 10, no"]
     want = "I want gon with gon * 2 + 7 = 25, from 1 up. Quick now."
     assert found[want]["side gon"] == found[none]["side gon"]
+    assert found[want]["goal gon"] == [*found[none]["goal gon"], none.partition(" * ")[0]]
     # What was misread is superseded, and so are the trials.
     again = found["Try 1: 1 * 2 = 2, 2 + 7 = 9, no."]
     assert again["added gon"] == [
@@ -391,7 +393,9 @@ def test_facts_token_by_token():
         "value nup": [last[:-1], backwards, look.partition(".")[0], look[:-8]],
         "target nup": [f"{given}. Find nup", "First, nup"],
         "value zot": [
-            right[:-1], "And nup = zot + 20 = 50", f"{backwards} - 20 = 50, and zot = 50",
+            right[:-1],
+            "And nup = zot + 20 = 50",
+            f"{backwards} - 20 = 50, and zot = 50",
             look.partition(" + 20 = 70")[0],
         ],
         "target zot": [f"{given}. Find nup, zot"],
@@ -559,6 +563,15 @@ def test_a_wrong_value_is_what_later_statements_need():
     reading = needs.read(question, pieces, len(prompt))
     wrong = pieces.index("60")
     assert [n.places for n in reading.needs if n.key == ("value", "zot")] == [(wrong,), (wrong,)], "61 is no copy"
+
+
+def test_a_correction_of_another_line_than_the_last_needs_that_value_only():
+    question = "Facts (mod 100): buz = 25; zot = buz * 2; nup = zot + 1. Find nup, zot and buz."
+    prompt = cut(question)
+    text = "So zot = buz * 2 = 25 * 2 = 60.\nAnd nup = zot + 1 = 60 + 1 = 61.\n"
+    text += "Wait, that is wrong. 25 * 2 = 50, not 60. So zot = 50.\n"
+    reading = needs.read(question, [*prompt, *cut(text)], len(prompt))
+    assert [n.key for n in reading.needs if n.statement == 2] == [("value", "zot")], "nup's numbers are not read"
 
 
 @pytest.mark.parametrize("question", ["What is 2+2?", "", "Numbers", "Facts (mod 100):", "Balances. Find "])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minithink.tasks import SPLITS, grade, holds_question, load_problems, search
+from minithink.tasks import SPLITS, grade, holds_question, load_problems, question_in, search
 from minithink.tasks.search import CEILING, EXCITEMENT, HIGH, LARGEST, LOW, MEMORY, MISREAD, MOODS, RESTATED
 
 seeds = st.integers(0, 2**32)
@@ -410,6 +410,14 @@ def test_a_question_is_known_by_its_wording(problem):
     assert holds_question(f"<|user|>\n{problem.question}\n<|assistant|>")
     assert not holds_question(problem.question.replace("Numbers", "Values"))
     assert not holds_question(problem.question.partition("Find")[0]), "it asks for nothing"
+
+
+@given(problems, problems)
+def test_the_last_of_two_questions_is_found(first, second):
+    """A conversation's newest question is the one that is answered."""
+    asked = second.question.rpartition(". Repeat")[0]
+    assert question_in(f"<|user|>{first.question}<|assistant|>6<|user|>{second.question}") == asked
+    assert question_in(first.answer) is None
 
 
 @given(problems, st.randoms(use_true_random=False))
