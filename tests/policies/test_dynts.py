@@ -538,6 +538,41 @@ def test_tokens_behind_the_recorded_text_have_the_score_0() -> None:
     assert not policy._score[0, 5:].any()
 
 
+@pytest.mark.parametrize("name", ["answer_oracle", "hindsight_oracle", "needs_oracle"])
+def test_a_new_sequence_has_a_future_of_its_own(name: str) -> None:
+    """In the row of a sequence that has left."""
+    asked, read = list[list[int]](), list[list[int]]()
+
+    class Reader:
+        def __init__(self, prompt: Sequence[int]) -> None:
+            read.append(list(prompt))
+
+        def add(self, token: int) -> None:
+            read[-1].append(token)
+
+        def live(self) -> tuple[list[int], list[int]]:
+            return [], []
+
+    def later(prompt: Sequence[int], *rest: Any) -> Tensor:
+        asked.append(list(prompt))
+        return torch.zeros(1, 20)
+
+    policy = parse(f"{name}:budget=8,local=2")
+    manager = manager_for(DECODER, policy, rows=1)
+    policy.foresees(Reader, later)
+    for seq, prompt in enumerate(([1, 2, 3], [4, 3, 2])):
+        manager.join(seq, 60, 3)
+        feed(DECODER, manager, {seq: prompt})
+        for _ in range(6):
+            feed(DECODER, manager, {seq: [7]})
+        manager.leave(seq)
+    if name == "needs_oracle":
+        assert [text[:3] for text in read] == [[1, 2, 3], [4, 3, 2]]
+        assert all(set(text[3:]) == {7} for text in read)
+    else:
+        assert asked == [[1, 2, 3], [4, 3, 2]]
+
+
 def test_an_oracle_without_a_recorded_text_says_how_to_record_one() -> None:
     policy = AnswerOracle(8, local=2)
     manager = manager_for(DECODER, policy, rows=1)
