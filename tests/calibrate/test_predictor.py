@@ -319,6 +319,23 @@ def test_a_step_clips_its_gradient_and_does_not_depend_on_micro(monkeypatch: pyt
     assert torch.allclose(gradients[0], gradients[2], atol=1e-5)
 
 
+def test_a_step_forgets_the_gradient_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    g = torch.Generator().manual_seed(2)
+    stored = {str(i): (torch.randn(6, 8, generator=g), 50 * torch.rand(6, generator=g)) for i in range(2)}
+    monkeypatch.setattr(Trace, "load", lambda self, target: stored[self.path.name])
+    one, other = ([Trace(Path(name), 0, "", 0)] for name in stored)
+    gradients = []
+    for before in ([], [one]):
+        run = Training.new(8, 0)
+        run.optimizer.param_groups[0]["lr"] = 0.0  # the weights stay as they are
+        for batch in (*before, other):
+            training._step(run, batch, "answer", 1, "cpu")
+        gradients.append([w.grad for w in run.weights])
+    for alone, after in zip(*gradients, strict=True):
+        assert alone is not None
+        assert torch.equal(alone, after)
+
+
 def test_a_damaged_state_of_a_training_is_one_sentence(tmp_path: Path) -> None:
     run, path = Training.new(8, 0), tmp_path / "training.safetensors"
     run.epoch = 3
