@@ -58,6 +58,16 @@ def test_measures_of_constructed_scores(tiny: Engine) -> None:
     assert measured(tiny, [made._replace(scores={"answer": ramp, "hindsight": ramp})])["needed"] == {}
 
 
+def test_a_text_that_hardly_thinks_is_left_out(tiny: Engine) -> None:
+    own = text(tiny)
+    thought, rest = own.tokens[own.think.start : own.think.stop], own.tokens[own.think.stop :]
+    assert text_of(tiny, own.problem, [*thought[:9], *rest]) is None
+    shortest = text_of(tiny, own.problem, [*thought[:10], *rest])
+    assert shortest is not None
+    assert len(shortest.think) == 10
+    assert text_of(tiny, own.problem, [*thought, rest[0]]) is None, "no answer"
+
+
 def test_content_is_numbers_operators_and_names(tiny: Engine) -> None:
     own = text(tiny)
     pieces = tiny.tokenizer.pieces(own.tokens)[own.think.start : own.think.stop]
