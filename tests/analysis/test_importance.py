@@ -90,6 +90,7 @@ def test_masks_leave_a_share(tiny: Engine) -> None:
         assert torch.equal(sets["top"], best(score, percent / 100))
         assert float(score[sets["bottom"]].max()) <= float(score[sets["top"]].min()) or percent == 100
     assert not torch.equal(masks([own], "random", 30, 3)[0], masks([own], "random", 30, 4)[0])
+    assert torch.equal(masks([own], "random", 30, 3)[0], masks([own], "random", 30, 3)[0]), "the seed decides"
     assert best((torch.arange(400) % 3).float(), 0.2).nonzero().flatten().tolist() == list(range(2, 240, 3))
 
 
