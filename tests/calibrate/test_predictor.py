@@ -266,6 +266,17 @@ def test_every_epoch_sees_every_trace_once() -> None:
     assert one != other
 
 
+def test_every_epoch_has_an_order_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds, shuffled = list[int](), training.batches
+    monkeypatch.setattr(
+        training, "batches", lambda traces, size, seed: seeds.append(seed) or shuffled(traces, size, seed)
+    )
+    monkeypatch.setattr(Trace, "load", lambda self, target: (torch.ones(3, 8), torch.ones(3)))
+    some = [Trace(Path(str(i)), i, "", 0) for i in range(3)]
+    train(some, some, "answer", 8, Recipe(epochs=3, batch=2, seed=5), tmp_path / "state", say=lambda text: None)
+    assert seeds == [5, 6, 7]
+
+
 def test_a_predictor_learns_what_can_be_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A score that hidden states tell, and positions do not; the loss is that of eq. 8, all traces weigh the same."""
     g, d = torch.Generator().manual_seed(1), 8
