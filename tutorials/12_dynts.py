@@ -197,10 +197,11 @@ plt.show()
 # 2. One set of tokens for all layers and heads, three windows, and a cache length that is a sawtooth.
 # 3. What the predictor learns matters more than how well it learns it. On the embedded model the best target is what
 #    later lines read (*needs*). The answer's attention comes second. All later attention is predicted best (the
-#    largest τ over many texts), and is no better than a window (`docs/dynts.md`).
+#    largest τ over 20 texts), and is no better than a window (`docs/dynts.md`).
 #
 # ## Exercises
 #
 # 1. **Another target.** Run the policy with `target=needs`. Which tokens does it hold that `dynts` has evicted?
 # 2. **Without a predictor.** `ratio=0` keeps no old thinking at all. At which budget does the answer become wrong?
-# 3. **A small K.** Choose `local` so large that the first trigger does not pay (eq. 10). What does minithink say?
+# 3. **A small K.** Choose `local` so large that the first trigger does not pay (eq. 10). Which
+#    trigger is the first that pays? minithink warns only if all triggers of the longest text together never pay.

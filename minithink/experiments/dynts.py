@@ -258,6 +258,15 @@ IMPORTANCE = Table(
 )  # fmt: skip
 
 
+PARETO = Table(
+    (("thinking tokens that stay", "percent", "{} %"),), rows=lambda result: result["measurements"]["pareto"],
+    across="way", cells=(("{}: right", "right", "{:.0%}"),), said=lambda result: [
+        f"{result['settings']['limit']} problems of `{result['settings']['family']}`, each answered "
+        f"{result['settings']['pareto']} times.", "",
+    ],
+)  # fmt: skip
+
+
 def about_selections(result: Result) -> list[str]:
     """What the columns say, as a sentence."""
     settings = result["settings"]
@@ -311,5 +320,6 @@ TIMES = {
 TABLES = (
     {"predictor": PREDICTOR, "predictor-transfer": TRANSFER, "selections": SELECTIONS}
     | {f"importance-{family}": IMPORTANCE for family in families()}
+    | {f"pareto-{family}": replace(PARETO, file=f"importance-{family}") for family in families()}
     | {name: replace(table, file="dynts") for name, table in TIMES.items()}
 )

@@ -15,7 +15,7 @@ from minithink.analysis import __main__, dense, importance, runs
 from minithink.analysis.dense import decode
 from minithink.analysis.importance import ANSWER, Text, answers, best, content_by_tenth, masks, measured, text_of
 from minithink.engine import Engine, load
-from minithink.foresight import thinking_of
+from minithink.foresight import answer_rows, thinking_of
 from minithink.tasks import Problem
 from minithink.tasks.facts import draw_problem
 from minithink.tasks.prepare import document
@@ -58,6 +58,35 @@ def test_measures_of_constructed_scores(tiny: Engine) -> None:
     assert measured(tiny, [made._replace(scores={"answer": ramp, "hindsight": ramp})])["needed"] == {}
 
 
+def test_a_text_that_hardly_thinks_is_left_out(tiny: Engine) -> None:
+    own = text(tiny)
+    thought, rest = own.tokens[own.think.start : own.think.stop], own.tokens[own.think.stop :]
+    assert text_of(tiny, own.problem, [*thought[:9], *rest]) is None
+    shortest = text_of(tiny, own.problem, [*thought[:10], *rest])
+    assert shortest is not None
+    assert len(shortest.think) == 10
+    assert text_of(tiny, own.problem, [*thought, rest[0]]) is None, "no answer"
+
+
+def test_the_importance_of_the_question_is_the_attention_of_the_answer(tiny: Engine) -> None:
+    """Each of the answer's tokens has attention of 1 in all, a part of which goes to the question."""
+    own = text(tiny)
+    answer = answer_rows(tiny, len(own.prompt), own.tokens)
+    assert len(own.question) == len(own.prompt)
+    assert 0 < float(own.question.sum()) < len(answer) < len(own.think)
+
+
+def test_a_mask_begins_behind_a_generated_tag(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, seen = text(tiny), list[torch.Tensor]()
+    thought = own.tokens[own.think.start :]
+    made = own._replace(tokens=[tiny.tokenizer.id_of("<think>"), *thought], think=range(1, 1 + len(own.think)))
+    monkeypatch.setattr(importance, "decode", lambda *args, masked, **options: seen.append(masked) or [[]])
+    args = argparse.Namespace(temperature=0.0, seed=0)
+    answers(tiny, [made], [torch.ones(len(own.think), dtype=torch.bool)], args, 0)
+    start = len(own.prompt) + 1
+    assert seen[0][0].nonzero().flatten().tolist() == list(range(start, start + len(own.think)))
+
+
 def test_content_is_numbers_operators_and_names(tiny: Engine) -> None:
     own = text(tiny)
     pieces = tiny.tokenizer.pieces(own.tokens)[own.think.start : own.think.stop]
@@ -80,6 +109,8 @@ def test_masks_leave_a_share(tiny: Engine) -> None:
         assert torch.equal(sets["top"], best(score, percent / 100))
         assert float(score[sets["bottom"]].max()) <= float(score[sets["top"]].min()) or percent == 100
     assert not torch.equal(masks([own], "random", 30, 3)[0], masks([own], "random", 30, 4)[0])
+    assert torch.equal(masks([own], "random", 30, 3)[0], masks([own], "random", 30, 3)[0]), "the seed decides"
+    assert best((torch.arange(400) % 3).float(), 0.2).nonzero().flatten().tolist() == list(range(2, 240, 3))
 
 
 def test_answers_behind_a_mask(tiny: Engine) -> None:

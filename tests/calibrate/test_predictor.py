@@ -266,6 +266,17 @@ def test_every_epoch_sees_every_trace_once() -> None:
     assert one != other
 
 
+def test_every_epoch_has_an_order_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds, shuffled = list[int](), training.batches
+    monkeypatch.setattr(
+        training, "batches", lambda traces, size, seed: seeds.append(seed) or shuffled(traces, size, seed)
+    )
+    monkeypatch.setattr(Trace, "load", lambda self, target: (torch.ones(3, 8), torch.ones(3)))
+    some = [Trace(Path(str(i)), i, "", 0) for i in range(3)]
+    train(some, some, "answer", 8, Recipe(epochs=3, batch=2, seed=5), tmp_path / "state", say=lambda text: None)
+    assert seeds == [5, 6, 7]
+
+
 def test_a_predictor_learns_what_can_be_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A score that hidden states tell, and positions do not; the loss is that of eq. 8, all traces weigh the same."""
     g, d = torch.Generator().manual_seed(1), 8
@@ -317,6 +328,23 @@ def test_a_step_clips_its_gradient_and_does_not_depend_on_micro(monkeypatch: pyt
     assert float(gradients[0].norm()) == pytest.approx(1, rel=1e-4)
     assert torch.allclose(gradients[0], gradients[1], atol=1e-5)
     assert torch.allclose(gradients[0], gradients[2], atol=1e-5)
+
+
+def test_a_step_forgets_the_gradient_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    g = torch.Generator().manual_seed(2)
+    stored = {str(i): (torch.randn(6, 8, generator=g), 50 * torch.rand(6, generator=g)) for i in range(2)}
+    monkeypatch.setattr(Trace, "load", lambda self, target: stored[self.path.name])
+    one, other = ([Trace(Path(name), 0, "", 0)] for name in stored)
+    gradients = []
+    for before in ([], [one]):
+        run = Training.new(8, 0)
+        run.optimizer.param_groups[0]["lr"] = 0.0  # the weights stay as they are
+        for batch in (*before, other):
+            training._step(run, batch, "answer", 1, "cpu")
+        gradients.append([w.grad for w in run.weights])
+    for alone, after in zip(*gradients, strict=True):
+        assert alone is not None
+        assert torch.equal(alone, after)
 
 
 def test_a_damaged_state_of_a_training_is_one_sentence(tmp_path: Path) -> None:

@@ -226,7 +226,13 @@ def test_a_ragged_batch_is_as_alone(seed: int) -> None:
         assert [step[seq] for step in together] == alone
 
 
-@pytest.mark.parametrize("name", ["window", "streaming_llm", "random", "rkv:alpha=2,buffer=3", "crystal_kv_lite"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "window", "streaming_llm", "random", "rkv:alpha=2,buffer=3", "crystal_kv_lite", "h2o:recent=0.75",
+        "snapkv_decode:buffer=16", "skipkv:tau=0.9,at=boundary",
+    ],
+)  # fmt: skip
 def test_others_can_have_the_same_triggers_and_keep_as_many(name: str) -> None:
     """With schedule=share:r/l, each sequence by its own prompt."""
     prompts, steps = [5, 11], 30
@@ -240,6 +246,19 @@ def test_others_can_have_the_same_triggers_and_keep_as_many(name: str) -> None:
         sizes.add(ours.held(0))
     assert max(sizes) == 25
     assert len(sizes) > 10, "they grow and shrink"
+
+
+def test_sepllm_keeps_as_many_only_if_it_fills_all_places() -> None:
+    """The rule in the paper (C.3): all separators, then the newest others. A cap for separators leaves fewer."""
+    sizes = []
+    for own in ("window=0.6", "fill=true", "fill=true,separators=1000,window=1,initial=0"):
+        policy = parse(f"sepllm:{own},budget=26,protect_prompt=true,schedule=share:0.3/0.4")
+        policy.vocabulary([b"." if i % 7 == 0 else b"x" for i in range(DECODER.config.vocab_size)])
+        sizes.append([len(held(manager, 0)[0]) for manager in follow(policy, [5], 30)])
+    ours = [len(held(manager, 0)[0]) for manager in follow(DynTS(26, ratio=0.3, local=0.4), [5], 30)]
+    assert sizes[2] == ours
+    assert min(sizes[0][21:]) < min(ours[21:])
+    assert min(sizes[1][21:]) < min(ours[21:])
 
 
 @pytest.mark.parametrize(
@@ -333,9 +352,11 @@ def test_lengths_by_hand() -> None:
     ],
 )
 def test_the_papers_settings(policy: DynTS, question: int, k: int, evicted: int, steps: list[int]) -> None:
-    window, kept_of_it, _ = policy.sizes(policy.budget, question)
+    window, kept_of_it, local = policy.sizes(policy.budget, question)
     assert (kept_of_it, window - kept_of_it) == (k, evicted)
     b = policy.budget or 0
+    assert question + kept_of_it + local == b - evicted
+    assert length(steps[0], question, b, evicted) == {2030: 2970, 1740: 3260, 1330: 1670, 840: 2160}[evicted]
     counts = [triggers(i, question, b, evicted) for i in range(16385)]
     assert [i for i in range(1, 16385) if counts[i] > counts[i - 1]] == steps
 
@@ -414,6 +435,8 @@ def test_a_setting_that_never_pays_is_told() -> None:
     assert "evicts at most 18 of 1,020 tokens with budget=1010, ratio=0.1 and local=990" in said
     assert "as attention to 192 tokens: it never pays" in said
     assert "as attention to 96 tokens" in DynTS(1010, ratio=0.1, local=990).caution(replace(shape, query_heads=64))
+    assert "evicts at most 192 of" in DynTS(1010, ratio=0.0001, local=818).caution(shape)
+    assert DynTS(1010, ratio=0.0001, local=817).caution(shape) == "", "193 tokens are more than 192.008"
     assert DynTS(700, local=200).caution(shape) == ""
     assert DynTS(2**20).caution(shape) == "", "a budget that is not known yet"
     assert DynTS(50, local=60).caution(shape) == "", "a budget that is refused"
@@ -513,6 +536,41 @@ def test_tokens_behind_the_recorded_text_have_the_score_0() -> None:
         feed(DECODER, manager, {0: [7]})
     assert kept(manager, 0)[0] == [0, 1, 2, 3, 5, 6, 7, 11]
     assert not policy._score[0, 5:].any()
+
+
+@pytest.mark.parametrize("name", ["answer_oracle", "hindsight_oracle", "needs_oracle"])
+def test_a_new_sequence_has_a_future_of_its_own(name: str) -> None:
+    """In the row of a sequence that has left."""
+    asked, read = list[list[int]](), list[list[int]]()
+
+    class Reader:
+        def __init__(self, prompt: Sequence[int]) -> None:
+            read.append(list(prompt))
+
+        def add(self, token: int) -> None:
+            read[-1].append(token)
+
+        def live(self) -> tuple[list[int], list[int]]:
+            return [], []
+
+    def later(prompt: Sequence[int], *rest: Any) -> Tensor:
+        asked.append(list(prompt))
+        return torch.zeros(1, 20)
+
+    policy = parse(f"{name}:budget=8,local=2")
+    manager = manager_for(DECODER, policy, rows=1)
+    policy.foresees(Reader, later)
+    for seq, prompt in enumerate(([1, 2, 3], [4, 3, 2])):
+        manager.join(seq, 60, 3)
+        feed(DECODER, manager, {seq: prompt})
+        for _ in range(6):
+            feed(DECODER, manager, {seq: [7]})
+        manager.leave(seq)
+    if name == "needs_oracle":
+        assert [text[:3] for text in read] == [[1, 2, 3], [4, 3, 2]]
+        assert all(set(text[3:]) == {7} for text in read)
+    else:
+        assert asked == [[1, 2, 3], [4, 3, 2]]
 
 
 def test_an_oracle_without_a_recorded_text_says_how_to_record_one() -> None:
