@@ -75,7 +75,9 @@ def rows(result: Result) -> list[Row]:
         right = fmean(m["pass_at_1"] for m in own)
         low, high = wilson(right, sum(m["samples"] for m in own))
         means = {name: fmean(m[name] for m in own) for name in ("generated_mean", "cut_off", "of_full")}
-        about = {"policy": policy, "budget": budget, "families": len(own), "all": own[0]["all"]}
+        loops = [m["looped"] for m in own if m.get("looped") is not None]  # results of older versions lack them
+        about = {"policy": policy, "budget": budget, "families": len(own), "all": own[0]["all"],
+                 "looped": fmean(loops) if len(loops) == len(own) else None}  # fmt: skip
         out.append({**about, **means, "right": right, "low": low, "high": high})
     of = {row["policy"]: fmean(r["right"] for r in out if r["policy"] == row["policy"]) for row in out}
     return sorted(out, key=lambda row: (-of[row["policy"]], row["policy"]))
@@ -98,7 +100,8 @@ TABLE = Table(
     cells=(
         ("{:share}: right", ("right", "low", "high"), "**{:.1%}** ({:.1%} to {:.1%})"),
         ("difference?", lambda m: points(m, "all"), DIFFERENCE),
-        ("tokens", "generated_mean", "{:,.0f}"), ("cut off", "cut_off", "{:.1%}"), ("bytes", "of_full", "{:.1%}"),
+        ("tokens", "generated_mean", "{:,.0f}"), ("cut off", "cut_off", "{:.1%}"), ("in a loop?", "looped", "{:.1%}"),
+        ("bytes", "of_full", "{:.1%}"),
     ), said=said,
 )  # fmt: skip
 

@@ -36,8 +36,9 @@ COMPARED = (
     *MAY_DIFFER,
 )  # fmt: skip
 
-# Fields of a Record that are measured only on request: shares, with the titles of their columns.
+# Fields of a Record that not all results have: shares, with the titles of their columns.
 SHARES = {
+    "looped": "in a loop",
     "recall": "recall", "needed_kept": "needed, kept", "needed_somewhere": "in some lane",
     "needed_beyond": "beyond the prompt", "needed_unknown": "written nowhere", "parsed": "lines parsed",
 }  # fmt: skip
@@ -84,6 +85,7 @@ class Record:
     seconds: float  # its part of the time: of every step, the duration divided by the sequences that took part
     text_sha: str  # see `text_hash`
     text: str | None = None  # all that was generated; None: it was not kept
+    looped: float | None = None  # 1: it was cut off in a loop, see looped.py; 0: it was not
     recall: float | None = None  # share of the tokens that full attention looks at most, see recall.py
     needed_kept: float | None = None  # share of what statements need that is held as they begin, see needed.py
     needed_somewhere: float | None = None  # likewise, in at least one lane

@@ -29,6 +29,7 @@ from minithink.evaluate import trace as tracing
 from minithink.evaluate.datasets import Example, check_graders, load_dataset
 from minithink.evaluate.grading import GRADERS, grade
 from minithink.evaluate.journal import Journal, Key, Record, read, settings_of, text_hash
+from minithink.evaluate.looped import looped
 from minithink.evaluate.meter import Held, both, meter
 from minithink.evaluate.needed import NeededKept, check_questions
 from minithink.evaluate.plan import Cell, budgets, check, check_share, plan, policy_of, said_of_prompts, tokens_of
@@ -415,7 +416,7 @@ class Job:
             kv_bytes_peak=held.bytes_peak, kv_bytes_mean=held.bytes_mean, tokens_peak=held.tokens_peak,
             tokens_mean=held.tokens_mean, steps=held.steps, evicting_steps=held.evicting_steps, seconds=seconds,
             text_sha=text_hash(text), text=text if self.args.keep_text else None, **shares,
-            counts=s.counts or None,
+            looped=float(s.finish_reason != "stop" and looped(s.tokens)), counts=s.counts or None,
         )  # fmt: skip
 
 

@@ -56,6 +56,7 @@ class Row:
     tokens_per_second: float | None  # of all sequences of one device together; None: no time was measured
     recall: float | None  # mean over the sequences for which it was measured; None: it was measured for none
     counts: dict[str, int] | None  # sums over all sequences of what the policy counts; None: it counts nothing
+    looped: float | None = None  # share of the sequences that were cut off in a loop
     needed_kept: float | None = None  # these five: means, as recall; results of older versions lack them
     needed_somewhere: float | None = None
     needed_beyond: float | None = None
