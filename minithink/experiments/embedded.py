@@ -30,6 +30,9 @@ SWEEPS = {
     "robustness-without": replace(
         ROBUSTNESS, what="the same, for the model without it", checkpoint="6eb485c5ae85e1c6"
     ),
+    "robustness-wide": replace(
+        ROBUSTNESS, what="the same, for a model with heads of 128 channels", checkpoint="5dbcccde07803ba4"
+    ),
 }
 
 SPREAD = "**{:.2f} ×**[ ({:.2f} to {:.2f})]"  # a median, the smallest and the largest value
