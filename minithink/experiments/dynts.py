@@ -20,7 +20,7 @@ from minithink.policies.dynts import DynTS
 from minithink.policies.dynts_cost import length, predictor_flops
 from minithink.tasks import families
 
-# Others have the triggers of DynTS and keep as many tokens.
+# Others have the triggers of DynTS and keep as many tokens. SepLLM keeps fewer.
 OTHERS = tuple(
     f"{policy}{SAME}"
     for policy in ("window:", "streaming_llm:", "rkv:", "crystal_kv_lite:", "random:", "skipkv:tau=0.9,at=boundary,")

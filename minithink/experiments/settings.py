@@ -30,7 +30,7 @@ GRID = {
     "sepllm": ("", "window=0.6", "fill=true"),
 }
 
-# Triggers of DynTS: each policy evicts as often, and keeps as many tokens.
+# Triggers of DynTS: each policy evicts as often, and keeps as many tokens (SepLLM keeps fewer).
 RATIO, LOCAL = 0.3, 0.4  # r and W_l, defaults of `policies/dynts.py`
 SAME = f"schedule=share:{RATIO:g}/{LOCAL:g},{PROTECTED}"
 
@@ -54,7 +54,7 @@ def unprotected(policy: str) -> str:
 
 
 def at_once(policy: str) -> str:
-    """The same policy at the triggers of DynTS: it evicts as often, and keeps as many tokens."""
+    """The same policy at the triggers of DynTS: it evicts as often, and keeps as many tokens (SepLLM keeps fewer)."""
     name, _, options = policy.partition(":")
     own = [option for option in options.split(",") if option != PROTECTED]
     return of(name, *own, SAME)

@@ -5,8 +5,8 @@ lines only, where a thought ends and the model decides the kind of the next one.
 the thinking, as SkipKV does. There α_0 = 1 with vector=plain spoils texts of the embedded model (docs/skipkv.md).
 `seal+rkv` steers, and evicts as R-KV does.
 
-The rule follows the copy of the authors' code in SkipKV's repository (TTTTTTris/SkipKV): α = 1, and V is fitted at
-the blank lines before thoughts.
+The rule follows a copy of the authors' code (Zemelee/SEAL) and the step of SkipKV's (TTTTTTris/SkipKV
+`skipkv/modeling_nhid.py`): α = 1, and V is fitted at the blank lines before thoughts.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ Once a sequence holds more than c = budget tokens, it evicts. All lanes keep the
     window       the last w tokens
 
 So a sequence saws between at most a + s + w tokens and c. At one budget it thus holds fewer tokens than policies that
-always keep their budget. With fill=true the newest other tokens take the places of missing separators, which is the
-rule in DynTS's paper.
+always keep their budget. With fill=true the newest other tokens take the places of missing separators. DynTS's paper
+has another rule: all separators, then the newest other tokens, up to the budget. This is
+`sepllm:fill=true,separators=1000,window=1,initial=0`.
 
 A token is a separator if it equals one of `. , ? ! ; :` or a line break once spaces are stripped, or if it has only
 spaces. With strict=true it must be exactly such a character, or one space.
