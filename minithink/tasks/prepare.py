@@ -9,16 +9,18 @@ with their SHA-256 in `SHA256SUMS`.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import random
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from minithink.commands import Parser, exit_code, location, positive
+from minithink.errors import MinithinkError, UsageError, unwritable
 from minithink.tasks import BINS, DATA, SPLITS, facts, ledger, search
 from minithink.tasks.writing import Puzzle
 
@@ -29,6 +31,7 @@ PATTERN = (
     r"|\s+(?!\S)|\s+"
 )
 SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
+BYTES = 256
 THINK = ("<think>", "</think>")  # not special, as in DeepSeek-R1's distillates: they are part of the text
 
 CHAT_TEMPLATE = """\
@@ -162,14 +165,28 @@ def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m minithink.tasks.prepare", description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder of the tokenizer's files")
-    parser.add_argument("--vocab-size", type=int, default=1600)
-    args = parser.parse_args()
-    write_tokenizer(args.output, args.vocab_size)
-    write_splits(args.output)
+def main(argv: list[str] | None = None) -> int:
+    """The command → its exit code."""
+    parser = Parser(prog="python -m minithink.tasks.prepare", description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=location, required=True, help="folder of the tokenizer's files")
+    parser.add_argument("--vocab-size", type=positive, default=1600)
+    args = parser.parse_args(argv)
+
+    def run() -> int:
+        least = BYTES + len(SPECIAL) + len(THINK)
+        if args.vocab_size < least:
+            raise UsageError(f"--vocab-size is {args.vocab_size}; bytes and tags alone are {least} tokens.")
+        try:
+            write_tokenizer(args.output, args.vocab_size)
+            write_splits(args.output)
+        except ImportError:
+            raise MinithinkError("tokenizers is missing: pip install 'minithink[train]'.") from None
+        except OSError as error:
+            raise unwritable("The files", args.output, error, "folder") from error
+        return 0
+
+    return exit_code("minithink.tasks.prepare", run)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

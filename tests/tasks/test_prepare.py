@@ -7,6 +7,7 @@ import hashlib
 import json
 import random
 import re
+from pathlib import Path
 
 import pytest
 
@@ -128,3 +129,20 @@ def test_boxed_takes_the_last_one_after_the_thinking():
     assert grade(r"</think>\boxed{ 1,2 , 3}", "1, 2, 3")
     assert not grade(r"</think>\boxed{1, 23}", "1, 2, 3")
     assert not grade(r"\boxed{1, 2, 3}</think>", "1, 2, 3")
+
+
+@pytest.mark.parametrize(
+    ("words", "says", "code"),
+    [
+        (["--vocab-size", "261"], "--vocab-size is 261; bytes and tags alone are 262 tokens.", 2),
+        ([], "cannot be written", 1),
+    ],
+)
+def test_bad_input(words: list[str], says: str, code: int, tmp_path: Path, capsys) -> None:
+    path = tmp_path / "file"
+    path.write_text("not a folder")
+    assert prepare.main(["--output", str(path), *words]) == code
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1
+    assert path.read_text() == "not a folder"
