@@ -322,11 +322,9 @@ class Engine:
             return self.calibrated(copy.deepcopy(policy))
         if policy is None:
             if budget is not None or schedule is not None:
-                given = f"The schedule {schedule}" if budget is None else f"A budget of {budget} tokens"
-                asked = [name for name, value in (("budget", budget), ("schedule", schedule)) if value is not None]
-                options = {name: getattr(kind, "__dataclass_fields__", {}) for name, kind in POLICIES.items()}
-                takers = [name for name, known in options.items() if {*asked} <= known.keys()]
-                raise UsageError(f"{given} was given without a policy: name one of {', '.join(takers)}.")
+                option, given = ("schedule", schedule) if budget is None else ("budget", f"of {budget} tokens")
+                takers = [x for x, kind in POLICIES.items() if option in getattr(kind, "__dataclass_fields__", {})]
+                raise UsageError(f"A {option} {given} was given without a policy: name one of {', '.join(takers)}.")
             return None
         return self.calibrated(parse(policy, budget=budget, schedule=schedule))
 
