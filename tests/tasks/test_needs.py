@@ -640,4 +640,4 @@ def test_doubts_of_the_card():
         doubts += sum(thoughts.doubts(part) for part in text.split("\n\n")[1:])
         tokens += len(TOKENIZER.encode(text))
     card = (ROOT / "docs" / "embedded-model.md").read_text("utf-8")
-    assert f"doubts {1000 * doubts / tokens:.0f} times in 1,000 tokens" in " ".join(card.split())
+    assert f"The training text has {1000 * doubts / tokens:.0f} doubts in 1,000 tokens" in " ".join(card.split())
