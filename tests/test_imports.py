@@ -33,7 +33,7 @@ ALLOWED = {
         "minithink.quant", "minithink.errors", "minithink.sentences",
     ),
     "minithink.model": ("minithink.backend", "minithink.config", "minithink.errors"),
-    "minithink.tasks": ("minithink.tasks", "minithink.errors", "minithink.tokenizer"),
+    "minithink.tasks": ("minithink.tasks", "minithink.commands", "minithink.errors", "minithink.tokenizer"),
 }
 # package → what it may import beside the standard library and the project; others may import RUNTIME and EXTRAS
 THIRD_PARTY = {f"minithink.{name}": {"torch", "triton"} for name in ("ref", "quant", "kernels")}
