@@ -113,6 +113,16 @@ def test_what_is_recorded_is_what_generate_gives(
     assert str(tmp_path) not in config["runs"][0]["command"]
 
 
+def test_loops_are_looked_for_where_a_sequence_was_cut_off(
+    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = list[int]()
+    monkeypatch.setattr(runner, "looped", lambda tokens: lengths.append(len(tokens)) or True)
+    got = evaluate(model, problems, tmp_path)
+    assert {(r["finish_reason"], r["looped"]) for r in got.values()} == {("stop", 0.0), ("length", 1.0)}
+    assert lengths == [r["generated_tokens"] for r in got.values() if r["looped"]]
+
+
 def test_answers_are_graded(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a sequence writes after its thinking, by the grader of its problem."""
     rows = [
