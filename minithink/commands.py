@@ -15,6 +15,9 @@ from typing import Any, NoReturn
 
 from minithink.errors import MinithinkError, UsageError
 
+SCHEDULES = (  # values of --schedule, as its help explains them
+    "every (step), interval:n (each n tokens), sawtooth:B/k (at B tokens, down to k) or share:r/l (DynTS's windows)"
+)
 INTERRUPTED = 130  # what shells report for a program that SIGINT ended
 # All control characters but \\n and \\t, those of 8 bits too: a terminal would obey them.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from minithink import __version__
-from minithink.commands import exit_code, location, positive
+from minithink.commands import SCHEDULES, exit_code, location, positive
 from minithink.errors import UsageError
 from minithink.prompts import Task, embedded_problem, nonsense_expected, read_prompts, standard_input
 from minithink.terminal import Screen, counter, until_interrupted
@@ -349,8 +349,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--policy", help="what stays in the KV cache, as in window:budget=256 (default: all of it; --list-policies)")
     add("--budget", type=positive, metavar="TOKENS", help="how many tokens each KV head may keep under the policy, "
         "those of the prompt included")  # fmt: skip
-    add("--schedule", help="when a policy evicts: every (step), interval:n (each n tokens), sawtooth:B/k (at B "
-        "tokens, down to k) or share:r/l (DynTS's windows)")  # fmt: skip
+    add("--schedule", help=f"when a policy evicts: {SCHEDULES}")
     add("--calibration", metavar="FOLDER", help="where minithink.calibrate wrote its files (default: beside the "
         "model)")  # fmt: skip
     add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what fits")

@@ -1,4 +1,4 @@
-"""Texts that end in a loop: a piece written over and over, which no limit of tokens would have ended."""
+"""Texts that end in a loop: a piece written over and over. A larger limit of tokens would not have helped."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from minithink import origin
 from minithink.calibration import identity
-from minithink.commands import INTERRUPTED, location, positive
+from minithink.commands import INTERRUPTED, SCHEDULES, location, positive
 from minithink.engine import DTYPES, TINY, Engine, charge, load
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate import plots, summary
@@ -64,8 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--budgets", type=budgets, default=[], metavar="N,N,…", help="for the policies that take one and do not name "
         "it: tokens that a KV head holds, the prompt's too (256,512); or shares (0.25,0.5), of what the full cache "
         "generates, beside the prompt: then full is run first")  # fmt: skip
-    add("--schedule", help="when a policy evicts: every (step), interval:n (each n tokens), sawtooth:B/k (at B "
-        "tokens, down to k) or share:r/l (DynTS's windows)")  # fmt: skip
+    add("--schedule", help=f"when a policy evicts: {SCHEDULES}")
     add_run_arguments(parser)
 
 

@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from minithink.commands import INTERRUPTED
+from minithink.commands import INTERRUPTED, SCHEDULES
 from minithink.errors import UsageError, unwritable
 from minithink.evaluate import runner, summary
 from minithink.evaluate.datasets import LEVELS, check_name, is_file, load_dataset
@@ -38,8 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " several --grid are combined")  # fmt: skip
     add("--budget", "--budgets", dest="budget", type=budgets, default=[], metavar="N", help="of all of them: tokens, "
         "or a share, as --budgets of a run")  # fmt: skip
-    add("--schedule", help="when the policy evicts: every (step), interval:n (each n tokens), sawtooth:B/k (at B "
-        "tokens, down to k) or share:r/l (DynTS's windows)")  # fmt: skip
+    add("--schedule", help=f"when the policy evicts: {SCHEDULES}")
     runner.add_run_arguments(
         parser,
         "validation or train, never test (default: validation; a file has none, a dataset of the hub needs it)",

@@ -30,8 +30,8 @@ PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
+BYTES = 256  # tokens of one byte
 SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
-BYTES = 256
 THINK = ("<think>", "</think>")  # not special, as in DeepSeek-R1's distillates: they are part of the text
 
 CHAT_TEMPLATE = """\
