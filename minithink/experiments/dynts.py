@@ -14,18 +14,25 @@ import torch
 
 from minithink.engine import TINY
 from minithink.experiments import Case, Cases, Goal, Inputs, Operation, Result, Row, StandIn, StandIns, Sweep, Table
-from minithink.experiments.settings import CHOSEN, SAME, at_once
+from minithink.experiments.settings import CHOSEN, LOCAL, RATIO, SAME, at_once
 from minithink.kv.contract import Shape
 from minithink.policies.dynts import DynTS
 from minithink.policies.dynts_cost import length, predictor_flops
 from minithink.tasks import families
 
-# Others have the triggers of DynTS and keep as many tokens. SepLLM keeps fewer.
+# Others have the triggers of DynTS and keep as many tokens. SepLLM keeps fewer, but for the paper's form.
 OTHERS = tuple(
     f"{policy}{SAME}"
     for policy in ("window:", "streaming_llm:", "rkv:", "crystal_kv_lite:", "random:", "skipkv:tau=0.9,at=boundary,")
 )
 LATER = tuple(at_once(CHOSEN[name]) for name in ("sepllm", "h2o", "snapkv_decode"))
+# C.3: DynTS's local window, as a share of the tokens that stay; SepLLM fills up with the newest tokens.
+RECENT = f"recent={LOCAL / (LOCAL + RATIO * (1 - LOCAL)):.2f}"
+AS_THE_PAPER = tuple(
+    at_once(policy)
+    for policy in (f"rkv:{RECENT}", f"h2o:{RECENT}", f"snapkv_decode:{RECENT}",
+                   "sepllm:fill=true,separators=1000,window=1,initial=0")
+)  # fmt: skip
 TARGETS = ("dynts", "dynts:target=hindsight", "dynts:target=needs")
 ORACLES = ("answer_oracle", "hindsight_oracle", "needs_oracle")
 ABLATION = ("dynts", "dynts:local=0", "dynts:question=false", "dynts:ratio=0", "dynts:select=random",
@@ -34,7 +41,7 @@ ABLATION = ("dynts", "dynts:local=0", "dynts:question=false", "dynts:ratio=0", "
 SWEEPS = {
     "dynts": Sweep(
         "DynTS by what its predictor has learned, oracles in the same windows, others that keep as many tokens",
-        (*TARGETS, *ORACLES, *OTHERS, *LATER), budgets=(0.25, 0.5), split="test", needed=True,
+        (*TARGETS, *ORACLES, *OTHERS, *LATER, *AS_THE_PAPER), budgets=(0.25, 0.5), split="test", needed=True,
         beside=f"random:{SAME}",
     ),
     "dynts-ablation": Sweep(
