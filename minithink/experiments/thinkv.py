@@ -242,7 +242,11 @@ def due_rows(lengths: Sequence[int], due: Sequence[int], bytes: int) -> Iterator
         yield f"{n} × {MEASURED} rows of {length:,} tokens", p.nbytes + valid.nbytes, [(p, valid)] * 16
 
 
-OPERATIONS = {"sparsity": Operation(weights, due_rows), "kmeans": Operation(segments, shrinking)}
+# The twin of `kmeans` waits for the device, to learn whether a cluster is empty.
+OPERATIONS = {
+    "sparsity": Operation(weights, due_rows, recordable=True),
+    "kmeans": Operation(segments, shrinking),
+}
 
 # Tables of steps ---------------------------------------------------------------------------------------------------
 

@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from minithink import results
-from minithink.backend import triton_backend
+from minithink.backend import REFERENCE, triton_backend
 from minithink.bench import ops, tables
 from minithink.errors import MinithinkError
+from minithink.kernels.predict import FEW_ROWS
 from tests.bench.result import RESULT, says_that_there_is_no_gpu
 from tests.kernels.device import DEVICE
 
@@ -34,6 +36,28 @@ def test_kernels_that_change_their_inputs_are_compared_too(monkeypatch: pytest.M
         ops.check(str(DEVICE), tokens=16)
 
 
+@pytest.mark.parametrize("name", ops.OPERATIONS)
+def test_twins_that_are_recorded_need_no_data(name: str) -> None:
+    """Meta tensors have shapes and no data. A call fails if it waits for data or has shapes that depend on data."""
+    operation, twin = ops.OPERATIONS[name], getattr(REFERENCE, name)
+    inputs = operation.exact("meta", 16)
+    if operation.recordable:
+        assert all(x.is_meta for x in ops.outcome(twin, inputs))
+    else:
+        with pytest.raises(RuntimeError, match="meta tensors"):
+            twin(*inputs)
+
+
+def test_the_predictor_is_timed_beyond_the_rows_of_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cases whose rows torch multiplies say so; the last case without torch has all rows that the kernels take."""
+    monkeypatch.setattr(torch, "randn", lambda *size, device, dtype=None: torch.empty(*size, device="meta"))
+    cases = {inputs[0][0].shape[0]: case for case, _, inputs in ops.OPERATIONS["predict"].cases((), (), 1)}
+    assert [*cases] == [1, 4, 8, 16, 20, 32, 48, 64, 128, 256]
+    by_torch = [rows for rows, case in cases.items() if case.endswith("(torch)")]
+    assert by_torch == [128, 256]
+    assert max(cases.keys() - by_torch) == FEW_ROWS
+
+
 def test_the_table(tmp_path: Path) -> None:
     m = {"kernel": "kmeans", "case": "1 × 32 segments", "microseconds": 98.76, "twin_microseconds": 54321.0,
          "bytes": 8388608, "share": 0.0251}  # fmt: skip
@@ -45,3 +69,15 @@ def test_the_table(tmp_path: Path) -> None:
         "| `kmeans` | 1 × 32 segments | 98.8 µs | **2.5%** | 54,321 µs |",
         "| `row` | 64 × 1,024 tokens | 3.21 µs | **50%** | – |",
     ]
+
+
+def test_the_table_has_times_of_recorded_twins_if_one_was_recorded() -> None:
+    without = {"kernel": "kmeans", "case": "few", "microseconds": 98.76, "twin_microseconds": 54321.0, "share": 0.5}
+    recorded = {**without, "kernel": "predict", "twin_recorded_microseconds": 43.21}
+    table = tables.TABLES["thought-kernels"]
+    columns = ("kernel", "case", "time", "of bandwidth", "twin")
+    line = ("`kmeans`", "few", "98.8 µs", "**50%**", "54,321 µs")
+    assert tables.cells(table, [without]) == [columns, line]
+    assert tables.cells(table, [without, recorded]) == [
+        (*columns, "twin, recorded"), (*line, "–"), ("`predict`", *line[1:], "43.2 µs"),
+    ]  # fmt: skip

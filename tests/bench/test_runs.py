@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,6 @@ from minithink import results
 from minithink.bench import append, attention, counters, ops, step_times
 from minithink.bench.__main__ import main
 from minithink.errors import MinithinkError
-from minithink.experiments import Operation
 from tests.bench.test_counters import NCU
 from tests.kernels.device import DEVICE
 
@@ -92,16 +92,21 @@ def test_append(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
 
 
 @pytest.mark.usefixtures("small")
-def test_operations(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    operation = ops.OPERATIONS["sparsity"]
+@pytest.mark.parametrize("name", ops.OPERATIONS if DEVICE.type == "cuda" else ("sparsity", "kmeans"))
+def test_operations(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twins that are marked as recordable are timed twice. On a GPU, CUDA graphs record every one of them."""
+    operation = ops.OPERATIONS[name]
     few = ("few", 4000, [operation.exact(str(DEVICE), 16)] * 2)
-    monkeypatch.setattr(ops, "OPERATIONS", {"sparsity": Operation(operation.exact, lambda *_: iter([few]))})
+    monkeypatch.setattr(ops, "OPERATIONS", {name: replace(operation, cases=lambda *_: iter([few]))})
     monkeypatch.setattr(ops, "MEASURED", 1)
     words = ["--batch", "1", "--lengths", "24", "--due", "1", "--repeats", "1"]
     row, own = measured("thoughts", words, tmp_path, capsys)["measurements"]
     assert (row["kernel"], row["case"], row["bytes"]) == ("row", "1 × 24 tokens, a layer", 4 * 2 * 24)
-    assert (own["kernel"], own["case"]) == ("sparsity", "few")
+    assert (own["kernel"], own["case"]) == (name, "few")
     assert own["twin_microseconds"] > 0
+    assert (own.get("twin_recorded_microseconds", 0) > 0) == operation.recordable
     for m in (row, own):
         assert m["share"] == pytest.approx(m["bytes"] / m["microseconds"] * 1e6 / 4e12, rel=1e-3)
 
