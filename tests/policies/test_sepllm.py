@@ -12,6 +12,7 @@ import torch
 from minithink.errors import UsageError
 from minithink.kv.contract import Policy
 from minithink.policies.sepllm import SepLLM
+from minithink.policies.window import Window
 from tests.policies.drive import follow, held
 from tests.policies.test_random_attention import stays, step_of
 
@@ -137,3 +138,17 @@ def test_without_fill_missing_separators_leave_room() -> None:
     policy.reset(0)
     policy.listen(0, [7, 7, 5, 9, 9, 5, 4, 3, 2, 1])
     assert stays(policy, step(list(range(10)), 9)) == [[3, 4, 7, 8, 9]]
+
+
+def test_the_form_in_dynts_paper_keeps_as_many_tokens_as_a_window() -> None:
+    """At the same triggers, also where nearly every token is a separator."""
+    for separators in (range(0), range(0, 100, 3), range(100)):
+        lengths = []
+        paper = SepLLM(budget=24, initial=0, separators=1000, window=1, fill=True)
+        for policy in (paper, Window(budget=24)):
+            policy.schedule, policy.protect_prompt = "share:0.3/0.4", True
+            if isinstance(policy, SepLLM):
+                policy._ids = frozenset(separators)
+            lengths.append([len(lane) for cache in follow(policy, [8], 50) for lane in held(cache, 0)])
+        assert lengths[0] == lengths[1]
+        assert min(lengths[0][40:]) < max(lengths[0][40:]) <= 24
