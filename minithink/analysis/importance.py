@@ -14,9 +14,15 @@ tokens, summed over them, mean over layers and heads (eq. 6). Means over texts t
     needed        of the tokens that later statements need (`tasks/needs.py`), the share that is in the top 30 % by
                   the attention of the answer, of all later tokens, and by position; 30 % by chance
 
-With --pareto the model answers again from a part of its thinking (§3.2, figures 3 and 12): the question, `</think>`
-and p % of the thinking tokens stay, the most important ones, the least important ones, or tokens drawn by lot. Their
-keys and values are those of the whole text; a mask hides the other tokens while the answer is generated.
+With --pareto the model answers again from a part of its thinking (§3.2, figures 3 and 12): p % of the thinking tokens
+stay, the most important ones, the least important ones, or tokens drawn by lot. The prompt (the question in its chat
+template), `<think>` and `</think>` always stay. Each selection is measured in two forms, with the same draws:
+
+    right         keys and values are those of the whole text; a mask hides the other tokens while the answer is
+                  generated. Tokens keep their positions
+    right_anew    what stays is a new prompt, in the order of the text. Its tokens have the positions 0, 1, 2, …, and
+                  their keys and values are computed anew. This is the paper's form (B.1). The paper names only the
+                  question and the thinking tokens; that the tags stay, too, is chosen here
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from itertools import compress, product
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -93,7 +100,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         f"above the mean: {found['above_mean']['thinking']:.1%} of the thinking, "
         f"{found['above_mean']['question']:.1%} of the question",
         "needed tokens in the top 30 %: " + ", ".join(f"{k} {v:.0%}" for k, v in found["needed"].items()),
-        *(f"{m['way']} {m['percent']} %: {m['right']:.1%} right" for m in found.get("pareto", [])),
+        *(f"{m['way']} {m['percent']} %: {m['right']:.1%} right, {m['right_anew']:.1%} read anew"
+          for m in found.get("pareto", [])),
     ])  # fmt: skip
 
 
@@ -168,33 +176,38 @@ def masks(texts: Sequence[Text], way: str, percent: int, seed: int) -> list[Tens
 
 
 def pareto(engine: Engine, texts: Sequence[Text], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Accuracy by the thinking tokens that stay."""
+    """Accuracy by the thinking tokens that stay, in both forms."""
     rows: list[dict[str, Any]] = []
     cells = [(way, p) for p in PERCENT for way in WAYS if p < 100 or way == "top"]
-    with progress(len(cells) * args.pareto * len(texts), 0, "answers from a part of the thinking") as advance:
+    with progress(2 * len(cells) * args.pareto * len(texts), 0, "answers from a part of the thinking") as advance:
         for way, percent in cells:
-            right, again = 0, [*texts] * args.pareto
+            right, again = {"right": 0, "right_anew": 0}, [*texts] * args.pareto
             hidden = [own for draw in range(args.pareto) for own in masks(texts, way, percent, draw)]
-            for i, part in enumerate(batches(len(again), args.batch_size)):
-                found = answers(engine, again[part], hidden[part], args, i)
+            for (i, part), form in product(enumerate(batches(len(again), args.batch_size)), right):
+                found = answers(engine, again[part], hidden[part], args, i, anew=form == "right_anew")
                 for text, tokens in zip(again[part], found, strict=True):
                     good = runs.is_right("</think>" + engine.tokenizer.decode(tokens), text.problem)
-                    right += good
+                    right[form] += good
                     advance(good)
-            rows.append({"way": way, "percent": percent, "right": right / (args.pareto * len(texts))})
+            rows.append({"way": way, "percent": percent} | {form: n / len(again) for form, n in right.items()})
     return rows
 
 
 def answers(
-    engine: Engine, texts: Sequence[Text], hidden: Sequence[Tensor], args: argparse.Namespace, seed: int
-) -> list[list[int]]:
-    """What the model answers behind `</think>` if these thinking tokens are masked."""
+    engine: Engine, texts: Sequence[Text], hidden: Sequence[Tensor], args: argparse.Namespace, seed: int,
+    anew: bool = False,
+) -> list[list[int]]:  # fmt: skip
+    """What the model answers behind `</think>` if these thinking tokens are masked, or (anew) are left out of a new
+    prompt."""
     read = [[*t.prompt, *t.tokens[: t.think.stop + 1]] for t in texts]
     masked = torch.zeros(len(texts), max(map(len, read)), dtype=torch.bool, device=engine.device)
     for row, text, own in zip(masked, texts, hidden, strict=True):
         start = len(text.prompt) + text.think.start
         row[start : start + len(own)] = own.to(engine.device)
-    return decode(engine, read, ANSWER, temperature=args.temperature, seed=args.seed + seed, masked=masked)
+    if anew:
+        read = [list(compress(ids, row)) for ids, row in zip(read, (~masked).tolist(), strict=True)]
+    options: dict[str, Any] = {"temperature": args.temperature, "seed": args.seed + seed}
+    return decode(engine, read, ANSWER, masked=None if anew else masked, **options)
 
 
 def draw(args: argparse.Namespace, text: Text, found: dict[str, Any]) -> None:
@@ -220,8 +233,11 @@ def draw(args: argparse.Namespace, text: Text, found: dict[str, Any]) -> None:
             return
         axis = figure.add_subplot(grid[1, 1])
         for way, color in zip(WAYS, ("#0072B2", "#D55E00", "#999999"), strict=True):
-            of = [(m["percent"], m["right"]) for m in curves if m["way"] == way and m["percent"] < 100]
-            axis.plot(*zip(*of, strict=True), color=color, label=way, marker=".")
-        axis.axhline(next(m["right"] for m in curves if m["percent"] == 100), color="k", lw=0.5, ls="--")
+            of = [m for m in curves if m["way"] == way and m["percent"] < 100]
+            percent, right, anew = ([m[name] for m in of] for name in ("percent", "right", "right_anew"))
+            axis.plot(percent, right, color=color, label=way, marker=".")
+            axis.plot(percent, anew, color=color, ls="--")
+        axis.plot([], [], color="k", ls="--", label="read anew")
+        axis.axhline(next(m["right"] for m in curves if m["percent"] == 100), color="k", lw=0.5, ls=":")
         axis.set(xlabel="thinking tokens that stay, %", ylabel="right", ylim=(0, 1.02))
         axis.legend()

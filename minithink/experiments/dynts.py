@@ -271,12 +271,18 @@ IMPORTANCE = Table(
 )  # fmt: skip
 
 
+def answered(result: Result) -> list[str]:
+    """How often each problem was answered, and what the second form of a selection is, if it was measured."""
+    settings, rows = result["settings"], result["measurements"]["pareto"]
+    said = f"{settings['limit']} problems of `{settings['family']}`, each answered {settings['pareto']} times."
+    if any("right_anew" in m for m in rows):
+        said += " Right: the other tokens are masked. Read anew: the tokens that stay are a new prompt."
+    return [said, ""]
+
+
 PARETO = Table(
     (("thinking tokens that stay", "percent", "{} %"),), rows=lambda result: result["measurements"]["pareto"],
-    across="way", cells=(("{}: right", "right", "{:.0%}"),), said=lambda result: [
-        f"{result['settings']['limit']} problems of `{result['settings']['family']}`, each answered "
-        f"{result['settings']['pareto']} times.", "",
-    ],
+    across="way", cells=(("{}: right", "right", "{:.0%}"), ("{}: read anew?", "right_anew", "{:.0%}")), said=answered,
 )  # fmt: skip
 
 

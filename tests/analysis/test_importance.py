@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +132,54 @@ def test_answers_behind_a_mask(tiny: Engine) -> None:
     assert answers(tiny, texts, [nothing[0], ~nothing[1]], args, 0) == [whole[0], blind[1]]
 
 
+def test_a_new_prompt_is_the_question_the_tokens_that_stay_and_the_tags(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tags stay, also one that the model has generated; the second text is shorter, so its row has padding."""
+    first, second, seen = text(tiny, 1), text(tiny, 4), list[list[list[int]]]()
+    opening, closing = tiny.tokenizer.id_of("<think>"), tiny.tokenizer.id_of("</think>")
+    first = first._replace(tokens=[opening, *first.tokens], think=range(1, 1 + len(first.think)))
+    hidden = [torch.arange(len(t.think)) % 3 != 1 for t in (first, second)]
+
+    def decoded(
+        engine: Engine, read: list[list[int]], *rest: object, masked: object, **options: object
+    ) -> list[list[int]]:
+        assert masked is None
+        seen.append(read)
+        return [[]]
+
+    monkeypatch.setattr(importance, "decode", decoded)
+    args = argparse.Namespace(temperature=0.0, seed=0)
+    answers(tiny, [first, second], hidden, args, 0, anew=True)
+    assert len(first.tokens) != len(second.tokens)
+    assert seen == [[
+        [*first.prompt, opening, *first.tokens[2 : first.think.stop : 3], closing],
+        [*second.prompt, *second.tokens[1 : second.think.stop : 3], closing],
+    ]]  # fmt: skip
+    answers(tiny, [first, second], masks([first, second], "top", 100, 0), args, 0, anew=True)
+    assert seen[1] == [[*t.prompt, *t.tokens[: t.think.stop + 1]] for t in (first, second)], "the whole texts"
+
+
+def test_a_new_prompt_is_computed_anew(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At positions that are numbered again; of whole texts both forms have equal answers, of a part other ones."""
+    texts, args = [text(tiny, 1), text(tiny, 4)], argparse.Namespace(temperature=0.6, seed=0)
+    whole, part = masks(texts, "top", 100, 0), masks(texts, "top", 10, 0)
+    assert answers(tiny, texts, whole, args, 3, anew=True) == answers(tiny, texts, whole, args, 3)
+    assert answers(tiny, texts, part, args, 3, anew=True) != answers(tiny, texts, part, args, 3)
+    begin, seen, slots = dense.Dense.begin, list[int](), set[int]()
+
+    def listening(cache: dense.Dense, pos: torch.Tensor, end: int) -> None:
+        seen.extend(pos[0].tolist())
+        slots.add(len(cache.column))
+        begin(cache, pos, end)
+
+    monkeypatch.setattr(dense.Dense, "begin", listening)
+    [answer] = answers(tiny, texts[:1], part[:1], args, 3, anew=True)
+    read = len(texts[0].prompt) + int((~part[0]).sum()) + 1
+    assert seen[: read + len(answer)] == list(range(read + len(answer)))
+    assert slots == {read + ANSWER}, "no other token has a slot"
+
+
 def test_prompts_that_are_read_in_parts_are_the_same(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     read = [[*t.prompt, *t.tokens[: t.think.stop + 1]] for t in (text(tiny, 1), text(tiny, 4))]
     whole = decode(tiny, read, ANSWER)
@@ -160,23 +211,41 @@ def test_the_first_answer_is_drawn_behind_the_mask(tiny: Engine, monkeypatch: py
 
 
 def test_a_pareto_curve_is_a_mean_over_draws(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each draw has a mask and a seed of its own; of 2 texts and 3 draws one sixth is right for each right answer."""
-    made, seeds = [text(tiny, 1), text(tiny, 4)], set[int]()
+    """Each draw has a mask and a seed of its own, the same in both forms; of 2 texts and 3 draws one sixth is right
+    for each right answer. In the new form, one of two answers is right. The progress counts all answers."""
+    made, seeds = [text(tiny, 1), text(tiny, 4)], {True: list[int](), False: list[int]()}
+    kept: dict[bool, list[list[int]]] = {True: [], False: []}
 
     def decoded(
-        engine: Engine, read: list[list[int]], *rest: object, seed: int, **options: object
-    ) -> list[list[int]]:
-        seeds.add(seed)
-        return [tiny.tokenizer.encode(t.problem.answer if seed == 8 else "no") for t in made]
+        engine: Engine, read: list[list[int]], *rest: object, seed: int, masked: torch.Tensor | None,
+        **options: object,
+    ) -> list[list[int]]:  # fmt: skip
+        anew = masked is None
+        seeds[anew].append(seed)
+        for i, ids in enumerate(read):
+            kept[anew].append([t for at, t in enumerate(ids) if masked is None or not masked[i, at]])
+        good = made[anew:] if seed == 8 else []
+        return [tiny.tokenizer.encode(t.problem.answer if any(t is x for x in good) else "no") for t in made]
+
+    @contextmanager
+    def counted(total: int, done: int, label: str) -> Iterator[Callable[[bool], None]]:
+        told: list[bool] = []
+        yield told.append
+        assert len(told) == total == 2 * 4 * 3 * 2
+        assert sum(told) == 4 * (2 + 1)
 
     monkeypatch.setattr(importance, "decode", decoded)
+    monkeypatch.setattr(importance, "progress", counted)
     monkeypatch.setattr(importance, "PERCENT", (30, 100))
     monkeypatch.setattr(runs, "is_right", lambda answer, problem: problem.answer in answer)
     args = argparse.Namespace(pareto=3, batch_size=2, temperature=0.6, seed=7)
     rows = importance.pareto(tiny, made, args)
-    assert seeds == {7, 8, 9}
+    assert seeds[True] == seeds[False] == [7, 8, 9] * 4
+    assert kept[True] == kept[False]
+    assert kept[True][12] != kept[True][14], "another draw"
     assert [(m["way"], m["percent"]) for m in rows] == [("top", 30), ("bottom", 30), ("random", 30), ("top", 100)]
     assert [m["right"] for m in rows] == pytest.approx([2 / 6] * 4)
+    assert [m["right_anew"] for m in rows] == pytest.approx([1 / 6] * 4)
 
 
 def test_the_command(tiny: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -191,20 +260,42 @@ def test_the_command(tiny: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [(m["way"], m["percent"]) for m in found["pareto"]] == [
         ("top", 50), ("bottom", 50), ("random", 50), ("top", 100),
     ]  # fmt: skip
-    assert found["pareto"][-1]["right"] == 1
+    assert found["pareto"][-1]["right"] == found["pareto"][-1]["right_anew"] == 1
     assert found["texts"] == 2
     assert len(found["content"]) == 10
     assert json.loads(path.read_text())["complete"]
-    assert "top 100 %: 100.0% right" in capsys.readouterr().out
+    assert "top 100 %: 100.0% right, 100.0% read anew" in capsys.readouterr().out
     monkeypatch.setattr(runs, "generate", lambda *args: [t.tokens[:9] for t in made])
     assert __main__.main(words) == 1
     assert "None of 2 texts answers" in capsys.readouterr().err
 
 
-def test_the_picture(tiny: Engine, tmp_path: Path) -> None:
+def test_the_picture(tiny: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers to new prompts are dashed, in the colours of the masked ones."""
     pytest.importorskip("matplotlib")
-    own = text(tiny)
-    curves = [{"way": way, "percent": p, "right": 0.5} for way in ("top", "bottom", "random") for p in (10, 50)]
-    found = measured(tiny, [own]) | {"pareto": [*curves, {"way": "top", "percent": 100, "right": 1.0}]}
-    importance.draw(argparse.Namespace(plot=tmp_path, family="facts"), own, found)
+    own, figures, drawing = text(tiny), [], importance.drawing
+
+    @contextmanager
+    def kept(*given: Any) -> Iterator[Any]:
+        with drawing(*given) as figure:
+            figures.append(figure)
+            yield figure
+
+    monkeypatch.setattr(importance, "drawing", kept)
+    curves = [
+        {"way": way, "percent": p, "right": p / 100, "right_anew": p / 200}
+        for way in ("top", "bottom", "random") for p in (10, 50)
+    ]  # fmt: skip
+    whole = {"way": "top", "percent": 100, "right": 1.0, "right_anew": 1.0}
+    importance.draw(
+        argparse.Namespace(plot=tmp_path, family="facts"), own, measured(tiny, [own]) | {"pareto": [*curves, whole]}
+    )
     assert (tmp_path / "importance-facts.svg").stat().st_size > 5000
+    axis = figures[0].axes[-1]
+    lines = {
+        style: {x.get_color(): list(x.get_ydata()) for x in axis.lines if x.get_linestyle() == style}
+        for style in ("-", "--")
+    }
+    assert list(lines["-"].values()) == [[0.1, 0.5]] * 3
+    assert lines["--"] == {color: [0.05, 0.25] for color in lines["-"]} | {"k": []}
+    assert [x.get_text() for x in axis.get_legend().get_texts()] == ["top", "bottom", "random", "read anew"]

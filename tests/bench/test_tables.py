@@ -251,6 +251,20 @@ def test_columns_without_a_figure_are_left_out_where_they_may_be() -> None:
     assert tables.cells(table, ROWS) == [("name", "share", "low"), ("a", "5%", "–"), ("b", "–", "–")]
 
 
+def test_answers_that_are_read_anew_have_columns_if_they_were_measured() -> None:
+    rows = [{"way": way, "percent": 30, "right": 0.98, "right_anew": 0.4} for way in ("top", "random")]
+    result = ABOUT | {"settings": {"limit": 64, "family": "facts", "pareto": 5}, "measurements": {"pareto": rows}}
+    found = tables.lines_of(tables.TABLES["pareto-facts"], result)
+    first = "thinking tokens that stay"
+    assert found[0] == f"| {first} | top: right | top: read anew | random: right | random: read anew |"
+    assert found[2] == "| 30 % | 98% | 40% | 98% | 40% |"
+    assert "Read anew: the tokens that stay are a new prompt." in found[4]
+    old = [{name: value for name, value in m.items() if name != "right_anew"} for m in rows]
+    found = tables.lines_of(tables.TABLES["pareto-facts"], result | {"measurements": {"pareto": old}})
+    assert found[:3:2] == [f"| {first} | top: right | random: right |", "| 30 % | 98% | 98% |"]
+    assert found[4] == "64 problems of `facts`, each answered 5 times."
+
+
 def test_values_across_have_columns_of_their_own() -> None:
     """In the order in which they come; the last columns stand behind them, and what is not there is a dash."""
     rows = [{"n": n, "at": at, "x": n * 10 + at, "sum": 7} for n, at in ((1, 2), (2, 2), (2, 5))]
