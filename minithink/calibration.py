@@ -33,6 +33,7 @@ COMMANDS = {  # what makes each file
     **{f"predictor-{target}.safetensors": f"predictor --targets {target}" for target in TARGETS},
 }  # fmt: skip
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # of tensors in these files
+DRAWS = ("temperature", "top_k", "top_p", "min_p", "seed")  # what decides the draws of a numbered sequence
 METADATA = "minithink"  # the field of a file of vectors that has its JSON
 VECTORS = ("plain", "matched")  # tensors of a file of vectors, see `calibrate/steering.py`
 WEIGHTS = ("first", "second", "last")  # names of a predictor's tensors
@@ -68,8 +69,9 @@ def read(folder: Path, name: str, model: Path, spoken: str = "") -> dict[str, An
         )
     found: dict[str, Any] = values
     if name == FORESIGHT:
-        texts = {tuple(prompt): text for prompt, text in found.pop("texts")}
-        found["text"] = lambda prompt: texts.get(tuple(prompt))
+        texts = {tuple(prompt): (text, number) for prompt, text, number in found.pop("texts")}
+        found["text"] = lambda prompt: texts.get(tuple(prompt), (None, None))[0]
+        found["number"] = lambda prompt: texts.get(tuple(prompt), (None, None))[1]
     return found
 
 
@@ -102,7 +104,7 @@ def _predictor(path: Path) -> dict[str, Any]:
 
 def identity(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """What of a calibration decides the tokens that are generated under it, as JSON knows it. Foresight decides
-    nothing of its own: its texts follow from the model, the problems and the draws."""
+    nothing of its own: its texts follow from the model, the problems and the draws (`foresight.check_draws`)."""
     if name == FORESIGHT:
         return {}
     if name == STEERING:
@@ -141,9 +143,10 @@ def wrong(values: Any, name: str) -> str:
     if name == FORESIGHT:
         texts = values.get("texts")
         fits = isinstance(texts, list) and all(
-            isinstance(x, list) and len(x) == 2 and all(map(_are_ids, x)) for x in texts
+            isinstance(x, list) and len(x) == 3 and all(map(_are_ids, (*x[:2], x[2:]))) for x in texts
         )
-        return "" if fits else "it has no texts"
+        drawn = isinstance(settings := values.get("settings"), dict) and settings.keys() >= {*DRAWS}
+        return "it has no texts with numbers" if not fits else "" if drawn else "it does not say how texts were drawn"
     if name == STEERING:
         return _wrong_vectors(values)
     if name.startswith("predictor"):

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from minithink import calibration as files
 from minithink import memory
 from minithink.backend import choose, device_of
 from minithink.config import ModelConfig, as_ids, read_json
 from minithink.errors import MinithinkError, UsageError
-from minithink.foresight import followers, later
+from minithink.foresight import check_draws, followers, later
 from minithink.grouping import group_by_length, padded_budgets
 from minithink.kv.contract import Policy, Shape
 from minithink.kv.manager import bytes_for
@@ -304,6 +303,7 @@ class Engine:
         if chosen is not None:
             for prompt in ids:
                 check_budget(chosen, len(prompt))
+            check_draws(self, chosen, {**drawing, "seed": seed, "num_samples": num_samples}, ids)
         if wanted is None:
             self._cap(sequences, batch_size, chosen)
         if padded_budget is not None:
@@ -339,10 +339,6 @@ class Engine:
             """The thought type of a text's last token, by keywords."""
             return ending(self.tokenizer.pieces(ids))
 
-        def read(*args: Any) -> Tensor:
-            """`foresight.later` of this model."""
-            return later(self, *args)
-
         c = self.config
         shape = Shape(c.num_layers, 1, c.num_kv_heads, c.num_heads, c.head_dim, c.hidden_size, policy.scope,
                       self.device, c.max_position, self.dtype)  # fmt: skip
@@ -350,7 +346,7 @@ class Engine:
             member.reads(kind)
             if type(member).vocabulary is not Policy.vocabulary:
                 member.vocabulary(self._vocabulary)
-            member.foresees(followers(self), read)
+            member.foresees(followers(self), lambda *given: later(self, *given))
             cautions = [member.caution(shape)]
             if name := member.calibration:
                 member.calibrated(values := self.calibration(name))

@@ -8,14 +8,16 @@ Attention is the mean over layers and heads.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
+from minithink.calibration import DRAWS, FORESIGHT
 from minithink.errors import UsageError
-from minithink.kv.contract import Live
+from minithink.kv.contract import Live, Policy
+from minithink.kv.stack import members
 from minithink.reading import QUERIES, read
 from minithink.tasks import question_in
 from minithink.tasks.needs import reader
@@ -23,6 +25,40 @@ from minithink.thinking import CLOSE, OPEN
 
 if TYPE_CHECKING:
     from minithink.engine import Engine
+
+
+def check_draws(
+    engine: Engine, policy: Policy, drawing: Mapping[str, Any], prompts: Sequence[Sequence[int]]
+) -> None:  # fmt: skip
+    """Refuse a recording whose texts were drawn otherwise than those of a run.
+
+    Args:
+        policy: nothing is checked if it reads no recording.
+        drawing: options of `Engine.stream`: those that decide draws, and num_samples.
+        prompts: ids of all prompts of the run.
+
+    Raises:
+        UsageError: other options decided the draws, or another number of a sequence.
+    """
+    name = next((m.name for m in members(policy) if m.calibration == FORESIGHT), None)
+    if name is None:
+        return
+    recorded = engine.calibration(FORESIGHT)
+    then, samples = recorded["settings"], drawing["num_samples"]
+    if then["temperature"] == drawing["temperature"] == 0:
+        return
+    if other := [x for x in DRAWS if then[x] != drawing[x]]:
+        was, now = (", ".join(f"{x}={of[x]}" for x in other) for of in (then, drawing))
+        raise UsageError(
+            f"{name}: the texts of {FORESIGHT} were drawn with {was}, and this run draws with {now}: give the same "
+            "options, or record with those of this run."
+        )
+    for number in range(len(prompts) * samples):
+        if (own := recorded["number"](prompts[number // samples])) not in (None, number):
+            raise UsageError(
+                f"{name}: sequence {number} of this run was recorded in {FORESIGHT} as sequence {own}, which has "
+                "other draws: give the recorded problems in their order, with one sample each."
+            )
 
 
 def thinking_of(engine: Engine, tokens: Sequence[int]) -> range:

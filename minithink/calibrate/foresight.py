@@ -1,7 +1,8 @@
 """Record what the full cache writes, for oracles that know the future.
 
 An evaluation of the same problems with the same options of drawing generates the same texts with the full cache. So
-the options here are those of `minithink.evaluate`. One text of each problem is recorded.
+the options here are those of `minithink.evaluate`. One text of each problem is recorded, with its number: draws
+depend on it.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             _say(f"interrupted: {len(journal.lines)} texts are in {journal.path}; give the same command with "
                  "--resume to finish the rest")  # fmt: skip
             return INTERRUPTED
-        texts = [[line["prompt"], line["tokens"]] for line in journal.lines]
+        texts = [[line["prompt"], line["tokens"], line["text"]] for line in journal.lines]
         result |= {"checkpoint": settings["checkpoint"], "settings": settings, "texts": texts, "measurements": []}
         results.write(path, result | {"complete": True})
         journal.remove()

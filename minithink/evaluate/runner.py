@@ -37,6 +37,7 @@ from minithink.evaluate.ranks import Ranks
 from minithink.evaluate.recall import Recall
 from minithink.evaluate.summary import FULL, Row
 from minithink.evaluate.trace import Recording, path_of
+from minithink.foresight import check_draws
 from minithink.kv.stack import members
 from minithink.policies import split
 from minithink.progress import progress
@@ -160,6 +161,8 @@ def evaluate(
     notes += sorted(engine.cautions)
     names = {cell.policy for cell in cells} - {*policies}  # full, where only a share needs it
     job = Job(engine, examples, args, [*names, *policies])
+    for cell in cells:
+        check_draws(engine, policy_of(cell, args.schedule), job.drawing, job.prompts)
     job.settings |= {"calibration": calibration} if calibration else {}
     job.settings |= {"full_tokens": mean} if mean is not None else {}
     prompts = [len(prompt) for prompt in job.prompts]

@@ -5,10 +5,10 @@
     needs_oracle       what a continuation may still read by the rules of the task families (`tasks/needs.py`), then
                        the other tokens of these statements, then the newer token
 
-The first two read a text that the full cache has generated for the same prompt with the same draws
-(`python -m minithink.calibrate foresight`). Evictions change a text sooner or later; from then on the oracle knows
-the future of another text. So its figures are lower bounds of what its score can do. The third oracle reads the text
-that is being written, up to the newest token.
+The first two read a text that the full cache has generated for the same prompt with the same draws (`python -m
+minithink.calibrate foresight`); other draws are refused. Evictions change a text sooner or later; from then on the
+oracle knows the future of another text. So its figures are lower bounds of what its score can do. The third oracle
+reads the text that is being written, up to the newest token.
 
 None of the three bounds what a method can reach. On the embedded model other methods that keep as many tokens are
 right more often than the first two, and DynTS with target=needs more often than the third (`docs/dynts.md`).

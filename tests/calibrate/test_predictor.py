@@ -22,6 +22,7 @@ from minithink.calibrate.traces import Trace, batches, drawn, held_out, problems
 from minithink.calibrate.training import Recipe, Training, train
 from minithink.engine import TINY, load
 from minithink.errors import MinithinkError, UsageError
+from minithink.evaluate.__main__ import main as evaluate
 from minithink.foresight import importance
 from minithink.tasks import families
 from minithink.tasks.facts import draw_problem
@@ -471,10 +472,51 @@ def test_what_is_recorded_is_what_the_full_cache_writes(problems: Path, tmp_path
             [own] = engine.generate([question], policy=f"{oracle}:budget={budget}", temperature=0, max_new_tokens=320)
             assert own.kv_tokens < whole.kv_tokens
     with pytest.raises(MinithinkError, match="knows no recorded text for a prompt of"):
-        engine.generate("Alpha beta gamma", policy="answer_oracle:budget=60", max_new_tokens=60)
-    for texts in (3, [[1, 2]], [[[1], [[2]]]], [[[1], [-2]]]):
+        engine.generate("Alpha beta gamma", policy="answer_oracle:budget=60", max_new_tokens=60, temperature=0)
+    bad = [[[1], [2]], [[1], [[2]], 0], [[1], [-2], 0], [[1], [2], -1], [[1], [2], [3]], [[1], [2], True]]
+    for texts in (3, [[1, 2]], *([x] for x in bad)):
         (tmp_path / "foresight.json").write_text(json.dumps({"checkpoint": checkpoint_hash(TINY), "texts": texts}))
-        with pytest.raises(MinithinkError, match="is no calibration: it has no texts; `python -m"):
+        with pytest.raises(MinithinkError, match="is no calibration: it has no texts with numbers; `python -m"):
+            engine.calibration("foresight.json")
+    for settings in (None, {"temperature": 0}):
+        values = {"checkpoint": checkpoint_hash(TINY), "texts": [[[1], [2], 3]], "settings": settings}
+        (tmp_path / "foresight.json").write_text(json.dumps(values))
+        with pytest.raises(MinithinkError, match="is no calibration: it does not say how texts were drawn; `python"):
             engine.calibration("foresight.json")
     with pytest.raises(UsageError, match="a prompt of"):
         engine.generate("Alpha beta gamma", policy="needs_oracle:budget=60", max_new_tokens=60)
+
+
+def test_a_recording_of_other_draws_is_refused(problems: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Draws depend on the options and on the number of the sequence. Without draws neither counts."""
+    words = ["foresight", "--dataset", str(problems), "--limit", "3", "--seed", "4", "--max-new-tokens", "20",
+             "--batch-size", "3", "--device", "cpu", "--output", str(tmp_path)]  # fmt: skip
+    assert main(words) == 0
+    engine = load("tiny", device="cpu", calibration=tmp_path)
+    questions = [example.question for _, example in problems_of([str(problems)], None, 3, 0)]
+    own: dict[str, Any] = {"max_new_tokens": 20, "seed": 4, "policy": "answer_oracle:budget=500"}
+    whole = engine.generate(questions, max_new_tokens=20, seed=4)
+    text = engine.calibration("foresight.json")["text"]
+    assert [x.token_ids for x in whole] == [text(engine.prompt_ids(question)) for question in questions]
+    assert [x.token_ids for x in engine.generate(questions, **own)] == [x.token_ids for x in whole]
+    assert len(engine.generate([*questions, "One more?"], **own)) == 4, "a prompt that is not recorded has no number"
+    for more, said in (
+        ({"seed": 5}, "were drawn with seed=4, and this run draws with seed=5: give"),
+        ({"temperature": 0.0}, r"drawn with temperature=0\.6, and this run draws with temperature=0\.0: give"),
+        ({"temperature": 0.7, "top_p": 0.5}, r"with temperature=0\.6, top_p=1\.0, and .*=0\.7, top_p=0\.5: give"),
+        ({"min_p": 0.1}, r"min_p=0\.0, and .* min_p=0\.1: give"),
+        ({"top_k": 9}, "top_k=0, and .* top_k=9: give"),
+        ({"num_samples": 2}, "sequence 1 of this run was recorded in foresight.json as sequence 0"),
+    ):
+        with pytest.raises(UsageError, match=f"answer_oracle: .*{said}"):
+            engine.stream(questions, **own | more)
+    with pytest.raises(UsageError, match=r"hindsight_oracle: sequence 0 of this run was recorded .* as sequence 1"):
+        engine.stream(questions[1:], **own | {"policy": "hindsight_oracle:budget=500+quant:fmt=fp8"})
+    engine.stream(questions[1:], **own | {"policy": "needs_oracle:budget=500"})
+    evaluation = ["--dataset", str(problems), "--policies", "window:budget=300,answer_oracle:budget=500", "--device",
+                  "cpu", "--calibration", str(tmp_path), "--output-dir", str(tmp_path / "run")]  # fmt: skip
+    assert evaluate(evaluation) == 2
+    assert "drawn with seed=4, and this run draws with seed=0: give" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists(), "before the first policy runs"
+    assert main([*words, "--replace", "--temperature", "0"]) == 0
+    engine.stream(questions[::-1], **own | {"temperature": 0, "seed": 1, "num_samples": 2})
