@@ -75,12 +75,19 @@ def rows(result: Result) -> list[Row]:
         right = fmean(m["pass_at_1"] for m in own)
         low, high = wilson(right, sum(m["samples"] for m in own))
         means = {name: fmean(m[name] for m in own) for name in ("generated_mean", "cut_off", "of_full")}
-        loops = [m["looped"] for m in own if m.get("looped") is not None]  # results of older versions lack them
-        about = {"policy": policy, "budget": budget, "families": len(own), "all": own[0]["all"],
-                 "looped": fmean(loops) if len(loops) == len(own) else None}  # fmt: skip
-        out.append({**about, **means, "right": right, "low": low, "high": high})
+        about = {"policy": policy, "budget": budget, "families": len(own), "all": own[0]["all"]}
+        out.append({**about, **means, "right": right, "low": low, "high": high, "looped": _looped(own)})
+    if any(row["looped"] is None for row in out):  # a column with gaps would compare what it does not know
+        out = [{**row, "looped": None} for row in out]
     of = {row["policy"]: fmean(r["right"] for r in out if r["policy"] == row["policy"]) for row in out}
     return sorted(out, key=lambda row: (-of[row["policy"]], row["policy"]))
+
+
+def _looped(own: Sequence[Row]) -> float | None:
+    """The share of texts that were cut off in a loop. None: some run is from an older version, which did not look."""
+    shares = [m.get("looped") if m["cut_off"] else 0.0 for m in own]
+    known = [share for share in shares if share is not None]
+    return fmean(known) if len(known) == len(shares) else None
 
 
 def said(result: Result) -> Iterable[str]:

@@ -59,6 +59,17 @@ def result(*policies: tuple[str, float | None, dict[str, float], dict[str, float
 LESS = {"less": 20.0, "less_low": 10.0, "less_high": 30.0}
 
 
+def test_loops_are_shown_where_all_of_them_are_known() -> None:
+    """A run without texts that were cut off has no loop, whatever its version looked for."""
+    one = result(("a", 0.5, {"facts": 0.8, "search": 0.7}, None), ("b", 0.5, {"facts": 0.5, "search": 0.4}, None))
+    facts, search, _, other = one["measurements"]
+    assert facts["cut_off"] == 0 < search["cut_off"]
+    search["looped"] = 0.1
+    assert [row["looped"] for row in overall.rows(one)] == [None, None]  # of b nothing is known
+    other["looped"] = 0.2
+    assert [row["looped"] for row in overall.rows(one)] == [0.05, 0.1]
+
+
 def test_the_table_of_all_families() -> None:
     """By hand: means of both families, the best policy over all budgets first, no policy without a budget."""
     found = result(
