@@ -97,7 +97,10 @@ def test_policies_are_listed(capsys: Capture) -> None:
     said = capsys.readouterr().out.splitlines()
     lines, fields = said[::2], said[1::2]
     assert [line.split()[0] for line in lines] == list(POLICIES)
-    assert "budget: int | None = none" in fields[list(POLICIES).index("window")]
+    said_of = {policy: line.strip() for policy, line in zip(POLICIES, fields, strict=True)}
+    assert said_of["window"] == "budget=none (a whole number), schedule=every, protect_prompt=false"
+    assert "seed=0, scope=head (layer, sequence)," in said_of["random"]
+    assert said_of["full"] == "no options"
     for policy, line in zip(POLICIES.values(), lines, strict=True):
         assert policy.summary
         assert policy.summary in line

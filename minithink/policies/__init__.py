@@ -151,8 +151,12 @@ def parse(text: str, *, budget: int | None = None, schedule: str | None = None, 
 
 
 def _members(text: str) -> list[tuple[type[Policy], dict[str, Any]]]:
-    """Of a stack: classes, and the fields that the text gives."""
-    return [_read(member) for member in re.split(r"\+(?!\d)", text)]  # a digit: the + of 1e+5
+    """Of a stack: classes, and the fields that the text gives. UsageError: a class is there twice."""
+    found = [_read(member) for member in re.split(r"\+(?!\d)", text)]  # a digit: the + of 1e+5
+    names = [cls.name for cls, _ in found]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"The stack {text} names {twice} {names.count(twice)} times: give it once.")
+    return found
 
 
 def _read(text: str) -> tuple[type[Policy], dict[str, Any]]:
@@ -230,11 +234,15 @@ def _worded(kind: Any) -> str:
 
 
 def describe(cls: type[Policy]) -> str:
-    """All hyperparameters with their types and defaults."""
-    hints = get_type_hints(cls)
-    out = []
+    """All hyperparameters with their defaults, as on the command line; in brackets what else they take, where that is
+    not another number, text, or the other of true and false."""
+    hints, out = get_type_hints(cls), []
     for name, f in _fields(cls).items():
-        kind = hints[name].__name__ if isinstance(hints[name], type) else str(hints[name]).removeprefix("typing.")
-        default = str(f.default).lower() if f.default is None or isinstance(f.default, bool) else repr(f.default)
-        out.append(f"{name}: {kind}" if f.default is MISSING else f"{name}: {kind} = {default}")
-    return ", ".join(out) or "none"
+        kinds = get_args(hints[name]) if get_origin(hints[name]) in (Union, UnionType) else (hints[name],)
+        default = str(f.default).lower() if f.default is None or isinstance(f.default, bool) else f.default
+        chosen = any(get_origin(kind) is Literal for kind in kinds)
+        others = [_worded(kind) for kind in kinds if kind is not NoneType] if f.default in (None, MISSING) else []
+        others += [str(x) for kind in kinds if chosen for x in get_args(kind) if x != f.default]
+        said = f" ({', '.join(others)})" if others else ""
+        out.append(f"{name}{said}" if f.default is MISSING else f"{name}={default}{said}")
+    return ", ".join(out) or "no options"

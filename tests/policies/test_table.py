@@ -137,6 +137,7 @@ def test_budget_and_schedule_from_outside() -> None:
         ("foreign:flag=True", {}, "cannot have flag=True"),
         ("foreign:choice=c", {}, "cannot have choice=c: choice is a or b."),
         ("foreign:share=1,share=1", {}, "given share twice"),
+        ("window:budget=5+full+window:budget=9", {}, "names window 2 times: give it once"),
         ("full", {"budget": 64}, "A budget of 64 tokens was given, and the policy full takes none: drop it"),
         ("full+kivi", {"budget": 64}, "the policy full.kivi takes none"),
         ("full", {"schedule": "every"}, "The schedule 'every' was given, and the policy full takes none"),
