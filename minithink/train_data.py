@@ -43,7 +43,8 @@ LARGEST = {"facts": 150, "ledger": 500, "search": 254}
 ABOVE_0 = math.nextafter(0.0, 1.0)
 # Fields of the recipe, and the lowest and the highest value of each.
 RANGES: tuple[tuple[str, float, float], ...] = (
-    ("tokens batch_tokens row_tokens evict_span", 1, math.inf),
+    ("tokens batch_tokens row_tokens", 1, math.inf),
+    ("evict_span", 1, 2**20),  # no text is longer, and the memory that a draw needs grows with it
     ("warmup_steps evict_spared weight_decay", 0, math.inf),
     ("lr clip", ABOVE_0, math.inf),
     ("final_lr short_first long_share evict_share evict_rate evict_after", 0, 1),

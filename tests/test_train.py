@@ -329,7 +329,8 @@ def test_the_command_line_sets_shares_and_sizes_by_family(tmp_path, config, monk
 RANGES = [
     ("--tokens", "0", "of at least 1"), ("--batch-tokens", "0", "of at least 1"),
     ("--row-tokens", "0", "of at least 1"), ("--row-tokens", "-512", "of at least 1"),
-    ("--evict-span", "0", "of at least 1"), ("--evict-spared", "-5", "of at least 0"),
+    ("--evict-span", "0", "from 1 to 1048576"), ("--evict-span", "1048577", "from 1 to 1048576"),
+    ("--evict-spared", "-5", "of at least 0"),
     ("--warmup-steps", "-1", "of at least 0"), ("--weight-decay", "-0.1", "of at least 0"),
     ("--lr", "0.0", "above 0"), ("--lr", "-0.001", "above 0"), ("--lr", "nan", "above 0"),
     ("--lr", "inf", "above 0, and not inf"), ("--clip", "0.0", "above 0"),
