@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,6 +48,36 @@ def test_twins_that_are_recorded_need_no_data(name: str) -> None:
     else:
         with pytest.raises(RuntimeError, match="meta tensors"):
             twin(*inputs)
+
+
+def test_the_kernel_and_its_twin_are_each_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In microseconds: the kernel recorded over all inputs, the twin from Python, and recorded if it can be."""
+    called: list[tuple[str, int]] = []
+
+    def backend(name: str) -> SimpleNamespace:
+        return SimpleNamespace(**dict.fromkeys(("sparsity", "kmeans"), lambda x: called.append((name, x))))
+
+    monkeypatch.setattr(ops, "triton_backend", lambda: backend("kernel"))
+    monkeypatch.setattr(ops, "REFERENCE", backend("twin"))
+
+    def timed(call: Callable[[int], object], count: int, repeats: int) -> float:
+        assert repeats == 7
+        for i in range(count):
+            call(i)
+        assert [x for _, x in called[-count:]] == [10, 11, 12], "inputs in turn"
+        return {"kernel": 2e-6, "twin": 5e-6}[called[-1][0]]
+
+    def elapsed(call: Callable[[], object]) -> float:
+        call()
+        assert called[-1] == ("twin", 10)
+        return 9e-6
+
+    monkeypatch.setattr(ops.attention, "timed", timed)
+    monkeypatch.setattr(ops.attention, "elapsed", elapsed)
+    for name, recorded in (("sparsity", {"twin_recorded_microseconds": pytest.approx(5)}), ("kmeans", {})):
+        found = ops.beside_twin(name, [(10,), (11,), (12,)], 7)  # type: ignore[list-item]
+        own = {"kernel": name, "microseconds": pytest.approx(2), "twin_microseconds": pytest.approx(9)}
+        assert found == own | recorded
 
 
 def test_the_predictor_is_timed_beyond_the_rows_of_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -512,6 +512,8 @@ def test_a_recording_of_other_draws_is_refused(problems: Path, tmp_path: Path, c
             engine.stream(questions, **own | more)
     with pytest.raises(UsageError, match=r"hindsight_oracle: sequence 0 of this run was recorded .* as sequence 1"):
         engine.stream(questions[1:], **own | {"policy": "hindsight_oracle:budget=500+quant:fmt=fp8"})
+    with pytest.raises(UsageError, match=r"sequence 1 of this run was recorded .* as sequence 0"):
+        engine.stream(questions[:1], **own | {"num_samples": 2})
     engine.stream(questions[1:], **own | {"policy": "needs_oracle:budget=500"})
     evaluation = ["--dataset", str(problems), "--policies", "window:budget=300,answer_oracle:budget=500", "--device",
                   "cpu", "--calibration", str(tmp_path), "--output-dir", str(tmp_path / "run")]  # fmt: skip
@@ -520,3 +522,5 @@ def test_a_recording_of_other_draws_is_refused(problems: Path, tmp_path: Path, c
     assert not (tmp_path / "run").exists(), "before the first policy runs"
     assert main([*words, "--replace", "--temperature", "0"]) == 0
     engine.stream(questions[::-1], **own | {"temperature": 0, "seed": 1, "num_samples": 2})
+    with pytest.raises(UsageError, match=r"drawn with temperature=0\.0, and this run draws with temperature=0\.6"):
+        engine.stream(questions, **own)
