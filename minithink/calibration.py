@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minithink.errors import MinithinkError, reason
+from minithink.sampling import DRAWS
 from minithink.weights import checkpoint_hash
 
 TARGETS = ("answer", "hindsight", "needs")  # what predictors are trained to predict
@@ -33,7 +34,6 @@ COMMANDS = {  # what makes each file
     **{f"predictor-{target}.safetensors": f"predictor --targets {target}" for target in TARGETS},
 }  # fmt: skip
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # of tensors in these files
-DRAWS = ("temperature", "top_k", "top_p", "min_p", "seed")  # what decides the draws of a numbered sequence
 METADATA = "minithink"  # the field of a file of vectors that has its JSON
 VECTORS = ("plain", "matched")  # tensors of a file of vectors, see `calibrate/steering.py`
 WEIGHTS = ("first", "second", "last")  # names of a predictor's tensors
@@ -69,9 +69,10 @@ def read(folder: Path, name: str, model: Path, spoken: str = "") -> dict[str, An
         )
     found: dict[str, Any] = values
     if name == FORESIGHT:
-        texts = {tuple(prompt): (text, number) for prompt, text, number in found.pop("texts")}
-        found["text"] = lambda prompt: texts.get(tuple(prompt), (None, None))[0]
-        found["number"] = lambda prompt: texts.get(tuple(prompt), (None, None))[1]
+        rows = found.pop("texts")
+        texts, numbers = ({tuple(row[0]): row[i] for row in rows} for i in (1, 2))
+        found["text"] = lambda prompt: texts.get(tuple(prompt))
+        found["number"] = lambda prompt: numbers.get(tuple(prompt))
     return found
 
 

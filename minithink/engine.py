@@ -34,7 +34,7 @@ from minithink.kv.stack import members
 from minithink.model import Decoder, Rope
 from minithink.policies import POLICIES, parse
 from minithink.policies.full import Full
-from minithink.sampling import SamplingParams, is_whole
+from minithink.sampling import DRAWS, SamplingParams, is_whole
 from minithink.stream import Chunk, Result, Stream, Track, prompts_at_once
 from minithink.thoughts import ending
 from minithink.tokenizer import Tokenizer
@@ -53,7 +53,7 @@ UNSUPPORTED = """
     forced_eos_token_id forced_decoder_ids sequence_bias exponential_decay_length_penalty stop_strings
 """.split()  # noqa: SIM905
 ONE_IS_OFF = UNSUPPORTED[:6]  # … or 1, in these fields
-DRAWING = ("temperature", "top_k", "top_p", "min_p")  # what a checkpoint may recommend
+DRAWING = tuple(name for name in DRAWS if name != "seed")  # what a checkpoint may recommend
 
 Prompt = str | Sequence[int]
 

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from minithink.calibration import DRAWS, FORESIGHT
+from minithink.calibration import FORESIGHT
 from minithink.errors import UsageError
 from minithink.kv.contract import Live, Policy
 from minithink.kv.stack import members
 from minithink.reading import QUERIES, read
+from minithink.sampling import DRAWS
 from minithink.tasks import question_in
 from minithink.tasks.needs import reader
 from minithink.thinking import CLOSE, OPEN

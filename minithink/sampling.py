@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -65,6 +65,9 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most probable token is always taken."""
         return self.temperature == 0
+
+
+DRAWS = tuple(f.name for f in fields(SamplingParams))  # what decides the draws of a numbered sequence
 
 
 def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:

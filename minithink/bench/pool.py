@@ -38,13 +38,13 @@ from minithink.kv.stack import members
 from minithink.origin import ROOT
 from minithink.policies import POLICIES, leaves_open, parse
 from minithink.quant import parse_pair
+from minithink.sampling import DRAWS
 
 FILE = "pool.jsonl"
 ANSWERS = 32  # sequences whose answers are kept, and compared after a change of kernels
 MACHINE = ("dtype", "backend", "device")  # parts of a key that the machine decides
 PADDED = ("padded_budget", "group")  # parts of a key only where padding is charged (`minithink/grouping.py`)
 WATCHED = ("recall", "needed")  # measured on request; a run with such a measurement also serves a key without it
-DRAWN = ("temperature", "top_k", "top_p", "min_p", "seed", "max_new_tokens")
 
 
 @dataclass
@@ -114,7 +114,7 @@ def _text(value: Mapping[str, Any]) -> str:
 
 def key_of(settings: Mapping[str, Any], policy: str, budget: float | None) -> dict[str, Any]:
     """A run's key. settings: those of an evaluation (`evaluate/runner.py`), with or without the machine."""
-    names = ("checkpoint", "dataset", "split", "limit", "problems", "num_samples", *WATCHED, *DRAWN)
+    names = ("checkpoint", "dataset", "split", "limit", "problems", "num_samples", *WATCHED, *DRAWS, "max_new_tokens")
     some = MACHINE if budget is None else (*MACHINE, *PADDED)
     key = {name: settings[name] for name in names} | {name: settings[name] for name in some if name in settings}
     needed = {m.calibration for m in members(_policy(policy))} - {""}
