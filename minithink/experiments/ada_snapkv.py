@@ -28,6 +28,4 @@ def selections(lengths: Sequence[int], due: Sequence[int], size: int) -> Iterato
         yield f"{rows} × {tokens:,} tokens", own, [heads(rows, tokens, "cuda") for _ in range(-(-size // own))]
 
 
-OPERATIONS = {
-    "keep_shared": Operation(lambda device, tokens: heads(2, tokens, device, layers=1), selections, recordable=True)
-}
+OPERATIONS = {"keep_shared": Operation(lambda device, tokens: heads(2, tokens, device, layers=1), selections)}

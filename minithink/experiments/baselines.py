@@ -264,11 +264,8 @@ def draws(lengths: Sequence[int], due: Sequence[int], size: int) -> Iterator[tup
 
 # Weighted scores differ in their last bits, so whole numbers are compared without weights.
 OPERATIONS = {
-    name: Operation(exact, cases, recordable=True)
-    for name, exact, cases in (
-        ("accumulate", lambda device, tokens: lanes(2, tokens, device, layers=1, gone=True), remembered),
-        ("carry", lambda device, tokens: carried(2, tokens, device, layers=1), carryings),
-        ("stamp", lambda device, tokens: stamped(2, tokens, device, layers=1, gone=True), stamps),
-        ("draw", lambda device, tokens: lots(2, tokens, device, weighted=False, layers=1), draws),
-    )
+    "accumulate": Operation(lambda device, tokens: lanes(2, tokens, device, layers=1, gone=True), remembered),
+    "carry": Operation(lambda device, tokens: carried(2, tokens, device, layers=1), carryings),
+    "stamp": Operation(lambda device, tokens: stamped(2, tokens, device, layers=1, gone=True), stamps),
+    "draw": Operation(lambda device, tokens: lots(2, tokens, device, weighted=False, layers=1), draws),
 }

@@ -150,9 +150,6 @@ CASES = {
 }
 
 
-ROWS = (1, 4, 8, 16, 20, 32, 48, 64, 128, 256)  # of the predictor
-
-
 def _weights(d: int, device: str) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(size, device=device, dtype=torch.bfloat16) / 64
                  for size in pairwise((d, 2 * d, d // 2, 1)))  # fmt: skip
@@ -171,7 +168,7 @@ def by_rows(lengths: Sequence[int], due: Sequence[int], size: int) -> Iterator[t
 
     d, device = 4096, "cuda"
     own = 2 * (3 * d * d + d // 2)
-    for rows in ROWS:
+    for rows in (1, 4, 8, 16, 20, 32, 48, 64, 128, 256):
         inputs = [(torch.randn(rows, d, device=device), _weights(d, device)) for _ in range(-(-size // own))]
         yield f"{rows} rows, d = {d:,}{' (torch)' if rows > FEW_ROWS else ''}", own, inputs
 
@@ -194,8 +191,8 @@ def selections(lengths: Sequence[int], due: Sequence[int], size: int) -> Iterato
 
 
 OPERATIONS = {
-    "predict": Operation(ones, by_rows, recordable=True),
-    "select": Operation(lambda device, tokens: lanes(2, tokens + 200, device), selections, recordable=True),
+    "predict": Operation(ones, by_rows),
+    "select": Operation(lambda device, tokens: lanes(2, tokens + 200, device), selections),
 }
 
 # How well predictors do --------------------------------------------------------------------------------------------

@@ -244,8 +244,7 @@ def due_rows(lengths: Sequence[int], due: Sequence[int], bytes: int) -> Iterator
 
 # The twin of `kmeans` waits for the device, to learn whether a cluster is empty.
 OPERATIONS = {
-    "sparsity": Operation(weights, due_rows, recordable=True),
-    "kmeans": Operation(segments, shrinking),
+    "sparsity": Operation(weights, due_rows), "kmeans": Operation(segments, shrinking, recordable=False),
 }
 
 # Tables of steps ---------------------------------------------------------------------------------------------------
