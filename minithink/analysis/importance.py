@@ -206,8 +206,9 @@ def answers(
         row[start : start + len(own)] = own.to(engine.device)
     if anew:
         read = [list(compress(ids, row)) for ids, row in zip(read, (~masked).tolist(), strict=True)]
-    options: dict[str, Any] = {"temperature": args.temperature, "seed": args.seed + seed}
-    return decode(engine, read, ANSWER, masked=None if anew else masked, **options)
+    return decode(
+        engine, read, ANSWER, temperature=args.temperature, seed=args.seed + seed, masked=None if anew else masked
+    )
 
 
 def draw(args: argparse.Namespace, text: Text, found: dict[str, Any]) -> None:

@@ -240,9 +240,11 @@ def describe(cls: type[Policy]) -> str:
     for name, f in _fields(cls).items():
         kinds = get_args(hints[name]) if get_origin(hints[name]) in (Union, UnionType) else (hints[name],)
         default = str(f.default).lower() if f.default is None or isinstance(f.default, bool) else f.default
-        chosen = any(get_origin(kind) is Literal for kind in kinds)
-        others = [_worded(kind) for kind in kinds if kind is not NoneType] if f.default in (None, MISSING) else []
-        others += [str(x) for kind in kinds if chosen for x in get_args(kind) if x != f.default]
+        if f.default in (None, MISSING):
+            others = [_worded(kind) for kind in kinds if kind is not NoneType]
+        else:
+            words = (x for kind in kinds if get_origin(kind) is Literal for x in get_args(kind))
+            others = [str(x) for x in words if x != f.default]
         said = f" ({', '.join(others)})" if others else ""
         out.append(f"{name}{said}" if f.default is MISSING else f"{name}={default}{said}")
     return ", ".join(out) or "no options"
