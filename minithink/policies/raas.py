@@ -152,7 +152,8 @@ class RaaS(Policy):
         last = torch.zeros_like(pos)  # TS; 0 in a prompt that was just read, which has no entries yet
         known = self._known[1][:, step.row, :, : pos.shape[-1]]  # entries stand in the order of columns
         last[..., : known.shape[-1]] = known
-        score = last.double() * 2**20 + number  # the oldest stamp goes first, of equals the older page
+        # The oldest stamp goes first, of equals the older page: exact for texts of up to 2^26 tokens.
+        score = last.double() * 2**26 + number
         step.note(score, free)
         kept = step.ops.keep_best(score, free, self.room(step))
         # If one token of a page goes, so does the rest of the page, unless the page still grows. The page that grows

@@ -117,13 +117,14 @@ def test_heads_with_tables_of_their_own_have_stamps_of_their_own() -> None:
     assert policy.state()[1][0, 0, :, :4].tolist() == [[2, 0, 0, 2], [0, 2, 0, 2]]
 
 
-@pytest.mark.parametrize("far", [0, 10**6])
-def test_an_old_stamp_outweighs_a_low_position(far: int) -> None:
-    """Two tokens have the oldest stamp, 6. The older one of them goes, and token 0 with stamp 7 stays."""
+@pytest.mark.parametrize("first", [6, 2**26 - 8])
+@pytest.mark.parametrize("far", [0, 10**6, 2**26 - 4])
+def test_an_old_stamp_outweighs_a_low_position(far: int, first: int) -> None:
+    """Two tokens have the oldest stamp. The older one of them goes, and token 0 with the next stamp stays."""
     policy, positions = RaaS(budget=3, protect_prompt=False), [0, far + 1, far + 2, far + 3]
     policy.setup(shape_of(policy, 1))
     step = step_of(policy, 1, far + 3, positions, [0.0] * 4)
-    for entries, values in zip(policy.state(), (positions, [7, 6, 6, 8]), strict=True):
+    for entries, values in zip(policy.state(), (positions, [first + 1, first, first, first + 2]), strict=True):
         entries[..., :4] = torch.tensor(values)
     (edit,) = policy.decide(step)
     assert edit.drop.flatten().tolist() == [False, True, False, False]
