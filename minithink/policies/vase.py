@@ -77,10 +77,10 @@ class VaSE(Policy):
                 f"{self.name}: buffer is {self.buffer}, rank {self.rank}, n_sink {self.n_sink} and n_large "
                 f"{self.n_large}; buffer and rank must be at least 1, n_sink at least 0, and n_large at least n_sink."
             )
-        if not self.temperature > 0 or self.smooth < 1 or self.smooth % 2 == 0:
+        if not 0 < self.temperature < torch.inf or self.smooth < 1 or self.smooth % 2 == 0:
             raise UsageError(
                 f"{self.name}: temperature is {self.temperature:g} and smooth {self.smooth} keys; temperature must "
-                "be above 0, and smooth odd."
+                "be above 0 and finite, and smooth odd."
             )
         self.slack = self.buffer
         if self.variant == "attnv":

@@ -108,6 +108,8 @@ def test_the_sketch_is_gaussian(six: Any) -> None:
         {"n_sink": 5, "n_large": 4},
         {"temperature": 0.0},
         {"temperature": -1.0},
+        {"temperature": torch.inf},
+        {"temperature": torch.nan},
         {"smooth": 4},
         {"smooth": -1},
     ],
