@@ -49,12 +49,13 @@ from torch import Tensor
 
 from minithink.errors import UsageError
 from minithink.kv.contract import Demand, Edit, Evict, Policy, See, Shape, Step
-from minithink.kv.schedule import divided
+from minithink.kv.schedule import PLACES, divided, share_of
 from minithink.policies import dynts_cost as cost
 from minithink.policies.dynts_cost import break_even as break_even
 from minithink.policies.random import lots
 
 LEAST = torch.finfo(torch.float32).min  # the score of tokens without a score
+PARTS = 10**PLACES  # a share is a number of such parts
 
 
 @dataclass
@@ -70,14 +71,16 @@ class Windows(Policy):
     exempt_answer = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.ratio < 1:
+        if not 0 <= self.ratio < 1 or share_of(PARTS, self.ratio) == PARTS:
             raise UsageError(
-                f"{self.name}: ratio is {self.ratio:g}; it must be at least 0, and below 1, for with 1 no token ever "
-                "goes."
+                f"{self.name}: ratio is {self.ratio:.15g}; it must be at least 0, and below 1 in nine decimals, for "
+                "with 1 no token ever goes."
             )
-        if not 0 <= self.local < 2**30 or (self.local > 1 and self.local % 1):
+        share = self.local if self.local < 1 else 0.0
+        if not 0 <= self.local < 2**30 or (self.local > 1 and self.local % 1) or share_of(PARTS, share) == PARTS:
             raise UsageError(
-                f"{self.name}: local is {self.local:g}; give a share from 0 to below 1, or whole tokens from 1 on."
+                f"{self.name}: local is {self.local:.15g}; give a share from 0 to below 1 in nine decimals, or whole "
+                f"tokens from 1 to {2**30 - 1:,}."
             )
         self.beside = 1 + (int(self.local) if self.local >= 1 else 0)  # a selection window of one token
 

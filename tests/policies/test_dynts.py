@@ -448,19 +448,42 @@ def test_a_setting_that_never_pays_is_told() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("dynts:budget=20,ratio=1", "ratio is 1; it must be at least 0, and below 1, for with 1 no token ever goes"),
+        ("dynts:budget=20,ratio=1", "ratio is 1; it must be at least 0, and below 1 in nine decimals, for with 1 no"),
+        ("dynts:budget=20,ratio=0.9999999999", "ratio is 0.9999999999; it"),
+        ("dynts:budget=20,ratio=inf", "ratio is inf"),
         ("dynts:budget=20,ratio=-0.1", "ratio is -0.1"),
         ("dynts:budget=20,ratio=nan", "ratio is nan"),
-        ("dynts:budget=20,local=1.5", "local is 1.5; give a share from 0 to below 1, or whole tokens from 1 on"),
+        ("dynts:budget=20,local=1.5", "local is 1.5; give a share from 0 to below 1 in nine decimals, or whole tok"),
+        ("dynts:budget=20,local=0.9999999996", "local is 0.9999999996; give"),
+        ("dynts:budget=20,local=nan", "local is nan"),
+        ("dynts:budget=20,local=1e18", r"local is 1e\+18; give .* from 1 to 1,073,741,823"),
         ("needs_oracle:budget=20,local=inf", "needs_oracle: local is inf"),
         ("dynts:budget=20,local=-1", "local is -1"),
         ("dynts:budget=20,target=truth", "target is answer or hindsight or needs"),
+        ("dynts:budget=20,question=1", "question is true or false"),
+        ("dynts:budget=1e3", "budget is a whole number or none"),
         ("dynts", "needs a budget"),
     ],
 )
 def test_bad_settings_are_refused(text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         parse(text)
+
+
+def test_every_share_that_is_taken_leaves_a_selection_window_that_loses_a_token() -> None:
+    policy = parse("dynts:budget=216,ratio=0.999999999,local=0.999999999")
+    assert isinstance(policy, DynTS)
+    assert policy.sizes(216, 215) == (1, 0, 0)
+    assert policy.sizes(216, 0) == (1, 0, 215)
+
+
+@pytest.mark.parametrize("budget", [-5, 0, 2**30 + 1])
+def test_a_budget_out_of_range_is_refused(budget: int) -> None:
+    """And asking for a caution before that fails at none."""
+    policy = DynTS(budget)
+    assert policy.caution(Shape(32, 1, 8, 32, 128, 4096, "sequence", torch.device("cpu"), 1020)) == ""
+    with pytest.raises(UsageError, match=f"a budget of {budget} tokens makes no sense: give 1 to 1,073,741,824"):
+        check_budget(policy, 12)
 
 
 def test_a_prompt_needs_a_selection_window() -> None:
