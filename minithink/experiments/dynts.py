@@ -26,9 +26,13 @@ OTHERS = tuple(
     for policy in ("window:", "streaming_llm:", "rkv:", "crystal_kv_lite:", "random:", "skipkv:tau=0.9,at=boundary,")
 )
 LATER = tuple(at_once(CHOSEN[name]) for name in ("sepllm", "h2o", "snapkv_decode"))
-# C.3: H2O has DynTS's local window, as a share of the tokens that stay; SepLLM fills up with the newest tokens.
+# C.3: DynTS's local window, as a share of the tokens that stay; SepLLM fills up with the newest tokens.
 RECENT = f"recent={LOCAL / (LOCAL + RATIO * (1 - LOCAL)):.2f}"
-AS_THE_PAPER = tuple(at_once(p) for p in (f"h2o:{RECENT}", "sepllm:fill=true,separators=1000,window=1,initial=0"))
+AS_THE_PAPER = tuple(
+    at_once(policy)
+    for policy in (f"rkv:{RECENT}", f"h2o:{RECENT}", f"snapkv_decode:{RECENT}",
+                   "sepllm:fill=true,separators=1000,window=1,initial=0")
+)  # fmt: skip
 TARGETS = ("dynts", "dynts:target=hindsight", "dynts:target=needs")
 ORACLES = ("answer_oracle", "hindsight_oracle", "needs_oracle")
 ABLATION = ("dynts", "dynts:local=0", "dynts:question=false", "dynts:ratio=0", "dynts:select=random",

@@ -55,7 +55,7 @@ class PyramidKV(Shared):
     def room(self, step: Step) -> Tensor:
         """Tokens that each lane may keep beside the protected ones: int32 [L, B, Hkv]."""
         mean, length = super().room(step), (step.prompt + step.clock - step.protects)[None, :, None]
-        window = mean.clamp(max=self.alpha)
+        window = self.newest(mean)
         return window + ladder(mean - window, length, window, self.beta, self.uniform)
 
     def decide(self, step: Step) -> Iterator[Edit]:  # type: ignore[override]

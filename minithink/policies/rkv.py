@@ -15,6 +15,8 @@ Deviations from the code:
 - Kept tokens stay in their order, and of equal Z the older is kept.
 - Every lane is scored by its own tokens; the code scores a left-padded rectangle.
 - divide_method=newline, and other rules of which similar key is spared, are left out.
+- `recent` (not the default) is the local window that DynTS's paper gives R-KV (C.3): a share of the tokens that may
+  stay beside a protected prompt. The last α tokens stay in any case.
 
 Chosen where the code is silent: the tokens of a protected prompt (not the default) take part in the scores, but are
 not evicted. If there is no room for α tokens beside the prompt, the newest that fit are kept.
@@ -41,6 +43,7 @@ from torch import Tensor
 
 from minithink.errors import UsageError
 from minithink.kv.contract import Demand, Evict, Policy, See, Step, Storage
+from minithink.kv.schedule import share_of
 
 
 @dataclass
@@ -52,6 +55,7 @@ class Rkv(Policy):
     alpha: int = 8  # α, tokens: newest queries that score, and newest keys that always stay
     buffer: int = 128  # tokens beyond the budget that are gathered before an eviction
     threshold: float = 0.5  # T, cosine above which two keys are similar
+    recent: float = 0.0  # share of the budget for the newest tokens, which always stay, 0 to 1; at least α tokens
     kernel_size: int = 7  # k, keys: width of the pooling along the sequence, odd
     pooling: Literal["max", "avg"] = "max"
     global_clock: bool = False  # evict when the whole sequence passes a multiple of `buffer` tokens
@@ -68,8 +72,10 @@ class Rkv(Policy):
     scope = "head"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lam <= 1:
-            raise UsageError(f"{self.name}: lam is {self.lam:g}; it must be from 0 to 1.")
+        if not (0 <= self.lam <= 1 and 0 <= self.recent <= 1):
+            raise UsageError(
+                f"{self.name}: lam is {self.lam:g} and recent {self.recent:g}; both must be from 0 to 1."
+            )
         if self.alpha < 1 or self.buffer < 0 or (self.global_clock and not self.buffer):
             raise UsageError(
                 f"{self.name}: alpha is {self.alpha} and buffer {self.buffer} tokens; alpha must be at least 1, and "
@@ -108,10 +114,14 @@ class Rkv(Policy):
         yield Evict(free & ~keep & due[..., None])
 
     def window(self, step: Step, room: Tensor) -> Tensor:
-        """The last α tokens of every lane, fewer where there is no room for them: bool [L, B, Hkv, S]."""
+        """The newest tokens of every lane, which stay: bool [L, B, Hkv, S]."""
         pos, held = step.pos(), step.held()[..., None]
         column = torch.arange(pos.shape[-1], device=pos.device)
-        return (column < held) & (column >= held - room.clamp(max=self.alpha)[..., None])
+        return (column < held) & (column >= held - self.newest(room)[..., None])
+
+    def newest(self, room: Tensor) -> Tensor:
+        """How many these are: the last α, or the share `recent` if that is more, as far as there is room: int32."""
+        return torch.maximum(room.clamp(max=self.alpha), share_of(room, self.recent))
 
     def score(self, step: Step, layer: int, valid: Tensor, older: Tensor, rows: Tensor) -> Tensor:
         """Z = λ·Ĩ − (1 − λ)·R of the `older` tokens, float32 [B, Hkv, S]; other entries mean nothing.

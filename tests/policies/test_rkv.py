@@ -18,8 +18,10 @@ from torch import Tensor
 from minithink.backend import REFERENCE
 from minithink.errors import UsageError
 from minithink.kv.contract import Edit, Evict, Policy, Step
+from minithink.kv.schedule import share_of
 from minithink.kv.stack import Stack
 from minithink.policies.rkv import Rkv
+from minithink.policies.snapkv_decode import SnapKVDecode
 from tests.policies.drive import follow, held, tokens_of
 from tests.strategies import example_config, random_decoder
 
@@ -112,6 +114,19 @@ def test_the_common_schedules_go_before_its_own() -> None:
         assert evictions(policy, 19, 11) == want
         assert policy.limit == 26
     assert evictions(Rkv(budget=25, schedule="sawtooth:25/21"), 19, 11) == [(25, 25, 21), (29, 25, 21)]
+
+
+@settings(max_examples=20)
+@given(st.floats(0, 1), st.integers(1, 8), st.booleans(), st.sampled_from([Rkv, SnapKVDecode]))
+def test_recent_tokens_stay(recent: float, alpha: int, protect: bool, kind: type[Rkv]) -> None:
+    """As many as the share says, or α; the rest of the budget goes to older tokens, chosen by score."""
+    policy = kind(budget=24, buffer=6, alpha=alpha, recent=recent, protect_prompt=protect)
+    newest, room = share_of(24 - 8 * protect, recent), 24 - 8 * protect  # 8: the prompt
+    for cache in follow(policy, [8], 60):
+        for lane in held(cache, 0):
+            last = max(lane)
+            assert {*range(max(0, last + 1 - min(max(alpha, newest), room)), last + 1)} <= {*lane}
+            assert len(lane) < 30
 
 
 @pytest.mark.parametrize("global_clock", [False, True])
@@ -291,7 +306,8 @@ def test_in_a_stack() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"lam": 1.5}, "from 0 to 1"), ({"lam": -0.1}, "from 0 to 1"), ({"alpha": 0}, "alpha must be at least 1"),
+        ({"lam": 1.5}, "from 0 to 1"), ({"lam": -0.1}, "from 0 to 1"), ({"recent": 1.1}, "recent 1.1; both"),
+        ({"recent": float("nan")}, "recent nan; both"), ({"alpha": 0}, "alpha must be at least 1"),
         ({"buffer": -1}, "buffer at least 0"), ({"buffer": 0, "global_clock": True}, "at least 1"),
         ({"kernel_size": 4}, "odd"), ({"kernel_size": 0}, "odd"),
     ],
