@@ -30,6 +30,7 @@ from minithink.experiments import (
     Sweep,
     Table,
 )
+from minithink.experiments.settings import CHOSEN
 from minithink.kv.contract import Shape, Step
 from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION, Tbe, ThinKV
 
@@ -56,12 +57,18 @@ EIGHT = "R8E8T8"
 SENSITIVE = [EIGHT.replace(f"{kind}8", f"{kind}{bits}") for kind in "RET" for bits in (4, 2)]  # one type's bits
 RETENTIONS = ("64", "64/32", "64/32/16", "64/32/16/8", "64/32/16/8/4/2", "64/32/16/8/4/0")  # beside 64/32/16/8/4
 WIDE = (0.125, 0.25, 0.5, 0.75)
+RKV = "rkv:buffer=16,protect_prompt=true"
+OTHERS = (RKV, CHOSEN["random_attention"])  # in full precision, the prompt stays
 SWEEPS = {
     "main": Sweep(
         "ThinKV, its two halves and other methods",
-        ("thinkv", "thinkv:types=1", "tbq", "tbe", "rkv", "kivi", "kivi:bits=4", "pm_kvq", "pm_kvq:max_len=2048",
-         "crystal_kv_lite"),
-        budgets=WIDE, split="test", samples=2,
+        ("thinkv", "thinkv:types=1", "tbq", "tbe", *OTHERS, "rkv", "kivi", "kivi:bits=4", "pm_kvq",
+         "pm_kvq:max_len=2048"),
+        budgets=WIDE, split="test", beside=RKV,
+    ),
+    "main-few": Sweep(
+        "others with so few tokens that they take as few bytes as ThinKV", OTHERS, budgets=(0.03125, 0.0625),
+        split="test", beside=RKV,
     ),
     "recall": Sweep(
         "of the tokens that full attention looks at most, how many are held", ("thinkv", "tbe", "rkv"),

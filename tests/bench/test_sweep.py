@@ -29,7 +29,7 @@ def test_every_policy_is_one(name: str) -> None:
     for cell in cells:
         policy_of(cell, None, longest=600)
     tests = ("main", "crystal-kv", "skipkv", "dynts", "dynts-ablation", "redundancy")
-    tests += ("baselines", "baselines-needed", "baselines-unprotected", "baselines-sawtooth")
+    tests += ("baselines", "baselines-needed", "baselines-unprotected", "baselines-sawtooth", "main-few")
     assert (one.split == "test") == (name in tests)
     many = ("crystal-kv-heat", "dynts-windows", "baselines-settings")  # cells
     assert one.problems == (64 if name in many else 200)
