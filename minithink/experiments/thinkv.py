@@ -41,7 +41,12 @@ def _of(*options: str) -> tuple[str, ...]:
     return tuple(f"thinkv:{option}" if option else "thinkv" for option in options)
 
 
-def _of_layers() -> tuple[str, ...]:
+def _settings(what: str, *options: str) -> Sweep:
+    """A comparison of settings with the defaults."""
+    return Sweep(what, _of(*options), beside="thinkv")
+
+
+def _of_layers() -> list[str]:
     """Settings with other numbers of layers, from the embedded model's calibration, and the default."""
     calibration = json.loads((TINY / "thoughts.json").read_text(encoding="utf-8"))
     found = []
@@ -49,7 +54,7 @@ def _of_layers() -> tuple[str, ...]:
         layers, thresholds = ("/".join(map(str, one[name])) for name in ("layers", "thresholds"))
         own = one["layers"] == calibration["layers"]
         found.append("" if own else f"layers={layers},thresholds={thresholds}")
-    return _of(*found)
+    return found
 
 
 PRECISIONS = ("R8E8T8", "R8E4T2", "R4E4T4", "R4E2T2", "R2E4T2", "R4E4T0", "R2E2T2")  # beside R4E4T2
@@ -74,27 +79,28 @@ SWEEPS = {
         "of the tokens that full attention looks at most, how many are held", ("thinkv", "tbe", "rkv"),
         budgets=WIDE, recall=True,
     ),
-    "formats": Sweep("floating points and integers of 4 and 2 bits", _of("", "four=int4s,two=int2s")),
-    "precision": Sweep("bits by thought type", _of("", *(f"precision={p}" for p in PRECISIONS))),
+    "formats": _settings("floating points and integers of 4 and 2 bits", "", "four=int4s,two=int2s"),
+    "precision": _settings("bits by thought type", "", *(f"precision={p}" for p in PRECISIONS)),
     "sensitivity": Sweep(
         "bits of the keys, or of the values, of one type, with 8 for all others and no eviction",
         (f"tbq:precision={EIGHT}", *(f"tbq:precision={one},v_precision={EIGHT}" for one in SENSITIVE),
          *(f"tbq:precision={EIGHT},v_precision={one}" for one in SENSITIVE)),
         budgets=(),
     ),
-    "tau": Sweep("the tokens of a segment, τ", _of("tau=32", "tau=64", "", "tau=256")),
-    "types": Sweep("the number of types, |T|", _of("types=1", "types=2", "")),
-    "layers": Sweep("the number of measured layers, |L*|", _of_layers()),
-    "retention": Sweep(
-        "the last number of the retention schedule", _of(*(f"retention={r}" for r in RETENTIONS), "")
+    "tau": _settings("the tokens of a segment, τ", "tau=32", "tau=64", "", "tau=256"),
+    "types": _settings("the number of types, |T|", "types=1", "types=2", ""),
+    "layers": _settings("the number of measured layers, |L*|", *_of_layers()),
+    "retention": _settings(
+        "the last number of the retention schedule", *(f"retention={r}" for r in RETENTIONS), ""
     ),
-    "block": Sweep("slots of a page", _of("block=4", "", "block=16", "block=32")),
+    "block": _settings("slots of a page", "block=4", "", "block=16", "block=32"),
     "key-axis": Sweep(
         "a scale for each channel of a group of keys, or for each key",
         (*_of("", "key_axis=channel", "precision=R4E2T2", "precision=R4E2T2,key_axis=channel"), "tbq",
          "tbq:key_axis=channel"),
+        beside="thinkv",
     ),
-    "snapkv": Sweep("a prompt that is cut, too", ("thinkv", "snapkv:cap=128+thinkv")),
+    "snapkv": Sweep("a prompt that is cut, too", ("thinkv", "snapkv:cap=128+thinkv"), beside="thinkv"),
 }  # fmt: skip
 
 # Steps: caches whose types of thoughts are drawn -------------------------------------------------------------------
