@@ -57,6 +57,7 @@ from minithink.ref.stamp import stamp
 from minithink.ref.survivors import survivors
 from minithink.ref.swiglu import swiglu
 from minithink.ref.window_importance import window_importance
+from minithink.ref.window_peak import window_peak
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class Backend:
     keep_shared: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = keep_shared
     draw: Callable[[Tensor, Tensor, Tensor | None], Tensor] = draw
     window_importance: Callable[..., Tensor] = window_importance
+    window_peak: Callable[..., Tensor] = window_peak
     redundancy: Callable[[Tensor, Tensor, float], Tensor] = redundancy
     retain: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]] = retain
     repack: Callable[..., None] = repack

@@ -185,7 +185,7 @@ def source_of(policy: str, backend: str) -> dict[str, str]:
 def files_of(policy: str) -> dict[str, tuple[str, ...]]:
     """Paths below the root, by part of a source. policy: the modules of its classes, and the policy modules and
     top-level modules of this project that they import. formats. twins: those that it calls. kernels: all except those
-    that only other policies call."""
+    that only other policies call, and what these kernels import."""
     modules, formats = set[type](), set[type]()
     for member in members(_policy(policy)):
         modules |= {cls for cls in type(member).__mro__ if cls.__module__.startswith("minithink.policies.")}
@@ -199,11 +199,14 @@ def files_of(policy: str) -> dict[str, tuple[str, ...]]:
     own = sorted({*own, *(path for path in beside - {"minithink/errors.py"} if (ROOT / path).is_file())})
     called = _called(tuple(own))
     everyones = _called(tuple(sorted({_path(cls) for cls in POLICIES.values()})))
-    kernels = [p for p in sorted((ROOT / "kernels").glob("*.py")) if p.stem in called or p.stem not in everyones]
+    kernels = {p for p in (ROOT / "kernels").glob("*.py") if p.stem in called or p.stem not in everyones}
+    text = "\n".join(path.read_text(encoding="utf-8") for path in kernels)
+    imported = re.findall(r"^from minithink\.kernels\.(\w+) import", text, re.MULTILINE)
+    kernels |= {ROOT / f"kernels/{name}.py" for name in imported}
     return {
         "policy": tuple(own), "formats": tuple(sorted({_path(cls) for cls in formats})),
         "twins": tuple(map(_twin, sorted(called))),
-        "kernels": tuple(path.relative_to(ROOT).as_posix() for path in kernels),
+        "kernels": tuple(path.relative_to(ROOT).as_posix() for path in sorted(kernels)),
     }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Every policy that evicts, in one table: the papers' baselines, with settings for texts of 600 to 3,000 tokens;
-their steps beside a full cache's, and the kernels of policies that remember attention or draw by lot."""
+their steps beside a full cache's, and the kernels of policies that remember attention, draw by lot, or score by the
+newest queries."""
 
 from __future__ import annotations
 
@@ -186,7 +187,9 @@ TABLES = {
 
 # Kernels ------------------------------------------------------------------------------------------------------------
 
-KV_HEADS = 8  # of a layer
+HEADS, KV_HEADS, DIM = 32, 8, 128  # of a layer
+QUERIES = 2  # W − 1, MorphKV's default
+SEQUENCES = 64  # that are due together: MorphKV decides in every step
 
 
 def lanes(rows: int, tokens: int, device: str, layers: int = LAYERS, gone: bool = False) -> Inputs:
@@ -229,6 +232,21 @@ def lots(rows: int, tokens: int, device: str, weighted: bool, layers: int = LAYE
     return (key, pos, torch.rand(shape, device=device)) if weighted else (key, pos)
 
 
+def window(rows: int, tokens: int, device: str) -> Inputs:
+    """Queries and keys of whole numbers, and the tokens before the window.
+
+    Each query looks at one channel, which is large in 1, 2, 4 or 8 tokens and 0 in all others. So every softmax
+    has equal parts: 1, 1/2, 1/4 or 1/8.
+    """
+    older, dtype = tokens - QUERIES - 1, torch.bfloat16
+    channel, column = torch.arange(DIM, device=device), torch.arange(tokens, device=device, dtype=torch.int32)
+    first = torch.randint(older, (KV_HEADS, 1, DIM), device=device, dtype=torch.int32)
+    k = 64 * ((column[:, None] - first) % older < 2 ** (channel % 4)).to(dtype)  # [Hkv, S, D]
+    seen = torch.randint(DIM, (rows, HEADS, QUERIES, 1), device=device)
+    valid = (column < older).expand(rows, KV_HEADS, tokens).contiguous()
+    return 64 * (seen == channel).to(dtype), k.repeat(rows, 1, 1, 1), valid
+
+
 def remembered(lengths: Sequence[int], due: Sequence[int], size: int) -> Iterator[tuple[str, int, list[Inputs]]]:
     """The next three: all layers of several sequences. Bytes of each token: attention, position, what is known, and
     the new score."""
@@ -262,10 +280,19 @@ def draws(lengths: Sequence[int], due: Sequence[int], size: int) -> Iterator[tup
         yield f"{rows} × {tokens:,} {'weighted tokens' if weighted else 'tokens'}", own, inputs
 
 
+def windows(lengths: Sequence[int], due: Sequence[int], size: int) -> Iterator[tuple[str, int, list[Inputs]]]:
+    """One layer of several sequences; bytes: queries, keys, flags and scores."""
+    for tokens, rows in product(lengths, (*due, SEQUENCES)):
+        own = 2 * DIM * rows * (HEADS * QUERIES + KV_HEADS * tokens) + 5 * rows * KV_HEADS * tokens
+        inputs = [window(rows, tokens, "cuda") for _ in range(-(-size // own))]
+        yield f"{rows} × {tokens:,} tokens, a layer", own, inputs
+
+
 # Weighted scores differ in their last bits, so whole numbers are compared without weights.
 OPERATIONS = {
     "accumulate": Operation(lambda device, tokens: lanes(2, tokens, device, layers=1, gone=True), remembered),
     "carry": Operation(lambda device, tokens: carried(2, tokens, device, layers=1), carryings),
     "stamp": Operation(lambda device, tokens: stamped(2, tokens, device, layers=1, gone=True), stamps),
     "draw": Operation(lambda device, tokens: lots(2, tokens, device, weighted=False, layers=1), draws),
+    "window_peak": Operation(lambda device, tokens: window(2, tokens, device), windows),
 }

@@ -7,8 +7,8 @@ Every KV head holds at most C tokens: the last W, and of the older ones those wi
 where w runs over the newest W − 1 queries. With fuse=sum the sum over w takes the place of the maximum. So an older
 token stays only as long as recent tokens attend to it.
 
-The formulas follow the authors' code, ghadiaravi13/MorphKV `morphkv/morph_cache.py`. Its command line has W = 3 (the
-default here) and C = 100, its README W = 200 and C = 4,000.
+The score is in `ref/window_peak.py`. The formulas follow the authors' code, ghadiaravi13/MorphKV
+`morphkv/morph_cache.py`. Its command line has W = 3 (the default here) and C = 100, its README W = 200 and C = 4,000.
 
 When tokens go: the code chooses within a step, before this step's attention, by the queries before the current one.
 Here policies evict when a step has ended. The choice is the same: the C tokens that stay after step t are those that
@@ -70,7 +70,8 @@ class MorphKV(Policy):
         room, pos, held = self.room(step), step.pos(), step.held()[..., None]  # pos: [L, B, Hkv, S]
         column = torch.arange(pos.shape[-1], device=pos.device)
         newest = (column < held) & (column >= held - room.clamp(max=self.window)[..., None])
-        free, older = (pos >= 0) & ~step.protected(), (pos >= 0) & ~newest
+        # Lanes that are not due get no older token, so that the kernel skips them.
+        free, older = (pos >= 0) & ~step.protected(), (pos >= 0) & ~newest & due[..., None]
         rows = due.any(-1).any(0)
         score = torch.stack([self.score(step, layer, older[layer], rows) for layer in range(step.shape.layers)])
         step.note(score, free & older)
@@ -79,14 +80,10 @@ class MorphKV(Policy):
         yield Evict(due[..., None] & free & ~kept)
 
     def score(self, step: Step, layer: int, older: Tensor, rows: Tensor) -> Tensor:
-        """s of the `older` tokens, float32 [B, Hkv, S]; other entries mean nothing.
+        """s of the `older` tokens, float32 [B, Hkv, S]; 0 for other tokens.
 
         older: bool [B, Hkv, S], the tokens before the window; rows: bool [B], the rows to score.
         """
-        q, k = step.queries(layer).float(), step.keys(layer, rows).float()  # [B, Hq, n, D], [B, Hkv, S, D]
-        grouped = q.unflatten(1, (k.shape[1], -1))  # [B, Hkv, g, n, D]
-        logits = grouped.flatten(2, 3) @ k.transpose(-1, -2) / k.shape[-1] ** 0.5
-        p = logits.masked_fill(~older[:, :, None], -torch.inf).softmax(-1)  # [B, Hkv, g·n, S]
-        if self.fuse == "max":
-            return p.amax(2)  # over the group and the queries
-        return p.unflatten(2, grouped.shape[2:4]).amax(2).sum(2)
+        q, k = step.queries(layer), step.keys(layer, rows)  # [B, Hq, n, D], [B, Hkv, S, D]
+        score: Tensor = step.ops.window_peak(q, k, older, self.fuse)
+        return score

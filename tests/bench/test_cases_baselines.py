@@ -139,6 +139,9 @@ def test_what_kernels_are_timed_with(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(baselines, name, lambda n, tokens, _, *more, make=make: make(n, tokens, str(DEVICE), 2))
     lots = baselines.lots
     monkeypatch.setattr(baselines, "lots", lambda n, tokens, _, weighted: lots(n, tokens, str(DEVICE), weighted, 2))
+    window = baselines.window
+    monkeypatch.setattr(baselines, "window", lambda n, tokens, _: window(n, tokens, str(DEVICE)))
+    monkeypatch.setattr(baselines, "SEQUENCES", 3)  # fewer, because the interpreter is slow
     written = {"carry": 8, "stamp": 12}  # bytes of each token, in place
     for name, operation in OPERATIONS.items():
         for _, size, inputs in operation.cases((40,), (1, 2), 10**5):

@@ -106,6 +106,8 @@ def test_what_code_a_policy_runs() -> None:
     assert {"kernels/anneal.py", "kernels/paged_attention.py"} <= {*files["kernels"]}
     assert "kernels/redundancy.py" not in files["kernels"], "only R-KV and SkipKV call it"
     assert "kernels/survivors.py" not in pool.files_of("rkv")["kernels"], "only ThinKV calls it"
+    of_morphkv = {*pool.files_of("morphkv")["kernels"]}
+    assert {"kernels/window_peak.py", "kernels/window_importance.py"} <= of_morphkv, "the first imports the second"
     stack = pool.files_of("snapkv:cap=128+thinkv")
     assert stack["policy"] == ("minithink/policies/snapkv.py", *own)
     assert "minithink/sentences.py" in pool.files_of("seal+rkv")["policy"], "a module beside the policies"

@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from minithink.backend import REFERENCE
 from minithink.errors import UsageError
 from minithink.kv.contract import Evict, Step
 from minithink.policies import parse
 from minithink.policies.morphkv import MorphKV
+from minithink.ref.window_peak import window_peak
 from tests.policies.by_rows import step_of
 from tests.policies.drive import follow, held
 
@@ -49,6 +51,22 @@ def test_worked_example() -> None:
     stay = [p for p, drop in enumerate(edit.drop.flatten().tolist()) if not drop]
     assert stay == [0, 1, 3, 4]  # beside which token 5 comes
     assert not list(policy.decide(step_with(policy, range(4), QUERIES[:, :1])))  # a full head keeps all
+
+
+def test_lanes_that_are_not_due_have_no_key_to_score() -> None:
+    """Two KV heads hold five tokens each, and one of them may keep five."""
+    policy, scored = MorphKV(budget=4, window=2), list[Tensor]()
+
+    def spy(q: Tensor, k: Tensor, valid: Tensor, fuse: str) -> Tensor:
+        scored.append(valid)
+        return window_peak(q, k, valid, fuse)
+
+    step = step_of(policy, 1, 4, range(5), [[0.0] * 5] * 2)
+    step.budget, step.ops = torch.tensor([[[5, 4]]]), replace(REFERENCE, window_peak=spy)
+    step.queries, step.keys = lambda layer: QUERIES[None, :, :1], lambda layer, rows: KEYS[:5].expand(1, 2, 5, 2)
+    (edit,) = policy.decide(step)
+    assert [valid.tolist() for valid in scored] == [[[[False] * 5, [True] * 3 + [False] * 2]]]
+    assert edit.drop.sum(-1).tolist() == [[[0, 1]]]
 
 
 def test_several_queries() -> None:
