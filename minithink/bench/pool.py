@@ -149,16 +149,23 @@ def pick(runs: Sequence[Run], keys: Sequence[Mapping[str, Any]]) -> list[Run | N
     """The runs of keys without machines, all from one kind of machine; None: that run is missing.
 
     The kind of machine is the one with most of these runs; among equals, the one with the newest run. Of several runs
-    of a key, one that says which sequences were right.
+    of a key, one that is not stale, then one that says which sequences were right, then one that looked for loops.
     """
     kinds: dict[str, list[Run | None]] = {}
-    for kind in {_machine(run) for run in runs}:
-        own = [run for run in runs if _machine(run) == kind]
-        of_key = ([run for run in own if serves(run, key)] for key in keys)
-        kinds[kind] = [max(some, key=lambda run: bool(run.right), default=None) for some in of_key]
+    by_cell = dict[tuple[Any, ...], list[Run]]()
+    for run in runs:
+        by_cell.setdefault((_machine(run), *run.cell), []).append(run)
+    for kind in {machine for machine, *_ in by_cell}:
+        own = (by_cell.get((kind, key["dataset"], key["policy"], rounded(key["budget"])), []) for key in keys)
+        of_key = ([run for run in some if serves(run, key)] for some, key in zip(own, keys, strict=True))
+        kinds[kind] = [max(some, key=_worth, default=None) for some in of_key]
     if not kinds:
         return [None] * len(keys)
     return max(kinds.values(), key=lambda of: (sum(map(bool, of)), max((x.date for x in of if x), default="")))
+
+
+def _worth(run: Run) -> tuple[bool, bool, bool]:
+    return run.state != "stale", bool(run.right), run.row.get("looped") is not None
 
 
 def _machine(run: Run) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,18 @@ def test_of_two_runs_the_one_with_right_sequences_serves() -> None:
     says.right = "01"
     assert pick([silent, says], [says.key]) == pick([says, silent], [says.key]) == [says]
     assert pick([silent, says], [silent.key]) == [silent], "the other one did not measure needs"
+
+
+def test_of_several_runs_one_that_is_not_stale_and_looked_for_loops_serves() -> None:
+    """And being up to date counts more than having looked."""
+    blind, looked, stale = run_of(), run_of(needed=True), run_of()
+    for run in (blind, looked, stale):
+        run.row, run.right = {"looped": None}, "01"
+    looked.row["looped"] = stale.row["looped"] = 0.0
+    stale.stale = True
+    for runs in permutations([blind, looked, stale]):
+        assert pick(runs, [blind.key]) == [looked]
+        assert pick([run for run in runs if run is not looked], [blind.key]) == [blind]
 
 
 def test_runs_of_one_table_are_of_one_kind_of_machine() -> None:

@@ -36,6 +36,12 @@ def test_every_policy_is_one(name: str) -> None:
     assert one.beside in ("", *one.policies)
 
 
+def test_the_recall_of_the_full_cache_is_not_measured() -> None:
+    wanted = sweep.wanted_of(sweep.SWEEPS["recall"])
+    assert {key["recall"] for key in wanted if key["policy"] != "full"} == {True}
+    assert [key["recall"] for key in wanted if key["policy"] == "full"] == [False] * 3
+
+
 @pytest.mark.parametrize("device", ["gpu", "cuda:99"])
 def test_a_device_that_is_not_there(tmp_path: Path, device: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "snapkv", "--device", device, "--results", str(tmp_path), "--runs", str(tmp_path)]) == 2
@@ -67,7 +73,7 @@ def found(folder: Path) -> dict[Any, Any]:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two quick comparisons that share a policy, of one problem each."""
     for name, policies in {"snapkv": ("window", "random"), "key-axis": ("window", "streaming_llm")}.items():
-        changed = replace(sweep.SWEEPS[name], policies=policies, budgets=(0.5,), problems=1)
+        changed = replace(sweep.SWEEPS[name], policies=policies, budgets=(0.5,), problems=1, beside="")
         monkeypatch.setitem(sweep.SWEEPS, name, changed)
 
 
