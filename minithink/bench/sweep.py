@@ -334,14 +334,18 @@ def looks(where: Path) -> dict[str, list[Wanted]]:
 def result_of(name: str, where: Path, wanted: Sequence[Wanted] | None = None) -> dict[str, Any]:
     """A comparison's runs in the pool of a folder, as a result. wanted: its keys; None: as the documents show it.
     MinithinkError: the pool has no such run."""
-    look, wanted = wanted is not None, wanted_of(SWEEPS[name]) if wanted is None else wanted
+    sweep, look = SWEEPS[name], wanted is not None
+    wanted = wanted_of(sweep) if wanted is None else wanted
     runs = shown(name, where, wanted)
     full = {run.key["dataset"]: run.row["kv_bytes_peak"] for run in runs if run.key["policy"] == FULL}
     cells = {run.cell[1:] for run in runs}
     counted = {cell: counts.total(run.row["counts"] for run in runs if run.cell[1:] == cell) for cell in cells}
-    pairs = compared(runs, SWEEPS[name].beside)
+    pairs = compared(runs, sweep.beside)
+    # A run may know more than the comparison asks for; a column that only some rows fill compares nothing.
+    unasked = {x: None for x, asked in (("recall", sweep.recall), ("needed_kept", sweep.needed)) if not asked}
     rows = [
-        {**run.row, "family": run.key["dataset"], "of_full": run.row["kv_bytes_peak"] / full[run.key["dataset"]],
+        {**run.row, **unasked, "family": run.key["dataset"],
+         "of_full": run.row["kv_bytes_peak"] / full[run.key["dataset"]],
          "counts": counted[run.cell[1:]], "less": pairs.get(run.cell), "all": pairs.get(("", *run.cell[1:]))}
         for run in runs
     ]  # fmt: skip
@@ -349,12 +353,12 @@ def result_of(name: str, where: Path, wanted: Sequence[Wanted] | None = None) ->
     about = {name: getattr(last, name) for name in ("commit", "date", "machine", "versions")}
     settings = {name: wanted[0][key] for name, key in
                 (("limit", "limit"), ("split", "split"), ("samples", "num_samples"))}  # fmt: skip
-    settings |= {"beside": SWEEPS[name].beside if pairs else ""}
+    settings |= {"beside": sweep.beside if pairs else ""}
     settings |= {"tokens": any(isinstance(key["budget"], int) for key in wanted)}
     command = last.command if look else f"python -m minithink.bench sweep {name}"
     missing = len(wanted) - len(runs)
     others = sorted({short(run.commit) for run in runs} - {short(last.commit)})
-    changed = {run.key["policy"]: None for run in runs if SWEEPS[name].checkpoint and run.state == "stale"}
+    changed = {run.key["policy"]: None for run in runs if sweep.checkpoint and run.state == "stale"}
     return {
         "benchmark": "sweep", "command": command, **about, "settings": settings,
         "measurements": rows, "complete": not missing, "missing": missing, "others": others,

@@ -252,6 +252,9 @@ def test_runs_of_other_pools_are_taken(tmp_path: Path, capsys: pytest.CaptureFix
     assert lines[1].count("needed, kept") == len(families())
     [thinkv, _] = [line for line in lines if line.startswith("| `thinkv` |")]
     assert thinkv.endswith("| 75.0% | case 1: 9, case 2: 1,200 |")
+    lines = tables.fill("<!-- table:sweep-types -->\n<!-- end -->", "x.md", tmp_path).splitlines()
+    assert "`thinkv`" in "".join(lines), "a run that measured more serves"
+    assert "needed" not in lines[1], "this comparison does not ask what is kept"
     lines = tables.fill("<!-- table:needed-card -->\n<!-- end -->", "x.md", tmp_path).splitlines()
     columns = [f"{family}: kept | beyond the prompt | parsed" for family in families()]
     assert lines[1] == f"| policy | budget | {' | '.join(columns)} |", "these runs did not count what is nowhere"
