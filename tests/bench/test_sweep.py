@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,21 @@ def test_the_recall_of_the_full_cache_is_not_measured() -> None:
     wanted = sweep.wanted_of(sweep.SWEEPS["recall"])
     assert {key["recall"] for key in wanted if key["policy"] != "full"} == {True}
     assert [key["recall"] for key in wanted if key["policy"] == "full"] == [False] * 3
+    assert not any(key["recall"] for key in sweep.wanted_of(sweep.SWEEPS["snapkv"])), "only where it is asked for"
+
+
+@pytest.mark.parametrize("name", ["recall", "card"])
+def test_the_length_of_the_full_cache_is_known_from_a_run_that_measured_less(tmp_path: Path, name: str) -> None:
+    """So no other cell runs the full cache again; a run of another family does not serve."""
+    wanted = sweep.wanted_of(sweep.SWEEPS[name])
+    [key, *_] = (key for key in wanted if key["policy"] == "full")
+    where = dict(zip(pool.MACHINE, ("float32", "reference", "cpu"), strict=True))
+    about: dict[str, Any] = {"commit": "c", "date": "2031", "machine": {}, "versions": {}, "command": "x"}
+    own, source = key | where | {"recall": False, "needed": False}, pool.source_of("full", "reference")
+    pool.add(tmp_path, [pool.Run(own, source, {}, [], [300, 2], **about)])
+    others = [other for other in wanted if other["policy"] != "full"]
+    found = {other["dataset"]: sweep.length_of_full(argparse.Namespace(results=tmp_path), other) for other in others}
+    assert found == {family: 150.0 if family == key["dataset"] else None for family in families()}
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:99"])
