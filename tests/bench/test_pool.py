@@ -103,6 +103,14 @@ def test_what_counts_more_of_several_runs_of_a_key() -> None:
         assert pick([better, worse], [fresh.key]) == pick([worse, better], [fresh.key]) == [better]
 
 
+def test_a_run_is_found_by_the_budget_that_the_file_has_rounded(tmp_path: Path) -> None:
+    run = run_of(budget=1 / 3)
+    pool.add(tmp_path, [run])
+    [read] = pool.read(tmp_path)
+    assert read.key["budget"] != run.key["budget"]
+    assert pick([read], [run.key]) == [read]
+
+
 def test_runs_of_one_table_are_of_one_kind_of_machine() -> None:
     here = [run_of(policy) for policy in ("rkv", "window")]
     there = [run_of(policy, dtype="bfloat16") for policy in ("rkv", "window", "thinkv")]
