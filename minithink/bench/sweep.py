@@ -346,7 +346,7 @@ def result_of(name: str, where: Path, wanted: Sequence[Wanted] | None = None) ->
     unasked = {x: None for x, asked in (("recall", sweep.recall), ("needed_kept", sweep.needed)) if not asked}
     rows = [
         {**run.row, **unasked, "family": run.key["dataset"],
-         "of_full": run.row["kv_bytes_peak"] / full[run.key["dataset"]],
+         "of_full": run.row["kv_bytes_peak"] / full[run.key["dataset"]] if run.key["dataset"] in full else None,
          "counts": counted[run.cell[1:]], "less": pairs.get(run.cell), "all": pairs.get(("", *run.cell[1:]))}
         for run in runs
     ]  # fmt: skip

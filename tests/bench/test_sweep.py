@@ -58,6 +58,20 @@ def test_the_length_of_the_full_cache_is_known_from_a_run_that_measured_less(tmp
     assert found == {family: 150.0 if family == key["dataset"] else None for family in families()}
 
 
+def test_a_pool_may_lack_the_full_cache(tmp_path: Path) -> None:
+    """Then no share of its bytes is known, and all else is shown."""
+    where, whole = results.default_path("x").parent, sweep.wanted_of(sweep.SWEEPS["main-few"])
+    there = [run for run in pool.pick(pool.read(where), whole) if run is not None]
+    pool.add(tmp_path, [run for run in there if run.cell[:2] != ("facts", "full")])
+    found = sweep.result_of("main-few", tmp_path)
+    assert found["missing"] == 1
+    assert {row["family"] for row in found["measurements"] if row["of_full"] is None} == {"facts"}
+    assert sum(row["of_full"] is None for row in found["measurements"]) == 4
+    assert "of full's bytes" in tables.fill("<!-- table:sweep-main-few -->\n<!-- end -->", "x.md", tmp_path)
+    lines = tables.fill("<!-- table:overall-main-few -->\n<!-- end -->", "x.md", tmp_path).splitlines()
+    assert [line.endswith("% | – |") for line in lines if line.startswith("| `")] == [True, True]
+
+
 @pytest.mark.parametrize("device", ["gpu", "cuda:99"])
 def test_a_device_that_is_not_there(tmp_path: Path, device: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "snapkv", "--device", device, "--results", str(tmp_path), "--runs", str(tmp_path)]) == 2
