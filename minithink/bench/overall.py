@@ -74,8 +74,10 @@ def rows(result: Result) -> list[Row]:
     for (policy, budget), own in by_cell.items():
         right = fmean(m["pass_at_1"] for m in own)
         low, high = wilson(right, sum(m["samples"] for m in own))
-        means = {name: fmean(m[name] for m in own) for name in ("generated_mean", "cut_off", "of_full")}
-        about = {"policy": policy, "budget": budget, "families": len(own), "all": own[0]["all"]}
+        means = {name: fmean(m[name] for m in own) for name in ("generated_mean", "cut_off")}
+        shares = [m["of_full"] for m in own]  # None: the full cache has not run
+        of_full = None if None in shares else fmean(shares)
+        about = {"policy": policy, "budget": budget, "families": len(own), "all": own[0]["all"], "of_full": of_full}
         out.append({**about, **means, "right": right, "low": low, "high": high, "looped": _looped(own)})
     if any(row["looped"] is None for row in out):  # a column with gaps would compare what it does not know
         out = [{**row, "looped": None} for row in out]

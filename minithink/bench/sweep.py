@@ -258,7 +258,8 @@ def evaluated(args: argparse.Namespace, argv: list[str], key: Wanted) -> list[Ru
 
 def length_of_full(args: argparse.Namespace, key: Wanted) -> float | None:
     """Tokens that the full cache generates for these problems, if the pool knows: it need not run again."""
-    of_full = key_of({**key, "calibration": None}, FULL, None)
+    # What was measured beside does not change the length, and recall of the full cache is never measured.
+    of_full = key_of({**key, **dict.fromkeys(pool.WATCHED, False), "calibration": None}, FULL, None)
     found = [run for run in pool.read(args.results) if serves(run, of_full) and run.state != "stale"]
     return found[0].tokens[0] / found[0].tokens[1] if found else None
 
@@ -345,7 +346,7 @@ def result_of(name: str, where: Path, wanted: Sequence[Wanted] | None = None) ->
     unasked = {x: None for x, asked in (("recall", sweep.recall), ("needed_kept", sweep.needed)) if not asked}
     rows = [
         {**run.row, **unasked, "family": run.key["dataset"],
-         "of_full": run.row["kv_bytes_peak"] / full[run.key["dataset"]],
+         "of_full": run.row["kv_bytes_peak"] / full[run.key["dataset"]] if run.key["dataset"] in full else None,
          "counts": counted[run.cell[1:]], "less": pairs.get(run.cell), "all": pairs.get(("", *run.cell[1:]))}
         for run in runs
     ]  # fmt: skip

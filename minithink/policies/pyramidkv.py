@@ -20,6 +20,8 @@ The formulas follow the authors' code, Zefan-Cai/KVCache-Factory `pyramidkv/pyra
   default is without the rule. uniform=true is with it: lower layers then hold less than their budgets for a while.
 - Scores are those of `snapkv_decode.py`: by KV head, from the last α = 8 queries. The code's runs have W = 8, too.
 - A model of one layer keeps b; the code divides by zero.
+- With `recent` (not the default, see `rkv.py`) b and b_l are beside the window of an average lane. The window of each
+  layer is that share of the layer's own tokens.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Rkv(Policy):
     alpha: int = 8  # α, tokens: newest queries that score, and newest keys that always stay
     buffer: int = 128  # tokens beyond the budget that are gathered before an eviction
     threshold: float = 0.5  # T, cosine above which two keys are similar
-    recent: float = 0.0  # share of the budget for the newest tokens, which always stay, 0 to 1; at least α tokens
+    recent: float = 0.0  # share of the budget beside a protected prompt for the newest tokens, 0 to 1; at least α
     kernel_size: int = 7  # k, keys: width of the pooling along the sequence, odd
     pooling: Literal["max", "avg"] = "max"
     global_clock: bool = False  # evict when the whole sequence passes a multiple of `buffer` tokens

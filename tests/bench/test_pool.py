@@ -87,6 +87,30 @@ def test_of_several_runs_one_that_is_not_stale_and_looked_for_loops_serves() -> 
         assert pick([run for run in runs if run is not looked], [blind.key]) == [blind]
 
 
+def test_what_counts_more_of_several_runs_of_a_key() -> None:
+    """An up-to-date run before one with right answers, and this one before one with loops. An unchecked run is as
+    good as an up-to-date one: its answers are held to be the same."""
+
+    def made(right: str = "", looped: float | None = None, source: str = "", stale: bool = False) -> Run:
+        run = run_of(backend="triton")
+        run.right, run.row, run.stale = right, {"looped": looped}, stale
+        run.source |= {source: "other"} if source else {}
+        return run
+
+    fresh, unchecked, stale = made(), made("01", source="kernels"), made("01", 0.0, stale=True)
+    assert (fresh.state, unchecked.state, stale.state) == ("", "unchecked", "stale")
+    for better, worse in (fresh, stale), (made("01"), made("", 0.0)), (unchecked, fresh), (unchecked, stale):
+        assert pick([better, worse], [fresh.key]) == pick([worse, better], [fresh.key]) == [better]
+
+
+def test_a_run_is_found_by_the_budget_that_the_file_has_rounded(tmp_path: Path) -> None:
+    run = run_of(budget=1 / 3)
+    pool.add(tmp_path, [run])
+    [read] = pool.read(tmp_path)
+    assert read.key["budget"] != run.key["budget"]
+    assert pick([read], [run.key]) == [read]
+
+
 def test_runs_of_one_table_are_of_one_kind_of_machine() -> None:
     here = [run_of(policy) for policy in ("rkv", "window")]
     there = [run_of(policy, dtype="bfloat16") for policy in ("rkv", "window", "thinkv")]

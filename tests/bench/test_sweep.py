@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,35 @@ def test_the_recall_of_the_full_cache_is_not_measured() -> None:
     wanted = sweep.wanted_of(sweep.SWEEPS["recall"])
     assert {key["recall"] for key in wanted if key["policy"] != "full"} == {True}
     assert [key["recall"] for key in wanted if key["policy"] == "full"] == [False] * 3
+    assert not any(key["recall"] for key in sweep.wanted_of(sweep.SWEEPS["snapkv"])), "only where it is asked for"
+
+
+@pytest.mark.parametrize("name", ["recall", "card"])
+def test_the_length_of_the_full_cache_is_known_from_a_run_that_measured_less(tmp_path: Path, name: str) -> None:
+    """So no other cell runs the full cache again; a run of another family does not serve."""
+    wanted = sweep.wanted_of(sweep.SWEEPS[name])
+    [key, *_] = (key for key in wanted if key["policy"] == "full")
+    where = dict(zip(pool.MACHINE, ("float32", "reference", "cpu"), strict=True))
+    about: dict[str, Any] = {"commit": "c", "date": "2031", "machine": {}, "versions": {}, "command": "x"}
+    own, source = key | where | {"recall": False, "needed": False}, pool.source_of("full", "reference")
+    pool.add(tmp_path, [pool.Run(own, source, {}, [], [300, 2], **about)])
+    others = [other for other in wanted if other["policy"] != "full"]
+    found = {other["dataset"]: sweep.length_of_full(argparse.Namespace(results=tmp_path), other) for other in others}
+    assert found == {family: 150.0 if family == key["dataset"] else None for family in families()}
+
+
+def test_a_pool_may_lack_the_full_cache(tmp_path: Path) -> None:
+    """Then no share of its bytes is known, and all else is shown."""
+    where, whole = results.default_path("x").parent, sweep.wanted_of(sweep.SWEEPS["main-few"])
+    there = [run for run in pool.pick(pool.read(where), whole) if run is not None]
+    pool.add(tmp_path, [run for run in there if run.cell[:2] != ("facts", "full")])
+    found = sweep.result_of("main-few", tmp_path)
+    assert found["missing"] == 1
+    assert {row["family"] for row in found["measurements"] if row["of_full"] is None} == {"facts"}
+    assert sum(row["of_full"] is None for row in found["measurements"]) == 4
+    assert "of full's bytes" in tables.fill("<!-- table:sweep-main-few -->\n<!-- end -->", "x.md", tmp_path)
+    lines = tables.fill("<!-- table:overall-main-few -->\n<!-- end -->", "x.md", tmp_path).splitlines()
+    assert [line.endswith("% | – |") for line in lines if line.startswith("| `")] == [True, True]
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:99"])

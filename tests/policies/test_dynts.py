@@ -457,6 +457,7 @@ def test_a_setting_that_never_pays_is_told() -> None:
         ("dynts:budget=20,local=0.9999999996", "local is 0.9999999996; give"),
         ("dynts:budget=20,local=nan", "local is nan"),
         ("dynts:budget=20,local=1e18", r"local is 1e\+18; give .* from 1 to 1,073,741,823"),
+        ("dynts:budget=20,local=1073741824", "local is 1073741824; give"),
         ("needs_oracle:budget=20,local=inf", "needs_oracle: local is inf"),
         ("dynts:budget=20,local=-1", "local is -1"),
         ("dynts:budget=20,target=truth", "target is answer or hindsight or needs"),

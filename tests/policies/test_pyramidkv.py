@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from minithink.errors import UsageError
 from minithink.policies import parse
 from minithink.policies.pyramidkv import PyramidKV, ladder
+from tests.policies.drive import follow, held
 
 
 def whole(cap: int, window: int, beta: int, layers: int, n: int, uniform: bool) -> list[int]:
@@ -53,6 +54,17 @@ def test_a_ladder_falls_and_its_sum_is_exact(
         assert all(after - before <= 1 for before, after in zip(*tokens, strict=True))
     if beta == 1 or not more:
         assert set(tokens[0]) == {b + window}
+
+
+def test_recent_tokens_are_part_of_the_window() -> None:
+    """Budget 44, half of it for recent tokens, β = 4: b = 22, lo = 5, hi = 39, each beside a window of 22. So the
+    layers hold 61 and 27 tokens; with the window of α tokens they would hold 74 and 14. The recent tokens of a layer
+    are half of what it holds."""
+    *_, cache = follow(PyramidKV(budget=44, recent=0.5, alpha=4, buffer=0, beta=4), [30], 80)
+    lanes = held(cache, 0)
+    assert [len(lane) for lane in lanes] == [61, 61, 27, 27]
+    for lane, newest in zip(lanes, (30, 30, 13, 13), strict=True):
+        assert {*range(110 - newest, 110)} <= {*lane}
 
 
 def test_defaults() -> None:

@@ -129,6 +129,15 @@ def test_recent_tokens_stay(recent: float, alpha: int, protect: bool, kind: type
             assert len(lane) < 30
 
 
+def test_how_many_recent_tokens_stay() -> None:
+    """At least α, as far as there is room; the share is a decimal number, for int(0.7 · 90) is 62."""
+    room = torch.tensor([0, 5, 10, 12, 90], dtype=torch.int32)
+    newest = Rkv(budget=90, recent=0.7).newest(room)
+    assert newest.dtype == torch.int32
+    assert newest.tolist() == [0, 5, 8, 8, 63]
+    assert Rkv(budget=90).newest(room).tolist() == [0, 5, 8, 8, 8]
+
+
 @pytest.mark.parametrize("global_clock", [False, True])
 @pytest.mark.parametrize("exempt", [False, True])
 def test_the_answer_is_exempt_if_asked(global_clock: bool, exempt: bool) -> None:
@@ -307,7 +316,8 @@ def test_in_a_stack() -> None:
     ("wrong", "says"),
     [
         ({"lam": 1.5}, "from 0 to 1"), ({"lam": -0.1}, "from 0 to 1"), ({"recent": 1.1}, "recent 1.1; both"),
-        ({"recent": float("nan")}, "recent nan; both"), ({"alpha": 0}, "alpha must be at least 1"),
+        ({"recent": -0.1}, "recent -0.1; both"), ({"recent": float("nan")}, "recent nan; both"),
+        ({"alpha": 0}, "alpha must be at least 1"),
         ({"buffer": -1}, "buffer at least 0"), ({"buffer": 0, "global_clock": True}, "at least 1"),
         ({"kernel_size": 4}, "odd"), ({"kernel_size": 0}, "odd"),
     ],
