@@ -28,6 +28,7 @@ POLICIES = (
     "raas:budget=14",
     "h2o:budget=14",
     "random_attention:budget=18,buffer=3",
+    "morphkv:budget=14",
 )
 # `survivors` is made of K-means, which no policy asks for by itself.
 INSIDE = {"kmeans": "survivors"}
