@@ -11,6 +11,7 @@ from minithink.kernels.window_peak import window_peak
 from minithink.ref import window_peak as ref
 from tests.compare import assert_close, assert_same
 from tests.kernels.device import DEVICE, needs_graphs
+from tests.windows import drawn
 
 MODULE = "minithink.kernels.window_peak"
 DTYPES = [(x, x) for x in (torch.float32, torch.float16, torch.bfloat16)] + [(torch.float32, torch.bfloat16)]
@@ -33,10 +34,9 @@ def test_equals_its_twin(
 ) -> None:  # fmt: skip
     """Keys valid here and there, lanes that are empty or have one valid key; NaN where not valid; flat and very sharp
     attention; strided queries, keys and flags."""
-    b, hkv, group, s = shape
+    b, hkv, _, s = shape
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
-    q = torch.randn(b, window, hkv * group, dim, generator=generator).transpose(1, 2).to(dtypes[0])
-    k = (scale * torch.randn(b, s, hkv, dim, generator=generator).transpose(1, 2)).to(dtypes[1])
+    q, k = drawn(shape, window, dim, dtypes, scale, generator)
     heads = 1 if shared else hkv
     lengths = data.draw(st.lists(st.sampled_from([0, 1, s // 2, s]), min_size=b * heads, max_size=b * heads))
     place = torch.rand(b, heads, s, generator=generator).argsort(-1)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minithink.ref.window_importance import window_importance
 from tests.compare import assert_close
+from tests.windows import assert_lanes_are_scored_alone
 
 # 6 keys and the queries 4 and 5 of two heads that share them; the window is keys 4 and 5
 KEYS = torch.tensor([(2, 0), (1.8, 0.2), (-0.5, 1), (0.3, 1.6), (-1, -0.2), (0.6, 0.8)])
@@ -49,21 +50,7 @@ def plain(q: Tensor, k: Tensor, kernel_size: int, pooling: str) -> Tensor:
 def test_every_lane_is_scored_by_its_own_keys(
     shape: tuple[int, ...], kernel_size: int, pooling: str, shared: bool, data: st.DataObject
 ) -> None:
-    """Lanes of differing length, some of them empty, NaN behind their ends."""
-    b, hkv, g, w, s = shape
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
-    q = 2 * torch.randn(b, hkv * g, w, 5, generator=generator)
-    k = torch.randn(b, hkv, s, 5, generator=generator)
-    heads = 1 if shared else hkv
-    lengths = torch.tensor(data.draw(st.lists(st.integers(0, s), min_size=b * heads, max_size=b * heads)))
-    valid = torch.arange(s) < lengths.view(b, heads, 1)
-    k[~valid.expand(b, hkv, s)] = torch.nan
-    got = window_importance(q, k, valid, kernel_size, pooling)
-    want = torch.zeros(b, hkv, s)
-    for i in range(b):
-        for h in range(hkv):
-            n = int(lengths.view(b, heads)[i, 0 if shared else h])
-            if n:
-                mine = q[i, h * g : (h + 1) * g].double()
-                want[i, h, :n] = plain(mine, k[i, h, :n].double(), kernel_size, pooling)
-    assert_close("importance", got, want, atol=1e-6)
+    assert_lanes_are_scored_alone(
+        lambda q, k, valid: window_importance(q, k, valid, kernel_size, pooling),
+        lambda q, k: plain(q, k, kernel_size, pooling), shape, shared, data,
+    )  # fmt: skip

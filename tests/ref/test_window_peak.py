@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minithink.ref.window_peak import window_peak
 from tests.compare import assert_close
+from tests.windows import assert_lanes_are_scored_alone
 
 # 5 keys and the query 4 of two heads that share them; keys 3 and 4 stay, W = 2
 KEYS = torch.tensor([(2, 0), (1.8, 0.2), (-0.5, 1), (0.3, 1.6), (-1, -0.2)])
@@ -42,20 +43,6 @@ def plain(q: Tensor, k: Tensor, fuse: str) -> Tensor:
 def test_every_lane_is_scored_by_its_own_keys(
     shape: tuple[int, ...], fuse: str, shared: bool, data: st.DataObject
 ) -> None:
-    """Lanes of differing length, some of them empty, NaN behind their ends."""
-    b, hkv, g, w, s = shape
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
-    q = 2 * torch.randn(b, hkv * g, w, 5, generator=generator)
-    k = torch.randn(b, hkv, s, 5, generator=generator)
-    heads = 1 if shared else hkv
-    lengths = torch.tensor(data.draw(st.lists(st.integers(0, s), min_size=b * heads, max_size=b * heads)))
-    valid = torch.arange(s) < lengths.view(b, heads, 1)
-    k[~valid.expand(b, hkv, s)] = torch.nan
-    got = window_peak(q, k, valid, fuse)
-    want = torch.zeros(b, hkv, s)
-    for i in range(b):
-        for h in range(hkv):
-            n = int(lengths.view(b, heads)[i, 0 if shared else h])
-            if n:
-                want[i, h, :n] = plain(q[i, h * g : (h + 1) * g].double(), k[i, h, :n].double(), fuse)
-    assert_close("score", got, want, atol=1e-6)
+    assert_lanes_are_scored_alone(
+        lambda q, k, valid: window_peak(q, k, valid, fuse), lambda q, k: plain(q, k, fuse), shape, shared, data
+    )
