@@ -15,7 +15,7 @@ import torch
 from minithink.experiments import LAYERS, Case, Cases, Inputs, Operation, Result, Row, StandIn, StandIns, Sweep, Table
 from minithink.experiments.dynts import OTHERS as AT_ONCE
 from minithink.experiments.rkv import DrawnRkv
-from minithink.experiments.settings import CHOSEN, GRID, at_once, protected, unprotected
+from minithink.experiments.settings import CHOSEN, GRID, RKV, at_once, protected, unprotected
 from minithink.kv.contract import Edit, Policy, Step
 from minithink.policies.ada_snapkv import AdaSnapKV
 from minithink.policies.h2o import H2O
@@ -31,7 +31,7 @@ from minithink.policies.vase import VaSE
 
 BELOW = "random:protect_prompt=true"  # a policy that chooses should be better than this one
 OTHERS = (
-    "window:protect_prompt=true", "streaming_llm:protect_prompt=true", BELOW, "rkv:buffer=16,protect_prompt=true",
+    "window:protect_prompt=true", "streaming_llm:protect_prompt=true", BELOW, RKV,
     "crystal_kv", "crystal_kv_lite:protect_prompt=true", "skipkv:schedule=interval:16,tau=0.9,at=boundary", "dynts",
     "thinkv",
 )  # fmt: skip

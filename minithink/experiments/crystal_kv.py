@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from minithink.experiments import Case, Cases, Goal, Method, Result, Row, StandIn, StandIns, Sweep, Table
-from minithink.experiments.settings import CHOSEN
+from minithink.experiments.settings import CHOSEN, RKV
 from minithink.kv.contract import Shape, Step
 from minithink.policies.crystal_kv import CrystalKV, CrystalKVLite
 from minithink.tasks import families
 
 # Crystal-KV protects the prompt, and these policies by default do not: so each is tried both ways.
 OTHERS = (
-    "rkv:buffer=16,protect_prompt=true", "rkv:buffer=16", "streaming_llm:protect_prompt=true", "streaming_llm",
+    RKV, "rkv:buffer=16", "streaming_llm:protect_prompt=true", "streaming_llm",
     "window:protect_prompt=true", "window", "random:protect_prompt=true", "random",
 )  # fmt: skip
 LATER = tuple(CHOSEN[name] for name in ("ada_snapkv", "snapkv_decode", "raas", "h2o"))

@@ -11,12 +11,13 @@ import torch
 from minithink.config import ModelConfig
 from minithink.engine import DTYPES, TINY
 from minithink.experiments import Result, Row, Sweep, Table
+from minithink.experiments.settings import RKV
 from minithink.model import Decoder
 from minithink.tasks import families
 
 # All policies keep the prompt. R-KV decides more often than by default, because these texts are short.
 UNCALIBRATED = (
-    "window:protect_prompt=true", "random:protect_prompt=true", "rkv:buffer=16,protect_prompt=true",
+    "window:protect_prompt=true", "random:protect_prompt=true", RKV,
     "crystal_kv_lite:protect_prompt=true", "kivi", "kivi:bits=4",
 )  # fmt: skip
 CARD = (*UNCALIBRATED, "thinkv:types=1", "thinkv", "thinkv:precision=R4E4T4")  # the last shows what T's 2 bits cost

@@ -30,6 +30,8 @@ GRID = {
     "sepllm": ("", "window=0.6", "fill=true"),
 }
 
+RKV = "rkv:buffer=16,protect_prompt=true"  # R-KV in comparisons: GRID's buffer, the prompt stays
+
 # Triggers of DynTS: each policy evicts as often, and keeps as many tokens (SepLLM keeps fewer).
 RATIO, LOCAL = 0.3, 0.4  # r and W_l, defaults of `policies/dynts.py`
 SAME = f"schedule=share:{RATIO:g}/{LOCAL:g},{PROTECTED}"

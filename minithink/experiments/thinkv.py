@@ -30,7 +30,7 @@ from minithink.experiments import (
     Sweep,
     Table,
 )
-from minithink.experiments.settings import CHOSEN
+from minithink.experiments.settings import CHOSEN, RKV
 from minithink.kv.contract import Shape, Step
 from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION, Tbe, ThinKV
 
@@ -62,7 +62,6 @@ EIGHT = "R8E8T8"
 SENSITIVE = [EIGHT.replace(f"{kind}8", f"{kind}{bits}") for kind in "RET" for bits in (4, 2)]  # one type's bits
 RETENTIONS = ("64", "64/32", "64/32/16", "64/32/16/8", "64/32/16/8/4/2", "64/32/16/8/4/0")  # beside 64/32/16/8/4
 WIDE = (0.125, 0.25, 0.5, 0.75)
-RKV = "rkv:buffer=16,protect_prompt=true"
 OTHERS = (RKV, CHOSEN["random_attention"])  # in full precision, the prompt stays
 SWEEPS = {
     "main": Sweep(
