@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -13,21 +12,19 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from minithink.errors import MinithinkError, UsageError
+from minithink.errors import MinithinkError, UsageError, escaped
 
 SCHEDULES = (  # values of --schedule, as its help explains them
     "every (step), interval:n (each n tokens), sawtooth:B/k (at B tokens, down to k) or share:r/l (DynTS's windows)"
 )
 INTERRUPTED = 130  # what shells report for a program that SIGINT ended
-# All control characters but \\n and \\t, those of 8 bits too: a terminal would obey them.
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one sentence, and nothing else."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; --help lists the options.\n")
+        self.exit(2, f"{self.prog}: {escaped(message)}; --help lists the options.\n")
 
 
 def run(program: str, description: str, commands: Mapping[str, Any], argv: list[str] | None) -> int:
@@ -58,7 +55,7 @@ def run(program: str, description: str, commands: Mapping[str, Any], argv: list[
 def exit_code(program: str, command: Callable[[], int], interrupted: str = "interrupted") -> int:
     """Run a command → its exit code: 0, 1 (it failed), 2 (it makes no sense as asked) or 130 (interrupted).
 
-    Errors become one line on standard error, without control characters.
+    Errors become one line on standard error, in which control characters are escaped.
 
     Args:
         program: what the line begins with.
@@ -79,7 +76,7 @@ def exit_code(program: str, command: Callable[[], int], interrupted: str = "inte
         print(f"{program}: the output cannot be written ({error.strerror}): make room for it.", file=sys.stderr)
         return 1
     except MinithinkError as error:
-        print(f"{program}: {CONTROL.sub(' ', ' '.join(str(error).split()))}", file=sys.stderr)
+        print(f"{program}: {escaped(' '.join(str(error).split()))}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         print(f"\n{program}: {interrupted}", file=sys.stderr)

@@ -2,7 +2,21 @@
 
 Each message is one sentence with the actual values and what to do. The command line prints it without a traceback:
 `UsageError` ends with exit code 2, every other `MinithinkError` with 1.
+
+Values in a message often come from a file or from the network. Write them as `{quoted(value)}`, and names of files
+and datasets as `{escaped(name)}`: both are safe to print, and `quoted` is short.
 """
+
+from __future__ import annotations
+
+import re
+import reprlib
+from pathlib import PurePath
+
+QUOTED = 80  # characters of a value that a message quotes
+# What a terminal would obey: control characters (but \n and \t), marks that turn the direction of writing, and lone
+# surrogates, which have no bytes.
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class MinithinkError(Exception):
@@ -11,6 +25,43 @@ class MinithinkError(Exception):
 
 class UsageError(MinithinkError):
     """What was asked for makes no sense as asked: an unknown policy, a negative temperature."""
+
+
+def quoted(value: object, limit: int = QUOTED) -> str:
+    """A value as Python spells it, in at most `limit` characters.
+
+    What is longer ends with "…". Characters that cannot be printed are escaped. It is safe for every value, however
+    large or deeply nested.
+    """
+    if isinstance(value, PurePath):
+        value = str(value)
+    spelling = _Spelling(limit).repr(value)
+    return spelling if len(spelling) <= limit else spelling[: limit - 1] + "…"
+
+
+def escaped(text: object) -> str:
+    """Text without quotation marks, in which every character that a terminal would obey is escaped, as in `\\x1b`."""
+    return CONTROL.sub(_escape, str(text))
+
+
+def _escape(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode("ascii")
+
+
+class _Spelling(reprlib.Repr):
+    """`repr` of values that may be huge. It looks at no more of them than `limit` characters need."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = limit // 2
+        self.maxstring = self.maxlong = self.maxother = 4 * limit
+
+    def repr_int(self, value: int, level: int) -> str:
+        """The digits; Python spells out no integer of more than 4,300 of them."""
+        if value.bit_length() > 4096:
+            return f"an integer of {value.bit_length():,} bits"
+        return repr(value)
 
 
 def reason(error: Exception) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from minithink.commands import CONTROL, INTERRUPTED
+from minithink.commands import INTERRUPTED
+from minithink.errors import CONTROL
 
 if TYPE_CHECKING:  # rich is imported late, so that --help is quick
     from rich.console import Console

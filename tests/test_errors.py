@@ -7,8 +7,15 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from minithink.errors import MinithinkError, reason, unwritable
+from minithink.errors import CONTROL, QUOTED, MinithinkError, escaped, quoted, reason, unwritable
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
 
 
 def test_the_reason_of_a_file_is_in_words(tmp_path: Path) -> None:
@@ -35,3 +42,51 @@ def test_the_reason_of_a_file_is_in_words(tmp_path: Path) -> None:
 )
 def test_the_reason_of_all_else(error: Exception, said: str) -> None:
     assert reason(error) == said
+
+
+def nested(depth: int) -> object:
+    value: object = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@given(value=JSON)
+@example(value=10**400)
+@example(value=["\ud800", {"\u202e": "\x1b[31m"}])
+def test_quoted_values_are_short_and_printable(value: object) -> None:
+    said = quoted(value)
+    assert 0 < len(said) <= QUOTED
+    assert said.isprintable()
+    assert len(quoted(value, 20)) <= 20
+
+
+def test_huge_and_deep_values_are_quoted_too() -> None:
+    assert quoted(-(10**100_000)) == "an integer of 332,193 bits"
+    assert quoted(nested(50_000)) == "[[[[[...]]]]]"
+    assert len(quoted(["a" * 100_000] * 1000)) == QUOTED
+
+
+@pytest.mark.parametrize("value", ["one", "it's", 7, -1.5, True, None, [1, 2], {"a": [None]}, ("x",), "ü"])
+def test_short_values_are_quoted_as_python_spells_them(value: object) -> None:
+    assert quoted(value) == repr(value)
+
+
+def test_what_is_quoted_of_long_values_is_their_beginning() -> None:
+    assert quoted("abc" * 100) == "'" + ("abc" * 100)[: QUOTED - 2] + "…"
+    assert quoted(10**79 + 5, 30) == "1" + "0" * 28 + "…"
+    assert quoted(Path("/tmp/x")) == "'/tmp/x'", "a path is its text"
+
+
+@given(text=st.text())
+@example(text="\x00\x1b[2J\x7f\x9b\u202eabc\u2066\ud800")
+def test_escaped_text_holds_nothing_that_a_terminal_obeys(text: str) -> None:
+    said = escaped(text)
+    assert not CONTROL.search(said)
+    assert said == text or CONTROL.search(text)
+    assert len(said) >= len(text)
+
+
+def test_escapes_say_which_character_it_was() -> None:
+    assert escaped("a\x1b[31mb\u202ec\n") == r"a\x1b[31mb\u202ec" + "\n"
+    assert escaped(Path("é\x07")) == r"é\x07"

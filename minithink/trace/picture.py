@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from math import ceil
 
-from minithink.commands import CONTROL
+from minithink.errors import CONTROL
 from minithink.trace.format import Trace
 
 COLUMNS = 110  # characters of a line

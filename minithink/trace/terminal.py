@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from minithink.commands import CONTROL
+from minithink.errors import CONTROL
 from minithink.terminal import plain_console
 from minithink.trace.format import KINDS, File, Trace
 
