@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os as _os
+import sys as _sys
+from importlib.machinery import PathFinder as _PathFinder
+from importlib.util import module_from_spec as _module_from_spec
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# The kernels live in the sibling folder `kernels/`, which installs as `minithink.kernels`. In a checkout (an
-# editable install, or running from its root) that folder is not below this one: add the root to the search path,
-# so that `minithink.kernels` is found there. No folder named `kernels` becomes a top-level import name.
-_root = _os.path.dirname(_os.path.dirname(_os.path.abspath(__file__)))
-if _os.path.isfile(_os.path.join(_root, "kernels", "README.md")) and _root not in __path__:
-    __path__.append(_root)
+# The kernels live in the sibling folder `kernels/`, which installs as `minithink.kernels`. In a checkout (an editable
+# install, or running from its root) that folder stands beside this one, where Python does not look for it. So the
+# package `minithink.kernels` is made here from that folder. Nothing else of the checkout can be imported as a part of
+# minithink, and no folder named `kernels` becomes a top-level import name.
+_here = _os.path.dirname(_os.path.abspath(__file__))
+if not _os.path.isdir(_os.path.join(_here, "kernels")):
+    _spec = _PathFinder.find_spec("minithink.kernels", [_os.path.dirname(_here)])
+    if _spec is not None:
+        kernels = _module_from_spec(_spec)
+        _sys.modules["minithink.kernels"] = kernels
 
 if TYPE_CHECKING:
     from minithink.engine import Engine, load

@@ -255,6 +255,46 @@ def test_kernels_are_found_below_the_package_only():
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
+@pytest.mark.parametrize("folder", ["tests", "docs", "minithink", "tutorials"])
+def test_other_folders_of_the_checkout_are_no_part_of_the_package(folder):
+    import minithink
+
+    assert [Path(path) for path in minithink.__path__] == [ROOT / "minithink"]
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"minithink.{folder}")
+
+
+def test_a_kernel_keeps_its_source_and_its_name():
+    """Triton reads the source of a kernel, and a process that is started gets functions by their names."""
+    code = """
+import inspect, pickle, pkgutil, importlib.util
+import minithink.kernels
+from minithink.kernels import rope
+importlib.invalidate_caches()
+assert minithink.kernels.rope is rope
+assert inspect.getsource(rope.rope).startswith("def rope(")
+assert pickle.loads(pickle.dumps(rope.rope)) is rope.rope
+assert "rope" in [module.name for module in pkgutil.iter_modules(minithink.kernels.__path__)]
+assert importlib.util.find_spec("minithink.kernels").submodule_search_locations
+"""
+    pytest.importorskip("triton")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("kernels", "found"), [("minithink/kernels", "ours"), ("kernels", "ours")])
+def test_an_installed_package_takes_its_own_kernels(tmp_path, kernels, found):
+    """A wheel has them inside. Beside it may be a package of that name from someone else."""
+    for folder in ("minithink", "kernels", kernels):
+        (tmp_path / folder).mkdir(exist_ok=True)
+    (tmp_path / "minithink" / "__init__.py").write_bytes((ROOT / "minithink" / "__init__.py").read_bytes())
+    (tmp_path / "kernels" / "whose.py").write_text("name = 'theirs'")
+    (tmp_path / kernels / "whose.py").write_text(f"name = {found!r}")
+    code = "import minithink.kernels.whose as whose; print(whose.name)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"{found}\n", "")
+
+
 def test_importing_the_package_imports_no_torch():
     code = "import sys, minithink; sys.exit('torch' in sys.modules or hasattr(minithink, 'generate'))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
