@@ -19,25 +19,21 @@ imports do not count as changes.
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import inspect
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from minithink import sources
 from minithink.errors import MinithinkError, UsageError, reason, unwritable
 from minithink.evaluate.plan import AMPLE
 from minithink.files import replace, rounded
 from minithink.kv.contract import Policy
 from minithink.kv.stack import members
-from minithink.origin import ROOT
-from minithink.policies import POLICIES, leaves_open, parse
-from minithink.quant import parse_pair
+from minithink.policies import leaves_open, parse
 from minithink.sampling import DRAWS
 
 FILE = "pool.jsonl"
@@ -172,96 +168,11 @@ def _machine(run: Run) -> str:
     return _text({name: run.key.get(name) for name in MACHINE} | {"gpu": run.machine.get("gpu")})
 
 
-# Where the code of a policy lies -----------------------------------------------------------------------------------
-
-
 def source_of(policy: str, backend: str) -> dict[str, str]:
-    """Hashes of the code of a policy, of its formats, of its twins and of the kernels that run it.
-
-    Args:
-        policy: as on the command line.
-        backend: reference, which runs no kernels, or triton.
-    """
-    own = dict(files_of(policy))
-    if backend != "triton":
-        own["kernels"] = ()
-    return {name: _hash(tuple(paths)) for name, paths in own.items()}
+    """The hashes of a policy's code (`minithink/sources.py`). policy: as on the command line."""
+    return dict(_source_of(policy, backend))
 
 
 @cache
-def files_of(policy: str) -> dict[str, tuple[str, ...]]:
-    """Paths below the root, by part of a source. policy: the modules of its classes, and the policy modules and
-    top-level modules of this project that they import. formats. twins: those that it calls. kernels: all except those
-    that only other policies call, and what these kernels import."""
-    modules, formats = set[type](), set[type]()
-    for member in members(_policy(policy)):
-        modules |= {cls for cls in type(member).__mro__ if cls.__module__.startswith("minithink.policies.")}
-        for text in member.storage.formats:
-            if text != "plain":
-                formats |= {c for f in parse_pair(text) for c in type(f).__mro__ if "minithink.quant" in c.__module__}
-    own = sorted({_path(cls) for cls in modules})
-    text = "\n".join((ROOT / path).read_text(encoding="utf-8") for path in own)
-    found = re.findall(r"^from minithink\.((?:policies\.)?\w+|kv\.schedule) import", text, re.MULTILINE)
-    beside = {f"minithink/{name.replace('.', '/')}.py" for name in found}
-    own = sorted({*own, *(path for path in beside - {"minithink/errors.py"} if (ROOT / path).is_file())})
-    called = _called(tuple(own))
-    everyones = _called(tuple(sorted({_path(cls) for cls in POLICIES.values()})))
-    kernels = {p for p in (ROOT / "kernels").glob("*.py") if p.stem in called or p.stem not in everyones}
-    text = "\n".join(path.read_text(encoding="utf-8") for path in kernels)
-    imported = re.findall(r"^from minithink\.kernels\.(\w+) import", text, re.MULTILINE)
-    kernels |= {ROOT / f"kernels/{name}.py" for name in imported}
-    return {
-        "policy": tuple(own), "formats": tuple(sorted({_path(cls) for cls in formats})),
-        "twins": tuple(map(_twin, sorted(called))),
-        "kernels": tuple(path.relative_to(ROOT).as_posix() for path in sorted(kernels)),
-    }  # fmt: skip
-
-
-def _path(cls: type) -> str:
-    return Path(inspect.getfile(cls)).resolve().relative_to(ROOT).as_posix()
-
-
-@cache
-def _called(paths: tuple[str, ...]) -> frozenset[str]:
-    """The twins that these files call, as `ops.NAME` or through the step as `step.NAME`, and the twins that these
-    twins import."""
-    found, text = set[str](), "\n".join((ROOT / path).read_text(encoding="utf-8") for path in paths)
-    named = set(re.findall(r"\b(?:ops|step(?!\.ops))\.(\w+)", text))
-    while named:
-        found |= (named := {name for name in named - found if (ROOT / _twin(name)).is_file()})
-        text = "\n".join((ROOT / _twin(name)).read_text(encoding="utf-8") for name in named)
-        named = set(re.findall(r"from minithink\.ref\.(\w+) import", text))
-    return frozenset(found)
-
-
-def _twin(name: str) -> str:
-    return f"minithink/ref/{name}.py"
-
-
-@cache
-def _hash(paths: tuple[str, ...]) -> str:
-    """The hash of these files' code without comments and docstrings: 16 hexadecimal digits."""
-    whole = hashlib.sha256()
-    for path in paths:
-        whole.update(normal((ROOT / path).read_text(encoding="utf-8")).encode())
-    return whole.hexdigest()[:16] if paths else ""
-
-
-def normal(source: str) -> str:
-    """Python code without comments, docstrings, imports and layout; the same text with every version of Python."""
-    return repr(_plain(ast.parse(source)))
-
-
-def _plain(node: Any) -> Any:
-    """A syntax tree as nested tuples, without empty fields: later versions of Python add empty fields."""
-    if isinstance(node, list):
-        return tuple(_plain(x) for x in node if not _says_nothing(x))
-    if not isinstance(node, ast.AST):
-        return node
-    found = ((name, _plain(value)) for name, value in ast.iter_fields(node))
-    return (type(node).__name__, *((name, value) for name, value in found if value not in (None, ())))
-
-
-def _says_nothing(node: ast.AST) -> bool:
-    text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-    return text or isinstance(node, (ast.Import, ast.ImportFrom))
+def _source_of(policy: str, backend: str) -> dict[str, str]:
+    return sources.source_of(_policy(policy), backend)

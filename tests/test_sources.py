@@ -1,0 +1,47 @@
+"""What code a policy runs, and which changes of it count. Alone: pytest tests/test_sources.py."""
+
+from __future__ import annotations
+
+import hashlib
+
+from minithink.policies import leaves_open, parse
+from minithink.sources import files_of, normal, source_of
+
+
+def files(text: str) -> dict[str, tuple[str, ...]]:
+    return files_of(parse(text, budget=2**20 if leaves_open(text, "budget") else None))
+
+
+def test_what_code_a_policy_runs() -> None:
+    of_thinkv = files("thinkv")
+    own = ("minithink/policies/thinkv.py", "minithink/policies/thinkv_options.py")
+    assert of_thinkv["policy"] == own
+    assert {"minithink/quant/nvfp4.py", "minithink/quant/ternary.py"} <= {*of_thinkv["formats"]}
+    assert {"minithink/ref/anneal.py", "minithink/ref/sparsity.py"} <= {*of_thinkv["twins"]}
+    assert {"minithink/ref/survivors.py", "minithink/ref/kmeans.py"} <= {*of_thinkv["twins"]}, "through the step"
+    assert "minithink/ref/redundancy.py" not in of_thinkv["twins"]
+    assert {"kernels/anneal.py", "kernels/paged_attention.py"} <= {*of_thinkv["kernels"]}
+    assert "kernels/redundancy.py" not in of_thinkv["kernels"], "only R-KV and SkipKV call it"
+    assert "kernels/survivors.py" not in files("rkv")["kernels"], "only ThinKV calls it"
+    of_morphkv = {*files("morphkv")["kernels"]}
+    assert {"kernels/window_peak.py", "kernels/window_importance.py"} <= of_morphkv, "the first imports the second"
+    stack = files("snapkv:cap=128+thinkv")
+    assert stack["policy"] == ("minithink/policies/snapkv.py", *own)
+    assert "minithink/sentences.py" in files("seal+rkv")["policy"], "a module beside the policies"
+    assert "minithink/ref/similarity.py" in files("skipkv")["twins"]
+    assert "kernels/similarity.py" not in files("rkv")["kernels"]
+    assert files("window")["formats"] == ()
+    assert source_of(parse("window:budget=9"), "reference")["kernels"] == ""
+
+
+def test_docstrings_comments_and_imports_do_not_count() -> None:
+    code = 'import a\n\ndef f(x):\n    """Doc."""\n    return x + 1  # one\n'
+    assert normal(code) == normal("from b import c\ndef f(x):\n    import d\n    return (x + 1)\n")
+    assert normal(code) != normal(code.replace("+ 1", "+ 2"))
+    assert normal("class A:\n    x: int = 1") != normal("class A:\n    x: int = 2")
+
+
+def test_code_is_the_same_in_every_version_of_python() -> None:
+    """Syntax trees differ between versions; a run on another machine must not be stale for that."""
+    code = 'class A:\n    """Said."""\n    x: int = 1\n\n\ndef f(x, *, y=None):\n    return f"{x}: {y!r}"\n'
+    assert hashlib.sha256(normal(code).encode()).hexdigest()[:16] == "6f02bb883a479e86"
