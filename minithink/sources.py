@@ -7,7 +7,8 @@
     twins     the PyTorch operations that it calls (`minithink/ref`)
     kernels   all kernels but those that only other policies call; nothing, where the backend runs none
 
-Docstrings, comments and imports do not count: a hash is that of the syntax tree without them.
+Docstrings, comments and imports do not count: a hash is that of the syntax tree without them. A class that is not of
+this project, such as a user's own policy, is hashed as `minithink/user_code.py` describes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from minithink.kv.stack import members
 from minithink.origin import ROOT
 from minithink.policies import POLICIES
 from minithink.quant import parse_pair
+from minithink.user_code import code_of, is_users
 
 
 def source_of(policy: Policy, backend: str) -> dict[str, str]:
@@ -35,10 +37,13 @@ def source_of(policy: Policy, backend: str) -> dict[str, str]:
         policy: of any hyperparameters, or a stack.
         backend: reference, which runs no kernels, or triton.
     """
-    own = dict(files_of(policy))
+    files = dict(files_of(policy))
     if backend != "triton":
-        own["kernels"] = ()
-    return {part: _hash(paths) for part, paths in own.items()}
+        files["kernels"] = ()
+    found = {part: _hash(paths) for part, paths in files.items()}
+    if of_user := _code_of_user(policy):
+        found["policy"] = _digits(found["policy"] + of_user)
+    return found
 
 
 def files_of(policy: Policy) -> dict[str, tuple[str, ...]]:
@@ -47,14 +52,27 @@ def files_of(policy: Policy) -> dict[str, tuple[str, ...]]:
     for member in members(policy):
         classes |= {cls for cls in type(member).__mro__ if cls.__module__.startswith("minithink.policies.")}
         formats |= set(member.storage.formats) - {"plain"}
-    return _files(_paths(classes), tuple(sorted(formats)))
+    named = frozenset(re.findall(r"\w+", _code_of_user(policy)))
+    return _files(_paths(classes), tuple(sorted(formats)), named)
+
+
+def _code_of_user(policy: Policy) -> str:
+    """What the policy runs of classes that are not of this project."""
+    classes = dict.fromkeys(type(member) for member in members(policy))
+    return "\n".join(code_of(cls) for cls in classes if is_users(cls))
 
 
 @cache
-def _files(modules: tuple[str, ...], formats: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """The files of policies of these modules that store tokens in these formats."""
+def _files(modules: tuple[str, ...], formats: tuple[str, ...], named: frozenset[str]) -> dict[str, tuple[str, ...]]:
+    """The files of policies of these modules that store tokens in these formats.
+
+    Args:
+        modules: of the project's policies.
+        formats: as in `Storage.formats`.
+        named: words of a user's code, which may be twins.
+    """
     own = {*modules, *_beside(modules)}
-    called = _called(tuple(sorted(own)))
+    called = _called(tuple(sorted(own)), named)
     of_formats = set[type]()
     for text in formats:
         for one in parse_pair(text):
@@ -75,11 +93,11 @@ def _beside(modules: Iterable[str]) -> set[str]:
 
 
 @cache
-def _called(paths: tuple[str, ...]) -> frozenset[str]:
-    """The twins that these files call, as `ops.NAME` or through the step as `step.NAME`, and the twins that these
-    twins import."""
+def _called(paths: tuple[str, ...], others: frozenset[str] = frozenset()) -> frozenset[str]:
+    """The twins that these files call, as `ops.NAME` or through the step as `step.NAME`, those among the other names,
+    and the twins that these twins import."""
     found = set[str]()
-    named = set(re.findall(r"\b(?:ops|step(?!\.ops))\.(\w+)", _text(paths)))
+    named = {*others} | set(re.findall(r"\b(?:ops|step(?!\.ops))\.(\w+)", _text(paths)))
     while named:
         named = {name for name in named - found if (ROOT / _twin(name)).is_file()}
         found |= named
@@ -134,6 +152,10 @@ def _hash(paths: tuple[str, ...]) -> str:
     for path in paths:
         whole.update(_normal_of(path).encode())
     return whole.hexdigest()[:16]
+
+
+def _digits(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 @cache

@@ -60,7 +60,8 @@ BELOW = tuple(
     for name in (
         "backend", "calibration", "chat", "commands", "config", "errors", "figures", "files", "grouping", "hub",
         "intervals", "kernels", "kv", "memory", "model", "openings", "pieces", "policies", "progress", "quant", "ref",
-        "sampling", "sentences", "sources", "tasks", "thinking", "thoughts", "tokenizer", "weights",
+        "sampling", "sentences", "sources", "tasks", "thinking", "thoughts", "tokenizer", "user_code",
+        "weights",
     )
 )  # fmt: skip
 ABOVE = ("engine", "stream", "reading", "results", *LEAVES)
