@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minithink.errors import MinithinkError, reason
+from minithink.files import read_bytes
 from minithink.sampling import DRAWS
 from minithink.weights import checkpoint_hash
 
@@ -79,7 +80,7 @@ def read(folder: Path, name: str, model: Path, spoken: str = "") -> dict[str, An
 def _content(path: Path) -> Any:
     """What a file holds. OSError, ValueError, SafetensorError: it cannot be read."""
     if path.suffix != ".safetensors":
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_bytes(path).decode())
     if path.name != STEERING:
         return _predictor(path)
     values, tensors = vectors_of(path)

@@ -12,11 +12,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from minithink.errors import MinithinkError, UsageError, escaped
+from minithink.errors import MinithinkError, UsageError, escaped, is_disk_full, quoted
 
 SCHEDULES = (  # values of --schedule, as its help explains them
     "every (step), interval:n (each n tokens), sawtooth:B/k (at B tokens, down to k) or share:r/l (DynTS's windows)"
 )
+LONGEST_NAME = 255  # bytes of a file's name: the limit of nearly all file systems
 INTERRUPTED = 130  # what shells report for a program that SIGINT ended
 
 
@@ -68,7 +69,11 @@ def exit_code(program: str, command: Callable[[], int], interrupted: str = "inte
         finally:
             sys.stdout.flush()  # here, so that its errors are caught below
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno == errno.ENAMETOOLONG:
+            name = quoted(error.filename)
+            print(f"{program}: {name} is too long for the name of a file: shorten it.", file=sys.stderr)
+            return 2
+        if error.errno != errno.EPIPE and not is_disk_full(error):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at exit
         if error.errno == errno.EPIPE:  # whoever read the output has had enough
@@ -87,7 +92,13 @@ def location(text: str) -> Path:
     """For argparse: a file or folder. Nothing at all would be the current folder, from an unset variable."""
     if not text.strip():
         raise argparse.ArgumentTypeError("it is empty: give a name")
-    return Path(text)
+    path = Path(text)
+    longest = max(len(os.fsencode(part)) for part in path.parts or [text])
+    if longest > LONGEST_NAME:
+        raise argparse.ArgumentTypeError(
+            f"{quoted(text)} holds a name of {longest:,} bytes, and a file's name can have {LONGEST_NAME}: shorten it"
+        )
+    return path
 
 
 def different(text: str, what: str, known: Iterable[str]) -> list[str]:

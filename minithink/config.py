@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from minithink.errors import MinithinkError, reason
+from minithink.files import read_bytes
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 
@@ -365,13 +366,13 @@ def as_ids(value: Any) -> tuple[int, ...]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, or one sentence that says why not."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_bytes(path).decode())
     except FileNotFoundError:
         raise MinithinkError(f"{path} does not exist: is this the folder of a checkpoint?") from None
     except (OSError, UnicodeDecodeError) as error:
         raise MinithinkError(f"{path} cannot be read: {reason(error)}.") from None
     except (ValueError, RecursionError) as error:  # not only JSONDecodeError: deep nesting, integers of 5000 digits
-        raise MinithinkError(f"{path} is not valid JSON (truncated?): {error}.") from None
+        raise MinithinkError(f"{path} is not valid JSON (truncated?): {reason(error)}.") from None
     if not isinstance(value, dict):
         raise MinithinkError(f"{path} holds a {type(value).__name__}, not a JSON object.")
     return value

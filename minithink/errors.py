@@ -9,11 +9,13 @@ and datasets as `{escaped(name)}`: both are safe to print, and `quoted` is short
 
 from __future__ import annotations
 
+import errno
 import re
 import reprlib
 from pathlib import PurePath
 
 QUOTED = 80  # characters of a value that a message quotes
+REASON = 200  # … of what another library says
 # What a terminal would obey: control characters (but \n and \t), marks that turn the direction of writing, and lone
 # surrogates, which have no bytes.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -65,11 +67,21 @@ class _Spelling(reprlib.Repr):
 
 
 def reason(error: Exception) -> str:
-    """Why something failed, for such a sentence: of an OSError without its number, and without the path that the
-    sentence has already."""
-    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+    """Why something failed, for such a sentence, in at most REASON characters.
+
+    Of an OSError it is the text without the number and without the path, which the sentence has already.
+    """
+    words = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+    words = escaped(" ".join(words.split()))
+    return words if len(words) <= REASON else words[: REASON - 1] + "…"
 
 
 def unwritable(what: str, path: object, error: OSError, other: str) -> MinithinkError:
     """What is raised where a file cannot be written. other: what to give another of."""
-    return MinithinkError(f"{what} cannot be written to {path}: {reason(error)}; give another {other}.")
+    room = "make room there, or " if is_disk_full(error) else ""
+    return MinithinkError(f"{what} cannot be written to {path}: {reason(error)}; {room}give another {other}.")
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Whether a file could not be written because the disk, a quota or a limit on files is exhausted."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

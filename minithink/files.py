@@ -1,12 +1,15 @@
-"""Files that are replaced whole or not at all, or that one process at a time appends to; JSON that people read."""
+"""Files that are read only if they are regular files, replaced whole or not at all, or appended to by one process at
+a time; JSON that people read."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
 import os
-import tempfile
+import secrets
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,33 @@ except ImportError:  # Windows has no such locks: two processes may open the sam
     fcntl = None  # type: ignore[assignment]
 
 DIGITS = 5  # that are kept of every measurement
+BLOCK = 2**20  # bytes that are read at once
+LARGEST = 2**28  # bytes of a file that is read whole: more than ten times a published tokenizer.json
+
+
+def read_bytes(path: Path, at_most: int = LARGEST) -> bytes:
+    """The content of a regular file, which is read without waiting.
+
+    Raises:
+        OSError: it cannot be read; it is a pipe, a device or another thing that has no end; or it is too large.
+    """
+    with open(path, "rb", opener=_open_at_once) as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError("it is no regular file")
+        content = bytearray()
+        size = about.st_size  # 0 for files that the system makes up
+        while size <= at_most and (block := file.read(BLOCK)):
+            content += block
+            size = max(size, len(content))
+    if size > at_most:
+        raise OSError(f"it is larger than {at_most:,} bytes")
+    return bytes(content)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file, but do not wait for the writer of a pipe. Windows has no such flag, and no such pipes."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def replace(path: Path, content: str | bytes) -> None:
@@ -31,20 +61,31 @@ def replace(path: Path, content: str | bytes) -> None:
     if path.exists() and not path.is_file():  # root could put a file in the place of a device
         path.write_bytes(data)
         return
-    path, temporary = path.resolve(), None
+    path = path.resolve()
+    temporary = path.with_name(f".{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=".", delete=False) as file:
-            temporary = Path(file.name)
+        with open(temporary, "xb") as file:  # readable for whom the umask says
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        temporary.chmod(0o644)  # a temporary file is private, a result is not
         os.replace(temporary, path)
     except OSError:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
+        _remove(temporary)
         raise
+
+
+def open_to_others(path: Path) -> None:
+    """Give a file the mode that `open` gives to a new one: what the umask says. safetensors makes private files."""
+    umask = os.umask(0o077)  # to read it is to set it
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, if it is there and can be removed."""
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def hold(path: Path) -> io.FileIO:

@@ -45,6 +45,7 @@ from minithink.backend import device_of
 from minithink.commands import Parser, exit_code, natural, positive
 from minithink.config import ModelConfig
 from minithink.errors import MinithinkError, UsageError, reason, unwritable
+from minithink.files import open_to_others
 from minithink.model import Decoder, Rope
 from minithink.muon import Muon
 from minithink.ref.rope import rope
@@ -237,6 +238,7 @@ def save_progress(
             for key, value in optimizer.state.get(p, {}).items():
                 state[f"{key} {name}"] = value
     save_file(state, folder / "progress.tmp", metadata={"progress": json.dumps(progress)})
+    open_to_others(folder / "progress.tmp")
     os.replace(folder / "progress.tmp", folder / "progress.safetensors")
 
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from minithink.backend import REFERENCE, Backend
 from minithink.config import ModelConfig, read_json
 from minithink.errors import MinithinkError, UsageError, reason
+from minithink.files import open_to_others
 from minithink.hub import download
 from minithink.model import Block, Decoder
 
@@ -165,6 +166,7 @@ def save_checkpoint(
                 # safetensors refuses tensors that share memory, so the tensors of one shard at a time are copied.
                 tensors = {n: _contiguous_copy(views[n], dtype) for n in shard}
                 save_file(tensors, temp / file, metadata={"format": "pt"})
+                open_to_others(temp / file)
             if of > 1:
                 _write_json(temp / INDEX, index)
             # The index is removed first and written last: a reader in between finds no checkpoint, not a mixture.

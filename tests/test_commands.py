@@ -95,8 +95,21 @@ def test_other_errors_of_the_system_are_bugs() -> None:
         exit_code("x", fail)
 
 
+def test_names_that_are_too_long_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    """In an option before anything runs, and wherever else a file of that name is opened."""
+    assert location("a" * 255 + "/" + "ü" * 127) == Path("a" * 255, "ü" * 127)
+    for text in ("a" * 256, "b/" + "ü" * 128):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"holds a name of 256 bytes.*shorten it$") as caught:
+            location(text)
+        assert len(str(caught.value)) < 200
+    assert exit_code("x", lambda: len(Path("z" * 9999).read_bytes())) == 2
+    said = capsys.readouterr().err
+    assert said == f"x: '{'z' * 78}… is too long for the name of a file: shorten it.\n"
+
+
 def test_an_empty_path_is_none() -> None:
     assert location("a/b") == Path("a/b")
+    assert location(".") == Path()
     for text in ("", " "):
         with pytest.raises(argparse.ArgumentTypeError, match="it is empty: give a name"):
             location(text)

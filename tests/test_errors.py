@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from minithink.errors import CONTROL, QUOTED, MinithinkError, escaped, quoted, reason, unwritable
+from minithink.errors import CONTROL, QUOTED, MinithinkError, escaped, is_disk_full, quoted, reason, unwritable
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -24,10 +24,20 @@ def test_the_reason_of_a_file_is_in_words(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught:
         path.read_text()
     assert reason(caught.value) == os.strerror(errno.ENOENT)
+    assert not is_disk_full(caught.value)
     error = unwritable("The page", path, caught.value, "--output")
     assert isinstance(error, MinithinkError)
     assert str(error) == (
         f"The page cannot be written to {path}: {os.strerror(errno.ENOENT)}; give another --output."
+    )
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_on_a_full_disk_room_must_be_made(number: int) -> None:
+    error = OSError(number, os.strerror(number))
+    assert is_disk_full(error)
+    assert str(unwritable("The page", "x", error, "--output")) == (
+        f"The page cannot be written to x: {os.strerror(number)}; make room there, or give another --output."
     )
 
 
@@ -36,6 +46,8 @@ def test_the_reason_of_a_file_is_in_words(tmp_path: Path) -> None:
     [
         (ValueError("line 3 is no number"), "line 3 is no number"),
         (OSError("a library's own words"), "a library's own words"),
+        (ValueError("x" * 1000 + "\n"), "x" * 199 + "…"),
+        (ValueError("a\n b\x1b"), r"a b\x1b"),
         (OSError(), "OSError"),
         (EOFError(), "EOFError"),
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from minithink.errors import MinithinkError
-from minithink.files import append, hold, is_held, remove_held, replace
+from minithink.files import append, hold, is_held, open_to_others, read_bytes, remove_held, replace
 from tests.locks import before_the_lock
 
 
@@ -16,7 +16,6 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monke
     path = tmp_path / "new" / "x"
     replace(path, "é\n")
     assert path.read_bytes() == "é\n".encode()
-    assert path.stat().st_mode & 0o777 == 0o644
     replace(path, b"\xff")
     assert path.read_bytes() == b"\xff"
 
@@ -28,6 +27,45 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monke
         replace(path, "other")
     assert path.read_bytes() == b"\xff"
     assert list(path.parent.iterdir()) == [path], "no temporary file is left"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077, 0o002])
+def test_new_files_have_the_mode_that_the_umask_says(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        replace(tmp_path / "x", "new")
+        private = tmp_path / "y"
+        private.touch(0o600)
+        open_to_others(private)
+    finally:
+        os.umask(before)
+    modes = {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {0o666 & ~umask}
+    assert os.umask(before) == before, "reading the umask leaves it as it was"
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    """A pipe without a writer, and a device without an end, are refused at once."""
+    path, pipe = tmp_path / "x", tmp_path / "pipe"
+    path.write_bytes(b"abc")
+    assert read_bytes(path) == read_bytes(path, at_most=3) == b"abc"
+    with pytest.raises(OSError, match="larger than 2 bytes"):
+        read_bytes(path, at_most=2)
+    os.mkfifo(pipe)
+    for other in (pipe, Path("/dev/zero"), Path("/dev/tty")):
+        with pytest.raises(OSError, match=r"no regular file|No such device"):
+            read_bytes(other)
+    with pytest.raises(IsADirectoryError):
+        read_bytes(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        read_bytes(tmp_path / "none")
+
+
+def test_files_of_the_system_are_read_although_their_size_is_unknown() -> None:
+    if Path("/proc/self/status").exists():
+        assert b"Name:" in read_bytes(Path("/proc/self/status"))
+        with pytest.raises(OSError, match="larger than 5 bytes"):
+            read_bytes(Path("/proc/self/status"), at_most=5)
 
 
 def test_a_link_leads_to_the_file(tmp_path: Path) -> None:

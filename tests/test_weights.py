@@ -152,6 +152,15 @@ def test_shards_respect_their_limit(sharded: Path) -> None:
     assert index["metadata"]["total_size"] == sum(p.nbytes for p in load_decoder(sharded).parameters())
 
 
+def test_every_file_of_a_checkpoint_has_the_mode_that_the_umask_says(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        save_checkpoint(random_decoder(example_config()), tmp_path, max_shard_bytes=8000)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
+
+
 def test_a_failed_save_leaves_the_old_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = checkpoint_hash(folder)
 

@@ -25,6 +25,7 @@ from minithink.errors import MinithinkError, UsageError, reason
 from minithink.evaluate.datasets import Example, load_dataset
 from minithink.evaluate.grading import grade
 from minithink.evaluate.tune import allowed
+from minithink.files import open_to_others
 from minithink.foresight import importance
 from minithink.progress import progress
 from minithink.stream import Track
@@ -142,7 +143,9 @@ def line_of(engine: Engine, s: Track, dataset: str, example: Example, folder: Pa
         right = length > 1
     if right:
         tensors = {"hidden": hidden.to(HALF).cpu()} | {name: x.cpu().contiguous() for name, x in targets.items()}
-        save_file(tensors, folder / f"{s.number:06}.safetensors")
+        path = folder / f"{s.number:06}.safetensors"
+        save_file(tensors, path)
+        open_to_others(path)
     return {
         "text": s.number, "problem": s.prompt_index, "dataset": dataset, "id": example.id, "right": right,
         "thinking": length, "tokens": list(s.tokens),

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from minithink import files
 from minithink.errors import MinithinkError, UsageError, reason
-from minithink.files import dumps, replace
+from minithink.files import dumps, read_bytes, replace
 
 CONFIG = "config.json"
 # Settings that change neither what is generated nor how it is graded: a resumed run may have others.
@@ -383,7 +383,7 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The settings of a run, and how it was started and resumed."""
     path = folder / CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_bytes(path).decode())
         settings, runs = config["settings"], config["runs"]
         if not isinstance(settings, dict) or not isinstance(runs, list):
             raise TypeError("settings are an object and runs are a list")
@@ -405,7 +405,7 @@ def _read_lines(path: Path) -> tuple[list[Record], int, str]:
         UsageError: a line is no record. Only the last line may be none, if it is cut off or no JSON.
     """
     try:
-        data = path.read_bytes()
+        data = read_bytes(path, at_most=2**40)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {reason(error)}.") from None
     lines = data.split(b"\n")

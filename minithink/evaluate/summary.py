@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from minithink import counts
-from minithink.errors import unwritable
+from minithink.errors import MinithinkError, is_disk_full, reason
 from minithink.evaluate.journal import SHARES, Record, check_unique
 from minithink.files import dumps, replace, rounded
 from minithink.intervals import CONFIDENCE, RESAMPLES, bootstrap, wilson
@@ -207,7 +207,11 @@ def write(folder: Path, rows: Sequence[Row], seed: int = 0) -> list[Path]:
         try:
             replace(path, text)
         except OSError as error:
-            raise unwritable("The summary", path, error, "folder") from None
+            mend = "make room there" if is_disk_full(error) else "mend that"
+            raise MinithinkError(
+                f"The summary cannot be written to {path}: {reason(error)}; no result is lost: {mend}, and run the "
+                "command again with --resume."
+            ) from None
     return paths
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import os
@@ -202,7 +203,14 @@ def test_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(MinithinkError, match=r"summary\.json: disk full; give another folder"):
+    with pytest.raises(MinithinkError, match=r"summary\.json: disk full; no result is lost: mend that, and run"):
+        write(tmp_path / "new", [])
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(MinithinkError, match=r"No space left.*: make room there, and run the command again"):
         write(tmp_path / "new", [])
     assert paths[0].read_bytes() == before
 
