@@ -1,32 +1,50 @@
 """Chat templates: Jinja programs of checkpoints, which turn a conversation into the prompt that a model expects.
 
-A template is a program by the model's author, so it runs in Jinja's sandbox. Bounded are the size of the result,
-products and powers, and the widths to which text is padded or indented (but not those in `str.format`). Not bounded
-are the template's time, and what it builds up on the way, as by `~` and `replace`.
+A template is a program by the model's author. It runs in Jinja's sandbox, in a process of its own with limits on
+time, memory and text (`chat_child.py`). A list of forbidden operations would not do: there is always one more way to
+fill the memory, and a single operation can take hours.
+
+All engines share one such process. It keeps nothing between two requests but the templates that it has compiled, so
+a process for each engine would only take longer to start. `start_child` starts it while weights are loaded. It ends
+with the process that uses it. When a template has ended it, a new one takes its place.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
-import re
-from collections.abc import Callable
-from datetime import datetime
-from functools import wraps
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import jinja2
-from jinja2.ext import Extension
-from jinja2.filters import do_format
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from minithink.config import read_json
 from minithink.errors import MinithinkError, reason
 
-MAX_RENDERED = 10_000_000  # characters that a template may produce
-MAX_WIDTH = 10_000  # characters that it may pad or indent by
-PADDING_FILTERS = ("center", "indent", "batch", "slice")
-PADDING_METHODS = ("center", "ljust", "rjust", "zfill", "expandtabs")
+MAX_TEMPLATE = 1_000_000  # bytes of a template's file
+LIMITS = {
+    "max_text": 10_000_000,  # characters that a template may make
+    "max_memory": 2**29,  # bytes of address space
+    "max_seconds": 2,  # of the processor's time
+}
+# Seconds by the clock, for the case that the processor's time has no limit (Windows) or goes to other programs.
+PATIENCE = 10 if sys.platform == "win32" else 60
+# The child finds packages where this process finds them. It imports its own module by name, so that nobody who uses
+# minithink as a library needs an `if __name__ == "__main__"`.
+BEGIN = """
+import json, sys
+sys.path[:], limits = json.loads(sys.argv[1])
+from minithink.chat_child import serve
+serve(**limits)
+"""
+
+
+class TemplateFailed(Exception):
+    """A template cannot be rendered. The text says why, as part of a sentence."""
 
 
 def read_template(folder: Path, config: dict[str, Any]) -> str | None:
@@ -37,101 +55,166 @@ def read_template(folder: Path, config: dict[str, Any]) -> str | None:
         config: the fields of tokenizer_config.json.
 
     Raises:
-        MinithinkError: a file is not readable text.
+        MinithinkError: a file is not readable text, or the template is no text or too long.
     """
     for file in (folder / "chat_template.jinja", folder / "additional_chat_templates" / "default.jinja"):
         if file.is_file():
-            try:
-                return file.read_text(encoding="utf-8")
-            except (OSError, ValueError) as error:
-                raise MinithinkError(f"{file} is not readable text ({reason(error)}): download it again.") from error
-    file = folder / "chat_template.json"
-    found = (read_json(file) if file.is_file() else config).get("chat_template")
-    return {entry["name"]: entry["template"] for entry in found}.get("default") if isinstance(found, list) else found
+            return _read(file)
+    file, found = folder / "tokenizer_config.json", config.get("chat_template")
+    if (old := folder / "chat_template.json").is_file():
+        file, found = old, read_json(old).get("chat_template")
+    if isinstance(found, list):
+        found = {entry["name"]: entry["template"] for entry in found}
+    if isinstance(found, dict):
+        found = found.get("default")
+    if found is not None and not isinstance(found, str):
+        raise MinithinkError(f"{file}: the chat template is {repr(found)[:80]}, no text: download it again.")
+    if found is not None and len(found) > MAX_TEMPLATE:
+        raise MinithinkError(
+            f"{file} has a chat template of {len(found):,} characters, and it may have {MAX_TEMPLATE:,}: download "
+            "it again."
+        )
+    return found
 
 
-def compiled(template: str) -> jinja2.Template:
-    """The template, ready to `render`. jinja2.TemplateError: it is malformed."""
-    sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=(_GenerationTag, "jinja2.ext.loopcontrols"))
-    sandbox.filters |= {name: _of_bounded_width(sandbox.filters[name]) for name in PADDING_FILTERS}
-    sandbox.filters |= {"tojson": _to_json, "format": _format}
-    sandbox.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    return sandbox.from_string(template)
+def _read(file: Path) -> str:
+    """The template in a file."""
+    try:
+        size = file.stat().st_size
+        if size > MAX_TEMPLATE:
+            raise MinithinkError(
+                f"{file} has {size:,} bytes, and a chat template at most {MAX_TEMPLATE:,}: download it again."
+            )
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise MinithinkError(f"{file} is not readable text ({reason(error)}): download it again.") from error
 
 
-def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
-    """What a compiled template makes of its variables. Any exception may come: a template can raise all of them."""
-    text = ""
-    for chunk in template.generate(variables):
-        text += chunk
-        if len(text) > MAX_RENDERED:
-            raise SecurityError(f"the text has more than {MAX_RENDERED} characters")
-    return text
+def start_child() -> None:
+    """Start the process that renders, if it does not run. It gets ready while this one goes on."""
+    with _lock, suppress(TemplateFailed):  # `render` says what is wrong, if anything is to be rendered
+        _running()
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, which also refuses products and widths that would fill the memory at once."""
+def render(template: str, variables: dict[str, Any]) -> str:
+    """The text that a template makes of its variables, which must be plain data.
 
-    intercepted_binops = frozenset({"*", "**", "%"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "%":
-            _refuse_wide_format(left)
-            return super().call_binop(context, operator, left, right)
-        size, times = (len(x) if hasattr(x, "__len__") else abs(x) for x in (left, right))
-        if max(size, times) > 1000 if operator == "**" else size * times > MAX_RENDERED:
-            raise SecurityError(f"the operands of {operator} are too large")
-        return super().call_binop(context, operator, left, right)
-
-    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(getattr(obj, "__self__", None), str) and obj.__name__ in PADDING_METHODS:
-            _refuse_wide(*args, *kwargs.values())
-        return super().call(context, obj, *args, **kwargs)
+    Raises:
+        TemplateFailed: the template is malformed, raises something, or reaches a limit.
+    """
+    try:
+        request = json.dumps({"template": template, "variables": variables}, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TemplateFailed(f"a variable is no plain data: {str(error)[:80]}") from error
+    with _lock:
+        reply = _running().ask(request.encode(errors="surrogatepass") + b"\n")
+    if "text" not in reply:
+        raise TemplateFailed(reply["failed"])
+    return reply["text"]
 
 
-def _refuse_wide(*widths: Any) -> None:
-    if any(isinstance(width, int) and width > MAX_WIDTH for width in widths):
-        raise SecurityError(f"the width is more than {MAX_WIDTH}")
+class _Child:
+    """The process that renders."""
+
+    def __init__(self) -> None:
+        """Start it, and do not wait for it. It has a session of its own, because Ctrl-C is not for it."""
+        path = [str(entry) for entry in sys.path]
+        process = subprocess.Popen(
+            [sys.executable, "-c", BEGIN, json.dumps([path, LIMITS])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.process = process
+        self.requests = process.stdin
+        self.replies = process.stdout
+        self.late = False
+
+    def ask(self, request: bytes) -> dict[str, str]:
+        """The reply to one line. Without a whole reply the process ends, because the next reply would be of this
+        request."""
+        watch = threading.Timer(PATIENCE, self._lose_patience)
+        watch.daemon = True
+        watch.start()
+        line = b""
+        try:
+            self.requests.write(request)
+            self.requests.flush()
+            line = self.replies.readline()
+        except OSError:  # the process has ended
+            line = b""
+        finally:
+            watch.cancel()
+            if not line.endswith(b"\n"):  # also after Ctrl-C
+                self.end()
+        if not line.endswith(b"\n"):
+            return {"failed": self._why()}
+        reply: dict[str, str] = json.loads(line)
+        return reply
+
+    def _lose_patience(self) -> None:
+        self.late = True
+        self.process.kill()
+
+    def _why(self) -> str:
+        """Why the process has ended within a request."""
+        code = self.process.returncode
+        if self.late:
+            return f"it takes more than {PATIENCE} seconds"
+        if code < 0 and code == -getattr(signal, "SIGXCPU", 0):
+            return f"it takes more than {LIMITS['max_seconds']} seconds"
+        return f"its process ended with code {code}"
+
+    def end(self) -> None:
+        """End the process, and wait until it has ended."""
+        self.process.kill()
+        self.close()
+        self.process.wait()
+
+    def close(self) -> None:
+        """Close this end of the pipes. A process that waits for a request then ends by itself."""
+        for pipe in (self.requests, self.replies):
+            with suppress(OSError):  # what was not written stays so
+                pipe.close()
 
 
-def _refuse_wide_format(text: Any) -> None:
-    """Refuse a text for `%` that has a width or precision of five digits, or one that is `*`."""
-    if isinstance(text, str) and re.search(r"%(\([^)]*\))?[^%a-zA-Z]*(\d{5}|\*)", text.replace("%%", "")):
-        raise SecurityError(f"the width is not known to be less than {MAX_WIDTH}")
+_lock = threading.Lock()
+_child: _Child | None = None
 
 
-def _of_bounded_width(pad: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(pad)  # also takes over how Jinja is to call it
-    def bounded(*args: Any, **kwargs: Any) -> Any:
-        _refuse_wide(*args[1:], *kwargs.values())
-        return pad(*args, **kwargs)
-
-    return bounded
-
-
-def _format(text: Any, *args: Any, **kwargs: Any) -> str:
-    _refuse_wide_format(text)
-    return do_format(text, *args, **kwargs)
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's text for training: here it only encloses the text."""
-
-    tags = {"generation"}  # noqa: RUF012 (so Jinja declares it)
-
-    def parse(self, parser: Any) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+def _running() -> _Child:
+    """The process that renders; a new one if none runs. TemplateFailed: it cannot be started."""
+    global _child
+    if _child is not None and _child.process.poll() is not None:
+        _child.close()
+        _child = None
+    if _child is None:
+        try:
+            _child = _Child()
+        except OSError as error:
+            raise TemplateFailed(f"its process cannot be started: {reason(error)}") from error
+    return _child
 
 
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+@atexit.register
+def _end() -> None:
+    """End the child with this process, so that it is not left to the system."""
+    if _child is not None:
+        _child.end()
 
 
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
+def _forget() -> None:
+    """In a process that was forked: the child is the other process's, and two must not write into one pipe."""
+    global _child, _lock
+    _lock = threading.Lock()
+    if _child is not None:
+        _child.close()
+        _child.process.returncode = 0  # it is not ours to wait for
+        _child = None
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
-    _refuse_wide(*layout.values())
-    return json.dumps(value, ensure_ascii=ensure_ascii, **layout)  # Jinja's own escapes HTML
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

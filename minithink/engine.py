@@ -22,6 +22,7 @@ import torch
 from minithink import calibration as files
 from minithink import memory
 from minithink.backend import choose, device_of
+from minithink.chat import start_child
 from minithink.config import ModelConfig, as_ids, read_json
 from minithink.errors import MinithinkError, UsageError
 from minithink.foresight import check_draws, followers, later
@@ -152,6 +153,8 @@ def load(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens and the model's vocabulary only "
             f"{config.vocab_size}; they do not belong together."
         )
+    if tokenizer.chat_template is not None:
+        start_child()  # it gets ready while the weights are read
     defaults = GenerationConfig.from_folder(folder, config, tokenizer)
     memory.require_room(config, number_type, where)
     try:
@@ -401,7 +404,10 @@ class Engine:
         """The token ids of a conversation that the model continues. messages: {"role": ..., "content": ...} each."""
         for message in messages:
             _refuse_surrogates(message["content"])
-        return self.tokenizer.encode(self.tokenizer.apply_chat_template(messages))
+        ids = self.tokenizer.encode(self.tokenizer.apply_chat_template(messages))
+        if not ids:
+            raise MinithinkError("The chat template makes an empty prompt of the messages: pass --no-chat.")
+        return ids
 
     def _limit(self, index: int, length: int, wanted: int | None) -> tuple[int, str]:
         """How many tokens prompt number `index` may generate, and the finish_reason of a sequence that generates all

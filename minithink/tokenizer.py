@@ -24,10 +24,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
 import tiktoken
 
-from minithink.chat import compiled, read_template, render
+from minithink.chat import TemplateFailed, read_template, render
 from minithink.config import read_json
 from minithink.errors import MinithinkError
 from minithink.pieces import Unsupported, new_encoding, read_pre_tokenizer
@@ -198,16 +197,11 @@ class Tokenizer:
         variables = {"tools": None, "documents": None, **self._named, **variables}
         variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return render(self._template, variables)
-        except Exception as error:  # a template can raise anything
+            return render(self.chat_template, variables)
+        except TemplateFailed as error:
             raise MinithinkError(
-                f"the chat template of {self._file.parent} failed ({type(error).__name__}: {str(error)[:300]!r}): "
-                "change the messages or pass --no-chat."
+                f"the chat template of {self._file.parent} failed ({error}): change the messages or pass --no-chat."
             ) from error
-
-    @cached_property
-    def _template(self) -> jinja2.Template:
-        return compiled(self.chat_template or "")
 
 
 class TextStream:

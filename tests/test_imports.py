@@ -62,6 +62,7 @@ BELOW = tuple(
         "intervals", "kernels", "kv", "memory", "model", "openings", "pieces", "policies", "progress", "quant", "ref",
         "sampling", "sentences", "sources", "tasks", "thinking", "thoughts", "tokenizer", "user_code",
         "weights",
+        "chat_child", "loops",
     )
 )  # fmt: skip
 ABOVE = ("engine", "stream", "reading", "results", *LEAVES)
