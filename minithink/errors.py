@@ -21,6 +21,9 @@ REASON = 200  # … of what another library says
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
+NON_FINITE = "non-finite"  # the finish_reason of a sequence whose logits hold NaN or ∞: no token can be drawn
+
+
 class MinithinkError(Exception):
     """Something failed that is not a bug of minithink: a bad file, a missing model, not enough memory."""
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from minithink import __version__
 from minithink.commands import SCHEDULES, exit_code, location, positive
-from minithink.errors import UsageError
+from minithink.errors import NON_FINITE, UsageError
 from minithink.prompts import Task, embedded_problem, nonsense_expected, read_prompts, standard_input
 from minithink.terminal import Screen, counter, until_interrupted
 
@@ -137,7 +137,7 @@ def _generate(args: argparse.Namespace, tasks: list[Task], stream: Stream) -> in
         for result in _begun(stream):
             verdict = _verdict(result, tasks[result.prompt].answer)
             print(json.dumps({**asdict(result), "verdict": verdict}), flush=True)
-        return code
+        return code or _say_why_not_finite(stream)
     screen, pieces = Screen(), defaultdict[tuple[int, int], list[tuple[str, str]]](list)
     begin = time.perf_counter()
     if len(stream.sequences) == 1:
@@ -161,7 +161,15 @@ def _generate(args: argparse.Namespace, tasks: list[Task], stream: Stream) -> in
         for part in re.split(rf"\b({'|'.join(THOUGHTS)})\b", line):  # each type's name in its colour: the legend
             screen.write(part, THOUGHTS.get(part, "dim"))
         screen.line()
-    return code
+    return code or _say_why_not_finite(stream)
+
+
+def _say_why_not_finite(stream: Stream) -> int:
+    """If some sequence's logits were not finite, say why → the exit code."""
+    why = stream.diagnose()
+    if why:
+        _say(why)
+    return int(bool(why))
 
 
 def thoughts(results: list[Result]) -> list[str]:
@@ -233,15 +241,15 @@ def _run_with_progress(stream: Stream) -> None:
 
 
 def _begun(stream: Stream) -> list[Result]:
-    return [result for result in stream.results if result.token_ids]
+    return [result for result in stream.results if result.token_ids or result.finish_reason == NON_FINITE]
 
 
 def _verdict(result: Result, answer: str | None) -> str | None:
-    """"right" or "wrong"; None: no answer is known, or the sequence was interrupted. A \\boxed{} in the thinking does
-    not count, even if the thinking did not end."""
+    """"right" or "wrong"; None: no answer is known, or the sequence broke off. A \\boxed{} in the thinking does not
+    count, even if the thinking did not end."""
     from minithink.tasks import grade
 
-    if answer is None or result.finish_reason == "interrupted":
+    if answer is None or result.finish_reason in ("interrupted", NON_FINITE):
         return None
     return "right" if grade(result.answer, answer) else "wrong"
 
@@ -288,6 +296,7 @@ def _converse(engine: Engine, args: argparse.Namespace, tasks: list[Task]) -> in
         code = until_interrupted(lambda stream=stream: _show_live(screen, stream))  # type: ignore[misc]
         screen.end_line()
         screen.line(summary(_begun(stream), time.perf_counter() - begin), "dim")
+        code = code or _say_why_not_finite(stream)
         if code:
             return code
         messages.append({"role": "assistant", "content": stream.result.answer})

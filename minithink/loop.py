@@ -46,7 +46,7 @@ from minithink.kv.batch import ACTIVE, Batch
 from minithink.kv.contract import Demand
 from minithink.kv.manager import KVManager
 from minithink.model import Decoder
-from minithink.sampling import Sampler, SamplingParams, filter_logits
+from minithink.sampling import Sampler, SamplingParams, filter_logits, where_finite
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of a graph; another size is all rows of the cache
 
@@ -146,7 +146,7 @@ class DecodeLoop:
         return self._record is not None
 
     def step(self, seqs: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """Feed every sequence its newest token → the next token of each.
+        """Feed every sequence its newest token → the next token of each; NO_TOKEN where logits are not finite.
 
         Raises:
             Exhausted: the pool of pages is too small. Nothing has changed; or, if it was a full buffer that found no
@@ -199,15 +199,16 @@ class DecodeLoop:
             position: int64 [N], position of the token that is drawn.
 
         Returns:
-            int64 [N].
+            int64 [N]; NO_TOKEN where the logits are not finite.
         """
         if self.sampler is not None and not self.records:
             return self.sampler.sample(logits, sequence.tolist(), position.tolist())
         if self.params.greedy:
-            return logits.argmax(-1)
-        x = filter_logits(logits, self.params)
-        drawn: Tensor = self.decoder.backend.gumbel_argmax(x, self.params.seed, sequence, position)
-        return drawn
+            drawn = logits.argmax(-1)
+        else:
+            x = filter_logits(logits, self.params)
+            drawn = self.decoder.backend.gumbel_argmax(x, self.params.seed, sequence, position)
+        return where_finite(drawn, logits)
 
     def _step(self, batch: Batch, out: Tensor, observed: Sequence[Demand]) -> None:
         """One token of every active row. out: int64 [3N + 1], see `_Launched`."""

@@ -20,6 +20,7 @@ from minithink.ref.gumbel_argmax import gumbel, gumbel_argmax
 
 COLDEST = 1e-4  # below it, float32 logits divided by the temperature may overflow
 NEAR = 1e-3  # in probability: many times the rounding of a sum over the vocabulary
+NO_TOKEN = -1  # drawn where the logits are not finite
 
 
 def is_whole(value: Any) -> bool:
@@ -110,11 +111,29 @@ def sample(logits: Tensor, params: SamplingParams, sequence: Tensor, position: T
         position: [B] int64, the position at which the drawn token will stand.
 
     Returns:
-        [B] int64 token ids.
+        [B] int64 token ids; NO_TOKEN for rows whose logits are not finite.
     """
     if params.greedy:
-        return logits.argmax(-1)
-    return gumbel_argmax(filter_logits(logits, params), params.seed, sequence, position)
+        token = logits.argmax(-1)
+    else:
+        token = gumbel_argmax(filter_logits(logits, params), params.seed, sequence, position)
+    return where_finite(token, logits)
+
+
+def where_finite(token: Tensor, logits: Tensor) -> Tensor:
+    """The tokens, and NO_TOKEN for rows whose logits are not finite: one is NaN or ∞, or all are −∞.
+
+    It asks the host nothing, so a CUDA graph can record it.
+
+    Args:
+        token: [B] int64.
+        logits: [B, V], any float dtype.
+
+    Returns:
+        [B] int64.
+    """
+    largest = logits.amax(-1)  # NaN if any logit is NaN
+    return token.masked_fill(~largest.isfinite(), NO_TOKEN)
 
 
 class Sampler:
@@ -144,9 +163,15 @@ class Sampler:
         Returns:
             [B] int64 token ids, the same as those of `sample`.
         """
+        if self.params.greedy:
+            token = logits.argmax(-1)
+        else:
+            token = self._draw(logits, sequences, positions)
+        return where_finite(token, logits)
+
+    def _draw(self, logits: Tensor, sequences: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """The draws of `sample` for a temperature above 0, as if all logits were finite."""
         params = self.params
-        if params.greedy:
-            return logits.argmax(-1)
         rows = [self._row(sequence, position) for sequence, position in zip(sequences, positions, strict=True)]
         noise = rows[0][None] if len(rows) == 1 else torch.stack(rows)
         x = filter_logits(logits, self._cheap)

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minithink.errors import MinithinkError
+from minithink import diagnosis
+from minithink.errors import NON_FINITE, MinithinkError
 from minithink.kv.apart import Apart
 from minithink.kv.contract import Policy
 from minithink.kv.full import FullCache
@@ -28,7 +29,7 @@ from minithink.kv.manager import KVManager
 from minithink.kv.rows import Recorder
 from minithink.loop import SIZES, DecodeLoop
 from minithink.memory import is_out_of_memory
-from minithink.sampling import Sampler, SamplingParams
+from minithink.sampling import NO_TOKEN, Sampler, SamplingParams
 from minithink.thinking import CLOSE, OPEN, Stage, count_thinking, split_thinking
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Chunk(NamedTuple):
 
     text: str  # "" inside a character, and for the token that stops
     stage: str  # "think" (its tags included) or "answer"
-    token_id: int
+    token_id: int  # −1: the logits were not finite, and this is the rest of the text
     prompt: int  # index of the prompt
     sample: int  # index of the sample of this prompt
     thought: str = ""  # the type of its segment, if the policy knows types
@@ -67,7 +68,9 @@ class Result:
     thinking: str  # the thinking part, without its tags and the white space around it
     answer: str  # the rest of `text`; all of it if the model does not think
     token_ids: list[int]  # generated tokens only, with the token that stopped
-    finish_reason: str  # stop | length (max_new_tokens) | context (it is full) | interrupted
+    # stop | length (max_new_tokens) | context (it is full) | non-finite (the logits held NaN or ∞: `Stream.diagnose`)
+    # | interrupted
+    finish_reason: str
     prompt_tokens: int
     generated_tokens: int
     thinking_tokens: int
@@ -152,6 +155,8 @@ class Stream:
         # cache.
         self.ahead = False
         self.accounts = True  # whether the bytes of a sequence are counted when it ends, for its Result
+        # Whether logits that are not finite end their sequence; if not, they raise.
+        self.tolerant = True
         # called after every forward pass with its sequences, when the policy has acted on them and none has left
         self.on_step: Callable[[list[Track]], object] = lambda sequences: None
         self._texts = [engine.tokenizer.stream() for _ in sequences]
@@ -185,11 +190,11 @@ class Stream:
 
     def steps(self) -> Iterator[int]:
         """Run without making texts; yields the number of new tokens of every step."""
-        return (len(advanced) for advanced in self._steps)
+        return (sum(s.finish_reason != NON_FINITE for s in advanced) for advanced in self._steps)
 
     def advances(self) -> Iterator[list[Track]]:
         """Run without making texts; yields, after every step, the sequences with a new token. Sequences that have
-        just ended are among them."""
+        just ended are among them; if their logits were not finite, they have no new token."""
         return self._steps
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -203,6 +208,10 @@ class Stream:
         stages = {s.number: Stage(self.engine.tokenizer, s.prompt) for s in self.sequences}
         for advanced in self._steps:
             for s in advanced:
+                if s.finish_reason == NON_FINITE:
+                    if s.piece:
+                        yield Chunk(s.piece, stages[s.number].name, NO_TOKEN, s.prompt_index, s.sample, s.thought)
+                    continue
                 stage = stages[s.number].put(s.tokens[-1], s.piece)
                 yield Chunk(s.piece, stage, s.tokens[-1], s.prompt_index, s.sample, s.thought)
 
@@ -215,6 +224,16 @@ class Stream:
     def result(self) -> Result:
         """The Result of the only, or first, sequence."""
         return self._result(min(self.sequences, key=lambda s: s.number))
+
+    def diagnose(self) -> str:
+        """Find out why logits were not finite: a sentence about the first such sequence; "": all were finite. It
+        reads all weights, and that sequence once more with the full cache."""
+        found = [s for s in self.sequences if s.finish_reason == NON_FINITE]
+        if not found:
+            return ""
+        s = min(found, key=lambda s: s.number)
+        policy = self.cache.policy.name if isinstance(self.cache, KVManager) else ""
+        return diagnosis.sentence(self.engine, s.prompt, s.tokens, policy)
 
     @torch.inference_mode()
     def _run(self) -> Iterator[list[Track]]:
@@ -326,10 +345,15 @@ class Stream:
         now = time.perf_counter()
         first = not sequences[0].tokens
         for s, token in zip(sequences, drawn, strict=True):
-            s.tokens.append(token)
             s.last = now
             if first:
                 s.first = now
+            if token == NO_TOKEN:
+                s.finish_reason = NON_FINITE
+                if not self.tolerant:
+                    raise MinithinkError(self.diagnose())
+            else:
+                s.tokens.append(token)
             if token in self.stop_ids:
                 s.finish_reason = "stop"
             elif len(s.tokens) == s.limit:
@@ -348,7 +372,7 @@ class Stream:
     def _read(self, s: Track, token: int) -> None:
         """Decode the new token, and look for texts that stop the sequence."""
         text = self._texts[s.number]
-        s.piece = "" if token in self.stop_ids else text.put(token)
+        s.piece = "" if token == NO_TOKEN or token in self.stop_ids else text.put(token)
         if s.finish_reason:
             s.piece += text.flush()
         s.tail += s.piece
@@ -366,7 +390,9 @@ class Stream:
         kv = self.cache.account(s.number) if running else s.kv
         held = self.cache.held(s.number) if running else s.kv_tokens
         told = self.cache.told(s.number) if running else s.told
-        seen = max(0, len(s.prompt) + len(tokens) - 1) if s.first else 0  # the model never reads the last token
+        seen = 0
+        if s.first:  # the model reads all tokens but the last; if its logits were not finite, that one, too
+            seen = max(0, len(s.prompt) + len(tokens) - (s.finish_reason != NON_FINITE))
         return Result(
             text=text, thinking=thinking, answer=answer, token_ids=list(tokens),
             finish_reason=s.finish_reason or "interrupted", prompt_tokens=len(s.prompt),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minithink.errors import UsageError
-from minithink.sampling import Sampler, SamplingParams, filter_logits, sample
+from minithink.sampling import NO_TOKEN, Sampler, SamplingParams, filter_logits, sample
 from tests.compare import assert_same
 
 torch.set_num_threads(1)
@@ -117,6 +117,30 @@ def test_a_row_does_not_depend_on_the_others(data: st.DataObject, logits: Tensor
     alone = [sample(logits[i : i + 1], params, numbers[i : i + 1], positions[i : i + 1]) for i in range(rows)]
     assert_same("again", again, together)
     assert_same("alone", torch.cat(alone), together)
+
+
+@given(data=st.data(), logits=logits(), params=params(), greedy=st.booleans())
+def test_no_token_is_drawn_from_logits_that_are_not_finite(
+    data: st.DataObject, logits: Tensor, params: SamplingParams, greedy: bool
+) -> None:
+    """NaN or ∞ anywhere in a row, or −∞ everywhere; −∞ at some tokens is a mask. Other rows have their tokens."""
+    params = replace(params, temperature=0.0) if greedy else params
+    rows, columns = logits.shape
+    numbers, positions = torch.arange(rows), torch.arange(rows)
+    want = sample(logits, params, numbers, positions)
+    assert (want >= 0).all()
+    broken = data.draw(st.lists(st.sampled_from(["", "nan", "inf", "all"]), min_size=rows, max_size=rows))
+    spoilt = logits.clone()
+    for row, how in enumerate(broken):
+        if how == "all":
+            spoilt[row] = -torch.inf
+        elif how:
+            spoilt[row, data.draw(st.integers(0, columns - 1))] = float(how)
+    want = want.masked_fill(torch.tensor([bool(how) for how in broken]), NO_TOKEN)
+    assert_same("tokens", sample(spoilt, params, numbers, positions), want)
+    sampler = Sampler(params, columns)
+    assert_same("sampler", sampler.sample(spoilt, numbers.tolist(), positions.tolist()), want)
+    assert_same("half", sample(spoilt.half(), params, numbers, positions) == NO_TOKEN, want == NO_TOKEN)
 
 
 def chi_square(counts: Tensor, probabilities: Tensor) -> float:

@@ -33,7 +33,7 @@ from minithink.calibration import read as read_calibration
 from minithink.commands import location, positive
 from minithink.config import ModelConfig
 from minithink.engine import TINY, GenerationConfig, device_of
-from minithink.errors import MinithinkError, UsageError
+from minithink.errors import NON_FINITE, MinithinkError, UsageError
 from minithink.evaluate import journal, plots, runner
 from minithink.evaluate.datasets import load_dataset
 from minithink.evaluate.plan import plan
@@ -241,6 +241,11 @@ def evaluated(args: argparse.Namespace, argv: list[str], key: Wanted) -> list[Ru
     own = [r for r in done.records if (r.policy, r.budget) == (key["policy"], key["budget"])]
     if len(own) < len(examples) * key["num_samples"]:
         return []
+    if broken := sum(r.finish_reason == NON_FINITE for r in own):
+        raise MinithinkError(
+            f"{folder}: the logits of {broken:,} of {len(own):,} sequences were not finite, and a pool holds whole "
+            "runs only: try another --dtype."
+        )
     [row] = [row for row in summarize(own) if row.group is None]
     asked = {example.id for example in examples[: -(-pool.ANSWERS // key["num_samples"])]}
     return [

@@ -95,6 +95,7 @@ def record(engine: Engine, name: str, examples: list[Example], drawing: dict[str
     tokenizer = engine.tokenizer
     stream = engine.stream([engine.prompt_ids(example.question) for example in examples], fixed=True, **drawing)
     stream.sequences = [s for s in stream.sequences if s.number not in done]
+    stream.tolerant = False  # no calibration comes from a text that broke off
     with progress(len(examples), len(done), f"{name}, full cache", right=sum(done.values())) as advance:
         for advanced in stream.advances():
             advance.step(len(advanced))

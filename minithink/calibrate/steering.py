@@ -114,6 +114,7 @@ def generate(engine: Engine, examples: Sequence[Example], drawn: Mapping[str, An
         return
     stream = engine.stream([engine.prompt_ids(example.question) for example in examples], fixed=True, **drawn)
     stream.sequences = [s for s in stream.sequences if s.number not in done]
+    stream.tolerant = False  # no calibration comes from a text that broke off
     with progress(len(examples), len(done), "full cache", right=sum(done.values())) as advance:
         for advanced in stream.advances():
             for s in advanced:

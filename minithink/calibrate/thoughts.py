@@ -228,6 +228,7 @@ def measure(
         return
     stream = engine.stream(list(prompts), fixed=True, **drawing)
     stream.sequences = [s for s in stream.sequences if s.number not in done]
+    stream.tolerant = False  # no calibration comes from a text that broke off
     with progress(len(prompts), len(done), "full cache", right=sum(done.values())) as advance:
         for advanced in stream.advances():
             for s in advanced:

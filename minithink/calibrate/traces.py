@@ -114,6 +114,7 @@ def sample(
             prompts = [engine.prompt_ids(example.question) for _, example in problems]
             stream = engine.stream(prompts, fixed=True, **drawing)
             stream.sequences = [s for s in stream.sequences if s.number not in done]
+            stream.tolerant = False  # no calibration comes from a text that broke off
             with progress(total, len(done), "full cache", right=sum(done.values())) as advance:
                 for advanced in stream.advances():
                     advance.step(len(advanced))

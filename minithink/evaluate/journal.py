@@ -72,7 +72,7 @@ class Record:
     group: str  # of problems: a family, a length bin, a subject; "": the dataset has no groups
     right: bool
     found: str | None  # the answer that was graded; None: the text has none
-    finish_reason: str  # stop | length | context
+    finish_reason: str  # stop | length | context | non-finite: no answer, see `summary.summarize`
     prompt_tokens: int
     generated_tokens: int  # the token that stopped included
     thinking_tokens: int

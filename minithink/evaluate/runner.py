@@ -19,15 +19,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from minithink import origin
+from minithink import diagnosis, origin
 from minithink.calibration import identity
 from minithink.commands import INTERRUPTED, SCHEDULES, location, positive
 from minithink.engine import DTYPES, TINY, Engine, charge, load
-from minithink.errors import MinithinkError, UsageError
+from minithink.errors import NON_FINITE, MinithinkError, UsageError
 from minithink.evaluate import plots, summary
 from minithink.evaluate import trace as tracing
 from minithink.evaluate.datasets import Example, check_graders, load_dataset
-from minithink.evaluate.grading import GRADERS, grade
+from minithink.evaluate.grading import GRADERS, Graded, grade
 from minithink.evaluate.journal import Journal, Key, Record, read, settings_of, text_hash
 from minithink.evaluate.looped import looped
 from minithink.evaluate.meter import Held, both, meter
@@ -203,6 +203,11 @@ def evaluate(
                 _say(recording.said)
         ranks.wait()
     records = read(args.output_dir).records
+    if all(record.finish_reason == NON_FINITE for record in records):
+        raise MinithinkError(
+            f"The logits of all {len(records):,} sequences were not finite, so there is nothing to sum up: try "
+            "another --dtype or another checkpoint."
+        )
     return summary.summarize(records, policies=job.settings["policies"], budgets=args.budgets)
 
 
@@ -298,6 +303,7 @@ class Job:
     ) -> None:
         self.engine, self.examples, self.args = engine, examples, args
         self.recordings: list[Recording] = []
+        self._has_said_why = False
         self.prompts = [engine.prompt_ids(example.question) for example in examples]
         own = engine.generation_config
         self.drawing = {  # options of Engine.stream
@@ -370,7 +376,7 @@ class Job:
         each, last = 0.0, time.perf_counter()  # seconds that a sequence would have if it had decoded from the start
         for advanced in stream.advances():
             now = time.perf_counter()
-            if len(advanced[0].tokens) == 1:  # a step that has only read prompts
+            if len(advanced[0].tokens) <= 1:  # a step that has only read prompts
                 began |= {s.number: each - (now - last) / len(advanced) for s in advanced}
             else:
                 each += (now - last) / len(advanced)
@@ -379,9 +385,21 @@ class Job:
             ended = [s for s in advanced if s.finish_reason]
             if recording is not None and any(s.number == TRACED for s in ended):
                 recording.close()
+            if any(s.finish_reason == NON_FINITE for s in ended):
+                self._say_why_not_finite(stream)
             for s, held in zip(ended, measure.take(ended), strict=True):
                 shares = {name: x for watch in watches for name, x in watch.take(s).items()}
                 yield self._record(stream, s, keys[s.number], held, each - began.pop(s.number), shares)
+
+    def _say_why_not_finite(self, stream: Stream) -> None:
+        """Say once in a run why logits were not finite. MinithinkError: a weight is not, so no answer counts."""
+        if self._has_said_why:
+            return
+        self._has_said_why = True
+        why = stream.diagnose()
+        if diagnosis.broken_weight(self.engine) is not None:
+            raise MinithinkError(why)
+        _say(f"{why} Such sequences count neither as right nor as wrong")
 
     def stream(self, cell: Cell, mean: float) -> Stream:
         """The stream of a cell's sequences, each with its own budget. mean: as in `records`."""
@@ -407,10 +425,13 @@ class Job:
         self, stream: Stream, s: Track, key: Key, held: Held, seconds: float, shares: Mapping[str, Any]
     ) -> Record:
         tokenizer, example = self.engine.tokenizer, self.examples[s.prompt_index]
-        text = tokenizer.decode(s.tokens[:-1] if s.tokens[-1] in stream.stop_ids else s.tokens)
+        stopped = bool(s.tokens) and s.tokens[-1] in stream.stop_ids
+        text = tokenizer.decode(s.tokens[:-1] if stopped else s.tokens)
         # What a sequence writes while it still thinks is no answer.
         _, answer = split_thinking(text, Stage(tokenizer, s.prompt).name == "think")
         graded = grade(answer, example.answer, example.grader)
+        if s.finish_reason == NON_FINITE:
+            graded = Graded(None, False)
         return Record(
             policy=key.policy, budget=key.budget, id=key.id, sample=key.sample, group=example.group,
             right=graded.right, found=graded.found, finish_reason=s.finish_reason, prompt_tokens=len(s.prompt),
@@ -418,7 +439,7 @@ class Job:
             kv_bytes_peak=held.bytes_peak, kv_bytes_mean=held.bytes_mean, tokens_peak=held.tokens_peak,
             tokens_mean=held.tokens_mean, steps=held.steps, evicting_steps=held.evicting_steps, seconds=seconds,
             text_sha=text_hash(text), text=text if self.args.keep_text else None, **shares,
-            looped=float(s.finish_reason != "stop" and looped(s.tokens)), counts=s.counts or None,
+            looped=float(s.finish_reason not in ("stop", NON_FINITE) and looped(s.tokens)), counts=s.counts or None,
         )  # fmt: skip
 
 

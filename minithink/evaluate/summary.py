@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from minithink import counts
-from minithink.errors import MinithinkError, is_disk_full, reason
+from minithink.errors import NON_FINITE, MinithinkError, is_disk_full, reason
 from minithink.evaluate.journal import SHARES, Record, check_unique
 from minithink.files import dumps, replace, rounded
 from minithink.intervals import CONFIDENCE, RESAMPLES, bootstrap, wilson
@@ -62,6 +62,8 @@ class Row:
     needed_beyond: float | None = None
     needed_unknown: float | None = None
     parsed: float | None = None
+    # Sequences beside `samples`, whose logits were not finite: they count in no other column. None: there are none.
+    non_finite: int | None = None
 
 
 def summarize(
@@ -79,6 +81,9 @@ def summarize(
     else without a budget. Each problem that both policies have is compared by the difference of its two shares. The
     interval is the bootstrap over these differences; if all are equal, there is none.
 
+    A sequence whose logits were not finite has no answer. It counts neither as right nor as wrong, and only in
+    `non_finite`. A policy that has only such sequences has no row.
+
     Args:
         records: in any order, which changes nothing.
         seed: of the resamples.
@@ -91,6 +96,8 @@ def summarize(
     """
     ordered = sorted(records, key=lambda r: (r.policy, str(r.budget), r.id, r.sample))
     check_unique(ordered)
+    broken = [r for r in ordered if r.finish_reason == NON_FINITE]
+    ordered = [r for r in ordered if r.finish_reason != NON_FINITE]
     names = [*policies, FULL, *(r.policy for r in ordered)]
     place = {name: i for i, name in reversed(list(enumerate(names)))}
     rank = {budget: i - len(budgets) for i, budget in enumerate(budgets)}
@@ -114,7 +121,8 @@ def summarize(
                 continue
             others = [] if cell[0] == reference else [(reference, cell[1]), (reference, None)]
             other = next((shares[c] for c in others if c in shares), None)
-            out.append(_row(cell, group, members[cell], shares[cell], reference, other, seed))
+            beside = sum((r.policy, r.budget) == cell and group in (None, r.group) for r in broken)
+            out.append(_row(cell, group, members[cell], shares[cell], reference, other, seed, beside or None))
     return out
 
 
@@ -146,6 +154,7 @@ def _row(
     reference: str,
     other: dict[str, float] | None,
     seed: int,
+    non_finite: int | None,
 ) -> Row:
     """One row. shares, other: problem → share that is right, of this policy and of the reference."""
     n, count = len(shares), len(records)
@@ -184,7 +193,14 @@ def _row(
         evicting_share=sum(r.evicting_steps for r in records) / steps if steps else None,
         tokens_per_second=sum(r.generated_tokens for r in records) / seconds if seconds else None,
         counts=counts.total(r.counts for r in records),
-        **{name: _mean(getattr(r, name) for r in records) for name in SHARES},
+        non_finite=non_finite,
+        looped=_mean(r.looped for r in records),
+        recall=_mean(r.recall for r in records),
+        needed_kept=_mean(r.needed_kept for r in records),
+        needed_somewhere=_mean(r.needed_somewhere for r in records),
+        needed_beyond=_mean(r.needed_beyond for r in records),
+        needed_unknown=_mean(r.needed_unknown for r in records),
+        parsed=_mean(r.parsed for r in records),
     )
 
 
@@ -247,6 +263,10 @@ def as_markdown(rows: Sequence[Row], seed: int = 0) -> str:
         "one sequence: peaks are means over sequences of each one's peak; means are over the steps of all sequences, "
         "so that long ones count more, and may be above the peak. Tokens/s: all sequences of one device together."
     )
+    if any(row.non_finite for row in rows):
+        parts.append(
+            "Not finite: sequences whose logits held NaN or ∞. They have no answer, and count in no other column."
+        )
     return "\n\n".join(parts) + "\n"
 
 
@@ -282,7 +302,8 @@ def _table(rows: Sequence[Row]) -> str:
     ]  # fmt: skip
     shares = {name: title for name, title in SHARES.items() if any(getattr(r, name) is not None for r in rows)}
     counted = any(row.counts for row in rows)
-    header += [*shares.values(), *(["counted"] if counted else [])]
+    broken = any(row.non_finite for row in rows)
+    header += [*shares.values(), *(["counted"] if counted else []), *(["not finite"] if broken else [])]
     lines = [header, ["---", *["---:"] * (len(header) - 1)]]
     for row in rows:
         mark = " w" if row.interval == "wilson" else ""
@@ -307,6 +328,7 @@ def _table(rows: Sequence[Row]) -> str:
             "–" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
             *("–" if (share := getattr(row, name)) is None else f"{share:.1%}" for name in shares),
             *([counts.said(row.counts)] if counted else []),
+            *([f"{row.non_finite or 0:,}"] if broken else []),
         ])  # fmt: skip
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

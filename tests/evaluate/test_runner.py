@@ -25,7 +25,7 @@ import minithink.loop as loop_module
 import minithink.progress as progress_module
 import minithink.stream as stream_module
 from minithink.engine import Engine, load
-from minithink.errors import MinithinkError, UsageError
+from minithink.errors import NON_FINITE, MinithinkError, UsageError
 from minithink.evaluate import plots, runner
 from minithink.evaluate.__main__ import main
 from minithink.evaluate.datasets import load_dataset
@@ -37,7 +37,8 @@ from minithink.kv.apart import Apart
 from minithink.kv.contract import Policy, Step
 from minithink.sampling import filter_logits, gumbel
 from minithink.stream import PREFILL_CHUNK, Stream, Track
-from tests.evaluate.run import NEW, QUESTIONS, evaluate, options, recorded
+from minithink.weights import save_checkpoint
+from tests.evaluate.run import NEW, QUESTIONS, evaluate, options, recorded, write_model, write_problems
 from tests.fixtures_checkpoint import write_checkpoint
 from tests.test_loop import Launched
 
@@ -143,6 +144,56 @@ def test_answers_are_graded(model: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("minithink.tokenizer.Tokenizer.decode", lambda *_: said.partition("</think>")[0])
     got = evaluate(model, path, tmp_path / "cut", grader="number")
     assert not any(r["right"] for r in got.values()), "a box in thinking that never ends is no answer"
+
+
+def test_a_sequence_whose_logits_are_not_finite_is_counted_apart(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One problem of three holds a word that breaks the model off; the policy keeps everything."""
+    problems = write_problems(tmp_path / "three.jsonl", 3)
+    want = evaluate(model, problems, tmp_path / "want")
+    spoil_the_prompt_of(QUESTIONS[1], monkeypatch)
+    got = evaluate(model, problems, tmp_path / "got")
+    [key] = [key for key in got if got[key]["finish_reason"] == NON_FINITE]
+    assert (key.id, got[key]["right"], got[key]["found"], got[key]["looped"]) == ("p1", False, None, 0.0)
+    assert {k: r for k, r in got.items() if k != key} == {k: r for k, r in want.items() if k != key}
+    row = json.loads((tmp_path / "got" / "summary.json").read_text())["rows"][0]
+    assert (row["samples"], row["non_finite"]) == (2, 1)
+    assert "count neither as right nor as wrong" in capsys.readouterr().err
+
+
+def test_a_weight_that_is_not_finite_ends_the_run(
+    tmp_path: Path, problems: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_model(tmp_path / "broken")
+    engine = load(folder, device="cpu")
+    engine.decoder.norm[0] = float("nan")
+    save_checkpoint(engine.decoder, folder)
+    assert main(options(folder, problems, tmp_path / "out")) == 1
+    assert "the weight model.norm.weight holds 1 numbers" in capsys.readouterr().err
+
+
+def test_nothing_is_summed_up_if_no_logits_are_finite(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problems = write_problems(tmp_path / "one.jsonl", 1)
+    spoil_the_prompt_of(QUESTIONS[0], monkeypatch)
+    assert main(options(model, problems, tmp_path / "out")) == 1
+    assert "all 1 sequences were not finite" in capsys.readouterr().err
+
+
+def spoil_the_prompt_of(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the logits behind this question's prompt NaN."""
+    prefill = Stream._prefill
+
+    def spoilt(self: Stream, sequences: list[Track]) -> Tensor:
+        logits = prefill(self, sequences)
+        for row, s in enumerate(sequences):
+            if s.prompt == self.engine.prompt_ids(question):
+                logits[row, 3] = float("nan")
+        return logits
+
+    monkeypatch.setattr(Stream, "_prefill", spoilt)
 
 
 def test_seconds_are_shared(model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

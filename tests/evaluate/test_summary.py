@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minithink.errors import MinithinkError, UsageError
+from minithink.errors import NON_FINITE, MinithinkError, UsageError
 from minithink.evaluate.journal import Record
 from minithink.evaluate.summary import (
     Row,
@@ -60,6 +60,20 @@ def test_a_row_by_hand() -> None:
     assert row.evicting_share == 0
     assert row.tokens_per_second == 1900 / 3
     assert [row.reference, row.difference, row.difference_low, row.paired_problems] == [None, None, None, 0]
+
+
+def test_logits_that_are_not_finite_count_neither_as_right_nor_as_wrong() -> None:
+    broken = [
+        record(id="q", sample=7, finish_reason=NON_FINITE, right=False, generated_tokens=3, kv_bytes_peak=10**9),
+        record(id="s", group="other", finish_reason=NON_FINITE, right=False),
+        record(policy="a", id="p", finish_reason=NON_FINITE, right=False),
+    ]
+    (row,) = summarize([*FULL, *broken])
+    assert replace(row, non_finite=None) == summarize(FULL)[0]
+    assert row.non_finite == 2
+    assert "| not finite |\n" in as_markdown([row])
+    assert "not finite" not in as_markdown(summarize(FULL)).lower()
+    assert next(csv.DictReader(io.StringIO(as_csv([row]))))["non_finite"] == "2"
 
 
 def test_evictions_by_hand() -> None:
