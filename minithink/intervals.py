@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
@@ -45,8 +46,19 @@ def bootstrap(
     distinct, n = ordered[first], len(values)
     if len(distinct) < 2:
         return None
-    drawn = np.random.default_rng(seed).multinomial(n, counts / n, size=resamples)  # [resamples, distinct values]
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(drawn @ distinct / n, [tail, 1 - tail])
+    low, high = _quantiles(tuple(distinct), tuple(counts), seed, resamples, confidence)
     mean = math.fsum(values) / n
-    return min(float(low), mean), max(float(high), mean)
+    return min(low, mean), max(high, mean)
+
+
+@lru_cache(maxsize=10_000)
+def _quantiles(
+    distinct: tuple[float, ...], counts: tuple[int, ...], seed: int, resamples: int, confidence: float
+) -> tuple[float, float]:
+    """The two quantiles of the means of resamples. Tables ask again and again for the same values."""
+    n = sum(counts)
+    shares = np.asarray(counts) / n
+    drawn = np.random.default_rng(seed).multinomial(n, shares, size=resamples)  # [resamples, distinct values]
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(drawn @ np.asarray(distinct) / n, [tail, 1 - tail])
+    return float(low), float(high)

@@ -97,8 +97,8 @@ def source(result: Mapping[str, Any]) -> str:
         sampling = f"temperature {settings['temperature']:g}" if settings["temperature"] else "greedy"
         what.append(f"{settings['split']} split, {sampling}, {settings['dtype']}")
     note = "" if result.get("complete") else " The run was not complete."
-    commit = short(result["commit"])
-    return f"*{where}; {', '.join(what)}; {result['date'][:10]}, commit {commit}: `{result['command']}`.{note}*"
+    measured = f"measured at commit {short(result['commit'])} ({result['date'][:10]})"
+    return f"*{where}; {', '.join(what)}; {measured}: `{result['command']}`.{note}*"
 
 
 def source_of_rows(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], kind: str) -> str:

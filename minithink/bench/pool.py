@@ -11,17 +11,17 @@ line of JSON:
     right     which sequences were right, so that policies can be compared in pairs
     commit, date, machine, versions, command
 
-A run is stale if code that it ran has changed since: of its policy or formats, or of twins, if it ran them. `bench
-tables --check` fails then. A run is unchecked if it ran kernels, and they or their twins have changed: `bench sweep
---recheck` generates the first sequences again, and the run is stale if an answer differs. Docstrings, comments and
-imports do not count as changes.
+A run is a record: it stays in its tables when code changes. It is stale if code that it ran has changed since, of its
+policy or formats, or of twins, if it ran them. Tables mark it then, and `bench sweep` offers to run it again. A run
+is unchecked if it ran kernels, and they or their twins have changed: `bench sweep --recheck` generates the first
+sequences again, and the run is stale if an answer differs. Docstrings, comments and imports do not count as changes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -141,11 +141,25 @@ def serves(run: Run, key: Mapping[str, Any]) -> bool:
     return all(run.key.get(name) == rounded(value) for name, value in key.items() if name not in WATCHED)
 
 
-def pick(runs: Sequence[Run], keys: Sequence[Mapping[str, Any]]) -> list[Run | None]:
+def shows(run: Run, key: Mapping[str, Any]) -> bool:
+    """Whether a table shows a run where it wants this key. The run may have had other defaults or another calibration
+    than its policy has now: it stays in the table, which marks it."""
+    return serves(run, {name: value for name, value in key.items() if name not in ("settings", "calibration")})
+
+
+def pick(
+    runs: Sequence[Run], keys: Sequence[Mapping[str, Any]], fits: Callable[[Run, Mapping[str, Any]], bool] = serves
+) -> list[Run | None]:
     """The runs of keys without machines, all from one kind of machine; None: that run is missing.
 
     The kind of machine is the one with most of these runs; among equals, the one with the newest run. Of several runs
-    of a key, one that is not stale, then one that says which sequences were right, then one that looked for loops.
+    of a key, one whose answers were not found to differ, then one that says which sequences were right, then one that
+    looked for loops, then the newest. None of this depends on the code as it is now.
+
+    Args:
+        runs: of a pool.
+        keys: without the machine's parts.
+        fits: `serves`, or `shows` for a table.
     """
     kinds: dict[str, list[Run | None]] = {}
     by_cell = dict[tuple[Any, ...], list[Run]]()
@@ -153,15 +167,15 @@ def pick(runs: Sequence[Run], keys: Sequence[Mapping[str, Any]]) -> list[Run | N
         by_cell.setdefault((_machine(run), *run.cell), []).append(run)
     for kind in {machine for machine, *_ in by_cell}:
         own = (by_cell.get((kind, key["dataset"], key["policy"], rounded(key["budget"])), []) for key in keys)
-        of_key = ([run for run in some if serves(run, key)] for some, key in zip(own, keys, strict=True))
+        of_key = ([run for run in some if fits(run, key)] for some, key in zip(own, keys, strict=True))
         kinds[kind] = [max(some, key=_worth, default=None) for some in of_key]
     if not kinds:
         return [None] * len(keys)
     return max(kinds.values(), key=lambda of: (sum(map(bool, of)), max((x.date for x in of if x), default="")))
 
 
-def _worth(run: Run) -> tuple[bool, bool, bool]:
-    return run.state != "stale", bool(run.right), run.row.get("looped") is not None
+def _worth(run: Run) -> tuple[bool, bool, bool, str]:
+    return not run.stale, bool(run.right), run.row.get("looped") is not None, run.date
 
 
 def _machine(run: Run) -> str:

@@ -1,4 +1,4 @@
-"""Tables of the documents, made from the result files; --check fails where a document is out of date.
+"""Tables of the documents, made from the result files; --check fails where a document and its results differ.
 
 A document says where a table belongs, and everything between the two lines is replaced:
 
@@ -9,6 +9,10 @@ A document says where a table belongs, and everything between the two lines is r
 needed-NAME; if it names a policy to compare with, overall-NAME, of all families together. A column is a heading, a
 field and a format. The field is a dotted path in a measurement. The format is one of `str.format`, or us, pct, mib,
 share (`bench/markdown.py`). A heading that ends in ? is left out where all of its cells are empty.
+
+A row is marked with † if the code or the defaults of its policy have changed since it was measured. Marks are of the
+day on which `bench tables` ran. --check leaves them out on both sides: whoever changes a policy would otherwise have
+to write all tables anew, and a result is a record, not a gate.
 """
 
 from __future__ import annotations
@@ -24,15 +28,17 @@ from typing import Any
 
 from minithink import results
 from minithink.bench import compare, overall, pool, sweep
-from minithink.bench.markdown import FORMAT, cell, markdown, source, source_of_rows, values_of
+from minithink.bench.markdown import FORMAT, cell, markdown, source_of_rows, values_of
+from minithink.bench.markdown import source as source_of
 from minithink.commands import location
 from minithink.errors import MinithinkError, UsageError
 from minithink.experiments import Column, Result, Row, Table, collected
 
 BEGIN = re.compile(r"<!-- table:(\S+) -->\s*")
 OF_SWEEP = re.compile(r"(?:sweep|needed|overall)-(.+)")
-BEGIN_ANY = re.compile(rf"^<!-- table:{OF_SWEEP.pattern} -->\s*$", re.M)
 END = "<!-- end -->"
+MARK = " †"  # behind the first cell of a row
+LEGEND = "† The code or the defaults of this policy have changed since it was measured."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,29 +58,53 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         return show(args.results)
     if not args.root.is_dir():
         raise UsageError(f"--root {args.root} is no folder: give that of the checkout.")
-    stale, states = [], dict[str, dict[str, str]]()
-    for path in [args.root / "README.md", *sorted((args.root / "docs").glob("*.md"))]:
-        if not path.is_file():
-            continue
+    paths = [args.root / "README.md", *sorted((args.root / "docs").glob("*.md"))]
+    paths = [path for path in paths if path.is_file()]
+    source = Source(args.root / results.RESULTS, marked=not args.check)
+    other = []  # documents that differ from their results
+    for number, path in enumerate(paths, start=1):
+        name = path.relative_to(args.root).as_posix()
+        print(f"{number} of {len(paths)}: {name}", file=sys.stderr, flush=True)
         before = path.read_text(encoding="utf-8")
-        after = fill(before, path.name, args.root / results.RESULTS, path.parent)
-        if after != before:
-            stale.append(path)
-            if not args.check:
-                path.write_text(after, encoding="utf-8")
-        for table in BEGIN_ANY.findall(before):
-            if table in sweep.SWEEPS and not sweep.SWEEPS[table].checkpoint:
-                states[table] = sweep.result_of(table, args.root / results.RESULTS)["states"]
-    old = [f"{table} ({cell})" for table, of in states.items() for cell, state in of.items() if state == "stale"]
-    if any("unchecked" in of.values() for of in states.values()):
-        print("kernels have changed since some runs: `bench sweep NAME --recheck` compares answers", file=sys.stderr)
-    if old and args.check:
-        raise MinithinkError(f"The code of {len(old)} runs has changed, the first of {old[0]}: run `bench sweep`.")
-    names = ", ".join(p.relative_to(args.root).as_posix() for p in stale)
-    if stale and args.check:
+        after = fill(before, path.name, source, path.parent)
+        if args.check and unmarked(after) != unmarked(before):
+            other.append(name)
+        if not args.check and after != before:
+            other.append(name)
+            path.write_text(after, encoding="utf-8")
+    names = ", ".join(other)
+    if other and args.check:
         raise MinithinkError(f"Tables are out of date in {names}: run `python -m minithink.bench tables`.")
-    print(f"updated {names}" if stale else "all tables are up to date", file=sys.stderr)
+    print(f"updated {names}" if other else "all tables are up to date", file=sys.stderr)
     return 0
+
+
+def unmarked(text: str) -> str:
+    """A document without the marks of its rows."""
+    return text.replace(f"{LEGEND}\n\n", "").replace(f"{MARK} |", " |")
+
+
+class Source:
+    """The results in a folder, each of which is read once.
+
+    Args:
+        folder: of the result files.
+        marked: mark rows of policies whose code has changed.
+    """
+
+    def __init__(self, folder: Path, marked: bool = True) -> None:
+        self.folder = folder
+        self.marked = marked
+        self._runs: list[pool.Run] | None = None
+        self._sweeps: dict[str, Result] = {}
+
+    def of_sweep(self, name: str) -> Result:
+        """A comparison's runs in the pool."""
+        if self._runs is None:
+            self._runs = pool.read(self.folder)
+        if name not in self._sweeps:
+            self._sweeps[name] = sweep.result_of(name, self.folder, runs=self._runs, marked=self.marked)
+        return self._sweeps[name]
 
 
 def show(where: Path) -> int:
@@ -93,15 +123,16 @@ def show(where: Path) -> int:
     return 0
 
 
-def fill(text: str, name: str, where: Path, folder: Path | None = None) -> str:
+def fill(text: str, name: str, where: Path | Source, folder: Path | None = None) -> str:
     """A document with its tables made anew, each with a link to its result.
 
     Args:
         text: of the document.
         name: of the document, for errors.
-        where: the folder of the result files.
-        folder: of the document; None: the one that holds `where`.
+        where: the result files, or their folder.
+        folder: of the document; None: the one that holds the folder of the results.
     """
+    source = Source(where) if isinstance(where, Path) else where
     out: list[str] = []
     lines = iter(enumerate(text.split("\n"), start=1))
     for number, line in lines:
@@ -119,12 +150,12 @@ def fill(text: str, name: str, where: Path, folder: Path | None = None) -> str:
         else:
             raise MinithinkError(f"{name}:{number} begins a table, and no line {END} follows.")
         if of := OF_SWEEP.fullmatch(table):
-            path, result = where / pool.FILE, sweep.result_of(of[1], where)
+            path, result = source.folder / pool.FILE, source.of_sweep(of[1])
         else:
-            path = TABLES[table].shipped or where / f"{TABLES[table].file or table}.json"
+            path = TABLES[table].shipped or source.folder / f"{TABLES[table].file or table}.json"
             result = results.read(path)
         made = lines_of(TABLES[table], result)
-        link = Path(os.path.relpath(path, folder or where.parent)).as_posix()
+        link = Path(os.path.relpath(path, folder or source.folder.parent)).as_posix()
         out += [*made[:-1], f"{made[-1]} [{path.name}]({link})", END]
     return "\n".join(out)
 
@@ -133,10 +164,11 @@ def lines_of(table: Table, result: Result) -> list[str]:
     """A table in Markdown, the sentences below it, and its source."""
     rows = list(table.rows(result))
     shown = [*markdown(cells(table, rows)), ""] if table.columns else []
-    last = source_of_rows(result, rows, table.kind) if table.kind else source(result)
+    last = source_of_rows(result, rows, table.kind) if table.kind else source_of(result)
     title = partial(cell, field=table.columns[0][1], fmt=table.columns[0][2]) if table.columns else str
     compared = compare.lines(table.goals, result["measurements"], table.kind, title) if table.goals else []
-    return [*shown, *table.said(result), *compared, last]
+    legend = [LEGEND, ""] if table.columns and any(row.get("changed") for row in rows) else []
+    return [*shown, *table.said(result), *legend, *compared, last]
 
 
 def cells(table: Table, rows: Sequence[Row]) -> list[tuple[str, ...]]:
@@ -154,10 +186,13 @@ def cells(table: Table, rows: Sequence[Row]) -> list[tuple[str, ...]]:
     lines = []
     for found in by_line.values():
         first = next(iter(found.values()))
-        lines.append([
+        line = [
             "–" if (own := first if value is None else found.get(value)) is None else cell(own, of, fmt)
             for (_, of, fmt), value in columns
-        ])  # fmt: skip
+        ]  # fmt: skip
+        if any(row.get("changed") for row in found.values()):
+            line[0] += MARK
+        lines.append(line)
     headings = [heading(title, value, table) for (title, _, _), value in columns]
     kept = [i for i, title in enumerate(headings) if not title.endswith("?") or any(x[i] != "–" for x in lines)]
     lines.insert(0, [title.rstrip("?") for title in headings])

@@ -86,8 +86,8 @@ class Sweep:
     needed: bool = False  # whether the share of needs that the cache meets is measured (docs/evaluate.md)
     datasets: tuple[str, ...] = ()  # datasets of the problems; (): the embedded families
     beside: str = ""  # the policy that all other policies are compared with, problem by problem, at equal budgets
-    # Hash of the weights that the table shows; "": of the embedded model. Other weights do not ship, so their runs
-    # stay in the table when the code of a policy changes, and the table says so.
+    # Hash of the weights that the table shows; "": of the embedded model. Other weights do not ship, so such runs
+    # cannot be repeated.
     checkpoint: str = ""
 
 

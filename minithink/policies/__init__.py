@@ -82,6 +82,7 @@ _CLASSES: tuple[type[Policy], ...] = (
     PMKVQ,
 )
 POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in _CLASSES}
+_HINTS: dict[type[Policy], dict[str, Any]] = {}
 
 
 def lookup(name: str) -> type[Policy]:
@@ -178,10 +179,10 @@ def _read(text: str) -> tuple[type[Policy], dict[str, Any]]:
         if key in values:
             raise UsageError(f"The policy {name} is given {key} twice; leave one of them out.")
         try:
-            values[key] = _typed(value, get_type_hints(cls)[key])
+            values[key] = _typed(value, _hints(cls)[key])
         except ValueError as error:
             raise UsageError(
-                f"The policy {name} cannot have {key}={value}: {key} is {_worded(get_type_hints(cls)[key])}."
+                f"The policy {name} cannot have {key}={value}: {key} is {_worded(_hints(cls)[key])}."
             ) from error
     return cls, values
 
@@ -207,6 +208,13 @@ def _make(cls: type[Policy], values: dict[str, Any], option: str) -> Policy:
 def _fields(cls: type[Policy]) -> dict[str, Field[Any]]:
     """The hyperparameters by name."""
     return {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]
+
+
+def _hints(cls: type[Policy]) -> dict[str, Any]:
+    """The types of a class's hyperparameters by name. Finding them takes Python milliseconds, so they are kept."""
+    if cls not in _HINTS:
+        _HINTS[cls] = get_type_hints(cls)
+    return _HINTS[cls]
 
 
 def _typed(text: str, kind: Any) -> Any:
@@ -236,7 +244,7 @@ def _worded(kind: Any) -> str:
 def describe(cls: type[Policy]) -> str:
     """All hyperparameters with their defaults, as on the command line; in brackets what else they take, where that is
     not another number, text, or the other of true and false."""
-    hints, out = get_type_hints(cls), []
+    hints, out = _hints(cls), []
     for name, f in _fields(cls).items():
         kinds = get_args(hints[name]) if get_origin(hints[name]) in (Union, UnionType) else (hints[name],)
         default = str(f.default).lower() if f.default is None or isinstance(f.default, bool) else f.default

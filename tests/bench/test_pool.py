@@ -1,4 +1,4 @@
-"""The pool: what its keys hold, and which changes of code make a run stale."""
+"""The pool: what its keys hold, and which code makes a run stale. Alone: pytest tests/bench/test_pool.py."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_of_two_runs_the_one_with_right_sequences_serves() -> None:
 
 
 def test_of_several_runs_one_that_is_not_stale_and_looked_for_loops_serves() -> None:
-    """And being up to date counts more than having looked."""
+    """And having given the same answers again counts more than having looked."""
     blind, looked, stale = run_of(), run_of(needed=True), run_of()
     for run in (blind, looked, stale):
         run.row, run.right = {"looped": None}, "01"
@@ -87,19 +87,36 @@ def test_of_several_runs_one_that_is_not_stale_and_looked_for_loops_serves() -> 
 
 
 def test_what_counts_more_of_several_runs_of_a_key() -> None:
-    """An up-to-date run before one with right answers, and this one before one with loops. An unchecked run is as
-    good as an up-to-date one: its answers are held to be the same."""
+    """Answers that did not differ, then right answers, then loops, then the date."""
 
-    def made(right: str = "", looped: float | None = None, source: str = "", stale: bool = False) -> Run:
+    def made(right: str = "", looped: float | None = None, stale: bool = False, date: str = "2026") -> Run:
         run = run_of(backend="triton")
-        run.right, run.row, run.stale = right, {"looped": looped}, stale
-        run.source |= {source: "other"} if source else {}
+        run.right, run.row, run.stale, run.date = right, {"looped": looped}, stale, date
         return run
 
-    fresh, unchecked, stale = made(), made("01", source="kernels"), made("01", 0.0, stale=True)
-    assert (fresh.state, unchecked.state, stale.state) == ("", "unchecked", "stale")
-    for better, worse in (fresh, stale), (made("01"), made("", 0.0)), (unchecked, fresh), (unchecked, stale):
+    fresh, stale = made(), made("01", 0.0, stale=True)
+    for better, worse in (
+        (fresh, stale), (made("01"), made("", 0.0, date="2027")), (made("01", 0.0), made("01", date="2027")),
+        (made("01", date="2027"), made("01")),
+    ):  # fmt: skip
         assert pick([better, worse], [fresh.key]) == pick([worse, better], [fresh.key]) == [better]
+
+
+def test_changed_code_does_not_change_which_run_a_table_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do other defaults or another calibration; other problems or another policy do."""
+    old, new = run_of("thinkv"), run_of("thinkv", needed=True)
+    old.right = "01"
+    key = run_of("thinkv").key
+    old.source["policy"] = "another"
+    assert (old.state, new.state) == ("stale", "")
+    assert pick([old, new], [key], pool.shows) == [old]
+    monkeypatch.setattr(pool, "source_of", lambda *_: pytest.fail("it looked at the code"))
+    assert pick([old, new], [key], pool.shows) == [old]
+    other = key | {"settings": {"thinkv": {"gone": 1}}, "calibration": "another"}
+    assert not pool.serves(old, other)
+    assert pick([old], [other], pool.shows) == [old]
+    assert pick([old], [key | {"problems": "ac"}], pool.shows) == [None]
+    assert pick([old], [key | {"policy": "rkv"}], pool.shows) == [None]
 
 
 def test_a_run_is_found_by_the_budget_that_the_file_has_rounded(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from minithink import results
-from minithink.bench import pool, sweep, tables
+from minithink.bench import overall, pool, sweep, tables
 from minithink.bench.__main__ import main
 from minithink.errors import MinithinkError
 from minithink.evaluate import runner
@@ -152,41 +153,66 @@ def test_the_pool_chooses_the_settings_of_others() -> None:
     assert settings.best([row for row in made if row["policy"] != other] + [more, more]) == first
 
 
-def test_a_stale_run_fails_the_check(
+def test_a_run_of_changed_code_is_marked_and_passes_the_check(
     tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Though its table would not change; with other kernels alone it is only said."""
+    """Whether its marks are in the document or not; other kernels alone make no mark."""
     where = tmp_path / "docs" / "results"
     words = [*words_of(tmp_path, "snapkv"), "--families", "facts", "--results", str(where)]
     assert main(words) == 0
     config, own, weights = sweep._about(sweep.TINY)
     monkeypatch.setattr(sweep, "_about", lambda folder: (config, replace(own, max_new_tokens=NEW), weights))
     monkeypatch.setattr(sweep, "families", lambda: ["facts"])
-    (tmp_path / "README.md").write_text("<!-- table:sweep-snapkv -->\n<!-- end -->\n")
-    check = ["tables", "--check", "--root", str(tmp_path)]
-    assert main(check[:1] + check[2:]) == 0
-    assert main(check) == 0
-    # A document may have the table of needs alone.
     monkeypatch.setitem(tables.TABLES, "needed-snapkv", sweep.NEEDED)
-    (tmp_path / "README.md").write_text("<!-- table:needed-snapkv -->\n<!-- end -->\n")
-    assert main(check[:1] + check[2:]) == 0
-    for part, code, said in (("kernels", 0, "--recheck"), ("policy", 1, "1 runs has changed, the first of snapkv")):
-        runs = pool.read(where)
-        runs[-1].source[part] = "another"
-        pool.add(where, runs)
-        capsys.readouterr()
-        assert main(check) == code
-        assert said in capsys.readouterr().err
-    gone = replace(sweep.SWEEPS["snapkv"], checkpoint=weights)  # as if these weights did not ship: the table says it
-    monkeypatch.setitem(sweep.SWEEPS, "snapkv", gone)
+    monkeypatch.setitem(tables.TABLES, "overall-snapkv", overall.TABLE)
+    page = tmp_path / "README.md"
+    names = ("sweep", "needed", "overall")
+    page.write_text("".join(f"<!-- table:{name}-snapkv -->\n<!-- end -->\n" for name in names))
+    write = ["tables", "--root", str(tmp_path)]
+    check = [*write, "--check"]
     assert main(check) == 1
-    assert main(check[:1] + check[2:]) == 0
+    assert main(write) == 0
     assert main(check) == 0
-    (tmp_path / "README.md").write_text("<!-- table:sweep-snapkv -->\n<!-- end -->\n")
-    assert main(check[:1] + check[2:]) == 0
-    policy = pool.read(where)[-1].key["policy"]
-    said = f"not kept, and the code of `{policy}` has changed since these runs."
-    assert said in (tmp_path / "README.md").read_text()
+    assert "1 of 1: README.md" in capsys.readouterr().err, "it says how far it is"
+    first = page.read_text()
+    assert "†" not in first
+
+    def change(part: str) -> None:
+        """As if this part of one policy's code had changed since its run."""
+        runs = pool.read(where)
+        changed = next(run for run in runs if run.key["policy"] == "window")
+        changed.source[part] = "another"
+        pool.add(where, runs)
+
+    change("kernels")
+    assert main(write) == 0
+    assert page.read_text() == first
+    change("policy")
+    assert main(check) == 0, "it has no marks"
+    assert main(write) == 0
+    marked = page.read_text()
+    assert marked.count("| `window` † |") == 3
+    assert marked.count("| `random` |") == 3
+    assert marked.count("\n\n† The code or the defaults of this policy have changed since it was measured.\n\n") == 3
+    assert main(check) == 0, "it has marks"
+    monkeypatch.setattr(pool, "source_of", lambda *_: pytest.fail("a check looks at no code"))
+    assert main(check) == 0
+    page.write_text(marked.replace("100.0%", "99.0%", 1))
+    assert main(check) == 1, "a number that is not that of the results"
+
+
+def test_the_documents_pass_their_check_whatever_a_policy_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of the project's own pages, with code and defaults that no run has had."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "results").symlink_to(results.ROOT / results.RESULTS)
+    for name in ("baselines.md", "robustness.md"):
+        shutil.copy(results.ROOT / "docs" / name, tmp_path / "docs")
+    monkeypatch.setattr(pool, "settings_of", lambda policy: {"no_such_setting": 1})
+    monkeypatch.setattr(pool, "source_of", lambda *_: {"policy": "another"})
+    assert main(["tables", "--check", "--root", str(tmp_path)]) == 0
+    assert main(["tables", "--root", str(tmp_path)]) == 0
+    assert "† |" in (tmp_path / "docs" / "baselines.md").read_text()
+    assert main(["tables", "--check", "--root", str(tmp_path)]) == 0
 
 
 def test_what_two_share_is_run_once(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def test_tables_are_filled_in_and_then_up_to_date(root: Path, capsys: pytest.Cap
 | embedded, float32, 200 + 512 tokens | 8 | 1,234 tok/s | 600 tok/s | **2.06 ×** (1.99 to 2.25) | 2.25 × |
 | embedded, float32, 200 + 512 tokens | 1 | 200 tok/s | – | – | – |
 
-*Some CPU, 2 threads; torch 2.9, transformers 5.1; 2031-02-03, commit 0123456789: \
+*Some CPU, 2 threads; torch 2.9, transformers 5.1; measured at commit 0123456789 (2031-02-03): \
 `python -m minithink.bench decode`.* [decode-cpu.json](docs/results/decode-cpu.json)
 <!-- end -->
 between
@@ -119,7 +119,7 @@ between
 | --- | ---: | ---: | ---: | ---: | ---: |
 | 0–600 tokens | 100 | 98 of 100: **98.0%** | 93.0% to 99.4% | 420 | 1.0% |
 
-*Some CPU; torch 2.9, test split, temperature 0.6, bfloat16; 2031-02-03, commit 0123456789: \
+*Some CPU; torch 2.9, test split, temperature 0.6, bfloat16; measured at commit 0123456789 (2031-02-03): \
 `python -m minithink.bench decode`.* [accuracy.json](docs/results/accuracy.json)
 <!-- end -->
 
