@@ -9,43 +9,100 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minithink.errors import MinithinkError, reason
+from minithink.errors import MinithinkError, escaped, listed, quoted, reason
 from minithink.files import read_bytes
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 
-# Fields that describe training, bookkeeping or tokens, and change no logit.
-HARMLESS = frozenset(
-    """
-    architectures model_type bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id
-    torch_dtype dtype transformers_version use_cache initializer_range attention_dropout pretraining_tp
-    return_dict output_attentions output_hidden_states id2label label2id chunk_size_feed_forward
-    name_or_path problem_type finetuning_task task_specific_params tokenizer_class prefix
-    max_window_layers rope_theta rope_scaling rope_parameters use_sliding_window sliding_window
-    layer_types torchscript is_llama_config transformers.js_config unsloth_fixed unsloth_version
-    """.split()  # noqa: SIM905
+# Fields that change no logit, whatever they hold. A field is on this list only if transformers' model, in inference,
+# does not read it, and no other engine takes another computation from it.
+_TRAINING = """
+    initializer_range initializer_cutoff_factor init_std init_method embedding_initializer_range loss_type
+    ignore_index label_smoothing z_loss_coefficient router_aux_loss_coef router_z_loss_coef router_jitter_noise
+    aux_loss_alpha output_router_logits neftune_noise_alpha gradient_checkpointing use_reentrant pretraining_tp
+    problem_type finetuning_task task_specific_params num_labels id2label label2id
+"""
+_SOFTWARE = """
+    torch_dtype dtype params_dtype bf16 fp16 fp32 use_bfloat16 transformers_version unsloth_version unsloth_fixed
+    transformers.js_config is_llama_config use_cache attn_implementation attention_implementation flash_attention
+    use_flash_attn use_flash_attention use_flash_attention_2 flash_attn_2_enabled sdpa torchscript torch_compile
+    return_dict use_return_dict output_attentions output_hidden_states output_past keys_to_ignore_at_inference
+    chunk_size_feed_forward num_logits_to_keep logits_to_keep tensor_parallel_size ep_size
+"""
+_NAMES = """
+    architectures model_type name_or_path model_name base_model base_model_name_or_path tokenizer_class chat_template
+    prefix license language tags pipeline_tag library_name datasets author version
+"""
+_LENGTHS = """
+    model_max_length max_model_len max_model_length max_seq_len max_seq_length max_sequence_length seq_length
+    sequence_length context_length n_ctx training_sequence_length tokenizer_model_max_length max_window_layers
+"""
+# What transformers keeps in generation_config.json; in config.json it has no effect since version 5.
+_GENERATION = """
+    max_length max_new_tokens min_length min_new_tokens early_stopping max_time stop_strings do_sample num_beams
+    num_beam_groups diversity_penalty penalty_alpha temperature top_k top_p min_p top_h typical_p epsilon_cutoff
+    eta_cutoff repetition_penalty encoder_repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids force_words_ids renormalize_logits remove_invalid_values constraints
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias guidance_scale
+    watermarking_config num_return_sequences output_scores output_logits return_dict_in_generate
+"""
+HARMLESS = frozenset(" ".join((_TRAINING, _SOFTWARE, _NAMES, _LENGTHS, _GENERATION)).split())
+# … and fields whose names say it: nothing is dropped in inference, and tokens are the tokenizer's.
+HARMLESS_NAMES = re.compile(
+    r"_.*|.*(dropout|dropout_p|dropout_prob|dropout_rate|pdrop|layerdrop)|.*_token_ids?|(bos|eos|pad|unk|sep)_token"
 )
-# Fields that are understood only at these values.
-FIXED: dict[str, tuple[Any, ...]] = {
+# Fields that may change the computation, but not at these values.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "mlp_bias": (False,),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "is_decoder": (True, False),
     "tie_encoder_decoder": (False,),
-    "cross_attention_hidden_size": (None,),
-    "partial_rotary_factor": (1, 1.0),
+    "partial_rotary_factor": (1,),
+    "rotary_pct": (1,),
+    "rotary_percent": (1,),
     "use_mrope": (False,),  # written into Qwen2.5 and R1-Distill-Qwen checkpoints
     "rope_interleaved": (False,),  # written into SmolLM checkpoints
+    "rope_traditional": (False,),
+    "use_sliding_window": (False,),
+    "pruned_heads": ({}, []),
+    "auto_map": ({},),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "n_routed_experts": (0,),
+    "num_experts_per_tok": (0,),
+    "n_shared_experts": (0,),
+    "mlp_only_layers": ([],),
+    "num_nextn_predict_layers": (0,),
+    "attention_chunk_size": (0,),
+    "no_rope_layers": ([],),
+    "use_alibi": (False,),
+    "alibi": (False,),
+    "use_bias": (False,),
+    "parallel_attn": (False,),
+    "use_parallel_residual": (False,),
+    "residual_multiplier": (1,),
+    "embedding_multiplier": (1,),
+    "logits_scaling": (1,),
+    "logit_scale": (1,),
+    "scale_emb": (1,),
+    "use_sinks": (False,),
 }
+# … and fields that only repeat what the architecture is.
+_QK_NORM = ("qk_norm", "use_qk_norm", "qk_layernorm", "use_qk_layernorm")
+QUANTIZED = ("quantization_config", "quantization", "compression_config", "dfloat11_config")
+
 ROPE_FIELDS = {
     "default": frozenset(),
+    "dynamic": frozenset({"factor"}),
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
     "yarn": frozenset(
@@ -55,10 +112,12 @@ ROPE_FIELDS = {
 }
 ROPE_REQUIRED = {
     "default": frozenset(),
+    "dynamic": frozenset({"factor"}),
     "linear": frozenset({"factor"}),
-    "llama3": ROPE_FIELDS["llama3"],
+    "llama3": ROPE_FIELDS["llama3"] - {"original_max_position_embeddings"},
     "yarn": frozenset({"factor"}),
 }
+THETA = 10000.0  # of a file that gives none
 
 # The largest values that are accepted: far beyond every model, and small enough that a number of bytes fits int64.
 LIMITS = {
@@ -78,7 +137,8 @@ class RopeScaling:
     """How rotary frequencies are stretched to longer contexts; `kind` decides which other fields are used.
 
     linear: Chen et al. 2023, position interpolation. llama3: Llama 3.1's per-band interpolation.
-    yarn: Peng et al. 2023, NTK-by-parts with a temperature on the attention logits.
+    yarn: Peng et al. 2023, NTK-by-parts with a temperature on the attention logits. dynamic: stretches only what is
+    longer than `max_position` of the model, and nothing longer is read here; up to there it is the default.
     """
 
     kind: str = "default"
@@ -117,13 +177,15 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # of the checkpoint
+    cautions: tuple[str, ...] = field(default=(), compare=False)  # sentences about the file, without a full stop
 
     def __post_init__(self) -> None:
         for name, limit in LIMITS.items():
-            if (value := getattr(self, name)) < 1:
-                raise MinithinkError(f"The model's {name} is {value}; it must be at least 1.")
+            value = getattr(self, name)
+            if value < 1:
+                raise MinithinkError(f"The model's {name} is {quoted(value)}; it must be at least 1.")
             if value > limit:
-                raise MinithinkError(f"The model's {name} is {value}; it must be at most {limit}.")
+                raise MinithinkError(f"The model's {name} is {quoted(value)}; it must be at most {limit}.")
         if not 0 < self.rms_norm_eps < math.inf:
             raise MinithinkError(f"The model's rms_norm_eps is {self.rms_norm_eps}; it must be positive and finite.")
         if self.num_heads % self.num_kv_heads:
@@ -154,38 +216,44 @@ class ModelConfig:
         """Read the fields of a Hugging Face config; `where` names the file in errors."""
         architecture = _architecture(raw, where)
         kind = ARCHITECTURES[architecture]
-        field = _Fields(raw, where)
-        d, heads = field.integer("hidden_size"), field.integer("num_attention_heads")
+        fields = _Fields(raw, where)
+        hidden_size = fields.integer("hidden_size")
+        heads = fields.integer("num_attention_heads")
         if heads < 1:
-            raise MinithinkError(f"{where}: num_attention_heads is {heads}; it must be at least 1.")
-        if kind != "qwen3" and raw.get("head_dim") is None and d % heads:
-            raise MinithinkError(f"{where}: hidden_size {d} is not a multiple of {heads} heads: give head_dim.")
+            raise MinithinkError(f"{where}: num_attention_heads is {quoted(heads)}; it must be at least 1.")
+        if kind != "qwen3" and raw.get("head_dim") is None and hidden_size % heads:
+            raise MinithinkError(
+                f"{where}: hidden_size {quoted(hidden_size)} is not a multiple of {quoted(heads)} heads: give "
+                "head_dim."
+            )
         # Where a field is absent, each architecture has its own default in transformers.
-        bias = field.flag("attention_bias") if kind != "qwen2" else False
-        max_position = field.integer("max_position_embeddings")
-        theta, rope = _rope(raw, max_position, where)
+        bias = fields.flag("attention_bias") if kind != "qwen2" else False
+        max_position = fields.integer("max_position_embeddings")
+        theta, rope = _rope(fields, max_position)
         config = cls(
             architecture=architecture,
-            vocab_size=field.integer("vocab_size"),
-            hidden_size=d,
-            intermediate_size=field.integer("intermediate_size"),
-            num_layers=field.integer("num_hidden_layers"),
+            vocab_size=fields.integer("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=fields.integer("intermediate_size"),
+            num_layers=fields.integer("num_hidden_layers"),
             num_heads=heads,
-            num_kv_heads=field.integer("num_key_value_heads", heads if kind == "llama" else None),
-            head_dim=field.integer("head_dim", 128 if kind == "qwen3" else d // heads),
+            num_kv_heads=fields.integer("num_key_value_heads", heads if kind == "llama" else None),
+            head_dim=fields.integer("head_dim", 128 if kind == "qwen3" else hidden_size // heads),
             max_position=max_position,
-            rms_norm_eps=field.number("rms_norm_eps", 1e-6),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope_theta=theta,
             rope=rope,
-            tie_embeddings=field.flag("tie_word_embeddings"),
+            tie_embeddings=fields.flag("tie_word_embeddings"),
             qkv_bias=bias or kind == "qwen2",
             o_bias=bias,
             qk_norm=kind == "qwen3",
-            bos_token_id=next(iter(field.ids("bos_token_id")), None),
-            eos_token_ids=field.ids("eos_token_id"),
+            bos_token_id=next(iter(fields.ids("bos_token_id")), None),
+            eos_token_ids=fields.ids("eos_token_id"),
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
+            cautions=tuple(fields.cautions),
         )
-        _refuse_what_is_not_supported(raw, kind, field.read, where)
+        _refuse_sliding_windows(fields, kind, config)
+        _refuse_other_computations(fields, kind)
         return config
 
     def to_dict(self) -> dict[str, Any]:
@@ -224,11 +292,13 @@ class ModelConfig:
 
 
 class _Fields:
-    """Typed access to the fields of a config. It remembers which fields were read."""
+    """Typed access to the fields of a config. It remembers which fields were read, and collects cautions."""
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        self.raw, self.where = raw, where
-        self.read: set[str] = set()
+        self.raw = raw
+        self.where = where
+        self.read = set[str]()
+        self.cautions = list[str]()
 
     def get(self, name: str, default: Any = None) -> Any:
         self.read.add(name)
@@ -238,122 +308,224 @@ class _Fields:
     def integer(self, name: str, default: int | None = None) -> int:
         value = self.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool):
-            what = "is missing" if value is None else f"is {value!r}, not a whole number"
+            what = "is missing" if value is None else f"is {quoted(value)}, not a whole number"
             raise MinithinkError(f"{self.where}: the field {name} {what}.")
         return value
 
     def number(self, name: str, default: float) -> float:
         value = self.get(name, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or abs(value) > sys.float_info.max:
-            raise MinithinkError(f"{self.where}: the field {name} is {value!r}, not a finite number.")
+            raise MinithinkError(f"{self.where}: the field {name} is {quoted(value)}, not a finite number.")
         return float(value)
 
     def flag(self, name: str) -> bool:
         value = self.get(name, False)
         if not isinstance(value, bool):
-            raise MinithinkError(f"{self.where}: the field {name} is {value!r}, neither true nor false.")
+            raise MinithinkError(f"{self.where}: the field {name} is {quoted(value)}, neither true nor false.")
         return value
 
     def ids(self, name: str) -> tuple[int, ...]:
+        """Token ids. A negative one stands for none, as in files that switch a token off."""
         value = self.get(name)
-        for token in value if isinstance(value, list) else [] if value is None else [value]:
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        for token in ids:
             if not isinstance(token, int) or isinstance(token, bool):
-                raise MinithinkError(f"{self.where}: the field {name} is {value!r}, no token id or list of them.")
-        return as_ids(value)
+                raise MinithinkError(
+                    f"{self.where}: the field {name} is {quoted(value)}, no token id or list of them."
+                )
+        return tuple(token for token in ids if token >= 0)
 
 
 def _architecture(raw: Mapping[str, Any], where: str) -> str:
     named = raw.get("architectures") or []
     known = ", ".join(ARCHITECTURES)
     if not isinstance(named, list) or len(named) != 1 or str(named[0]) not in ARCHITECTURES:
-        found = ", ".join(map(str, named)) if isinstance(named, list) else str(named)
+        found = ", ".join(map(str, named[:9])) if isinstance(named, list) else str(named)
         raise MinithinkError(
-            f"{where}: the architecture is {found or 'not given'}, and minithink reads only {known} "
+            f"{where}: the architecture is {escaped(found[:80]) or 'not given'}, and minithink reads only {known} "
             "(dense decoders; mixture-of-experts models are not read)."
         )
-    return str(named[0])
-
-
-def _rope(raw: Mapping[str, Any], max_position: int, where: str) -> tuple[float, RopeScaling]:
-    """The base θ of the rotary frequencies and their scaling, from `rope_parameters` (transformers 5) or from
-    `rope_theta` and `rope_scaling` (older versions)."""
-    tables = [_rope_table(raw[name], where) for name in ("rope_parameters", "rope_scaling") if raw.get(name)]
-    fields = dict(tables[0]) if tables else {}
-    if len(tables) == 2:
-        second = dict(tables[1])
-        if "rope_theta" in fields:
-            second.setdefault("rope_theta", fields["rope_theta"])  # rope_scaling need not repeat it
-        if second != fields:
-            # A user who adds rope_scaling to a new file means that one; transformers would also drop the other's
-            # theta.
-            raise MinithinkError(
-                f"{where}: rope_parameters and rope_scaling contradict each other: delete one of them."
-            )
-    theta = fields.pop("rope_theta", raw.get("rope_theta") or 10000.0)
-    kind = fields.pop("rope_type", "default")
-    if fields.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise MinithinkError(f"{where}: partial_rotary_factor other than 1 is not supported.")
-    if str(kind) not in ROPE_FIELDS:
+    architecture = str(named[0])
+    model_type = raw.get("model_type")
+    if model_type in ARCHITECTURES.values() and model_type != ARCHITECTURES[architecture]:
         raise MinithinkError(
-            f"{where}: the RoPE type is {kind!r}, and minithink knows only {', '.join(ROPE_FIELDS)}."
+            f"{where}: the architecture is {architecture} and model_type is {model_type}: correct what is wrong."
         )
-    # transformers writes fields of yarn into scalings of other kinds, where they have no effect.
-    fields = {k: v for k, v in fields.items() if k in ROPE_FIELDS[kind] or k not in ROPE_FIELDS["yarn"]}
-    if unknown := sorted(fields.keys() - ROPE_FIELDS[kind]):
-        raise MinithinkError(f"{where}: RoPE type {kind} has the unsupported field {unknown[0]}.")
-    if missing := sorted(ROPE_REQUIRED[kind] - fields.keys()):
+    return architecture
+
+
+def _rope(fields: _Fields, max_position: int) -> tuple[float, RopeScaling]:
+    """The base θ of the rotary frequencies and their scaling, as transformers 5 computes with them.
+
+    They are in the table `rope_parameters`, or, in older files, in the table `rope_scaling` and in `rope_theta`.
+    Fields that transformers does not compute with are left out, with a caution.
+    """
+    where = fields.where
+    given, theta = _rope_table(fields)
+    table = {name: value for name, value in given.items() if value is not None}
+    kind = _rope_kind(fields, table)
+    if table.pop("partial_rotary_factor", 1) != 1:
+        raise MinithinkError(f"{where}: partial_rotary_factor other than 1 is not supported.")
+    if nested := [name for name, value in table.items() if isinstance(value, Mapping)]:
+        raise MinithinkError(
+            f"{where}: the RoPE parameters hold a table {quoted(nested[0])}, and minithink reads only one for all "
+            "layers."
+        )
+    unused = sorted(table.keys() - ROPE_FIELDS[kind])
+    if unused:
+        named = listed([f"{escaped(name)[:40]} = {quoted(table.pop(name), 40)}" for name in unused])
+        fields.cautions.append(f"{where}: {named} has no effect on RoPE of type {kind}, as in transformers")
+
+    # Whether a field is absent or null is not the same to transformers in these two.
+    if kind == "yarn" and "factor" in given and given["factor"] is None:
+        table["factor"] = max_position / _original(fields, table, max_position)
+    if kind == "yarn" and "truncate" in given and given["truncate"] is None:
+        table["truncate"] = False
+    for name in ("beta_fast", "beta_slow"):
+        if table.get(name) == 0:
+            del table[name]  # the default is used
+    if missing := sorted(ROPE_REQUIRED[kind] - table.keys()):
         raise MinithinkError(f"{where}: RoPE type {kind} lacks the field {missing[0]}.")
-    for name, value in [("rope_theta", theta), *fields.items()]:
+    for name, value in [("rope_theta", theta), *table.items()]:
         if not isinstance(value, (int, float)) or isinstance(value, bool) != (name == "truncate"):
-            raise MinithinkError(f"{where}: the RoPE field {name} is {value!r}, not a number.")
+            raise MinithinkError(f"{where}: the RoPE field {name} is {quoted(value)}, not a number.")
         if name not in ("truncate", "mscale", "mscale_all_dim") and not 0 < value <= sys.float_info.max:
-            raise MinithinkError(f"{where}: the RoPE field {name} is {value!r}; it must be a positive number.")
-    if kind == "llama3" and fields["low_freq_factor"] >= fields["high_freq_factor"]:
+            raise MinithinkError(f"{where}: the RoPE field {name} is {quoted(value)}; it must be a positive number.")
+    if kind == "llama3" and table["low_freq_factor"] >= table["high_freq_factor"]:
         raise MinithinkError(f"{where}: the RoPE field low_freq_factor must be below high_freq_factor.")
     if theta == 1:
         raise MinithinkError(f"{where}: rope_theta is 1, with which every dimension turns alike; it must differ.")
-    original = int(fields.pop("original_max_position_embeddings", max_position))
-    return float(theta), RopeScaling(kind=kind, original_max_position=original, **fields)
-
-
-def _rope_table(given: Any, where: str) -> dict[str, Any]:
-    """The fields of one table that are not null, with the old name of `rope_type` replaced."""
-    if not isinstance(given, Mapping):
-        raise MinithinkError(f"{where}: the RoPE parameters are {given!r}, not a table of fields.")
-    fields = {k: v for k, v in given.items() if v is not None}
-    old = fields.pop("type", "default")
-    fields.setdefault("rope_type", old)
-    return fields
-
-
-def _refuse_what_is_not_supported(raw: Mapping[str, Any], kind: str, read: set[str], where: str) -> None:
-    if raw.get("quantization_config"):
-        raise MinithinkError(
-            f"{where}: quantization_config is given, and quantized weights are not read: use the original checkpoint."
+    if kind == "dynamic":
+        fields.cautions.append(
+            f"{where}: RoPE of type dynamic stretches only texts of more than {max_position:,} tokens "
+            "(max_position_embeddings), and minithink reads none longer"
         )
-    if raw.get("use_sliding_window"):
-        raise MinithinkError(f"{where}: use_sliding_window is true; sliding-window attention is not supported.")
-    if kind == "llama" and raw.get("sliding_window") is not None:
-        raise MinithinkError(f"{where}: sliding_window is {raw['sliding_window']}, which is not supported.")
-    layer_types = raw.get("layer_types") or []
-    for layer_type in layer_types if isinstance(layer_types, list) else [layer_types]:
-        if layer_type != "full_attention":
+    original = max_position
+    if "original_max_position_embeddings" in ROPE_FIELDS[kind]:
+        original = _original(fields, table, max_position)
+    table.pop("original_max_position_embeddings", None)
+    return float(theta), RopeScaling(kind=kind, original_max_position=original, **table)
+
+
+def _rope_table(fields: _Fields) -> tuple[dict[str, Any], Any]:
+    """The table of RoPE fields that counts, and θ. Of two tables the older one counts, as in transformers."""
+    raw, where = fields.raw, fields.where
+    tables = {name: fields.get(name) for name in ("rope_scaling", "rope_parameters") if raw.get(name)}
+    for name, table in tables.items():
+        if not isinstance(table, Mapping):
+            raise MinithinkError(f"{where}: {name} is {quoted(table)}, not a table of fields.")
+    found: Mapping[str, Any] = next(iter(tables.values()), {})
+    thetas = [found.get("rope_theta"), fields.get("rope_theta")]
+    if len(tables) == 2:
+        other = tables["rope_parameters"]
+        thetas.append(other.get("rope_theta"))  # a user who adds rope_scaling to a new file need not repeat it
+        known = [theta for theta in thetas if theta is not None]
+        if thetas[2] is not None and thetas[2] != known[0]:
             raise MinithinkError(
-                f"{where}: layer_types has {layer_type!r}; only full_attention layers are supported."
+                f"{where}: rope_theta is {quoted(known[0])} beside rope_scaling and {quoted(thetas[2])} in "
+                "rope_parameters: delete one of the two tables."
             )
-    for name, value in raw.items():
-        if name in read or name in HARMLESS or name.startswith("_") or value is None:
+        if _without_theta(found) != _without_theta(other):
+            fields.cautions.append(f"{where}: rope_scaling counts, and rope_parameters, which differs, does not")
+    theta = next((theta for theta in thetas if theta is not None), THETA)
+    return {name: value for name, value in found.items() if name != "rope_theta"}, theta
+
+
+def _without_theta(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a table but for θ, with the old name of `rope_type` replaced and without those that are null."""
+    out = {name: value for name, value in table.items() if value is not None and name not in ("rope_theta", "type")}
+    out.setdefault("rope_type", table.get("type") or "default")
+    return out
+
+
+def _rope_kind(fields: _Fields, table: dict[str, Any]) -> str:
+    """Take the type of RoPE out of a table. `type` is the name that older versions gave to `rope_type`."""
+    old = table.pop("type", None)
+    kind = table.pop("rope_type", old)
+    if old is not None and kind != old:
+        fields.cautions.append(
+            f"{fields.where}: rope_type {quoted(kind, 40)} counts, and type {quoted(old, 40)} beside it does not"
+        )
+    kind = "default" if kind is None else kind
+    if not isinstance(kind, str) or kind not in ROPE_FIELDS:
+        known = ", ".join(ROPE_FIELDS)
+        raise MinithinkError(f"{fields.where}: the RoPE type is {quoted(kind)}, and minithink knows only {known}.")
+    return kind
+
+
+def _original(fields: _Fields, table: Mapping[str, Any], max_position: int) -> int:
+    """Tokens of the context before it was stretched. Beside the table this length wins over the one within."""
+    name = "original_max_position_embeddings"
+    length = fields.get(name, table.get(name, max_position))
+    longest = LIMITS["max_position"]
+    is_number = isinstance(length, (int, float)) and not isinstance(length, bool)
+    if not is_number or not 1 <= length <= longest or length != int(length):
+        raise MinithinkError(
+            f"{fields.where}: the RoPE field {name} is {quoted(length)}; it must be a whole number from 1 to "
+            f"{longest}."
+        )
+    return int(length)
+
+
+def _refuse_sliding_windows(fields: _Fields, kind: str, config: ModelConfig) -> None:
+    """Refuse layers that attend to the newest tokens only. A window as long as the context is none."""
+    where = fields.where
+    window = fields.get("sliding_window")
+    types = fields.get("layer_types", [])
+    types = types if isinstance(types, list) else [types]
+    other = [layer_type for layer_type in types if layer_type not in ("full_attention", "sliding_attention")]
+    if other:
+        raise MinithinkError(
+            f"{where}: layer_types has {quoted(other[0])}; only full_attention layers are supported."
+        )
+    use = kind == "llama" or fields.flag("use_sliding_window")
+    if kind != "llama" and use and window is None and "sliding_window" not in fields.raw:
+        window = 4096  # transformers' default
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool)):
+        raise MinithinkError(f"{where}: sliding_window is {quoted(window)}, not a number of tokens.")
+    if window is not None and window >= config.max_position:
+        return
+    if "sliding_attention" in types:
+        raise MinithinkError(
+            f"{where}: layer_types has 'sliding_attention'; only full_attention layers are supported."
+        )
+    if window is None or not use:
+        return
+    if kind == "llama":
+        raise MinithinkError(f"{where}: sliding_window is {window}, which is not supported.")
+    first = fields.integer("max_window_layers", 28)  # transformers' default
+    if first < config.num_layers and not types:
+        raise MinithinkError(
+            f"{where}: use_sliding_window is true, and layers from {first} on see only {window} tokens, which is not "
+            "supported."
+        )
+
+
+def _refuse_other_computations(fields: _Fields, kind: str) -> None:
+    """Refuse every field that may change the computation, or that is not known."""
+    where = fields.where
+    for name in QUANTIZED:
+        if fields.get(name):
+            raise MinithinkError(
+                f"{where}: {name} is given, and quantized weights are not read: use the original checkpoint."
+            )
+    for name, value in fields.raw.items():
+        if name in fields.read or name in HARMLESS or HARMLESS_NAMES.fullmatch(name) or value is None:
             continue
-        if name in FIXED:
-            if value not in FIXED[name]:
-                raise MinithinkError(f"{where}: {name} is {value!r}, and minithink supports only {FIXED[name][0]!r}.")
-        elif kind == "qwen2" and name == "attention_bias":
+        if name in _QK_NORM and value is (kind == "qwen3"):
+            continue
+        if kind == "qwen2" and name == "attention_bias":
             continue  # Qwen2 has QKV bias whatever this says
-        else:
+        if name == "original_max_position_embeddings":
+            continue  # it belongs to scalings that this model does not have
+        if name not in NEUTRAL:
             raise MinithinkError(
-                f"{where}: the field {name} = {json.dumps(value)[:60]} is not known to minithink and may change "
-                "the computation; delete it from the file if you know that it does not."
+                f"{where}: the field {escaped(name)[:80]} = {quoted(value, 60)} is not known to minithink and may "
+                "change the computation; delete it from the file if you know that it does not."
             )
+        if value not in NEUTRAL[name]:
+            only = quoted(NEUTRAL[name][0])
+            raise MinithinkError(f"{where}: {name} is {quoted(value)}, and minithink supports only {only}.")
 
 
 def as_ids(value: Any) -> tuple[int, ...]:

@@ -185,7 +185,8 @@ class Engine:
     ) -> None:
         """home: None: the model has no files, and no policy can read a calibration."""
         self.home = home
-        self.cautions = set[str]()  # warnings about the calibrations that policies have read
+        # warnings about the model's files, and about the calibrations that policies have read
+        self.cautions = set(decoder.config.cautions)
         self.config, self.decoder, self.tokenizer = decoder.config, decoder, tokenizer
         self.generation_config = generation_config
         self.device, self.dtype = decoder.embed.device, decoder.embed.dtype

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import re
 import reprlib
+from collections.abc import Sequence
 from pathlib import PurePath
 
 QUOTED = 80  # characters of a value that a message quotes
@@ -47,6 +48,12 @@ def quoted(value: object, limit: int = QUOTED) -> str:
 def escaped(text: object) -> str:
     """Text without quotation marks, in which every character that a terminal would obey is escaped, as in `\\x1b`."""
     return CONTROL.sub(_escape, str(text))
+
+
+def listed(items: Sequence[str], most: int = 3) -> str:
+    """The first items of a list, with commas between them, and how many more there are."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + more
 
 
 def _escape(found: re.Match[str]) -> str:

@@ -90,7 +90,7 @@ def _say(message: str) -> None:
 
 
 def _caution(engine: Engine) -> None:
-    """Say what is doubtful about the calibration that a policy uses."""
+    """Say what is doubtful about the model's files and about the calibration that a policy uses."""
     for line in sorted(engine.cautions):
         _say(f"{line}.")
 

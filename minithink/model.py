@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from minithink.backend import REFERENCE, Backend
 from minithink.config import ModelConfig
+from minithink.errors import MinithinkError, quoted
 
 
 class Attention(Protocol):
@@ -132,11 +133,29 @@ class Rope:
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Angular frequencies [D/2] in radians per token, and the factor on cos and sin (1 except for yarn)."""
+    """Angular frequencies [D/2] in radians per token, and the factor on cos and sin (1 except for yarn).
+
+    Raises:
+        MinithinkError: a field of the scaling is so large or so small that they are no finite numbers.
+    """
+    try:
+        frequencies, scale = _rope_frequencies(config)
+        finite = bool(frequencies.isfinite().all()) and math.isfinite(scale)
+    except (ValueError, ArithmeticError):
+        finite = False
+    if not finite:
+        raise MinithinkError(
+            f"The RoPE fields {quoted(config.rope, 200)} with rope_theta {config.rope_theta} give frequencies that "
+            "are no finite numbers: correct them in config.json."
+        )
+    return frequencies, scale
+
+
+def _rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     r, half = config.rope, config.head_dim // 2
     index = torch.arange(half, dtype=torch.float32)
     freq = 1 / config.rope_theta ** (index / half)  # f_i = θ^(−2i/D), rounded as transformers rounds it
-    if r.kind == "default":
+    if r.kind in ("default", "dynamic"):
         return freq, 1.0
     if r.kind == "linear":
         return freq / r.factor, 1.0

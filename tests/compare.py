@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minithink.config import RopeScaling
+
 
 def assert_close(name: str, got: Tensor, want: Tensor, atol: float, rtol: float = 0.0) -> None:
     """|got − want| ≤ atol + rtol · |want| for every element, and no NaN in either."""
@@ -34,3 +36,14 @@ def margins(logits: Tensor) -> Tensor:
     """Largest minus second largest logit. logits: [n, V] → [n]."""
     top = logits.topk(2, dim=-1).values
     return top[..., 0] - top[..., 1]
+
+
+def rope_tolerance(rope: RopeScaling) -> float:
+    """The relative difference of frequencies that rounding explains: 1/(θ^x·s) and θ^−x/s are both right, and differ
+    in the last bit. Where llama3 mixes, keep = (turns − low)/(high − low) passes on three roundings of turns ≤ high,
+    and freq·(keep + (1 − keep)/s) up to s − 1 times as much, relatively."""
+    tolerance = 4e-7
+    if rope.kind == "llama3":
+        high, low = rope.high_freq_factor, rope.low_freq_factor
+        tolerance += 3 * 2**-24 * high / (high - low) * (rope.factor - 1)
+    return tolerance

@@ -23,7 +23,7 @@ def rope_scalings(draw: st.DrawFn, kind: str | None = None, max_position: int = 
     original = draw(st.sampled_from([8, 16, 31, MAX_POSITION]))
     if kind == "default":
         return RopeScaling(original_max_position=max_position)
-    if kind == "linear":
+    if kind in ("linear", "dynamic"):
         return RopeScaling(kind, factor, original_max_position=max_position)
     if kind == "llama3":
         low = draw(st.sampled_from([0.5, 1.0, 2.0]))
@@ -82,6 +82,7 @@ def example_config(architecture: str = "Qwen3ForCausalLM", rope: str = "default"
     scaling = {
         "default": RopeScaling(original_max_position=512),
         "linear": RopeScaling("linear", 4.0, 512),
+        "dynamic": RopeScaling("dynamic", 4.0, 512),
         "llama3": RopeScaling("llama3", 8.0, 64, low_freq_factor=1.0, high_freq_factor=4.0),
         "yarn": RopeScaling("yarn", 4.0, 64),
     }[rope]

@@ -189,6 +189,13 @@ def test_defaults_come_from_the_checkpoint(tmp_path: Path, generation: dict[str,
     assert {name: getattr(defaults, name) for name in want} == want
 
 
+def test_cautions_about_the_config_reach_the_engine(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    edit_json(folder / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "attn_factor": 0.9})
+    [caution] = load(folder).cautions
+    assert "attn_factor = 0.9 has no effect" in caution
+
+
 def test_explicit_arguments_win(tmp_path: Path) -> None:
     engine = load(write_checkpoint(tmp_path, generation={"temperature": 1.0, "max_new_tokens": 3, "top_k": 2}))
     assert engine.generate("x", seed=1)[0].generated_tokens <= 3

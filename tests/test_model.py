@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -14,16 +15,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minithink.config import ModelConfig, RopeScaling
+from minithink.errors import MinithinkError
 from minithink.model import Decoder, Rope, rope_frequencies
 from minithink.weights import load_decoder
-from tests.compare import assert_close, margins
+from tests.compare import assert_close, margins, rope_tolerance
 from tests.drive import greedy, prompt_logits, transformers_checkpoint, transformers_model
 from tests.strategies import configs, example_config, random_decoder
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 
 ALL = [(a, r) for a in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-       for r in ("default", "linear", "llama3", "yarn")]  # fmt: skip
+       for r in ("default", "linear", "llama3", "yarn", "dynamic")]  # fmt: skip
 
 
 def assert_logits_match(config: ModelConfig, tokens: list[int], seed: int) -> None:
@@ -62,17 +64,25 @@ def yarn(factor: float, original: int, fast: float, slow: float, theta: float = 
 @yarn(4.0, 64, 32.0, 1.0, mscale=1.0, mscale_all_dim=0.5)
 @yarn(4.0, 64, 32.0, 1.0, mscale_all_dim=0.5)  # alone it means nothing
 def test_rope_frequencies_equal_transformers(config: ModelConfig) -> None:
-    """To the rounding: 1/(θ^x·s) and θ^−x/s are both right, and differ in the last bit. Where llama3 mixes, keep =
-    (turns − low)/(high − low) passes on three roundings of turns ≤ high, and freq·(keep + (1 − keep)/s) up to s − 1
-    times as much, relatively."""
     rotary = transformers_model(example_config(config.architecture, num_layers=1)).model.rotary_emb
     reference = type(rotary)(transformers_model(config).config)
     freq, scale = rope_frequencies(config)
-    rtol, r = 4e-7, config.rope
-    if r.kind == "llama3":
-        rtol += 3 * 2**-24 * r.high_freq_factor / (r.high_freq_factor - r.low_freq_factor) * (r.factor - 1)
-    assert_close(f"frequencies of {config}", freq, reference.inv_freq, atol=0, rtol=rtol)
+    assert_close(f"frequencies of {config}", freq, reference.inv_freq, atol=0, rtol=rope_tolerance(config.rope))
     assert scale == pytest.approx(reference.attention_scaling, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        RopeScaling("yarn", 4.0, 64, mscale=1.0, mscale_all_dim=-10 / math.log(4.0)),
+        RopeScaling("yarn", 4.0, 64, beta_fast=1e-320),
+        RopeScaling("yarn", 4.0, 64, attention_factor=math.inf),
+        RopeScaling("linear", 1e-320, 64),
+    ],
+)
+def test_frequencies_that_are_no_numbers_are_refused(rope: RopeScaling) -> None:
+    with pytest.raises(MinithinkError, match=rf"RoPE fields .*'{rope.kind}'.* no finite numbers"):
+        rope_frequencies(replace(example_config(), rope=rope))
 
 
 def test_rope_table_holds_every_position() -> None:
@@ -85,7 +95,10 @@ def test_rope_table_holds_every_position() -> None:
 
 
 # transformers generates token by token at several milliseconds each, so four configurations instead of a hundred.
-GREEDY = [ALL[0], ALL[2], ALL[5], ALL[11]]
+GREEDY = [
+    ("LlamaForCausalLM", "default"), ("LlamaForCausalLM", "llama3"), ("Qwen2ForCausalLM", "linear"),
+    ("Qwen3ForCausalLM", "yarn"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("architecture", "rope"), GREEDY)
