@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from minithink.errors import MinithinkError, UsageError, reason
+from minithink.errors import MinithinkError, UsageError, escaped, quoted, reason
 from minithink.evaluate.grading import GRADERS, check, grade
 from minithink.hub import download
-from minithink.tasks import boxed, families, load_problems, search
+from minithink.tasks import families, load_problems, search
+from minithink.tasks.answers import seems_long, short_answer
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 CHOOSE = "The answer is one letter: A, B, C or D."
@@ -52,8 +53,10 @@ def load_dataset(
       `search:2` are the problems of `search`, all of them asking for this redundancy (0: little is repeated).
     - a ready entry of ENTRIES, in upper or lower case: `MATH-500`. Split: test; GSM8K has train, too.
     - a file: `problems.jsonl`, `.csv`, `.json` (a list) or `.parquet`. It has no splits. Of each row, the question is
-      the first field there is of QUESTION, the answer the first of ANSWER (of a `solution` with a \boxed{}, what the
-      last one holds); `id`, `group` and `grader` are optional. The question is the message as it is.
+      the first field there is of QUESTION, the answer the first of ANSWER, in upper or lower case; `id`, `group` and
+      `grader` are optional. The question is the message as it is. Of an answer that is a solution, the short answer
+      counts that it holds: in its last \boxed{}, behind `####`, or behind "the answer is" (`tasks/answers.py`). An
+      answer may be a list of texts or numbers, as in OlympiadBench.
     - a dataset of the hub: `hub:owner/name`, or `hub:owner/name:config` where it has several. Its files are those
       whose path holds the split (and the config) as a word, `main/test-00000-of-00001.parquet`; their fields are
       those of a file, and INSTRUCTION is put after the question.
@@ -111,10 +114,10 @@ def _entry(name: str) -> str | None:
 
 
 def check_graders(examples: Iterable[Example]) -> list[str]:
-    r"""Check that every grader works here and accepts the right answers of its problems, in a \boxed{}.
+    r"""Check that every grader works here, and takes a correct reply for right: the short answer in a \boxed{}.
 
     Returns:
-        A sentence for each grader that does not accept some of them.
+        A sentence for each grader that does not accept some of them, and one if answers look like whole solutions.
 
     Raises:
         UsageError: a grader accepts none of its answers.
@@ -126,15 +129,23 @@ def check_graders(examples: Iterable[Example]) -> list[str]:
         of.setdefault(example.grader, []).append(example)
     for grader, asked in of.items():
         check(grader)
-        if not (bad := [e for e in asked if not grade(rf"\boxed{{{e.answer}}}", e.answer, grader).right]):
+        bad = [e for e in asked if not grade(rf"\boxed{{{short_answer(e.answer)}}}", e.answer, grader).right]
+        if not bad:
             continue
         said = (
             f"The grader {grader} would take no text for right in {len(bad):,} of {len(asked):,} problems, as in "
-            f"{bad[0].id}, whose answer is {bad[0].answer[:80]!r}"
+            f"{escaped(bad[0].id)}, whose answer is {quoted(bad[0].answer)}"
         )
         if len(bad) == len(asked):
             raise UsageError(f"{said}: give another grader, or correct the answers.")
         notes.append(f"{said}.")
+    everything = [example for asked in of.values() for example in asked]
+    long = [example for example in everything if seems_long(example.answer)]
+    if long:
+        notes.append(
+            f"The answers of {len(long):,} of {len(everything):,} problems look like whole solutions, which hardly "
+            f"any text equals, as in {escaped(long[0].id)}: {quoted(long[0].answer)}; give short answers."
+        )
     return notes
 
 
@@ -153,30 +164,54 @@ class _Row:
     def error(self, what: str) -> MinithinkError:
         return MinithinkError(f"{self.path}, {self.unit} {self.number} {what}.")
 
+    def field(self, name: str) -> Any:
+        """The value of a field, whose name may be in capitals; None: there is none."""
+        if name in self.fields:
+            return self.fields[name]
+        others = (key for key in self.fields if isinstance(key, str) and key.casefold() == name.casefold())
+        return self.fields.get(next(others, name))
+
     def get(self, *names: str) -> str:
         """The text of the first of these fields that has one; "": none has. A whole float loses its ".0"."""
         for name in names:
-            value = self.fields.get(name)
-            if value is None or (isinstance(value, str) and not value.strip()):
-                continue
-            if isinstance(value, float) and value.is_integer():
-                value = int(value)
-            unreal = isinstance(value, float) and not math.isfinite(value)
-            if unreal or isinstance(value, bool) or not isinstance(value, (str, int, float)):
-                raise self.error(f"has {value!r} as its {name}, which is neither text nor a number")
-            text = str(value)
-            if any("\ud800" <= c <= "\udfff" for c in text):
-                raise self.error(f"has half a character (a lone surrogate) in its {name}")
-            return text
+            value = self.field(name)
+            if value is not None and not (isinstance(value, str) and not value.strip()):
+                return self._text(name, value)
         return ""
+
+    def answer(self) -> str:
+        """The short answer; "": there is none. Several answers have commas between them."""
+        for name in ANSWER:
+            value = self.field(name)
+            several = value if isinstance(value, list) else [value]
+            texts = [self._text(name, one) for one in several if one is not None]
+            short = [short_answer(text) for text in texts if text.strip()]
+            if short:
+                return ", ".join(short)
+        return ""
+
+    def _text(self, name: str, value: Any) -> str:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        unreal = isinstance(value, float) and not math.isfinite(value)
+        if unreal or isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise self.error(f"has {quoted(value)} as its {name}, which is neither text nor a number")
+        text = str(value)
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise self.error(f"has half a character (a lone surrogate) in its {name}")
+        return text
 
     def need(self, *names: str) -> str:
         """As `get`, but MinithinkError if no field has a text."""
         text = self.get(*names)
         if not text:
-            what = names[0] if len(names) == 1 else f"{names[0]} (no field {', '.join(names[:-1])} or {names[-1]})"
-            raise self.error(f"has no {what}")
+            raise self.lacks(*names)
         return text
+
+    def lacks(self, *names: str) -> MinithinkError:
+        """What is raised if no field of these names has a text."""
+        what = names[0] if len(names) == 1 else f"{names[0]} (no field {', '.join(names[:-1])} or {names[-1]})"
+        return self.error(f"has no {what}")
 
 
 def _rows(paths: Iterable[Path]) -> list[_Row]:
@@ -252,7 +287,7 @@ def _parquet(path: Path) -> list[dict[str, Any]]:
         from pyarrow import ArrowException, parquet  # here: an extra
     except ImportError:
         raise MinithinkError(
-            f"{path} needs pyarrow to be read, which is not installed: pip install 'minithink[datasets]'."
+            f"{path} needs pyarrow to be read, which is not installed: pip install 'pyarrow>=17'."
         ) from None
     try:
         rows: list[dict[str, Any]] = parquet.ParquetFile(path).read().to_pylist()
@@ -265,12 +300,13 @@ def _from_rows(rows: Iterable[_Row], name: str, grader: str, instruction: str = 
     """Examples from files of a dataset that is no ready entry."""
     examples = []
     for n, row in enumerate(rows, 1):
-        question, answer = row.need(*QUESTION), row.need(*ANSWER)
-        if not row.get(*ANSWER[:-1]):  # a solution
-            answer = boxed(answer) or answer
+        question = row.need(*QUESTION)
         named = row.get("grader") or grader
         if named not in GRADERS:
-            raise row.error(f"names the grader {named!r}; there are {', '.join(GRADERS)}")
+            raise row.error(f"names the grader {quoted(named)}; there are {', '.join(GRADERS)}")
+        answer = row.answer()
+        if not answer:
+            raise row.lacks(*ANSWER)
         message = f"{question}\n\n{instruction}" if instruction else question
         examples.append(Example(row.get("id") or f"{name}-{n}", message, answer, named, row.get("group")))
     return _distinct(examples, rows)
@@ -282,7 +318,7 @@ def _distinct(examples: list[Example], rows: Iterable[_Row]) -> list[Example]:
     for example, row in zip(examples, rows, strict=True):
         before = seen.setdefault(example.id, row)
         if before is not row:
-            raise row.error(f"has the id {example.id!r} of {before.unit} {before.number}")
+            raise row.error(f"has the id {quoted(example.id)} of {before.unit} {before.number}")
     return examples
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minithink.errors import MinithinkError, UsageError
+from minithink.tasks.answers import boxed as boxed
 from minithink.tasks.writing import listing
 
 SPLITS = ("validation", "test")
@@ -76,22 +77,6 @@ def question_in(text: str) -> str | None:
     """The last question of the families in a text, up to the last name that it asks for; None if there is none."""
     *_, last = (None, *QUESTION.finditer(text))
     return last and last[0]
-
-
-def boxed(text: str) -> str | None:
-    r"""The content of the last closed \boxed{…} of the answer; None if there is none. Braces may nest; \{ and \} do
-    not count as braces."""
-    answer = text.rpartition("</think>")[2]
-    end = len(answer)
-    while (start := answer.rfind(r"\boxed{", 0, end)) >= 0:
-        end = start
-        start += len(r"\boxed{")
-        depth = 1
-        for mark in re.finditer(r"\\.|[{}]", answer[start:], re.DOTALL):
-            depth += {"{": 1, "}": -1}.get(mark[0], 0)
-            if depth == 0:
-                return answer[start : start + mark.start()]
-    return None
 
 
 def grade(text: str, answer: str) -> bool:

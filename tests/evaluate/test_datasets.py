@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate import datasets
-from minithink.evaluate.datasets import CHOOSE, ENTRIES, INSTRUCTION, Example, load_dataset
-from minithink.evaluate.grading import GRADERS
+from minithink.evaluate.datasets import CHOOSE, ENTRIES, INSTRUCTION, Example, check_graders, load_dataset
+from minithink.evaluate.grading import GRADERS, grade
 from minithink.tasks import BINS, SPLITS, families, load_problems, search
+from minithink.tasks.answers import short_answer
 from tests.hub_server import HubServer
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +120,49 @@ def test_fields_are_found_in_their_order(tmp_path):
     assert len(load_dataset(str(path), limit=2)) == 2
 
 
+def load_rows(path: Path, *rows: dict[str, Any]) -> list[Example]:
+    """The examples of a file with these rows."""
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    return load_dataset(str(path))
+
+
+# Rows as datasets publish them (the problems are invented), and their short answers.
+PUBLISHED = [
+    ({"question": "q?", "answer": "3*4=<<3*4=12>>12.\n#### 1,012"}, "1012"),  # GSM8K
+    ({"problem": "q?", "level": "Level 1", "type": "Algebra", "solution": r"So $x=\boxed 7$."}, "7"),  # MATH
+    ({"problem": "q?", "type": "Algebra", "solution": r"So \fbox{17}."}, "17"),  # MATH
+    ({"problem": "q?", "solution": r"So $\boxed{\frac{1}{2}}$.", "answer": "0.5"}, "0.5"),  # MATH-500
+    ({"ID": "2024-I-1", "Problem": "q?", "Solution": r"So $\boxed{204}$.", "Answer": 204}, "204"),  # AIME
+    ({"problem_idx": 1, "problem": "q?", "answer": 70, "problem_type": ["Algebra"]}, "70"),  # AIME 2025
+    ({"id": 0, "problem": "q?", "answer": 27.0, "url": "u"}, "27"),  # AMC
+    ({"question": "q?", "answer": ["27.0"]}, "27.0"),  # AMC
+    ({"problem": "q?", "solution": r"\[s=\boxed{1.6} \mathrm{~cm}\]", "type": "A", "idx": 0}, "1.6"),  # Minerva
+    ({"question": "q?", "solution": ["Long."], "final_answer": ["$\\frac{1}{2}$"], "is_multiple_answer": False},
+     r"\frac{1}{2}"),  # OlympiadBench
+    ({"question": "q?", "final_answer": ["$1$", "$2$"], "is_multiple_answer": True}, "1, 2"),  # OlympiadBench
+    ({"question": "q?", "final_answer": None, "solution": ["So the answer is 5."]}, "5"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "answer"), PUBLISHED)
+def test_published_rows_have_short_answers(tmp_path, row, answer):
+    [example] = load_rows(tmp_path / "p.jsonl", row)
+    assert (example.question, example.answer) == ("q?", answer)
+    assert check_graders([example]) == []
+    assert grade(rf"</think>So \boxed{{{answer}}}.", example.answer, example.grader).right
+
+
+def test_a_right_answer_that_no_reply_equals_is_found():
+    """The reply is the short answer in a box, and not the dataset's text itself."""
+    with pytest.raises(UsageError, match=r"exact would take no text for right in 1 of 1 .*'It is 12.\\n#### 12'"):
+        check_graders([Example("a", "q?", "It is 12.\n#### 12", "exact")])
+    solution = "First we add the two of them. Then we take half of it. " + "So we are done with it. " * 9
+    [note] = check_graders([Example("a\x1b", "q?", solution, "exact"), Example("b", "q?", "5", "exact")])
+    assert "1 of 2 problems look like whole solutions" in note
+    assert "a\\x1b" in note
+    assert solution not in note, "it is quoted briefly"
+
+
 # Any character that UTF-8 has. (Before 3.11 Python's csv refuses NUL.)
 words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1).filter(str.strip)
 rows_of_words = st.lists(st.tuples(words, words, words), min_size=1, max_size=5, unique_by=lambda row: row[0])
@@ -128,7 +172,7 @@ rows_of_words = st.lists(st.tuples(words, words, words), min_size=1, max_size=5,
 @example([("a", 'x,"\r\n\u2028\x85y', "\ufeff")], False)
 def test_what_is_written_is_read(tmp_path, rows, escape):
     fields = [dict(zip(("id", "question", "answer"), row, strict=True)) for row in rows]
-    want = [Example(*row, "exact") for row in rows]
+    want = [Example(id, question, short_answer(answer), "exact") for id, question, answer in rows]
 
     lines, listed, table = tmp_path / "a.jsonl", tmp_path / "a.json", tmp_path / "a.csv"
     lines.write_text("".join(json.dumps(f, ensure_ascii=escape) + "\n" for f in fields), encoding="utf-8")
@@ -158,7 +202,7 @@ def test_parquet(tmp_path):
 def test_parquet_without_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "p.parquet").write_bytes(b"")
-    refused(tmp_path / "p.parquet", "p.parquet needs pyarrow", "pip install 'minithink[datasets]'")
+    refused(tmp_path / "p.parquet", "p.parquet needs pyarrow", "pip install 'pyarrow>=17'")
 
 
 GOOD = '{"question": "1?", "answer": "1"}\n'
@@ -179,7 +223,9 @@ GOOD = '{"question": "1?", "answer": "1"}\n'
         ("a.jsonl", GOOD + '{"answer": "1"}', ["line 2 has no question", "problem or prompt"]),
         ("a.jsonl", '{"question": " \\n", "answer": "1"}', ["line 1 has no question"]),
         ("a.jsonl", '{"question": "1?", "answer": ""}', ["line 1 has no answer", "target or solution"]),
-        ("a.jsonl", '{"question": "1?", "answer": ["1"]}', ["line 1 has ['1'] as its answer", "neither text"]),
+        ("a.jsonl", '{"question": "1?", "answer": [["1"]]}', ["line 1 has ['1'] as its answer", "neither text"]),
+        ("a.jsonl", '{"question": "1?", "answer": []}', ["line 1 has no answer"]),
+        ("a.jsonl", '{"question": "1?", "answer": {"a": 1}}', ["line 1 has {'a': 1} as its answer"]),
         ("a.jsonl", '{"question": "1?", "answer": true}', ["line 1 has True as its answer"]),
         ("a.jsonl", '{"question": "1?", "answer": NaN}', ["line 1 has nan as its answer"]),
         ("a.jsonl", '{"question": "1?", "answer": -Infinity}', ["line 1 has -inf as its answer"]),
