@@ -3,24 +3,26 @@ r"""Graders decide whether a generated text gives the right answer.
 Only the text behind `</think>` counts. Each grader finds an answer in the text, then compares it with the right one.
 If it finds no answer that it can read, the text is wrong. Datasets name these graders:
 
-- `exact`: the last \boxed{}, character for character, without spaces.
-- `math`: the last \boxed{}, equal by math-verify (extra `math`): 1/2 is 0.5, and {1, 2} is {2, 1}.
-- `number`: the one number in the last \boxed{}; thousands separators, currencies and units do not matter.
-- `choice`: the letter A to D in the last \boxed{}, or, without a box, in the last "answer is (B)".
+- `exact`: character for character, without spaces; of numbers with a power of ten the value counts (1e-5 is 0.00001).
+- `math`: equal by math-verify (extra `math`): 1/2 is 0.5, and {1, 2} is {2, 1}. Numbers that differ are never equal.
+- `number`: the one number in the answer; thousands separators, currencies and units do not matter.
+- `choice`: the letter A to D in the last box, or, without a box, in the last "answer is (B)".
+
+The answer of a text is its last \boxed{} (or \fbox{}, \boxed 7, …); without a box the number behind `####`, or what
+"The answer is …" says (`minithink/tasks/answers.py`). All graders take time in proportion to the text, and `math`
+compares in a process that is bounded in time and memory (`judge.py`).
 """
 
 from __future__ import annotations
 
-import logging
 import re
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from decimal import Decimal
-from typing import Any
 
 from minithink.errors import MinithinkError, UsageError
+from minithink.evaluate import judge, numerals
 from minithink.tasks import boxed, same_characters
+from minithink.tasks.answers import stated
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def grade(text: str, answer: str, grader: str) -> Graded:
 
     Raises:
         UsageError: there is no such grader.
-        MinithinkError: the grader is `math`, and math-verify is not installed or this is not the main thread.
+        MinithinkError: the grader is `math`, and math-verify is not installed.
     """
     if grader not in GRADERS:
         raise UsageError(f"There is no grader {grader!r}; there are {', '.join(GRADERS)}.")
@@ -68,8 +70,21 @@ def check(grader: str) -> None:
     if grader == "math" and not grade(r"\boxed{\frac{1}{2}}", "0.5", grader).right:
         raise MinithinkError(
             "The grader math does not find that 1/2 is 0.5, so something that math-verify needs is missing: pip "
-            "install --force-reinstall 'minithink[math]'."
+            "install --force-reinstall 'math-verify>=0.9'."
         )
+
+
+# --- exact
+
+
+def _same_text(found: str, answer: str) -> bool:
+    """Whether two answers have the same characters, or are one number that one of them writes with a power of ten."""
+    if same_characters(found, answer):
+        return True
+    if not (numerals.is_scientific(found) or numerals.is_scientific(answer)):
+        return False
+    number = numerals.read(found)
+    return number is not None and number == numerals.read(answer)
 
 
 # --- number
@@ -78,7 +93,8 @@ def check(grader: str) -> None:
 _SPACING = re.compile(r"\\[,!;: ]|\\?\$")
 # A unit's exponent, as in m^2 or \text{ cm}^{3}, is no second number.
 _EXPONENT = re.compile(r"(?<=[A-Za-z}])\^(?:\{-?[0-9]\}|-?[0-9])")
-_NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|-?\.[0-9]+")
+_POWER = rf"(?:{numerals.MARK}[+-]?[0-9]+)?"
+_NUMBER = re.compile(rf"-?(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+|[0-9]+)(?:\.[0-9]+)?{_POWER}|-?\.[0-9]+{_POWER}")
 
 
 # A minus apart from its number; one behind a letter, a number or a bracket joins two things.
@@ -87,20 +103,24 @@ _JOINED = re.compile(r"[A-Za-z0-9)\]}]\s*-\s*[.0-9]")
 
 
 def _number(text: str) -> str | None:
-    """The one number in a short text, without thousands separators; None: there is none, or there are several."""
-    text = _EXPONENT.sub("", _SPACING.sub("", text.replace("−", "-").replace("{,}", ",")))
-    numbers = [] if _JOINED.search(text) else _NUMBER.findall(_MINUS.sub(r"\1-", text))
-    return numbers[0].replace(",", "") if len(numbers) == 1 else None
+    """The one number in a short text, without thousands separators; None: there is none, or there are several. A
+    power of ten is written as 1e-5."""
+    text = numerals.with_marks(_SPACING.sub("", text.replace("{,}", ",")))
+    text = _EXPONENT.sub("", text)
+    if _JOINED.search(text):
+        return None
+    numbers = _NUMBER.findall(_MINUS.sub(r"\1-", text))
+    return numbers[0].replace(",", "").replace(numerals.MARK, "e") if len(numbers) == 1 else None
 
 
 def _find_number(text: str) -> str | None:
-    box = boxed(text)
-    return None if box is None else _number(box)
+    answer = stated(text)
+    return None if answer is None else _number(answer)
 
 
 def _same_number(found: str, answer: str) -> bool:
     right = _number(answer)
-    return right is not None and Decimal(found) == Decimal(right)
+    return right is not None and numerals.read(found) == numerals.read(right)
 
 
 # --- choice
@@ -110,7 +130,8 @@ _FONT = r"\\(?:text|textbf|textit|textrm|mathbf|mathrm|mathsf|boldsymbol|bf|rm)"
 _LABEL = re.compile(r"\(?\s*([A-D])\s*(?:[).:](?!.*(?<![A-Za-z])[A-D][).:]).*)?", re.DOTALL)
 # **B**, $B$, \text{(B)} and \boxed apart
 _STATED = re.compile(
-    rf"(?i:answer\s*(?:is|:))[\s:*$]*(?:{_FONT}\s*\{{)?[\s(*]*([A-D])(?![A-Za-z0-9])(?!\W*(?:or|and)\W+[A-D]\b)"
+    rf"(?i:answer\s{{0,9}}(?:is|:))[\s:*$]{{0,20}}(?:{_FONT}\s{{0,9}}\{{)?[\s(*]{{0,20}}([A-D])(?![A-Za-z0-9])"
+    r"(?!\W{0,20}(?:or|and)\W{1,20}[A-D]\b)"
 )
 
 
@@ -130,42 +151,21 @@ _BASE = re.compile(r"[0-9]_\{?([0-9]+)")  # of the system that a number is writt
 
 
 def _same_mathematics(found: str, answer: str) -> bool:
-    """Whether two expressions in LaTeX are equal, as math-verify sees it."""
-    parse, verify = _math_verify()
-    if threading.current_thread() is not threading.main_thread():
-        # Its limits of time are signals, which only the main thread gets; without them 9^{9^9} never ends.
-        raise MinithinkError("The grader math works in the main thread only: grade there.")
+    """Whether two expressions in LaTeX are equal. Numbers are compared here, all else by math-verify."""
     if same_characters(found, answer):
         return True  # even where math-verify can read neither
     bases = [_BASE.findall(text) for text in (found, answer)]
     if all(bases) and bases[0] != bases[1]:
         return False  # 204_5 is not 204_8; math-verify leaves subscripts out
-
-    def read(text: str) -> list[Any]:
-        # In a box both are read alike: 0.\overline{3} between dollars would be 0. It does not read "204.".
-        return parse(rf"\boxed{{{text.strip().removesuffix('.')}}}")
-
-    try:
-        # The right answer first: verify treats assignments (x = 5) and intervals by their place.
-        return bool(verify(read(answer), read(found)))
-    except Exception:  # sympy, whose errors are of every kind
-        return False
-
-
-def _math_verify() -> tuple[Callable[..., list[Any]], Callable[..., bool]]:
-    try:
-        from math_verify import parse, verify  # here: an extra, and slow to import
-    except ImportError:
-        raise MinithinkError(
-            "The grader math needs math-verify, which is not installed: pip install 'minithink[math]'."
-        ) from None
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warnings of unreadable answers are not needed
-    return parse, verify
+    numbers = [numerals.read(text.strip().removesuffix(".")) for text in (found, answer)]
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    return judge.equal(found, answer)
 
 
 GRADERS: Mapping[str, Grader] = {
-    "exact": Grader(boxed, same_characters),
-    "math": Grader(boxed, _same_mathematics),
+    "exact": Grader(stated, _same_text),
+    "math": Grader(stated, _same_mathematics),
     "number": Grader(_find_number, _same_number),
     "choice": Grader(_find_choice, lambda found, answer: found == answer.strip()),
 }

@@ -1,0 +1,186 @@
+"""A process that compares expressions in LaTeX (`mathematics.py`), bounded in time and memory.
+
+What a model writes may take for ever to evaluate, or all memory: 9^{9^{9^9}}. A limit by signals works in the main
+thread only, and not while one long operation of C runs. So one child process compares for this one. It starts with
+the first comparison and lives until the program ends. If it needs too long, it is killed, and the next comparison
+starts another. Its time is its own processor time, so a busy machine does not change what is right.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import queue
+import subprocess
+import sys
+import threading
+from typing import Any
+
+from minithink.errors import MinithinkError
+
+SECONDS = 5  # of processor time, for one comparison
+PATIENCE = 120  # seconds of the clock after which a comparison is given up, however little of them the child got
+START = 300  # seconds of the clock in which the child must be ready: it imports sympy
+MEMORY = 3 * 2**30  # bytes of address space that the child may have
+LONGEST = 2000  # characters of an expression that is evaluated at all
+# What the child runs: this process's paths of imports, then `serve`.
+_CHILD = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from minithink.evaluate import judge; judge.serve(int(sys.argv[2]))"
+)
+
+
+def equal(found: str, answer: str) -> bool:
+    """Whether two expressions are equal; False: they differ, are too long, or take too much time or memory.
+
+    Raises:
+        MinithinkError: math-verify is not installed, or does not work.
+    """
+    if max(len(found), len(answer)) > LONGEST:
+        return False
+    return _judge.ask(found, answer)
+
+
+class Judge:
+    """The child process, and the conversation with it. Threads take turns."""
+
+    def __init__(self, seconds: int = SECONDS) -> None:
+        self._seconds = seconds
+        self._turn = threading.Lock()
+        self._child: subprocess.Popen[str] | None = None
+        self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def ask(self, found: str, answer: str) -> bool:
+        """Whether two expressions are equal."""
+        with self._turn:
+            if self._child is None or self._child.poll() is not None:
+                self._start()
+            child = self._child
+            assert child is not None
+            assert child.stdin is not None
+            try:
+                child.stdin.write(json.dumps([found, answer]) + "\n")
+                child.stdin.flush()
+                reply = self._replies.get(timeout=PATIENCE)
+            except (OSError, queue.Empty):
+                reply = ""
+            except BaseException:  # Ctrl-C: the reply that is on its way must not answer the next question
+                self._stop()
+                raise
+            if not reply:  # it took too long and was killed, or is killed now
+                self._stop()
+            return reply == "true\n"
+
+    def _start(self) -> None:
+        """Start a child and wait until it is ready."""
+        if importlib.util.find_spec("math_verify") is None:
+            raise MinithinkError(
+                "The grader math needs math-verify, which is not installed: pip install 'math-verify>=0.9'."
+            )
+        self._stop()
+        child = subprocess.Popen(
+            [sys.executable, "-c", _CHILD, json.dumps(sys.path), str(self._seconds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+        )
+        self._child = child
+        self._replies = queue.SimpleQueue()
+        threading.Thread(target=_listen, args=(child, self._replies), daemon=True).start()
+        try:
+            ready = self._replies.get(timeout=START)
+        except queue.Empty:
+            ready = ""
+        if ready != "ready\n":
+            self._stop()
+            raise MinithinkError(
+                "The grader math does not work: math-verify, or something that it needs, cannot be imported; pip "
+                "install --force-reinstall 'math-verify>=0.9'."
+            )
+
+    def _stop(self) -> None:
+        """End the child, if there is one."""
+        if self._child is None:
+            return
+        self._child.kill()
+        self._child.wait()
+        for pipe in (self._child.stdin, self._child.stdout):
+            with contextlib.suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+        self._child = None
+
+
+def _listen(child: subprocess.Popen[str], replies: queue.SimpleQueue[str]) -> None:
+    """Pass on the child's lines; the last one is empty, when it has ended."""
+    assert child.stdout is not None
+    with contextlib.suppress(OSError, ValueError):  # the pipe is closed while it is read
+        for line in child.stdout:
+            replies.put(line)
+    replies.put("")
+
+
+_judge = Judge()
+atexit.register(_judge._stop)
+
+
+# --- in the child
+
+
+class OutOfTime(BaseException):
+    """A comparison has used up its time. No Exception, since sympy catches those."""
+
+
+def serve(seconds: int) -> None:
+    """Compare pairs of expressions from standard input, a JSON line each, until it ends. The child runs this."""
+    import signal
+
+    from minithink.evaluate import mathematics
+
+    def out_of_time(*_: object) -> None:
+        raise OutOfTime
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    if hasattr(signal, "SIGPROF"):
+        signal.signal(signal.SIGPROF, out_of_time)
+    _bound_memory()
+    mathematics.equal("x", "y")  # imports everything
+    print("ready", flush=True)
+    for line in sys.stdin:
+        found, answer = json.loads(line)
+        try:
+            _bound_time(seconds)
+            right = mathematics.equal(found, answer)
+        except (Exception, OutOfTime):  # sympy's errors are of every kind
+            right = False
+        finally:
+            _bound_time(0)
+        print(json.dumps(right), flush=True)
+
+
+def _bound_memory() -> None:
+    """Bound the address space of this process, where the system can."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _bound_time(seconds: int) -> None:
+    """Let OutOfTime be raised after so much processor time; after three times as much the system ends this process,
+    which a long operation of C does not see otherwise. 0: there is no limit."""
+    with contextlib.suppress(ImportError, AttributeError):
+        import resource
+        import signal
+
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        spent = int(used.ru_utime + used.ru_stime) + 1
+        most: Any = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        limit = spent + 3 * seconds if seconds else most
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, most))
+        signal.setitimer(signal.ITIMER_PROF, seconds)

@@ -1,0 +1,84 @@
+"""The process that compares expressions is bounded, and is started again after it was killed. Alone:
+pytest tests/evaluate/test_judge.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from minithink.errors import MinithinkError
+from minithink.evaluate import judge
+
+pytest.importorskip("math_verify", reason="needs the extra math")
+
+
+@pytest.fixture
+def own():
+    """A judge of this test alone."""
+    one = judge.Judge(seconds=1)
+    yield one
+    one._stop()
+
+
+def test_expressions_are_compared_in_one_child(own):
+    assert own.ask(r"\frac{1}{2}", "0.5")
+    first = own._child.pid
+    assert not own.ask(r"\frac{1}{2}", "0.6")
+    assert own._child.pid == first
+
+
+# One long operation of C that needs gigabytes, and sympy's own recursion.
+ENDLESS = ["10^{10^{10}}", "(x+y+z)^{1000}"]
+
+
+@pytest.mark.parametrize("expression", ENDLESS)
+def test_what_takes_for_ever_is_not_equal(own, expression):
+    assert not own.ask(expression, "7")
+    assert own.ask(r"\frac{1}{2}", "0.5"), "and the next comparison works"
+
+
+def test_long_expressions_are_not_evaluated(monkeypatch):
+    monkeypatch.setattr(judge._judge, "ask", lambda *_: pytest.fail("it was evaluated"))
+    assert not judge.equal("1+" * judge.LONGEST + "1", "7")
+    assert not judge.equal("7", "1+" * judge.LONGEST + "1")
+
+
+def test_a_killed_child_is_replaced(own):
+    assert own.ask("x+x", "2x")
+    os.kill(own._child.pid, signal.SIGKILL)
+    own._child.wait()
+    assert own.ask("x+x", "2x")
+
+
+def test_a_child_that_does_not_reply_is_given_up(own, monkeypatch):
+    assert own.ask("x+x", "2x")
+    stopped = own._child.pid
+    os.kill(stopped, signal.SIGSTOP)
+    monkeypatch.setattr(judge, "PATIENCE", 0.1)
+    assert not own.ask("x+x", "2x")
+    monkeypatch.setattr(judge, "PATIENCE", 120)
+    assert own.ask("x+x", "2x")
+    assert own._child.pid != stopped
+
+
+def test_an_interrupted_comparison_does_not_answer_the_next_one(own, monkeypatch):
+    assert own.ask("x+x", "2x")
+    monkeypatch.setattr(own, "_replies", _Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        own.ask("x+x", "2x")
+    assert not own.ask("x+x", "3x")
+
+
+class _Interrupted:
+    """Replies during whose wait Ctrl-C comes."""
+
+    def get(self, timeout):
+        raise KeyboardInterrupt
+
+
+def test_a_child_that_cannot_start_gets_a_sentence(own, monkeypatch):
+    monkeypatch.setattr(judge, "_CHILD", "import no_such_module")
+    with pytest.raises(MinithinkError, match=r"does not work: math-verify.*pip install"):
+        own.ask("x", "y")
