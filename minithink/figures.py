@@ -25,7 +25,7 @@ def need_matplotlib() -> Any:
         import matplotlib  # here: an extra, and slow to import
     except ImportError:
         raise MinithinkError(
-            "A plot needs matplotlib, which is not installed: run `pip install minithink[plots]`."
+            "A plot needs matplotlib, which is not installed: run `pip install 'matplotlib>=3.8'`."
         ) from None
     return matplotlib
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from minithink.errors import CONTROL, QUOTED, MinithinkError, escaped, is_disk_full, quoted, reason, unwritable
 
+ROOT = Path(__file__).parent.parent
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
@@ -102,3 +104,13 @@ def test_escaped_text_holds_nothing_that_a_terminal_obeys(text: str) -> None:
 def test_escapes_say_which_character_it_was() -> None:
     assert escaped("a\x1b[31mb\u202ec\n") == r"a\x1b[31mb\u202ec" + "\n"
     assert escaped(Path("é\x07")) == r"é\x07"
+
+
+def test_advice_to_install_names_packages_that_an_index_has() -> None:
+    """`minithink[plots]` works in no checkout; what is named instead is a requirement of pyproject.toml."""
+    known = (ROOT / "pyproject.toml").read_text()
+    for path in [*(ROOT / "minithink").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
+        text = path.read_text()
+        assert "minithink[" not in text, path
+        for advised in re.findall(r"pip install (?:--force-reinstall )?'([\w-]+[<>=][^']*)'", text):
+            assert f'"{advised}' in known, (path, advised)

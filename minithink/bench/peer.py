@@ -29,7 +29,7 @@ def transformers() -> Any:
         module = importlib.import_module("transformers")
     except ImportError:
         raise MinithinkError(
-            "The comparison needs transformers, which is not installed: run `pip install minithink[peers]`, "
+            "The comparison needs transformers, which is not installed: run `pip install 'transformers>=5'`, "
             "or drop the comparison with --no-peer."
         ) from None
     module.logging.set_verbosity_error()

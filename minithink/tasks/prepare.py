@@ -180,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
             write_tokenizer(args.output, args.vocab_size)
             write_splits(args.output)
         except ImportError:
-            raise MinithinkError("tokenizers is missing: pip install 'minithink[train]'.") from None
+            raise MinithinkError("tokenizers is missing: pip install 'tokenizers>=0.22.1'.") from None
         except OSError as error:
             raise unwritable("The files", args.output, error, "folder") from error
         return 0

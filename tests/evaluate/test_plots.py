@@ -339,7 +339,7 @@ def test_what_cannot_be_drawn_is_said(
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)
         assert main(["plot", str(folder)]) == 1
-        want = "A plot needs matplotlib, which is not installed: run `pip install minithink[plots]`."
+        want = "A plot needs matplotlib, which is not installed: run `pip install 'matplotlib>=3.8'`."
         assert capsys.readouterr().err == f"minithink.evaluate: {want}\n"
     pytest.importorskip("matplotlib")
     assert main(["plot", str(folder), "--output-dir", str(folder / "config.json")]) == 1

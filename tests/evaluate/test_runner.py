@@ -26,7 +26,7 @@ import minithink.progress as progress_module
 import minithink.stream as stream_module
 from minithink.engine import Engine, load
 from minithink.errors import NON_FINITE, MinithinkError, UsageError
-from minithink.evaluate import plots, runner
+from minithink.evaluate import judge, plots, runner
 from minithink.evaluate.__main__ import main
 from minithink.evaluate.datasets import load_dataset
 from minithink.evaluate.grading import Graded
@@ -817,8 +817,9 @@ def test_without_math_verify_nothing_begins(
     model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
+    monkeypatch.setattr(judge, "_judge", judge.Judge())
     assert main(options(model, problems, tmp_path / "out", grader="math")) == 1
-    assert "pip install 'minithink[math]'" in capsys.readouterr().err
+    assert "pip install 'math-verify>=0.9'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -25,7 +25,7 @@ def missing() -> str | None:
     try:
         import selenium  # noqa: F401  (here: an extra)
     except ImportError:
-        return "selenium is not installed (pip install minithink[test])"
+        return "selenium is not installed (pip install 'selenium>=4.20')"
     return None
 
 
