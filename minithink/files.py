@@ -10,6 +10,7 @@ import math
 import os
 import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,28 @@ def is_held(path: Path) -> bool:
             return not _lock(file, exclusive=False)
     except FileNotFoundError:
         return False
+
+
+@contextlib.contextmanager
+def turn(folder: Path) -> Iterator[None]:
+    """Wait until no other process has its turn in a folder; then this one has it until the context ends.
+
+    The folder is made if there is none. Where there are no such locks, nobody waits.
+
+    Raises:
+        OSError: the folder cannot be made or opened.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def remove_held(file: io.FileIO, path: Path) -> None:

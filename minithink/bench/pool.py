@@ -1,7 +1,7 @@
-"""One pool of runs, `docs/results/pool.jsonl`: a policy at a budget on the problems of a family, stored once.
+"""One pool of runs, `docs/results/pool.jsonl.gz`: a policy at a budget on the problems of a family, stored once.
 
 Every table and picture of answers draws from the pool, and `bench sweep` runs only what the pool lacks. A run is a
-line of JSON:
+line of JSON, and the file is compressed (`zcat` shows it):
 
     key       all settings that decide the generated tokens: weights, policy with all its settings, budget, problems,
               how tokens are drawn, number type, backend, calibration
@@ -19,8 +19,10 @@ sequences again, and the run is stale if an answer differs. Docstrings, comments
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
@@ -30,13 +32,14 @@ from typing import Any
 from minithink import sources
 from minithink.errors import MinithinkError, UsageError, reason, unwritable
 from minithink.evaluate.plan import AMPLE
-from minithink.files import replace, rounded
+from minithink.files import replace, rounded, turn
 from minithink.kv.contract import Policy
 from minithink.kv.stack import members
 from minithink.policies import leaves_open, parse
 from minithink.sampling import DRAWS
 
-FILE = "pool.jsonl"
+FILE = "pool.jsonl.gz"
+PLAIN = "pool.jsonl"  # how earlier versions stored it
 ANSWERS = 32  # sequences whose answers are kept, and compared after a change of kernels
 MACHINE = ("dtype", "backend", "device")  # parts of a key that the machine decides
 PADDED = ("padded_budget", "group")  # parts of a key only where padding is charged (`minithink/grouping.py`)
@@ -80,28 +83,70 @@ class Run:
 
 
 def read(folder: Path) -> list[Run]:
-    """All runs of a pool; an empty list if there is no file. MinithinkError: the file cannot be read."""
-    path = folder / FILE
+    """All runs of a pool; an empty list if there is no file.
+
+    A pool that an earlier version stored uncompressed is read too. MinithinkError: a file cannot be read.
+    """
+    compressed = _read(folder / FILE)
+    plain = _read(folder / PLAIN)
+    return _newest([*plain, *compressed]) if plain else compressed
+
+
+def _read(path: Path) -> list[Run]:
+    """The runs of one file."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return [Run(**json.loads(line)) for line in lines]
+        data = path.read_bytes()
+        if path.name == FILE:
+            data = gzip.decompress(data)
+        return [Run(**json.loads(line)) for line in data.decode().splitlines()]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, TypeError) as error:
         raise MinithinkError(f"{path} is no readable pool ({reason(error)}): restore it.") from None
 
 
 def add(folder: Path, runs: Iterable[Run]) -> None:
-    """Put runs into a pool; of a key the newest run stays. MinithinkError: the file cannot be written."""
-    path, by_key = folder / FILE, {_text(run.key): run for run in read(folder)}
-    for run in runs:
-        if (old := by_key.get(_text(run.key))) is None or run.date >= old.date:
-            by_key[_text(run.key)] = run
-    lines = [_text(vars(by_key[key])) + "\n" for key in sorted(by_key)]
+    """Put runs into a pool; of a key the newest run stays. Several processes may do so at once.
+
+    The file is replaced whole, and equal runs make equal bytes. An uncompressed pool becomes a compressed one.
+    MinithinkError: the file cannot be written.
+    """
+    path = folder / FILE
     try:
-        replace(path, "".join(lines))
+        with turn(folder):
+            together = _newest([*read(folder), *runs])
+            lines = [_text(vars(run)) + "\n" for run in together]
+            replace(path, gzip.compress("".join(lines).encode(), mtime=0))
+            (folder / PLAIN).unlink(missing_ok=True)
     except OSError as error:
         raise unwritable("The pool", path, error, "--results") from None
+
+
+def _newest(runs: Iterable[Run]) -> list[Run]:
+    """Of each key the newest run, of equally old ones the last; in the order of keys."""
+    by_key = dict[str, Run]()
+    settings = cache(_settings)  # many runs are of one policy
+    for run in runs:
+        key = _text(_completed(run.key, settings))
+        old = by_key.get(key)
+        if old is None or run.date >= old.date:
+            by_key[key] = run
+    return [by_key[key] for key in sorted(by_key)]
+
+
+def _completed(key: Mapping[str, Any], settings: Callable[[str], Mapping[str, Any]]) -> Mapping[str, Any]:
+    """A key with the options that are newer than its run, at their defaults: that is how the run was.
+
+    Args:
+        key: of a run.
+        settings: of a policy now, by its text.
+    """
+    try:
+        now = settings(key["policy"])
+    except UsageError:  # there is no such policy or option any more
+        return key
+    recorded = key["settings"]
+    return {**key, "settings": {name: {**now.get(name, {}), **own} for name, own in recorded.items()}}
 
 
 def _text(value: Mapping[str, Any]) -> str:
@@ -118,8 +163,13 @@ def key_of(settings: Mapping[str, Any], policy: str, budget: float | None) -> di
     calibration = hashlib.sha256(_text(files).encode()).hexdigest()[:16] if files else None
     return key | {
         "policy": policy, "budget": budget, "schedule": settings.get("schedule"), "calibration": calibration,
-        "settings": {m.name: settings_of(m) for m in members(_policy(policy))},
+        "settings": _settings(policy),
     }  # fmt: skip
+
+
+def _settings(policy: str) -> dict[str, dict[str, Any]]:
+    """The settings of each member of a policy, by its name. policy: as on the command line."""
+    return {member.name: settings_of(member) for member in members(_policy(policy))}
 
 
 def settings_of(policy: Policy) -> dict[str, Any]:
@@ -133,12 +183,26 @@ def _policy(text: str) -> Policy:
 
 
 def serves(run: Run, key: Mapping[str, Any]) -> bool:
-    """Whether a run has this key. A key without the machine's parts fits runs of any machine."""
+    """Whether a run has this key. A key without the machine's parts fits runs of any machine.
+
+    An option that is newer than the run is not in the run's key. It stood at its default, as it does now: the text of
+    the policy, which is equal, does not name it. An option that is gone fits nothing.
+    """
     if any(key[name] and not run.key[name] for name in WATCHED):
         return False
     if any(key.get(name) != run.key.get(name) for name in PADDED):
         return False
-    return all(run.key.get(name) == rounded(value) for name, value in key.items() if name not in WATCHED)
+    if "settings" in key and not _same_settings(run.key["settings"], rounded(key["settings"])):
+        return False
+    others = key.keys() - {*WATCHED, "settings"}
+    return all(run.key.get(name) == rounded(key[name]) for name in others)
+
+
+def _same_settings(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a run's settings are those of now, as far as they were recorded."""
+    if recorded.keys() != now.keys():
+        return False
+    return all({**now[name], **own} == now[name] for name, own in recorded.items())
 
 
 def shows(run: Run, key: Mapping[str, Any]) -> bool:

@@ -277,7 +277,10 @@ def recheck(args: argparse.Namespace, argv: list[str], key: Wanted) -> list[Run]
     there = [run for run in pool.read(args.results) if serves(run, key) and run.state == "unchecked"]
     [run] = [run for run in pick(there, [key]) if run is not None]
     if not run.answers:
-        raise MinithinkError(f"The pool has no answers of {run.cell}: delete its line, and run it again.")
+        raise MinithinkError(
+            f"The pool has no answers of {run.cell} to compare with: run it again with another --results, and --join "
+            f"the {pool.FILE} there."
+        )
     count = len({id for id, _, _ in run.answers})
     if "padded_budget" in key:  # the padding depends on all prompts
         count = key["limit"]
@@ -291,7 +294,8 @@ def recheck(args: argparse.Namespace, argv: list[str], key: Wanted) -> list[Run]
 
 def joined(path: Path) -> list[Run]:
     """The runs of another pool. UsageError: it has none."""
-    if path.name != pool.FILE or not (runs := pool.read(path.parent)):
+    runs = pool.read(path.parent) if path.name in (pool.FILE, pool.PLAIN) else []
+    if not runs:
         raise UsageError(f"{path} holds no runs: name a {pool.FILE} that bench sweep has written.")
     return runs
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 from dataclasses import replace
 from itertools import permutations
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +145,79 @@ def test_a_pool_keeps_the_newest_run_of_each_key(tmp_path: Path) -> None:
     pool.add(tmp_path, [replace(run_of("rkv"), commit="older", date="2026-1")])
     there = sorted((run.key["policy"], run.commit) for run in pool.read(tmp_path))
     assert there == [("rkv", "later"), ("window", "c")]
-    (tmp_path / pool.FILE).write_text("{}\n")
-    with pytest.raises(MinithinkError, match=r"pool\.jsonl is no readable pool"):
-        pool.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [gzip.compress(b"{}\n"), b"{}\n", gzip.compress(b"{}\n")[:-9], gzip.compress(b"\xff")]
+)
+def test_a_damaged_pool_is_named_and_stays(tmp_path: Path, content: bytes) -> None:
+    """No line of a run; not compressed; cut off; no text."""
+    (tmp_path / pool.FILE).write_bytes(content)
+    with pytest.raises(MinithinkError, match=r"pool\.jsonl\.gz is no readable pool"):
+        pool.add(tmp_path, [run_of()])
+    assert (tmp_path / pool.FILE).read_bytes() == content
+
+
+def test_equal_runs_make_equal_bytes(tmp_path: Path) -> None:
+    """Whenever they are written, and in whatever order they come."""
+    runs = [run_of("rkv"), run_of("window"), run_of("full", None)]
+    for folder, some in (("a", runs), ("b", runs[::-1])):
+        pool.add(tmp_path / folder, some)
+    files = [tmp_path / folder / pool.FILE for folder in "ab"]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert files[0].read_bytes()[4:8] == bytes(4), "no time"
+    assert [path.name for path in (tmp_path / "a").iterdir()] == [pool.FILE]
+
+
+def test_an_uncompressed_pool_is_read_and_compressed(tmp_path: Path) -> None:
+    """As earlier versions wrote it; of a run in both files the newest counts."""
+    pool.add(tmp_path, [run_of("rkv"), run_of("window")])
+    plain = gzip.decompress((tmp_path / pool.FILE).read_bytes())
+    (tmp_path / pool.FILE).unlink()
+    (tmp_path / pool.PLAIN).write_bytes(plain)
+    assert {run.key["policy"] for run in pool.read(tmp_path)} == {"rkv", "window"}
+    pool.add(tmp_path, [replace(run_of("rkv"), commit="later", date="2026-2")])
+    assert [path.name for path in tmp_path.iterdir()] == [pool.FILE]
+    (tmp_path / pool.PLAIN).write_bytes(plain)
+    there = sorted((run.key["policy"], run.commit) for run in pool.read(tmp_path))
+    assert there == [("rkv", "later"), ("window", "c")]
+
+
+def put(folder: Path, seeds: range) -> None:
+    """Add a run at a time, as a process of its own."""
+    for seed in seeds:
+        pool.add(folder, [run_of(seed=seed)])
+
+
+def test_several_processes_lose_no_run_of_each_other(tmp_path: Path) -> None:
+    context = get_context("fork")
+    others = [context.Process(target=put, args=(tmp_path, range(start, start + 8))) for start in (0, 8, 16)]
+    for one in others:
+        one.start()
+    for one in others:
+        one.join()
+    assert sorted(run.key["seed"] for run in pool.read(tmp_path)) == [*range(24)]
+
+
+def test_a_new_option_at_its_default_orphans_no_run(tmp_path: Path) -> None:
+    """A run that lacks it was at the default. No run serves that has an option that is gone, or another value."""
+    old, now = run_of("rkv"), run_of("rkv").key
+    del old.key["settings"]["rkv"]["alpha"]
+    assert serves(old, now)
+    assert pick([old], [now]) == [old]
+    pool.add(tmp_path, [old])
+    assert [serves(run, now) for run in pool.read(tmp_path)] == [True]
+    pool.add(tmp_path, [replace(run_of("rkv"), commit="later")])
+    assert [run.commit for run in pool.read(tmp_path)] == ["later"], "they are the same run"
+    assert not serves(old, run_of("rkv:alpha=9").key), "the text names it"
+    gone = run_of("rkv")
+    gone.key["settings"]["rkv"]["no_such_option"] = 1
+    assert not serves(gone, now)
+    other = run_of("rkv")
+    other.key["settings"]["rkv"]["alpha"] = 9
+    assert not serves(other, now), "the default was another"
+    stack = run_of("seal+rkv")
+    assert not serves(stack, stack.key | {"settings": {"rkv": stack.key["settings"]["rkv"]}})
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_all_families_and_their_table(
     lines = tables.fill("<!-- table:sweep-snapkv -->\n<!-- end -->", "x.md", tmp_path).splitlines()
     assert [line.split(" | ")[-1] for line in lines[3:6]] == ["– |", "– |", "moved: 1,200 |"], "of all families"
     assert "1 validation problems of each family × 1" in lines[7]
-    assert lines[-2].endswith("/pool.jsonl)")
+    assert lines[-2].endswith("/pool.jsonl.gz)")
 
 
 def test_the_pool_chooses_the_settings_of_others() -> None:
@@ -329,14 +329,14 @@ def test_runs_of_other_pools_are_taken(tmp_path: Path, capsys: pytest.CaptureFix
     assert "\nneeded-robustness:\n\n| policy | budget | facts: kept |" in capsys.readouterr().out
     for wrong in ("none.json", pool.FILE + "s", f"none/{pool.FILE}"):
         assert main(["sweep", "card", *words, str(tmp_path / wrong)]) == 2
-        assert "holds no runs: name a pool.jsonl" in capsys.readouterr().err
+        assert "holds no runs: name a pool.jsonl.gz" in capsys.readouterr().err
 
 
 def test_the_table_of_a_quick_look(tmp_path: Path, small: None, capsys: pytest.CaptureFixture[str]) -> None:
     """It is printed with the look's own settings; the documents are told that theirs is not there."""
     assert main(["tables", "--results", str(tmp_path)]) == 1
     assert f"{tmp_path} holds no results" in capsys.readouterr().err
-    with pytest.raises(MinithinkError, match=r"pool\.jsonl does not exist yet: `bench sweep snapkv` writes it"):
+    with pytest.raises(MinithinkError, match=r"pool\.jsonl\.gz does not exist yet: `bench sweep snapkv` writes it"):
         sweep.result_of("snapkv", tmp_path)
     assert main([*words_of(tmp_path, "snapkv"), "--families", "facts"]) == 0
     said = capsys.readouterr()
