@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minithink.errors import MinithinkError, escaped, listed, quoted, reason
+from minithink.errors import MinithinkError, listed, named, quoted, reason
 from minithink.files import read_bytes
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
@@ -249,7 +249,7 @@ class ModelConfig:
             qk_norm=kind == "qwen3",
             bos_token_id=next(iter(fields.ids("bos_token_id")), None),
             eos_token_ids=fields.ids("eos_token_id"),
-            dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
+            dtype=_dtype(raw),
             cautions=tuple(fields.cautions),
         )
         _refuse_sliding_windows(fields, kind, config)
@@ -337,21 +337,29 @@ class _Fields:
 
 
 def _architecture(raw: Mapping[str, Any], where: str) -> str:
-    named = raw.get("architectures") or []
-    known = ", ".join(ARCHITECTURES)
-    if not isinstance(named, list) or len(named) != 1 or str(named[0]) not in ARCHITECTURES:
-        found = ", ".join(map(str, named[:9])) if isinstance(named, list) else str(named)
+    given = raw.get("architectures") or []
+    architectures = given if isinstance(given, list) else [given]
+    if given != architectures or len(given) != 1 or not isinstance(given[0], str) or given[0] not in ARCHITECTURES:
+        found = listed([name if isinstance(name, str) else quoted(name) for name in architectures])
         raise MinithinkError(
-            f"{where}: the architecture is {escaped(found[:80]) or 'not given'}, and minithink reads only {known} "
-            "(dense decoders; mixture-of-experts models are not read)."
+            f"{where}: the architecture is {named(found) or 'not given'}, and minithink reads only "
+            f"{', '.join(ARCHITECTURES)} (dense decoders; mixture-of-experts models are not read)."
         )
-    architecture = str(named[0])
+    architecture: str = given[0]
     model_type = raw.get("model_type")
     if model_type in ARCHITECTURES.values() and model_type != ARCHITECTURES[architecture]:
         raise MinithinkError(
             f"{where}: the architecture is {architecture} and model_type is {model_type}: correct what is wrong."
         )
     return architecture
+
+
+def _dtype(raw: Mapping[str, Any]) -> str:
+    """The type of the checkpoint's numbers, as far as the file knows it."""
+    for name in ("dtype", "torch_dtype"):
+        if raw.get(name) and isinstance(raw[name], str):
+            return str(raw[name]).removeprefix("torch.")
+    return "float32"
 
 
 def _rope(fields: _Fields, max_position: int) -> tuple[float, RopeScaling]:
@@ -373,8 +381,8 @@ def _rope(fields: _Fields, max_position: int) -> tuple[float, RopeScaling]:
         )
     unused = sorted(table.keys() - ROPE_FIELDS[kind])
     if unused:
-        named = listed([f"{escaped(name)[:40]} = {quoted(table.pop(name), 40)}" for name in unused])
-        fields.cautions.append(f"{where}: {named} has no effect on RoPE of type {kind}, as in transformers")
+        values = listed([f"{named(name, 40)} = {quoted(table.pop(name), 40)}" for name in unused])
+        fields.cautions.append(f"{where}: {values} has no effect on RoPE of type {kind}, as in transformers")
 
     # Whether a field is absent or null is not the same to transformers in these two.
     if kind == "yarn" and "factor" in given and given["factor"] is None:
@@ -520,7 +528,7 @@ def _refuse_other_computations(fields: _Fields, kind: str) -> None:
             continue  # it belongs to scalings that this model does not have
         if name not in NEUTRAL:
             raise MinithinkError(
-                f"{where}: the field {escaped(name)[:80]} = {quoted(value, 60)} is not known to minithink and may "
+                f"{where}: the field {named(name)} = {quoted(value, 60)} is not known to minithink and may "
                 "change the computation; delete it from the file if you know that it does not."
             )
         if value not in NEUTRAL[name]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import copy
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,9 +22,10 @@ from minithink import calibration as files
 from minithink import memory
 from minithink.backend import choose, device_of
 from minithink.chat import start_child
-from minithink.config import ModelConfig, as_ids, read_json
+from minithink.config import ModelConfig
 from minithink.errors import MinithinkError, UsageError
 from minithink.foresight import check_draws, followers, later
+from minithink.generation import DRAWING, GenerationConfig
 from minithink.grouping import group_by_length, padded_budgets
 from minithink.kv.contract import Policy, Shape
 from minithink.kv.manager import bytes_for
@@ -35,7 +35,7 @@ from minithink.kv.stack import members
 from minithink.model import Decoder, Rope
 from minithink.policies import POLICIES, parse
 from minithink.policies.full import Full
-from minithink.sampling import DRAWS, SamplingParams, is_whole
+from minithink.sampling import SamplingParams, is_whole
 from minithink.stream import Chunk, Result, Stream, Track, prompts_at_once
 from minithink.thoughts import ending
 from minithink.tokenizer import Tokenizer
@@ -46,69 +46,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 MAX_BATCH = 32  # sequences at once, if the caller gives no batch_size
 OPEN_ENDED = 0.8  # share of the free memory for keys and values, if the caller does not limit the tokens
 
-# Fields of generation_config.json that change the output and are not supported, unless they are false, 0 or empty …
-UNSUPPORTED = """
-    repetition_penalty encoder_repetition_penalty typical_p num_beams num_beam_groups guidance_scale
-    no_repeat_ngram_size encoder_no_repeat_ngram_size min_new_tokens min_length epsilon_cutoff eta_cutoff
-    penalty_alpha suppress_tokens begin_suppress_tokens bad_words_ids force_words_ids forced_bos_token_id
-    forced_eos_token_id forced_decoder_ids sequence_bias exponential_decay_length_penalty stop_strings
-""".split()  # noqa: SIM905
-ONE_IS_OFF = UNSUPPORTED[:6]  # … or 1, in these fields
-DRAWING = tuple(name for name in DRAWS if name != "seed")  # what a checkpoint may recommend
-
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class GenerationConfig:
-    """Defaults for generation: the checkpoint's `generation_config.json`.
-
-    Settings that minithink does not support, such as a repetition penalty, have no effect. They are listed in
-    `ignored`, and the command line prints them.
-    """
-
-    temperature: float = 0.0  # a checkpoint that recommends no sampling decodes greedily
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    max_new_tokens: int | None = None  # None: as many as context and memory allow
-    stop_ids: frozenset[int] = frozenset()
-    ignored: tuple[str, ...] = ()  # "repetition_penalty = 1.1", … of the file
-
-    @classmethod
-    def from_folder(cls, folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> GenerationConfig:
-        """Read the file, if there is one. If it names no stop tokens, `config.json` or the tokenizer does.
-
-        Raises:
-            MinithinkError: a value is not valid.
-        """
-        path = folder / "generation_config.json"
-        raw = {k: v for k, v in (read_json(path) if path.exists() else {}).items() if v is not None}
-        for name, is_valid, what in (
-            ("max_new_tokens", lambda n: is_whole(n) and n >= 1, "a whole number from 1 on"),
-            ("do_sample", lambda flag: isinstance(flag, bool), "true or false"),
-            ("eos_token_id", _is_ids, "a token id or a list of them"),
-        ):
-            if name in raw and not is_valid(raw[name]):
-                raise MinithinkError(f"{path}: {name} is {raw[name]!r}, not {what}.")
-        ignored = [
-            f"{name} = {json.dumps(value)[:60]}"
-            for name, value in raw.items()
-            if name in UNSUPPORTED and value and not (name in ONE_IS_OFF and value == 1)
-        ]
-        stops = as_ids(raw.get("eos_token_id")) or config.eos_token_ids or as_ids(tokenizer.eos_id)
-        # `do_sample` alone means temperature 1, and without it nothing is drawn.
-        drawing: dict[str, Any] = {"temperature": 1.0 if raw.get("do_sample") else 0.0}
-        drawing |= {name: raw[name] for name in DRAWING if name in raw}
-        if raw.get("do_sample") is False:
-            drawing["temperature"] = 0.0
-        try:
-            SamplingParams(**drawing)
-        except UsageError as error:
-            raise MinithinkError(f"{path}: {error}") from None
-        return cls(
-            max_new_tokens=raw.get("max_new_tokens"), stop_ids=frozenset(stops), ignored=tuple(ignored), **drawing
-        )
 
 
 def load(
@@ -490,10 +428,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not prompts:
         raise UsageError("There is no prompt: give at least one.")
     return list(prompts)  # type: ignore[arg-type]
-
-
-def _is_ids(value: Any) -> bool:
-    return all(is_whole(token) and token >= 0 for token in (value if isinstance(value, list) else [value]))
 
 
 def _refuse_surrogates(text: Any) -> None:

@@ -45,6 +45,12 @@ def quoted(value: object, limit: int = QUOTED) -> str:
     return spelling if len(spelling) <= limit else spelling[: limit - 1] + "…"
 
 
+def named(name: object, limit: int = QUOTED) -> str:
+    """A name without quotation marks, on one line, in at most `limit` characters that can be printed."""
+    spelling = repr(str(name)[: limit + 1])[1:-1]
+    return spelling if len(spelling) <= limit else spelling[: limit - 1] + "…"
+
+
 def escaped(text: object) -> str:
     """Text without quotation marks, in which every character that a terminal would obey is escaped, as in `\\x1b`."""
     return CONTROL.sub(_escape, str(text))

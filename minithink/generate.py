@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
 
     names = ("revision", "device", "dtype", "backend", "calibration")
     engine = load(args.model, **{name: getattr(args, name) for name in names})
-    if ignored := engine.generation_config.ignored:
-        _say(f"generation_config.json asks for {', '.join(ignored)}, which is not supported and is left out.")
+    if caution := engine.generation_config.caution:
+        _say(f"{caution}.")
     if args.interactive:
         return _converse(engine, args, tasks)
     tasks = tasks or [embedded_problem(args.seed)]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minithink.errors import UsageError
+from minithink.errors import UsageError, quoted
 from minithink.ref.gumbel_argmax import gumbel, gumbel_argmax
 
 COLDEST = 1e-4  # below it, float32 logits divided by the temperature may overflow
@@ -44,23 +44,30 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p"):
-            if not isinstance(value := getattr(self, name), Real) or isinstance(value, bool):
-                raise UsageError(f"{name} is {value!r}; it must be a number.")
+            value = getattr(self, name)
+            if not isinstance(value, Real) or isinstance(value, bool):
+                raise UsageError(f"{name} is {quoted(value)}; it must be a number.")
+            try:
+                number = float(value)
+            except OverflowError:
+                raise UsageError(f"{name} is {quoted(value)}; it must be a smaller number.") from None
+            object.__setattr__(self, name, number)  # torch takes no integer of more than 64 bits
         for name in ("top_k", "seed"):
-            if not is_whole(value := getattr(self, name)):
-                raise UsageError(f"{name} is {value!r}; it must be a whole number.")
+            value = getattr(self, name)
+            if not is_whole(value):
+                raise UsageError(f"{name} is {quoted(value)}; it must be a whole number.")
         if self.temperature != 0 and not COLDEST <= self.temperature < math.inf:
             raise UsageError(
                 f"The temperature is {self.temperature}; it must be 0 (greedy) or at least {COLDEST}, and finite."
             )
         if self.top_k < 0:
-            raise UsageError(f"top_k is {self.top_k}; it must be 0 (keep all tokens) or a number of tokens.")
+            raise UsageError(f"top_k is {quoted(self.top_k)}; it must be 0 (keep all tokens) or a number of tokens.")
         if not 0 < self.top_p <= 1:
             raise UsageError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (keep all tokens).")
         if not 0 <= self.min_p <= 1:
             raise UsageError(f"min_p is {self.min_p}; it must be between 0 (keep all tokens) and 1.")
         if not 0 <= self.seed < 2**64:
-            raise UsageError(f"The seed is {self.seed}; it must be from 0 to 2^64 − 1.")
+            raise UsageError(f"The seed is {quoted(self.seed)}; it must be from 0 to 2^64 − 1.")
 
     @property
     def greedy(self) -> bool:

@@ -253,7 +253,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"residual_multiplier": 0.2}, "residual_multiplier is 0.2"),
     (LLAMA, {"pruned_heads": {"1": [0]}}, "pruned_heads is"),
     (LLAMA, {"num_experts_per_token": 2}, "num_experts_per_token = 2 is not known"),
-    (LLAMA, {"x" * 999: ["y" * 9999]}, r"the field x{80} = \['y{50,58}… is not known"),
+    (LLAMA, {"x" * 999: ["y" * 9999]}, r"the field x{79}… = \['y{50,58}… is not known"),
     (LLAMA, {"a\x1b\u202e": 1}, r"the field a\\x1b\\u202e = 1"),
     (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*sliding_attention"),
     (QWEN3, {"layer_types": "sliding_attention"}, "layer_types.*sliding_attention"),

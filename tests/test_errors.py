@@ -11,7 +11,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from minithink.errors import CONTROL, QUOTED, MinithinkError, escaped, is_disk_full, quoted, reason, unwritable
+from minithink.errors import (
+    CONTROL,
+    QUOTED,
+    MinithinkError,
+    escaped,
+    is_disk_full,
+    listed,
+    named,
+    quoted,
+    reason,
+    unwritable,
+)
 
 ROOT = Path(__file__).parent.parent
 JSON = st.recursive(
@@ -92,6 +103,15 @@ def test_what_is_quoted_of_long_values_is_their_beginning() -> None:
     assert quoted(Path("/tmp/x")) == "'/tmp/x'", "a path is its text"
 
 
+@given(name=st.text())
+@example(name="a\n\x1b\u202e'\"" * 99)
+def test_names_are_one_short_line(name: str) -> None:
+    said = named(name, 30)
+    assert len(said) <= 30
+    assert said.isprintable()
+    assert not name.isprintable() or len(name) > 30 or "\\" in name or "'" in name or said == name
+
+
 @given(text=st.text())
 @example(text="\x00\x1b[2J\x7f\x9b\u202eabc\u2066\ud800")
 def test_escaped_text_holds_nothing_that_a_terminal_obeys(text: str) -> None:
@@ -99,6 +119,12 @@ def test_escaped_text_holds_nothing_that_a_terminal_obeys(text: str) -> None:
     assert not CONTROL.search(said)
     assert said == text or CONTROL.search(text)
     assert len(said) >= len(text)
+
+
+def test_long_lists_are_cut() -> None:
+    assert listed(["a", "b", "c"]) == "a, b, c"
+    assert listed(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+    assert listed([]) == ""
 
 
 def test_escapes_say_which_character_it_was() -> None:

@@ -691,10 +691,12 @@ def test_messages_are_safe_to_print(capsys: Capture) -> None:
     fails(capsys, 2, r"^[^\x1b]*$", "a", "--frobnicate\x1b[31m\n\n")
 
 
-def test_bad_generation_defaults(capsys: Capture, tmp_path: Path) -> None:
+def test_no_value_of_the_generation_config_prevents_loading(capsys: Capture, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path)
-    write_json(folder / "generation_config.json", {"top_p": 7})
-    fails(capsys, 1, "generation_config.json: top_p is 7", "--model", folder, "a")
+    write_json(folder / "generation_config.json", {"do_sample": True, "top_p": 7, "top_k": -1, "temperature": 1e-6})
+    assert main("--model", folder, "a", *SHORT) == 0
+    assert "generation_config.json asks for top_p = 7, which is not supported" in capsys.readouterr().err
+    fails(capsys, 2, "top_p is 7.0; it must be", "--model", folder, "a", "--top-p", "7")
 
 
 def test_generation_defaults_that_are_left_out_are_named(capsys: Capture, tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ PERMITTED = (
 BELOW = tuple(
     f"minithink.{name}"
     for name in (
-        "backend", "calibration", "chat", "commands", "config", "errors", "figures", "files", "grouping", "hub",
+        "backend", "calibration", "chat", "commands", "config", "errors", "figures", "files", "generation",
+        "grouping", "hub",
         "intervals", "kernels", "kv", "memory", "model", "openings", "pieces", "policies", "progress", "quant", "ref",
         "sampling", "sentences", "sources", "tasks", "thinking", "thoughts", "tokenizer", "user_code",
         "weights",

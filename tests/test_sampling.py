@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -201,3 +203,23 @@ def test_nonsense_is_refused_with_its_value(field: str, value: float) -> None:
     with pytest.raises(UsageError, match=field.replace("_", ".")) as error:
         SamplingParams(**{field: value})  # type: ignore[arg-type]
     assert str(value) in str(error.value)
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "top_k", "seed"])
+@pytest.mark.parametrize("value", [10**400, -(10**400), "0.5" * 99, [1] * 99, None, True])
+def test_values_of_any_size_and_type_are_refused_briefly(field: str, value: object) -> None:
+    if field == "top_k" and value == 10**400:
+        return  # it keeps all tokens, as every number above the vocabulary's size
+    with pytest.raises(UsageError, match=field.replace("_", ".")) as error:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize("temperature", [2**64, 10**38, Fraction(1, 3), 3])
+def test_temperatures_are_numbers_of_any_kind(temperature: Any) -> None:
+    """torch divides by no integer of more than 64 bits."""
+    logits = torch.tensor([[0.0, 3.0, 2.9]])
+    params = SamplingParams(temperature=temperature, top_k=2**80)
+    assert_same("logits", filter_logits(logits, params), logits / float(temperature))
+    zero = torch.zeros(1, dtype=torch.int64)
+    assert sample(logits, params, zero, zero).item() < 3

@@ -33,7 +33,7 @@ from minithink.calibration import FORESIGHT, identity
 from minithink.calibration import read as read_calibration
 from minithink.commands import location, positive
 from minithink.config import ModelConfig
-from minithink.engine import TINY, GenerationConfig, device_of
+from minithink.engine import TINY, device_of
 from minithink.errors import NON_FINITE, MinithinkError, UsageError
 from minithink.evaluate import journal, plots, runner
 from minithink.evaluate.datasets import load_dataset
@@ -41,6 +41,7 @@ from minithink.evaluate.plan import plan
 from minithink.evaluate.summary import FULL, Row, summarize
 from minithink.experiments import Column, Result, Sweep, Table, collected
 from minithink.figures import need_matplotlib
+from minithink.generation import GenerationConfig
 from minithink.kv.stack import members
 from minithink.tasks import families
 from minithink.tokenizer import Tokenizer

@@ -155,8 +155,8 @@ def evaluate(
     notes = [*said_of_limit(args, examples), *check_graders(examples)]
     options = {"dtype": args.dtype, "backend": args.backend, "calibration": args.calibration}
     engine = load(args.model, device=ranks.device(args.device), **options)
-    if (ignored := engine.generation_config.ignored) and not ranks.rank:
-        _say(f"generation_config.json asks for {', '.join(ignored)}, which is not supported and is left out")
+    if (caution := engine.generation_config.caution) and not ranks.rank:
+        _say(caution)
     calibration = calibrations(engine, cells, args.schedule)
     notes += sorted(engine.cautions)
     names = {cell.policy for cell in cells} - {*policies}  # full, where only a share needs it
