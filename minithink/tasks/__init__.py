@@ -17,11 +17,11 @@ from minithink.tasks.writing import listing
 
 SPLITS = ("validation", "test")
 DATA = Path(__file__).parent / "data"
-# A question as the families word it, anywhere in a text.
-QUESTION = re.compile(
-    r"((Facts|Balances) \(mod 100\): \w+(@0)?|Numbers from 1 to 9: \w+ \* \w+ \+ \w+) = .*?\. Find \w+[\w, ]*",
-    re.DOTALL,
+# How a question of the families begins and ends, anywhere in a text.
+QUESTION_BEGINS = re.compile(
+    r"((Facts|Balances) \(mod 100\): \w+(@0)?|Numbers from 1 to 9: \w+ \* \w+ \+ \w+) = "
 )
+QUESTION_ENDS = re.compile(r"\. Find \w+[\w, ]*")
 BINS = ((0, 600), (600, 1200), (1200, 2000), (2000, 3000))  # tokens of the reference trace: from, below
 
 
@@ -75,8 +75,15 @@ def holds_question(text: str) -> bool:
 
 def question_in(text: str) -> str | None:
     """The last question of the families in a text, up to the last name that it asks for; None if there is none."""
-    *_, last = (None, *QUESTION.finditer(text))
-    return last and last[0]
+    last = None
+    begin = QUESTION_BEGINS.search(text)
+    while begin is not None:
+        end = QUESTION_ENDS.search(text, begin.end())
+        if end is None:  # then no later question ends either
+            break
+        last = text[begin.start() : end.end()]
+        begin = QUESTION_BEGINS.search(text, end.end())
+    return last
 
 
 def grade(text: str, answer: str) -> bool:
