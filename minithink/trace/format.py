@@ -19,6 +19,7 @@ an array is read, and all numbers before anything is shown.
 from __future__ import annotations
 
 import json
+import math
 import struct
 import zlib
 from collections.abc import Callable, Mapping
@@ -29,7 +30,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from minithink.errors import MinithinkError, reason, unwritable
+from minithink import files
+from minithink.errors import QUOTED, MinithinkError, escaped, quoted, reason, unwritable
 from minithink.kv.ledger import Ledger
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -41,6 +43,10 @@ CHUNK = struct.Struct("<4sII")
 MAKE_ONE = "make one with `python -m minithink.generate --trace FILE`"
 LENGTH = struct.Struct("<I")
 MOST = 2**28  # bytes of a chunk, deflated or not
+TOTAL = 2**30  # bytes of all parts of a file, inflated: a few kilobytes may inflate to gigabytes
+TOKENS = 2**22  # of a sequence
+LARGEST = 2**30  # bytes of a file
+WHOLE = 18  # digits of a number in JSON
 KINDS = tuple(f.name for f in fields(Ledger) if f.name != "reserve")  # columns of `bytes`
 NEVER = 2**31 - 1  # in `Trace.gone`: the token was not evicted
 GONE, WAITS = 254, 255  # in place of a format: the token is not held; it waits in the full-precision buffer
@@ -138,35 +144,68 @@ def refuse_others(path: Path, size: int, ours: Callable[[bytes], bool], what: st
 
 
 def as_json(value: Mapping[str, Any]) -> bytes:
-    """The content of a HEAD or DONE."""
+    """The content of a HEAD or DONE. ValueError: a number is infinite or NaN, which no browser reads."""
     return json.dumps(value, allow_nan=False).encode()
+
+
+def from_json(content: bytes) -> Any:
+    """What `as_json` was given. ValueError: it is no JSON, or a number is infinite, NaN, or has too many digits."""
+    return json.loads(content, parse_constant=_no_number, parse_float=_finite, parse_int=_whole)
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{quoted(text)} is too large")
+    return number
+
+
+def _whole(text: str) -> int:
+    if len(text) > WHOLE:
+        raise ValueError(f"{quoted(text)} is too large")
+    return int(text)
 
 
 def pack(about: Mapping[str, Any], arrays: Arrays) -> bytes:
     """The content of a PART. about: values, as JSON knows them; `unpack` returns them."""
     listed = [[name, array.dtype.str, array.size] for name, array in arrays.items()]
-    head = json.dumps({**about, "arrays": listed}).encode()
+    head = as_json({**about, "arrays": listed})
     return zlib.compress(b"".join((LENGTH.pack(len(head)), head, *(a.tobytes() for a in arrays.values()))))
 
 
-def unpack(content: bytes) -> tuple[dict[str, Any], dict[str, Array]]:
-    """What `pack` was given, from its result: about, arrays. ValueError: the content is damaged."""
+def inflate(content: bytes, most: int) -> bytes:
+    """The bytes of a PART. ValueError: the content is damaged, or has more than `most` bytes."""
     inflater = zlib.decompressobj()
     try:
-        data = inflater.decompress(content, MOST)
+        data = inflater.decompress(content, max(1, most))
     except zlib.error as error:
         raise ValueError(str(error)) from None
     if not inflater.eof:
         raise ValueError("it is cut off, or too long")
+    return data
+
+
+def unpack(content: bytes) -> tuple[dict[str, Any], dict[str, Array]]:
+    """What `pack` was given, from its result: about, arrays. ValueError: the content is damaged."""
+    return _arrays(inflate(content, MOST))
+
+
+def _arrays(data: bytes) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Arrays from the bytes of a PART, and what it says beside them."""
     (length,) = LENGTH.unpack_from(data.ljust(LENGTH.size, b"\0"))
-    about = json.loads(data[LENGTH.size : LENGTH.size + length])
+    about = from_json(data[LENGTH.size : LENGTH.size + length])
     if not isinstance(about, dict) or not isinstance(listed := about.pop("arrays", None), list):
         raise ValueError("it lists no arrays")
     arrays, at = {}, LENGTH.size + length
     for entry in listed:
         name, dtype, count = entry if isinstance(entry, list) and len(entry) == 3 else ("", "", -1)
-        if name not in ARRAYS or dtype != ARRAYS[name][0] or not isinstance(count, int) or count < 0:
-            raise ValueError(f"{str(entry)[:80]} is no array of a trace")
+        known = isinstance(name, str) and name in ARRAYS
+        if not known or dtype != ARRAYS[name][0] or not isinstance(count, int) or count < 0:
+            raise ValueError(f"{quoted(entry)} is no array of a trace")
         size = count * np.dtype(dtype).itemsize
         if at + size > len(data):
             raise ValueError(f"{name} is longer than what there is")
@@ -221,7 +260,7 @@ class Head:
         if not all(map(_is_count, counts)) or not all(isinstance(name, str) for name in names):
             raise ValueError("a number or a name is none")
         if not (0 < self.layers * self.kv_heads < 2**16 and self.scope in ("head", "layer", "sequence")):
-            raise ValueError(f"{self.layers} layers of {self.kv_heads} heads, scope {self.scope!r}")
+            raise ValueError(f"{self.layers} layers of {self.kv_heads} heads, scope {quoted(self.scope)}")
         if any(0xD800 <= ord(c) < 0xE000 for name in names for c in name):
             raise ValueError("a name is no text")
         if not self.full_bytes:
@@ -292,8 +331,19 @@ class Trace:
         return gone
 
     def kept(self, step: int) -> Array:
-        """Which tokens each unit holds after a step: bool [units, n]."""
+        """Which tokens each unit holds after a step: bool [units, n]. Their sums are `holders` and `held`, which a
+        file of a few bytes cannot make larger than memory."""
         return (self.born <= step) & (self.gone > step)
+
+    def holders(self, step: int) -> Array:
+        """The number of units that hold each token after a step: int64 [n]."""
+        lost = np.bincount(self.evict_pos[self.evict_step <= step], minlength=self.tokens)
+        return np.where(self.born <= step, self.head.units - lost, 0)
+
+    def held(self, step: int) -> Array:
+        """The number of tokens that each unit holds after a step: int64 [units]."""
+        lost = np.bincount(self.evict_unit[self.evict_step <= step], minlength=self.head.units)
+        return int((self.born <= step).sum()) - lost
 
     def format(self, step: int) -> Array:
         """Index into `formats` of every token after a step, WAITS or GONE: uint8 [units, n]."""
@@ -326,6 +376,8 @@ class Trace:
             kinds.setdefault(kind, set()).add(len(a[name]))
         if bad := [kind for kind, lengths in kinds.items() if len(lengths) > 1]:
             raise ValueError(f"arrays of {bad[0]}s differ in length")
+        if n > TOKENS:
+            raise ValueError(f"it has {n:,} tokens, and at most {TOKENS:,} are read")
         # a prompt that has not been read to its end has no step
         if n != self.prompt + self.steps if self.steps >= 0 else n > self.prompt:
             raise ValueError(f"{n} tokens and {self.steps} steps after a prompt of {self.prompt}")
@@ -375,7 +427,7 @@ def read(path: Path) -> File:
         MinithinkError: the file cannot be read, is no trace, is of another version, or is damaged.
     """
     try:
-        data = path.read_bytes()
+        data = files.read_bytes(path, LARGEST)
     except OSError as error:
         raise MinithinkError(
             f"The trace {path} cannot be read: {reason(error)}; give a file that --trace has written, or {MAKE_ONE}."
@@ -386,6 +438,7 @@ def read(path: Path) -> File:
         raise MinithinkError(f"{path} is no trace of minithink: {MAKE_ONE}.")
     head, done, parts = None, None, dict[int, tuple[int, list[dict[str, Array]]]]()
     at = len(MAGIC)
+    left = TOTAL
     try:
         while at + CHUNK.size <= len(data):
             kind, length, crc = CHUNK.unpack_from(data, at)
@@ -395,22 +448,25 @@ def read(path: Path) -> File:
             if length > MOST or zlib.crc32(content, zlib.crc32(kind)) != crc:
                 raise ValueError("a checksum does not fit")
             if done is not None or (kind == b"HEAD") != (head is None):
-                raise ValueError(f"a chunk {kind.decode('ascii', 'replace')} stands where none may")
+                raise ValueError(f"a chunk {escaped(kind.decode('ascii', 'replace'))} stands where none may")
             if kind == b"HEAD":
-                head = _head(path, json.loads(content))
+                head = _head(path, from_json(content))
             elif kind == b"DONE":
-                done = json.loads(content)
+                done = from_json(content)
             elif kind == b"PART":
-                about, arrays = unpack(content)
-                sequence, prompt = about.get("sequence"), about.get("prompt")
-                if not isinstance(sequence, int) or not isinstance(prompt, int) or prompt < 0:
+                inflated = inflate(content, min(MOST, left))
+                left -= len(inflated)
+                about, arrays = _arrays(inflated)
+                sequence = about.get("sequence")
+                prompt = about.get("prompt")
+                if type(sequence) is not int or type(prompt) is not int or prompt < 0:
                     raise ValueError("a part belongs to no sequence")
                 known, collected = parts.setdefault(sequence, (prompt, []))
                 if known != prompt:
                     raise ValueError(f"sequence {sequence} has prompts of {known} and of {prompt} tokens")
                 collected.append(arrays)
             else:
-                raise ValueError(f"a chunk {kind.decode('ascii', 'replace')} is unknown")
+                raise ValueError(f"a chunk {escaped(kind.decode('ascii', 'replace'))} is unknown")
             at += CHUNK.size + length
         if head is None:
             raise ValueError("it ends before anything is said")
@@ -430,11 +486,11 @@ def _head(path: Path, value: Any) -> Head:
     if not isinstance(value, dict) or value.get("version") != VERSION:
         version = value.get("version") if isinstance(value, dict) else None
         raise MinithinkError(
-            f"The trace {path} has version {version}, and this minithink reads {VERSION}: record it again."
+            f"The trace {path} has version {quoted(version)}, and this minithink reads {VERSION}: record it again."
         )
     try:
         head = Head(**{key: item for key, item in value.items() if key != "version"})
         head.check()
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"its head is none: {error}") from None
+        raise ValueError(f"its head is none: {escaped(error)[:QUOTED]}") from None
     return head

@@ -46,9 +46,8 @@ def render(traces: Sequence[Trace]) -> str:
 def title(trace: Trace) -> str:
     """What stands above a text."""
     step, head = end_of(trace), trace.head
-    kept = trace.kept(step)
-    none = int((~kept[:, : trace.prompt + step].any(0)).sum())
-    about = f"after {step:,} thinking tokens, a head holds {kept.sum(1).mean():,.0f} tokens on average"
+    none = int((trace.holders(step)[: trace.prompt + step] == 0).sum())
+    about = f"after {step:,} thinking tokens, a head holds {trace.held(step).mean():,.0f} tokens on average"
     policies = NO_XML.sub("\ufffd", " + ".join(head.policies))
     return f"{policies}: {about}; {none:,} tokens are held by no head (grey)"
 
@@ -62,7 +61,7 @@ def parts(trace: Trace) -> Iterator[Part]:
     """The tokens until then. Line breaks are shown as ↵."""
     step = end_of(trace)
     count = trace.prompt + step
-    shares = trace.kept(step)[:, :count].mean(0).tolist()
+    shares = (trace.holders(step)[:count] / trace.head.units).tolist()
     for text, share in zip(trace.texts[:count], shares, strict=True):
         yield NO_XML.sub("\ufffd", text.replace("\n", "↵")), ceil(share * LEVELS)
 

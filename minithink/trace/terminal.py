@@ -14,6 +14,7 @@ from minithink.trace.format import KINDS, File, Trace
 # A token kept by more than this share of the heads has this style. The colours suit light and dark terminals.
 STYLES = ((0.0, "on grey93"), (0.25, "on light_sky_blue1"), (0.5, "on sky_blue2"), (0.75, "on steel_blue1"))
 NOBODY = "dim strike"
+ROWS, COLUMNS = 256, 64  # of the table of layers and heads, at most
 
 
 def show(file: File, sequence: int, console: Console | None = None) -> None:
@@ -32,18 +33,21 @@ def show(file: File, sequence: int, console: Console | None = None) -> None:
     console.print(text(trace, coloured), soft_wrap=True)
     if trace.steps < 0:
         return
-    lost = int((trace.kept(trace.steps).max(0) == 0).sum())
+    lost = int((trace.holders(trace.steps) == 0).sum())
     how = "the darker, the more heads keep it; struck out: none" if coloured else "in brackets: what no head keeps"
     console.print(f"{lost:,} of {trace.tokens:,} tokens are kept by no head ({how})", soft_wrap=True)
     if trace.think_end >= 0:
         console.print(thinking(trace), soft_wrap=True)
     console.print(bytes_held(trace), soft_wrap=True)
     console.print(heads(trace))
+    more = left_out(trace)
+    if more:
+        console.print(more, soft_wrap=True)
 
 
 def text(trace: Trace, coloured: bool = True) -> Text:
     """All tokens as the cache holds them at the end."""
-    shares = trace.kept(max(0, trace.steps)).mean(0).tolist()
+    shares = (trace.holders(max(0, trace.steps)) / trace.head.units).tolist()
     out = Text()
     gone = False
     for piece, share in zip(trace.texts, shares, strict=True):
@@ -62,7 +66,7 @@ def text(trace: Trace, coloured: bool = True) -> Text:
 def thinking(trace: Trace) -> str:
     """One line: by how many heads the thinking tokens are kept when thinking ends."""
     end = trace.think_end
-    kept = trace.kept(end)[:, trace.prompt :][:, trace.thinks[1:] == 1].sum(0)
+    kept = trace.holders(end)[trace.prompt :][trace.thinks[1:] == 1]
     when = f"when thinking ends (step {end:,})" if end < trace.steps else "at the last step, for there is no answer"
     every, none = int((kept == trace.head.units).sum()), int((kept == 0).sum())
     return f"{every:,} of {len(kept):,} thinking tokens are kept by all heads {when}, {none:,} by no head"
@@ -85,10 +89,20 @@ def heads(trace: Trace) -> Table:
     layers, kv_heads = trace.head.tables
     table = Table(title="tokens kept", title_justify="left")
     table.add_column("")
-    for head in range(kv_heads):
+    for head in range(min(kv_heads, COLUMNS)):
         table.add_column("all heads" if trace.head.scope != "head" else f"head {head}", justify="right")
-    kept = trace.kept(trace.steps).sum(1).reshape(layers, kv_heads).tolist()
-    for layer, row in enumerate(kept):
+    kept = trace.held(trace.steps).reshape(layers, kv_heads).tolist()
+    for layer, row in enumerate(kept[:ROWS]):
         name = "all layers" if trace.head.scope == "sequence" else f"layer {layer}"
-        table.add_row(name, *(f"{count:,}" for count in row))
+        table.add_row(name, *(f"{count:,}" for count in row[:COLUMNS]))
     return table
+
+
+def left_out(trace: Trace) -> str:
+    """A sentence if the table of `heads` does not show all layers and heads; "": it does."""
+    layers, kv_heads = trace.head.tables
+    if layers <= ROWS and kv_heads <= COLUMNS:
+        return ""
+    return f"the table shows the first {min(layers, ROWS):,} of {layers:,} layers and the first " + (
+        f"{min(kv_heads, COLUMNS):,} of {kv_heads:,} heads"
+    )

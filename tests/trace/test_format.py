@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minithink.errors import MinithinkError
+from minithink.errors import CONTROL, MinithinkError
 from minithink.trace import format as module
 from minithink.trace.format import (
     ARRAYS,
@@ -37,8 +37,11 @@ UNITS, STEPS = 4, len(TEXTS) - PROMPT
 
 
 def refused(path: Path, said: str) -> None:
+    """It is refused with one sentence, which quotes little of the file and no control characters."""
     with pytest.raises(MinithinkError, match=said) as error:
         read(path)
+    assert len(str(error.value)) < len(str(path)) + 250
+    assert not CONTROL.search(str(error.value))
     assert re.fullmatch(r"[^\n]*[.]", str(error.value)), "one sentence"
     assert path.name in str(error.value)
 
@@ -242,6 +245,15 @@ def test_chunks_that_are_none(tmp_path: Path) -> None:
         (head + 2 * chunk(b"PART", part), "32 tokens and 23 steps"),
         (head + chunk(b"PART", part) + chunk(b"PART", pack({"sequence": 0, "prompt": 6}, arrays())), "of 5 and of 6"),
         (chunk(b"HEAD", b"[]"), "has version None"),
+        (head + chunk(b"DONE", b'{"seconds": NaN}'), "NaN is no number of JSON"),
+        (head + chunk(b"DONE", b'{"seconds": [-Infinity]}'), "-Infinity is no number of JSON"),
+        (head + chunk(b"DONE", b'{"seconds": 1e999}'), "'1e999' is too large"),
+        (head + chunk(b"DONE", b'{"steps": 1' + b"0" * 400 + b"}"), "is too large"),
+        (chunk(b"HEAD", b'{"version": NaN}'), "NaN is no number of JSON"),
+        (chunk(b"HEAD", b'{"version": "' + b"x" * 10**5 + b'"}'), "has version 'xxx"),
+        (chunk(b"HEAD", b'{"version": 1, "' + b"x" * 10**5 + b'": 1}'), "its head is none: .*xxx"),
+        (head + chunk(b"\x1b[1m", b""), r"a chunk \\x1b\[1m is unknown"),
+        (head + chunk(b"PART", pack({"sequence": True, "prompt": 1}, arrays())), "a part belongs to no sequence"),
     ]:
         path.write_bytes(MAGIC + data)
         refused(path, said)
@@ -314,6 +326,40 @@ def test_what_is_no_trace_is_not_replaced(before: bytes, tmp_path: Path) -> None
 @pytest.mark.skipif(not Path("/dev/zero").is_char_device(), reason="there is no such device")
 def test_a_device_is_not_looked_into() -> None:
     check_place(Path("/dev/zero"))  # which begins with zeros, and would take anything
+
+
+def test_parts_may_not_inflate_to_more_than_a_file_may_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part is small enough, and their sum is not."""
+    path = write(tmp_path / "trace", *[arrays()] * 3)
+    size = len(module.inflate(pack({"sequence": 0, "prompt": PROMPT}, arrays()), module.MOST))
+    monkeypatch.setattr(module, "TOTAL", 3 * size)
+    assert len(read(path).traces) == 3
+    monkeypatch.setattr(module, "TOTAL", 3 * size - 1)
+    refused(path, "it is cut off, or too long")
+
+
+def test_a_sequence_has_a_bounded_number_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "trace", arrays())
+    monkeypatch.setattr(module, "TOKENS", len(TEXTS))
+    assert read(path).traces
+    monkeypatch.setattr(module, "TOKENS", len(TEXTS) - 1)
+    refused(path, "it has 16 tokens, and at most 15 are read")
+
+
+def test_holders_and_held_are_the_sums_of_kept(tmp_path: Path) -> None:
+    trace = read(write(tmp_path / "trace", arrays())).traces[0]
+    for step in range(STEPS + 1):
+        kept = trace.kept(step)
+        assert trace.holders(step).tolist() == kept.sum(0).tolist()
+        assert trace.held(step).tolist() == kept.sum(1).tolist()
+
+
+def test_what_no_browser_parses_is_not_written() -> None:
+    for value in (np.nan, np.inf, [-np.inf]):
+        with pytest.raises(ValueError, match="JSON"):
+            module.as_json({"seconds": value})
+        with pytest.raises(ValueError, match="JSON"):
+            pack({"done": {"seconds": value}}, {})
 
 
 def test_a_chunk_that_is_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

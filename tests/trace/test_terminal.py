@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from minithink.trace.format import File, read
+from minithink.trace import picture
+from minithink.trace.format import File, Trace, read
 from minithink.trace.terminal import NOBODY, STYLES, show, text
 from tests.trace.draw import TEXTS, arrays, write
 
@@ -105,3 +106,26 @@ def test_shared_tables_and_cut_files(tmp_path: Path) -> None:
     said = shown(read(write(tmp_path / "trace", arrays(**none))))
     assert said.startswith("first + second, sequence 0: 5 prompt tokens, 0 generated and read\nmodel")
     assert said.endswith("\nA\n")
+
+
+WIDE = {"evict_unit": [], "evict_pos": [], "evict_step": [], "evict_by": [], "evict_score": [], "move_unit": [0],
+        "budget_step": [], "budget": []}  # fmt: skip
+
+
+@pytest.mark.parametrize(("layers", "kv_heads"), [(65535, 1), (1, 65535), (255, 257)])
+def test_the_table_of_heads_is_bounded(layers: int, kv_heads: int, tmp_path: Path) -> None:
+    said = shown(read(write(tmp_path / "trace", arrays(**WIDE), head={"layers": layers, "kv_heads": kv_heads})))
+    assert f"the first {min(layers, 256):,} of {layers:,} layers" in said
+    assert f"the first {min(kv_heads, 64):,} of {kv_heads:,} heads" in said
+    assert len(said) < 10**6
+
+
+def test_memory_does_not_grow_with_heads_times_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """60,000 heads and 60,000 tokens take a few bytes of a file, and 14 GiB as a table."""
+    for name in ("kept", "gone", "format"):
+        monkeypatch.setattr(Trace, name, property(lambda self: pytest.fail("a table of heads and tokens")))
+    texts = TEXTS[:5] + ["x"] * 60_000
+    path = write(tmp_path / "trace", arrays(texts, **WIDE), head={"layers": 60_000, "kv_heads": 1})
+    read_file = read(path)
+    assert "are kept by no head" in shown(read_file)
+    assert picture.render([read_file.traces[0]]).startswith("<svg")
