@@ -8,17 +8,18 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
 from minithink.errors import MinithinkError, UsageError, escaped, is_disk_full, quoted
+from minithink.process import INTERRUPTED, Signals, Stopped, open_streams
 
 SCHEDULES = (  # values of --schedule, as its help explains them
     "every (step), interval:n (each n tokens), sawtooth:B/k (at B tokens, down to k) or share:r/l (DynTS's windows)"
 )
 LONGEST_NAME = 255  # bytes of a file's name: the limit of nearly all file systems
-INTERRUPTED = 130  # what shells report for a program that SIGINT ended
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,15 +55,30 @@ def run(program: str, description: str, commands: Mapping[str, Any], argv: list[
 
 
 def exit_code(program: str, command: Callable[[], int], interrupted: str = "interrupted") -> int:
-    """Run a command → its exit code: 0, 1 (it failed), 2 (it makes no sense as asked) or 130 (interrupted).
+    """Run a command → its exit code.
 
+    It is 0, 1 (the command failed), 2 (it makes no sense as asked), 130 (Ctrl-C), 143 (SIGTERM) or 129 (SIGHUP).
     Errors become one line on standard error, in which control characters are escaped.
 
     Args:
         program: what the line begins with.
         command: what runs; its return value is the exit code.
-        interrupted: the sentence for Ctrl-C.
+        interrupted: the sentence for Ctrl-C and signals.
     """
+    if "stdout" in open_streams():
+        print(f"{program}: standard output is closed: what would be shown there is lost", file=sys.stderr)
+    with Signals() as signals:
+        code = _finished(program, command, interrupted, signals)
+    stopped = signals.stopped
+    if stopped is None or code not in (INTERRUPTED, stopped.code):
+        return code
+    with suppress(OSError):  # after SIGHUP there may be no terminal any more
+        print(f"{program}: {interrupted.rstrip('.')} ({stopped})", file=sys.stderr)
+    return stopped.code
+
+
+def _finished(program: str, command: Callable[[], int], interrupted: str, signals: Signals) -> int:
+    """Run a command, and say in one line what went wrong → its exit code; of `Stopped` nothing is said."""
     try:
         try:
             return command()
@@ -73,9 +89,13 @@ def exit_code(program: str, command: Callable[[], int], interrupted: str = "inte
             name = quoted(error.filename)
             print(f"{program}: {name} is too long for the name of a file: shorten it.", file=sys.stderr)
             return 2
+        if error.errno == errno.EIO and signals.stopped is not None:  # the terminal is gone
+            _discard(sys.stdout.fileno())
+            _discard(sys.stderr.fileno())
+            return signals.stopped.code
         if error.errno != errno.EPIPE and not is_disk_full(error):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at exit
+        _discard(sys.stdout.fileno())
         if error.errno == errno.EPIPE:  # whoever read the output has had enough
             return 0
         print(f"{program}: the output cannot be written ({error.strerror}): make room for it.", file=sys.stderr)
@@ -83,9 +103,18 @@ def exit_code(program: str, command: Callable[[], int], interrupted: str = "inte
     except MinithinkError as error:
         print(f"{program}: {escaped(' '.join(str(error).split()))}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
+    except Stopped as stopped:
+        return stopped.code
     except KeyboardInterrupt:
         print(f"\n{program}: {interrupted}", file=sys.stderr)
         return INTERRUPTED
+
+
+def _discard(stream: int) -> None:
+    """Send to the null device what Python itself writes at its end."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream)
+    os.close(null)
 
 
 def location(text: str) -> Path:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from minithink.commands import INTERRUPTED
 from minithink.errors import CONTROL
+from minithink.process import INTERRUPTED, Stopped
 
 if TYPE_CHECKING:  # rich is imported late, so that --help is quick
     from rich.console import Console
@@ -20,9 +20,13 @@ def plain_console(soft_wrap: bool = False) -> Console:
     characters that it lacks. soft_wrap: leave it to the terminal to break long lines."""
     from rich.console import Console
 
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # rich would end the program; `commands.exit_code` knows what to do
+
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-    return Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)
+    return Plain(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)
 
 
 class Screen:
@@ -70,9 +74,11 @@ def counter() -> Iterator[Callable[[int], None]]:
 
 
 def until_interrupted(work: Callable[[], None]) -> int:
-    """Do the work → the exit code, which says whether Ctrl-C ended it. What was done before stays."""
+    """Do the work → the exit code, which says whether Ctrl-C or a signal ended it. What was done before stays."""
     try:
         work()
+    except Stopped as stopped:
+        return stopped.code
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,10 +18,11 @@ from minithink.commands import exit_code, location, natural, positive, run
 from minithink.errors import MinithinkError, UsageError
 
 
-def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(error: BaseException) -> int:
-        raise error
+def fail(error: BaseException) -> int:
+    raise error
 
+
+def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("x", lambda: 0) == 0
     assert exit_code("x", lambda: fail(MinithinkError("full."))) == 1
     assert exit_code("x", lambda: fail(UsageError("no."))) == 2
@@ -25,6 +30,49 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "x: full.\nx: no.\n\nx: stopped\n"
     with pytest.raises(ZeroDivisionError):
         exit_code("x", lambda: 1 // 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_one_sentence_and_its_exit_code(capsys: pytest.CaptureFixture[str], number: Any) -> None:
+    def stop() -> int:
+        os.kill(os.getpid(), number)
+        return 0
+
+    def stop_and_save() -> int:
+        with suppress(KeyboardInterrupt):
+            stop()
+        return 130  # what commands return that have caught Ctrl-C
+
+    for command in (stop, stop_and_save):
+        assert exit_code("x", command, "to go on, add --resume.") == 128 + number
+        assert capsys.readouterr().err == f"x: to go on, add --resume ({number.name})\n"
+    assert exit_code("x", lambda: 130) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_that_is_gone_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:
+    """What is written after SIGHUP, because the terminal was closed, fails."""
+
+    def hang_up() -> int:
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGHUP)
+        raise OSError(errno.EIO, "Input/output error")
+
+    streams = [os.dup(number) for number in (1, 2)]
+    try:
+        assert exit_code("x", hang_up) == 129
+    finally:
+        for number, copy in enumerate(streams, 1):
+            os.dup2(copy, number)
+            os.close(copy)
+    with pytest.raises(OSError, match="Input"):
+        exit_code("x", lambda: fail(OSError(errno.EIO, "Input/output error")))
+
+
+def test_a_closed_output_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    assert exit_code("x", lambda: print("to nobody") or 0) == 0
+    assert capsys.readouterr().err == "x: standard output is closed: what would be shown there is lost\n"
 
 
 def test_whoever_reads_may_have_had_enough() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from minithink.errors import MinithinkError
+from minithink.process import Stopped
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -26,6 +28,7 @@ def spread(
     exception, in the order in which the calls end.
 
     After Ctrl-C, which all processes of a terminal get, no further call begins. Finished results are still returned.
+    SIGTERM and SIGHUP, which this process alone may get, are handed on as Ctrl-C.
 
     Args:
         work: can be pickled, as its items and results can.
@@ -38,10 +41,13 @@ def spread(
     """
     context, todo, interrupted = get_context("spawn"), list(reversed(items)), False
     busy = dict[Any, Item]()  # our end of the pipe to a process → the item that it works on
+    started = list[Any]()
     threads = max(1, (os.cpu_count() or 1) // processes)
     for _ in range(min(processes, len(items))):
         ours, theirs = context.Pipe()
-        context.Process(target=_serve, args=(theirs, work, threads), daemon=True).start()
+        process = context.Process(target=_serve, args=(theirs, work, threads), daemon=True)
+        process.start()
+        started.append(process)
         theirs.close()
         busy[ours] = todo.pop()
         ours.send((busy[ours], log(busy[ours])))
@@ -64,9 +70,12 @@ def spread(
                 else:
                     ours.close()  # its process ends
                 yield item, result
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
             todo.clear()
             interrupted = True
+            for process in started if isinstance(stop, Stopped) else []:
+                if process.is_alive():
+                    os.kill(process.pid, signal.SIGINT)
     if interrupted:
         raise KeyboardInterrupt
     if todo:

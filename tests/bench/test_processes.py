@@ -74,6 +74,7 @@ import sys, time
 from functools import partial
 from pathlib import Path
 from minithink.bench.processes import spread
+from minithink.process import Signals
 
 def work(x):
     if x == 0:
@@ -89,20 +90,24 @@ def log_of(folder, x):
 
 if __name__ == "__main__":
     try:
-        for item in spread(work, [0, 1, 2, 3, 4, 5], 2, partial(log_of, Path(sys.argv[1]))):
-            print(item, flush=True)
+        with Signals():
+            for item in spread(work, [0, 1, 2, 3, 4, 5], 2, partial(log_of, Path(sys.argv[1]))):
+                print(item, flush=True)
     except KeyboardInterrupt:
         print("interrupted", flush=True)
 """
 
 
-def test_an_interrupt_reaches_all(tmp_path: Path) -> None:
-    """As from a terminal: what runs may close its files, what has not begun never begins."""
+@pytest.mark.parametrize("from_terminal", [True, False])
+def test_an_interrupt_reaches_all(tmp_path: Path, from_terminal: bool) -> None:
+    """From a terminal all processes get it, from elsewhere one. What runs may close its files, what has not begun
+    never begins."""
     script = tmp_path / "script.py"
     script.write_text(INTERRUPTED)
     words = [sys.executable, str(script), str(tmp_path)]
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         # a shell makes what runs in its background deaf to interrupts
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:  # fmt: skip
@@ -112,7 +117,10 @@ def test_an_interrupt_reaches_all(tmp_path: Path) -> None:
         end = time.monotonic() + 60
         while not all(path.exists() and path.read_text() == "working\n" for path in logs):
             assert time.monotonic() < end
-        os.killpg(process.pid, signal.SIGINT)
+        if from_terminal:
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            process.send_signal(signal.SIGTERM)
         assert process.communicate(timeout=50)[0] == "interrupted\n"
     assert [path.read_text() for path in logs] == ["working\nclosed\n"] * 2
     assert not (tmp_path / "3.log").exists()

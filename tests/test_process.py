@@ -1,0 +1,74 @@
+"""Signals that end a command, and standard streams that are closed.
+
+Alone: python -m pytest tests/test_process.py
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minithink.process import Signals, Stopped
+
+SIGNALS = [signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_raised_once_and_handlers_are_restored(number: signal.Signals) -> None:
+    with Signals() as signals:
+        with pytest.raises(Stopped, match=number.name) as stop:
+            os.kill(os.getpid(), number)
+        for again in SIGNALS:
+            os.kill(os.getpid(), again)
+        assert signals.stopped is stop.value
+        assert stop.value.code == 128 + number
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    """As `nohup` wants it."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signals.stopped is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def test_commands_within_commands_leave_signals_to_the_outer_one() -> None:
+    with Signals() as outer, Signals() as inner:
+        with pytest.raises(Stopped):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert outer.stopped is not None
+        assert inner.stopped is None
+
+
+def test_processes_of_torchrun_keep_their_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with Signals():
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_closed_streams_are_the_null_device(tmp_path: Path) -> None:
+    """A file that is opened later does not get what is printed, nor what child processes print."""
+    code = (
+        "import os, subprocess, sys\n"
+        "from minithink.process import open_streams\n"
+        "closed = open_streams()\n"
+        "with open('file', 'w') as file:\n"
+        "    print('to nobody')\n"
+        "    os.write(1, b'to nobody')\n"
+        "    subprocess.run(['echo', 'to nobody'], check=True)\n"
+        "    print(closed, repr(sys.stdin.read()), file.fileno() > 2, file=file)\n"
+    )
+    command = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, code]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=60)
+    assert (tmp_path / "file").read_text() == "['stdin', 'stdout', 'stderr'] '' True\n"
