@@ -5,7 +5,8 @@ only then. On a terminal, thinking is dimmed, or has the colour of its thought t
 answer is shown normally. In a pipe there is neither colour nor progress. `--json` prints one object a sequence and
 nothing else.
 
-Exit codes: 0 done, 1 failed, 2 asked for something that makes no sense, 130 interrupted by Ctrl-C.
+Exit codes: 0 done, 1 failed, 2 asked for something that makes no sense, 130 interrupted by Ctrl-C, 143 by SIGTERM,
+129 by SIGHUP.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from minithink import __version__
 from minithink.commands import SCHEDULES, exit_code, location, positive
-from minithink.errors import NON_FINITE, UsageError
+from minithink.errors import NON_FINITE, UsageError, quoted
+from minithink.process import INTERRUPTED
 from minithink.prompts import Task, embedded_problem, nonsense_expected, read_prompts, standard_input
 from minithink.terminal import Screen, counter, until_interrupted
 
@@ -32,13 +34,14 @@ if TYPE_CHECKING:  # torch is imported late, so that --help and --version are qu
     from minithink.stream import Chunk, Result, Stream
     from minithink.trace.recorder import Recorder
 
+SURROGATE = re.compile("[\ud800-\udfff]")
 THOUGHTS = {"reasoning": "green", "execution": "cyan", "transition": "yellow"}  # thought type → style
 Pieces = dict[tuple[int, int], list[tuple[str, str]]]  # prompt and sample → texts with their styles
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line → the exit code. argv: None: what the program was called with."""
-    return exit_code("minithink", lambda: _main(argv), "interrupted.")
+    return exit_code("minithink", lambda: _main(argv))
 
 
 def _main(argv: list[str] | None) -> int:
@@ -263,15 +266,22 @@ def _what_was_right(result: Result, answer: str | None) -> str:
 
 
 def _converse(engine: Engine, args: argparse.Namespace, tasks: list[Task]) -> int:
-    """A conversation, until the input ends → the exit code. A prompt holds the earlier turns without the thinking."""
+    """A conversation, until the input ends → the exit code. A prompt holds the earlier turns without the thinking.
+
+    Ctrl-C ends a turn of a user at a terminal, and its answer so far stays in the conversation. A question that has
+    no answer yet is asked again together with the next line. A second Ctrl-C, at the prompt, ends the program.
+    """
     if engine.tokenizer.chat_template is None:
         raise UsageError("--interactive needs a chat template, and the model has none: drop --interactive.")
     screen, asking = Screen(), sys.stdin.isatty()
+    if hasattr(sys.stdin, "reconfigure"):  # bytes that are no text become surrogates, and are refused line by line
+        sys.stdin.reconfigure(encoding=None if asking else "utf-8-sig", errors="surrogateescape")
     if asking:
-        _say("every line is a turn of the conversation; Ctrl-D ends it.")
+        _say("every line is a turn of the conversation; Ctrl-C ends a turn, Ctrl-D the conversation.")
     messages = [{"role": "system", "content": args.system}] if args.system is not None else []
     said = [task.prompt for task in tasks]
     warned = False
+    first = True
     while True:
         try:
             text = said.pop() if said else input("> " if asking else "")
@@ -279,27 +289,44 @@ def _converse(engine: Engine, args: argparse.Namespace, tasks: list[Task]) -> in
             return 0
         if not text.strip():
             continue
-        messages.append({"role": "user", "content": text})
-        ids = engine.chat_ids(messages)
+        if SURROGATE.search(text):
+            _say(f"the line {quoted(text)} holds bytes that are no text: it is left out.")
+            continue
+        asked = _with_turn(messages, text)
+        ids = engine.chat_ids(asked)
         if len(ids) >= engine.config.max_position:
             _say(
                 f"the conversation would have {len(ids):,} tokens and the context holds "
                 f"{engine.config.max_position:,}: say something shorter, or start anew."
             )
-            messages.pop()
             continue
+        messages = asked
         warned = warned or _warn_of_nonsense(args, [text])
         stream = engine.stream([ids], **_options(args))
-        if len(messages) == 1 + (args.system is not None):  # the first turn
+        if first:
             _caution(engine)
+        first = False
         begin = time.perf_counter()
         code = until_interrupted(lambda stream=stream: _show_live(screen, stream))  # type: ignore[misc]
         screen.end_line()
         screen.line(summary(_begun(stream), time.perf_counter() - begin), "dim")
         code = code or _say_why_not_finite(stream)
-        if code:
+        answer = stream.result.answer
+        if answer or not code:
+            messages.append({"role": "assistant", "content": answer})
+        if code == INTERRUPTED and asking:
+            _say("the turn is ended; Ctrl-C again ends the program.")
+        elif code:
             return code
-        messages.append({"role": "assistant", "content": stream.result.answer})
+
+
+def _with_turn(messages: list[dict[str, str]], text: str) -> list[dict[str, str]]:
+    """The messages and a line of the user. If the last question has no answer, the line is added to it: templates
+    want users and assistants to take turns."""
+    if messages and messages[-1]["role"] == "user":
+        text = f"{messages[-1]['content']}\n\n{text}"
+        messages = messages[:-1]
+    return [*messages, {"role": "user", "content": text}]
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:

@@ -446,8 +446,96 @@ def test_interactive_on_a_terminal_says_what_ends_it(capsys: Capture, monkeypatc
     monkeypatch.setattr("sys.stdin", terminal)
     assert main(*model, "--interactive") == 0
     out = capsys.readouterr()
-    assert out.err == "minithink: every line is a turn of the conversation; Ctrl-D ends it.\n"
+    assert out.err == ENDS
     assert out.out == "> "
+
+
+ENDS = "minithink: every line is a turn of the conversation; Ctrl-C ends a turn, Ctrl-D the conversation.\n"
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
+    """A user at a terminal, who types lines or presses Ctrl-C."""
+    script = iter(lines)
+
+    def type_line(prompt: str) -> str:
+        line = next(script)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", terminal)
+    monkeypatch.setattr("builtins.input", type_line)
+
+
+@pytest.fixture
+def rendered(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[str]:
+    """The prompts of all turns."""
+    prompts: list[str] = []
+    kind = type(engine.tokenizer)
+    render = kind.apply_chat_template
+    monkeypatch.setattr(kind, "apply_chat_template", lambda *a, **k: prompts.append(render(*a, **k)) or prompts[-1])
+    return prompts
+
+
+@pytest.mark.parametrize(
+    ("text", "then"),
+    [
+        ("so</think>12", "<|user|>Alpha<|assistant|>12<|user|>who?<|assistant|><think>\n"),
+        ("so", "<|user|>Alpha\n\nwho?<|assistant|><think>\n"),  # there is no answer yet
+    ],
+)
+def test_control_c_ends_the_turn_and_a_second_one_the_program(
+    capsys: Capture, monkeypatch: Any, model: Any, engine: Engine, rendered: list[str], text: str, then: str
+) -> None:
+    script = engine.tokenizer.encode(text)
+    monkeypatch.setattr("minithink.sampling.Sampler.sample", interrupted_after(script))
+    typed(monkeypatch, "Alpha", "who?", KeyboardInterrupt)
+    assert main(*model, "--interactive") == 130
+    assert rendered == ["<|user|>Alpha<|assistant|><think>\n", then]
+    ended = "minithink: the turn is ended; Ctrl-C again ends the program.\n"
+    out = capsys.readouterr()
+    assert out.err == ENDS + 2 * ended + "\nminithink: interrupted\n"
+    assert out.out.count("interrupted") == 2, "each turn has its summary"
+
+
+def interrupted_after(script: Sequence[int], by: type[BaseException] | int = KeyboardInterrupt) -> Any:
+    """A Sampler.sample that plays the script over and over, with Ctrl-C or a signal at its end."""
+    play = scripted([*script, -1])
+
+    def sample(*args: Any) -> torch.Tensor:
+        drawn = play(*args)
+        if drawn[0] < 0:
+            if isinstance(by, int):
+                os.kill(os.getpid(), by)
+            else:
+                raise by
+        return drawn
+
+    return sample
+
+
+def test_a_signal_ends_the_conversation(
+    capsys: Capture, monkeypatch: Any, model: Any, engine: Engine, rendered: list[str]
+) -> None:
+    script = engine.tokenizer.encode("so</think>12")
+    monkeypatch.setattr("minithink.sampling.Sampler.sample", interrupted_after(script, signal.SIGHUP))
+    typed(monkeypatch, "Alpha", "who?")
+    assert main(*model, "--interactive") == 129
+    assert capsys.readouterr().err == ENDS + "minithink: interrupted (SIGHUP)\n"
+    assert len(rendered) == 1
+
+
+def test_bytes_that_are_no_text_are_left_out_of_a_conversation(
+    capsys: Capture, monkeypatch: Any, model: Any, rendered: list[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", piped(b"\xef\xbb\xbfWho\n\xff?\n\xc3\xa4\n"))
+    assert main(*model, "--interactive", "--max-new-tokens", 1) == 0
+    assert rendered[0] == "<|user|>Who<|assistant|><think>\n"
+    assert rendered[1].endswith("<|user|>ä<|assistant|><think>\n")
+    said = "minithink: the line '\\udcff?' holds bytes that are no text: it is left out.\n"
+    assert capsys.readouterr().err == said
 
 
 def test_interactive_goes_on_after_a_turn_that_is_too_long(
@@ -493,7 +581,13 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_control_c_shows_the_text_so_far_and_the_summary(endless: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGINT, 130, ""), (signal.SIGTERM, 143, "minithink: interrupted (SIGTERM)\n")],
+)
+def test_an_interrupt_shows_the_text_so_far_and_the_summary(
+    endless: Path, number: signal.Signals, code: int, said: str
+) -> None:
     # Bytes, unbuffered: a buffer of ours could end within a character, or keep what `communicate` should get.
     with start("--model", endless, "Alpha", "--temperature", 0, text=False, bufsize=0) as process:
         try:
@@ -504,11 +598,11 @@ def test_control_c_shows_the_text_so_far_and_the_summary(endless: Path) -> None:
                 piece = process.stdout.read(4096)
                 assert piece, f"it ended by itself: {process.stderr.read().decode()}"
                 first += piece
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             rest, errors = process.communicate(timeout=300)
         finally:
             process.kill()  # does nothing to a process that has ended; leaving `with` would wait for another
-    assert (process.returncode, errors.decode()) == (130, "")
+    assert (process.returncode, errors.decode()) == (code, said)
     text, end, summary = (first + rest).decode().rstrip("\n").rpartition("\n")
     assert len(text.encode()) >= 40
     assert end
