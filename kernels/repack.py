@@ -9,7 +9,7 @@ Layout: two launches, because a lane's new entries are other lanes' old ones.
 
 Programs of rows whose budgets do not move end at once, and do not touch their part of the copy.
 Bound: the launch in most steps, for a row moves once in 128 steps. Then memory: 1 byte of `drop` for each column, and
-48 bytes for each entry.
+64 bytes for each entry.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from minithink.kernels.retain import (
     INFINITY,
     LARGEST,
     WARPS,
+    Decay,
     border_of,
     constants,
     entries_of,
@@ -39,9 +40,10 @@ ENTRIES = 1024  # of a program of _settle
 
 @triton.jit(do_not_specialize=["n"])
 def _leave(
-    p_drop, p_held, p_known, p_crf, p_last, p_at, p_old, p_new, p_protected, p_t, p_moves, p_new_known, p_new_crf,
-    p_new_last, n, layers, heads, width, entries, slack,
-    LAM: tl.constexpr, LOG_LAM: tl.constexpr, NOWHERE: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    p_drop, p_held, p_known, p_crf, p_last, p_at, p_old, p_new, p_protected, p_t, p_moves, p_factor,
+    p_exponent, p_new_known, p_new_crf, p_new_last, n, layers, heads, width, entries, slack,
+    LAM: tl.constexpr, LOG_LAM: tl.constexpr, STEPS: tl.constexpr, NOWHERE: tl.constexpr, LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     i_n, i_own = i // heads % n, i // (n * heads) * heads + i % heads
@@ -79,7 +81,8 @@ def _leave(
     goes = held - tl.maximum(tl.load(p_new + i), fixed)
     if goes > 0:
         below, above, score, last, missing, _ = border_of(
-            p_crf, p_last, p_crf, p_last, fixed, held, held, t, goes, tl.min(least), tl.max(most), LAM, LOG_LAM, BLOCK
+            p_crf, p_last, p_crf, p_last, p_factor, p_exponent, fixed, held, held, t, goes, tl.min(least),
+            tl.max(most), LAM, LOG_LAM, STEPS, BLOCK,
         )  # fmt: skip
 
     seen, kept = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
@@ -89,7 +92,10 @@ def _leave(
         own = seen + tl.cumsum(m) - 1
         m_own = (m > 0) & (own < held)
         crf, tau = tl.load(p_crf + own, m_own, other=0.0), tl.load(p_last + own, m_own, other=0)
-        gone, found = gone_of(crf, tau, m_own & (own >= fixed), t, below, above, score, last, missing, LAM, LOG_LAM)
+        gone, found = gone_of(
+            crf, tau, m_own & (own >= fixed), t, below, above, score, last, missing, p_factor, p_exponent,
+            LAM, LOG_LAM, STEPS,
+        )  # fmt: skip
         missing -= found
         tl.store(p_drop + start + column, gone.to(tl.uint8), gone > 0)
         stay = (m_own & (gone == 0)).to(tl.int32)
@@ -121,7 +127,7 @@ def _settle(
 
 def repack(
     drop: Tensor, held: Tensor, known: tuple[Tensor, Tensor, Tensor], at: Tensor, old: Tensor, new: Tensor,
-    slack: int, protected: Tensor, t: Tensor, moves: Tensor, lam: float,
+    slack: int, protected: Tensor, t: Tensor, moves: Tensor, decay: Decay,
 ) -> None:  # fmt: skip
     """Budgets have moved: heads that shrink evict in the order of algorithm 1, then the lists move to their entries.
 
@@ -134,15 +140,17 @@ def repack(
     moves = moves.contiguous().view(torch.uint8)
     _leave[(held.numel(),)](
         drop.view(torch.uint8), held.contiguous(), *known, at, old.contiguous(), new.contiguous(), protected, t,
-        moves, *copy, n, layers, heads, drop.shape[-1], entries, slack, **constants(lam, layers * heads),
+        moves, decay.factor, decay.exponent, *copy, n, layers, heads, drop.shape[-1], entries, slack,
+        **constants(decay.lam, len(decay.factor) // 2, layers * heads),
         num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     _settle[(n, triton.cdiv(entries, ENTRIES))](*known, at, moves, *copy, entries, ENTRIES=ENTRIES)
 
 
 def variants() -> Iterator[Variant]:
-    types = {"p_drop": "*u8", "p_moves": "*u8", "p_at": "*i64"} | dict.fromkeys(("p_crf", "p_new_crf"), "*fp32")
-    small, large = constants(0.0, 4), constants(0.6, 256)
+    types = {"p_drop": "*u8", "p_moves": "*u8", "p_at": "*i64"}
+    types |= dict.fromkeys(("p_crf", "p_new_crf", "p_factor"), "*fp64")
+    small, large = constants(0.0, 1024, 4), constants(0.6, 1024, 256)
     for kernel, constexprs in ((_leave, small), (_leave, large), (_settle, {"ENTRIES": ENTRIES})):
         names = [name for name in kernel.arg_names if name not in constexprs]
         signature = {name: types.get(name, "*i32" if name.startswith("p_") else "i32") for name in names}

@@ -21,25 +21,25 @@ The mass of a token is the attention that it got. A token that goes is evicted:
 
 Only a lane's own program touches its entries. A lane may have more columns than entries. CRF and τ of the columns
 beyond the last entry wait in `more`, until tokens before them are gone. A lane's entries start where those of the
-row's earlier lanes end; each program adds up the budgets to find this place. Powers of λ come from a table that ends
-where they no longer change a float32.
+row's earlier lanes end; each program adds up the budgets to find this place. Powers of λ come from two tables, as
+factors and exponents of 2: λ^age is a product of two factors, and never too small for a float64.
 
-Bound: arithmetic, by a count of compiled instructions (not measured). If one token of 1,025 goes, a token takes about
-400: 15 for the sums, 15 in each pass for the hits, 90 for CRF, 85 for the border, 45 to close up. 20 bytes are read
-for each token (mass and position; position, CRF and τ of its entry), 8 written for a token that is hit, and 12 for
-each token behind the first that goes; together about 33. `drop` takes 1 byte for each column, and is cleared before
-the launch. Later passes find the lane in the GPU's cache.
+Bound: arithmetic, by a count of compiled instructions before CRF became a float64 (not measured). If one token of
+1,025 goes, a token takes about 400: 15 for the sums, 15 in each pass for the hits, 90 for CRF, 85 for the border, 45
+to close up. 24 bytes are read for each token (mass and position; position, CRF and τ of its entry), 12 written for a
+token that is hit, and 16 for each token behind the first that goes; together about 40. `drop` takes 1 byte for each
+column, and is cleared before the launch. Later passes find the lane in the GPU's cache.
 
 Rounding: masses are summed in float64, in another order than the twin's. Sums of dyadic masses are exact. Otherwise
 the kernel and its twin may disagree on a hit if the sum before the token is within about 10⁻¹⁶·S of the share. CRF
-and τ are the twin's, bit by bit, except for the last bit of a power of λ. log2 may differ in its last bits before it
-is rounded to multiples of 2^−30.
+and τ are the twin's, bit by bit, and so is the order of tokens: both are products and sums of the same numbers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 import triton
@@ -51,10 +51,16 @@ from minithink.kernels._common import Variant, power_of_2
 BLOCK = 64  # tokens at a time
 WARPS = 1
 NOWHERE = 2**31 - 1  # the position in an empty entry
-MOST = 2**20  # powers of λ in the table; larger ages count as this one
-_POWERS: dict[tuple[float, torch.device], Tensor] = {}
 LARGEST = tl.constexpr(0x7FFFFFFF)
 INFINITY = tl.constexpr(float("inf"))
+
+
+class Decay(Protocol):
+    """The powers of λ, as `minithink/ref/lrfu.py` describes them."""
+
+    lam: float
+    factor: Tensor  # float64
+    exponent: Tensor  # int32
 
 
 @triton.jit
@@ -67,25 +73,37 @@ def entries_of(p_budget, i_n, i_own, n, layers, heads, slack, LANES: tl.constexp
 
 
 @triton.jit
-def log_crf(crf, last, t, LAM: tl.constexpr, LOG_LAM: tl.constexpr):
-    """log2 of the decayed CRF, float64, rounded to multiples of 2^−30. −∞ where CRF is 0."""
-    age = tl.maximum(t - last, 0)
-    score = tl.log2(tl.where(crf > 0, crf, 1.0).to(tl.float64))
-    score += age.to(tl.float64) * tl.full((), LOG_LAM, tl.float64)
-    # If the score is below 2^21, this sum has no bits for fractions. Larger scores have few such bits.
-    score = ((score * 1073741824.0 + 6755399441055744.0) - 6755399441055744.0) / 1073741824.0
-    alive = crf > 0
-    if LAM == 0:
-        alive &= age == 0
-    return tl.where(alive, score, -INFINITY)
+def decayed(crf, last, t, m, p_factor, p_exponent, STEPS: tl.constexpr):
+    """The CRF decayed to t, as value · 2^exponent: float64 and int32. Where m is false the value is 0."""
+    age = tl.minimum(tl.maximum(t - last, 0), STEPS * STEPS - 1)
+    near, far = age % STEPS, STEPS + age // STEPS
+    factor = tl.load(p_factor + near, m, other=0.0) * tl.load(p_factor + far, m, other=0.0)
+    exponent = tl.load(p_exponent + near, m, other=0) + tl.load(p_exponent + far, m, other=0)
+    return crf * factor, exponent
+
+
+@triton.jit
+def scaled(value, exponent):
+    """value · 2^exponent, float64. Powers below 2^−1022 or above 2^1023 are taken for these."""
+    exponent = tl.minimum(tl.maximum(exponent, -1022), 1023)
+    return value * ((exponent + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def compared(crf, last, t, m, below, p_factor, p_exponent, STEPS: tl.constexpr):
+    """The decayed CRF divided by 2^⌊below⌋. `below` is a little less than log2 of the CRFs that are compared, so they
+    fit a float64 however small they are, and their order is exact."""
+    value, exponent = decayed(crf, last, t, m, p_factor, p_exponent, STEPS)
+    return scaled(value, exponent - tl.where(below > -INFINITY, tl.floor(below), 0.0).to(tl.int32))
 
 
 @triton.jit
 def estimate(crf, last, t, LAM: tl.constexpr, LOG_LAM: tl.constexpr):
-    """A cheap estimate of `log_crf` in float32: 0 to 0.0861 less. A number's bits, read as an integer, give its
-    logarithm at powers of 2, and a straight line between them."""
+    """A cheap estimate of log2 of the decayed CRF, in float32: 0 to 0.0861 less. A number's bits, read as an integer,
+    give its logarithm at powers of 2, and a straight line between them."""
     age = tl.maximum(t - last, 0)
-    score = crf.to(tl.int32, bitcast=True).to(tl.float32) * 2.0**-23 + (age.to(tl.float32) * LOG_LAM - 127)
+    bits = crf.to(tl.float32).to(tl.int32, bitcast=True)
+    score = bits.to(tl.float32) * 2.0**-23 + (age.to(tl.float32) * LOG_LAM - 127)
     alive = crf > 0
     if LAM == 0:
         alive &= age == 0
@@ -113,8 +131,8 @@ def tokens(p_crf, p_last, p_more_crf, p_more_last, start, room, m, BLOCK: tl.con
 
 @triton.jit
 def last_of(
-    p_crf, p_last, p_more_crf, p_more_last, fixed, held, room, t, goes, low, high, score, TAU: tl.constexpr,
-    LAM: tl.constexpr, LOG_LAM: tl.constexpr, BLOCK: tl.constexpr,
+    p_crf, p_last, p_more_crf, p_more_last, p_factor, p_exponent, fixed, held, room, t, goes, low, high, below, score,
+    TAU: tl.constexpr, LAM: tl.constexpr, LOG_LAM: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The `goes`-th smallest key of columns `fixed` to `held`, and how many keys are smaller. A token's key is its
     ordered estimate or, if TAU, its τ; then only tokens with this score count. Keys lie between low and high."""
@@ -127,7 +145,7 @@ def last_of(
             m = (start + column >= fixed) & (start + column < held)
             crf, tau = tokens(p_crf, p_last, p_more_crf, p_more_last, start, room, m, BLOCK)
             if TAU:
-                m &= log_crf(crf, tau, t, LAM, LOG_LAM) == score
+                m &= compared(crf, tau, t, m, below, p_factor, p_exponent, STEPS) == score
                 key = tau
             else:
                 key = ordered(estimate(crf, tau, t, LAM, LOG_LAM))
@@ -145,8 +163,8 @@ def last_of(
 
 @triton.jit
 def border_of(
-    p_crf, p_last, p_more_crf, p_more_last, fixed, held, room, t, goes, low, high,
-    LAM: tl.constexpr, LOG_LAM: tl.constexpr, BLOCK: tl.constexpr,
+    p_crf, p_last, p_more_crf, p_more_last, p_factor, p_exponent, fixed, held, room, t, goes, low, high,
+    LAM: tl.constexpr, LOG_LAM: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the `goes` > 0 tokens of columns `fixed` to `held` that go first, among estimates from low to high.
 
@@ -159,8 +177,8 @@ def border_of(
     column = tl.arange(0, BLOCK)
     if goes > 1:
         low, _ = last_of(
-            p_crf, p_last, p_more_crf, p_more_last, fixed, held, room, t, goes, low, high, 0.0, False,
-            LAM, LOG_LAM, BLOCK,
+            p_crf, p_last, p_more_crf, p_more_last, p_factor, p_exponent, fixed, held, room, t, goes, low, high, 0.0,
+            0.0, False, LAM, LOG_LAM, STEPS, BLOCK,
         )  # fmt: skip
     edge = (low ^ ((low >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     margin = tl.where(edge > -INFINITY, tl.abs(edge) * 2.0**-20 + 0.09, 0.0)  # of estimates, with their rounding
@@ -183,7 +201,7 @@ def border_of(
             sure += (m & (about < below)).to(tl.int32)
             front = tl.minimum(front, tl.where(m & (about <= above), start + column, front))
             if tl.max(m_near.to(tl.int32)) > 0:
-                exact = log_crf(crf, tau, t, LAM, LOG_LAM)
+                exact = compared(crf, tau, t, m_near, below, p_factor, p_exponent, STEPS)
                 m_left = m_near & ~(exact <= old_score)  # at first all, for nothing is less than NaN
                 least = tl.min(tl.where(m_left, exact, INFINITY))
                 m_left &= exact == least
@@ -197,15 +215,16 @@ def border_of(
         missing = goes - tl.sum(sure) - taken
         first = tl.min(front)
     last, smaller = last_of(
-        p_crf, p_last, p_more_crf, p_more_last, fixed, held, room, t, missing, oldest, newest, score, True,
-        LAM, LOG_LAM, BLOCK,
+        p_crf, p_last, p_more_crf, p_more_last, p_factor, p_exponent, fixed, held, room, t, missing, oldest, newest,
+        below, score, True, LAM, LOG_LAM, STEPS, BLOCK,
     )  # fmt: skip
     return below, above, score, last, missing - smaller, first
 
 
 @triton.jit
 def gone_of(
-    crf, tau, m, t, below, above, score, last, missing, LAM: tl.constexpr, LOG_LAM: tl.constexpr,
+    crf, tau, m, t, below, above, score, last, missing, p_factor, p_exponent,
+    LAM: tl.constexpr, LOG_LAM: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """The tokens of a block that go, int32, and how many tokens have the border's score and τ. m: free tokens."""
     about = estimate(crf, tau, t, LAM, LOG_LAM)
@@ -213,7 +232,7 @@ def gone_of(
     gone = (m & (about < below)).to(tl.int32)
     found = tl.zeros((), tl.int32)
     if tl.max(m_near.to(tl.int32)) > 0:
-        exact = log_crf(crf, tau, t, LAM, LOG_LAM)
+        exact = compared(crf, tau, t, m_near, below, p_factor, p_exponent, STEPS)
         equal = (m_near & (exact == score) & (tau == last)).to(tl.int32)
         before = m_near & ((exact < score) | ((exact == score) & (tau < last)))
         gone += (before | ((equal > 0) & (tl.cumsum(equal) <= missing))).to(tl.int32)
@@ -236,11 +255,11 @@ def clear(p_pos, start, room, NOWHERE: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["n"])
 def _retain(
     p_mass, p_pos, p_held, p_known, p_crf, p_last, p_at, p_budget, p_keep, p_protected, p_prompt, p_t, p_tracked,
-    p_counted, p_summed, p_power, p_more_crf, p_more_last, p_drop, p_kept, p_fixed, p_total, p_score,
-    n, layers, heads, width, entries, slack, powers,
+    p_counted, p_summed, p_factor, p_exponent, p_more_crf, p_more_last, p_drop, p_kept, p_fixed, p_total, p_score,
+    n, layers, heads, width, entries, slack,
     mass_layer, mass_row, mass_head, pos_layer, pos_row, pos_head,
-    P: tl.constexpr, BIRTH: tl.constexpr, LAM: tl.constexpr, LOG_LAM: tl.constexpr, SCORED: tl.constexpr,
-    NOWHERE: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    P: tl.constexpr, BIRTH: tl.constexpr, LAM: tl.constexpr, LOG_LAM: tl.constexpr, STEPS: tl.constexpr,
+    SCORED: tl.constexpr, NOWHERE: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     i_n, i_layer, i_head = i // heads % n, i // (n * heads), i % heads
@@ -322,7 +341,7 @@ def _retain(
             last = tl.load(p_last + at, m_at, other=0)
         new = known != pos
         born = tl.maximum(pos - prompt + 1, 0)
-        crf, last = tl.where(new, BIRTH, crf).to(tl.float32), tl.where(new, born, last)
+        crf, last = tl.where(new, BIRTH, crf).to(tl.float64), tl.where(new, born, last)
 
         bits = mass.to(tl.int32, bitcast=True)
         hit, equal = bits > low, (bits == low).to(tl.int32)
@@ -333,9 +352,8 @@ def _retain(
         if BIRTH == 1:
             hit &= born < t
         # CRF_i(t) = λ^(t − τ_i)·CRF_i(τ_i) + 1
-        age = tl.minimum(tl.maximum(t - last, 0), powers - 1)
-        decay = tl.load(p_power + age, hit, other=0.0)
-        crf = tl.where(hit, (crf.to(tl.float64) * decay + 1).to(tl.float32), crf)
+        value, exponent = decayed(crf, last, t, hit, p_factor, p_exponent, STEPS)
+        crf = tl.where(hit, scaled(value, exponent) + 1, crf)
         last = tl.where(hit, t, last)
 
         moved = (at != own) | new
@@ -347,7 +365,9 @@ def _retain(
             tl.store(p_more_crf + own, crf, m_in & (own >= room))
             tl.store(p_more_last + own, last, m_in & (own >= room))
         if SCORED:
-            tl.store(p_score + own, log_crf(crf, last, t, LAM, LOG_LAM), m_in)
+            value, exponent = decayed(crf, last, t, m_in, p_factor, p_exponent, STEPS)
+            log_crf = tl.log2(tl.where(value > 0, value, 1.0)) + exponent
+            tl.store(p_score + own, tl.where(value > 0, log_crf, -INFINITY), m_in)
         m_free = m_in & (own >= fixed)
         order = ordered(estimate(crf, last, t, LAM, LOG_LAM))
         least = tl.minimum(least, tl.where(m_free, order, LARGEST))
@@ -359,8 +379,8 @@ def _retain(
     front = held
     if goes > 0:
         below, above, score, last, missing, front = border_of(
-            p_crf, p_last, p_more_crf, p_more_last, fixed, held, room, t, goes, tl.min(least), tl.max(most),
-            LAM, LOG_LAM, BLOCK,
+            p_crf, p_last, p_more_crf, p_more_last, p_factor, p_exponent, fixed, held, room, t, goes, tl.min(least),
+            tl.max(most), LAM, LOG_LAM, STEPS, BLOCK,
         )  # fmt: skip
 
     # gone
@@ -372,7 +392,9 @@ def _retain(
         crf, tau = tokens(p_crf, p_last, p_more_crf, p_more_last, start, room, m_in, BLOCK)
         pos = tl.load(p_pos + own, m_in, other=0)
         m_free = m_in & (own >= fixed)
-        gone, found = gone_of(crf, tau, m_free, t, below, above, score, last, missing, LAM, LOG_LAM)
+        gone, found = gone_of(
+            crf, tau, m_free, t, below, above, score, last, missing, p_factor, p_exponent, LAM, LOG_LAM, STEPS
+        )
         missing -= found
         tl.store(p_drop + own, gone.to(tl.uint8), gone > 0)
         stay = (m_in & (gone == 0)).to(tl.int32)
@@ -384,7 +406,8 @@ def _retain(
         tl.store(p_last + to, tau, m_stay)
         kept += tl.sum(stay)
         if summed:
-            total += tl.sum(tl.where(stay > 0, tl.exp2(log_crf(crf, tau, t, LAM, LOG_LAM)), 0.0))
+            value, exponent = decayed(crf, tau, t, stay > 0, p_factor, p_exponent, STEPS)
+            total += tl.sum(scaled(value, exponent))
     clear(p_known, kept, room, NOWHERE, BLOCK)
     tl.store(p_kept + i, kept)
     tl.store(p_fixed + i, fixed)
@@ -394,7 +417,7 @@ def _retain(
 def retain(
     mass: Tensor, pos: Tensor, held: Tensor, known: tuple[Tensor, Tensor, Tensor], at: Tensor, budget: Tensor,
     slack: int, keep: Tensor, protected: Tensor, prompt: Tensor, t: Tensor, tracked: Tensor, counted: Tensor,
-    summed: Tensor, lam: float, p: float, birth: int, scored: bool,
+    summed: Tensor, decay: Decay, p: float, birth: int, scored: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """One step of algorithm 1, as `minithink/ref/retain.py` describes it.
 
@@ -407,50 +430,37 @@ def retain(
     score = torch.empty(pos.shape if scored else 0, dtype=torch.float64, device=device)
     if kept.numel():
         mass, pos = (x if x.stride(-1) == 1 or width < 2 else x.contiguous() for x in (mass.float(), pos))
-        more_crf = torch.empty(pos.shape, dtype=torch.float32, device=device)
+        more_crf = torch.empty(pos.shape, dtype=torch.float64, device=device)
         more_last = torch.empty(pos.shape, dtype=torch.int32, device=device)
         tracked, counted, summed = (x.contiguous().view(torch.uint8) for x in (tracked, counted, summed))
-        power = powers(float(lam), device)
         _retain[(kept.numel(),)](
             mass, pos, held.contiguous(), *known, at, budget.contiguous(), keep.contiguous(), protected, prompt, t,
-            tracked, counted, summed, power, more_crf, more_last, drop.view(torch.uint8), kept, fixed, total, score,
-            n, layers, heads, width, known[0].shape[1], slack, len(power), *mass.stride()[:3], *pos.stride()[:3],
-            P=float(p), BIRTH=birth, **constants(lam, layers * heads), SCORED=scored, num_warps=WARPS,
-            enable_fp_fusion=False,
+            tracked, counted, summed, decay.factor, decay.exponent, more_crf, more_last, drop.view(torch.uint8), kept,
+            fixed, total, score, n, layers, heads, width, known[0].shape[1], slack, *mass.stride()[:3],
+            *pos.stride()[:3], P=float(p), BIRTH=birth, SCORED=scored,
+            **constants(decay.lam, len(decay.factor) // 2, layers * heads), num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return drop, kept, fixed, total, score if scored else None
 
 
-def powers(lam: float, device: torch.device) -> Tensor:
-    """λ⁰, λ¹, …, float64, computed once. A table made while a graph is recorded is not kept, because its memory has
-    the content only while the graph runs."""
-    power = _POWERS.get((lam, device))
-    if power is None:
-        power = lam ** torch.arange(ages(lam), dtype=torch.float64, device=device)
-        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-            _POWERS[lam, device] = power
-    return power
-
-
-def ages(lam: float) -> int:
-    """How many powers of λ the table has. The last is 1, or too small to change a CRF (a CRF is below 2^24)."""
-    if lam in (0, 1):
-        return 2 - int(lam)
-    return min(MOST, math.ceil(49 / -math.log2(lam)) + 1)
-
-
-def constants(lam: float, lanes: int) -> dict[str, float]:
+def constants(lam: float, steps: int, lanes: int) -> dict[str, float]:
     """Constants of the compiled kernels. λ is one of them, because an argument would be rounded to float32."""
-    log_lam = math.log2(lam) if lam > 0 else 0.0
-    return {"LAM": float(lam), "LOG_LAM": log_lam, "NOWHERE": NOWHERE, "LANES": power_of_2(lanes), "BLOCK": BLOCK}
+    return {
+        "LAM": float(lam),
+        "LOG_LAM": math.log2(lam) if lam > 0 else 0.0,
+        "STEPS": steps,
+        "NOWHERE": NOWHERE,
+        "LANES": power_of_2(lanes),
+        "BLOCK": BLOCK,
+    }
 
 
 def variants() -> Iterator[Variant]:
-    signature = dict.fromkeys(("p_mass", "p_crf", "p_more_crf"), "*fp32")
+    signature = {"p_mass": "*fp32"}
     signature |= dict.fromkeys(("p_tracked", "p_counted", "p_summed", "p_drop"), "*u8")
-    signature |= dict.fromkeys(("p_power", "p_total", "p_score"), "*fp64") | {"p_at": "*i64"}
+    signature |= dict.fromkeys(("p_crf", "p_more_crf", "p_factor", "p_total", "p_score"), "*fp64") | {"p_at": "*i64"}
     signature |= {name: "*i32" for name in _retain.arg_names if name.startswith("p_") and name not in signature}
     signature |= {name: "i32" for name in _retain.arg_names if name[0].islower() and name not in signature}
     for lam, birth, scored in ((0.6, 1, False), (0.0, 0, True), (1.0, 1, False)):
-        values = {"P": 0.9, "BIRTH": birth, "SCORED": scored, **constants(lam, 256)}
+        values = {"P": 0.9, "BIRTH": birth, "SCORED": scored, **constants(lam, 1024, 256)}
         yield Variant(_retain, signature, values, {"num_warps": WARPS})

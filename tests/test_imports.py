@@ -31,7 +31,7 @@ ALLOWED = {
     "minithink.kernels": ("minithink.kernels",),
     "minithink.policies": (
         "minithink.policies", "minithink.kv.contract", "minithink.kv.schedule", "minithink.kv.stack",
-        "minithink.quant", "minithink.errors", "minithink.sentences",
+        "minithink.quant", "minithink.errors", "minithink.sentences", "minithink.ref.lrfu",
     ),
     "minithink.model": ("minithink.backend", "minithink.config", "minithink.errors"),
     "minithink.tasks": ("minithink.tasks", "minithink.commands", "minithink.errors", "minithink.tokenizer"),

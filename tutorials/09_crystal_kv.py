@@ -32,7 +32,7 @@ import minithink
 from minithink.evaluate.needed import HELD, needed_kept
 from minithink.reading import read
 from minithink.ref.decode_attention import group_reduce
-from minithink.ref.lrfu import hit_set, lrfu
+from minithink.ref.lrfu import Decay, Scaled, decayed, hit_set, lrfu
 from minithink.ref.reallocate import reallocate
 from minithink.ref.retain import worst
 from minithink.tasks import grade, load_problems, needs
@@ -177,8 +177,7 @@ lead = {lam: max(k for k in range(1000) if k == 0 or lam**k > 1 - lam) for lam i
 print("the longest lead that frequency can outvote, in steps:", lead)
 assert list(lead.values()) == [0, 1, 3, 21, 458]
 plain = torch.tensor(0.6) ** torch.tensor([300.0, 250.0])
-there, tau = torch.ones(2, dtype=torch.bool), torch.tensor([0, 50])
-_, _, score = lrfu(torch.zeros(2), there, ~there, torch.ones(2), tau, torch.tensor(300), 0.6, 0.9)
+score = decayed(torch.ones(2).double(), torch.tensor([0, 50]), torch.tensor(300), Decay(0.6)).log2()
 print("hit 300 and 250 steps ago: λ^age =", plain.tolist(), " log₂ =", score.tolist())
 assert plain.sum() == 0 < score[1] - score[0], "the older one should go"
 
@@ -271,19 +270,20 @@ assert final[looker] < B, "the head that looks sharply should give slots away"
 def kept_until(rule, budget):
     """Each token's eviction: the first generated token at whose writing a head no longer holds it. [L·H, N]"""
     left, held = torch.full((L, H, N), HELD, dtype=torch.int32), (torch.arange(N) < P).repeat(L, H, 1)
-    crf, tau = torch.ones(L, H, N), (torch.arange(N, dtype=torch.int32) - P + 1).clamp(min=0).repeat(L, H, 1)
+    crf, tau = torch.ones(L, H, N).double(), (torch.arange(N, dtype=torch.int32) - P + 1).clamp(min=0).repeat(L, H, 1)
     generator = torch.Generator().manual_seed(0)
     for i in range(P, T):
         held[..., i] = True
         now, t = slice(0, i + 1), torch.tensor(i - P + 1, dtype=torch.int32)
         score = torch.rand(L, H, i + 1, generator=generator) * (rule == "random")  # window: all 0, so the oldest goes
+        value = Scaled(score, torch.zeros_like(tau[..., now]))
         if isinstance(rule, float):  # LRFU, λ = rule; the attention that a new token pays to itself is no hit
             counted = held[..., now] & (torch.arange(i + 1) < i)
             state = mass[:, :, i, now], held[..., now], counted, crf[..., now], tau[..., now]
-            crf[..., now], tau[..., now], score = lrfu(*state, t, rule, 0.9)
+            crf[..., now], tau[..., now], value = lrfu(*state, t, Decay(rule), 0.9)
         if i + 1 > budget:
             free = held[..., now] & (torch.arange(i + 1) >= P)
-            gone = worst(score, tau[..., now], free, torch.full((L, H), budget - P))  # by CRF, last hit, age
+            gone = worst(value, tau[..., now], free, torch.full((L, H), budget - P))  # by CRF, last hit, age
             held[..., now] &= ~gone
             left[..., now].masked_fill_(gone, i - P + 1)
     assert (held.sum(-1) == min(T, budget)).all()

@@ -41,7 +41,7 @@ from minithink.files import rounded
 from minithink.progress import progress
 from minithink.reading import read
 from minithink.ref.decode_attention import group_reduce
-from minithink.ref.lrfu import lrfu
+from minithink.ref.lrfu import Decay, lrfu
 from minithink.tasks import Problem
 from minithink.tasks.needs import Reader, reader
 
@@ -71,7 +71,8 @@ class H2O(Sketch):
 class Lrfu(Sketch):
     def __init__(self, cache: Dense, prompts: Tensor) -> None:
         super().__init__(cache, prompts)
-        self.crf = torch.zeros_like(cache.mass)
+        self.crf = torch.zeros_like(cache.mass, dtype=torch.float64)
+        self.decay = Decay(0.6, cache.mass.device)
         self.last = torch.zeros(cache.mass.shape, dtype=torch.int32, device=cache.mass.device)
 
     def observe(self, step: int, token: Tensor) -> None:
@@ -79,7 +80,8 @@ class Lrfu(Sketch):
         valid = c.kept[..., :end] & (c.column[:end] <= c.pos)[None, :, None]
         t = torch.tensor(step, dtype=torch.int32, device=c.mass.device)
         state = (c.mass[..., :end], valid, valid, self.crf[..., :end], self.last[..., :end], t)
-        self.crf[..., :end], self.last[..., :end], self.current = lrfu(*state, lam=0.6, p=0.9)
+        self.crf[..., :end], self.last[..., :end], now = lrfu(*state, self.decay, p=0.9)
+        self.current = now.log2()
 
     def score(self, step: int) -> Tensor:
         return self.current.clamp_min(-1e30)  # tokens never hit still rank above evicted ones, which have −∞

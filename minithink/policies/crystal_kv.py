@@ -19,27 +19,6 @@ code needs no such labels. At each step, after attention, `decide` does this in 
 All this happens only while the model thinks: from `<think>`, or from the end of a prompt that ends in it, to
 `</think>`. A model without such tokens thinks all the time. The prompt stays, and counts in the budget. The answer is
 appended beside the budget. In Crystal-KV Lite (§6.1) budgets stay equal. The authors released no code.
-
-Choices where the paper is silent:
-- the query heads of a KV head count as one: the largest probability of each token, renormalised. The prompt's tokens
-  take part, and can be hit. The token with which the sum reaches p is hit, too (the paper: "exceed"). Of equally
-  probable tokens the older one comes first;
-- t counts the sequence's generated tokens. Hits count from the first one on (§5.2: over the whole history). In
-  algorithm 1 (lines 1 and 2) hits do not count before the head is full: track=full does that;
-- a new token has CRF 1 and τ = t, because LRFU counts insertion, and a PotentialKV must not be evicted in the step in
-  which it comes (§5.1). Its attention to itself at t is no second hit. birth=0 starts with CRF 0 and counts this hit;
-- of tokens with equal CRF the one whose last hit is older goes first, then the older token. So λ = 0 is LRU and λ = 1
-  is LFU, as in §5.2. Decayed CRFs are compared as logarithms, because 0.6^n is 0 in float32 from n ≈ 200 on;
-- queries of the answer count no hits, and during the answer no token is evicted;
-- ΣCRF is over all tokens that a head holds, the prompt's included, decayed to the step at which budgets move;
-- if CRF does not depend on the budget, Budget' ∝ η oscillates for ever. So the weight is Budget^(1−a)·η^a. With the
-  damping a = ½ it is √CRF, whatever the budgets were; damping=1 is algorithm 2 as it is written;
-- a budget is at least the prompt and `min_budget` tokens, and at most what the head can fill until budgets move
-  again. Budgets outside these bounds are cut to them, and all others are scaled by one factor, so that the sum stays.
-  Budgets do not move if all heads together cannot fill them by then.
-For λ ≤ ½ all older hits together weigh less than one newer hit. So LRFU decides as LRU: the token that was hit more
-recently stays, and frequency counts only among tokens with the same last hit (see figure 5). In general a token that
-was hit k steps more recently than another can go first only if λ^k > 1 − λ: k ≤ 1 at λ = 0.6, and k ≤ 21 at 0.9.
 """
 
 from __future__ import annotations
@@ -53,6 +32,7 @@ from torch import Tensor
 
 from minithink.errors import UsageError
 from minithink.kv.contract import Demand, Edit, Evict, Policy, See, SetBudget, Shape, Step
+from minithink.ref.lrfu import Decay
 
 NOWHERE = 2**31 - 1  # the position in an empty entry: behind all others
 
@@ -118,8 +98,8 @@ class CrystalKVLite(Policy):
         over, keep = super().due(step)  # heads above their budgets; with a schedule, only at its steps
         *result, score = step.ops.retain(
             step.mass(), step.pos(), held, self._known, step.row, step.budget, self._slack,
-            torch.where(over, keep, held), step.protects, step.prompt, step.clock, tracked, counted, summed, self.lam,
-            self.p, self.birth, step.wants_scores,
+            torch.where(over, keep, held), step.protects, step.prompt, step.clock, tracked, counted, summed,
+            self._decay, self.p, self.birth, step.wants_scores,
         )  # fmt: skip
         if score is not None:
             step.note(score)
@@ -135,14 +115,15 @@ class CrystalKVLite(Policy):
         self._slack = most - self.budget  # tokens beyond its budget that a head may hold between steps
         size = rows, layers * heads * most + 1  # the last entry is for tokens without an entry of their own
         self._pos = torch.full(size, NOWHERE, dtype=torch.int32, device=shape.device)
-        self._crf = torch.zeros(size, dtype=torch.float32, device=shape.device)
+        self._crf = torch.zeros(size, dtype=torch.float64, device=shape.device)
         self._last = torch.zeros(size, dtype=torch.int32, device=shape.device)
+        self._decay = Decay(self.lam, shape.device)
 
     def reset(self, row: int) -> None:
         self._pos[row] = NOWHERE
 
     def state(self) -> Iterable[Tensor]:
-        return self._known
+        return *self._known, *self._decay.tables()
 
     @property
     def _known(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,7 +168,7 @@ class CrystalKV(CrystalKVLite):
             # Heads that shrink evict: their tokens are added to `drop`. CRF and τ move to the heads' new entries.
             step.ops.repack(
                 drop, step.held(), self._known, step.row, step.budget, budget, self._slack, step.protects, step.clock,
-                now, self.lam,
+                now, self._decay,
             )  # fmt: skip
             yield SetBudget(budget)
         yield Evict(drop)
@@ -223,3 +204,34 @@ class CrystalKV(CrystalKVLite):
     def notes(self, row: int) -> str:
         moved, slots = self.counts(row).values()
         return f"{moved:,} of {slots:,} slots changed heads ({moved / slots:.1%})" if slots else ""
+
+
+# Choices
+#
+# The authors have released no code. What the paper leaves open:
+#
+# - The query heads of a KV head count as one: the largest probability of each token, renormalised.
+# - The prompt's tokens take part in the attention, and can be hit.
+# - The token with which the sum reaches p is hit, too (the paper: "exceed"). Of equally probable tokens the older one
+#   comes first.
+# - t counts the sequence's generated tokens. Hits count from the first one on (§5.2: over the whole history). In
+#   algorithm 1 (lines 1 and 2) hits do not count before the head is full: track=full does that.
+# - A new token has CRF 1 and τ = t, because LRFU counts insertion, and a PotentialKV must not be evicted in the step
+#   in which it comes (§5.1). Its attention to itself at t is no second hit. birth=0 starts with CRF 0 and counts it.
+# - Of tokens with equal CRF the one whose last hit is older goes first, then the older token. So λ = 0 is LRU and
+#   λ = 1 is LFU, as in §5.2.
+# - CRF is a float64, and decayed CRFs are compared as numbers times powers of 2: 0.6^n is 0 in float64 from n ≈ 1,400
+#   on. A hit that came more than 53·ln 2 / −ln λ steps before a token's last one is rounded away: 72 steps at
+#   λ = 0.6, 16 at 0.1. Within 50·ln 2 / −ln λ steps every hit counts (`window` in `ref/lrfu.py`).
+# - Queries of the answer count no hits, and during the answer no token is evicted.
+# - ΣCRF is over all tokens that a head holds, the prompt's included, decayed to the step at which budgets move.
+# - If CRF does not depend on the budget, Budget' ∝ η oscillates for ever. So the weight is Budget^(1−a)·η^a. With the
+#   damping a = ½ it is √CRF, whatever the budgets were; damping=1 is algorithm 2 as it is written.
+# - A budget is at least the prompt and `min_budget` tokens, and at most what the head can fill until budgets move
+#   again. Budgets outside these bounds are cut to them, and all others are scaled by one factor, so that the sum
+#   stays. Budgets do not move if all heads together cannot fill them by then.
+#
+# For λ ≤ ½ all older hits together weigh less than one newer hit. So LRFU decides as LRU: the token that was hit more
+# recently stays, and frequency counts only among tokens with the same last hit (see figure 5). So all λ in (0, ½]
+# decide alike, as far as hits lie within the window of their λ. In general a token that was hit k steps more recently
+# than another can go first only if λ^k > 1 − λ: k ≤ 1 at λ = 0.6, and k ≤ 21 at 0.9.

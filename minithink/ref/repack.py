@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minithink.ref.lrfu import log_crf
+from minithink.ref.lrfu import Decay, decayed
 from minithink.ref.retain import Known, entries, lanes, remember, worst
 
 
 def repack(
     drop: Tensor, held: Tensor, known: Known, at: Tensor, old: Tensor, new: Tensor, slack: int, protected: Tensor,
-    t: Tensor, moves: Tensor, lam: float,
+    t: Tensor, moves: Tensor, decay: Decay,
 ) -> None:  # fmt: skip
     """Budgets have moved: heads that shrink evict in the order of algorithm 1, then the lists move to their entries.
 
@@ -25,6 +25,6 @@ def repack(
     entry = entries(known, old, slack, there.cumsum(-1) - 1)
     pos, crf, last = (x[at].gather(1, entry).unflatten(1, lanes(drop)).transpose(0, 1) for x in known)
     free = there & (pos >= protected[:, None, None])
-    gone = worst(log_crf(crf, last, t[:, None, None], lam), last, free, new - (there & ~free).sum(-1))
+    gone = worst(decayed(crf, last, t[:, None, None], decay), last, free, new - (there & ~free).sum(-1))
     remember(known, at, moves, new, slack, there & ~gone, pos, crf, last)
     drop |= gone & moves[:, None, None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minithink.ref.lrfu import lrfu
+from minithink.ref.lrfu import Decay, Scaled, lrfu
 
 NOWHERE = 2**31 - 1  # the position in an empty entry: behind all others
 Known = tuple[Tensor, Tensor, Tensor]  # positions, CRF and τ
@@ -16,7 +16,7 @@ Known = tuple[Tensor, Tensor, Tensor]  # positions, CRF and τ
 
 def retain(
     mass: Tensor, pos: Tensor, held: Tensor, known: Known, at: Tensor, budget: Tensor, slack: int, keep: Tensor,
-    protected: Tensor, prompt: Tensor, t: Tensor, tracked: Tensor, counted: Tensor, summed: Tensor, lam: float,
+    protected: Tensor, prompt: Tensor, t: Tensor, tracked: Tensor, counted: Tensor, summed: Tensor, decay: Decay,
     p: float, birth: int, scored: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """One step of algorithm 1.
@@ -30,7 +30,7 @@ def retain(
         mass: float [L, N, H, S], the newest query's attention; anything (also NaN) behind the last token.
         pos: int32 [L, N, H, S], the tokens' positions, ascending; anything behind the last token.
         held: int32 [L, N, H], tokens of each head.
-        known: int32, float32 and int32 [B, E]; E is more than the entries of a row's heads. The last entry is for
+        known: int32, float64 and int32 [B, E]; E is more than the entries of a row's heads. The last entry is for
             tokens without an entry of their own, and its content means nothing.
         at: int64 [N], the rows, each once.
         budget: int32 [L, N, H].
@@ -41,7 +41,7 @@ def retain(
         tracked: bool [N]. In other rows nothing changes.
         counted: bool [L, N, H], heads in which hits count.
         summed: bool [N], rows of which ΣCRF is wanted.
-        lam, p: λ and the share of the hit set, see `lrfu`.
+        decay, p: the powers of λ and the share of the hit set, see `lrfu`.
         birth: CRF of a new token, 1 or 0. With 1, its attention to itself is no second hit.
         scored: whether `score` is wanted.
 
@@ -53,34 +53,35 @@ def retain(
         score: float64 [L, N, H, S], log2 of the decayed CRF of every token, where tracked; None if not wanted.
     """
     rows = tracked[:, None]
-    there, crf, last, score = used(mass, pos, held, known, at, budget, slack, prompt, t, counted, lam, p, birth)
+    there, crf, last, score = used(mass, pos, held, known, at, budget, slack, prompt, t, counted, decay, p, birth)
     free = there & (pos >= protected[:, None, None])
     fixed = (there & ~free).sum(-1, dtype=torch.int32)
     stay = there & ~worst(score, last, free, keep - fixed)  # line 10
     remember(known, at, tracked, budget, slack, stay, pos, crf, last)  # lines 11 to 13
     kept, fixed = (torch.where(rows, x, 0) for x in (stay.sum(-1, dtype=torch.int32), fixed))
-    total = torch.where(stay & summed[:, None, None], score.exp2(), 0.0).sum(-1)
-    return there & ~stay & rows[..., None], kept, fixed, total, score if scored else None
+    total = torch.where(stay & summed[:, None, None], score.number(), 0.0).sum(-1)
+    return there & ~stay & rows[..., None], kept, fixed, total, score.log2() if scored else None
 
 
 def used(
     mass: Tensor, pos: Tensor, held: Tensor, known: Known, at: Tensor, budget: Tensor, slack: int, prompt: Tensor,
-    t: Tensor, counted: Tensor, lam: float, p: float, birth: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Lines 3 to 9, with the arguments of `retain`: which columns hold a token, its CRF, τ and log2 of the decayed
-    CRF."""
+    t: Tensor, counted: Tensor, decay: Decay, p: float, birth: int,
+) -> tuple[Tensor, Tensor, Tensor, Scaled]:  # fmt: skip
+    """Lines 3 to 9, with the arguments of `retain`: which columns hold a token, its CRF, τ and the decayed CRF."""
     there, t = torch.arange(pos.shape[-1], device=pos.device) < held[..., None], t[:, None, None]
     born = (pos - prompt[:, None, None] + 1).clamp(min=0)  # the time at which each token came, 0: the prompt
     crf, last = recall(pos, born, known, at, budget, slack, birth)
     counted = counted[..., None] & ((born < t) | (birth == 0))
-    return there, *lrfu(mass, there, counted, crf, last, t, lam, p)
+    return there, *lrfu(mass, there, counted, crf, last, t, decay, p)
 
 
-def worst(score: Tensor, last: Tensor, free: Tensor, room: Tensor) -> Tensor:
+def worst(crf: Scaled, last: Tensor, free: Tensor, room: Tensor) -> Tensor:
     """The free tokens that go, so that `room` of them stay: bool [..., S]. The smallest CRF goes first, of equal CRFs
     the token whose last hit is oldest, then the oldest token."""
-    by_last = last.sort(dim=-1, stable=True).indices  # columns are oldest first already
-    order = by_last.gather(-1, score.gather(-1, by_last).sort(dim=-1, stable=True).indices)
+    exponent, mantissa = crf.ordered()
+    order = torch.arange(last.shape[-1], device=last.device).expand(last.shape)  # columns are oldest first
+    for key in (last, mantissa, exponent):  # sorts are stable, so the last key decides first
+        order = order.gather(-1, key.gather(-1, order).sort(dim=-1, stable=True).indices)
     those = free.gather(-1, order)
     goes = those.sum(-1) - room.clamp(min=0)
     return torch.zeros_like(free).scatter(-1, order, those & (those.cumsum(-1) <= goes[..., None]))
@@ -100,7 +101,7 @@ def recall(
     here = torch.searchsorted(there, wanted.contiguous()).clamp(max=count - 1)
     same, crf, last = (x.gather(1, here) for x in (there, known[1][at], known[2][at]))
     same, crf, last = (x.unflatten(1, lanes(pos)).transpose(0, 1) for x in (same == wanted, crf, last))
-    return torch.where(same, crf, float(birth)), torch.where(same, last, born)
+    return torch.where(same, crf, birth), torch.where(same, last, born)
 
 
 def remember(

@@ -16,7 +16,7 @@ from minithink.analysis.needed_ranks import FAR, SCORES, Pair, needs_of, of_pair
 from minithink.bench import tables
 from minithink.engine import load
 from minithink.ref.decode_attention import group_reduce
-from minithink.ref.lrfu import hit_set, lrfu
+from minithink.ref.lrfu import Decay, hit_set, lrfu
 from minithink.tasks import search
 from minithink.tasks.needs import Need, Reading, Statement
 from tests.compare import assert_close
@@ -102,12 +102,12 @@ def test_scores_are_those_of_plain_counts_and_of_the_policys_operation(lam):
     noise = torch.rand(2, n, dtype=torch.float64)
     found = scores(mass, hits, times, noise, lam)
     assert set(found) == times
-    crf = torch.ones(2, n)
+    crf, decay = torch.ones(2, n).double(), Decay(lam)
     last = torch.arange(n, dtype=torch.int32).repeat(2, 1)
     for t in range(n):
         there = (torch.arange(n) <= t).repeat(2, 1)
         before = there & (torch.arange(n) < t)
-        crf, last, decayed = lrfu(mass[t], there, before, crf, last, torch.tensor(t, dtype=torch.int32), lam, p)
+        crf, last, now = lrfu(mass[t], there, before, crf, last, torch.tensor(t, dtype=torch.int32), decay, p)
         if t + 1 not in times:
             continue
         at = {name: x[:, : t + 1] for name, x in found[t + 1].items()}
@@ -116,6 +116,7 @@ def test_scores_are_those_of_plain_counts_and_of_the_policys_operation(lam):
         assert_close("h2o", at["h2o"], mass[: t + 1].double().sum(0)[:, : t + 1], atol=1e-6)
         assert torch.equal(at["position"], torch.arange(t + 1.0, dtype=torch.float64).expand(2, -1))
         assert torch.equal(at["random"], noise[:, : t + 1])
+        decayed = now.log2()
         finite = decayed[:, : t + 1].isfinite()
         assert torch.equal(at["crf"].isfinite(), finite)
         assert_close("crf", (at["crf"] / math.log(2))[finite], decayed[:, : t + 1][finite], atol=1e-5)

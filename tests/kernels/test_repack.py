@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from minithink.kernels.repack import repack
 from minithink.ref import repack as ref
 from minithink.ref import retain
+from minithink.ref.lrfu import Decay
 from tests.compare import assert_same
+from tests.kernels.device import DEVICE
 from tests.kernels.test_retain import assert_known, drawn, on_device, shuffled
 
 
@@ -32,7 +34,7 @@ def test_equals_its_twin(
     old = arguments["budget"]
     arguments["keep"] = torch.minimum(arguments["keep"], old)
     arguments["protected"] = arguments["protected"].clamp(max=1)  # so that all that stay have entries
-    drop, *_ = retain.retain(*arguments.values(), lam, 0.9, birth, False)
+    drop, *_ = retain.retain(*arguments.values(), Decay(lam), 0.9, birth, False)
     some = old[:, 0].flatten() if shape[1] else torch.zeros(0, dtype=torch.int32)
     new = shuffled(some, shape, g) if some.numel() else old
     moves = arguments["tracked"] & (torch.rand(shape[1], generator=g) < 0.8)
@@ -42,7 +44,7 @@ def test_equals_its_twin(
     on_gpu = [on_device(x) for x in args]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minithink.kernels.retain.BLOCK", block)
-        repack(*on_gpu, lam)
-    ref.repack(*args, lam)
+        repack(*on_gpu, Decay(lam, DEVICE))
+    ref.repack(*args, Decay(lam))
     assert_same("drop", on_gpu[0], drop)
     assert_known(on_gpu[2], known)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from minithink.kv.stack import Stack
 from minithink.model import Rope
 from minithink.policies import parse
 from minithink.policies.crystal_kv import CrystalKV, CrystalKVLite
-from minithink.ref.lrfu import lrfu
+from minithink.ref.lrfu import Decay, Scaled, decayed, lrfu, window
 from minithink.ref.reallocate import reallocate
 from minithink.ref.retain import retain, used, worst
 from tests.kv.run import feed as feed_to
@@ -39,7 +40,8 @@ NEVER = 10**6  # no token
 
 
 def test_the_smallest_crf_goes_then_the_older_hit_then_the_older_token() -> None:
-    score = torch.tensor([[0.5, 0.0, -torch.inf, 0.0, 0.5, -torch.inf, 0.0]], dtype=torch.float64)
+    value = torch.tensor([[1.5, 1.0, 0.0, 1.0, 1.5, 0.0, 1.0]], dtype=torch.float64)
+    score = Scaled(value, torch.full((1, 7), -5000, dtype=torch.int32))
     last = torch.tensor([[9, 8, 2, 7, 9, 1, 7]])
     order, free = [5, 2, 3, 6, 1, 0, 4], torch.ones(1, 7, dtype=torch.bool)
     for room in range(-1, 9):
@@ -60,12 +62,13 @@ def cached(trace: Trace, budget: int, lam: float) -> list[list[int]]:
     """What a head without a prompt holds after each step, by the policy's operations."""
     n, out = len(trace), []
     born = torch.arange(n, dtype=torch.int32) + 1
-    there, crf, last = torch.zeros(n, dtype=torch.bool), torch.ones(n), born
+    there, crf, last = torch.zeros(n, dtype=torch.bool), torch.ones(n).double(), born
+    decay = Decay(lam)
     for t, hits in enumerate(trace, start=1):
         there[t - 1] = True
         mass = torch.tensor([float(i in hits) for i in range(n)])
-        crf, last, score = lrfu(mass, there, there & (born < t), crf, last, torch.tensor(t), lam, 1.0)
-        there = there & ~worst(score, last, there, torch.tensor(budget))
+        crf, last, now = lrfu(mass, there, there & (born < t), crf, last, torch.tensor(t), decay, 1.0)
+        there = there & ~worst(now, last, there, torch.tensor(budget))
         out.append(there.nonzero().flatten().tolist())
     return out
 
@@ -93,8 +96,8 @@ def test_a_decay_of_0_is_lru_and_of_1_is_lfu(trace: Trace, budget: int) -> None:
 
 @given(TRACES, st.integers(1, 12), st.sampled_from([0.15, 0.3, 0.5]))
 def test_up_to_one_half_all_decays_decide_alike(trace: Trace, budget: int, lam: float) -> None:
-    """By the last hit, among equals by the one before, and so on; as far as float32 tells sums apart."""
-    trace = trace[:8]
+    """By the last hit, among equals by the one before, and so on; here all hits are within the window of float64."""
+    trace = trace[: int(window(lam, bits=50))]
     assert cached(trace, budget, lam) == plain(trace, budget, lambda hits: hits[::-1])
 
 
@@ -102,11 +105,12 @@ def test_up_to_one_half_all_decays_decide_alike(trace: Trace, budget: int, lam: 
 def test_a_lead_of_k_steps_loses_only_if_decay_to_the_k_is_above_what_decays(trace: Trace, lam: float) -> None:
     """λ^k > 1 − λ: the sum of all older hits is below λ^k/(1 − λ)."""
     n = len(trace)
-    crf, last, score = torch.ones(n), torch.arange(n, dtype=torch.int32) + 1, torch.zeros(n)
-    there = torch.ones(n, dtype=torch.bool)
+    crf, last = torch.ones(n).double(), torch.arange(n, dtype=torch.int32) + 1
+    there, decay = torch.ones(n, dtype=torch.bool), Decay(lam)
     for t, hits in enumerate(trace, start=1):
         mass = torch.tensor([float(i in hits) for i in range(n)])
-        crf, last, score = lrfu(mass, there, last < t, crf, last, torch.tensor(t), lam, 1.0)
+        crf, last, now = lrfu(mass, there, last < t, crf, last, torch.tensor(t), decay, 1.0)
+    score = now.log2()
     lead = last[:, None] - last
     loses = (score[:, None] < score) & (lead > 0)
     assert (lam ** lead[loses] > 1 - lam).all()
@@ -116,11 +120,10 @@ def test_a_lead_of_k_steps_loses_only_if_decay_to_the_k_is_above_what_decays(tra
 def test_the_longest_lead_that_can_lose(lam: float, k: int) -> None:
     """Against an item that was hit at every step, for long: 1/(1 − λ) after the last hit."""
     assert lam**k > 1 - lam > lam ** (k + 1)
-    crf = torch.tensor([1 / (1 - lam), 1.0])
-    nothing, there = torch.zeros(2), torch.ones(2, dtype=torch.bool)
+    crf = torch.tensor([1 / (1 - lam), 1.0], dtype=torch.float64)
     for lead, newer_goes in ((k, True), (k + 1, False)):
         last = torch.tensor([5000, 5000 + lead], dtype=torch.int32)
-        score = lrfu(nothing, there, there, crf, last, torch.tensor(5600), lam, 0.9)[2]
+        score = decayed(crf, last, torch.tensor(5600), Decay(lam)).log2()
         assert bool(score[1] < score[0]) == newer_goes
 
 
@@ -140,14 +143,14 @@ def test_leaving_order_by_hand(lam: float, values: list[float], order: list[int]
     """At t = 9. With a prompt of two tokens, five tokens keep three: the first two of the order leave."""
     tokens = list(REWARDS)
     there = torch.ones(5, dtype=torch.bool)
-    crf, last, score = torch.zeros(5), torch.zeros(5, dtype=torch.int32), torch.zeros(5)
+    crf, last, decay = torch.zeros(5).double(), torch.zeros(5, dtype=torch.int32), Decay(lam)
     for t in range(1, 10):
         mass = torch.tensor([float(t in REWARDS[token]) for token in tokens])
-        crf, last, score = lrfu(mass, there, there, crf, last, torch.tensor(t), lam, 1.0)
+        crf, last, now = lrfu(mass, there, there, crf, last, torch.tensor(t), decay, 1.0)
     for room in range(len(order) + 1):
-        gone = worst(score, last, there, torch.tensor(room)).nonzero().flatten().tolist()
+        gone = worst(now, last, there, torch.tensor(room)).nonzero().flatten().tolist()
         assert {tokens[i] for i in gone} == set(order[: len(order) - room])
-    assert sorted(score.exp2().tolist()) == pytest.approx(values, rel=1e-6)
+    assert sorted(now.number().tolist()) == pytest.approx(values, rel=1e-14)
 
 
 # --- the whole history --------------------------------------------------------------------------------------
@@ -167,8 +170,8 @@ class History:
         return super().algorithm_1(step, *rows)
 
     def retain(self, *args: Any) -> Any:
-        mass, pos, held, known, at, budget, slack, _, _, prompt, t, _, counted, _, lam, p, birth, _ = args
-        of_columns = used(mass, pos, held, known, at, budget, slack, prompt, t, counted, lam, p, birth)
+        mass, pos, held, known, at, budget, slack, _, _, prompt, t, _, counted, _, decay, p, birth, _ = args
+        of_columns = used(mass, pos, held, known, at, budget, slack, prompt, t, counted, decay, p, birth)
         _, self.crf, self.last, self.score = of_columns  # of the columns of this step
         return retain(*args)
 
@@ -225,7 +228,7 @@ def replay(notes: list[dict[str, Any]], row: int, p: CrystalKVLite) -> tuple[int
                     own[x].append(t)
                 enough += m
             free = [x for x in own if x >= n * p.protect_prompt]
-            free.sort(key=lambda x: (round(crf(own[x], t, p), 9), max(own[x], default=max(0, x - n + 1)), x))
+            free.sort(key=lambda x: (crf(own[x], t, p), max(own[x], default=max(0, x - n + 1)), x))
             staying[layer, head] = free[max(0, len(lane) - int(old[layer, head])) if due else 0 :]
         if isinstance(p, CrystalKV):
             assert torch.equal(new, budgets_of(p, old, staying, hits, note, row))
@@ -242,15 +245,14 @@ def replay(notes: list[dict[str, Any]], row: int, p: CrystalKVLite) -> tuple[int
             assert len(left) == len(stay)
             assert len(left) + protected <= int(new[layer, head]) or not due
             if drop.any():
-                values = {x: crf(hits[layer, head, x], t, p) for x in left ^ stay}
-                assert max(values.values(), default=0) - min(values.values(), default=0) < 1e-5  # float32 decides
+                assert left == stay
                 compared += 1
     return compared, moved
 
 
-def crf(hits: list[int], t: int, p: CrystalKVLite) -> float:
-    """The defining sum (§5.2)."""
-    return sum(p.lam ** (t - at) for at in hits)
+def crf(hits: list[int], t: int, p: CrystalKVLite) -> Fraction:
+    """The defining sum (§5.2), exact."""
+    return sum((Fraction(p.lam) ** (t - at) for at in hits), Fraction())
 
 
 def budgets_of(
@@ -258,17 +260,18 @@ def budgets_of(
     note: dict[str, Any], row: int,
 ) -> Any:  # fmt: skip
     """Algorithm 2 for the tokens that algorithm 1 has kept, the prompt's too: int32 [L, H]. CRFs are those of the
-    policy, compared with the whole history: float32 would otherwise decide between remainders."""
+    policy, compared with the whole history: rounding would otherwise decide between remainders."""
     t, prompt = int(note["clock"][row]), int(note["prompt"][row]) * p.protect_prompt
     if t == 0 or t % p.realloc_every:
         return old
     sums, held = torch.zeros(1, *old.shape, dtype=torch.float64), torch.zeros_like(old)
     for (layer, head), free in staying.items():
         lane = {*range(prompt), *free}
-        for x, score in zip(*(note[k][layer, row, head].tolist() for k in ("pos", "score")), strict=True):
+        values = note["score"].number()
+        for x, value in zip(*(of[layer, row, head].tolist() for of in (note["pos"], values)), strict=True):
             if x in lane:
-                assert 2**score == pytest.approx(crf(hits[layer, head, x], t, p), rel=1e-5)
-                sums[0, layer, head] += 2**score
+                assert value == pytest.approx(float(crf(hits[layer, head, x], t, p)), rel=1e-13)
+                sums[0, layer, head] += value
         held[layer, head] = len(lane)
     low = torch.full_like(old, prompt + p.min_budget)
     high = torch.maximum(held + p.realloc_every, low)
@@ -552,12 +555,13 @@ def test_sequences_that_come_and_go(protect: bool, moves: bool) -> None:
 
 
 def test_the_state_is_bounded_and_in_the_ledger() -> None:
-    """12 bytes for every token that the budgets allow, and for one more in every row."""
+    """16 bytes for every token that the budgets allow, and for one more in every row: a position, a CRF of 8 bytes
+    and a time. All rows share tables of 2,048 powers of λ, of 12 bytes each."""
     lanes, rows = 2 * 3 * 2, 3
     moving = CrystalKV(budget=16, realloc_every=4, min_budget=2)
     for policy, counters in ((CrystalKVLite(budget=16), 0), (moving, 2 * 8 * rows)):
         for manager in follow(policy, [4, 13], 30, rows=rows):
-            assert manager.ledger().state == 12 * (16 * lanes + rows) + 4 * lanes + counters  # 4: the budgets
+            assert manager.ledger().state == 16 * (16 * lanes + rows) + 2048 * 12 + 4 * lanes + counters  # 4: budgets
     assert moving.counts(0)["slots_moved"] > 0
 
 
@@ -594,7 +598,7 @@ def test_in_a_stack_the_state_follows_what_another_drops() -> None:
                 t = int(last["clock"][row])
                 age = t - int(watched.last[layer, row, head, column])
                 got = watched.lam**age * float(watched.crf[layer, row, head, column])
-                assert got == pytest.approx(sum(watched.lam ** (t - at) for at in history[pos]), rel=1e-5)
+                assert got == pytest.approx(sum(watched.lam ** (t - at) for at in history[pos]), rel=1e-13)
 
 
 def plain_history(
