@@ -215,8 +215,11 @@ for name, line in zip(NAMES, table, strict=True):
     print(f"{name:25}" + "".join(f"{x:12.0f}" for x in line))
 print(
     f"agreement {same:.0%}, by chance {chance:.0%}, κ = {m['keywords']['kappa']:.2f}: "
-    + ("they have little to do with each other" if abs(m["keywords"]["kappa"]) < 0.2 else "they are related")
+    + ("they hardly agree" if abs(m["keywords"]["kappa"]) < 0.2 else "they agree")
 )
+expected = table.sum(1, keepdims=True) * table.sum(0) / n
+chi_squared = ((table - expected) ** 2 / expected).sum()  # with 4 degrees of freedom, 18.5 or more has p < 0.001
+print(f"χ² of the table: {chi_squared:.0f}, Cramér's V {np.sqrt(chi_squared / n / 2):.2f} (0: unrelated, 1: one decides)")
 print(f"a segment's sparsity and its number correlate: {m['correlation_with_position']:.2f}")
 
 tau = 32  # τ: so many tokens make a segment; the paper's is 128
@@ -226,10 +229,12 @@ assert confusion(torch.cat(ours), torch.cat(theirs)).sum() == sum(-(-len(x) // t
 print(f"our four texts in segments of {tau} tokens: κ = {kappa(torch.cat(ours), torch.cat(theirs)):.2f}")
 
 # %% [markdown]
-# If κ is near 0 and the correlation is not, then ThinKV's types on this small model are rather *early, middle and
-# late* than planning, computing and doubting: a longer cache has a larger share of tokens without attention. That
-# is no verdict on the paper, whose models are a thousand times as large. For us it means: on this model we can learn
-# how ThinKV *works*, and must not conclude that its types are thoughts.
+# κ asks whether types and words agree *under the same names*, and they hardly do. χ² asks whether they have anything
+# to do with each other, and they do, weakly: which words stand in a segment says something about its sparsity, but
+# not that doubts are the sparsest and reasoning the densest. If sparsity also correlates with a segment's number,
+# types on this small model are in part *early, middle and late*: a longer cache has a larger share of tokens without
+# attention. That is no verdict on the paper, whose models are a thousand times as large. For us it means: on this
+# model we can learn how ThinKV *works*, and must not conclude that its types are thoughts.
 #
 # From here on a type is simply given. What does it decide?
 #
