@@ -104,7 +104,7 @@ def _map(source: FreeList, target: FreeList, old: Tensor, new: Tensor) -> Tensor
 
 def _by_row(few: KVManager, many: KVManager) -> list[tuple[Tensor, Tensor, int | None]]:
     """The tensors of rows, here and there, and the axis of the rows; None: both sizes are equal."""
-    names = ("pos", "count", "ring", "scale", "thought", "next_thought", "begun")
+    names = ("pos", "count", "ring", "outgoing", "outgoing_at", "scale", "thought", "next_thought", "begun")
     out = [(getattr(few.store, name), getattr(many.store, name)) for name in names]
     for p, q in zip(members(few.policy), members(many.policy), strict=True):
         out.append((few.budgets[id(p)], many.budgets[id(q)]))

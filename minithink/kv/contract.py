@@ -180,8 +180,8 @@ class Storage:
     # The prompt's last tokens, fewer than the buffer holds: quantize them as a short block, or keep them there.
     tail: Literal["quantize", "keep"] = "quantize"
     sink: int = 0  # the prompt's first tokens, which stay plain
-    # With tail "keep": the values of the last `buffer` tokens are read in full precision, also where their keys are
-    # quantized (KIVI's official schedule: keys by block, values one token at a time).
+    # With tail "keep": the values of the newest token and of the `buffer` tokens before it are read in full
+    # precision, also where their keys are quantized (KIVI's official schedule: keys by block, values one by one).
     lag: bool = False
     shrink: bool = False  # quantize in thoughts[0], then shrink by integers to the thought's format (PM-KVQ)
     # After an eviction what stays of a lane moves together, before the next step or beside it (`kv/compaction.py`).

@@ -84,6 +84,8 @@ class Pages:
     scale_rows: Tensor
     row_of: Tensor
     ring: Tensor
+    outgoing: Tensor
+    outgoing_at: Tensor
     scale: Tensor
     place: Tensor
     pos: Tensor
@@ -284,12 +286,17 @@ class Reading:
         return self.pages.ring[layer] if self.rows is None else self.pages.ring[layer, self.rows]
 
     def _lagging(self, layer: int, v: Tensor) -> Tensor:
-        """Replace the values of the last `buffer` tokens by those in the ring. v: [N, Hkv, S, D]."""
+        """Replace the values of the last `buffer` + 1 tokens by exact ones: the oldest of them from `outgoing`, if it
+        was pushed out of the ring already, the others from the ring. v: [N, Hkv, S, D]."""
         pages, pos, (lengths, settled) = self.pages, self.pos[min(layer, len(self.pos) - 1)], self._ends
         size, sink = pages.storage.buffer, pages.storage.sink
-        recent = (pos >= lengths[:, None, None] - size) & (pos >= sink) & settled[:, None, None]
+        recent = (pos >= lengths[:, None, None] - 1 - size) & (pos >= sink) & settled[:, None, None]
+        pushed_out = pages.outgoing_at[self.numbers][:, None, None]
+        in_ring = (recent & (pos > pushed_out))[..., None]
         index = ((pos - sink) % size).long()[..., None].expand(v.shape)
-        return torch.where(recent[..., None], self._ring(layer)[..., 1, :].gather(2, index), v)
+        v = torch.where(in_ring, self._ring(layer)[..., 1, :].gather(2, index), v)
+        outgoing = pages.outgoing[layer, self.numbers][:, :, None]
+        return torch.where((recent & (pos == pushed_out))[..., None], outgoing, v)
 
     @cached_property
     def _ends(self) -> tuple[Tensor, Tensor]:

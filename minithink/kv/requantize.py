@@ -84,6 +84,10 @@ class Moves(Slots):
                 kv = torch.stack(read(layer), dim=3)
                 ring.scatter_(2, into[..., None, None].expand(kv.shape), kv)
                 self.ring[layer, row] = ring[0, :, :-1]
+                if s.lag:
+                    before = (pos == length - 1 - s.buffer)[min(layer, place.shape[0] - 1), 0]  # [Ht, S]
+                    self.outgoing[layer, row] = kv[0, :, :, 1].masked_fill(~before[..., None], 0.0).sum(1)
+            self.outgoing_at[row] = length - 1 - s.buffer
             self.waiting[row] = length - min(whole, length)
         self.place[:, at, :, : self.seen] = torch.where(
             moving, new, torch.where(waiting, -1 - (pos - whole), place)

@@ -99,6 +99,10 @@ class Slots(Pages):
         lt, b, ht = shape.tables
         ring = (shape.layers, b, shape.kv_heads, storage.buffer, 2, shape.head_dim)
         self.ring = torch.zeros(ring, dtype=dtype, device=shape.device)
+        # If values lag: the value that left the ring of each row last, and its position.
+        lagging = shape.head_dim if storage.lag else 0
+        self.outgoing = torch.zeros(shape.layers, b, shape.kv_heads, lagging, dtype=dtype, device=shape.device)
+        self.outgoing_at = torch.full((b,), -1, dtype=torch.int64, device=shape.device)
         # FP32 scales of K and of V, in each format
         self.scale = torch.ones(len(self.layouts), 2, shape.layers, b, dtype=torch.float32, device=shape.device)
         self.thought = torch.full((b,), storage.prompt, dtype=torch.uint8, device=shape.device)

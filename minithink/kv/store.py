@@ -4,6 +4,7 @@
     side        beside it: the parameters (scales, minima) of groups of channels, for every slot
     scale_rows  the parameters of groups of tokens (keys by token): a row for each group that holds a token
     ring        the full-precision buffer: tokens that wait to be quantized together
+    outgoing    where values lag behind keys, the value that left the ring last
     place, pos  for every unit the list of its tokens, oldest first: where each lies, and its original position
 
 The life of a token:
@@ -141,9 +142,20 @@ class PagedStore(Moves):
         pool is too small, `overflow` becomes true."""
         at = batch.row
         self.backend.enlist(self.place, self.pos, self.count, at, batch.active, batch.length - 1, batch.waiting)
+        if self.storage.lag:
+            self._push_out(batch)
         if self.storage.buffer:
             return _RingWriter(self, at, batch.waiting)
         return _PageWriter(self, at, self._allocate(at, batch.active, 1))
+
+    def _push_out(self, batch: Batch) -> None:
+        """Keep the values that the new tokens will push out of the ring. A row's value is kept once, because padding
+        rows write into the place of their own next token, too."""
+        at, position = batch.row, batch.length - 1 - self.storage.buffer
+        new = (self.outgoing_at[at] != position)[:, None, None]
+        values = self.ring[:, at, :, batch.waiting, 1].transpose(0, 1)  # [L, N, Hkv, D]
+        self.outgoing[:, at] = torch.where(new, values, self.outgoing[:, at])
+        self.outgoing_at[at] = position
 
     def appended(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Update the host's counts after `take`. lengths: tokens that each row has seen now."""
@@ -233,6 +245,7 @@ class PagedStore(Moves):
         self.thought[row], self.next_thought[row] = self.storage.prompt, SAME
         self.scale[..., row] = 1
         self.waiting[row], self.starts[row], self.kinds[row] = 0, [], []
+        self.outgoing_at[row] = -1
         self.reading.discard(row)
         self.most[row] = self.lengths[row] = 0
 
@@ -247,7 +260,8 @@ class PagedStore(Moves):
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything that the store occupies."""
-        own = (self.pool, self.side, self.scale_rows, self.row_uses, self.row_of, self.ring, self.scale)
+        own = (self.pool, self.side, self.scale_rows, self.row_uses, self.row_of, self.scale)
+        own += self.ring, self.outgoing, self.outgoing_at
         lists = (self.place, self.pos, self.count, self.thought_format, self.slots, self.overflow)
         thoughts = (self.thought, self.next_thought, self.begun)
         moves = self.compaction.tensors if self.compaction else ()
@@ -305,7 +319,8 @@ class PagedStore(Moves):
         slots = t.most * (1 + 4 * bool(self.row_of.numel()))  # is it live, which row of scales
         opened = (pages != t.pages.count).sum(each)
         tables = tokens * 8 + opened * (slots + 4 + 8) + self.count[:, 0].nbytes
-        return torch.stack((payload, scales, tables, torch.full_like(payload, self.ring[:, 0].nbytes)))
+        buffers = self.ring[:, 0].nbytes + self.outgoing[:, 0].nbytes
+        return torch.stack((payload, scales, tables, torch.full_like(payload, buffers)))
 
 
 class Writer:

@@ -5,14 +5,6 @@ channel"); values have no such pattern, and a group is G channels of one token (
 FP16 (§3.2; `quant/int_asymmetric.py` has the equations). The newest tokens, the residual, are in full precision
 (algorithm 1). As soon as R tokens wait, they are quantized together. The prompt's last tokens, which fill no block of
 R, wait too. Attention sees waiting tokens exact, also while the prompt is read and in the step that fills a block.
-
-- Values: the official code keeps a sliding window of the last R values in full precision and quantizes the oldest
-  one in every step: flush="official". By default (flush="block") values are quantized in blocks, with their keys.
-  Then R/2 values on average are exact instead of R, and the buffer holds no value twice.
-- flush="official" writes a value's codes with its key's, and reads them only after the value has left the window. The
-  result is that of the official code, because the groups of values lie within one token.
-- Constant groups: the official code divides 0 by 0; here such a group decodes to its minimum.
-- Defaults are those of the paper's main results: 2 bits, G = 32, R = 128.
 """
 
 from __future__ import annotations
@@ -52,3 +44,20 @@ class Kivi(Policy):
             )
         lag = self.flush == "official"
         self.storage = Storage(thoughts=(pair,), buffer=self.residual, tail="keep", block=self.block, lag=lag)
+
+
+# Choices
+#
+# The authors' code is jy-yuan/KIVI, `models/llama_kivi.py` and `quant/new_pack.py`. Where this differs:
+#
+# - Values: the code keeps a sliding window of the last R values in full precision and quantizes the oldest one in
+#   every step, after the attention. So attention sees R + 1 exact values, the new one included: flush=official. By
+#   default (flush=block) values are quantized in blocks, with their keys. Then about R/2 values are exact on average,
+#   and the buffer holds no value twice.
+# - flush=official writes a value's codes with its key's, and reads them only after the value has left the window. The
+#   result is that of the code, because the groups of values lie within one token.
+# - Precision: the code computes codes, scales and minima in the type of the data, and stores scale and minimum in it:
+#   FP16 in its models. Here codes are computed in float32 and parameters are stored in FP16 (§3.2), whatever the
+#   type.
+# - Constant groups: the code divides 0 by 0; here such a group decodes to its minimum.
+# - Defaults are those of the paper's main results: 2 bits, G = 32, R = 128.

@@ -106,7 +106,8 @@ class Dense:
 
 class DenseKivi(Dense):
     """KIVI's official schedule, where a lane keeps every token: keys are quantized `residual` at a time, in groups of
-    tokens of one channel; the values of the last `residual` tokens are exact, older ones are quantized one by one."""
+    tokens of one channel; the values of the newest token and of the last `residual` before it are exact, older ones
+    are quantized one by one."""
 
     def __init__(self, manager: KVManager, bits: int, group: int, residual: int) -> None:
         super().__init__(manager, atol=4e-6)
@@ -117,7 +118,8 @@ class DenseKivi(Dense):
         blocks = (len(said) - 1) // self.residual * self.residual  # the newest token waits in any case
         for start in range(0, blocks, self.group):
             keys[start : start + self.group] = self.rounded(keys[start : start + self.group].T).T
-        for p in range(len(said) - self.residual):
+        # The oldest value is quantized after the step's attention. The prompt keeps `residual` exact values.
+        for p in range(len(said) - 1 - self.residual):
             values[p] = self.rounded(values[p].view(-1, self.group)).flatten()
         return keys, values
 

@@ -91,7 +91,9 @@ def test_the_numbers_of_the_example(prompt: int) -> None:
 @pytest.mark.parametrize("prompt", [6, 3, 16, 40])
 def test_the_official_schedule_of_values(prompt: int) -> None:
     """Keys leave the residual in blocks, values one at a time: the specification's table of lengths for every R,
-    (T, K quantized, K residual, V quantized, V residual) = (n, n − n mod R, n mod R, max(0, n − R), min(n, R))."""
+    (T, K quantized, K residual, V quantized, V residual) = (n, n − n mod R, n mod R, max(0, n − R), min(n, R)).
+    Values are compared as the attention of the step saw them, before the oldest one left: R, and that of the step's
+    own token."""
     residual, seen = 16, Kivi(bits=2, group=16, residual=16, flush="official")
     fmt = parse_pair(seen.storage.thoughts[0])[1].fit(TINY.head_dim)
     plain = list(follow(Full(), [prompt], 40))[-1]
@@ -103,6 +105,6 @@ def test_the_official_schedule_of_values(prompt: int) -> None:
             exact = plain.store.reader()(0)[1][0, :, :n]
             codes, params = fmt.quantize(exact, torch.ones(()))
             rounded = fmt.dequantize(codes, params, torch.ones(()), torch.float32)
-            recent = max(0, n - residual)
+            recent = max(0, n - residual - 1)
             assert_same(f"{n} tokens, last {residual}", v[:, recent:], exact[:, recent:])
             assert_same(f"{n} tokens, the others", v[:, :recent], rounded[:, :recent])
