@@ -6,19 +6,6 @@ Every KV head adds up the attention that each of its tokens has received since i
 
 When a head holds more than its budget, it keeps the last `recent` tokens (half of the budget), and of the older ones
 those with the largest S. Nothing is divided by a token's age, so old tokens have an advantage.
-
-The formulas follow the authors' code, FMInference/H2O `h2o_hf/utils_real_drop/modify_llama.py`. Deviations:
-
-- The code scores query heads, which does not work where they share keys. Here the query heads of a KV head add up.
-- Scores stay in float32; in 16 bits they stop growing when a step's attention is below their last digit.
-- Kept tokens stay in their order, and of equal scores the older is kept. Each sequence has its own scores; the code
-  adds up the scores of a batch.
-- Where the prompt is protected (not the default), `recent` is a share of what is left beside it.
-- The code's streaming form moves positions; here they stay as they were.
-
-Released code has other methods under this name: KVCache-Factory chooses once, by the prompt's queries; NVIDIA/kvpress
-divides by the number of queries that could see a token; "H2O" in R-KV and SkipKV goes by the last query alone, and
-in DynTS it does so by mistake. The forms in R-KV, SkipKV and DynTS are close to TOVA (`tova.py`).
 """
 
 from __future__ import annotations
@@ -91,3 +78,21 @@ class H2O(Policy):
 
     def state(self) -> Iterable[Tensor]:
         return self._known
+
+
+# Choices
+#
+# The formulas follow the authors' code, FMInference/H2O `h2o_hf/utils_real_drop/modify_llama.py`. Where this differs:
+#
+# - The code scores query heads, which does not work where they share keys. Here the query heads of a KV head add up.
+# - Scores stay in float32; in 16 bits they stop growing when a step's attention is below their last digit.
+# - Kept tokens stay in their order, and of equal scores the older is kept. Each sequence has its own scores; the code
+#   adds up the scores of a batch.
+# - `recent` is rounded to nine decimals before it is multiplied by a number of tokens (`share_of`); the code takes
+#   two whole numbers, heavy hitters and recent tokens.
+# - Where the prompt is protected (not the default), `recent` is a share of what is left beside it.
+# - The code's streaming form moves positions; here they stay as they were.
+#
+# Released code has other methods under this name: KVCache-Factory chooses once, by the prompt's queries;
+# NVIDIA/kvpress divides by the number of queries that could see a token; "H2O" in R-KV and SkipKV goes by the last
+# query alone, and in DynTS it does so by mistake. The forms in R-KV, SkipKV and DynTS are close to TOVA (`tova.py`).

@@ -12,22 +12,6 @@ unless it is new. The formulas follow the authors' code, a copy of Halo-949/Lazy
 `model/temp_cacheobs.py`. The paper's formulas differ and are left out: its H1 has no "1 +", and sources quote two
 forms of its H2.
 
-Deviations from the code:
-
-- The code has a cache for every query head. Here the query heads of a KV head share TS and MRI, by the mean (or the
-  largest) of their probabilities.
-- Probabilities stay in float32 and stamps are whole numbers; the code has both in 16 bits, which round stamps above
-  2,048.
-- Of equal scores the older token is kept.
-
-Chosen here:
-
-- a prompt above the budget is cut when it is read (its tokens all have the same score), so that no lane is above
-  budget + W between steps; the code waits for the W-th token;
-- if there is no room for W tokens beside a protected prompt (not the default), the newest that fit are kept;
-- W is 32, because texts of small models are short. The authors take the 80th percentile of MRI on some samples, 27 to
-  363 tokens by model and task.
-
 If the user gives a `schedule`, it says when heads evict. W then is the size of the window only.
 """
 
@@ -131,3 +115,20 @@ def importance(pause: Tensor, mri: Tensor) -> Tensor:
     """
     h1 = 2 * (-1 - pause / (mri + 1e-5)).sigmoid()
     return h1 + torch.where(mri > 0, 2 * (1 - mri.float()).sigmoid(), 0.0)
+
+
+# Choices
+#
+# The authors' code was read in a copy of Halo-949/LazyEviction, `model/temp_cacheobs.py`. Where this differs:
+#
+# - The code has a cache for every query head. Here the query heads of a KV head share TS and MRI, by the mean (or the
+#   largest) of their probabilities.
+# - Probabilities stay in float32 and stamps are whole numbers; the code has both in 16 bits, which round stamps above
+#   2,048.
+# - Of equal scores the older token is kept.
+# - A prompt above the budget is cut when it is read, so that no lane is above budget + W between steps. Its tokens
+#   all have the same score then, and the oldest stay beside the last W. The code waits for the W-th token, and so
+#   chooses by the attention of W steps.
+# - If there is no room for W tokens beside a protected prompt (not the default), the newest that fit are kept.
+# - W is 32, because texts of small models are short. The authors take the 80th percentile of MRI on some samples, 27
+#   to 363 tokens by model and task.

@@ -13,13 +13,6 @@ After every token the rule is (`progress`):
 
 As in the official code, it does not count scales and minima. Also as there (its packed backend), shrinking works on
 the integers, and a window that becomes middle at n < 16 passes through 16 bits.
-
-- Budget: the same for all layers, in bits a number at `max_len` tokens. Left out are the paper's choice of 2 or 4
-  bits for each layer, from gradients, and SmoothAttention, which changes the model's weights.
-- Order: the window becomes middle after the decision here. If n halves in the very step in which a window is full,
-  or at the end of the prompt, those tokens have the old n for one more step.
-- At 2 bits and over the budget the official code stops with an error; this policy stays at 2 bits.
-- In a stack with evictions the rule counts the tokens that are held, averaged over lanes.
 """
 
 from __future__ import annotations
@@ -110,3 +103,16 @@ def progress(level: Tensor, n_exact: Tensor, n_middle: Tensor, limit: float) -> 
     # 16·(n_sink + n_window) + n·n_middle
     held = 16 * n_exact + n_middle * 2.0 ** (4 - level)
     return (level + (held > limit)).clamp(max=len(WIDTHS) - 1)
+
+
+# Choices
+#
+# The authors' code is thu-nics/PM-KVQ. Where this differs:
+#
+# - Budget: the same for all layers, in bits a number at `max_len` tokens. Left out are the paper's choice of 2 or 4
+#   bits for each layer, from gradients, and SmoothAttention, which changes the model's weights.
+# - Precision: scale and minimum are FP32. The code keeps them in the type of the data, bfloat16.
+# - Order: the window becomes middle after the decision here. If n halves in the very step in which a window is full,
+#   or at the end of the prompt, those tokens have the old n for one more step.
+# - At 2 bits and over the budget the code stops with an error; this policy stays at 2 bits.
+# - In a stack with evictions the rule counts the tokens that are held, averaged over lanes.

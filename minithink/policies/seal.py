@@ -4,9 +4,6 @@ A steering vector V is added to one layer's output, times the strength α_0 (`st
 lines only, where a thought ends and the model decides the kind of the next one. at=every adds it at every token of
 the thinking, as SkipKV does. There α_0 = 1 with vector=plain spoils texts of the embedded model (docs/skipkv.md).
 `seal+rkv` steers, and evicts as R-KV does.
-
-The rule follows a copy of the authors' code (Zemelee/SEAL) and the step of SkipKV's (TTTTTTris/SkipKV
-`skipkv/modeling_nhid.py`): α = 1, and V is fitted at the blank lines before thoughts.
 """
 
 from __future__ import annotations
@@ -26,3 +23,11 @@ class Seal(Steered):
     name = "seal"
     summary = "steer the thinking towards execution, evict nothing (SEAL)"
     recordable = True
+
+
+# Choices
+#
+# - The rule follows a copy of the authors' code (Zemelee/SEAL) and the step of SkipKV's (TTTTTTris/SkipKV
+#   `skipkv/modeling_nhid.py`): α = 1, and V is fitted at the blank lines before thoughts.
+# - In the authors' code an empty last step, behind the last blank line, is a step and counts as execution. Here a
+#   thought has text (`openings.py`), so V is fitted on one execution thought less for each such text.

@@ -19,26 +19,6 @@ with N_o, the number of ended non-execution sentences of this sequence, which co
 Each half can be switched off: skip=false leaves λ out, steering=false adds no vector. The defaults are the paper's.
 For the embedded model tau=0.9 and at=boundary (the vector is added at blank lines only) are chosen on validation
 problems: the defaults at=every, α_0 = 1 and vector=plain spoil its texts.
-
-Chosen where the paper is silent or says two things. "The code" is the authors', TTTTTTris/SkipKV `skipkv/`:
-- a sentence ends with each token whose bytes contain a line break (`sentences.py`). The paper's list of delimiter
-  tokens D (A.1) would miss `:\\n`;
-- only generated text is cut into sentences. Algorithm 2 cuts the prompt, too, which changes nothing while the prompt
-  is protected (the default);
-- a sentence's vector is the mean of its hidden states after the final norm, as in the code, but normalised (eq. 2 is
-  not). Only ended sentences have a vector, and only the newest `vectors` of them keep it. An older sentence keeps its
-  penalty and gets no new one;
-- eq. 3 has i ≤ j, which would flag every sentence; here i < j. The penalty is the largest λ_ij (the code: the last);
-- all layers and KV heads share a sentence's penalty, which stays until the last token of the sentence is gone. The
-  code penalises no sentence of which one token is left;
-- a sentence that ends with the newest token counts at the next eviction, and raises α_t from the next token on
-  (algorithm 2). N_o counts a sentence once (the code counts its keywords);
-- the last α tokens and the prompt are protected. The paper says neither. α is R-KV's, and protect_prompt=false is
-  R-KV's rule;
-- form=paper is eq. 4–5 as written. I: softmax over all keys, per query head; the maximum of the group; softmax again.
-  R: no threshold, with the diagonal, softmax per row, mean over rows. The second softmax flattens I so far that it
-  hardly counts, and fewer answers are right (docs/skipkv.md);
-- the map Φ from text to cache (eq. 8–11) is a look-up by original position (`ref/cumulative_score.py`).
 """
 
 from __future__ import annotations
@@ -266,3 +246,30 @@ def letter_redundancy(k: Tensor, valid: Tensor) -> Tensor:
         p = (unit[:, :, own] @ unit.mT).masked_fill(~valid.unsqueeze(2), -torch.inf).softmax(-1)
         total += p.masked_fill(~valid[:, :, own, None], 0.0).sum(2)
     return (total / valid.sum(-1, keepdim=True).clamp(min=1)).masked_fill(~valid, 0.0)
+
+
+# Choices
+#
+# Where the paper is silent or says two things. "The code" is the authors', TTTTTTris/SkipKV `skipkv/`:
+#
+# - A sentence ends with each token whose bytes contain a line break (`sentences.py`). The paper's list of delimiter
+#   tokens D (A.1) would miss `:\n`.
+# - Only generated text is cut into sentences. Algorithm 2 begins with the prompt: there its sentences count in N_o,
+#   so that a prompt with `again` starts with a stronger α_t, and they can be penalised, which changes nothing while
+#   the prompt is protected (the default).
+# - A sentence's vector is the mean of its hidden states after the final norm, as in the code, but normalised (eq. 2
+#   is not). Only ended sentences have a vector, and only the newest `vectors` of them keep it. An older sentence
+#   keeps its penalty and gets no new one.
+# - Eq. 3 has i ≤ j, which would flag every sentence; here i < j. The penalty is the largest λ_ij (the code: the
+#   last).
+# - All layers and KV heads share a sentence's penalty, which stays until the last token of the sentence is gone. The
+#   code penalises no sentence of which one token is left.
+# - A sentence that ends with the newest token counts at the next eviction, and raises α_t from the next token on
+#   (algorithm 2). N_o counts a sentence once (the code counts its keywords).
+# - The last α tokens and the prompt are protected. The paper says neither. α is R-KV's, and protect_prompt=false is
+#   R-KV's rule.
+# - Kept tokens stay in the order of their positions, as in the code, which sorts them.
+# - form=paper is eq. 4–5 as written. I: softmax over all keys, per query head; the maximum of the group; softmax
+#   again. R: no threshold, with the diagonal, softmax per row, mean over rows. The second softmax flattens I so far
+#   that it hardly counts, and fewer answers are right (docs/skipkv.md).
+# - The map Φ from text to cache (eq. 8–11) is a look-up by original position (`ref/cumulative_score.py`).

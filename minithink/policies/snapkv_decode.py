@@ -9,16 +9,6 @@ where w runs over the last α queries and g over the query heads of the KV head.
 (λ = 1). So triggers, window, schedules and ties are those of `rkv.py`. `snapkv.py` is the paper's method, which
 compresses the prompt once.
 
-The formula follows Zefan-Cai/R-KV `rkv/compression/snapkv.py`. Deviations from the code:
-
-- It evicts when `buffer` tokens are gathered; `global_clock` is the code's rule (see `rkv.py`).
-- The softmax stays in float32, and every lane is scored by its own tokens.
-- Kept tokens stay in their order, and of equal scores the older is kept.
-
-Released code has other forms of SnapKV while decoding. DynTS's form averages attention over all layers and heads and
-does not pool; `schedule=share:r/l` evicts as often as DynTS. kvpress evicts every 512 tokens, and rotates the queries
-of its window to the newest position.
-
 `Shared` is the common part of methods that divide the budgets of a row unequally (`ada_snapkv.py`, `pyramidkv.py`).
 """
 
@@ -54,6 +44,22 @@ class SnapKVDecode(Rkv):
         q, k = step.queries(layer), step.keys(layer, rows)  # [B, Hq, α, D], [B, Hkv, S, D]
         importance: Tensor = step.ops.window_importance(q, k, older, self.kernel_size, self.pooling)
         return importance
+
+
+# Choices
+#
+# The formula follows Zefan-Cai/R-KV@d15c976 `rkv/compression/snapkv.py`. Where this differs:
+#
+# - Order: kept tokens stay in the order of their positions. The released code stores them in the order of their
+#   scores, and so pools over neighbours in score from the second eviction on. On the same tensors 80 to 81 % of the
+#   tokens that it keeps are kept here; with sorted survivors all are (see `rkv.py`).
+# - It evicts when `buffer` tokens are gathered; `global_clock` is the code's rule (see `rkv.py`).
+# - The softmax is float32 and is not rounded, and every lane is scored by its own tokens.
+# - Of equal scores the older token is kept.
+#
+# Released code has other forms of SnapKV while decoding. DynTS's form averages attention over all layers and heads
+# and does not pool; `schedule=share:r/l` evicts as often as DynTS. kvpress evicts every 512 tokens, and rotates the
+# queries of its window to the newest position.
 
 
 class Shared(SnapKVDecode):

@@ -4,9 +4,10 @@ Each group has a scale and a minimum:
 
     scale = (max − min) / (2^b − 1)     code = clamp(round((x − min) / scale), 0, 2^b − 1)     x̂ = code·scale + min
 
-Ties round to the even code. The parameters are FP16 as in KIVI, whose data are FP16 too, or FP32 as in PM-KVQ. Codes
-of 16 bits always have FP32 parameters: FP16 would be too coarse. Chosen where the papers are silent or their code
-fails:
+Ties round to the even code. The parameters are FP16 (for KIVI) or FP32 (for PM-KVQ). Codes of 16 bits always have
+FP32 parameters: FP16 would be too coarse. Both authors' codes keep parameters in the type of the data: FP16 in KIVI's
+models, bfloat16 in PM-KVQ's. KIVI's code computes codes in this type, too; PM-KVQ's widens the data to FP32 only for
+codes of 16 bits. Here everything is computed in FP32. Chosen where the papers are silent or their code fails:
 
 - The scale is taken from the minimum as stored, so that rounding the minimum does not cut off the top.
 - In a constant group, or if the scale underflows, all codes are 0 and x̂ = min. There KIVI's code divides 0 by 0.
