@@ -26,6 +26,7 @@ POLICIES = (
     "skipkv:budget=14,schedule=interval:4,alpha=3",
     "ada_snapkv:budget=12,buffer=4,alpha=3",
     "raas:budget=14",
+    "raas:budget=16,page=4,form=official",
     "h2o:budget=14",
     "random_attention:budget=18,buffer=3",
     "morphkv:budget=14",

@@ -219,7 +219,8 @@ print(
 )
 expected = table.sum(1, keepdims=True) * table.sum(0) / n
 chi_squared = ((table - expected) ** 2 / expected).sum()  # with 4 degrees of freedom, 18.5 or more has p < 0.001
-print(f"χ² of the table: {chi_squared:.0f}, Cramér's V {np.sqrt(chi_squared / n / 2):.2f} (0: unrelated, 1: one decides)")
+v = np.sqrt(chi_squared / n / 2)
+print(f"χ² of the table: {chi_squared:.0f}, Cramér's V: {v:.2f} (0: unrelated, 1: one decides the other)")
 print(f"a segment's sparsity and its number correlate: {m['correlation_with_position']:.2f}")
 
 tau = 32  # τ: so many tokens make a segment; the paper's is 128

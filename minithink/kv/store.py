@@ -261,11 +261,12 @@ class PagedStore(Moves):
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything that the store occupies."""
         own = (self.pool, self.side, self.scale_rows, self.row_uses, self.row_of, self.scale)
-        own += self.ring, self.outgoing, self.outgoing_at
+        rings = (self.ring, self.outgoing, self.outgoing_at)
         lists = (self.place, self.pos, self.count, self.thought_format, self.slots, self.overflow)
         thoughts = (self.thought, self.next_thought, self.begun)
         moves = self.compaction.tensors if self.compaction else ()
-        return *own, *lists, *thoughts, *moves, self.free_rows.stack, self.free_rows.top, *self.table.tensors
+        free = (self.free_rows.stack, self.free_rows.top)
+        return *own, *rings, *lists, *thoughts, *moves, *free, *self.table.tensors
 
     def account(self, rows: Sequence[int] | None = None) -> Ledger:
         """Bytes that the tokens of some rows hold (None: of all), without the reserve."""

@@ -8,29 +8,22 @@ tokens with the most attention matters (with `alpha`: the tokens with at least �
 Then a lane above its budget evicts the token with the oldest stamp; of equal stamps the older token goes. The prompt
 stays. Attention is the mean over all heads, so all heads of a layer keep the same tokens.
 
-No code of the authors was found; this follows descriptions of the paper. With page=16 stamps belong to pages of 16
-tokens, as in the paper, and whole pages are evicted. So a lane then holds up to 15 tokens less than its budget. The
-attention of a page is estimated by Quest's bound, without looking at single keys:
+With page=16 stamps belong to pages of 16 tokens, as in the paper, and whole pages are evicted. So a lane then holds
+up to 15 tokens less than its budget. The attention of a page is estimated by Quest's bound, without looking at single
+keys:
 
     u(page) = Σ_c max(q_c·min_c, q_c·max_c)      min, max: over the page's keys, channel by channel
 
-Chosen where the sources are silent:
-
-- pages are counted from the end of the prompt; the prompt's pages take part in the choice of what matters;
-- a page's attention is the softmax of u/√D over all pages;
-- the page that grows always matters, and is never evicted;
-- stamps count decode steps: the prompt is stamped with 0, whatever its queries attend to;
-- a budget without room for the prompt and the page that grows is refused;
-- in a stack whose heads keep different tokens, each KV head has stamps of its own.
-
-Deviation: Quest stores minima and maxima of each page, two vectors beside two for each of its tokens. Here they are
-computed from the keys in every step, which takes time and no memory.
+This is form=paper, the default. form=official has the rules of the authors' code, which differ (see the end of this
+file): each KV head has pages and stamps of its own, a page has to earn its stamp, and the page that grows is held
+beside the budget.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -40,6 +33,7 @@ from minithink.kv.contract import Demand, Evict, Policy, See, Shape, Step
 from minithink.kv.schedule import share_of
 
 NOWHERE = 2**31 - 1  # the position in an empty entry: behind all others
+LEAST_READ = 3  # pages that the authors' code reads at least
 
 
 @dataclass
@@ -50,8 +44,9 @@ class RaaS(Policy):
     share: float = 0.5  # r, of the tokens (or pages): those with the most attention matter
     alpha: float | None = None  # α, attention from which on a token (or page) matters; None: `share` decides
     page: int = 1  # tokens of a page; the authors' pages have 16
+    form: Literal["paper", "official"] = "paper"  # the paper's rules, or those of the authors' code
     schedule: str = "every"
-    protect_prompt: bool = True
+    protect_prompt: bool | None = None  # type: ignore[assignment]  # none: as the form has it, the paper's protects
 
     name = "raas"
     summary = "evict what has not been attended to for the longest time (RaaS)"
@@ -65,9 +60,16 @@ class RaaS(Policy):
             )
         if self.page < 1:
             raise UsageError(f"{self.name}: page is {self.page} tokens; it must be at least 1.")
+        if self.protect_prompt is None:
+            self.protect_prompt = self.form == "paper"
         self.beside = self.page  # the page that grows
-        by_query = Demand(See.QUERY) if self.page > 1 else Demand(See.MASS, prompt=False)
-        self.demands = (by_query,)
+        by_pages = self.page > 1 or self.form == "official"
+        self.demands = (Demand(See.QUERY) if by_pages else Demand(See.MASS, prompt=False),)
+        if self.form == "official":
+            if self.schedule != "every":
+                raise UsageError(f"{self.name}: form=official evicts in every step: leave {self.schedule!r} out.")
+            self.scope = "head"  # type: ignore[assignment]
+            self.slack = self.page
 
     # -- stamps, in every step
 
@@ -78,36 +80,63 @@ class RaaS(Policy):
         """Stamp the tokens that matter in this step with the number of generated tokens, `clock`."""
         pos, held = step.pos(), step.held()  # int32 [Lt, B, Ht, S] and [Lt, B, Ht]
         number, rank = self.pages(step)
-        listed = torch.arange(pos.shape[-1], device=pos.device) < held[..., None]  # columns that hold a token
-        # there: whether the lane has a page of this rank; score: the attention of the page. Both [Lt, B, Ht, S].
-        if self.page == 1:
-            there, score = listed, self.of_lanes(step.mass(), step)
+        if self.form == "official":
+            hit = self.official_hit(step, rank).gather(-1, rank)  # from pages to their tokens
         else:
-            there = torch.zeros_like(rank).scatter_add(-1, rank, listed.long()) > 0
-            score = self.page_attention(step, rank, there)
-        if self.alpha is not None:
-            hit = score >= self.alpha
-        else:
-            # The share is rounded up: `share_of` rounds down, so a negative number goes away from 0.
-            most = -share_of(-there.sum(-1, dtype=torch.int32), self.share)
-            hit = step.ops.keep_best(score, there, most)
-        newest = (step.clock - 1)[:, None, None] // self.page  # the number of the page that grows
-        hit = hit.gather(-1, rank) | (number == newest)  # from pages to their tokens
+            newest = (step.clock - 1)[:, None, None] // self.page  # the number of the page that grows
+            hit = self.paper_hit(step, rank).gather(-1, rank) | (number == newest)
         step.ops.stamp(hit, pos, held, self._known, step.row, step.prompt, step.clock, step.active)
+
+    def paper_hit(self, step: Step, rank: Tensor) -> Tensor:
+        """The pages that matter: bool [Lt, B, Ht, S], at the ranks of the pages."""
+        there = self.there(step, rank)
+        score = self.of_lanes(step.mass(), step) if self.page == 1 else self.page_attention(step, rank, there)
+        if self.alpha is not None:
+            return score >= self.alpha
+        # The share is rounded up: `share_of` rounds down, so a negative number goes away from 0.
+        most = -share_of(-there.sum(-1, dtype=torch.int32), self.share)
+        hit: Tensor = step.ops.keep_best(score, there, most)
+        return hit
+
+    def official_hit(self, step: Step, rank: Tensor) -> Tensor:
+        """The pages that matter by the authors' code: bool [Lt, B, Ht, S], at the ranks of the pages.
+
+        These are the share r of the page budget with the largest bounds. With `alpha` they are the pages with more
+        than α of the softmax over the bounds of the pages that are read. No page matters when a prompt was just read.
+        """
+        there = self.there(step, rank)
+        bound = self.page_bounds(step, rank, there)  # [Lt, B, Ht, g, S]
+        best = bound.amax(3)
+        seen = (step.prompt + step.clock)[:, None]
+        read = (torch.minimum(step.budget, seen) // self.page).clamp(min=LEAST_READ)
+        if self.alpha is None:
+            most = share_of(step.budget // self.page, self.share)
+            hit: Tensor = step.ops.keep_best(best, there, torch.minimum(most, read))
+        else:
+            hit = step.ops.keep_best(best, there, read)
+            share = bound.masked_fill(~hit[..., None, :], -torch.inf).softmax(-1)
+            hit = hit & (share.amax(3) > self.alpha)
+        return hit & (step.clock > 0)[:, None, None]
+
+    def there(self, step: Step, rank: Tensor) -> Tensor:
+        """Whether a lane has a page of this rank: bool [Lt, B, Ht, S]."""
+        listed = torch.arange(rank.shape[-1], device=rank.device) < step.held()[..., None]
+        return torch.zeros_like(rank).scatter_add(-1, rank, listed.long()) > 0
 
     def pages(self, step: Step) -> tuple[Tensor, Tensor]:
         """The page of the token in every column.
 
         Returns:
             number: int32 [Lt, B, Ht, S], counted from the end of the prompt. The first generated tokens have page 0;
-                the pages of the prompt are −1, −2, … from its end.
+                the pages of the prompt are −1, −2, … from its end. form=official counts from the first token.
             rank: int64 [Lt, B, Ht, S], among the pages that the lane still holds: 0 for its oldest page.
 
         In columns without a token both mean nothing. Once a lane holds a generated token, such columns have ranks
         behind those of the tokens.
         """
         pos = step.pos()
-        number = (pos - step.prompt[:, None, None]).div(self.page, rounding_mode="floor")
+        first = step.prompt[:, None, None] if self.form == "paper" else 0
+        number = (pos - first).div(self.page, rounding_mode="floor")
         if self.page == 1:
             return number, torch.arange(pos.shape[-1], device=pos.device).expand(pos.shape)
         # A column begins a page if its number differs from that of the column before it.
@@ -126,12 +155,22 @@ class RaaS(Policy):
         """
         out = []
         for layer in range(step.shape.layers):
-            q, k = step.queries(layer)[:, :, -1].float(), step.keys(layer).float()  # [B, Hq, D], [B, Hkv, S, D]
-            # The heads of a layer (Ht = 1), or all layers (Lt = 1), may share one list of pages.
-            of_layer = (x[min(layer, len(x) - 1)].expand(k.shape[:3]) for x in (rank, there))
-            u = bounds(q.unflatten(1, (k.shape[1], -1)), k, *of_layer)  # [B, Hkv, g, S]
-            out.append((u / k.shape[-1] ** 0.5).softmax(-1).mean(2))
+            u = self.layer_bounds(step, layer, rank, there)  # [B, Hkv, g, S]
+            out.append((u / step.shape.head_dim**0.5).softmax(-1).mean(2))
         return self.of_lanes(torch.stack(out), step)
+
+    def page_bounds(self, step: Step, rank: Tensor, there: Tensor) -> Tensor:
+        """Quest's bounds of all pages, for the query heads of each KV head: [L, B, Hkv, g, S]. Arguments: as in
+        `page_attention`."""
+        layers = range(step.shape.layers)
+        return torch.stack([self.layer_bounds(step, layer, rank, there) for layer in layers])
+
+    def layer_bounds(self, step: Step, layer: int, rank: Tensor, there: Tensor) -> Tensor:
+        """Quest's bounds of the pages of one layer: [B, Hkv, g, S]."""
+        q, k = step.queries(layer)[:, :, -1].float(), step.keys(layer).float()  # [B, Hq, D], [B, Hkv, S, D]
+        # The heads of a layer (Ht = 1), or all layers (Lt = 1), may share one list of pages.
+        of_layer = (x[min(layer, len(x) - 1)].expand(k.shape[:3]) for x in (rank, there))
+        return bounds(q.unflatten(1, (k.shape[1], -1)), k, *of_layer)
 
     def of_lanes(self, p: Tensor, step: Step) -> Tensor:
         """The mean over KV heads that share a table: [L, B, Hkv, S] → [Lt, B, Ht, S]."""
@@ -141,6 +180,15 @@ class RaaS(Policy):
         return p.mean(0, keepdim=True) if layers == 1 else p
 
     # -- eviction
+
+    def due(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Which lanes must evict now, and how many tokens each may keep: bool and int32, [Lt, B, Ht]."""
+        due, keep = super().due(step)
+        if self.form == "official":
+            full = step.held() > step.budget // self.page * self.page
+            seen = (step.prompt + step.clock)[:, None]
+            due = step.active[None, :, None] & full & (seen >= step.budget)
+        return due, keep
 
     def decide(self, step: Step) -> Iterable[Evict]:
         """Evict the tokens (or whole pages) with the oldest stamps, in lanes above their budget."""
@@ -152,6 +200,9 @@ class RaaS(Policy):
         last = torch.zeros_like(pos)  # TS; 0 in a prompt that was just read, which has no entries yet
         known = self._known[1][:, step.row, :, : pos.shape[-1]]  # entries stand in the order of columns
         last[..., : known.shape[-1]] = known
+        if self.form == "official":
+            yield Evict(due[..., None] & free & ~self.official_stay(step, number, rank, last))
+            return
         # The oldest stamp goes first, of equals the older page: exact for texts of up to 2^26 tokens.
         score = last.double() * 2**26 + number
         step.note(score, free)
@@ -162,6 +213,23 @@ class RaaS(Policy):
             gone = torch.zeros_like(rank).scatter_add(-1, rank, (free & ~kept).long()).gather(-1, rank) > 0
             kept &= ~gone | (number == number.masked_fill(pos < 0, -NOWHERE).amax(-1, keepdim=True))
         yield Evict(due[..., None] & free & ~kept)
+
+    def official_stay(self, step: Step, number: Tensor, rank: Tensor, last: Tensor) -> Tensor:
+        """The tokens of pages that stay by the authors' code: as many pages as the budget has, those with the newest
+        stamps, of equals the older ones; and the page of the next token. bool [Lt, B, Ht, S].
+
+        number, rank: as `pages` returns them; last: int32 [Lt, B, Ht, S], TS.
+        """
+        pos = step.pos()
+        born = (pos - step.prompt[:, None, None]).clamp(min=0)
+        # A token that was never stamped has the step before it came as TS, and any stamp is later. Its stamp is 0.
+        stamp = torch.where(last > born, last, 0).double()
+        stamp = torch.where(step.protected(), torch.inf, stamp).masked_fill(pos < 0, 0.0)
+        of_page = torch.zeros_like(stamp).scatter_reduce(-1, rank, stamp, "amax")
+        step.note(of_page.gather(-1, rank), (pos >= 0) & ~step.protected())
+        kept = step.ops.keep_best(of_page, self.there(step, rank), step.budget // self.page)
+        grows = number == ((step.prompt + step.clock) // self.page)[:, None, None]
+        return kept.gather(-1, rank) | grows
 
     # -- state: positions and stamps of the tokens held
 
@@ -198,3 +266,42 @@ def bounds(q: Tensor, k: Tensor, rank: Tensor, there: Tensor) -> Tensor:
     # max(q·min, q·max) is q·max where q > 0, else q·min
     u = q.clamp(min=0) @ high.transpose(-1, -2) + q.clamp(max=0) @ low.transpose(-1, -2)
     return u.masked_fill(~there[:, :, None], -torch.inf)
+
+
+# Choices
+#
+# The authors' code is DerekHJH/RaaS: `quest/utils/cache_utils.py` and `quest/models/raas_llama.py` mask the pages
+# that are evicted, `quest/raas_utils/controller.py` is a fast path. form=paper follows descriptions of the paper:
+#
+# - Pages are counted from the end of the prompt; the prompt's pages take part in the choice of what matters.
+# - A page's attention is the softmax of u/√D over all pages.
+# - The page that grows always matters, and is never evicted.
+# - Stamps count decode steps: the prompt is stamped with 0, whatever its queries attend to.
+# - A budget without room for the prompt and the page that grows is refused.
+# - In a stack whose heads keep different tokens, each KV head has stamps of its own.
+#
+# form=official follows the code where it differs from that:
+#
+# - Each head has stamps and pages of its own; nothing is averaged.
+# - What matters is the share r of the budget's pages, rounded down, not of the pages held. With `alpha` it is what
+#   has more than α of the softmax of u (not u/√D) over the pages that are read.
+# - The page that grows is held beside the budget. So up to budget/page + 1 pages are held.
+# - A new page has the stamp 0 until it matters, and is safe only as long as it grows. Of equal stamps the newer page
+#   goes. (The code's fast path gives a new page the newest stamp.)
+# - The prompt is not protected, and pages are counted from the first token. protect_prompt=true protects it: its
+#   pages then count as the newest.
+# - A lane evicts after the step in which the text is as long as the budget, so that the next step sees what stays.
+#
+# What form=official does not do as the code does:
+#
+# - The code keeps keys for each query head. Here the query heads of a KV head share pages: the bound of a page is the
+#   largest of theirs, and with `alpha` the largest share counts.
+# - The code's attention reads only the budget/page held pages with the largest bounds, at least 3. Here attention
+#   reads all pages that are held, one more at most: no policy can hide a token that stays.
+# - A prompt above the budget that is not protected is cut when it was read. No page has a stamp then, so its first
+#   pages stay. The code reads all of it in the first step, and cuts it afterwards.
+# - The code leaves evicted pages in memory and masks them. A masked page never comes back, because the pages before
+#   it only get newer stamps. So here they are freed.
+#
+# In both forms: Quest stores minima and maxima of each page, two vectors beside two for each of its tokens. Here they
+# are computed from the keys in every step, which takes time and no memory.

@@ -105,7 +105,30 @@ class Look:
         return ((x ^ x >> 31) >> 11) / 2**53
 
 
+def by_raas_official(x: Look, stamps: dict[int, int]) -> Lane:
+    """form=official. stamps: of pages."""
+    size, seen = x.policy.page, x.prompt + x.clock
+    most, pages = x.policy.budget // size, sorted({p // size for p in x.lane})
+    if x.clock > 0:
+        group = CONFIG.num_heads // len(HEADS)
+        queries = x.heard.known[x.seq, x.at[0]][-1][x.at[1] * group : (x.at[1] + 1) * group]
+        bound = {}
+        for number in pages:
+            k = x.heard.keys(x.seq, x.at, [p for p in x.lane if p // size == number])
+            bound[number] = max(float(torch.maximum(q * k.amin(0), q * k.amax(0)).sum()) for q in queries)
+        read = max(3, min(seen, x.policy.budget) // size)
+        for number in best(bound, pages, min(most // 2, read)):
+            stamps[number] = x.clock
+    if seen < x.policy.budget or len(x.lane) <= most * size:
+        return x.lane
+    fixed = {p // size for p in range(x.fixed)}
+    kept = sorted(pages, key=lambda number: (number not in fixed, -stamps.get(number, 0), number))[:most]
+    return x.stay(p for p in x.lane if p // size in {*kept, seen // size})
+
+
 def by_raas(x: Look, stamps: dict[int, int]) -> Lane:
+    if x.policy.form == "official":
+        return by_raas_official(x, stamps)
     size = x.policy.page
 
     def page(p: int) -> int:
@@ -275,6 +298,9 @@ WINDOWS: dict[str, Callable[[Any], int]] = {
         "raas:budget=16,page=3",
         "raas:budget=12,page=4,alpha=0.2,protect_prompt=false,schedule=interval:3",
         "raas:schedule=sawtooth:13/5,page=4,protect_prompt=false,share=0.3",
+        "raas:budget=13,page=3,form=official",
+        "raas:budget=20,page=4,form=official,protect_prompt=true",
+        "raas:budget=11,form=official",
         "lazy_eviction:budget=9,window=3,alpha=0.11",
         "lazy_eviction:budget=15,window=4,alpha=0.13,group=max,protect_prompt=true",
         "lazy_eviction:budget=9,window=3,alpha=0.11,schedule=interval:2",

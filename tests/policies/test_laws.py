@@ -115,6 +115,8 @@ SMALL: dict[str, tuple[str, ...]] = {
         "raas:budget=18",
         "raas:budget=11,alpha=0.08,protect_prompt=false",
         "raas:budget=20,page=4,share=0.3",
+        "raas:budget=20,page=4,form=official",
+        "raas:budget=20,page=4,form=official,alpha=0.2,protect_prompt=true",
         "raas:budget=14,page=3,alpha=0.1,protect_prompt=false,schedule=interval:4",
     ),
     "rkv": (

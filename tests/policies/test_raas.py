@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from minithink.errors import UsageError
 from minithink.kv.contract import Demand, See, Shape
@@ -134,13 +136,134 @@ def test_defaults() -> None:
     """Half of the tokens matter, as in the paper; pages are an option."""
     policy = RaaS()
     assert (policy.share, policy.alpha, policy.page, policy.protect_prompt) == (0.5, None, 1, True)
-    assert policy.budget is None
+    assert (policy.budget, policy.form, policy.scope) == (None, "paper", "layer")
+    official = RaaS(form="official")
+    assert (official.protect_prompt, official.scope) == (False, "head")
+    assert RaaS(form="official", protect_prompt=True).protect_prompt
 
 
 def test_what_it_asks_to_see() -> None:
     """Attention of decode steps, or with pages the newest query."""
     assert RaaS(budget=9).demands == (Demand(See.MASS, prompt=False),)
     assert RaaS(budget=9, page=2).demands == (Demand(See.QUERY, rows=1),)
+
+
+# --- form=official: the rules of the authors' code -----------------------------------------------------------
+
+
+class Cache:
+    """The rules of DerekHJH/RaaS for one head, written as loops. Pages that are masked stay in its lists."""
+
+    def __init__(self, page: int, budget: int, alpha: float | None) -> None:
+        self.page, self.budget, self.alpha = page, budget, alpha
+        self.stamps: dict[int, int] = {}  # by page; pages that are not listed have 0
+        self.first = True
+
+    def step(self, queries: Tensor, keys: Tensor, sees: set[int] | None) -> set[int]:
+        """Which pages a step sees; those that matter are stamped.
+
+        queries: [g, D], of the newest token, whose key is the last one; sees: pages of the step before; None: all.
+        """
+        seen, most = len(keys), self.budget // self.page
+        pages = range(-(-seen // self.page))
+        visible = set(pages)
+        if not self.first and seen > self.budget:
+            newest_first = sorted(pages, key=lambda number: (-self.stamps.get(number, 0), number))
+            visible = {*newest_first[:most], pages[-1]}
+            assert sees is None or visible <= sees | {pages[-1]}, "a masked page never comes back"
+        self.first = False
+        bound = {}
+        for number in visible:
+            k = keys[number * self.page : (number + 1) * self.page]
+            bound[number] = [float(torch.maximum(q * k.amin(0), q * k.amax(0)).sum()) for q in queries]
+        read = sorted(visible, key=lambda number: (-max(bound[number]), number))
+        read = read[: max(3, min(seen, self.budget) // self.page)]
+        matter = read[: most // 2]
+        if self.alpha is not None:
+            shares = torch.tensor([bound[number] for number in read], dtype=torch.float64).softmax(0).amax(1)
+            matter = [number for number, share in zip(read, shares.tolist(), strict=True) if share > self.alpha]
+        self.stamps.update(dict.fromkeys(matter, seen))
+        return visible
+
+
+def pages_seen(policy: RaaS, prompt: int, queries: Tensor, keys: Tensor) -> Iterator[set[int]]:
+    """The pages that each step sees, the first generated token's at first. queries: [T, g, D], keys: [T, D]."""
+    shape = Shape(1, 1, 1, queries.shape[1], keys.shape[1], 4, policy.scope, torch.device("cpu"))
+    policy.setup(shape)
+    held = list(range(prompt))
+    for clock in range(1, len(keys) - prompt + 1):
+        held.append(prompt + clock - 1)
+        yield {p // policy.page for p in held}
+        step: Any = step_of(policy, prompt, clock, held, [0.0] * len(held))
+        step.shape = shape
+        q, k = queries[held[-1]], keys[held]
+        step.queries = lambda layer, q=q: q[None, :, None]
+        step.keys = lambda layer, k=k: k[None, None]
+        policy.watch(step)
+        for edit in policy.decide(step):
+            held = [p for p, drop in zip(held, edit.drop.flatten().tolist(), strict=True) if not drop]
+
+
+def test_the_page_that_grows_is_beside_the_budget() -> None:
+    """One head, pages of 8, a budget of 64, a prompt of 32. The page of tokens 64 and 65 does not matter, and is held
+    beside the eight others. In the paper's form it is inside the budget: the page that mattered last goes for it."""
+    values = torch.tensor([9.0, 8, 7, 1, 6, 5, 4, 3, 2])  # of a page's keys, so four of the first five matter
+    keys = values.repeat_interleave(8)[:66, None] * torch.tensor([1.0, 0.0])
+    queries = torch.tensor([1.0, 0.0]).expand(66, 1, 2)
+    seen = {}
+    for form in ("official", "paper"):
+        policy = RaaS(budget=64, page=8, protect_prompt=False, form=form)
+        seen[form] = list(pages_seen(policy, 32, queries, keys))[-1]
+    assert seen["official"] == set(range(9))
+    assert seen["paper"] == {0, 1, 2, 4, 5, 6, 7, 8}
+
+
+@given(
+    page=st.sampled_from([1, 2, 3, 8]), most=st.integers(3, 6), odd=st.integers(0, 2), prompt=st.integers(1, 20),
+    group=st.integers(1, 2), whole=st.booleans(), alpha=st.sampled_from([None, None, 0.05, 0.4]),
+    seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_loops_over_the_rules_of_the_code_see_the_same_pages(
+    page: int, most: int, odd: int, prompt: int, group: int, whole: bool, alpha: float | None, seed: int
+) -> None:
+    """Ties are common where keys are whole numbers. The prompt is within the budget."""
+    draw = torch.Generator().manual_seed(seed)
+    budget = most * page + min(odd, page - 1)
+    prompt = min(prompt, budget)
+    total = prompt + 4 * page + budget
+    keys, queries = torch.randn(total, 4, generator=draw), torch.randn(total, group, 4, generator=draw)
+    keys[torch.arange(total) // page % 3 == 1] *= 2  # pages that matter for longer
+    if whole:
+        keys, queries = keys.round(), queries.round()
+    policy, cache = RaaS(budget=budget, page=page, alpha=alpha, form="official"), Cache(page, budget, alpha)
+    before = None
+    for at, got in enumerate(pages_seen(policy, prompt, queries, keys), start=prompt):
+        before = cache.step(queries[at], keys[: at + 1], before)
+        assert got == before, at
+
+
+def test_no_page_of_a_protected_prompt_goes() -> None:
+    """They count in the budget, as the newest."""
+    draw = torch.Generator().manual_seed(0)
+    keys, queries = torch.randn(80, 4, generator=draw), torch.randn(80, 1, 4, generator=draw)
+    policy = RaaS(budget=24, page=4, form="official", protect_prompt=True)
+    for seen in pages_seen(policy, 10, queries, keys):
+        assert {0, 1, 2} <= seen
+        assert len(seen) <= 7
+
+
+def test_a_prompt_above_the_budget_keeps_its_first_pages() -> None:
+    for manager in follow(RaaS(budget=12, page=4, form="official"), [30], 9):
+        for lane in held(manager, 0):
+            assert len(lane) <= 16
+    first = next(follow(RaaS(budget=12, page=4, form="official"), [30], 1))
+    assert held(first, 0) == [[*range(12), 28, 29]] * 4
+
+
+@pytest.mark.parametrize("schedule", ["interval:4", "sawtooth:20/9", "share:0.3/0.4"])
+def test_the_codes_form_takes_no_schedule(schedule: str) -> None:
+    with pytest.raises(UsageError, match=r"evicts in every step: leave .* out"):
+        RaaS(budget=20, form="official", schedule=schedule)
 
 
 # --- laws ---------------------------------------------------------------------------------------------------
