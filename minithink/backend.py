@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minithink.errors import UsageError
+from minithink.errors import UsageError, alternatives, quoted
 from minithink.ref.accumulate import accumulate
 from minithink.ref.allocate import allocate
 from minithink.ref.anneal import anneal
@@ -138,7 +138,7 @@ def choose(name: str, device: torch.device | str = "cpu") -> Backend:
     """
     kind = torch.device(device).type
     if name not in NAMES:
-        raise UsageError(f"The backend {name!r} is unknown; there are {', '.join(NAMES)}.")
+        raise UsageError(f"The backend {quoted(name)} is unknown; {alternatives(name, NAMES)}.")
     if name == "reference" or (name == "auto" and kind != "cuda"):
         return REFERENCE
     try:

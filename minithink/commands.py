@@ -13,7 +13,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from minithink.errors import MinithinkError, UsageError, escaped, is_disk_full, quoted
+from minithink import __version__
+from minithink.errors import MinithinkError, UsageError, alternatives, escaped, is_disk_full, quoted
 from minithink.process import INTERRUPTED, Signals, Stopped, open_streams
 
 SCHEDULES = (  # values of --schedule, as its help explains them
@@ -22,11 +23,60 @@ SCHEDULES = (  # values of --schedule, as its help explains them
 LONGEST_NAME = 255  # bytes of a file's name: the limit of nearly all file systems
 
 
+class _Help(argparse.HelpFormatter):
+    """Lists commands without a heading that says their names again."""
+
+    def _format_action(self, action: argparse.Action) -> str:
+        if not isinstance(action, argparse._SubParsersAction):
+            return super()._format_action(action)
+        return "".join(map(super()._format_action, action._get_subactions()))
+
+
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, and nothing else."""
+    """Says what is wrong in one sentence, and suggests what was probably meant. It knows --version."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+        self.add_argument("--version", action="version", version=f"minithink {__version__}", help="print the version")
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {escaped(message)}; --help lists the options.\n")
+        """UsageError: the message, and where to look."""
+        raise UsageError(f"{message}; --help lists the options.")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does it, but nothing may be left over. Misspelt options come before missing ones."""
+        words = sys.argv[1:] if args is None else list(args)
+        if self._subparsers is None:  # else what follows the command is for the command's own parser
+            self._refuse_unknown_options(words)
+        found, rest = super().parse_known_args(words, namespace)
+        if rest and rest[0].startswith("-"):
+            self.error(f"there is no option {escaped(rest[0])}{self._similar_option(rest[0])}")
+        if rest:
+            self.error(f"{quoted(rest[0])} is one word too many: a text with spaces needs quotation marks")
+        return found, rest
+
+    def _refuse_unknown_options(self, words: list[str]) -> None:
+        for word in words:
+            if word == "--":  # what follows are no options
+                return
+            name = word.partition("=")[0]
+            if word.startswith("--") and " " not in word and name not in self._option_string_actions:
+                self.error(f"there is no option {escaped(name)}{self._similar_option(name)}")
+
+    def _similar_option(self, name: str) -> str:
+        """" (did you mean --policy?)", or nothing. name: the option that there is not."""
+        options = list(self._option_string_actions)
+        longer = [option for option in options if option.startswith(name) and len(name) > len("--")]
+        similar = longer or get_close_matches(name, options)
+        return f" (did you mean {similar[0]}?)" if similar else ""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        hint = alternatives(str(value), map(str, action.choices))
+        if action.dest == "command":
+            self.error(f"there is no command {quoted(value)}; {hint}")
+        raise argparse.ArgumentError(action, f"there is no {quoted(value)}; {hint}")
 
 
 def run(program: str, description: str, commands: Mapping[str, Any], argv: list[str] | None) -> int:
@@ -39,17 +89,23 @@ def run(program: str, description: str, commands: Mapping[str, Any], argv: list[
         argv: None: what the program was called with.
     """
     argv = sys.argv[1:] if argv is None else argv
-    parser = Parser(prog=f"python -m {program}", description=description)
-    choices = parser.add_subparsers(dest="command", required=True, metavar="|".join(commands))
+    return exit_code(program, lambda: _run(program, description, commands, argv))
+
+
+def _run(program: str, description: str, commands: Mapping[str, Any], argv: list[str]) -> int:
+    parser = Parser(prog=f"python -m {program}", description=description, formatter_class=_Help)
+    choices = parser.add_subparsers(title="commands (each has --help)", dest="command", metavar="COMMAND")
     for name, module in commands.items():
         summary = " ".join((module.__doc__ or "").partition("\n\n")[0].split())
         more = f"{summary} {getattr(module, 'HELP', '')}".strip()
         module.add_arguments(choices.add_parser(name, help=summary, description=more))
     words = [word for word in argv if not word.startswith("-")]
     misspelt = words and get_close_matches(words[0], commands)  # argparse says that
-    if len(commands) == 1 and words and not misspelt and not {*commands, "-h", "--help"} & set(argv):
+    if len(commands) == 1 and words and not misspelt and not {*commands, "-h", "--help", "--version"} & set(argv):
         parser.error(f"the command is missing: write `{shlex.join([*commands, *argv])}`")
     args = parser.parse_args(argv)
+    if args.command is None:
+        parser.error(f"the command is missing; there are {', '.join(commands)}")
     interrupted = getattr(commands[args.command], "ON_INTERRUPT", "interrupted")
     return exit_code(program, lambda: commands[args.command].run(args, argv), interrupted)
 
@@ -134,7 +190,8 @@ def different(text: str, what: str, known: Iterable[str]) -> list[str]:
     """For argparse: names with commas between them, each known and none twice. what: the noun in messages."""
     names, known = text.split(","), list(known)
     if unknown := [name for name in names if name not in known]:
-        raise argparse.ArgumentTypeError(f"there is no {what} {unknown[0]!r}; there are {', '.join(known)}")
+        hint = alternatives(unknown[0], known)
+        raise argparse.ArgumentTypeError(f"there is no {what} {quoted(unknown[0])}; {hint}")
     if len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"{text!r} names a {what} twice")
     return names

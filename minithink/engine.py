@@ -23,7 +23,7 @@ from minithink import memory
 from minithink.backend import choose, device_of
 from minithink.chat import start_child
 from minithink.config import ModelConfig
-from minithink.errors import MinithinkError, UsageError
+from minithink.errors import MinithinkError, UsageError, alternatives, quoted
 from minithink.foresight import check_draws, followers, later
 from minithink.generation import DRAWING, GenerationConfig
 from minithink.grouping import group_by_length, padded_budgets
@@ -75,7 +75,7 @@ def load(
     where = device_of(device)
     ops = choose(backend, where)
     if dtype != "auto" and dtype not in DTYPES:
-        raise UsageError(f"The dtype {dtype!r} is unknown; there are auto, {', '.join(DTYPES)}.")
+        raise UsageError(f"The dtype {quoted(dtype)} is unknown; {alternatives(dtype, ('auto', *DTYPES))}.")
     number_type = DTYPES.get(dtype, None if where.type == "cuda" else torch.float32)
     if path_or_id == "":
         raise UsageError("The model's name is empty: give a folder or a Hugging Face id.")

@@ -12,7 +12,8 @@ from __future__ import annotations
 import errno
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import PurePath
 
 QUOTED = 80  # characters of a value that a message quotes
@@ -90,6 +91,19 @@ def reason(error: Exception) -> str:
     words = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
     words = escaped(" ".join(words.split()))
     return words if len(words) <= REASON else words[: REASON - 1] + "…"
+
+
+def alternatives(name: object, known: Iterable[str]) -> str:
+    """What follows when a name is unknown: the name that was probably meant, and all that there are.
+
+    It reads "did you mean rkv? There are …", or "there are …" where no name is similar.
+    """
+    names = {one.lower(): one for one in known}
+    all_names = ", ".join(names.values())
+    similar = get_close_matches(str(name).lower(), names, 1)
+    if similar:
+        return f"did you mean {names[similar[0]]}? There are {all_names}"
+    return f"there are {all_names}"
 
 
 def unwritable(what: str, path: object, error: OSError, other: str) -> MinithinkError:

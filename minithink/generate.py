@@ -20,10 +20,9 @@ from collections import Counter, defaultdict
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from minithink import __version__
-from minithink.commands import SCHEDULES, exit_code, location, positive
+from minithink.commands import SCHEDULES, Parser, exit_code, location, positive
 from minithink.errors import NON_FINITE, UsageError, quoted
 from minithink.process import INTERRUPTED
 from minithink.prompts import Task, embedded_problem, nonsense_expected, read_prompts, standard_input
@@ -358,21 +357,11 @@ def _tasks(args: argparse.Namespace) -> list[Task]:
     return [Task(text) for text in given]
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the list of all options."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see --help).")
-
-
 def _parser() -> argparse.ArgumentParser:
-    p = _Parser(
-        prog="python -m minithink.generate", description="Generate with a reasoning model.", allow_abbrev=False
-    )
+    p = Parser(prog="python -m minithink.generate", description="Generate with a reasoning model.")
     add = p.add_argument
     add("prompt_text", nargs="?", metavar="PROMPT", help="- is standard input, which is read only then (default: a "
         "test problem of the embedded model, by --seed)")  # fmt: skip
-    add("--version", action="version", version=f"minithink {__version__}")
     add("--list-policies", action="store_true", help="print the policies and exit")
     add("--model", help="folder or Hugging Face id (default: the embedded model, tiny)")
     add("--revision", help="branch, tag or commit of the Hugging Face id")

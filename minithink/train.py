@@ -453,6 +453,11 @@ class Meter:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line → the exit code. argv: None: what the program was called with."""
+    return exit_code("minithink.train", lambda: _main(argv))
+
+
+def _main(argv: list[str] | None) -> int:
     parser = Parser(prog="python -m minithink.train", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="folder of the run and of its checkpoint")
     parser.add_argument("--init", type=Path, help="continue from the weights in this folder; it decides the shape")

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from minithink.errors import UsageError
+from minithink.errors import UsageError, alternatives, quoted
 from minithink.tasks import prepare
 from minithink.tokenizer import Tokenizer
 
@@ -86,7 +86,7 @@ class Recipe:
                 check_range(f"--{name.replace('_', '-')}", getattr(self, name), lowest, highest)
         for name in {**self.share, **self.sizes}:
             if name not in prepare.FAMILIES:
-                raise UsageError(f"The family {name!r} does not exist; there are {', '.join(prepare.FAMILIES)}.")
+                raise UsageError(f"The family {quoted(name)} does not exist; {alternatives(name, prepare.FAMILIES)}.")
             given, largest = self.sizes.get(name, []), LARGEST[name]
             if len(given) != 3 or not 1 <= given[0] <= given[1] <= given[2] <= largest:
                 written = "-".join(map(str, given)) or "missing"

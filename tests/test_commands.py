@@ -9,13 +9,18 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minithink.commands import exit_code, location, natural, positive, run
+import minithink
+from minithink.__main__ import COMMANDS, main
+from minithink.commands import Parser, exit_code, location, natural, positive, run
 from minithink.errors import MinithinkError, UsageError
+
+ROOT = Path(__file__).parents[1]
 
 
 def fail(error: BaseException) -> int:
@@ -79,9 +84,7 @@ def test_whoever_reads_may_have_had_enough() -> None:
     code = (
         "from minithink.commands import exit_code; raise SystemExit(exit_code('x', lambda: print('y' * 10**6) or 0))"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.read(1)
@@ -95,11 +98,10 @@ def test_ctrl_c_while_modules_are_imported(argv: list[str], tmp_path: Path) -> N
     """That takes seconds, for torch is one of them."""
     for module in ("torch", "numpy"):
         (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt")
-    root = Path(__file__).parents[1]
     more = {"plot": ["."], "pilot": []}.get(argv[-1], ["--output-dir", "x"])
     done = subprocess.run(
         [sys.executable, "-m", f"minithink.{argv[0]}", *argv[1:], *more], capture_output=True, text=True,
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"},
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (130, f"\nminithink.{argv[0]}: interrupted\n")
 
@@ -126,7 +128,7 @@ def test_a_full_disk_is_one_sentence() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-c", code],
-            cwd=Path(__file__).parents[1],
+            cwd=ROOT,
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
@@ -213,13 +215,87 @@ def test_the_only_command_is_forgotten(capsys: pytest.CaptureFixture[str]) -> No
         @staticmethod
         def add_arguments(parser: argparse.ArgumentParser) -> None: ...
 
-    for commands, argv, code, said in (
-        (["view"], ["--open", "a b"], 2, "python -m x: the command is missing: write `view --open 'a b'`; --help"),
-        (["view"], ["vew", "a"], 2, "invalid choice: 'vew'"),
-        (["view", "plot"], ["a"], 2, "invalid choice: 'a'"),
-        (["view"], ["--help", "a"], 0, "usage: python -m x"),
+    for commands, argv, said in (
+        (["view"], ["--open", "a b"], "the command is missing: write `view --open 'a b'`"),
+        (["view"], ["vew", "a"], "there is no command 'vew'; did you mean view? There are view"),
+        (["view", "plot"], ["a"], "there is no command 'a'; there are view, plot"),
+        (["view", "plot"], [], "the command is missing; there are view, plot"),
     ):
-        with pytest.raises(SystemExit) as end:
-            run("x", "All.", dict.fromkeys(commands, Command), argv)
-        assert end.value.code == code
-        assert said in "".join(capsys.readouterr())
+        assert run("x", "All.", dict.fromkeys(commands, Command), argv) == 2
+        assert capsys.readouterr().err == f"x: {said}; --help lists the options.\n"
+    with pytest.raises(SystemExit, match="0"):
+        run("x", "All.", {"view": Command}, ["--help", "a"])
+    assert capsys.readouterr().out.count("view") == 1
+    with pytest.raises(SystemExit, match="0"):
+        run("x", "All.", {"view": Command}, ["--version"])
+    assert capsys.readouterr().out == f"minithink {minithink.__version__}\n"
+
+
+def parser() -> Parser:
+    made = Parser(prog="x")
+    made.add_argument("prompt", nargs="?")
+    made.add_argument("--policy")
+    made.add_argument("--max-new-tokens", type=positive)
+    made.add_argument("--device", choices=("cpu", "cuda"))
+    made.add_argument("--output", required=True)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--polcy", "x"], r"there is no option --polcy \(did you mean --policy\?\)"),
+        (["--polcy=x"], r"there is no option --polcy \(did you mean --policy\?\)"),
+        (["--outptu", "x"], r"there is no option --outptu \(did you mean --output\?\)"),
+        (["--max", "4"], r"there is no option --max \(did you mean --max-new-tokens\?\)"),
+        (["--output", "a", "-policy", "x"], r"there is no option -policy \(did you mean --policy\?\)"),
+        (["--output", "a", "--zzz"], "there is no option --zzz"),
+        (["--output", "a", "--device", "cdua"], r"argument --device: there is no 'cdua'; did you mean cuda\?.*"),
+        (["--output", "a", "What", "is", "it"], "'is' is one word too many: a text with .*"),
+        (["--max-new-tokens", "0"], "argument --max-new-tokens: '0' is no whole number of at least 1"),
+        ([], "the following arguments are required: --output"),
+    ],
+)  # fmt: skip
+def test_a_bad_option_is_one_sentence_that_suggests_another(argv: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=f"^{said}; --help lists the options\\.$"):
+        parser().parse_args(argv)
+
+
+def test_what_looks_like_an_option_and_is_none() -> None:
+    args = parser().parse_args(["--output", "a", "--", "--policy"])
+    assert (args.prompt, args.policy) == ("--policy", None)
+    assert parser().parse_args(["--output", "a", "--what is this"]).prompt == "--what is this"
+
+
+EVERY = [["generate"], ["evaluate"], ["evaluate", "plot"], ["trace"], ["trace", "view"], ["prepare"]]
+
+
+@pytest.mark.parametrize("words", EVERY, ids=" ".join)
+def test_every_command_says_its_version(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([*words, "--version"])
+    assert capsys.readouterr().out == f"minithink {minithink.__version__}\n"
+
+
+def test_commands_are_listed_without_torch() -> None:
+    code = (
+        "import sys; from minithink.__main__ import main; code = main([]); sys.exit(code or 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    for name, command in COMMANDS.items():
+        [line] = [line for line in done.stdout.splitlines() if line.split()[:1] == [name]]
+        assert line.endswith(command.summary)
+
+
+def test_a_command_runs_its_module(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "view", "there-is-none"]) == 1
+    assert "there-is-none" in capsys.readouterr().err
+    assert main(["generat"]) == 2
+    assert "minithink: there is no command 'generat'; did you mean generate?" in capsys.readouterr().err
+
+
+def test_every_command_has_a_main_and_the_script_is_theirs() -> None:
+    assert 'minithink = "minithink.__main__:main"' in (ROOT / "pyproject.toml").read_text()
+    for command in COMMANDS.values():
+        assert callable(import_module(command.module).main)

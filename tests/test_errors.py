@@ -15,6 +15,7 @@ from minithink.errors import (
     CONTROL,
     QUOTED,
     MinithinkError,
+    alternatives,
     escaped,
     is_disk_full,
     listed,
@@ -140,3 +141,10 @@ def test_advice_to_install_names_packages_that_an_index_has() -> None:
         assert "minithink[" not in text, path
         for advised in re.findall(r"pip install (?:--force-reinstall )?'([\w-]+[<>=][^']*)'", text):
             assert f'"{advised}' in known, (path, advised)
+
+
+def test_what_follows_an_unknown_name() -> None:
+    assert alternatives("rvk", ("full", "rkv")) == "did you mean rkv? There are full, rkv"
+    assert alternatives("AIME 24", ("facts", "AIME24")) == "did you mean AIME24? There are facts, AIME24"
+    assert alternatives("FULL", ("full", "rkv")) == "did you mean full? There are full, rkv"
+    assert alternatives(7, ("full", "rkv")) == "there are full, rkv"

@@ -28,7 +28,7 @@ from minithink import results
 from minithink.backend import REFERENCE, triton_backend
 from minithink.bench import clock
 from minithink.commands import positive
-from minithink.errors import MinithinkError, UsageError
+from minithink.errors import MinithinkError, UsageError, alternatives, quoted
 from minithink.kv.contract import Shape, Storage
 from minithink.kv.pages import Layout, layouts
 from minithink.kv.store import PagedStore
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Check, measure, write, print."""
     names = [OPTIONS.get(name, name) for name in args.formats]
     if unknown := [name for name in names if name not in FORMATS]:
-        raise UsageError(f"The format {unknown[0]!r} is unknown; there are {', '.join(FORMATS)}.")
+        raise UsageError(f"The format {quoted(unknown[0])} is unknown; {alternatives(unknown[0], FORMATS)}.")
 
     def rows(result: dict[str, Any]) -> Iterator[Measurement]:
         result["errors"] = {name: check(name) for name in names}

@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from minithink.errors import UsageError
+from minithink.errors import UsageError, alternatives, quoted
 
 ARCHITECTURES = (80, 90)
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise UsageError("TRITON_INTERPRET=1 interprets the kernels: unset it to compile them.")
     if unknown := [name for name in args.names if name not in modules()]:
-        raise UsageError(f"There is no kernel named {unknown[0]}; there are {', '.join(modules())}.")
+        raise UsageError(f"There is no kernel named {quoted(unknown[0])}; {alternatives(unknown[0], modules())}.")
     pairs = [(name, arch) for name in args.names or modules() for arch in args.arch or ARCHITECTURES]
     failed = 0
     # processes that begin anew: what this one has loaded need not survive a fork

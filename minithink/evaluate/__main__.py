@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 
 from minithink import commands
-from minithink.errors import UsageError
+from minithink.errors import UsageError, alternatives, quoted
 
 PROGRAM, DESCRIPTION = "minithink.evaluate", "Accuracy, length and memory of policies."
 COMMANDS = ("plot", "tune", "margins")  # a first word that is none of these is an option of the run itself
@@ -25,7 +25,8 @@ def _run(first: str, argv: list[str]) -> int:
         module = import_module(f"minithink.evaluate.{'plots' if first == 'plot' else first}")
         return commands.run(PROGRAM, DESCRIPTION, {first: module}, argv)
     if first and not first.startswith("-"):
-        raise UsageError(f"There is no command {first!r}; there are {', '.join(COMMANDS)}, and options (--help).")
+        hint = alternatives(first, COMMANDS)
+        raise UsageError(f"There is no command {quoted(first)}; {hint}, and options (--help).")
     from minithink.evaluate import runner
 
     parser = commands.Parser(

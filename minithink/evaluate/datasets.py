@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from minithink.errors import MinithinkError, UsageError, escaped, quoted, reason
+from minithink.errors import MinithinkError, UsageError, alternatives, escaped, quoted, reason
 from minithink.evaluate.grading import GRADERS, check, grade
 from minithink.hub import download
 from minithink.tasks import families, load_problems, search
@@ -74,7 +74,7 @@ def load_dataset(
     if limit is not None and limit < 1:
         raise UsageError(f"A limit of {limit} examples leaves none: give 1 or more.")
     if grader not in GRADERS:
-        raise UsageError(f"There is no grader {grader!r}; there are {', '.join(GRADERS)}.")
+        raise UsageError(f"There is no grader {quoted(grader)}; {alternatives(grader, GRADERS)}.")
     check_name(name)
     if (entry := _entry(name)) is not None:
         examples = _from_entry(entry, split)
@@ -97,8 +97,9 @@ def check_name(name: str) -> None:
     """UsageError: the name is not that of any dataset, file or dataset of the hub."""
     if _entry(name) or name in (*families(), *LEVELS) or name.startswith("hub:") or is_file(name):
         return
+    known = [*families(), *LEVELS, *ENTRIES]
     raise UsageError(
-        f"There is no dataset {name!r}; there are {', '.join([*families(), *LEVELS, *ENTRIES])}, files "
+        f"There is no dataset {quoted(name)}; {alternatives(name, known)}, files "
         f"({', '.join('*' + suffix for suffix in FORMATS)}) and hub:owner/name."
     )
 
@@ -303,7 +304,7 @@ def _from_rows(rows: Iterable[_Row], name: str, grader: str, instruction: str = 
         question = row.need(*QUESTION)
         named = row.get("grader") or grader
         if named not in GRADERS:
-            raise row.error(f"names the grader {quoted(named)}; there are {', '.join(GRADERS)}")
+            raise row.error(f"names the grader {quoted(named)}; {alternatives(named, GRADERS)}")
         answer = row.answer()
         if not answer:
             raise row.lacks(*ANSWER)

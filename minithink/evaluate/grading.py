@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from minithink.errors import MinithinkError, UsageError
+from minithink.errors import MinithinkError, UsageError, alternatives, quoted
 from minithink.evaluate import judge, numerals
 from minithink.tasks import boxed, same_characters
 from minithink.tasks.answers import stated
@@ -61,7 +61,7 @@ def grade(text: str, answer: str, grader: str) -> Graded:
         MinithinkError: the grader is `math`, and math-verify is not installed.
     """
     if grader not in GRADERS:
-        raise UsageError(f"There is no grader {grader!r}; there are {', '.join(GRADERS)}.")
+        raise UsageError(f"There is no grader {quoted(grader)}; {alternatives(grader, GRADERS)}.")
     return GRADERS[grader].grade(text, answer)
 
 

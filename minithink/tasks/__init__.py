@@ -11,9 +11,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from minithink.errors import MinithinkError, UsageError
+from minithink.errors import MinithinkError, UsageError, alternatives, quoted
 from minithink.tasks.answers import boxed as boxed
-from minithink.tasks.writing import listing
 
 SPLITS = ("validation", "test")
 DATA = Path(__file__).parent / "data"
@@ -58,9 +57,9 @@ def load_problems(split: str, family: str = "facts") -> list[Problem]:
         MinithinkError: there is no file for this family and split.
     """
     if split not in SPLITS:
-        raise UsageError(f"The split {split!r} does not exist; there are {' and '.join(SPLITS)}.")
+        raise UsageError(f"The split {quoted(split)} does not exist; {alternatives(split, SPLITS)}.")
     if (known := families()) and family not in known:
-        raise UsageError(f"There is no family {family!r}; there are {listing(known)}.")
+        raise UsageError(f"There is no family {quoted(family)}; {alternatives(family, known)}.")
     path = DATA / f"{family}-{split}.jsonl"
     if not path.is_file():
         raise MinithinkError(f"{path} is missing: the package was installed without its data.")

@@ -167,25 +167,26 @@ def _write_json(path: Path, value: Any) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command → its exit code."""
+    return exit_code("minithink.tasks.prepare", lambda: _main(argv))
+
+
+def _main(argv: list[str] | None) -> int:
     parser = Parser(prog="python -m minithink.tasks.prepare", description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=location, required=True, help="folder of the tokenizer's files")
     parser.add_argument("--vocab-size", type=positive, default=1600)
     args = parser.parse_args(argv)
 
-    def run() -> int:
-        least = BYTES + len(SPECIAL) + len(THINK)
-        if args.vocab_size < least:
-            raise UsageError(f"--vocab-size is {args.vocab_size}; bytes and tags alone are {least} tokens.")
-        try:
-            write_tokenizer(args.output, args.vocab_size)
-            write_splits(args.output)
-        except ImportError:
-            raise MinithinkError("tokenizers is missing: pip install 'tokenizers>=0.22.1'.") from None
-        except OSError as error:
-            raise unwritable("The files", args.output, error, "folder") from error
-        return 0
-
-    return exit_code("minithink.tasks.prepare", run)
+    least = BYTES + len(SPECIAL) + len(THINK)
+    if args.vocab_size < least:
+        raise UsageError(f"--vocab-size is {args.vocab_size}; bytes and tags alone are {least} tokens.")
+    try:
+        write_tokenizer(args.output, args.vocab_size)
+        write_splits(args.output)
+    except ImportError:
+        raise MinithinkError("tokenizers is missing: pip install 'tokenizers>=0.22.1'.") from None
+    except OSError as error:
+        raise unwritable("The files", args.output, error, "folder") from error
+    return 0
 
 
 if __name__ == "__main__":

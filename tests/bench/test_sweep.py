@@ -353,8 +353,7 @@ def test_the_table_of_a_quick_look(tmp_path: Path, small: None, capsys: pytest.C
     assert [line.split("` | ")[0] for line in lines[4:7]] == ["| `full", "| `window", "| `random"]
     with pytest.raises(MinithinkError, match=r"no run of the comparison snapkv on all .* --results DIR"):
         sweep.result_of("snapkv", tmp_path)
-    with pytest.raises(SystemExit):
-        main(["tables", "--results", str(tmp_path), "--check"])
+    assert main(["tables", "--results", str(tmp_path), "--check"]) == 2
 
 
 def test_runs_are_drawn(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:

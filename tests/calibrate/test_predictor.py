@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -207,8 +206,7 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
 def test_bad_input_is_one_sentence(
     changed: dict[str, Any], code: int, said: str, problems: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    with suppress(SystemExit):  # argparse's own
-        assert main(words_of(problems, tmp_path / "t", tmp_path / "o", **changed)) == code
+    assert main(words_of(problems, tmp_path / "t", tmp_path / "o", **changed)) == code
     err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1

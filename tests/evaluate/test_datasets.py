@@ -73,7 +73,7 @@ def test_the_embedded_families(family):
             assert e.group == inside
     assert load_dataset("facts") == load_dataset("facts", "test")
     assert load_dataset("facts", limit=3) == load_dataset("facts")[:3]
-    refused("facts", "train", "validation and test", split="train", error=UsageError)
+    refused("facts", "train", "validation, test", split="train", error=UsageError)
 
 
 def test_search_in_one_redundancy():

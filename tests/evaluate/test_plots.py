@@ -313,7 +313,7 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
         ([], "required"),
         (["draw"], "There is no command 'draw'; there are plot, tune, margins"),
         (["plot"], "required: DIR"),
-        (["plot", str(good), "--x"], "unrecognized"),
+        (["plot", str(good), "--x"], "there is no option --x"),
         (["plot", str(tmp_path / "none")], "none is no folder"),
         (["plot", str(tmp_path)], "holds no results.jsonl"),
         (["plot", str(begun)], "No sequence is finished in"),

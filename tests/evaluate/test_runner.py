@@ -708,7 +708,7 @@ def test_every_setting_is_kept_to(
         ({"device": "abacus"}, 2, "The device 'abacus' is unknown"),
         ({"model": "/nowhere/at all"}, 1, "minithink.evaluate: "),
         ({"output_dir": None}, 2, "--output-dir"),
-        ({"grader": "gut"}, 2, "invalid choice: 'gut'"),
+        ({"grader": "gut"}, 2, "argument --grader: there is no 'gut'; there are exact"),
     ],
 )
 def test_bad_input_is_one_sentence(

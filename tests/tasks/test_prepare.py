@@ -77,9 +77,9 @@ def test_a_split_is_drawn_the_same_twice_and_only_from_itself(monkeypatch, famil
 
 
 def test_families_and_splits_that_do_not_exist():
-    with pytest.raises(UsageError, match="There is no family 'fact'; there are facts, ledger and search"):
+    with pytest.raises(UsageError, match=r"There is no family 'fact'; did you mean facts\? There are facts, ledger"):
         load_problems("test", "fact")
-    with pytest.raises(UsageError, match="The split 'train' does not exist; there are validation and test"):
+    with pytest.raises(UsageError, match="The split 'train' does not exist; there are validation, test"):
         load_problems("train")
 
 

@@ -1,0 +1,72 @@
+"""`python -m minithink` lists the commands; `minithink COMMAND …` and `python -m minithink COMMAND …` run one.
+
+`minithink generate …` is the same as `python -m minithink.generate …`, and so with the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from typing import NamedTuple
+
+from minithink.commands import Parser, exit_code
+
+PROGRAM = "minithink"
+
+
+class Command(NamedTuple):
+    """A command: the module whose `main` it is, and what it does."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "generate": Command("minithink.generate", "generate with a reasoning model, under a policy if you like; or chat"),
+    "evaluate": Command("minithink.evaluate.__main__", "compare policies: accuracy, lengths, bytes, pictures"),
+    "trace": Command("minithink.trace.__main__", "show what happened in a cache, token by token"),
+    "calibrate": Command("minithink.calibrate.__main__", "measure or train what some policies must know of a model"),
+    "analysis": Command("minithink.analysis.__main__", "test what the methods take for granted"),
+    "bench": Command("minithink.bench.__main__", "measure speed, memory and accuracy; write the tables of the pages"),
+    "train": Command("minithink.train", "train a small reasoning model, as the embedded one was"),
+    "prepare": Command("minithink.tasks.prepare", "write the tokenizer and the problems of the embedded model"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command, or list the commands → the exit code. argv: None: what the program was called with."""
+    argv = sys.argv[1:] if argv is None else argv
+    return exit_code(PROGRAM, lambda: _main(argv))
+
+
+def _main(argv: list[str]) -> int:
+    if argv and argv[0] in COMMANDS:
+        module = import_module(COMMANDS[argv[0]].module)
+        code: int = module.main(argv[1:])
+        return code
+    parser = _parser()
+    parser.parse_args(argv)
+    parser.print_help()
+    return 0
+
+
+def _parser() -> Parser:
+    """For everything that does not begin with a command."""
+    width = max(map(len, COMMANDS))
+    lines = ["commands (each has --help):"]
+    for name, command in COMMANDS.items():
+        lines.append(f"  {name:{width}}  {command.summary}")
+    parser = Parser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} COMMAND …",
+        description="KV-cache management for reasoning models.",
+        epilog="\n".join(lines),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", nargs="?", choices=list(COMMANDS), help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
