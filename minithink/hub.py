@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from minithink.errors import MinithinkError
+from minithink.errors import MinithinkError, named, quoted
 
 Kind = Literal["model", "dataset"]
 
@@ -47,18 +47,18 @@ def _sentence(repo: str, revision: str, kind: Kind, error: Exception) -> str:
             f"{local} exists, if you meant one), or log in with `hf auth login`."
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"The {kind} {repo} has no revision {revision!r}: give one of its branches, tags or commits."
+        return f"The {kind} {repo} has no revision {quoted(revision)}: give one of its branches, tags or commits."
     if isinstance(error, errors.HFValidationError):
-        return f"{repo!r} is neither a {local} nor a valid Hugging Face id (name or owner/name): correct it."
+        return f"{quoted(repo)} is neither a {local} nor a valid Hugging Face id (name or owner/name): correct it."
     if isinstance(error, errors.LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
         return (
-            f"The {kind} {repo} (revision {revision}) is not complete in the cache {constants.HF_HUB_CACHE} and "
-            f"HF_HUB_OFFLINE forbids downloading: unset it, or fetch the {kind} first."
+            f"The {kind} {repo} (revision {named(revision)}) is not complete in the cache {constants.HF_HUB_CACHE} "
+            f"and HF_HUB_OFFLINE forbids downloading: unset it, or fetch the {kind} first."
         )
     # Nothing cached is only half of what happened; the cause says what the network did.
     cause = (error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else None) or error
     reason = textwrap.shorten(str(cause).strip().removesuffix("."), 200, placeholder=" …") or type(cause).__name__
     return (
-        f"The {kind} {repo} (revision {revision}) could not be fetched from {constants.ENDPOINT}: check the network "
-        f"and the free disk space and try again, or give a local {local} ({reason})."
+        f"The {kind} {repo} (revision {named(revision)}) could not be fetched from {constants.ENDPOINT}: check the "
+        f"network and the free disk space and try again, or give a local {local} ({reason})."
     )

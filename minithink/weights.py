@@ -29,7 +29,7 @@ from torch import Tensor
 
 from minithink.backend import REFERENCE, Backend
 from minithink.config import ModelConfig, read_json
-from minithink.errors import MinithinkError, UsageError, reason
+from minithink.errors import MinithinkError, UsageError, listed, named, quoted, reason
 from minithink.files import open_to_others
 from minithink.hub import download
 from minithink.model import Block, Decoder
@@ -40,10 +40,21 @@ FILES = (
     "config.json", "generation_config.json", WEIGHTS, INDEX, "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "chat_template.*", "additional_chat_templates/*",
 )  # fmt: skip
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # safetensors' names
-EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Rotary frequencies that old versions of transformers saved; they follow from the config.
-HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+# Types of safetensors that weights may have. 64 bits are read as 32.
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+WIDER_THAN_A_BYTE = ("I16", "I32", "I64", "U16", "U32", "U64", "C64")  # other types are quantized
+MODEL, EMBED, HEAD = "model.", "model.embed_tokens.weight", "lm_head.weight"
+# Buffers that old versions of transformers saved; they follow from the config.
+HARMLESS = re.compile(
+    r"(.*\.)?(rotary_emb\.((original_)?inv_freq|(cos|sin)_cached)|embeddings\.position_ids|position_ids|masked_bias)"
+)
+# Names by which it is known why a tensor has no place in a decoder.
+QUANTIZED = re.compile(
+    r".*\.(qweight|qzeros|scales|g_idx|SCB|weight_(scale|scale_inv|scale_2|packed|zero_point|shape|format)"
+    r"|weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state.*)|input_scale|biases)"
+)
+ADAPTER = re.compile(r".*\.(lora_.*|base_layer\..*|modules_to_save\..*)")
+ROWS = 1024  # of the vocabulary that are compared at once
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 
 
@@ -99,26 +110,47 @@ def load_decoder(
 
     Raises:
         MinithinkError: a file is missing or damaged, or the tensors are not exactly those that the config calls for.
+            If they only have another prefix than `model.`, they are read, and the config has a caution.
     """
     folder = Path(folder)
     config = ModelConfig.from_folder(folder)
-    entries = {name: entry for name, entry in _entries(folder).items() if not HARMLESS.fullmatch(name)}
+    stored = {name: entry for name, entry in _entries(folder).items() if not HARMLESS.fullmatch(name)}
+    entries, prefix = _with_our_prefix(stored)
+    if prefix != MODEL:
+        caution = f"{folder}: the names of the tensors begin with {quoted(prefix)}, which is read as {MODEL!r}"
+        config = replace(config, cautions=(*config.cautions, caution))
     with torch.device("meta"):
-        decoder = Decoder(config, backend)
-    _check(entries, tensors_of(decoder), config)
+        shapes = {name: view.shape for name, view in tensors_of(Decoder(config)).items()}
+    if config.tie_embeddings and HEAD in entries:
+        if EMBED not in entries:
+            entries[EMBED] = entries.pop(HEAD)  # the one that is there is both
+        else:
+            shapes[HEAD] = shapes[EMBED]
+    _check(entries, shapes, config)
+    if config.tie_embeddings and HEAD in entries:
+        if _are_equal(entries[EMBED], entries[HEAD]):
+            del entries[HEAD]
+        else:
+            caution = (
+                f"{folder}: config.json ties the output head to the embeddings, and the file has another {HEAD}, "
+                "which is used, as in transformers"
+            )
+            config = replace(config, tie_embeddings=False, cautions=(*config.cautions, caution))
 
     own = reduce(torch.promote_types, [entry.dtype for entry in entries.values()])
+    own = torch.float32 if own == torch.float64 else own
+    with torch.device("meta"):
+        decoder = Decoder(config, backend)
     decoder = decoder.to(dtype or own).to_empty(device=device).requires_grad_(False)
     views = tensors_of(decoder)
     for path in sorted({entry.path for entry in entries.values()}):
         try:
             with safe_open(path, framework="pt") as file:
-                for name in (n for n, entry in entries.items() if entry.path == path and n in views):
-                    views[name].copy_(file.get_tensor(name))
+                for name, entry in entries.items():
+                    if entry.path == path:
+                        views[name].copy_(file.get_tensor(entry.name))
         except (SafetensorError, OSError) as error:
             raise MinithinkError(f"{path} cannot be read ({reason(error)}): download it again.") from None
-    if config.tie_embeddings and HEAD in entries:
-        _check_tied(entries[EMBED], entries[HEAD])
     return decoder
 
 
@@ -203,13 +235,18 @@ def resolve(path_or_id: str, revision: str | None = None) -> Path:
         MinithinkError: there is no such folder or model, or it cannot be fetched. HF_HUB_OFFLINE=1 is respected.
     """
     path = Path(os.path.expanduser(path_or_id))  # Path's own raises for an unknown ~user
-    if path.is_dir() and path_or_id:
+    if path_or_id and os.path.isdir(path):  # Path's own raises for a name that is too long
         if revision is not None:
-            raise UsageError(f"{path_or_id} is a folder, which has no revision {revision!r}: drop the revision.")
+            raise UsageError(
+                f"{path_or_id} is a folder, which has no revision {quoted(revision)}: drop the revision."
+            )
         return path
-    if not path_or_id or path_or_id[0] in "./~" or path_or_id.count("/") > 1 or path.exists():
-        what = "is a file, not the folder of a checkpoint" if path.is_file() else "does not exist: no such folder"
-        raise MinithinkError(f"{path_or_id!r} {what}; give a folder, or a Hugging Face id like Qwen/Qwen3-0.6B.")
+    if not path_or_id or path_or_id[0] in "./~" or path_or_id.count("/") > 1 or os.path.exists(path):
+        is_file = os.path.isfile(path)
+        what = "is a file, not the folder of a checkpoint" if is_file else "does not exist: no such folder"
+        raise MinithinkError(
+            f"{quoted(path_or_id)} {what}; give a folder, or a Hugging Face id like Qwen/Qwen3-0.6B."
+        )
 
     folder = download(path_or_id, FILES, revision)
     if not any(folder.glob(WEIGHTS)):
@@ -224,16 +261,25 @@ def resolve(path_or_id: str, revision: str | None = None) -> Path:
 class _Entry:
     """One tensor of a checkpoint, as its file's header describes it."""
 
-    name: str
+    name: str  # in the file
     path: Path
-    dtype: torch.dtype
+    stored: str  # safetensors' name of its type
     shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.stored]
+
+    def __str__(self) -> str:
+        return f"{self.path}: {named(self.name)}"
 
 
 def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
     """The files that hold the weights, each with the tensors that the index says it has (None: no index)."""
     if (folder / SINGLE).exists() or not (folder / INDEX).exists():
         if (folder / SINGLE).exists():
+            if not (folder / SINGLE).is_file():  # to open a pipe would wait for its writer
+                raise MinithinkError(f"{folder / SINGLE} is no regular file: download it.")
             return {folder / SINGLE: None}
         pickled = any(folder.glob("pytorch_model*.bin"))
         why = "only pickled weights, which can run code and are not read" if pickled else "no weights"
@@ -245,9 +291,13 @@ def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
     for name, shard in weight_map.items():
         # Only the name is checked: in the hub's cache the file itself is a link to a blob elsewhere.
         if not isinstance(shard, str) or PureWindowsPath(shard).name != shard or not shard.endswith(".safetensors"):
-            raise MinithinkError(f"{where} puts {name} into {shard!r}, which is no *.safetensors file beside it.")
-        if not (folder / shard).is_file():
-            raise MinithinkError(f"{folder / shard} is missing, and {where.name} puts {name} into it: download it.")
+            raise MinithinkError(
+                f"{where} puts {named(name)} into {quoted(shard)}, which is no *.safetensors file beside it."
+            )
+        if not os.path.isfile(folder / shard):
+            raise MinithinkError(
+                f"{folder / named(shard)} is missing, and {where.name} puts {named(name)} into it: download it."
+            )
         listed = files.setdefault(folder / shard, set())
         assert listed is not None
         listed.add(name)
@@ -257,13 +307,15 @@ def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
 def _entries(folder: Path) -> dict[str, _Entry]:
     """Every tensor of a checkpoint by name, from the headers of its files, which must agree with the index."""
     entries: dict[str, _Entry] = {}
-    for path, listed in _weight_files(folder).items():
+    for path, expected in _weight_files(folder).items():
         found = {entry.name: entry for entry in _header(path)}
-        if listed is not None:
-            for name in sorted(listed - found.keys()):
-                raise MinithinkError(f"{path} lacks {name}, which {INDEX} puts into it: download it again.")
-            for name in sorted(n for n in found.keys() - listed if not HARMLESS.fullmatch(n)):
-                raise MinithinkError(f"{path} holds {name}, which {INDEX} does not put into it: download both again.")
+        if expected is not None:
+            for name in sorted(expected - found.keys()):
+                raise MinithinkError(f"{path} lacks {named(name)}, which {INDEX} puts into it: download it again.")
+            for name in sorted(n for n in found.keys() - expected if not HARMLESS.fullmatch(n)):
+                raise MinithinkError(
+                    f"{path} holds {named(name)}, which {INDEX} does not put into it: download both again."
+                )
         entries |= found
     return entries
 
@@ -284,55 +336,113 @@ def _header(path: Path) -> Iterator[_Entry]:
         ]
     except OSError as error:
         raise MinithinkError(f"{path} cannot be read: {reason(error)}.") from None
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        raise MinithinkError(f"{path} is no valid safetensors file ({error}): download it again.") from None
-    for name, dtype, shape, end in tensors:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise MinithinkError(f"{path} is no valid safetensors file ({reason(error)}): download it again.") from None
+    for name, stored, shape, end in tensors:
         if end > size:
             raise MinithinkError(
-                f"{path} is truncated: it has {size} bytes, and {name} {list(shape)} ends at byte {end}: download it "
-                "again."
+                f"{path} is truncated: it has {size} bytes, and {named(name)} {_spelled(shape)} ends at byte "
+                f"{quoted(end)}: download it again."
             )
-        if dtype not in DTYPES:
-            raise MinithinkError(
-                f"{path}: {name} is stored as {dtype}, and minithink reads only {', '.join(DTYPES)}: use a "
-                "checkpoint that is not quantized."
-            )
-        yield _Entry(name, path, DTYPES[dtype], shape)
+        yield _Entry(name, path, stored, shape)
 
 
-def _check(entries: dict[str, _Entry], views: dict[str, Tensor], config: ModelConfig) -> None:
+def _with_our_prefix(entries: dict[str, _Entry]) -> tuple[dict[str, _Entry], str]:
+    """The tensors by the names that a decoder's have, and the prefix that they have instead of `model.`.
+
+    A decoder that was taken out of another model or saved by a wrapper has another prefix, or none. It is found by
+    the embeddings; if there are none or several, the names stay.
+    """
+    suffix = EMBED.removeprefix(MODEL)
+    found = [name for name in entries if name.endswith(suffix)]
+    prefix = found[0].removesuffix(suffix) if len(found) == 1 else MODEL
+    if prefix == MODEL:
+        return dict(entries), MODEL
+    out = dict[str, _Entry]()
+    for name, entry in entries.items():
+        if name == HEAD or name.endswith(f".{HEAD}"):
+            ours = HEAD
+        elif name.startswith(prefix):
+            ours = MODEL + name.removeprefix(prefix)
+        else:
+            return dict(entries), MODEL  # it is a part of another model, or damaged
+        if ours in out:  # two tensors would have one name
+            return dict(entries), MODEL
+        out[ours] = entry
+    return out, prefix
+
+
+def _check(entries: dict[str, _Entry], shapes: dict[str, torch.Size], config: ModelConfig) -> None:
     """Refuse a checkpoint whose tensors are not exactly those that the config calls for."""
-    files = ", ".join(sorted({str(entry.path) for entry in entries.values()})) or "the checkpoint"
-    for name, view in views.items():
+    for name, entry in entries.items():
+        if name not in shapes and QUANTIZED.fullmatch(name):
+            raise MinithinkError(f"{entry} belongs to quantized weights, which are not read: use the original ones.")
+        if name not in shapes and ADAPTER.fullmatch(name):
+            raise MinithinkError(f"{entry} belongs to an adapter: merge it into the model, and give the result.")
+    for name, shape in shapes.items():
         if name not in entries:
-            raise MinithinkError(f"{files}: the tensor {name} {list(view.shape)} is missing: download it again.")
-        entry, want = entries[name], tuple(view.shape)
-        if name == EMBED and entry.shape[:1] != want[:1]:
+            raise _missing(name, shape, entries)
+        entry = entries[name]
+        if entry.stored not in DTYPES:
+            known = ", ".join(DTYPES)
+            mend = "store it as one of them" if entry.stored in WIDER_THAN_A_BYTE else "use the original weights"
+            kind = "" if entry.stored in WIDER_THAN_A_BYTE else ", because others are quantized"
             raise MinithinkError(
-                f"{entry.path}: {name} has the shape {list(entry.shape)}, and vocab_size is {want[0]} in "
-                "config.json: the two do not belong together."
+                f"{entry} is stored as {named(entry.stored)}, and minithink reads only {known}{kind}: {mend}."
             )
-        if entry.shape != want:
+        if name == EMBED and entry.shape[:1] != shape[:1]:
             raise MinithinkError(
-                f"{entry.path}: {name} has the shape {list(entry.shape)}, and config.json calls for {list(want)}."
+                f"{entry} has the shape {_spelled(entry.shape)}, and vocab_size is {shape[0]} in config.json: the "
+                "two do not belong together."
+            )
+        if entry.shape != shape:
+            raise MinithinkError(
+                f"{entry} has the shape {_spelled(entry.shape)}, and config.json calls for {list(shape)}."
             )
     for name, entry in entries.items():
-        if name not in views and not (name == HEAD and config.tie_embeddings):
+        if name not in shapes:
             raise MinithinkError(
-                f"{entry.path}: the tensor {name} {list(entry.shape)} has no place in a {config.architecture} with "
-                "this config.json."
+                f"{entry} {_spelled(entry.shape)} has no place in a {config.architecture} with this config.json."
             )
 
 
-def _check_tied(embed: _Entry, head: _Entry) -> None:
-    """Refuse an output head that differs from the embeddings to which config.json ties it."""
-    with safe_open(embed.path, framework="pt") as a, safe_open(head.path, framework="pt") as b:
-        if embed.shape == head.shape and torch.equal(a.get_tensor(EMBED), b.get_tensor(HEAD)):
-            return
-    raise MinithinkError(
-        f"{head.path}: config.json ties the embeddings, but {HEAD} {list(head.shape)} differs from {EMBED} "
-        f"{list(embed.shape)}: set tie_word_embeddings to false if the head is meant."
+def _missing(name: str, shape: torch.Size, entries: dict[str, _Entry]) -> MinithinkError:
+    """What is raised if there is no tensor of that name."""
+    paths = sorted({entry.path for entry in entries.values()})
+    where = str(paths[0]) if paths else "The checkpoint"
+    if len(paths) > 1:
+        where += f" and {len(paths) - 1} others"
+    if name == HEAD:
+        return MinithinkError(
+            f"{where}: the output head {HEAD} {list(shape)} is missing, and config.json says that it is not the "
+            "embeddings: if it is, set tie_word_embeddings to true there; else the checkpoint is incomplete."
+        )
+    suffix = name.removeprefix(MODEL)
+    names = sorted((entry.name for entry in entries.values()), key=lambda other: not other.endswith(suffix))
+    there = listed([named(other) for other in names]) or "none"
+    return MinithinkError(
+        f"{where}: the tensor {name} {list(shape)} is missing, and there are {there}: config.json describes another "
+        "model, or the checkpoint is incomplete."
     )
+
+
+def _spelled(shape: tuple[int, ...]) -> str:
+    return quoted(list(shape))
+
+
+def _are_equal(one: _Entry, other: _Entry) -> bool:
+    """Whether two tensors of one shape hold the same numbers."""
+    try:
+        with safe_open(one.path, framework="pt") as first, safe_open(other.path, framework="pt") as second:
+            a = first.get_slice(one.name)
+            b = second.get_slice(other.name)
+            for start in range(0, one.shape[0], ROWS):
+                rows = slice(start, start + ROWS)
+                if not torch.equal(a[rows].double(), b[rows].double()):
+                    return False
+    except (SafetensorError, OSError) as error:
+        raise MinithinkError(f"{one.path} cannot be read ({reason(error)}): download it again.") from None
+    return True
 
 
 def _contiguous_copy(view: Tensor, dtype: torch.dtype) -> Tensor:

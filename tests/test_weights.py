@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from minithink import weights
 from minithink.config import ModelConfig
-from minithink.errors import MinithinkError, UsageError
+from minithink.errors import MinithinkError, UsageError, quoted
 from minithink.weights import checkpoint_hash, load_decoder, resolve, save_checkpoint, tensors_of
 from tests.compare import assert_close, assert_same
 from tests.drive import prompt_logits, transformers_checkpoint
@@ -61,6 +62,7 @@ def refused(folder: Path, *mentions: str, error: type[MinithinkError] = Minithin
         load_decoder(folder)
     message = str(caught.value)
     assert "\n" not in message
+    assert len(message.replace(str(folder), "")) <= 400
     for mention in mentions:
         assert mention in message
 
@@ -277,9 +279,27 @@ def test_vocabulary_of_another_size(folder: Path) -> None:
 
 
 def test_harmless_leftovers(folder: Path) -> None:
+    """Buffers of old versions, of whatever type, follow from the config."""
     want = load_decoder(folder)
-    rewrite(folder, **{"model.layers.1.self_attn.rotary_emb.inv_freq": torch.zeros(5)})
+    rewrite(folder, **{
+        "model.layers.1.self_attn.rotary_emb.inv_freq": torch.zeros(5),
+        "model.rotary_emb.original_inv_freq": torch.zeros(5, dtype=torch.float64),
+        "model.layers.0.self_attn.rotary_emb.cos_cached": torch.zeros(2, 5),
+        "model.position_ids": torch.arange(8),
+        "position_ids": torch.arange(8),
+        "model.layers.0.self_attn.masked_bias": torch.zeros((), dtype=torch.bool),
+    })  # fmt: skip
     same_weights(load_decoder(folder), want)
+
+
+def logits_of_transformers(folder: Path) -> torch.Tensor:
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([TOKENS])).logits[0]
+    return logits
 
 
 def test_tied_head(tmp_path: Path) -> None:
@@ -287,18 +307,114 @@ def test_tied_head(tmp_path: Path) -> None:
     save_checkpoint(decoder, tmp_path)
     rewrite(tmp_path, **{"lm_head.weight": decoder.embed.clone()})
     same_weights(load_decoder(tmp_path), decoder)
-    head = decoder.embed.clone()
-    head[60, 23] += 1
-    rewrite(tmp_path, **{"lm_head.weight": head})
-    refused(tmp_path, "lm_head.weight", "tie_word_embeddings", "model.safetensors")
     rewrite(tmp_path, **{"lm_head.weight": torch.zeros(60, 24)})
-    refused(tmp_path, "lm_head.weight [60, 24]", "[61, 24]")
+    refused(tmp_path, "lm_head.weight has the shape [60, 24]", "calls for [61, 24]")
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float64, torch.bool])
-def test_unsupported_dtype(folder: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("place", [(60, 23), (0, 0)])
+def test_another_head_is_used_although_the_config_ties_it(tmp_path: Path, place: tuple[int, int]) -> None:
+    decoder = random_decoder(example_config(tie_embeddings=True))
+    save_checkpoint(decoder, tmp_path)
+    head = decoder.embed.clone()
+    head[place] += 1
+    rewrite(tmp_path, **{"lm_head.weight": head})
+    loaded = load_decoder(tmp_path)
+    assert loaded.head is not None
+    assert_same("head", loaded.head, head)
+    assert not loaded.config.tie_embeddings
+    [caution] = loaded.config.cautions
+    assert "another lm_head.weight, which is used, as in transformers" in caution
+    assert_close("logits", prompt_logits(loaded, TOKENS), logits_of_transformers(tmp_path), atol=1e-4)
+
+
+def test_a_tied_head_without_embeddings_is_both(tmp_path: Path) -> None:
+    decoder = random_decoder(example_config(tie_embeddings=True))
+    save_checkpoint(decoder, tmp_path)
+    rewrite(tmp_path, **{"lm_head.weight": decoder.embed.clone(), weights.EMBED: None})
+    same_weights(load_decoder(tmp_path), decoder)
+    assert_close("logits", prompt_logits(decoder, TOKENS), logits_of_transformers(tmp_path), atol=1e-4)
+
+
+def test_an_untied_head_that_is_missing_may_be_tied(folder: Path) -> None:
+    rewrite(folder, **{"lm_head.weight": None})
+    refused(folder, "the output head lm_head.weight [61, 24] is missing", "set tie_word_embeddings")
+    edit(folder, tie_word_embeddings=True)
+    assert load_decoder(folder).head is None
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize(
+    ("prefix", "head"),
+    [
+        ("", "lm_head.weight"),
+        ("model.language_model.", "lm_head.weight"),
+        ("language_model.model.", "language_model.lm_head.weight"),
+        ("_orig_mod.model.", "_orig_mod.lm_head.weight"),
+        ("x'\u202e.", "lm_head.weight"),
+    ],
+)
+def test_another_prefix_is_read_and_said(prefix: str, head: str, shards: bool, tmp_path: Path) -> None:
+    want = random_decoder(example_config())
+    ours = {name: view.contiguous() for name, view in tensors_of(want).items()}
+    theirs = {head if n == "lm_head.weight" else prefix + n.removeprefix("model."): x for n, x in ours.items()}
+    save_checkpoint(want, tmp_path)
+    if shards:
+        (tmp_path / "model.safetensors").unlink()
+        files = {name: f"model-{i:05}.safetensors" for i, name in enumerate(theirs)}
+        for name, file in files.items():
+            save_file({name: theirs[name]}, tmp_path / file)
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    else:
+        save_file(theirs, tmp_path / "model.safetensors")
+    got = load_decoder(tmp_path)
+    same_weights(got, want)
+    assert got.config.cautions == (
+        f"{tmp_path}: the names of the tensors begin with {prefix!r}, which is read as 'model.'",
+    )
+
+
+def test_a_part_of_another_model_is_refused_with_its_names(folder: Path) -> None:
+    tensors = {f"model.language_{n}": x for n, x in load_file(folder / "model.safetensors").items()}
+    tensors["model.visual.blocks.0.weight"] = torch.zeros(2)
+    save_file(tensors, folder / "model.safetensors")
+    there = "model.embed_tokens.weight [61, 24] is missing, and there are model.language_model.embed_tokens.weight, "
+    refused(folder, there, "and 23 more")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("model.layers.0.self_attn.q_proj.qweight", "quantized weights, which are not read: use the original ones"),
+        ("model.layers.0.self_attn.q_proj.weight_scale_inv", "quantized weights"),
+        ("model.layers.0.mlp.up_proj.weight.quant_state.bitsandbytes__nf4", "quantized weights"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", "an adapter: merge it"),
+        ("model.layers.0.self_attn.q_proj.base_layer.weight", "an adapter: merge it"),
+    ],
+)
+def test_quantized_weights_and_adapters_are_recognized(folder: Path, name: str, why: str) -> None:
+    rewrite(folder, **{name: torch.zeros(4), Q0: None})
+    refused(folder, f"model.safetensors: {name} belongs to {why}")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bool, torch.uint8])
+def test_quantized_types(folder: Path, dtype: torch.dtype) -> None:
     rewrite(folder, **{Q0: torch.zeros(40, 24).to(dtype)})
-    refused(folder, Q0, "model.safetensors", "F32, F16, BF16")
+    refused(folder, Q0, "model.safetensors", "F32, F16, BF16, F64", "quantized: use the original weights")
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.complex64])
+def test_types_that_no_weight_has(folder: Path, dtype: torch.dtype) -> None:
+    rewrite(folder, **{Q0: torch.zeros(40, 24).to(dtype)})
+    refused(folder, Q0, "reads only F32, F16, BF16, F64: store it as one of them")
+
+
+def test_64_bits_are_read_as_32(folder: Path) -> None:
+    want = load_decoder(folder)
+    tensors = load_file(folder / "model.safetensors")
+    rewrite(folder, **{"model.norm.weight": tensors["model.norm.weight"].double()})
+    same_weights(load_decoder(folder), want)
+    rewrite(folder, **{name: x.double() for name, x in tensors.items()})
+    same_weights(load_decoder(folder), want)
 
 
 def test_quantized(folder: Path) -> None:
@@ -337,8 +453,21 @@ def test_corrupt_header(position: int, value: int, tmp_path_factory: pytest.Temp
         assert changed
 
 
+def header(entry: dict[str, Any]) -> bytes:
+    """A file of one tensor of 4 bytes."""
+    about = json.dumps({"model.embed_tokens.weight": entry}).encode()
+    return len(about).to_bytes(8, "little") + about + bytes(4)
+
+
 @pytest.mark.parametrize("content", [b"", b"\x00" * 8, b"\xff" * 8, b"\x02" + b"\x00" * 7 + b"[]", b"<!doctype html>",
-                                     b"\x0f" + b"\x00" * 7 + b'{"a": {"b": 1}}'])  # fmt: skip
+                                     b"\x0f" + b"\x00" * 7 + b'{"a": {"b": 1}}',
+                                     header({"dtype": "F32", "shape": [math.inf], "data_offsets": [0, 4]}),
+                                     header({"dtype": "F32", "shape": [math.nan], "data_offsets": [0, 4]}),
+                                     header({"dtype": "F32", "shape": [1], "data_offsets": [0, math.inf]}),
+                                     header({"dtype": "F32", "shape": [1], "data_offsets": [0, 10**400]}),
+                                     header({"dtype": "F32", "shape": [10**400], "data_offsets": [0, 4]}),
+                                     header({"dtype": "x\x1b" * 999, "shape": [1] * 999, "data_offsets": [0, 4]}),
+                                     ])  # fmt: skip
 def test_no_safetensors_file(folder: Path, content: bytes) -> None:
     (folder / "model.safetensors").write_bytes(content)
     refused(folder, "model.safetensors")
@@ -364,14 +493,31 @@ def index_of(folder: Path) -> tuple[Path, dict[str, Any]]:
 @pytest.mark.parametrize(
     "shard",
     ["../elsewhere.safetensors", "/etc/model.safetensors", "a/b.safetensors", "..", "", "C:x.safetensors",
-     "..\\x.safetensors", "pytorch_model.bin", 7, None],
+     "..\\x.safetensors", "pytorch_model.bin", 7, None, "x" * 9999],
 )  # fmt: skip
 def test_index_that_leaves_the_folder(sharded: Path, shard: Any) -> None:
     path, index = index_of(sharded)
     save_file({Q0: torch.zeros(40, 24)}, sharded.parent / "elsewhere.safetensors")  # it is there, and still refused
     index["weight_map"][Q0] = shard
     path.write_text(json.dumps(index))
-    refused(sharded, "index.json", Q0, repr(shard))
+    refused(sharded, "index.json", Q0, quoted(shard))
+
+
+def test_shards_with_names_that_no_file_can_have_are_missing(sharded: Path) -> None:
+    path, index = index_of(sharded)
+    index["weight_map"][Q0] = "x" * 999 + "\0.safetensors"
+    path.write_text(json.dumps(index))
+    refused(sharded, f"{'x' * 79}… is missing", Q0)
+
+
+def test_a_pipe_is_no_weights(folder: Path) -> None:
+    """It would be opened for ever."""
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    refused(folder, "model.safetensors is no regular file")
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    refused(folder, "config.json cannot be read: it is no regular file")
 
 
 def test_shards_may_be_links(sharded: Path, tmp_path: Path) -> None:
