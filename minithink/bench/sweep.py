@@ -253,7 +253,7 @@ def evaluated(args: argparse.Namespace, argv: list[str], key: Wanted) -> list[Ru
     asked = {example.id for example in examples[: -(-pool.ANSWERS // key["num_samples"])]}
     return [
         Run(
-            key_of(done.settings, row.policy, row.budget), pool.source_of(row.policy, done.settings["backend"]),
+            key_of(done.settings, row.policy, row.budget), _source_of(done, row.policy),
             {f.name: getattr(row, f.name) for f in fields(Row) if f.name != "group"},
             sorted([r.id, r.sample, r.found] for r in own if r.id in asked),
             tokens=[sum(r.generated_tokens for r in own), len(own)],
@@ -262,6 +262,12 @@ def evaluated(args: argparse.Namespace, argv: list[str], key: Wanted) -> list[Ru
             **{name: done.runs[-1][name] for name in ("commit", "date", "machine", "versions")},
         )
     ]  # fmt: skip
+
+
+def _source_of(done: journal.Run, policy: str) -> dict[str, str]:
+    """The code that a run ran; of a run that an earlier version wrote, the code of now."""
+    known: dict[str, dict[str, str]] = done.settings.get(journal.SOURCES, {})
+    return known.get(policy) or pool.source_of(policy, done.settings["backend"])
 
 
 def length_of_full(args: argparse.Namespace, key: Wanted) -> float | None:

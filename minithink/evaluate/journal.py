@@ -2,8 +2,12 @@
 
     DIR/config.json        the settings, and how the run was started and resumed
     DIR/results.jsonl      a Record a line; of a data-parallel run, results-0.jsonl, results-1.jsonl, … one a rank
+    DIR/replaced-1.jsonl   records of policies whose code had changed when the run was resumed; then -2, …
 
 A line is written when its sequence ends. If the process is killed, only the sequences that were running are lost.
+
+The settings hold hashes of the code of every policy (`minithink/sources.py`). Records of other code are never summed
+up with those of today: `--resume` moves them into a file of their own, and the policy runs again.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ from minithink.errors import MinithinkError, UsageError, reason
 from minithink.files import dumps, read_bytes, replace
 
 CONFIG = "config.json"
+FULL = "full"  # the policy that keeps everything: what the others are compared with
+SOURCES = "sources"  # the setting with the hashes of the policies' code, by policy
 # Settings that change neither what is generated nor how it is graded: a resumed run may have others.
 MAY_DIFFER = {
     "output_dir": "the folder may have been moved",
@@ -33,7 +39,7 @@ MAY_DIFFER = {
 # Runs that are drawn into one picture may differ in these settings.
 COMPARED = (
     "policies", "budgets", "schedule", "batch_size", "backend", "device", "recall", "needed", "keep_text", "model",
-    *MAY_DIFFER,
+    SOURCES, *MAY_DIFFER,
 )  # fmt: skip
 
 # Fields of a Record that not all results have: shares, with the titles of their columns.
@@ -235,6 +241,19 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], ignored: Iter
     return ", ".join(f"{name} {old} and {new}" for name, old, new in pairs if old != new)
 
 
+def changed_policies(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The policies whose code has changed, each with the parts that have. before, now: settings."""
+    # kernels run in the place of twins
+    unused = "twins" if now.get("backend") == "triton" else ""
+    out = dict[str, list[str]]()
+    for policy, source in now.get(SOURCES, {}).items():
+        old = before.get(SOURCES, {}).get(policy, source)
+        parts = [part for part, digits in source.items() if part != unused and old.get(part) != digits]
+        if parts:
+            out[policy] = parts
+    return out
+
+
 class Journal:
     """The results of a run, open for appending. Also a context manager.
 
@@ -275,6 +294,7 @@ class Journal:
         self.path = folder / ("results.jsonl" if rank is None else f"results-{rank}.jsonl")
         self.records: list[Record] = []  # what was there, of all ranks
         self.done: set[Key] = set()  # these, and what was appended
+        self.replaced: Path | None = None  # the file of the records whose code had changed
         self.notes: list[str] = []  # sentences for the user
         free = {*MAY_DIFFER, *allow}
         fixed = {name: value for name, value in settings.items() if name not in MAY_DIFFER}
@@ -288,6 +308,8 @@ class Journal:
                 before, runs = self._read(resume or bool(rank), fixed, free)
                 if not rank:
                     runs.append({**(about or {}), **changing, "sequences_before": len(self.records)})
+                    if self.replaced is not None:
+                        runs[-1]["replaced"] = self.replaced.name
                     replace(folder / CONFIG, dumps({"settings": before, "runs": runs}) + "\n")
             except BaseException:
                 if new and not self.path.stat().st_size:
@@ -323,11 +345,13 @@ class Journal:
                 self.notes.append(f"{path} {note}, which is passed over.")
         check_unique(self.records, self.folder)
         before, runs = (settings, list[dict[str, Any]]()) if not self.records else _read_config(self.folder)
-        differing = differences(before, settings, free)
+        differing = differences(before, settings, {*free, SOURCES})
+        changed = changed_policies(before, settings)
         if self.records and not resume and not differing:
+            since = f" The code of {', '.join(changed)} has changed since, and would run again." if changed else ""
             raise UsageError(
                 f"{self.folder} holds {len(self.records):,} sequences of an earlier run: add --resume to continue "
-                "it, or give another folder."
+                f"it, or give another folder.{since}"
             )
         if differing:
             raise UsageError(
@@ -336,8 +360,59 @@ class Journal:
             )
         if size is not None:
             self._file.truncate(size)
+        if changed:
+            self._put_aside(changed, settings)
+        if SOURCES in settings and SOURCES not in before:
+            self.notes.append(
+                f"{self.folder} was written by a version that did not record the code of policies: whether it has "
+                "changed since is not known."
+            )
+        if SOURCES in settings:
+            before = {**before, SOURCES: {**before.get(SOURCES, {}), **settings[SOURCES]}}
         self.done = {record.key for record in self.records}
         return before, runs
+
+    def _put_aside(self, changed: Mapping[str, Sequence[str]], settings: Mapping[str, Any]) -> None:
+        """Move the records of other code from the results into a file of their own, and say so.
+
+        The copy is written first, and the settings last: whenever the process is killed, nothing is lost and nothing
+        of other code is summed up.
+        """
+        again = dict.fromkeys(changed)
+        if FULL in changed and settings.get("full_tokens") is None:
+            # shares of a budget follow from what the full cache generates
+            again |= {r.policy: None for r in self.records if isinstance(r.budget, float)}
+        old = [record for record in self.records if record.policy in again]
+        if not old:
+            return
+        self.records = [record for record in self.records if record.policy not in again]
+        number = 1
+        while (self.folder / f"replaced-{number}.jsonl").exists():
+            number += 1
+        self.replaced = self.folder / f"replaced-{number}.jsonl"
+        replace(self.replaced, _lines(old))
+        for path in _result_files(self.folder):
+            records, _, _ = _read_lines(path)
+            kept = [record for record in records if record.policy not in again]
+            if len(kept) < len(records):
+                self._rewrite(path, kept)
+        what = "kernels" if all(parts == ["kernels"] for parts in changed.values()) else "code"
+        others = [policy for policy in again if policy not in changed]
+        shares = f", and {', '.join(others)}, whose budgets are shares of what {FULL} generates," if others else ""
+        self.notes.append(
+            f"The {what} of {', '.join(changed)} has changed since: {len(old):,} sequences are kept in "
+            f"{self.replaced.name} and count no more, and {', '.join(changed)}{shares} will run again."
+        )
+
+    def _rewrite(self, path: Path, records: Iterable[Record]) -> None:
+        """Replace a results file by one with these records. No other process may write to it."""
+        if path != self.path:
+            with files.hold(path):
+                replace(path, _lines(records))
+            return
+        replace(path, _lines(records))
+        self._file.close()  # it is the file that was replaced
+        self._file = files.hold(path)
 
     def append(self, record: Record) -> None:
         """Write one record. When this returns, the operating system has it: the record survives the end of the
@@ -372,6 +447,10 @@ class Journal:
         self.close()
 
 
+def _lines(records: Iterable[Record]) -> str:
+    return "".join(record.to_json() + "\n" for record in records)
+
+
 def _result_files(folder: Path) -> list[Path]:
     """results.jsonl, then those of the ranks in order."""
     names = {path: re.fullmatch(r"results(?:-(\d+))?\.jsonl", path.name) for path in folder.glob("results*.jsonl")}
@@ -387,6 +466,9 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         settings, runs = config["settings"], config["runs"]
         if not isinstance(settings, dict) or not isinstance(runs, list):
             raise TypeError("settings are an object and runs are a list")
+        sources = settings.get(SOURCES, {})
+        if not isinstance(sources, dict) or not all(isinstance(source, dict) for source in sources.values()):
+            raise TypeError(f"{SOURCES} holds an object for each policy")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(
             f"{path}, the settings of the results beside it, cannot be read ({reason(error)}): restore it, or give "

@@ -28,7 +28,7 @@ from minithink.evaluate import plots, summary
 from minithink.evaluate import trace as tracing
 from minithink.evaluate.datasets import Example, check_graders, load_dataset
 from minithink.evaluate.grading import GRADERS, Graded, grade
-from minithink.evaluate.journal import Journal, Key, Record, read, settings_of, text_hash
+from minithink.evaluate.journal import SOURCES, Journal, Key, Record, read, settings_of, text_hash
 from minithink.evaluate.looped import looped
 from minithink.evaluate.meter import Held, both, meter
 from minithink.evaluate.needed import NeededKept, check_questions
@@ -42,6 +42,7 @@ from minithink.kv.stack import members
 from minithink.policies import split
 from minithink.progress import progress
 from minithink.sampling import SamplingParams
+from minithink.sources import source_of
 from minithink.stream import Stream, Track
 from minithink.thinking import Stage, count_thinking, split_thinking
 from minithink.weights import checkpoint_hash, resolve
@@ -165,6 +166,7 @@ def evaluate(
         check_draws(engine, policy_of(cell, args.schedule), job.drawing, job.prompts)
     job.settings |= {"calibration": calibration} if calibration else {}
     job.settings |= {"full_tokens": mean} if mean is not None else {}
+    job.settings[SOURCES] = {c.policy: source_of(policy_of(c, args.schedule), job.settings["backend"]) for c in cells}
     prompts = [len(prompt) for prompt in job.prompts]
     longest = min(job.drawing["max_new_tokens"], engine.config.max_position - min(prompts))
     check(cells, args.schedule, prompts, longest)
@@ -233,6 +235,8 @@ def _about_before(journal: Journal, resume: bool, total: int) -> list[str]:
     if not resume:
         return []
     if not journal.records:
+        if journal.replaced is not None:  # it has said why
+            return []
         return [f"there is no finished sequence in {journal.folder} to resume from: the run begins anew"]
     if len(journal.records) == total:
         return [

@@ -16,11 +16,9 @@ from statistics import median
 
 from minithink import counts
 from minithink.errors import NON_FINITE, MinithinkError, is_disk_full, reason
-from minithink.evaluate.journal import SHARES, Record, check_unique
+from minithink.evaluate.journal import FULL, SHARES, Record, check_unique
 from minithink.files import dumps, replace, rounded
 from minithink.intervals import CONFIDENCE, RESAMPLES, bootstrap, wilson
-
-FULL = "full"  # the policy that keeps everything: what the others are compared with
 
 Budget = int | float | None
 Cell = tuple[str, Budget]  # a policy at a budget

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from minithink import files
 from minithink.errors import MinithinkError, UsageError
+from minithink.evaluate import journal as journal_module
 from minithink.evaluate.journal import MAY_DIFFER, Journal, Key, Record, differences, join, read, text_hash
 from tests.evaluate.draw import record, records, runs
 from tests.locks import before_the_lock, race
@@ -433,3 +435,140 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"settings": {}, "runs": []}')
     with pytest.raises(UsageError, match=r"results\.jsonl cannot be read"):
         read(tmp_path)
+
+
+# Code that has changed -------------------------------------------------------------------------------------------
+
+OF_FULL = {"policy": "a", "formats": "", "twins": "b", "kernels": "c"}
+OF_RKV = {"policy": "d", "formats": "", "twins": "e", "kernels": "f"}
+CODE = SETTINGS | {"policies": ["full", "rkv"], "backend": "reference", "sources": {"full": OF_FULL, "rkv": OF_RKV}}
+ROWS = [record(), record(policy="rkv", budget=0.5), record(id="p1"), record(policy="rkv", budget=64, id="p1")]
+
+
+def changed(policy: str, part: str = "policy", **others: object) -> dict[str, object]:
+    """Settings with other code of a policy."""
+    sources = CODE["sources"]
+    assert isinstance(sources, dict)
+    return {**CODE, **others, "sources": {**sources, policy: {**sources[policy], part: "another"}}}
+
+
+def test_records_of_other_code_are_put_aside_when_a_run_is_resumed(tmp_path: Path) -> None:
+    write(tmp_path, ROWS, CODE)
+    with pytest.raises(UsageError, match=r"add --resume .*\. The code of rkv has changed since, and would run again"):
+        Journal(tmp_path, changed("rkv"))
+    with Journal(tmp_path, changed("rkv"), resume=True) as journal:
+        assert journal.notes == [
+            "The code of rkv has changed since: 2 sequences are kept in replaced-1.jsonl and count no more, and rkv "
+            "will run again."
+        ]
+        assert journal.records == [ROWS[0], ROWS[2]]
+        assert journal.done == {ROWS[0].key, ROWS[2].key}
+        journal.append(ROWS[1])
+        with pytest.raises(MinithinkError, match="Another process"):
+            Journal(tmp_path, changed("rkv"), resume=True)
+    there = read(tmp_path)
+    assert there.records == [ROWS[0], ROWS[2], ROWS[1]]
+    assert there.settings["sources"] == changed("rkv")["sources"]
+    assert there.runs[-1]["replaced"] == "replaced-1.jsonl"
+    aside = (tmp_path / "replaced-1.jsonl").read_text()
+    assert aside == ROWS[1].to_json() + "\n" + ROWS[3].to_json() + "\n"
+    with Journal(tmp_path, changed("rkv"), resume=True) as journal:
+        assert not journal.notes
+        assert journal.replaced is None
+    with Journal(tmp_path, CODE, resume=True) as journal:
+        assert journal.replaced == tmp_path / "replaced-2.jsonl"
+    assert (tmp_path / "replaced-1.jsonl").read_text() == aside
+
+
+def test_shares_of_a_full_cache_of_other_code_run_again(tmp_path: Path) -> None:
+    """Their budgets follow from what it generates, unless that was given; budgets in tokens do not."""
+    write(tmp_path / "own", ROWS, CODE)
+    with Journal(tmp_path / "own", changed("full"), resume=True) as journal:
+        assert journal.records == []
+        assert "full, and rkv, whose budgets are shares of what full generates, will run again" in journal.notes[0]
+    write(tmp_path / "tokens", [ROWS[0], ROWS[3]], CODE)
+    with Journal(tmp_path / "tokens", changed("full"), resume=True) as journal:
+        assert journal.records == [ROWS[3]]
+    given = {"full_tokens": 9.0}
+    write(tmp_path / "given", ROWS, CODE | given)
+    with Journal(tmp_path / "given", changed("full", **given), resume=True) as journal:
+        assert journal.records == [ROWS[1], ROWS[3]]
+
+
+@pytest.mark.parametrize(
+    ("backend", "part", "what"),
+    [
+        ("reference", "twins", "code"),
+        ("triton", "twins", ""),
+        ("triton", "kernels", "kernels"),
+        ("triton", "formats", "code"),
+    ],
+)
+def test_only_code_that_runs_counts(tmp_path: Path, backend: str, part: str, what: str) -> None:
+    """Kernels run in the place of their twins."""
+    write(tmp_path, ROWS, CODE | {"backend": backend})
+    with Journal(tmp_path, changed("rkv", part, backend=backend), resume=True) as journal:
+        assert len(journal.records) == (2 if what else 4)
+        assert [note.partition(" of ")[0] for note in journal.notes] == ([f"The {what}"] if what else [])
+
+
+def test_the_files_of_all_ranks_are_put_aside(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        write(tmp_path, ROWS[rank::2], CODE, rank=rank)
+    with Journal(tmp_path, changed("rkv"), resume=True, rank=0) as first:
+        assert first.records == [ROWS[0], ROWS[2]]
+        with Journal(tmp_path, changed("rkv"), resume=True, rank=1) as second:
+            assert second.records == first.records
+            assert second.replaced is None
+    assert len((tmp_path / "replaced-1.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_whoever_is_killed_while_records_are_put_aside_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Before each file that is written: then every record is in some file, and none of other code is summed up."""
+    write(tmp_path, ROWS, CODE)
+    written = []
+
+    def dying(path: Path, content: str) -> None:
+        if len(written) == step:
+            raise KeyboardInterrupt
+        written.append(path.name)
+        files.replace(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_module, "replace", dying)
+        with suppress(KeyboardInterrupt):
+            Journal(tmp_path, changed("rkv"), resume=True).close()
+    assert written == ["replaced-1.jsonl", "results.jsonl", "config.json"][:step]
+    lines = "".join(path.read_text() for path in tmp_path.glob("re*.jsonl"))
+    assert all(row.to_json() in lines for row in ROWS)
+    with Journal(tmp_path, changed("rkv"), resume=True) as journal:
+        assert journal.records == [ROWS[0], ROWS[2]]
+
+
+def test_a_run_without_hashes_of_code_is_read(tmp_path: Path) -> None:
+    """As earlier versions wrote it: one sentence says what is not known, and from then on the code is."""
+    old = {name: value for name, value in CODE.items() if name != "sources"}
+    write(tmp_path, ROWS, old)
+    with Journal(tmp_path, CODE, resume=True) as journal:
+        assert journal.records == ROWS
+        assert [note.partition(" was written by ")[2] for note in journal.notes] == [
+            "a version that did not record the code of policies: whether it has changed since is not known."
+        ]
+    with Journal(tmp_path, CODE, resume=True) as journal:
+        assert not journal.notes
+    with Journal(tmp_path, changed("rkv"), resume=True) as journal:
+        assert len(journal.records) == 2
+
+
+@pytest.mark.parametrize("sources", [3, ["full"], {"full": "a"}])
+def test_hashes_that_are_none_are_refused(tmp_path: Path, sources: object) -> None:
+    write(tmp_path, ROWS, CODE)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"settings": CODE | {"sources": sources}, "runs": []}))
+    with pytest.raises(
+        UsageError, match=r"config\.json, .* cannot be read \(sources holds an object for each policy\)"
+    ):
+        Journal(tmp_path, CODE, resume=True)

@@ -24,6 +24,7 @@ import minithink.engine as engine_module
 import minithink.loop as loop_module
 import minithink.progress as progress_module
 import minithink.stream as stream_module
+from minithink import policies as registered
 from minithink.engine import Engine, load
 from minithink.errors import NON_FINITE, MinithinkError, UsageError
 from minithink.evaluate import judge, plots, runner
@@ -648,6 +649,61 @@ def test_other_settings_are_refused(
     assert '(then and now: problems "' in capsys.readouterr().err
 
 
+OWN = '''
+from minithink.kv.contract import Evict
+from minithink.policies import Window
+
+SIGN = 1
+
+
+class Own(Window):
+    """Keep the newest."""
+
+    name = "own"
+
+    def decide(self, step):
+        due, _ = self.due(step)
+        if step.any(due):
+            pos = step.pos()
+            may = (pos >= 0) & ~step.protected()
+            yield Evict(due[..., None] & may & ~step.ops.keep_best(self.score(pos), may, self.room(step)))
+
+    def score(self, pos):
+        return SIGN * pos.double()
+'''
+
+
+def test_a_policy_that_was_edited_runs_again(
+    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A user's own policy, whose score was edited between two runs, and no other. A comment is no edit."""
+
+    def define(text: str) -> None:
+        space: dict[str, Any] = {"__name__": "__main__"}
+        exec(text, space)
+        monkeypatch.setitem(registered.POLICIES, "own", space["Own"])
+
+    given = {"policies": "window:budget=12,own:budget=12"}
+    define(OWN)
+    first = evaluate(model, problems, tmp_path, **given)
+    define(OWN.replace("newest", "latest").replace("    def score", "    # as it was\n    def score"))
+    capsys.readouterr()
+    assert evaluate(model, problems, tmp_path, resume=True, **given) == first
+    assert "has changed" not in capsys.readouterr().err
+    define(OWN.replace("SIGN * pos", "-SIGN * pos"))
+    assert main(options(model, problems, tmp_path, **given)) == 2
+    assert "The code of own:budget=12 has changed since" in capsys.readouterr().err
+    second = evaluate(model, problems, tmp_path, resume=True, **given)
+    said = capsys.readouterr().err
+    assert "The code of own:budget=12 has changed since: 7 sequences are kept in replaced-1.jsonl" in said
+    assert "7 of 14 sequences are in" in said
+    of_window = {key for key in first if key.policy == "window:budget=12"}
+    assert len(of_window) == 7
+    assert {key: second[key] for key in of_window} == {key: first[key] for key in of_window}
+    assert any(second[key] != first[key] for key in first)
+    assert evaluate(model, problems, tmp_path / "alone", **given) == second, "nothing of the old run is in it"
+
+
 def test_every_setting_is_kept_to(
     model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -657,7 +713,7 @@ def test_every_setting_is_kept_to(
     config = json.loads(path.read_text())
     assert {"backend", "device", "dtype", "keep_text", "checkpoint", "problems", "seed"} <= config["settings"].keys()
     for name, value in config["settings"].items():
-        if name == "model":  # where the checkpoint lies
+        if name in ("model", "sources"):  # where the checkpoint lies; what code ran has tests of its own
             continue
         path.write_text(json.dumps(config | {"settings": config["settings"] | {name: "another"}}))
         capsys.readouterr()
@@ -744,7 +800,7 @@ def test_a_resumption_of_nothing_is_a_beginning(
 
 @pytest.mark.parametrize(("there", "said"), [(0, "begins anew"), (4, "4 of 5 sequences"), (5, "all 5 sequences")])
 def test_what_resume_says_of_what_is_there(there: int, said: str) -> None:
-    journal: Any = type("Opened", (), {"records": [None] * there, "folder": "x"})
+    journal: Any = type("Opened", (), {"records": [None] * there, "replaced": None, "folder": "x"})
     [note] = runner._about_before(journal, True, 5)
     assert said in note
     assert runner._about_before(journal, False, 5) == []
