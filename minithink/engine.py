@@ -182,6 +182,7 @@ class Engine:
         budget: int | None = None,
         schedule: str | None = None,
         stop: str | int | Sequence[str | int] = (),
+        stop_loops: bool = False,
         fixed: bool = False,
         recorder: Recorder | None = None,
         group: bool = False,
@@ -207,6 +208,7 @@ class Engine:
             schedule: when the policy evicts: every, interval:n, sawtooth:B/k or share:r/l.
             stop: token ids and texts that end a sequence, beside the checkpoint's own. A stream may show the
                 beginning of such a text, a result does not.
+            stop_loops: end a sequence that only repeats itself (`looped.py`), with the finish_reason "loop".
             fixed: every decoding step has batch_size rows, with padding rows if fewer sequences run. Then not a bit
                 of a sequence's logits depends on the sequences beside it.
             recorder: is called with what happens in the cache. The cache is then in pages, even without a policy. Not
@@ -254,7 +256,9 @@ class Engine:
         if group:
             batches, _ = group_by_length([len(s.prompt) for s in sequences], rows)
             sequences = [sequences[i] for batch in batches for i in batch]
-        return Stream(self, sequences, params, rows, stops, chosen, fixed, recorder)
+        stream = Stream(self, sequences, params, rows, stops, chosen, fixed, recorder)
+        stream.stop_loops = stop_loops
+        return stream
 
     def _policy(self, policy: str | Policy | None, budget: int | None, schedule: str | None) -> Policy | None:
         """A new policy for one call: its state belongs to one stream. None: there is no policy."""

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from minithink.commands import SCHEDULES, Parser, exit_code, location, positive
 from minithink.errors import NON_FINITE, UsageError, quoted
+from minithink.looped import looped
 from minithink.process import INTERRUPTED
 from minithink.prompts import Task, embedded_problem, nonsense_expected, read_prompts, standard_input
 from minithink.terminal import Screen, counter, until_interrupted
@@ -35,6 +36,7 @@ if TYPE_CHECKING:  # torch is imported late, so that --help and --version are qu
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 THOUGHTS = {"reasoning": "green", "execution": "cyan", "transition": "yellow"}  # thought type → style
+CUT_OFF = ("length", "context", "interrupted")  # finish_reasons of sequences that did not end by themselves
 Pieces = dict[tuple[int, int], list[tuple[str, str]]]  # prompt and sample → texts with their styles
 
 
@@ -205,8 +207,18 @@ def summary(results: list[Result], seconds: float) -> str:
     return (
         f"{sum(r.prompt_tokens for r in results):,} prompt tokens, {tokens:,} generated ({thought:,} thinking) in "
         f"{seconds:.1f} s: {tokens / max(seconds, 1e-9):,.0f} tokens/s; "
-        f"KV cache {held:,} bytes ({held / 2**20:,.1f} MiB) held{when}{against}; {reasons}"
+        f"KV cache {held:,} bytes ({held / 2**20:,.1f} MiB) held{when}{against}; {reasons}{_hint_at_loops(results)}"
     )
+
+
+def _hint_at_loops(results: list[Result]) -> str:
+    """What the summary says of texts that would go on forever; "": there are none."""
+    cut_off = [r for r in results if r.finish_reason in CUT_OFF]
+    loops = sum(looped(r.token_ids) for r in cut_off)
+    if not loops:
+        return ""
+    who = "the text repeats" if len(results) == 1 else f"{loops} of {len(results)} texts repeat"
+    return f"; at the end {who} the same again and again: more tokens do not help, --stop-loops ends it"
 
 
 def _show_live(screen: Screen, stream: Stream) -> None:
@@ -329,7 +341,8 @@ def _with_turn(messages: list[dict[str, str]], text: str) -> list[dict[str, str]
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    names = "max_new_tokens temperature top_k top_p min_p seed num_samples batch_size policy budget schedule"
+    drawing = "temperature top_k top_p min_p seed num_samples batch_size"
+    names = f"max_new_tokens stop_loops {drawing} policy budget schedule"
     return {name: getattr(args, name) for name in names.split()}
 
 
@@ -382,6 +395,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-k", type=int, help="0 is off")
     add("--top-p", type=float, help="1 is off")
     add("--min-p", type=float, help="0 is off")
+    add("--stop-loops", action="store_true", help="end a sequence that only repeats itself")
     add("--seed", type=int, default=0, help="of the draws, and of the test problem (default: 0)")
     add("--num-samples", type=positive, default=1, metavar="N", help="sequences for each prompt (default: 1)")
     add("--batch-size", type=positive, metavar="N", help="sequences at once (default: up to 32 that fit)")

@@ -28,6 +28,7 @@ from minithink.kv.ledger import Ledger, Told
 from minithink.kv.manager import KVManager
 from minithink.kv.rows import Recorder
 from minithink.loop import SIZES, DecodeLoop
+from minithink.looped import looped
 from minithink.memory import is_out_of_memory
 from minithink.sampling import NO_TOKEN, Sampler, SamplingParams
 from minithink.thinking import CLOSE, OPEN, Stage, count_thinking, split_thinking
@@ -35,6 +36,7 @@ from minithink.thinking import CLOSE, OPEN, Stage, count_thinking, split_thinkin
 if TYPE_CHECKING:
     from minithink.engine import Engine
 
+LOOP_EVERY = 32  # tokens after which a sequence is looked at for a loop, if loops end it
 PREFILL_CHUNK = 2048  # prompt tokens per forward pass: bounds the memory of activations
 
 
@@ -69,7 +71,7 @@ class Result:
     answer: str  # the rest of `text`; all of it if the model does not think
     token_ids: list[int]  # generated tokens only, with the token that stopped
     # stop | length (max_new_tokens) | context (it is full) | non-finite (the logits held NaN or ∞: `Stream.diagnose`)
-    # | interrupted
+    # | loop (see `Stream.stop_loops`) | interrupted
     finish_reason: str
     prompt_tokens: int
     generated_tokens: int
@@ -157,6 +159,7 @@ class Stream:
         self.accounts = True  # whether the bytes of a sequence are counted when it ends, for its Result
         # Whether logits that are not finite end their sequence; if not, they raise.
         self.tolerant = True
+        self.stop_loops = False  # whether a sequence ends that only repeats itself
         # called after every forward pass with its sequences, when the policy has acted on them and none has left
         self.on_step: Callable[[list[Track]], object] = lambda sequences: None
         self._texts = [engine.tokenizer.stream() for _ in sequences]
@@ -358,6 +361,8 @@ class Stream:
                 s.finish_reason = "stop"
             elif len(s.tokens) == s.limit:
                 s.finish_reason = s.limit_reason
+            elif self.stop_loops and len(s.tokens) % LOOP_EVERY == 0 and looped(s.tokens):
+                s.finish_reason = "loop"
             if self._read_texts:
                 s.thought = self.cache.thought(s.number)
                 self._read(s, token)

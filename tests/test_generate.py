@@ -134,6 +134,37 @@ def test_a_budget_below_the_prompt_is_said(capsys: Capture, model: Any, policy: 
     assert re.search(said, err) if said else "may be evicted" not in err
 
 
+@pytest.mark.parametrize(
+    ("flags", "reason", "tokens", "hint"),
+    [
+        ((), "length", 90, "the text repeats"),
+        (("--num-samples", 2), "length", 180, "2 of 2 texts repeat"),
+        (("--stop-loops",), "loop", 64, ""),
+    ],
+)
+def test_a_text_that_only_repeats_itself(
+    capsys: Capture, monkeypatch: Any, model: Any, engine: Engine, flags: Any, reason: str, tokens: int, hint: str
+) -> None:
+    script = engine.tokenizer.encode("ab")
+    monkeypatch.setattr("minithink.sampling.Sampler.sample", scripted(script))
+    assert main(*model, "Alpha", "--max-new-tokens", 90, "--batch-size", 1, *flags) == 0
+    summary = capsys.readouterr().out.splitlines()[-1]
+    assert f", {tokens} generated " in summary
+    if hint:
+        hint = f"; at the end {hint} the same again and again: more tokens do not help, --stop-loops ends it"
+    assert summary.endswith(f"; {reason}{hint}")
+
+
+@pytest.mark.parametrize("end", ["", "x"])
+def test_a_text_that_ends_by_itself_or_differently_is_no_loop(
+    capsys: Capture, monkeypatch: Any, model: Any, engine: Engine, end: str
+) -> None:
+    play_text(monkeypatch, engine, "ab" * 40 + end)
+    limit = ("--max-new-tokens", len(engine.tokenizer.encode("ab" * 40 + end))) if end else ()
+    assert main(*model, "Alpha", *limit) == 0
+    assert "again and again" not in capsys.readouterr().out
+
+
 def test_the_summary_adds_up() -> None:
     kinds = ({"payload": 2 * 2**20, "scales": 0, "tables": 2**20}, {"payload": 2**20, "state": 2**20})
     first, second = (

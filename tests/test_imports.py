@@ -64,7 +64,7 @@ BELOW = tuple(
         "intervals", "kernels", "kv", "memory", "model", "openings", "pieces", "policies", "progress", "quant", "ref",
         "sampling", "sentences", "sources", "tasks", "thinking", "thoughts", "tokenizer", "user_code",
         "weights",
-        "chat_child", "loops",
+        "chat_child", "looped", "process",
     )
 )  # fmt: skip
 ABOVE = ("engine", "stream", "reading", "results", *LEAVES)

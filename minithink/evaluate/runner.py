@@ -29,7 +29,6 @@ from minithink.evaluate import trace as tracing
 from minithink.evaluate.datasets import Example, check_graders, load_dataset
 from minithink.evaluate.grading import GRADERS, Graded, grade
 from minithink.evaluate.journal import SOURCES, Journal, Key, Record, read, settings_of, text_hash
-from minithink.evaluate.looped import looped
 from minithink.evaluate.meter import Held, both, meter
 from minithink.evaluate.needed import NeededKept, check_questions
 from minithink.evaluate.plan import Cell, budgets, check, check_share, plan, policy_of, said_of_prompts, tokens_of
@@ -39,6 +38,7 @@ from minithink.evaluate.summary import FULL, Row
 from minithink.evaluate.trace import Recording, path_of
 from minithink.foresight import check_draws
 from minithink.kv.stack import members
+from minithink.looped import looped
 from minithink.policies import split
 from minithink.progress import progress
 from minithink.sampling import SamplingParams

@@ -1,4 +1,7 @@
-"""Loops at the end of a text."""
+"""Loops at the end of a text.
+
+Alone: python -m pytest tests/test_looped.py
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minithink.evaluate.looped import LEAST, TIMES, looped
+from minithink.looped import LEAST, TIMES, looped
 
 tokens = st.integers(0, 5)
 
