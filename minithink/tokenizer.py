@@ -1,87 +1,70 @@
-"""Tokenizer: text to token ids and back, from a Hugging Face `tokenizer.json`, on tiktoken's engine.
+"""Tokenizer: text to token ids and back, from a Hugging Face `tokenizer.json` and the files beside it.
 
-Byte-level BPE is read, with the pre-tokenizers of GPT-2, Llama 3 and Qwen 2/3. What would change the ids and is not
-understood is an error that names it. `encode` gives the ids of the `tokenizers` package, with two exceptions:
-- added tokens keep the ids of the file. `tokenizers` renumbers them when they leave holes;
-- NFC is that of Python's Unicode. `tokenizers` has Unicode 9's, which knows no order for combining marks added since.
+Byte-level BPE is read: GPT-2's, Llama 3's, Qwen's, SmolLM2's and DeepSeek's files, and other compositions of splits
+(`pieces.py`). What would change the ids and is not understood is an error that names it. `encode` gives the ids of
+the packages `tokenizers` and `transformers`, with two exceptions:
+- added tokens keep the ids of the files. `tokenizers` renumbers them when they leave holes;
+- what a letter, a digit or a normal form is, Unicode decides, and every package has its own version of Unicode.
+  `tokenizers` has Unicode 16 for letters and Unicode 9 for normal forms. `regex` and Python can have newer ones.
 
-Why tiktoken gives the same ids. Hugging Face merges the pairs that the file lists, in the file's order. tiktoken
-looks up the whole piece, then merges any two neighbours whose concatenation has a rank, lowest rank first. Call a
-token *reached* if Hugging Face merges its own bytes to this one token. Give ranks to exactly the reached tokens, in
-the order of the merges that complete them. Then both agree on every text: as long as no merge crosses the ends of a
-span, the span goes through the same states as it does alone. So two neighbours that spell a reached token are a
-listed pair, and two neighbours that spell another token are not.
+A text becomes ids in four steps: added tokens are found (`added_tokens.py`), the rest is normalized and split into
+pieces (`pieces.py`), and the bytes of every piece are merged (`bpe.py`).
 """
 
 from __future__ import annotations
 
 import codecs
-import re
-import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, lru_cache
-from itertools import pairwise
+import gc
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import tiktoken
-
+from minithink.added_tokens import Finder, TokenFiles, read_added_tokens
+from minithink.bpe import BytePairEncoding, Unsupported, bytes_of, check_id, is_spelled, spelled
 from minithink.chat import TemplateFailed, read_template, render
 from minithink.config import read_json
-from minithink.errors import MinithinkError
-from minithink.pieces import Unsupported, new_encoding, read_pre_tokenizer
+from minithink.errors import MinithinkError, quoted
+from minithink.pieces import flattened, read_normalizer, read_pre_tokenizer
 
-# Unicode's White_Space; str.strip() without an argument takes four control characters more.
-_WHITE = "\t\n\v\f\r \x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
-# Byte-level files write each byte as one printable character: itself, or else the next one from U+0100.
-_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_BYTE_OF = {chr(b): b for b in _PRINTABLE}
-_BYTE_OF |= {chr(0x100 + n): b for n, b in enumerate(sorted({*range(256)} - {*_PRINTABLE}))}
-_NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
-# Names in tokenizer_config.json; templates know special tokens by them.
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+CACHED_WORDS = 2**16  # words whose ids are remembered
+LONGEST_CACHED = 256  # characters of such a word
 
 
 class Tokenizer:
-    """Text to ids and back; `from_folder` makes one.
+    """Text to ids and back; `from_folder` makes one."""
 
-    `encoding` splits text into pieces and merges their bytes. Its values are merge ranks, not ids, and it knows no
-    added tokens.
-    """
-
-    def __init__(self, file: Path, spec: dict[str, Any], config: dict[str, Any], template: str | None) -> None:
+    def __init__(self, file: Path, spec: dict[str, Any], files: TokenFiles, template: str | None) -> None:
         """
         Args:
             file: tokenizer.json, for error messages.
             spec: its content.
-            config: the content of tokenizer_config.json.
+            files: what is beside it.
             template: the chat template; None: there is none.
         """
-        self._pattern, self._prefix_space = read_pre_tokenizer(spec.get("pre_tokenizer"))
-        self._nfc = _read_normalizer(spec.get("normalizer"))
-        self._before, self._after = _read_post_processor(spec.get("post_processor"))
-        if (decoder := spec.get("decoder")) and decoder["type"] != "ByteLevel":
-            raise Unsupported(f"the decoder is {decoder['type']}, and only ByteLevel is supported.")
-        self._model = model = _read_model(spec["model"])
-        vocab: dict[str, int] = spec["model"]["vocab"]
-        added = _read_added_tokens(spec.get("added_tokens") or [], vocab)
-        self.encoding = new_encoding(self._pattern, model.ranks)
-        self._raw = _Finder([t for t in added if not t.normalized], str)
-        self._normalized = _Finder([t for t in added if t.normalized], self._normalize)
-        self._bytes = {id: text.encode() for text, id in vocab.items()}
-        self._bytes |= {id: token for token, id in model.vocab.items()}
-        self._bytes |= {t.id: t.content.encode() for t in added}
-        self._ids = {token: id for id, token in self._bytes.items()} | model.vocab
-        self._ids |= {t.content.encode(): t.id for t in added}
-        self.vocab_size = 1 + max(self._bytes)
-        self.special_ids = frozenset(t.id for t in added if t.special)
-        named = {name: config.get(name) for name in _NAMED_TOKENS}
-        named = {name: t["content"] if isinstance(t, dict) else t for name, t in named.items()}
-        self._named: dict[str, str] = {name: str(t) for name, t in named.items() if t is not None}
-        self.bos_id = self.id_of(self._named.get("bos_token", ""))
-        self.eos_id = self.id_of(self._named.get("eos_token", ""))
-        self.chat_template = template
+        model = spec.get("model")
+        if not isinstance(model, dict):
+            raise Unsupported(f"the model is {quoted(model)}, and must be an object.")
         self._file = file
+        self._model = BytePairEncoding.from_spec(model)
+        self._pre_tokenizer = read_pre_tokenizer(spec.get("pre_tokenizer"))
+        self._normalize = read_normalizer(spec.get("normalizer"))
+        _check_decoder(spec.get("decoder"))
+        vocab = self._model.vocab
+        self._added = added = read_added_tokens(spec.get("added_tokens"), vocab, files)
+        self._before, self._after = _read_post_processor(spec.get("post_processor"), added.taken)
+        raw = {id: token for id, token in added.by_id.items() if not token.normalized}
+        normalized = {id: token for id, token in added.by_id.items() if token.normalized}
+        self._raw = Finder(raw, str)
+        self._normalized = Finder(normalized, self._normalize)
+        self._texts = dict(zip(vocab.values(), vocab, strict=True))
+        self._cached = lru_cache(maxsize=CACHED_WORDS)(self._encode_piece)
+        self.vocab_size = 1 + max(added.taken - added.behind)
+        self.special_ids = frozenset(added.ids[content] for content in added.special)
+        self.bos_id = added.id_of(added.named.get("bos_token", ""))
+        self.eos_id = added.id_of(added.named.get("eos_token", ""))
+        self.chat_template = template
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -97,15 +80,20 @@ class Tokenizer:
                 hint = "only the SentencePiece file tokenizer.model is there, which is not supported"
             raise MinithinkError(f"{file} does not exist: {hint}.")
         try:
-            config: dict[str, Any] = {}
-            for name in ("special_tokens_map.json", "tokenizer_config.json"):  # fields of the second file win
-                config |= read_json(file.with_name(name)) if file.with_name(name).is_file() else {}
-            return cls(file, read_json(file), config, read_template(file.parent, config))
+            with _without_collections():
+                files = TokenFiles(
+                    config=_read_beside(file, "tokenizer_config.json"),
+                    special_map=_read_beside(file, "special_tokens_map.json"),
+                    added=_read_beside(file, "added_tokens.json"),
+                )
+                return cls(file, read_json(file), files, read_template(file.parent, files.config))
         except Unsupported as error:
-            raise MinithinkError(f"{file}: {error}") from error.__cause__
+            raise MinithinkError(f"{file}: {error}") from None
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             message = f"{file} or a file beside it is not shaped as Hugging Face writes it"
-            raise MinithinkError(f"{message} ({type(error).__name__}: {error}): download it again.") from error
+            raise MinithinkError(
+                f"{message} ({type(error).__name__}: {quoted(str(error))}): download it again."
+            ) from error
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """The ids of a text. Added tokens that are written in it become their ids.
@@ -115,7 +103,7 @@ class Tokenizer:
             add_special_tokens: put the post-processor's ids around the text's, in most models BOS before them.
 
         Raises:
-            MinithinkError: a lone surrogate is in the text.
+            MinithinkError: a lone surrogate is in the text, or a regex of the file takes too long for it.
         """
         try:
             text.encode()
@@ -126,31 +114,20 @@ class Tokenizer:
         for part in self._raw.split(text):
             parts = [part] if isinstance(part, int) else self._normalized.split(self._normalize(part))
             for part in parts:
-                ids += [part] if isinstance(part, int) else self._encode_ordinary(part)
+                if isinstance(part, int):
+                    ids.append(part)
+                else:
+                    self._encode_ordinary(part, ids)
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
 
-    def _normalize(self, text: str) -> str:
-        return unicodedata.normalize("NFC", text) if self._nfc else text
+    def _encode_ordinary(self, text: str, ids: list[int]) -> None:
+        """Append the ids of a text without added tokens."""
+        for piece in self._pre_tokenizer.pieces(text):
+            encode = self._cached if len(piece) <= LONGEST_CACHED else self._encode_piece
+            ids += encode(piece)
 
-    def _encode_ordinary(self, text: str) -> list[int]:
-        if self._prefix_space and not text.startswith(" "):
-            text = " " + text
-        ids = [self._model.ids[rank] for rank in self.encoding.encode_ordinary(text)]
-        if self._model.doubtful.isdisjoint(ids):
-            return ids
-        return [id for piece in self._pieces(text) for id in self._model.encode_piece(piece)]
-
-    def _pieces(self, text: str) -> Iterator[bytes]:
-        # tiktoken does not tell where pieces end. So it encodes only the first piece of the remaining text, to one
-        # rank per byte. The time is quadratic in the text's length, but only texts with doubtful tokens come here.
-        while text:
-            piece = bytes(self._first_piece.encode_ordinary(text))
-            yield piece
-            text = text[len(piece.decode()) :]
-
-    @cached_property
-    def _first_piece(self) -> tiktoken.Encoding:
-        return new_encoding(rf"\A(?:{self._pattern})")
+    def _encode_piece(self, piece: str) -> list[int]:
+        return self._model.encode(self._pre_tokenizer.word(piece))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of `ids`. Bytes that are no UTF-8 become U+FFFD, and ids without a token become nothing."""
@@ -165,12 +142,21 @@ class Tokenizer:
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes of one token, of an added token those of its text in UTF-8; b"": the id has no token."""
-        return self._bytes.get(id, b"")
+        added = self._added.by_id.get(id)
+        if added is not None:
+            return added.content.encode()
+        text = self._texts.get(id)
+        return b"" if text is None else bytes_of(text)
 
     def id_of(self, token: str) -> int | None:
         """The id of the token with this text (" the", not "Ġthe"); None: there is no such token. An added token
         comes before an ordinary one."""
-        return self._ids.get(token.encode(errors="surrogatepass"))
+        if token in self._added.ids:
+            return self._added.ids[token]
+        id = self._model.vocab.get(spelled(token))
+        if id is None and not is_spelled(token):
+            id = self._model.vocab.get(token)
+        return id
 
     def stream(self, skip_special_tokens: bool = False) -> TextStream:
         """A decoder for ids that come one at a time."""
@@ -194,7 +180,7 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise MinithinkError(f"{self._file.parent} has no chat template: pass --no-chat to send plain text.")
-        variables = {"tools": None, "documents": None, **self._named, **variables}
+        variables = {"tools": None, "documents": None, **self._added.named, **variables}
         variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return render(self.chat_template, variables)
@@ -224,188 +210,86 @@ class TextStream:
         return self._decoder.decode(b"", final=True)
 
 
-# Byte-pair encoding ----------------------------------------------------------------------------------------------
-
-_Merges = dict[tuple[bytes, bytes], int]  # neighbours -> the rank of their merge
-_NEVER = 1 << 62
-
-
-def _merge(piece: bytes, merges: _Merges) -> tuple[list[bytes], int]:
-    """Hugging Face's BPE: merge the listed pair of neighbours with the lowest rank, the leftmost of equal ones, until
-    no listed pair is left.
-
-    Returns:
-        The parts, and the rank of the last merge; -1: nothing was merged.
-    """
-    parts, last = [piece[i : i + 1] for i in range(len(piece))], -1
-    while len(parts) > 1:
-        ranks = [merges.get(pair, _NEVER) for pair in pairwise(parts)]
-        if (best := min(ranks)) == _NEVER:
-            break
-        last, i = best, ranks.index(best)
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    return parts, last
-
-
-class _Model:
-    """Vocabulary and merges as tiktoken needs them, and an exact fallback for tokens that tiktoken might merge
-    differently."""
-
-    def __init__(self, vocab: dict[bytes, int], merges: _Merges, ignore_merges: bool) -> None:
-        made = {left + right for left, right in merges}
-        reached: list[tuple[int, bytes]] = []
-        others: dict[bytes, int] = {}  # tokens that no merges make, but that are looked up as whole pieces
-        pairs = False
-        for token, id in vocab.items():
-            if len(token) > 1 and (ignore_merges or token in made):
-                parts, rank = _merge(token, merges)
-                if len(parts) == 1:
-                    reached.append((rank, token))
-                elif ignore_merges:
-                    others[token] = id
-                    pairs |= len(parts) == 2
-        order = [*(t for t in vocab if len(t) == 1), *(t for _, t in sorted(reached)), *others]
-        self.vocab = vocab
-        self.ranks = {token: rank for rank, token in enumerate(order)}
-        self.ids = [vocab[token] for token in order]  # by rank
-        # Inside a piece tiktoken makes a token of `others` only if it is the concatenation of two neighbours that no
-        # merge joins. So none is made if the bytes of each merge to three parts or more. If the bytes of one merge to
-        # a pair, all of them are doubtful.
-        self._whole = others if pairs else {}
-        self.doubtful = frozenset(self._whole.values())
-        self._merges = merges
-        self.encode_piece = lru_cache(maxsize=2**14)(self._encode_piece)
-
-    def _encode_piece(self, piece: bytes) -> list[int]:
-        parts = [piece] if piece in self._whole else _merge(piece, self._merges)[0]
-        return [self.vocab[part] for part in parts]
-
-
-def _byte_level(text: str) -> bytes | None:
-    """The bytes of a token that a byte-level file writes as this text; None: no such file would write it."""
-    try:
-        return bytes([_BYTE_OF[c] for c in text])
-    except KeyError:
-        return None
-
-
-def _check_id(token: str, id: Any) -> None:
-    if type(id) is not int or id < 0:
-        raise Unsupported(f"{token} has the id {id!r}, which is no token id.")
-
-
-def _read_model(model: dict[str, Any]) -> _Model:
-    if (kind := model.get("type") or "BPE") != "BPE":
-        raise Unsupported(f"the model is {kind}, and only byte-level BPE is supported.")
-    for field in ("dropout", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(field):
-            raise Unsupported(f"the model has {field} = {model[field]!r}, which is not supported.")
-    vocab: dict[str, int] = model["vocab"]
-    text_of: dict[int, str] = {}
-    for text, id in vocab.items():
-        _check_id(f"the token {text!r}", id)
-        if text_of.setdefault(id, text) != text:
-            raise Unsupported(f"{text_of[id]!r} and {text!r} both have the id {id}: remove one of them.")
-    bytes_of = {text: token for text in vocab if (token := _byte_level(text))}
-    lacking = {*range(256)} - _NEVER_IN_UTF8 - {token[0] for token in bytes_of.values() if len(token) == 1}
-    if lacking:
-        raise Unsupported(
-            f"the vocabulary has no token for {len(lacking)} bytes, the first {min(lacking):#04x}: it is not "
-            "byte-level, or was trained without the byte alphabet."
-        )
-    merges: _Merges = {}
-    for rank, entry in enumerate(model["merges"]):
-        if isinstance(entry, str) and entry.startswith("#version"):
-            continue
-        pair = entry.split(" ") if isinstance(entry, str) else entry
-        if len(pair) != 2:
-            raise Unsupported(f"merge {rank} is {entry!r}, which is not a pair of tokens.")
-        if missing := [text for text in (*pair, "".join(pair)) if text not in vocab]:
-            raise Unsupported(f"merge {rank} needs {missing[0]!r}, which is not in the vocabulary.")
-        if pair[0] in bytes_of and pair[1] in bytes_of:  # no text has the bytes of other pairs
-            merges[bytes_of[pair[0]], bytes_of[pair[1]]] = rank
-    ids = {token: vocab[text] for text, token in bytes_of.items()}
-    return _Model(ids, merges, bool(model.get("ignore_merges")))
+def _read_beside(file: Path, name: str) -> dict[str, Any]:
+    """The content of a file beside tokenizer.json; {}: there is no such file."""
+    path = file.with_name(name)
+    return read_json(path) if path.is_file() else {}
 
 
 # The steps around the model --------------------------------------------------------------------------------------
 
 
-class _AddedToken(NamedTuple):
-    id: int
-    content: str
-    special: bool
-    lstrip: bool  # white space before it belongs to it
-    rstrip: bool  # white space after it belongs to it
-    normalized: bool  # its normalized content is looked for in the normalized text, else its content in the raw text
+def _check_decoder(spec: Any) -> None:
+    """Raises Unsupported: the file decodes in another way than by bytes."""
+    kinds = [step["type"] for step in flattened(spec, "decoders", "decoder")]
+    if spec is not None and [kind for kind in kinds if kind != "Fuse"] != ["ByteLevel"]:
+        raise Unsupported(f"the decoder is {quoted(kinds)}, and only ByteLevel is supported.")
 
 
-class _Finder:
-    """Finds added tokens in a text: the leftmost one first; of several that begin there, the longest."""
-
-    def __init__(self, tokens: list[_AddedToken], normalize: Callable[[str], str]) -> None:
-        self._tokens = {normalize(t.content): t for t in reversed(tokens)}  # of equal contents the first wins
-        longest_first = sorted(self._tokens, key=len, reverse=True)
-        self._regex = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-
-    def split(self, text: str) -> Iterator[str | int]:
-        """The ids of the tokens found and the non-empty texts between them, in order."""
-        done = 0
-        for match in self._regex.finditer(text):
-            token, (start, stop) = self._tokens[match.group()], match.span()
-            if token.lstrip:
-                start = len(text[:start].rstrip(_WHITE))
-            if token.rstrip:
-                stop = len(text) - len(text[stop:].lstrip(_WHITE))
-            if done < start:
-                yield text[done:start]
-            yield token.id
-            done = stop
-        if done < len(text):
-            yield text[done:]
-
-
-def _read_added_tokens(entries: list[dict[str, Any]], vocab: dict[str, int]) -> list[_AddedToken]:
-    id_of, text_of = dict(vocab), {id: text for text, id in vocab.items()}
-    tokens = []
-    for entry in entries:
-        id, text, special = entry["id"], entry["content"], entry.get("special", False)
-        _check_id(f"the added token {text!r}", id)
-        if text_of.setdefault(id, text) != text:
-            raise Unsupported(f"{text_of[id]!r} and the added {text!r} both have the id {id}: remove one.")
-        if id_of.setdefault(text, id) != id:
-            raise Unsupported(f"the added token {text!r} has the ids {id_of[text]} and {id}: remove one.")
-        if entry.get("single_word"):
-            raise Unsupported(f"the added token {text!r} has single_word set, which is not supported.")
-        if text:
-            flags = [entry.get("lstrip", False), entry.get("rstrip", False), entry.get("normalized", not special)]
-            tokens.append(_AddedToken(id, text, special, *flags))
-    return tokens
-
-
-def _read_normalizer(normalizer: dict[str, Any] | None) -> bool:
-    """Whether the file asks for NFC, a Unicode normal form."""
-    if normalizer and normalizer["type"] != "NFC":
-        raise Unsupported(f"the normalizer is {normalizer['type']}, and only NFC or none is supported.")
-    return bool(normalizer)
-
-
-def _read_post_processor(step: dict[str, Any] | None) -> tuple[list[int], list[int]]:
+def _read_post_processor(spec: Any, has_token: Container[int]) -> tuple[list[int], list[int]]:
     """The ids that `add_special_tokens` puts before and after those of a text."""
-    steps = [] if step is None else step["processors"] if step["type"] == "Sequence" else [step]
+    steps = list(flattened(spec, "processors", "post-processor"))
+    kinds = [step["type"] for step in steps]
     templates = [step for step in steps if step["type"] == "TemplateProcessing"]
-    if len(templates) > 1 or any(step["type"] not in ("TemplateProcessing", "ByteLevel") for step in steps):
-        kinds = ", ".join(step["type"] for step in steps)
+    if len(templates) > 1 or not {*kinds} <= {"TemplateProcessing", "ByteLevel"}:
         raise Unsupported(
-            f"the post-processor [{kinds}] is not supported: it must be one TemplateProcessing, ByteLevel or both."
+            f"the post-processor {quoted(kinds)} is not supported: it must be one TemplateProcessing, ByteLevel or "
+            "both."
         )
-    sides: tuple[list[int], list[int]] = [], []
-    for template in templates:
-        texts = 0
-        for item in template["single"]:
-            texts += "Sequence" in item
-            if "SpecialToken" in item:
-                sides[min(texts, 1)].extend(template["special_tokens"][item["SpecialToken"]["id"]]["ids"])
-        if texts != 1:
-            raise Unsupported(f"the post-processor's template holds the text {texts} times and not once.")
-    return sides
+    if not templates:
+        return [], []
+    return _read_template(templates[0], has_token)
+
+
+def _read_template(template: dict[str, Any], has_token: Container[int]) -> tuple[list[int], list[int]]:
+    items = template.get("single")
+    if not isinstance(items, list):
+        raise Unsupported(f"the post-processor's template is {quoted(items)}, and must be a list.")
+    before: list[int] = []
+    after: list[int] = []
+    texts = 0
+    for item in items:
+        if item_is(item, "Sequence"):
+            texts += 1
+        elif item_is(item, "SpecialToken"):
+            side = after if texts else before
+            side += _template_ids(template, item["SpecialToken"].get("id"), has_token)
+        else:
+            raise Unsupported(f"the post-processor's template holds {quoted(item)}, which is no token and no text.")
+    if texts != 1:
+        raise Unsupported(f"the post-processor's template holds the text {texts} times and not once.")
+    return before, after
+
+
+def item_is(item: Any, kind: str) -> bool:
+    return isinstance(item, dict) and isinstance(item.get(kind), dict)
+
+
+def _template_ids(template: dict[str, Any], name: Any, has_token: Container[int]) -> list[int]:
+    """The ids of a special token of the post-processor's template."""
+    tokens = template.get("special_tokens")
+    token = tokens.get(name) if isinstance(tokens, dict) and isinstance(name, str) else None
+    if not isinstance(token, dict):
+        raise Unsupported(f"the post-processor's template has the token {quoted(name)}, which it gives no ids.")
+    ids = token.get("ids")
+    if not isinstance(ids, list):
+        raise Unsupported(
+            f"the post-processor's token {quoted(name)} has the ids {quoted(ids)}, and must have a list."
+        )
+    for id in ids:
+        check_id(id, "the post-processor's token", name)
+        if id not in has_token:
+            raise Unsupported(f"the post-processor's token {quoted(name)} has the id {id}, which is no token.")
+    return ids
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keeps Python's garbage collector from looking at a file's million of small objects again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

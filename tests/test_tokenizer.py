@@ -16,6 +16,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, trainers
 
+from minithink.bpe import spelled
 from minithink.errors import MinithinkError
 from minithink.pieces import LLAMA3_PATTERN, QWEN_PATTERN
 from minithink.tokenizer import Tokenizer
@@ -53,7 +54,9 @@ FRAGMENTS = [
     "a" * 50, " " * 30, "\n" * 20, "ab" * 40, "!" * 25, "𝒳", "\x00", "\ufffd", "\U0010ffff", "=>", "«", "Ġ", "Ċ",
     *(token.content for token in SPECIALS),
 ]  # fmt: skip
-TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=6), max_size=12).map("".join)
+# Packages differ in the version of Unicode. They agree on what the oldest Python knows.
+KNOWN = st.characters(exclude_categories=("Cs", "Cn"))
+TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(KNOWN, max_size=6), max_size=12).map("".join)
 
 
 def train(kind: str) -> dict[str, Any]:
@@ -264,7 +267,6 @@ def test_a_pattern_that_leaves_gaps(gaps: Pair, text: str) -> None:
 
 
 def test_a_token_that_only_a_whole_piece_can_be(spec: dict[str, Any], tmp_path: Path) -> None:
-    """tiktoken alone would make it within longer pieces, too."""
     spec["model"] |= {"merges": [], "ignore_merges": True}
     spec["model"]["vocab"] = {text: id for text, id in spec["model"]["vocab"].items() if len(text) == 1} | {"ab": 699}
     ours, theirs = read(spec, tmp_path), tokenizers.Tokenizer.from_str(json.dumps(spec))
@@ -321,20 +323,13 @@ def test_of_two_tokens_with_one_normal_form_the_first_counts(specs: dict[str, An
     assert read(spec, tmp_path).encode("é~") == [first]  # tokenizers takes now this one, now that
 
 
-def test_patterns_are_those_of_the_published_files() -> None:
-    common = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-    rest = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    assert common + r"\p{N}{1,3}" + rest == LLAMA3_PATTERN
-    assert common + r"\p{N}" + rest == QWEN_PATTERN
-
-
 def test_a_lone_surrogate_is_refused(pairs: Pairs) -> None:
     with pytest.raises(MinithinkError, match=r"lone surrogate '\\ud800' at position 2"):
         pairs["gpt2"][0].encode("ab\ud800")
 
 
 def test_a_long_vocabulary_loads_in_seconds(tmp_path: Path) -> None:
-    """Every token of two to three letters or so, 17 thousand, and encode is tiktoken's speed."""
+    """Every token of two to three letters or so, 17 thousand."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     pairs = [[a, b] for a in letters for b in letters]
     merges = pairs + [["".join(pair), c] for pair in pairs for c in letters]
@@ -377,7 +372,7 @@ def test_a_stream_shows_no_half_characters(pairs: Pairs, text: str) -> None:
 
 def test_a_stream_shows_a_character_with_its_last_byte(pairs: Pairs) -> None:
     tokenizer = pairs["gpt2"][0]
-    ids = [tokenizer._model.vocab[bytes([b])] for b in "é𝒳".encode()]
+    ids = [tokenizer._model.vocab[symbol] for symbol in spelled("é𝒳")]
     stream = tokenizer.stream()
     assert [stream.put(id) for id in ids] == ["", "é", "", "", "", "𝒳"]
     assert [stream.put(ids[0]), stream.flush(), stream.flush()] == ["", "\ufffd", ""]
@@ -518,8 +513,8 @@ def test_where_templates_and_named_tokens_come_from(spec: dict[str, Any], tmp_pa
         return read(spec, tmp_path, **files).apply_chat_template(HELLO)
 
     named = [{"name": "tool_use", "template": "tool"}, {"name": "default", "template": "named"}]
-    special = {"bos_token": "from the map", "eos_token": {"content": "<|im|>"}}
-    config = {"bos_token": "<｜begin▁of▁sentence｜>"}
+    special = {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": {"content": "<|im|>"}}
+    config = {"bos_token": "<pad>"}
     assert rendered(tokenizer_config_json=config | {"chat_template": named}) == "named"
     text = "{{ messages[0].content }} {{ bos_token }} {{ eos_token }}{{ pad_token }}"
     files = {"tokenizer_config_json": config | {"chat_template": text}, "special_tokens_map_json": special}
@@ -594,13 +589,6 @@ def change(*path: Any, to: Any) -> Callable[[dict[str, Any]], None]:
     return apply
 
 
-def regex(pattern: str) -> Callable[[dict[str, Any]], None]:
-    return change("pre_tokenizer", "pretokenizers", 0, "pattern", "Regex", to=pattern)
-
-
-SPLIT_STEP = {"type": "Split", "pattern": {"Regex": "[\r\n]"}, "behavior": "Isolated", "invert": False}
-LEVEL_STEP = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-DEEPSEEK_STEPS = [SPLIT_STEP, SPLIT_STEP, {"type": "Digits", "individual_digits": True}, LEVEL_STEP]
 ADDED = {"id": 900, "content": "<x>", "special": True}
 REFUSED: dict[str, tuple[Callable[[dict[str, Any]], None], list[str]]] = {
     "WordPiece": (change("model", to={"type": "WordPiece", "vocab": {}}), ["WordPiece", "byte-level BPE"]),
@@ -609,7 +597,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], None], list[str]]] = {
     "dropout": (change("model", "dropout", to=0.1), ["dropout = 0.1"]),
     "prefix": (change("model", "continuing_subword_prefix", to="##"), ["continuing_subword_prefix = '##'"]),
     "suffix": (change("model", "end_of_word_suffix", to="</w>"), ["end_of_word_suffix = '</w>'"]),
-    "no bytes": (change("model", to={"type": "BPE", "vocab": {"a": 0}, "merges": []}), ["242 bytes", "0x00"]),
+    "no bytes": (change("model", to={"type": "BPE", "vocab": {"a": 0}, "merges": []}), ["94 of the 95 printable"]),
     "one id twice": (change("model", "vocab", "xyz", to=3), ["'xyz'", "id 3"]),
     "id is text": (change("model", "vocab", "xyz", to="3"), ["'xyz'", "id '3'"]),
     "id is negative": (change("model", "vocab", "xyz", to=-1), ["'xyz'", "id -1"]),
@@ -617,44 +605,24 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], None], list[str]]] = {
     "merge to unknown": (change("model", "merges", 7, to=["q", "#"]), ["merge 7", "'q#'"]),
     "merge of three": (change("model", "merges", 7, to="a b c"), ["merge 7", "'a b c'"]),
     "merge of one": (change("model", "merges", 7, to=["a"]), ["merge 7", "['a']"]),
-    "no merges": (lambda spec: spec["model"].pop("merges"), ["KeyError: 'merges'"]),
-    "no model": (lambda spec: spec.pop("model"), ["KeyError: 'model'"]),
-    "vocab is a list": (change("model", "vocab", to=["a"]), ["not shaped as Hugging Face writes it"]),
-    "normalizer": (change("normalizer", to={"type": "Lowercase"}), ["normalizer is Lowercase", "NFC"]),
-    "decoder": (change("decoder", to={"type": "Metaspace"}), ["decoder is Metaspace", "ByteLevel"]),
+    "no merges": (lambda spec: spec["model"].pop("merges"), ["merges are None"]),
+    "no model": (lambda spec: spec.pop("model"), ["model is None"]),
+    "vocab is a list": (change("model", "vocab", to=["a"]), ["vocab is ['a']"]),
+    "normalizer": (change("normalizer", to={"type": "Nmt"}), ["normalizer 'Nmt'", "NFC"]),
+    "decoder": (change("decoder", to={"type": "Metaspace"}), ["decoder is ['Metaspace']", "ByteLevel"]),
     "no pre-tokenizer": (change("pre_tokenizer", to=None), ["pre-tokenizer []"]),
-    "Metaspace": (change("pre_tokenizer", to={"type": "Metaspace"}), ["pre-tokenizer [Metaspace]"]),
-    "DeepSeek V3": (
-        change("pre_tokenizer", "pretokenizers", to=DEEPSEEK_STEPS), ["[Split, Split, Digits, ByteLevel]"]
-    ),
-    "Split removes": (
-        change("pre_tokenizer", "pretokenizers", 0, "behavior", to="Removed"), ['"behavior": "Removed"', "isolate"]
-    ),
-    "Split inverts": (change("pre_tokenizer", "pretokenizers", 0, "invert", to=True), ['"invert": true']),
-    "Split by text": (change("pre_tokenizer", "pretokenizers", 0, "pattern", to={"String": " "}), ['"String": " "']),
-    "two splits": (change("pre_tokenizer", "pretokenizers", 1, "use_regex", to=True), ['"use_regex": true']),
-    "prefix to all": (
-        change("pre_tokenizer", "pretokenizers", 1, "add_prefix_space", to=True), ['"add_prefix_space": true']
-    ),
-    "regex does not compile": (regex("(a"), ["'(a'", "does not compile"]),
-    "regex matches nothing": (regex("a*"), ["'a*'", "not supported"]),
-    "regex with lines": (regex(r"^\s+"), ["not supported"]),
-    "regex with dot": (regex(r"\s+|."), ["not supported"]),
-    "regex that looks back": (regex(r"(?<=a)b"), ["not supported"]),
-    "regex with flags": (regex(r"(?i:strasse)"), ["not supported"]),
-    "regex with set operation": (regex(r"[\p{L}&&[a-z]]+"), ["not supported"]),
+    "Metaspace": (change("pre_tokenizer", to={"type": "Metaspace"}), ["pre-tokenizer ['Metaspace']"]),
     "BERT's post-processor": (
-        change("post_processor", to={"type": "BertProcessing", "sep": ["a", 1]}), ["[BertProcessing]"]
+        change("post_processor", to={"type": "BertProcessing", "sep": ["a", 1]}), ["['BertProcessing']"]
     ),
     "template without text": (change("post_processor", to=template(ids={})), ["0 times"]),
     "template with text twice": (change("post_processor", to=template("A", "A", ids={})), ["2 times"]),
-    "single word": (change("added_tokens", 0, "single_word", to=True), ["single_word", "'<｜begin▁of▁sentence｜>'"]),
     "added id is taken": (change("added_tokens", 0, "id", to=5), ["'<｜begin▁of▁sentence｜>'", "id 5"]),
     "added id twice": (change("added_tokens", 0, to=ADDED | {"id": 701}), ["'<x>'", "'<|im_'", "id 701"]),
     "added token has another id": (change("added_tokens", 0, to=ADDED | {"content": "a"}), ["'a'", "900"]),
     "added id is null": (change("added_tokens", 0, "id", to=None), ["id None"]),
-    "added token without id": (change("added_tokens", 0, to={"content": "<x>"}), ["KeyError: 'id'"]),
-    "added tokens are text": (change("added_tokens", to=["<x>"]), ["not shaped as Hugging Face writes it"]),
+    "added token without id": (change("added_tokens", 0, to={"content": "<x>"}), ["id None"]),
+    "added tokens are text": (change("added_tokens", to=["<x>"]), ["holds the token '<x>'"]),
 }  # fmt: skip
 
 

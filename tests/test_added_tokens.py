@@ -1,0 +1,111 @@
+"""Added tokens are those of transformers, wherever they stand. Alone: pytest tests/test_added_tokens.py"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from minithink import tokenizer as minithink
+
+Spec = dict[str, Any]
+
+# Contents, some of which are parts of others, or tokens of the vocabulary ("ab" and "Ġc"). No two have one normal
+# form: of those, tokenizers takes now this one, now that.
+CONTENTS = ["<a>", "<a>b", "<B>", "word", "<eos>", "ab", "Ġc", " x", "é!"]
+OTHERS = [*" a_.", "  ", "<", "<a", "words", "A word", "<b>", "\u0301", "<EOS>", "e\u0301!"]
+TEXTS = st.lists(st.sampled_from([*CONTENTS, *OTHERS]), max_size=12).map("".join)
+FLAGS = {name: st.booleans() for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+VOCAB = {symbol: id for id, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"ab": 256, "Ġc": 257}
+BASE = len(VOCAB)
+LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+SPEC = json.loads(Tokenizer(models.BPE()).to_str()) | {"pre_tokenizer": LEVEL, "decoder": LEVEL}
+SPEC["model"] |= {"vocab": VOCAB, "merges": [["a", "b"], ["Ġ", "c"]]}
+
+
+def tokens(content: st.SearchStrategy[str]) -> st.SearchStrategy[Spec]:
+    return st.fixed_dictionaries({"content": content, **FLAGS})
+
+
+def some(*named: tuple[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[Spec]:
+    return st.fixed_dictionaries({}, optional=dict(named))
+
+
+@st.composite
+def folders(draw: st.DrawFn) -> dict[str, Spec]:
+    """The files of a tokenizer, by name. Ids have no holes: there transformers gives others than the files."""
+    contents = draw(st.permutations(CONTENTS))
+    own = draw(st.integers(0, 3))
+    beside = draw(st.integers(0, 3))
+    ids: dict[str, int] = {}
+    for content in contents[: own + beside]:
+        ids[content] = VOCAB.get(content, BASE + sum(id >= BASE for id in ids.values()))
+    files: dict[str, Spec] = {"tokenizer.json": {}}
+    files["tokenizer.json"]["normalizer"] = draw(st.sampled_from([None, {"type": "Lowercase"}, {"type": "NFC"}]))
+    files["tokenizer.json"]["added_tokens"] = [{"id": ids[c], **draw(tokens(st.just(c)))} for c in contents[:own]]
+    named = st.none() | st.sampled_from(CONTENTS) | st.sampled_from(contents)
+    values = st.sampled_from(CONTENTS)
+    lists = st.lists(values, max_size=3)
+    config = draw(
+        some(
+            ("bos_token", named),
+            ("eos_token", named),
+            ("pad_token", named),
+            ("image_token", values),
+            ("extra_special_tokens", lists | st.dictionaries(st.just("x_token"), values)),
+            ("additional_special_tokens", lists),
+        )
+    )
+    place = draw(st.sampled_from(["added_tokens_decoder", "added_tokens.json"]))
+    if place == "added_tokens_decoder":
+        kept = draw(st.booleans())
+        listed = contents[0 if kept else own : own + beside]
+        config["added_tokens_decoder"] = {str(ids[c]): draw(tokens(st.just(c))) for c in listed}
+    elif beside:
+        files["added_tokens.json"] = {c: ids[c] for c in contents[own : own + beside]}
+    if draw(st.booleans()):
+        objects = tokens(values) | values
+        files["special_tokens_map.json"] = draw(
+            some(
+                ("bos_token", objects),
+                ("eos_token", objects),
+                ("unk_token", objects),
+                ("additional_special_tokens", lists),
+            )
+        )
+    files["tokenizer_config.json"] = config
+    return files
+
+
+def write(files: dict[str, Spec], folder: Path) -> None:
+    """Write files by name. tokenizer.json: what is other than in SPEC."""
+    files = files | {"tokenizer.json": SPEC | files.get("tokenizer.json", {})}
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+
+
+@given(files=folders(), texts=st.lists(TEXTS, min_size=4, max_size=4))
+def test_ids_and_special_flags_equal_transformers(
+    files: dict[str, Spec], texts: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("added")
+    write(files, folder)
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    ours = minithink.Tokenizer.from_folder(folder)
+    assert {t.content: id for id, t in ours._added.by_id.items()} == theirs.get_added_vocab()
+    assert ours.bos_id == theirs.bos_token_id
+    assert ours.eos_id == theirs.eos_token_id
+    for text in [*texts, "".join(CONTENTS)]:
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text, add_special_tokens=False)
+        kept = [id for id in ids if id not in ours.special_ids]
+        assert ours.decode(ids, skip_special_tokens=True) == ours.decode(kept)
+        # tokenizers decodes an added token to its normalized content, which it never takes for a special one.
+        if files["tokenizer.json"]["normalizer"] is None:
+            assert theirs.decode(ids, skip_special_tokens=True) == theirs.decode(kept)
