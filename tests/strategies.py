@@ -53,6 +53,8 @@ def configs(draw: st.DrawFn, architecture: str | None = None, rope: str | None =
     # their rounding. transformers insists that Llama's heads divide the hidden size, even where head_dim is given.
     hidden = heads * draw(st.integers(-(-8 // heads), 8)) if kind == "llama" else draw(st.integers(8, 41))
     bias = kind != "qwen2" and draw(st.booleans())
+    scaling = draw(rope_scalings(rope))
+    narrowest = 2 if scaling.kind == "dynamic" else 1  # transformers divides by head_dim − 2
     return ModelConfig(
         architecture=architecture,
         vocab_size=draw(st.integers(5, 97)),
@@ -61,11 +63,11 @@ def configs(draw: st.DrawFn, architecture: str | None = None, rope: str | None =
         num_layers=draw(st.integers(1, 3)),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=2 * draw(st.integers(1, 10)),
+        head_dim=2 * draw(st.integers(narrowest, 10)),
         max_position=MAX_POSITION,
         rms_norm_eps=draw(st.sampled_from([1e-6, 1e-5, 1e-2])),
         rope_theta=draw(st.sampled_from([50.0, 10000.0, 1e6])),
-        rope=draw(rope_scalings(rope)),
+        rope=scaling,
         tie_embeddings=draw(st.booleans()),
         qkv_bias=bias or kind == "qwen2",
         o_bias=bias,
