@@ -13,7 +13,8 @@ from minithink.kv.contract import SCOPES, Demand, Edit, Policy, Shape, Step, Sto
 class Stack(Policy):
     """Several policies on one cache. When two disagree about a token, eviction wins over requantization.
 
-    Tables have the finest scope of all. Every member sees its own budget. Two that store differently cannot stack.
+    Tables have the finest scope of all. Every member sees its own budget. Two that store differently cannot stack,
+    nor two that steer.
     """
 
     def __init__(self, members: Sequence[Policy]) -> None:
@@ -22,6 +23,13 @@ class Stack(Policy):
         if len(stored) > 1:
             names = " and ".join(m.name for m in stored)
             raise UsageError(f"{names} store tokens in different ways and cannot be stacked: leave one out.")
+        steering = [m for m in members if type(m).steer is not Policy.steer and getattr(m, "steers", True)]
+        if len(steering) > 1:
+            names = " and ".join(m.name for m in steering)
+            raise UsageError(
+                f"{names} both steer the model, and their vectors would be added: leave one out, or switch its "
+                "steering off."
+            )
         self.name = "+".join(m.name for m in members)  # type: ignore[misc]
         deciding = [m for m in members if type(m).decide is not Policy.decide]
         self.recordable = all(m.recordable for m in deciding)  # type: ignore[misc]

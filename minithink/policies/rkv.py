@@ -60,10 +60,10 @@ class Rkv(Policy):
     scope = "head"
 
     def __post_init__(self) -> None:
-        if not (0 <= self.lam <= 1 and 0 <= self.recent <= 1):
-            raise UsageError(
-                f"{self.name}: lam is {self.lam:g} and recent {self.recent:g}; both must be from 0 to 1."
-            )
+        if not 0 <= self.lam <= 1:
+            raise UsageError(f"{self.name}: lam is {self.lam:g}; it must be from 0 to 1.")
+        if not 0 <= self.recent <= 1:
+            raise UsageError(f"{self.name}: recent is {self.recent:g}; it must be from 0 to 1.")
         if self.alpha < 1 or self.buffer < 0 or (self.global_clock and not self.buffer):
             raise UsageError(
                 f"{self.name}: alpha is {self.alpha} and buffer {self.buffer} tokens; alpha must be at least 1, and "

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import isfinite
 from typing import Literal
 
 import torch
@@ -33,7 +32,7 @@ from torch import Tensor
 
 from minithink.errors import UsageError
 from minithink.kv.contract import Demand, Evict, See, Shape, Step
-from minithink.policies.steering import Steered
+from minithink.policies.steering import Steered, check_strength
 
 ROWS_AT_ONCE = 256  # rows of a matrix of cosines in memory at once
 
@@ -63,8 +62,7 @@ class SkipKV(Steered):
         super().__post_init__()
         if not 0 <= self.sigma <= 1 or not 0 <= self.tau <= 1:
             raise UsageError(f"{self.name}: sigma is {self.sigma:g} and tau {self.tau:g}; both must be from 0 to 1.")
-        if not isfinite(self.gamma):
-            raise UsageError(f"{self.name}: gamma is {self.gamma:g}; it must be a number.")
+        check_strength(self.name, "gamma", self.gamma)
         if self.alpha < 1 or self.vectors < 1:
             raise UsageError(
                 f"{self.name}: alpha is {self.alpha} and vectors {self.vectors}; both must be at least 1."

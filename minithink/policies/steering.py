@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any, Literal
 
 import torch
@@ -25,6 +24,16 @@ from minithink.kv.contract import Policy, Shape, Step
 from minithink.sentences import PARAGRAPH, table
 
 FILE = "steering.safetensors"
+STRONGEST = 100.0  # the papers steer with strengths of about 1
+
+
+def check_strength(policy: str, option: str, value: float) -> None:
+    """UsageError: a strength is not a number of at most STRONGEST, in either direction."""
+    if not abs(value) <= STRONGEST:  # NaN too
+        raise UsageError(
+            f"{policy}: {option} is {value:g}; it must be from -{STRONGEST:g} to {STRONGEST:g}, for a stronger "
+            "vector leaves nothing of what the model thinks."
+        )
 
 
 @dataclass
@@ -37,8 +46,7 @@ class Steered(Policy):
     vector: Literal["plain", "matched"] = "plain"  # V as above, or of thoughts after equal kinds of sentences
 
     def __post_init__(self) -> None:
-        if not isfinite(self.alpha_0):
-            raise UsageError(f"{self.name}: alpha_0 is {self.alpha_0:g}; it must be a number.")
+        check_strength(self.name, "alpha_0", self.alpha_0)
         self._layer = -2  # L_s; −2: no layer
         self._v: Tensor | None = None  # V of that layer, float32 [d]
         self._table: Tensor | None = None  # uint8 [states, V]: what each token does (`sentences.py`)

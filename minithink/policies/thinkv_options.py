@@ -54,12 +54,12 @@ class ThinKVOptions(Policy):
 
     def __post_init__(self) -> None:
         self.protect_prompt = True
-        sizes = self.tau, self.g, self.sparsity_rows
-        if self.types not in (1, 2, 3) or not 1 <= min(sizes) <= max(sizes) <= MOST:
-            raise UsageError(
-                f"{self.name}: types={self.types}, tau={self.tau}, g={self.g}, sparsity_rows={self.sparsity_rows}; "
-                f"types must be 1, 2 or 3, the others from 1 to {MOST:,}."
-            )
+        if self.types not in (1, 2, 3):
+            raise UsageError(f"{self.name}: types={self.types}; it must be 1, 2 or 3.")
+        for option in ("tau", "g", "sparsity_rows"):
+            value = getattr(self, option)
+            if not 1 <= value <= MOST:
+                raise UsageError(f"{self.name}: {option}={value}; it must be from 1 to {MOST:,}.")
         if self.sparsity_rows > ROWS:
             raise UsageError(
                 f"{self.name}: sparsity_rows={self.sparsity_rows}; the weights of so many queries would have to be "

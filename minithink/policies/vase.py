@@ -46,6 +46,7 @@ from minithink.errors import UsageError
 from minithink.kv.contract import Demand, Evict, Policy, See, Step
 from minithink.policies.random_attention import keys, window
 
+COLDEST = 0.01  # the least temperature: queries are divided by it, and must not overflow in any number type
 LEAST = 2.0**-53  # the least uniform number whose quantile is taken
 
 
@@ -77,11 +78,13 @@ class VaSE(Policy):
                 f"{self.name}: buffer is {self.buffer}, rank {self.rank}, n_sink {self.n_sink} and n_large "
                 f"{self.n_large}; buffer and rank must be at least 1, n_sink at least 0, and n_large at least n_sink."
             )
-        if not 0 < self.temperature < torch.inf or self.smooth < 1 or self.smooth % 2 == 0:
+        if not COLDEST <= self.temperature < torch.inf:
             raise UsageError(
-                f"{self.name}: temperature is {self.temperature:g} and smooth {self.smooth} keys; temperature must "
-                "be above 0 and finite, and smooth odd."
+                f"{self.name}: temperature is {self.temperature:g}; it must be finite and at least {COLDEST:g}, "
+                "where nearly all attention goes to one token."
             )
+        if self.smooth < 1 or self.smooth % 2 == 0:
+            raise UsageError(f"{self.name}: smooth is {self.smooth} keys; it must be odd.")
         self.slack = self.buffer
         if self.variant == "attnv":
             self.demands = (Demand(See.QUERY, rows=self.buffer),)

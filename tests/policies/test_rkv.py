@@ -315,8 +315,8 @@ def test_in_a_stack() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"lam": 1.5}, "from 0 to 1"), ({"lam": -0.1}, "from 0 to 1"), ({"recent": 1.1}, "recent 1.1; both"),
-        ({"recent": -0.1}, "recent -0.1; both"), ({"recent": float("nan")}, "recent nan; both"),
+        ({"lam": 1.5}, "from 0 to 1"), ({"lam": -0.1}, "from 0 to 1"), ({"recent": 1.1}, "recent is 1.1; it must be"),
+        ({"recent": -0.1}, "recent is -0.1; it must be"), ({"recent": float("nan")}, "recent is nan; it must be"),
         ({"alpha": 0}, "alpha must be at least 1"),
         ({"buffer": -1}, "buffer at least 0"), ({"buffer": 0, "global_clock": True}, "at least 1"),
         ({"kernel_size": 4}, "odd"), ({"kernel_size": 0}, "odd"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,5 +146,19 @@ def test_what_it_needs_is_said() -> None:
     policy.vocabulary(BYTES)
     policy.setup(shape)
     assert Seal(alpha_0=0).calibration == ""
-    with pytest.raises(UsageError, match="alpha_0 is inf; it must be a number"):
-        Seal(alpha_0=float("inf"))
+
+
+@pytest.mark.parametrize("strength", [float("inf"), float("nan"), 1e18, -1e18, 100.5])
+def test_a_strength_that_leaves_nothing_of_the_model_is_refused(strength: float) -> None:
+    with pytest.raises(UsageError, match=rf"alpha_0 is {re.escape(f'{strength:g}')}; it must be from -100 to 100"):
+        Seal(alpha_0=strength)
+    assert Seal(alpha_0=-100.0).steers
+
+
+@pytest.mark.parametrize("text", ["seal+skipkv", "skipkv:gamma=0+seal:at=every"])
+def test_two_policies_that_steer_are_refused(text: str) -> None:
+    """Unless one of them steers nothing."""
+    with pytest.raises(UsageError, match=r"both steer the model, and their vectors would be added: leave one out"):
+        parse(text, budget=64)
+    for one in ("seal+skipkv:steering=false", "seal:alpha_0=0+skipkv", "seal+rkv"):
+        assert parse(one, budget=64).name == "+".join(part.partition(":")[0] for part in one.split("+"))

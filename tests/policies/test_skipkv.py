@@ -669,8 +669,10 @@ def test_only_what_is_read_is_counted() -> None:
     ("wrong", "says"),
     [
         ({"sigma": 1.5}, "sigma is 1.5"), ({"tau": -0.1}, "tau -0.1; both must be from 0 to 1"),
-        ({"alpha": 0}, "alpha is 0"), ({"vectors": 0}, "at least 1"), ({"alpha_0": float("nan")}, "must be a number"),
-        ({"gamma": float("inf")}, "gamma is inf; it must be a number"),
+        ({"alpha": 0}, "alpha is 0"), ({"vectors": 0}, "at least 1"),
+        ({"alpha_0": float("nan")}, "alpha_0 is nan; it must be from -100 to 100"),
+        ({"gamma": float("inf")}, "gamma is inf; it must be from -100 to 100"),
+        ({"gamma": -1e18}, r"gamma is -1e\+18; it must be from -100 to 100"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], says: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -204,3 +205,21 @@ def test_limits_and_batches(name: str) -> None:
     for seq, prompt in enumerate(prompts):
         alone = [held(m, seq) for m in follow(policy(), [prompt], steps, seqs=[seq], rows=4)]
         assert [step[seq] for step in together] == alone, name
+
+
+@pytest.mark.parametrize("name", list(POLICIES))
+def test_a_message_names_no_option_that_the_policy_lacks(name: str) -> None:
+    """Some policies fix an option of the policy that they extend."""
+    cls = POLICIES[name]
+    fixed = {f.name for f in fields(cls) if not f.init}  # type: ignore[arg-type]
+    for field in (f for f in fields(cls) if f.init):  # type: ignore[arg-type]
+        for value in (-1, 10**6, -0.5, 1e18):
+            given = {"budget": 64, field.name: value} if takes_budget(cls) else {field.name: value}
+            said = ""
+            try:
+                cls(**given)
+            except UsageError as error:
+                said = str(error)
+            except (ValueError, TypeError, AttributeError):  # the value is of another type
+                continue
+            assert not fixed & set(re.findall(r"\w+", said)), said

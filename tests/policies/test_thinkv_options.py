@@ -50,7 +50,7 @@ def test_one_type_halves(text: str, kept: tuple[int, ...]) -> None:
         ("tbq:thresholds=0.1/0.2", "tbq: thresholds=0.1/0.2 without layers: they belong together"),
         ("thinkv:budget=64,layers=1,thresholds=0.5", "3 types need 2 ascending thresholds"),
         ("thinkv:budget=64,types=1,thresholds=0.5", "nothing to tell with types=1: drop thresholds=0.5"),
-        ("thinkv:budget=64,tau=4294967296", "the others from 1 to 1,073,741,824"),
+        ("thinkv:budget=64,tau=4294967296", "tau=4294967296; it must be from 1 to 1,073,741,824"),
         ("thinkv:budget=64,retention=99999999999999999999/4", "from 1,073,741,824 or less"),
         ("thinkv:budget=64,four=fp32", "four=fp32: four is nvfp4 or int4s"),
         (

@@ -12,7 +12,7 @@ import torch
 from minithink.errors import UsageError
 from minithink.kv.contract import Demand, See
 from minithink.policies import vase
-from minithink.policies.vase import VaSE, product, spread
+from minithink.policies.vase import COLDEST, VaSE, product, spread
 from tests.policies.drive import follow, held
 from tests.policies.test_random_attention import key_of, stays, step_of
 
@@ -108,6 +108,8 @@ def test_the_sketch_is_gaussian(six: Any) -> None:
         {"n_sink": 5, "n_large": 4},
         {"temperature": 0.0},
         {"temperature": -1.0},
+        {"temperature": 1e-40},
+        {"temperature": 0.009},
         {"temperature": torch.inf},
         {"temperature": torch.nan},
         {"smooth": 4},
@@ -207,3 +209,13 @@ def test_large_values_fit_beside_the_prompt(monkeypatch: pytest.MonkeyPatch, lar
 def test_what_it_asks_to_see() -> None:
     assert VaSE(budget=9, buffer=7).demands == (Demand(See.QUERY, rows=7),)
     assert not VaSE(budget=9, variant="dkv").demands
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_coldest_attention_is_finite(six: Any, dtype: torch.dtype) -> None:
+    """In every number type; it goes to the tokens with the largest products."""
+    queries, keys = six.queries, six.keys
+    six.queries = lambda *args: 30 * queries(*args).to(dtype)
+    six.keys = lambda *args: 30 * keys(*args).to(dtype)
+    weight = VaSE(budget=4, buffer=2, temperature=COLDEST).weight(six, 0, OLDER, ROW)
+    assert weight.isfinite().all()
