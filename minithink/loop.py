@@ -35,7 +35,9 @@ the pool was too small.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,6 +64,23 @@ class Key(NamedTuple):
     decides: bool  # decisions are recorded (not beside a recorder)
 
 
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Collect garbage now, and not again before the end of the block.
+
+    A CUDA graph that is freed while another one is captured invalidates the capture. Python's collector frees the
+    graphs of earlier streams, and it may run at any allocation.
+    """
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class Recorded:
     """Kernels that are recorded once and replayed with other inputs."""
 
@@ -85,7 +104,7 @@ class Recorded:
             run(self._inputs, out)
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        with no_collections(), torch.cuda.graph(self._graph, pool=pool):
             run(self._inputs, out)
 
     def replay(self, values: Tensor) -> Tensor:

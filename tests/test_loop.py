@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -300,6 +303,70 @@ def test_the_last_page_suffices() -> None:
     assert (manager.length(5), manager.store.table.pages.free) == (12, 0)
     with pytest.raises(MinithinkError, match="exhausted"):
         loop.step([5], tokens)
+
+
+# -- captures
+
+
+class Knot:
+    """An object that only Python's collector can free, with all that it holds."""
+
+    def __init__(self, held: object = None) -> None:
+        self.held = held
+        self.itself = self
+
+
+@needs_cuda
+def test_a_capture_survives_the_garbage_of_earlier_ones() -> None:
+    """1,000 captures, and the collector runs as often as it can. Each graph is garbage when the next is captured."""
+    weight = torch.eye(64, device="cuda")
+
+    def launch(values: Tensor, out: Tensor) -> None:
+        x = weight
+        for _ in range(20):
+            x = x @ weight
+            for _ in range(10):
+                Knot()
+        out.copy_(values.sum() + x[0, 0].long())
+
+    values = torch.ones(len(FIELDS), 4, dtype=torch.int64)
+    pool = torch.cuda.graph_pool_handle()
+    usual = gc.get_threshold()
+    gc.set_threshold(5, 1, 1)
+    try:
+        for _ in range(1000):
+            out = torch.zeros(1, dtype=torch.int64, device="cuda")
+            captured = loop_module.Recorded(launch, values, out, pool)
+            assert captured.replay(values).item() == values.sum() + 1
+            Knot(captured)
+            del captured
+    finally:
+        gc.set_threshold(*usual)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("error", [None, RuntimeError])
+def test_nothing_is_collected_during_a_capture(enabled: bool, error: type[Exception] | None) -> None:
+    """Garbage goes before it. Afterwards the collector is on or off as it was."""
+    freed = list[str]()
+    before, during = Knot(), Knot()
+    weakref.finalize(before, freed.append, "before")
+    weakref.finalize(during, freed.append, "during")
+    del before
+    was = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(error) if error else nullcontext(), loop_module.no_collections():
+            assert freed == ["before"]
+            del during
+            for _ in range(10_000):
+                Knot()
+            assert freed == ["before"]
+            if error:
+                raise error
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was else gc.disable)()
 
 
 # -- which graphs there are and what they are given, by a stand-in: no GPU is needed

@@ -32,6 +32,7 @@ from minithink.errors import MinithinkError, UsageError, alternatives, quoted
 from minithink.kv.contract import Shape, Storage
 from minithink.kv.pages import Layout, layouts
 from minithink.kv.store import PagedStore
+from minithink.loop import no_collections
 from minithink.ref.paged_attention import paged_attention as reference
 from minithink.results import Measurement
 
@@ -311,7 +312,7 @@ def recorded(run: Callable[[], object], device: torch.device | str | None = None
         run()
     side.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with no_collections(), torch.cuda.graph(graph):
         run()
     return graph.replay
 

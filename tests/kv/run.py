@@ -93,10 +93,17 @@ def informed(policy: Policy, config: ModelConfig) -> Policy:
 
 
 def manager_for(decoder: Decoder, policy: Policy, **options: Any) -> KVManager:
-    """Three rows, in the dtype of the decoder; freed memory is poisoned with NaN."""
-    options = {"rows": 3, "tokens": MAX_POSITION, "poison": True, **options}
-    poisoned, policy = options.pop("poison"), informed(policy, decoder.config)
-    manager = KVManager(decoder.config, Rope(decoder.config), policy, dtype=decoder.embed.dtype, **options)
+    """Three rows, in the dtype and on the device of the decoder; freed memory is poisoned with NaN."""
+    device = decoder.embed.device
+    options = {"rows": 3, "tokens": MAX_POSITION, "poison": True, "device": device, **options}
+    poisoned = options.pop("poison")
+    manager = KVManager(
+        decoder.config,
+        Rope(decoder.config, device),
+        informed(policy, decoder.config),
+        dtype=decoder.embed.dtype,
+        **options,
+    )
     return watched(manager, poisoned)
 
 
@@ -188,7 +195,7 @@ def feed(
     between the decoder and the manager."""
     counts, tokens = [len(chunk) for chunk in chunks.values()], [t for chunk in chunks.values() for t in chunk]
     manager.begin_step(list(chunks), counts, tokens)
-    hidden = decoder(torch.tensor(tokens), spy or manager)
+    hidden = decoder(torch.tensor(tokens, device=manager.device), spy or manager)
     manager.end_step()
     return dict(zip(chunks, decoder.logits(hidden).split(counts), strict=True))
 

@@ -25,6 +25,7 @@ from minithink.model import Decoder
 from minithink.policies import POLICIES, parse
 from minithink.policies.window import Window
 from tests.compare import assert_close, assert_same
+from tests.kernels.device import DEVICE
 from tests.kv.run import Cut, feed, kept, manager_for, state_after, text_of
 from tests.kv.test_next import ONE_BY_ONE, assert_same_content, assert_same_state, content, feed_next, with_backend
 from tests.policies.test_laws import CLOSE, OPEN, SMALL, WIDTH, decoder_of
@@ -95,7 +96,7 @@ class Apart:
             idle = [row for row in torch.randperm(rows, generator=self.draw).tolist() if row not in taken]
             idle = idle[: self.some(len(idle) + 1)]
             order = torch.randperm(len(states) + len(idle), generator=self.draw)
-            return tensor_of(states, idle, order), idle
+            return tensor_of(states, idle, order).to(manager.device), idle
 
         state, _ = padded(states)
         due = manager.due(state)
@@ -123,7 +124,8 @@ class Apart:
         every = torch.zeros(len(FIELDS), len(manager.rows), dtype=torch.int64)
         every[0] = torch.arange(len(manager.rows))
         every[:, [row for row, *_ in states]] = torch.tensor(states).t()
-        step, before = manager.view(Batch(every, whole=True)), [x.clone() for x in state]
+        step = manager.view(Batch(every, whole=True).to(manager.device))
+        before = [x.clone() for x in state]
         edits = [edit for p in manager.deciding for edit in p.decide(step.seen_by(p))]
         for x, was in zip(state, before, strict=True):  # it will be asked again
             x.copy_(was)
@@ -456,7 +458,7 @@ def test_the_kernels_decide_as_their_twins(text: str) -> None:
     config = example_config(
         hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=16, vocab_size=23
     )
-    twin = random_decoder(config, 3)
+    twin = random_decoder(config, 3).to(DEVICE)
     ours = with_backend(twin, triton_backend())
     got, want = (make(d, text, rows=4, tokens=30, poison=False, think_ids=(NEVER, NEVER)) for d in (ours, twin))
     got.recorded = True

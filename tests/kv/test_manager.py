@@ -42,6 +42,7 @@ from minithink.policies import parse
 from minithink.ref.rope import rope
 from tests.compare import assert_close, assert_same
 from tests.drive import full_cache, prompt_logits, step
+from tests.kernels.device import DEVICE
 from tests.kv.run import Cut, Full, Spy, feed, kept, manager_for, masked_logits, observed, text_of
 from tests.strategies import MAX_POSITION, configs, example_config, random_decoder
 
@@ -454,8 +455,8 @@ def run_watched(
 ) -> tuple[KVManager, Spy]:
     """Sequences 0, 1, … read their prompts in chunks of 3, and whoever has done so generates in between."""
     config = example_config(num_heads=6, **changes)
-    decoder = random_decoder(config, 3)
-    manager = manager_for(decoder, policy, rows=len(prompts), backend=choose(backend))
+    decoder = random_decoder(config, 3).to(DEVICE if backend == "triton" else "cpu")
+    manager = manager_for(decoder, policy, rows=len(prompts), backend=choose(backend, decoder.embed.device))
     spy, texts = Spy(manager), {s: text_of(config, n + steps, s) for s, n in prompts.items()}
     for s, n in prompts.items():
         manager.join(s, n + steps, n)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from minithink.model import Decoder
 from minithink.policies import POLICIES, parse
 from minithink.ref.linear import linear
 from tests.compare import assert_close, assert_same
+from tests.kernels.device import DEVICE
 from tests.kv.dense import Dense
 from tests.kv.run import Cut, Full, append_one, feed, flush, kept, manager_for, state_of, text_of
 from tests.policies.test_laws import CLOSE, CLOSES, OPEN, SMALL, TEXTS, WIDTH, decoder_of
@@ -60,7 +62,7 @@ def with_backend(decoder: Decoder, backend: Any) -> Decoder:
     """The same weights, other functions."""
     other = Decoder(decoder.config, backend).requires_grad_(False)
     other.load_state_dict(decoder.state_dict())
-    return other
+    return other.to(decoder.embed.device)
 
 
 @torch.inference_mode()
@@ -81,11 +83,11 @@ def feed_next(
     own = manager.batch(seqs, fed)
     padded = manager.pad(own, idle)
     order = turned(range(len(padded)), turn)
-    batch = padded[order]
+    batch = padded[order].to(manager.device)
     before = [content(manager, row) | observed(manager, row) for row in idle]
     manager.begin(batch)
     hidden = decoder(batch.token, through or manager)
-    out = torch.zeros(len(batch) + 1, dtype=torch.int64)
+    out = torch.zeros(len(batch) + 1, dtype=torch.int64, device=manager.device)
     manager.tell(batch, out)
     due = manager.due(batch).tolist() if manager.tells_due else None
     assert not out[-1], "overflow"
@@ -96,7 +98,7 @@ def feed_next(
     if decide is not None:
         decide()
     elif (acting := manager.acting(own, None if due is None else [due[i] for i in mine])) is not None:
-        manager.decide(acting)
+        manager.decide(acting.to(manager.device))
     if (full := manager.full()) is not None:
         flush_beside(manager, full, turn)
     manager.close(seqs, fed)
@@ -114,7 +116,7 @@ def flush_beside(manager: KVManager, full: Batch, turn: int) -> None:
     others = [row for row in range(len(manager.rows)) if row not in full.row.tolist()][: turn % 4]
     batch = manager.pad(full, others)
     before = [content(manager, row) for row in others]
-    manager.flush(batch[turned(range(len(batch)), turn)])
+    manager.flush(batch[turned(range(len(batch)), turn)].to(manager.device))
     assert not manager.store.overflow
     for row, want in zip(others, before, strict=True):
         assert_same_content(f"row {row}, whose buffer is not full", content(manager, row), want)
@@ -122,8 +124,11 @@ def flush_beside(manager: KVManager, full: Batch, turn: int) -> None:
 
 def content(manager: KVManager, row: int) -> dict[str, Tensor]:
     """All that a row holds, as its next step will read it: lists, counts, pages, keys and values of every layer."""
-    store, at = manager.store, torch.tensor([row])
-    read = store.reader(at, torch.tensor([store.lengths[row] + 1]), torch.tensor([row not in store.reading]))
+    store = manager.store
+    tensor = partial(torch.tensor, device=manager.device)
+    read = store.reader(
+        tensor([row]), tensor([store.lengths[row] + 1]), tensor([row not in store.reading])
+    )
     most, none = int(store.count[:, row].max()), store.table.pages.count
     out = {"count": store.count[:, row], "pos": store.pos[:, row, :, :most]}
     # Which pages they are does not matter: a page is the column of its table.
@@ -872,7 +877,7 @@ def test_the_kernels_agree(text: str) -> None:
     config = example_config(
         hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=16, vocab_size=23
     )
-    twin = random_decoder(config, 3)
+    twin = random_decoder(config, 3).to(DEVICE)
     ours = with_backend(twin, triton_backend())
     managers = [
         manager_for(d, parse(text), rows=3, tokens=30, columns="fit", backend=d.backend, poison=False)

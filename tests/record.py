@@ -1,0 +1,90 @@
+"""Records of test runs: how each file of tests went, as a result file in `docs/results/`.
+
+    HYPOTHESIS_PROFILE=nightly pytest …     writes nightly.json
+    pytest --record gpu-tests …             writes gpu-tests.json
+
+A record may grow part by part: a run replaces the lines of the files that it ran, and leaves the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
+FAILURES = ("failed", "error")
+
+
+def write(name: str, reporter: Any, examples: str) -> None:
+    """Add a finished run to the record of that name.
+
+    Args:
+        name: of the file in `docs/results/`, without its ending.
+        reporter: pytest's terminal reporter.
+        examples: how many examples of a property the run drew, for people.
+    """
+    import torch
+
+    from minithink import results
+
+    path = results.default_path(name)
+    result = results.new(name, [], "cuda" if torch.cuda.is_available() else "cpu")
+    result["command"] = command_of(name, reporter.config.invocation_params.args)
+    earlier = results.read(path) if path.exists() else {"measurements": []}
+    about = {key: result[key] for key in ("date", "commit", "machine")}
+    files = {line["file"]: line for line in earlier["measurements"] if exists(line["file"], reporter)}
+    files |= {file: {**counts, **about} for file, counts in count(reporter.stats).items()}
+    result["examples"] = examples
+    if name != "nightly":
+        result["parts"] = parts(earlier.get("parts", []), result["command"], reporter)
+    result["measurements"] = [files[file] for file in sorted(files)]
+    result["complete"] = True
+    results.write(path, result)
+
+
+def command_of(name: str, words: Any) -> str:
+    """The command that ran these tests."""
+    profile = "HYPOTHESIS_PROFILE=nightly " if name == "nightly" else ""
+    return " ".join([f"{profile}pytest", *words])
+
+
+def exists(file: str, reporter: Any) -> bool:
+    """Whether a file of tests is still there."""
+    return bool((reporter.config.rootpath / file).is_file())
+
+
+def parts(earlier: list[dict[str, Any]], command: str, reporter: Any) -> list[dict[str, Any]]:
+    """The runs that a record was made of: this one, and the earlier ones with other commands."""
+    totals = {outcome: len(reporter.stats[outcome]) for outcome in OUTCOMES if outcome in reporter.stats}
+    began = getattr(reporter, "_sessionstarttime", None)
+    if began is None:  # pytest 8.4 and newer
+        began = reporter._session_start.time
+    here = {"command": command, "seconds": round(time.time() - began), **totals}
+    return [*(part for part in earlier if part["command"] != command), here]
+
+
+def count(stats: dict[str, list[Any]]) -> dict[str, dict[str, Any]]:
+    """For each file of tests: how many passed, the names of those that failed, why others were skipped."""
+    found: dict[str, dict[str, Any]] = {}
+    for outcome in OUTCOMES:
+        for report in stats.get(outcome, []):
+            file = report.nodeid.split("::")[0]
+            line = found.setdefault(file, {"file": file, "passed": 0, "failures": [], "reasons": Counter()})
+            line[outcome] = line.get(outcome, 0) + 1
+            if outcome in FAILURES:
+                line["failures"].append(report.nodeid)
+            if outcome == "skipped":
+                line["reasons"][reason_of(report)] += 1
+    for line in found.values():
+        reasons = line.pop("reasons")
+        if reasons:
+            line["reasons"] = dict(sorted(reasons.items()))
+    return found
+
+
+def reason_of(report: Any) -> str:
+    """Why a test was skipped."""
+    where = report.longrepr
+    reason = where[2] if isinstance(where, tuple) else str(where)
+    return str(reason).removeprefix("Skipped: ")

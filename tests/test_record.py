@@ -1,0 +1,69 @@
+"""Records of test runs. Run alone: pytest tests/test_record.py"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from minithink import results
+from tests import record
+
+
+def report(name: str, why: object = None) -> Any:
+    return SimpleNamespace(nodeid=name, longrepr=why)
+
+
+STATS = {
+    "passed": [report("tests/test_a.py::test_one"), report("tests/test_a.py::test_two[3]")],
+    "failed": [report("tests/test_b.py::test_three")],
+    "skipped": [
+        report("tests/test_a.py::test_four", ("tests/test_a.py", 3, "Skipped: needs a GPU")),
+        report("tests/test_a.py::test_five", ("tests/test_a.py", 9, "Skipped: needs a GPU")),
+    ],
+}
+
+
+def reporter(folder: Any, words: list[str], stats: dict[str, list[Any]]) -> Any:
+    config = SimpleNamespace(rootpath=folder, invocation_params=SimpleNamespace(args=words))
+    return SimpleNamespace(config=config, stats=stats, _session_start=SimpleNamespace(time=0.0))
+
+
+def test_outcomes_are_counted_by_file() -> None:
+    assert record.count(STATS) == {
+        "tests/test_a.py": {
+            "file": "tests/test_a.py",
+            "passed": 2,
+            "failures": [],
+            "skipped": 2,
+            "reasons": {"needs a GPU": 2},
+        },
+        "tests/test_b.py": {
+            "file": "tests/test_b.py",
+            "passed": 0,
+            "failures": ["tests/test_b.py::test_three"],
+            "failed": 1,
+        },
+    }
+
+
+def test_a_record_grows_part_by_part(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part replaces the lines of its own files. Files that are gone leave the record."""
+    path = tmp_path / "gpu-tests.json"
+    monkeypatch.setattr(results, "default_path", lambda name: tmp_path / f"{name}.json")
+    (tmp_path / "tests").mkdir()
+    for name in "abc":
+        (tmp_path / f"tests/test_{name}.py").touch()
+    record.write("gpu-tests", reporter(tmp_path, ["-n", "2"], STATS), "the profile ci")
+    mended = {"passed": [report("tests/test_b.py::test_three"), report("tests/test_c.py::test_six")]}
+    (tmp_path / "tests/test_a.py").unlink()
+    record.write("gpu-tests", reporter(tmp_path, ["tests"], mended), "the profile ci")
+    result = results.read(path)
+    assert [(m["file"], m["passed"], m["failures"]) for m in result["measurements"]] == [
+        ("tests/test_b.py", 1, []),
+        ("tests/test_c.py", 1, []),
+    ]
+    assert [part["command"] for part in result["parts"]] == ["pytest -n 2", "pytest tests"]
+    assert [(part["passed"], part.get("failed")) for part in result["parts"]] == [(2, 1), (2, None)]
+    assert result["complete"]
