@@ -66,13 +66,12 @@ class Key(NamedTuple):
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Collect garbage now, and not again before the end of the block.
+    """Keep Python's garbage collector off until the end of the block.
 
-    A CUDA graph that is freed while another one is captured invalidates the capture. Python's collector frees the
-    graphs of earlier streams, and it may run at any allocation.
+    A CUDA graph that is freed while another one is captured invalidates the capture. The collector frees the graphs
+    of earlier streams, and it may run at any allocation.
     """
     enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield
@@ -156,7 +155,10 @@ class DecodeLoop:
         self.recorded: Graphs = {}  # steps
         self.decisions: Graphs = {}
         self.flushes: Graphs = {}
-        self._pool = torch.cuda.graph_pool_handle() if self.records and cache.device.type == "cuda" else None
+        self._pool = None
+        if self.records and cache.device.type == "cuda":
+            gc.collect()  # the graphs of earlier streams give their memory back before new ones take theirs
+            self._pool = torch.cuda.graph_pool_handle()
         self._launched: _Launched | None = None
 
     @property

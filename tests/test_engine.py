@@ -233,7 +233,7 @@ def test_split_into_thinking_and_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tags: str, prompt: str, text: str, thinking: str, answer: str
 ) -> None:
     special = SPECIAL if tags == "tokens" else [t for t in SPECIAL if "think" not in t]
-    engine = load(write_checkpoint(tmp_path, special=special, template=None))
+    engine = load(write_checkpoint(tmp_path, special=special, template=None), device="cpu")
     assert (engine.tokenizer.id_of("<think>") is None) == (tags == "text")
     play_text(monkeypatch, engine, text)
     stream = engine.stream(prompt, chat=False)
@@ -280,7 +280,7 @@ def test_no_gradients_and_the_public_names(checkpoint: Path, engine: Engine) -> 
     assert minithink.Engine is Engine
     assert not any(p.requires_grad for p in engine.decoder.parameters())
     assert engine.rope.cos.shape[0] == CONTEXT
-    half = load(checkpoint, dtype="bfloat16")
+    half = load(checkpoint, dtype="bfloat16", device="cpu")
     assert half.generate([[9] * 4], max_new_tokens=4)[0].kv_bytes == 7 * half.config.kv_bytes_per_token(2)
 
 

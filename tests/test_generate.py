@@ -620,7 +620,8 @@ def test_an_interrupt_shows_the_text_so_far_and_the_summary(
     endless: Path, number: signal.Signals, code: int, said: str
 ) -> None:
     # Bytes, unbuffered: a buffer of ours could end within a character, or keep what `communicate` should get.
-    with start("--model", endless, "Alpha", "--temperature", 0, text=False, bufsize=0) as process:
+    words = ("--model", endless, "Alpha", "--temperature", 0, "--device", "cpu")
+    with start(*words, text=False, bufsize=0) as process:
         try:
             assert process.stdout is not None
             assert process.stderr is not None

@@ -118,7 +118,8 @@ def test_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     monkeypatch.setattr(step_times, "read_speed", lambda: 5e12)
     monkeypatch.setattr(step_times, "CHECKED", (2, 40))
     monkeypatch.setattr(step_times, "SWEEP", step_times.SWEEP[:2])
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(multi_processor_count=7))
+    properties = SimpleNamespace(multi_processor_count=7, name="a GPU")
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)
     path = tmp_path / "x.json"
     assert main(["steps", "--shapes", "2x16", "--repeats", "1", "--output", str(path)]) == 0
     result = results.read(path)

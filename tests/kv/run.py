@@ -180,7 +180,7 @@ class Spy:
         for row, part in zip(rows, x.split(now.counts if reads else [1] * len(rows)), strict=True):
             record = self.manager.rows[row]
             assert record is not None
-            self.seen[kind][record.seq, layer] += part.double().unbind()
+            self.seen[kind][record.seq, layer] += part.double().cpu().unbind()
 
     def get(self, kind: str, seq: int, layer: int) -> Tensor:
         """All tokens of a sequence so far: [n, …] float64."""

@@ -138,7 +138,11 @@ def feed_all(
 ) -> dict[int, Tensor]:
     """`feed_next`, whose decision is shown all rows of the manager, due or not."""
     batch = manager.batch(list(tokens), list(tokens.values()))
-    return feed_next(decoder, manager, tokens, idle, decide=lambda: manager.decide(manager._everybody(batch)))
+
+    def decide() -> None:
+        manager.decide(manager._everybody(batch).to(manager.device))
+
+    return feed_next(decoder, manager, tokens, idle, decide=decide)
 
 
 def remembered(manager: KVManager, row: int) -> dict[str, Tensor]:

@@ -410,15 +410,15 @@ class Watch(Cut):
                 continue
             here = self.seen[row, clock] = defaultdict(dict)
             for layer in range(step.shape.layers):
-                here["pos"][layer] = step.pos(layer)[row].clone()
+                here["pos"][layer] = step.pos(layer)[row].clone().cpu()
                 if See.MASS in self.what:
-                    here["mass"][layer] = step.mass(layer)[row].clone()
+                    here["mass"][layer] = step.mass(layer)[row].clone().cpu()
                 if See.ROWS in self.what:
-                    here["rows"][layer] = step.rows(layer)[row].clone()
+                    here["rows"][layer] = step.rows(layer)[row].clone().cpu()
                 if See.QUERY in self.what:
-                    here["queries"][layer] = step.queries(layer)[row].clone()
+                    here["queries"][layer] = step.queries(layer)[row].clone().cpu()
             for layer in (0, -1) if See.HIDDEN in self.what else ():
-                here["hidden"][layer] = step.hidden(layer)[row].clone()
+                here["hidden"][layer] = step.hidden(layer)[row].clone().cpu()
         yield from super().decide(step)
 
 
