@@ -10,11 +10,11 @@ import math
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from minithink.errors import MinithinkError
+from minithink.errors import MinithinkError, quoted
 
 try:
     import fcntl
@@ -200,6 +200,22 @@ def rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: rounded(v) for k, v in value.items()}
     return [rounded(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def loads(text: str | bytes, parse_int: Callable[[str], int] = int) -> Any:
+    """JSON as `dumps` writes it. ValueError: it is no JSON, or a number in it is NaN or infinite."""
+    return json.loads(text, parse_constant=_no_number, parse_float=_finite, parse_int=parse_int)
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{quoted(text)} is too large")
+    return number
 
 
 def dumps(value: Any, indent: str = "") -> str:

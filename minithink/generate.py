@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minithink.commands import SCHEDULES, Parser, exit_code, location, positive
-from minithink.errors import NON_FINITE, UsageError, quoted
+from minithink.errors import NON_FINITE, UsageError, escaped, quoted
 from minithink.looped import looped
 from minithink.process import INTERRUPTED
 from minithink.prompts import Task, embedded_problem, nonsense_expected, read_prompts, standard_input
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _say(message: str) -> None:
     """A line on standard error, beside the output."""
-    print(f"minithink: {message}", file=sys.stderr)
+    print(f"minithink: {escaped(message)}", file=sys.stderr)
 
 
 def _caution(engine: Engine) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from minithink.errors import MinithinkError
-from minithink.files import append, hold, is_held, open_to_others, read_bytes, remove_held, replace
+from minithink.files import append, hold, is_held, loads, open_to_others, read_bytes, remove_held, replace
 from tests.locks import before_the_lock
 
 
@@ -140,3 +140,12 @@ def test_a_file_goes_before_its_holder_lets_go(tmp_path: Path, monkeypatch: pyte
     remove_held(file, path)
     assert file.closed
     assert not path.exists()
+
+
+def test_json_with_numbers_that_json_does_not_know_is_refused() -> None:
+    assert loads('{"a": [1, 2.5e3]}') == {"a": [1, 2500.0]}
+    for text in ("NaN", "[Infinity]", '{"a": -Infinity}'):
+        with pytest.raises(ValueError, match="is no number of JSON"):
+            loads(text)
+    with pytest.raises(ValueError, match="'-1e999' is too large"):
+        loads("[-1e999]")

@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from minithink import sources
-from minithink.errors import MinithinkError, UsageError, reason, unwritable
+from minithink.errors import QUOTED, MinithinkError, UsageError, escaped, quoted, reason, unwritable
 from minithink.evaluate.plan import AMPLE
-from minithink.files import replace, rounded, turn
+from minithink.files import loads, replace, rounded, turn
 from minithink.kv.contract import Policy
 from minithink.kv.stack import members
 from minithink.policies import leaves_open, parse
@@ -98,11 +98,35 @@ def _read(path: Path) -> list[Run]:
         data = path.read_bytes()
         if path.name == FILE:
             data = gzip.decompress(data)
-        return [Run(**json.loads(line)) for line in data.decode().splitlines()]
+        return [_run(line) for line in data.decode().splitlines()]
     except FileNotFoundError:
         return []
-    except (OSError, EOFError, zlib.error, ValueError, TypeError) as error:
-        raise MinithinkError(f"{path} is no readable pool ({reason(error)}): restore it.") from None
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, RecursionError) as error:
+        why = escaped(reason(error))[: 2 * QUOTED]
+        raise MinithinkError(f"{path} is no readable pool ({why}): restore it.") from None
+
+
+def _run(line: str) -> Run:
+    """The run of a line. ValueError, TypeError: it is none."""
+    values = loads(line)
+    if not isinstance(values, dict):
+        raise TypeError(f"{quoted(values)} is no run")
+    run = Run(**values)
+    kinds = {"key": dict, "source": dict, "row": dict, "answers": list, "tokens": list, "commit": str, "date": str,
+             "machine": dict, "versions": dict, "command": str, "stale": bool, "right": str}  # fmt: skip
+    for name, kind in kinds.items():
+        if type(getattr(run, name)) is not kind:
+            raise TypeError(f"{name} is {quoted(getattr(run, name))}")
+    for name in ("policy", "backend", "dataset"):
+        if not isinstance(run.key.get(name), str):
+            raise TypeError(f"{name} of a key is {quoted(run.key.get(name))}")
+    settings = run.key.get("settings")
+    if not isinstance(settings, dict) or not all(isinstance(own, dict) for own in settings.values()):
+        raise TypeError(f"settings of a key are {quoted(settings)}")
+    budget = run.key.get("budget")
+    if budget is not None and (type(budget) not in (int, float) or not 0 < budget < 2**63):
+        raise TypeError(f"budget of a key is {quoted(budget)}")
+    return run
 
 
 def add(folder: Path, runs: Iterable[Run]) -> None:

@@ -18,7 +18,7 @@ from minithink.calibrate.thoughts import CPU_BATCH, GPU_BATCH, hash_of
 from minithink.calibration import FORESIGHT
 from minithink.commands import INTERRUPTED, positive
 from minithink.engine import Engine, load
-from minithink.errors import UsageError
+from minithink.errors import UsageError, escaped
 from minithink.evaluate.datasets import Example, load_dataset
 from minithink.evaluate.grading import grade
 from minithink.progress import progress
@@ -111,4 +111,4 @@ def record(engine: Engine, name: str, examples: list[Example], drawing: dict[str
 
 
 def _say(text: str) -> None:
-    print(f"minithink.calibrate: {text}", file=sys.stderr, flush=True)
+    print(f"minithink.calibrate: {escaped(text)}", file=sys.stderr, flush=True)

@@ -33,7 +33,7 @@ from minithink.calibrate.training import Recipe, look, settings_of, train
 from minithink.calibration import TARGETS, WEIGHTS
 from minithink.commands import INTERRUPTED, different, location, positive
 from minithink.engine import Engine, load
-from minithink.errors import UsageError, unwritable
+from minithink.errors import UsageError, escaped, unwritable
 from minithink.figures import need_matplotlib
 from minithink.files import dumps, replace, rounded
 from minithink.sampling import SamplingParams
@@ -240,4 +240,4 @@ def file_of(target: str) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"minithink.calibrate: {text}", file=sys.stderr, flush=True)
+    print(f"minithink.calibrate: {escaped(text)}", file=sys.stderr, flush=True)

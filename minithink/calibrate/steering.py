@@ -36,7 +36,7 @@ from minithink.calibrate.thoughts import add_common_arguments, drawing_of, hash_
 from minithink.calibration import METADATA
 from minithink.commands import INTERRUPTED, location
 from minithink.engine import Engine, load
-from minithink.errors import MinithinkError, UsageError, unwritable
+from minithink.errors import MinithinkError, UsageError, escaped, unwritable
 from minithink.evaluate.datasets import Example
 from minithink.evaluate.grading import grade
 from minithink.figures import drawing, need_matplotlib
@@ -303,4 +303,4 @@ def draw(about: Mapping[str, Any], path: Path) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"minithink.calibrate: {text}", file=sys.stderr, flush=True)
+    print(f"minithink.calibrate: {escaped(text)}", file=sys.stderr, flush=True)

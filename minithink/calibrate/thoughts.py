@@ -29,7 +29,7 @@ from minithink.calibrate.reading import averaged, types
 from minithink.calibrate.report import conclude, eviction, summary
 from minithink.commands import INTERRUPTED, natural, positive
 from minithink.engine import Engine, load
-from minithink.errors import UsageError, unwritable
+from minithink.errors import UsageError, escaped, unwritable
 from minithink.evaluate.datasets import Example, load_dataset
 from minithink.evaluate.grading import grade
 from minithink.evaluate.tune import allowed
@@ -304,4 +304,4 @@ def under_eviction(
 
 
 def _say(text: str) -> None:
-    print(f"minithink.calibrate: {text}", file=sys.stderr, flush=True)
+    print(f"minithink.calibrate: {escaped(text)}", file=sys.stderr, flush=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +23,13 @@ from types import NoneType, TracebackType
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from minithink import files
-from minithink.errors import MinithinkError, UsageError, reason
+from minithink.errors import QUOTED, MinithinkError, UsageError, escaped, quoted, reason
 from minithink.files import dumps, read_bytes, replace
 
 CONFIG = "config.json"
 FULL = "full"  # the policy that keeps everything: what the others are compared with
 SOURCES = "sources"  # the setting with the hashes of the policies' code, by policy
+MOST = 2**63  # numbers of a record are below
 # Settings that change neither what is generated nor how it is graded: a resumed run may have others.
 MAY_DIFFER = {
     "output_dir": "the folder may have been moved",
@@ -60,7 +60,7 @@ class Key(NamedTuple):
 
     def __str__(self) -> str:
         budget = "" if self.budget is None else f" with budget {self.budget}"
-        return f"{self.policy}{budget}, problem {self.id}, sample {self.sample}"
+        return f"{brief(self.policy)}{budget}, problem {brief(self.id)}, sample {self.sample}"
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,21 @@ class Record:
             # bool is an int for isinstance; a whole number may stand where a float may.
             if type(value) not in kinds and not (type(value) is int and float in kinds):
                 wanted = " or ".join(_WORDS[kind] for kind in kinds)
-                raise ValueError(f"{name} is {value!r}, and it must be {wanted}")
-            if isinstance(value, (int, float)) and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} is {value}, and it must be finite and at least 0")
+                raise ValueError(f"{name} is {quoted(value)}, and it must be {wanted}")
+            if isinstance(value, (int, float)) and not 0 <= value < MOST:  # NaN is neither
+                raise ValueError(f"{name} is {quoted(value)}, and it must be at least 0 and below 2^63")
+        for name in ("policy", "group"):  # which tables name
+            if any("\ud800" <= c <= "\udfff" for c in getattr(self, name)):
+                raise ValueError(f"{name} is {quoted(getattr(self, name))}, which holds half a character")
         if self.budget is not None and not (self.budget >= 1 if type(self.budget) is int else 0 < self.budget < 1):
-            raise ValueError(f"budget is {self.budget!r}, and it must be whole tokens or a share between 0 and 1")
-        if not all(type(name) is str and type(n) is int and n >= 0 for name, n in (self.counts or {}).items()):
-            raise ValueError(f"counts is {self.counts!r}, and it must hold whole numbers of at least 0 by name")
+            raise ValueError(
+                f"budget is {quoted(self.budget)}, and it must be whole tokens or a share between 0 and 1"
+            )
+        for name, count in (self.counts or {}).items():
+            if type(name) is not str or type(count) is not int or not 0 <= count < MOST:
+                raise ValueError(
+                    f"counts is {quoted(self.counts)}, and it must hold whole numbers of at least 0 by name"
+                )
         if self.evicting_steps > self.steps:
             raise ValueError(f"evicting_steps is {self.evicting_steps}, and there were {self.steps} steps")
 
@@ -131,7 +139,7 @@ class Record:
     def from_dict(cls, values: Mapping[str, Any]) -> Record:
         """The record with a line's fields. ValueError: a field is unknown or missing, or its value is not valid."""
         if unknown := [name for name in values if name not in _KINDS]:
-            raise ValueError(f"the field {unknown[0]!r} is unknown")
+            raise ValueError(f"the field {quoted(unknown[0])} is unknown")
         if missing := [name for name in _KINDS if name not in values and name not in _OPTIONAL]:
             raise ValueError(f"the field {missing[0]!r} is missing")
         return cls(**values)
@@ -237,8 +245,22 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], ignored: Iter
     def said(settings: Mapping[str, Any], name: str) -> str:
         return json.dumps(settings[name], ensure_ascii=False, sort_keys=True) if name in settings else "not given"
 
-    pairs = ((name, said(before, name), said(now, name)) for name in names)
-    return ", ".join(f"{name} {old} and {new}" for name, old, new in pairs if old != new)
+    parts = []
+    for name in names:
+        old, new = said(before, name), said(now, name)
+        if old != new:
+            same = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), 0)
+            parts.append(f"{brief(name)} {brief(old, same)} and {brief(new, same)}")
+    return ", ".join(parts)
+
+
+def brief(text: str, differs_at: int = 0) -> str:
+    """At most QUOTED characters of a text, and none that a terminal would obey. differs_at: a place to be shown."""
+    if len(text) > QUOTED:
+        start = min(max(0, differs_at - QUOTED // 2), len(text) - QUOTED + 2)
+        end = start + QUOTED - 2
+        text = ("…" if start else "") + text[start:end] + ("…" if end < len(text) else "")
+    return escaped(text)
 
 
 def changed_policies(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -462,19 +484,35 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The settings of a run, and how it was started and resumed."""
     path = folder / CONFIG
     try:
-        config = json.loads(read_bytes(path).decode())
+        config = files.loads(read_bytes(path).decode())
         settings, runs = config["settings"], config["runs"]
         if not isinstance(settings, dict) or not isinstance(runs, list):
             raise TypeError("settings are an object and runs are a list")
         sources = settings.get(SOURCES, {})
         if not isinstance(sources, dict) or not all(isinstance(source, dict) for source in sources.values()):
             raise TypeError(f"{SOURCES} holds an object for each policy")
+        _check_settings(settings)
+        dumps(config)  # it can be written again: it is not nested too deeply
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(
             f"{path}, the settings of the results beside it, cannot be read ({reason(error)}): restore it, or give "
             "another folder."
         ) from None
     return settings, runs
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    """TypeError: the policies, the budgets or the dataset are of another type. They may be missing."""
+    for name, kinds in (("policies", (str,)), ("budgets", (int, float))):
+        listed = settings.get(name) or []
+        if not isinstance(listed, list) or not all(type(value) in kinds for value in listed):
+            raise TypeError(f"{name} is {quoted(listed)}")
+        if any(isinstance(value, (int, float)) and not 0 < value < MOST for value in listed):
+            raise TypeError(f"{name} is {quoted(listed)}")
+    for name in ("dataset", "split"):
+        value = settings.get(name)
+        if value is not None and (not isinstance(value, str) or any("\ud800" <= c <= "\udfff" for c in value)):
+            raise TypeError(f"{name} is {quoted(value)}")
 
 
 def _read_lines(path: Path) -> tuple[list[Record], int, str]:

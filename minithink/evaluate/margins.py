@@ -20,7 +20,7 @@ import torch
 from minithink import results
 from minithink.commands import positive
 from minithink.engine import Engine, load
-from minithink.errors import UsageError
+from minithink.errors import UsageError, escaped
 from minithink.evaluate import runner
 from minithink.evaluate.datasets import load_dataset
 from minithink.evaluate.plan import Cell
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
     examples = load_dataset(args.dataset, args.split, args.limit)
     for note in runner.said_of_limit(args, examples):
-        print(f"minithink.evaluate: {note}", file=sys.stderr)
+        print(f"minithink.evaluate: {escaped(note)}", file=sys.stderr)
     if args.output is not None:
         results.check(args.output)
     engine = load(args.model, device=args.device, dtype=args.dtype, backend=args.backend)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minithink.commands import location
-from minithink.errors import UsageError
+from minithink.errors import UsageError, escaped
 from minithink.evaluate.datasets import is_file
-from minithink.evaluate.journal import Run, join, read
+from minithink.evaluate.journal import MOST, Run, brief, join, read
 from minithink.evaluate.summary import FULL, Row, budget_text, size, summarize
 from minithink.figures import need_matplotlib, write_svg
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "os^DvPX*<>h"  # as many as are prime to COLORS: 66 policies before a pair occurs again
 GREY = "#444444"
+LONGEST_LABEL = 400  # characters of a policy in the legend
 LABELS = {  # of the y axis by budget
     "length": "tokens generated, mean",
     "recall": "recall of the 10 tokens most looked at, %",
@@ -65,18 +66,18 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Draw what the folders hold now."""
     runs = [read(folder) for folder in args.folders]
     for note in (note for one in runs for note in one.notes):
-        print(f"minithink.evaluate: {note}", file=sys.stderr)
+        print(f"minithink.evaluate: {escaped(note)}", file=sys.stderr)
     policies = [policy for one in runs for policy in one.settings.get("policies") or []]
     budgets = [budget for one in runs for budget in one.settings.get("budgets") or []]
-    rows = summarize(join(runs), policies=[p for p in policies if isinstance(p, str)], budgets=budgets)
+    rows = summarize(join(runs), policies=policies, budgets=budgets)
     if not rows:
         folders = ", ".join(map(str, args.folders))
         raise UsageError(f"No sequence is finished in {folders}: wait for the first, or continue with --resume.")
     for note in filter(None, map(unfinished, runs)):
-        print(f"minithink.evaluate: {note}", file=sys.stderr)
+        print(f"minithink.evaluate: {escaped(note)}", file=sys.stderr)
     output = args.output_dir or (args.folders[0] if len(args.folders) == 1 else Path())
     for path in draw(rows, output, title_of(runs[0].settings, rows)):
-        print(f"drawn to {path}", file=sys.stderr)
+        print(f"drawn to {escaped(path)}", file=sys.stderr)
     return 0
 
 
@@ -84,17 +85,17 @@ def unfinished(run: Run) -> str:
     """A sentence if a run lacks some of its sequences; "": it has all, or it is not known how many it has."""
     there, counts = len(run.records), Counter((r.policy, r.budget) for r in run.records)
     totals = [start.get("sequences_total") for start in run.runs if isinstance(start, dict)]
-    if totals and isinstance(total := totals[-1], int):
+    if totals and type(total := totals[-1]) is int and total < MOST:
         return f"{run.folder}: {there:,} of {total:,} sequences; the run is unfinished" if there < total else ""
     # a run of an older version has no total: it should have equally many of each policy and budget
     budgets = run.settings.get("budgets") or []
-    for policy in filter(lambda p: isinstance(p, str), run.settings.get("policies") or []):
+    for policy in run.settings.get("policies") or []:
         own = {budget for name, budget in counts if name == policy}
         for budget in budgets if own & set(budgets) else own or [None]:
             counts.setdefault((policy, budget), 0)
     if len(set(counts.values())) < 2:
         return ""
-    each = (f"{p}{'' if b is None else f' at {budget_text(b)}'}: {n:,}" for (p, b), n in counts.items())
+    each = (f"{brief(p)}{'' if b is None else f' at {budget_text(b)}'}: {n:,}" for (p, b), n in counts.items())
     return (
         f"{run.folder}: policies differ in the number of their sequences ({', '.join(each)}); the run is unfinished"
     )
@@ -107,6 +108,7 @@ def title_of(settings: Mapping[str, Any], rows: Sequence[Row]) -> str:
     dataset, split = settings.get("dataset"), settings.get("split")
     if isinstance(dataset, str):
         parts = [Path(dataset).name] if is_file(dataset) else [dataset, str(split or "test")]
+        parts = [_drawable(brief(part)) for part in parts]
     else:
         parts = []
     return ", ".join([*parts, f"{problems} problem{'s' if problems != '1' else ''}"])
@@ -223,10 +225,15 @@ def _by_budget(rows: Sequence[Row], what: str) -> Figure:
         if own[0].budget is not None:
             aside = apart.get(policy, 1.0) if accuracy else 1.0
             x: list[Any] = [row.budget * aside for row in own if row.budget is not None]
-            axis.errorbar(x, y, yerr=errors, label=policy, capsize=3, markersize=6, linewidth=1.5, **style)
+            axis.errorbar(x, y, yerr=errors, label=_label(policy), capsize=3, markersize=6, linewidth=1.5, **style)
             continue
         axis.axhline(
-            y[0], label=policy, linestyle="-" if policy == FULL else "--", linewidth=1.5, markevery=[0, 1], **style
+            y[0],
+            label=_label(policy),
+            linestyle="-" if policy == FULL else "--",
+            linewidth=1.5,
+            markevery=[0, 1],
+            **style,
         )
         if policy == FULL and accuracy:
             axis.axhspan(100 * own[0].pass_at_1_low, 100 * own[0].pass_at_1_high, color=GREY, alpha=0.15, linewidth=0)
@@ -275,9 +282,17 @@ def _by_bytes(rows: Sequence[Row]) -> Figure:
         own = sorted((row for row in rows if row.policy == policy), key=lambda row: row.kv_bytes_peak)
         style = style | ({"marker": "p"} if policy == FULL else {})
         axis.errorbar(
-            [row.kv_bytes_peak for row in own], [100 * row.pass_at_1 for row in own], yerr=_errors(own), label=policy,
-            capsize=3, markersize=6, linewidth=1, linestyle=":", elinewidth=1, **style,
-        )  # fmt: skip
+            [row.kv_bytes_peak for row in own],
+            [100 * row.pass_at_1 for row in own],
+            yerr=_errors(own),
+            label=_label(policy),
+            capsize=3,
+            markersize=6,
+            linewidth=1,
+            linestyle=":",
+            elinewidth=1,
+            **style,
+        )
     points = [(row.kv_bytes_peak, 100 * row.pass_at_1) for row in rows]
     front = [points[i] for i in pareto_front(points)]
     axis.plot(
@@ -301,6 +316,16 @@ def _errors(rows: Sequence[Row]) -> list[list[float]]:
     below = [100 * (row.pass_at_1 - row.pass_at_1_low) for row in rows]
     above = [100 * (row.pass_at_1_high - row.pass_at_1) for row in rows]
     return [[max(0.0, e) for e in below], [max(0.0, e) for e in above]]
+
+
+def _label(policy: str) -> str:
+    """A policy in a legend: without characters that no SVG may hold, and of bounded length."""
+    return _drawable(brief(policy) if len(policy) > LONGEST_LABEL else escaped(policy))
+
+
+def _drawable(text: str) -> str:
+    """The text without the two characters that XML forbids and terminals do not mind."""
+    return text.replace("\ufffe", "\ufffd").replace("\uffff", "\ufffd")
 
 
 def _legend(figure: Figure) -> None:

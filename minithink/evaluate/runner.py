@@ -23,7 +23,7 @@ from minithink import diagnosis, origin
 from minithink.calibration import identity
 from minithink.commands import INTERRUPTED, SCHEDULES, location, positive
 from minithink.engine import DTYPES, TINY, Engine, charge, load
-from minithink.errors import NON_FINITE, MinithinkError, UsageError
+from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped
 from minithink.evaluate import plots, summary
 from minithink.evaluate import trace as tracing
 from minithink.evaluate.datasets import Example, check_graders, load_dataset
@@ -471,4 +471,4 @@ def hash_of(examples: Sequence[Example]) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"minithink.evaluate: {text}", file=sys.stderr, flush=True)
+    print(f"minithink.evaluate: {escaped(text)}", file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from minithink import counts
-from minithink.errors import NON_FINITE, MinithinkError, is_disk_full, reason
+from minithink.errors import NON_FINITE, MinithinkError, escaped, is_disk_full, reason
 from minithink.evaluate.journal import FULL, SHARES, Record, check_unique
 from minithink.files import dumps, replace, rounded
 from minithink.intervals import CONFIDENCE, RESAMPLES, bootstrap, wilson
@@ -287,9 +287,9 @@ def show(rows: Sequence[Row], folder: Path) -> None:
             interval = f"{row.pass_at_1_low:.1%} to {row.pass_at_1_high:.1%}"
             sizes = (f"{row.generated_mean:,.0f}", size(row.kv_bytes_peak), f"{row.tokens_peak:,.0f}")
             right = f"{row.pass_at_1:.1%}"
-            table.add_row(Text(row.policy), budget_text(row.budget), right, interval, *sizes)
+            table.add_row(Text(escaped(row.policy)), budget_text(row.budget), right, interval, *sizes)
     Console(highlight=False).print(table)
-    print(f"All columns, what they mean, and the groups of problems: {folder / 'summary.md'}")
+    print(f"All columns, what they mean, and the groups of problems: {escaped(folder / 'summary.md')}")
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -332,14 +332,14 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Escape a text, so that a Markdown table shows it as it is."""
-    escaped = "".join("\\" + c if c in "\\|`*_<>[]#" else c for c in text)
-    return " ".join(escaped.split())
+    """Escape a text, so that a Markdown table shows it as it is, and a terminal obeys none of it."""
+    marked = "".join("\\" + c if c in "\\|`*_<>[]#" else c for c in text)
+    return escaped(" ".join(marked.split()))
 
 
 def _code(text: str) -> str:
     """Text as code in a Markdown table, where a bar would end the cell."""
-    return "`" + " ".join(text.split()).replace("`", "'").replace("|", "\\|") + "`"
+    return "`" + escaped(" ".join(text.split())).replace("`", "'").replace("|", "\\|") + "`"
 
 
 def points(difference: float) -> str:

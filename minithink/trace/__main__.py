@@ -8,7 +8,7 @@ import webbrowser
 from pathlib import Path
 
 from minithink import commands
-from minithink.errors import MinithinkError, UsageError, unwritable
+from minithink.errors import MinithinkError, UsageError, escaped, unwritable
 from minithink.files import replace
 from minithink.trace.format import PAGE, File, read, refuse_others
 
@@ -57,7 +57,7 @@ class View:
                 replace(args.svg, picture.render([file.traces[sequence] for file, sequence in shown]))
             except OSError as error:
                 raise unwritable("The picture", args.svg, error, "--svg") from None
-            print(f"drawn to {args.svg}{notes(shown)}")
+            print(f"drawn to {escaped(args.svg)}{notes(shown)}")
             return 0
         from minithink.trace.page import render
 
@@ -67,7 +67,7 @@ class View:
             replace(output, render(*shown[0], shown[1:]))
         except OSError as error:
             raise unwritable("The page of a trace", output, error, "--output") from None
-        print(f"written to {output}{notes(shown)}")
+        print(f"written to {escaped(output)}{notes(shown)}")
         if args.open and not webbrowser.open(output.resolve().as_uri()):
             raise MinithinkError(f"No browser was found: open {output} in one yourself, or use --terminal.")
         return 0

@@ -19,7 +19,6 @@ an array is read, and all numbers before anything is shown.
 from __future__ import annotations
 
 import json
-import math
 import struct
 import zlib
 from collections.abc import Callable, Mapping
@@ -150,18 +149,7 @@ def as_json(value: Mapping[str, Any]) -> bytes:
 
 def from_json(content: bytes) -> Any:
     """What `as_json` was given. ValueError: it is no JSON, or a number is infinite, NaN, or has too many digits."""
-    return json.loads(content, parse_constant=_no_number, parse_float=_finite, parse_int=_whole)
-
-
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no number of JSON")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{quoted(text)} is too large")
-    return number
+    return files.loads(content, parse_int=_whole)
 
 
 def _whole(text: str) -> int:

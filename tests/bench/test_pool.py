@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from dataclasses import replace
 from itertools import permutations
 from multiprocessing import get_context
@@ -248,3 +249,29 @@ def test_the_documents_ask_for_the_embedded_model() -> None:
     assert len(keys) == 3 * (1 + 2 * 7 + 2)
     assert {key["limit"] for key in keys} == {200}
     assert {key["max_new_tokens"] for key in keys} != {None}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"key": []}, {"key": {}}, {"key": {"policy": 1}}, {"row": None}, {"answers": {}}, {"tokens": "10"},
+        {"date": 1}, {"stale": 1}, {"right": None}, {"further": "\x1b" * 1000}, {"row": {"pass_at_1": float("nan")}},
+        {"key": {"policy": "rkv", "backend": "b", "dataset": "d", "settings": {"rkv": 1}}},
+        {"key": {"policy": "rkv", "backend": "b", "dataset": "d", "settings": {}, "budget": 10**400}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_pool_with_wrong_types_is_refused_with_a_sentence(tmp_path: Path, change: dict[str, Any]) -> None:
+    line = json.dumps({**vars(run_of()), **change})
+    (tmp_path / pool.PLAIN).write_text(line + "\n")
+    with pytest.raises(MinithinkError, match=r"pool\.jsonl is no readable pool \(.*\): restore it\.$") as error:
+        pool.read(tmp_path)
+    assert len(str(error.value)) < len(str(tmp_path)) + 300
+    assert "\x1b" not in str(error.value)
+
+
+@pytest.mark.parametrize("line", ["3", "[]", "null", "[" * 10**5, '{"a"', "NaN"])
+def test_a_line_that_is_no_run_is_refused_with_a_sentence(tmp_path: Path, line: str) -> None:
+    (tmp_path / pool.PLAIN).write_text(line + "\n")
+    with pytest.raises(MinithinkError, match="is no readable pool"):
+        pool.read(tmp_path)

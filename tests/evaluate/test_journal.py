@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from html import escape
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minithink import files
-from minithink.errors import MinithinkError, UsageError
+from minithink.errors import CONTROL, MinithinkError, UsageError
 from minithink.evaluate import journal as journal_module
+from minithink.evaluate import plots, summary
 from minithink.evaluate.journal import MAY_DIFFER, Journal, Key, Record, differences, join, read, text_hash
 from tests.evaluate.draw import record, records, runs
 from tests.locks import before_the_lock, race
+from tests.mutations import flipped, mutated
 
 SETTINGS = {"model": "m", "policies": ["full"], "seed": 0, "batch_size": 4, "device": "cpu"}
 
@@ -572,3 +577,74 @@ def test_hashes_that_are_none_are_refused(tmp_path: Path, sources: object) -> No
         UsageError, match=r"config\.json, .* cannot be read \(sources holds an object for each policy\)"
     ):
         Journal(tmp_path, CODE, resume=True)
+
+
+def hostile_run(folder: Path, chance: random.Random) -> Path:
+    """A run whose lines and settings are changed at random."""
+    cells = [("full", None), ("rkv", 128), ("rkv", 0.5)]
+    rows = [record(policy=p, budget=b, id=str(i), group="gh"[i % 2]) for p, b in cells for i in range(3)]
+    lines = [json.loads(row.to_json()) for row in rows]
+    config = {"settings": {**SETTINGS, "policies": ["full", "rkv"], "budgets": [128, 0.5], "dataset": "facts"},
+              "runs": [{"sequences_total": 9}]}  # fmt: skip
+    if chance.random() < 0.6:
+        at = chance.randrange(len(lines))
+        lines[at] = mutated(lines[at], chance)
+    if chance.random() < 0.6:
+        config = mutated(config, chance)
+    data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    if chance.random() < 0.2:
+        data = flipped(data, chance)
+    folder.mkdir()
+    (folder / "results.jsonl").write_bytes(data)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@given(st.integers(0, 2**32))
+def test_a_hostile_run_is_read_or_refused_with_a_sentence(
+    tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    """As `evaluate plot` reads it, sums it up and names it, and as `--resume` continues it."""
+    folder = hostile_run(tmp_path_factory.mktemp("hostile") / "run", random.Random(seed))
+    said, refusals = [], []
+    try:
+        run = read(folder)
+        rows = summary.summarize(run.records, policies=run.settings.get("policies") or [])
+        said += [summary.as_markdown(rows), plots.unfinished(run)]
+        summary.write(folder, rows)
+        ElementTree.fromstring(f"<a>{escape(plots.title_of(run.settings, rows))}</a>")
+    except MinithinkError as error:
+        refusals.append(str(error))
+    try:
+        with Journal(folder, SETTINGS, resume=True) as journal:
+            said += journal.notes
+    except MinithinkError as error:
+        refusals.append(str(error))
+    assert not CONTROL.search("".join(said + refusals))
+    for refusal in refusals:  # it may name all settings that differ
+        assert len(refusal) < 1500 + 3 * len(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"steps": 10**400}, "steps is 10*…, and it must be at least 0 and below 2"),
+        ({"kv_bytes_mean": 1e19}, "kv_bytes_mean is 1e[+]19"),
+        ({"group": "\ud800"}, "group is .*half a character"),
+        ({"counts": {"moved": 2**63}}, "counts is"),
+        ({"found": ["x" * 10**5]}, "found is .*, and it must be text or null"),
+    ],
+)
+def test_a_record_of_huge_values_is_refused(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match="^" + said) as error:
+        record(**changes)
+    assert len(str(error.value)) < 200
+
+
+def test_a_difference_is_shown_briefly_and_where_it_is() -> None:
+    one, other = {"policies": ["x" * 500 + "a" + "x" * 500]}, {"policies": ["x" * 500 + "b" + "x" * 500]}
+    said = differences(one, other)
+    assert len(said) < 200
+    assert "xax" in said
+    assert "xbx" in said
+    assert differences({"a\x1b": "\u202e"}, {}) == 'a\\x1b "\\u202e" and not given'

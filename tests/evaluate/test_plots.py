@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minithink.errors import CONTROL
 from minithink.evaluate import plots
 from minithink.evaluate.__main__ import main
 from minithink.evaluate.journal import Journal, Record, read
@@ -355,3 +356,48 @@ def test_a_plot_needs_no_model(tmp_path: Path) -> None:
     )
     root = Path(__file__).parent.parent.parent
     assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True).returncode == 0
+
+
+HOSTILE_NAMES = ["\x1b[31mred\u202e", "\ufffe\x00", "p" * 5000]
+
+
+def test_names_in_a_foreign_run_reach_neither_the_terminal_nor_the_picture_raw(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [record(policy=name, id=f"\x1b{i}", group=f"\x1b{i}") for name in HOSTILE_NAMES for i in range(2)]
+    folder = write(tmp_path / "run\x1b", rows, dataset="\x1b[31m\u202e\ufffe" + "d" * 5000, split="\x9b")
+    with (folder / "results.jsonl").open("a") as file:
+        file.write("{")  # a note names the folder
+    assert main(["plot", str(folder)]) == 0
+    said = capsys.readouterr()
+    assert "incomplete last line" in said.err
+    assert not CONTROL.search(said.out + said.err)
+    for path in folder.glob("*.svg"):
+        text = path.read_text()
+        ElementTree.fromstring(text)
+        assert "p" * 500 not in text
+        assert "d" * 500 not in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"policies": 3}, "policies is 3"),
+        ({"policies": [["full"]]}, "policies is"),
+        ({"budgets": [[1]]}, "budgets is"),
+        ({"budgets": [10**400]}, "budgets is"),
+        ({"dataset": 5}, "dataset is 5"),
+        ({"split": "\ud800"}, "split is"),
+        ({"seed": float("nan")}, "NaN is no number of JSON"),
+    ],
+)
+def test_settings_of_wrong_types_are_refused_with_a_sentence(
+    tmp_path: Path, settings: dict[str, object], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path / "run", results())
+    (folder / "config.json").write_text(json.dumps({"settings": settings, "runs": []}))
+    assert main(["plot", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1

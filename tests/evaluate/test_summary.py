@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minithink.errors import NON_FINITE, MinithinkError, UsageError
+from minithink.errors import CONTROL, NON_FINITE, MinithinkError, UsageError
 from minithink.evaluate.journal import Record
 from minithink.evaluate.summary import (
     Row,
@@ -290,3 +290,16 @@ def test_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         assert f"{row.pass_at_1_low:.1%} to {row.pass_at_1_high:.1%}" in line
         assert size(row.kv_bytes_peak) in line
     assert out[-1].endswith(f"groups of problems: {tmp_path / 'summary.md'}")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_names_reach_the_terminal_without_control_characters(
+    terminal: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = summarize([record(policy=f"\x1b[31m{name}\u202e", group=f"\x9b{name}") for name in "ab"])
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal, raising=False)
+    show(rows, tmp_path / "\x1b[31m")
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)  # the table's own styles
+    assert "\\x1b[31ma\\u202e" in out
+    assert not CONTROL.search(out)
+    assert not CONTROL.search(as_markdown(rows))

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
+import random
 import re
 import zlib
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from minithink.errors import CONTROL, MinithinkError
 from minithink.trace import format as module
+from minithink.trace import page, picture
 from minithink.trace.format import (
     ARRAYS,
     CHUNK,
@@ -31,6 +36,8 @@ from minithink.trace.format import (
     unpack,
 )
 from minithink.trace.page import render
+from minithink.trace.terminal import show
+from tests.mutations import flipped, mutated
 from tests.trace.draw import HEAD, PROMPT, TEXTS, arrays, write
 
 UNITS, STEPS = 4, len(TEXTS) - PROMPT
@@ -366,3 +373,60 @@ def test_a_chunk_that_is_too_long_is_refused(tmp_path: Path, monkeypatch: pytest
     path = write(tmp_path / "trace", arrays())
     monkeypatch.setattr(module, "MOST", 10)
     refused(path, "a checksum does not fit")
+
+
+def hostile_trace(path: Path, chance: random.Random) -> None:
+    """A trace with good checksums whose values are changed at random, and sometimes a byte."""
+    head, done, about = {"version": 1, **HEAD}, {"seconds": 0.25, "steps": 11}, {"sequence": 0, "prompt": PROMPT}
+    if chance.random() < 0.4:
+        head = mutated(head, chance)
+    if chance.random() < 0.3:
+        done = mutated(done, chance)
+    if chance.random() < 0.3:
+        about = mutated(about, chance)
+    some = arrays()
+    if chance.random() < 0.7:
+        name = chance.choice(list(ARRAYS))
+        values = some[name].copy()
+        if len(values) and chance.random() < 0.7:
+            raw = np.frombuffer(chance.randbytes(values.itemsize), values.dtype)
+            values[chance.randrange(len(values))] = chance.choice([raw[0], values.dtype.type(0), values[-1]])
+        else:
+            values = np.resize(values, chance.randrange(40))
+        some[name] = values
+    listed = [[name, array.dtype.str, array.size] for name, array in some.items()]
+    if chance.random() < 0.2:
+        listed = mutated(listed, chance)
+    heading = json.dumps({**about, "arrays": listed}).encode()
+    part = b"".join([LENGTH.pack(len(heading)), heading, *(array.tobytes() for array in some.values())])
+    data = MAGIC + chunk(b"HEAD", json.dumps(head).encode()) + chunk(b"PART", zlib.compress(part))
+    data += chunk(b"DONE", json.dumps(done).encode())
+    path.write_bytes(flipped(data, chance) if chance.random() < 0.1 else data)
+
+
+@given(st.integers(0, 2**32))
+def test_a_hostile_trace_is_shown_or_refused_with_a_sentence(
+    tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    path = tmp_path_factory.mktemp("hostile") / "trace"
+    hostile_trace(path, random.Random(seed))
+    try:
+        file = read(path)
+    except MinithinkError as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+        check_shown(file)
+    assert len(refusal) < len(str(path)) + 250
+    assert not CONTROL.search(refusal)
+
+
+def check_shown(file: module.File) -> None:
+    """In the terminal, as a picture and as a page, whose JSON a browser reads."""
+    for sequence, trace in file.traces.items():
+        out = io.StringIO()
+        show(file, sequence, Console(file=out, width=100, markup=False, highlight=False))
+        assert not CONTROL.search(out.getvalue())
+        ElementTree.fromstring(picture.render([trace]))
+        assert render(file, sequence)
+        assert json.dumps(page.data(trace, file.done)[0], allow_nan=False)

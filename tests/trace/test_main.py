@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from minithink import generate
+from minithink.errors import CONTROL
 from minithink.trace.__main__ import main
 from minithink.trace.format import read
 from tests.trace.draw import TEXTS, arrays, write
@@ -184,6 +185,7 @@ def test_a_run_that_is_interrupted(sign: signal.Signals, tmp_path: Path) -> None
     code = """
 import sys, torch
 from minithink import generate
+from minithink.errors import CONTROL
 from minithink.trace import recorder
 torch.set_num_threads(1)
 recorder.PART_STEPS = 16
@@ -206,3 +208,13 @@ sys.exit(generate.main(sys.argv[1:]))"""
     assert (b"minithink: traced" in err) == (sign == signal.SIGINT)
     if sign == signal.SIGKILL:
         assert trace.steps % 16 == 15
+
+
+def test_names_of_files_reach_the_terminal_without_control_characters(tmp_path: Path, capsys: Capture) -> None:
+    path = write(tmp_path / "a\x1b[31m", arrays())
+    assert main(["view", str(path)]) == 0
+    assert main(["view", str(path), "--svg", str(path.with_suffix(".svg"))]) == 0
+    assert main(["view", str(path), "--sequence", "9"]) == 2
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("a\\x1b[31m") == 3
+    assert not CONTROL.search(said.out + said.err)
