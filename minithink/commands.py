@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import errno
+import math
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -128,13 +130,21 @@ def exit_code(program: str, command: Callable[[], int], interrupted: str = "inte
     stopped = signals.stopped
     if stopped is None or code not in (INTERRUPTED, stopped.code):
         return code
-    with suppress(OSError):  # after SIGHUP there may be no terminal any more
-        print(f"{program}: {interrupted.rstrip('.')} ({stopped})", file=sys.stderr)
+    _say_what_stopped(stopped, program, interrupted)
     return stopped.code
 
 
+def _say_what_stopped(stopped: Stopped, program: str, interrupted: str) -> None:
+    """Say once which signal ended the command."""
+    if stopped.said:
+        return
+    stopped.said = True
+    with suppress(OSError):  # after SIGHUP there may be no terminal any more
+        print(f"{program}: {interrupted.rstrip('.')} ({stopped})", file=sys.stderr)
+
+
 def _finished(program: str, command: Callable[[], int], interrupted: str, signals: Signals) -> int:
-    """Run a command, and say in one line what went wrong → its exit code; of `Stopped` nothing is said."""
+    """Run a command, and say in one line what went wrong → its exit code."""
     try:
         try:
             return command()
@@ -160,6 +170,7 @@ def _finished(program: str, command: Callable[[], int], interrupted: str, signal
         print(f"{program}: {escaped(' '.join(str(error).split()))}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except Stopped as stopped:
+        _say_what_stopped(stopped, program, interrupted)
         return stopped.code
     except KeyboardInterrupt:
         print(f"\n{program}: {interrupted}", file=sys.stderr)
@@ -197,19 +208,41 @@ def different(text: str, what: str, known: Iterable[str]) -> list[str]:
     return names
 
 
+# Numbers are plain decimal digits. Python's own `int` and `float` also read "nan", "1_000" and digits of all scripts.
+WHOLE = re.compile("[+-]?[0-9]+")
+DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+LARGEST = 2**64 - 1  # of whole numbers: nothing that is counted here, and no seed, is larger
+
+
+def integer(text: str) -> int:
+    """For argparse: a whole number."""
+    return _whole(text, -LARGEST, "whole number")
+
+
 def natural(text: str) -> int:
     """For argparse: a whole number, 0 or more."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 0")
-    return int(text)
+    return _whole(text, 0, "whole number of at least 0")
 
 
 def positive(text: str) -> int:
     """For argparse: a whole number of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return _whole(text, 1, "whole number of at least 1")
+
+
+def _whole(text: str, least: int, what: str) -> int:
+    if not WHOLE.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is no {what}")
+    value = int(text[:40])  # more digits would not make it right
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is no {what}")
+    if value > LARGEST:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is too large: give at most {LARGEST:,}")
+    return value
+
+
+def finite(text: str) -> float:
+    """For argparse: a finite number."""
+    value = float(text) if DECIMAL.fullmatch(text) else math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is no finite number")
     return value

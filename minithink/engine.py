@@ -43,6 +43,8 @@ from minithink.weights import load_decoder, resolve
 
 TINY = Path(__file__).parent / "assets" / "tiny"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+MAX_ROWS = 65_536  # sequences at once, whatever the caller gives: more than any memory holds
+MAX_SEQUENCES = 1_000_000  # of one call
 MAX_BATCH = 32  # sequences at once, if the caller gives no batch_size
 OPEN_ENDED = 0.8  # share of the free memory for keys and values, if the caller does not limit the tokens
 
@@ -237,6 +239,9 @@ class Engine:
         ):  # fmt: skip
             if value is not None and (not is_whole(value) or value < 1):
                 raise UsageError(f"{name} is {value!r}; it must be a whole number and at least 1.")
+        if batch_size is not None and batch_size > MAX_ROWS:
+            raise UsageError(f"batch_size is {batch_size:,}; it must be at most {MAX_ROWS:,}.")
+        check_count(len(_as_list(prompts)), num_samples)
         ids = [self.prompt_ids(prompt, chat=chat, system=system) for prompt in _as_list(prompts)]
         sequences = [
             Track(i * num_samples + k, i, k, prompt, *self._limit(i, len(prompt), wanted))
@@ -396,7 +401,7 @@ class Engine:
         def needed(rows: int) -> int:
             return self._bytes_for(policy, rows, sizes, prompt)
 
-        fitting = next((n for n in range(at_once, 0, -1) if needed(n) <= free), 0)
+        fitting = bisect.bisect_right(range(1, at_once + 1), free, key=needed)
         if fitting == at_once or (fitting and batch_size is None):
             return fitting
         fixes = [f"--batch-size {fitting}"] if fitting else []
@@ -409,6 +414,15 @@ class Engine:
             f"Out of memory: {under}{at_once} {'sequence' if at_once == 1 else 'sequences'} of up to {sizes[0]:,} "
             f"tokens may need {needed(at_once) / 2**20:,.0f} MiB and {free / 2**20:,.0f} MiB are free: use "
             f"{' or '.join(fixes) or 'a shorter prompt'}."
+        )
+
+
+def check_count(prompts: int, samples: int) -> None:
+    """UsageError: so many samples of so many prompts are more than MAX_SEQUENCES."""
+    if prompts * samples > MAX_SEQUENCES:
+        raise UsageError(
+            f"{samples:,} samples of {prompts:,} {'prompt' if prompts == 1 else 'prompts'} are more sequences than "
+            f"the {MAX_SEQUENCES:,} of one run: ask for {max(1, MAX_SEQUENCES // prompts):,} samples."
         )
 
 

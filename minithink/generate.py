@@ -22,7 +22,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minithink.commands import SCHEDULES, Parser, exit_code, location, positive
+from minithink.commands import SCHEDULES, Parser, exit_code, finite, integer, location, natural, positive
 from minithink.errors import NON_FINITE, UsageError, escaped, quoted
 from minithink.looped import looped
 from minithink.process import INTERRUPTED
@@ -391,12 +391,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--calibration", metavar="FOLDER", help="where minithink.calibrate wrote its files (default: beside the "
         "model)")  # fmt: skip
     add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what fits")
-    add("--temperature", type=float, help="0 is greedy (this and the next three default to the model's own)")
-    add("--top-k", type=int, help="0 is off")
-    add("--top-p", type=float, help="1 is off")
-    add("--min-p", type=float, help="0 is off")
+    add("--temperature", type=finite, help="0 is greedy (this and the next three default to the model's own)")
+    add("--top-k", type=integer, help="0 is off")
+    add("--top-p", type=finite, help="1 is off")
+    add("--min-p", type=finite, help="0 is off")
     add("--stop-loops", action="store_true", help="end a sequence that only repeats itself")
-    add("--seed", type=int, default=0, help="of the draws, and of the test problem (default: 0)")
+    add("--seed", type=natural, default=0, help="of the draws, and of the test problem (default: 0)")
     add("--num-samples", type=positive, default=1, metavar="N", help="sequences for each prompt (default: 1)")
     add("--batch-size", type=positive, metavar="N", help="sequences at once (default: up to 32 that fit)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")

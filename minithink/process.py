@@ -18,6 +18,7 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         self.number = number
         self.code = 128 + number  # the exit code
+        self.said = False  # whether the user was told
         super().__init__(signal.Signals(number).name)
 
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from minithink.commands import finite, natural
 from minithink.errors import UsageError, alternatives, quoted
 from minithink.tasks import prepare
 from minithink.tokenizer import Tokenizer
@@ -273,8 +274,8 @@ def by_family(text: str, form: str, value: Callable[[str], T]) -> dict[str, T]:
     """`facts=…,ledger=…` → {"facts": value("…"), "ledger": value("…")}. form: of one family, for the message."""
     try:
         pairs = [(name.strip(), value(given)) for name, given in (part.split("=") for part in text.split(","))]
-    except ValueError:  # no `=` or two of them, or no value
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form {form},{form}") from None
+    except (ValueError, argparse.ArgumentTypeError):  # no `=` or two of them, or no value
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not of the form {form},{form}") from None
     if len(found := dict(pairs)) < len(pairs):
         raise argparse.ArgumentTypeError(f"{text!r} names a family twice")
     return found
@@ -287,15 +288,15 @@ def shares(text: str) -> dict[str, float]:
 
 def sizes(text: str) -> dict[str, list[int]]:
     """For argparse: `facts=3-40-64`. A family that is not named keeps its sizes."""
-    return default_sizes() | by_family(text, "family=3-40-64", lambda value: [int(n) for n in value.split("-")])
+    return default_sizes() | by_family(text, "family=3-40-64", lambda value: [natural(n) for n in value.split("-")])
 
 
 def duration(text: str) -> float:
     """For argparse: seconds, more than 0."""
     try:
-        value = float(text)
-    except ValueError:
+        value = finite(text)
+    except argparse.ArgumentTypeError:
         value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is no number of seconds above 0")
     return value

@@ -17,7 +17,7 @@ import pytest
 
 import minithink
 from minithink.__main__ import COMMANDS, main
-from minithink.commands import Parser, exit_code, location, natural, positive, run
+from minithink.commands import Parser, exit_code, finite, integer, location, natural, positive, run
 from minithink.errors import MinithinkError, UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -106,18 +106,46 @@ def test_ctrl_c_while_modules_are_imported(argv: list[str], tmp_path: Path) -> N
     assert (done.returncode, done.stderr) == (130, f"\nminithink.{argv[0]}: interrupted\n")
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "1.5", "x", ""])
+ODD = ["1_0", "٣", "²", "½", "１", " 1", "1 ", "0x1", "1e3", "nan", "inf", "", "x", "--1", "1\n"]
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "0" * 5000, *ODD])
 def test_positive_numbers(text: str) -> None:
-    assert positive("7") == 7
+    assert positive("7") == positive("+7") == positive("007") == 7
     with pytest.raises(argparse.ArgumentTypeError, match="is no whole number of at least 1"):
         positive(text)
 
 
 def test_natural_numbers() -> None:
     assert [natural("0"), natural("7")] == [0, 7]
-    for text in ("-1", "1.5", "x", ""):
+    for text in ("-1", "1.5", *ODD):
         with pytest.raises(argparse.ArgumentTypeError, match="is no whole number of at least 0"):
             natural(text)
+
+
+@pytest.mark.parametrize("text", ["1.5", *ODD])
+def test_whole_numbers(text: str) -> None:
+    assert [integer(x) for x in ("-3", "0", "+5")] == [-3, 0, 5]
+    with pytest.raises(argparse.ArgumentTypeError, match=r"is no whole number$"):
+        integer(text)
+
+
+@pytest.mark.parametrize("text", [str(2**64), "9" * 5000])
+def test_numbers_are_bounded_and_quoted_briefly(text: str) -> None:
+    assert positive(str(2**64 - 1)) == 2**64 - 1, "the largest seed"
+    for read in (positive, natural, integer):
+        with pytest.raises(argparse.ArgumentTypeError, match="is too large: give at most 18,446,744,") as error:
+            read(text)
+        assert len(str(error.value)) < 160
+
+
+@pytest.mark.parametrize(
+    "text", ["nan", "inf", "-inf", "1e400", "9" * 400, "1_0", "٣", "１", "½", " 1", "", "x", ".", "e3"]
+)
+def test_finite_numbers(text: str) -> None:
+    assert [finite(x) for x in ("0", "-1.5", ".5", "2.", "1e-3", "+3E2")] == [0, -1.5, 0.5, 2, 1e-3, 300]
+    with pytest.raises(argparse.ArgumentTypeError, match=r"is no finite number$"):
+        finite(text)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
@@ -204,6 +232,17 @@ def test_a_module_says_what_an_interrupt_leaves(capsys: pytest.CaptureFixture[st
     for command, said in ((Command, "\nx: interrupted\n"), (Resuming, "\nx: stopped: start it again\n")):
         assert run("x", "All.", {"go": command}, ["go"]) == 130
         assert capsys.readouterr().err == said
+
+    class Terminated(Resuming):
+        """Run."""
+
+        @staticmethod
+        def run(args: argparse.Namespace, argv: list[str]) -> int:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return 0
+
+    assert run("x", "All.", {"go": Terminated}, ["go"]) == 143
+    assert capsys.readouterr().err == "x: stopped: start it again (SIGTERM)\n"
 
 
 def test_the_only_command_is_forgotten(capsys: pytest.CaptureFixture[str]) -> None:

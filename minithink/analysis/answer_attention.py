@@ -39,7 +39,7 @@ from minithink.analysis import answer_pictures, runs
 from minithink.analysis.answer_pictures import Milestone, Shown
 from minithink.analysis.dense import thinking_end
 from minithink.analysis.needed_ranks import FAR, Pair, needs_of, of_pairs, pairs_of, scores
-from minithink.commands import location
+from minithink.commands import finite, location
 from minithink.engine import Engine
 from minithink.errors import MinithinkError
 from minithink.figures import need_matplotlib
@@ -58,8 +58,8 @@ LIFE = ("late", "episodes", "last_hit", "at_end")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     runs.add_arguments(parser)
     add = parser.add_argument
-    add("--lam", type=float, default=0.6, help="λ of CRF (default: 0.6)")
-    add("--p", type=float, default=0.9, help="share of a query's weights that its hits hold (default: 0.9)")
+    add("--lam", type=finite, default=0.6, help="λ of CRF (default: 0.6)")
+    add("--p", type=finite, default=0.9, help="share of a query's weights that its hits hold (default: 0.9)")
     add("--plot", type=location, metavar="DIR", help="draw pictures here, of the text that needs the most tokens far "
         "back, in the head whose answer attention is the most concentrated")  # fmt: skip
 

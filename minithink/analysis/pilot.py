@@ -34,9 +34,9 @@ from torch import Tensor
 from minithink import results
 from minithink.analysis import runs
 from minithink.analysis.dense import EVERY, Dense, Sketch, batches, decode, thinking_end
-from minithink.commands import different
+from minithink.commands import different, finite
 from minithink.engine import Engine
-from minithink.errors import MinithinkError
+from minithink.errors import MinithinkError, quoted
 from minithink.files import rounded
 from minithink.progress import progress
 from minithink.reading import read
@@ -200,11 +200,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def shares(text: str) -> list[float]:
     """For argparse: different numbers above 0, up to 1."""
     try:
-        values = [float(part) for part in text.split(",")]
-    except ValueError:
+        values = [finite(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError:
         values = [0.0]
     if not all(0 < value <= 1 for value in values):
-        raise argparse.ArgumentTypeError(f"{text!r} are no shares above 0 and up to 1")
+        raise argparse.ArgumentTypeError(f"{quoted(text)} are no shares above 0 and up to 1")
     if len(set(values)) < len(values):
         raise argparse.ArgumentTypeError(f"{text!r} names a share twice")
     return values

@@ -9,7 +9,7 @@ from typing import Any
 
 from minithink import results, thoughts
 from minithink.analysis.dense import Steering, batches, decode
-from minithink.commands import location, positive
+from minithink.commands import finite, location, natural, positive
 from minithink.engine import Engine, load
 from minithink.errors import UsageError
 from minithink.progress import progress
@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--batch-size", type=positive, default=96, metavar="N", help="sequences at once (default: 96)")
     add("--max-new-tokens", type=positive, default=4096, metavar="N", help="most tokens of a text (default: 4096)")
-    add("--temperature", type=float, default=0.6, help="0 is greedy (default: 0.6)")
-    add("--seed", type=int, default=0, help="seed of the draws (default: 0)")
+    add("--temperature", type=finite, default=0.6, help="0 is greedy (default: 0.6)")
+    add("--seed", type=natural, default=0, help="seed of the draws (default: 0)")
     add("--output", type=location, required=True, metavar="FILE", help="where the result goes, as JSON")
 
 

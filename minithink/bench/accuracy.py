@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 from minithink import results
-from minithink.commands import INTERRUPTED, positive
+from minithink.commands import INTERRUPTED, finite, natural, positive
 from minithink.engine import DTYPES
 from minithink.evaluate import journal, runner
 from minithink.evaluate.summary import Row
@@ -30,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default="tiny", help="folder, Hugging Face id, or tiny: the embedded one (default)")
     add("--family", default=FACTS, choices=families(), help="of the problems (default: facts)")
     add("--split", default="test", choices=SPLITS)
-    add("--temperature", type=float, default=0.6, help="0: greedy (default 0.6)")
+    add("--temperature", type=finite, default=0.6, help="0: greedy (default 0.6)")
     add("--num-samples", type=positive, default=1, metavar="N", help="sequences for each problem (default 1)")
-    add("--seed", type=int, default=0, metavar="N")
+    add("--seed", type=natural, default=0, metavar="N")
     add("--max-new-tokens", type=positive, metavar="N", help="default: what the context leaves")
     add("--batch-size", type=positive, metavar="N", help="as of minithink.evaluate")
     add("--device", default="auto", help="auto, cpu, cuda, mps")

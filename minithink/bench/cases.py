@@ -37,7 +37,6 @@ import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -53,8 +52,8 @@ from minithink.bench.markdown import ABOUT
 from minithink.bench.parts import GATHERS, TimedLoop, attention_seconds, counted, parts, seconds
 from minithink.bench.peer import Peer, Theirs
 from minithink.bench.steady import CONFIGS, RandomModel, Settings, Steady, policy_of, pool_bytes
-from minithink.commands import location, positive
-from minithink.errors import MinithinkError, UsageError
+from minithink.commands import finite, location, natural, positive
+from minithink.errors import MinithinkError, UsageError, quoted
 from minithink.experiments import Case, Cases, StandIn
 from minithink.figures import need_matplotlib
 from minithink.kv.sizes import check_budget
@@ -113,7 +112,7 @@ class Command:
             help="pages of methods with types or a shared budget, as a share of the worst case's; too few pages end "
             "a case (default 1)")  # fmt: skip
         add("--lockstep", action="store_true", help="all sequences are at the same token (default: spread)")
-        add("--seed", type=int, default=0, metavar="N", help="seed of types and tokens (default 0)")
+        add("--seed", type=natural, default=0, metavar="N", help="seed of types and tokens (default 0)")
         add("--time-budget", type=n, metavar="SECONDS", help="begin no case after this time")
         add("--join", type=Path, nargs="+", default=[], metavar="FILE", help="also take these files' measurements")
         add("--plot", type=location, metavar="DIR", help=f"draw steps, DIR/{self.name}-parts.svg and -latency.svg"
@@ -229,13 +228,16 @@ class Command:
 def _number(what: str, good: Callable[[float], bool]) -> Callable[[str], float]:
     """For argparse: reads a number for which good(number); `what` names the kind in the error."""
 
-    def number(text: str) -> float:
-        with suppress(ValueError):
-            if good(value := float(text)):
-                return value
-        raise argparse.ArgumentTypeError(f"{text} is no {what}")
+    def read(text: str) -> float:
+        try:
+            value = finite(text)
+        except argparse.ArgumentTypeError:
+            value = math.nan
+        if not good(value):
+            raise argparse.ArgumentTypeError(f"{quoted(text)} is no {what}")
+        return value
 
-    return number
+    return read
 
 
 def settings_of(entry: Cases, args: argparse.Namespace, drawn: float | None = None) -> Settings:

@@ -12,6 +12,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from minithink.commands import natural
 from minithink.errors import UsageError, alternatives, quoted
 
 ARCHITECTURES = (80, 90)
@@ -19,7 +20,7 @@ ARCHITECTURES = (80, 90)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="KERNEL", help="modules of kernels/ (default: all)")
-    parser.add_argument("--arch", type=int, action="append", metavar="SM", help="80 or 90 (default: both)")
+    parser.add_argument("--arch", type=natural, action="append", metavar="SM", help="80 or 90 (default: both)")
 
 
 def modules() -> list[str]:

@@ -16,7 +16,7 @@ from minithink import results
 from minithink.calibrate.journal import Journal
 from minithink.calibrate.thoughts import CPU_BATCH, GPU_BATCH, hash_of
 from minithink.calibration import FORESIGHT
-from minithink.commands import INTERRUPTED, positive
+from minithink.commands import INTERRUPTED, finite, natural, positive
 from minithink.engine import Engine, load
 from minithink.errors import UsageError, escaped
 from minithink.evaluate.datasets import Example, load_dataset
@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--split", help="split of the dataset (default: that of minithink.evaluate)")
     add("--limit", type=positive, metavar="N", help="only the first N problems of each dataset")
     add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what the context leaves")
-    add("--temperature", type=float, help="0 is greedy (this and the next default to the model's own)")
-    add("--top-p", type=float, help="1 is off")
-    add("--seed", type=int, default=0, help="seed of the draws (default: 0)")
+    add("--temperature", type=finite, help="0 is greedy (this and the next default to the model's own)")
+    add("--top-p", type=finite, help="1 is off")
+    add("--seed", type=natural, default=0, help="seed of the draws (default: 0)")
     add("--batch-size", type=positive, metavar="N", help=f"default: {GPU_BATCH} on a GPU, else {CPU_BATCH}")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", help="auto, float32, float16, bfloat16")

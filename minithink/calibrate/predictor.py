@@ -31,9 +31,9 @@ from minithink.calibrate.thoughts import CPU_BATCH, GPU_BATCH, hash_of
 from minithink.calibrate.traces import Trace, held_out, problems_of, sample
 from minithink.calibrate.training import Recipe, look, settings_of, train
 from minithink.calibration import TARGETS, WEIGHTS
-from minithink.commands import INTERRUPTED, different, location, positive
+from minithink.commands import INTERRUPTED, different, finite, location, natural, positive
 from minithink.engine import Engine, load
-from minithink.errors import UsageError, escaped, unwritable
+from minithink.errors import UsageError, escaped, quoted, unwritable
 from minithink.figures import need_matplotlib
 from minithink.files import dumps, replace, rounded
 from minithink.sampling import SamplingParams
@@ -69,9 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"memory at once (default: {recipe.micro})")  # fmt: skip
     add("--lr", type=rate, default=recipe.lr, metavar="X", help=f"learning rate (default: {recipe.lr:g})")
     add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what the context leaves")
-    add("--temperature", type=float, help="0 is greedy (this and the next default to the model's own)")
-    add("--top-p", type=float, help="1 is off")
-    add("--seed", type=int, default=0, help="seed of problems, draws and training (default: 0)")
+    add("--temperature", type=finite, help="0 is greedy (this and the next default to the model's own)")
+    add("--top-p", type=finite, help="1 is off")
+    add("--seed", type=natural, default=0, help="seed of problems, draws and training (default: 0)")
     add("--batch-size", type=positive, metavar="N", help=f"texts at once while sampling (default: {GPU_BATCH} on a "
         f"GPU, else {CPU_BATCH})")  # fmt: skip
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
@@ -101,11 +101,11 @@ def rate(text: str) -> float:
 
 def _number(text: str, what: str, below: float) -> float:
     try:
-        value = float(text)
-    except ValueError:
+        value = finite(text)
+    except argparse.ArgumentTypeError:
         value = 0.0
     if not 0 < value < below:
-        raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is no {what}")
     return value
 
 

@@ -27,7 +27,7 @@ from minithink.calibrate.density import density, peaks
 from minithink.calibrate.journal import Journal
 from minithink.calibrate.reading import averaged, types
 from minithink.calibrate.report import conclude, eviction, summary
-from minithink.commands import INTERRUPTED, natural, positive
+from minithink.commands import INTERRUPTED, finite, natural, positive
 from minithink.engine import Engine, load
 from minithink.errors import UsageError, escaped, unwritable
 from minithink.evaluate.datasets import Example, load_dataset
@@ -72,9 +72,9 @@ def add_common_arguments(parser: argparse.ArgumentParser, prompts: int, file: st
     add("--split", help="split of the dataset, never test (default: validation)")
     add("--num-prompts", type=positive, default=prompts, metavar="N", help=f"problems (default: {prompts})")
     add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what the context leaves")
-    add("--temperature", type=float, help="0 is greedy (this and the next default to the model's own)")
-    add("--top-p", type=float, help="1 is off")
-    add("--seed", type=int, default=0, help="seed of the draws (default: 0)")
+    add("--temperature", type=finite, help="0 is greedy (this and the next default to the model's own)")
+    add("--top-p", type=finite, help="1 is off")
+    add("--seed", type=natural, default=0, help="seed of the draws (default: 0)")
     add("--batch-size", type=positive, metavar="N", help=f"default: {GPU_BATCH} on a GPU, else {CPU_BATCH}")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", help="auto, float32, float16, bfloat16")

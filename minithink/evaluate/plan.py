@@ -11,7 +11,8 @@ import argparse
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from minithink.errors import UsageError
+from minithink.commands import finite, positive
+from minithink.errors import UsageError, quoted
 from minithink.evaluate.summary import FULL, Budget
 from minithink.kv.contract import Policy
 from minithink.kv.sizes import check_budget, least_kept
@@ -37,14 +38,14 @@ def budgets(text: str) -> list[int | float]:
     out: list[int | float] = []
     for part in text.split(","):
         try:
-            number: int | float = int(part) if part.strip().isdigit() else float(part)
-        except ValueError:
-            number = 0
-        if not (number >= 1 if isinstance(number, int) else 0 < number < 1):
+            budget: int | float = positive(part.strip()) if part.strip().isdigit() else finite(part.strip())
+        except argparse.ArgumentTypeError:
+            budget = 0
+        if not (budget >= 1 if isinstance(budget, int) else 0 < budget < 1):
             raise argparse.ArgumentTypeError(
-                f"{part!r} is no budget: give whole tokens from 1 on, or shares between 0 and 1"
+                f"{quoted(part)} is no budget: give whole tokens from 1 on, or shares between 0 and 1"
             )
-        out.append(number)
+        out.append(budget)
     return out
 
 

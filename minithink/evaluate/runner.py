@@ -21,8 +21,8 @@ from typing import Any
 
 from minithink import diagnosis, origin
 from minithink.calibration import identity
-from minithink.commands import INTERRUPTED, SCHEDULES, location, positive
-from minithink.engine import DTYPES, TINY, Engine, charge, load
+from minithink.commands import INTERRUPTED, SCHEDULES, finite, location, natural, positive
+from minithink.engine import DTYPES, TINY, Engine, charge, check_count, load
 from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped
 from minithink.evaluate import plots, summary
 from minithink.evaluate import trace as tracing
@@ -103,9 +103,9 @@ def add_drawing_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -
         ".jsonl, .csv, .json or .parquet file, or hub:owner/name (default: facts)")  # fmt: skip
     add("--split", help=split)
     add("--num-samples", type=positive, default=1, metavar="N", help="sequences for each problem (default: 1)")
-    add("--temperature", type=float, help="0 is greedy (this and the next default to the model's own)")
-    add("--top-p", type=float, help="1 is off")
-    add("--seed", type=int, default=0, help="of the draws (default: 0)")
+    add("--temperature", type=finite, help="0 is greedy (this and the next default to the model's own)")
+    add("--top-p", type=finite, help="1 is off")
+    add("--seed", type=natural, default=0, help="of the draws (default: 0)")
     add("--limit", type=positive, metavar="N", help="only the first N problems")
     add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what the context leaves")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
@@ -151,6 +151,7 @@ def evaluate(
     if args.trace is not None:
         tracing.check(args.trace, cells, args.output_dir)
     examples = load_dataset(args.dataset, args.split, args.limit, grader=args.grader)
+    check_count(len(examples), args.num_samples)
     if args.needed:
         check_questions(examples)
     notes = [*said_of_limit(args, examples), *check_graders(examples)]

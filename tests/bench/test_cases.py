@@ -684,10 +684,10 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main([*options, "--cases", "step/nothing/*"]) == 2
     assert "matches no case; there are bytes/*, step/*, request/*, throughput/* (names are" in capsys.readouterr().err
     for wrong, said in (
-        (["--memory", "nan"], "nan is no size in GiB"),
-        (["--headroom", "-3"], "-3 is no size in GiB"),
-        (["--pool", "0"], "0 is no share above 0 and at most 1"),
-        (["--transition-share", "abc"], "abc is no share"),
+        (["--memory", "nan"], "'nan' is no size in GiB"),
+        (["--headroom", "-3"], "'-3' is no size in GiB"),
+        (["--pool", "0"], "'0' is no share above 0 and at most 1"),
+        (["--transition-share", "abc"], "'abc' is no share"),
         (["--tau", "20"], "tau=20 tokens is no multiple of a group of g=16: choose tau=32"),
         (["--budget", "10"], "cannot hold the protected prompt of 8 and"),
     ):
