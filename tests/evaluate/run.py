@@ -17,7 +17,7 @@ NEW = 24  # tokens at most
 
 
 def write_model(folder: Path) -> Path:
-    generation = {"eos_token_id": STOPS, "temperature": 0.9}
+    generation = {"eos_token_id": STOPS, "temperature": 0.9, "do_sample": True}
     return write_checkpoint(folder, generation=generation, shape={"head_dim": 16})
 
 
