@@ -91,6 +91,7 @@ class Record:
     seconds: float  # its part of the time: of every step, the duration divided by the sequences that took part
     text_sha: str  # see `text_hash`
     text: str | None = None  # all that was generated; None: it was not kept
+    budget_tokens: int | None = None  # of this sequence alone, as a share comes to; None: the policy's budget holds
     looped: float | None = None  # 1: it was cut off in a loop, see looped.py; 0: it was not
     recall: float | None = None  # share of the tokens that full attention looks at most, see recall.py
     needed_kept: float | None = None  # share of what statements need that is held as they begin, see needed.py
@@ -149,7 +150,7 @@ _KINDS = {
     name: tuple(get_origin(one) or one for one in (get_args(kind) or (kind,)))
     for name, kind in get_type_hints(Record).items()
 }
-_OPTIONAL = ("text", *SHARES, "counts")
+_OPTIONAL = ("text", "budget_tokens", *SHARES, "counts")
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "an object",
           NoneType: "null"}  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 A budget counts all tokens that a lane (a KV head of a layer) holds, the prompt's too. A budget that is a share means
 the prompt's tokens plus this share of the tokens that the full cache generates, on average over the problems of the
-run. So each sequence has its own budget.
+run (or of --reference-length tokens). So each sequence has its own budget, and a run of fewer problems has others.
 """
 
 from __future__ import annotations
@@ -139,13 +139,16 @@ def check(cells: Sequence[Cell], schedule: str | None, prompts: Sequence[int], l
         check_share(cell, schedule, min(prompts), longest, "at most")
 
 
-def check_share(cell: Cell, schedule: str | None, prompt: int, mean: float, how: str = "on average") -> None:
+def check_share(
+    cell: Cell, schedule: str | None, prompt: int, mean: float, how: str = "on average", given: bool = False
+) -> None:
     """Refuse a share that comes to too few tokens for its policy.
 
     Args:
         prompt: tokens of the shortest prompt. A longer prompt raises the budget by as many tokens as it needs more.
         mean: tokens that the full cache generates.
         how: for the message, whether `mean` is an average or the most.
+        given: `mean` is that of --reference-length.
 
     Raises:
         UsageError: the share comes to too few tokens.
@@ -155,9 +158,12 @@ def check_share(cell: Cell, schedule: str | None, prompt: int, mean: float, how:
     try:
         check_budget(policy_of(cell, schedule, tokens), prompt)
     except UsageError as error:
+        why = f"the full cache generates {mean:,.0f} {how}"
+        if given:
+            why = f"--reference-length is {mean:,.0f}"
         raise UsageError(
-            f"{cell.policy}: the share {cell.budget} comes to {tokens:,} tokens with a prompt of {prompt:,}, for the "
-            f"full cache generates {mean:,.0f} {how}; give a larger share, or tokens ({str(error).rstrip('.')})."
+            f"{cell.policy}: the share {cell.budget} comes to {tokens:,} tokens with a prompt of {prompt:,}, for "
+            f"{why}; give a larger share, or tokens ({str(error).rstrip('.')})."
         ) from None
 
 

@@ -65,7 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--budgets", type=budgets, default=[], metavar="N,N,…", help="for the policies that take one and do not name "
         "it: tokens that a KV head holds, the prompt's too (256,512); or shares (0.25,0.5), of what the full cache "
-        "generates, beside the prompt: then full is run first")  # fmt: skip
+        "generates on average in this run, beside the prompt: then full is run first. So --limit changes these "
+        "budgets, unless --reference-length fixes them")  # fmt: skip
     add("--schedule", help=f"when a policy evicts: {SCHEDULES}")
     add_run_arguments(parser)
 
@@ -74,6 +75,8 @@ def add_run_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -> No
     """The options that do not name policies or budgets. split: the help of --split."""
     add_drawing_arguments(parser, split)
     add = parser.add_argument
+    add("--reference-length", type=positive, metavar="N", help="budgets that are shares are of N tokens, and full is "
+        "not run for them (default: of what the full cache generates on average)")  # fmt: skip
     add("--grader", default="exact", choices=list(GRADERS), help="of files that name none (default: exact)")
     add("--calibration", metavar="FOLDER", help="where minithink.calibrate wrote its files (default: beside the "
         "model)")  # fmt: skip
@@ -137,6 +140,13 @@ def evaluate(
             None: the full cache is run first if a budget is a share.
     """
     cells, policies = plan(args.policies, args.budgets, args.schedule), args.policies or [FULL]
+    if args.reference_length is not None:
+        if not any(isinstance(cell.budget, float) for cell in cells):
+            raise UsageError(
+                f"--reference-length {args.reference_length:,} is what shares are of, and no budget is a share: "
+                "leave it out, or give --budgets such as 0.25,0.5."
+            )
+        mean = args.reference_length if mean is None else mean
     if mean is not None:
         cells = [cell for cell in cells if cell.policy in policies]
     # refuse what makes no sense before a model is loaded
@@ -170,6 +180,9 @@ def evaluate(
     job.settings[SOURCES] = {c.policy: source_of(policy_of(c, args.schedule), job.settings["backend"]) for c in cells}
     prompts = [len(prompt) for prompt in job.prompts]
     longest = min(job.drawing["max_new_tokens"], engine.config.max_position - min(prompts))
+    for cell in cells:
+        if args.reference_length is not None:
+            check_share(cell, args.schedule, min(prompts), args.reference_length, given=True)
     check(cells, args.schedule, prompts, longest)
     notes += said_of_prompts(cells, args.schedule, prompts)
     total = sum(len(job.keys(cell)) for cell in cells)
@@ -445,6 +458,7 @@ class Job:
             tokens_mean=held.tokens_mean, steps=held.steps, evicting_steps=held.evicting_steps, seconds=seconds,
             text_sha=text_hash(text), text=text if self.args.keep_text else None, **shares,
             looped=float(s.finish_reason not in ("stop", NON_FINITE) and looped(s.tokens)), counts=s.counts or None,
+            budget_tokens=s.budget,
         )  # fmt: skip
 
 

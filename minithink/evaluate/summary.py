@@ -54,6 +54,7 @@ class Row:
     tokens_per_second: float | None  # of all sequences of one device together; None: no time was measured
     recall: float | None  # mean over the sequences for which it was measured; None: it was measured for none
     counts: dict[str, int] | None  # sums over all sequences of what the policy counts; None: it counts nothing
+    budget_tokens: float | None = None  # what a share comes to, mean over sequences; None: unknown, or no share
     looped: float | None = None  # share of the sequences that were cut off in a loop
     needed_kept: float | None = None  # these five: means, as recall; results of older versions lack them
     needed_somewhere: float | None = None
@@ -192,6 +193,7 @@ def _row(
         tokens_per_second=sum(r.generated_tokens for r in records) / seconds if seconds else None,
         counts=counts.total(r.counts for r in records),
         non_finite=non_finite,
+        budget_tokens=_mean(r.budget_tokens for r in records),
         looped=_mean(r.looped for r in records),
         recall=_mean(r.recall for r in records),
         needed_kept=_mean(r.needed_kept for r in records),
@@ -261,6 +263,8 @@ def as_markdown(rows: Sequence[Row], seed: int = 0) -> str:
         "one sequence: peaks are means over sequences of each one's peak; means are over the steps of all sequences, "
         "so that long ones count more, and may be above the peak. Tokens/s: all sequences of one device together."
     )
+    if any(row.budget_tokens is not None for row in rows):
+        parts.append("In brackets behind a share: the tokens of the budget, prompt included, mean over sequences.")
     if any(row.non_finite for row in rows):
         parts.append(
             "Not finite: sequences whose logits held NaN or ∞. They have no answer, and count in no other column."
@@ -287,7 +291,7 @@ def show(rows: Sequence[Row], folder: Path) -> None:
             interval = f"{row.pass_at_1_low:.1%} to {row.pass_at_1_high:.1%}"
             sizes = (f"{row.generated_mean:,.0f}", size(row.kv_bytes_peak), f"{row.tokens_peak:,.0f}")
             right = f"{row.pass_at_1:.1%}"
-            table.add_row(Text(escaped(row.policy)), budget_text(row.budget), right, interval, *sizes)
+            table.add_row(Text(escaped(row.policy)), budget_of(row), right, interval, *sizes)
     Console(highlight=False).print(table)
     print(f"All columns, what they mean, and the groups of problems: {escaped(folder / 'summary.md')}")
 
@@ -313,7 +317,7 @@ def _table(rows: Sequence[Row]) -> str:
             difference += f" against {_code(str(row.reference))}"
         lines.append([
             _code(row.policy),
-            budget_text(row.budget),
+            budget_of(row),
             f"{row.problems:,} × {row.samples / row.problems:.3g}",
             f"{row.pass_at_1:.1%} ({row.pass_at_1_low:.1%} to {row.pass_at_1_high:.1%}{mark})",
             difference,
@@ -345,6 +349,12 @@ def _code(text: str) -> str:
 def points(difference: float) -> str:
     """A difference of shares, in percentage points with its sign."""
     return f"{round(100 * difference, 1) + 0.0:+.1f}".replace("-", "−")  # + 0.0: there is no −0.0
+
+
+def budget_of(row: Row) -> str:
+    """A row's budget. Of a share the tokens follow that it comes to: "25 % (412)"."""
+    tokens = "" if row.budget_tokens is None else f" ({row.budget_tokens:,.0f})"
+    return budget_text(row.budget) + tokens
 
 
 def budget_text(budget: Budget) -> str:

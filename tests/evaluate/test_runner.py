@@ -288,6 +288,54 @@ def test_a_share_stays_the_same_when_a_run_is_resumed(
     assert recorded(tmp_path / "parts") == want
 
 
+def test_a_reference_length_fixes_what_shares_are_of(
+    model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fewer problems have the same budgets, the full cache need not run, and records and tables name the tokens."""
+    given = {"policies": "window,rkv:buffer=2,alpha=3", "budgets": "0.5,12", "reference_length": 21}
+    whole = evaluate(model, problems, tmp_path / "whole", **given)
+    assert {key.policy for key in whole} == {"window", "rkv:buffer=2,alpha=3"}
+    for key, r in whole.items():
+        assert r["budget_tokens"] == (r["prompt_tokens"] + round(0.5 * 21) if key.budget == 0.5 else None)
+    few = evaluate(model, problems, tmp_path / "few", limit=2, **given)
+    assert few == {key: whole[key] for key in few}
+    capsys.readouterr()
+    own = evaluate(model, problems, tmp_path / "own", policies="window", budgets="0.5", limit=2)
+    mean = fmean(r["generated_tokens"] for key, r in own.items() if key.policy == "full")
+    tokens = fmean(r["prompt_tokens"] + round(0.5 * mean) for key, r in own.items() if key.policy == "window")
+    rows = json.loads((tmp_path / "own" / "summary.json").read_text())["rows"]
+    assert next(row["budget_tokens"] for row in rows if row["policy"] == "window") == tokens
+    assert f"| `window` | 50 % ({tokens:,.0f}) |" in capsys.readouterr().out
+    other = given | {"reference_length": 22}
+    assert main(options(model, problems, tmp_path / "few", resume=True, limit=2, **other)) == 2
+    assert "full_tokens 21 and 22" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"budgets": "12"}, "--reference-length 40 is what shares are of, and no budget is a share: leave it out"),
+        ({"policies": None, "budgets": None}, "no budget is a share"),
+        (
+            {"policies": "streaming_llm:sink=9", "budgets": "0.01"},
+            "comes to 6 tokens with a prompt of 5, for --reference-length is 40; give a larger share",
+        ),
+    ],
+)
+def test_a_reference_length_that_fits_nothing_is_refused(
+    model: Path,
+    problems: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changed: dict[str, Any],
+    said: str,
+) -> None:
+    given = {"policies": "window", "reference_length": 40, "max_new_tokens": 1000, **changed}
+    assert main(options(model, problems, tmp_path / "out", **given)) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_shares_of_a_policy_that_demands_something_of_its_budget(
     model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,6 +23,7 @@ from minithink.evaluate.summary import (
     as_csv,
     as_json,
     as_markdown,
+    budget_of,
     budget_text,
     points,
     show,
@@ -303,3 +304,16 @@ def test_names_reach_the_terminal_without_control_characters(
     assert "\\x1b[31ma\\u202e" in out
     assert not CONTROL.search(out)
     assert not CONTROL.search(as_markdown(rows))
+
+
+def test_a_share_is_named_with_what_it_comes_to() -> None:
+    """The mean over sequences; nothing where records do not say it."""
+    rows = [record(policy="a", budget=0.25, id=x, budget_tokens=n) for x, n in (("p", 400), ("q", 425))]
+    [row] = summarize(rows)
+    assert (row.budget_tokens, budget_of(row)) == (412.5, "25 % (412)")
+    text = as_markdown([row])
+    assert "| `a` | 25 % (412) |" in text
+    assert "In brackets behind a share: the tokens of the budget" in text
+    [row] = summarize([record(policy="a", budget=0.25)])
+    assert (row.budget_tokens, budget_of(row)) == (None, "25 %")
+    assert "In brackets" not in as_markdown([row])
