@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from minithink import __version__
+from minithink.cores import wait_briefly
 from minithink.errors import MinithinkError, UsageError, alternatives, escaped, is_disk_full, quoted
 from minithink.process import INTERRUPTED, Signals, Stopped, open_streams
 
@@ -123,6 +124,7 @@ def exit_code(program: str, command: Callable[[], int], interrupted: str = "inte
         command: what runs; its return value is the exit code.
         interrupted: the sentence for Ctrl-C and signals.
     """
+    wait_briefly()
     if "stdout" in open_streams():
         print(f"{program}: standard output is closed: what would be shown there is lost", file=sys.stderr)
     with Signals() as signals:

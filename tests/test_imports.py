@@ -59,7 +59,7 @@ PERMITTED = (
 BELOW = tuple(
     f"minithink.{name}"
     for name in (
-        "backend", "calibration", "chat", "commands", "config", "errors", "figures", "files", "generation",
+        "backend", "calibration", "chat", "commands", "config", "cores", "errors", "figures", "files", "generation",
         "grouping", "hub",
         "intervals", "kernels", "kv", "memory", "model", "openings", "pieces", "policies", "progress", "quant", "ref",
         "sampling", "sentences", "sources", "tasks", "thinking", "thoughts", "tokenizer", "user_code",

@@ -13,6 +13,7 @@ PROGRAM, DESCRIPTION = "minithink.bench", "Speed and accuracy, measured and writ
 # command → its module in this folder
 COMMANDS = {
     "decode": "decode",
+    "busy": "busy",
     "accuracy": "accuracy",
     "evaluate": "evaluate",
     "paged": "paged",

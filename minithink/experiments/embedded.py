@@ -167,6 +167,14 @@ TABLES = {
         ("seconds", "seconds", "{:.1f}"), ("tokens a second", "tokens_per_second", "**{:,.0f}**"),
         ("of full", "of_full", "{:.0%}"), ("kept", "tokens_kept", "{:,.0f}"),
     )),
+    "busy-cpu": Table((
+        ("sequences", "batch", "{}"), ("cores held", "held", "{}"),
+        ("as commands set it", "speeds.commands", "**{:,.0f}**"), ("OpenMP's default", "speeds.default", "{:,.0f}"),
+        ("`GOMP_SPINCOUNT=1000`?", "speeds.spin 1000", "{:,.0f}"),
+        ("`GOMP_SPINCOUNT=100000`?", "speeds.spin 100000", "{:,.0f}"),
+        ("`OMP_WAIT_POLICY=PASSIVE`", "speeds.passive", "{:,.0f}"),
+        ("one thread", "speeds.one thread", "{:,.0f}"),
+    )),
     "cache-speed": Table((
         ("batch", "batch", "{}"), ("pages", "paged.tokens_per_second", "{:,.0f} tok/s"),
         ("plain cache", "plain.tokens_per_second", "{:,.0f} tok/s"), ("ratio", ratio, SPREAD), ("goal", goal, "{}"),
