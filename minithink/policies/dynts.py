@@ -23,19 +23,6 @@ oldest tokens, and is no better than a window (docs/dynts.md).
 
 The authors' code (Robin930/DynTS) differs from their paper: the prompt competes in the selection window, and a
 trigger comes one token later. This module follows the paper.
-
-Chosen where the paper is silent, or says two things:
-- no selection runs after `</think>`, because the predictor was not trained on answer tokens. The answer is appended
-  beside the budget (the paper goes on selecting);
-- a `<think>` that the model generates has a score, as every generated token;
-- of tokens with equal scores the older one stays; positions are the original ones;
-- r and W_l are read as decimals of up to nine places, because in floats int(0.7·90) is 62;
-- `local` below 1 is a share of B − W_q, so that each sequence may have its own budget (2,000 of 5,000 tokens are
-  about 0.4). From 1 on it is a number of tokens. local=0 is the paper's "without L";
-- ratio=0 is "without T": it needs no predictor. With ratio=1 no token would ever be evicted, so it is refused;
-- question=false is "without Q": W_q = 0, and the prompt has the lowest score, so it is evicted first;
-- select=random draws one score for each token and never changes it; select=bottom keeps the lowest scores;
-- scores are kept by position, 4 bytes for each token that a sequence may have.
 """
 
 from __future__ import annotations
@@ -208,3 +195,21 @@ class DynTS(Windows):
             f"ratio={self.ratio:g} and local={self.local:g}, and its predictor costs as much as attention to "
             f"{least:,.0f} tokens: it never pays"
         )
+
+
+# Choices
+#
+# Where the paper is silent, or says two things:
+#
+# - No selection runs after `</think>`, because the predictor was not trained on answer tokens. The answer is appended
+#   beside the budget (the paper goes on selecting).
+# - A `<think>` that the model generates has a score, as every generated token.
+# - Of tokens with equal scores the older one stays; positions are the original ones.
+# - r and W_l are read as decimals of up to nine places, because in floats int(0.7·90) is 62.
+# - `local` below 1 is a share of B − W_q, so that each sequence may have its own budget (2,000 of 5,000 tokens are
+#   about 0.4). From 1 on it is a number of tokens. local=0 is the paper's "without L".
+# - ratio=0 is "without T": it needs no predictor. With ratio=1 no token would ever be evicted, so it is refused.
+# - question=false is "without Q": W_q = 0, and the prompt has the lowest score, so it is evicted first.
+# - select=random draws one score for each token and never changes it; select=bottom keeps the lowest scores.
+# - Scores are kept by position, 4 bytes for each token that a sequence may have.
+# - The activations of the predictor are softplus without bias, as in the code; eq. 7 names none.

@@ -10,27 +10,6 @@ a time in the type's format. TBE (§4.3) anneals segments along the retention sc
 and keeps of a segment the tokens nearest to the centroids of a K-means over its keys (`ref/kmeans.py`), in place.
 Pages hold one type (§5.2): a freed slot waits for the next token of that type (`kv/table.py`). No token is moved.
 Options, formats and checks are in `thinkv_options.py`.
-
-Chosen where the paper is silent or says two things:
-- one type a sequence for all layers (§4.1; listing 1 has one a layer); the type of the first segment is measured with
-  the prompt's last query; the prompt is reasoning (§6.1), is protected, and takes part in no segment;
-- the type is measured when the last token of the segment before is in the cache (listing 1: one token later);
-- the newest query's sparsity is counted from the weights that attention computes anyway; with sparsity_rows > 1
-  the weights of all these queries are computed again, from the keys;
-- thoughts=keyword goes by the words of table 7 instead, of the text so far (`thoughts.py`); the host reads every
-  token;
-- with |T| < 3 there are no transitions, and so no case 1 (§6.2, §E.10);
-- case 2 follows case 1 in the same step where that was not enough; both leave the running segment alone;
-- hard_budget (a budget is a promise): when all ended segments are at the minimum and |S| > k, the running one is
-  annealed too, then all go to 2, to 1 and at last to 0 tokens; hard_budget=false is the paper's letter;
-- case 1 comes when a transition has ended, as in listing 1 and in step c of §D.6 (§4.3: "at each c_t");
-- of a cluster the token nearest to the centroid stays, with its own key and value, as in §4.3 (§D.4 also says that
-  the centroid takes the cluster's place; it is no token's key, and has no position);
-- K-means begins with the token nearest to the mean, goes on with the farthest ones, and has at most ten rounds; of
-  equals the older is taken, so that nothing is drawn;
-- K-means over all KV heads of a layer together, for they share a table; in a stack of finer scope, those that do;
-- a page all of whose slots were freed returns to the pool, and may become another type's;
-- T0, in `precision`, drops the tokens of transitions group by group.
 """
 
 from __future__ import annotations
@@ -214,3 +193,31 @@ class Tbe(ThinKV):
     name: ClassVar[str] = "tbe"
     summary: ClassVar[str] = "evict by thought type, in full precision (ThinKV's TBE)"
     recordable = True
+
+
+# Choices
+#
+# No code of the authors was found. What the paper leaves open, or says in two ways:
+#
+# - One type a sequence for all layers (§4.1; listing 1 has one a layer); the type of the first segment is measured
+#   with the prompt's last query; the prompt is reasoning (§6.1), is protected, and takes part in no segment.
+# - The type is measured when the last token of the segment before is in the cache (listing 1: one token later).
+# - The newest query's sparsity is counted from the weights that attention computes anyway; with sparsity_rows > 1 the
+#   weights of all these queries are computed again, from the keys.
+# - thoughts=keyword goes by the words of table 7 instead, of the text so far (`thoughts.py`); the host reads every
+#   token.
+# - With |T| < 3 there are no transitions, and so no case 1 (§6.2, §E.10).
+# - Case 2 follows case 1 in the same step where that was not enough; both leave the running segment alone.
+# - hard_budget (a budget is a promise): when all ended segments are at the minimum and |S| > k, the running one is
+#   annealed too, then all go to 2, to 1 and at last to 0 tokens; hard_budget=false is the paper's letter.
+# - Case 1 comes when a transition has ended, as in listing 1 and in step c of §D.6 (§4.3: "at each c_t").
+# - Of a cluster the token nearest to the centroid stays, with its own key and value, as in §4.3 (§D.4 also says that
+#   the centroid takes the cluster's place; it is no token's key, and has no position).
+# - K-means begins with the token nearest to the mean, goes on with the farthest ones, and has at most ten rounds; of
+#   equals the older is taken, so that nothing is drawn.
+# - K-means over all KV heads of a layer together, for they share a table; in a stack of finer scope, those that do.
+# - A page all of whose slots were freed returns to the pool, and may become another type's.
+# - T0, in `precision`, drops the tokens of transitions group by group.
+# - The sparsity of a layer is the mean over its KV heads of the share of weights below 1 %. Appendix C.2 averages the
+#   scores across groups first, and then counts.
+# - Two tokens of 2 bits are not packed as one of 4 (§6.1): each format has pages of its own.
