@@ -8,7 +8,6 @@ might be wrong and nobody would notice.
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 from collections.abc import Mapping
@@ -117,6 +116,7 @@ ROPE_REQUIRED = {
     "llama3": ROPE_FIELDS["llama3"] - {"original_max_position_embeddings"},
     "yarn": frozenset({"factor"}),
 }
+LARGEST_FLOAT32 = 3.4e38
 THETA = 10000.0  # of a file that gives none
 
 # The largest values that are accepted: far beyond every model, and small enough that a number of bytes fits int64.
@@ -186,8 +186,11 @@ class ModelConfig:
                 raise MinithinkError(f"The model's {name} is {quoted(value)}; it must be at least 1.")
             if value > limit:
                 raise MinithinkError(f"The model's {name} is {quoted(value)}; it must be at most {limit}.")
-        if not 0 < self.rms_norm_eps < math.inf:
-            raise MinithinkError(f"The model's rms_norm_eps is {self.rms_norm_eps}; it must be positive and finite.")
+        if not 0 < self.rms_norm_eps <= LARGEST_FLOAT32:
+            raise MinithinkError(
+                f"The model's rms_norm_eps is {self.rms_norm_eps}; it must be positive and at most "
+                f"{LARGEST_FLOAT32:g}."
+            )
         if self.num_heads % self.num_kv_heads:
             raise MinithinkError(
                 f"The model has {self.num_heads} query heads, which do not divide into groups for "

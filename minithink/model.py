@@ -140,7 +140,8 @@ def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     """
     try:
         frequencies, scale = _rope_frequencies(config)
-        finite = bool(frequencies.isfinite().all()) and math.isfinite(scale)
+        angles = frequencies * config.max_position
+        finite = bool(angles.isfinite().all()) and math.isfinite(scale)
     except (ValueError, ArithmeticError):
         finite = False
     if not finite:

@@ -135,6 +135,14 @@ def rope_fields(draw: st.DrawFn) -> dict[str, Any]:
 @given(fields=rope_fields(), base=st.sampled_from(["llama", "qwen2", "qwen3"]))
 @example(fields={"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
                                   "attn_factor": 0.8782488562869419}}, base="qwen3")  # fmt: skip
+@example(fields={"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 31,
+                                  "beta_fast": 2.0, "truncate": None}, "rope_theta": 50.0}, base="llama")  # fmt: skip
+@example(fields={"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 31,
+                                  "beta_fast": 1.5}, "original_max_position_embeddings": 12, "rope_theta": 50.0},
+         base="llama")  # fmt: skip
+@example(fields={"rope_scaling": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0,
+                                  "high_freq_factor": 4.0, "original_max_position_embeddings": 31},
+                 "original_max_position_embeddings": 12}, base="llama")  # fmt: skip
 def test_rope_is_read_as_transformers_computes_it(fields: dict[str, Any], base: str) -> None:
     """Whatever the fields are, frequencies and the factor on cos and sin are those of transformers."""
     import transformers
@@ -294,6 +302,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06; it must be positive"),
     (LLAMA, {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be positive"),
     (LLAMA, {"rms_norm_eps": float("inf")}, "rms_norm_eps is inf, not a finite number"),
+    (LLAMA, {"rms_norm_eps": 1e39}, "rms_norm_eps is 1e[+]39; it must be positive and at most"),
     (LLAMA, {"rms_norm_eps": 10**400}, "rms_norm_eps is 10*…, not a finite number"),
     (LLAMA, {"rope_theta": 10**400}, "rope_theta is 10*…; it must be a positive number"),
     (LLAMA, {"vocab_size": 10**20}, "vocab_size is 10{20}; it must be at most 134217728"),

@@ -78,6 +78,7 @@ def test_rope_frequencies_equal_transformers(config: ModelConfig) -> None:
         RopeScaling("yarn", 4.0, 64, beta_fast=1e-320),
         RopeScaling("yarn", 4.0, 64, attention_factor=math.inf),
         RopeScaling("linear", 1e-320, 64),
+        RopeScaling("linear", 1e-37, 64),
     ],
 )
 def test_frequencies_that_are_no_numbers_are_refused(rope: RopeScaling) -> None:
