@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from minithink import results
-from minithink.calibrate.journal import Journal
+from minithink.calibrate.journal import Journal, folder_of_texts
 from minithink.calibrate.thoughts import CPU_BATCH, GPU_BATCH, hash_of
 from minithink.calibration import FORESIGHT
-from minithink.commands import INTERRUPTED, finite, natural, positive
+from minithink.commands import INTERRUPTED, finite, location, natural, positive
 from minithink.engine import Engine, load
 from minithink.errors import UsageError, escaped
 from minithink.evaluate.datasets import Example, load_dataset
@@ -42,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=positive, metavar="N", help=f"default: {GPU_BATCH} on a GPU, else {CPU_BATCH}")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", help="auto, float32, float16, bfloat16")
-    add("--output", type=Path, metavar="FOLDER", help="where foresight.json goes (default: beside the model, where "
-        "it is looked for); give it again as --calibration")  # fmt: skip
+    add("--output", type=location, metavar="FOLDER", help="where foresight.json goes (default: beside the model, "
+        "where it is looked for); give it again as --calibration")  # fmt: skip
     add("--replace", action="store_true", help="replace a recording that is there already")
     add("--resume", action="store_true", help="finish an interrupted recording")
 
@@ -71,7 +70,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         "backend": engine.decoder.backend.name, "checkpoint": checkpoint_hash(engine.home.folder),
     }  # fmt: skip
     result = results.new("foresight", argv, engine.device, program="minithink.calibrate")
-    with Journal(path.with_suffix(".jsonl"), settings, args.resume) as journal:
+    results.check(path)
+    texts = folder_of_texts(args.output, settings["checkpoint"])
+    with Journal(texts / path.with_suffix(".jsonl").name, settings, args.resume) as journal:
         try:
             for name, examples in datasets.items():
                 record(engine, name, examples, drawing, journal)
@@ -79,11 +80,11 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             _say(f"interrupted: {len(journal.lines)} texts are in {journal.path}; give the same command with "
                  "--resume to finish the rest")  # fmt: skip
             return INTERRUPTED
-        texts = [[line["prompt"], line["tokens"], line["text"]] for line in journal.lines]
-        result |= {"checkpoint": settings["checkpoint"], "settings": settings, "texts": texts, "measurements": []}
+        found = [[line["prompt"], line["tokens"], line["text"]] for line in journal.lines]
+        result |= {"checkpoint": settings["checkpoint"], "settings": settings, "texts": found, "measurements": []}
         results.write(path, result | {"complete": True})
         journal.remove()
-    _say(f"written to {path}: {len(texts)} texts")
+    _say(f"written to {path}: {len(found)} texts")
     return 0
 
 

@@ -1,7 +1,8 @@
-"""The journal of an unfinished calibration: its settings, and a line for every prompt, in a file beside the result.
+"""The journal of an unfinished calibration: its settings, and a line for every prompt.
 
 A line is written when its prompt is done. So a killed process loses only the prompts in flight. The journal is
-deleted when the result is written.
+deleted when the result is written. It lies in --output. Without that option the result goes to the checkpoint's
+folder, where nothing unfinished belongs, so the journal lies in a folder for each checkpoint below TEXTS.
 """
 
 from __future__ import annotations
@@ -15,6 +16,13 @@ from typing import Any
 from minithink import files
 from minithink.errors import MinithinkError, UsageError, reason, unwritable
 from minithink.evaluate.journal import differences
+
+TEXTS = Path("runs/calibrate")  # from where the command is started
+
+
+def folder_of_texts(output: Path | None, checkpoint: str) -> Path:
+    """Where the journal lies. output: the option; checkpoint: the hash of the weights."""
+    return TEXTS / checkpoint if output is None else output
 
 
 class Journal:

@@ -43,6 +43,7 @@ HELP = (
     "After an interruption the same command goes on: finished texts stay in --traces. --traces can be given again "
     "with other targets or another recipe."
 )
+TRACES = Path("runs/traces")  # from where the command is started
 ALL = "all"  # a predictor that is trained on all datasets
 
 
@@ -76,8 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"GPU, else {CPU_BATCH})")  # fmt: skip
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", help="auto, float32, float16, bfloat16")
-    add("--traces", type=location, default=Path("runs/traces"), metavar="DIR", help="where texts, hidden states and "
-        "unfinished trainings lie (default: runs/traces)")  # fmt: skip
+    add("--traces", type=location, metavar="DIR", help="where texts, hidden states and unfinished trainings "
+        "lie (default: a folder for each checkpoint in runs/traces)")  # fmt: skip
     add("--output", type=location, metavar="FOLDER", help="where the predictors go (default: beside the model, where "
         "they are looked for); give it again as --calibration")  # fmt: skip
     add("--replace", action="store_true", help="replace predictors that are there already")
@@ -141,6 +142,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         "device": engine.device.type, "dtype": str(engine.dtype).removeprefix("torch."),
         "backend": engine.decoder.backend.name,
     }  # fmt: skip
+    if args.traces is None:
+        args.traces = TRACES / settings["checkpoint"]
+    finished = []
     try:
         traces = sample(engine, problems, drawing, args.traces, settings)
         result = results.new("predictor", argv, engine.device, program="minithink.calibrate")
@@ -149,10 +153,12 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
                            "thinking_tokens": sum(t.length for t in traces)}  # fmt: skip
         result |= {"measurements": [], "curves": {}}
         for target in args.targets:
-            learn(engine, args, target, traces, recipe, result, folder)
+            finished.append(learn(engine, args, target, traces, recipe, result))
     except KeyboardInterrupt:
         _say(f"interrupted: what is finished is in {args.traces}; the same command goes on")
         return INTERRUPTED
+    for target, (weights, about) in zip(args.targets, finished, strict=True):  # all or none
+        write(folder / file_of(target), weights, result, about)
     result["checkpoint"] = settings["checkpoint"]
     results.write(folder / "predictor.json", result | {"complete": True})
     for row in result["measurements"]:
@@ -163,9 +169,10 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 def learn(
     engine: Engine, args: argparse.Namespace, target: str, traces: Sequence[Trace], recipe: Recipe,
-    result: dict[str, Any], folder: Path,
-) -> None:  # fmt: skip
-    """Train the predictors of one target, put their measurements into the result, write the weights."""
+    result: dict[str, Any],
+) -> tuple[list[torch.Tensor], dict[str, Any]]:  # fmt: skip
+    """Train the predictors of one target, and put their measurements into the result → the weights of the one that is
+    trained on all datasets, and what its file says of them."""
     names = args.dataset.split(",")
     for name in (ALL, *(names if args.transfer and len(names) > 1 else ())):
         trained, held = held_out(traces, args.num_prompts, args.held_out)
@@ -182,9 +189,10 @@ def learn(
             continue
         result["curves"][target] = done.curve
         about = {"settings": result["settings"] | {"target": target}, "measurements": rows, "curve": done.curve}
-        write(folder / file_of(target), weights, result, about)
         if args.plot is not None:
             curves.draw(args.plot / f"predictor-{target}.svg", target, done.curve or [])
+        of_all = weights, about
+    return of_all
 
 
 def measured(

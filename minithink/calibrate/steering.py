@@ -31,7 +31,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from minithink import results
-from minithink.calibrate.journal import Journal
+from minithink.calibrate.journal import Journal, folder_of_texts
 from minithink.calibrate.thoughts import add_common_arguments, drawing_of, hash_of, load_examples, machine_of
 from minithink.calibration import METADATA
 from minithink.commands import INTERRUPTED, location
@@ -81,7 +81,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         **{name: getattr(args, name) for name in ("dataset", "split", "num_prompts")}, **drawn, **machine_of(engine),
     }  # fmt: skip
     result = results.new("steering", argv, engine.device, program="minithink.calibrate")
-    with Journal(folder / "steering.jsonl", settings, args.resume) as journal:
+    results.check(folder / FILE)
+    texts = folder_of_texts(args.output, settings["checkpoint"])
+    with Journal(texts / "steering.jsonl", settings, args.resume) as journal:
         try:
             generate(engine, examples, drawn, journal)
             lines = sorted(journal.lines, key=lambda line: line["prompt"])

@@ -16,7 +16,6 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,10 +23,10 @@ from torch import Tensor
 
 from minithink import results
 from minithink.calibrate.density import density, peaks
-from minithink.calibrate.journal import Journal
+from minithink.calibrate.journal import Journal, folder_of_texts
 from minithink.calibrate.reading import averaged, types
 from minithink.calibrate.report import conclude, eviction, summary
-from minithink.commands import INTERRUPTED, finite, natural, positive
+from minithink.commands import INTERRUPTED, finite, location, natural, positive
 from minithink.engine import Engine, load
 from minithink.errors import UsageError, escaped, unwritable
 from minithink.evaluate.datasets import Example, load_dataset
@@ -78,7 +77,7 @@ def add_common_arguments(parser: argparse.ArgumentParser, prompts: int, file: st
     add("--batch-size", type=positive, metavar="N", help=f"default: {GPU_BATCH} on a GPU, else {CPU_BATCH}")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", help="auto, float32, float16, bfloat16")
-    add("--output", type=Path, metavar="FOLDER", help=f"where {file} goes (default: beside the model, where it "
+    add("--output", type=location, metavar="FOLDER", help=f"where {file} goes (default: beside the model, where it "
         "is looked for); give it again as --calibration")  # fmt: skip
     add("--replace", action="store_true", help="replace a calibration that is there already")
     add("--resume", action="store_true", help="finish an interrupted calibration")
@@ -105,7 +104,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         )
     drawing, settings = settings_of(engine, args, examples, policy)
     result = results.new("thoughts", argv, engine.device, program="minithink.calibrate")
-    with Journal(folder / f"{name}l", settings, args.resume) as journal:
+    results.check(folder / name)
+    texts = folder_of_texts(args.output, settings["checkpoint"])
+    with Journal(texts / f"{name}l", settings, args.resume) as journal:
         try:
             measure(engine, prompts, examples, policy, drawing, journal)
             lines = sorted((x for x in journal.lines if "prompt" in x), key=lambda x: x["prompt"])

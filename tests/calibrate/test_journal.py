@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from minithink.calibrate.journal import Journal
+from minithink.calibrate.__main__ import main
+from minithink.calibrate.journal import TEXTS, Journal
+from minithink.engine import load
 from minithink.errors import MinithinkError, UsageError
+from minithink.weights import checkpoint_hash, save_checkpoint
+from tests.calibrate.run import POLICY
 from tests.locks import before_the_lock, race
 
 SETTINGS: dict[str, Any] = {"seed": 0, "policy": "p", "theta": None}
@@ -168,3 +174,85 @@ def test_of_two_calibrations_that_start_at_once_one_is_refused(tmp_path: Path) -
         assert won == "won", (i, said)
         assert refused.startswith(f"MinithinkError: Another process is writing to {tmp_path / str(i)}: wait until"), i
         assert (tmp_path / str(i) / "j.jsonl").read_text() == '{}\n{"x": 1}\n', i
+
+
+# Where it lies ---------------------------------------------------------------------------------------------------
+
+COMMANDS = {
+    "thoughts": f"thoughts --num-layers 2 --policy {POLICY} --budget 60 --compare 0 --num-prompts 3",
+    "steering": "steering --num-prompts 3",
+    "foresight": "foresight --limit 3",
+}
+
+
+def words_of(command: str, model: Path, problems: Path) -> list[str]:
+    options = f"--max-new-tokens 8 --batch-size 1 --temperature 0 --device cpu --model {model} --dataset {problems}"
+    return [*COMMANDS[command].split(), *options.split()]
+
+
+def fail_after_one(patch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Writing the second line of a journal fails."""
+    append = Journal.append
+
+    def fail(self: Journal, line: dict[str, Any]) -> None:
+        if self.lines:
+            raise error
+        append(self, line)
+
+    patch.setattr(Journal, "append", fail)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (MinithinkError("It failed."), 1)])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_failure_leaves_nothing_in_the_checkpoints_folder(
+    command: str, error: BaseException, code: int, model: Path, problems: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    folder = Path(shutil.copytree(model, "model"))
+    before = names_in(folder)
+    words = words_of(command, folder, problems)
+    with monkeypatch.context() as patch:
+        fail_after_one(patch, error)
+        assert main(words) == code
+    assert names_in(folder) == before
+    journal = TEXTS / checkpoint_hash(folder) / f"{command}.jsonl"
+    assert len(journal.read_text().splitlines()) == 2, "the settings and one text"
+    if command != "steering":  # a random model has no thoughts to steer
+        assert main([*words, "--resume"]) == 0
+        assert names_in(folder) == sorted([*before, f"{command}.json"])
+        assert not journal.exists()
+
+
+def test_each_checkpoint_has_a_folder_for_its_texts(
+    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So an unfinished calibration of one model keeps no other from being calibrated."""
+    monkeypatch.chdir(tmp_path)
+    one = Path(shutil.copytree(model, "one"))
+    other = Path(shutil.copytree(model, "other"))
+    decoder = load(other, device="cpu").decoder
+    with torch.no_grad():
+        next(decoder.parameters()).mul_(2)
+    save_checkpoint(decoder, other)
+    with monkeypatch.context() as patch:
+        fail_after_one(patch, KeyboardInterrupt())
+        assert main(words_of("foresight", one, problems)) == 130
+    assert main(words_of("foresight", other, problems)) == 0
+    assert (other / "foresight.json").exists()
+    assert (TEXTS / checkpoint_hash(one) / "foresight.jsonl").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_anything_is_generated(
+    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.access", lambda *given: False)
+    monkeypatch.setattr(Journal, "append", lambda *given: pytest.fail("a text was generated"))
+    for command in COMMANDS:
+        assert main(words_of(command, model, problems)) == 1
+        assert "its folder may not be written to" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +44,7 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def words_of(problems: Path, traces: Path, output: Path, /, **changed: Any) -> list[str]:
+def words_of(problems: Path, traces: Path | None, output: Path | None, /, **changed: Any) -> list[str]:
     """The command line; an option that is None is left out, one that is True has no value."""
     given: dict[str, Any] = {
         "dataset": problems, "num_prompts": PROBLEMS, "num_samples": 1, "targets": "answer,needs", "held_out": 0.4,
@@ -145,6 +146,33 @@ def test_a_predictor_that_is_not_the_models_is_refused(made: tuple[Path, Path], 
 
 class Stop(Exception):
     pass
+
+
+def test_a_failure_leaves_nothing_in_the_checkpoints_folder(
+    problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """Not even the predictor of the target that was finished, and texts lie in a folder for each checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path(shutil.copytree(TINY, "model", ignore=shutil.ignore_patterns("predictor*")))
+    before = sorted(folder.iterdir())
+    words = words_of(problems, None, None, model=folder)
+    with monkeypatch.context() as patch:
+        learn, begun = predictor.learn, list[str]()
+
+        def fail(engine: Any, args: Any, target: str, *given: Any) -> Any:
+            begun.append(target)
+            if target == "needs":
+                raise MinithinkError("It failed.")
+            return learn(engine, args, target, *given)
+
+        patch.setattr(predictor, "learn", fail)
+        assert main(words) == 1
+    assert begun == ["answer", "needs"]
+    assert sorted(folder.iterdir()) == before
+    assert (predictor.TRACES / checkpoint_hash(folder) / "traces.jsonl").exists()
+    assert main(words) == 0
+    new = {path.name for path in folder.iterdir()} - {path.name for path in before}
+    assert new == {"predictor.json", "predictor-answer.safetensors", "predictor-needs.safetensors"}
 
 
 @pytest.mark.parametrize("after", ["text 2", "epoch 2"])
