@@ -267,6 +267,9 @@ class Engine:
 
     def _policy(self, policy: str | Policy | None, budget: int | None, schedule: str | None) -> Policy | None:
         """A new policy for one call: its state belongs to one stream. None: there is no policy."""
+        if isinstance(policy, type) and issubclass(policy, Policy):
+            name = policy.__name__
+            raise UsageError(f"{name} is the class of a policy: give an object, as in policy={name}(…).")
         if isinstance(policy, Policy):
             if budget is not None or schedule is not None:
                 raise UsageError(f"{policy.name} was given as an object: set its budget and schedule there.")
@@ -277,6 +280,8 @@ class Engine:
                 takers = [x for x, kind in POLICIES.items() if option in getattr(kind, "__dataclass_fields__", {})]
                 raise UsageError(f"A {option} {given} was given without a policy: name one of {', '.join(takers)}.")
             return None
+        if not isinstance(policy, str):
+            raise UsageError(f"The policy is {quoted(policy)}: give a text, as in rkv:budget=256, or an object.")
         return self.calibrated(parse(policy, budget=budget, schedule=schedule))
 
     def calibrated(self, policy: Policy) -> Policy:

@@ -30,6 +30,7 @@ from minithink.kv.rows import Recorder
 from minithink.loop import SIZES, DecodeLoop
 from minithink.looped import looped
 from minithink.memory import is_out_of_memory
+from minithink.policy_errors import explained
 from minithink.sampling import NO_TOKEN, Sampler, SamplingParams
 from minithink.thinking import CLOSE, OPEN, Stage, count_thinking, split_thinking
 
@@ -282,9 +283,12 @@ class Stream:
                 drawn = self._draw(sequences, self._decode(sequences))
             self.on_step(sequences)
             self._take(sequences, drawn)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, IndexError, TypeError) as error:
             if not is_out_of_memory(error):
-                raise
+                said = explained(error)
+                if said is None:
+                    raise
+                raise said from error
             at_once = sum(bool(s.began) and not s.finish_reason for s in self.sequences)
             raise MinithinkError(
                 f"Out of memory with {at_once} sequences of up to "

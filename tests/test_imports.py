@@ -61,7 +61,8 @@ BELOW = tuple(
     for name in (
         "backend", "calibration", "chat", "commands", "config", "cores", "errors", "figures", "files", "generation",
         "grouping", "hub",
-        "intervals", "kernels", "kv", "memory", "model", "openings", "pieces", "policies", "progress", "quant", "ref",
+        "intervals", "kernels", "kv", "memory", "model", "openings", "pieces", "policies", "policy_errors",
+        "progress", "quant", "ref",
         "sampling", "sentences", "sources", "tasks", "thinking", "thoughts", "tokenizer", "user_code",
         "weights",
         "chat_child", "looped", "process",
