@@ -349,7 +349,7 @@ class Engine:
             return list(prompt)
         if not templated:
             _refuse_surrogates(prompt)
-            return self.tokenizer.encode(prompt, add_special_tokens=True)
+            return self._known(self.tokenizer.encode(prompt, add_special_tokens=True))
         messages = [] if system is None else [{"role": "system", "content": system}]
         return self.chat_ids([*messages, {"role": "user", "content": prompt}])
 
@@ -360,6 +360,17 @@ class Engine:
         ids = self.tokenizer.encode(self.tokenizer.apply_chat_template(messages))
         if not ids:
             raise MinithinkError("The chat template makes an empty prompt of the messages: pass --no-chat.")
+        return self._known(ids)
+
+    def _known(self, ids: list[int]) -> list[int]:
+        """The ids of a text, if the model has them all. A file can name tokens that came after the model."""
+        unknown = [id for id in ids if id >= self.config.vocab_size]
+        if unknown:
+            token = self.tokenizer.decode(unknown[:1])
+            raise UsageError(
+                f"The prompt holds the token {quoted(token)} with the id {unknown[0]}, and the model has only "
+                f"{self.config.vocab_size} tokens: leave it out."
+            )
         return ids
 
     def _limit(self, index: int, length: int, wanted: int | None) -> tuple[int, str]:

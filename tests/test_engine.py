@@ -349,6 +349,19 @@ def test_embedded_model_has_no_revision() -> None:
         load(revision="v1")
 
 
+def test_a_named_token_that_the_model_lacks_is_refused_in_prompts_only(tmp_path: Path) -> None:
+    """transformers gives it the next id, which can lie beyond the model's vocabulary."""
+    folder = write_checkpoint(tmp_path)
+    known = load(folder).config.vocab_size
+    edit_json(folder / "tokenizer_config.json", pad_token="[PAD]")
+    engine = load(folder)
+    assert engine.tokenizer.id_of("[PAD]") == known
+    assert engine.tokenizer.vocab_size == known
+    for chat in (True, False):
+        with pytest.raises(UsageError, match=rf"^The prompt holds the token '\[PAD\]' with the id {known}, .*\.$"):
+            engine.prompt_ids("one [PAD]", chat=chat)
+
+
 def test_vocabulary_mismatch(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     edit_json(tmp_path / "config.json", vocab_size=250)
