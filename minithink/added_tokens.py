@@ -31,6 +31,7 @@ _EXTRA = "extra_special_tokens"
 _OLD_EXTRA = "additional_special_tokens"
 _SPACES = regex.compile(f"[{WHITE}]*")
 _WORD = regex.compile(WORD)
+_SURROGATE = regex.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class AddedTokens:
         """
         if not token.content:
             return
+        if _SURROGATE.search(token.content):
+            raise Unsupported(f"the added token {quoted(token.content)} holds half a character (a lone surrogate).")
         known = self.id_of(token.content)
         if known is not None:
             id = known

@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"there is no option {escaped(name)}{self._similar_option(name)}")
 
     def _similar_option(self, name: str) -> str:
-        """" (did you mean --policy?)", or nothing. name: the option that there is not."""
+        """ " (did you mean --policy?)", or nothing. name: the option that there is not."""
         options = list(self._option_string_actions)
         longer = [option for option in options if option.startswith(name) and len(name) > len("--")]
         similar = longer or get_close_matches(name, options)

@@ -62,9 +62,7 @@ def broken_weight(engine: Engine) -> tuple[str, int] | None:
 def first_layer(engine: Engine, ids: Sequence[int]) -> str | None:
     """The first part of the model whose output is not finite when these tokens are read; None: all are finite."""
     decoder = engine.decoder
-    cache = _Watched(
-        engine.config, engine.rope, device=engine.device, dtype=engine.dtype, backend=decoder.backend
-    )
+    cache = _Watched(engine.config, engine.rope, device=engine.device, dtype=engine.dtype, backend=decoder.backend)
     cache.join(0, len(ids))
     for start in range(0, len(ids), CHUNK):
         part = list(ids[start : start + CHUNK])

@@ -259,7 +259,7 @@ def _begun(stream: Stream) -> list[Result]:
 
 
 def _verdict(result: Result, answer: str | None) -> str | None:
-    """"right" or "wrong"; None: no answer is known, or the sequence broke off. A \\boxed{} in the thinking does not
+    """ "right" or "wrong"; None: no answer is known, or the sequence broke off. A \\boxed{} in the thinking does not
     count, even if the thinking did not end."""
     from minithink.tasks import grade
 

@@ -113,9 +113,7 @@ def test_a_held_file_is_refused_to_others_and_stays(tmp_path: Path) -> None:
     assert path.read_bytes() == b"one\ntwo\nthree\n"
 
 
-def test_a_file_that_goes_before_it_is_held_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_goes_before_it_is_held_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last holder removes it between another process's open and its lock: that locks a file without a name."""
     path = tmp_path / "x"
     last = hold(path)

@@ -1,6 +1,6 @@
 """The defaults of a checkpoint: read as transformers reads them; no value of the file prevents loading.
 
-    python -m pytest tests/test_generation.py
+python -m pytest tests/test_generation.py
 """
 
 from __future__ import annotations
@@ -109,9 +109,7 @@ def test_without_other_stop_tokens_the_tokenizer_names_them() -> None:
 def test_what_is_left_out_is_named(raw: dict[str, Any], ignored: str) -> None:
     config = read(raw)
     assert config.ignored == (ignored,)
-    assert config.caution == (
-        f"generation_config.json asks for {ignored}, which is not supported and is left out"
-    )
+    assert config.caution == (f"generation_config.json asks for {ignored}, which is not supported and is left out")
     assert config.stop_ids == {7}
     assert (config.temperature, config.top_k, config.top_p, config.min_p) == (
         1.0 if raw.get("do_sample") is True else 0.0, 0, 1.0, 0.0

@@ -51,7 +51,8 @@ FRAGMENTS = [
     "Hello", " world", "thinking", "größer", "Быстрая", "我们", "日本語", "السلام", "हिन्दी",
     "👍🏽", "👩‍👩‍👧",
     "🇩🇪", "\U000e0041",
-    "a" * 50, " " * 30, "\n" * 20, "ab" * 40, "!" * 25, "𝒳", "\x00", "\ufffd", "\U0010ffff", "=>", "«", "Ġ", "Ċ",
+    "a" * 50, " " * 30, "\n" * 20, "ab" * 40, "!" * 25, "𝒳", "\x00", "a\x04b\x1d", "\U000406f1",
+    "\ufffd", "\U0010ffff", "=>", "«", "Ġ", "Ċ",
     *(token.content for token in SPECIALS),
 ]  # fmt: skip
 # Packages differ in the version of Unicode. They agree on what the oldest Python knows.
@@ -131,6 +132,14 @@ def merges_as_text(spec: dict[str, Any]) -> None:
     spec["model"]["merges"] = [" ".join(pair) for pair in spec["model"]["merges"]]
 
 
+def like_smollm2(spec: dict[str, Any]) -> None:
+    """Digits one by one, then GPT-2's splits, and no tokens for eight bytes."""
+    steps = [{"type": "Digits", "individual_digits": True}, spec["pre_tokenizer"]]
+    spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    for symbol in [*spelled("\x04\x06\x13\x14\x16\x1d"), "ñ", "ò"]:
+        del spec["model"]["vocab"][symbol]
+
+
 VARIANTS: dict[str, tuple[str, list[Callable[[dict[str, Any]], None]]]] = {
     "gpt2": ("gpt2", []),
     "gpt2 with prefix": ("gpt2 with prefix", []),
@@ -143,6 +152,7 @@ VARIANTS: dict[str, tuple[str, list[Callable[[dict[str, Any]], None]]]] = {
     "qwen, merges dropped": ("qwen", [drop_merges]),
     "gpt2 with prefix, merges shuffled and ignored": ("gpt2 with prefix", [shuffle_merges, ignore_merges, renumber]),
     "llama3, merges dropped and ignored": ("llama3", [drop_merges, ignore_merges]),
+    "smollm2": ("gpt2", [like_smollm2, renumber]),
 }
 Pair = tuple[Tokenizer, tokenizers.Tokenizer]
 
@@ -321,6 +331,69 @@ def test_of_two_tokens_with_one_normal_form_the_first_counts(specs: dict[str, An
     spec["added_tokens"].append({"id": first, "content": "é~", "special": True, **flags})
     spec["added_tokens"].append({"id": first + 1, "content": "e\u0301~", "special": False, **flags})
     assert read(spec, tmp_path).encode("é~") == [first]  # tokenizers takes now this one, now that
+
+
+def test_bytes_without_a_token_are_dropped(pairs: Pairs) -> None:
+    tokenizer = pairs["smollm2"][0]
+    assert tokenizer.decode(tokenizer.encode("1\x0423\x1d é")) == "123 é"
+    assert tokenizer.encode("\x04\x06\x13\x14\x16\x1d") == []
+
+
+def test_a_text_of_a_million_spaces(pairs: Pairs) -> None:
+    tokenizer = pairs["qwen"][0]
+    text = " " * 1_000_000 + "x"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_token_of_sixty_thousand_characters(spec: dict[str, Any], tmp_path: Path) -> None:
+    """If every pair were looked at again after every merge, it would take minutes."""
+    vocab = spec["model"]["vocab"]
+    vocab["z" * 60_000] = 9_000
+    spec["model"]["ignore_merges"] = True
+    tokenizer = read(spec, tmp_path)
+    assert tokenizer.encode("z" * 60_000) == [9_000]
+    assert set(tokenizer.encode("z" * 60_001)) <= {id for text, id in vocab.items() if set(text) == {"z"}} - {9_000}
+
+
+@pytest.mark.parametrize(
+    ("ids", "part"),
+    [
+        ([1e9], "1000000000.0"),
+        (["a"], "'a'"),
+        ([1.5], "1.5"),
+        ([None], "None"),
+        ([[1]], "[1]"),
+        ([-5], "-5"),
+        ([True], "True"),
+        ([10**9], "1000000000"),
+        ([2**64], "18446744073709551616"),
+        (5, "5"),
+        (None, "None"),
+    ],
+)
+def test_ids_of_a_template_are_ids_of_tokens(spec: dict[str, Any], tmp_path: Path, ids: Any, part: str) -> None:
+    processor = template("<pad>", "A", ids={"<pad>": 5})
+    processor["special_tokens"]["<pad>"]["ids"] = ids
+    with pytest.raises(MinithinkError) as error:
+        read(spec | {"post_processor": processor}, tmp_path)
+    assert_one_sentence(str(error.value), str(tmp_path / "tokenizer.json"), "'<pad>' has the id", part)
+
+
+@pytest.mark.parametrize(
+    ("processor", "part"),
+    [
+        ({"type": "TemplateProcessing"}, "template is None"),
+        ({"type": "TemplateProcessing", "single": [5]}, "holds 5"),
+        ({"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": [1]}}]}, "the token [1]"),
+        ({"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>"}}]}, "the token '<s>'"),
+        ({"type": "Sequence", "processors": 7}, "processors are 7"),
+        ([], "the step []"),
+    ],
+)
+def test_other_templates_are_refused_by_name(spec: dict[str, Any], tmp_path: Path, processor: Any, part: str) -> None:
+    with pytest.raises(MinithinkError) as error:
+        read(spec | {"post_processor": processor}, tmp_path)
+    assert_one_sentence(str(error.value), str(tmp_path / "tokenizer.json"), part)
 
 
 def test_a_lone_surrogate_is_refused(pairs: Pairs) -> None:

@@ -178,9 +178,7 @@ def life(mass: Tensor, hits: Tensor) -> dict[str, Tensor]:
     """LIFE of every token, as the module's docstring says: float64 [Hkv, T]. The newest token's `last_hit` is NaN."""
     time = torch.arange(len(mass), device=mass.device)
     old = (time[:, None] - time > FAR)[:, None]
-    late, received, at_end = (
-        x.sum(0, dtype=torch.float64) for x in (mass.masked_fill(~old, 0.0), mass, mass[-FAR:])
-    )
+    late, received, at_end = (x.sum(0, dtype=torch.float64) for x in (mass.masked_fill(~old, 0.0), mass, mass[-FAR:]))
     last = torch.where(hits, time[:, None, None], -1).cummax(0).values  # [T, Hkv, T], −1: no hit so far
     rested = time[1:, None, None] - last[:-1] > FAR
     episodes = hits[0].double() + (hits[1:] & (rested | (last[:-1] < 0))).sum(0)

@@ -301,8 +301,6 @@ def pilot(
     for name, share in left:
         options["budget"] = torch.full((len(prompts),), budget_of(share, mean), device=engine.device)
         with progress(len(problems), 0, f"{name} {share:.1%}") as advance:
-            tokens = decode(
-                engine, prompts, args.max_new_tokens, sketch=made[name], watch=advance.step, **options
-            )
+            tokens = decode(engine, prompts, args.max_new_tokens, sketch=made[name], watch=advance.step, **options)
             runs.ended(engine, problems, tokens, advance)
         yield (name, share), tokens

@@ -17,7 +17,10 @@ GRID = {
     "h2o": ("", "recent=0.25", "recent=0.75"),
     "tova": ("", "newest=true"),
     "scissorhands": (
-        "history=64,buffer=16", "history=16,buffer=16", "history=400,buffer=16", "history=64,by=mean,buffer=16",
+        "history=64,buffer=16",
+        "history=16,buffer=16",
+        "history=400,buffer=16",
+        "history=64,by=mean,buffer=16",
     ),
     "snapkv_decode": ("buffer=16", "buffer=16,alpha=16", "buffer=16,alpha=4"),
     "ada_snapkv": ("buffer=16", "buffer=16,floor=0.5", "buffer=16,floor=0.8"),

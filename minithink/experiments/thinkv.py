@@ -256,7 +256,8 @@ def due_rows(lengths: Sequence[int], due: Sequence[int], bytes: int) -> Iterator
 
 # The twin of `kmeans` waits for the device, to learn whether a cluster is empty.
 OPERATIONS = {
-    "sparsity": Operation(weights, due_rows), "kmeans": Operation(segments, shrinking, recordable=False),
+    "sparsity": Operation(weights, due_rows),
+    "kmeans": Operation(segments, shrinking, recordable=False),
 }
 
 # Tables of steps ---------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """Observations: tensors that a policy demands to see (`contract.Demand`), kept until the policy reads them.
 
-    MASS, ROWS   attention weights, [B, heads, S] for each layer and group rule; attention writes them as it reads the
-                 keys. After the prompt, MASS is the sum over all queries of the prompt
-    QUERY        the last rotated queries, in a ring: position p stands at p mod the ring's size
-    HIDDEN       the residual stream of the newest token: [B, d]
+MASS, ROWS   attention weights, [B, heads, S] for each layer and group rule; attention writes them as it reads the
+             keys. After the prompt, MASS is the sum over all queries of the prompt
+QUERY        the last rotated queries, in a ring: position p stands at p mod the ring's size
+HIDDEN       the residual stream of the newest token: [B, d]
 """
 
 from __future__ import annotations

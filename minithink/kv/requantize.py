@@ -1,8 +1,8 @@
 """Requantize: tokens that move to another format, outside of a decode step.
 
-    measure      the prompt was read: its numbers decide the FP32 scales of its sequence
-    settle       the policy has acted on the prompt: its remaining tokens move to their own format
-    requantize   the policy moves tokens to another format, by their numbers or by their integer codes
+measure      the prompt was read: its numbers decide the FP32 scales of its sequence
+settle       the policy has acted on the prompt: its remaining tokens move to their own format
+requantize   the policy moves tokens to another format, by their numbers or by their integer codes
 """
 
 from __future__ import annotations

@@ -17,9 +17,7 @@ from minithink.tasks.answers import boxed as boxed
 SPLITS = ("validation", "test")
 DATA = Path(__file__).parent / "data"
 # How a question of the families begins and ends, anywhere in a text.
-QUESTION_BEGINS = re.compile(
-    r"((Facts|Balances) \(mod 100\): \w+(@0)?|Numbers from 1 to 9: \w+ \* \w+ \+ \w+) = "
-)
+QUESTION_BEGINS = re.compile(r"((Facts|Balances) \(mod 100\): \w+(@0)?|Numbers from 1 to 9: \w+ \* \w+ \+ \w+) = ")
 QUESTION_ENDS = re.compile(r"\. Find \w+[\w, ]*")
 BINS = ((0, 600), (600, 1200), (1200, 2000), (2000, 3000))  # tokens of the reference trace: from, below
 

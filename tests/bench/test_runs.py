@@ -154,4 +154,3 @@ def test_counters(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     program.write_text("#!/bin/sh\necho ==ERROR== no permission\nexit 1\n")
     assert main(["counters", "--output", str(tmp_path / "y.json")]) == 1
     assert "ncu ended with code 1 and counted nothing: ['==ERROR== no permission']" in capsys.readouterr().err
-

@@ -50,7 +50,8 @@ TEXTS = (
     "rkv:budget=16,buffer=6,alpha=4+kivi:group=16,residual=16,block=4",
     "crystal_kv:budget=24,realloc_every=4,min_budget=2+rkv:budget=20,buffer=3,alpha=4",
     "seal:alpha_0=0.5+skipkv:budget=18,schedule=interval:5,alpha=4,tau=0.3,steering=false",
-    "dynts:budget=30,local=5+rkv:budget=24,buffer=3,alpha=4", "dynts:budget=26,local=5,ratio=0.5+quant:fmt=nvfp4",
+    "dynts:budget=30,local=5+rkv:budget=24,buffer=3,alpha=4",
+    "dynts:budget=26,local=5,ratio=0.5+quant:fmt=nvfp4",
 )
 NEVER, IDLE = 10**6, 5  # no token; a token that nobody may look at
 

@@ -83,7 +83,6 @@ def test_families_and_splits_that_do_not_exist():
         load_problems("train")
 
 
-
 def test_the_splits_are_the_committed_ones():
     sums = dict(reversed(line.split()) for line in (DATA / "SHA256SUMS").read_text().splitlines())
     assert sorted(sums) == sorted(f"{family}-{split}.jsonl" for family in prepare.FAMILIES for split in SPLITS)
