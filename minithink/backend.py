@@ -164,7 +164,7 @@ def device_of(name: str) -> torch.device:
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     if not re.fullmatch(r"cpu|mps|cuda(:[0-9]{1,2})?", str(name)):  # torch knows more devices, which cannot run this
-        raise UsageError(f"The device {name!r} is unknown; use auto, cpu, cuda, cuda:1 or mps.")
+        raise UsageError(f"The device {quoted(name)} is unknown; use auto, cpu, cuda, cuda:1 or mps.")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"--device {name}: torch sees {torch.cuda.device_count()} CUDA devices; use cpu or auto.")

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minithink.errors import MinithinkError, reason
+from minithink.errors import MinithinkError, quoted, reason
 from minithink.files import read_bytes
 from minithink.sampling import DRAWS
 from minithink.weights import checkpoint_hash
@@ -155,9 +155,9 @@ def wrong(values: Any, name: str) -> str:
         return _wrong_weights(values["weights"])
     layers, thresholds = values.get("layers"), values.get("thresholds")
     if not (isinstance(layers, list) and layers and all(type(n) is int and n >= 0 for n in layers)):
-        return f"its layers are {layers!r}"
+        return f"its layers are {quoted(layers)}"
     if not (isinstance(thresholds, list) and thresholds and all(_is_finite(x) for x in thresholds)):
-        return f"its thresholds are {thresholds!r}"
+        return f"its thresholds are {quoted(thresholds)}"
     return ""
 
 
@@ -170,7 +170,7 @@ def _wrong_vectors(values: Mapping[str, Any]) -> str:
         return f"{' and '.join(VECTORS)} differ in their shapes, or hold what is no number"
     layer = values.get("layer")
     if type(layer) is not int or not 0 <= layer < len(vectors[0]):
-        return f"its layer is {layer!r}, and it has vectors of {len(vectors[0])}"
+        return f"its layer is {quoted(layer)}, and it has vectors of {len(vectors[0])}"
     return ""
 
 

@@ -206,7 +206,7 @@ def different(text: str, what: str, known: Iterable[str]) -> list[str]:
         hint = alternatives(unknown[0], known)
         raise argparse.ArgumentTypeError(f"there is no {what} {quoted(unknown[0])}; {hint}")
     if len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"{text!r} names a {what} twice")
+        raise argparse.ArgumentTypeError(f"{quoted(text)} names a {what} twice")
     return names
 
 

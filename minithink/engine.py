@@ -238,7 +238,7 @@ class Engine:
             ("padded_budget", padded_budget),
         ):  # fmt: skip
             if value is not None and (not is_whole(value) or value < 1):
-                raise UsageError(f"{name} is {value!r}; it must be a whole number and at least 1.")
+                raise UsageError(f"{name} is {quoted(value)}; it must be a whole number and at least 1.")
         if batch_size is not None and batch_size > MAX_ROWS:
             raise UsageError(f"batch_size is {batch_size:,}; it must be at most {MAX_ROWS:,}.")
         check_count(len(_as_list(prompts)), num_samples)
@@ -345,7 +345,7 @@ class Engine:
             raise UsageError("A system message needs a text prompt and a chat template: drop --system or --no-chat.")
         if not isinstance(prompt, str):
             if bad := [i for i in prompt if type(i) is not int or not 0 <= i < self.config.vocab_size]:
-                raise UsageError(f"The prompt holds {bad[0]!r}, no token id below {self.config.vocab_size}.")
+                raise UsageError(f"The prompt holds {quoted(bad[0])}, no token id below {self.config.vocab_size}.")
             return list(prompt)
         if not templated:
             _refuse_surrogates(prompt)
