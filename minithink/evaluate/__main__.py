@@ -1,5 +1,5 @@
 """The command line: `python -m minithink.evaluate --policies … --output-dir DIR`, and its companions
-`python -m minithink.evaluate plot DIR…`, `… tune …` and `… margins`."""
+`python -m minithink.evaluate plot DIR…`, `… tune …`, `… margins` and `… reproduce …`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from minithink import commands
 from minithink.errors import UsageError, alternatives, quoted
 
 PROGRAM, DESCRIPTION = "minithink.evaluate", "Accuracy, length and memory of policies."
-COMMANDS = ("plot", "tune", "margins")  # a first word that is none of these is an option of the run itself
+# a first word that is none of these is an option of the run itself
+COMMANDS = {
+    "plot": "minithink.evaluate.plots",
+    "tune": "minithink.evaluate.tune",
+    "margins": "minithink.evaluate.margins",
+    "reproduce": "minithink.bench.reproduce",  # it reads the pool of `bench`
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(first: str, argv: list[str]) -> int:
     if first in COMMANDS:  # only its own module is imported: a plot needs no torch
-        module = import_module(f"minithink.evaluate.{'plots' if first == 'plot' else first}")
+        module = import_module(COMMANDS[first])
         return commands.run(PROGRAM, DESCRIPTION, {first: module}, argv)
     if first and not first.startswith("-"):
         hint = alternatives(first, COMMANDS)
@@ -32,7 +38,7 @@ def _run(first: str, argv: list[str]) -> int:
     parser = commands.Parser(
         prog=f"python -m {PROGRAM}", description=DESCRIPTION,
         epilog=f"`python -m {PROGRAM} plot DIR…` redraws pictures, `… tune` chooses hyperparameters, `… margins` "
-        "counts where another batch size may change a result.",
+        "counts where another batch size may change a result, `… reproduce` runs a cell of the documents again.",
     )  # fmt: skip
     runner.add_arguments(parser)
     return runner.run(parser.parse_args(argv), argv)

@@ -763,10 +763,12 @@ def test_every_setting_is_kept_to(
     for name, value in config["settings"].items():
         if name in ("model", "sources"):  # where the checkpoint lies; what code ran has tests of its own
             continue
-        path.write_text(json.dumps(config | {"settings": config["settings"] | {name: "another"}}))
+        other = {"policies": ["another"], "budgets": [7]}.get(name, "another")
+        path.write_text(json.dumps(config | {"settings": config["settings"] | {name: other}}))
         capsys.readouterr()
         assert main(options(model, problems, tmp_path, limit=1, resume=True)) == 2, name
-        assert f'(then and now: {name} "another" and {json.dumps(value)})' in capsys.readouterr().err
+        said = f"(then and now: {name} {json.dumps(other)} and {json.dumps(value)})"
+        assert said in capsys.readouterr().err
     path.write_text(json.dumps(config))
     assert main(options(model, problems, tmp_path, limit=1, resume=True)) == 0
 

@@ -1,0 +1,209 @@
+"""Run a cell of a comparison again, and compare its answers with those that the documents are made of.
+
+A cell is a policy at a budget. The pool of results keeps the answers of the first 32 sequences of every run
+(`bench/pool.py`). They are generated again on this machine, with the settings of the run, and compared one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minithink import results
+from minithink.bench import pool
+from minithink.bench.markdown import aligned, short
+from minithink.bench.pool import Run, key_of, pick
+from minithink.bench.sweep import SWEEPS, wanted_of
+from minithink.commands import INTERRUPTED, location, positive
+from minithink.engine import DTYPES, TINY
+from minithink.errors import MinithinkError, UsageError, alternatives, quoted
+from minithink.evaluate import journal, runner
+from minithink.evaluate.datasets import load_dataset
+from minithink.evaluate.plan import budgets
+from minithink.evaluate.summary import FULL, budget_text
+from minithink.tasks import families
+from minithink.weights import checkpoint_hash
+
+SHOWN = 10  # answers that differ, in words
+HELP = "The exit code is 0 if all answers are equal, and 1 if some differ."
+
+
+@dataclass
+class Compared:
+    """An answer of the pool, and that of now."""
+
+    dataset: str
+    id: str
+    sample: int
+    then: str | None
+    now: str | None
+    right_then: bool | None  # None: the pool does not say it
+    right_now: bool
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `evaluate reproduce`."""
+    add = parser.add_argument
+    add("comparison", choices=tuple(SWEEPS), metavar="COMPARISON", help=f"its name: {', '.join(SWEEPS)}")
+    add("policy", metavar="POLICY", help="as its table writes it")
+    add("budget", nargs="?", type=budgets, metavar="BUDGET", help="a share or tokens, as in 0.25 or 512; none for a "
+        "policy that takes no budget")  # fmt: skip
+    add("--limit", type=positive, metavar="N", help=f"only the first N problems of a family (at most {pool.ANSWERS})")
+    add("--families", nargs="+", default=families(), choices=families(), help="default: all")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
+    add("--dtype", choices=tuple(DTYPES), help="default: that of the run")
+    add("--batch-size", type=positive, metavar="N", help="as in minithink.evaluate")
+    add(
+        "--results", type=location, default=results.default_path("x").parent, metavar="DIR",
+        help=f"where {pool.FILE} lies (default: docs/results)",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    """Generate the answers again, print how many are equal → 0 if all are."""
+    budget = None if args.budget is None else args.budget[0]
+    if args.budget is not None and len(args.budget) > 1:
+        raise UsageError(f"{len(args.budget)} budgets were given, and one cell is run again: give one of them.")
+    runs = pool.read(args.results)
+    found = cells(runs, args.comparison, args.policy, budget, args.families)
+    compared = list[Compared]()
+    settings = dict[str, Any]()
+    for done in found:
+        with tempfile.TemporaryDirectory() as folder:
+            words = words_of(done, args, Path(folder))
+            print(f"{done.key['dataset']}: {args.policy} runs again", file=sys.stderr, flush=True)
+            if runner.evaluate_words(words, length_of_full(runs, done)) is None:
+                return INTERRUPTED
+            again = journal.read(Path(folder))
+        settings = again.settings | again.runs[-1]
+        compared += compare(done, again.records)
+    print(table(compared))
+    for one in [one for one in compared if one.then != one.now][:SHOWN]:
+        print(f"{one.id}, sample {one.sample}: {quoted(one.then)} then, {quoted(one.now)} now")
+    different = sum(one.then != one.now for one in compared)
+    print(verdict(found, settings, different, len(compared)))
+    return 1 if different else 0
+
+
+def cells(runs: Sequence[Run], comparison: str, policy: str, budget: float | None, names: Sequence[str]) -> list[Run]:
+    """The runs of a cell that the documents show, one for each family.
+
+    Raises:
+        UsageError: the comparison has no such cell.
+        MinithinkError: the pool lacks its runs, or their answers, or the weights do not ship.
+    """
+    wanted = wanted_of(SWEEPS[comparison])
+    places = [
+        place
+        for place, key in enumerate(wanted)
+        if (key["policy"], key["budget"]) == (policy, budget) and key["dataset"].partition(":")[0] in names
+    ]
+    if not places:
+        policies = list(dict.fromkeys(key["policy"] for key in wanted))
+        some = sorted({key["budget"] for key in wanted if key["policy"] == policy and key["budget"] is not None})
+        if policy not in policies:
+            raise UsageError(f"{comparison} has no policy {quoted(policy)}; {alternatives(policy, policies)}.")
+        has = f"the budgets {', '.join(map(str, some))}" if some else "no budget"
+        raise UsageError(f"The comparison {comparison} has {policy} with {has}: give one of these.")
+    picked = pick(runs, wanted, pool.shows)
+    found = [run for run in (picked[place] for place in places) if run is not None and run.answers]
+    if not found:
+        raise MinithinkError(f"The pool has no answers of {policy} in the comparison {comparison}.")
+    if found[0].key["checkpoint"] != checkpoint_hash(TINY):
+        raise MinithinkError(
+            f"The comparison {comparison} is of other weights than the embedded ones, and they do not ship: choose "
+            "another comparison."
+        )
+    return found
+
+
+def words_of(run: Run, args: argparse.Namespace, folder: Path) -> list[str]:
+    """The options of `minithink.evaluate` that run a cell again."""
+    key = run.key
+    limit = len({id for id, _, _ in run.answers})
+    if args.limit is not None:
+        limit = min(limit, args.limit)
+    if "padded_budget" in key:  # the padding depends on all prompts
+        limit = key["limit"]
+    options: dict[str, Any] = {
+        "policies": key["policy"],
+        "budgets": key["budget"],
+        "dataset": key["dataset"],
+        "split": key["split"],
+        "num-samples": key["num_samples"],
+        "max-new-tokens": key["max_new_tokens"],
+        "padded-budget": key.get("padded_budget"),
+        "limit": limit,
+        "device": args.device,
+        "dtype": args.dtype or key["dtype"],
+        "batch-size": args.batch_size,
+        "output-dir": folder,
+    }
+    words = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    return [*words, "--group"] if key.get("group") else words
+
+
+def length_of_full(runs: Sequence[Run], run: Run) -> float | None:
+    """Tokens that the full cache generated on average for all problems of a run: shares are of them."""
+    of_full = key_of({**run.key, **dict.fromkeys(pool.WATCHED, False), "calibration": None}, FULL, None)
+    found = [other for other in runs if pool.shows(other, of_full)]
+    return found[0].tokens[0] / found[0].tokens[1] if found else None
+
+
+def compare(run: Run, records: Sequence[journal.Record]) -> list[Compared]:
+    """Each answer that was generated again, beside that of the pool."""
+    now = {(r.id, r.sample): r for r in records if r.policy == run.key["policy"]}
+    examples = load_dataset(run.key["dataset"], run.key["split"], run.key["limit"])
+    order = sorted((example.id, k) for example in examples for k in range(run.key["num_samples"]))
+    right = {key: digit == "1" for key, digit in zip(order, run.right, strict=False)}
+    out = []
+    for id, sample, answer in run.answers:
+        if (id, sample) in now:
+            record = now[id, sample]
+            before = right.get((id, sample))
+            out.append(Compared(run.key["dataset"], id, sample, answer, record.found, before, record.right))
+    return out
+
+
+def table(compared: Sequence[Compared]) -> str:
+    """A line for each family."""
+    rows = [("family", "answers", "equal", "right then", "right now")]
+    for dataset in dict.fromkeys(one.dataset for one in compared):
+        own = [one for one in compared if one.dataset == dataset]
+        then = [one.right_then for one in own if one.right_then is not None]
+        equal = sum(one.then == one.now for one in own)
+        right = sum(one.right_now for one in own)
+        rows.append((dataset, str(len(own)), str(equal), str(sum(then)) if then else "–", str(right)))
+    return aligned(rows)
+
+
+def verdict(found: Sequence[Run], now: Mapping[str, Any], different: int, count: int) -> str:
+    """One sentence that says whether all answers are equal, and if not, what may have changed them."""
+    run = found[0]
+    cell = run.key["policy"]
+    if run.key["budget"] is not None:
+        cell += f" at {budget_text(run.key['budget'])}"
+    since = f"measured at commit {short(run.commit)} ({run.date[:10]})"
+    if not different:
+        return f"All {count} answers of {cell} are those that were {since}."
+    then = _place(run.key, run.machine, run.versions)
+    here = _place(now, now["machine"], now["versions"])
+    why = f"the run was on {then}, and this one on {here}"
+    if then == here:
+        why = f"both ran on {here}"
+    if any(one.state == "stale" for one in found):
+        why += "; the code or the defaults of the policy have changed since"
+    elif then != here:
+        why += "; another machine, backend or number type rounds sums differently, and near ties then fall otherwise"
+    return f"{different} of {count} answers of {cell} differ from those that were {since}: {why}."
+
+
+def _place(key: Mapping[str, Any], machine: Mapping[str, Any], versions: Mapping[str, Any]) -> str:
+    """The machine, the backend, the number type and torch's version of a run."""
+    name = machine.get("gpu") or machine.get("cpu")
+    return f"{name} ({key['backend']}, {key['dtype']}, torch {versions.get('torch')})"
