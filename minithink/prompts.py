@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
-from minithink.errors import UsageError, reason
+from minithink.errors import UsageError, quoted, reason
 
+LONGEST = 100_000_000  # characters of all prompts together
 FIELDS = ("prompt", "question", "problem")  # of a line in a .jsonl file, in the order in which they are looked for
 
 
@@ -28,10 +30,14 @@ def read_prompts(path: Path) -> list[Task]:
     Raises:
         UsageError: the file cannot be read, or holds something else.
     """
+    what = f"The prompt file {path}"
     try:
-        text = path.read_text(encoding="utf-8-sig")  # with or without a byte order mark
+        with path.open(encoding="utf-8-sig") as file:  # with or without a byte order mark
+            text = _bounded(file, what)
     except (OSError, ValueError) as error:
-        raise UsageError(f"The prompt file {path} cannot be read as text: {reason(error)}.") from None
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            what = f"The prompt file {quoted(path)}"
+        raise UsageError(f"{what} cannot be read as text: {_why(error)}.") from None
     if path.suffix.lower() == ".jsonl":
         lines = enumerate(text.split("\n"), 1)
         tasks = [_task(line, f"{path}, line {number}") for number, line in lines if line.strip()]
@@ -56,12 +62,30 @@ def _task(line: str, where: str) -> Task:
 
 def standard_input() -> str:
     """All of standard input, without the line breaks at its end; "" if it is closed. UsageError: it is no text."""
+    if sys.stdin is None:
+        return ""
     try:
         if hasattr(sys.stdin, "reconfigure"):
             sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict")  # with or without a byte order mark
-        return sys.stdin.read().rstrip("\n") if sys.stdin is not None else ""
+        return _bounded(sys.stdin, "Standard input").rstrip("\n")
     except (OSError, ValueError) as error:
-        raise UsageError(f"Standard input cannot be read as text: {reason(error)}.") from None
+        raise UsageError(f"Standard input cannot be read as text: {_why(error)}.") from None
+
+
+def _bounded(file: TextIO, what: str) -> str:
+    """All text of a file. UsageError: it is longer than LONGEST; what is read may be endless, such as a device."""
+    text = file.read(LONGEST + 1)
+    if len(text) > LONGEST:
+        raise UsageError(f"{what} has more than {LONGEST:,} characters: give less at once.")
+    return text
+
+
+def _why(error: Exception) -> str:
+    """Why something is no text, and what to do."""
+    if isinstance(error, UnicodeDecodeError):
+        found = error.object[error.start]
+        return f"there is the byte 0x{found:02x} where no UTF-8 has it; save it as UTF-8"
+    return reason(error)
 
 
 def embedded_problem(seed: int) -> Task:

@@ -757,7 +757,8 @@ def test_cuda_asked_for_and_absent(capsys: Capture, model: Any, monkeypatch: Any
         ("p.jsonl", '{"prompt": 3}', "line 1"),
         ("p.jsonl", "\n\n", "empty"),
         ("p.txt", " ", "empty"),
-        ("p.txt", b"\xff\xfe\x00", "cannot be read as text"),
+        ("p.txt", b"\xff\xfe\x00", "cannot be read as text: there is the byte 0xff .*; save it as UTF-8"),
+        ("p.txt", "caf\xe9".encode("latin-1"), "there is the byte 0xe9 where no UTF-8 has it; save it as UTF-8"),
         (None, "", "cannot be read as text"),
     ],
 )
@@ -768,6 +769,19 @@ def test_bad_prompt_files(
     if name:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     fails(capsys, 2, message, *model, "--prompt-file", path)
+
+
+def test_prompts_without_an_end(capsys: Capture, monkeypatch: Any, model: Any, tmp_path: Path) -> None:
+    monkeypatch.setattr("minithink.prompts.LONGEST", 1000)
+    path = tmp_path / "p.txt"
+    path.write_text("a" * 1001)
+    for endless in (path, "/dev/zero"):
+        said = f"The prompt file {endless} has more than 1,000 characters"
+        fails(capsys, 2, said, *model, "--prompt-file", endless)
+    monkeypatch.setattr("sys.stdin", piped(b"a" * 1001))
+    fails(capsys, 2, "Standard input has more than 1,000 characters: give less at once", *model, "-")
+    said = "The prompt file 'a{78}… cannot be read as text: File name too long"
+    fails(capsys, 2, said, *model, "--prompt-file", "a" * 300)
 
 
 def truncate(path: Path) -> None:
