@@ -12,15 +12,19 @@ SEEN = 0.1  # between changes of a bar: a step may take less, and none is to wai
 
 
 class Advance:
-    """What counts: called with every sequence that ends (is it right?), and if one likes after every step."""
+    """What counts: called with every sequence that ends (is it right? None: it is not graded), and if one likes after
+    every step."""
 
-    def __init__(self, total: int, done: int, right: int, tokens: int) -> None:
+    def __init__(self, total: int, done: int, right: int, tokens: int, graded: int) -> None:
         self.total, self.done, self.right, self.tokens = total, done, right, tokens
+        self.graded = graded
         self.show: Callable[[], object] = lambda: None  # called when something has changed
         self._before, self._begin = (done, tokens), time.monotonic()
 
-    def __call__(self, is_right: bool) -> None:
-        self.done, self.right = self.done + 1, self.right + is_right
+    def __call__(self, is_right: bool | None) -> None:
+        self.done += 1
+        self.right += is_right is True
+        self.graded += is_right is not None
         self.show()
 
     def step(self, tokens: int) -> None:
@@ -31,7 +35,9 @@ class Advance:
     def __str__(self) -> str:
         """What is right so far, tokens, and how fast they come; "": nothing is known."""
         tokens = self.tokens - self._before[1]
-        parts = [f"{self.right} of {self.done} right ({self.right / self.done:.1%})"] if self.done else []
+        parts = []
+        if self.graded:
+            parts.append(f"{self.right} of {self.graded} right ({self.right / self.graded:.1%})")
         if tokens and (seconds := time.monotonic() - self._begin):
             parts.append(f"{self.tokens:,} tokens, {tokens / seconds:,.1f} tokens/s")
         return "; ".join(parts)
@@ -44,7 +50,14 @@ class Advance:
 
 @contextmanager
 def progress(
-    total: int, done: int, label: str = "", silent: bool = False, *, right: int = 0, tokens: int = 0
+    total: int,
+    done: int,
+    label: str = "",
+    silent: bool = False,
+    *,
+    right: int = 0,
+    tokens: int = 0,
+    graded: int | None = None,
 ) -> Iterator[Advance]:
     """Show on standard error how many sequences are done, how many of them are right, what was generated, and when
     the rest will be done if it is as fast.
@@ -56,8 +69,9 @@ def progress(
         silent: show nothing; another process does.
         right: of those done before.
         tokens: that those have.
+        graded: of those done before; None: all.
     """
-    advance = Advance(total, done, right, tokens)
+    advance = Advance(total, done, right, tokens, done if graded is None else graded)
     if silent:
         yield advance
         return

@@ -105,3 +105,9 @@ def test_no_step_waits_for_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 def test_durations() -> None:
     assert [duration(s) for s in (0, 9.6, 95, 3700)] == ["0:00", "0:10", "1:35", "1:01:40"]
+
+
+def test_sequences_that_are_not_graded_have_no_share_of_right_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress(2, 1, "full", graded=0) as advance:
+        advance(None)
+    assert capsys.readouterr().err == "full: 2 of 2 sequences\n"

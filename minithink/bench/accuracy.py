@@ -67,10 +67,11 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 def measured(row: Row) -> dict[str, object]:
     """What is told of a length bin, or of all problems."""
+    share, low, high = row.accuracy
     return {
         "bin": row.group or "all", "problems": row.problems, "n": row.samples,
-        "right": round(row.pass_at_1 * row.samples), "share": row.pass_at_1,
-        "interval": [row.pass_at_1_low, row.pass_at_1_high], "mean_tokens": row.generated_mean,
+        "right": round(share * row.samples), "share": share,
+        "interval": [low, high], "mean_tokens": row.generated_mean,
         "cut_off": row.cut_off,
     }  # fmt: skip
 

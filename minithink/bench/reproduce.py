@@ -166,7 +166,7 @@ def compare(run: Run, records: Sequence[journal.Record]) -> list[Compared]:
         if (id, sample) in now:
             record = now[id, sample]
             before = right.get((id, sample))
-            out.append(Compared(run.key["dataset"], id, sample, answer, record.found, before, record.right))
+            out.append(Compared(run.key["dataset"], id, sample, answer, record.found, before, bool(record.right)))
     return out
 
 

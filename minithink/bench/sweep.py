@@ -257,7 +257,7 @@ def evaluated(args: argparse.Namespace, argv: list[str], key: Wanted) -> list[Ru
             {f.name: getattr(row, f.name) for f in fields(Row) if f.name != "group"},
             sorted([r.id, r.sample, r.found] for r in own if r.id in asked),
             tokens=[sum(r.generated_tokens for r in own), len(own)],
-            right="".join("01"[r.right] for r in sorted(own, key=lambda r: (r.id, r.sample))),
+            right="".join("01"[bool(r.right)] for r in sorted(own, key=lambda r: (r.id, r.sample))),
             command=origin.command("minithink.bench", argv),
             **{name: done.runs[-1][name] for name in ("commit", "date", "machine", "versions")},
         )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from minithink.errors import MinithinkError, UsageError, alternatives, escaped, quoted, reason
-from minithink.evaluate.grading import GRADERS, check, grade
+from minithink.evaluate.grading import CHOICES, NONE, check, grade
 from minithink.hub import download
 from minithink.tasks import families, load_problems, search
 from minithink.tasks.answers import seems_long, short_answer
@@ -38,7 +38,7 @@ class Example:
     id: str
     question: str  # the user's message, template applied
     answer: str
-    grader: str  # a name in grading.GRADERS
+    grader: str  # a name in grading.CHOICES
     group: str = ""  # length bin, level or subject: for tables
 
 
@@ -65,7 +65,8 @@ def load_dataset(
         name: as above.
         split: None: test.
         limit: take only the first so many examples; None: all.
-        grader: for rows of files that name none; a ready entry has its own.
+        grader: for rows of files that name none; a ready entry has its own. "none": they are not graded, and need
+            no answer.
 
     Raises:
         UsageError: there is no such dataset, split or grader.
@@ -73,8 +74,8 @@ def load_dataset(
     """
     if limit is not None and limit < 1:
         raise UsageError(f"A limit of {limit} examples leaves none: give 1 or more.")
-    if grader not in GRADERS:
-        raise UsageError(f"There is no grader {quoted(grader)}; {alternatives(grader, GRADERS)}.")
+    if grader not in CHOICES:
+        raise UsageError(f"There is no grader {quoted(grader)}; {alternatives(grader, CHOICES)}.")
     check_name(name)
     if (entry := _entry(name)) is not None:
         examples = _from_entry(entry, split)
@@ -128,6 +129,7 @@ def check_graders(examples: Iterable[Example]) -> list[str]:
     of = dict[str, list[Example]]()
     for example in examples:
         of.setdefault(example.grader, []).append(example)
+    of.pop(NONE, None)
     for grader, asked in of.items():
         check(grader)
         bad = [e for e in asked if not grade(rf"\boxed{{{short_answer(e.answer)}}}", e.answer, grader).right]
@@ -303,10 +305,10 @@ def _from_rows(rows: Iterable[_Row], name: str, grader: str, instruction: str = 
     for n, row in enumerate(rows, 1):
         question = row.need(*QUESTION)
         named = row.get("grader") or grader
-        if named not in GRADERS:
-            raise row.error(f"names the grader {quoted(named)}; {alternatives(named, GRADERS)}")
-        answer = row.answer()
-        if not answer:
+        if named not in CHOICES:
+            raise row.error(f"names the grader {quoted(named)}; {alternatives(named, CHOICES)}")
+        answer = "" if named == NONE else row.answer()
+        if not answer and named != NONE:
             raise row.lacks(*ANSWER)
         message = f"{question}\n\n{instruction}" if instruction else question
         examples.append(Example(row.get("id") or f"{name}-{n}", message, answer, named, row.get("group")))

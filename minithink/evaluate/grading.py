@@ -6,6 +6,7 @@ If it finds no answer that it can read, the text is wrong. Datasets name these g
 - `exact`: character for character, without spaces; of numbers with a power of ten the value counts (1e-5 is 0.00001).
 - `math`: equal by math-verify (extra `math`): 1/2 is 0.5, and {1, 2} is {2, 1}. Numbers that differ are never equal.
 - `number`: the one number in the answer; thousands separators, currencies and units do not matter.
+- `none`: no text is right or wrong; for problems whose answer is not known.
 - `choice`: the letter A to D in the last box, or, without a box, in the last "answer is (B)".
 
 The answer of a text is its last \boxed{} (or \fbox{}, \boxed 7, …); without a box the number behind `####`, or what
@@ -24,13 +25,15 @@ from minithink.evaluate import judge, numerals
 from minithink.tasks import boxed, same_characters
 from minithink.tasks.answers import stated
 
+NONE = "none"  # in place of a grader: texts are not graded
+
 
 @dataclass(frozen=True)
 class Graded:
     """The answer of a text, and whether it is right."""
 
     found: str | None  # None: no answer that the grader can read
-    right: bool
+    right: bool | None  # None: texts are not graded
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class Grader:
     equal: Callable[[str, str], bool]  # of the answer that was found and the right one
 
     def __call__(self, text: str, answer: str) -> bool:
-        return self.grade(text, answer).right
+        found = self.find(text)
+        return found is not None and self.equal(found, answer)
 
     def grade(self, text: str, answer: str) -> Graded:
         found = self.find(text)
@@ -54,12 +58,14 @@ def grade(text: str, answer: str, grader: str) -> Graded:
     Args:
         text: as generated; the text before `</think>` is no answer.
         answer: the right answer.
-        grader: a name in GRADERS.
+        grader: a name in CHOICES.
 
     Raises:
         UsageError: there is no such grader.
         MinithinkError: the grader is `math`, and math-verify is not installed.
     """
+    if grader == NONE:
+        return Graded(stated(text), None)
     if grader not in GRADERS:
         raise UsageError(f"There is no grader {quoted(grader)}; {alternatives(grader, GRADERS)}.")
     return GRADERS[grader].grade(text, answer)
@@ -169,3 +175,4 @@ GRADERS: Mapping[str, Grader] = {
     "number": Grader(_find_number, _same_number),
     "choice": Grader(_find_choice, lambda found, answer: found == answer.strip()),
 }
+CHOICES = (*GRADERS, NONE)

@@ -76,7 +76,7 @@ class Record:
     id: str  # of the problem
     sample: int  # from 0
     group: str  # of problems: a family, a length bin, a subject; "": the dataset has no groups
-    right: bool
+    right: bool | None  # None: it was not graded, and its line has no such field
     found: str | None  # the answer that was graded; None: the text has none
     finish_reason: str  # stop | length | context | non-finite: no answer, see `summary.summarize`
     prompt_tokens: int
@@ -143,14 +143,14 @@ class Record:
             raise ValueError(f"the field {quoted(unknown[0])} is unknown")
         if missing := [name for name in _KINDS if name not in values and name not in _OPTIONAL]:
             raise ValueError(f"the field {missing[0]!r} is missing")
-        return cls(**values)
+        return cls(**{"right": None, **values})
 
 
 _KINDS = {
     name: tuple(get_origin(one) or one for one in (get_args(kind) or (kind,)))
     for name, kind in get_type_hints(Record).items()
 }
-_OPTIONAL = ("text", "budget_tokens", *SHARES, "counts")
+_OPTIONAL = ("right", "text", "budget_tokens", *SHARES, "counts")
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "an object",
           NoneType: "null"}  # fmt: skip
 

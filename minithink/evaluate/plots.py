@@ -118,7 +118,8 @@ def draw(rows: Sequence[Row], folder: Path, title: str = "") -> list[Path]:
     """Draw all pictures that the rows allow, over all problems → the SVG files.
 
     accuracy-by-bytes.svg always; accuracy-by-budget.svg and length-by-budget.svg if a budget is in tokens;
-    accuracy-by-share.svg and length-by-share.svg if a budget is a share. If recall was measured, recall-by-budget.svg
+    accuracy-by-share.svg and length-by-share.svg if a budget is a share. If nothing was graded, there are none of
+    accuracy. If recall was measured, recall-by-budget.svg
     and recall-by-share.svg likewise; if needs were measured, needed-by-budget.svg and needed-by-share.svg. title:
     stands above each picture.
 
@@ -128,7 +129,10 @@ def draw(rows: Sequence[Row], folder: Path, title: str = "") -> list[Path]:
     rows = [row for row in rows if row.group is None]
     paths = []
     with _settings():
-        figures = {"accuracy-by-bytes": _by_bytes(rows)}
+        figures: dict[str, Figure] = {}
+        graded = [row for row in rows if row.pass_at_1 is not None]
+        if graded:
+            figures["accuracy-by-bytes"] = _by_bytes(graded)
         for kind, name in ((int, "budget"), (float, "share")):
             if any(isinstance(row.budget, kind) for row in rows):
                 chosen = [row for row in rows if row.budget is None or isinstance(row.budget, kind)]
@@ -236,7 +240,8 @@ def _by_budget(rows: Sequence[Row], what: str) -> Figure:
             **style,
         )
         if policy == FULL and accuracy:
-            axis.axhspan(100 * own[0].pass_at_1_low, 100 * own[0].pass_at_1_high, color=GREY, alpha=0.15, linewidth=0)
+            _, low, high = own[0].accuracy
+            axis.axhspan(100 * low, 100 * high, color=GREY, alpha=0.15, linewidth=0)
     axis.set_xscale("log", base=2)
     axis.set_xticks(budgets, [budget_text(budget) for budget in budgets])
     axis.minorticks_off()
@@ -283,7 +288,7 @@ def _by_bytes(rows: Sequence[Row]) -> Figure:
         style = style | ({"marker": "p"} if policy == FULL else {})
         axis.errorbar(
             [row.kv_bytes_peak for row in own],
-            [100 * row.pass_at_1 for row in own],
+            [100 * row.accuracy[0] for row in own],
             yerr=_errors(own),
             label=_label(policy),
             capsize=3,
@@ -293,7 +298,7 @@ def _by_bytes(rows: Sequence[Row]) -> Figure:
             elinewidth=1,
             **style,
         )
-    points = [(row.kv_bytes_peak, 100 * row.pass_at_1) for row in rows]
+    points = [(row.kv_bytes_peak, 100 * row.accuracy[0]) for row in rows]
     front = [points[i] for i in pareto_front(points)]
     axis.plot(
         [x for x, _ in front], [y for _, y in front], drawstyle="steps-post", color="black", linewidth=0.8,
@@ -313,9 +318,13 @@ def _by_bytes(rows: Sequence[Row]) -> Figure:
 
 def _errors(rows: Sequence[Row]) -> list[list[float]]:
     """How far the intervals reach below and above pass@1, in percentage points."""
-    below = [100 * (row.pass_at_1 - row.pass_at_1_low) for row in rows]
-    above = [100 * (row.pass_at_1_high - row.pass_at_1) for row in rows]
-    return [[max(0.0, e) for e in below], [max(0.0, e) for e in above]]
+    below = list[float]()
+    above = list[float]()
+    for row in rows:
+        share, low, high = row.accuracy
+        below.append(max(0.0, 100 * (share - low)))
+        above.append(max(0.0, 100 * (high - share)))
+    return [below, above]
 
 
 def _label(policy: str) -> str:

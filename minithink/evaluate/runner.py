@@ -27,7 +27,7 @@ from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped
 from minithink.evaluate import plots, summary
 from minithink.evaluate import trace as tracing
 from minithink.evaluate.datasets import Example, check_graders, load_dataset
-from minithink.evaluate.grading import GRADERS, Graded, grade
+from minithink.evaluate.grading import CHOICES, Graded, grade
 from minithink.evaluate.journal import SOURCES, Journal, Key, Record, read, settings_of, text_hash
 from minithink.evaluate.meter import Held, both, meter
 from minithink.evaluate.needed import NeededKept, check_questions
@@ -77,7 +77,8 @@ def add_run_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -> No
     add = parser.add_argument
     add("--reference-length", type=positive, metavar="N", help="budgets that are shares are of N tokens, and full is "
         "not run for them (default: of what the full cache generates on average)")  # fmt: skip
-    add("--grader", default="exact", choices=list(GRADERS), help="of files that name none (default: exact)")
+    add("--grader", default="exact", choices=list(CHOICES), help="of files that name none (default: exact); with "
+        "none, problems need no answer, and texts are not graded")  # fmt: skip
     add("--calibration", metavar="FOLDER", help="where minithink.calibrate wrote its files (default: beside the "
         "model)")  # fmt: skip
     add("--batch-size", type=positive, metavar="N", help=f"rows at once, from beginning to end (default: {GPU_BATCH} "
@@ -303,7 +304,8 @@ def _run(job: Job, cells: list[Cell], journal: Journal, ranks: Ranks, mean: floa
         before = [r for r in journal.records if r.key in mine]
         with progress(
             len(own), len(before), f"{cell} ({number} of {len(cells)})", ranks.rank > 0,
-            right=sum(r.right for r in before), tokens=sum(r.generated_tokens for r in before),
+            right=sum(r.right is True for r in before), tokens=sum(r.generated_tokens for r in before),
+            graded=sum(r.right is not None for r in before),
         ) as advance:  # fmt: skip
             for record in job.records(cell, set(todo), mean, lengths, advance.step, trace):
                 journal.append(record)

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from minithink import counts
-from minithink.errors import NON_FINITE, MinithinkError, escaped, is_disk_full, reason
+from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped, is_disk_full, reason
 from minithink.evaluate.journal import FULL, SHARES, Record, check_unique
 from minithink.files import dumps, replace, rounded
 from minithink.intervals import CONFIDENCE, RESAMPLES, bootstrap, wilson
@@ -33,10 +33,10 @@ class Row:
     group: str | None  # None: all problems
     problems: int
     samples: int  # sequences, over all problems
-    pass_at_1: float  # mean over problems of the share of a problem's samples that are right
-    pass_at_1_low: float  # its interval
-    pass_at_1_high: float
-    interval: str  # how the interval was found: bootstrap | wilson
+    pass_at_1: float | None  # mean over problems of the share of samples that are right; None: none were graded
+    pass_at_1_low: float | None  # its interval
+    pass_at_1_high: float | None
+    interval: str  # how the interval was found: bootstrap | wilson | none
     reference: str | None  # the policy that this one is compared with; None: there is none
     paired_problems: int  # problems that both policies have
     difference: float | None  # pass@1 minus the reference's, over the paired problems
@@ -63,6 +63,13 @@ class Row:
     parsed: float | None = None
     # Sequences beside `samples`, whose logits were not finite: they count in no other column. None: there are none.
     non_finite: int | None = None
+
+    @property
+    def accuracy(self) -> tuple[float, float, float]:
+        """pass@1 and its interval: low, high. UsageError: nothing was graded."""
+        if self.pass_at_1 is None or self.pass_at_1_low is None or self.pass_at_1_high is None:
+            raise UsageError(f"The texts of {escaped(self.policy)} were not graded: choose a grader other than none.")
+        return self.pass_at_1, self.pass_at_1_low, self.pass_at_1_high
 
 
 def summarize(
@@ -138,10 +145,11 @@ def budget_order(budget: Budget) -> tuple[int, float]:
 
 
 def _shares(records: Sequence[Record]) -> dict[str, float]:
-    """Problem → the share of its samples that are right."""
+    """Problem → the share of its samples that are right. Samples that were not graded do not count."""
     samples: dict[str, list[bool]] = defaultdict(list)
     for r in records:
-        samples[r.id].append(r.right)
+        if r.right is not None:
+            samples[r.id].append(r.right)
     return {id: sum(right) / len(right) for id, right in samples.items()}
 
 
@@ -156,10 +164,14 @@ def _row(
     non_finite: int | None,
 ) -> Row:
     """One row. shares, other: problem → share that is right, of this policy and of the reference."""
-    n, count = len(shares), len(records)
-    share = fsum(shares.values()) / n
-    resampled = bootstrap(list(shares.values()), seed)
-    low, high = resampled or wilson(share, n)
+    count = len(records)
+    share, low, high = None, None, None
+    interval = "none"
+    if shares:
+        share = fsum(shares.values()) / len(shares)
+        resampled = bootstrap(list(shares.values()), seed)
+        low, high = resampled or wilson(share, len(shares))
+        interval = "bootstrap" if resampled else "wilson"
     pairs = [shares[id] - other[id] for id in shares if id in other] if other else []
     difference = fsum(pairs) / len(pairs) if pairs else None
     difference_low, difference_high = bootstrap(pairs, seed) or (None, None)
@@ -170,12 +182,12 @@ def _row(
         policy=cell[0],
         budget=cell[1],
         group=group,
-        problems=n,
+        problems=len({r.id for r in records}),
         samples=count,
         pass_at_1=share,
         pass_at_1_low=low,
         pass_at_1_high=high,
-        interval="bootstrap" if resampled else "wilson",
+        interval=interval,
         reference=reference if pairs else None,
         paired_problems=len(pairs),
         difference=difference,
@@ -265,6 +277,8 @@ def as_markdown(rows: Sequence[Row], seed: int = 0) -> str:
     )
     if any(row.budget_tokens is not None for row in rows):
         parts.append("In brackets behind a share: the tokens of the budget, prompt included, mean over sequences.")
+    if any(row.pass_at_1 is None for row in rows):
+        parts.append("A – in place of pass@1: these sequences were not graded (`--grader none`).")
     if any(row.non_finite for row in rows):
         parts.append(
             "Not finite: sequences whose logits held NaN or ∞. They have no answer, and count in no other column."
@@ -288,12 +302,19 @@ def show(rows: Sequence[Row], folder: Path) -> None:
         column.no_wrap = True
     for row in rows:
         if row.group is None:
-            interval = f"{row.pass_at_1_low:.1%} to {row.pass_at_1_high:.1%}"
+            right, interval = _accuracy(row)
             sizes = (f"{row.generated_mean:,.0f}", size(row.kv_bytes_peak), f"{row.tokens_peak:,.0f}")
-            right = f"{row.pass_at_1:.1%}"
             table.add_row(Text(escaped(row.policy)), budget_of(row), right, interval, *sizes)
     Console(highlight=False).print(table)
     print(f"All columns, what they mean, and the groups of problems: {escaped(folder / 'summary.md')}")
+
+
+def _accuracy(row: Row) -> tuple[str, str]:
+    """pass@1 and its interval, for a table; "–" and nothing: nothing was graded."""
+    if row.pass_at_1 is None:
+        return "–", ""
+    share, low, high = row.accuracy
+    return f"{share:.1%}", f"{low:.1%} to {high:.1%}"
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -308,6 +329,7 @@ def _table(rows: Sequence[Row]) -> str:
     header += [*shares.values(), *(["counted"] if counted else []), *(["not finite"] if broken else [])]
     lines = [header, ["---", *["---:"] * (len(header) - 1)]]
     for row in rows:
+        right, interval = _accuracy(row)
         mark = " w" if row.interval == "wilson" else ""
         difference = "–"
         if row.difference is not None:
@@ -319,7 +341,7 @@ def _table(rows: Sequence[Row]) -> str:
             _code(row.policy),
             budget_of(row),
             f"{row.problems:,} × {row.samples / row.problems:.3g}",
-            f"{row.pass_at_1:.1%} ({row.pass_at_1_low:.1%} to {row.pass_at_1_high:.1%}{mark})",
+            f"{right} ({interval}{mark})" if interval else right,
             difference,
             f"{row.generated_mean:,.0f} ({row.generated_median:,.0f})",
             f"{row.cut_off:.1%}",

@@ -16,6 +16,7 @@ from minithink.commands import INTERRUPTED, SCHEDULES
 from minithink.errors import UsageError, unwritable
 from minithink.evaluate import runner, summary
 from minithink.evaluate.datasets import LEVELS, check_name, is_file, load_dataset
+from minithink.evaluate.grading import NONE
 from minithink.evaluate.plan import budgets
 from minithink.evaluate.ranks import Ranks
 from minithink.evaluate.summary import Row
@@ -57,6 +58,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Evaluate every point of the grid, write tuning.json and tuning.md, print the table."""
     if len(args.budget) > 1:
         raise UsageError(f"Hyperparameters are chosen at one budget, and --budget names {len(args.budget)}.")
+    if args.grader == NONE:
+        raise UsageError("--grader none grades nothing, and hyperparameters are chosen by right answers: drop it.")
     fields = [field for field, _ in args.grid]
     if twice := next((field for field in fields if fields.count(field) > 1), None):
         raise UsageError(f"--grid names {twice} twice: put all of its values behind one.")
@@ -116,7 +119,7 @@ def _words(question: str) -> str:
 def ranking(rows: Sequence[Row], points: dict[str, Any]) -> list[Row]:
     """The points, best first: by pass@1, of equals by bytes."""
     mine = [row for row in rows if row.group is None and row.policy in points]
-    return sorted(mine, key=lambda row: (-row.pass_at_1, row.kv_bytes_mean))
+    return sorted(mine, key=lambda row: (-row.accuracy[0], row.kv_bytes_mean))
 
 
 def write(folder: Path, ranked: Sequence[Row], points: dict[str, dict[str, str]], args: argparse.Namespace) -> str:
@@ -133,10 +136,11 @@ def write(folder: Path, ranked: Sequence[Row], points: dict[str, dict[str, str]]
     lines = [header, ["---"] * len(header)]
     for row in ranked:
         # If an interval overlaps the best point's, chance may have chosen the best.
-        mark = "**best**" if row is best else "≈" if row.pass_at_1_high >= best.pass_at_1_low else ""
+        share, low, high = row.accuracy
+        mark = "**best**" if row is best else "≈" if high >= best.accuracy[1] else ""
         lines.append([
-            mark, *points[row.policy].values(), f"{row.pass_at_1:.1%}",
-            f"{row.pass_at_1_low:.1%} to {row.pass_at_1_high:.1%}", summary.size(row.kv_bytes_mean),
+            mark, *points[row.policy].values(), f"{share:.1%}",
+            f"{low:.1%} to {high:.1%}", summary.size(row.kv_bytes_mean),
             f"{row.generated_mean:,.0f}",
         ])  # fmt: skip
     text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -464,3 +464,16 @@ def test_refusals_of_a_hub(server, tmp_path):
     (sentence,) = Client(server.endpoint, tmp_path / "empty").load("MATH-500", HF_HUB_OFFLINE="1")
     assert "The dataset HuggingFaceH4/MATH-500" in sentence
     assert "HF_HUB_OFFLINE" in sentence
+
+
+def test_problems_without_answers_need_the_grader_none(tmp_path):
+    path = tmp_path / "p.jsonl"
+    graded = {"question": "3?", "answer": "5", "grader": "exact"}
+    rows = [{"question": "1?"}, {"question": "2?", "answer": None}, graded]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    refused(path, "line 1 has no answer")
+    examples = load_dataset(str(path), grader="none")
+    assert [(e.answer, e.grader) for e in examples] == [("", "none"), ("", "none"), ("5", "exact")]
+    assert check_graders(examples) == []
+    path.write_text(json.dumps({"question": "1?", "grader": "none"}))
+    assert load_dataset(str(path))[0].grader == "none"

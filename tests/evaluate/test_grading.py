@@ -311,3 +311,8 @@ def test_adversarial_texts_take_time_in_proportion_to_their_length():
     """They take seconds; a search that reads the rest of the text at each place would take hours."""
     words = [sys.executable, "-c", ADVERSARIAL, json.dumps(PIECES)]
     assert subprocess.run(words, cwd=ROOT, timeout=400).returncode == 0
+
+
+def test_without_a_grader_an_answer_is_found_and_not_graded():
+    assert grade(r"\boxed{7}", "7", "none") == Graded("7", None)
+    assert grade("nothing", "", "none") == Graded(None, None)

@@ -648,3 +648,10 @@ def test_a_difference_is_shown_briefly_and_where_it_is() -> None:
     assert "xax" in said
     assert "xbx" in said
     assert differences({"a\x1b": "\u202e"}, {}) == 'a\\x1b "\\u202e" and not given'
+
+
+def test_a_record_that_was_not_graded_has_no_verdict_in_its_line(tmp_path: Path) -> None:
+    row = record(right=None)
+    assert "right" not in json.loads(row.to_json())
+    write(tmp_path, [row])
+    assert read(tmp_path).records == [row]

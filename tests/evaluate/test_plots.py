@@ -401,3 +401,9 @@ def test_settings_of_wrong_types_are_refused_with_a_sentence(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_runs_that_were_not_graded_are_drawn_without_accuracy(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = summarize([replace(row, right=None) for row in results()])
+    assert [path.name for path in draw(rows, tmp_path)] == ["length-by-budget.svg"]

@@ -933,6 +933,23 @@ def test_without_math_verify_nothing_begins(
     assert not (tmp_path / "out").exists()
 
 
+def test_problems_without_answers(
+    model: Path, tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--grader none: everything is measured but what is right; a resumed run sums up the same."""
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"question": "Who sits?"}\n{"question": "a"}\n')
+    assert main(options(model, path, tmp_path / "x")) == 1
+    assert "line 1 has no answer" in capsys.readouterr().err
+    rows = evaluate(model, path, tmp_path / "out", grader="none")
+    assert [row["right"] for row in rows.values()] == [None, None]
+    said = capsys.readouterr()
+    assert "| `full` | – | 2 × 1 | – | – |" in said.out
+    assert " right (" not in said.err
+    assert main([*options(model, path, tmp_path / "out", grader="none"), "--resume"]) == 0
+    assert capsys.readouterr().out.splitlines()[:5] == said.out.splitlines()[:5]
+
+
 def test_without_matplotlib_there_is_a_summary(
     model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -317,3 +317,24 @@ def test_a_share_is_named_with_what_it_comes_to() -> None:
     [row] = summarize([record(policy="a", budget=0.25)])
     assert (row.budget_tokens, budget_of(row)) == (None, "25 %")
     assert "In brackets" not in as_markdown([row])
+
+
+def test_sequences_that_were_not_graded_have_all_measures_but_accuracy(tmp_path: Path) -> None:
+    (graded,) = summarize(FULL)
+    (row,) = summarize([replace(r, right=None) for r in FULL])
+    assert row == replace(
+        graded, pass_at_1=None, pass_at_1_low=None, pass_at_1_high=None, interval="none", problems=3, samples=6
+    )
+    with pytest.raises(UsageError, match=r"full were not graded: choose a grader other than none\.$"):
+        _ = row.accuracy
+    write(tmp_path, [row])
+    assert json.loads((tmp_path / "summary.json").read_text())["rows"][0]["pass_at_1"] is None
+    text = (tmp_path / "summary.md").read_text()
+    assert "| `full` | – | 3 × 2 | – | – |" in text
+    assert "these sequences were not graded (`--grader none`)" in text
+
+
+def test_only_graded_sequences_count_in_the_accuracy() -> None:
+    (row,) = summarize([*FULL, record(id="s", right=None)])
+    assert row.pass_at_1 == summarize(FULL)[0].pass_at_1
+    assert (row.problems, row.samples) == (4, 7)
