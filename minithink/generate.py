@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minithink.commands import SCHEDULES, Parser, exit_code, finite, integer, location, natural, positive
+from minithink.cores import MANY, Interruptions
 from minithink.errors import NON_FINITE, UsageError, escaped, quoted
 from minithink.looped import looped
 from minithink.process import INTERRUPTED
@@ -63,6 +64,10 @@ def run(args: argparse.Namespace) -> int:
 
     names = ("revision", "device", "dtype", "backend", "calibration")
     engine = load(args.model, **{name: getattr(args, name) for name in names})
+    if args.threads is not None:
+        import torch
+
+        torch.set_num_threads(args.threads)
     if caution := engine.generation_config.caution:
         _say(f"{caution}.")
     if args.interactive:
@@ -143,6 +148,7 @@ def _generate(args: argparse.Namespace, tasks: list[Task], stream: Stream) -> in
             print(json.dumps({**asdict(result), "verdict": verdict}), flush=True)
         return code or _say_why_not_finite(stream)
     screen, pieces = Screen(), defaultdict[tuple[int, int], list[tuple[str, str]]](list)
+    interruptions = Interruptions()
     begin = time.perf_counter()
     if len(stream.sequences) == 1:
         if not (args.prompt or args.prompt_text or args.prompt_file):
@@ -151,6 +157,7 @@ def _generate(args: argparse.Namespace, tasks: list[Task], stream: Stream) -> in
     else:  # a token's thought type is known only in the step that generates it
         code = until_interrupted(lambda: _collect(stream, pieces) if screen.styled else _run_with_progress(stream))
     seconds = time.perf_counter() - begin
+    interrupted = interruptions.a_second()
     results = _begun(stream)
     for result in results:
         if len(stream.sequences) > 1:
@@ -165,7 +172,17 @@ def _generate(args: argparse.Namespace, tasks: list[Task], stream: Stream) -> in
         for part in re.split(rf"\b({'|'.join(THOUGHTS)})\b", line):  # each type's name in its colour: the legend
             screen.write(part, THOUGHTS.get(part, "dim"))
         screen.line()
+    _hint_at_threads(stream, interrupted)
     return code or _say_why_not_finite(stream)
+
+
+def _hint_at_threads(stream: Stream, interrupted: float) -> None:
+    """Say that one thread may be faster, if other programs kept the cores busy. interrupted: how often a second."""
+    import torch
+
+    alone = len(stream.sequences) == 1 and stream.engine.device.type == "cpu"
+    if alone and interrupted >= MANY and torch.get_num_threads() > 1:
+        _say("other programs kept the cores busy; --threads 1 may be faster.")
 
 
 def _say_why_not_finite(stream: Stream) -> int:
@@ -402,6 +419,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", help="auto, float32, float16, bfloat16")
     add("--backend", default="auto", help="auto, reference, triton")
+    add("--threads", type=positive, metavar="N", help="of torch, on a CPU (default: its own choice); 1 is best for "
+        "one sequence where other programs keep the cores busy")  # fmt: skip
     add(
         "--trace",
         type=location,

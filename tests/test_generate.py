@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -852,3 +852,39 @@ def test_generation_defaults_that_are_left_out_are_named(capsys: Capture, tmp_pa
     assert main("--model", folder, "a", *SHORT) == 0
     sentence = "generation_config.json asks for repetition_penalty = 5.0, which is not supported and is left out."
     assert capsys.readouterr().err == f"minithink: {sentence}\n"
+
+
+# Threads ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_thread_again() -> Iterator[None]:
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    ("interrupted", "argv", "hinted"),
+    [
+        (500.0, ("--threads", 2), True),
+        (500.0, ("--threads", 1), False),
+        (1.0, ("--threads", 2), False),
+        (500.0, ("--threads", 2, "--num-samples", 2), False),
+    ],
+)
+def test_one_thread_is_advised_where_cores_are_busy(
+    capsys: Capture, monkeypatch: Any, model: Any, one_thread_again: None, interrupted: float, argv: Any, hinted: bool
+) -> None:
+    monkeypatch.setattr("minithink.cores.Interruptions.a_second", lambda self: interrupted)
+    assert main(*model, "a", *SHORT, *argv) == 0
+    assert torch.get_num_threads() == argv[1]
+    said = capsys.readouterr().err
+    assert ("minithink: other programs kept the cores busy; --threads 1 may be faster.\n" in said) == hinted
+
+
+def test_threads_are_left_alone_without_the_option(capsys: Capture, model: Any, one_thread_again: None) -> None:
+    torch.set_num_threads(3)
+    assert main(*model, "a", *SHORT) == 0
+    assert torch.get_num_threads() == 3
+    capsys.readouterr()
+    fails(capsys, 2, "argument --threads: '0' is no", "--threads", 0)

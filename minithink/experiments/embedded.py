@@ -94,6 +94,15 @@ def held(result: Result) -> Iterable[Row]:
         yield {**m, "kinds": {kind: size or None for kind, size in m["kinds"].items()}}
 
 
+def loads(result: Result) -> Iterable[str]:
+    """Of `bench busy`: how busy the machine was by itself, as a sentence."""
+    before = [m["load_before"] for m in result["measurements"] if m["load_before"] is not None]
+    if before:
+        cores = result["settings"]["cores"]
+        yield f"Medians; load average before the lines: {min(before):.1f} to {max(before):.1f}, on {cores} cores."
+        yield ""
+
+
 def full_cache(result: Result) -> Iterable[str]:
     """What the full cache does on the problems of a pilot, and what its budgets are, as sentences."""
     full, settings = result["measurements"][0], result["settings"]
@@ -174,7 +183,7 @@ TABLES = {
         ("`GOMP_SPINCOUNT=100000`?", "speeds.spin 100000", "{:,.0f}"),
         ("`OMP_WAIT_POLICY=PASSIVE`", "speeds.passive", "{:,.0f}"),
         ("one thread", "speeds.one thread", "{:,.0f}"),
-    )),
+    ), said=loads),
     "cache-speed": Table((
         ("batch", "batch", "{}"), ("pages", "paged.tokens_per_second", "{:,.0f} tok/s"),
         ("plain cache", "plain.tokens_per_second", "{:,.0f} tok/s"), ("ratio", ratio, SPREAD), ("goal", goal, "{}"),

@@ -64,6 +64,7 @@ def test_settings_take_turns_and_holders_end(tmp_path: Path, monkeypatch: pytest
         "| sequences | cores held | as commands set it | OpenMP's default | `GOMP_SPINCOUNT=1000`"
     )
     assert table[2].startswith("| 1 | 0 | **106** | 107 | 108 |")
+    assert any(line.startswith("Medians; load average before the lines: ") for line in table)
 
 
 def test_a_run_that_fails_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
