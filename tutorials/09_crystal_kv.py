@@ -144,7 +144,8 @@ assert top > bottom, "what the answer looks at should be hit more often"
 # For λ ≤ ½ one newer hit outweighs all older hits together, for ½ + ¼ + ⅛ + … never exceeds 1. So LRFU is LRU there;
 # frequency counts only among equal last hits. In general a token that was hit k steps *more recently* can lose only
 # if λ^k > 1 − λ. The paper recommends λ from 0.5 to 0.7. How long a lead can frequency make up for there? A trap: a
-# decayed value is soon 0 in float32, and old tokens look alike. The library compares logarithms.
+# decayed value is soon 0 in float32, and old tokens look alike. The library compares numbers with an exponent beside
+# them (`Scaled`), whose logarithms are printed below.
 
 # %%
 HITS = {"a": [1, 2, 3, 4, 5], "b": [1, 6], "c": [1, 2, 4]}
