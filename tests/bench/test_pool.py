@@ -149,7 +149,9 @@ def test_a_pool_keeps_the_newest_run_of_each_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [gzip.compress(b"{}\n"), b"{}\n", gzip.compress(b"{}\n")[:-9], gzip.compress(b"\xff")]
+    "content",
+    [gzip.compress(b"{}\n"), b"{}\n", gzip.compress(b"{}\n")[:-9], gzip.compress(b"\xff")],
+    ids=["no line of a run", "not compressed", "cut off", "no text"],
 )
 def test_a_damaged_pool_is_named_and_stays(tmp_path: Path, content: bytes) -> None:
     """No line of a run; not compressed; cut off; no text."""
