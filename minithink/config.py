@@ -43,16 +43,18 @@ _LENGTHS = """
     model_max_length max_model_len max_model_length max_seq_len max_seq_length max_sequence_length seq_length
     sequence_length context_length n_ctx training_sequence_length tokenizer_model_max_length max_window_layers
 """
-# What transformers keeps in generation_config.json; in config.json it has no effect since version 5.
-_GENERATION = """
+# What transformers keeps in generation_config.json; old versions kept it in config.json.
+GENERATION = frozenset(
+    """
     max_length max_new_tokens min_length min_new_tokens early_stopping max_time stop_strings do_sample num_beams
     num_beam_groups diversity_penalty penalty_alpha temperature top_k top_p min_p top_h typical_p epsilon_cutoff
     eta_cutoff repetition_penalty encoder_repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size bad_words_ids force_words_ids renormalize_logits remove_invalid_values constraints
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias guidance_scale
     watermarking_config num_return_sequences output_scores output_logits return_dict_in_generate
-"""
-HARMLESS = frozenset(" ".join((_TRAINING, _SOFTWARE, _NAMES, _LENGTHS, _GENERATION)).split())
+    """.split()  # noqa: SIM905
+)
+HARMLESS = GENERATION.union(" ".join((_TRAINING, _SOFTWARE, _NAMES, _LENGTHS)).split())
 # … and fields whose names say it: nothing is dropped in inference, and tokens are the tokenizer's.
 HARMLESS_NAMES = re.compile(
     r"_.*|.*(dropout|dropout_p|dropout_prob|dropout_rate|pdrop|layerdrop)|.*_token_ids?|(bos|eos|pad|unk|sep)_token"

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from minithink.config import ModelConfig, as_ids, read_json
+from minithink.config import GENERATION, ModelConfig, as_ids, read_json
 from minithink.errors import listed, named, quoted
 from minithink.sampling import COLDEST, DRAWS, is_whole
 from minithink.tokenizer import Tokenizer
 
+FILE = "generation_config.json"
 DRAWING = tuple(name for name in DRAWS if name != "seed")  # what a checkpoint may recommend
 READ = (*DRAWING, "do_sample", "max_new_tokens", "eos_token_id", "max_length")
 ONE_TOKEN = 1e-9  # a top_p that keeps the most probable token, as 0 does in transformers
@@ -57,23 +58,29 @@ class GenerationConfig:
     max_new_tokens: int | None = None  # None: as many as context and memory allow
     stop_ids: frozenset[int] = frozenset()
     ignored: tuple[str, ...] = ()  # "repetition_penalty = 1.1", … of the file
+    source: str = FILE  # the file
 
     @property
     def caution(self) -> str:
         """A sentence about what is left out, without a full stop; "": nothing is."""
         if not self.ignored:
             return ""
-        return f"generation_config.json asks for {listed(self.ignored, 5)}, which is not supported and is left out"
+        return f"{self.source} asks for {listed(self.ignored, 5)}, which is not supported and is left out"
 
     @classmethod
     def from_folder(cls, folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> GenerationConfig:
-        """Read the file, if there is one. If it names no stop tokens, `config.json` or the tokenizer does.
+        """Read the file. If there is none, `config.json` may hold its fields, as old versions of transformers wrote
+        them. If no stop tokens are named there, `config.json` or the tokenizer does.
 
         Raises:
-            MinithinkError: the file is no JSON.
+            MinithinkError: a file is no JSON.
         """
-        path = folder / "generation_config.json"
-        return cls.from_dict(read_json(path) if path.exists() else {}, config, as_ids(tokenizer.eos_id))
+        eos_ids = as_ids(tokenizer.eos_id)
+        if (folder / FILE).exists():
+            return cls.from_dict(read_json(folder / FILE), config, eos_ids)
+        fields = read_json(folder / "config.json")
+        own = {name: value for name, value in fields.items() if name in GENERATION}
+        return replace(cls.from_dict(own, config, eos_ids), source="config.json")
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], config: ModelConfig, eos_ids: tuple[int, ...] = ()) -> GenerationConfig:

@@ -25,7 +25,7 @@ from minithink.stream import Chunk, Result
 from minithink.thinking import Stage, split_thinking
 from tests.compare import margins
 from tests.drive import prompt_logits
-from tests.fixtures_checkpoint import CONTEXT, SPECIAL, edit_json, write_checkpoint
+from tests.fixtures_checkpoint import CONTEXT, SPECIAL, edit_json, write_checkpoint, write_json
 
 torch.set_num_threads(1)
 
@@ -178,6 +178,18 @@ def test_defaults_come_from_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").unlink()
     defaults = load(tmp_path).generation_config
     assert (defaults.temperature, defaults.max_new_tokens, defaults.stop_ids) == (0.0, None, {0})
+
+
+def test_without_a_generation_config_the_config_may_hold_its_fields(tmp_path: Path) -> None:
+    """As old versions of transformers wrote them; the newer file wins as a whole."""
+    folder = write_checkpoint(tmp_path)
+    edit_json(folder / "config.json", do_sample=True, temperature=0.7, top_p=None, repetition_penalty=5.0, top_k=-1)
+    defaults = load(folder).generation_config
+    assert (defaults.temperature, defaults.top_k, defaults.top_p, defaults.stop_ids) == (0.7, 0, 1.0, {0})
+    assert defaults.caution.startswith("config.json asks for repetition_penalty = 5.0, which is not")
+    write_json(folder / "generation_config.json", {"top_k": 3})
+    defaults = load(folder).generation_config
+    assert (defaults.temperature, defaults.top_k, defaults.caution) == (0.0, 3, "")
 
 
 def test_cautions_about_the_config_reach_the_engine(tmp_path: Path) -> None:
