@@ -6,8 +6,10 @@ import ast
 import importlib.util
 import re
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,8 +129,8 @@ def test_jupytext_reads_the_same_cells(script: Path) -> None:
     assert [c.source for c in jupytext.reads(again, fmt="py:percent").cells] == [c.source for c in notebook.cells]
 
 
-def test_files_that_are_left_behind_are_said(tmp_path: Path) -> None:
-    """A second run in the same folder would meet them, and so would git."""
+def runner() -> Any:
+    """The module tutorials/run.py."""
     for extra in ("jupytext", "nbclient", "ipykernel"):
         pytest.importorskip(extra, reason="the extra `tutorials` is not installed")
     spec = importlib.util.spec_from_file_location("run_tutorials", FOLDER / "run.py")
@@ -136,9 +138,33 @@ def test_files_that_are_left_behind_are_said(tmp_path: Path) -> None:
     assert spec.loader is not None
     run = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(run)
+    return run
+
+
+def test_files_that_are_left_behind_are_said(tmp_path: Path) -> None:
+    """A second run in the same folder would meet them, and so would git."""
+    run = runner()
     script, folder = tmp_path / "01_a.py", tmp_path / "folder"
     folder.mkdir()
     script.write_text("# %%\nimport tempfile\n\ntempfile.TemporaryFile().close()\n")
     assert run.execute(script, folder)[1] == ""
     script.write_text("# %%\nopen('b.txt', 'w').close()\nopen('a.txt', 'w').close()\n")
     assert run.execute(script, folder)[1].startswith("It leaves a.txt, b.txt in the current folder")
+
+
+def test_tutorials_that_run_at_once_are_told_apart(tmp_path: Path) -> None:
+    """In the order of their names, each with its own error."""
+    runner()
+    for name, code in (("01_a.py", "import time; time.sleep(1)"), ("02_b.py", "1 / 0"), ("03_c.py", "print(7)")):
+        (tmp_path / name).write_text(f"# %%\n{code}\n")
+    words = [str(path) for path in sorted(tmp_path.glob("*.py"))]
+    command = [sys.executable, str(FOLDER / "run.py"), "--jobs", "3", "--output", str(tmp_path / "done"), *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert [line.split()[:2] for line in done.stdout.splitlines()] == [
+        ["ok", "01_a.py"],
+        ["FAILED", "02_b.py"],
+        ["ok", "03_c.py"],
+    ]
+    assert "ZeroDivisionError" in done.stderr
+    assert "7" in (tmp_path / "done" / "03_c.ipynb").read_text()

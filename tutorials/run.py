@@ -3,6 +3,7 @@
 python tutorials/run.py                        all of them
 python tutorials/run.py 01_decoder.py          some of them
 python tutorials/run.py --output executed      keep the executed notebooks
+python tutorials/run.py --jobs 1               one after the other, not one for each core
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import re
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import jupytext
@@ -60,6 +62,14 @@ def execute(script: Path, folder: Path) -> tuple[nbformat.NotebookNode, str]:
     return notebook, ""
 
 
+def run_alone(script: Path) -> tuple[nbformat.NotebookNode, str, float]:
+    """Run a tutorial in a temporary folder → as `execute`, and the seconds that it took."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        notebook, error = execute(script, Path(folder))
+    return notebook, error, time.perf_counter() - began
+
+
 def chosen(names: list[str]) -> list[Path]:
     """The named tutorials, or all; a name may be a path or a file name of this folder."""
     if not names:
@@ -75,22 +85,22 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run the tutorials as notebooks.")
     parser.add_argument("scripts", nargs="*", metavar="FILE", help="tutorials to run (default: all)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="keep the executed notebooks here")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="at once (default: cores)")
     options = parser.parse_args(argv)
     if importlib.util.find_spec("minithink") is None:  # not installed: use the checkout around this file
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH"))))
 
     failed = 0
-    for script in chosen(options.scripts):
-        began = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            notebook, error = execute(script, Path(folder))
-        print(f"{'FAILED' if error else 'ok':6} {script.name:24} {time.perf_counter() - began:6.1f} s", flush=True)
-        if error:
-            failed += 1
-            print(error, file=sys.stderr, flush=True)
-        if options.output is not None:
-            options.output.mkdir(parents=True, exist_ok=True)
-            nbformat.write(notebook, options.output / f"{script.stem}.ipynb")
+    scripts = chosen(options.scripts)
+    with ProcessPoolExecutor(max(1, min(options.jobs, len(scripts)))) as pool:
+        for script, (notebook, error, seconds) in zip(scripts, pool.map(run_alone, scripts), strict=True):
+            print(f"{'FAILED' if error else 'ok':6} {script.name:24} {seconds:6.1f} s", flush=True)
+            if error:
+                failed += 1
+                print(error, file=sys.stderr, flush=True)
+            if options.output is not None:
+                options.output.mkdir(parents=True, exist_ok=True)
+                nbformat.write(notebook, options.output / f"{script.stem}.ipynb")
     return 1 if failed else 0
 
 
