@@ -109,3 +109,51 @@ def test_ids_and_special_flags_equal_transformers(
         # tokenizers decodes an added token to its normalized content, which it never takes for a special one.
         if files["tokenizer.json"]["normalizer"] is None:
             assert theirs.decode(ids, skip_special_tokens=True) == theirs.decode(kept)
+
+
+FLAGGED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+PLACES: dict[str, dict[str, Spec]] = {
+    "added_tokens": {"tokenizer.json": {"added_tokens": [{"id": BASE, "content": "<eos>", **FLAGGED}]}},
+    "added_tokens_decoder": {"tokenizer_config.json": {"added_tokens_decoder": {str(BASE): {"content": "<eos>"}}}},
+    "added_tokens.json": {"added_tokens.json": {"<eos>": BASE}},
+    "special_tokens_map.json": {"special_tokens_map.json": {"eos_token": {"content": "<eos>"}}},
+    "a named token": {"tokenizer_config.json": {"eos_token": "<eos>"}},
+    "an object": {"tokenizer_config.json": {"eos_token": {"__type": "AddedToken", "content": "<eos>"}}},
+    "another name": {"tokenizer_config.json": {"turn_token": "<eos>"}},
+    "extra_special_tokens": {"tokenizer_config.json": {"extra_special_tokens": ["<eos>"]}},
+    "extra_special_tokens, by name": {"tokenizer_config.json": {"extra_special_tokens": {"turn": "<eos>"}}},
+    "additional_special_tokens": {"tokenizer_config.json": {"additional_special_tokens": ["<eos>"]}},
+    "additional_special_tokens, in the map": {"special_tokens_map.json": {"additional_special_tokens": ["<eos>"]}},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("named", [False, True])
+def test_a_token_is_found_in_every_place(place: str, named: bool, tmp_path: Path) -> None:
+    files = PLACES[place]
+    config = files.get("tokenizer_config.json", {}) | ({"eos_token": "<eos>"} if named else {})
+    write(files | {"tokenizer_config.json": config}, tmp_path)
+    ours = minithink.Tokenizer.from_folder(tmp_path)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert ours.encode("a<eos>b") == [VOCAB["a"], BASE, VOCAB["b"]] == theirs.encode("a<eos>b")
+    assert ours.eos_id == theirs.eos_token_id
+    assert ours.decode([BASE], skip_special_tokens=True) == theirs.decode([BASE], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    "text", ["word", "a word", "aword", "words", "word.", "_word", "²word", "wordé", "word\u0301"]
+)
+def test_a_single_word_stands_alone(text: str, tmp_path: Path) -> None:
+    token = {"id": BASE, "content": "word", **FLAGGED, "single_word": True}
+    write({"tokenizer.json": {"added_tokens": [token]}}, tmp_path)
+    ours = minithink.Tokenizer.from_folder(tmp_path)
+    theirs = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert ours.encode(text) == theirs.encode(text).ids
+
+
+def test_ids_of_the_files_are_kept(tmp_path: Path) -> None:
+    """Where ids have holes, transformers closes them, so a model would read other tokens than it was trained with."""
+    write({"tokenizer_config.json": {"added_tokens_decoder": {"300": {"content": "<eos>"}}}}, tmp_path)
+    tokenizer = minithink.Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode("<eos>") == [300]
+    assert tokenizer.vocab_size == 301

@@ -154,6 +154,14 @@ def test_pieces_of_any_composition_equal_tokenizers(spec: Spec, texts: list[str]
         assert ours(spec, text) == theirs(spec, text)
 
 
+@pytest.mark.parametrize("behavior", BEHAVIORS)
+@pytest.mark.parametrize("invert", [False, True])
+def test_every_behavior_of_a_split_equals_tokenizers(behavior: str, invert: bool) -> None:
+    spec = sequence(split("a", behavior, invert), level())
+    for text in ("a", "b", "ab", "ba", "aab", "baa", "bbaabb", "aabbaabab", "babbab"):
+        assert ours(spec, text) == theirs(spec, text)
+
+
 CLASSES = {
     "letters": split(r"\p{L}"),
     "numbers": ONE_BY_ONE,
