@@ -219,12 +219,15 @@ def summary(results: list[Result], seconds: float) -> str:
     for r in results:
         kinds.update(r.kv_ledger)
     parts = ", ".join(f"{kind} {size / 2**20:,.2f}" for kind, size in kinds.items() if size)
+    free = sum(r.kv_free_bytes for r in results)
+    beside = f"; {free / 2**20:,.2f} MiB more are free slots in its pages" if free else ""
     against = f", {held / full:.1%} of a full cache's {full / 2**20:,.1f} MiB ({parts} MiB)" if held != full else ""
     reasons = ", ".join(sorted({r.finish_reason for r in results})) or "interrupted"
     return (
         f"{sum(r.prompt_tokens for r in results):,} prompt tokens, {tokens:,} generated ({thought:,} thinking) in "
         f"{seconds:.1f} s: {tokens / max(seconds, 1e-9):,.0f} tokens/s; "
-        f"KV cache {held:,} bytes ({held / 2**20:,.1f} MiB) held{when}{against}; {reasons}{_hint_at_loops(results)}"
+        f"KV cache {held:,} bytes ({held / 2**20:,.1f} MiB) held{when}{against}{beside}; {reasons}"
+        f"{_hint_at_loops(results)}"
     )
 
 

@@ -88,6 +88,7 @@ class Result:
     kv_bits: float | None = None  # bits of a number in the cache's pages, with its share of the scales
     kv_thoughts: dict[str, int] = field(default_factory=dict)  # segments by type, if the policy knows types
     kv_notes: str = ""  # a sentence of the policy about what it did
+    kv_free_bytes: int = 0  # free slots in the sequence's pages, which come on top of kv_bytes
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -405,9 +406,10 @@ class Stream:
         return Result(
             text=text, thinking=thinking, answer=answer, token_ids=list(tokens),
             finish_reason=s.finish_reason or "interrupted", prompt_tokens=len(s.prompt),
-            generated_tokens=len(tokens), thinking_tokens=thought, kv_bytes=kv.total,
+            generated_tokens=len(tokens), thinking_tokens=thought, kv_bytes=kv.held,
             kv_tokens=held, kv_full_bytes=seen * engine.config.kv_bytes_per_token(engine.dtype.itemsize),
             kv_ledger={kind: size for kind, size in kv.as_dict().items() if kind != "reserve"},
+            kv_free_bytes=kv.reserve,
             prefill_seconds=s.first - s.began if s.first else 0.0, decode_seconds=s.last - s.first,
             prompt=s.prompt_index, sample=s.sample, kv_bits=told.bits, kv_thoughts=dict(Counter(told.thoughts)),
             kv_notes=told.notes,

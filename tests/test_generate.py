@@ -180,6 +180,8 @@ def test_the_summary_adds_up() -> None:
         "(5.0 MiB) held at the end, in all, 25.0% of a full cache's 20.0 MiB (payload 3.00, tables 1.00, state "
         "1.00 MiB); length, stop"
     )
+    paged = cli.summary([replace(first, kv_free_bytes=2**19), replace(second, kv_free_bytes=2**18)], 2.0)
+    assert paged.endswith("state 1.00 MiB); 0.75 MiB more are free slots in its pages; length, stop")
     larger = replace(first, kv_bytes=20 * 2**20)
     assert "(20.0 MiB) held, 200.0% of a full cache's 10.0 MiB (" in cli.summary([larger], 2.0)
 

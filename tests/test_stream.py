@@ -370,7 +370,7 @@ def test_bytes_of_a_sequence(engine: Engine, monkeypatch: pytest.MonkeyPatch, po
     def look(now: Sequence[Track]) -> None:
         for s in now:
             account = stream.cache.account(s.number)
-            last[s.number] = account.total, account.as_dict(), stream.cache.held(s.number)
+            last[s.number] = account.held, account.as_dict(), stream.cache.held(s.number)
 
     stream.on_step = look
     for _ in stream.advances():

@@ -338,6 +338,7 @@ class Bench:
         cache, rows = steady.cache, steady.sequences
         ledgers = [cache.account(i).as_dict() for i in rows]
         kinds = {kind: statistics.mean(x[kind] for x in ledgers) for kind in ledgers[0]}
+        free = kinds.pop("reserve")  # free slots of the sequence's pages
         length = statistics.mean(cache.length(i) for i in rows)
         if steady.enough is not None:  # the cache was filled to its steady state only
             length += max(0, self.args.tokens - steady.enough)
@@ -345,7 +346,7 @@ class Bench:
         return {
             "rows": len(rows), "length": length, "held_tokens": max(cache.held(i) for i in rows), "kinds": kinds,
             "bytes": sum(kinds.values()), "full_bytes": full, "share": sum(kinds.values()) / full,
-            "pool_share": cache.ledger().total / len(rows) / full,
+            "free_share": free / full, "pool_share": cache.ledger().total / len(rows) / full,
             "pages_share": pages / cache.store.table.pages.count, **counted(steady),
         }  # fmt: skip
 
@@ -420,7 +421,7 @@ class Bench:
     def limit(self, steady: Steady, milliseconds: float) -> dict[str, Any]:
         """The least time of a step: reading weights and cache, or the products, whichever takes longer."""
         store, rows = steady.cache.store, list(steady.sequences)
-        held = sum(store.account(rows[i : i + SOME]).total for i in range(0, len(rows), SOME))
+        held = sum(store.account(rows[i : i + SOME]).held for i in range(0, len(rows), SOME))
         return self.limit_of(len(rows), held, int(store.count.sum()) * store.shape.sharing, milliseconds)
 
     def limit_of(self, batch: int, held: int, tokens: int, milliseconds: float) -> dict[str, Any]:

@@ -310,7 +310,7 @@ class Single:
         held = context + BLOCK + (done + 1) / 2  # tokens, the mean over the timed steps
         cache = int(batch * held * model.config.kv_bytes_per_token(model.dtype.itemsize))
         if policy:  # as many as are held at the end, which is a random moment of every sequence's cycle
-            cache = sum(ours.cache.account(i).total for i in ours.sequences)
+            cache = sum(ours.cache.account(i).held for i in ours.sequences)
         limit = (weights + cache) / model.bandwidth
         out |= {
             "steps": done,

@@ -179,7 +179,7 @@ class LedgerMeter:
     def __call__(self, sequences: Sequence[Track]) -> None:
         for s in sequences:
             cache = self.cache.caches[s.number]
-            size = cache.account(s.number).total
+            size = cache.account(s.number).held
             if isinstance(cache, FullCache):
                 count, tokens = None, float(cache.held(s.number))
             else:

@@ -54,7 +54,7 @@ class Shape:
     hidden: int  # d
     scope: Scope  # of the tables: the policy's own or, in a stack, the finest
     device: torch.device
-    tokens: int = 0  # the longest that a sequence may become
+    tokens: int = 0  # the longest that a sequence may become; 0: it is not known
     dtype: torch.dtype = torch.float32  # of the model
 
     @property
@@ -93,7 +93,7 @@ class Demand:
     what: See
     layers: frozenset[int] | None = None  # None: all; HIDDEN: −1 is after the final norm
     every: int = 1  # the sequence's generated tokens; 0 generated, at the end of the prompt, is always due
-    rows: int = 1  # ROWS and QUERY: how many of the last queries
+    rows: int = 1  # ROWS and QUERY: how many of the last queries, or all that a sequence can have, if these are fewer
     prompt: bool = True  # MASS: also of the prompt's queries, when it is read
     # How the query heads of a KV head become one: probabilities' sum, mean or max, softmax of the logits' max, or
     # none: all Hq are given.
@@ -412,6 +412,18 @@ class Policy:
         if self.budget is None or schedule.shares is not None:
             return self.budget
         return self.budget + (self.slack if schedule.interval is None else schedule.interval)
+
+    def room_for(self, shape: Shape, more: int = 0) -> int:
+        """Tokens of a lane that state must have room for: `limit` and `more`, but never more than a sequence has. So
+        state does not grow with budgets that are larger than the texts.
+
+        Args:
+            shape: as in `setup`.
+            more: tokens that a lane may hold beyond its limit when the state is written.
+        """
+        assert self.limit is not None
+        most = self.limit + more
+        return min(most, shape.tokens) if shape.tokens else most
 
     def peaks(self, tokens: int, prompt: int) -> list[list[tuple[str, int]]]:
         """What the pool is made for: moments at which a lane may hold most, each as (format, tokens) for every

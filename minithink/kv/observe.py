@@ -32,6 +32,8 @@ class Observations:
         self._layers: dict[str, Tensor] = {}  # group rule → [L, B, heads, S], which `mass` has layer by layer
         self.hidden: dict[int, Tensor] = {}  # layer → [B, d]
         shape, asked = store.shape, max((d.queries for d in demands), default=0)
+        if shape.tokens:
+            asked = min(asked, shape.tokens)  # no sequence has more queries
         ring = (shape.layers if asked else 0, shape.rows, shape.query_heads, asked, shape.head_dim)
         self.queries = torch.zeros(ring, dtype=store.dtype, device=shape.device)
 

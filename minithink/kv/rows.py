@@ -141,8 +141,11 @@ class Rows:
         if columns == "fit":
             columns = need.width
         self.width = need.width if columns is None else columns  # of the lists
+        storage = policy.storage
+        if storage.buffer > tokens:  # such a buffer is never full; it needs no more room than a sequence
+            storage = replace(storage, buffer=tokens + 1)
         self.store = PagedStore(
-            self.shape, policy.storage, pages=pages, scale_rows=units * rows * need.scale_rows, dtype=dtype,
+            self.shape, storage, pages=pages, scale_rows=units * rows * need.scale_rows, dtype=dtype,
             columns=columns, width=need.width, table_width=4 if columns is None else need.pages + need.prompt_pages,
             backend=backend,
         )  # fmt: skip
@@ -349,7 +352,7 @@ class Rows:
         total = sum(x.nbytes for x in self.tensors())
         state, observed = (sum(x.nbytes for x in kind) for kind in (self._state(), self._observed()))
         ledger = replace(self.store.account(), state=state, observations=observed)
-        return replace(ledger, reserve=total - ledger.total)
+        return replace(ledger, reserve=total - ledger.held)
 
     def tensors(self) -> list[Tensor]:
         """Everything that the manager, its store and its policy occupy."""
@@ -363,7 +366,7 @@ class Rows:
 
     def account(self, seq: int) -> Ledger:
         """Bytes that one sequence holds, by kind: its tokens, their scales and tables, its buffers, and its row's
-        share of the policy's state and observations."""
+        share of the policy's state and observations. Its reserve is the free slots of its pages."""
         return replace(self.store.account([self._row_of[seq]]), **self.row_shares())
 
     def row_shares(self) -> dict[str, int]:

@@ -269,12 +269,23 @@ class PagedStore(Moves):
         return *own, *rings, *lists, *thoughts, *moves, *free, *self.table.tensors
 
     def account(self, rows: Sequence[int] | None = None) -> Ledger:
-        """Bytes that the tokens of some rows hold (None: of all), without the reserve."""
+        """Bytes that the tokens of some rows hold (None: of all). The reserve is the free slots of their pages."""
         rows = [row for row in (range(len(self.most)) if rows is None else rows) if self.most[row]]
         if not rows:
             return Ledger()
-        payload, scales, tables, buffers = self.held(torch.tensor(rows, device=self.shape.device)).sum(1).tolist()
-        return Ledger(payload=payload, scales=scales, tables=tables, buffers=buffers)
+        at = torch.tensor(rows, device=self.shape.device)
+        payload, scales, tables, buffers = self.held(at).sum(1).tolist()
+        return Ledger(payload=payload, scales=scales, tables=tables, buffers=buffers, reserve=self.free_in_pages(at))
+
+    def free_in_pages(self, rows: Tensor) -> int:
+        """Bytes of the free slots in the pages of some rows: of the whole pages, less what their tokens take.
+        rows: int64 [N]."""
+        page = self.table.page[:, rows]
+        number = page[page != self.table.pages.count].long()
+        of_token = torch.tensor([lay.codes + lay.side for lay in self.layouts], device=number.device)
+        taken = self.table.taken[number] * of_token[self.table.format[number].long()]
+        free = number.numel() * (self.page_bytes + self.side_bytes) - int(taken.sum())
+        return free * self.shape.sharing
 
     def paged(self, row: int) -> int:
         """Tokens of a row that lie in pages, in all lanes together."""

@@ -150,8 +150,9 @@ class View:
         return self._last_queries(layer, self._demand(See.QUERY, layer).rows)
 
     def _last_queries(self, layer: int, n: int) -> Tensor:
-        """The last n queries of every row, oldest first: [R, Hq, n, D]."""
+        """The last n queries of every row, oldest first; fewer, if no sequence can have n: [R, Hq, n, D]."""
         ring = self.observations.queries[layer]  # [B, Hq, size, D]
+        n = min(n, ring.shape[2])
         if n not in self._slots:
             last = torch.arange(n, device=ring.device) - n
             self._slots[n] = (self.length[:, None] + last) % ring.shape[2]  # [R, n]
@@ -162,9 +163,9 @@ class View:
         if demand.rows == 1:  # attention has written this row
             return self._weights(self.observations.newest, layer, demand.group).unsqueeze(2)
         q, k = self._last_queries(layer, demand.rows).float(), self.keys(layer).float()
-        out = []
-        for i in range(demand.rows):
-            own = (self.length - demand.rows + i)[:, None, None]  # the query's position
+        count, out = q.shape[2], []
+        for i in range(count):
+            own = (self.length - count + i)[:, None, None]  # the query's position
             valid = (pos >= 0) & (pos <= own)
             logits = q[:, :, i].unflatten(1, (k.shape[1], -1)) @ k.transpose(-1, -2) / k.shape[-1] ** 0.5
             out.append(group_reduce(logits, valid, demand.group).nan_to_num(0.0))  # no valid token: no such query

@@ -97,7 +97,7 @@ class CrystalKVLite(Policy):
             counted = counted & (held >= step.budget)
         over, keep = super().due(step)  # heads above their budgets; with a schedule, only at its steps
         *result, score = step.ops.retain(
-            step.mass(), step.pos(), held, self._known, step.row, step.budget, self._slack,
+            step.mass(), step.pos(), held, self._known, step.row, *self._entries(step.budget),
             torch.where(over, keep, held), step.protects, step.prompt, step.clock, tracked, counted, summed,
             self._decay, self.p, self.birth, step.wants_scores,
         )  # fmt: skip
@@ -106,18 +106,32 @@ class CrystalKVLite(Policy):
         return tuple(result)
 
     # -- state: CRF_i(τ_i) and τ_i of the tokens that stay. A row has one list for all its heads, one head after the
-    # other. A head has budget + slack entries, so the state does not grow when budgets move.
+    # other. A head has budget + slack entries, so the state does not grow when budgets move. If that is more than a
+    # head can ever fill, it has as many as it can fill.
 
     def setup(self, shape: Shape) -> None:
         layers, rows, heads = shape.tables
         assert self.budget is not None
         most = self.limit or self.budget
         self._slack = most - self.budget  # tokens beyond its budget that a head may hold between steps
+        self._most: int | None = None  # entries of a head, if budget + slack are more
+        if shape.tokens and most > shape.tokens + self._moves(shape):
+            self._most = most = shape.tokens + self._moves(shape)
         size = rows, layers * heads * most + 1  # the last entry is for tokens without an entry of their own
         self._pos = torch.full(size, NOWHERE, dtype=torch.int32, device=shape.device)
         self._crf = torch.zeros(size, dtype=torch.float64, device=shape.device)
         self._last = torch.zeros(size, dtype=torch.int32, device=shape.device)
         self._decay = Decay(self.lam, shape.device)
+
+    def _moves(self, shape: Shape) -> int:
+        """Tokens by which a budget that moves may exceed the longest sequence."""
+        return 0
+
+    def _entries(self, budget: Tensor) -> tuple[Tensor, int]:
+        """How many entries heads with these budgets have: int32 [L, B, Hkv], and how many each has beside."""
+        if self._most is None:
+            return budget, self._slack
+        return (budget + self._slack).clamp(max=self._most), 0
 
     def reset(self, row: int) -> None:
         self._pos[row] = NOWHERE
@@ -166,8 +180,9 @@ class CrystalKV(CrystalKVLite):
         if step.any(now):
             budget = self.algorithm_2(step, now, kept, fixed, crf)
             # Heads that shrink evict: their tokens are added to `drop`. CRF and τ move to the heads' new entries.
+            (old, _), (new, slack) = self._entries(step.budget), self._entries(budget)
             step.ops.repack(
-                drop, step.held(), self._known, step.row, step.budget, budget, self._slack, step.protects, step.clock,
+                drop, step.held(), self._known, step.row, old, new, slack, step.protects, step.clock,
                 now, self._decay,
             )  # fmt: skip
             yield SetBudget(budget)
@@ -184,6 +199,11 @@ class CrystalKV(CrystalKVLite):
         moved = (budget - step.budget).clamp(min=0).sum((0, 2))
         self._slots[:, step.row] += torch.stack((moved, torch.where(now, step.budget.sum((0, 2)), 0)))
         return budget
+
+    def _moves(self, shape: Shape) -> int:
+        # `algorithm_2` gives a head at most what it holds and `realloc_every`, or the prompt and `min_budget`. A
+        # budget that is larger from the beginning never moves.
+        return min(max(self.realloc_every, self.min_budget), shape.tokens)
 
     # -- counted over all reallocations of a row: slots that changed heads, and all slots that could
 

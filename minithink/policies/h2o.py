@@ -65,8 +65,7 @@ class H2O(Policy):
     # -- state: positions and S of the tokens that stay
 
     def setup(self, shape: Shape) -> None:
-        assert self.limit is not None
-        size = (*shape.tables, self.limit)
+        size = (*shape.tables, self.room_for(shape))
         self._known = (
             torch.full(size, NOTHING[0], dtype=torch.int32, device=shape.device),
             torch.zeros(size, dtype=torch.float32, device=shape.device),

@@ -96,8 +96,7 @@ class LazyEviction(Policy):
     # -- state: positions, TS and MRI of the tokens held
 
     def setup(self, shape: Shape) -> None:
-        assert self.limit is not None
-        size = (*shape.tables, self.limit + 1)
+        size = (*shape.tables, self.room_for(shape, 1))
         self._known = tuple(torch.full(size, x, dtype=torch.int32, device=shape.device) for x in NOTHING)
 
     def reset(self, row: int) -> None:

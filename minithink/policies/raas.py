@@ -234,8 +234,7 @@ class RaaS(Policy):
     # -- state: positions and stamps of the tokens held
 
     def setup(self, shape: Shape) -> None:
-        assert self.limit is not None
-        size = (*shape.tables, self.limit + 1)
+        size = (*shape.tables, self.room_for(shape, 1))
         self._known = tuple(torch.full(size, x, dtype=torch.int32, device=shape.device) for x in (NOWHERE, 0))
 
     def reset(self, row: int) -> None:

@@ -86,7 +86,8 @@ class SkipKV(Steered):
         self._read = torch.zeros(b, 3, dtype=torch.int32, device=device)
         self._count = torch.zeros(b, 2, dtype=torch.int32, device=device)
         self._total = torch.zeros(b, shape.hidden if self.skip else 0, device=device)
-        self._vector = torch.zeros(b, self.vectors if self.skip else 0, shape.hidden, device=device)
+        vectors = min(self.vectors, shape.tokens + 1) if self.skip else 0  # a sentence has at least one token
+        self._vector = torch.zeros(b, vectors, shape.hidden, device=device)
         self._penalty = torch.zeros(b, sentences, device=device)
         self._number = torch.zeros(b, positions if self.skip else 0, dtype=torch.int32, device=device)
         # evicted sentences; tokens that were evicted while their lane held a token of a penalised sentence

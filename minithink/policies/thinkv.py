@@ -124,7 +124,7 @@ class ThinKV(ThinKVOptions):
             return torch.tensor(kinds, dtype=step.thought.dtype, device=step.thought.device)
         p = torch.stack([step.rows(layer) for layer in self.measured])  # [L*, B, Hkv, rows, S]
         pos = torch.stack([step.pos(layer) for layer in self.measured])[:, :, None]  # [L*, B, 1, Ht, S]
-        age = torch.arange(self.sparsity_rows - 1, -1, -1, device=p.device)  # of a row's query, 0: newest
+        age = torch.arange(p.shape[3] - 1, -1, -1, device=p.device)  # of a row's query, 0: newest
         last = step.prompt + step.clock - 1
         seen = torch.where(step.clock % self.tau == 0, last, -1)[:, None] - age  # what is not due is not looked at
         valid = (pos >= 0) & (pos <= seen[..., None, None])  # [L*, B, rows, Ht, S]

@@ -63,12 +63,12 @@ def test_every_byte_is_found(name: str, scope: Scope) -> None:
     for token in range(18):
         feed(DECODER, manager, {1: [token], 0: [token]})
         ledger = check(manager)
-    own = [manager.store.account([manager._row_of[seq]]).total for seq in (0, 1)]
+    own = [manager.store.account([manager._row_of[seq]]).held for seq in (0, 1)]
     assert sum(own) == ledger.held - ledger.state
     share = ledger.state // len(manager.rows)
-    assert [manager.account(seq).total for seq in (0, 1)] == [x + share for x in own]
+    assert [manager.account(seq).held for seq in (0, 1)] == [x + share for x in own]
     manager.leave(0)
-    assert manager.account(1).total == check(manager).held - ledger.state + share
+    assert manager.account(1).held == check(manager).held - ledger.state + share
     manager.leave(1)
     assert check(manager).held == empty.held
 
@@ -125,6 +125,43 @@ def test_evicted_tokens_are_reserve(scope: Scope) -> None:
         feed(DECODER, manager, {0: [token]})
         assert check(manager).payload == ledger.payload
         assert manager.ledger().tables <= ledger.tables  # freed slots are taken again: no more pages
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("name", ["plain", "fp8", "nvfp4", "two"])
+def test_a_sequence_holds_its_pages(name: str, scope: Scope) -> None:
+    """The payload, the tokens' own scales and the free slots of a sequence are its whole pages; the pool's reserve
+    has these free slots, too."""
+    manager = manager_for(DECODER, Cut(13, scope=scope, storage=STORAGES[name]), rows=2)
+    manager.join(0, 60, 5)
+    manager.join(1, 60, 21)
+    feed(DECODER, manager, {0: [1] * 5})
+    feed(DECODER, manager, {1: [2] * 21})
+    free = []
+    for token in range(30):
+        feed(DECODER, manager, {0: [token], 1: [token]})
+        store = manager.store
+        for seq in (0, 1):
+            account = manager.account(seq)
+            page = store.table.page[:, manager.row_of(seq)]
+            opened = int((page != store.table.pages.count).sum()) * store.shape.sharing
+            shared = account.scales - of_tokens(manager, seq)  # scales of a format or of groups lie in no page
+            own = account.payload + account.scales - shared
+            assert own + account.reserve == opened * (store.page_bytes + store.side_bytes)
+            free.append(account.reserve)
+        assert check(manager).reserve >= sum(manager.account(seq).reserve for seq in (0, 1))
+    assert min(free) >= 0
+    assert len(set(free)) > 1
+
+
+def of_tokens(manager: KVManager, seq: int) -> int:
+    """Bytes of the scales of single tokens, of one sequence, which lie beside its pages."""
+    store, row = manager.store, manager.row_of(seq)
+    place = store.place[:, row, :, : store.seen]
+    paged = (store.positions()[:, row] >= 0) & (place >= 0)
+    formats = store.table.format[torch.where(paged, place // store.table.most, store.trash_page).long()]
+    each = [int((formats[paged] == f).sum()) * lay.side for f, lay in enumerate(store.layouts)]
+    return sum(each) * store.shape.sharing
 
 
 class Hoarder(Policy):

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from itertools import count
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from minithink.errors import UsageError
 from minithink.kv.manager import KVManager
 from minithink.kv.schedule import Schedule
 from minithink.kv.stack import Stack
-from minithink.model import Decoder
+from minithink.model import Decoder, Rope
 from minithink.policies import POLICIES, parse
 from minithink.weights import tensors_of
 from tests.compare import assert_close, assert_same, margins
-from tests.kv.run import feed, kept, manager_for, observed, owned_bytes, text_of
+from tests.kv.run import feed, informed, kept, manager_for, observed, owned_bytes, text_of
 from tests.strategies import example_config, random_decoder
 
 torch.set_num_threads(1)
@@ -309,6 +313,36 @@ def test_a_batch_is_never_worse_than_its_parts(text: str, seed: int) -> None:
     assert compared > ANSWER // 2
 
 
+CONFIG = example_config(num_heads=6, num_kv_heads=2, head_dim=16)
+HUGE = (2**30 - 1, 2**20 + 1)  # of options that count tokens, keys or steps
+
+
+@settings(max_examples=200)
+@given(data=st.data(), name=st.sampled_from(sorted(SMALL)), tokens=st.sampled_from([24, 61, 300]))
+def test_state_is_no_larger_than_the_text(data: st.DataObject, name: str, tokens: int) -> None:
+    """Whatever huge numbers the options hold, budgets above all: what a policy remembers and sees, and the buffer in
+    which tokens wait, take no more bytes than a few full caches of the longest text. Nothing is allocated here."""
+    text = data.draw(st.sampled_from(SMALL[name]))
+    policy = parse(text)
+    counts = [f.name for f in fields(policy) if f.init and type(getattr(policy, f.name)) is int]
+    chosen = data.draw(st.sets(st.sampled_from(counts), min_size=1)) if counts else set[str]()
+    changed = {field: data.draw(st.sampled_from(HUGE)) for field in sorted(chosen)}
+    if any(f.name == "schedule" and f.init for f in fields(policy)) and data.draw(st.booleans()):
+        changed["schedule"] = data.draw(st.sampled_from(["every", "interval:1073741823", "sawtooth:1073741823/9"]))
+        if changed["schedule"].startswith("sawtooth"):
+            changed["budget"] = HUGE[0]
+    try:
+        policy = informed(replace(policy, **changed), CONFIG)
+        manager = KVManager(
+            CONFIG, Rope(CONFIG, "meta"), policy, rows=2, tokens=tokens, prompt=9, device="meta", columns="fit"
+        )
+    except UsageError:  # such a number makes no sense there
+        return
+    held = [*policy.state(), *manager.observations.tensors, manager.store.ring]
+    constant = 2**15  # weights of a predictor, a vocabulary's table
+    assert sum(x.nbytes for x in held) <= 2 * (4 * tokens * CONFIG.kv_bytes_per_token(4) + constant), (text, changed)
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_budget_and_bytes(text: str) -> None:
     """Law 4, after every step: lanes hold at most budget + slack tokens, and the ledger knows all tensors' bytes."""
@@ -325,7 +359,7 @@ def test_budget_and_bytes(text: str) -> None:
         ledger = manager.ledger()
         assert ledger.total == owned_bytes(manager), (text, ledger)
         assert ledger.reserve >= 0, (text, ledger)
-        of_sequences = sum(manager.store.account([row]).total for row in manager._row_of.values())
+        of_sequences = sum(manager.store.account([row]).held for row in manager._row_of.values())
         assert of_sequences == ledger.held - ledger.state - ledger.observations, (text, ledger)
         if not policy.demands:
             assert not observed(manager)
