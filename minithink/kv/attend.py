@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minithink.kv import checks
 from minithink.kv.batch import Batch
 from minithink.kv.contract import Demand, See
 from minithink.kv.pages import Reading
@@ -189,7 +190,7 @@ class Pass(Rows):
             return hidden
         at = now.batch.row
         if now.view is not None:
-            hidden = self.policy.steer(now.view, layer, hidden)
+            hidden = checks.steered(self.policy, self.policy.steer(now.view, layer, hidden), hidden)
         for _ in self.observations.of(now.due, See.HIDDEN, layer):
             self.observations.keep_hidden(layer, hidden, at, now.active)
         if layer == -1 and self.watches:

@@ -9,6 +9,15 @@ answers with edits:
     OpenSegment   tokens from now on belong to a new segment, of some thought type
     SetBudget     another budget for single lanes
 
+`decide` yields any number of them, in any order; a step in which nothing changes yields nothing. Masks have exactly
+the shape of `Step.pos`, and everything lies on the cache's device. `checks.py` refuses what is not so. What is always
+allowed, and has a meaning:
+
+- a mask that is true where there is no token, at protected tokens, or in inactive rows: nothing happens to these
+- several Evicts of one step: what any of them drops is evicted
+- a token that one edit evicts and another moves to another format: it is evicted
+- an error in the policy's own code: it ends the step, and comes to the caller as it is
+
 Everything speaks of whole batches. Row b of a tensor is sequence slot b of the manager, running or not; a policy that
 is `recordable` may be shown some rows alone, numbered anew. A lane is (layer, row, KV head). Lanes that share a block
 table hold the same tokens, so the tensors of a step have one entry for all of them: [Lt, B, Ht, …], where Lt is L or

@@ -49,6 +49,7 @@ from torch import Tensor
 
 from minithink.config import ModelConfig
 from minithink.errors import MinithinkError
+from minithink.kv import checks
 from minithink.kv.attend import Pass, _Read
 from minithink.kv.batch import Batch
 from minithink.kv.contract import Edit, Evict, OpenSegment, Policy, Requantize, SetBudget
@@ -117,7 +118,9 @@ class KVManager(Pass):
         view = self.view(batch)
         due = torch.zeros_like(view.active)
         for policy in self.deciding:
-            due |= policy.due(view.seen_by(policy))[0].any(2).any(0)
+            seen = view.seen_by(policy)
+            which, _ = checks.due(policy, policy.due(seen), seen)
+            due |= which.any(2).any(0)
         return due & view.active
 
     def tell(self, batch: Batch, out: Tensor) -> None:
@@ -188,14 +191,20 @@ class KVManager(Pass):
     def decide(self, batch: Batch) -> None:
         """Let the policy act on these rows. Rows that are not active stay as they are."""
         view = self.view(batch)
-        edits = [(p, edit) for p in self.deciding for edit in p.decide(view.seen_by(p))]
+        edits = list[tuple[Policy, Edit]]()
+        for policy in self.deciding:
+            seen = view.seen_by(policy)
+            found = checks.yielded(
+                policy,
+                policy.decide(seen),
+                seen,
+                self.store.storage,
+                records=self.policy.recordable,
+                asks=view.asks,
+            )
+            edits += [(policy, edit) for edit in found]
         evictions = [edit for _, edit in edits if isinstance(edit, Evict)]
         moves = [edit for _, edit in edits if isinstance(edit, Requantize)]
-        if self.policy.recordable:
-            for _, edit in edits:
-                may = (Evict, SetBudget, OpenSegment) if self.policy.opens else (Evict, SetBudget)
-                if not isinstance(edit, may):
-                    raise ValueError(f"{self.policy.name} is recordable and yields {type(edit).__name__}")
         drop = self._dropped(evictions, view) if evictions or moves else view.active
         for edit in moves:  # such a policy is not recordable, so it sees all rows
             where = torch.zeros_like(view.pos(), dtype=torch.bool)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minithink.backend import REFERENCE, Backend
 from minithink.config import ModelConfig
+from minithink.kv import checks
 from minithink.kv.batch import FIELDS, Batch
 from minithink.kv.contract import Demand, Edit, Policy, Shape
 from minithink.kv.ledger import Ledger, Told
@@ -125,6 +126,8 @@ class Rows:
                 all tensors have the worst case's width, and the width that is read is one of few that the lanes fit
                 into.
         """
+        for member in members(policy):
+            checks.declared(member)
         self.config, self.rope, self.policy, self.backend = config, rope, policy, backend
         self.device, self.dtype, self.think_ids = torch.device(device), dtype, think_ids
         c = config

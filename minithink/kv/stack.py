@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from minithink.errors import UsageError
+from minithink.kv import checks
 from minithink.kv.contract import SCOPES, Demand, Edit, Policy, Shape, Step, Storage
 
 
@@ -19,6 +20,8 @@ class Stack(Policy):
 
     def __init__(self, members: Sequence[Policy]) -> None:
         self.members = tuple(members)
+        for member in members:
+            checks.declared(member)
         stored = [m for m in members if m.storage != Storage()]
         if len(stored) > 1:
             names = " and ".join(m.name for m in stored)

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import minithink.kv.manager as manager_module
 from minithink.backend import REFERENCE, triton_backend
+from minithink.errors import UsageError
 from minithink.kv.batch import FIELDS, Batch
 from minithink.kv.contract import Edit, Evict, OpenSegment, Policy, Step
 from minithink.kv.manager import KVManager
@@ -362,7 +363,7 @@ def test_other_edits_are_refused() -> None:
     decoder = decoder_of(0)
     manager = make(decoder, Talkative(5))
     manager.join(0, WIDTH, 1)
-    with pytest.raises(ValueError, match="cut is recordable and yields OpenSegment"):
+    with pytest.raises(UsageError, match="cut is recordable and yields OpenSegment"):
         feed(decoder, manager, {0: [1]})
 
 

@@ -1,0 +1,173 @@
+"""Checks of what policies declare and what they yield, so that a mistake in a policy is one sentence.
+
+`contract.py` says what a policy may declare, and what each edit holds. These checks compare types, shapes and
+devices, which the host knows. So they cost little, and nothing on a GPU: a recorded decision is checked once, when it
+is recorded. Values are looked at only on a CPU, where the host may read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from minithink.errors import UsageError, quoted
+from minithink.kv.contract import (
+    SCOPES,
+    Demand,
+    Edit,
+    Evict,
+    OpenSegment,
+    Policy,
+    SetBudget,
+    Step,
+    Storage,
+)
+from minithink.kv.schedule import Schedule
+from minithink.quant import parse_pair
+
+EDITS = tuple(kind.__name__ for kind in get_args(Edit))
+
+
+def declared(policy: Policy) -> None:
+    """Check what a policy says of itself before anything runs.
+
+    Raises:
+        UsageError: scope, demands, storage, budget, slack, cap or schedule are not what the contract asks for.
+    """
+    if policy.scope not in SCOPES:
+        raise _wrong(policy, "scope", policy.scope, f"it must be one of {', '.join(SCOPES)}")
+    if not isinstance(policy.demands, Sequence) or not all(isinstance(d, Demand) for d in policy.demands):
+        raise _wrong(policy, "demands", policy.demands, "it must be a tuple of Demand")
+    if not isinstance(policy.storage, Storage):
+        raise _wrong(policy, "storage", policy.storage, "it must be a Storage")
+    for name in policy.storage.formats:
+        if name != "plain":
+            parse_pair(name)  # UsageError: there is no such format
+    for name in ("budget", "cap", "slack"):
+        value = getattr(policy, name)
+        if type(value) is not int and (value is not None or name == "slack"):
+            raise _wrong(policy, name, value, "it must be a whole number of tokens")
+    if policy.slack < 0:
+        raise _wrong(policy, "slack", policy.slack, "it must be at least 0")
+    if not isinstance(policy.schedule, str):
+        raise _wrong(policy, "schedule", policy.schedule, "it must be a text such as every")
+    Schedule.parse(policy.schedule)
+
+
+def due(policy: Policy, found: Any, step: Step) -> tuple[Tensor, Tensor]:
+    """Check what `due` returns: which lanes must evict, bool, and how many tokens they may keep, int32."""
+    if not isinstance(found, tuple) or len(found) != 2:
+        expected = "a tuple: which lanes must evict, and how many tokens each may keep"
+        raise UsageError(f"The policy {policy.name} returned {said(found)} from `due`, which must return {expected}.")
+    which, keep = found
+    shape = tuple(step.budget.shape)
+    _check(policy, "`due`, the first of the two,", which, torch.bool, shape, step)
+    _check(policy, "`due`, the second of the two,", keep, torch.int32, shape, step)
+    return which, keep
+
+
+def steered(policy: Policy, hidden: Any, before: Tensor) -> Tensor:
+    """Check what `steer` returns: hidden states as it got them."""
+    good = isinstance(hidden, Tensor) and (hidden.shape, hidden.dtype) == (before.shape, before.dtype)
+    if not good or hidden.device != before.device:
+        raise UsageError(
+            f"The policy {policy.name} returned {said(hidden)} from `steer`, and it must return the hidden states in "
+            f"the form in which it got them: {said(before)}."
+        )
+    return hidden
+
+
+def yielded(policy: Policy, edits: Any, step: Step, storage: Storage, *, records: bool, asks: bool) -> list[Edit]:
+    """The edits that `decide` yields, checked.
+
+    Args:
+        policy: the author, for the message.
+        edits: what `decide` returned.
+        step: what it was shown.
+        storage: how the cache stores tokens.
+        records: whether the decision may be recorded, so that only some edits are allowed.
+        asks: whether the host may read the device's memory.
+
+    Raises:
+        UsageError: it is not iterable, or something in it is no edit that the contract allows. Errors of the policy's
+            own code pass through as they are.
+    """
+    if isinstance(edits, (Tensor, str, bytes, dict)) or not isinstance(edits, Iterable):
+        raise UsageError(
+            f"The policy {policy.name} returned {said(edits)} from `decide`, which must yield edits: write `yield "
+            "Evict(drop)`, and yield nothing where nothing is to be done."
+        )
+    found = []
+    for edit in edits:
+        if not isinstance(edit, get_args(Edit)):
+            raise UsageError(
+                f"The policy {policy.name} yielded {said(edit)}, which is no edit: yield one of {', '.join(EDITS)}."
+            )
+        if records and not isinstance(edit, (Evict, SetBudget, *((OpenSegment,) if policy.opens else ()))):
+            allowed = "Evict, SetBudget and OpenSegment" if policy.opens else "Evict and SetBudget"
+            raise UsageError(
+                f"The policy {policy.name} is recordable and yields {type(edit).__name__}, and only {allowed} can be "
+                "recorded: set recordable = False, or opens = True where segments are opened."
+            )
+        _check_edit(policy, edit, step, storage, asks and step.row.device.type == "cpu")
+        found.append(edit)
+    return found
+
+
+def _check_edit(policy: Policy, edit: Edit, step: Step, storage: Storage, looks: bool) -> None:
+    """UsageError: a field of the edit is not what the contract asks for. looks: whether to look at values."""
+    kind = type(edit).__name__
+    if isinstance(edit, OpenSegment):
+        _check(policy, f"{kind}.open", edit.open, torch.bool, tuple(step.row.shape), step)
+        _check(policy, f"{kind}.thought", edit.thought, torch.uint8, tuple(step.row.shape), step)
+        types = len(storage.thoughts)
+        if looks and bool((edit.thought[edit.open] >= types).any()):
+            raise _wrong(policy, f"{kind}.thought", edit.thought, f"the storage has {types} thought types, from 0")
+        return
+    layers = step.shape.layers
+    if edit.layer is not None and (type(edit.layer) is not int or not 0 <= edit.layer < layers):
+        raise _wrong(policy, f"{kind}.layer", edit.layer, f"it must be from 0 to {layers - 1}, or None (all layers)")
+    lanes = tuple(step.budget.shape) if edit.layer is None else tuple(step.budget.shape)[1:]
+    columns = step.pos().shape[-1]
+    if isinstance(edit, SetBudget):
+        _check(policy, f"{kind}.tokens", edit.tokens, torch.int32, lanes, step)
+        if looks and bool((edit.tokens < 0).any()):
+            raise _wrong(policy, f"{kind}.tokens", int(edit.tokens.min()), "a budget must be at least 0")
+        return
+    if isinstance(edit, Evict):
+        _check(policy, f"{kind}.drop", edit.drop, torch.bool, (*lanes, columns), step)
+        if type(edit.even_protected) is not bool:
+            raise _wrong(policy, f"{kind}.even_protected", edit.even_protected, "it must be True or False")
+        return
+    _check(policy, f"{kind}.where", edit.where, torch.bool, (*lanes, columns), step)
+    if edit.fmt not in storage.formats:
+        raise _wrong(policy, f"{kind}.fmt", edit.fmt, f"the storage has {', '.join(storage.formats)}")
+    if edit.how not in ("values", "shrink"):
+        raise _wrong(policy, f"{kind}.how", edit.how, "it must be values or shrink")
+
+
+def _check(policy: Policy, what: str, value: Any, dtype: torch.dtype, shape: tuple[int, ...], step: Step) -> None:
+    """UsageError: the value is no tensor of this type and shape on the cache's device."""
+    device = step.row.device
+    if isinstance(value, Tensor) and (value.dtype, tuple(value.shape), value.device) == (dtype, shape, device):
+        return
+    expected = f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
+    raise UsageError(f"The policy {policy.name}: {what} is {said(value)}, and it must be a tensor, {expected}.")
+
+
+def _wrong(policy: Policy, what: str, value: Any, expected: str) -> UsageError:
+    return UsageError(f"The policy {policy.name or type(policy).__name__}: {what} is {said(value)}, and {expected}.")
+
+
+def said(value: Any) -> str:
+    """A value in a few words: of a tensor its type, shape and device, of other values their beginning."""
+    if isinstance(value, Tensor):
+        return f"a tensor, {str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
+    if isinstance(value, get_args(Edit)):
+        return f"one {type(value).__name__}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return quoted(value)

@@ -1,0 +1,277 @@
+"""What policies declare and yield is checked: one sentence names the policy, what it gave, and what is expected.
+
+python -m pytest tests/kv/test_checks.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from minithink.errors import UsageError
+from minithink.kv.contract import Demand, Evict, OpenSegment, Policy, Requantize, See, SetBudget, Step, Storage
+from minithink.kv.manager import KVManager
+from minithink.kv.stack import Stack
+from tests.kv.run import Cut, feed, kept, manager_for
+from tests.strategies import example_config, random_decoder
+
+torch.set_num_threads(1)
+
+DECODER = random_decoder(example_config(num_heads=4, num_kv_heads=2, head_dim=16))  # 2 layers
+ROWS = 3
+
+
+class Mine(Policy):
+    """Answers each step with whatever a test gives."""
+
+    name = "mine"
+
+    def __init__(self, answer: Callable[[Step], Any], **fields: Any) -> None:
+        self.answer = answer
+        for field, value in fields.items():
+            setattr(self, field, value)
+
+    def decide(self, step: Step) -> Any:
+        return self.answer(step)
+
+
+def mask(step: Step, *shape: int, dtype: torch.dtype = torch.bool) -> Tensor:
+    return torch.zeros(shape or step.pos().shape, dtype=dtype)
+
+
+def refused(policy: Policy) -> str:
+    """The sentence with which a prompt or a token under this policy is refused."""
+    with pytest.raises(UsageError) as error:
+        run(policy)
+    text = str(error.value)
+    assert re.search(r"\bmine\b", text), text
+    assert "\n" not in text
+    assert len(text) < 400
+    return text
+
+
+def run(policy: Policy) -> KVManager:
+    """A cache under this policy that has read a prompt of six tokens and one more token."""
+    manager = manager_for(DECODER, policy, rows=ROWS)
+    manager.join(0, 40, 6)
+    feed(DECODER, manager, {0: [1] * 6})
+    feed(DECODER, manager, {0: [1]})
+    return manager
+
+
+def one(edit: Callable[[Step], Any]) -> Callable[[Step], Iterator[Any]]:
+    return lambda step: iter([edit(step)])
+
+
+S = "[2, 3, 2, 6]"  # of a step: layers, rows, KV heads, tokens
+ANSWERS: dict[str, tuple[Any, str]] = {
+    "None": (lambda step: None, "returned None from `decide`, which must yield edits"),
+    "a bare mask": (lambda step: mask(step), rf"returned a tensor, bool {re.escape(S)} on cpu from `decide`"),
+    "an edit": (lambda step: Evict(mask(step)), "returned one Evict from `decide`"),
+    "a text": (lambda step: "evict", "returned 'evict' from `decide`"),
+    "a number": (lambda step: 3, "returned 3 from `decide`"),
+    "a dictionary": (lambda step: {"drop": 1}, "returned {'drop': 1} from `decide`"),
+    "a mask yielded": (one(mask), r"yielded a tensor, bool .* which is no edit: yield one of Evict, Requantize"),
+    "None yielded": (one(lambda step: None), "yielded None, which is no edit"),
+    "a tuple yielded": (one(lambda step: (mask(step), 0)), "yielded a tuple of 2, which is no edit"),
+    "a list of edits yielded": (one(lambda step: [Evict(mask(step))]), "yielded a list of 1, which is no edit"),
+    "the class yielded": (one(lambda step: Evict), "yielded <class .*Evict'>, which is no edit"),
+    "a long text yielded": (one(lambda step: "x" * 9999), "yielded 'x{70,80}…, which is no edit"),
+}
+EVICTS: dict[str, tuple[dict[str, Any], str]] = {
+    "tokens alone": ({"drop": mask(None, 6)}, r"Evict.drop is a tensor, bool \[6\] on cpu, and it must be a tensor"),
+    "one layer of several": ({"drop": mask(None, 3, 2, 6)}, re.escape(f"must be a tensor, bool {S} on cpu.")),
+    "all layers for one": ({"drop": mask(None, 2, 3, 2, 6), "layer": 1}, r"must be .* bool \[3, 2, 6\] on cpu"),
+    "another number of tokens": ({"drop": mask(None, 2, 3, 2, 5)}, r"bool \[2, 3, 2, 5\]"),
+    "heads that broadcast": ({"drop": mask(None, 2, 3, 1, 6)}, r"bool \[2, 3, 1, 6\]"),
+    "rows that broadcast": ({"drop": mask(None, 2, 1, 2, 6)}, r"bool \[2, 1, 2, 6\]"),
+    "numbers": ({"drop": mask(None, 2, 3, 2, 6, dtype=torch.int64)}, r"is a tensor, int64 \[2, 3, 2, 6\] on cpu"),
+    "bytes": ({"drop": mask(None, 2, 3, 2, 6, dtype=torch.uint8)}, "is a tensor, uint8"),
+    "scores": ({"drop": mask(None, 2, 3, 2, 6, dtype=torch.float32)}, "is a tensor, float32"),
+    "no tensor": ({"drop": [[True]]}, "Evict.drop is a list of 1"),
+    "nothing": ({"drop": None}, "Evict.drop is None"),
+    "another device": ({"drop": torch.zeros(2, 3, 2, 6, dtype=torch.bool, device="meta")}, "on meta, and it must be"),
+    "a layer too many": ({"drop": mask(None, 3, 2, 6), "layer": 2}, "Evict.layer is 2, and it must be from 0 to 1"),
+    "a negative layer": ({"drop": mask(None, 3, 2, 6), "layer": -1}, "Evict.layer is -1"),
+    "a layer that is true": ({"drop": mask(None, 3, 2, 6), "layer": True}, "Evict.layer is True"),
+    "a layer's name": ({"drop": mask(None, 3, 2, 6), "layer": "0"}, "Evict.layer is '0'"),
+    "a word for protected": (
+        {"drop": mask(None, 2, 3, 2, 6), "even_protected": "yes"}, "Evict.even_protected is 'yes', and it must be",
+    ),
+}  # fmt: skip
+MOVES: dict[str, tuple[dict[str, Any], str]] = {
+    "tokens alone": ({"where": mask(None, 6), "fmt": "fp8"}, r"Requantize.where is a tensor, bool \[6\]"),
+    "an unknown format": (
+        {"where": mask(None, 2, 3, 2, 6), "fmt": "fp4"}, "Requantize.fmt is 'fp4', and the storage has plain, fp8",
+    ),
+    "no format": ({"where": mask(None, 2, 3, 2, 6), "fmt": None}, "Requantize.fmt is None"),
+    "an unknown way": (
+        {"where": mask(None, 2, 3, 2, 6), "fmt": "fp8", "how": "fast"},
+        "Requantize.how is 'fast', and it must be values or shrink",
+    ),
+    "a wrong layer": ({"where": mask(None, 3, 2, 6), "fmt": "fp8", "layer": 9}, "Requantize.layer is 9"),
+}  # fmt: skip
+YES, TYPE = torch.tensor([True, False, False]), torch.zeros(ROWS, dtype=torch.uint8)
+SEGMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a single truth": ({"open": True, "thought": TYPE}, "OpenSegment.open is True"),
+    "fewer rows": ({"open": YES[:1], "thought": TYPE}, r"OpenSegment.open is a tensor, bool \[1\]"),
+    "types of 64 bits": ({"open": YES, "thought": TYPE.long()}, "OpenSegment.thought is a tensor, int64"),
+    "an unknown type": ({"open": YES, "thought": TYPE + 1}, "OpenSegment.thought .* the storage has 1 thought types"),
+}
+BUDGETS: dict[str, tuple[dict[str, Any], str]] = {
+    "a number": ({"tokens": 5}, "SetBudget.tokens is 5"),
+    "64 bits": ({"tokens": torch.full((2, 3, 2), 5)}, "SetBudget.tokens is a tensor, int64"),
+    "a layer's shape": ({"tokens": torch.full((3, 2), 5, dtype=torch.int32)}, r"int32 \[3, 2\]"),
+    "a negative budget": (
+        {"tokens": torch.full((2, 3, 2), -5, dtype=torch.int32)}, "SetBudget.tokens is -5, and a budget must be",
+    ),
+    "a wrong layer": ({"tokens": torch.full((3, 2), 5, dtype=torch.int32), "layer": 2}, "SetBudget.layer is 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_what_is_no_edit_is_refused(case: str) -> None:
+    answer, said = ANSWERS[case]
+    assert re.search(said, refused(Mine(answer)))
+
+
+EDITS: dict[Any, Any] = {Evict: EVICTS, Requantize: MOVES, OpenSegment: SEGMENTS, SetBudget: BUDGETS}
+
+
+@pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind, cases in EDITS.items() for case in cases])
+def test_an_edit_that_holds_something_else_is_refused(kind: Any, case: str) -> None:
+    fields, said = EDITS[kind][case]
+    storage = Storage(also=("fp8",))
+    assert re.search(said, refused(Mine(one(lambda step: kind(**fields)), storage=storage)))
+
+
+DECLARED: dict[str, tuple[dict[str, Any], str]] = {
+    "scope": ({"scope": "row"}, "scope is 'row', and it must be one of head, layer, sequence"),
+    "no scope": ({"scope": None}, "scope is None"),
+    "demands": ({"demands": See.MASS}, "demands is .*MASS.*, and it must be a tuple of Demand"),
+    "a demand": ({"demands": Demand(See.MASS)}, "it must be a tuple of Demand"),
+    "storage": ({"storage": "fp8"}, "storage is 'fp8', and it must be a Storage"),
+    "budget": ({"budget": 0.5}, "budget is 0.5, and it must be a whole number of tokens"),
+    "a true budget": ({"budget": True}, "budget is True"),
+    "slack": ({"slack": None}, "slack is None, and it must be a whole number of tokens"),
+    "negative slack": ({"slack": -1}, "slack is -1, and it must be at least 0"),
+    "cap": ({"cap": "9"}, "cap is '9'"),
+    "schedule": ({"schedule": None}, "schedule is None, and it must be a text"),
+}
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("case", DECLARED)
+def test_what_is_declared_is_checked(case: str, stacked: bool) -> None:
+    fields, said = DECLARED[case]
+    policy = Mine(lambda step: (), **fields)
+    if stacked:
+        with pytest.raises(UsageError, match=said):
+            Stack([Cut(9), policy])
+    else:
+        assert re.search(said, refused(policy))
+
+
+class Due(Cut):
+    """Tells in another form which lanes must evict."""
+
+    name = "mine"
+    recordable = True  # only then is `due` asked for, beside `decide`
+
+    def __init__(self, found: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__(5)
+        self.found = found
+
+    def due(self, step: Step) -> Any:
+        return self.found(*super().due(step))
+
+    def decide(self, step: Step) -> Any:
+        return ()
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (lambda which, keep: which, r"returned a tensor, bool \[2, 1, 2\] on cpu from `due`, which must return a"),
+        (lambda which, keep: (which, keep, 1), "returned a tuple of 3 from `due`"),
+        (lambda which, keep: (which[0], keep), r"the first of the two, is a tensor, bool \[1, 2\]"),
+        (lambda which, keep: (which.int(), keep), "the first of the two, is a tensor, int32"),
+        (lambda which, keep: (which, keep.long()), "the second of the two, is a tensor, int64"),
+        (lambda which, keep: (which, 5), "the second of the two, is 5"),
+    ],
+)
+def test_due_is_checked(found: Any, said: str) -> None:
+    assert re.search(said, refused(Due(found)))
+
+
+class Steers(Policy):
+    """Gives other hidden states back."""
+
+    name = "mine"
+
+    def __init__(self, change: Callable[[Tensor], Any]) -> None:
+        self.change = change
+
+    def steer(self, step: Step, layer: int, hidden: Tensor) -> Any:
+        return self.change(hidden)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda hidden: None, r"returned None from `steer`, and it must return the hidden .* float32 \[1, 24\]"),
+        (lambda hidden: hidden[0], r"returned a tensor, float32 \[24\]"),
+        (lambda hidden: hidden.double(), "returned a tensor, float64"),
+    ],
+)
+def test_what_steering_gives_back_is_checked(change: Any, said: str) -> None:
+    assert re.search(said, refused(Steers(change)))
+
+
+def test_an_error_of_the_policy_comes_as_it_is() -> None:
+    def raises(step: Step) -> Iterator[Any]:
+        yield Evict(mask(step))
+        raise KeyError("mine")
+
+    manager = manager_for(DECODER, Mine(raises), rows=ROWS)
+    manager.join(0, 40, 6)
+    with pytest.raises(KeyError, match="mine"):
+        feed(DECODER, manager, {0: [1] * 6})
+
+
+def started(answer: Callable[[Step], Any], **fields: Any) -> KVManager:
+    """A cache under such a policy, with one prompt of six tokens."""
+    manager = manager_for(DECODER, Mine(answer, **fields), rows=ROWS)
+    manager.join(0, 40, 6)
+    feed(DECODER, manager, {0: [1] * 6})
+    return manager
+
+
+def test_a_mask_may_be_true_where_nothing_can_go() -> None:
+    """Where there is no token, in rows without a sequence, and at protected tokens; also where protected tokens may
+    go, there are no others."""
+    everything = one(lambda step: Evict(torch.ones_like(step.pos(), dtype=torch.bool)))
+    assert kept(started(everything, protect_prompt=True), 0) == [[*range(6)]] * 4
+    assert kept(started(everything), 0) == [[]] * 4
+    beyond = one(lambda step: Evict(step.pos() < 2, even_protected=True))
+    assert kept(started(beyond, protect_prompt=True), 0) == [[2, 3, 4, 5]] * 4
+
+
+def test_several_evictions_add_up() -> None:
+    both = started(lambda step: iter([Evict(step.pos() == 1), Evict(step.pos(1) == 4, layer=1)]))
+    assert kept(both, 0) == [[0, 2, 3, 4, 5]] * 2 + [[0, 2, 3, 5]] * 2
+
+
+def test_eviction_wins_over_another_format() -> None:
+    def answer(step: Step) -> Iterator[Any]:
+        yield Requantize(step.pos() >= 3, "fp8")
+        yield Evict(step.pos() == 4)
+
+    both = started(answer, storage=Storage(also=("fp8",)))
+    assert kept(both, 0) == [[0, 1, 2, 3, 5]] * 4
+    assert both.store.format()[0, 0, 0].tolist() == [0, 0, 0, 1, 1]
