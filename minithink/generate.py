@@ -146,6 +146,7 @@ def _generate(args: argparse.Namespace, tasks: list[Task], stream: Stream) -> in
         for result in _begun(stream):
             verdict = _verdict(result, tasks[result.prompt].answer)
             print(json.dumps({**asdict(result), "verdict": verdict}), flush=True)
+        _say_what_never_applied(args, stream)
         return code or _say_why_not_finite(stream)
     screen, pieces = Screen(), defaultdict[tuple[int, int], list[tuple[str, str]]](list)
     interruptions = Interruptions()
@@ -172,6 +173,7 @@ def _generate(args: argparse.Namespace, tasks: list[Task], stream: Stream) -> in
         for part in re.split(rf"\b({'|'.join(THOUGHTS)})\b", line):  # each type's name in its colour: the legend
             screen.write(part, THOUGHTS.get(part, "dim"))
         screen.line()
+    _say_what_never_applied(args, stream)
     _hint_at_threads(stream, interrupted)
     return code or _say_why_not_finite(stream)
 
@@ -183,6 +185,22 @@ def _hint_at_threads(stream: Stream, interrupted: float) -> None:
     alone = len(stream.sequences) == 1 and stream.engine.device.type == "cpu"
     if alone and interrupted >= MANY and torch.get_num_threads() > 1:
         _say("other programs kept the cores busy; --threads 1 may be faster.")
+
+
+def _say_what_never_applied(args: argparse.Namespace, stream: Stream) -> None:
+    """Say if a budget was given and no token was evicted: then the texts are those of the full cache."""
+    results = _begun(stream)
+    if stream.budget is None or not results or any(r.kv_evicted for r in results):
+        return
+    longest = max(r.prompt_tokens + r.generated_tokens for r in results)
+    _say(f"nothing was evicted: {never_applied(args.policy, stream.budget, longest)}")
+
+
+def never_applied(policy: str, budget: int, longest: int) -> str:
+    """Why a budget never applied. longest: tokens of the longest text, with its prompt."""
+    if longest <= budget:
+        return f"{policy} keeps {budget:,} tokens, and no text has more than {longest:,}."
+    return f"{policy} keeps {budget:,} tokens and texts have up to {longest:,}, but it was never due to evict."
 
 
 def _say_why_not_finite(stream: Stream) -> int:

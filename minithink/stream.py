@@ -88,6 +88,7 @@ class Result:
     kv_bits: float | None = None  # bits of a number in the cache's pages, with its share of the scales
     kv_thoughts: dict[str, int] = field(default_factory=dict)  # segments by type, if the policy knows types
     kv_notes: str = ""  # a sentence of the policy about what it did
+    kv_evicted: int = 0  # tokens that lanes have evicted, all lanes together
     kv_free_bytes: int = 0  # free slots in the sequence's pages, which come on top of kv_bytes
 
     @property
@@ -146,6 +147,7 @@ class Stream:
         self.stop_ids = engine.generation_config.stop_ids | {s for s in stop if isinstance(s, int)}
         self.stop_texts = tuple(s for s in stop if isinstance(s, str) and s)
         self.sampler = Sampler(params, engine.config.vocab_size, engine.device)
+        self._policy = policy
         self.cache = self._make_cache(policy)
         if recorder is not None and isinstance(self.cache, Apart):
             raise ValueError("a recorder belongs to one manager, and here each sequence has one: see Apart.prepare")
@@ -229,6 +231,14 @@ class Stream:
     def result(self) -> Result:
         """The Result of the only, or first, sequence."""
         return self._result(min(self.sequences, key=lambda s: s.number))
+
+    @property
+    def budget(self) -> int | None:
+        """Tokens that the policy keeps: the smallest budget or cap of the cache; None: nothing limits it."""
+        if self._policy is None:
+            return None
+        limits = [n for n in (self._policy.budget, self._policy.cap) if n is not None]
+        return min(limits, default=None)
 
     def diagnose(self) -> str:
         """Find out why logits were not finite: a sentence about the first such sequence; "": all were finite. It
@@ -409,7 +419,7 @@ class Stream:
             generated_tokens=len(tokens), thinking_tokens=thought, kv_bytes=kv.held,
             kv_tokens=held, kv_full_bytes=seen * engine.config.kv_bytes_per_token(engine.dtype.itemsize),
             kv_ledger={kind: size for kind, size in kv.as_dict().items() if kind != "reserve"},
-            kv_free_bytes=kv.reserve,
+            kv_free_bytes=kv.reserve, kv_evicted=told.evicted,
             prefill_seconds=s.first - s.began if s.first else 0.0, decode_seconds=s.last - s.first,
             prompt=s.prompt_index, sample=s.sample, kv_bits=told.bits, kv_thoughts=dict(Counter(told.thoughts)),
             kv_notes=told.notes,

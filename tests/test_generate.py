@@ -890,3 +890,20 @@ def test_threads_are_left_alone_without_the_option(capsys: Capture, model: Any, 
     assert torch.get_num_threads() == 3
     capsys.readouterr()
     fails(capsys, 2, "argument --threads: '0' is no", "--threads", 0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("window:budget=90", r"nothing was evicted: window:budget=90 keeps 90 tokens, and no text has more than \d+"),
+        ("window:budget=3,schedule=interval:60", "window:budget=3.* texts have up to .*, but it was never due"),
+        ("window:budget=3", ""),
+        ("quant:fmt=int8", ""),
+        ("full", ""),
+    ],
+)
+def test_a_budget_that_never_applied_is_said(capsys: Capture, model: Any, policy: str, said: str) -> None:
+    prompt = "Alpha" if "interval" in policy else "Alpha sits beside Beta"
+    assert main(*model, prompt, "--no-chat", "--max-new-tokens", 6, "--temperature", 0, "--policy", policy) == 0
+    err = capsys.readouterr().err
+    assert re.search(said, err) if said else "nothing was evicted" not in err

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from minithink.commands import finite, positive
 from minithink.errors import UsageError, quoted
+from minithink.evaluate.journal import Record
 from minithink.evaluate.summary import FULL, Budget
 from minithink.kv.contract import Policy
 from minithink.kv.sizes import check_budget, least_kept
@@ -181,3 +182,23 @@ def said_of_prompts(cells: Sequence[Cell], schedule: str | None, prompts: Sequen
         f"{longer:,} of {len(prompts):,} prompts, of up to {max(prompts):,} tokens, have more tokens than are kept "
         f"with {', '.join(kept)}: parts of the question may be evicted"
     ]
+
+
+def said_of_budgets(cells: Sequence[Cell], schedule: str | None, records: Sequence[Record]) -> list[str]:
+    """A sentence for each cell whose budget never applied, because no sequence has ever evicted a token."""
+    said = []
+    for cell in cells:
+        own = [r for r in records if (r.policy, r.budget) == cell]
+        if own and policy_of(cell, schedule).budget is not None and not any(map(_evicted, own)):
+            longest = max(r.prompt_tokens + r.generated_tokens for r in own)
+            said.append(
+                f"{cell}: the budget never applied, so these are the texts of the full cache (no token was evicted, "
+                f"and the longest text has {longest:,} tokens)"
+            )
+    return said
+
+
+def _evicted(record: Record) -> bool:
+    """Whether a sequence has evicted a token: in a decoding step, or when its prompt was read."""
+    seen = record.prompt_tokens + max(0, record.generated_tokens - 1)  # the model never reads the last token
+    return record.evicting_steps > 0 or record.tokens_peak < seen

@@ -31,7 +31,17 @@ from minithink.evaluate.grading import CHOICES, Graded, grade
 from minithink.evaluate.journal import SOURCES, Journal, Key, Record, read, settings_of, text_hash
 from minithink.evaluate.meter import Held, both, meter
 from minithink.evaluate.needed import NeededKept, check_questions
-from minithink.evaluate.plan import Cell, budgets, check, check_share, plan, policy_of, said_of_prompts, tokens_of
+from minithink.evaluate.plan import (
+    Cell,
+    budgets,
+    check,
+    check_share,
+    plan,
+    policy_of,
+    said_of_budgets,
+    said_of_prompts,
+    tokens_of,
+)
 from minithink.evaluate.ranks import Ranks
 from minithink.evaluate.recall import Recall
 from minithink.evaluate.summary import FULL, Row
@@ -220,6 +230,9 @@ def evaluate(
                 _say(recording.said)
         ranks.wait()
     records = read(args.output_dir).records
+    if not ranks.rank:
+        for note in said_of_budgets(cells, args.schedule, records):
+            _say(note)
     if all(record.finish_reason == NON_FINITE for record in records):
         raise MinithinkError(
             f"The logits of all {len(records):,} sequences were not finite, so there is nothing to sum up: try "

@@ -225,7 +225,8 @@ class Step(Protocol):
 
     @property
     def thinking(self) -> Tensor:
-        """Whether the newest token belongs to the think stage: bool [B]."""
+        """Whether the newest token belongs to the think stage, or to a text that does not think: bool [B]. The latter
+        is known from the first generated token on; a prompt that does not end in the stage counts as none."""
 
     @property
     def thought(self) -> Tensor:
@@ -324,7 +325,9 @@ class Policy:
     schedule: str = "every"
     protect_prompt: bool = False  # never evict the prompt
     cap: int | None = None  # tokens of a prompt that a lane keeps when it is read, at most; None: all
-    exempt_answer: bool = False  # evict only while the model thinks; the answer is appended beside the budget
+    # Evict only while the model thinks; the answer is appended beside the budget. A text without a think stage is
+    # treated as thinking, see `Step.thinking`.
+    exempt_answer: bool = False
     # Tokens at positions below this are attended as if they stood directly before the next token that is held: a
     # second copy of the query is rotated to that distance (StreamingLLM's cache positions).
     pull: int = 0

@@ -17,6 +17,7 @@ class Told:
     thoughts: tuple[str, ...] = ()  # the type of every segment, in order; empty where types have no names
     bits: float | None = None  # of a number in the pages, with its share of the scales
     notes: str = ""  # the policy's own words
+    evicted: int = 0  # tokens that its lanes have evicted, all lanes together
 
 
 @dataclass(frozen=True)

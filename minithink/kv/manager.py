@@ -157,9 +157,11 @@ class KVManager(Pass):
         group = self._of(seqs)
         if begun is not None and self._opens:
             self._begun(group.rows, begun)
-        for r, thinks in zip(group.records, self._think(group.records, tokens), strict=True):
+        stages = self._think(group.records, tokens)
+        for r, token, thinks in zip(group.records, tokens, stages, strict=True):
             r.length += 1
             r.thinking = thinks
+            r.staged = r.staged or token in self.think_ids
         self._listen(group.rows, [[token] for token in tokens])
         self.store.appended(group.rows, [r.length for r in group.records])
         group.steps = max(0, group.steps - 1)
@@ -206,11 +208,11 @@ class KVManager(Pass):
         evictions = [edit for _, edit in edits if isinstance(edit, Evict)]
         moves = [edit for _, edit in edits if isinstance(edit, Requantize)]
         drop = self._dropped(evictions, view) if evictions or moves else view.active
-        for edit in moves:  # such a policy is not recordable, so it sees all rows
+        for move in moves:  # such a policy is not recordable, so it sees all rows
             where = torch.zeros_like(view.pos(), dtype=torch.bool)
-            where[slice(None) if edit.layer is None else min(edit.layer, len(where) - 1)] = edit.where
+            where[slice(None) if move.layer is None else min(move.layer, len(where) - 1)] = move.where
             where &= view.active[None, :, None, None]
-            self.store.requantize(where & ~drop, edit.fmt, edit.how)
+            self.store.requantize(where & ~drop, move.fmt, move.how)
         if evictions and view.any(drop):
             if self.recorder is not None:
                 self.recorder.evicting(view, edits, drop)

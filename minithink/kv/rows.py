@@ -34,8 +34,9 @@ class _Row:
 
     seq: int
     prompt: int  # tokens
-    thinking: bool
+    thinking: bool  # whether it is in the think stage
     capacity: int  # tokens that the sequence may have at most
+    staged: bool  # whether it has ever been in the think stage
     length: int = 0  # tokens seen, evicted ones too
 
     @property
@@ -186,7 +187,10 @@ class Rows:
             seq: its number.
             capacity: tokens that it may have at most (the pool was made for `tokens`).
             prompt: tokens of its prompt; the policy acts when they are read.
-            thinking: whether the prompt ends inside the think stage.
+            thinking: whether the prompt ends inside the think stage. If it does not, and the first token that is
+                generated does not open the stage, the text does not think. Then it is treated as thinking
+                (`Step.thinking`) as long as no tag comes: otherwise budgets of policies that evict only while a
+                model thinks would never apply.
             budget: for this sequence alone; None: the policy's own.
         """
         if seq in self._row_of:
@@ -198,7 +202,8 @@ class Rows:
             raise ValueError(f"sequence {seq} has a prompt of {prompt} tokens, and room was made for {self.prompt}")
         self.check(prompt, budget)
         row = free[0]
-        self.rows[row], self._row_of[seq] = _Row(seq, prompt, thinking or None in self.think_ids, capacity), row
+        thinking = thinking or None in self.think_ids
+        self.rows[row], self._row_of[seq] = _Row(seq, prompt, thinking, capacity, staged=thinking), row
         self._last = NOBODY
         for policy in members(self.policy):
             limit = policy.budget if budget is None else budget
@@ -239,7 +244,7 @@ class Rows:
         values[0], values[3], values[7] = group.constant
         values[1] = 1
         values[2] = [r.length + 1 for r in group.records]
-        values[4], values[5] = self._think(group.records, tokens), tokens
+        values[4], values[5] = self._evictable(group.records, tokens), tokens
         if self.store.storage.buffer:
             values[6] = [self.store.waiting[row] for row in group.rows]
         return Batch(torch.from_numpy(values), group.whole)
@@ -276,8 +281,16 @@ class Rows:
         clocks = {r.clock + 1 for r in self._of(seqs).records}
         return tuple(d for d in self.policy.demands if any(clock % d.every == 0 for clock in clocks))
 
+    def _evictable(self, records: Sequence[_Row], tokens: Sequence[int]) -> list[bool]:
+        """Whether each sequence counts as thinking after its token: it thinks, or no tag has ever come."""
+        stages = self._think(records, tokens)
+        if all(r.staged for r in records):
+            return stages
+        triples = zip(records, tokens, stages, strict=True)
+        return [thinks or not (r.staged or token in self.think_ids) for r, token, thinks in triples]
+
     def _think(self, records: Sequence[_Row], tokens: Sequence[int]) -> list[bool]:
-        """Whether each sequence thinks after its token."""
+        """Whether each sequence is in the think stage after its token."""
         opens, closes = self.think_ids
         if None in (opens, closes) or not {opens, closes}.intersection(tokens):
             return [r.thinking for r in records]
@@ -381,7 +394,10 @@ class Rows:
         """A summary of one sequence for people: its thoughts, bits a number, and the policy's own words."""
         row, names = self._row_of[seq], self.store.storage.names
         account, numbers = self.store.account([row]), self.store.paged(row) * 2 * self.shape.head_dim
+        lanes = self.shape.layers * self.shape.kv_heads
+        held = int(self.store.count[:, row].sum()) * self.shape.sharing
         return Told(
+            evicted=self._row(row).length * lanes - held,
             thoughts=tuple(names[kind] for kind in self.store.kinds[row]) if names else (),
             bits=8 * (account.payload + account.scales) / numbers if numbers else None,
             notes="; ".join(note for p in members(self.policy) if (note := p.notes(row))),

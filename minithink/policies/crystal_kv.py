@@ -17,8 +17,9 @@ code needs no such labels. At each step, after attention, `decide` does this in 
     then            a head whose budget shrank evicts down to it at once                    `ref/repack.py`
 
 All this happens only while the model thinks: from `<think>`, or from the end of a prompt that ends in it, to
-`</think>`. A model without such tokens thinks all the time. The prompt stays, and counts in the budget. The answer is
-appended beside the budget. In Crystal-KV Lite (§6.1) budgets stay equal. The authors released no code.
+`</think>`. A model without such tokens thinks all the time, and so does a text that never opens `<think>`. The prompt
+stays, and counts in the budget. The answer is appended beside the budget. In Crystal-KV Lite (§6.1) budgets stay
+equal. The authors released no code.
 """
 
 from __future__ import annotations

@@ -203,6 +203,7 @@ class DynTS(Windows):
 #
 # - No selection runs after `</think>`, because the predictor was not trained on answer tokens. The answer is appended
 #   beside the budget (the paper goes on selecting).
+# - A text that never opens `<think>` is treated as thinking, so that its budget applies.
 # - A `<think>` that the model generates has a score, as every generated token.
 # - Of tokens with equal scores the older one stays; positions are the original ones.
 # - r and W_l are read as decimals of up to nine places, because in floats int(0.7·90) is 62.

@@ -10,10 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minithink.errors import UsageError
-from minithink.evaluate.plan import Cell, budgets, check, check_share, plan, policy_of, said_of_prompts, tokens_of
+from minithink.evaluate.plan import (
+    Cell,
+    budgets,
+    check,
+    check_share,
+    plan,
+    policy_of,
+    said_of_budgets,
+    said_of_prompts,
+    tokens_of,
+)
 from minithink.kv.sizes import check_budget
 from minithink.kv.stack import Stack
 from minithink.policies import POLICIES, split, takes_budget
+from tests.evaluate.draw import record
 
 
 def test_budgets_are_tokens_or_shares() -> None:
@@ -165,3 +176,17 @@ def test_cells_are_named() -> None:
     assert [str(c) for c in (Cell("full", None), Cell("rkv", 1256), Cell("rkv", 0.5))] == [
         "full", "rkv at 1,256 tokens", "rkv at 0.5",
     ]  # fmt: skip
+
+
+def test_a_budget_that_never_applied_is_said_once() -> None:
+    """Of all sequences no one has evicted: neither in a step, nor when its prompt was read."""
+    text = {"prompt_tokens": 50, "generated_tokens": 100, "steps": 99, "tokens_peak": 149.0}
+    cells = [Cell("window", 512), Cell("h2o", 512), Cell("rkv", 512), Cell("full", None), Cell("quant:fmt=fp8", None)]
+    records = [record(policy=cell.policy, budget=cell.budget, id=id, **text) for cell in cells for id in "pq"]
+    records += [
+        record(policy="h2o", budget=512, id="r", **{**text, "evicting_steps": 1}),
+        record(policy="rkv", budget=512, id="r", **{**text, "tokens_peak": 120.0}),  # a part of the prompt went
+    ]
+    [said] = said_of_budgets(cells, None, records)
+    assert said.startswith("window at 512 tokens: the budget never applied")
+    assert "the longest text has 150 tokens" in said

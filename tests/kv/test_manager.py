@@ -372,11 +372,36 @@ def test_the_think_stage_opens_and_closes() -> None:
     for pair in zip(*texts.values(), strict=True):
         feed(decoder, manager, {0: pair[:1], 1: pair[1:]})
         held.append((manager.held(0), manager.held(1)))
-    want = [(True, False), (True, False), (True, True), (True, True), (False, True), (False, True), (False, False),
+    # Sequence 1 counts as thinking before it opens the stage, for it might never do so.
+    want = [(True, False), (True, True), (True, True), (True, True), (False, True), (False, True), (False, False),
             (False, False)]  # fmt: skip
     assert policy.seen == [list(x) for x in want]
     # whoever thinks keeps 4, and the answer is appended beside
     assert held == [(4, 4), (4, 4), (4, 4), (5, 4), (6, 4), (7, 5), (8, 6)]
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ([1, 1, 1, 1], [False, True, True, True, True]),  # it never thinks
+        ([OPEN, 1, CLOSE, 1], [False, True, True, False, False]),  # as a model does that thinks
+        ([1, 1, CLOSE, 1], [False, True, True, False, False]),
+        ([1, CLOSE, 1, OPEN], [False, True, False, False, True]),
+    ],
+)
+def test_a_text_that_never_opens_the_stage_counts_as_thinking(text: list[int], want: list[bool]) -> None:
+    """From its first token on; the end of the prompt says nothing yet. Its budget holds."""
+    decoder = random_decoder(example_config())
+    policy = Stage(4, exempt_answer=True)
+    manager = manager_for(decoder, policy, rows=1, think_ids=(OPEN, CLOSE))
+    manager.join(0, 30, 6, thinking=False)
+    feed(decoder, manager, {0: [1] * 6})
+    assert manager.held(0) == 6
+    for token in text:
+        feed(decoder, manager, {0: [token]})
+        if manager.policy.seen[-1] == [True]:  # type: ignore[attr-defined]
+            assert manager.held(0) == 4
+    assert policy.seen == [[thinks] for thinks in want]
 
 
 def test_without_think_tokens_a_sequence_always_thinks() -> None:

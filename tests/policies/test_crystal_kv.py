@@ -463,9 +463,10 @@ def feed(manager: KVManager, seqs: list[int], chunks: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("moves", [False, True])
-def test_before_the_thinking_nothing_is_evicted(moves: bool) -> None:
-    """Where the model itself writes `<think>`: until then no hit is counted and no budget moves. Then all tokens
-    above the budget go at once, and the budget holds. If it thinks again after an answer, the same happens."""
+def test_only_an_answer_after_thinking_is_beside_the_budget(moves: bool) -> None:
+    """A text that has not opened the stage is treated as thinking, so that the budget holds also if it never does.
+    After `</think>` nothing is evicted, no hit is counted and no budget moves. If it thinks again after an answer,
+    all tokens above the budget go at once, and the budget holds."""
     prompt, budget, opens, closes = 9, 14, 1, 2
     text = [max(token, 3) for token in tokens_of(0, 60)]
     text[30], text[42], text[51] = opens, closes, opens
@@ -473,7 +474,7 @@ def test_before_the_thinking_nothing_is_evicted(moves: bool) -> None:
     manager = decoded(policy, rows=1, think_ids=(opens, closes))
     manager.join(0, 60, prompt, thinking=False)
     feed(manager, [0], [text[:prompt]])
-    thinks = False
+    thinks = True
     for n in range(prompt, 60):
         before, states = held(manager, 0), [x.clone() for x in policy.state()]
         budgets = manager.budgets[id(policy)][:, 0].flatten().tolist()
