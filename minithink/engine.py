@@ -11,7 +11,7 @@ import bisect
 import copy
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +33,7 @@ from minithink.kv.rows import Recorder
 from minithink.kv.sizes import check_budget
 from minithink.kv.stack import members
 from minithink.model import Decoder, Rope
-from minithink.policies import POLICIES, parse
+from minithink.policies import POLICIES, check_numbers, parse
 from minithink.policies.full import Full
 from minithink.sampling import SamplingParams, is_whole
 from minithink.stream import Chunk, Result, Stream, Track, prompts_at_once
@@ -299,6 +299,8 @@ class Engine:
         shape = Shape(c.num_layers, 1, c.num_kv_heads, c.num_heads, c.head_dim, c.hidden_size, policy.scope,
                       self.device, c.max_position, self.dtype)  # fmt: skip
         for member in members(policy):
+            if is_dataclass(member):
+                check_numbers(member)
             member.reads(kind)
             if type(member).vocabulary is not Policy.vocabulary:
                 member.vocabulary(self._vocabulary)

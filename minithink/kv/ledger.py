@@ -1,8 +1,8 @@
 """The byte ledger: what every byte of the cache is for.
 
 Nothing is estimated. `total` is the sum of the sizes of all tensors of the store, the manager and the policy.
-`reserve` is the part that no token, running sequence or policy needs now. Of one sequence, it is the free slots of its
-pages, which no other sequence can take: used pages are 1.05 to 1.28 × as large as the payload in them.
+`reserve` is the part that no token, running sequence or policy needs now. Of one sequence, it is the free slots of
+its pages, which no other sequence can take: used pages are 1.05 to 1.28 × as large as the payload in them.
 """
 
 from __future__ import annotations

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from minithink.errors import UsageError
+from minithink.errors import UsageError, quoted
+
+MOST = 2**30 - 1  # tokens or steps: with a budget they stay within 32 bits
+NUMBER = r"0*(\d{1,10})"  # few enough digits to be read
 
 
 @dataclass(frozen=True)
@@ -30,16 +33,20 @@ class Schedule:
         """From the command line. UsageError: it is none of these."""
         if text == "every":
             return cls()
-        if (found := re.fullmatch(r"interval:(\d+)", text)) and int(found[1]) >= 1:
-            return cls(int(found[1]))
-        if (found := re.fullmatch(r"sawtooth:(\d+)/(\d+)", text)) and 1 <= int(found[2]) < int(found[1]):
-            return cls(None, int(found[1]), int(found[2]))
-        if found := re.fullmatch(r"share:(0|0?\.\d{1,9})/(0?\.\d{1,9}|\d{1,9})", text):
+        if found := re.fullmatch(rf"interval:{NUMBER}", text, re.ASCII):
+            every = int(found[1])
+            if 1 <= every <= MOST:
+                return cls(every)
+        if found := re.fullmatch(rf"sawtooth:{NUMBER}/{NUMBER}", text, re.ASCII):
+            grow, keep = int(found[1]), int(found[2])
+            if 1 <= keep < grow <= MOST:
+                return cls(None, grow, keep)
+        if found := re.fullmatch(r"share:(0|0?\.\d{1,9})/(0?\.\d{1,9}|\d{1,9})", text, re.ASCII):
             return cls(shares=(float(found[1]), float(found[2])))
         raise UsageError(
-            f"The schedule {text!r} is unknown; write every, interval:n (n at least 1), sawtooth:B/k (grow to B "
-            "tokens, then keep k, fewer than B) or share:r/l (grow to the budget, then keep the prompt, l tokens or "
-            "this share of the rest, and the share r below 1 of what is left)."
+            f"The schedule {quoted(text)} is unknown; write every, interval:n (n at least 1), sawtooth:B/k (grow to "
+            "B tokens, then keep k, fewer than B), both with numbers below 2^30, or share:r/l (grow to the budget, "
+            "then keep the prompt, l tokens or this share of the rest, and the share r below 1 of what is left)."
         )
 
 

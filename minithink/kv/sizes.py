@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minithink.errors import UsageError
+from minithink.errors import UsageError, quoted
 from minithink.kv.contract import Policy, kept
 from minithink.kv.pages import layouts
 from minithink.kv.schedule import Schedule
@@ -20,6 +20,9 @@ def check_budget(policy: Policy, prompt: int, budget: int | None = None) -> None
     # A stack protects the prompt if one of its members does, and its smallest budget must hold it.
     tokens = policy.budget if budget is None else budget
     stays = prompt if policy.cap is None else min(prompt, policy.cap)
+    for member in members(policy):
+        if member.budget is not None:
+            _check_number(member, "a budget of", member.budget)
     cases = [("a budget of", tokens, "")]
     for schedule in (Schedule.parse(m.schedule) for m in members(policy)):
         if schedule.keep is not None:
@@ -30,8 +33,7 @@ def check_budget(policy: Policy, prompt: int, budget: int | None = None) -> None
     for what, number, larger in cases:
         if number is None:
             continue
-        if not 1 <= number <= UNLIMITED:
-            raise UsageError(f"{policy.name}: {what} {number} tokens makes no sense: give 1 to {UNLIMITED:,}.")
+        _check_number(policy, what, number)
         if not policy.protect_prompt and number < policy.beside:
             raise UsageError(f"{policy.name}: {what} {number} tokens is below the {policy.beside} that a lane needs.")
         if policy.protect_prompt and number < stays + policy.beside:
@@ -42,6 +44,12 @@ def check_budget(policy: Policy, prompt: int, budget: int | None = None) -> None
                 f"{policy.name}: {what} {number} tokens cannot hold the protected prompt of {stays} and {more}: "
                 f"give at least {stays + policy.beside}{larger}{spared}."
             )
+
+
+def _check_number(policy: Policy, what: str, number: int) -> None:
+    """UsageError: it is no possible number of tokens."""
+    if not 1 <= number <= UNLIMITED:
+        raise UsageError(f"{policy.name}: {what} {quoted(number)} tokens makes no sense: give 1 to {UNLIMITED:,}.")
 
 
 def least_kept(policy: Policy) -> int | None:

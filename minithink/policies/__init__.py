@@ -12,12 +12,13 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import MISSING, Field, fields
+from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from minithink.errors import UsageError
+from minithink.errors import QUOTED, UsageError, escaped, quoted
 from minithink.kv.contract import Policy
-from minithink.kv.schedule import Schedule
+from minithink.kv.schedule import MOST, Schedule
 from minithink.kv.stack import Stack
 from minithink.policies.ada_snapkv import AdaSnapKV
 from minithink.policies.crystal_kv import CrystalKV, CrystalKVLite
@@ -90,16 +91,18 @@ def lookup(name: str) -> type[Policy]:
     if name not in POLICIES:
         names = [part.strip() for part in name.split(",")]  # of a list, whose names alone say where to split it
         if all(part in POLICIES for part in names):
-            raise UsageError(f"{name} are {len(names)} policies: give one, or a stack, {'+'.join(names)}.")
+            stack = brief("+".join(names))
+            raise UsageError(f"{brief(name)} are {len(names)} policies: give one, or a stack, {stack}.")
         at = next(i for i, part in enumerate(names) if part not in POLICIES)
         if at and "=" in (name := names[at]):
             raise UsageError(
-                f"The policy {name!r} is unknown: what a policy is told follows a colon, {names[at - 1]}:{name}."
+                f"The policy {quoted(name)} is unknown: what a policy is told follows a colon, "
+                f"{names[at - 1]}:{brief(name)}."
             )
         name = names[at]
         near = difflib.get_close_matches(name, POLICIES, 1)
         hint = f"did you mean {near[0]}? There" if near else "there"
-        raise UsageError(f"The policy {name!r} is unknown; {hint} are: {', '.join(POLICIES)}.")
+        raise UsageError(f"The policy {quoted(name)} is unknown; {hint} are: {', '.join(POLICIES)}.")
     return POLICIES[name]
 
 
@@ -137,13 +140,16 @@ def parse(text: str, *, budget: int | None = None, schedule: str | None = None, 
             takes, or that the text contradicts.
     """
     chosen = _members(text)
-    given = (("budget", budget, f"A budget of {budget} tokens"), ("schedule", schedule, f"The schedule {schedule!r}"))
+    given = (
+        ("budget", budget, f"A budget of {quoted(budget)} tokens"),
+        ("schedule", schedule, f"The schedule {quoted(schedule)}"),
+    )
     for key, value, what in given:
         if value is None:
             continue
         takers = [(cls, values) for cls, values in chosen if key in _fields(cls)]
         if not takers:
-            raise UsageError(f"{what} was given, and the policy {text} takes none: drop it.")
+            raise UsageError(f"{what} was given, and the policy {brief(text)} takes none: drop it.")
         for cls, values in takers:
             if values.setdefault(key, value) != value:
                 raise UsageError(f"{what} was given, and {cls.name} says {key}={values[key]}: drop one of them.")
@@ -156,7 +162,7 @@ def _members(text: str) -> list[tuple[type[Policy], dict[str, Any]]]:
     found = [_read(member) for member in re.split(r"\+(?!\d)", text)]  # a digit: the + of 1e+5
     names = [cls.name for cls, _ in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UsageError(f"The stack {text} names {twice} {names.count(twice)} times: give it once.")
+        raise UsageError(f"The stack {brief(text)} names {twice} {names.count(twice)} times: give it once.")
     return found
 
 
@@ -175,14 +181,14 @@ def _read(text: str) -> tuple[type[Policy], dict[str, Any]]:
             if not near and (near := difflib.get_close_matches(key, _fields(cls), 1)):
                 hint = f" (did you mean {near[0]}?)"
             names = ", ".join(_fields(cls)) or "none"
-            raise UsageError(f"The policy {name} has no hyperparameter {key!r}{hint}; it takes {names}.")
+            raise UsageError(f"The policy {name} has no hyperparameter {quoted(key)}{hint}; it takes {names}.")
         if key in values:
             raise UsageError(f"The policy {name} is given {key} twice; leave one of them out.")
         try:
             values[key] = _typed(value, _hints(cls)[key])
         except ValueError as error:
             raise UsageError(
-                f"The policy {name} cannot have {key}={value}: {key} is {_worded(_hints(cls)[key])}."
+                f"The policy {name} cannot have {key}={brief(value)}: {key} is {_worded(_hints(cls)[key])}."
             ) from error
     return cls, values
 
@@ -194,15 +200,39 @@ def _make(cls: type[Policy], values: dict[str, Any], option: str) -> Policy:
         grow = Schedule.parse(values["schedule"]).grow
         if grow is not None and "budget" in known and values.setdefault("budget", grow) != grow:
             raise UsageError(
-                f"{cls.name}: the schedule {values['schedule']} lets lanes grow to {grow} tokens, and the budget is "
-                f"{values['budget']}: drop the budget, or make them equal."
+                f"{cls.name}: the schedule {brief(values['schedule'])} lets lanes grow to {grow} tokens, and the "
+                f"budget is {quoted(values['budget'])}: drop the budget, or make them equal."
             )
     if "budget" in known and values.get("budget", known["budget"].default) in (None, MISSING):
         raise UsageError(f"The policy {cls.name} needs a budget in tokens: give {option}, or {cls.name}:budget=….")
     policy = cls(**values)
+    check_numbers(policy)
     if (block := policy.storage.block) < 1 or block & (block - 1):
         raise UsageError(f"{cls.name}: block={block}; the tokens of a page must be a power of two.")
     return policy
+
+
+def check_numbers(policy: Policy) -> None:
+    """Refuse numbers that no cache can use.
+
+    Raises:
+        UsageError: a whole number is too large for 32 bits, beside a budget; a seed has more than 63 bits; another
+            number is infinite or NaN.
+    """
+    for f in fields(policy):  # type: ignore[arg-type]
+        value = getattr(policy, f.name)
+        if isinstance(value, float) and not isfinite(value):
+            raise UsageError(f"{policy.name}: {f.name} is {value:g}; it must be a finite number.")
+        if type(value) is not int or f.name == "budget":  # `check_budget` knows the bounds of budgets
+            continue
+        most = 2**63 - 1 if f.name == "seed" else MOST
+        if abs(value) > most:
+            raise UsageError(f"{policy.name}: {f.name} is {quoted(value)}; it must be at most {most:,}.")
+
+
+def brief(text: str) -> str:
+    """A text as it is, in at most 80 characters."""
+    return escaped(text if len(text) <= QUOTED else text[: QUOTED - 1] + "…")
 
 
 def _fields(cls: type[Policy]) -> dict[str, Field[Any]]:
@@ -225,6 +255,8 @@ def _typed(text: str, kind: Any) -> Any:
         (kind,) = (k for k in get_args(kind) if k is not NoneType)
     allowed = {"true": True, "false": False} if kind is bool else {name: name for name in get_args(kind)}  # Literal
     if not allowed:
+        if kind is not str and not (text.isascii() and "_" not in text):  # int("٣") and int("1_0") are numbers, too
+            raise ValueError(text)
         return kind(text)  # int, float, str
     if text not in allowed:
         raise ValueError(text)
