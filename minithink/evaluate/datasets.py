@@ -26,6 +26,7 @@ INSTRUCTION = r"Please reason step by step, and put your final answer within \bo
 CHOOSE = "The answer is one letter: A, B, C or D."
 QUESTION = ("question", "problem", "prompt")  # names of fields, in the order in which they are looked for
 ANSWER = ("answer", "expected_answer", "final_answer", "target", "solution")
+LONGEST_NAME = 255  # characters of a file's name that a message shows
 FORMATS = (".jsonl", ".csv", ".json", ".parquet")
 LEVELS = {f"{search.FAMILY}:{level}": level for level in range(len(search.WORDING))}  # search in one redundancy
 SHARD = re.compile(r"-\d{5}-of-\d{5}")
@@ -222,6 +223,8 @@ def _rows(paths: Iterable[Path]) -> list[_Row]:
     rows = []
     for path in paths:
         try:
+            if path.exists() and not path.is_file() and not path.is_dir():
+                raise OSError("it is a pipe or a device")  # which may have no end
             found = list(_read(path))
         except FileNotFoundError:
             raise MinithinkError(f"{path} does not exist: give an existing file.") from None
@@ -230,7 +233,8 @@ def _rows(paths: Iterable[Path]) -> list[_Row]:
                 f"{path} is not in UTF-8 ({error.reason}, byte {error.start}): convert it."
             ) from None
         except (OSError, ValueError, RecursionError, csv.Error) as error:
-            raise MinithinkError(f"{path} cannot be read as {path.suffix.lower()[1:]}: {reason(error)}.") from None
+            name = escaped(path) if len(path.name) <= LONGEST_NAME else quoted(path.name)
+            raise MinithinkError(f"{name} cannot be read as {path.suffix.lower()[1:]}: {reason(error)}.") from None
         if not found:
             raise MinithinkError(f"{path} holds no examples.")
         rows += found

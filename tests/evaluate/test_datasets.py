@@ -477,3 +477,13 @@ def test_problems_without_answers_need_the_grader_none(tmp_path):
     assert check_graders(examples) == []
     path.write_text(json.dumps({"question": "1?", "grader": "none"}))
     assert load_dataset(str(path))[0].grader == "none"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
+def test_pipes_devices_and_names_that_are_too_long_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    refused(tmp_path / "pipe.jsonl", "cannot be read as jsonl: it is a pipe or a device.")
+    (tmp_path / "zero.csv").symlink_to("/dev/zero")
+    refused(tmp_path / "zero.csv", "cannot be read as csv: it is a pipe or a device.")
+    assert len(refused("x" * 5000 + ".jsonl", "cannot be read as jsonl: File name too long")) < 200
+    refused("a\0b.jsonl", "a\\x00b.jsonl cannot be read as jsonl")
