@@ -89,7 +89,7 @@ def load_dataset(
         examples = _from_hub(name, split or "test", grader)
     else:
         if split is not None:
-            raise UsageError(f"{name} is a file, which has no split {split!r}: drop the split.")
+            raise UsageError(f"{escaped(name)} is a file, which has no split {quoted(split)}: drop the split.")
         path = Path(os.path.expanduser(name))  # Path's own raises for an unknown ~user
         examples = _from_rows(_rows([path]), path.stem, grader)
     return examples[:limit]
@@ -402,7 +402,7 @@ ENTRIES: Mapping[str, Entry] = {
 def _from_entry(name: str, split: str | None) -> list[Example]:
     entry, split = ENTRIES[name], split or "test"
     if split not in entry.files:
-        raise UsageError(f"{name} has no split {split!r}; there is {' and '.join(entry.files)}.")
+        raise UsageError(f"{name} has no split {quoted(split)}; there is {' and '.join(entry.files)}.")
     path = download(entry.repo, [entry.files[split]], kind="dataset") / entry.files[split]
     if not path.is_file():
         raise MinithinkError(f"The dataset {entry.repo} has no file {entry.files[split]} any more: update minithink.")
@@ -420,16 +420,20 @@ def _from_entry(name: str, split: str | None) -> list[Example]:
 def _from_hub(name: str, split: str, grader: str) -> list[Example]:
     repo, _, config = name.removeprefix("hub:").partition(":")
     if repo.count("/") != 1:
-        raise UsageError(f"{name!r} names no dataset of the hub: write hub:owner/name or hub:owner/name:config.")
+        raise UsageError(
+            f"{quoted(name)} names no dataset of the hub: write hub:owner/name or hub:owner/name:config."
+        )
     words = [word for word in (config, split) if word]
     if any(not re.fullmatch(r"[\w.+-]+", word) for word in words):  # they become patterns of paths
-        raise UsageError(f"{name!r} with the split {split!r}: a config and a split are words of a file's path.")
+        raise UsageError(
+            f"{quoted(name)} with the split {quoted(split)}: a config and a split are words of a file's path."
+        )
     patterns = [f"*{'*'.join(order)}*{suffix}" for order in (words, words[::-1]) for suffix in FORMATS]
     folder = download(repo, patterns, kind="dataset")
     # Patterns know no words (test is in latest, too), and the cache may hold files of other calls.
     files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.suffix in FORMATS]
     files = [file for file in files if all(_has_word(file, word) for word in words)]
-    of = f"the split {split!r}" + (f" and the config {config!r}" if config else "")
+    of = f"the split {quoted(split)}" + (f" and the config {quoted(config)}" if config else "")
     if not files:
         raise MinithinkError(
             f"The dataset {repo} has no file {' or '.join(FORMATS)} of {of} (a word of its path): give another split "

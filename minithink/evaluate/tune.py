@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from minithink.commands import INTERRUPTED, SCHEDULES
-from minithink.errors import UsageError, unwritable
+from minithink.errors import UsageError, quoted, unwritable
 from minithink.evaluate import runner, summary
 from minithink.evaluate.datasets import LEVELS, check_name, is_file, load_dataset
 from minithink.evaluate.grading import NONE
@@ -50,7 +50,7 @@ def _grid(text: str) -> tuple[str, list[str]]:
     """For argparse: FIELD=V,V,… → the field, its values."""
     field, equals, values = text.partition("=")
     if not (field and equals and all(values.split(","))):
-        raise argparse.ArgumentTypeError(f"{text!r} is not FIELD=V,V,…, as in lam=0.1,0.5")
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not FIELD=V,V,…, as in lam=0.1,0.5")
     return field, values.split(",")
 
 
@@ -101,7 +101,7 @@ def allowed(dataset: str, split: str | None, limit: int | None = None) -> str | 
             f"{dataset} without --split is its test split, and nothing is ever tuned on that: give another."
         )
     if split is not None and split not in SPLITS:
-        raise UsageError(f"Nothing is ever tuned on the split {split!r}: give --split {' or '.join(SPLITS)}.")
+        raise UsageError(f"Nothing is ever tuned on the split {quoted(split)}: give --split {' or '.join(SPLITS)}.")
     tests = {_words(problem.question) for family in families() for problem in load_problems("test", family)}
     if found := sum(_words(example.question) in tests for example in load_dataset(dataset, split, limit)):
         raise UsageError(

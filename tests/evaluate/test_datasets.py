@@ -487,3 +487,9 @@ def test_pipes_devices_and_names_that_are_too_long_are_refused(tmp_path):
     refused(tmp_path / "zero.csv", "cannot be read as csv: it is a pipe or a device.")
     assert len(refused("x" * 5000 + ".jsonl", "cannot be read as jsonl: File name too long")) < 200
     refused("a\0b.jsonl", "a\\x00b.jsonl cannot be read as jsonl")
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "hub:" + "x" * 5000, "facts", "hub:a/b"])
+def test_names_and_splits_are_quoted_briefly(name):
+    sentence = refused(name, split="*" * 5000 if len(name) < 100 else None, error=UsageError)
+    assert len(sentence) < 500
