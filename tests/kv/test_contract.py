@@ -79,6 +79,11 @@ def test_demands_are_checked() -> None:
             Demand(See.ROWS, every=every, rows=rows)
 
 
+def test_a_demand_is_for_one_query_of_all_layers_at_every_step() -> None:
+    for what in (See.MASS, See.ROWS, See.QUERY, See.HIDDEN):
+        assert Demand(what) == Demand(what, layers=None, every=1, rows=1, prompt=True, group="mean")
+
+
 def a_step(held: list[int], clock: list[int], budget: int = 6, **fields: Any) -> Any:
     """A step of one layer and one head, with a lane per row."""
     rows = len(held)

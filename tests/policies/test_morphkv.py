@@ -20,7 +20,7 @@ from minithink.policies import parse
 from minithink.policies.morphkv import MorphKV
 from minithink.ref.window_peak import window_peak
 from tests.policies.by_rows import step_of
-from tests.policies.drive import follow, held
+from tests.policies.drive import Ear, follow, held
 
 torch.set_num_threads(1)
 
@@ -183,3 +183,18 @@ def test_it_chooses_as_the_code_does(
 def test_settings_that_make_no_sense(text: str) -> None:
     with pytest.raises(UsageError, match="morphkv"):
         parse(f"morphkv:budget=9,{text}")
+
+
+@pytest.mark.parametrize("protect", [False, True])
+def test_a_recorder_hears_the_scores_of_older_tokens_that_may_go(protect: bool) -> None:
+    """Not of the window, which stays in any case, nor of a protected prompt."""
+    ear = Ear()
+    steps = follow(MorphKV(9, window=3, protect_prompt=protect), [5], 12)
+    for manager in steps:
+        manager.recorder = ear
+        if manager.length(0) > 10:
+            count = int(ear.where.sum(-1).max())
+            assert ear.where.sum(-1).eq(count).all()
+            # ten tokens are held before one goes: three are the window, and five may be a protected prompt
+            assert count == (2 if protect else 7)
+            assert not ear.where[..., -3:].any()

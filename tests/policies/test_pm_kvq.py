@@ -131,3 +131,8 @@ def test_memory_is_real() -> None:
 def test_what_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         PMKVQ(**fields)
+
+
+def test_a_segment_begins_only_when_the_bits_halve() -> None:
+    manager = followed(PMKVQ(2.0, 40, window=8, group=16), [21], 60)
+    assert manager.store.kinds[0] == [1, 2, 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,3 +104,18 @@ def test_a_recorder_hears_the_scores_of_tokens_that_may_go() -> None:
     for manager in follow(policy, [5], 24):
         manager.recorder = Listener()
     assert gone
+
+
+@pytest.mark.parametrize("by", ["count", "mean"])
+def test_past_queries_stand_before_the_newest(by: Any) -> None:
+    """The last three queries of a text of six tokens stand at 3, 4 and 5: the first two do not see all tokens."""
+    draw = torch.Generator().manual_seed(5)
+    q, k = torch.randn(1, 4, 3, 8, generator=draw), torch.randn(1, 2, 6, 8, generator=draw)
+    pos = torch.arange(6, dtype=torch.int32).expand(1, 2, 6)
+    step: Any = SimpleNamespace(
+        queries=lambda layer: q, keys=lambda layer, rows: k, prompt=torch.tensor([4]), clock=torch.tensor([2])
+    )
+    policy = Scissorhands(8, history=3, by=by)
+    score = policy.score(step, 0, pos, torch.tensor([True]))
+    assert torch.equal(score, importance(q, k, pos, torch.tensor([[3, 4, 5]]), by))
+    assert not torch.equal(score, importance(q, k, pos, torch.tensor([[5, 5, 5]]), by))
