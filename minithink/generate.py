@@ -426,8 +426,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--budget", type=positive, metavar="TOKENS", help="how many tokens each KV head may keep under the policy, "
         "those of the prompt included")  # fmt: skip
     add("--schedule", help=f"when a policy evicts: {SCHEDULES}")
-    add("--calibration", metavar="FOLDER", help="where minithink.calibrate wrote its files (default: beside the "
-        "model)")  # fmt: skip
+    add("--calibration", type=location, metavar="FOLDER", help="where minithink.calibrate wrote its files (default: "
+        "beside the model)")  # fmt: skip
     add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what fits")
     add("--temperature", type=finite, help="0 is greedy (this and the next three default to the model's own)")
     add("--top-k", type=integer, help="0 is off")

@@ -717,6 +717,8 @@ def test_module_runs_without_a_warning(checkpoint: Path) -> None:
         (("a", "--max-new-tokens", "0"), "argument --max-new-tokens: '0' is no whole number of at least 1"),
         (("a", "--max-new-tokens", "many"), "'many'"),
         (("a", "--num-samples", "1000000000"), "1,000,000,000 samples of 1 prompt are more sequences"),
+        (("a", "--calibration", ""), "argument --calibration: it is empty: give a name"),
+        (("a", "--calibration", "a" * 300), "argument --calibration: 'a{78}… holds a name of 300 bytes"),
         (("a", "--batch-size", "100000000"), "batch_size is 100,000,000; it must be at most 65,536"),
         (("a", "--max-new-tokens", "9" * 5000), "is too large: give at most 18,446,744,073,709,551,615"),
         (("a", "--temperature", "nan"), "'nan' is no finite number"),

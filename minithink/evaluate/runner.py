@@ -89,8 +89,8 @@ def add_run_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -> No
         "not run for them (default: of what the full cache generates on average)")  # fmt: skip
     add("--grader", default="exact", choices=list(CHOICES), help="of files that name none (default: exact); with "
         "none, problems need no answer, and texts are not graded")  # fmt: skip
-    add("--calibration", metavar="FOLDER", help="where minithink.calibrate wrote its files (default: beside the "
-        "model)")  # fmt: skip
+    add("--calibration", type=location, metavar="FOLDER", help="where minithink.calibrate wrote its files (default: "
+        "beside the model)")  # fmt: skip
     add("--batch-size", type=positive, metavar="N", help=f"rows at once, from beginning to end (default: {GPU_BATCH} "
         f"on a GPU, else {CPU_BATCH})")  # fmt: skip
     add("--padded-budget", type=positive, metavar="N", help="for comparison: charge each budget the padding that an "
