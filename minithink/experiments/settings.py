@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from minithink.policies import POLICIES
-
 PROTECTED = "protect_prompt=true"
 # The settings of each policy that are tried on validation problems. Policies gather 16 tokens before they evict, as
 # R-KV in `experiments/embedded.py`: 128 tokens would be a large part of the embedded model's texts.
@@ -33,6 +31,13 @@ GRID = {
     "sepllm": ("", "window=0.6", "fill=true"),
 }
 
+# Policies that protect the prompt by default, so that their texts do not say it. The pool names its runs by these
+# texts: they stay as they are when a default changes.
+PROTECTING = (
+    "answer_oracle", "crystal_kv", "crystal_kv_lite", "dynts", "hindsight_oracle", "needs_oracle", "raas",
+    "random_attention", "skipkv",
+)  # fmt: skip
+
 RKV = "rkv:buffer=16,protect_prompt=true"  # R-KV in comparisons: GRID's buffer, the prompt stays
 
 # Triggers of DynTS: each policy evicts as often, and keeps as many tokens (SepLLM keeps fewer).
@@ -48,14 +53,14 @@ def of(name: str, *options: str) -> str:
 
 def protected(name: str, *options: str) -> str:
     """A policy whose prompt stays."""
-    return of(name, *options, "" if POLICIES[name].protect_prompt else PROTECTED)
+    return of(name, *options, "" if name in PROTECTING else PROTECTED)
 
 
 def unprotected(policy: str) -> str:
     """The same policy, the prompt as evictable as the rest."""
     name, _, options = policy.partition(":")
     own = [option for option in options.split(",") if option != PROTECTED]
-    return of(name, *own, "protect_prompt=false" if POLICIES[name].protect_prompt else "")
+    return of(name, *own, "protect_prompt=false" if name in PROTECTING else "")
 
 
 def at_once(policy: str) -> str:

@@ -18,6 +18,7 @@ from minithink.errors import MinithinkError
 from minithink.evaluate import runner
 from minithink.evaluate.plan import plan, policy_of
 from minithink.experiments import settings
+from minithink.policies import POLICIES
 from minithink.tasks import families
 
 
@@ -151,6 +152,16 @@ def test_the_pool_chooses_the_settings_of_others() -> None:
     more = {"policy": other, "pass_at_1": 0.6}
     assert settings.best([more if row["policy"] == other else row for row in made]) == first | {"h2o": other}
     assert settings.best([row for row in made if row["policy"] != other] + [more, more]) == first
+
+
+def test_a_new_default_changes_no_name_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool names runs by the texts of comparisons."""
+    before = [settings.protected(name) for name in settings.GRID]
+    assert "raas" in before
+    for name in settings.GRID:
+        monkeypatch.setattr(POLICIES[name], "protect_prompt", not POLICIES[name].protect_prompt)
+    assert [settings.protected(name) for name in settings.GRID] == before
+    assert settings.unprotected("raas") == "raas:protect_prompt=false"
 
 
 def test_a_run_of_changed_code_is_marked_and_passes_the_check(
