@@ -447,7 +447,7 @@ def test_ctrl_c_while_tokens_are_generated(checkpoint, tmp_path, monkeypatch, ca
 @pytest.mark.parametrize(
     ("command", "words", "code", "said"),
     [
-        ("pilot", ["--policies", "lrfu,h3o"], 2, "there is no sketch 'h3o'; there are window, h2o, lrfu"),
+        ("pilot", ["--policies", "lrfu,h3o"], 2, "there is no sketch 'h3o'; did you mean h2o? There are window"),
         ("pilot", ["--policies", ""], 2, "there is no sketch ''"),
         ("pilot", ["--policies", "h2o,lrfu,h2o"], 2, "'h2o,lrfu,h2o' names a sketch twice"),
         ("pilot", ["--budgets", "0.5,x"], 2, "'0.5,x' are no shares"),
@@ -461,7 +461,7 @@ def test_ctrl_c_while_tokens_are_generated(checkpoint, tmp_path, monkeypatch, ca
         ("premises", ["--temperature", "nan"], 2, "'nan' is no finite number"),
         ("premises", ["--temperature", "-1"], 2, "The temperature is -1"),
         ("premises", ["--seed", "-1"], 2, "'-1' is no whole number of at least 0"),
-        ("premises", ["--family", "fact"], 2, "There is no family 'fact'; there are facts, ledger and search."),
+        ("premises", ["--family", "fact"], 2, "There is no family 'fact'; did you mean facts?"),
         ("premises", ["--output", ""], 2, "argument --output: it is empty"),
         ("premises", ["--output", "FOLDER"], 1, "The result cannot be written to"),
         ("premises", ["--output", "FOLDER/file/below"], 1, "The result cannot be written to"),
