@@ -102,3 +102,11 @@ def test_what_does_not_fit_is_refused() -> None:
         quantize(parse("int4:by=token"), x, one)
     with pytest.raises(ValueError, match="24 channels"):
         quantize(parse("int4"), x, one)
+
+
+@pytest.mark.parametrize("first", [10.0, -40.0])
+def test_the_scale_of_integers_spans_the_group_alone(first: float) -> None:
+    """Not the way from 0 to the group: 16 numbers in steps of 1 have 4 bits, the scale 1 and the first as minimum."""
+    x = first + torch.arange(16.0, device=DEVICE)[None]
+    _, params = quantize(parse("int4:group=16,params=fp32"), x, torch.ones((), device=DEVICE))
+    assert sorted(params.cpu().view(torch.float32).flatten().tolist()) == sorted([1.0, first])
