@@ -594,3 +594,37 @@ def test_without_a_limit_a_policy_takes_what_fits_and_no_more(
         reason = "context" if room == CONTEXT else "length"
         assert [(s.limit, s.limit_reason) for s in stream.sequences] == [(room - 10, reason), (room - 20, reason)]
     assert room < tokens
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "said"),
+    [
+        ("", {}, "The prompt is empty"),
+        (" \n\t", {}, "The prompt is empty"),
+        ([], {}, "There is no prompt"),
+        ([[]], {}, "The prompt is empty"),
+        (["a", ""], {}, "The prompt is empty"),
+        ([[6] * CONTEXT], {}, "Prompt 0 has 128 tokens and the context holds 128"),
+        ([[6] * 10000], {}, "Prompt 0 has 10,000 tokens and the context holds 128"),
+        ("a", {"max_new_tokens": 0}, "max_new_tokens is 0; it must be a whole number and at least 1"),
+        ("a", {"max_new_tokens": -1}, "max_new_tokens is -1"),
+        ("a", {"max_new_tokens": 2.5}, "max_new_tokens is 2.5"),
+    ],
+)
+@pytest.mark.parametrize("policy", [None, "h2o:budget=9"])
+def test_prompts_that_cannot_run_are_one_sentence(
+    engine: Engine, prompt: Any, options: dict[str, Any], said: str, policy: str | None
+) -> None:
+    with pytest.raises(UsageError, match=said) as refused:
+        engine.generate(prompt, policy=policy, chat=False, **options)
+    assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize("policy", [None, "window:budget=3", "h2o:budget=3", "rkv:budget=9", "quant:fmt=fp8"])
+@pytest.mark.parametrize("prompt", [[0], [1, 2, 3], [0, 0, 0, 0, 0, 0], [4, 5], [6] * (CONTEXT - 1)])
+def test_a_prompt_of_special_tokens_or_of_the_whole_context_runs(
+    engine: Engine, prompt: list[int], policy: str | None
+) -> None:
+    [result] = engine.generate([prompt], policy=policy, max_new_tokens=3, temperature=0)
+    assert 1 <= result.generated_tokens <= 3
+    assert result.finish_reason in ("stop", "length", "context")
