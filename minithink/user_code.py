@@ -14,7 +14,7 @@ import dis
 import re
 import sys
 from collections.abc import Iterator
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -57,6 +57,10 @@ class _Reader:
         elif isinstance(value, partial):
             yield from self.lines_of(value.func)
             yield _said((value.args, value.keywords))
+        elif isinstance(value, cached_property):
+            yield from self.lines_of(value.func)
+        elif _is_wrapper(value):
+            yield from self.lines_of(value.__wrapped__)
         elif isinstance(value, (type, FunctionType)):
             yield value.__qualname__
             if id(value) in self.seen or not self.is_own(value.__module__):
@@ -91,7 +95,7 @@ class _Reader:
             value = function.__globals__[name]
             if isinstance(value, ModuleType):
                 yield from self.of_module(value, names)
-            elif isinstance(value, (type, FunctionType)) or _is_plain(value):
+            elif _is_code(value) or _is_plain(value):
                 yield name
                 yield from self.lines_of(value)
 
@@ -101,7 +105,7 @@ class _Reader:
             return
         for name in sorted(names & vars(module).keys()):
             value = vars(module)[name]
-            if isinstance(value, (type, FunctionType)) or _is_plain(value):
+            if _is_code(value) or _is_plain(value):
                 yield name
                 yield from self.lines_of(value)
 
@@ -134,6 +138,17 @@ def _names(code: CodeType) -> set[str]:
         if isinstance(constant, CodeType):
             found |= _names(constant)
     return found
+
+
+def _is_wrapper(value: Any) -> bool:
+    """Whether a value is an object around a function, such as what `functools.cache` makes of it."""
+    is_function = isinstance(value, (type, FunctionType))
+    return not is_function and isinstance(getattr(value, "__wrapped__", None), FunctionType)
+
+
+def _is_code(value: Any) -> bool:
+    """Whether a value is a function or a class, or wraps one."""
+    return isinstance(value, (type, FunctionType, partial)) or _is_wrapper(value)
 
 
 def _is_plain(value: Any) -> bool:

@@ -18,7 +18,7 @@ from minithink.user_code import code_of, is_users
 
 MODULE = '''
 from dataclasses import dataclass, field
-from functools import cache, wraps
+from functools import cache, cached_property, partial, wraps
 
 import torch
 
@@ -31,6 +31,14 @@ NAMES = {"a", "b", "c"}
 
 def half(x):
     return x * SHARE
+
+
+@cache
+def table(n):
+    return n + 11
+
+
+shifted = partial(half, 13)
 
 
 def logged(f):
@@ -58,7 +66,15 @@ class Own(Parent):
     def score(self, x):
         if x in NAMES:
             return 0
-        return sum(half(v) ** self.power for v in [x, beside.twice(x)])
+        return sum(half(v) ** self.power for v in [x, beside.twice(x), table(5), shifted()])
+
+    @cached_property
+    def most(self):
+        return 17
+
+    @cache
+    def fewest(self):
+        return 19
 
     @property
     def limit(self):
@@ -109,7 +125,8 @@ def test_comments_docstrings_and_layout_do_not_count(
         ("power: float = 2.0", "power: float = 3.0"), ("lambda: [1, 2]", "lambda: [1, 3]"), ("** self", "* self"),
         ("return self.budget", "return None"), ("at=4", "at=5"), ("min(x", "max(x"), ("return f(*args)", "return 0"),
         ("return 0\n        return sum", "return 1\n        return sum"), ("FACTOR = 2", "FACTOR = 3"),
-        ("FACTOR * x", "FACTOR + x"),
+        ("FACTOR * x", "FACTOR + x"), ("n + 11", "n - 11"), ("(half, 13)", "(half, 14)"), ("return 17", "return 18"),
+        ("return 19", "return 20"),
     ],
 )  # fmt: skip
 def test_whatever_the_class_runs_counts(
