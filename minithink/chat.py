@@ -33,13 +33,15 @@ LIMITS = {
 }
 # Seconds by the clock, for the case that the processor's time has no limit (Windows) or goes to other programs.
 PATIENCE = 10 if sys.platform == "win32" else 60
-# The child finds packages where this process finds them. It imports its own module by name, so that nobody who uses
-# minithink as a library needs an `if __name__ == "__main__"`.
+# The child finds packages where this process finds them, and before it knows where, it imports only what is built in:
+# `python -c` would look in the current folder first, which may be that of a checkpoint. It imports its own module by
+# name, so that nobody who uses minithink as a library needs an `if __name__ == "__main__"`.
 BEGIN = """
-import json, sys
-sys.path[:], limits = json.loads(sys.argv[1])
+import sys
+limits, *sys.path = sys.argv[1:]
+import json
 from minithink.chat_child import serve
-serve(**limits)
+serve(**json.loads(limits))
 """
 
 
@@ -120,7 +122,7 @@ class _Child:
         """Start it, and do not wait for it. It has a session of its own, because Ctrl-C is not for it."""
         path = [str(entry) for entry in sys.path]
         process = subprocess.Popen(
-            [sys.executable, "-c", BEGIN, json.dumps([path, LIMITS])],
+            [sys.executable, "-c", BEGIN, json.dumps(LIMITS), *path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

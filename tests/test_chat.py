@@ -211,6 +211,16 @@ def test_a_forked_process_has_a_child_of_its_own() -> None:
     assert chat._child is before
 
 
+def test_the_child_imports_nothing_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be that of a checkpoint, and `python -c` looks there first."""
+    for name in ("json", "minithink"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    end_child()
+    assert render("a", HELLO) == "a"
+
+
 # What is rendered ------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import importlib.util
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -25,11 +26,14 @@ PATIENCE = 120  # seconds of the clock after which a comparison is given up, how
 START = 300  # seconds of the clock in which the child must be ready: it imports sympy
 MEMORY = 3 * 2**30  # bytes of address space that the child may have
 LONGEST = 2000  # characters of an expression that is evaluated at all
-# What the child runs: this process's paths of imports, then `serve`.
-_CHILD = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from minithink.evaluate import judge; judge.serve(int(sys.argv[2]))"
-)
+# What the child runs. It imports nothing before it has this process's paths, because `python -c` looks in the current
+# folder first.
+_CHILD = """
+import sys
+seconds, *sys.path = sys.argv[1:]
+from minithink.evaluate import judge
+judge.serve(int(seconds))
+"""
 
 
 def equal(found: str, answer: str) -> bool:
@@ -50,6 +54,7 @@ class Judge:
         self._seconds = seconds
         self._turn = threading.Lock()
         self._child: subprocess.Popen[str] | None = None
+        self._foreign: subprocess.Popen[str] | None = None  # of the process that this one was forked from
         self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def ask(self, found: str, answer: str) -> bool:
@@ -81,7 +86,7 @@ class Judge:
             )
         self._stop()
         child = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, json.dumps(sys.path), str(self._seconds)],
+            [sys.executable, "-c", _CHILD, str(self._seconds), *map(str, sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -95,6 +100,9 @@ class Judge:
             ready = self._replies.get(timeout=START)
         except queue.Empty:
             ready = ""
+        except BaseException:  # Ctrl-C: the child would say that it is ready, and that is no verdict
+            self._stop()
+            raise
         if ready != "ready\n":
             self._stop()
             raise MinithinkError(
@@ -114,6 +122,15 @@ class Judge:
                     pipe.close()
         self._child = None
 
+    def forget(self) -> None:
+        """In a process that was forked: the child is the other process's, and two must not write into one pipe. The
+        thread that listens to it is not in this process."""
+        self._turn = threading.Lock()
+        if self._child is not None:
+            self._child.returncode = 0  # it is not ours to wait for
+            self._foreign = self._child  # to free its pipes would wait for that thread
+            self._child = None
+
 
 def _listen(child: subprocess.Popen[str], replies: queue.SimpleQueue[str]) -> None:
     """Pass on the child's lines; the last one is empty, when it has ended."""
@@ -126,6 +143,8 @@ def _listen(child: subprocess.Popen[str], replies: queue.SimpleQueue[str]) -> No
 
 _judge = Judge()
 atexit.register(_judge._stop)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_judge.forget)
 
 
 # --- in the child

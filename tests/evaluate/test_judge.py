@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -77,8 +79,68 @@ class _Interrupted:
     def get(self, timeout):
         raise KeyboardInterrupt
 
+    def put(self, line):
+        pass
+
 
 def test_a_child_that_cannot_start_gets_a_sentence(own, monkeypatch):
     monkeypatch.setattr(judge, "_CHILD", "import no_such_module")
     with pytest.raises(MinithinkError, match=r"does not work: math-verify.*pip install"):
         own.ask("x", "y")
+
+
+# A child that needs no time to start, and to which all is equal.
+AGREES = """
+import sys
+print("ready", flush=True)
+for line in sys.stdin:
+    print("true", flush=True)
+"""
+
+
+def test_an_interrupted_start_does_not_answer_the_first_comparison(own, monkeypatch):
+    """The child would say "ready" in the place of the verdict, and each verdict would be that of the one before."""
+    monkeypatch.setattr(judge, "_CHILD", AGREES)
+    with monkeypatch.context() as patched:
+        patched.setattr(judge.queue, "SimpleQueue", _Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            own.ask("x", "x")
+    assert own._child is None
+    assert own.ask("x", "x")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no process can be forked here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_has_a_child_of_its_own(own, monkeypatch):
+    monkeypatch.setattr(judge, "_CHILD", AGREES)
+    monkeypatch.setattr(judge, "PATIENCE", 20)
+    monkeypatch.setattr(judge, "_judge", own)
+    os.register_at_fork(after_in_child=own.forget)
+    assert own.ask("x", "x")
+    before = own._child
+    forked = os.fork()
+    if not forked:
+        code = 1
+        try:
+            code = 0 if own._child is None and own.ask("x", "x") else 1
+            own._stop()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 0
+    assert own.ask("x", "x")
+    assert own._child is before
+
+
+def test_the_child_imports_nothing_from_the_current_folder(own, tmp_path: Path, monkeypatch):
+    """It may be that of a checkpoint, and `python -c` looks there first."""
+    for name in ("json", "minithink"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    assert own.ask("x+x", "2x")
+
+
+def test_paths_of_imports_may_be_objects(own, monkeypatch):
+    monkeypatch.setattr(judge, "_CHILD", AGREES)
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("somewhere")])
+    assert own.ask("x", "x")
