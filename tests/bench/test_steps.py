@@ -175,6 +175,6 @@ def test_the_table(tmp_path: Path) -> None:
         "",
         "Bandwidth in the same run: reading alone 4.59 TB/s, a copy 4.10 TB/s.",
         "",
-        "*A GPU; torch 2.9; 2031-02-03, commit 0123456789: `python -m minithink.bench steps`.* "
+        "*A GPU; torch 2.9; measured at commit 0123456789 (2031-02-03): `python -m minithink.bench steps`.* "
         f"[steps.json]({tmp_path.name}/steps.json)",
     ]

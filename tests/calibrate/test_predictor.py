@@ -425,7 +425,7 @@ def test_what_predictors_know_of_each_dataset(monkeypatch: pytest.MonkeyPatch) -
 def test_each_dataset_alone_for_the_transfer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
 ) -> None:
-    """Predictors of one dataset are measured, and only the one of all is written and drawn."""
+    """Predictors of one dataset are measured, and only the one of all is returned and drawn."""
     asked = list[tuple[str, ...]]()
 
     def told(own: Any, held: Any, target: str, *rest: Any) -> Training:
@@ -440,13 +440,13 @@ def test_each_dataset_alone_for_the_transfer(
     engine: Any = SimpleNamespace(config=SimpleNamespace(hidden_size=8), device="cpu")
     result: dict[str, Any] = {"measurements": [], "curves": {}, "settings": {"checkpoint": ""}}
     result |= dict.fromkeys(("command", "date", "commit"), "")
-    predictor.learn(engine, args, "answer", made, Recipe(), result, tmp_path)  # type: ignore[arg-type]
+    _, about = predictor.learn(engine, args, "answer", made, Recipe(), result)  # type: ignore[arg-type]
     assert asked == [("0", "1", "2", "3"), ("predictor-answer.svg",), ("0", "2"), ("1", "3")]
     assert [x["trained"] for x in result["measurements"]] == ["all", "x", "y"]
-    assert [p.name for p in tmp_path.glob("*.safetensors")] == ["predictor-answer.safetensors"]
+    assert about["measurements"] == [{"trained": "all"}], "only the one of all is returned"
     args.dataset = "x,z"
     with pytest.raises(UsageError, match="No text of z is right"):
-        predictor.learn(engine, args, "answer", made, Recipe(), result, tmp_path)  # type: ignore[arg-type]
+        predictor.learn(engine, args, "answer", made, Recipe(), result)  # type: ignore[arg-type]
 
 
 def test_the_curves_are_drawn(tmp_path: Path) -> None:

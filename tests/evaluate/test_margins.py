@@ -82,7 +82,7 @@ def test_the_count(
     assert main(words(model, problems, "--batch-sizes", "1")) == 2
     assert "two are compared" in capsys.readouterr().err
     assert main(words(model, problems, "--batch-sizes", "1,2", "--limit", "8", "--temperature", "nan")) == 2
-    assert "The temperature is nan" in capsys.readouterr().err
+    assert "'nan' is no finite number" in capsys.readouterr().err
 
 
 def test_what_there_is_less_of_and_help(model: Path, problems: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -296,7 +296,8 @@ def test_state_after() -> None:
         manager.join(seq, WIDTH, n, thinking)
         feed(decoder, manager, {seq: text_of(decoder.config, n, seq)})
     assert len(state_after(manager, 4, 1)) == len(FIELDS)
-    assert state_after(manager, 4, 1) == (0, 1, 4, 3, 0, 1, 0, 4)
+    # a text that never opened the think stage counts as thinking
+    assert state_after(manager, 4, 1) == (0, 1, 4, 3, 1, 1, 0, 4)
     assert state_after(manager, 4, OPEN) == (0, 1, 4, 3, 1, OPEN, 0, 4)
     assert state_after(manager, 6, CLOSE) == (1, 1, 6, 5, 0, CLOSE, 0, 6)
     feed_next(decoder, manager, {6: CLOSE})
