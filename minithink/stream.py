@@ -294,7 +294,9 @@ class Stream:
                 drawn = self._draw(sequences, self._decode(sequences))
             self.on_step(sequences)
             self._take(sequences, drawn)
-        except (RuntimeError, MemoryError, IndexError, TypeError) as error:
+        except MinithinkError:
+            raise
+        except Exception as error:  # a policy of a user can raise anything
             if not is_out_of_memory(error):
                 said = explained(error)
                 if said is None:

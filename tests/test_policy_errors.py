@@ -52,6 +52,14 @@ class Loud(Policy):
             return mass.long()
         if self.wrong == "type":
             return mass + "x"  # type: ignore[operator]
+        if self.wrong == "attribute":
+            return step.no_such_method(layer)
+        if self.wrong == "key":
+            return {}[layer]
+        if self.wrong == "value":
+            raise ValueError("it is too loud")
+        if self.wrong == "own sentence":
+            raise MinithinkError("The policy loud needs a quieter model.")
         return mass[9] if self.wrong == "index" else mass
 
 
@@ -74,6 +82,9 @@ def generate(engine: Engine, policy: Any) -> Any:
         ("dtype", "decide", r"Its tensors there are .*score \[.*\] int64"),
         ("type", "score", r"unsupported operand.* Its tensors there are mass \[1, \d+, \d+\] float32\.$"),
         ("index", "score", r"index 9 is out of bounds"),
+        ("attribute", "score", r".*no_such_method"),
+        ("key", "score", r""),
+        ("value", "score", r"it is too loud"),
     ],
 )
 def test_a_wrong_score_is_one_sentence_with_method_line_and_shapes(
@@ -85,6 +96,11 @@ def test_a_wrong_score_is_one_sentence_with_method_line_and_shapes(
     here = rf"The policy loud fails in `{method}` \({Path(__file__).name}, line \d+\): .*{said}"
     assert re.match(here, sentence), sentence
     assert caught.value.__cause__ is not None, "the traceback is there for whoever wants it"
+
+
+def test_a_sentence_of_the_policy_stays_as_it_is(engine: Engine) -> None:
+    with pytest.raises(MinithinkError, match=r"^The policy loud needs a quieter model\.$"):
+        generate(engine, Loud(wrong="own sentence"))
 
 
 def test_a_right_policy_runs(engine: Engine) -> None:
