@@ -77,11 +77,22 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         with tempfile.TemporaryDirectory() as folder:
             words = words_of(done, args, Path(folder))
             print(f"{done.key['dataset']}: {args.policy} runs again", file=sys.stderr, flush=True)
-            if runner.evaluate_words(words, length_of_full(runs, done)) is None:
+            length = length_of_full(runs, done)
+            if length is None and isinstance(budget, float):
+                raise MinithinkError(
+                    f"The pool has no run of {FULL} for {quoted(done.key['dataset'])}, and the budget {budget} is a "
+                    "share of what that generates: give a budget in tokens, or another comparison."
+                )
+            if runner.evaluate_words(words, length) is None:
                 return INTERRUPTED
             again = journal.read(Path(folder))
         settings = again.settings | again.runs[-1]
         compared += compare(done, again.records)
+    if not compared:
+        raise MinithinkError(
+            f"None of the problems whose answers the pool has of {args.policy} is there any more, so nothing can be "
+            "compared: restore the problems, or run the comparison again with `bench sweep`."
+        )
     print(table(compared))
     for one in [one for one in compared if one.then != one.now][:SHOWN]:
         print(f"{one.id}, sample {one.sample}: {quoted(one.then)} then, {quoted(one.now)} now")

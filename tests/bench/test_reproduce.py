@@ -104,6 +104,27 @@ def test_cells_that_cannot_be_run_again_are_named(
     assert "other weights than the embedded ones" in capsys.readouterr().err
 
 
+def test_a_share_needs_the_run_that_it_is_of(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the problems that run again it would be another number of tokens."""
+    runs = [run for run in pool.read(there) if run.key["policy"] == "window"]
+    (there / pool.FILE).unlink()
+    pool.add(there, runs)
+    capsys.readouterr()
+    assert again(there, "window", "0.5") == 1
+    assert "The pool has no run of full for 'facts', and the budget 0.5 is a share" in capsys.readouterr().err
+
+
+def test_no_answer_in_common_is_no_success(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As when the problems have other names now."""
+    runs = pool.read(there)
+    for run in runs:
+        run.answers = [["gone", sample, answer] for _, sample, answer in run.answers]
+    pool.add(there, runs)
+    capsys.readouterr()
+    assert again(there, "window", "0.5") == 1
+    assert "None of the problems whose answers the pool has of window is there" in capsys.readouterr().err
+
+
 def test_the_settings_of_a_run_are_those_of_its_key() -> None:
     """Padding depends on all prompts, so such a run is generated whole."""
     key: dict[str, Any] = {
