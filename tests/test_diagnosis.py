@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from minithink import generate as cli
-from minithink.diagnosis import broken_weight, first_layer
+from minithink.diagnosis import broken_weight, first_layer, sentence
 from minithink.engine import Engine, load
 from minithink.errors import NON_FINITE, MinithinkError
 from minithink.sampling import NO_TOKEN
@@ -64,6 +64,29 @@ def test_the_first_layer_that_overflows_is_named(engine_of: Engine) -> None:
     stream = engine_of.stream([OTHERS[0]], **NEW)
     list(stream)
     assert "layer 1 is the first whose output is not, in float32; try" in stream.diagnose()
+
+
+def test_the_product_with_the_vocabulary_is_that_of_the_last_token(engine_of: Engine) -> None:
+    """Only with the last token's hidden state a finite row of the head overflows."""
+    decoder = engine_of.decoder
+    logits, seen = decoder.logits, list[Any]()
+    decoder.logits = lambda hidden: (seen.append(hidden[-1]), logits(hidden))[1]  # type: ignore[method-assign]
+    engine_of.generate([OTHERS[0]], max_new_tokens=1)
+    decoder.logits = logits  # type: ignore[method-assign]
+    last = seen[0].double()
+    spoiled = 3.6e38 * last / (last @ last)
+    tensors_of(decoder)["lm_head.weight"][0] = spoiled.float()
+    assert broken_weight(engine_of) is None
+    assert first_layer(engine_of, OTHERS[0]) == "the product with the vocabulary"
+    assert first_layer(engine_of, OTHERS[0][:2]) is None
+
+
+def test_a_policy_is_named_if_the_full_cache_is_finite(engine_of: Engine) -> None:
+    said = sentence(engine_of, OTHERS[0], [5], "kivi")
+    assert said.endswith(
+        "with the full cache they are finite, so the policy kivi or its formats cause it; try another one."
+    )
+    assert "a second pass in float32 is, too; try another --dtype" in sentence(engine_of, OTHERS[0], [5])
 
 
 @pytest.mark.usefixtures("by_launches")

@@ -16,7 +16,8 @@ allowed, and has a meaning:
 - a mask that is true where there is no token, at protected tokens, or in inactive rows: nothing happens to these
 - several Evicts of one step: what any of them drops is evicted
 - a token that one edit evicts and another moves to another format: it is evicted
-- an error in the policy's own code: it ends the step. `Engine` raises a sentence about it, with the error as its cause
+- an error in the policy's own code: it ends the step. `Engine` raises a sentence about it, whose
+  cause is the error
 
 Everything speaks of whole batches. Row b of a tensor is sequence slot b of the manager, running or not; a policy that
 is `recordable` may be shown some rows alone, numbered anew. A lane is (layer, row, KV head). Lanes that share a block
