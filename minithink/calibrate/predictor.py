@@ -77,8 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"GPU, else {CPU_BATCH})")  # fmt: skip
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", help="auto, float32, float16, bfloat16")
-    add("--traces", type=location, metavar="DIR", help="where texts, hidden states and unfinished trainings "
-        "lie (default: a folder for each checkpoint in runs/traces)")  # fmt: skip
+    add(
+        "--traces",
+        type=location,
+        metavar="DIR",
+        help="where texts, hidden states and unfinished trainings "
+        "lie (default: a folder for each checkpoint in runs/traces)",
+    )
     add("--output", type=location, metavar="FOLDER", help="where the predictors go (default: beside the model, where "
         "they are looked for); give it again as --calibration")  # fmt: skip
     add("--replace", action="store_true", help="replace predictors that are there already")
@@ -153,7 +158,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
                            "thinking_tokens": sum(t.length for t in traces)}  # fmt: skip
         result |= {"measurements": [], "curves": {}}
         for target in args.targets:
-            finished.append(learn(engine, args, target, traces, recipe, result))
+            learned = learn(engine, args, target, traces=traces, recipe=recipe, result=result)
+            finished.append(learned)
     except KeyboardInterrupt:
         _say(f"interrupted: what is finished is in {args.traces}; the same command goes on")
         return INTERRUPTED
@@ -168,9 +174,13 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def learn(
-    engine: Engine, args: argparse.Namespace, target: str, traces: Sequence[Trace], recipe: Recipe,
+    engine: Engine,
+    args: argparse.Namespace,
+    target: str,
+    traces: Sequence[Trace],
+    recipe: Recipe,
     result: dict[str, Any],
-) -> tuple[list[torch.Tensor], dict[str, Any]]:  # fmt: skip
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Train the predictors of one target, and put their measurements into the result → the weights of the one that is
     trained on all datasets, and what its file says of them."""
     names = args.dataset.split(",")

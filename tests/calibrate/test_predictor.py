@@ -157,13 +157,14 @@ def test_a_failure_leaves_nothing_in_the_checkpoints_folder(
     before = sorted(folder.iterdir())
     words = words_of(problems, None, None, model=folder)
     with monkeypatch.context() as patch:
-        learn, begun = predictor.learn, list[str]()
+        learn = predictor.learn
+        begun = list[str]()
 
-        def fail(engine: Any, args: Any, target: str, *given: Any) -> Any:
+        def fail(engine: Any, args: Any, target: str, **given: Any) -> Any:
             begun.append(target)
             if target == "needs":
                 raise MinithinkError("It failed.")
-            return learn(engine, args, target, *given)
+            return learn(engine, args, target, **given)
 
         patch.setattr(predictor, "learn", fail)
         assert main(words) == 1
@@ -436,17 +437,21 @@ def test_each_dataset_alone_for_the_transfer(
     monkeypatch.setattr(predictor, "measured", lambda w, own, held, target, name: [{"trained": name}])
     monkeypatch.setattr(predictor.curves, "draw", lambda path, *rest: asked.append((path.name,)))
     made = [Trace(Path(f"{i}"), i, "xy"[i % 2], 9) for i in range(6)]
-    args = SimpleNamespace(dataset="x,y", transfer=True, num_prompts=6, held_out=0.3, traces=tmp_path, plot=tmp_path)
+    args: Any = SimpleNamespace(dataset="x,y", transfer=True, num_prompts=6, held_out=0.3)
+    args.traces = tmp_path
+    args.plot = tmp_path
     engine: Any = SimpleNamespace(config=SimpleNamespace(hidden_size=8), device="cpu")
     result: dict[str, Any] = {"measurements": [], "curves": {}, "settings": {"checkpoint": ""}}
     result |= dict.fromkeys(("command", "date", "commit"), "")
-    _, about = predictor.learn(engine, args, "answer", made, Recipe(), result)  # type: ignore[arg-type]
+    given: dict[str, Any] = {"traces": made, "recipe": Recipe(), "result": result}
+    weights, about = predictor.learn(engine, args, "answer", **given)
     assert asked == [("0", "1", "2", "3"), ("predictor-answer.svg",), ("0", "2"), ("1", "3")]
     assert [x["trained"] for x in result["measurements"]] == ["all", "x", "y"]
     assert about["measurements"] == [{"trained": "all"}], "only the one of all is returned"
+    assert [w.shape for w in weights] == [w.shape for w in Training.new(8, 0).weights]
     args.dataset = "x,z"
     with pytest.raises(UsageError, match="No text of z is right"):
-        predictor.learn(engine, args, "answer", made, Recipe(), result)  # type: ignore[arg-type]
+        predictor.learn(engine, args, "answer", **given)
 
 
 def test_the_curves_are_drawn(tmp_path: Path) -> None:
