@@ -134,7 +134,7 @@ def _is_inside_word(text: str, start: int, stop: int) -> bool:
     return _WORD.match(before) is not None or _WORD.match(text, stop) is not None
 
 
-# Where they are --------------------------------------------------------------------------------------------------
+# The files that hold them ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def read_added_tokens(spec: Any, vocab: dict[str, int], files: TokenFiles) -> Ad
 
 
 def _read_own(entries: Any, tokens: AddedTokens) -> dict[int, AddedToken]:
-    """The tokens of tokenizer.json, by id. `tokens` gets them."""
+    """The tokens of tokenizer.json, by id. They are also added to `tokens`."""
     if entries is None:
         return {}
     if not isinstance(entries, list):
@@ -230,9 +230,10 @@ def _read_added(entries: dict[str, Any], special: set[str]) -> dict[int, AddedTo
 def _read_special_tokens(
     config: dict[str, Any], special_map: dict[str, Any]
 ) -> tuple[dict[str, AddedToken], list[AddedToken], list[AddedToken]]:
-    """The named tokens, the extra tokens without names, and those of the latter that added_tokens.json is read with.
+    """Three things: the named tokens, the extra tokens without names, and a list of extra tokens like the second one.
+    A token of the third list is special if added_tokens.json holds it.
 
-    The order is that of transformers: the next free ids are given in it.
+    All are in the order of transformers, because tokens without an id get the next free ids in this order.
     """
     fields = config | special_map
     named = {name: fields.get(name) for name in NAMES}

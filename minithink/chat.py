@@ -62,9 +62,12 @@ def read_template(folder: Path, config: dict[str, Any]) -> str | None:
     for file in (folder / "chat_template.jinja", folder / "additional_chat_templates" / "default.jinja"):
         if file.is_file():
             return _read(file)
-    file, found = folder / "tokenizer_config.json", config.get("chat_template")
-    if (old := folder / "chat_template.json").is_file():
-        file, found = old, read_json(old).get("chat_template")
+    file = folder / "tokenizer_config.json"
+    found = config.get("chat_template")
+    old = folder / "chat_template.json"
+    if old.is_file():
+        file = old
+        found = read_json(old).get("chat_template")
     if isinstance(found, list):
         found = {entry["name"]: entry["template"] for entry in found}
     if isinstance(found, dict):
@@ -93,7 +96,7 @@ def _read(file: Path) -> str:
 
 
 def start_child() -> None:
-    """Start the process that renders, if it does not run. It gets ready while this one goes on."""
+    """Start the process that renders, if it is not running. It gets ready while this process goes on."""
     with _lock, suppress(TemplateFailed):  # `render` says what is wrong, if anything is to be rendered
         _running()
 
@@ -107,7 +110,7 @@ def render(template: str, variables: dict[str, Any]) -> str:
     try:
         request = json.dumps({"template": template, "variables": variables}, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise TemplateFailed(f"a variable is no plain data: {str(error)[:80]}") from error
+        raise TemplateFailed(f"a variable is not plain data: {str(error)[:80]}") from error
     with _lock:
         reply = _running().ask(request.encode(errors="surrogatepass") + b"\n")
     if "text" not in reply:
@@ -119,7 +122,7 @@ class _Child:
     """The process that renders."""
 
     def __init__(self) -> None:
-        """Start it, and do not wait for it. It has a session of its own, because Ctrl-C is not for it."""
+        """Start the process without waiting for it. Ctrl-C does not reach it, because it leads a group of its own."""
         path = [str(entry) for entry in sys.path]
         process = subprocess.Popen(
             [sys.executable, "-c", BEGIN, json.dumps(LIMITS), *path],
@@ -136,8 +139,8 @@ class _Child:
         self.late = False
 
     def ask(self, request: bytes) -> dict[str, str]:
-        """The reply to one line. Without a whole reply the process ends, because the next reply would be of this
-        request."""
+        """The reply to one line. If the reply does not arrive whole, the process is ended, because the rest would be
+        read as the reply to the next request."""
         watch = threading.Timer(PATIENCE, self._lose_patience)
         watch.daemon = True
         watch.start()
@@ -179,7 +182,7 @@ class _Child:
     def close(self) -> None:
         """Close this end of the pipes. A process that waits for a request then ends by itself."""
         for pipe in (self.requests, self.replies):
-            with suppress(OSError):  # what was not written stays so
+            with suppress(OSError):  # text that could not be written is given up
                 pipe.close()
 
 
@@ -209,7 +212,7 @@ def _end() -> None:
 
 
 def _forget() -> None:
-    """In a process that was forked: the child is the other process's, and two must not write into one pipe."""
+    """Forget the child after a fork: it belongs to the parent, and two processes must not write into one pipe."""
     global _child, _lock
     _lock = threading.Lock()
     if _child is not None:

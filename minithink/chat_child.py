@@ -6,7 +6,7 @@ It reads a request from standard input and writes the reply to standard output, 
 
 A template is a program by the author of a checkpoint, so three limits hold: on the characters of its text, on the
 address space of the process, and on the processor's time for a request. The system enforces the last two, also inside
-of one long operation. A request that takes too long ends the process. Whoever started it says so, and starts another.
+of one long operation. A request that takes too long ends the process. `chat.py` then says so, and starts another one.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class TooLong(Exception):
 
 
 def render(template: str, variables: dict[str, Any], max_text: int) -> str:
-    """The text that a template makes of its variables. Any exception may come."""
+    """The text that a template makes of its variables. The template may raise any exception."""
     parts = list[str]()
     length = 0
     for part in compiled(template).generate(variables):

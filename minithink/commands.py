@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"there is no option {escaped(name)}{self._similar_option(name)}")
 
     def _similar_option(self, name: str) -> str:
-        """ " (did you mean --policy?)", or nothing. name: the option that there is not."""
+        """A suggestion such as " (did you mean --policy?)", or "". name: an option that does not exist."""
         options = list(self._option_string_actions)
         longer = [option for option in options if option.startswith(name) and len(name) > len("--")]
         similar = longer or get_close_matches(name, options)
@@ -180,7 +180,7 @@ def _finished(program: str, command: Callable[[], int], interrupted: str, signal
 
 
 def _discard(stream: int) -> None:
-    """Send to the null device what Python itself writes at its end."""
+    """Send to the null device what Python itself writes when it exits."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream)
     os.close(null)

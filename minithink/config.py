@@ -379,7 +379,8 @@ def _rope(fields: _Fields, max_position: int) -> tuple[float, RopeScaling]:
     kind = _rope_kind(fields, table)
     if table.pop("partial_rotary_factor", 1) != 1:
         raise MinithinkError(f"{where}: partial_rotary_factor other than 1 is not supported.")
-    if nested := [name for name, value in table.items() if isinstance(value, Mapping)]:
+    nested = [name for name, value in table.items() if isinstance(value, Mapping)]
+    if nested:
         raise MinithinkError(
             f"{where}: the RoPE parameters hold a table {quoted(nested[0])}, and minithink reads only one for all "
             "layers."
@@ -397,7 +398,8 @@ def _rope(fields: _Fields, max_position: int) -> tuple[float, RopeScaling]:
     for name in ("beta_fast", "beta_slow"):
         if table.get(name) == 0:
             del table[name]  # the default is used
-    if missing := sorted(ROPE_REQUIRED[kind] - table.keys()):
+    missing = sorted(ROPE_REQUIRED[kind] - table.keys())
+    if missing:
         raise MinithinkError(f"{where}: RoPE type {kind} lacks the field {missing[0]}.")
     for name, value in [("rope_theta", theta), *table.items()]:
         if not isinstance(value, (int, float)) or isinstance(value, bool) != (name == "truncate"):
@@ -422,7 +424,8 @@ def _rope(fields: _Fields, max_position: int) -> tuple[float, RopeScaling]:
 
 def _rope_table(fields: _Fields) -> tuple[dict[str, Any], Any]:
     """The table of RoPE fields that counts, and θ. Of two tables the older one counts, as in transformers."""
-    raw, where = fields.raw, fields.where
+    raw = fields.raw
+    where = fields.where
     tables = {name: fields.get(name) for name in ("rope_scaling", "rope_parameters") if raw.get(name)}
     for name, table in tables.items():
         if not isinstance(table, Mapping):

@@ -23,11 +23,11 @@ from pathlib import Path
 # Turns of GNU's loop, and milliseconds of Intel's and LLVM's.
 IDLE = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
 BUSY = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
-OF_USERS = ("OMP_WAIT_POLICY", "KMP_LIBRARY", *IDLE)  # whoever sets one of these decides how threads wait
+OF_USERS = ("OMP_WAIT_POLICY", "KMP_LIBRARY", *IDLE)  # a user who sets one of these decides how threads wait
 LOADAVG = Path("/proc/loadavg")  # Linux: its fourth field begins with the number of threads that want a core now
-LOOKS = 5  # at that number; a thread that runs for a moment is no reason
-PAUSE = 0.002  # seconds between two looks
-MANY = 50  # times a second that others take a core away, from which on the cores are called busy
+LOOKS = 5  # how often that number is read; its median ignores a thread that runs for a moment
+PAUSE = 0.002  # seconds between two reads
+MANY = 50  # the cores are called busy if other programs take one away at least so many times a second
 
 
 def wait_briefly() -> None:

@@ -27,7 +27,7 @@ def sentence(engine: Engine, prompt: Sequence[int], tokens: Sequence[int], polic
     """What made the logits of a sequence NaN or infinite, and what to do.
 
     Args:
-        prompt, tokens: of the sequence, the generated tokens behind the prompt.
+        prompt, tokens: the prompt of the sequence, and the tokens that were generated after it.
         policy: the name of the policy under which it ran; "": there was none.
     """
     dtype = str(engine.dtype).removeprefix("torch.")
@@ -36,7 +36,8 @@ def sentence(engine: Engine, prompt: Sequence[int], tokens: Sequence[int], polic
 
 
 def _cause(engine: Engine, ids: list[int], policy: str, dtype: str) -> str:
-    if (broken := broken_weight(engine)) is not None:
+    broken = broken_weight(engine)
+    if broken is not None:
         name, count = broken
         return f"the weight {name} holds {count:,} numbers that are NaN or infinite, so its file is damaged"
     found = first_layer(engine, ids)
@@ -77,7 +78,7 @@ def first_layer(engine: Engine, ids: Sequence[int]) -> str | None:
 
 
 class _Watched(FullCache):
-    """A full cache that looks at what passes by."""
+    """A full cache that checks every output that it is shown, and remembers the first that is not finite."""
 
     found: str | None = None
 

@@ -261,7 +261,16 @@ class Engine:
         if group:
             batches, _ = group_by_length([len(s.prompt) for s in sequences], rows)
             sequences = [sequences[i] for batch in batches for i in batch]
-        stream = Stream(self, sequences, params, rows, stops, chosen, fixed, recorder)
+        stream = Stream(
+            self,
+            sequences,
+            params,
+            batch_size=rows,
+            stop=stops,
+            policy=chosen,
+            fixed=fixed,
+            recorder=recorder,
+        )
         stream.stop_loops = stop_loops
         return stream
 

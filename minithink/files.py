@@ -38,7 +38,10 @@ def read_bytes(path: Path, at_most: int = LARGEST) -> bytes:
             raise OSError("it is no regular file")
         content = bytearray()
         size = about.st_size  # 0 for files that the system makes up
-        while size <= at_most and (block := file.read(BLOCK)):
+        while size <= at_most:
+            block = file.read(BLOCK)
+            if not block:
+                break
             content += block
             size = max(size, len(content))
     if size > at_most:
@@ -66,7 +69,7 @@ def replace(path: Path, content: str | bytes) -> None:
     temporary = path.with_name(f".{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "xb") as file:  # readable for whom the umask says
+        with open(temporary, "xb") as file:  # with the mode that the umask asks for
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -78,7 +81,7 @@ def replace(path: Path, content: str | bytes) -> None:
 
 def open_to_others(path: Path) -> None:
     """Give a file the mode that `open` gives to a new one: what the umask says. safetensors makes private files."""
-    umask = os.umask(0o077)  # to read it is to set it
+    umask = os.umask(0o077)  # it can only be read by setting it
     os.umask(umask)
     path.chmod(0o666 & ~umask)
 

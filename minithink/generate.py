@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
         import torch
 
         torch.set_num_threads(args.threads)
-    if caution := engine.generation_config.caution:
+    caution = engine.generation_config.caution
+    if caution:
         _say(f"{caution}.")
     if args.interactive:
         return _converse(engine, args, tasks)
@@ -148,7 +149,8 @@ def _generate(args: argparse.Namespace, tasks: list[Task], stream: Stream) -> in
             print(json.dumps({**asdict(result), "verdict": verdict}), flush=True)
         _say_what_never_applied(args, stream)
         return code or _say_why_not_finite(stream)
-    screen, pieces = Screen(), defaultdict[tuple[int, int], list[tuple[str, str]]](list)
+    screen = Screen()
+    pieces = defaultdict[tuple[int, int], list[tuple[str, str]]](list)
     interruptions = Interruptions()
     begin = time.perf_counter()
     if len(stream.sequences) == 1:
@@ -322,7 +324,8 @@ def _converse(engine: Engine, args: argparse.Namespace, tasks: list[Task]) -> in
     """
     if engine.tokenizer.chat_template is None:
         raise UsageError("--interactive needs a chat template, and the model has none: drop --interactive.")
-    screen, asking = Screen(), sys.stdin.isatty()
+    screen = Screen()
+    asking = sys.stdin.isatty()
     if hasattr(sys.stdin, "reconfigure"):  # bytes that are no text become surrogates, and are refused line by line
         sys.stdin.reconfigure(encoding=None if asking else "utf-8-sig", errors="surrogateescape")
     if asking:
@@ -426,8 +429,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--budget", type=positive, metavar="TOKENS", help="how many tokens each KV head may keep under the policy, "
         "those of the prompt included")  # fmt: skip
     add("--schedule", help=f"when a policy evicts: {SCHEDULES}")
-    add("--calibration", type=location, metavar="FOLDER", help="where minithink.calibrate wrote its files (default: "
-        "beside the model)")  # fmt: skip
+    add(
+        "--calibration",
+        type=location,
+        metavar="FOLDER",
+        help="where minithink.calibrate wrote its files (default: beside the model)",
+    )
     add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what fits")
     add("--temperature", type=finite, help="0 is greedy (this and the next three default to the model's own)")
     add("--top-k", type=integer, help="0 is off")
@@ -440,8 +447,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", help="auto, float32, float16, bfloat16")
     add("--backend", default="auto", help="auto, reference, triton")
-    add("--threads", type=positive, metavar="N", help="of torch, on a CPU (default: its own choice); 1 is best for "
-        "one sequence where other programs keep the cores busy")  # fmt: skip
+    add(
+        "--threads",
+        type=positive,
+        metavar="N",
+        help="of torch, on a CPU (default: its own choice); 1 is best for "
+        "one sequence where other programs keep the cores busy",
+    )
     add(
         "--trace",
         type=location,

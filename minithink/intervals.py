@@ -46,7 +46,13 @@ def bootstrap(
     distinct, n = ordered[first], len(values)
     if len(distinct) < 2:
         return None
-    low, high = _quantiles(tuple(distinct), tuple(counts), seed, resamples, confidence)
+    low, high = _quantiles(
+        tuple(distinct),
+        tuple(counts),
+        seed=seed,
+        resamples=resamples,
+        confidence=confidence,
+    )
     mean = math.fsum(values) / n
     return min(low, mean), max(high, mean)
 

@@ -1,4 +1,4 @@
-"""What is said when the code of a user's own policy fails: which method, where, and what shapes its tensors have."""
+"""The message when the code of a user's own policy fails: which method, where, and the shapes of its tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def explained(error: Exception) -> MinithinkError | None:
     if found is None:
         return None
     frame, number = found
-    policy, code = frame.f_locals["self"], frame.f_code
+    policy = frame.f_locals["self"]
+    code = frame.f_code
     where = f"{Path(code.co_filename).name}, line {number}"
     shapes = _shapes(frame)
     there = f" Its tensors there are {shapes}." if shapes else ""

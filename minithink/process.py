@@ -13,20 +13,20 @@ STREAMS = ("stdin", "stdout", "stderr")  # in the order of their numbers
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGTERM or SIGHUP came. What is done after Ctrl-C, so that nothing is lost, is done after them, too."""
+    """SIGTERM or SIGHUP came. A command answers them as it answers Ctrl-C, so nothing is lost."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.code = 128 + number  # the exit code
-        self.said = False  # whether the user was told
+        self.said = False  # whether the user has been told
         super().__init__(signal.Signals(number).name)
 
 
 class Signals:
     """Makes SIGTERM and SIGHUP raise `Stopped` while a command runs.
 
-    A signal that is ignored, as `nohup` asks, or handled by somebody else is left alone. So are processes of
-    torchrun: they may wait for each other where nothing can be raised, and torchrun says itself what has ended.
+    Signals that are ignored, as under `nohup`, or that have another handler keep it. Processes of torchrun keep all
+    their signals: they may wait for each other where nothing can be raised, and torchrun itself says what has ended.
     """
 
     def __init__(self) -> None:

@@ -12,8 +12,8 @@ SEEN = 0.1  # between changes of a bar: a step may take less, and none is to wai
 
 
 class Advance:
-    """What counts: called with every sequence that ends (is it right? None: it is not graded), and if one likes after
-    every step."""
+    """Counts the sequences that are done. Call it with every sequence that ends: True if it is right, None if it was
+    not graded."""
 
     def __init__(self, total: int, done: int, right: int, tokens: int, graded: int) -> None:
         self.total, self.done, self.right, self.tokens = total, done, right, tokens
@@ -71,7 +71,13 @@ def progress(
         tokens: that those have.
         graded: of those done before; None: all.
     """
-    advance = Advance(total, done, right, tokens, done if graded is None else graded)
+    advance = Advance(
+        total=total,
+        done=done,
+        right=right,
+        tokens=tokens,
+        graded=done if graded is None else graded,
+    )
     if silent:
         yield advance
         return

@@ -41,14 +41,16 @@ def source_of(policy: Policy, backend: str) -> dict[str, str]:
     if backend != "triton":
         files["kernels"] = ()
     found = {part: _hash(paths) for part, paths in files.items()}
-    if of_user := _code_of_user(policy):
+    of_user = _code_of_user(policy)
+    if of_user:
         found["policy"] = _digits(found["policy"] + of_user)
     return found
 
 
 def files_of(policy: Policy) -> dict[str, tuple[str, ...]]:
     """The files that a source is the hash of, by part: paths below the root."""
-    classes, formats = set[type](), set[str]()
+    classes = set[type]()
+    formats = set[str]()
     for member in members(policy):
         classes |= {cls for cls in type(member).__mro__ if cls.__module__.startswith("minithink.policies.")}
         formats |= set(member.storage.formats) - {"plain"}
@@ -57,7 +59,7 @@ def files_of(policy: Policy) -> dict[str, tuple[str, ...]]:
 
 
 def _code_of_user(policy: Policy) -> str:
-    """What the policy runs of classes that are not of this project."""
+    """The code that the policy runs of classes outside of this project."""
     classes = dict.fromkeys(type(member) for member in members(policy))
     return "\n".join(code_of(cls) for cls in classes if is_users(cls))
 
@@ -94,8 +96,8 @@ def _beside(modules: Iterable[str]) -> set[str]:
 
 @cache
 def _called(paths: tuple[str, ...], others: frozenset[str] = frozenset()) -> frozenset[str]:
-    """The twins that these files call, as `ops.NAME` or through the step as `step.NAME`, those among the other names,
-    and the twins that these twins import."""
+    """The twins that these files call, as `ops.NAME` or through the step as `step.NAME`; the twins among the names in
+    `others`; and the twins that all of these import."""
     found = set[str]()
     named = {*others} | set(re.findall(r"\b(?:ops|step(?!\.ops))\.(\w+)", _text(paths)))
     while named:
@@ -112,7 +114,7 @@ def _twin(name: str) -> str:
 
 @cache
 def _kernels(called: frozenset[str]) -> tuple[str, ...]:
-    """All kernels but those that only other policies call, and the kernels that these import.
+    """All kernels, except those that only other policies call; and the kernels that these import.
 
     Args:
         called: the twins that a policy calls, which have its kernels' names.

@@ -127,6 +127,18 @@ class Track:
     last: float = 0.0  # likewise: the newest token was there
 
 
+def _chunk(s: Track, stage: str, token: int) -> Chunk:
+    """The newest piece of a sequence's text."""
+    return Chunk(
+        text=s.piece,
+        stage=stage,
+        token_id=token,
+        prompt=s.prompt_index,
+        sample=s.sample,
+        thought=s.thought,
+    )
+
+
 class Stream:
     """Generation in progress: an iterator of Chunks. The iteration may stop at any time; `results` has what was
     generated so far."""
@@ -217,10 +229,11 @@ class Stream:
             for s in advanced:
                 if s.finish_reason == NON_FINITE:
                     if s.piece:
-                        yield Chunk(s.piece, stages[s.number].name, NO_TOKEN, s.prompt_index, s.sample, s.thought)
+                        yield _chunk(s, stages[s.number].name, NO_TOKEN)
                     continue
-                stage = stages[s.number].put(s.tokens[-1], s.piece)
-                yield Chunk(s.piece, stage, s.tokens[-1], s.prompt_index, s.sample, s.thought)
+                token = s.tokens[-1]
+                stage = stages[s.number].put(token, s.piece)
+                yield _chunk(s, stage, token)
 
     @property
     def results(self) -> list[Result]:

@@ -1,4 +1,4 @@
-"""What a class of a user runs, as text, so that a result can say whether the class has changed since.
+"""The code that a user's own class runs, as text, so that a result can say whether the class has changed since.
 
 The text holds the bytecode of the class's functions and its constants. It also holds the functions, classes and
 constants of the user's own modules that the bytecode names, and those that these name. Modules of Python, of this
@@ -20,11 +20,20 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 PACKAGES = ("site-packages", "dist-packages")  # folders of installed packages
-# of a class: where it stands and what it says; defaults of a dataclass are in its functions
+# Attributes of a class that are not part of what it runs. The defaults of a dataclass are in its functions.
 SAID = {
-    "__annotations__", "__annotate_func__", "__annotations_cache__", "__dataclass_fields__", "__dict__", "__doc__",
-    "__firstlineno__", "__module__", "__qualname__", "__static_attributes__", "__weakref__",
-}  # fmt: skip
+    "__annotations__",
+    "__annotate_func__",
+    "__annotations_cache__",
+    "__dataclass_fields__",
+    "__dict__",
+    "__doc__",
+    "__firstlineno__",
+    "__module__",
+    "__qualname__",
+    "__static_attributes__",
+    "__weakref__",
+}
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
@@ -88,7 +97,8 @@ class _Reader:
                 yield from self.lines_of(cell.cell_contents)
             except ValueError:  # it is empty: the name is not bound yet
                 continue
-        if (wrapped := getattr(function, "__wrapped__", None)) is not None:
+        wrapped = getattr(function, "__wrapped__", None)
+        if wrapped is not None:
             yield from self.lines_of(wrapped)
         names = _names(function.__code__)
         for name in sorted(names & function.__globals__.keys()):

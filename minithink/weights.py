@@ -48,7 +48,7 @@ MODEL, EMBED, HEAD = "model.", "model.embed_tokens.weight", "lm_head.weight"
 HARMLESS = re.compile(
     r"(.*\.)?(rotary_emb\.((original_)?inv_freq|(cos|sin)_cached)|embeddings\.position_ids|position_ids|masked_bias)"
 )
-# Names by which it is known why a tensor has no place in a decoder.
+# Names that tell why a tensor has no place in a decoder.
 QUANTIZED = re.compile(
     r".*\.(qweight|qzeros|scales|g_idx|SCB|weight_(scale|scale_inv|scale_2|packed|zero_point|shape|format)"
     r"|weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state.*)|input_scale|biases)"
@@ -407,7 +407,7 @@ def _check(entries: dict[str, _Entry], shapes: dict[str, torch.Size], config: Mo
 
 
 def _missing(name: str, shape: torch.Size, entries: dict[str, _Entry]) -> MinithinkError:
-    """What is raised if there is no tensor of that name."""
+    """The error for a tensor that is missing."""
     paths = sorted({entry.path for entry in entries.values()})
     where = str(paths[0]) if paths else "The checkpoint"
     if len(paths) > 1:

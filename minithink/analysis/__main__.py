@@ -7,7 +7,8 @@ from importlib import import_module
 
 from minithink import commands
 
-PROGRAM, DESCRIPTION = "minithink.analysis", "Measure what methods take for granted."
+PROGRAM = "minithink.analysis"
+DESCRIPTION = "Measure what methods take for granted."
 COMMANDS = ("premises", "pilot", "segments", "answer-attention", "budgets", "importance", "selections")
 
 

@@ -45,8 +45,12 @@ STRENGTHS = {"boundary": (0.25, 0.5, 1.0), "every": (0.1, 0.25)}  # more destroy
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     runs.add_arguments(parser)
     add = parser.add_argument
-    add("--layer", type=natural, metavar="N", help="layer whose output is steered, from 0 (default: at 0.7 of the "
-        "depth, 5 of the embedded model's 8)")  # fmt: skip
+    add(
+        "--layer",
+        type=natural,
+        metavar="N",
+        help="layer whose output is steered, from 0 (default: at 0.7 of the depth, 5 of the embedded model's 8)",
+    )
     add("--tau", type=positive, default=32, metavar="N", help="τ, tokens of a segment (default: 32)")
     add("--steered", type=positive, default=16, metavar="N", help="problems that are steered, the last ones of "
         "--limit; the vector is fitted on the others (default: 16)")  # fmt: skip

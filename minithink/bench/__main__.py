@@ -9,7 +9,8 @@ from typing import Any
 
 from minithink import commands
 
-PROGRAM, DESCRIPTION = "minithink.bench", "Speed and accuracy, measured and written down."
+PROGRAM = "minithink.bench"
+DESCRIPTION = "Speed and accuracy, measured and written down."
 # command → its module in this folder
 COMMANDS = {
     "decode": "decode",

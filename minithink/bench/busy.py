@@ -1,7 +1,8 @@
 """Decoding on a CPU whose cores other programs hold, by how threads wait for each other (`minithink/cores.py`).
 
-A program that only counts holds a core. Every run is a process of its own, because OpenMP reads its settings once.
-Runs of all settings take turns, so that a machine that slows down slows all of them, and medians are compared.
+A program that loops without end holds a core. Every run is a process of its own, because OpenMP reads its settings
+only once. Runs of all settings take turns, so that a machine that slows down slows all of them, and medians are
+compared.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from minithink.tasks import load_problems
 
 DEFAULT = "busy-cpu"
 WARMING = 8  # steps before the first that counts
-HOLD = "while True: pass"  # what holds a core
+HOLD = "while True: pass"  # the program that holds a core
 LIMIT = 600  # seconds after which a run is given up
 
 
@@ -32,8 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--held", nargs="+", type=natural, metavar="N", help="cores that are held (default: 0, 1 … all)")
     add("--batch", nargs="+", type=positive, default=[1, 8], metavar="N", help="sequences (default: 1 8)")
-    add("--spins", nargs="*", type=positive, default=[1000, 100000], metavar="N", help="also try these lengths of "
-        "GNU's loop (default: 1000 100000)")  # fmt: skip
+    add(
+        "--spins",
+        nargs="*",
+        type=positive,
+        default=[1000, 100000],
+        metavar="N",
+        help="also try these lengths of GNU's loop (default: 1000 100000)",
+    )
     add("--steps", type=positive, default=300, metavar="N", help="decoding steps of a run (default: 300)")
     add("--seconds", type=positive, default=5, metavar="N", help="end a run after this time (default: 5)")
     add("--repeats", type=positive, default=5, metavar="N", help="runs of each setting (default: 5)")
@@ -63,13 +70,13 @@ def measurements(args: argparse.Namespace, held: list[int]) -> Iterator[results.
 
 
 def line(m: results.Measurement) -> str:
-    """For people."""
+    """A measurement in one line, for people."""
     speeds = ", ".join(f"{name} {speed:,.0f}" for name, speed in m["speeds"].items())
     return f"batch {m['batch']}, {m['held']} cores held: {speeds} tok/s"
 
 
 def settings(spins: list[int]) -> dict[str, dict[str, str]]:
-    """Name → the environment of a run."""
+    """The settings that are compared: name → the environment of a run."""
     found = {"commands": cores.settings(), "default": {}}
     for spin in spins:
         found[f"spin {spin}"] = {"GOMP_SPINCOUNT": str(spin)}
@@ -80,7 +87,7 @@ def settings(spins: list[int]) -> dict[str, dict[str, str]]:
 
 @contextmanager
 def holding(count: int) -> Iterator[None]:
-    """So many programs want a core each."""
+    """Run this number of programs that each want a core for themselves."""
     holders = [subprocess.Popen([sys.executable, "-c", HOLD]) for _ in range(count)]
     try:
         yield

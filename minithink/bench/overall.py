@@ -78,8 +78,17 @@ def rows(result: Result) -> list[Row]:
         shares = [m["of_full"] for m in own]  # None: the full cache has not run
         of_full = None if None in shares else fmean(shares)
         about = {"policy": policy, "budget": budget, "families": len(own), "all": own[0]["all"], "of_full": of_full}
-        out.append({**about, **means, "right": right, "low": low, "high": high, "looped": _looped(own),
-                    "changed": any(m.get("changed") for m in own)})  # fmt: skip
+        out.append(
+            {
+                **about,
+                **means,
+                "right": right,
+                "low": low,
+                "high": high,
+                "looped": _looped(own),
+                "changed": any(m.get("changed") for m in own),
+            }
+        )
     if any(row["looped"] is None for row in out):  # a column with gaps would compare what it does not know
         out = [{**row, "looped": None} for row in out]
     of = {row["policy"]: fmean(r["right"] for r in out if r["policy"] == row["policy"]) for row in out}

@@ -112,8 +112,20 @@ def _run(line: str) -> Run:
     if not isinstance(values, dict):
         raise TypeError(f"{quoted(values)} is no run")
     run = Run(**values)
-    kinds = {"key": dict, "source": dict, "row": dict, "answers": list, "tokens": list, "commit": str, "date": str,
-             "machine": dict, "versions": dict, "command": str, "stale": bool, "right": str}  # fmt: skip
+    kinds = {
+        "key": dict,
+        "source": dict,
+        "row": dict,
+        "answers": list,
+        "tokens": list,
+        "commit": str,
+        "date": str,
+        "machine": dict,
+        "versions": dict,
+        "command": str,
+        "stale": bool,
+        "right": str,
+    }
     for name, kind in kinds.items():
         if type(getattr(run, name)) is not kind:
             raise TypeError(f"{name} is {quoted(getattr(run, name))}")

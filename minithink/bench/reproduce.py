@@ -35,14 +35,14 @@ HELP = "The exit code is 0 if all answers are equal, and 1 if some differ."
 
 @dataclass
 class Compared:
-    """An answer of the pool, and that of now."""
+    """An answer in the pool, and the one that was generated again."""
 
     dataset: str
     id: str
     sample: int
     then: str | None
     now: str | None
-    right_then: bool | None  # None: the pool does not say it
+    right_then: bool | None  # None: the pool does not say whether it was right
     right_now: bool
 
 
@@ -51,17 +51,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("comparison", choices=tuple(SWEEPS), metavar="COMPARISON", help=f"its name: {', '.join(SWEEPS)}")
     add("policy", metavar="POLICY", help="as its table writes it")
-    add("budget", nargs="?", type=budgets, metavar="BUDGET", help="a share or tokens, as in 0.25 or 512; none for a "
-        "policy that takes no budget")  # fmt: skip
+    add(
+        "budget",
+        nargs="?",
+        type=budgets,
+        metavar="BUDGET",
+        help="a share or tokens, as in 0.25 or 512; none for a policy that takes no budget",
+    )
     add("--limit", type=positive, metavar="N", help=f"only the first N problems of a family (at most {pool.ANSWERS})")
     add("--families", nargs="+", default=families(), choices=families(), help="default: all")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", choices=tuple(DTYPES), help="default: that of the run")
     add("--batch-size", type=positive, metavar="N", help="as in minithink.evaluate")
     add(
-        "--results", type=location, default=results.default_path("x").parent, metavar="DIR",
+        "--results",
+        type=location,
+        default=results.default_path("x").parent,
+        metavar="DIR",
         help=f"where {pool.FILE} lies (default: docs/results)",
-    )  # fmt: skip
+    )
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
@@ -70,7 +78,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     if args.budget is not None and len(args.budget) > 1:
         raise UsageError(f"{len(args.budget)} budgets were given, and one cell is run again: give one of them.")
     runs = pool.read(args.results)
-    found = cells(runs, args.comparison, args.policy, budget, args.families)
+    found = cells(runs, args.comparison, policy=args.policy, budget=budget, names=args.families)
     compared = list[Compared]()
     settings = dict[str, Any]()
     for done in found:
@@ -109,11 +117,11 @@ def cells(runs: Sequence[Run], comparison: str, policy: str, budget: float | Non
         MinithinkError: the pool lacks its runs, or their answers, or the weights do not ship.
     """
     wanted = wanted_of(SWEEPS[comparison])
-    places = [
-        place
-        for place, key in enumerate(wanted)
-        if (key["policy"], key["budget"]) == (policy, budget) and key["dataset"].partition(":")[0] in names
-    ]
+    places = list[int]()
+    for place, key in enumerate(wanted):
+        family = key["dataset"].partition(":")[0]
+        if (key["policy"], key["budget"]) == (policy, budget) and family in names:
+            places.append(place)
     if not places:
         policies = list(dict.fromkeys(key["policy"] for key in wanted))
         some = sorted({key["budget"] for key in wanted if key["policy"] == policy and key["budget"] is not None})
@@ -160,7 +168,7 @@ def words_of(run: Run, args: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def length_of_full(runs: Sequence[Run], run: Run) -> float | None:
-    """Tokens that the full cache generated on average for all problems of a run: shares are of them."""
+    """The mean length that the full cache generated for the problems of a run. Budgets may be shares of it."""
     of_full = key_of({**run.key, **dict.fromkeys(pool.WATCHED, False), "calibration": None}, FULL, None)
     found = [other for other in runs if pool.shows(other, of_full)]
     return found[0].tokens[0] / found[0].tokens[1] if found else None
@@ -170,19 +178,30 @@ def compare(run: Run, records: Sequence[journal.Record]) -> list[Compared]:
     """Each answer that was generated again, beside that of the pool."""
     now = {(r.id, r.sample): r for r in records if r.policy == run.key["policy"]}
     examples = load_dataset(run.key["dataset"], run.key["split"], run.key["limit"])
-    order = sorted((example.id, k) for example in examples for k in range(run.key["num_samples"]))
+    order = list[tuple[str, int]]()
+    for example in examples:
+        order += [(example.id, sample) for sample in range(run.key["num_samples"])]
+    order.sort()
     right = {key: digit == "1" for key, digit in zip(order, run.right, strict=False)}
     out = []
     for id, sample, answer in run.answers:
         if (id, sample) in now:
             record = now[id, sample]
-            before = right.get((id, sample))
-            out.append(Compared(run.key["dataset"], id, sample, answer, record.found, before, bool(record.right)))
+            one = Compared(
+                dataset=run.key["dataset"],
+                id=id,
+                sample=sample,
+                then=answer,
+                now=record.found,
+                right_then=right.get((id, sample)),
+                right_now=bool(record.right),
+            )
+            out.append(one)
     return out
 
 
 def table(compared: Sequence[Compared]) -> str:
-    """A line for each family."""
+    """A table in text: how many answers of each family are equal."""
     rows = [("family", "answers", "equal", "right then", "right now")]
     for dataset in dict.fromkeys(one.dataset for one in compared):
         own = [one for one in compared if one.dataset == dataset]

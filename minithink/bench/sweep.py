@@ -244,7 +244,8 @@ def evaluated(args: argparse.Namespace, argv: list[str], key: Wanted) -> list[Ru
     own = [r for r in done.records if (r.policy, r.budget) == (key["policy"], key["budget"])]
     if len(own) < len(examples) * key["num_samples"]:
         return []
-    if broken := sum(r.finish_reason == NON_FINITE for r in own):
+    broken = sum(r.finish_reason == NON_FINITE for r in own)
+    if broken:
         raise MinithinkError(
             f"{folder}: the logits of {broken:,} of {len(own):,} sequences were not finite, and a pool holds whole "
             "runs only: try another --dtype."

@@ -150,7 +150,8 @@ def fill(text: str, name: str, where: Path | Source, folder: Path | None = None)
         else:
             raise MinithinkError(f"{name}:{number} begins a table, and no line {END} follows.")
         if of := OF_SWEEP.fullmatch(table):
-            path, result = source.folder / pool.FILE, source.of_sweep(of[1])
+            path = source.folder / pool.FILE
+            result = source.of_sweep(of[1])
         else:
             path = TABLES[table].shipped or source.folder / f"{TABLES[table].file or table}.json"
             result = results.read(path)
@@ -186,10 +187,10 @@ def cells(table: Table, rows: Sequence[Row]) -> list[tuple[str, ...]]:
     lines = []
     for found in by_line.values():
         first = next(iter(found.values()))
-        line = [
-            "–" if (own := first if value is None else found.get(value)) is None else cell(own, of, fmt)
-            for (_, of, fmt), value in columns
-        ]  # fmt: skip
+        line = []
+        for (_, of, fmt), value in columns:
+            own = first if value is None else found.get(value)
+            line.append("–" if own is None else cell(own, of, fmt))
         if any(row.get("changed") for row in found.values()):
             line[0] += MARK
         lines.append(line)

@@ -7,7 +7,8 @@ from importlib import import_module
 
 from minithink import commands
 
-PROGRAM, DESCRIPTION = "minithink.calibrate", "Measure or train what methods must know of a model."
+PROGRAM = "minithink.calibrate"
+DESCRIPTION = "Measure or train what methods must know of a model."
 COMMANDS = ("thoughts", "steering", "predictor", "foresight")
 
 

@@ -41,8 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=positive, metavar="N", help=f"default: {GPU_BATCH} on a GPU, else {CPU_BATCH}")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", help="auto, float32, float16, bfloat16")
-    add("--output", type=location, metavar="FOLDER", help="where foresight.json goes (default: beside the model, "
-        "where it is looked for); give it again as --calibration")  # fmt: skip
+    add(
+        "--output",
+        type=location,
+        metavar="FOLDER",
+        help="where foresight.json goes (default: beside the model, "
+        "where it is looked for); give it again as --calibration",
+    )
     add("--replace", action="store_true", help="replace a recording that is there already")
     add("--resume", action="store_true", help="finish an interrupted recording")
 

@@ -9,7 +9,8 @@ from importlib import import_module
 from minithink import commands
 from minithink.errors import UsageError, alternatives, quoted
 
-PROGRAM, DESCRIPTION = "minithink.evaluate", "Accuracy, length and memory of policies."
+PROGRAM = "minithink.evaluate"
+DESCRIPTION = "Accuracy, length and memory of policies."
 # a first word that is none of these is an option of the run itself
 COMMANDS = {
     "plot": "minithink.evaluate.plots",

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def check_graders(examples: Iterable[Example]) -> list[str]:
         if len(bad) == len(asked):
             raise UsageError(f"{said}: give another grader, or correct the answers.")
         notes.append(f"{said}.")
-    everything = [example for asked in of.values() for example in asked]
+    everything = list(chain.from_iterable(of.values()))
     long = [example for example in everything if seems_long(example.answer)]
     if long:
         notes.append(

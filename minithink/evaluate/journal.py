@@ -248,7 +248,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], ignored: Iter
 
     parts = []
     for name in names:
-        old, new = said(before, name), said(now, name)
+        old = said(before, name)
+        new = said(now, name)
         if old != new:
             same = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), 0)
             parts.append(f"{brief(name)} {brief(old, same)} and {brief(new, same)}")

@@ -1,9 +1,10 @@
 """A process that compares expressions in LaTeX (`mathematics.py`), bounded in time and memory.
 
-What a model writes may take for ever to evaluate, or all memory: 9^{9^{9^9}}. A limit by signals works in the main
-thread only, and not while one long operation of C runs. So one child process compares for this one. It starts with
-the first comparison and lives until the program ends. If it needs too long, it is killed, and the next comparison
-starts another. Its time is its own processor time, so a busy machine does not change what is right.
+An expression that a model writes, such as 9^{9^{9^9}}, may take forever or all memory to evaluate. A limit by signals
+works in the main thread only, and not while one long operation of C runs. So one child process compares for this one.
+It starts with the first comparison and lives until the program ends. If it needs too long, it is killed, and the next
+comparison starts another. The limit counts the child's own processor time, so a busy machine does not change which
+answers are right.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ _EULER = re.compile(r"[0-9]e-[0-9]")  # 2e-1 may be 2e − 1, with Euler's numbe
 
 def equal(found: str, answer: str) -> bool:
     """Whether two expressions are equal. found: in a generated text. answer: the right one."""
-    found, answer = _trimmed(found), _trimmed(answer)
+    found = _trimmed(found)
+    answer = _trimmed(answer)
     if _DOTS.search(found) or _DOTS.search(answer):
         return _equal_sequences(found, answer)
     if _same(spelled_out(found), spelled_out(answer)):
@@ -69,7 +70,8 @@ def _in_box(text: str) -> str:
 
 def _as_fraction(decimal: re.Match[str]) -> str:
     """A decimal number with more digits than a float has, as a fraction."""
-    whole, behind = decimal[1], decimal[2]
+    whole = decimal[1]
+    behind = decimal[2]
     if len(whole + behind) <= 15:
         return decimal[0]
     return rf"\frac{{{int(whole + behind)}}}{{{10 ** len(behind)}}}"
@@ -121,7 +123,8 @@ def _equal_numbers(a: Any, b: Any) -> bool | None:
     one of them is infinite, or a decimal that may be rounded beside something exact."""
     from sympy import Float, nan, oo, zoo
 
-    first, second = _exact(a), _exact(b)
+    first = _exact(a)
+    second = _exact(b)
     if first.has(oo, -oo, zoo, nan) or second.has(oo, -oo, zoo, nan):
         return None
     if _vanishes(first - second):
@@ -132,7 +135,8 @@ def _equal_numbers(a: Any, b: Any) -> bool | None:
 
 def _are_far(a: Any, b: Any) -> bool:
     """Whether two numbers differ by more than what rounding explains; False: they are no numbers."""
-    first, second = _exact(a), _exact(b)
+    first = _exact(a)
+    second = _exact(b)
     if first.free_symbols or second.free_symbols:
         return False
     apart = abs((first - second).evalf(20))

@@ -85,7 +85,8 @@ def unfinished(run: Run) -> str:
     """A sentence if a run lacks some of its sequences; "": it has all, or it is not known how many it has."""
     there, counts = len(run.records), Counter((r.policy, r.budget) for r in run.records)
     totals = [start.get("sequences_total") for start in run.runs if isinstance(start, dict)]
-    if totals and type(total := totals[-1]) is int and total < MOST:
+    total = totals[-1] if totals else None
+    if type(total) is int and total < MOST:
         return f"{run.folder}: {there:,} of {total:,} sequences; the run is unfinished" if there < total else ""
     # a run of an older version has no total: it should have equally many of each policy and budget
     budgets = run.settings.get("budgets") or []

@@ -73,10 +73,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P,P,…",
         help="as in full,rkv:buffer=0,kivi (default: full)",
     )
-    add("--budgets", type=budgets, default=[], metavar="N,N,…", help="for the policies that take one and do not name "
+    add(
+        "--budgets",
+        type=budgets,
+        default=[],
+        metavar="N,N,…",
+        help="for the policies that take one and do not name "
         "it: tokens that a KV head holds, the prompt's too (256,512); or shares (0.25,0.5), of what the full cache "
         "generates on average in this run, beside the prompt: then full is run first. So --limit changes these "
-        "budgets, unless --reference-length fixes them")  # fmt: skip
+        "budgets, unless --reference-length fixes them",
+    )
     add("--schedule", help=f"when a policy evicts: {SCHEDULES}")
     add_run_arguments(parser)
 
@@ -85,12 +91,25 @@ def add_run_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -> No
     """The options that do not name policies or budgets. split: the help of --split."""
     add_drawing_arguments(parser, split)
     add = parser.add_argument
-    add("--reference-length", type=positive, metavar="N", help="budgets that are shares are of N tokens, and full is "
-        "not run for them (default: of what the full cache generates on average)")  # fmt: skip
-    add("--grader", default="exact", choices=list(CHOICES), help="of files that name none (default: exact); with "
-        "none, problems need no answer, and texts are not graded")  # fmt: skip
-    add("--calibration", type=location, metavar="FOLDER", help="where minithink.calibrate wrote its files (default: "
-        "beside the model)")  # fmt: skip
+    add(
+        "--reference-length",
+        type=positive,
+        metavar="N",
+        help="budgets that are shares are of N tokens, and full is "
+        "not run for them (default: of what the full cache generates on average)",
+    )
+    add(
+        "--grader",
+        default="exact",
+        choices=list(CHOICES),
+        help="of files that name none (default: exact); with none, problems need no answer, and texts are not graded",
+    )
+    add(
+        "--calibration",
+        type=location,
+        metavar="FOLDER",
+        help="where minithink.calibrate wrote its files (default: beside the model)",
+    )
     add("--batch-size", type=positive, metavar="N", help=f"rows at once, from beginning to end (default: {GPU_BATCH} "
         f"on a GPU, else {CPU_BATCH})")  # fmt: skip
     add("--padded-budget", type=positive, metavar="N", help="for comparison: charge each budget the padding that an "
@@ -178,7 +197,8 @@ def evaluate(
     notes = [*said_of_limit(args, examples), *check_graders(examples)]
     options = {"dtype": args.dtype, "backend": args.backend, "calibration": args.calibration}
     engine = load(args.model, device=ranks.device(args.device), **options)
-    if (caution := engine.generation_config.caution) and not ranks.rank:
+    caution = engine.generation_config.caution
+    if caution and not ranks.rank:
         _say(caution)
     calibration = calibrations(engine, cells, args.schedule)
     notes += sorted(engine.cautions)

@@ -61,7 +61,7 @@ class Row:
     needed_beyond: float | None = None
     needed_unknown: float | None = None
     parsed: float | None = None
-    # Sequences beside `samples`, whose logits were not finite: they count in no other column. None: there are none.
+    # Sequences whose logits were not finite. They count in no other column, nor in `samples`. None: there are none.
     non_finite: int | None = None
 
     @property
@@ -128,7 +128,17 @@ def summarize(
             others = [] if cell[0] == reference else [(reference, cell[1]), (reference, None)]
             other = next((shares[c] for c in others if c in shares), None)
             beside = sum((r.policy, r.budget) == cell and group in (None, r.group) for r in broken)
-            out.append(_row(cell, group, members[cell], shares[cell], reference, other, seed, beside or None))
+            row = _row(
+                cell,
+                group,
+                records=members[cell],
+                shares=shares[cell],
+                reference=reference,
+                other=other,
+                seed=seed,
+                non_finite=beside or None,
+            )
+            out.append(row)
     return out
 
 
@@ -165,7 +175,9 @@ def _row(
 ) -> Row:
     """One row. shares, other: problem → share that is right, of this policy and of the reference."""
     count = len(records)
-    share, low, high = None, None, None
+    share = None
+    low = None
+    high = None
     interval = "none"
     if shares:
         share = fsum(shares.values()) / len(shares)
@@ -175,7 +187,8 @@ def _row(
     pairs = [shares[id] - other[id] for id in shares if id in other] if other else []
     difference = fsum(pairs) / len(pairs) if pairs else None
     difference_low, difference_high = bootstrap(pairs, seed) or (None, None)
-    steps, seconds = sum(r.steps for r in records), fsum(r.seconds for r in records)
+    steps = sum(r.steps for r in records)
+    seconds = fsum(r.seconds for r in records)
     # Means over time are means over the steps of all sequences: a sequence counts by its length.
     weights = [r.steps if steps else 1 for r in records]
     return Row(
@@ -310,7 +323,7 @@ def show(rows: Sequence[Row], folder: Path) -> None:
 
 
 def _accuracy(row: Row) -> tuple[str, str]:
-    """pass@1 and its interval, for a table; "–" and nothing: nothing was graded."""
+    """pass@1 and its interval as a table shows them: "–" and an empty text if nothing was graded."""
     if row.pass_at_1 is None:
         return "–", ""
     share, low, high = row.accuracy

@@ -8,7 +8,7 @@ is recorded. Values are looked at only on a CPU, where the host may read them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -64,8 +64,9 @@ def due(policy: Policy, found: Any, step: Step) -> tuple[Tensor, Tensor]:
         raise UsageError(f"The policy {policy.name} returned {said(found)} from `due`, which must return {expected}.")
     which, keep = found
     shape = tuple(step.budget.shape)
-    _check(policy, "`due`, the first of the two,", which, torch.bool, shape, step)
-    _check(policy, "`due`, the second of the two,", keep, torch.int32, shape, step)
+    device = step.row.device
+    _check(policy, "`due`, the first of the two,", which, _Form(torch.bool, shape, device))
+    _check(policy, "`due`, the second of the two,", keep, _Form(torch.int32, shape, device))
     return which, keep
 
 
@@ -112,17 +113,19 @@ def yielded(policy: Policy, edits: Any, step: Step, storage: Storage, *, records
                 f"The policy {policy.name} is recordable and yields {type(edit).__name__}, and only {allowed} can be "
                 "recorded: set recordable = False, or opens = True where segments are opened."
             )
-        _check_edit(policy, edit, step, storage, asks and step.row.device.type == "cpu")
+        _check_edit(policy, edit, step, storage, looks=asks and step.row.device.type == "cpu")
         found.append(edit)
     return found
 
 
-def _check_edit(policy: Policy, edit: Edit, step: Step, storage: Storage, looks: bool) -> None:
+def _check_edit(policy: Policy, edit: Edit, step: Step, storage: Storage, *, looks: bool) -> None:
     """UsageError: a field of the edit is not what the contract asks for. looks: whether to look at values."""
     kind = type(edit).__name__
+    device = step.row.device
     if isinstance(edit, OpenSegment):
-        _check(policy, f"{kind}.open", edit.open, torch.bool, tuple(step.row.shape), step)
-        _check(policy, f"{kind}.thought", edit.thought, torch.uint8, tuple(step.row.shape), step)
+        rows = tuple(step.row.shape)
+        _check(policy, f"{kind}.open", edit.open, _Form(torch.bool, rows, device))
+        _check(policy, f"{kind}.thought", edit.thought, _Form(torch.uint8, rows, device))
         types = len(storage.thoughts)
         if looks and bool((edit.thought[edit.open] >= types).any()):
             raise _wrong(policy, f"{kind}.thought", edit.thought, f"the storage has {types} thought types, from 0")
@@ -131,30 +134,37 @@ def _check_edit(policy: Policy, edit: Edit, step: Step, storage: Storage, looks:
     if edit.layer is not None and (type(edit.layer) is not int or not 0 <= edit.layer < layers):
         raise _wrong(policy, f"{kind}.layer", edit.layer, f"it must be from 0 to {layers - 1}, or None (all layers)")
     lanes = tuple(step.budget.shape) if edit.layer is None else tuple(step.budget.shape)[1:]
-    columns = step.pos().shape[-1]
+    slots = (*lanes, step.pos().shape[-1])
     if isinstance(edit, SetBudget):
-        _check(policy, f"{kind}.tokens", edit.tokens, torch.int32, lanes, step)
+        _check(policy, f"{kind}.tokens", edit.tokens, _Form(torch.int32, lanes, device))
         if looks and bool((edit.tokens < 0).any()):
             raise _wrong(policy, f"{kind}.tokens", int(edit.tokens.min()), "a budget must be at least 0")
         return
     if isinstance(edit, Evict):
-        _check(policy, f"{kind}.drop", edit.drop, torch.bool, (*lanes, columns), step)
+        _check(policy, f"{kind}.drop", edit.drop, _Form(torch.bool, slots, device))
         if type(edit.even_protected) is not bool:
             raise _wrong(policy, f"{kind}.even_protected", edit.even_protected, "it must be True or False")
         return
-    _check(policy, f"{kind}.where", edit.where, torch.bool, (*lanes, columns), step)
+    _check(policy, f"{kind}.where", edit.where, _Form(torch.bool, slots, device))
     if edit.fmt not in storage.formats:
         raise _wrong(policy, f"{kind}.fmt", edit.fmt, f"the storage has {', '.join(storage.formats)}")
     if edit.how not in ("values", "shrink"):
         raise _wrong(policy, f"{kind}.how", edit.how, "it must be values or shrink")
 
 
-def _check(policy: Policy, what: str, value: Any, dtype: torch.dtype, shape: tuple[int, ...], step: Step) -> None:
-    """UsageError: the value is no tensor of this type and shape on the cache's device."""
-    device = step.row.device
-    if isinstance(value, Tensor) and (value.dtype, tuple(value.shape), value.device) == (dtype, shape, device):
+class _Form(NamedTuple):
+    """What a tensor must be."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: torch.device
+
+
+def _check(policy: Policy, what: str, value: Any, form: _Form) -> None:
+    """UsageError: the value is no tensor of this form."""
+    if isinstance(value, Tensor) and _Form(value.dtype, tuple(value.shape), value.device) == form:
         return
-    expected = f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
+    expected = f"{str(form.dtype).removeprefix('torch.')} {list(form.shape)} on {form.device}"
     raise UsageError(f"The policy {policy.name}: {what} is {said(value)}, and it must be a tensor, {expected}.")
 
 

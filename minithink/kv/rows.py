@@ -203,7 +203,8 @@ class Rows:
         self.check(prompt, budget)
         row = free[0]
         thinking = thinking or None in self.think_ids
-        self.rows[row], self._row_of[seq] = _Row(seq, prompt, thinking, capacity, staged=thinking), row
+        self.rows[row] = _Row(seq, prompt, thinking, capacity, staged=thinking)
+        self._row_of[seq] = row
         self._last = NOBODY
         for policy in members(self.policy):
             limit = policy.budget if budget is None else budget
@@ -244,7 +245,8 @@ class Rows:
         values[0], values[3], values[7] = group.constant
         values[1] = 1
         values[2] = [r.length + 1 for r in group.records]
-        values[4], values[5] = self._evictable(group.records, tokens), tokens
+        values[4] = self._evictable(group.records, tokens)
+        values[5] = tokens
         if self.store.storage.buffer:
             values[6] = [self.store.waiting[row] for row in group.rows]
         return Batch(torch.from_numpy(values), group.whole)
@@ -392,8 +394,10 @@ class Rows:
 
     def told(self, seq: int) -> Told:
         """A summary of one sequence for people: its thoughts, bits a number, and the policy's own words."""
-        row, names = self._row_of[seq], self.store.storage.names
-        account, numbers = self.store.account([row]), self.store.paged(row) * 2 * self.shape.head_dim
+        row = self._row_of[seq]
+        names = self.store.storage.names
+        account = self.store.account([row])
+        numbers = self.store.paged(row) * 2 * self.shape.head_dim
         lanes = self.shape.layers * self.shape.kv_heads
         held = int(self.store.count[:, row].sum()) * self.shape.sharing
         return Told(

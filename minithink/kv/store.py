@@ -151,7 +151,8 @@ class PagedStore(Moves):
     def _push_out(self, batch: Batch) -> None:
         """Keep the values that the new tokens will push out of the ring. A row's value is kept once, because padding
         rows write into the place of their own next token, too."""
-        at, position = batch.row, batch.length - 1 - self.storage.buffer
+        at = batch.row
+        position = batch.length - 1 - self.storage.buffer
         new = (self.outgoing_at[at] != position)[:, None, None]
         values = self.ring[:, at, :, batch.waiting, 1].transpose(0, 1)  # [L, N, Hkv, D]
         self.outgoing[:, at] = torch.where(new, values, self.outgoing[:, at])
@@ -244,7 +245,9 @@ class PagedStore(Moves):
             self.compaction.finish()
         self.thought[row], self.next_thought[row] = self.storage.prompt, SAME
         self.scale[..., row] = 1
-        self.waiting[row], self.starts[row], self.kinds[row] = 0, [], []
+        self.waiting[row] = 0
+        self.starts[row] = []
+        self.kinds[row] = []
         self.outgoing_at[row] = -1
         self.reading.discard(row)
         self.most[row] = self.lengths[row] = 0

@@ -163,7 +163,8 @@ class View:
         if demand.rows == 1:  # attention has written this row
             return self._weights(self.observations.newest, layer, demand.group).unsqueeze(2)
         q, k = self._last_queries(layer, demand.rows).float(), self.keys(layer).float()
-        count, out = q.shape[2], []
+        count = q.shape[2]
+        out = []
         for i in range(count):
             own = (self.length - count + i)[:, None, None]  # the query's position
             valid = (pos >= 0) & (pos <= own)

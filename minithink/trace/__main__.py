@@ -21,8 +21,12 @@ class View:
         """The options of `view`."""
         add = parser.add_argument
         add("files", metavar="FILE", nargs="+", type=commands.location, help="what --trace has written")
-        add("--sequence", type=commands.natural, metavar="N", help="the sequence, if there are several (default: the "
-            "first)")  # fmt: skip
+        add(
+            "--sequence",
+            type=commands.natural,
+            metavar="N",
+            help="the sequence, if there are several (default: the first)",
+        )
         add("--output", type=commands.location, metavar="PAGE", help="default: FILE.html; of several: A+B.html")
         add("--open", action="store_true", help="open the page in a browser")
         add("--terminal", action="store_true", help="print how it ended, here, instead")

@@ -14,7 +14,9 @@ from minithink.trace.format import KINDS, File, Trace
 # A token kept by more than this share of the heads has this style. The colours suit light and dark terminals.
 STYLES = ((0.0, "on grey93"), (0.25, "on light_sky_blue1"), (0.5, "on sky_blue2"), (0.75, "on steel_blue1"))
 NOBODY = "dim strike"
-ROWS, COLUMNS = 256, 64  # of the table of layers and heads, at most
+# The largest table of layers and heads.
+ROWS = 256
+COLUMNS = 64
 
 
 def show(file: File, sequence: int, console: Console | None = None) -> None:
