@@ -1,4 +1,4 @@
-"""Files that are changed at random: values of wrong types, huge and odd ones, and single bytes."""
+"""Random changes of files: values of wrong types, huge and odd values, and single bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEPTH = 700  # of lists: Python's json still reads and writes them
 
 
 def nested() -> list[Any]:
-    """Lists in each other."""
+    """Empty lists, nested DEPTH deep."""
     value: list[Any] = []
     for _ in range(DEPTH):
         value = [value]
@@ -51,7 +51,7 @@ def _change(place: Any, key: Any, chance: random.Random) -> None:
 
 
 def flipped(data: bytes, chance: random.Random) -> bytes:
-    """The bytes, of which one is another."""
+    """A copy of the bytes in which one byte is changed."""
     changed = bytearray(data)
     changed[chance.randrange(len(changed))] ^= chance.randint(1, 255)
     return bytes(changed)

@@ -247,7 +247,7 @@ NAMED = [{"name": "tool_use", "template": "tool"}, {"name": "default", "template
         {"additional_chat_templates__default_jinja": "own"},
     ],
 )
-def test_the_six_places_of_a_template(tmp_path: Path, files: dict[str, Any]) -> None:
+def test_a_template_is_found_in_all_six_places(tmp_path: Path, files: dict[str, Any]) -> None:
     assert read_template(tmp_path, write(tmp_path, **files)) == "own"
 
 
@@ -274,7 +274,7 @@ def test_a_huge_template_in_a_config_is_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", ["", "{% if false %}a{% endif %}"])
-def test_a_template_that_renders_to_nothing(tmp_path: Path, template: str) -> None:
+def test_a_template_that_makes_an_empty_prompt_is_refused(tmp_path: Path, template: str) -> None:
     engine = load(write_checkpoint(tmp_path, template=template))
     with pytest.raises(MinithinkError, match="makes an empty prompt of the messages: pass --no-chat"):
         engine.generate("Alpha", max_new_tokens=1)

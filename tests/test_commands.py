@@ -128,7 +128,7 @@ def test_natural_numbers() -> None:
 
 
 @pytest.mark.parametrize("text", ["1.5", *ODD])
-def test_whole_numbers(text: str) -> None:
+def test_options_take_whole_numbers_only_in_plain_digits(text: str) -> None:
     assert [integer(x) for x in ("-3", "0", "+5")] == [-3, 0, 5]
     with pytest.raises(argparse.ArgumentTypeError, match=r"is no whole number$"):
         integer(text)
@@ -146,7 +146,7 @@ def test_numbers_are_bounded_and_quoted_briefly(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["nan", "inf", "-inf", "1e400", "9" * 400, "1_0", "٣", "１", "½", " 1", "", "x", ".", "e3"]
 )
-def test_finite_numbers(text: str) -> None:
+def test_options_take_finite_numbers_only_in_plain_digits(text: str) -> None:
     assert [finite(x) for x in ("0", "-1.5", ".5", "2.", "1e-3", "+3E2")] == [0, -1.5, 0.5, 2, 1e-3, 300]
     with pytest.raises(argparse.ArgumentTypeError, match=r"is no finite number$"):
         finite(text)
@@ -304,7 +304,7 @@ def test_a_bad_option_is_one_sentence_that_suggests_another(argv: list[str], sai
         parser().parse_args(argv)
 
 
-def test_what_looks_like_an_option_and_is_none() -> None:
+def test_a_prompt_may_look_like_an_option() -> None:
     args = parser().parse_args(["--output", "a", "--", "--policy"])
     assert (args.prompt, args.policy) == ("--policy", None)
     assert parser().parse_args(["--output", "a", "--what is this"]).prompt == "--what is this"

@@ -183,7 +183,7 @@ def test_rope_fields_without_effect_are_named() -> None:
         ({}, None),
     ],
 )
-def test_what_is_doubtful_about_rope_is_said(change: dict[str, Any], caution: str | None) -> None:
+def test_doubtful_rope_fields_get_a_caution(change: dict[str, Any], caution: str | None) -> None:
     cautions = ModelConfig.from_dict(R1_LLAMA_8B | change).cautions
     assert len(cautions) == (caution is not None)
     assert caution is None or caution in cautions[0]

@@ -101,7 +101,7 @@ def test_the_loop_is_shorter_where_others_run(
     assert cores.settings() == expected
 
 
-def test_what_runs_for_a_moment_is_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_runs_for_a_moment_does_not_count_as_load(monkeypatch: pytest.MonkeyPatch) -> None:
     class Changing:
         looks = iter([3, 1, 1, 2, 1])
 

@@ -114,7 +114,8 @@ def test_what_was_generated_before_is_kept(engine_of: Engine) -> None:
     """The third token is POISON, and the pass that reads it breaks off."""
     spoil(engine_of, "model.embed_tokens.weight", float("nan"))
     stream = engine_of.stream([OTHERS[0]], **NEW)
-    take, script = stream._take, iter([12, 13, POISON, None])
+    take = stream._take
+    script = iter([12, 13, POISON, None])
 
     def scripted(sequences: Any, drawn: list[int]) -> None:
         token = next(script)

@@ -143,7 +143,7 @@ def test_advice_to_install_names_packages_that_an_index_has() -> None:
             assert f'"{advised}' in known, (path, advised)
 
 
-def test_what_follows_an_unknown_name() -> None:
+def test_the_nearest_name_is_suggested_for_an_unknown_one() -> None:
     assert alternatives("rvk", ("full", "rkv")) == "did you mean rkv? There are full, rkv"
     assert alternatives("AIME 24", ("facts", "AIME24")) == "did you mean AIME24? There are facts, AIME24"
     assert alternatives("FULL", ("full", "rkv")) == "did you mean full? There are full, rkv"

@@ -142,7 +142,7 @@ def test_a_budget_below_the_prompt_is_said(capsys: Capture, model: Any, policy: 
         (("--stop-loops",), "loop", 64, ""),
     ],
 )
-def test_a_text_that_only_repeats_itself(
+def test_the_summary_says_that_a_text_only_repeats_itself(
     capsys: Capture, monkeypatch: Any, model: Any, engine: Engine, flags: Any, reason: str, tokens: int, hint: str
 ) -> None:
     script = engine.tokenizer.encode("ab")
@@ -775,7 +775,9 @@ def test_bad_prompt_files(
     fails(capsys, 2, message, *model, "--prompt-file", path)
 
 
-def test_prompts_without_an_end(capsys: Capture, monkeypatch: Any, model: Any, tmp_path: Path) -> None:
+def test_prompts_that_are_too_long_or_endless_are_refused(
+    capsys: Capture, monkeypatch: Any, model: Any, tmp_path: Path
+) -> None:
     monkeypatch.setattr("minithink.prompts.LONGEST", 1000)
     path = tmp_path / "p.txt"
     path.write_text("a" * 1001)

@@ -12,7 +12,7 @@ def files(text: str) -> dict[str, tuple[str, ...]]:
     return files_of(parse(text, budget=2**20 if leaves_open(text, "budget") else None))
 
 
-def test_what_code_a_policy_runs() -> None:
+def test_the_files_of_a_policy_are_those_that_it_runs() -> None:
     of_thinkv = files("thinkv")
     own = ("minithink/policies/thinkv.py", "minithink/policies/thinkv_options.py")
     assert of_thinkv["policy"] == own

@@ -339,13 +339,13 @@ def test_bytes_without_a_token_are_dropped(pairs: Pairs) -> None:
     assert tokenizer.encode("\x04\x06\x13\x14\x16\x1d") == []
 
 
-def test_a_text_of_a_million_spaces(pairs: Pairs) -> None:
+def test_a_million_spaces_are_encoded_and_decoded(pairs: Pairs) -> None:
     tokenizer = pairs["qwen"][0]
     text = " " * 1_000_000 + "x"
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_token_of_sixty_thousand_characters(spec: dict[str, Any], tmp_path: Path) -> None:
+def test_a_token_of_sixty_thousand_characters_is_encoded_in_time(spec: dict[str, Any], tmp_path: Path) -> None:
     """If every pair were looked at again after every merge, it would take minutes."""
     vocab = spec["model"]["vocab"]
     vocab["z" * 60_000] = 9_000

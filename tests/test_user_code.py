@@ -181,7 +181,7 @@ def test_code_of_packages_does_not_count() -> None:
     assert "kaiming" not in code_of(space["Own"])
 
 
-def test_whose_class_it_is() -> None:
+def test_classes_of_python_and_of_this_project_are_not_the_users() -> None:
     class Mine(Window):
         pass
 

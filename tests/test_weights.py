@@ -400,13 +400,13 @@ def test_quantized_weights_and_adapters_are_recognized(folder: Path, name: str, 
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bool, torch.uint8])
-def test_quantized_types(folder: Path, dtype: torch.dtype) -> None:
+def test_weights_of_quantized_types_are_refused(folder: Path, dtype: torch.dtype) -> None:
     rewrite(folder, **{Q0: torch.zeros(40, 24).to(dtype)})
     refused(folder, Q0, "model.safetensors", "F32, F16, BF16, F64", "quantized: use the original weights")
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.complex64])
-def test_types_that_no_weight_has(folder: Path, dtype: torch.dtype) -> None:
+def test_weights_of_other_types_are_refused(folder: Path, dtype: torch.dtype) -> None:
     rewrite(folder, **{Q0: torch.zeros(40, 24).to(dtype)})
     refused(folder, Q0, "reads only F32, F16, BF16, F64: store it as one of them")
 

@@ -102,7 +102,8 @@ def test_scores_are_those_of_plain_counts_and_of_the_policys_operation(lam):
     noise = torch.rand(2, n, dtype=torch.float64)
     found = scores(mass, hits, times, noise, lam)
     assert set(found) == times
-    crf, decay = torch.ones(2, n).double(), Decay(lam)
+    crf = torch.ones(2, n).double()
+    decay = Decay(lam)
     last = torch.arange(n, dtype=torch.int32).repeat(2, 1)
     for t in range(n):
         there = (torch.arange(n) <= t).repeat(2, 1)

@@ -89,12 +89,15 @@ def test_of_several_runs_one_that_is_not_stale_and_looked_for_loops_serves() -> 
         assert pick([run for run in runs if run is not looked], [blind.key]) == [blind]
 
 
-def test_what_counts_more_of_several_runs_of_a_key() -> None:
+def test_of_several_runs_of_a_key_the_most_telling_one_is_shown() -> None:
     """Answers that did not differ, then right answers, then loops, then the date."""
 
     def made(right: str = "", looped: float | None = None, stale: bool = False, date: str = "2026") -> Run:
         run = run_of(backend="triton")
-        run.right, run.row, run.stale, run.date = right, {"looped": looped}, stale, date
+        run.right = right
+        run.row = {"looped": looped}
+        run.stale = stale
+        run.date = date
         return run
 
     fresh, stale = made(), made("01", 0.0, stale=True)
@@ -204,7 +207,8 @@ def test_several_processes_lose_no_run_of_each_other(tmp_path: Path) -> None:
 
 def test_a_new_option_at_its_default_orphans_no_run(tmp_path: Path) -> None:
     """A run that lacks it was at the default. No run serves that has an option that is gone, or another value."""
-    old, now = run_of("rkv"), run_of("rkv").key
+    old = run_of("rkv")
+    now = run_of("rkv").key
     del old.key["settings"]["rkv"]["alpha"]
     assert serves(old, now)
     assert pick([old], [now]) == [old]

@@ -99,7 +99,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("from_terminal", [True, False])
-def test_an_interrupt_reaches_all(tmp_path: Path, from_terminal: bool) -> None:
+def test_an_interrupt_reaches_all_processes(tmp_path: Path, from_terminal: bool) -> None:
     """From a terminal all processes get it, from elsewhere one. What runs may close its files, what has not begun
     never begins."""
     script = tmp_path / "script.py"

@@ -529,7 +529,7 @@ def test_the_files_of_all_ranks_are_put_aside(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", range(4))
-def test_whoever_is_killed_while_records_are_put_aside_loses_nothing(
+def test_a_process_killed_while_records_are_put_aside_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     """Before each file that is written: then every record is in some file, and none of other code is summed up."""
@@ -582,7 +582,9 @@ def test_hashes_that_are_none_are_refused(tmp_path: Path, sources: object) -> No
 def hostile_run(folder: Path, chance: random.Random) -> Path:
     """A run whose lines and settings are changed at random."""
     cells = [("full", None), ("rkv", 128), ("rkv", 0.5)]
-    rows = [record(policy=p, budget=b, id=str(i), group="gh"[i % 2]) for p, b in cells for i in range(3)]
+    rows = []
+    for policy, budget in cells:
+        rows += [record(policy=policy, budget=budget, id=str(i), group="gh"[i % 2]) for i in range(3)]
     lines = [json.loads(row.to_json()) for row in rows]
     config = {"settings": {**SETTINGS, "policies": ["full", "rkv"], "budgets": [128, 0.5], "dataset": "facts"},
               "runs": [{"sequences_total": 9}]}  # fmt: skip
@@ -642,7 +644,8 @@ def test_a_record_of_huge_values_is_refused(changes: dict[str, object], said: st
 
 
 def test_a_difference_is_shown_briefly_and_where_it_is() -> None:
-    one, other = {"policies": ["x" * 500 + "a" + "x" * 500]}, {"policies": ["x" * 500 + "b" + "x" * 500]}
+    one = {"policies": ["x" * 500 + "a" + "x" * 500]}
+    other = {"policies": ["x" * 500 + "b" + "x" * 500]}
     said = differences(one, other)
     assert len(said) < 200
     assert "xax" in said

@@ -36,7 +36,7 @@ ENDLESS = ["10^{10^{10}}", "(x+y+z)^{1000}"]
 
 
 @pytest.mark.parametrize("expression", ENDLESS)
-def test_what_takes_for_ever_is_not_equal(own, expression):
+def test_an_expression_that_takes_forever_is_not_equal(own, expression):
     assert not own.ask(expression, "7")
     assert own.ask(r"\frac{1}{2}", "0.5"), "and the next comparison works"
 

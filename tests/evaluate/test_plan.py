@@ -182,7 +182,9 @@ def test_a_budget_that_never_applied_is_said_once() -> None:
     """Of all sequences no one has evicted: neither in a step, nor when its prompt was read."""
     text = {"prompt_tokens": 50, "generated_tokens": 100, "steps": 99, "tokens_peak": 149.0}
     cells = [Cell("window", 512), Cell("h2o", 512), Cell("rkv", 512), Cell("full", None), Cell("quant:fmt=fp8", None)]
-    records = [record(policy=cell.policy, budget=cell.budget, id=id, **text) for cell in cells for id in "pq"]
+    records = []
+    for cell in cells:
+        records += [record(policy=cell.policy, budget=cell.budget, id=id, **text) for id in "pq"]
     records += [
         record(policy="h2o", budget=512, id="r", **{**text, "evicting_steps": 1}),
         record(policy="rkv", budget=512, id="r", **{**text, "tokens_peak": 120.0}),  # a part of the prompt went

@@ -365,7 +365,9 @@ def test_names_in_a_foreign_run_reach_neither_the_terminal_nor_the_picture_raw(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    rows = [record(policy=name, id=f"\x1b{i}", group=f"\x1b{i}") for name in HOSTILE_NAMES for i in range(2)]
+    rows = []
+    for name in HOSTILE_NAMES:
+        rows += [record(policy=name, id=f"\x1b{i}", group=f"\x1b{i}") for i in range(2)]
     folder = write(tmp_path / "run\x1b", rows, dataset="\x1b[31m\u202e\ufffe" + "d" * 5000, split="\x9b")
     with (folder / "results.jsonl").open("a") as file:
         file.write("{")  # a note names the folder

@@ -116,7 +116,8 @@ MOVES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a wrong layer": ({"where": mask(None, 3, 2, 6), "fmt": "fp8", "layer": 9}, "Requantize.layer is 9"),
 }  # fmt: skip
-YES, TYPE = torch.tensor([True, False, False]), torch.zeros(ROWS, dtype=torch.uint8)
+YES = torch.tensor([True, False, False])
+TYPE = torch.zeros(ROWS, dtype=torch.uint8)
 SEGMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "a single truth": ({"open": True, "thought": TYPE}, "OpenSegment.open is True"),
     "fewer rows": ({"open": YES[:1], "thought": TYPE}, r"OpenSegment.open is a tensor, bool \[1\]"),

@@ -156,7 +156,8 @@ def test_a_sequence_holds_its_pages(name: str, scope: Scope) -> None:
 
 def of_tokens(manager: KVManager, seq: int) -> int:
     """Bytes of the scales of single tokens, of one sequence, which lie beside its pages."""
-    store, row = manager.store, manager.row_of(seq)
+    store = manager.store
+    row = manager.row_of(seq)
     place = store.place[:, row, :, : store.seen]
     paged = (store.positions()[:, row] >= 0) & (place >= 0)
     formats = store.table.format[torch.where(paged, place // store.table.most, store.trash_page).long()]

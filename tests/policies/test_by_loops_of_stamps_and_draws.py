@@ -107,8 +107,10 @@ class Look:
 
 def by_raas_official(x: Look, stamps: dict[int, int]) -> Lane:
     """form=official. stamps: of pages."""
-    size, seen = x.policy.page, x.prompt + x.clock
-    most, pages = x.policy.budget // size, sorted({p // size for p in x.lane})
+    size = x.policy.page
+    seen = x.prompt + x.clock
+    most = x.policy.budget // size
+    pages = sorted({p // size for p in x.lane})
     if x.clock > 0:
         group = CONFIG.num_heads // len(HEADS)
         queries = x.heard.known[x.seq, x.at[0]][-1][x.at[1] * group : (x.at[1] + 1) * group]

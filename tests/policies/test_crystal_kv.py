@@ -62,7 +62,9 @@ def cached(trace: Trace, budget: int, lam: float) -> list[list[int]]:
     """What a head without a prompt holds after each step, by the policy's operations."""
     n, out = len(trace), []
     born = torch.arange(n, dtype=torch.int32) + 1
-    there, crf, last = torch.zeros(n, dtype=torch.bool), torch.ones(n).double(), born
+    there = torch.zeros(n, dtype=torch.bool)
+    crf = torch.ones(n).double()
+    last = born
     decay = Decay(lam)
     for t, hits in enumerate(trace, start=1):
         there[t - 1] = True
@@ -105,8 +107,10 @@ def test_up_to_one_half_all_decays_decide_alike(trace: Trace, budget: int, lam: 
 def test_a_lead_of_k_steps_loses_only_if_decay_to_the_k_is_above_what_decays(trace: Trace, lam: float) -> None:
     """λ^k > 1 − λ: the sum of all older hits is below λ^k/(1 − λ)."""
     n = len(trace)
-    crf, last = torch.ones(n).double(), torch.arange(n, dtype=torch.int32) + 1
-    there, decay = torch.ones(n, dtype=torch.bool), Decay(lam)
+    crf = torch.ones(n).double()
+    last = torch.arange(n, dtype=torch.int32) + 1
+    there = torch.ones(n, dtype=torch.bool)
+    decay = Decay(lam)
     for t, hits in enumerate(trace, start=1):
         mass = torch.tensor([float(i in hits) for i in range(n)])
         crf, last, now = lrfu(mass, there, last < t, crf, last, torch.tensor(t), decay, 1.0)
@@ -143,7 +147,9 @@ def test_leaving_order_by_hand(lam: float, values: list[float], order: list[int]
     """At t = 9. With a prompt of two tokens, five tokens keep three: the first two of the order leave."""
     tokens = list(REWARDS)
     there = torch.ones(5, dtype=torch.bool)
-    crf, last, decay = torch.zeros(5).double(), torch.zeros(5, dtype=torch.int32), Decay(lam)
+    crf = torch.zeros(5).double()
+    last = torch.zeros(5, dtype=torch.int32)
+    decay = Decay(lam)
     for t in range(1, 10):
         mass = torch.tensor([float(t in REWARDS[token]) for token in tokens])
         crf, last, now = lrfu(mass, there, there, crf, last, torch.tensor(t), decay, 1.0)

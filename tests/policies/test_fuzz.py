@@ -118,7 +118,9 @@ class Watch:
     """Looks at every step of a stream: the budget holds, and attention is finite."""
 
     def __init__(self, stream: Stream, policy: Policy) -> None:
-        self.stream, self.policy, self.steps = stream, policy, 0
+        self.stream = stream
+        self.policy = policy
+        self.steps = 0
 
     def __call__(self, sequences: list[Track]) -> None:
         cache = self.stream.cache

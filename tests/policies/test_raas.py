@@ -164,7 +164,8 @@ class Cache:
 
         queries: [g, D], of the newest token, whose key is the last one; sees: pages of the step before; None: all.
         """
-        seen, most = len(keys), self.budget // self.page
+        seen = len(keys)
+        most = self.budget // self.page
         pages = range(-(-seen // self.page))
         visible = set(pages)
         if not self.first and seen > self.budget:
@@ -231,11 +232,13 @@ def test_loops_over_the_rules_of_the_code_see_the_same_pages(
     budget = most * page + min(odd, page - 1)
     prompt = min(prompt, budget)
     total = prompt + 4 * page + budget
-    keys, queries = torch.randn(total, 4, generator=draw), torch.randn(total, group, 4, generator=draw)
+    keys = torch.randn(total, 4, generator=draw)
+    queries = torch.randn(total, group, 4, generator=draw)
     keys[torch.arange(total) // page % 3 == 1] *= 2  # pages that matter for longer
     if whole:
         keys, queries = keys.round(), queries.round()
-    policy, cache = RaaS(budget=budget, page=page, alpha=alpha, form="official"), Cache(page, budget, alpha)
+    policy = RaaS(budget=budget, page=page, alpha=alpha, form="official")
+    cache = Cache(page, budget, alpha)
     before = None
     for at, got in enumerate(pages_seen(policy, prompt, queries, keys), start=prompt):
         before = cache.step(queries[at], keys[: at + 1], before)
@@ -245,7 +248,8 @@ def test_loops_over_the_rules_of_the_code_see_the_same_pages(
 def test_no_page_of_a_protected_prompt_goes() -> None:
     """They count in the budget, as the newest."""
     draw = torch.Generator().manual_seed(0)
-    keys, queries = torch.randn(80, 4, generator=draw), torch.randn(80, 1, 4, generator=draw)
+    keys = torch.randn(80, 4, generator=draw)
+    queries = torch.randn(80, 1, 4, generator=draw)
     policy = RaaS(budget=24, page=4, form="official", protect_prompt=True)
     for seen in pages_seen(policy, 10, queries, keys):
         assert {0, 1, 2} <= seen
@@ -261,7 +265,7 @@ def test_a_prompt_above_the_budget_keeps_its_first_pages() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["interval:4", "sawtooth:20/9", "share:0.3/0.4"])
-def test_the_codes_form_takes_no_schedule(schedule: str) -> None:
+def test_the_official_form_takes_no_schedule(schedule: str) -> None:
     with pytest.raises(UsageError, match=r"evicts in every step: leave .* out"):
         RaaS(budget=20, form="official", schedule=schedule)
 

@@ -110,7 +110,8 @@ def test_a_recorder_hears_the_scores_of_tokens_that_may_go() -> None:
 def test_past_queries_stand_before_the_newest(by: Any) -> None:
     """The last three queries of a text of six tokens stand at 3, 4 and 5: the first two do not see all tokens."""
     draw = torch.Generator().manual_seed(5)
-    q, k = torch.randn(1, 4, 3, 8, generator=draw), torch.randn(1, 2, 6, 8, generator=draw)
+    q = torch.randn(1, 4, 3, 8, generator=draw)
+    k = torch.randn(1, 2, 6, 8, generator=draw)
     pos = torch.arange(6, dtype=torch.int32).expand(1, 2, 6)
     step: Any = SimpleNamespace(
         queries=lambda layer: q, keys=lambda layer, rows: k, prompt=torch.tensor([4]), clock=torch.tensor([2])

@@ -96,7 +96,8 @@ def step(hits: list[bool] | Tensor, state: tuple[Tensor, Tensor], t: int, decay:
 
 def follow(trace: list[list[bool]], lam: float, crf: float = 1.0) -> tuple[Tensor, Tensor, Scaled]:
     """Five tokens that came at time 0, hit as the trace says at times 1, 2, …"""
-    decay, state = Decay(lam), state_of(5, crf)
+    decay = Decay(lam)
+    state = state_of(5, crf)
     now = decayed(*state, torch.tensor(0), decay)
     for t, hits in enumerate(trace, start=1):
         state, now = step(hits, state, t, decay)
@@ -124,7 +125,8 @@ HITS = ((1, 2, 3, 4, 5), (1, 6), (1, 2, 4))  # of tokens a, b, c
 
 def test_three_tokens_by_hand() -> None:
     """λ = 0.6, no reward for birth: the values at every step, and what is stored."""
-    decay, state = Decay(0.6), state_of(3, 0.0)
+    decay = Decay(0.6)
+    state = state_of(3, 0.0)
     values = []
     for t in range(1, 7):
         state, now = step([t in hits for hits in HITS], state, t, decay)
@@ -142,7 +144,8 @@ def test_three_tokens_by_hand() -> None:
     [(1.0, [5, 2, 3]), (0.6, [1.38336, 1.07776, 0.56736]), (0.5, [0.96875, 1.03125, 0.34375]), (0.0, [0, 1, 0])],
 )
 def test_three_tokens_under_four_decays(lam: float, want: list[float]) -> None:
-    decay, state = Decay(lam), state_of(3, 0.0)
+    decay = Decay(lam)
+    state = state_of(3, 0.0)
     for t in range(1, 7):
         state, now = step([t in hits for hits in HITS], state, t, decay)
     assert now.number().tolist() == pytest.approx(want, rel=1e-14)
@@ -169,7 +172,8 @@ def test_the_recursion_is_the_sum_over_all_hits(trace: list[list[bool]], lam: fl
 
 
 def test_only_counted_hits_count() -> None:
-    crf, last = torch.tensor([1.0, 2.0, 0.0]).double(), torch.tensor([3, 5, 7], dtype=torch.int32)
+    crf = torch.tensor([1.0, 2.0, 0.0]).double()
+    last = torch.tensor([3, 5, 7], dtype=torch.int32)
     valid, mass, t = bools(1, 1, 0), torch.tensor([0.5, 0.5, torch.nan]), torch.tensor(7)
     got = lrfu(mass, valid, bools(0, 1, 0), crf, last, t, Decay(0.5), 1.0)
     assert_same("crf", got[0], torch.tensor([1.0, 1.5, 0.0]).double())
@@ -188,7 +192,8 @@ def test_old_hits_do_not_underflow(lam: float) -> None:
 
 def test_equal_histories_tie() -> None:
     """In whatever column a token stands: vectorised and single elements may differ in their last bits."""
-    n, decay = 37, Decay(0.63)
+    n = 37
+    decay = Decay(0.63)
     state = state_of(n)
     for t in (1, 4, 5, 11, 30, 31):
         state, _ = step(torch.ones(n), state, t, decay)
@@ -238,21 +243,24 @@ def test_without_memory_it_is_lru_and_without_decay_lfu(trace: list[list[bool]])
 @pytest.mark.parametrize("age", [0, 1, 2, 700, STEPS - 1, STEPS, 3 * STEPS + 5])
 def test_a_power_is_exact_but_for_its_last_bits(lam: float, age: int) -> None:
     """A CRF of 1 decays to λ^age, whose entries of the tables are rounded once."""
-    last, t = torch.zeros(1, dtype=torch.int32), torch.tensor(age)
+    last = torch.zeros(1, dtype=torch.int32)
+    t = torch.tensor(age)
     value, exponent = decayed(torch.ones(1).double(), last, t, Decay(lam))
     got = Fraction(value.item()) * Fraction(2) ** int(exponent)
     assert abs(got - Fraction(lam) ** age) <= Fraction(lam) ** age * Fraction(2) ** -51
 
 
 def test_ages_beyond_the_tables_count_as_the_oldest_there() -> None:
-    last, decay = torch.tensor([0, 9], dtype=torch.int32), Decay(0.6)
+    last = torch.tensor([0, 9], dtype=torch.int32)
+    decay = Decay(0.6)
     oldest, other = keys(decayed(torch.ones(2).double(), last, torch.tensor(STEPS**2 + 20), decay))
     assert oldest == other
 
 
 def test_a_hit_39_steps_before_the_last_one_counts() -> None:
     """λ = 0.6, hits at 1 and 40 against one at 40: 1.0000000022 is more than 1. In float32 both are 1."""
-    state, decay = state_of(2, 0.0), Decay(0.6)
+    state = state_of(2, 0.0)
+    decay = Decay(0.6)
     for t in range(1, 41):
         state, now = step([t in (1, 40), t == 40], state, t, decay)
     more, less = now.number().tolist()
@@ -265,7 +273,8 @@ def test_a_hit_39_steps_before_the_last_one_counts() -> None:
 def exact_values(hits: Tensor, lam: float) -> list[int]:
     """Each token's CRF after the last step, in units of a power of 2 that all share. λ is a multiple of one."""
     numerator, denominator = lam.as_integer_ratio()
-    values, unit = [0] * hits.shape[1], 1
+    values = [0] * hits.shape[1]
+    unit = 1
     for row in hits.tolist():
         unit *= denominator
         values = [value * numerator + hit * unit for value, hit in zip(values, row, strict=True)]
@@ -284,7 +293,8 @@ def drawn(seed: int, steps: int, tokens: int) -> Tensor:
 
 def after(hits: Tensor, lam: float) -> tuple[list[tuple[int, float]], list[int]]:
     """Keys and last hits after the last step."""
-    decay, state = Decay(lam), state_of(hits.shape[1], 0.0)
+    decay = Decay(lam)
+    state = state_of(hits.shape[1], 0.0)
     for t, row in enumerate(hits, start=1):
         state, now = step(row, state, t, decay)
     return keys(now), state[1].tolist()
@@ -296,7 +306,8 @@ def test_long_histories_compare_as_exact_numbers_do(lam: float) -> None:
     compared = 0
     for seed in range(8):
         hits = drawn(seed, 250, 16)
-        values, (score, _) = exact_values(hits, lam), after(hits, lam)
+        values = exact_values(hits, lam)
+        (score, _) = after(hits, lam)
         for i in range(16):
             for j in range(i):
                 if abs(values[i] - values[j]) << 50 > max(values[i], values[j]):

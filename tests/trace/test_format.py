@@ -361,7 +361,7 @@ def test_holders_and_held_are_the_sums_of_kept(tmp_path: Path) -> None:
         assert trace.held(step).tolist() == kept.sum(1).tolist()
 
 
-def test_what_no_browser_parses_is_not_written() -> None:
+def test_numbers_that_no_browser_parses_are_not_written() -> None:
     for value in (np.nan, np.inf, [-np.inf]):
         with pytest.raises(ValueError, match="JSON"):
             module.as_json({"seconds": value})
@@ -377,7 +377,9 @@ def test_a_chunk_that_is_too_long_is_refused(tmp_path: Path, monkeypatch: pytest
 
 def hostile_trace(path: Path, chance: random.Random) -> None:
     """A trace with good checksums whose values are changed at random, and sometimes a byte."""
-    head, done, about = {"version": 1, **HEAD}, {"seconds": 0.25, "steps": 11}, {"sequence": 0, "prompt": PROMPT}
+    head = {"version": 1, **HEAD}
+    done = {"seconds": 0.25, "steps": 11}
+    about = {"sequence": 0, "prompt": PROMPT}
     if chance.random() < 0.4:
         head = mutated(head, chance)
     if chance.random() < 0.3:
