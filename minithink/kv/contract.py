@@ -10,14 +10,14 @@ answers with edits:
     SetBudget     another budget for single lanes
 
 `decide` yields any number of them, in any order; a step in which nothing changes yields nothing. Masks have exactly
-the shape of `Step.pos`, and everything lies on the cache's device. `checks.py` refuses what is not so. What is always
-allowed, and has a meaning:
+the shape of `Step.pos`, and everything lies on the cache's device. `checks.py` refuses anything else. Four special
+cases are always allowed:
 
-- a mask that is true where there is no token, at protected tokens, or in inactive rows: nothing happens to these
-- several Evicts of one step: what any of them drops is evicted
-- a token that one edit evicts and another moves to another format: it is evicted
-- an error in the policy's own code: it ends the step. `Engine` raises a sentence about it, whose
-  cause is the error
+- A mask may be true where there is no token, at protected tokens, or in inactive rows. Nothing happens there.
+- A step may have several Evicts. A token that any of them drops is evicted.
+- One edit may evict a token that another moves to another format. The token is evicted.
+- The policy's own code may raise an error. It ends the step, and `Engine` raises a
+  sentence about it, whose cause is the error.
 
 Everything speaks of whole batches. Row b of a tensor is sequence slot b of the manager, running or not; a policy that
 is `recordable` may be shown some rows alone, numbered anew. A lane is (layer, row, KV head). Lanes that share a block
@@ -226,8 +226,8 @@ class Step(Protocol):
 
     @property
     def thinking(self) -> Tensor:
-        """Whether the newest token belongs to the think stage, or to a text that does not think: bool [B]. The latter
-        is known from the first generated token on; a prompt that does not end in the stage counts as none."""
+        """Whether each newest token counts as thinking: bool [B]. Tokens in the think stage do. So do the generated
+        tokens of a text that never opens the stage. Tokens of a prompt that does not end in the stage do not."""
 
     @property
     def thought(self) -> Tensor:

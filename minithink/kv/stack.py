@@ -14,8 +14,8 @@ from minithink.kv.contract import SCOPES, Demand, Edit, Policy, Shape, Step, Sto
 class Stack(Policy):
     """Several policies on one cache. When two disagree about a token, eviction wins over requantization.
 
-    Tables have the finest scope of all. Every member sees its own budget. Two that store differently cannot stack,
-    nor two that steer.
+    Tables have the finest scope of all members. Every member sees its own budget. Two policies that store tokens
+    differently cannot be stacked, nor can two that steer.
     """
 
     def __init__(self, members: Sequence[Policy]) -> None:

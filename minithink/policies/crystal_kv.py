@@ -129,7 +129,7 @@ class CrystalKVLite(Policy):
         return 0
 
     def _entries(self, budget: Tensor) -> tuple[Tensor, int]:
-        """How many entries heads with these budgets have: int32 [L, B, Hkv], and how many each has beside."""
+        """How many entries heads with these budgets have: int32 [L, B, Hkv], and a number to add to each."""
         if self._most is None:
             return budget, self._slack
         return (budget + self._slack).clamp(max=self._most), 0

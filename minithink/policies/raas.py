@@ -46,7 +46,7 @@ class RaaS(Policy):
     page: int = 1  # tokens of a page; the authors' pages have 16
     form: Literal["paper", "official"] = "paper"  # the paper's rules, or those of the authors' code
     schedule: str = "every"
-    protect_prompt: bool | None = None  # type: ignore[assignment]  # none: as the form has it, the paper's protects
+    protect_prompt: bool | None = None  # type: ignore[assignment]  # none: true in the paper's form, else false
 
     name = "raas"
     summary = "evict what has not been attended to for the longest time (RaaS)"
