@@ -93,7 +93,21 @@ class BytePairEncoding:
         """The ids of a word."""
         if self.whole_words and word in self.vocab:
             return [self.vocab[word]]
+        return self.merged(word)
+
+    def merged(self, word: str) -> list[int]:
+        """The ids that merging gives for a word, even if `encode` would look it up."""
         return self._merge(self._symbols(word))
+
+    def made_in_order(self) -> list[int]:
+        """The ids of the tokens that merges make, in the order of the merges. A token that several merges make is
+        there several times."""
+        ranks = sorted(self._merges.values())
+        return [self._results[rank] for rank in ranks]
+
+    def missing_bytes(self) -> list[int]:
+        """The bytes that texts can have and that have no token."""
+        return sorted(_BYTE_OF[symbol] for symbol in _IN_UTF8 if symbol not in self.vocab)
 
     def _symbols(self, word: str) -> list[int]:
         """The ids of a word's symbols."""

@@ -79,6 +79,7 @@ class Pattern:
     """A regex that tells the parts of a text that it matches from those between them."""
 
     def __init__(self, source: str) -> None:
+        self.source = source
         self._regex = regex.compile(f"({source})")
 
     def parts(self, text: str, deadline: float) -> list[str]:
@@ -199,7 +200,7 @@ class PreTokenizer:
     """Splits text into pieces; `read_pre_tokenizer` makes one."""
 
     def __init__(self, steps: list[Step], ends_spelled: bool) -> None:
-        self._steps = steps
+        self.steps = steps
         self._ends_spelled = ends_spelled
 
     def pieces(self, text: str) -> list[str]:
@@ -212,7 +213,7 @@ class PreTokenizer:
         deadline = time.monotonic() + limit
         pieces = [text]
         try:
-            for step in self._steps:
+            for step in self.steps:
                 coarse = pieces
                 pieces = []
                 for piece in coarse:

@@ -19,14 +19,18 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from minithink import as_tiktoken
 from minithink.added_tokens import Finder, TokenFiles, read_added_tokens
 from minithink.bpe import BytePairEncoding, Unsupported, bytes_of, check_id, is_spelled, spelled
 from minithink.chat import TemplateFailed, read_template, render
 from minithink.config import read_json
 from minithink.errors import MinithinkError, quoted
 from minithink.pieces import flattened, read_normalizer, read_pre_tokenizer
+
+if TYPE_CHECKING:
+    import tiktoken
 
 CACHED_WORDS = 2**16  # words whose ids are remembered
 LONGEST_CACHED = 256  # characters of such a word
@@ -50,6 +54,8 @@ class Tokenizer:
         self._model = BytePairEncoding.from_spec(model)
         self._pre_tokenizer = read_pre_tokenizer(spec.get("pre_tokenizer"))
         self._normalize = read_normalizer(spec.get("normalizer"))
+        normalizers = flattened(spec.get("normalizer"), "normalizers", "normalizer")
+        self._normalizers = [step["type"] for step in normalizers]
         _check_decoder(spec.get("decoder"))
         vocab = self._model.vocab
         self._added = added = read_added_tokens(spec.get("added_tokens"), vocab, files)
@@ -157,6 +163,26 @@ class Tokenizer:
         if id is None and not is_spelled(token):
             id = self._model.vocab.get(token)
         return id
+
+    def as_tiktoken(self) -> tiktoken.Encoding:
+        """This tokenizer as an encoding of the package tiktoken, for tools that take one.
+
+        `as_tiktoken().encode(text, allowed_special="all")` gives the ids of `encode(text)`. The added tokens are the
+        encoding's special tokens. Without `allowed_special`, tiktoken raises an error for a text that holds one.
+
+        tiktoken differs in three ways: it puts no BOS before a text, it reads a lone surrogate as U+FFFD, and it
+        raises an error for some long texts, such as a million spaces.
+
+        Raises:
+            MinithinkError: no encoding would give the same ids; the message says why.
+        """
+        try:
+            if self._normalizers:
+                raise Unsupported(f"it normalizes texts ({quoted(self._normalizers)}), which tiktoken does not.")
+            name = self._file.parent.name
+            return as_tiktoken.new_encoding(name, self._model, self._pre_tokenizer, self._added.by_id)
+        except Unsupported as error:
+            raise MinithinkError(f"{self._file} cannot become a tiktoken encoding: {error}") from None
 
     def stream(self, skip_special_tokens: bool = False) -> TextStream:
         """A decoder for ids that come one at a time."""

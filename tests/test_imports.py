@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 STDLIB = sys.stdlib_module_names
-RUNTIME = {"torch", "triton", "regex", "safetensors", "huggingface_hub", "numpy", "rich", "jinja2"}
+RUNTIME = {"torch", "triton", "tiktoken", "regex", "safetensors", "huggingface_hub", "numpy", "rich", "jinja2"}
 EXTRAS = {"transformers", "tokenizers", "matplotlib", "pyarrow", "math_verify", "sympy"}
 # an extra → the one place that may import it
 ONLY_IN = {
