@@ -8,6 +8,7 @@ slower.
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
@@ -29,6 +30,10 @@ settings.register_profile("ci", max_examples=100, derandomize=True, deadline=Non
 settings.register_profile("nightly", max_examples=1000, deadline=None, suppress_health_check=_fine)
 settings.register_profile("sanitize", max_examples=2, derandomize=True, deadline=None, suppress_health_check=_fine)
 settings.load_profile(PROFILE)
+
+# A run that `nohup` started ignores this signal. Tests send it to themselves.
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # workers that share the cores wait for each other's threads

@@ -514,12 +514,17 @@ class Stages(Policy):
 def test_a_policy_is_told_the_stage(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = "so", "12 34"
     a, b = (len(engine.tokenizer.encode(text)) for text in (before, after))
-    for chat, tag, thinks in ((True, "</think>", True), (False, "<think>", False)):  # the template ends with a tag
+    # The template of a chat ends with <think>. Without it, generated text counts as thinking from its first token on.
+    cases = (
+        (True, "</think>", [True] * (1 + a) + [False] * (1 + b)),
+        (False, "<think>", [False] + [True] * (a + 1 + b)),
+    )
+    for chat, tag, expected in cases:
         play_text(monkeypatch, engine, before + tag + after)
         stream = engine.stream("x", chat=chat, policy=Stages())
         assert list(stream.steps())
         assert isinstance(stream.cache, KVManager)
-        assert stream.cache.policy.seen == [thinks] * (1 + a) + [not thinks] * (1 + b)
+        assert stream.cache.policy.seen == expected
 
 
 def test_memory_under_a_policy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minithink.added_tokens import TokenFiles
 from minithink.engine import TINY
 from minithink.ref.sentences import sentences
 from minithink.sentences import BREAK, KEYWORDS, PARAGRAPH, STATE, automaton, table
@@ -29,7 +30,9 @@ TEXTS = st.lists(st.sampled_from(PARTS) | st.text(max_size=5), max_size=25).map(
 @cache
 def tokenizer(kind: str) -> Tokenizer:
     """The embedded one, or a small one that splits text as other models do."""
-    return Tokenizer.from_folder(TINY) if kind == "tiny" else Tokenizer(Path(kind), train(kind), {}, None)
+    if kind == "tiny":
+        return Tokenizer.from_folder(TINY)
+    return Tokenizer(Path(kind), train(kind), TokenFiles({}, {}, {}), None)
 
 
 @cache
