@@ -123,7 +123,7 @@ def test_messages_are_short() -> None:
 
 
 def test_variables_are_plain_data() -> None:
-    assert fails("a", {"x": object()}).startswith("a variable is no plain data: Object of type object is not JSON")
+    assert fails("a", {"x": object()}).startswith("a variable is not plain data: Object of type object is not JSON")
 
 
 def test_a_lone_surrogate_comes_through() -> None:

@@ -280,7 +280,18 @@ def test_normalized_texts_equal_tokenizers(spec: Spec, texts: list[str]) -> None
     reference = tokenizers.Tokenizer.from_str(json.dumps(empty | {"normalizer": spec})).normalizer
     for text in texts:
         assume(all(unicodedata.ucd_3_2_0.category(c) != "Cn" for c in text))
-        assert normalize(text) == reference.normalize_str(text)
+        assert normalize(text) == by_reference(reference, text)
+
+
+def by_reference(normalizer: Any, text: str) -> str:
+    """The text that `tokenizers` makes. It panics on some texts, which then say nothing."""
+    try:
+        return str(normalizer.normalize_str(text))
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        assume(False)
+        raise AssertionError from error
 
 
 def test_nothing_is_normalized_without_a_normalizer() -> None:

@@ -285,8 +285,9 @@ def test_training_continues_from_the_weights_of_a_checkpoint(tmp_path, config):
 def test_a_run_with_a_time_ends_in_time_at_the_end_of_its_schedule(tmp_path, config, monkeypatch):
     ticks = iter(range(10**6))
     rates = []
-    # only this module's clock: the tokenizer has a time limit, too
-    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    clock = SimpleNamespace(monotonic=lambda: float(next(ticks)))
+    for module in (train, train_data):  # and not the tokenizer, which has a time limit, too
+        monkeypatch.setattr(module, "time", clock)
     rate = train.learning_rate
     monkeypatch.setattr(train, "learning_rate", lambda *args: [rates.append(rate(*args)), rates[-1]][1])
     run(tmp_path, config, replace(RECIPE, tokens=10**9, warmup_steps=0), seconds=30.0, save_seconds=1e9)
