@@ -116,9 +116,7 @@ def test_errors_of_this_project_stay_what_they_are(engine: Engine, monkeypatch: 
 
 
 def test_the_class_of_a_policy_is_no_policy(engine: Engine) -> None:
-    with pytest.raises(
-        UsageError, match=r"^Loud is the class of a policy: give .* as in policy=Loud\(…\)\.$"
-    ):
+    with pytest.raises(UsageError, match=r"^Loud is the class of a policy: give .* as in policy=Loud\(…\)\.$"):
         generate(engine, Loud)
     with pytest.raises(UsageError, match=r"^The policy is 256: give a text, as in rkv:budget=256, or an object\.$"):
         generate(engine, 256)

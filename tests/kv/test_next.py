@@ -126,9 +126,7 @@ def content(manager: KVManager, row: int) -> dict[str, Tensor]:
     """All that a row holds, as its next step will read it: lists, counts, pages, keys and values of every layer."""
     store = manager.store
     tensor = partial(torch.tensor, device=manager.device)
-    read = store.reader(
-        tensor([row]), tensor([store.lengths[row] + 1]), tensor([row not in store.reading])
-    )
+    read = store.reader(tensor([row]), tensor([store.lengths[row] + 1]), tensor([row not in store.reading]))
     most, none = int(store.count[:, row].max()), store.table.pages.count
     out = {"count": store.count[:, row], "pos": store.pos[:, row, :, :most]}
     # Which pages they are does not matter: a page is the column of its table.
