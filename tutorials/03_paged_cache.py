@@ -363,7 +363,7 @@ def generate(policy: Policy, most: int = 400) -> Run:
     logits = prefill(manager, prompt, room=most)
     while len(run.tokens) < most:
         run.seen.append(store.positions()[0, 0, 0].clone())
-        run.held.append(manager.account(0).total)
+        run.held.append(manager.account(0).held)
         pages = store.table.pages.count - store.table.pages.free
         run.paged.append(pages * store.page_bytes * store.shape.sharing)
         run.tokens.append(logits.argmax().item())  # greedy

@@ -725,7 +725,7 @@ def think(policy: ThinKV, prompt: list[int], most: int) -> Run:
         manager.begin_step([0], [1], out.tokens[-1:])
         logits = decoder.logits(decoder(torch.tensor(out.tokens[-1:]), manager))[0]
         manager.end_step()
-        out.held.append(manager.account(0).total)
+        out.held.append(manager.account(0).held)
         positions = manager.store.positions()[layers[0], 0, 0]
         out.lanes.append(positions[positions >= 0].clone())
         if out.tokens[-1] in engine.generation_config.stop_ids:
@@ -794,12 +794,12 @@ for i in range(count):  # once it has ended, a segment never grows
 ledger = short.manager.account(0)
 numbers = short.manager.store.paged(0) * 2 * D  # in the pages: keys and values of all lanes
 assert told.bits == 8 * (ledger.payload + ledger.scales) / numbers, "average bits should be what the ledger says"
-assert ledger.total < full_bytes[-1]
+assert ledger.held < full_bytes[-1]
 segments_by_type = {LETTER[kind]: types.count(kind) for kind in COLORS}
 print(f"segments {segments_by_type}, case 1 {short.cases[0]} times, case 2 {short.cases[1]} times")
 print(
     f"{short.manager.held(0)} of {P + steps} tokens in {told.bits:.1f} bits a number, scales included: "
-    f"{ledger.total:,} bytes, {ledger.total / full_bytes[-1]:.1%} of a full cache's {full_bytes[-1]:,}"
+    f"{ledger.held:,} bytes, {ledger.held / full_bytes[-1]:.1%} of a full cache's {full_bytes[-1]:,}"
 )
 print({kind: size for kind, size in ledger.as_dict().items() if size})
 text = tokenizer.decode(short.tokens)
