@@ -46,6 +46,7 @@ def test_settings_take_turns_and_holders_end(tmp_path: Path, monkeypatch: pytest
         order.append(environment)
         return 100.0 * batch + len(order)
 
+    monkeypatch.setattr(cores, "others_run", lambda: False)  # other tests run beside this one
     monkeypatch.setattr(subprocess, "Popen", popen)
     monkeypatch.setattr(busy, "speed_in_a_process", speed)
     path = tmp_path / "busy.json"
