@@ -201,11 +201,6 @@ class ModelConfig:
         if self.head_dim % 2:
             raise MinithinkError(f"The head dimension is {self.head_dim}; rotary embedding needs an even one.")
 
-    @property
-    def group_size(self) -> int:
-        """Query heads per KV head."""
-        return self.num_heads // self.num_kv_heads
-
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes that keys and values of one token occupy, over all layers, uncompressed."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value

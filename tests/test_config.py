@@ -52,7 +52,7 @@ REAL = {"R1-Llama-8B": R1_LLAMA_8B, "R1-Qwen-7B": R1_QWEN_7B, "Qwen3-8B": QWEN3_
 def test_r1_distill_llama_8b() -> None:
     c = ModelConfig.from_dict(R1_LLAMA_8B)
     assert (c.vocab_size, c.hidden_size, c.intermediate_size, c.num_layers) == (128256, 4096, 14336, 32)
-    assert (c.num_heads, c.num_kv_heads, c.group_size, c.head_dim) == (32, 8, 4, 128)
+    assert (c.num_heads, c.num_kv_heads, c.head_dim) == (32, 8, 128)
     assert (c.rms_norm_eps, c.rope_theta, c.max_position) == (1e-5, 500000.0, 131072)
     assert c.rope == RopeScaling("llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
     assert (c.qkv_bias, c.o_bias, c.qk_norm, c.tie_embeddings) == (False, False, False, False)
@@ -63,7 +63,7 @@ def test_r1_distill_llama_8b() -> None:
 def test_r1_distill_qwen_7b() -> None:
     """use_sliding_window is false, so the sliding_window of 4096 that the file also gives means nothing."""
     c = ModelConfig.from_dict(R1_QWEN_7B)
-    assert (c.num_heads, c.num_kv_heads, c.group_size, c.head_dim) == (28, 4, 7, 128)
+    assert (c.num_heads, c.num_kv_heads, c.head_dim) == (28, 4, 128)
     assert (c.qkv_bias, c.o_bias, c.qk_norm) == (True, False, False)
     assert (c.rope_theta, c.rope.kind, c.vocab_size) == (10000.0, "default", 152064)
 

@@ -50,12 +50,6 @@ class Reading:
         lines = len(self.statements) + len(self.skipped)
         return len(self.statements) / lines if lines else math.nan
 
-    @property
-    def parsed_tokens(self) -> float:
-        """Share of the tokens of complete lines that are in lines that a rule read; 0 if no line is complete."""
-        read, skipped = (sum(s.end - s.start for s in lines) for lines in (self.statements, self.skipped))
-        return read / max(1, read + skipped)
-
 
 class Memory(NamedTuple):
     """A content, as it is written, and the tokens that carry it, the newest last."""

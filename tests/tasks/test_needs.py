@@ -55,7 +55,7 @@ def test_reference_traces_are_read_whole(family, seed):
     problem, pieces, prompt = trace(family, seed)
     reading = needs.read(problem.question, pieces, prompt)
     assert reading.skipped == []
-    assert reading.parsed == reading.parsed_tokens == 1
+    assert reading.parsed == 1
     assert reading.unknown == 0
     lines = [text_of(pieces, s).strip() for s in reading.statements]
     text = "".join(pieces[prompt:]).replace("</think>", "\n").replace("<|end|>", "\n")
@@ -520,7 +520,6 @@ def test_texts_with_errors_never_raise(family, seed, data):
     whole = [*pieces[:prompt], *generated]
     reading = needs.read(problem.question, whole, prompt)
     assert 0 <= reading.parsed <= 1 or not (reading.statements or reading.skipped)
-    assert 0 <= reading.parsed_tokens <= 1
     text = "".join(generated).replace("</think>", "\n").replace("<|end|>", "\n")
     full = [line for line in text.split("\n")[:-1] if line.strip()]
     assert len(reading.statements) + len(reading.skipped) - len(full) in (0, 1)
@@ -551,7 +550,6 @@ def test_lines_that_no_rule_reads_are_skipped_and_counted():
     assert [s.kind for s in reading.statements] == ["already", "compute"]
     assert len(reading.skipped) == 1, "the last line is not complete"
     assert reading.parsed == 2 / 3
-    assert 0.6 < reading.parsed_tokens < 0.9
     assert reading.unknown == 1, "zot is no goal"
 
 
