@@ -43,7 +43,7 @@ _BRANCHES: dict[torch.device, list[torch.cuda.Stream]] = {}  # streams that are 
 def side_by_side(launches: Sequence[Callable[[], object]], device: torch.device, apart: bool = True) -> None:
     """Make launches that do not depend on each other. Give the longest first.
 
-    While a CUDA graph is recorded, each launch becomes a branch of the graph, so programs of one launch fill the
+    While a CUDA graph is captured, each launch becomes a branch of the graph, so programs of one launch fill the
     parts of the GPU that another leaves idle. Otherwise, or if `apart` is False, one launch follows the other:
     without a graph, the events between branches would cost the host more time than they save.
     """

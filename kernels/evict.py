@@ -186,7 +186,7 @@ def _give(
 
 def evict(
     drop: Tensor, at: Tensor, place: Tensor, pos: Tensor, count: Tensor, live: Tensor, taken: Tensor,
-    page_format: Tensor, page: Tensor, stack: Tensor, top: Tensor, row_of: Tensor, row_uses: Tensor,
+    page_format: Tensor, page: Tensor, stack: Tensor, top: Tensor, scale_row: Tensor, row_uses: Tensor,
     row_stack: Tensor, row_top: Tensor, most: int,
 ) -> None:  # fmt: skip
     """Evict tokens of the rows `at`: what `PagedStore.evict` does.
@@ -207,7 +207,7 @@ def evict(
         page: int32 [Lt, B, Ht, width], the tables.
         stack: int32 [P + 1], the free pages, the next one last.
         top: int64 [], free pages on the stack.
-        row_of: int32 [P + 1 or more, most], the row of key scales of every slot's token, which tokens of a unit
+        scale_row: int32 [P + 1 or more, most], the row of key scales of every slot's token, which tokens of a unit
             share; becomes Q + 1 (none) for evicted tokens. [0, most] if no keys share scales.
         row_uses: int32 [Q + 1], tokens that use each row of key scales.
         row_stack: int32 [Q + 1], the free rows of key scales, the next one last.
@@ -218,13 +218,13 @@ def evict(
     if not (units := lt * n * heads):
         return
     drop, at, device = drop.contiguous().view(torch.uint8), at.contiguous(), drop.device
-    has_rows, seen = row_of.numel() > 0, drop.shape[-1]
+    has_rows, seen = scale_row.numel() > 0, drop.shape[-1]
     freed = torch.empty(2 * units, dtype=torch.int32, device=device)
     gone = torch.empty(units * seen if has_rows else 0, dtype=torch.int32, device=device)
     before = torch.empty(2, dtype=torch.int64, device=device)
     block = next(size for least, size in BLOCKS if units >= least)
     _compact[(units,)](
-        drop, at, place, pos, count, live.view(torch.uint8), taken, top, row_of, row_uses, row_top, freed, gone,
+        drop, at, place, pos, count, live.view(torch.uint8), taken, top, scale_row, row_uses, row_top, freed, gone,
         before, units, n, rows, heads, seen, place.shape[-1], row_stack.numel() - 1,
         MOST=most, ROWS=has_rows, BLOCK=block, LOOK=LOOK, num_warps=warps_for(block),
     )  # fmt: skip

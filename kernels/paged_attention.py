@@ -314,7 +314,7 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
         partial(
             _attend[n * c.kv_heads, programs],
             q, part, part_lse, noted, top, read.numbers, place, column, count,
-            *memory, pages.row_of, pages.scale[f, 0], pages.scale[f, 1], pages.ring,
+            *memory, pages.scale_row, pages.scale[f, 0], pages.scale[f, 1], pages.ring,
             d**-0.5, layer, t, i * in_format, parts, width, place.shape[-1], rows,
             c, k, v, i, several, i == len(formats), how, tokens, **options,
         )

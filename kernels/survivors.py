@@ -2,7 +2,7 @@
 
 Layout: the device makes two lists of the segments that shrink, with a program per unit. Narrow segments have at most
 NARROW tokens, all others are wide. Each list and each format of thoughts then has a launch of its own, a branch of
-the recorded graph. Programs take segments of their format from their list in turn. Tokens in the ring, the newest,
+the captured graph. Programs take segments of their format from their list in turn. Tokens in the ring, the newest,
 belong to the format of the segment's other tokens. A program dequantizes the segment's keys as attention does
 (`_planes.py`, the plain path). It multiplies all keys with all, each pair of blocks
 once, and goes on from the products as `kmeans.py` does. Each program writes the products, 64 KiB for 128 tokens, to
@@ -234,8 +234,8 @@ def survivors(read: Any, first: Tensor, size: Tensor, goal: Tensor, longest: int
                 _survive[(programs,)],
                 drop, torch.empty(programs, wide[-1], wide[-1], dtype=torch.float32, device=device),
                 numbers[which], listed[which:], first, size, goal, read.numbers,
-                pages.place, pages.table.format, codes, params, scales, pages.row_of, pages.scale[f, 0], pages.ring,
-                n, pages.shape.rows, segments, pages.place.shape[-1], seen,
+                pages.place, pages.table.format, codes, params, scales, pages.scale_row, pages.scale[f, 0],
+                pages.ring, n, pages.shape.rows, segments, pages.place.shape[-1], seen,
                 c, k, f, i == 0, ITERATIONS, wide, tuple(map(at_once, wide)), tuple(min(BLOCK, w) for w in wide),
                 num_warps=warps(wide[-1]), num_stages=STAGES,
             ))  # fmt: skip

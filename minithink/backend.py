@@ -65,7 +65,7 @@ class Backend:
     """The functions of one backend."""
 
     name: str
-    recordable: bool  # its functions can be recorded as CUDA graphs: the host reads nothing from the device
+    capturable: bool  # its functions can be captured as CUDA graphs: the host reads nothing from the device
     # the decoder
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
@@ -113,7 +113,7 @@ class Backend:
     carry: Callable[..., None] = carry
 
 
-REFERENCE = Backend("reference", recordable=False)
+REFERENCE = Backend("reference", capturable=False)
 
 NAMES = ("auto", "reference", "triton")
 # Functions without a kernel: torch's attention over prompts is at the hardware's limit already, and no fast path uses
@@ -125,9 +125,9 @@ TORCH = ("attention", "decode_attention")
 def triton_backend() -> Backend:
     """The kernels: of each function the one with its name in `kernels/`. They are imported when they are first asked
     for, since only then Triton must be there."""
-    names = {field.name for field in fields(Backend)} - {"name", "recordable", *TORCH}
+    names = {field.name for field in fields(Backend)} - {"name", "capturable", *TORCH}
     kernels = {name: getattr(import_module(f"minithink.kernels.{name}"), name) for name in names}
-    return Backend("triton", recordable=True, **kernels)
+    return Backend("triton", capturable=True, **kernels)
 
 
 def choose(name: str, device: torch.device | str = "cpu") -> Backend:

@@ -132,8 +132,8 @@ class Engine:
         self.device, self.dtype = decoder.embed.device, decoder.embed.dtype
         self.rope = Rope(decoder.config, self.device)
         # Whether decoding steps are CUDA graphs; their caches have fixed widths.
-        self.records = decoder.backend.recordable and self.device.type == "cuda"
-        self.columns: Literal["fit"] | None = "fit" if self.records else None
+        self.captures = decoder.backend.capturable and self.device.type == "cuda"
+        self.columns: Literal["fit"] | None = "fit" if self.captures else None
 
     def _bytes_for(self, policy: Policy | None, rows: int, sizes: Sequence[int], prompt: int) -> int:
         """Bytes of a cache. rows: of the batch; sizes: tokens of the sequences that run at once, the longest first;
@@ -226,7 +226,7 @@ class Engine:
             MinithinkError: the keys and values would not fit into the memory.
         """
         chosen = self._policy(policy, budget, schedule)
-        if chosen is None and (self.records or recorder is not None):
+        if chosen is None and (self.captures or recorder is not None):
             chosen = Full()  # the full cache in pages: kernels and recorders need pages
         defaults = self.generation_config
         drawing: dict[str, Any] = dict(zip(DRAWING, (temperature, top_k, top_p, min_p), strict=True))

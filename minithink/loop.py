@@ -1,15 +1,15 @@
 """The decode loop: the parts of a decode step, and their order.
 
-    step      take slots; every layer: append, attend; draw the next tokens; tell which rows are due   (recorded)
+    step      take slots; every layer: append, attend; draw the next tokens; tell which rows are due   (captured)
     advance   the host counts the tokens
-    decide    the policy acts on the rows that are due                                                 (recorded)
-    flush     full buffers are quantized                                                               (recorded)
+    decide    the policy acts on the rows that are due                                                 (captured)
+    flush     full buffers are quantized                                                               (captured)
     close     segments begin, a recorder is told
 
-On a CPU each part is a call. On a GPU the parts marked "recorded" are CUDA graphs of the same calls.
+On a CPU each part is a call. On a GPU the parts marked "captured" are CUDA graphs of the same calls.
 
 A decode step of a small batch is several hundred kernels, each of a few microseconds. Launched one by one from Python
-they take ten times as long as they run. A CUDA graph is recorded once and launched as a whole. It replays the same
+they take ten times as long as they run. A CUDA graph is captured once and launched as a whole. It replays the same
 kernels on the same addresses. So everything that changes from step to step goes through one tensor of inputs, the
 batch (`kv/batch.py`). Sequences come and go between replays.
 
@@ -18,10 +18,10 @@ batch (`kv/batch.py`). Sequences come and go between replays.
     next step ◄── evict ◄── choose ◄── layers: score keys ◄── batch of the rows that are due ◄─┘
 
 A policy decides in few steps and for few rows. These rows are a batch of their own, in a second graph. A policy that
-is not `recordable` acts between steps, kernel by kernel. Tokens that are quantized together wait in a buffer. The
+is not `capturable` acts between steps, kernel by kernel. Tokens that are quantized together wait in a buffer. The
 rows whose buffers are full are the batch of a third graph.
 
-A graph is recorded when it is first needed. It holds for
+A graph is captured when it is first needed. It holds for
 
     a number of rows         one of SIZES; if there are fewer sequences, padding rows follow. If these are all rows of
                              the cache, in order, nothing need be picked out of its tensors: a graph of its own
@@ -61,7 +61,7 @@ class Key(NamedTuple):
     columns: int
     formats: frozenset[int]
     observed: tuple[Demand, ...]
-    decides: bool  # decisions are recorded (not beside a recorder)
+    decides: bool  # decisions are captured, unless a trace is being written
 
 
 @contextmanager
@@ -80,11 +80,11 @@ def no_collections() -> Iterator[None]:
             gc.enable()
 
 
-class Recorded:
-    """Kernels that are recorded once and replayed with other inputs."""
+class Captured:
+    """Kernels that are captured once and replayed with other inputs."""
 
     def __init__(self, run: Callable[[Tensor, Tensor], object], values: Tensor, out: Tensor, pool: Any) -> None:
-        """Run once with no active row, then record. The first run compiles the kernels and changes nothing.
+        """Run once with no active row, then capture. The first run compiles the kernels and changes nothing.
 
         Args:
             run: takes (inputs, out) and launches kernels; it must not read the device's memory on the host.
@@ -116,13 +116,13 @@ class Recorded:
         return self.out
 
 
-Graphs = dict[Key, Recorded]
+Graphs = dict[Key, Captured]
 
 
-def recorder(cache: KVManager) -> type[Recorded] | None:
-    """The class that records the steps of a cache; None: steps run call by call."""
-    able = cache.recordable and cache.backend.recordable and cache.device.type == "cuda"
-    return Recorded if able else None
+def capturer(cache: KVManager) -> type[Captured] | None:
+    """The class that captures the steps of a cache; None: steps run call by call."""
+    able = cache.capturable and cache.backend.capturable and cache.device.type == "cuda"
+    return Captured if able else None
 
 
 @dataclass
@@ -147,24 +147,24 @@ class DecodeLoop:
         Args:
             sizes: numbers of rows of the step's graphs, beside all rows. If empty, no shape depends on the number of
                 sequences.
-            sampler: draws if steps are not recorded: the same tokens, faster.
+            sampler: draws if steps are not captured: the same tokens, faster.
         """
         self.decoder, self.cache, self.params, self.sizes, self.sampler = decoder, cache, params, sizes, sampler
-        self._record = recorder(cache)
-        cache.recorded = self.records
-        self.recorded: Graphs = {}  # steps
+        self._capture = capturer(cache)
+        cache.captured = self.captures
+        self.steps: Graphs = {}
         self.decisions: Graphs = {}
         self.flushes: Graphs = {}
         self._pool = None
-        if self.records and cache.device.type == "cuda":
+        if self.captures and cache.device.type == "cuda":
             gc.collect()  # the graphs of earlier streams give their memory back before new ones take theirs
             self._pool = torch.cuda.graph_pool_handle()
         self._launched: _Launched | None = None
 
     @property
-    def records(self) -> bool:
-        """Whether steps are recorded."""
-        return self._record is not None
+    def captures(self) -> bool:
+        """Whether steps are captured."""
+        return self._capture is not None
 
     def step(self, seqs: Sequence[int], tokens: Sequence[int]) -> list[int]:
         """Feed every sequence its newest token → the next token of each; NO_TOKEN where logits are not finite.
@@ -172,7 +172,7 @@ class DecodeLoop:
         Raises:
             Exhausted: the pool of pages is too small. Nothing has changed; or, if it was a full buffer that found no
                 page, the token is in the cache, and the buffer waits.
-            MinithinkError: the pool is too small and the step was recorded; the sequences cannot go on.
+            MinithinkError: the pool is too small and the step was captured; the sequences cannot go on.
             UsageError: a lane is full; nothing has changed.
         """
         if self._launched is None:
@@ -188,8 +188,8 @@ class DecodeLoop:
         self.cache.prepare(seqs)
         batch, observed = self.cache.batch(seqs, tokens), self.cache.demands_due(seqs)
         out = self.run(
-            self.recorded, lambda x, out: self._step(x, out, observed), batch, 3, observed=observed,
-            sizes=self.sizes, recorded=self.records,
+            self.steps, lambda x, out: self._step(x, out, observed), batch, 3, observed=observed,
+            sizes=self.sizes, captured=self.captures,
         )  # fmt: skip
         self._launched = _Launched(list(seqs), list(tokens), batch, self.cache.tells_due, out)
 
@@ -205,9 +205,9 @@ class DecodeLoop:
         (drawn, due, begun), overflow = (out[i * n : i * n + len(seqs)] for i in range(3)), out[-1]
         cache.advance(seqs, tokens, begun, bool(overflow))
         if (acting := cache.acting(launched.batch, due if launched.tells_due else None)) is not None:
-            self.run(self.decisions, lambda x, _: cache.decide(x), acting, recorded=cache.records_decisions)
+            self.run(self.decisions, lambda x, _: cache.decide(x), acting, captured=cache.captures_decisions)
         if (full := cache.full()) is not None:
-            self.run(self.flushes, lambda x, _: cache.flush(x), full, recorded=cache.records_flushes)
+            self.run(self.flushes, lambda x, _: cache.flush(x), full, captured=cache.captures_flushes)
         cache.close(seqs, tokens)
         return drawn
 
@@ -222,7 +222,7 @@ class DecodeLoop:
         Returns:
             int64 [N]; NO_TOKEN where the logits are not finite.
         """
-        if self.sampler is not None and not self.records:
+        if self.sampler is not None and not self.captures:
             return self.sampler.sample(logits, sequence.tolist(), position.tolist())
         if self.params.greedy:
             drawn = logits.argmax(-1)
@@ -243,16 +243,16 @@ class DecodeLoop:
 
     def run(
         self, graphs: Graphs, part: Callable[[Batch, Tensor], object], batch: Batch, numbers: int = 0, *,
-        recorded: bool, observed: tuple[Demand, ...] = (), sizes: Sequence[int] = SIZES,
+        captured: bool, observed: tuple[Demand, ...] = (), sizes: Sequence[int] = SIZES,
     ) -> Tensor:  # fmt: skip
-        """Run one part of a step: call it, or replay its graph. A graph that is missing is recorded first.
+        """Run one part of a step: call it, or replay its graph. A graph that is missing is captured first.
 
         Args:
-            graphs: the recorded graphs of this part.
-            part: takes (batch, out); if it is recorded, it must not read the device's memory on the host.
+            graphs: the captured graphs of this part.
+            part: takes (batch, out); if it is captured, it must not read the device's memory on the host.
             batch: the rows, on the host.
             numbers: numbers that `out` has for each row; one more number follows them.
-            recorded: whether to replay a graph; then the batch is padded to one of the sizes.
+            captured: whether to replay a graph; then the batch is padded to one of the sizes.
             observed: the demands that the part observes; a graph holds for one set of them.
             sizes: numbers of rows that graphs may have.
 
@@ -260,16 +260,16 @@ class DecodeLoop:
             out: int64 [numbers · rows + 1], on the device.
         """
         cache = self.cache
-        if self._record is None or not recorded:
+        if self._capture is None or not captured:
             out = torch.zeros(numbers * len(batch) + 1, dtype=torch.int64, device=cache.device)
             part(batch.to(cache.device), out)
             return out
         values = self._padded(batch, sizes).values
         whole = values[0].tolist() == list(range(len(cache.rows)))
-        key = Key(values.shape[1], whole, cache.seen, cache.formats, observed, cache.records_decisions)
+        key = Key(values.shape[1], whole, cache.seen, cache.formats, observed, cache.captures_decisions)
         if key not in graphs:
             out = torch.zeros(numbers * values.shape[1] + 1, dtype=torch.int64, device=cache.device)
-            graphs[key] = self._record(lambda x, out: part(Batch(x, whole), out), values, out, self._pool)
+            graphs[key] = self._capture(lambda x, out: part(Batch(x, whole), out), values, out, self._pool)
         return graphs[key].replay(values)
 
     def _padded(self, batch: Batch, sizes: Sequence[int]) -> Batch:

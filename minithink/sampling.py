@@ -130,7 +130,7 @@ def sample(logits: Tensor, params: SamplingParams, sequence: Tensor, position: T
 def where_finite(token: Tensor, logits: Tensor) -> Tensor:
     """The tokens, and NO_TOKEN for rows whose logits are not finite: one is NaN or ∞, or all are −∞.
 
-    It asks the host nothing, so a CUDA graph can record it.
+    It asks the host nothing, so a CUDA graph can capture it.
 
     Args:
         token: [B] int64.

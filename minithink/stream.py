@@ -42,7 +42,7 @@ PREFILL_CHUNK = 2048  # prompt tokens per forward pass: bounds the memory of act
 
 
 def prompts_at_once(rows: int) -> int:
-    """How many prompts are read together if steps are recorded. Reading a prompt takes as long as several steps, so a
+    """How many prompts are read together if steps are captured. Reading a prompt takes as long as several steps, so a
     large batch waits until some rows are free."""
     return max(1, rows // 32)
 
@@ -168,7 +168,7 @@ class Stream:
         if isinstance(self.cache, KVManager):
             self.cache.recorder = recorder
             self._loop = DecodeLoop(engine.decoder, self.cache, params, () if fixed else SIZES, self.sampler)
-            self._together = prompts_at_once(batch_size) if self._loop.records else 1
+            self._together = prompts_at_once(batch_size) if self._loop.captures else 1
         # Whether a step may begin before the tokens of the last one are returned; then the caller must not use the
         # cache.
         self.ahead = False
@@ -189,7 +189,7 @@ class Stream:
         if not self.fixed:
             return self.cache_of(policy, self.batch_size)
         one = self.cache_of(copy.deepcopy(policy), 1)
-        if isinstance(one, KVManager) and one.recordable and not one.dense:
+        if isinstance(one, KVManager) and one.capturable and not one.dense:
             return self.cache_of(policy, self.batch_size)
         return Apart(lambda: self.cache_of(copy.deepcopy(policy), 1))
 
@@ -292,7 +292,7 @@ class Stream:
     def _launch(self, sequences: list[Track]) -> None:
         """Begin the next step of these sequences, if the loop replays graphs (without them it is the whole step). An
         error is dropped here: the step raises it again when it is due."""
-        if self._loop is not None and self._loop.records:
+        if self._loop is not None and self._loop.captures:
             with suppress(Exception):
                 self._loop.launch([s.number for s in sequences], [s.tokens[-1] for s in sequences])
 

@@ -15,7 +15,7 @@ from minithink.errors import UsageError
 from minithink.kernels import _common
 
 ROOT = Path(__file__).parents[1]
-FUNCTIONS = [f.name for f in fields(Backend) if f.name not in ("name", "recordable")]
+FUNCTIONS = [f.name for f in fields(Backend) if f.name not in ("name", "capturable")]
 NO_KERNEL = {"attention", "decode_attention"}  # torch's own, see `triton_backend`
 
 
@@ -74,8 +74,8 @@ def test_every_name_can_be_chosen() -> None:
 
 def test_backends_are_made_once() -> None:
     assert triton_backend() is triton_backend()
-    assert (REFERENCE.name, REFERENCE.recordable) == ("reference", False)
-    assert (triton_backend().name, triton_backend().recordable) == ("triton", True)
+    assert (REFERENCE.name, REFERENCE.capturable) == ("reference", False)
+    assert (triton_backend().name, triton_backend().capturable) == ("triton", True)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -90,14 +90,14 @@ def test_a_policy_is_named_if_the_full_cache_is_finite(engine_of: Engine) -> Non
 
 
 @pytest.mark.usefixtures("by_launches")
-@pytest.mark.parametrize("recorded", [False, True], ids=["calls", "as recorded"])
+@pytest.mark.parametrize("captured", [False, True], ids=["calls", "as captured"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("policy", [None, "full", "h2o:budget=8", "rkv:budget=8,buffer=2,alpha=2", "quant:fmt=fp8"])
-def test_other_sequences_go_on(engine_of: Engine, policy: str | None, temperature: float, recorded: bool) -> None:
+def test_other_sequences_go_on(engine_of: Engine, policy: str | None, temperature: float, captured: bool) -> None:
     """One sequence of a batch breaks off, after its prompt or later; the others have the tokens that they have alone,
     also those that take its row."""
     options = NEW | {"temperature": temperature, "policy": policy}
-    if recorded:
+    if captured:
         engine_of.columns = "fit"
     prompts = [[30, POISON], OTHERS[0], [31, 32, POISON, 33], *OTHERS]
     others = [1, 3, 4]

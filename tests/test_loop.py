@@ -32,7 +32,7 @@ from minithink.stream import Stream
 from minithink.tasks import load_problems
 from tests.compare import assert_close, margins
 from tests.kv.run import Full, feed, kept, manager_for, state_of, text_of
-from tests.kv.test_next import (
+from tests.kv.test_batches import (
     ONE_BY_ONE,
     assert_same_content,
     assert_same_state,
@@ -100,9 +100,9 @@ def ran(backend: str, policy: str | None, **options: Any) -> Stream:
 @pytest.mark.parametrize("draw", sorted(DRAWS))
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_loop_generates_what_the_reference_does(policy: str | None, draw: str) -> None:
-    """Sequences end at different times, and others take their rows; few graphs are recorded for all steps."""
+    """Sequences end at different times, and others take their rows; few graphs are captured for all steps."""
     want, got = ran("reference", policy, **DRAWS[draw]), ran("triton", policy, **DRAWS[draw])
-    assert want._loop is None or not want._loop.records
+    assert want._loop is None or not want._loop.captures
     for i, (a, b) in enumerate(zip(got.results, want.results, strict=True)):
         same = next((k for k, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=False)) if x != y), None)
         assert a.token_ids == b.token_ids, f"{policy}, sequence {i}: {same} tokens are the same"
@@ -111,18 +111,18 @@ def test_the_loop_generates_what_the_reference_does(policy: str | None, draw: st
     assert policy is not None or len(lengths) > 2, "the sequences should end at different times"
     loop = got._loop
     assert loop is not None
-    sizes, _, widths, formats, *_ = zip(*loop.recorded, strict=True)
+    sizes, _, widths, formats, *_ = zip(*loop.steps, strict=True)
     # fewer rows, where sequences end and none waits; a width that follows the lanes; formats that come and go
     assert set(sizes) <= {1, 2, AT_ONCE}
     assert all(w == loop.cache.width or w & (w - 1) == 0 for w in widths)
     assert len(set(formats)) <= 2
-    assert len({key._replace(whole=False) for key in loop.recorded}) <= 3 * 2 * 2
-    assert max(lengths) > 4 * len(loop.recorded)
+    assert len({key._replace(whole=False) for key in loop.steps}) <= 3 * 2 * 2
+    assert max(lengths) > 4 * len(loop.steps)
     decides = policy is not None
-    assert loop.cache.records_decisions == decides
+    assert loop.cache.captures_decisions == decides
     assert bool(loop.decisions) == decides
     assert {n for n, *_ in loop.decisions} <= {1, 2, AT_ONCE}
-    assert {key[2:4] for key in loop.decisions} <= {key[2:4] for key in loop.recorded}
+    assert {key[2:4] for key in loop.decisions} <= {key[2:4] for key in loop.steps}
 
 
 @needs_cuda
@@ -139,13 +139,13 @@ def test_the_loop_generates_what_the_reference_does(policy: str | None, draw: st
 )
 def test_a_graph_is_its_steps(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same kernels one by one, on tensors of the same shapes."""
-    recorded = ran("triton", policy, temperature=0)
-    assert recorded._loop is not None
-    monkeypatch.setattr(loop_module, "recorder", lambda cache: None)
+    captured = ran("triton", policy, temperature=0)
+    assert captured._loop is not None
+    monkeypatch.setattr(loop_module, "capturer", lambda cache: None)
     launched = ran("triton", policy, temperature=0)
     assert launched._loop is not None
-    assert not launched._loop.recorded
-    assert_same_results(recorded, launched)
+    assert not launched._loop.steps
+    assert_same_results(captured, launched)
 
 
 @needs_cuda
@@ -169,16 +169,16 @@ def test_a_graph_is_its_steps(policy: str, monkeypatch: pytest.MonkeyPatch) -> N
         "tbq:tau=32",
     ],
 )
-def test_recorded_decisions_are_decisions(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_decisions_are_decisions(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For rows that are due, by replay, and for all rows in every step, kernel by kernel."""
-    recorded = ran("triton", policy, temperature=0)
-    assert recorded._loop is not None
-    assert recorded._loop.decisions
+    captured = ran("triton", policy, temperature=0)
+    assert captured._loop is not None
+    assert captured._loop.decisions
     monkeypatch.setattr(KVManager, "tells_due", property(lambda _: False))
     launched = ran("triton", policy, temperature=0)
     assert launched._loop is not None
     assert not launched._loop.decisions
-    assert_same_results(recorded, launched)
+    assert_same_results(captured, launched)
 
 
 Lane = tuple[int, int, int, int]  # sequence, clock, layer, KV head
@@ -207,7 +207,7 @@ def vase_ranges(backend: str, monkeypatch: pytest.MonkeyPatch) -> dict[Lane, dic
             found.setdefault(lane, {})[int(position[where])] = float(size[where])
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop_module, "recorder", lambda cache: None)
+        patch.setattr(loop_module, "capturer", lambda cache: None)
         patch.setattr(vase, "spread", kept_spread)
         patch.setattr(View, "note", note)
         ran(backend, *TIES, temperature=0)
@@ -273,7 +273,7 @@ def cache_for(decoder: Decoder, policy: Any, rows: int, tokens: int, **options: 
 
 @torch.inference_mode()
 def step(decoder: Decoder, manager: KVManager, chunks: dict[int, list[int]]) -> dict[int, torch.Tensor]:
-    """A step that is not recorded → logits [V] of each sequence's last token, on the CPU."""
+    """A step that is not captured → logits [V] of each sequence's last token, on the CPU."""
     counts = [len(chunk) for chunk in chunks.values()]
     tokens = [token for chunk in chunks.values() for token in chunk]
     manager.begin_step(list(chunks), counts, tokens)
@@ -323,8 +323,8 @@ def test_some_of_the_sequences_in_any_order(policy: str) -> None:
     join(9, 25)
     for i in range(230):  # beyond the narrowest width
         talk([(9, 0), (0, 1, 3, 9), (0,)][i % 3])
-    assert {n for n, *_ in loop.recorded} <= {1, 2, 4} <= set(SIZES)
-    assert max(len(loop.recorded), len(loop.decisions)) <= 12
+    assert {n for n, *_ in loop.steps} <= {1, 2, 4} <= set(SIZES)
+    assert max(len(loop.steps), len(loop.decisions)) <= 12
     assert bool(loop.decisions) == policy.startswith(("window", "rkv"))
 
 
@@ -407,7 +407,7 @@ def test_a_capture_survives_the_garbage_of_earlier_ones() -> None:
     try:
         for _ in range(1000):
             out = torch.zeros(1, dtype=torch.int64, device="cuda")
-            captured = loop_module.Recorded(launch, values, out, torch.cuda.graph_pool_handle())
+            captured = loop_module.Captured(launch, values, out, torch.cuda.graph_pool_handle())
             assert captured.replay(values).item() == values.sum() + 1
             earlier.append(captured)
             del captured
@@ -442,7 +442,7 @@ def test_nothing_is_collected_during_a_capture(enabled: bool, error: type[Except
 
 
 class Launched:
-    """In place of `Recorded`: launches anew what that replays, and remembers the values."""
+    """In place of `Captured`: launches anew what that replays, and remembers the values."""
 
     def __init__(self, run: Callable[[Tensor, Tensor], object], values: Tensor, out: Tensor, pool: Any) -> None:
         self.run, self.out, self.seen = run, out, list[Tensor]()
@@ -459,8 +459,8 @@ class Launched:
 @pytest.fixture
 def by_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loops that run on a CPU, decisions too."""
-    monkeypatch.setattr(loop_module, "Recorded", Launched)
-    monkeypatch.setattr(loop_module, "recorder", lambda cache: Launched if cache.recordable else None)
+    monkeypatch.setattr(loop_module, "Captured", Launched)
+    monkeypatch.setattr(loop_module, "capturer", lambda cache: Launched if cache.capturable else None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(manager_module, "NARROWEST", 8)
 
@@ -535,7 +535,7 @@ def test_what_graphs_are_given(policy: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert drawn == [int(logits[seq].argmax()) for seq in fed]
         last.update(zip(fed, drawn, strict=True))
         assert_same_state(f"{policy}, step {i}", got, want, seqs, exact=False)
-    steps = [values for graph in loop.recorded.values() for values in graph.seen]  # type: ignore[attr-defined]
+    steps = [values for graph in loop.steps.values() for values in graph.seen]  # type: ignore[attr-defined]
     decisions = [values for graph in loop.decisions.values() for values in graph.seen]  # type: ignore[attr-defined]
     assert len(steps) == 40
     for values in (*steps, *decisions):
@@ -560,7 +560,7 @@ def test_what_graphs_are_given(policy: str, monkeypatch: pytest.MonkeyPatch) -> 
 )
 @pytest.mark.usefixtures("by_launches")
 def test_who_pads_a_flush_keeps_its_buffer(policy: str) -> None:
-    """Three buffers are full, the fourth lacks a token: the tokens are those of steps that are not recorded."""
+    """Three buffers are full, the fourth lacks a token: the tokens are those of steps that are not captured."""
     decoder = with_backend(decoder_of(0), ONE_BY_ONE)
     got, want = (
         manager_for(decoder, parse(policy), backend=ONE_BY_ONE, rows=5, tokens=90, columns="fit") for _ in range(2)
@@ -578,12 +578,12 @@ def test_who_pads_a_flush_keeps_its_buffer(policy: str) -> None:
         assert_same_state(f"{policy}, step {i}", got, want, range(4), exact=False)
         last = [drawn.get(seq, last[seq]) for seq in range(4)]
     flushes = [values for graph in loop.flushes.values() for values in graph.seen]  # type: ignore[attr-defined]
-    assert {n for n, *_ in loop.recorded} == {5}, "a step has all rows"
+    assert {n for n, *_ in loop.steps} == {5}, "a step has all rows"
     assert {(4, 3), (1, 1)} == {(values.shape[1], int(values[ACTIVE].sum())) for values in flushes}
 
 
 class Careful(Launched):
-    """Where recording, with nobody active, changes nothing that any row holds, and what the host decides of a step is
+    """Where capturing, with nobody active, changes nothing that any row holds, and what the host decides of a step is
     at each replay what it was then."""
 
     cache: KVManager
@@ -594,7 +594,7 @@ class Careful(Launched):
         free = store.table.pages.free, store.free_rows.free
         super().__init__(run, values, out, pool)
         for row, want in enumerate(before):
-            assert_same_content(f"row {row}, recorded", content(self.cache, row) | observed(self.cache, row), want)
+            assert_same_content(f"row {row}, captured", content(self.cache, row) | observed(self.cache, row), want)
         assert (store.table.pages.free, store.free_rows.free) == free
         assert not store.overflow
         self.host = self.decided()
@@ -603,7 +603,7 @@ class Careful(Launched):
         """Width, formats, and where things are."""
         store = self.cache.store
         addresses = [x.data_ptr() for x in (*store.tensors(), *self.cache._observed())]
-        return store.seen, set(store.used), self.cache.records_decisions, addresses
+        return store.seen, set(store.used), self.cache.captures_decisions, addresses
 
     def replay(self, values: Tensor) -> Tensor:
         assert self.decided() == self.host
@@ -623,10 +623,10 @@ class Careful(Launched):
 )  # fmt: skip
 @pytest.mark.usefixtures("by_launches")
 def test_sequences_come_and_go_between_steps(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They join, pause and leave, and rows are used again: each draws what it draws by steps that are not recorded.
+    """They join, pause and leave, and rows are used again: each draws what it draws by steps that are not captured.
     What the host says of rows in a step is what it knows of them, of idle ones too; widths follow the lanes."""
-    monkeypatch.setattr(loop_module, "Recorded", Careful)
-    monkeypatch.setattr(loop_module, "recorder", lambda cache: Careful if cache.recordable else None)
+    monkeypatch.setattr(loop_module, "Captured", Careful)
+    monkeypatch.setattr(loop_module, "capturer", lambda cache: Careful if cache.capturable else None)
     decoder, draw = with_backend(decoder_of(0), ONE_BY_ONE), torch.Generator().manual_seed(2)
     options: dict[str, Any] = {"rows": 5, "tokens": 60, "columns": "fit", "poison": False}
     got, want = (manager_for(decoder, parse(policy), backend=ONE_BY_ONE, **options) for _ in range(2))
@@ -658,13 +658,13 @@ def test_sequences_come_and_go_between_steps(policy: str, monkeypatch: pytest.Mo
         seqs = seqs[: 1 + some(len(seqs))] if i % 3 else seqs
         rows = [got._row_of[seq] for seq in seqs]
         lengths, waiting = list(store.lengths), list(store.waiting)
-        steps = [len(graph.seen) for graph in loop.recorded.values()]  # type: ignore[attr-defined]
+        steps = [len(graph.seen) for graph in loop.steps.values()]  # type: ignore[attr-defined]
         logits = feed(decoder, want, {seq: [last[seq]] for seq in seqs})
         drawn = loop.step(seqs, [last[seq] for seq in seqs])
         assert drawn == [int(logits[seq].argmax()) for seq in seqs], f"step {i}"
         [values] = [
             graph.seen[-1]  # type: ignore[attr-defined]
-            for graph, before in zip(loop.recorded.values(), [*steps, 0], strict=False)
+            for graph, before in zip(loop.steps.values(), [*steps, 0], strict=False)
             if len(graph.seen) > before  # type: ignore[attr-defined]
         ]
         at, active, after, _, _, tokens, waits, numbers = values
@@ -689,7 +689,7 @@ def test_sequences_come_and_go_between_steps(policy: str, monkeypatch: pytest.Mo
             del last[seq]
     assert number > 6
     assert min(widths) < max(widths)
-    assert {width for _, _, width, *_ in loop.recorded} == set(widths)
+    assert {width for _, _, width, *_ in loop.steps} == set(widths)
 
 
 @pytest.mark.usefixtures("by_launches")
@@ -716,7 +716,7 @@ def test_rows_of_a_graph() -> None:
 @pytest.mark.usefixtures("by_launches")
 def test_a_pool_that_is_too_small_here_too(by_loop: bool) -> None:
     """The step that finds no page says so, and counts none of its tokens; nor does the next one go on. Steps that
-    `begin_step` begins say it too: the host does not check the pool where a loop records."""
+    `begin_step` begins say it too: the host does not check the pool where a loop captures."""
     decoder = with_backend(decoder_of(0), ONE_BY_ONE)
     manager = manager_for(
         decoder, Full(storage=Storage(block=4)), backend=ONE_BY_ONE, rows=2, columns="fit", pages=6 * 4, poison=False
@@ -808,9 +808,9 @@ class Witness:
 
 
 def test_who_watches_sees_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are not recorded then, nor asked for in the step, and are the same; who watches learns of every step."""
-    monkeypatch.setattr(loop_module, "Recorded", Launched)
-    monkeypatch.setattr(loop_module, "recorder", lambda cache: Launched if cache.recordable else None)
+    """They are not captured then, nor asked for in the step, and are the same; who watches learns of every step."""
+    monkeypatch.setattr(loop_module, "Captured", Launched)
+    monkeypatch.setattr(loop_module, "capturer", lambda cache: Launched if cache.capturable else None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     backend = ONE_BY_ONE
     decoder = with_backend(decoder_of(0), backend)
@@ -829,7 +829,7 @@ def test_who_watches_sees_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
         for i in range(15):
             loop.step([0], [i])
         assert {n for n, *_ in loop.decisions} == (set() if watched else {1}), "whatever the sizes of steps"
-        assert {key[-1] for key in loop.recorded} == {not watched}
+        assert {key[-1] for key in loop.steps} == {not watched}
         assert witness.steps[1:] == ([([0], [i]) for i in range(15)] if watched else [])
         lanes.append(kept(manager, 0))
     assert lanes[0] == lanes[1] == [list(range(8, 20))]
@@ -838,8 +838,8 @@ def test_who_watches_sees_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("before", [False, True])
 def test_who_watches_may_come_and_go_during_a_step(monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
     """A step that was launched with a witness, and ends without one, or the other way round, evicts all the same."""
-    monkeypatch.setattr(loop_module, "Recorded", Launched)
-    monkeypatch.setattr(loop_module, "recorder", lambda cache: Launched if cache.recordable else None)
+    monkeypatch.setattr(loop_module, "Captured", Launched)
+    monkeypatch.setattr(loop_module, "capturer", lambda cache: Launched if cache.capturable else None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     backend = ONE_BY_ONE
     decoder = with_backend(decoder_of(0), backend)
@@ -892,8 +892,8 @@ def test_what_does_not_fit_is_refused_before_the_step(
 
 
 @pytest.mark.parametrize("columns", [None, "fit"])
-def test_steps_that_are_not_recorded(columns: Any) -> None:
-    """On a CPU each part of a step is a call: nothing is recorded, and the tokens are those of whole steps."""
+def test_steps_that_are_not_captured(columns: Any) -> None:
+    """On a CPU each part of a step is a call: nothing is captured, and the tokens are those of whole steps."""
     decoder = with_backend(decoder_of(0), ONE_BY_ONE)
     policy = "rkv:budget=9,buffer=4,alpha=3"
     options: dict[str, Any] = {"tokens": 60, "columns": columns, "backend": ONE_BY_ONE}
@@ -910,20 +910,20 @@ def test_steps_that_are_not_recorded(columns: Any) -> None:
         assert drawn == [int(logits[seq].argmax()) for seq in seqs]
         last.update(zip(seqs, drawn, strict=True))
         assert_same_state(f"step {i}", got, want, (0, 1))
-    assert not loop.records
-    assert not loop.recorded | loop.decisions | loop.flushes
+    assert not loop.captures
+    assert not loop.steps | loop.decisions | loop.flushes
     assert got.held(1) < 14
 
 
-def test_steering_is_not_recorded() -> None:
+def test_steering_is_not_captured() -> None:
     """A policy that steers may ask the host; without fixed widths addresses change."""
     decoder = random_decoder(example_config())
     fixed, loose = (manager_for(decoder, parse("full"), columns=columns) for columns in ("fit", None))
-    assert fixed.recordable
-    assert not loose.recordable
-    fixed.records_steering = False
-    assert not fixed.recordable
-    assert loop_module.recorder(loose) is loop_module.recorder(fixed) is None, "there is no GPU"
+    assert fixed.capturable
+    assert not loose.capturable
+    fixed.captures_steering = False
+    assert not fixed.capturable
+    assert loop_module.capturer(loose) is loop_module.capturer(fixed) is None, "there is no GPU"
 
 
 @dataclass
@@ -955,6 +955,6 @@ def test_a_graph_for_steps_that_observe_and_one_for_the_others() -> None:
         loop.step(list(fed), list(fed.values()))
         for key, mass in want.observations.mass.items():
             assert_close(f"mass {key}, step {i}", got.observations.mass[key], mass, atol=1e-6)
-    runs = {observed: sum(len(g.seen) for k, g in loop.recorded.items() if k.observed == observed)  # type: ignore[attr-defined]
+    runs = {observed: sum(len(g.seen) for k, g in loop.steps.items() if k.observed == observed)  # type: ignore[attr-defined]
             for observed in [(), Glancing.demands]}  # fmt: skip
     assert runs == {(): 7, Glancing.demands: 5}

@@ -330,7 +330,7 @@ def test_which_cache(engine: Engine) -> None:
     assert isinstance(common.cache, KVManager)
     assert len(common.cache.rows) == 2
     assert common._loop is not None
-    assert not common._loop.records
+    assert not common._loop.captures
     assert apart.cache.prepare(0, common.cache) is common.cache
     one, other = (apart.cache._make() for _ in range(2))
     assert isinstance(one, KVManager)
@@ -483,8 +483,8 @@ def test_memory_that_runs_out_while_a_prompt_is_read(engine: Engine, monkeypatch
 @pytest.fixture
 def launched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams of this engine step by the loop."""
-    monkeypatch.setattr(loop_module, "Recorded", Launched)
-    monkeypatch.setattr(loop_module, "recorder", lambda cache: Launched if cache.recordable else None)
+    monkeypatch.setattr(loop_module, "Captured", Launched)
+    monkeypatch.setattr(loop_module, "capturer", lambda cache: Launched if cache.capturable else None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(engine, "columns", "fit")
 
@@ -510,7 +510,7 @@ def test_by_the_loop(
     want = made()
     order = run(want)
     assert want._loop is not None
-    assert not want._loop.records
+    assert not want._loop.captures
     assert not want.sampler._noise, "of nobody who has ended"
     request.getfixturevalue("launched")
     for fixed, ahead in ((False, False), (True, False), (True, True)):
@@ -519,7 +519,7 @@ def test_by_the_loop(
         assert got._loop is not None
         assert run(got) == order
         assert told_of(got.results) == told_of(want.results)
-        assert {size for size, *_ in got._loop.recorded} == ({2} if fixed else {1, 2})
+        assert {size for size, *_ in got._loop.steps} == ({2} if fixed else {1, 2})
         assert got.cache.reserved_bytes() > 0
         assert not got.cache._row_of  # type: ignore[union-attr]
 

@@ -348,7 +348,7 @@ assert all(text.partition(":")[0] in POLICIES for text in sweep.policies)
 # `minithink/ref/loudness.py`, written to be read, and `kernels/loudness.py` in Triton. A test compares the two.
 # Tutorial 5 builds a kernel in five steps.
 #
-# Also on a GPU, `recordable = True` lets `decide` be a part of a CUDA graph. `docs/kv-cache.md` says what a policy
+# Also on a GPU, `capturable = True` lets `decide` be a part of a CUDA graph. `docs/kv-cache.md` says what a policy
 # must obey for it.
 #
 # ## Three things to remember

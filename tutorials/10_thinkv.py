@@ -677,8 +677,8 @@ for axis, (title, places) in zip(axes, panels[1:], strict=True):  # without "aft
     axis.axis("off")
 plt.show()
 
-rows_in, letters = store.row_of[r.page, :4].tolist(), {place: letter for letter, place in where().items()}
-own = {letter: int(store.row_of[place]) for letter, place in where().items() if letter.isupper()}
+rows_in, letters = store.scale_row[r.page, :4].tolist(), {place: letter for letter, place in where().items()}
+own = {letter: int(store.scale_row[place]) for letter, place in where().items() if letter.isupper()}
 print(f"page {r.page}:", "  ".join(f"{letters[r.page, slot]} row {rows_in[slot]}" for slot in range(4)))
 assert own["M"] == own["N"] == own["O"] == own["P"], "one group, one row of scales, in two pages"
 assert len({own[letter] for letter in staying}) == 1
@@ -828,7 +828,7 @@ print(f"correct: full {grade(full.text, problem.answer)}, thinkv {grade(text, pr
 # 4. **Scales by token.** Run the walkthrough up to the picture with the default, `key_axis="token"`. (The lines below
 #    the picture print rows of scales; leave them out.) Other tokens may stay, because K-means reads the quantized
 #    keys. Assert that the pages have the same types and as many filled slots, and that the store has no rows of
-#    scales any more (`len(store.row_of) == 0`). What does `toy.account(0).scales` say with each of the two?
+#    scales any more (`len(store.scale_row) == 0`). What does `toy.account(0).scales` say with each of the two?
 # 5. **Better bits.** Run section 6 with `precision="R8E4T4"`, and with `precision="R4E4T4"` for keys and
 #    `v_precision="R4E4T2"` for values. Assert that the first has more `told.bits` than the default. Which answers are
 #    right? Then lower the `budget`, and look again: what is missing first, bits or tokens?

@@ -77,8 +77,8 @@ def measure(storage: Storage, batch: int, length: int, repeats: int) -> Measurem
         if size:
             step_of.waiting.add_(step_of.active)
 
-    step_graph = attention.recorded(step)  # while no sequence is active
-    flush_graph = attention.recorded(lambda: store.flush_rings(full)) if size else None
+    step_graph = attention.captured(step)  # while no sequence is active
+    flush_graph = attention.captured(lambda: store.flush_rings(full)) if size else None
     step_of.values[ACTIVE] = 1
     steps, flushes = list[float](), list[float]()
     for n in range(total):

@@ -219,7 +219,7 @@ def used_store(storage: Storage, layers: int, batch: int, length: int) -> PagedS
     if lay.by_token:  # tokens are quantized together with their neighbours
         group = column // lay.k.group
         row = torch.arange(lanes, device=DEVICE)[:, None] * (-(-length // lay.k.group)) + group
-        store.row_of.view(-1)[place[:, :length].long()] = row.to(torch.int32)
+        store.scale_row.view(-1)[place[:, :length].long()] = row.to(torch.int32)
     return store
 
 
@@ -296,12 +296,12 @@ def timed(call: Callable[[int], Any], layers: int, repeats: int, device: torch.d
         for i in range(layers):
             call(i)
 
-    replay = recorded(run, device)
+    replay = captured(run, device)
     times = [elapsed(replay, device) for _ in range(repeats + 3)]
     return statistics.median(times[3:]) / layers
 
 
-def recorded(run: Callable[[], object], device: torch.device | str | None = None) -> Callable[[], object]:
+def captured(run: Callable[[], object], device: torch.device | str | None = None) -> Callable[[], object]:
     """Replays a CUDA graph of what `run` launches, after one run that compiles it; without CUDA `run` itself."""
     if torch.device(device or DEVICE).type != "cuda":
         run()

@@ -16,7 +16,7 @@ it is not measured again. Names of cases, which `--cases` takes with * and ?:
                              cases of methods with types are called throughput/METHOD/T30/P55
 
 throughput/transformers is transformers' full cache. Several GPUs can share the cases: each writes a file of its own,
-and a last call reads all files with --join. The parts of a step are measured alone: as recorded graphs of their own
+and a last call reads all files with --join. The parts of a step are measured alone: as captured graphs of their own
 between two CUDA events, or by wall time without CUDA.
 
     attention   over the pages of all layers, in their formats
@@ -312,7 +312,7 @@ class Bench:
         """Steps at the steady state."""
         a, s = self.args, settings_of(self.entry, self.args)
         policies = [policy_of(text, s, self.config) for text in self.entry.methods.values()]
-        # one period to record all graphs, and two for gathers that are timed alone
+        # one period to capture all graphs, and two for gathers that are timed alone
         period = max(cast(StandIn, policy).period for policy in policies)
         start = self.start(case)
         steady = self.steady(case, case.batch, start + a.warm + a.steps + 3 * period + GATHERS)

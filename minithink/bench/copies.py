@@ -57,8 +57,8 @@ def copy_sequences(few: KVManager, many: KVManager) -> None:
             for name in ("live", "taken", "filled", "thought", "format"):
                 getattr(target.table, name)[here] = getattr(source.table, name)[there]
             target.pool[here], target.side[here] = source.pool[there], source.side[there]
-            if len(source.row_of):
-                target.row_of[here] = to_scale[source.row_of[there].long()].int()
+            if len(source.scale_row):
+                target.scale_row[here] = to_scale[source.scale_row[there].long()].int()
     for x, y, axis in _by_row(few, many):
         y.copy_(x if axis is None else x.index_select(axis, of))
     for i, row in enumerate(of.tolist()):
@@ -79,11 +79,11 @@ def _held(store: PagedStore, rows: int) -> tuple[Tensor, Tensor]:
     table = store.table
     pages = table.page[:, :rows].flatten().long()
     pages = pages[pages != table.pages.count]
-    if not len(store.row_of):
+    if not len(store.scale_row):
         return pages, pages[:0]
     by_token = torch.tensor([lay.by_token for lay in store.layouts], device=pages.device)
     using = table.live[pages] & by_token[table.format[pages].long()][:, None]
-    return pages, store.row_of[pages][using].long().unique()
+    return pages, store.scale_row[pages][using].long().unique()
 
 
 def _shuffle(free: FreeList) -> None:

@@ -274,7 +274,7 @@ class Single:
         Each sequence holds `args.context` tokens when the first step begins; `args.policy` decides which stay.
         """
         model, context, policy = self.model, args.context, args.policy
-        warm = BLOCK + (args.steps if policy else 0)  # decisions are recorded, too, when one is first needed
+        warm = BLOCK + (args.steps if policy else 0)  # decisions are captured, too, when one is first needed
         if context + warm + args.steps > model.config.max_position:
             raise UsageError(
                 f"--context {context} and --steps {args.steps} exceed {model.config.max_position:,} tokens."

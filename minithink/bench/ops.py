@@ -2,7 +2,7 @@
 
 `minithink/experiments` lists the operations (OPERATIONS): inputs of whole numbers, on which a kernel and its twin are
 equal, and the cases that are timed. A kernel is timed as a CUDA graph replays it, its inputs together larger than the
-cache; the twin is timed on the same GPU, launched from Python. If a CUDA graph can record the twin, the twin is also
+cache; the twin is timed on the same GPU, launched from Python. If a CUDA graph can capture the twin, the twin is also
 timed as the kernel is. The bandwidth is that of a copy in the same run.
 """
 
@@ -96,15 +96,15 @@ def row(batch: int, length: int, repeats: int) -> Measurement:
 
 
 def beside_twin(name: str, inputs: Sequence[tuple[Tensor, ...]], repeats: int) -> Measurement:
-    """Microseconds of the kernel in a CUDA graph, and of the twin; if the twin is recordable, also in a graph."""
+    """Microseconds of the kernel in a CUDA graph, and of the twin; if the twin is capturable, also in a graph."""
     kernel, twin = (getattr(ops, name) for ops in (triton_backend(), REFERENCE))
 
-    def recorded(call: Callable[..., object]) -> float:
+    def captured(call: Callable[..., object]) -> float:
         return attention.timed(lambda i: call(*inputs[i]), len(inputs), repeats) * 1e6
 
-    own = {"microseconds": recorded(kernel)}
+    own = {"microseconds": captured(kernel)}
     runs = [attention.elapsed(lambda: twin(*inputs[0])) for _ in range(4)]
     own["twin_microseconds"] = statistics.median(runs[1:]) * 1e6
-    if OPERATIONS[name].recordable:
-        own["twin_recorded_microseconds"] = recorded(twin)
+    if OPERATIONS[name].capturable:
+        own["twin_recorded_microseconds"] = captured(twin)
     return {"kernel": name, **own}

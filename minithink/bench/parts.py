@@ -1,6 +1,6 @@
 """The decode loop, part by part: how long the parts of a step take, and for how many sequences each is called.
 
-On a GPU times are those between two CUDA events around a recorded graph, without CUDA wall times of the same calls.
+On a GPU times are those between two CUDA events around a captured graph, without CUDA wall times of the same calls.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TimedLoop(DecodeLoop):
     def measure(self, warm: int, steps: int) -> dict[str, Any]:
         """Run steps → how long they take on average, and who is called how often.
 
-        A step in which a graph is recorded is counted, and its time left out.
+        A step in which a graph is captured is counted, and its time left out.
         """
         for _ in range(warm):
             self.go()
@@ -84,7 +84,7 @@ class TimedLoop(DecodeLoop):
             taken["refresh"].append(self._refreshing())
         last = timed(self._wait)  # what the last step has launched
         if not times:
-            raise MinithinkError(f"in each of {steps} steps a graph was recorded: give more --steps, or more --warm")
+            raise MinithinkError(f"in each of {steps} steps a graph was captured: give more --steps, or more --warm")
         mean = (sum(times) + last) / len(times)
         counts = {"refresh": taken["refresh"], "flush": taken["flush"], "decision": taken["decide"]}
         grown = {name: torch.stack([x[name] for x in (before, *called)]).diff(dim=0) > 0 for name in before}
@@ -129,14 +129,14 @@ class TimedLoop(DecodeLoop):
             compaction.finish()
             compaction.late = late
             return torch.empty(0)
-        names = {id(self.recorded): "step", id(self.decisions): "decide", id(self.flushes): "flush"}
+        names = {id(self.steps): "step", id(self.decisions): "decide", id(self.flushes): "flush"}
         start = self._now()
         out = super().run(graphs, part, batch, numbers, **how)
         self.spans.append(Span(names[id(graphs)], len(batch), bool(how.get("observed")), start, self._now()))
         return out
 
     def _graphs(self) -> int:
-        return len(self.recorded) + len(self.decisions) + len(self.flushes)
+        return len(self.steps) + len(self.decisions) + len(self.flushes)
 
     def _refreshing(self) -> int:
         """Sequences with types whose newest token ended a segment."""

@@ -119,7 +119,7 @@ def policy_of(text: Method, s: Settings, config: ModelConfig) -> Policy:
         made: Policy = STAND_INS[cls](policy, s.drawn, s.seed, config.num_layers)
         return made
     plain: Any = copy.copy(policy)
-    plain.__class__ = type(cls.__name__, (StandIn, cls), {"recordable": cls.recordable})
+    plain.__class__ = type(cls.__name__, (StandIn, cls), {"capturable": cls.capturable})
     return cast(Policy, plain)
 
 
@@ -226,7 +226,7 @@ class Steady:
             self._feed(self.sequences)
 
     def loop(self, cls: type[AnyLoop], decoder: Any = None) -> AnyLoop:
-        """A loop over the cache, with the model or another decoder; of one size, so that few graphs are recorded."""
+        """A loop over the cache, with the model or another decoder; of one size, so that few graphs are captured."""
         return cls(decoder or self.model.decoder, self.cache, SamplingParams(temperature=0), sizes=())
 
     @torch.inference_mode()

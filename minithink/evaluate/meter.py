@@ -79,7 +79,7 @@ class DeviceMeter:
         self.before = cache.store.count.clone()  # tokens that the lanes held
         self._row = dict[int, int]()  # of a sequence's number
         self._last: tuple[Sequence[Track], int, Tensor] | None = None  # sequences, bytes of state, inputs for them
-        self._recorded: dict[int, loop.Recorded] = {}  # by the width that is read
+        self._captured: dict[int, loop.Captured] = {}  # by the width that is read
         self._pool = torch.cuda.graph_pool_handle()
         # `take` reads this copy of the sums: the device may be at the next step by then.
         self._told = torch.zeros(self.sums.shape, dtype=self.sums.dtype, pin_memory=self.sums.is_cuda)
@@ -101,12 +101,12 @@ class DeviceMeter:
             self.before[:, at] = count
             self.sums[:, at] = 0
             self.sums[0, at] = count.double().mean((0, 2))
-            self.sums[1, at] = (self.cache.store.held(at).sum(0) + self._state()).double()
+            self.sums[1, at] = (self.cache.store.bytes_of(at).sum(0) + self._state()).double()
             return
         values, width = self._inputs(sequences), self.cache.store.seen
-        if width not in self._recorded:
-            self._recorded[width] = loop.Recorded(self._add, values, self.sums, self._pool)
-        self._recorded[width].replay(values)
+        if width not in self._captured:
+            self._captured[width] = loop.Captured(self._add, values, self.sums, self._pool)
+        self._captured[width].replay(values)
 
     def _state(self) -> int:
         """Bytes of a row's share of the policy's state and of its observations."""
@@ -125,10 +125,10 @@ class DeviceMeter:
         return self._last[2]
 
     def _add(self, values: Tensor, sums: Tensor) -> None:
-        """The recorded part: count one more step of the rows that took part."""
+        """The captured part: count one more step of the rows that took part."""
         active, count = values[ACTIVE].bool(), self.cache.store.count  # [B], [Lt, B, Ht]
         tokens = count.double().mean((0, 2))
-        size = (self.cache.store.held().sum(0) + values[2]).double()
+        size = (self.cache.store.bytes_of().sum(0) + values[2]).double()
         lost = (count <= self.before).any(2).any(0)
         now = torch.stack((torch.ones_like(tokens), lost.double(), tokens, size)).masked_fill(~active, 0)
         sums[2:6] += now

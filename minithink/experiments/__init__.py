@@ -119,7 +119,7 @@ class Operation:
     exact: Callable[[str, int], Inputs]  # device, tokens → inputs of whole numbers, for which both results are equal
     # lengths, sequences that are due, bytes of all inputs together → case, bytes that must be moved, inputs
     cases: Callable[[Sequence[int], Sequence[int], int], Iterator[tuple[str, int, list[Inputs]]]]
-    recordable: bool = True  # by a CUDA graph: the twin does not wait for the device, no shape depends on data
+    capturable: bool = True  # by a CUDA graph: the twin does not wait for the device, no shape depends on data
 
 
 Method = str | Callable[[Mapping[str, int]], Policy]

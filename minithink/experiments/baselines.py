@@ -99,7 +99,7 @@ class ByLot(StandIn, Policy):
 def stand_in(mixin: type[Policy], policy: Policy, share: float, seed: int, layers: int) -> Policy:
     """A copy of the policy, with all its settings, whose class inherits from the mixin first."""
     made = copy(policy)
-    made.__class__ = type(type(policy).__name__, (mixin, type(policy)), {"recordable": True})
+    made.__class__ = type(type(policy).__name__, (mixin, type(policy)), {"capturable": True})
     return made
 
 
@@ -111,7 +111,7 @@ STAND_INS: StandIns = {
     **{cls: partial(stand_in, ByLot) for cls in (H2O, Tova, Scissorhands, MorphKV, VaSE, RaaS, LazyEviction)},
 }
 # Each policy as its authors run it: its defaults. `sepllm` is not here, because the host follows the text for it and
-# decides between recorded steps.
+# decides between captured steps.
 EVERY = (  # policies that decide in every step
     "window", "streaming_llm", "random", "h2o", "tova", "raas", "morphkv", "crystal_kv", "crystal_kv_lite",
 )  # fmt: skip

@@ -60,7 +60,7 @@ SWEEPS = {
 class FilledLite(StandIn, CrystalKVLite):
     """Crystal-KV Lite where hits are noise."""
 
-    recordable = True
+    capturable = True
 
     @property
     def enough(self) -> int | None:
@@ -71,7 +71,7 @@ class FilledLite(StandIn, CrystalKVLite):
 class Filled(FilledLite, CrystalKV):
     """Crystal-KV where hits are noise. Its lanes share a budget, so at worst one lane holds it all."""
 
-    recordable = True
+    capturable = True
     pooled = True
 
 
@@ -79,7 +79,7 @@ class Uneven(Filled):
     """Crystal-KV that moves its budgets once: a head gets the share that it had in a run on the embedded model, and a
     larger model repeats the pattern."""
 
-    recordable = True
+    capturable = True
 
     @property
     def enough(self) -> int | None:

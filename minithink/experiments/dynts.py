@@ -62,7 +62,7 @@ SWEEPS = {
 class Filled(StandIn, DynTS):
     """DynTS with a predictor of random weights; while a cache is filled, scores are drawn."""
 
-    recordable = True
+    capturable = True
 
     @property
     def period(self) -> int:

@@ -47,7 +47,7 @@ TABLES = {
     "thought-kernels": Table((
         ("kernel", "kernel", "`{}`"), ("case", "case", "{}"), ("time", "microseconds", "{:us}"),
         ("of bandwidth", "share", "**{:pct}**"), ("twin", "twin_microseconds", "{:us}"),
-        ("twin, recorded?", "twin_recorded_microseconds", "{:us}"),
+        ("twin, captured?", "twin_recorded_microseconds", "{:us}"),
     )),
     "counters": Table((
         ("case", ("case", "batch", "length"), "{}: {} × {:,}"), ("kernel", "kernel", "`{}`"),

@@ -15,7 +15,7 @@ from minithink.policies.rkv import Rkv
 class DrawnRkv(StandIn, Rkv):
     """R-KV whose scores are drawn while a cache is filled."""
 
-    recordable = True
+    capturable = True
 
     @property
     def enough(self) -> int | None:

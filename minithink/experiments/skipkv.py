@@ -88,13 +88,13 @@ class Informed(StandIn, Steered):
 class InformedSeal(Informed, Seal):
     """SEAL with such a vocabulary and vector."""
 
-    recordable = True
+    capturable = True
 
 
 class Filled(Informed, SkipKV):
     """SkipKV whose scores are drawn while a cache is filled. Its ring of vectors is full from the start."""
 
-    recordable = True
+    capturable = True
 
     @property
     def period(self) -> int:

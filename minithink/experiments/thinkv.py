@@ -108,7 +108,7 @@ SWEEPS = {
 class Drawn(StandIn, ThinKV):
     """ThinKV that measures sparsity, but takes the type that was drawn for the segment."""
 
-    recordable = True
+    capturable = True
     typed = pooled = True
     shares: list[float]  # of segments, by type
     seed: int
@@ -142,7 +142,7 @@ class Drawn(StandIn, ThinKV):
 class DrawnTbe(Drawn, Tbe):
     """The same for ThinKV's eviction alone (`tbe`)."""
 
-    recordable = True
+    capturable = True
 
 
 def _drawn(cls: type[Drawn], policy: ThinKV, share: float, seed: int, layers: int) -> ThinKV:
@@ -257,7 +257,7 @@ def due_rows(lengths: Sequence[int], due: Sequence[int], bytes: int) -> Iterator
 # The twin of `kmeans` waits for the device, to learn whether a cluster is empty.
 OPERATIONS = {
     "sparsity": Operation(weights, due_rows),
-    "kmeans": Operation(segments, shrinking, recordable=False),
+    "kmeans": Operation(segments, shrinking, capturable=False),
 }
 
 # Tables of steps ---------------------------------------------------------------------------------------------------

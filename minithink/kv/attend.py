@@ -1,7 +1,7 @@
 """One forward pass: its tokens take slots, every layer attends, and observations are kept.
 
-There are two kinds of pass. A decode step reads everything from a batch's tensors, so it can be recorded as a CUDA
-graph. A pass that reads prompts is led by the host and never recorded.
+There are two kinds of pass. A decode step reads everything from a batch's tensors, so it can be captured as a CUDA
+graph. A pass that reads prompts is led by the host and never captured.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Pass(Rows):
     @property
     def _opens(self) -> bool:
         """Whether segments may begin with the tokens of a step."""
-        return self.policy.opens if self.recorded else self._opened
+        return self.policy.opens if self.captured else self._opened
 
     @property
     def _now(self) -> _Step | _Read:

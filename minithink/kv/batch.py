@@ -1,7 +1,7 @@
 """Batch: one tensor with everything that a decode step must know of each of its rows.
 
-A recorded CUDA graph reads its inputs from fixed addresses. So everything that differs from step to step goes through
-this tensor: the host fills it and copies it to the device. A step that is not recorded reads the same tensor.
+A captured CUDA graph reads its inputs from fixed addresses. So everything that differs from step to step goes through
+this tensor: the host fills it and copies it to the device. A step that is not captured reads the same tensor.
 """
 
 from __future__ import annotations

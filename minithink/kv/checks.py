@@ -1,8 +1,8 @@
 """Checks of what policies declare and what they yield, so that a mistake in a policy is one sentence.
 
 `contract.py` says what a policy may declare, and what each edit holds. These checks compare types, shapes and
-devices, which the host knows. So they cost little, and nothing on a GPU: a recorded decision is checked once, when it
-is recorded. Values are looked at only on a CPU, where the host may read them.
+devices, which the host knows. So they cost little, and nothing on a GPU: a captured decision is checked once, when it
+is captured. Values are looked at only on a CPU, where the host may read them.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def steered(policy: Policy, hidden: Any, before: Tensor) -> Tensor:
     return hidden
 
 
-def yielded(policy: Policy, edits: Any, step: Step, storage: Storage, *, records: bool, asks: bool) -> list[Edit]:
+def yielded(policy: Policy, edits: Any, step: Step, storage: Storage, *, captures: bool, asks: bool) -> list[Edit]:
     """The edits that `decide` yields, checked.
 
     Args:
@@ -89,7 +89,7 @@ def yielded(policy: Policy, edits: Any, step: Step, storage: Storage, *, records
         edits: what `decide` returned.
         step: what it was shown.
         storage: how the cache stores tokens.
-        records: whether the decision may be recorded, so that only some edits are allowed.
+        captures: whether the decision may be captured, so that only some edits are allowed.
         asks: whether the host may read the device's memory.
 
     Raises:
@@ -107,11 +107,11 @@ def yielded(policy: Policy, edits: Any, step: Step, storage: Storage, *, records
             raise UsageError(
                 f"The policy {policy.name} yielded {said(edit)}, which is no edit: yield one of {', '.join(EDITS)}."
             )
-        if records and not isinstance(edit, (Evict, SetBudget, *((OpenSegment,) if policy.opens else ()))):
+        if captures and not isinstance(edit, (Evict, SetBudget, *((OpenSegment,) if policy.opens else ()))):
             allowed = "Evict, SetBudget and OpenSegment" if policy.opens else "Evict and SetBudget"
             raise UsageError(
-                f"The policy {policy.name} is recordable and yields {type(edit).__name__}, and only {allowed} can be "
-                "recorded: set recordable = False, or opens = True where segments are opened."
+                f"The policy {policy.name} is capturable and yields {type(edit).__name__}, and only {allowed} can be "
+                "captured: set capturable = False, or opens = True where segments are opened."
             )
         _check_edit(policy, edit, step, storage, looks=asks and step.row.device.type == "cpu")
         found.append(edit)

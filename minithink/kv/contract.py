@@ -20,7 +20,7 @@ cases are always allowed:
   sentence about it, whose cause is the error.
 
 Everything speaks of whole batches. Row b of a tensor is sequence slot b of the manager, running or not; a policy that
-is `recordable` may be shown some rows alone, numbered anew. A lane is (layer, row, KV head). Lanes that share a block
+is `capturable` may be shown some rows alone, numbered anew. A lane is (layer, row, KV head). Lanes that share a block
 table hold the same tokens, so the tensors of a step have one entry for all of them: [Lt, B, Ht, …], where Lt is L or
 1 and Ht is Hkv or 1, by scope:
 
@@ -283,7 +283,7 @@ class Step(Protocol):
         that have a score; None: all that are held."""
 
     def any(self, what: Tensor | Callable[[], Tensor]) -> bool:
-        """Whether any element is true; if not, the policy has nothing to do. While a graph is recorded the host
+        """Whether any element is true; if not, the policy has nothing to do. While a graph is captured the host
         cannot know: `any` returns True and does not call the function. what: a tensor, or a function that computes
         it."""
 
@@ -309,14 +309,14 @@ class Policy:
 
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""  # one line, for --list-policies
-    # Whether `due`, `decide` and `steer` can be recorded as CUDA graphs; that of `decide` sees only the rows that are
+    # Whether `due`, `decide` and `steer` can be captured as CUDA graphs; that of `decide` sees only the rows that are
     # due. If True:
     # - state is kept in place, by `step.row`; the state of inactive rows does not change
     # - the host reads nothing from the device but `step.any`: no shape depends on the content of a tensor, and no
     #   tensor is made of a list of numbers
     # - `decide` yields Evicts and SetBudgets (and OpenSegments, if `opens`), for rows that are due
     # It is not inherited: every subclass sets it again.
-    recordable: ClassVar[bool] = False
+    capturable: ClassVar[bool] = False
     opens: ClassVar[bool] = False  # whether `decide` yields OpenSegments
     scope: Scope = "head"
     demands: tuple[Demand, ...] = ()
@@ -336,7 +336,7 @@ class Policy:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.recordable = vars(cls).get("recordable", False)
+        cls.capturable = vars(cls).get("capturable", False)
 
     @property
     def calibration(self) -> str:
@@ -388,7 +388,7 @@ class Policy:
 
     def watch(self, step: Step) -> None:
         """Look at every decode step when the last layer has run, before `due`. It is a part of the step's graph, so
-        it keeps its state in place, as a `recordable` policy does, and asks the host nothing. Only called where a
+        it keeps its state in place, as a `capturable` policy does, and asks the host nothing. Only called where a
         policy defines it."""
 
     def listen(self, row: int, ids: Sequence[int]) -> None:
@@ -402,7 +402,7 @@ class Policy:
     def steer(self, step: Step, layer: int, hidden: Tensor) -> Tensor:
         """See, and perhaps change, the residual stream of generated tokens after a layer (−1: after the final norm).
         Only asked of policies that define it, in the forward pass of each decode step. In a policy that is
-        `recordable` the rules for `decide` hold here, too.
+        `capturable` the rules for `decide` hold here, too.
 
         Args:
             step: the rows of the step, with the tokens that are being read. Only `row`, `active`, `clock`, `prompt`,

@@ -16,7 +16,7 @@ A decode step feeds one token to each of some sequences. Its parts, in order:
     flush     full buffers are quantized
     close     segments begin, a recorder is told
 
-`begin` to `tell`, `decide` and `flush` read everything from tensors. `minithink/loop.py` calls them, or records them
+`begin` to `tell`, `decide` and `flush` read everything from tensors. `minithink/loop.py` calls them, or captures them
 as CUDA graphs. The other parts run on the host.
 
 A prompt is read by `begin_step`, `attend`, `tap` and `end_step`. These four can also feed one generated token to each
@@ -93,7 +93,7 @@ class KVManager(Pass):
     def fit_columns(self, more: int) -> None:
         """With columns="fit": set the width so that each lane has room for `more` tokens.
 
-        It is a power of two, for a graph is recorded for each width, and lanes that only grow shall need few. Lanes
+        It is a power of two, for a graph is captured for each width, and lanes that only grow shall need few. Lanes
         that lose tokens stay about as long as they are. So above FINE their width is a sixteenth of a power of two,
         with room for a sixteenth more tokens, so that the host seldom asks what the lanes hold.
         """
@@ -201,14 +201,14 @@ class KVManager(Pass):
                 policy.decide(seen),
                 seen,
                 self.store.storage,
-                records=self.policy.recordable,
+                captures=self.policy.capturable,
                 asks=view.asks,
             )
             edits += [(policy, edit) for edit in found]
         evictions = [edit for _, edit in edits if isinstance(edit, Evict)]
         moves = [edit for _, edit in edits if isinstance(edit, Requantize)]
         drop = self._dropped(evictions, view) if evictions or moves else view.active
-        for move in moves:  # such a policy is not recordable, so it sees all rows
+        for move in moves:  # such a policy is not capturable, so it sees all rows
             where = torch.zeros_like(view.pos(), dtype=torch.bool)
             where[slice(None) if move.layer is None else min(move.layer, len(where) - 1)] = move.where
             where &= view.active[None, :, None, None]
@@ -255,7 +255,7 @@ class KVManager(Pass):
         full = [row for row, r in enumerate(self.rows) if r and self.store.waiting[row] == size] if size else []
         if not full:
             return None
-        if self.store.asks or not self.records_flushes:
+        if self.store.asks or not self.captures_flushes:
             self.store.require_flush(full)
         self.store.flushed(full)
         return Batch.of(row=full)
@@ -276,9 +276,9 @@ class KVManager(Pass):
         self._tell(self._of(seqs).rows, [1] * len(seqs), tokens)
 
     def _begin_segments(self) -> None:
-        """Begin the segments that the policy has opened. If decisions are recorded, the host does not wait for them;
+        """Begin the segments that the policy has opened. If decisions are captured, the host does not wait for them;
         the segments begin with the next step's tokens instead."""
-        if not self._opened or self.records_decisions:
+        if not self._opened or self.captures_decisions:
             return
         self._opened = False
         rows = [row for row, r in enumerate(self.rows) if r]  # all: an exhausted pool may have delayed some
@@ -333,7 +333,7 @@ class KVManager(Pass):
 
         Raises:
             Exhausted: a full buffer or a prompt found no page; it waits for the next step.
-            MinithinkError: the pool is too small and steps are recorded; the sequences cannot go on.
+            MinithinkError: the pool is too small and steps are captured; the sequences cannot go on.
         """
         now = self._now
         if isinstance(now, _Read):
@@ -343,8 +343,8 @@ class KVManager(Pass):
         seqs, tokens, batch = now.fed
         begun = self.store.begun[now.batch.row].tolist() if self._opens else None
         due = self.due(now.batch).tolist() if self.tells_due else None
-        # The host has checked the pool, unless steps are recorded.
-        self.advance(seqs, batch.token.tolist(), begun, self.recorded and bool(self.store.overflow))
+        # The host has checked the pool, unless steps are captured.
+        self.advance(seqs, batch.token.tolist(), begun, self.captured and bool(self.store.overflow))
         if (acting := self.acting(batch, due)) is not None:
             self.decide(acting.to(self.device))
         self._flush_full()

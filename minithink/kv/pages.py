@@ -82,7 +82,7 @@ class Pages:
     pool: Tensor
     side: Tensor
     scale_rows: Tensor
-    row_of: Tensor
+    scale_row: Tensor
     ring: Tensor
     outgoing: Tensor
     outgoing_at: Tensor
@@ -96,7 +96,7 @@ class Pages:
     zero_page: int
     home: tuple[int, ...]  # formats of generated tokens
     used: set[int]  # formats that may hold tokens
-    asks = True  # whether the host may read the device's memory: False where steps are recorded
+    asks = True  # whether the host may read the device's memory: False where steps are captured
     # What the host knows of each row:
     most: list[int]  # tokens that a lane holds at most
     lengths: list[int]  # tokens seen, evicted ones too
@@ -252,14 +252,14 @@ class Reading:
         [f] = pages.used
         page = torch.where(self.pos >= 0, self.place // most, pages.zero_page).long()
         slot = torch.where(self.pos >= 0, self.place % most, 0).long()
-        keys = pages.row_of[page, slot].long() if pages.layouts[f].by_token else None
+        keys = pages.scale_row[page, slot].long() if pages.layouts[f].by_token else None
         return f, pages._base(f, page, slot), keys
 
     @cached_property
     def _parts(self) -> list[tuple[int, Tensor, Tensor, Tensor | None]]:
         """The tokens of every format in use, then the tokens in the ring (BUFFER). Each entry has the format, then
         int64 [Lt, N, Ht, n]: the tokens' columns (S: no token), the bases of their slots (or their places in the
-        ring), their rows of key scales. n is the largest number in a unit; S, if steps are recorded."""
+        ring), their rows of key scales. n is the largest number in a unit; S, if steps are captured."""
         pages, (place, column, first) = self.pages, self.by_format
         most, seen = pages.table.most, place.shape[-1]
         kinds = [*sorted(pages.used), BUFFER]
@@ -277,7 +277,7 @@ class Reading:
                 continue
             page = torch.where(there, lies // most, pages.zero_page).long()
             slot = torch.where(there, lies % most, 0).long()
-            keys = pages.row_of[page, slot].long() if pages.layouts[f].by_token else None
+            keys = pages.scale_row[page, slot].long() if pages.layouts[f].by_token else None
             out.append((f, columns, pages._base(f, page, slot), keys))
         return out
 

@@ -165,7 +165,7 @@ class Rows:
         steering = [p for p in members(policy) if type(p).steer is not Policy.steer]
         watching = [p for p in members(policy) if type(p).watch is not Policy.watch]
         self.steers, self.watches = bool(steering), bool(watching)
-        self.records_steering = all(p.recordable for p in (*steering, *watching))
+        self.captures_steering = all(p.capturable for p in (*steering, *watching))
         self.listening = tuple(p for p in members(policy) if type(p).listen is not Policy.listen)
         self.deciding = tuple(p for p in members(policy) if type(p).decide is not Policy.decide)
         self.recorder: Recorder | None = None  # set it before the sequences join that it records
@@ -314,18 +314,18 @@ class Rows:
             raise ValueError(f"row {row} holds no sequence")
         return record
 
-    # -- which parts of a step are recorded
+    # -- which parts of a step are captured
 
     @property
     def tells_due(self) -> bool:
         """Whether a step tells the rows that are `due` and the policy sees these alone. If not, it sees all rows in
         every step; so does a recorder."""
-        return bool(self.deciding) and self.policy.recordable and self.recorder is None
+        return bool(self.deciding) and self.policy.capturable and self.recorder is None
 
     @property
-    def recordable(self) -> bool:
-        """Whether a step can be recorded: widths are fixed, and no policy steers with the host's help."""
-        return self.store.columns is not None and self.records_steering
+    def capturable(self) -> bool:
+        """Whether a step can be captured: widths are fixed, and no policy steers with the host's help."""
+        return self.store.columns is not None and self.captures_steering
 
     @property
     def dense(self) -> bool:
@@ -334,24 +334,24 @@ class Rows:
         return self.policy.pull > 0 or self.store.storage.lag
 
     @property
-    def recorded(self) -> bool:
-        """Whether steps are recorded. If so, no part of a step may read the device's memory on the host."""
+    def captured(self) -> bool:
+        """Whether steps are captured. If so, no part of a step may read the device's memory on the host."""
         return not self.store.asks
 
-    @recorded.setter
-    def recorded(self, value: bool) -> None:
+    @captured.setter
+    def captured(self, value: bool) -> None:
         self.store.asks = not value
 
     @property
-    def records_decisions(self) -> bool:
-        """Whether `decide` is recorded. It is not if there is a recorder, which must see the decisions."""
-        return self.recorded and self.tells_due
+    def captures_decisions(self) -> bool:
+        """Whether `decide` is captured. It is not if there is a recorder, which must see the decisions."""
+        return self.captured and self.tells_due
 
     @property
-    def records_flushes(self) -> bool:
-        """Whether `flush` is recorded. It is not if integers are shrunk: then the host checks first that there is
+    def captures_flushes(self) -> bool:
+        """Whether `flush` is captured. It is not if integers are shrunk: then the host checks first that there is
         room."""
-        return self.recorded and not self.store.storage.shrink
+        return self.captured and not self.store.storage.shrink
 
     @property
     def seen(self) -> int:

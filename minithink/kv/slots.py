@@ -92,7 +92,7 @@ class Slots(Pages):
         self.free_rows = FreeList(count, "rows of key scales", shape.device)
         self.scale_rows = torch.zeros(count + 2, lanes, row, dtype=torch.uint8, device=shape.device)
         self.row_uses = torch.zeros(count + 1, dtype=torch.int32, device=shape.device)  # tokens held
-        self.row_of = torch.full(
+        self.scale_row = torch.full(
             (pages + 2 if row else 0, self.table.most), count + 1, dtype=torch.int32, device=shape.device
         )
 
@@ -284,7 +284,7 @@ class Slots(Pages):
         row, size = self.free_rows.draw(uses > 0, most), self.shape.sharing * self.layouts[f].slots
         self.row_uses[row.long()] = uses
         of_tokens = row.repeat_interleave(self.layouts[f].k.group, -1)[..., : base.shape[-1]]
-        self.row_of[base // size, base % size] = of_tokens
+        self.scale_row[base // size, base % size] = of_tokens
         return row
 
     # -- writing
@@ -373,7 +373,7 @@ class Slots(Pages):
         tables, top = (t.page[..., :0], t.pages.top.clone()) if keeps_pages else (t.page, t.pages.top)
         self.backend.evict(
             drop, at, self.place, self.pos, self.count, t.live, t.taken, t.format, tables, t.pages.stack, top,
-            self.row_of, self.row_uses, rows.stack, rows.top, t.most,
+            self.scale_row, self.row_uses, rows.stack, rows.top, t.most,
         )  # fmt: skip
         if self.columns is None:
             self.refresh()
@@ -386,9 +386,9 @@ class Slots(Pages):
         """Free slots, and the rows of scales whose last token they held. at: int64 [N], the rows of the tokens."""
         page = torch.where(which, place // self.table.most, self.table.pages.count).long()
         slot = torch.where(which, place % self.table.most, 0).long()
-        if self.row_of.numel():
+        if self.scale_row.numel():
             rows = self.free_rows
-            release_rows(page, slot, which, self.row_of, self.row_uses, rows.stack, rows.top)
+            release_rows(page, slot, which, self.scale_row, self.row_uses, rows.stack, rows.top)
         self.table.release(page, slot, which, at)
 
     def _at(self, row: int) -> Tensor:

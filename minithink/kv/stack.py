@@ -35,7 +35,7 @@ class Stack(Policy):
             )
         self.name = "+".join(m.name for m in members)  # type: ignore[misc]
         deciding = [m for m in members if type(m).decide is not Policy.decide]
-        self.recordable = all(m.recordable for m in deciding)  # type: ignore[misc]
+        self.capturable = all(m.capturable for m in deciding)  # type: ignore[misc]
         self.opens = any(m.opens for m in members)  # type: ignore[misc]
         self.scope = min((m.scope for m in members), key=SCOPES.index)
         self.storage = stored[0].storage if stored else Storage()

@@ -22,9 +22,9 @@ format and one thought type (`table.py`). A held token moves only if a policy as
 
 A decode step takes slots, and flushes rings, in three parts:
 
-    require, require_flush   the host checks that there is room; while steps are recorded it must not read the
+    require, require_flush   the host checks that there is room; while steps are captured it must not read the
                              device's memory, and reads `overflow` after the step instead
-    take, flush_rings        work on tensors alone, so a CUDA graph can record them
+    take, flush_rings        work on tensors alone, so a CUDA graph can capture them
     appended, flushed        the host counts what was taken
 
 The pool has two extra pages: masked-out writes go to the trash page, masked-out reads come from the zero page.
@@ -263,7 +263,7 @@ class PagedStore(Moves):
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything that the store occupies."""
-        own = (self.pool, self.side, self.scale_rows, self.row_uses, self.row_of, self.scale)
+        own = (self.pool, self.side, self.scale_rows, self.row_uses, self.scale_row, self.scale)
         rings = (self.ring, self.outgoing, self.outgoing_at)
         lists = (self.place, self.pos, self.count, self.thought_format, self.slots, self.overflow)
         thoughts = (self.thought, self.next_thought, self.begun)
@@ -277,7 +277,7 @@ class PagedStore(Moves):
         if not rows:
             return Ledger()
         at = torch.tensor(rows, device=self.shape.device)
-        payload, scales, tables, buffers = self.held(at).sum(1).tolist()
+        payload, scales, tables, buffers = self.bytes_of(at).sum(1).tolist()
         return Ledger(payload=payload, scales=scales, tables=tables, buffers=buffers, reserve=self.free_in_pages(at))
 
     def free_in_pages(self, rows: Tensor) -> int:
@@ -295,8 +295,8 @@ class PagedStore(Moves):
         there = (self.positions()[:, row] >= 0) & (self.place[:, row, :, : self.seen] >= 0)
         return int(there.sum()) * self.shape.sharing
 
-    def held(self, rows: Tensor | None = None) -> Tensor:
-        """Bytes that the tokens of each row hold. It works without the host, so a CUDA graph can record it.
+    def bytes_of(self, rows: Tensor | None = None) -> Tensor:
+        """Bytes that the tokens of each row hold. It works without the host, so a CUDA graph can capture it.
 
         Args:
             rows: int64 [N]; None: all of them.
@@ -325,13 +325,13 @@ class PagedStore(Moves):
                 payload = payload + count * lay.codes
                 scales = scales + count * lay.side
                 if lay.by_token:  # n living tokens share a row of scales: each has one nth of it
-                    row = self.row_of[page, torch.where(paged, place % t.most, 0).long()]
+                    row = self.scale_row[page, torch.where(paged, place % t.most, 0).long()]
                     uses = self.row_uses[torch.where(mine, row, self.free_rows.count).long()]
                     share = torch.where(mine, 1 / uses.double(), 0).sum(each)
                     scales = scales + share.round().long() * lanes * lay.row
         scaled = sum(fmt.tensor_scaled for lay in self.layouts for fmt in (lay.k, lay.v))
         scales = scales + scaled * self.scale[0, 0, :, 0].nbytes
-        slots = t.most * (1 + 4 * bool(self.row_of.numel()))  # is it live, which row of scales
+        slots = t.most * (1 + 4 * bool(self.scale_row.numel()))  # is it live, which row of scales
         opened = (pages != t.pages.count).sum(each)
         tables = tokens * 8 + opened * (slots + 4 + 8) + self.count[:, 0].nbytes
         buffers = self.ring[:, 0].nbytes + self.outgoing[:, 0].nbytes

@@ -148,7 +148,7 @@ class BlockTable:
     def require(self, at: Tensor, pages: int, missing: Callable[[], Tensor], purpose: str) -> None:
         """Check that the units of some rows can open pages, and widen the table if it lacks columns.
 
-        If the columns suffice, the table keeps its address, which recorded graphs know.
+        If the columns suffice, the table keeps its address, which captured graphs know.
 
         Args:
             at: int64 [N], the rows.

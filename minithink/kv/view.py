@@ -1,7 +1,7 @@
 """View: what a policy sees of a cache between two steps. It implements `contract.Step`.
 
 A view shows the rows of a batch: all rows of the manager, or the few that are due. Lengths, tokens and the like come
-from the batch's tensor, because a recorded decision is replayed with other rows each time.
+from the batch's tensor, because a captured decision is replayed with other rows each time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class View:
         Args:
             policy: of the manager; `seen_by` shows the same to a member of a stack.
             budgets: of every member, by its id: int32 [Lt, B, Ht].
-            asks: whether the host may read the device's memory; False while a graph is recorded.
+            asks: whether the host may read the device's memory; False while a graph is captured.
             noted: called with the scores that policies note; None: they are dropped.
         """
         self.store, self.observations, self.policy, self.budgets = store, observations, policy, budgets

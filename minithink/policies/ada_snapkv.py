@@ -46,7 +46,7 @@ class AdaSnapKV(Shared):
 
     name = "ada_snapkv"
     summary = "keep tokens that the newest queries attend to; heads of a layer share a budget (Ada-SnapKV)"
-    recordable = True
+    capturable = True
     scope = "head"
 
     def __post_init__(self) -> None:

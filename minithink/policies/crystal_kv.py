@@ -53,7 +53,7 @@ class CrystalKVLite(Policy):
 
     name = "crystal_kv_lite"
     summary = "keep tokens that attention hits often and recently, LRFU (Crystal-KV with equal budgets)"
-    recordable = True
+    capturable = True
     scope = "head"
     demands = (Demand(See.MASS, group="max", prompt=False),)
 
@@ -157,7 +157,7 @@ class CrystalKV(CrystalKVLite):
 
     name = "crystal_kv"
     summary = "keep tokens that attention hits often and recently, LRFU; budgets move between heads (Crystal-KV)"
-    recordable = True
+    capturable = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

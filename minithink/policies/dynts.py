@@ -126,7 +126,7 @@ class DynTS(Windows):
 
     name = "dynts"
     summary = "keep the thinking tokens that a predictor expects the answer to need (DynTS)"
-    recordable = True
+    capturable = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

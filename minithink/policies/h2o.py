@@ -34,7 +34,7 @@ class H2O(Policy):
 
     name = "h2o"
     summary = "keep tokens with the most attention so far, and recent ones (H2O)"
-    recordable = True
+    capturable = True
     scope = "head"
     demands = (Demand(See.MASS, group="sum"),)
 

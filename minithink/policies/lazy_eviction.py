@@ -43,7 +43,7 @@ class LazyEviction(Policy):
 
     name = "lazy_eviction"
     summary = "keep tokens that attention comes back to, and evict late (LazyEviction)"
-    recordable = True
+    capturable = True
     scope = "head"
 
     def __post_init__(self) -> None:

@@ -54,7 +54,7 @@ class MorphKV(Policy):
 
     name = "morphkv"
     summary = "keep the newest tokens and what they attend to (MorphKV)"
-    recordable = True
+    capturable = True
     scope = "head"
 
     def __post_init__(self) -> None:

@@ -46,7 +46,7 @@ class PyramidKV(Shared):
 
     name = "pyramidkv"
     summary = "keep tokens that the newest queries attend to, more of them in lower layers (PyramidKV)"
-    recordable = True
+    capturable = True
     scope = "head"
 
     def __post_init__(self) -> None:

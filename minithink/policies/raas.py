@@ -50,7 +50,7 @@ class RaaS(Policy):
 
     name = "raas"
     summary = "evict what has not been attended to for the longest time (RaaS)"
-    recordable = True
+    capturable = True
     scope = "layer"
 
     def __post_init__(self) -> None:

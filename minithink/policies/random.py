@@ -31,7 +31,7 @@ class Random(Policy):
 
     name = "random"
     summary = "evict tokens by lot (a control)"
-    recordable = True
+    capturable = True
 
     def decide(self, step: Step) -> Iterable[Edit]:
         due, _ = self.due(step)  # bool [Lt, B, Ht]

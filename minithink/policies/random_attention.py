@@ -50,7 +50,7 @@ class RandomAttention(Policy):
 
     name = "random_attention"
     summary = "keep the prompt and the newest tokens, and draw the others by lot (Random Attention)"
-    recordable = True
+    capturable = True
 
     def __post_init__(self) -> None:
         if self.buffer < 1 or (self.clip and self.protect_prompt):

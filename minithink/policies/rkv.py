@@ -56,7 +56,7 @@ class Rkv(Policy):
 
     name = "rkv"
     summary = "keep tokens that are attended to and do not repeat others (R-KV)"
-    recordable = True
+    capturable = True
     scope = "head"
 
     def __post_init__(self) -> None:

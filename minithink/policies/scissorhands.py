@@ -46,7 +46,7 @@ class Scissorhands(Policy):
 
     name = "scissorhands"
     summary = "keep what the last queries found important (Scissorhands)"
-    recordable = True
+    capturable = True
     scope = "head"
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ class Seal(Steered):
 
     name = "seal"
     summary = "steer the thinking towards execution, evict nothing (SEAL)"
-    recordable = True
+    capturable = True
 
 
 # Choices

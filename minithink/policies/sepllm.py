@@ -22,7 +22,7 @@ The rule follows the authors' code, HKUDS/SepLLM `Streaming-SepLLM/sepllm_kv_cac
   sequence may have its own budget. The code's s 64 and w 256 of c 800 are 0.08 and 0.32. If a, s and w do not fit,
   the window comes first, then the initial tokens.
 
-The host reads the text, so decisions are not recorded into the step's graph.
+The host reads the text, so decisions are not captured into the step's graph.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class SkipKV(Steered):
 
     name = "skipkv"
     summary = "evict sentences that were said again, steer against doubts (SkipKV)"
-    recordable = True
+    capturable = True
     scope = "head"
 
     def __post_init__(self) -> None:

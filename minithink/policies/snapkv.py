@@ -48,7 +48,7 @@ class SnapKV(Policy):
 
     name = "snapkv"
     summary = "keep of the prompt what its end attends to, and all that is generated (SnapKV at prefill)"
-    recordable = True
+    capturable = True
     scope = "head"
 
     def __post_init__(self) -> None:

@@ -36,7 +36,7 @@ class SnapKVDecode(Rkv):
 
     name = "snapkv_decode"
     summary = "keep tokens that the newest queries attend to, again and again (SnapKV while decoding)"
-    recordable = True
+    capturable = True
     scope = "head"
 
     def score(self, step: Step, layer: int, valid: Tensor, older: Tensor, rows: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class StreamingLLM(Policy):
 
     name = "streaming_llm"
     summary = "keep the first and the last tokens (StreamingLLM)"
-    recordable = True
+    capturable = True
     scope = "sequence"
 
     def __post_init__(self) -> None:

@@ -45,7 +45,7 @@ class ThinKV(ThinKVOptions):
 
     name: ClassVar[str] = "thinkv"
     summary: ClassVar[str] = "quantize and evict by thought type, which attention sparsity tells (ThinKV)"
-    recordable = True
+    capturable = True
     opens = True
     scope = "layer"
 
@@ -176,7 +176,7 @@ class Tbq(ThinKV):
 
     name: ClassVar[str] = "tbq"
     summary: ClassVar[str] = "quantize by thought type, evict nothing (ThinKV's TBQ)"
-    recordable = True
+    capturable = True
 
 
 @dataclass
@@ -192,7 +192,7 @@ class Tbe(ThinKV):
 
     name: ClassVar[str] = "tbe"
     summary: ClassVar[str] = "evict by thought type, in full precision (ThinKV's TBE)"
-    recordable = True
+    capturable = True
 
 
 # Choices

@@ -88,7 +88,7 @@ class ThinKVOptions(Policy):
         if self.thoughts == "keyword":
             if self.types != 3:
                 raise UsageError(f"{self.name}: words tell three types, and types={self.types}: drop one of them.")
-            self.recordable = False  # type: ignore[misc]  # the host reads every token
+            self.capturable = False  # type: ignore[misc]  # the host reads every token
         self.calibrated({})
 
     # -- what follows from the options

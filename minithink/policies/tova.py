@@ -35,7 +35,7 @@ class Tova(Policy):
 
     name = "tova"
     summary = "keep what the newest query attends to (TOVA)"
-    recordable = True
+    capturable = True
     scope = "layer"
     demands = (Demand(See.ROWS),)
 

@@ -68,7 +68,7 @@ class VaSE(Policy):
 
     name = "vase"
     summary = "keep values of a large range, and draw others by attention (VaSE)"
-    recordable = True
+    capturable = True
     scope = "head"
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ class Window(Policy):
 
     name = "window"
     summary = "keep the last tokens"
-    recordable = True
+    capturable = True
     scope = "sequence"
 
     def decide(self, step: Step) -> Iterable[Edit]:

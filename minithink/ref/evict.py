@@ -8,7 +8,7 @@ from torch import Tensor
 
 def evict(
     drop: Tensor, at: Tensor, place: Tensor, pos: Tensor, count: Tensor, live: Tensor, taken: Tensor,
-    page_format: Tensor, page: Tensor, stack: Tensor, top: Tensor, row_of: Tensor, row_uses: Tensor,
+    page_format: Tensor, page: Tensor, stack: Tensor, top: Tensor, scale_row: Tensor, row_uses: Tensor,
     row_stack: Tensor, row_top: Tensor, most: int,
 ) -> None:  # fmt: skip
     """Evict tokens of the rows `at`: what `PagedStore.evict` does.
@@ -34,7 +34,7 @@ def evict(
         page: int32 [Lt, B, Ht, width], the tables.
         stack: int32 [P + 1], the free pages, the next one last.
         top: int64 [], free pages on the stack.
-        row_of: int32 [P + 1 or more, most], the row of key scales of every slot's token, which tokens of a unit
+        scale_row: int32 [P + 1 or more, most], the row of key scales of every slot's token, which tokens of a unit
             share; becomes Q + 1 (none) for evicted tokens. [0, most] if no keys share scales.
         row_uses: int32 [Q + 1], tokens that use each row of key scales.
         row_stack: int32 [Q + 1], the free rows of key scales, the next one last.
@@ -62,12 +62,12 @@ def evict(
     _push(stack, top, tables, empty)
     page_format[torch.where(empty, tables, none).long()] = 255
     page[:, at] = tables.masked_fill(empty, none)
-    if row_of.numel():
-        release_rows(number, slot, free, row_of, row_uses, row_stack, row_top)
+    if scale_row.numel():
+        release_rows(number, slot, free, scale_row, row_uses, row_stack, row_top)
 
 
 def release_rows(
-    page: Tensor, slot: Tensor, which: Tensor, row_of: Tensor, row_uses: Tensor, row_stack: Tensor, row_top: Tensor
+    page: Tensor, slot: Tensor, which: Tensor, scale_row: Tensor, row_uses: Tensor, row_stack: Tensor, row_top: Tensor
 ) -> None:
     """Take tokens off their rows of key scales, and free each row with its last token.
 
@@ -78,9 +78,9 @@ def release_rows(
         which: bool, the tokens that go; the page of the other tokens is P (none).
     """
     none = row_stack.numel() - 1
-    row = row_of[page, slot].flatten()
+    row = scale_row[page, slot].flatten()
     row = torch.where(which.flatten() & (row < none), row, none).long()
-    row_of[page, slot] = torch.full((), none + 1, dtype=torch.int32, device=row.device)
+    scale_row[page, slot] = torch.full((), none + 1, dtype=torch.int32, device=row.device)
     row_uses.index_add_(0, row, -(row < none).to(torch.int32))
     number = torch.arange(len(row), device=row.device)
     last = torch.empty(none + 1, dtype=torch.int64, device=row.device)  # of each row the last token that goes

@@ -124,7 +124,7 @@ def test_copies_hold_what_the_few_hold(method: str) -> None:
         assert many.row_uses.sum() == sum(_uses(few, i % 3) for i in range(7))
         for name in ("thought", "next_thought", "begun"):
             assert torch.equal(getattr(many, name), getattr(source, name)[of])
-        assert (many.next_thought == SAME).all(), "segments that are not recorded begin at once"
+        assert (many.next_thought == SAME).all(), "segments that are not captured begin at once"
         for i in case.sequences:
             theirs, own = source.reader(torch.tensor([i % 3])), many.reader(torch.tensor([i]))
             seen = int(source.count[:, i % 3].max())
@@ -275,7 +275,7 @@ def test_rates() -> None:
     assert rates([0, 3, 1, 0], 4) == {"steps": 0.5, "sequence_steps": 0.25}
 
 
-def test_a_step_in_which_a_graph_is_recorded_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_in_which_a_graph_is_captured_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     case = made("rkv-every", batch=1)
     loop = TimedLoop(case)
     graphs = iter([0, 1, 1, 1, 1, 1, 1, 2])  # before and after each of four steps

@@ -21,7 +21,7 @@ from minithink.experiments.baselines import ALL, METHODS, OPERATIONS, STAND_INS
 from minithink.policies import POLICIES, parse
 from minithink.policies.random import Random
 from tests.kernels.device import DEVICE
-from tests.kv.test_decide_next import AsksNothing
+from tests.kv.test_decisions import AsksNothing
 
 torch.set_num_threads(1)
 BUDGET, PROMPT = 40, 8
@@ -54,14 +54,14 @@ def test_a_stand_in_is_the_policy_with_the_same_settings(name: str) -> None:
     text = (METHODS[name] + SETTINGS[name]).format(budget=BUDGET)
     policy, own = parse(text), policy_of(text, SMALL, CONFIGS["tiny"])
     assert isinstance(own, type(policy))
-    assert own.recordable
+    assert own.capturable
     assert vars(own) == vars(policy)
     assert (own.limit, own.demands) == (policy.limit, policy.demands)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_decisions_are_drawn_while_a_cache_is_filled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And only then. Neither these nor the policy's own ask the host for anything, so both can be recorded."""
+    """And only then. Neither these nor the policy's own ask the host for anything, so both can be captured."""
     lots, decided = list[bool](), list[bool]()
     steady = made(name)
     loop, policy, by_lot, decide = TimedLoop(steady), steady.policy, Random.decide, steady.policy.decide
@@ -70,14 +70,14 @@ def test_decisions_are_drawn_while_a_cache_is_filled(name: str, monkeypatch: pyt
         lots.append(self.filling)
         return by_lot(self, step)
 
-    def recorded(step: Any) -> Iterable[Any]:
+    def captured(step: Any) -> Iterable[Any]:
         decided.append(steady.stand_in.filling)
         with AsksNothing():
             return [*decide(step)]
 
     monkeypatch.setattr(Random, "decide", lot)
-    monkeypatch.setattr(policy, "decide", recorded, raising=False)
-    steady.cache.recorded = True  # as where graphs are recorded
+    monkeypatch.setattr(policy, "decide", captured, raising=False)
+    steady.cache.captured = True  # as where graphs are captured
     period = steady.period
     steady.reach(1000)
     assert steady.generated == steady.enough == 2 * BUDGET + period

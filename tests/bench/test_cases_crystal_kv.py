@@ -35,7 +35,7 @@ def test_a_stand_in_is_the_policy_with_the_same_settings(method: str, policy: ty
     stand_in = policy_of(METHODS[method] + ",p=0.5", SMALL, CONFIGS["tiny"])
     assert isinstance(stand_in, policy)
     assert type(stand_in).decide is policy.decide
-    assert stand_in.recordable
+    assert stand_in.capturable
     assert (stand_in.budget, stand_in.p, stand_in.limit) == (64, 0.5, policy(budget=64).limit)
 
 

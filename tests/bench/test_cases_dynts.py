@@ -24,7 +24,7 @@ def test_the_stand_in_is_the_policy_with_the_same_settings() -> None:
     stand_in = policy_of(METHODS["dynts"], SMALL, CONFIGS["tiny"])
     assert isinstance(stand_in, Filled)
     assert type(stand_in).decide is DynTS.decide
-    assert stand_in.recordable
+    assert stand_in.capturable
     assert (stand_in.budget, stand_in.local, stand_in.ratio) == (160, 12, 0.3)
     assert (stand_in.period, stand_in.enough) == (14, 174)
 

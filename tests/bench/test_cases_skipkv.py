@@ -32,7 +32,7 @@ def test_steps_are_measured(tmp_path: Path) -> None:
 def test_a_stand_in_is_the_policy_with_the_same_settings(method: str, policy: type[SkipKV]) -> None:
     stand_in = policy_of(METHODS[method], SMALL, CONFIGS["tiny"])
     assert isinstance(stand_in, policy)
-    assert stand_in.recordable
+    assert stand_in.capturable
     assert stand_in.steers == (method != "skipkv-sentences")  # type: ignore[attr-defined]
     if policy is SkipKV:
         assert type(stand_in).decide is SkipKV.decide

@@ -39,11 +39,11 @@ def test_kernels_that_change_their_inputs_are_compared_too(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", ops.OPERATIONS)
-def test_twins_that_are_recorded_need_no_data(name: str) -> None:
+def test_twins_that_are_captured_need_no_data(name: str) -> None:
     """Meta tensors have shapes and no data. A call fails if it waits for data or has shapes that depend on data."""
     operation, twin = ops.OPERATIONS[name], getattr(REFERENCE, name)
     inputs = operation.exact("meta", 16)
-    if operation.recordable:
+    if operation.capturable:
         assert all(x.is_meta for x in ops.outcome(twin, inputs))
     else:
         with pytest.raises(RuntimeError, match="meta tensors"):
@@ -51,7 +51,7 @@ def test_twins_that_are_recorded_need_no_data(name: str) -> None:
 
 
 def test_the_kernel_and_its_twin_are_each_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In microseconds: the kernel recorded over all inputs, the twin from Python, and recorded if it can be."""
+    """In microseconds: the kernel captured over all inputs, the twin from Python, and captured if it can be."""
     called: list[tuple[str, int]] = []
 
     def backend(name: str) -> SimpleNamespace:
@@ -74,10 +74,10 @@ def test_the_kernel_and_its_twin_are_each_timed(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(ops.attention, "timed", timed)
     monkeypatch.setattr(ops.attention, "elapsed", elapsed)
-    for name, recorded in (("sparsity", {"twin_recorded_microseconds": pytest.approx(5)}), ("kmeans", {})):
+    for name, captured in (("sparsity", {"twin_recorded_microseconds": pytest.approx(5)}), ("kmeans", {})):
         found = ops.beside_twin(name, [(10,), (11,), (12,)], 7)  # type: ignore[list-item]
         own = {"kernel": name, "microseconds": pytest.approx(2), "twin_microseconds": pytest.approx(9)}
-        assert found == own | recorded
+        assert found == own | captured
 
 
 def test_the_predictor_is_timed_beyond_the_rows_of_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,13 +103,13 @@ def test_the_table(tmp_path: Path) -> None:
     ]
 
 
-def test_the_table_has_times_of_recorded_twins_if_one_was_recorded() -> None:
+def test_the_table_has_times_of_captured_twins_if_one_was_captured() -> None:
     without = {"kernel": "kmeans", "case": "few", "microseconds": 98.76, "twin_microseconds": 54321.0, "share": 0.5}
-    recorded = {**without, "kernel": "predict", "twin_recorded_microseconds": 43.21}
+    captured = {**without, "kernel": "predict", "twin_recorded_microseconds": 43.21}
     table = tables.TABLES["thought-kernels"]
     columns = ("kernel", "case", "time", "of bandwidth", "twin")
     line = ("`kmeans`", "few", "98.8 µs", "**50%**", "54,321 µs")
     assert tables.cells(table, [without]) == [columns, line]
-    assert tables.cells(table, [without, recorded]) == [
-        (*columns, "twin, recorded"), (*line, "–"), ("`predict`", *line[1:], "43.2 µs"),
+    assert tables.cells(table, [without, captured]) == [
+        (*columns, "twin, captured"), (*line, "–"), ("`predict`", *line[1:], "43.2 µs"),
     ]  # fmt: skip

@@ -96,7 +96,7 @@ def test_append(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
 def test_operations(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twins that are marked as recordable are timed twice. On a GPU, CUDA graphs record every one of them."""
+    """Twins that are marked as capturable are timed twice. On a GPU, CUDA graphs capture every one of them."""
     operation = ops.OPERATIONS[name]
     few = ("few", 4000, [operation.exact(str(DEVICE), 16)] * 2)
     monkeypatch.setattr(ops, "OPERATIONS", {name: replace(operation, cases=lambda *_: iter([few]))})
@@ -106,7 +106,7 @@ def test_operations(
     assert (row["kernel"], row["case"], row["bytes"]) == ("row", "1 × 24 tokens, a layer", 4 * 2 * 24)
     assert (own["kernel"], own["case"]) == (name, "few")
     assert own["twin_microseconds"] > 0
-    assert (own.get("twin_recorded_microseconds", 0) > 0) == operation.recordable
+    assert (own.get("twin_recorded_microseconds", 0) > 0) == operation.capturable
     for m in (row, own):
         assert m["share"] == pytest.approx(m["bytes"] / m["microseconds"] * 1e6 / 4e12, rel=1e-3)
 

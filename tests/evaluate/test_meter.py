@@ -41,8 +41,8 @@ def engine(model: Path) -> Engine:
 @pytest.fixture
 def graphed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """An engine whose steps go through the loop of a GPU, launch by launch."""
-    monkeypatch.setattr(loop_module, "Recorded", Launched)
-    monkeypatch.setattr(loop_module, "recorder", lambda cache: Launched if cache.recordable else None)
+    monkeypatch.setattr(loop_module, "Captured", Launched)
+    monkeypatch.setattr(loop_module, "capturer", lambda cache: Launched if cache.capturable else None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(manager_module, "NARROWEST", 16)
     monkeypatch.setattr(engine, "columns", "fit")
@@ -148,7 +148,7 @@ def test_sequences_of_one_token(
     """They take no step of decoding: what they held is what was left of the prompt. And those of two tokens."""
     monkeypatch.setattr(stream_module, "prompts_at_once", lambda rows: together)
     for columns, n in (("fit", 1), (None, 1), ("fit", 2), (None, 2)):
-        graphed.columns, graphed.records = columns, columns is not None  # type: ignore[assignment]
+        graphed.columns, graphed.captures = columns, columns is not None  # type: ignore[assignment]
         stream = stream_of(graphed, policy, max_new_tokens=n)
         assert isinstance(meter(stream), DeviceMeter if columns else LedgerMeter)
         for s, held, counted in zip(stream.sequences, *run(stream), strict=True):

@@ -559,14 +559,14 @@ def test_beside_the_loop_of_a_gpu(
     monkeypatch.setattr(Stream, "_forward", count)
     for module in (stream_module, engine_module):
         monkeypatch.setattr(module, "prompts_at_once", lambda rows: min(rows, together))
-    monkeypatch.setattr(loop_module, "Recorded", Launched)
-    monkeypatch.setattr(loop_module, "recorder", lambda cache: Launched if cache.recordable else None)
+    monkeypatch.setattr(loop_module, "Captured", Launched)
+    monkeypatch.setattr(loop_module, "capturer", lambda cache: Launched if cache.capturable else None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     loaded = runner.load
 
     def load_graphed(*args: Any, **options: Any) -> Engine:
         engine = loaded(*args, **options)
-        engine.columns, engine.records = "fit", True
+        engine.columns, engine.captures = "fit", True
         return engine
 
     loops = []
@@ -581,7 +581,7 @@ def test_beside_the_loop_of_a_gpu(
     monkeypatch.setattr(runner, "in_order", backwards)
     got = evaluate(model, problems, tmp_path, policies=POLICIES)
     assert len(loops) == 5
-    assert {n for loop in loops for n, *_ in loop.recorded} == {3}
+    assert {n for loop in loops for n, *_ in loop.steps} == {3}
     assert {n for n, _ in read} == {1, together}
     if together > 1:
         assert {tokens for _, tokens in read} == {PREFILL_CHUNK}
@@ -624,7 +624,7 @@ class Steering(Policy):
         return hidden
 
 
-def test_what_cannot_be_recorded_goes_apart(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_captured_goes_apart(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(model, device="cpu")
     monkeypatch.setattr(engine, "columns", "fit")
     # These two attend densely: sums depend on the longest neighbour.

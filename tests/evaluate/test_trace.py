@@ -321,15 +321,15 @@ def test_beside_the_loop_of_a_gpu(
     policy: str, model: Path, problems: Path, tmp_path: Path, whole: dict[Key, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it records, decisions are launched; then they are replayed again, and nobody sees a difference."""
-    monkeypatch.setattr(loop_module, "Recorded", Launched)
-    monkeypatch.setattr(loop_module, "recorder", lambda cache: Launched if cache.recordable else None)
+    monkeypatch.setattr(loop_module, "Captured", Launched)
+    monkeypatch.setattr(loop_module, "capturer", lambda cache: Launched if cache.capturable else None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     loaded, loops = runner.load, []
     init = loop_module.DecodeLoop.__init__
 
     def load_graphed(*args: Any, **given: Any) -> Engine:
         engine = loaded(*args, **given)
-        engine.columns, engine.records = "fit", True
+        engine.columns, engine.captures = "fit", True
         return engine
 
     def note(self: loop_module.DecodeLoop, *args: Any, **given: Any) -> None:
@@ -341,10 +341,10 @@ def test_beside_the_loop_of_a_gpu(
     got = evaluate(model, problems, tmp_path / "out", policies=policy, trace=tmp_path / "run.trace")
     [loop] = loops
     assert loop.cache.recorder is None, "it has left"
-    decides = policy.startswith("rkv")  # the stack's quant has no say in what is recorded, and full decides nothing
-    assert {key[-1] for key in loop.recorded} == ({False, True} if loop.cache.records_decisions else {False})
-    assert loop.cache.records_decisions or not decides
-    assert bool(loop.decisions) == loop.cache.records_decisions
+    decides = policy.startswith("rkv")  # the stack's quant has no say in what is captured, and full decides nothing
+    assert {key[-1] for key in loop.steps} == ({False, True} if loop.cache.captures_decisions else {False})
+    assert loop.cache.captures_decisions or not decides
+    assert bool(loop.decisions) == loop.cache.captures_decisions
     names = ("text_sha", "generated_tokens", "tokens_peak", "tokens_mean", "steps", "evicting_steps")
     for key, r in got.items():
         assert [r[name] for name in names] == [whole[key][name] for name in names], key

@@ -32,24 +32,25 @@ def tensors(store: PagedStore) -> tuple[Tensor, ...]:
     t, rows = store.table, store.free_rows
     lists = store.place, store.pos, store.count
     pages = t.live, t.taken, t.format, t.page, t.pages.stack, t.pages.top
-    return *lists, *pages, store.row_of, store.row_uses, rows.stack, rows.top
+    return *lists, *pages, store.scale_row, store.row_uses, rows.stack, rows.top
 
 
 def assert_tensors_same(name: str, got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
     """All but what stands in `place` behind the last token, and at the numbers that mean none."""
     held = want[1] >= 0
     assert_same(f"{name} place", got[0].masked_fill(~held, 0), want[0].masked_fill(~held, 0))
-    names = "pos", "count", "live", "taken", "format", "page", "stack", "top", "row_of", "uses", "row stack", "rows"
+    tables = ("live", "taken", "format", "page", "stack", "top")
+    names = ("pos", "count", *tables, "scale_row", "uses", "row_stack", "rows")
     for what, x, y in zip(names, got[1:], want[1:], strict=True):
-        none = what in ("live", "taken", "format", "stack", "uses", "row stack")
-        ends = slice(None, -1) if none else slice(None, len(want[3]) - 1) if what == "row_of" else slice(None)
+        none = what in ("live", "taken", "format", "stack", "uses", "row_stack")
+        ends = slice(None, -1) if none else slice(None, len(want[3]) - 1) if what == "scale_row" else slice(None)
         assert_same(f"{name} {what}", *((z[ends] if z.ndim else z) for z in (x, y)))
 
 
 def named(state: tuple[Tensor, ...]) -> dict[str, Any]:
     """The tensors that the operation changes, as lists by name."""
     lists, tables = ("place", "pos", "count"), ("live", "taken", "format", "page", "stack", "top")
-    names = (*lists, *tables, "row_of", "uses", "rows", "rows_top")
+    names = (*lists, *tables, "scale_row", "uses", "rows", "rows_top")
     return {name: x.tolist() for name, x in zip(names, state, strict=True)}
 
 
@@ -70,7 +71,7 @@ def assert_evicted(old: dict[str, Any], new: dict[str, Any], drop: Tensor, at: T
         for column, (_, place) in enumerate(tokens):
             if goes[column] and place >= 0:
                 live.remove((place // most, place % most))
-                if old["row_of"] and (scales := old["row_of"][place // most][place % most]) < len(uses) - 1:
+                if old["scale_row"] and (scales := old["scale_row"][place // most][place % most]) < len(uses) - 1:
                     uses[scales] -= 1
         kept = [token for column, token in enumerate(tokens) if not goes[column]]
         m, pos, place = len(kept), new["pos"][layer][row][head], new["place"][layer][row][head]
@@ -126,13 +127,13 @@ def assert_stores_same(got: PagedStore, want: PagedStore) -> None:
     for what, x, y in zip(("place", "pos", "count"), *lists, strict=True):
         assert_same(what, x, y)
     assert_consistent(got.table)
-    assert_same("rows of slots", got.row_of[: len(got.table.live) - 1], want.row_of[: len(want.table.live) - 1])
+    assert_same("rows of slots", got.scale_row[: len(got.table.live) - 1], want.scale_row[: len(want.table.live) - 1])
     assert_same("uses", got.row_uses[:-1], want.row_uses[:-1])
     assert_same("rows on the stack", *(s.free_rows.stack[: s.free_rows.count] for s in (got, want)))
     assert got.free_rows.free == want.free_rows.free
     rows = [got.free_rows.stack[: got.free_rows.free], got.row_uses[:-1].nonzero().flatten()]
     assert torch.cat(rows).sort().values.tolist() == list(range(got.free_rows.count))
-    living = got.row_of[got.table.live.nonzero(as_tuple=True)] if got.row_of.numel() else got.row_uses[:0]
+    living = got.scale_row[got.table.live.nonzero(as_tuple=True)] if got.scale_row.numel() else got.row_uses[:0]
     uses = living[living < got.free_rows.count].long().bincount(minlength=got.free_rows.count)
     assert_same("uses are living tokens", got.row_uses[:-1].long(), uses)
 
@@ -281,7 +282,7 @@ def test_rows_of_key_scales_go_with_their_last_tokens(block: int, monkeypatch: p
         evict(drop, at, *tensors(store), store.table.most)
         ref.evict(drop, at, *twins, store.table.most)
         assert_tensors_same(f"{share} of the tokens,", tensors(store), twins)
-        uses = store.row_of[store.table.live[:-1].nonzero(as_tuple=True)]
+        uses = store.scale_row[store.table.live[:-1].nonzero(as_tuple=True)]
         uses = uses[uses < store.free_rows.count].long().bincount(minlength=store.free_rows.count)
         assert_same("uses", store.row_uses[:-1].long(), uses)
     assert store.count[:, at].sum() == 0

@@ -97,8 +97,8 @@ def test_equals_the_twin_and_the_store(
     assert_tables_same(name, ours.table, twin.table)
     held = twin.pos >= 0
     assert_same("place", ours.place.masked_fill(~held, 0), twin.place.masked_fill(~held, 0))
-    for what in ("pool", "side", "row_of", "scale_rows", "ring", "pos", "count"):
-        last = none if what in ("pool", "side", "row_of") else len(getattr(twin, what))
+    for what in ("pool", "side", "scale_row", "scale_rows", "ring", "pos", "count"):
+        last = none if what in ("pool", "side", "scale_row") else len(getattr(twin, what))
         if what == "scale_rows":
             last = twin.free_rows.count
         assert_same(what, *(getattr(s, what)[:last].contiguous().view(torch.uint8) for s in (ours, twin)))

@@ -22,14 +22,14 @@ from minithink.kv.view import View
 from minithink.policies import parse
 from tests.compare import assert_same
 from tests.kv.run import feed, kept, manager_for, text_of
-from tests.kv.test_decide_next import TEXTS as RECORDED
-from tests.kv.test_next import ONE_BY_ONE, assert_same_content, content, feed_next, with_backend
+from tests.kv.test_batches import ONE_BY_ONE, assert_same_content, content, feed_batch, with_backend
+from tests.kv.test_decisions import TEXTS as CAPTURED
 from tests.policies.test_laws import CLOSE, OPEN, WIDTH, decoder_of
 
 torch.set_num_threads(1)
 
 # Those that keep no state; the others: `test_decisions_apart_are_decisions`.
-TEXTS = [text for text in RECORDED if all(type(m).state is Policy.state for m in members(parse(text)))]
+TEXTS = [text for text in CAPTURED if all(type(m).state is Policy.state for m in members(parse(text)))]
 ROWS = 5
 PROMPTS = {0: 14, 1: 5, 2: 9}  # the sequence of row 3 reads its prompt, row 4 is empty
 STEPS = 20
@@ -121,7 +121,7 @@ class Life:
             def now(seqs: Sequence[int] = seqs, tokens: dict[int, int] = tokens) -> None:
                 decide(self.everybody(seqs, tokens))
 
-            feed_next(self.decoder, self.manager, tokens, decide=now)
+            feed_batch(self.decoder, self.manager, tokens, decide=now)
 
 
 def drops(manager: KVManager, view: View) -> Tensor:

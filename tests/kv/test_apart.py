@@ -16,7 +16,7 @@ from minithink.model import Decoder, Rope
 from minithink.policies import parse
 from tests.compare import assert_same
 from tests.kv.run import text_of
-from tests.kv.test_next import ONE_BY_ONE, with_backend
+from tests.kv.test_batches import ONE_BY_ONE, with_backend
 from tests.policies.test_laws import decoder_of
 
 torch.set_num_threads(1)

@@ -182,7 +182,7 @@ class Due(Cut):
     """Tells in another form which lanes must evict."""
 
     name = "mine"
-    recordable = True  # only then is `due` asked for, beside `decide`
+    capturable = True  # only then is `due` asked for, beside `decide`
 
     def __init__(self, found: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__(5)

@@ -21,7 +21,7 @@ from minithink.policies import parse
 from minithink.policies.random import Random
 from tests.compare import assert_same
 from tests.kv.run import feed, kept, manager_for, text_of
-from tests.kv.test_next import feed_next
+from tests.kv.test_batches import feed_batch
 from tests.strategies import example_config, random_decoder
 
 torch.set_num_threads(1)
@@ -165,7 +165,7 @@ def test_steps_from_tensors_move_too(how: str) -> None:
         manager.join(0, TOKENS, 25)
         feed(DECODER, manager, {0: text_of(CONFIG, 25, 0)})
     for i in range(12):
-        want, got = (feed_next(DECODER, manager, {0: i})[0] for manager in (plain, moved))
+        want, got = (feed_batch(DECODER, manager, {0: i})[0] for manager in (plain, moved))
         assert_same(f"step {i}", got, want)
 
 

@@ -14,7 +14,7 @@ from minithink.kv.contract import SCOPES, Scope, Storage
 from minithink.policies import parse
 from tests.kv.dense import Dense, DenseKivi
 from tests.kv.run import Cut, feed, manager_for, text_of
-from tests.kv.test_next import feed_next, turned
+from tests.kv.test_batches import feed_batch, turned
 from tests.policies.test_laws import CLOSE, OPEN, decoder_of
 
 torch.set_num_threads(1)
@@ -61,14 +61,14 @@ def live(dense: Dense, parts: bool, steps: int = 26) -> Dense:
             taken = {dense.row_of[seq] for seq in batch}
             idle = [row for row in range(4) if row not in taken][: some(3)]
             dense.expect(turned([*batch, *[None] * len(idle)], i))
-            feed_next(decoder, manager, tokens, idle, turn=i, through=dense)
+            feed_batch(decoder, manager, tokens, idle, turn=i, through=dense)
         else:
             dense.expect(batch)
             feed(decoder, manager, {seq: [token] for seq, token in tokens.items()}, dense)
     return dense
 
 
-@pytest.mark.parametrize("how", ["whole steps", "parts", "recorded parts", "fixed width"])
+@pytest.mark.parametrize("how", ["whole steps", "parts", "captured parts", "fixed width"])
 @pytest.mark.parametrize("text", POLICIES)
 def test_attention_is_that_of_the_tokens_held(text: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager_module, "NARROWEST", 4)
@@ -76,7 +76,7 @@ def test_attention_is_that_of_the_tokens_held(text: str, how: str, monkeypatch: 
     manager = manager_for(
         decoder_of(0), parse(text), rows=4, tokens=TOKENS, columns=columns, think_ids=(OPEN, CLOSE), poison=False
     )
-    manager.recorded = how == "recorded parts"
+    manager.captured = how == "captured parts"
     official = text.startswith("kivi")
     oracle = DenseKivi(manager, 4, 16, 16) if official else Dense(manager, pull=3 if "rerotate" in text else 0)
     assert live(oracle, "parts" in how).compared > 100

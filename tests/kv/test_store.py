@@ -242,7 +242,7 @@ class StoreMachine(RuleBasedStateMachine):
         uses = Counter[int]()
         for at, token in living.items():
             if token.group is not None:
-                row = int(store.row_of[divmod(at, store.table.most)])
+                row = int(store.scale_row[divmod(at, store.table.most)])
                 assert rows.setdefault(token.group, row) == row
                 uses[row] += 1
         assert len(set(rows.values())) == len(rows), "two groups share a row"

@@ -33,7 +33,7 @@ from minithink.policies.dynts_cost import (
 )  # fmt: skip
 from minithink.policies.dynts_oracles import AnswerOracle, NeedsOracle
 from tests.kv.run import feed, kept, manager_for, text_of
-from tests.kv.test_next import feed_next, with_backend
+from tests.kv.test_batches import feed_batch, with_backend
 from tests.policies.drive import DECODER, Ear, follow, held
 from tests.policies.drive import TINY as SHAPE
 from tests.policies.test_laws import decoder_of
@@ -312,16 +312,16 @@ def test_a_member_of_a_stack_scores_its_tokens_too() -> None:
 
 @pytest.mark.parametrize("text", ["dynts:budget=20", "dynts:budget=20,select=random"])
 def test_padding_rows_of_a_step_score_nothing(text: str) -> None:
-    """As a recorded step has them: rows of sequences that pause, and rows without a sequence."""
+    """As a captured step has them: rows of sequences that pause, and rows without a sequence."""
     decoder = with_backend(decoder_of(0), REFERENCE)
     policy = parse(text)
     manager = manager_for(decoder, policy, rows=4, columns="fit", backend=decoder.backend)
     for seq, n in ((0, 3), (1, 5)):
         manager.join(seq, 60, n)
         feed(decoder, manager, {seq: text_of(decoder.config, n, seq)})
-    feed_next(decoder, manager, {0: 1, 1: 1})
+    feed_batch(decoder, manager, {0: 1, 1: 1})
     before = next(iter(policy.state())).clone()
-    feed_next(decoder, manager, {1: 1}, [0, 3], 1)
+    feed_batch(decoder, manager, {1: 1}, [0, 3], 1)
     changed = (next(iter(policy.state())) != before).nonzero().tolist()
     assert changed == [[manager.row_of(1), manager.length(1) - 1]]
 

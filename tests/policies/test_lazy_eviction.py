@@ -150,7 +150,7 @@ def test_when_heads_evict(prompts: list[int], budget: int, window: int) -> None:
 
 
 def test_idle_rows_do_not_evict() -> None:
-    """While a graph is recorded, a decision is shown all rows."""
+    """While a graph is captured, a decision is shown all rows."""
     policy = LazyEviction(budget=2, window=1)
     step = step_of(policy, 1, 3, range(4), [0.0] * 4)
     assert policy.due(step)[0].all()

@@ -124,15 +124,15 @@ def test_beside_a_policy_that_evicts() -> None:
     assert not torch.equal(found[0][0], found[2][0])
 
 
-def test_a_stack_is_recorded_if_both_can_be() -> None:
+def test_a_stack_is_captured_if_both_can_be() -> None:
     class Asking(Seal):
-        """Not recordable: it does not say so."""
+        """Not capturable: it does not say so."""
 
     decoder = decoder_of(0)
-    for steering, records in ((Seal(), True), (Asking(), False)):
+    for steering, captured in ((Seal(), True), (Asking(), False)):
         manager = manager_for(decoder, Stack([steering, Rkv(budget=14)]), columns="fit")
-        assert manager.recordable == records
-        assert manager.policy.recordable, "its decisions are R-KV's"
+        assert manager.capturable == captured
+        assert manager.policy.capturable, "its decisions are R-KV's"
 
 
 def test_what_it_needs_is_said() -> None:

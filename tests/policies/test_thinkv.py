@@ -312,8 +312,8 @@ def test_keywords_tell_types_from_the_text_alone() -> None:
 
     policy = Tbq(tau=4, g=4, thoughts="keyword", precision="R8E8T8")
     assert policy.calibration == ""
-    assert not policy.recordable
-    assert Tbq.recordable
+    assert not policy.capturable
+    assert Tbq.capturable
     assert not policy.demands
     policy.reads(kind)
     prompts = [5, 2]

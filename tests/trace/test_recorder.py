@@ -412,9 +412,9 @@ def test_policies_decide_in_the_open_while_somebody_records(tmp_path: Path) -> N
     """A recorded decision hides what it evicts: it is not used then."""
     manager = manager_for(DECODER, parse("window:budget=9"), columns="fit", tokens=40)
     manager.recorded = True
-    assert manager.records_decisions
+    assert manager.captures_decisions
     manager.recorder = Recorder(tmp_path / "trace")
-    assert not manager.records_decisions
+    assert not manager.captures_decisions
 
 
 @pytest.mark.parametrize("part", [1, 3, 256])

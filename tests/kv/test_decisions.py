@@ -28,19 +28,26 @@ from minithink.policies.window import Window
 from tests.compare import assert_close, assert_same
 from tests.kernels.device import DEVICE
 from tests.kv.run import Cut, feed, kept, manager_for, state_after, text_of
-from tests.kv.test_next import ONE_BY_ONE, assert_same_content, assert_same_state, content, feed_next, with_backend
+from tests.kv.test_batches import (
+    ONE_BY_ONE,
+    assert_same_content,
+    assert_same_state,
+    content,
+    feed_batch,
+    with_backend,
+)
 from tests.policies.test_laws import CLOSE, OPEN, SMALL, WIDTH, decoder_of
 from tests.strategies import example_config, random_decoder
 
 torch.set_num_threads(1)
 
-RECORDABLE = (
+CAPTURABLE = (
     "window", "streaming_llm", "random", "rkv", "skipkv", "crystal_kv", "crystal_kv_lite", "dynts", "thinkv", "tbe",
     "tbq", "snapkv_decode", "ada_snapkv", "pyramidkv", "random_attention", "vase", "h2o", "tova",
     "scissorhands", "raas", "lazy_eviction", "morphkv",
 )  # fmt: skip
 TEXTS = (
-    *(text for name in RECORDABLE for text in SMALL[name]),
+    *(text for name in CAPTURABLE for text in SMALL[name]),
     "rkv:schedule=sawtooth:24/15,alpha=3,protect_prompt=true",
     "rkv:budget=18,schedule=interval:5,alpha=20,pooling=avg,exempt_answer=true",
     # two that evict; evictions before full buffers are quantized, whose keys share scales in the last one
@@ -86,9 +93,9 @@ class Apart:
         return int(torch.randint(high, (), generator=self.draw))
 
     def feed(self, decoder: Decoder, tokens: dict[int, int], idle: Sequence[int]) -> dict[int, Tensor]:
-        """`feed_next`, whose decision is apart."""
+        """`feed_batch`, whose decision is apart."""
         states = [state_after(self.manager, seq, token) for seq, token in tokens.items()]
-        return feed_next(decoder, self.manager, tokens, idle, decide=lambda: self.decide(states))
+        return feed_batch(decoder, self.manager, tokens, idle, decide=lambda: self.decide(states))
 
     def decide(self, states: list[tuple[int, ...]]) -> None:
         manager, rows = self.manager, len(self.manager.rows)
@@ -138,13 +145,13 @@ class Apart:
 def feed_all(
     decoder: Decoder, manager: KVManager, tokens: dict[int, int], idle: Sequence[int] = ()
 ) -> dict[int, Tensor]:
-    """`feed_next`, whose decision is shown all rows of the manager, due or not."""
+    """`feed_batch`, whose decision is shown all rows of the manager, due or not."""
     batch = manager.batch(list(tokens), list(tokens.values()))
 
     def decide() -> None:
         manager.decide(manager._everybody(batch).to(manager.device))
 
-    return feed_next(decoder, manager, tokens, idle, decide=decide)
+    return feed_batch(decoder, manager, tokens, idle, decide=decide)
 
 
 def remembered(manager: KVManager, row: int) -> dict[str, Tensor]:
@@ -163,7 +170,7 @@ def test_decisions_apart_are_decisions(text: str) -> None:
     """Ragged batches beside sequences that pause, read their prompt, leave and come; one ends its thought."""
     decoder = with_backend(decoder_of(0), ONE_BY_ONE)
     one, other = make(decoder, text), make(decoder, text)
-    one.recorded = True
+    one.captured = True
     apart = Apart(one, TEXTS.index(text))
     seqs, words, long = list[int](), text_of(decoder.config, 14, 9), 10**3
 
@@ -228,7 +235,7 @@ class Everything(Policy):
     """Drops all tokens of all rows, whoever they are, and what is protected too."""
 
     budget: int | None = 4
-    recordable = True
+    capturable = True
 
     def due(self, step: Step) -> tuple[Tensor, Tensor]:
         return torch.ones_like(step.budget, dtype=torch.bool), step.budget
@@ -246,7 +253,7 @@ def test_what_nobody_may_drop() -> None:
         manager.join(seq, WIDTH, n)
         feed(decoder, manager, {seq: text_of(decoder.config, n, seq)})
     for _ in range(3):
-        feed_next(decoder, manager, {0: 1, 1: 1, 2: 1}, decide=lambda: None)
+        feed_batch(decoder, manager, {0: 1, 1: 1, 2: 1}, decide=lambda: None)
     assert [manager.held(seq) for seq in range(3)] == [5, 6, 4]
     states = [state_after(manager, seq, 1) for seq in range(3)]
     two = tensor_of([states[2], states[0]], [1, 3])
@@ -260,7 +267,7 @@ def test_what_nobody_may_drop() -> None:
 class Apiece(Policy):
     """Lets go of the first two tokens of layer 0's prompts, and later of all that it may in the other layers."""
 
-    recordable = protect_prompt = True
+    capturable = protect_prompt = True
 
     def due(self, step: Step) -> tuple[Tensor, Tensor]:
         now = (step.clock == 0) | (step.clock == 2)
@@ -273,8 +280,8 @@ class Apiece(Policy):
             yield Evict((step.clock == 2)[:, None, None].expand_as(first), layer)
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-def test_what_is_protected_may_be_let_go(recorded: bool) -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_is_protected_may_be_let_go(captured: bool) -> None:
     """By an edit that says so, and no other; each layer protects what it holds."""
     decoder = with_backend(decoder_of(0), ONE_BY_ONE)
     manager = make(decoder, Apiece())
@@ -282,8 +289,8 @@ def test_what_is_protected_may_be_let_go(recorded: bool) -> None:
     feed(decoder, manager, {0: text_of(decoder.config, 4, 0)})
     for _ in range(2):
         state = tensor_of([state_after(manager, 0, 1)], [])
-        decide = (lambda state=state: manager.decide(state)) if recorded else None
-        feed_next(decoder, manager, {0: 1}, decide=decide)
+        decide = (lambda state=state: manager.decide(state)) if captured else None
+        feed_batch(decoder, manager, {0: 1}, decide=decide)
     lanes = kept(manager, 0)
     assert lanes == [[2, 3, 4, 5]] * 2 + [[0, 1, 2, 3]] * (len(lanes) - 2)
 
@@ -300,12 +307,12 @@ def test_state_after() -> None:
     assert state_after(manager, 4, 1) == (0, 1, 4, 3, 1, 1, 0, 4)
     assert state_after(manager, 4, OPEN) == (0, 1, 4, 3, 1, OPEN, 0, 4)
     assert state_after(manager, 6, CLOSE) == (1, 1, 6, 5, 0, CLOSE, 0, 6)
-    feed_next(decoder, manager, {6: CLOSE})
+    feed_batch(decoder, manager, {6: CLOSE})
     assert state_after(manager, 6, 2) == (1, 1, 7, 5, 0, 2, 0, 6)
     assert state_after(manager, 6, OPEN) == (1, 1, 7, 5, 1, OPEN, 0, 6)
 
 
-# -- whose decisions are recorded
+# -- whose decisions are captured
 
 
 @dataclass
@@ -317,27 +324,27 @@ class Noted(Window):
         return super().decide(step)
 
 
-def test_who_is_recordable() -> None:
+def test_who_is_capturable() -> None:
     """Those that say so themselves; a stack if all are that decide."""
-    assert {name for name, policy in POLICIES.items() if policy.recordable} == {*RECORDABLE, "snapkv", "seal"}
-    assert not Noted.recordable
-    assert not Cut(3).recordable
+    assert {name for name, policy in POLICIES.items() if policy.capturable} == {*CAPTURABLE, "snapkv", "seal"}
+    assert not Noted.capturable
+    assert not Cut(3).capturable
     rkv, eager = "rkv:budget=16", "pm_kvq:max_len=24"
     for text in (f"{rkv}+quant:fmt=fp8", f"window:budget=9+{rkv}"):
-        assert parse(text).recordable, text
+        assert parse(text).capturable, text
     for text in (f"{rkv}+{eager}", f"{eager}+full"):
-        assert not parse(text).recordable, text
-    assert not Stack.recordable
+        assert not parse(text).capturable, text
+    assert not Stack.capturable
 
 
-def test_when_decisions_are_recorded() -> None:
-    """Where steps are, there is something to decide, and the policy can be recorded."""
+def test_when_decisions_are_captured() -> None:
+    """Where steps are, there is something to decide, and the policy can be captured."""
     decoder = random_decoder(example_config(head_dim=16))
 
-    def records(text: str, recorded: bool = True) -> bool:
+    def captures(text: str, captured: bool = True) -> bool:
         manager = make(decoder, text)
-        manager.recorded = recorded
-        return manager.records_decisions
+        manager.captured = captured
+        return manager.captures_decisions
 
     rkv = "rkv:budget=16,buffer=6,alpha=4"
     for text in (
@@ -347,14 +354,14 @@ def test_when_decisions_are_recorded() -> None:
         f"{rkv}+quant:fmt=nvfp4,buffer=8",
         f"{rkv}+quant:fmt=int4,by=token",
     ):
-        assert records(text), text
-    assert not records(rkv, recorded=False)
-    assert not records("full")
-    assert not records("pm_kvq:max_len=24")
+        assert captures(text), text
+    assert not captures(rkv, captured=False)
+    assert not captures("full")
+    assert not captures("pm_kvq:max_len=24")
 
 
 class Talkative(Cut):
-    recordable = True
+    capturable = True
 
     def decide(self, step: Step) -> Iterable[Edit]:
         yield OpenSegment(step.active, step.thought)
@@ -364,7 +371,7 @@ def test_other_edits_are_refused() -> None:
     decoder = decoder_of(0)
     manager = make(decoder, Talkative(5))
     manager.join(0, WIDTH, 1)
-    with pytest.raises(UsageError, match="cut is recordable and yields OpenSegment"):
+    with pytest.raises(UsageError, match="cut is capturable and yields OpenSegment"):
         feed(decoder, manager, {0: [1]})
 
 
@@ -372,7 +379,7 @@ def test_other_edits_are_refused() -> None:
 
 
 class AsksNothing(TorchDispatchMode):
-    """Refuses what a CUDA graph cannot record: numbers read or made by the host, shapes that depend on values."""
+    """Refuses what a CUDA graph cannot capture: numbers read or made by the host, shapes that depend on values."""
 
     REFUSED = (
         "_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "unique2",
@@ -415,7 +422,7 @@ def test_nothing_asks_the_host(text: str) -> None:
     )  # fmt: skip
     decoder = with_backend(decoder_of(0), backend)
     manager = make(decoder, text, poison=False)
-    manager.recorded = True
+    manager.captured = True
 
     @torch.inference_mode()
     def run_later() -> None:
@@ -441,7 +448,7 @@ def test_nothing_asks_the_host(text: str) -> None:
             run_later()
             decided += int(due.sum())
 
-        feed_next(decoder, manager, {1: IDLE, 0: IDLE}, decide=decide)
+        feed_batch(decoder, manager, {1: IDLE, 0: IDLE}, decide=decide)
     assert decided > 0
 
 
@@ -468,8 +475,8 @@ def test_the_kernels_decide_as_their_twins(text: str) -> None:
     twin = random_decoder(config, 3).to(DEVICE)
     ours = with_backend(twin, triton_backend())
     got, want = (make(d, text, rows=4, tokens=30, poison=False, think_ids=(NEVER, NEVER)) for d in (ours, twin))
-    got.recorded = True
-    assert got.records_decisions
+    got.captured = True
+    assert got.captures_decisions
     for seq, n in ((0, 7), (1, 3), (2, 6)):
         for d, manager in ((ours, got), (twin, want)):
             manager.join(seq, 30, n)

@@ -66,7 +66,7 @@ def with_backend(decoder: Decoder, backend: Any) -> Decoder:
 
 
 @torch.inference_mode()
-def feed_next(
+def feed_batch(
     decoder: Decoder, manager: KVManager, tokens: Mapping[int, int], idle: Sequence[int] = (), turn: int = 0,
     decide: Callable[[], object] | None = None, through: Any = None,
 ) -> dict[int, Tensor]:  # fmt: skip
@@ -197,13 +197,13 @@ def segments(manager: KVManager) -> list[list[tuple[int, int]]]:
 
 
 class Pair:
-    """Two managers that live the same life: one as where steps are recorded, with rows that are idle, in turns; the
+    """Two managers that live the same life: one as where steps are captured, with rows that are idle, in turns; the
     other by whole steps. If the policy rounds nothing, a dense oracle checks the attention of the first one."""
 
     def __init__(self, decoder: Decoder, make: Callable[[Decoder], KVManager]) -> None:
         self.decoder = with_backend(decoder, ONE_BY_ONE)
         self.next, self.step = make(self.decoder), make(self.decoder)
-        self.next.recorded = True
+        self.next.captured = True
         exact = set(self.next.store.storage.formats) <= {"plain", "fp32"}
         self.dense = Dense(self.next, atol=2e-5, pull=self.next.policy.pull) if exact else None
         self.seqs: list[int] = []  # that generate
@@ -239,7 +239,7 @@ class Pair:
         self.turn += 1
         if self.dense:
             self.dense.expect(turned([*tokens, *[None] * len(idle)], self.turn))
-        got = feed_next(self.decoder, self.next, tokens, idle, self.turn, through=self.dense)
+        got = feed_batch(self.decoder, self.next, tokens, idle, self.turn, through=self.dense)
         want = feed(self.decoder, self.step, {seq: [token] for seq, token in tokens.items()})
         for seq, logits in got.items():
             assert_same(f"sequence {seq} at {self.step.length(seq)}", logits, want[seq][0])
@@ -268,7 +268,7 @@ def test_what_was_seen_of_idle_rows_stays() -> None:
     seen = observed(manager, 0)
     assert len(seen) == decoder.config.num_layers + 2
     assert all(x.any() for x in observed(manager, 1).values())
-    feed_next(decoder, manager, {0: 5}, idle=[1, 2])
+    feed_batch(decoder, manager, {0: 5}, idle=[1, 2])
     for name, before in seen.items():
         assert not torch.equal(observed(manager, 0)[name], before), name
 
@@ -281,11 +281,11 @@ def make_fit(text: str, **options: Any) -> Callable[[Decoder], KVManager]:
     return lambda decoder: manager_for(decoder, parse(text), backend=decoder.backend, **options)
 
 
-def test_every_policy_is_recordable() -> None:
+def test_every_policy_is_capturable() -> None:
     """None of those that are registered needs the host inside of a step."""
     decoder = decoder_of(0)
-    assert {t.split(":")[0] for t in TEXTS if make_fit(t)(decoder).recordable} == set(SMALL) == set(POLICIES)
-    assert all(make_fit(text)(decoder).recordable for text in TEXTS)
+    assert {t.split(":")[0] for t in TEXTS if make_fit(t)(decoder).capturable} == set(SMALL) == set(POLICIES)
+    assert all(make_fit(text)(decoder).capturable for text in TEXTS)
 
 
 class Steering(Full):
@@ -293,20 +293,20 @@ class Steering(Full):
         return 2 * hidden
 
 
-def test_what_is_not_recordable() -> None:
+def test_what_is_not_capturable() -> None:
     """Steering may ask the host, unless the policy says that it does not; without fixed widths addresses change."""
     config = example_config(head_dim=16)
     lagging = Full(storage=Storage(("int4:group=16",), buffer=8, tail="keep", lag=True))
     decoder = random_decoder(config)
-    assert not manager_for(decoder, Steering(), columns="fit").recordable
-    assert manager_for(decoder, lagging, columns="fit").recordable
-    assert not manager_for(decoder, Full(), columns=None).recordable
-    assert manager_for(decoder, Full(), columns="fit").recordable
-    assert manager_for(decoder, Full(), columns=MAX_POSITION + 1).recordable
+    assert not manager_for(decoder, Steering(), columns="fit").capturable
+    assert manager_for(decoder, lagging, columns="fit").capturable
+    assert not manager_for(decoder, Full(), columns=None).capturable
+    assert manager_for(decoder, Full(), columns="fit").capturable
+    assert manager_for(decoder, Full(), columns=MAX_POSITION + 1).capturable
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_next_is_a_step(text: str) -> None:
+def test_the_parts_of_a_step_are_a_step(text: str) -> None:
     """Ragged batches of some of the sequences in any order, beside idle and empty rows; one leaves, one joins."""
     draw = torch.Generator().manual_seed(TEXTS.index(text))
     pair = Pair(decoder_of(TEXTS.index(text) % 2), make_fit(text))
@@ -404,7 +404,7 @@ def test_an_idle_row_may_be_anything() -> None:
     quiet, beside = managers
     for i in range(9):
         want = feed(decoder, quiet, {0: [i]})[0][0]
-        assert_same(f"step {i}", feed_next(decoder, beside, {0: i}, [3, 2, 1], turn=i)[0], want)
+        assert_same(f"step {i}", feed_batch(decoder, beside, {0: i}, [3, 2, 1], turn=i)[0], want)
         assert_same_state(f"step {i}", beside, quiet, (0, 2, 3))
     for chunk in ({3: words[7:]}, {2: [1]}, {3: [2]}, {2: [3]}):
         for seq, got in feed(decoder, beside, chunk).items():
@@ -427,7 +427,7 @@ def test_what_the_host_knows_of_a_sequence() -> None:
     feed(decoder, manager, {9: [1, 2, 3, 4]})
     states = []
     for i in range(5):
-        feed_next(decoder, manager, {9: i, 8: i})
+        feed_batch(decoder, manager, {9: i, 8: i})
         states.append([state_of(manager, seq) for seq in (8, 9)])
     assert states == [[(0, 7 + i, (3 + i) % 3), (1, 5 + i, (1 + i) % 3)] for i in range(5)]
     manager.leave(8)
@@ -468,7 +468,7 @@ def test_fitting_widths_change_nothing(text: str) -> None:
             del tokens[1]
         last |= {s: x[0] for s, x in feed(decoder, loose, {s: [t] for s, t in tokens.items()}).items()}
         by_step = feed(decoder, fitting["step"], {s: [t] for s, t in tokens.items()})
-        for s, x in feed_next(decoder, fitting["next"], tokens, [2], turn=i).items():
+        for s, x in feed_batch(decoder, fitting["next"], tokens, [2], turn=i).items():
             assert_close(f"next, sequence {s}, step {i}", x, last[s], atol=near(last[s]))
             assert_close(f"step, sequence {s}, step {i}", by_step[s][0], last[s], atol=near(last[s]))
         for name, manager in fitting.items():
@@ -505,7 +505,7 @@ def test_widths_follow_the_lanes() -> None:
     assert store.columns == 4
     widths = []
     for i in range(35):
-        feed_next(decoder, manager, {0: i}, [1])
+        feed_batch(decoder, manager, {0: i}, [1])
         assert_width(manager)
         widths.append(store.columns)
     # 23 tokens are held after the 20th; the host learns that 18 are gone when its own count comes to 33
@@ -577,11 +577,11 @@ def full_lanes(columns: Any, policy: Policy | None = None, n: int = 4, **options
 
 @pytest.mark.parametrize("columns", ["fit", 10])
 def test_a_full_lane_is_an_error_before_anything_changes(columns: Any) -> None:
-    """A step that is recorded would write behind the end of the list. Who is beside it goes on."""
+    """A step that is captured would write behind the end of the list. Who is beside it goes on."""
     decoder, manager = full_lanes(columns)
     assert manager.width == 10
     for i in range(6):
-        feed_next(decoder, manager, {7: i}, [1])
+        feed_batch(decoder, manager, {7: i}, [1])
     before = {row: content(manager, row) for row in range(3)}
     for seqs in ([7], [4, 7], [7, 4]):
         with pytest.raises(UsageError, match="A lane may hold 11 tokens and the width was fixed to 10: use a"):
@@ -590,13 +590,13 @@ def test_a_full_lane_is_an_error_before_anything_changes(columns: Any) -> None:
         assert_same_content(f"row {row}", content(manager, row), want)
     assert [manager.length(seq) for seq in (7, 4)] == [10, 4]
     for i in range(6):
-        feed_next(decoder, manager, {4: i}, [0])
+        feed_batch(decoder, manager, {4: i}, [0])
     with pytest.raises(UsageError, match="A lane may hold 11 tokens"):
         manager.prepare([4])
     manager.leave(7)
     manager.join(9, 40, 2)
     feed(decoder, manager, {9: [1, 2]})
-    feed_next(decoder, manager, {9: 3}, [1])
+    feed_batch(decoder, manager, {9: 3}, [1])
 
 
 @pytest.mark.parametrize("columns", ["fit", 10])
@@ -604,7 +604,7 @@ def test_room_is_what_evictions_leave(columns: Any) -> None:
     """The host's own count does not know of them: it asks."""
     decoder, manager = full_lanes(columns, Cut(5))
     for i in range(20):
-        feed_next(decoder, manager, {7: i % 9, 4: 1}, [2])
+        feed_batch(decoder, manager, {7: i % 9, 4: 1}, [2])
     assert [manager.length(seq) for seq in (7, 4)] == [24, 24]
     assert max(manager.store.most) <= 10
 
@@ -643,11 +643,11 @@ def test_what_cannot_be_a_step() -> None:
     for row, want in before.items():
         assert_same_content(f"row {row}", content(manager, row), want)
     for i in range(36):
-        feed_next(decoder, manager, {4: i})
+        feed_batch(decoder, manager, {4: i})
     for seqs in ([4], [7, 4]):
         with pytest.raises(ValueError, match="sequence 4 has 40 tokens of 40: 1 do not fit"):
             manager.prepare(seqs)
-    feed_next(decoder, manager, {7: 1})
+    feed_batch(decoder, manager, {7: 1})
 
 
 def test_a_step_of_the_other_kind_counts_too() -> None:
@@ -657,10 +657,10 @@ def test_a_step_of_the_other_kind_counts_too() -> None:
     manager.join(0, 10, 4)
     feed(decoder, manager, {0: [1, 2, 3, 4]})
     for i in range(3):
-        feed_next(decoder, manager, {0: i})
+        feed_batch(decoder, manager, {0: i})
         feed(decoder, manager, {0: [i]})
     with pytest.raises(ValueError, match="sequence 0 has 10 tokens of 10: 1 do not fit"):
-        feed_next(decoder, manager, {0: 1})
+        feed_batch(decoder, manager, {0: 1})
 
 
 def test_a_buffer_that_found_no_room_waits() -> None:
@@ -671,22 +671,22 @@ def test_a_buffer_that_found_no_room_waits() -> None:
     manager = manager_for(
         decoder, Full(storage=storage), backend=ONE_BY_ONE, rows=2, columns="fit", pages=9, poison=False
     )  # a page of eight tokens for each of eight units, and one more
-    manager.recorded = True
-    assert not manager.records_flushes
+    manager.captured = True
+    assert not manager.captures_flushes
     for seq in range(2):
         manager.join(seq, 60, 1)
         feed(decoder, manager, {seq: [seq]})
     for i in range(8):
-        feed_next(decoder, manager, {0: i, 1: i})
+        feed_batch(decoder, manager, {0: i, 1: i})
     with pytest.raises(Exhausted, match="quantizing the buffers"):
-        feed_next(decoder, manager, {0: 8, 1: 8})
+        feed_batch(decoder, manager, {0: 8, 1: 8})
     assert manager.store.waiting == [2, 2]
     for _ in range(2):
         with pytest.raises(Exhausted, match="quantizing the buffers"):
             manager.prepare([0])
     assert [manager.held(seq) for seq in range(2)] == [10, 10]
     manager.leave(1)
-    feed_next(decoder, manager, {0: 3})
+    feed_batch(decoder, manager, {0: 3})
     assert (manager.store.waiting[0], manager.held(0)) == (1, 11)
 
 
@@ -705,7 +705,7 @@ def test_too_small_a_pool_is_noticed() -> None:
             feed(decoder, manager, {seq: text_of(decoder.config, n, seq)})
     store, table = small.store, small.store.table
     assert table.pages.free == 0
-    got, want = (feed_next(decoder, manager, {1: 5}) for manager in (small, large))  # into the last free slots
+    got, want = (feed_batch(decoder, manager, {1: 5}) for manager in (small, large))  # into the last free slots
     assert_same("the last slot", got[1], want[1])
     small.leave(1)
     assert table.pages.free == 2 * 4
@@ -789,7 +789,7 @@ def test_who_takes_a_row_again_finds_nothing_of_the_last_one() -> None:
     store = manager.store
     manager.join(0, 30, 4)
     feed(decoder, manager, {0: [1, 2, 3, 4]})
-    feed_next(decoder, manager, {0: 5})
+    feed_batch(decoder, manager, {0: 5})
     assert (store.waiting, bool((store.scale[1, :, :, 0] != 1).all())) == ([1, 0], True)
     manager.leave(0)
     assert store.waiting == store.lengths == store.most == [0, 0]
@@ -803,11 +803,11 @@ def test_a_prompt_is_refused_after_steps_that_took_the_room() -> None:
     manager.join(0, MAX_POSITION, 3)
     feed(decoder, manager, {0: [1, 2, 3]})
     for i in range(16):
-        feed_next(decoder, manager, {0: i})
+        feed_batch(decoder, manager, {0: i})
     manager.join(1, MAX_POSITION, 4)
     with pytest.raises(Exhausted, match="needs 4 pages and 1 of 20 are free"):
         feed(decoder, manager, {1: [1, 2, 3, 4]})
-    feed_next(decoder, manager, {0: 1})
+    feed_batch(decoder, manager, {0: 1})
     assert manager.store.table.pages.free == 0
 
 
@@ -820,25 +820,25 @@ def test_a_prompt_is_refused_after_steps_that_took_the_room() -> None:
     ],
 )
 def test_addresses_stay(text: str) -> None:
-    """What a graph has recorded is where it was, however many sequences come while others are near their end."""
+    """What a graph has captured is where it was, however many sequences come while others are near their end."""
     decoder = decoder_of(0)
     manager = manager_for(decoder, parse(text), rows=2, tokens=64, prompt=20, columns="fit")
     for seq in range(2):  # everything is there that is made when first needed
         manager.join(seq, 64, 3)
         feed(decoder, manager, {seq: [1, 2, 3]})
-    feed_next(decoder, manager, {0: 1, 1: 1})
+    feed_batch(decoder, manager, {0: 1, 1: 1})
     addresses = [x.data_ptr() for x in (*manager.store.tensors(), *manager._observed())]
     for i in range(58):
-        feed_next(decoder, manager, {0: i})
+        feed_batch(decoder, manager, {0: i})
     for seq in range(2, 6):
         manager.leave(seq - 1)
         manager.join(seq, 64, 20)
         feed(decoder, manager, {seq: text_of(decoder.config, 20, seq)})
-        feed_next(decoder, manager, {seq: 1})
+        feed_batch(decoder, manager, {seq: 1})
         assert [x.data_ptr() for x in (*manager.store.tensors(), *manager._observed())] == addresses
 
 
-def test_a_prompt_that_would_move_what_is_recorded_is_refused() -> None:
+def test_a_prompt_that_would_move_what_is_captured_is_refused() -> None:
     """It is plain until it is read, and needs more columns of the tables than there are. Without fixed widths they
     grow."""
     decoder, text = decoder_of(0), "quant:fmt=nvfp4"
@@ -892,7 +892,7 @@ def test_the_kernels_agree(text: str) -> None:
         seqs = [(0, 1), (1, 0), (0,)][i % 3]
         tokens = dict(zip(seqs, text_of(config, len(seqs), i), strict=True))
         idle = [2, 1][: 3 - len(seqs)]
-        got, want = (feed_next(d, m, tokens, idle, turn=i) for d, m in zip((ours, twin), managers, strict=True))
+        got, want = (feed_batch(d, m, tokens, idle, turn=i) for d, m in zip((ours, twin), managers, strict=True))
         for seq in seqs:
             assert_close(f"sequence {seq}, step {i}", got[seq], want[seq], atol=1e-5)
         assert_same_state(f"step {i}", *managers, (0, 1), exact=False)
