@@ -97,12 +97,12 @@ def test_whoever_reads_may_have_had_enough() -> None:
     assert process.wait() == 0
 
 
-@pytest.mark.parametrize("argv", [["evaluate", "tune"], ["evaluate", "plot"], ["evaluate"], ["analysis", "pilot"]])
+@pytest.mark.parametrize("argv", [["evaluate", "tune"], ["evaluate", "plot"], ["evaluate"], ["analysis", "premises"]])
 def test_ctrl_c_while_modules_are_imported(argv: list[str], tmp_path: Path) -> None:
     """That takes seconds, for torch is one of them."""
     for module in ("torch", "numpy"):
         (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt")
-    more = {"plot": ["."], "pilot": []}.get(argv[-1], ["--output-dir", "x"])
+    more = {"plot": ["."], "premises": []}.get(argv[-1], ["--output-dir", "x"])
     done = subprocess.run(
         [sys.executable, "-m", f"minithink.{argv[0]}", *argv[1:], *more], capture_output=True, text=True,
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},

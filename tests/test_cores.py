@@ -37,7 +37,7 @@ COMMANDS = (
     ["-m", "minithink.evaluate", "--output-dir", "x"],
     ["-m", "minithink.evaluate", "tune"],
     ["-m", "minithink.calibrate", "thoughts"],
-    ["-m", "minithink.analysis", "pilot"],
+    ["-m", "minithink.analysis", "premises"],
     ["-m", "minithink.bench", "decode"],
 )
 

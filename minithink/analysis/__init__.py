@@ -1,1 +1,1 @@
-"""Tests in the embedded model what methods take for granted. Sketches for understanding, not the methods."""
+"""Measures what methods take for granted. Written to be understood; none of it is a method."""

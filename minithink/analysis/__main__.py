@@ -9,7 +9,7 @@ from minithink import commands
 
 PROGRAM = "minithink.analysis"
 DESCRIPTION = "Measure what methods take for granted."
-COMMANDS = ("premises", "pilot", "segments", "answer-attention", "budgets", "importance", "selections")
+COMMANDS = ("premises", "segments", "answer-attention", "budgets", "importance")
 
 
 def main(argv: list[str] | None = None) -> int:

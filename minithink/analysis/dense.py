@@ -1,7 +1,7 @@
 """Decoding with dense masks: every token stays in memory, and a mask says which tokens are still attended.
 
-This saves no memory. It is the shortest way from an idea for eviction to an accuracy: the slot of a token is its
-position, a sketch of a policy scores all slots of all lanes at once, and the slots with the lowest scores are masked.
+This saves no memory. It is the shortest way to ask what a text would be without some of its tokens: the slot of a
+token is its position, and a masked slot is not attended.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from minithink.engine import Engine
 from minithink.ref.rope import rope
 from minithink.thinking import CLOSE
 
-EVERY = 16  # tokens from one eviction to the next
+EVERY = 16  # steps from one call of `watch` to the next
 READ = 128  # tokens of each prompt that are read at once: attention's logits are rows · heads · READ · longest
-RECENT = 64  # tokens that no eviction touches, if the budget has room for them
 Steering = Callable[[Tensor, int, Tensor], Tensor]  # (last token [rows], layer, hidden [rows, d]) → hidden
 
 
@@ -32,7 +31,6 @@ class Dense:
         shape = (c.num_layers, rows, c.num_kv_heads, capacity)
         self.k, self.v = (torch.zeros(*shape, c.head_dim, dtype=engine.dtype, device=device) for _ in range(2))
         self.kept = torch.ones(shape, dtype=torch.bool, device=device)
-        self.mass = torch.zeros(shape, device=device)  # of the last step: probability, mean over the group
         self.steer: Callable[[int, Tensor], Tensor] | None = None  # (layer, hidden) → hidden
         self.row = torch.arange(rows, device=device)[:, None]
         self.column = torch.arange(capacity, device=device)
@@ -55,40 +53,11 @@ class Dense:
         past = self.column[: self.end] <= self.pos[..., None]  # [rows, n, T]
         seen = past[:, None, None] & self.kept[layer, :, :, None, None, : self.end]
         p = logits.float().masked_fill(~seen, -torch.inf).softmax(-1)
-        if n == 1:
-            self.mass[layer, :, :, : self.end] = p[..., 0, :].mean(2)
         out = torch.einsum("bhgnt,bhtd->bnhgd", p.to(v.dtype), v)
         return out.flatten(2, 3).flatten(0, 1)
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
         return hidden if self.steer is None or layer < 0 else self.steer(layer, hidden)
-
-
-class Sketch:
-    """A policy in a few lines: it sees every step, and scores tokens when some have to go."""
-
-    def __init__(self, cache: Dense, prompts: Tensor) -> None:
-        """prompts: their lengths, int64 [rows]."""
-        self.cache, self.prompts = cache, prompts
-
-    def observe(self, step: int, token: Tensor) -> None:
-        """After the decoder has read the generated token number `step`, int64 [rows]."""
-
-    def score(self, step: int) -> Tensor:
-        """[L, rows, Hkv, end]: the lowest go first; prompts and recent tokens are left out by the caller."""
-        raise NotImplementedError
-
-
-def evict(cache: Dense, score: Tensor, prompts: Tensor, budget: Tensor) -> None:
-    """Mask what a lane holds beyond its prompt and `budget` tokens (int64 [rows]), the lowest scores first."""
-    column = cache.column[: cache.end]
-    now = cache.pos  # [rows, 1]
-    generated = (column >= prompts[:, None]) & (column <= now)  # [rows, T]
-    recent = column > now - torch.minimum(budget // 2, torch.full_like(budget, RECENT))[:, None]
-    held = cache.kept[..., : cache.end] & generated[None, :, None]
-    score = score.float().masked_fill(recent[None, :, None], torch.inf).masked_fill(~held, -torch.inf)
-    rank = score.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-    cache.kept[..., : cache.end] &= ~generated[None, :, None] | (rank < budget[None, :, None, None])
 
 
 @torch.inference_mode()
@@ -99,8 +68,6 @@ def decode(
     *,
     temperature: float = 0.0,
     seed: int = 0,
-    sketch: Callable[[Dense, Tensor], Sketch] | None = None,
-    budget: Tensor | None = None,
     steer: Steering | None = None,
     masked: Tensor | None = None,
     watch: Callable[[int], object] = lambda tokens: None,
@@ -109,8 +76,6 @@ def decode(
     the same noise, so they write the same text until their logits differ.
 
     Args:
-        sketch: makes the policy; None: everything stays.
-        budget: generated tokens that a lane keeps beside its prompt, int64 [rows].
         steer: acts on generated tokens.
         masked: tokens of the prompts that are masked in all lanes when the prompts are read, bool [rows, longest];
             not their last tokens.
@@ -135,7 +100,6 @@ def decode(
         cache.kept[..., :widest] &= ~masked[None, :, None]
         cache.begin((lengths - 1)[:, None], widest)  # the last token again: the first answer is drawn behind the mask
         hidden = engine.decoder(tokens[cache.row[:, 0], lengths - 1], cache)
-    policy = sketch(cache, lengths) if sketch else None
     generator = torch.Generator(device).manual_seed(seed)
     out = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=device)
     done = torch.zeros(rows, dtype=torch.bool, device=device)
@@ -157,10 +121,6 @@ def decode(
         cache.begin((lengths + step)[:, None], widest + step + 1)
         cache.steer = partial(steer, token) if steer else None
         hidden = engine.decoder(token, cache)
-        if policy is not None and budget is not None:
-            policy.observe(step, token)
-            if step % EVERY == EVERY - 1:
-                evict(cache, policy.score(step), lengths, budget)
     watch(int(written))
     ends = torch.isin(out, stops)
     ends[:, -1] = True

@@ -18,7 +18,7 @@ from minithink.tasks import Problem, families, grade, load_problems
 
 SETTINGS = (  # options that decide a result
     "model", "family", "limit", "max_new_tokens", "temperature", "seed", "layer", "tau", "steered", "rollouts",
-    "policies", "budgets", "budget", "batch_size", "lam", "p",
+    "budget", "batch_size", "lam", "p",
 )  # fmt: skip
 
 

@@ -10,15 +10,11 @@ from typing import Any
 from minithink import commands
 
 PROGRAM = "minithink.bench"
-DESCRIPTION = "Speed and accuracy, measured and written down."
+DESCRIPTION = "Speed and answers, measured and written down."
 # command → its module in this folder
 COMMANDS = {
     "decode": "decode",
     "busy": "busy",
-    "accuracy": "accuracy",
-    "evaluate": "evaluate",
-    "paged": "paged",
-    "memory": "memory",
     "attention": "attention",
     "append": "append",
     "counters": "counters",

@@ -93,9 +93,6 @@ def source(result: Mapping[str, Any]) -> str:
     what = [f"torch {versions['torch']}"]
     if result["benchmark"] == "decode" and versions.get("transformers"):
         what.append(f"transformers {versions['transformers']}")
-    if result["benchmark"] == "accuracy":
-        sampling = f"temperature {settings['temperature']:g}" if settings["temperature"] else "greedy"
-        what.append(f"{settings['split']} split, {sampling}, {settings['dtype']}")
     note = "" if result.get("complete") else " The run was not complete."
     measured = f"measured at commit {short(result['commit'])} ({result['date'][:10]})"
     return f"*{where}; {', '.join(what)}; {measured}: `{result['command']}`.{note}*"

@@ -283,21 +283,6 @@ PARETO = Table(
 )  # fmt: skip
 
 
-def about_selections(result: Result) -> list[str]:
-    """What the columns say, as a sentence."""
-    settings = result["settings"]
-    return [
-        f"{settings['limit']} reference texts of each family, {settings['share']:.0%}. Place: 0 is the oldest token, "
-        "1 the newest. Stays: of the first selection, the share in the last one.", "",
-    ]  # fmt: skip
-
-
-SELECTIONS = Table(
-    (("score", "score", "{}"),), across="family", said=about_selections,
-    cells=(("{}: place", "place", "{:.2f}"), ("stays", "stays", "{:.0%}"), ("numbers", "numbers", "{:.0%}"),
-           ("lines", "lines", "{:.0f}")),
-)  # fmt: skip
-
 # Times --------------------------------------------------------------------------------------------------------------
 
 
@@ -334,7 +319,7 @@ TIMES = {
     ),
 }  # fmt: skip
 TABLES = (
-    {"predictor": PREDICTOR, "predictor-transfer": TRANSFER, "selections": SELECTIONS}
+    {"predictor": PREDICTOR, "predictor-transfer": TRANSFER}
     | {f"importance-{family}": IMPORTANCE for family in families()}
     | {f"pareto-{family}": replace(PARETO, file=f"importance-{family}") for family in families()}
     | {name: replace(table, file="dynts") for name, table in TIMES.items()}

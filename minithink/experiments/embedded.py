@@ -1,4 +1,4 @@
-"""The embedded model: its card's comparisons, and the speed of decoding, evaluating and recording."""
+"""The embedded model: its card's comparisons, and the speed of decoding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from minithink.engine import DTYPES, TINY
 from minithink.experiments import Result, Row, Sweep, Table
 from minithink.experiments.settings import RKV
 from minithink.model import Decoder
-from minithink.tasks import families
 
 # All policies keep the prompt. R-KV decides more often than by default, because these texts are short.
 UNCALIBRATED = (
@@ -88,12 +87,6 @@ def near_ties(result: Result) -> Iterable[str]:
     yield ""
 
 
-def held(result: Result) -> Iterable[Row]:
-    """Measurements of `bench memory`; kinds of bytes that no policy has are left out."""
-    for m in result["measurements"]:
-        yield {**m, "kinds": {kind: size or None for kind, size in m["kinds"].items()}}
-
-
 def loads(result: Result) -> Iterable[str]:
     """Of `bench busy`: how busy the machine was by itself, as a sentence."""
     before = [m["load_before"] for m in result["measurements"] if m["load_before"] is not None]
@@ -101,18 +94,6 @@ def loads(result: Result) -> Iterable[str]:
         cores = result["settings"]["cores"]
         yield f"Medians; load average before the lines: {min(before):.1f} to {max(before):.1f}, on {cores} cores."
         yield ""
-
-
-def full_cache(result: Result) -> Iterable[str]:
-    """What the full cache does on the problems of a pilot, and what its budgets are, as sentences."""
-    full, settings = result["measurements"][0], result["settings"]
-    mean = settings.get("budgets_of") == "mean"  # results of older versions lack it
-    of = "tokens, on average over the problems" if mean else "text of the same problem"
-    yield (
-        f"{full['problems']} problems of `{settings['family']}`; full cache {full['right']:.1%}, "
-        f"{full['tokens']:,.0f} tokens. A budget is the prompt and that share of the full cache's {of}."
-    )
-    yield ""
 
 
 def premises(result: Result) -> Iterable[str]:
@@ -135,11 +116,6 @@ def premises(result: Result) -> Iterable[str]:
     return [text, ""]
 
 
-def goal(m: Row) -> str | None:
-    """The goal, and whether it was reached."""
-    return f"{m['target']} ×, {'reached' if m['target_reached'] else 'missed'}" if "target" in m else None
-
-
 DECODE = Table(
     (
         ("model", "title", "{}"), ("batch", "batch", "{}"), ("minithink", "ours.tokens_per_second", "{:,.0f} tok/s"),
@@ -148,34 +124,15 @@ DECODE = Table(
     ),
     rows=decoding,
 )  # fmt: skip
-ACCURACY = Table((
-    ("reference trace", lambda m: m["bin"] if m["bin"] == "all" else f"{m['bin']} tokens", "{}"),
-    ("problems", "problems", "{}"),
-    ("right", ("right", "n", "share"), "{} of {}: **{:.1%}**"),
-    ("95 % interval", lambda m: tuple(m["interval"]), "{:.1%} to {:.1%}"),
-    ("tokens generated", "mean_tokens", "{:,.0f}"), ("cut off", "cut_off", "{:.1%}"),
-))  # fmt: skip
-PILOT = Table(
-    (("keeps", "policy", "`{}`"),), rows=lambda result: [m for m in result["measurements"] if m["policy"] != "full"],
-    across="budget", cells=(("{:share}: right", "right", "**{:.1%}**"), ("tokens", "tokens", "{:,.0f}")),
-    said=full_cache,
-)  # fmt: skip
 PREMISES = Table(
     (("added at", "at", "{}"), ("strength", "strength", "{:g}"), ("right", "right", "**{:.1%}**"),
      ("doubts", "doubts", "{:.2f}"), ("tokens", "tokens", "{:,.0f}"), ("cut off", "cut_off", "{:.1%}")),
     rows=lambda result: result["measurements"]["steering"]["runs"], said=premises,
 )  # fmt: skip
-KINDS = ("payload", "scales", "tables", "buffers", "state", "observations")
 TABLES = {
     **dict.fromkeys(("decode-cpu", "decode-gpu", "decode-gpu-steps", "decode-gpu-16k", "decode-gpu-rkv"), DECODE),
-    **{"accuracy" if family == "facts" else f"accuracy-{family}": ACCURACY for family in families()},
-    **{f"pilot-{family}": PILOT for family in families()}, "premises-search": PREMISES,
+    "premises-search": PREMISES,
     "margins": Table((), said=near_ties),
-    "evaluate": Table((
-        ("policy", "policy", "`{}`"), ("sequences", "sequences", "{:,}"), ("tokens", "tokens", "{:,}"),
-        ("seconds", "seconds", "{:.1f}"), ("tokens a second", "tokens_per_second", "**{:,.0f}**"),
-        ("of full", "of_full", "{:.0%}"), ("kept", "tokens_kept", "{:,.0f}"),
-    )),
     "busy-cpu": Table((
         ("sequences", "batch", "{}"), ("cores held", "held", "{}"),
         ("as commands set it", "speeds.commands", "**{:,.0f}**"), ("OpenMP's default", "speeds.default", "{:,.0f}"),
@@ -184,13 +141,4 @@ TABLES = {
         ("`OMP_WAIT_POLICY=PASSIVE`", "speeds.passive", "{:,.0f}"),
         ("one thread", "speeds.one thread", "{:,.0f}"),
     ), said=loads),
-    "cache-speed": Table((
-        ("batch", "batch", "{}"), ("pages", "paged.tokens_per_second", "{:,.0f} tok/s"),
-        ("plain cache", "plain.tokens_per_second", "{:,.0f} tok/s"), ("ratio", ratio, SPREAD), ("goal", goal, "{}"),
-    )),
-    "cache-bytes": Table(
-        (("policy", "policy", "`{}`"), ("tokens a lane", "tokens_held", "{:,}"), ("held", "held", "**{:mib} MiB**"),
-         ("of full", "share", "{:.1%}"), *((f"{kind}?", f"kinds.{kind}", "{:mib}") for kind in KINDS)),
-        rows=held,
-    ),
 }  # fmt: skip

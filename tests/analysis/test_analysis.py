@@ -1,4 +1,4 @@
-"""Dense decoding is decoding; masks keep what they should; thoughts are told apart by their wording."""
+"""Dense decoding is decoding; thoughts are told apart by their wording."""
 
 from __future__ import annotations
 
@@ -11,17 +11,13 @@ import pytest
 import torch
 
 from minithink import results
-from minithink.analysis import __main__, dense, pilot, premises, runs
-from minithink.analysis.dense import EVERY, RECENT, Dense, decode, evict
+from minithink.analysis import __main__, dense, premises, runs
+from minithink.analysis.dense import EVERY, decode
 from minithink.bench.tables import TABLES
 from minithink.engine import TINY, load
-from minithink.evaluate import plan
 from minithink.openings import Sentence, area, direction, openings, sentences
 from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION
-from minithink.reading import read
-from minithink.ref.decode_attention import group_reduce
 from minithink.tasks import Problem, facts, ledger, search
-from minithink.tasks.needs import reader
 from minithink.tokenizer import Tokenizer
 from tests.compare import assert_close
 from tests.tasks.manners import written
@@ -37,13 +33,6 @@ def model(checkpoint):
 @pytest.fixture(scope="module")
 def prompts(model):
     return [model.prompt_ids(p) for p in PROMPTS]
-
-
-def weights(model, ids):
-    """The attention of a whole text by layer, mean over the query heads of a KV head: [n, Hkv, n]."""
-    rows = {}
-    read(model, ids, lambda layer, logits, seen: rows.__setitem__(layer, group_reduce(logits, seen, "mean")))
-    return rows
 
 
 def test_dense_decoding_writes_what_the_engine_writes(model, prompts):
@@ -62,167 +51,6 @@ def test_whoever_watches_hears_of_every_token(model, prompts):
 def test_equal_seeds_draw_equal_noise(model, prompts):
     first, again, other = (decode(model, prompts, 30, temperature=1.0, seed=s) for s in (1, 1, 2))
     assert first == again != other
-
-
-def test_a_whole_sequence_is_read_as_it_is_decoded(model, prompts):
-    [ids] = [prompts[1]]
-    cache = Dense(model, 1, len(ids))
-    with torch.inference_mode():
-        cache.begin(torch.arange(len(ids) - 1)[None], len(ids) - 1)
-        model.decoder(torch.tensor(ids[:-1]), cache)
-        cache.begin(torch.tensor([[len(ids) - 1]]), len(ids))
-        model.decoder(torch.tensor(ids[-1:]), cache)
-    rows = weights(model, ids)
-    assert list(rows) == list(range(model.config.num_layers))
-    for layer, p in rows.items():
-        assert_close("rows", p.sum(-1), torch.ones(p.shape[:2]), atol=1e-5, rtol=0.0)
-        assert_close("mass", cache.mass[layer, 0], p[-1], atol=1e-5, rtol=1e-4)
-
-
-def test_eviction_keeps_prompt_recent_tokens_and_the_best(model):
-    cache = Dense(model, 2, 200)
-    prompts, budget = torch.tensor([5, 20]), torch.tensor([8, 150])
-    cache.begin(torch.tensor([[104], [119]]), 120)
-    score = torch.zeros(*cache.kept.shape[:3], 120)
-    score[0, 0, 0, 30] = 1.0
-    score[1, 0, 0, 7] = 2.0
-    score[0, 0, 0, 110] = 9.0  # a slot that is not written yet
-    evict(cache, score, prompts, budget)
-    assert cache.kept[:, 0, :, :5].all()
-    assert cache.kept[..., 120:].all()
-    assert cache.kept[:, 0, :, 105:].all()
-    held = cache.kept[:, 0, :, 5:105]
-    assert held.sum(-1).eq(8).all()
-    assert held[..., -4:].all()  # half of the budget are recent tokens
-    assert cache.kept[0, 0, 0, 30]
-    assert cache.kept[1, 0, 0, 7]
-    assert not cache.kept[1, 0, 0, 30]
-    assert cache.kept[:, 1].all()  # 100 generated tokens fit
-    evict(cache, score + torch.arange(120), prompts, torch.tensor([3, 10]))
-    assert cache.kept[0, 0, 0, 5:105].nonzero().flatten().tolist() == [97, 98, 99]
-    assert cache.kept[0, 1, 0, 20:120].nonzero().flatten().tolist() == list(range(90, 100))
-
-
-@pytest.mark.parametrize("name", pilot.POLICIES)
-def test_every_sketch_runs_and_holds_its_budget(model, prompts, name):
-    caches = []
-    full = decode(model, prompts, 60)
-    sketch = pilot.makers(model, PROMPTS, prompts, full, [name])[name]
-
-    def make(cache, lengths):
-        caches.append(cache)
-        return sketch(cache, lengths)
-
-    budget = torch.tensor([20, 200])
-    out = decode(model, prompts, 60, sketch=make, budget=budget)
-    assert all(len(tokens) <= 60 for tokens in out)
-    [cache] = caches
-    start = len(prompts[0])
-    held = cache.kept[:, 0, :, start : start + 60].sum(-1)
-    if len(out[0]) == 60:
-        assert (held <= 20 + EVERY).all()
-        assert (held >= 20).all()
-    assert cache.kept[:, 1].all()
-    assert out[1] == full[1]  # what evicts nothing changes nothing
-
-
-@pytest.mark.parametrize("family", [facts, ledger, search])
-def test_the_oracle_keeps_what_the_text_may_still_read(family):
-    """On a tiny budget, for two texts at once: after every eviction the newest tokens are held, then the live ones,
-    then those of their statements, then the next newest."""
-    model = load("tiny", device="cpu")
-    rng = random.Random(4)
-    problems = [family.draw_problem(rng, size) for size in (6, 8)]
-    prompts = [model.prompt_ids(p.question) for p in problems]
-    texts = [model.tokenizer.encode(family.draw_trace(p, rng)[0]) for p in problems]
-    steps = min(map(len, texts)) // EVERY * EVERY
-    lengths = torch.tensor([len(p) for p in prompts])
-    cache = Dense(model, 2, int(lengths.max()) + steps)
-    sketch = pilot.Oracle(cache, lengths, *pilot.read_along(model, [p.question for p in problems], prompts))
-    budget = torch.tensor([100, 120])
-    aside = 0  # live tokens that no window would hold
-    there = [set(range(len(prompt), len(prompt) + steps)) for prompt in prompts]  # not evicted yet
-    for step in range(steps):
-        cache.begin((lengths + step)[:, None], int(lengths.max()) + step + 1)
-        sketch.observe(step, torch.tensor([t[step] for t in texts]))
-        if step % EVERY != EVERY - 1:
-            continue
-        evict(cache, sketch.score(step), lengths, budget)
-        for row, (problem, prompt, text) in enumerate(zip(problems, prompts, texts, strict=True)):
-            read = reader(problem.question, [model.tokenizer.decode([t]) for t in prompt])
-            for token in text[: step + 1]:
-                read.add(model.tokenizer.decode([token]))
-            end, start = len(prompt) + step + 1, len(prompt)
-            held = cache.kept[:, row, :, start:end]
-            assert (held == held[0, 0]).all()
-            held = set((held[0, 0].nonzero().flatten() + start).tolist())
-            live = {place for place in read.live() if place >= start}
-            spans = [set(range(s.start, s.end)) for s in read.reading.statements]
-            near = set().union(*(span for span in spans if span & live))
-            recent = end - min(int(budget[row]) // 2, RECENT)
-            candidates = [i for i in range(start, end) if i in there[row]]
-            order = sorted(candidates, key=lambda i: (i >= recent, i in live, i in near, i), reverse=True)
-            assert held == set(order[: int(budget[row])])
-            there[row] -= set(candidates) - held
-            aside += len({i for i in live & held if i < end - int(budget[row])})
-    assert aside > 0
-
-
-def test_the_window_holds_the_newest_tokens(model, prompts):
-    caches = []
-
-    def make(cache, lengths):
-        caches.append(cache)
-        return pilot.Window(cache, lengths)
-
-    decode(model, prompts[:1], 60, sketch=make, budget=torch.tensor([20]))
-    [cache] = caches
-    start, read = len(prompts[0]), len(prompts[0]) + 60 // EVERY * EVERY  # where the last eviction was
-    want = torch.ones(cache.kept.shape[-1], dtype=torch.bool)
-    want[start : read - 20] = False
-    assert (cache.kept == want).all()
-
-
-def test_a_budget_is_a_share_of_the_mean_over_all_problems(checkpoint, tmp_path, monkeypatch):
-    """The full cache generates 10, 21 and 6 tokens; each problem is a batch of its own, and has the same budget."""
-    made = [Problem(str(i), "facts", PROMPTS[i % 2], "7", 5) for i in range(3)]
-    monkeypatch.setattr(runs, "load_problems", lambda split, family: made)
-    lengths, budgets = iter([10, 21, 6]), []
-
-    def fake(engine, prompts, limit, *, budget=None, **_):
-        if budget is not None:
-            budgets.append(budget.tolist())
-        return [[1] * (next(lengths) if budget is None else 5) for _ in prompts]
-
-    for module in (runs, pilot):
-        monkeypatch.setattr(module, "decode", fake)
-    options = ["--model", str(checkpoint), "--device", "cpu", "--output", str(tmp_path / "x.json")]
-    shares = ["--policies", "window,h2o", "--budgets", "0.5,0.001", "--batch-size", "1"]
-    assert __main__.main(["pilot", *options, *shares]) == 0
-    mean = 37 / 3
-    assert budgets == [[6], [1]] * 2 * 3
-    for share in (0.001, 0.25, 0.5, 0.75, 0.875):
-        assert pilot.budget_of(share, mean) == plan.tokens_of(share, 100, mean) - 100
-    assert plan.tokens_of(0.5, 100, mean) == 106
-
-
-def test_the_table_says_of_what_the_budgets_are_shares():
-    result = results.read(results.default_path("pilot-facts"))
-    own = {name: value for name, value in result["settings"].items() if name != "budgets_of"}
-    mean = {"budgets_of": "mean"}
-    for more, of in (({}, "text of the same problem"), (mean, "tokens, on average over the problems")):
-        said = " ".join(TABLES["pilot-facts"].said(result | {"settings": own | more}))
-        assert f"A budget is the prompt and that share of the full cache's {of}." in said
-
-
-def test_hindsight_knows_the_largest_attention_to_come(model, prompts):
-    full = decode(model, prompts, 40)
-    _, future = pilot.foresee(model, prompts, full)
-    start, n = len(prompts[0]), len(prompts[0]) + len(full[0])
-    for layer, p in weights(model, [*prompts[0], *full[0]]).items():
-        for block in range(len(full[0]) // EVERY):
-            want = p[start + block * EVERY :].amax(0)
-            assert_close("future", future[block, layer, 0, :, :n].float(), want, atol=1e-3, rtol=1e-3)
 
 
 def test_steering_sees_the_last_token_and_changes_the_text(model, prompts):
@@ -341,88 +169,35 @@ def test_separability_of_what_is_apart_and_of_what_is_not():
     ]
 
 
-@pytest.mark.parametrize("command", ["premises", "pilot"])
-def test_the_command_line_writes_a_result(checkpoint, tmp_path, monkeypatch, capsys, command):
+def test_the_command_line_writes_a_result(checkpoint, tmp_path, monkeypatch, capsys):
     made = [Problem(str(i), "facts", PROMPTS[i], "7", 5) for i in range(2)]
     monkeypatch.setattr(runs, "load_problems", lambda split, family: {"validation": made}[split])
     output = tmp_path / "x.json"
     options = ["--model", str(checkpoint), "--device", "cpu", "--max-new-tokens", "40", "--output", str(output)]
-    assert __main__.main([command, *options, "--batch-size", "1"]) == 0
+    assert __main__.main(["premises", *options, "--batch-size", "1"]) == 0
     err = capsys.readouterr().err
     assert "minithink.analysis: facts has 2 problems: all are taken\n" in err
     result = json.loads(output.read_text())
     assert result["complete"]
-    assert result["settings"].get("layer") == (0 if command == "premises" else None)
-    assert result["command"].startswith(f"python -m minithink.analysis {command} ")
-    if command == "pilot":
-        assert result["settings"]["budgets_of"] == "mean"
-        assert len(result["measurements"]) == 1 + 2 * len(pilot.POLICIES)
-        assert all(m["problems"] == 2 and m["right"] == 0 for m in result["measurements"])
-    else:
-        assert set(result["measurements"]) == {
-            "full_cache", "sparsity", "separability", "answer_attention", "steering",
-        }  # fmt: skip
-
-
-def test_an_interrupted_pilot_is_completed(checkpoint, tmp_path, monkeypatch, capsys):
-    made = [Problem(str(i), "facts", PROMPTS[i], "7", 5) for i in range(2)]
-    monkeypatch.setattr(runs, "load_problems", lambda split, family: made)
-    output = tmp_path / "x.json"
-    words = [
-        "pilot",
-        "--model",
-        str(checkpoint),
-        "--device",
-        "cpu",
-        "--max-new-tokens",
-        "40",
-        "--output",
-        str(output),
-    ]
-    words += ["--policies", "lrfu,h2o,answer"]
-    assert __main__.main(words) == 0
-    whole = json.loads(output.read_text())
-    parts = {m["policy"]: m for m in whole["measurements"]}
-    assert list(parts) == ["full", "lrfu", "h2o", "answer"]
-    part = whole | {"complete": False, "commit": "of then", "measurements": whole["measurements"][:4]}
-    for m in part["measurements"]:
-        del m["commit"]
-
-    output.write_text(json.dumps(part))
-    capsys.readouterr()
-    assert __main__.main(words) == 0
-    err = capsys.readouterr().err
-    assert f"{output} is completed" in err
-    ran = [line.split(":")[0] for line in err.splitlines() if ": 2 of 2 sequences; 0 of 2 right (0.0%); " in line]
-    assert ran == ["full cache", "h2o 50.0%", "answer 25.0%", "answer 50.0%"]
-    again = json.loads(output.read_text())
-    assert again["complete"]
-    commits = [m.pop("commit") for m in again["measurements"]]
-    assert commits == [whole["commit"], "of then", "of then", "of then", *[whole["commit"]] * 3]
-    for m in whole["measurements"]:
-        m.pop("commit", None)
-    assert again["measurements"] == whole["measurements"]
-
-    other = json.dumps(part | {"settings": part["settings"] | {"seed": 1}})
-    for text in (other, "", "{}", '{"measurements": []}'):  # of another run, and no results
-        output.write_text(text)
-        assert __main__.main(words) == 0
-        assert "is completed" not in capsys.readouterr().err
-    output.write_text(json.dumps(part))
-    assert __main__.main([*words, "--budgets", "0.75"]) == 0
-    assert "is completed" not in capsys.readouterr().err
-    assert {m["budget"] for m in json.loads(output.read_text())["measurements"]} == {1, 0.75}
+    assert result["settings"]["layer"] == 0
+    assert result["command"].startswith("python -m minithink.analysis premises ")
+    assert set(result["measurements"]) == {
+        "full_cache",
+        "sparsity",
+        "separability",
+        "answer_attention",
+        "steering",
+    }
 
 
 @pytest.mark.parametrize(
     ("command", "at", "shown"),
     [
-        ("premises", "full", []), ("segments", "full", []), ("pilot", "full", []),
-        ("pilot", "sketch", ["full cache: 2 of 2 sequences"]), ("premises", "steered", [
-            "full cache: 2 of 2 sequences", "reading the texts again: 2 of 2 sequences",
-        ]),
+        ("premises", "full", []),
+        ("segments", "full", []),
+        ("premises", "steered", ["full cache: 2 of 2 sequences", "reading the texts again: 2 of 2 sequences"]),
     ],
-)  # fmt: skip
+)
 def test_ctrl_c_while_tokens_are_generated(checkpoint, tmp_path, monkeypatch, capsys, command, at, shown):
     """Progress so far, then one sentence, and the exit code of an interrupted program."""
     made = [Problem(str(i), "facts", PROMPTS[i], "7", 5) for i in range(2)]
@@ -431,12 +206,11 @@ def test_ctrl_c_while_tokens_are_generated(checkpoint, tmp_path, monkeypatch, ca
     plain = dense.decode
 
     def interrupted(*args, **options):
-        if at == "full" or options.get("sketch") or options.get("steer"):
+        if at == "full" or options.get("steer"):
             raise KeyboardInterrupt
         return plain(*args, **options)
 
-    for module in (runs, pilot):
-        monkeypatch.setattr(module, "decode", interrupted)
+    monkeypatch.setattr(runs, "decode", interrupted)
     options = ["--model", str(checkpoint), "--device", "cpu", "--output", str(tmp_path / "x.json"), "--limit", "2"]
     assert __main__.main([command, *options, "--max-new-tokens", "20"]) == 130
     *before, empty, last = capsys.readouterr().err.splitlines()
@@ -447,14 +221,6 @@ def test_ctrl_c_while_tokens_are_generated(checkpoint, tmp_path, monkeypatch, ca
 @pytest.mark.parametrize(
     ("command", "words", "code", "said"),
     [
-        ("pilot", ["--policies", "lrfu,h3o"], 2, "there is no sketch 'h3o'; did you mean h2o? There are window"),
-        ("pilot", ["--policies", ""], 2, "there is no sketch ''"),
-        ("pilot", ["--policies", "h2o,lrfu,h2o"], 2, "'h2o,lrfu,h2o' names a sketch twice"),
-        ("pilot", ["--budgets", "0.5,x"], 2, "'0.5,x' are no shares"),
-        ("pilot", ["--budgets", "nan"], 2, "'nan' are no shares"),
-        ("pilot", ["--budgets", "0"], 2, "'0' are no shares"),
-        ("pilot", ["--budgets", "1.1"], 2, "'1.1' are no shares"),
-        ("pilot", ["--budgets", "0.5,0.50"], 2, "names a share twice"),
         ("premises", ["--steered", "0"], 2, "'0' is no whole number of at least 1"),
         ("premises", ["--layer", "2"], 2, "--layer 2 is none of the model's layers: give 0 to 1."),
         ("premises", ["--layer", "-1"], 2, "'-1' is no whole number of at least 0"),
@@ -472,8 +238,7 @@ def test_what_makes_no_sense_is_refused_before_anything_is_generated(
     checkpoint, tmp_path, capsys, monkeypatch, command, words, code, said
 ):
     (tmp_path / "file").write_text("")
-    for module in (runs, pilot):
-        monkeypatch.setattr(module, "decode", lambda *_, **__: pytest.fail("generated"))
+    monkeypatch.setattr(runs, "decode", lambda *_, **__: pytest.fail("generated"))
     words = [word.replace("FOLDER", str(tmp_path)) for word in words]
     options = ["--model", str(checkpoint), "--device", "cpu", "--output", str(tmp_path / "x.json"), *words]
     try:

@@ -48,13 +48,12 @@ GPU = ABOUT | {
         },
     ],
 }  # fmt: skip
-ACCURACY = ABOUT | {
-    "benchmark": "accuracy",
-    "settings": {"split": "test", "temperature": 0.6, "dtype": "bfloat16"},
+APPEND = ABOUT | {
+    "benchmark": "append",
     "measurements": [
         {
-            "bin": "0–600", "problems": 100, "n": 100, "right": 98, "share": 0.98, "interval": [0.93, 0.994],
-            "mean_tokens": 420.4, "cut_off": 0.01,
+            "batch": 64, "length": 1024, "format": "nvfp4", "append_microseconds": 2.25, "buffer_microseconds": 0.0,
+            "attention_microseconds": 53.04, "share": 0.0424,
         },
     ],
 }  # fmt: skip
@@ -76,7 +75,7 @@ DOCUMENT = """# Title
 old
 <!-- end -->
 between
-<!-- table:accuracy -->
+<!-- table:append -->
 <!-- end -->
 
 after
@@ -85,7 +84,7 @@ after
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    for name, result in {"decode-cpu": CPU, "decode-gpu": GPU, "accuracy": ACCURACY}.items():
+    for name, result in {"decode-cpu": CPU, "decode-gpu": GPU, "append": APPEND}.items():
         results.write(tmp_path / results.RESULTS / f"{name}.json", result)
     (tmp_path / "README.md").write_text(DOCUMENT)
     (tmp_path / "docs" / "speed.md").write_text("<!-- table:decode-gpu -->\n<!-- end -->")
@@ -114,13 +113,13 @@ def test_tables_are_filled_in_and_then_up_to_date(root: Path, capsys: pytest.Cap
 `python -m minithink.bench decode`.* [decode-cpu.json](docs/results/decode-cpu.json)
 <!-- end -->
 between
-<!-- table:accuracy -->
-| reference trace | problems | right | 95 % interval | tokens generated | cut off |
-| --- | ---: | ---: | ---: | ---: | ---: |
-| 0–600 tokens | 100 | 98 of 100: **98.0%** | 93.0% to 99.4% | 420 | 1.0% |
+<!-- table:append -->
+| sequences | tokens of each | format | append | buffer's share | attention | of attention's time |
+| --- | ---: | ---: | ---: | ---: | ---: | ---: |
+| 64 | 1,024 | nvfp4 | 2.2 µs | 0.0 µs | 53.0 µs | **4.2%** |
 
-*Some CPU; torch 2.9, test split, temperature 0.6, bfloat16; measured at commit 0123456789 (2031-02-03): \
-`python -m minithink.bench decode`.* [accuracy.json](docs/results/accuracy.json)
+*Some CPU; torch 2.9; measured at commit 0123456789 (2031-02-03): \
+`python -m minithink.bench decode`.* [append.json](docs/results/append.json)
 <!-- end -->
 
 after
@@ -136,7 +135,7 @@ after
 
 def test_a_new_result_makes_a_document_stale(root: Path) -> None:
     assert main(["tables", "--root", str(root)]) == 0
-    results.write(root / results.RESULTS / "accuracy.json", ACCURACY | {"commit": "unknown"})
+    results.write(root / results.RESULTS / "append.json", APPEND | {"commit": "unknown"})
     assert main(["tables", "--check", "--root", str(root)]) == 1
 
 
@@ -144,8 +143,8 @@ def test_a_new_result_makes_a_document_stale(root: Path) -> None:
     ("text", "message"),
     [
         ("<!-- table:speed -->\n<!-- end -->", "x.md:1 wants the table 'speed'"),
-        ("\n<!-- table:accuracy -->\n", "x.md:2 begins a table, and no line"),
-        ("<!-- table:accuracy -->\n<!-- table:accuracy -->\n<!-- end -->", "x.md:1 .* the next begins"),
+        ("\n<!-- table:append -->\n", "x.md:2 begins a table, and no line"),
+        ("<!-- table:append -->\n<!-- table:append -->\n<!-- end -->", "x.md:1 .* the next begins"),
     ],
 )
 def test_wrong_markers_are_named(root: Path, text: str, message: str) -> None:
@@ -154,19 +153,18 @@ def test_wrong_markers_are_named(root: Path, text: str, message: str) -> None:
 
 
 def test_a_missing_result_is_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (root / results.RESULTS / "accuracy.json").unlink()
+    (root / results.RESULTS / "append.json").unlink()
     assert main(["tables", "--root", str(root)]) == 1
-    assert "accuracy.json does not exist" in capsys.readouterr().err
+    assert "append.json does not exist" in capsys.readouterr().err
     assert main(["tables", "--root", str(root / "nowhere")]) == 2
 
 
 def test_every_family_has_its_tables(root: Path) -> None:
     """Under the names by which results are written; a table whose result is missing matters only to a document that
     names it."""
-    others = [family for family in families() if family != "facts"]
-    assert {"accuracy", *(f"accuracy-{family}" for family in others)} <= tables.TABLES.keys()
+    assert {f"importance-{family}" for family in families()} <= tables.TABLES.keys()
     assert main(["tables", "--root", str(root)]) == 0
-    assert not (root / results.RESULTS / "accuracy-search.json").exists()
+    assert not (root / results.RESULTS / "importance-search.json").exists()
 
 
 def test_the_embedded_model_is_held_against_the_bandwidth_of_the_same_run(root: Path) -> None:
