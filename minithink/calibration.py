@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minithink.errors import MinithinkError, quoted, reason
+from minithink.errors import MinithinkError, UsageError, quoted, reason
 from minithink.files import read_bytes
 from minithink.sampling import DRAWS
 from minithink.weights import checkpoint_hash
@@ -106,13 +106,51 @@ def _predictor(path: Path) -> dict[str, Any]:
 
 def identity(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """What of a calibration decides the tokens that are generated under it, as JSON knows it. Foresight decides
-    nothing of its own: its texts follow from the model, the problems and the draws (`foresight.check_draws`)."""
+    nothing of its own: its texts follow from the model, the problems and the draws (`check_draws`)."""
     if name == FORESIGHT:
         return {}
     if name == STEERING:
         content = b"".join(values[x].float().contiguous().numpy().tobytes() for x in VECTORS)
         return {"layer": values["layer"], "vectors": hashlib.sha256(content).hexdigest()[:16]}
     return {x: values[x] for x in (("layers", "thresholds") if name.startswith("thoughts") else ("hash",))}
+
+
+def check_draws(
+    policy: str,
+    recorded: Mapping[str, Any],
+    drawing: Mapping[str, Any],
+    prompts: Sequence[Sequence[int]],
+) -> None:
+    """Refuse recorded texts that were drawn otherwise than those of a run.
+
+    Args:
+        policy: the name of the policy that reads them.
+        recorded: the values of FORESIGHT.
+        drawing: options of `Engine.stream`: those that decide draws, and num_samples.
+        prompts: ids of all prompts of the run.
+
+    Raises:
+        UsageError: other options decided the draws, or another number of a sequence.
+    """
+    then = recorded["settings"]
+    if then["temperature"] == drawing["temperature"] == 0:
+        return
+    others = [name for name in DRAWS if then[name] != drawing[name]]
+    if others:
+        was = ", ".join(f"{name}={then[name]}" for name in others)
+        now = ", ".join(f"{name}={drawing[name]}" for name in others)
+        raise UsageError(
+            f"{policy}: the texts of {FORESIGHT} were drawn with {was}, and this run draws with {now}: give the same "
+            "options, or record with those of this run."
+        )
+    samples = drawing["num_samples"]
+    for number in range(len(prompts) * samples):
+        own = recorded["number"](prompts[number // samples])
+        if own is not None and own != number:
+            raise UsageError(
+                f"{policy}: sequence {number} of this run was recorded in {FORESIGHT} as sequence {own}, which has "
+                "other draws: give the recorded problems in their order, with one sample each."
+            )
 
 
 def caution(name: str, values: dict[str, Any]) -> str:

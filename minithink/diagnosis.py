@@ -8,39 +8,36 @@ weights, then layer by layer, while the same tokens are read once more with the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from minithink.kv.full import FullCache
+from minithink.loaded import Loaded
 from minithink.weights import tensors_of
-
-if TYPE_CHECKING:
-    from minithink.engine import Engine
 
 CHUNK = 2048  # tokens of a forward pass
 ROWS = 1024  # rows of a weight that are looked at together
 
 
-def sentence(engine: Engine, prompt: Sequence[int], tokens: Sequence[int], policy: str = "") -> str:
+def sentence(loaded: Loaded, prompt: Sequence[int], tokens: Sequence[int], policy: str = "") -> str:
     """What made the logits of a sequence NaN or infinite, and what to do.
 
     Args:
         prompt, tokens: the prompt of the sequence, and the tokens that were generated after it.
         policy: the name of the policy under which it ran; "": there was none.
     """
-    dtype = str(engine.dtype).removeprefix("torch.")
+    dtype = str(loaded.dtype).removeprefix("torch.")
     where = f"after {len(prompt):,} prompt tokens and {len(tokens):,} generated ones"
-    return f"The logits are not finite {where}: {_cause(engine, [*prompt, *tokens], policy, dtype)}."
+    return f"The logits are not finite {where}: {_cause(loaded, [*prompt, *tokens], policy, dtype)}."
 
 
-def _cause(engine: Engine, ids: list[int], policy: str, dtype: str) -> str:
-    broken = broken_weight(engine)
+def _cause(loaded: Loaded, ids: list[int], policy: str, dtype: str) -> str:
+    broken = broken_weight(loaded)
     if broken is not None:
         name, count = broken
         return f"the weight {name} holds {count:,} numbers that are NaN or infinite, so its file is damaged"
-    found = first_layer(engine, ids)
+    found = first_layer(loaded, ids)
     if found is not None:
         another = "--dtype float32 or bfloat16" if dtype == "float16" else "another --dtype or another checkpoint"
         return f"all weights are finite, and {found} is the first whose output is not, in {dtype}; try {another}"
@@ -50,9 +47,9 @@ def _cause(engine: Engine, ids: list[int], policy: str, dtype: str) -> str:
 
 
 @torch.inference_mode()
-def broken_weight(engine: Engine) -> tuple[str, int] | None:
+def broken_weight(loaded: Loaded) -> tuple[str, int] | None:
     """The first weight that holds NaN or ∞, by its name in the checkpoint, and how many; None: all are finite."""
-    for name, weight in tensors_of(engine.decoder).items():
+    for name, weight in tensors_of(loaded.decoder).items():
         count = sum(int((~rows.isfinite()).sum()) for rows in weight.split(ROWS))
         if count:
             return name, count
@@ -60,15 +57,15 @@ def broken_weight(engine: Engine) -> tuple[str, int] | None:
 
 
 @torch.inference_mode()
-def first_layer(engine: Engine, ids: Sequence[int]) -> str | None:
+def first_layer(loaded: Loaded, ids: Sequence[int]) -> str | None:
     """The first part of the model whose output is not finite when these tokens are read; None: all are finite."""
-    decoder = engine.decoder
-    cache = _Watched(engine.config, engine.rope, device=engine.device, dtype=engine.dtype, backend=decoder.backend)
+    decoder = loaded.decoder
+    cache = _Watched(loaded.config, loaded.rope, device=loaded.device, dtype=loaded.dtype, backend=decoder.backend)
     cache.join(0, len(ids))
     for start in range(0, len(ids), CHUNK):
         part = list(ids[start : start + CHUNK])
         cache.begin_step([0], [len(part)], part)
-        hidden = decoder(torch.tensor(part, device=engine.device), cache)
+        hidden = decoder(torch.tensor(part, device=loaded.device), cache)
         cache.end_step()
         if cache.found is None and not bool(decoder.logits(hidden[-1:]).isfinite().all()):
             cache.found = "the product with the vocabulary"

@@ -10,11 +10,11 @@ from __future__ import annotations
 import bisect
 import copy
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -24,19 +24,20 @@ from minithink.backend import choose, device_of
 from minithink.chat import start_child
 from minithink.config import ModelConfig
 from minithink.errors import MinithinkError, UsageError, alternatives, quoted
-from minithink.foresight import check_draws, followers, later
+from minithink.foresight import followers, later
 from minithink.generation import DRAWING, GenerationConfig
-from minithink.grouping import group_by_length, padded_budgets
 from minithink.kv.contract import Policy, Shape
 from minithink.kv.manager import bytes_for
 from minithink.kv.rows import Recorder
 from minithink.kv.sizes import check_budget
 from minithink.kv.stack import members
-from minithink.model import Decoder, Rope
+from minithink.loaded import Home, Loaded
+from minithink.model import Decoder
 from minithink.policies import POLICIES, check_numbers, parse
 from minithink.policies.full import Full
 from minithink.sampling import SamplingParams, is_whole
-from minithink.stream import Chunk, Result, Stream, Track, prompts_at_once
+from minithink.sequence import Chunk, Result, Track
+from minithink.stream import Stream, prompts_at_once
 from minithink.thoughts import ending
 from minithink.tokenizer import Tokenizer
 from minithink.weights import load_decoder, resolve
@@ -108,15 +109,6 @@ def load(
         raise MinithinkError(f"Out of memory while {folder} was loaded to {where}: use {fix}.") from error
 
 
-@dataclass(frozen=True)
-class Home:
-    """The folders of a model's files."""
-
-    folder: Path  # of its weights
-    calibration: Path  # of the files of `minithink.calibrate`
-    spoken: str = ""  # the model's name on the command line; "": it is the embedded one
-
-
 class Engine:
     """A decoder with its tokenizer and defaults."""
 
@@ -124,16 +116,16 @@ class Engine:
         self, decoder: Decoder, tokenizer: Tokenizer, generation_config: GenerationConfig, home: Home | None = None
     ) -> None:
         """home: None: the model has no files, and no policy can read a calibration."""
-        self.home = home
+        self.loaded = Loaded(decoder, tokenizer, generation_config.stop_ids, home)
+        self.generation_config = generation_config
+        self.config = self.loaded.config
+        self.decoder = self.loaded.decoder
+        self.tokenizer = self.loaded.tokenizer
+        self.device = self.loaded.device
+        self.dtype = self.loaded.dtype
+        self.rope = self.loaded.rope
         # warnings about the model's files, and about the calibrations that policies have read
         self.cautions = set(decoder.config.cautions)
-        self.config, self.decoder, self.tokenizer = decoder.config, decoder, tokenizer
-        self.generation_config = generation_config
-        self.device, self.dtype = decoder.embed.device, decoder.embed.dtype
-        self.rope = Rope(decoder.config, self.device)
-        # Whether decoding steps are CUDA graphs; their caches have fixed widths.
-        self.captures = decoder.backend.capturable and self.device.type == "cuda"
-        self.columns: Literal["fit"] | None = "fit" if self.captures else None
 
     def _bytes_for(self, policy: Policy | None, rows: int, sizes: Sequence[int], prompt: int) -> int:
         """Bytes of a cache. rows: of the batch; sizes: tokens of the sequences that run at once, the longest first;
@@ -142,7 +134,7 @@ class Engine:
             return sum(sizes[:rows]) * self.config.kv_bytes_per_token(self.dtype.itemsize)
         return bytes_for(
             self.config, policy, self.dtype, rows=rows, tokens=sizes[0], prompt=prompt,
-            prompts=prompts_at_once(rows), columns=self.columns,
+            prompts=prompts_at_once(rows), columns=self.loaded.columns,
         )  # fmt: skip
 
     def generate(
@@ -187,8 +179,6 @@ class Engine:
         stop_loops: bool = False,
         fixed: bool = False,
         recorder: Recorder | None = None,
-        group: bool = False,
-        padded_budget: int | None = None,
     ) -> Stream:
         """Generate token by token: iterate over the Stream, then read its `results`. Options that are None are taken
         from `generation_config`.
@@ -215,18 +205,13 @@ class Engine:
                 of a sequence's logits depends on the sequences beside it.
             recorder: is called with what happens in the cache. The cache is then in pages, even without a policy. Not
                 possible with `fixed` if each sequence has a cache of its own (see kv/apart.py).
-            group: read short prompts first; results stay in the order of the prompts.
-            padded_budget: for comparison: charge each sequence's budget the padding that an engine would keep which
-                pads the prompts of batches of so many sequences (`grouping.py`); with `group` these are batches of
-                similar length. A sequence keeps at least what its policy needs. None: nothing is charged, because
-                nothing is padded here.
 
         Raises:
             UsageError: an argument makes no sense, or a prompt is empty or too long.
             MinithinkError: the keys and values would not fit into the memory.
         """
         chosen = self._policy(policy, budget, schedule)
-        if chosen is None and (self.captures or recorder is not None):
+        if chosen is None and (self.loaded.captures or recorder is not None):
             chosen = Full()  # the full cache in pages: kernels and recorders need pages
         defaults = self.generation_config
         drawing: dict[str, Any] = dict(zip(DRAWING, (temperature, top_k, top_p, min_p), strict=True))
@@ -235,7 +220,6 @@ class Engine:
         wanted = defaults.max_new_tokens if max_new_tokens is None else max_new_tokens
         for name, value in (
             ("max_new_tokens", wanted), ("num_samples", num_samples), ("batch_size", batch_size),
-            ("padded_budget", padded_budget),
         ):  # fmt: skip
             if value is not None and (not is_whole(value) or value < 1):
                 raise UsageError(f"{name} is {quoted(value)}; it must be a whole number and at least 1.")
@@ -252,17 +236,12 @@ class Engine:
         if chosen is not None:
             for prompt in ids:
                 check_budget(chosen, len(prompt))
-            check_draws(self, chosen, {**drawing, "seed": seed, "num_samples": num_samples}, ids)
+            self.check_draws(chosen, {**drawing, "seed": seed, "num_samples": num_samples}, ids)
         if wanted is None:
             self._cap(sequences, batch_size, chosen)
-        if padded_budget is not None:
-            charge(sequences, chosen, padded_budget, group)
         rows = self._fit(sequences, batch_size, chosen, fixed)
-        if group:
-            batches, _ = group_by_length([len(s.prompt) for s in sequences], rows)
-            sequences = [sequences[i] for batch in batches for i in batch]
         stream = Stream(
-            self,
+            self.loaded,
             sequences,
             params,
             batch_size=rows,
@@ -313,13 +292,20 @@ class Engine:
             member.reads(kind)
             if type(member).vocabulary is not Policy.vocabulary:
                 member.vocabulary(self._vocabulary)
-            member.foresees(followers(self), lambda *given: later(self, *given))
+            member.foresees(followers(self.loaded), lambda *given: later(self.loaded, *given))
             cautions = [member.caution(shape)]
             if name := member.calibration:
                 member.calibrated(values := self.calibration(name))
                 cautions.append(files.caution(name, values))
             self.cautions |= {caution for caution in cautions if caution}
         return policy
+
+    def check_draws(self, policy: Policy, drawing: Mapping[str, Any], prompts: Sequence[Sequence[int]]) -> None:
+        """Refuse a run under a policy that reads recorded texts (`calibration.check_draws`), if these were drawn
+        otherwise. Nothing is checked for other policies."""
+        for member in members(policy):
+            if member.calibration == files.FORESIGHT:
+                files.check_draws(member.name, self.calibration(files.FORESIGHT), drawing, prompts)
 
     @cached_property
     def _vocabulary(self) -> tuple[bytes, ...]:
@@ -331,14 +317,8 @@ class Engine:
         bytes_for(self.config, policy, self.dtype, rows=1, tokens=self.config.max_position, prompt=1)
 
     def calibration(self, name: str) -> dict[str, Any]:
-        """The values in this model's calibration file of that name.
-
-        Raises:
-            MinithinkError: the file is missing, is about another model, or cannot be read.
-        """
-        if self.home is None:
-            raise MinithinkError(f"There is no {name} for this model, which has no folder: load it from one.")
-        return files.read(self.home.calibration, name, self.home.folder, self.home.spoken)
+        """As `Loaded.calibration`."""
+        return self.loaded.calibration(name)
 
     def prompt_ids(self, prompt: Prompt, *, chat: bool | None = None, system: str | None = None) -> list[int]:
         """The token ids of a prompt as the model will read it; a prompt of ids stays as it is.
@@ -451,20 +431,6 @@ def check_count(prompts: int, samples: int) -> None:
             f"{samples:,} samples of {prompts:,} {'prompt' if prompts == 1 else 'prompts'} are more sequences than "
             f"the {MAX_SEQUENCES:,} of one run: ask for {max(1, MAX_SEQUENCES // prompts):,} samples."
         )
-
-
-def charge(sequences: Sequence[Track], policy: Policy | None, batch_size: int, group: bool) -> None:
-    """Take padding off the budgets; as much is left as the policy needs at least. UsageError: there is no budget."""
-    if policy is None:
-        raise UsageError("padded_budget charges a policy's budget, and there is no policy: name one with a budget.")
-    if policy.budget is None:
-        raise UsageError(f"padded_budget charges a budget, and the policy {policy.name} has none: leave it out.")
-    own = [policy.budget if s.budget is None else s.budget for s in sequences]
-    left = padded_budgets([len(s.prompt) for s in sequences], own, batch_size, group)
-    for s, whole, budget in zip(sequences, own, left, strict=True):
-        stays = len(s.prompt) if policy.cap is None else min(len(s.prompt), policy.cap)
-        least = (stays if policy.protect_prompt else 0) + policy.beside
-        s.budget = min(whole, max(budget, least))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -8,70 +8,31 @@ Attention is the mean over layers and heads.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from minithink.calibration import FORESIGHT
 from minithink.errors import UsageError
-from minithink.kv.contract import Live, Policy
-from minithink.kv.stack import members
+from minithink.kv.contract import Live
+from minithink.loaded import Loaded
 from minithink.reading import QUERIES, read
-from minithink.sampling import DRAWS
 from minithink.tasks import question_in
 from minithink.tasks.needs import reader
 from minithink.thinking import CLOSE, OPEN
 
-if TYPE_CHECKING:
-    from minithink.engine import Engine
 
-
-def check_draws(
-    engine: Engine, policy: Policy, drawing: Mapping[str, Any], prompts: Sequence[Sequence[int]]
-) -> None:  # fmt: skip
-    """Refuse a recording whose texts were drawn otherwise than those of a run.
-
-    Args:
-        policy: nothing is checked if it reads no recording.
-        drawing: options of `Engine.stream`: those that decide draws, and num_samples.
-        prompts: ids of all prompts of the run.
-
-    Raises:
-        UsageError: other options decided the draws, or another number of a sequence.
-    """
-    name = next((m.name for m in members(policy) if m.calibration == FORESIGHT), None)
-    if name is None:
-        return
-    recorded = engine.calibration(FORESIGHT)
-    then, samples = recorded["settings"], drawing["num_samples"]
-    if then["temperature"] == drawing["temperature"] == 0:
-        return
-    if other := [x for x in DRAWS if then[x] != drawing[x]]:
-        was, now = (", ".join(f"{x}={of[x]}" for x in other) for of in (then, drawing))
-        raise UsageError(
-            f"{name}: the texts of {FORESIGHT} were drawn with {was}, and this run draws with {now}: give the same "
-            "options, or record with those of this run."
-        )
-    for number in range(len(prompts) * samples):
-        if (own := recorded["number"](prompts[number // samples])) not in (None, number):
-            raise UsageError(
-                f"{name}: sequence {number} of this run was recorded in {FORESIGHT} as sequence {own}, which has "
-                "other draws: give the recorded problems in their order, with one sample each."
-            )
-
-
-def thinking_of(engine: Engine, tokens: Sequence[int]) -> range:
+def thinking_of(loaded: Loaded, tokens: Sequence[int]) -> range:
     """The thinking tokens of a generated text, those between the tags: a range of its tokens. If `</think>` never
     comes, all tokens think."""
-    opening, closing = engine.tokenizer.id_of(OPEN), engine.tokenizer.id_of(CLOSE)
+    opening, closing = loaded.tokenizer.id_of(OPEN), loaded.tokenizer.id_of(CLOSE)
     end = next((i for i, token in enumerate(tokens) if token == closing), len(tokens))
     return range(min(end, int(bool(tokens) and tokens[0] == opening)), end)
 
 
 def attention(
-    engine: Engine, ids: Sequence[int], queries: Tensor, see: Callable[[Tensor, Tensor], None],
+    loaded: Loaded, ids: Sequence[int], queries: Tensor, see: Callable[[Tensor, Tensor], None],
     tap: Callable[[int, Tensor], None] | None = None,
 ) -> None:  # fmt: skip
     """Read a text, and call see(position, p) with some queries at a time.
@@ -83,7 +44,7 @@ def attention(
             so far, the mean over layers and heads.
         tap: as of `reading.read`.
     """
-    layers, sums, at = engine.config.num_layers, dict[int, Tensor](), 0
+    layers, sums, at = loaded.config.num_layers, dict[int, Tensor](), 0
 
     def one(layer: int, logits: Tensor, seen: Tensor) -> None:
         nonlocal at
@@ -93,17 +54,17 @@ def attention(
             see(queries[at : at + len(p)], sums.pop(0) / layers)
             at += len(p)
 
-    read(engine, ids, one, queries=queries, at_once=QUERIES, tap=tap)
+    read(loaded, ids, one, queries=queries, at_once=QUERIES, tap=tap)
 
 
-def answer_rows(engine: Engine, prompt: int, tokens: Sequence[int]) -> range:
+def answer_rows(loaded: Loaded, prompt: int, tokens: Sequence[int]) -> range:
     """Positions of the answer: behind `</think>`, without a token that ends the text. prompt: tokens before it."""
-    stop = len(tokens) - int(bool(tokens) and tokens[-1] in engine.generation_config.stop_ids)
-    return range(prompt + thinking_of(engine, tokens).stop + 1, prompt + stop)
+    stop = len(tokens) - int(bool(tokens) and tokens[-1] in loaded.stop_ids)
+    return range(prompt + thinking_of(loaded, tokens).stop + 1, prompt + stop)
 
 
 def later(
-    engine: Engine, prompt: Sequence[int], tokens: Sequence[int], part: Literal["answer", "rest"], every: int
+    loaded: Loaded, prompt: Sequence[int], tokens: Sequence[int], part: Literal["answer", "rest"], every: int
 ) -> Tensor:
     """The attention that the tokens of a text get later on.
 
@@ -116,16 +77,16 @@ def later(
         float32 [blocks, T]: row i counts queries from generated token i · every on; "answer": one row for all.
     """
     ids, m = [*prompt, *tokens], len(prompt)
-    answer = answer_rows(engine, m, tokens)
+    answer = answer_rows(loaded, m, tokens)
     rows = answer if part == "answer" else range(m, answer.stop)
     blocks = 1 if part == "answer" else -(-max(1, len(tokens)) // every)
-    out = torch.zeros(blocks, len(ids), device=engine.device)
+    out = torch.zeros(blocks, len(ids), device=loaded.device)
 
     def see(position: Tensor, p: Tensor) -> None:
         block = torch.zeros_like(position) if part == "answer" else (position - m) // every
         out[:, : p.shape[1]].index_add_(0, block, _of_others(position, p))
 
-    attention(engine, ids, torch.tensor(list(rows), dtype=torch.int64, device=engine.device), see)
+    attention(loaded, ids, torch.tensor(list(rows), dtype=torch.int64, device=loaded.device), see)
     return out.flip(0).cumsum(0).flip(0)
 
 
@@ -134,7 +95,7 @@ def _of_others(position: Tensor, p: Tensor) -> Tensor:
     return p.scatter(1, position[:, None], 0.0)
 
 
-def importance(engine: Engine, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
+def importance(loaded: Loaded, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
     """What DynTS's predictor is trained on: a text's thinking tokens, each with its scores.
 
         answer      Σ over the answer's tokens of their attention (eq. 6)
@@ -148,10 +109,10 @@ def importance(engine: Engine, prompt: Sequence[int], tokens: Sequence[int]) -> 
         hidden: float32 [L, d], last hidden states after the final norm.
         targets: name → float32 [L]. All 0, if the sum is 0.
     """
-    ids, m, think = [*prompt, *tokens], len(prompt), thinking_of(engine, tokens)
+    ids, m, think = [*prompt, *tokens], len(prompt), thinking_of(loaded, tokens)
     own = slice(m + think.start, m + think.stop)
-    answer = answer_rows(engine, m, tokens)
-    hidden, sums = list[Tensor](), torch.zeros(2, len(ids), device=engine.device)
+    answer = answer_rows(loaded, m, tokens)
+    hidden, sums = list[Tensor](), torch.zeros(2, len(ids), device=loaded.device)
 
     def see(position: Tensor, p: Tensor) -> None:
         n = p.shape[1]
@@ -162,17 +123,17 @@ def importance(engine: Engine, prompt: Sequence[int], tokens: Sequence[int]) -> 
         if layer == -1:
             hidden.append(x.float())
 
-    attention(engine, ids, torch.arange(m, answer.stop, device=engine.device), see, tap)
+    attention(loaded, ids, torch.arange(m, answer.stop, device=loaded.device), see, tap)
     found = {"answer": sums[0, own], "hindsight": sums[1, own]}
-    if (counts := _needs(engine, prompt, tokens)) is not None:
-        found["needs"] = counts[own].to(engine.device)
+    if (counts := _needs(loaded, prompt, tokens)) is not None:
+        found["needs"] = counts[own].to(loaded.device)
     targets = {name: x / x.mean() if float(x.sum()) > 0 else torch.zeros_like(x) for name, x in found.items()}
     return torch.cat(hidden)[own], targets
 
 
-def _needs(engine: Engine, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor | None:
+def _needs(loaded: Loaded, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor | None:
     """How often each token of a text is needed: float32 [T]; None: the text is of no task family."""
-    pieces = engine.tokenizer.pieces([*prompt, *tokens])
+    pieces = loaded.tokenizer.pieces([*prompt, *tokens])
     if (question := question_in("".join(pieces[: len(prompt)]))) is None:
         return None
     text = reader(question, pieces[: len(prompt)])
@@ -204,7 +165,7 @@ class _Follower:
         return found, beside
 
 
-def followers(engine: Engine) -> Callable[[Sequence[int]], Live]:
+def followers(loaded: Loaded) -> Callable[[Sequence[int]], Live]:
     """The function that begins to follow a text: the ids of its prompt → `contract.Live`.
 
     It raises UsageError if the prompt holds no question of the task families.
@@ -213,7 +174,7 @@ def followers(engine: Engine) -> Callable[[Sequence[int]], Live]:
 
     def begin(prompt: Sequence[int]) -> Live:
         if not texts:
-            texts.extend(engine.tokenizer.pieces(range(engine.config.vocab_size)))
+            texts.extend(loaded.tokenizer.pieces(range(loaded.config.vocab_size)))
         question = question_in("".join(texts[i] for i in prompt))
         if question is None:
             raise UsageError(

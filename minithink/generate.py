@@ -32,7 +32,8 @@ from minithink.terminal import Screen, counter, until_interrupted
 
 if TYPE_CHECKING:  # torch is imported late, so that --help and --version are quick
     from minithink.engine import Engine
-    from minithink.stream import Chunk, Result, Stream
+    from minithink.sequence import Chunk, Result
+    from minithink.stream import Stream
     from minithink.trace.recorder import Recorder
 
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -184,7 +185,7 @@ def _hint_at_threads(stream: Stream, interrupted: float) -> None:
     """Say that one thread may be faster, if other programs kept the cores busy. interrupted: how often a second."""
     import torch
 
-    alone = len(stream.sequences) == 1 and stream.engine.device.type == "cpu"
+    alone = len(stream.sequences) == 1 and stream.loaded.device.type == "cpu"
     if alone and interrupted >= MANY and torch.get_num_threads() > 1:
         _say("other programs kept the cores busy; --threads 1 may be faster.")
 

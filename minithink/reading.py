@@ -8,27 +8,25 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from minithink.loaded import Loaded
 from minithink.ref.decode_attention import group_reduce
-
-if TYPE_CHECKING:
-    from minithink.engine import Engine
 
 QUERIES = 128  # that `sparsity` reads at once: bounds the memory of their logits
 
 
 @torch.inference_mode()
 def read(
-    engine: Engine, ids: Sequence[int], see: Callable[[int, Tensor, Tensor], None], *,
+    loaded: Loaded, ids: Sequence[int], see: Callable[[int, Tensor, Tensor], None], *,
     queries: Tensor | None = None, at_once: int | None = None, tap: Callable[[int, Tensor], None] | None = None,
 ) -> None:  # fmt: skip
     """Read a text.
 
     Args:
+        loaded: the model, `Engine.loaded`.
         ids: the tokens of the text.
         see: called with (layer, logits, seen). logits: q·kᵀ/√D of n queries and the S tokens that are read so far,
             float32 [n, Hkv, g, S]; seen: which of these tokens a query sees, bool [n, 1, S].
@@ -36,25 +34,25 @@ def read(
         at_once: tokens of a forward pass; None: all.
         tap: called with (layer, hidden states [tokens, d]) behind every layer; −1: behind the final norm.
     """
-    text = _Text(engine, len(ids), see, queries, tap)
+    text = _Text(loaded, len(ids), see, queries, tap)
     step = at_once or len(ids)
     for start in range(0, len(ids), step):
         part = list(ids[start : start + step])
         text.begin(start, start + len(part))
-        engine.decoder(torch.tensor(part, device=engine.device), text)
+        loaded.decoder(torch.tensor(part, device=loaded.device), text)
 
 
 @torch.inference_mode()
-def sparsity(engine: Engine, ids: Sequence[int], first: int) -> Tensor:
+def sparsity(loaded: Loaded, ids: Sequence[int], first: int) -> Tensor:
     """The sparsity of every query from position `first` on, in every layer: float32 [len(ids) − first, L]. It is what
     a policy measures (`ref/sparsity.py` over `group_reduce`)."""
     found = defaultdict[int, list[Tensor]](list)
 
     def see(layer: int, logits: Tensor, seen: Tensor) -> None:
         p = group_reduce(logits, seen, "max_logit")
-        found[layer].append(engine.decoder.backend.sparsity(p, seen).cpu())
+        found[layer].append(loaded.decoder.backend.sparsity(p, seen).cpu())
 
-    read(engine, ids, see, queries=torch.arange(first, len(ids), device=engine.device), at_once=QUERIES)
+    read(loaded, ids, see, queries=torch.arange(first, len(ids), device=loaded.device), at_once=QUERIES)
     return torch.stack([torch.cat(of_layer) for of_layer in found.values()], 1)
 
 
@@ -62,25 +60,25 @@ class _Text:
     """The keys and values of one text: an `Attention` for the decoder."""
 
     def __init__(
-        self, engine: Engine, length: int, see: Callable[[int, Tensor, Tensor], None], queries: Tensor | None,
+        self, loaded: Loaded, length: int, see: Callable[[int, Tensor, Tensor], None], queries: Tensor | None,
         tap: Callable[[int, Tensor], None] | None,
     ) -> None:  # fmt: skip
-        c, self.engine, self.see, self.told = engine.config, engine, see, tap
-        self.position = torch.arange(length, device=engine.device)
+        c, self.loaded, self.see, self.told = loaded.config, loaded, see, tap
+        self.position = torch.arange(length, device=loaded.device)
         self.queries = self.position if queries is None else queries
         shape = (c.num_layers, 2, c.num_kv_heads, length, c.head_dim)
-        self.kv = torch.empty(shape, dtype=engine.dtype, device=engine.device)
+        self.kv = torch.empty(shape, dtype=loaded.dtype, device=loaded.device)
 
     def begin(self, start: int, end: int) -> None:
         """Announce the tokens at these positions."""
         self.start, self.end = start, end
-        self.cos, self.sin = self.engine.rope.at(self.position[start:end])
+        self.cos, self.sin = self.loaded.rope.at(self.position[start:end])
         self.own = self.queries[(self.queries >= start) & (self.queries < end)]
         self.seen = (self.position[:end] <= self.own[:, None])[:, None]  # [n, 1, end]
 
     def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
         """qk: [n, Hq + Hkv, D], unrotated, v: [n, Hkv, D] → [n, Hq, D]."""
-        c, ops = self.engine.config, self.engine.decoder.backend
+        c, ops = self.loaded.config, self.loaded.decoder.backend
         q, k = ops.rope(qk, self.cos, self.sin).split_with_sizes((c.num_heads, c.num_kv_heads), dim=1)
         for held, new in zip(self.kv[layer], (k, v), strict=True):
             held[:, self.start : self.end] = new.transpose(0, 1)

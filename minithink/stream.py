@@ -12,9 +12,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,18 +23,16 @@ from minithink.errors import NON_FINITE, MinithinkError
 from minithink.kv.apart import Apart
 from minithink.kv.contract import Policy
 from minithink.kv.full import FullCache
-from minithink.kv.ledger import Ledger, Told
 from minithink.kv.manager import KVManager
 from minithink.kv.rows import Recorder
+from minithink.loaded import Loaded
 from minithink.loop import SIZES, DecodeLoop
 from minithink.looped import looped
 from minithink.memory import is_out_of_memory
 from minithink.policy_errors import explained
 from minithink.sampling import NO_TOKEN, Sampler, SamplingParams
+from minithink.sequence import Chunk, Result, Track
 from minithink.thinking import CLOSE, OPEN, Stage, count_thinking, split_thinking
-
-if TYPE_CHECKING:
-    from minithink.engine import Engine
 
 LOOP_EVERY = 32  # tokens after which a sequence is looked at for a loop, if loops end it
 PREFILL_CHUNK = 2048  # prompt tokens per forward pass: bounds the memory of activations
@@ -50,81 +47,6 @@ def prompts_at_once(rows: int) -> int:
 def _tokens(sequences: Sequence[Track]) -> int:
     """Tokens of all prompts together."""
     return sum(len(s.prompt) for s in sequences)
-
-
-class Chunk(NamedTuple):
-    """One generated token. The texts of a sequence's chunks, joined, are its `Result.text`."""
-
-    text: str  # "" inside a character, and for the token that stops
-    stage: str  # "think" (its tags included) or "answer"
-    token_id: int  # −1: the logits were not finite, and this is the rest of the text
-    prompt: int  # index of the prompt
-    sample: int  # index of the sample of this prompt
-    thought: str = ""  # the type of its segment, if the policy knows types
-
-
-@dataclass(frozen=True)
-class Result:
-    """One sequence, finished or interrupted."""
-
-    text: str  # all that was generated, without the token or the text that stopped it
-    thinking: str  # the thinking part, without its tags and the white space around it
-    answer: str  # the rest of `text`; all of it if the model does not think
-    token_ids: list[int]  # generated tokens only, with the token that stopped
-    # stop | length (max_new_tokens) | context (it is full) | non-finite (the logits held NaN or ∞: `Stream.diagnose`)
-    # | loop (see `Stream.stop_loops`) | interrupted
-    finish_reason: str
-    prompt_tokens: int
-    generated_tokens: int
-    thinking_tokens: int
-    kv_bytes: int  # held in the cache at the end: keys, values, scales, tables, buffers, the policy's state
-    kv_tokens: int  # tokens that a lane (a KV head of a layer) held at the end
-    kv_full_bytes: int  # what a full cache would have held
-    kv_ledger: dict[str, int]  # kv_bytes by kind, see kv/ledger.py
-    prefill_seconds: float
-    decode_seconds: float  # from the first to the last token; other sequences ran in the same steps
-    prompt: int = 0  # index of the prompt
-    sample: int = 0
-    kv_bits: float | None = None  # bits of a number in the cache's pages, with its share of the scales
-    kv_thoughts: dict[str, int] = field(default_factory=dict)  # segments by type, if the policy knows types
-    kv_notes: str = ""  # a sentence of the policy about what it did
-    kv_evicted: int = 0  # tokens that lanes have evicted, all lanes together
-    kv_free_bytes: int = 0  # free slots in the sequence's pages, which come on top of kv_bytes
-
-    @property
-    def prefill_tokens_per_second(self) -> float:
-        """Prompt tokens read a second."""
-        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
-
-    @property
-    def decode_tokens_per_second(self) -> float:
-        """Tokens generated a second, by this sequence alone, after its first."""
-        return (self.generated_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
-
-
-@dataclass
-class Track:
-    """One sequence of a stream, and its state."""
-
-    number: int  # of the sequence: its draws and its place in the cache depend on it
-    prompt_index: int
-    sample: int
-    prompt: list[int]
-    limit: int  # tokens that are generated at most
-    limit_reason: str  # the finish_reason of a sequence that reaches the limit
-    budget: int | None = None  # tokens that the policy may keep of this sequence; None: the policy's own number
-    tokens: list[int] = field(default_factory=list)  # generated
-    finish_reason: str = ""  # "" while it runs
-    kv: Ledger = field(default_factory=Ledger)
-    kv_tokens: int = 0
-    told: Told = field(default_factory=Told)
-    counts: dict[str, int] = field(default_factory=dict)  # see Policy.counts
-    thought: str = ""  # the type of the running segment, if texts are made
-    piece: str = ""  # the text of the last token, if texts are made
-    tail: str = ""  # the latest text, as long as the longest text that stops
-    began: float = 0.0  # seconds by `time.perf_counter`: the prompt began to be read
-    first: float = 0.0  # likewise: the first token was there
-    last: float = 0.0  # likewise: the newest token was there
 
 
 def _chunk(s: Track, stage: str, token: int) -> Chunk:
@@ -145,7 +67,7 @@ class Stream:
 
     def __init__(
         self,
-        engine: Engine,
+        loaded: Loaded,
         sequences: list[Track],
         params: SamplingParams,
         batch_size: int,
@@ -155,10 +77,10 @@ class Stream:
         recorder: Recorder | None = None,
     ) -> None:
         """fixed: every step has `batch_size` rows, unused ones as padding (see Engine.stream)."""
-        self.engine, self.sequences, self.batch_size, self.fixed = engine, sequences, batch_size, fixed
-        self.stop_ids = engine.generation_config.stop_ids | {s for s in stop if isinstance(s, int)}
+        self.loaded, self.sequences, self.batch_size, self.fixed = loaded, sequences, batch_size, fixed
+        self.stop_ids = loaded.stop_ids | {s for s in stop if isinstance(s, int)}
         self.stop_texts = tuple(s for s in stop if isinstance(s, str) and s)
-        self.sampler = Sampler(params, engine.config.vocab_size, engine.device)
+        self.sampler = Sampler(params, loaded.config.vocab_size, loaded.device)
         self._policy = policy
         self.cache = self._make_cache(policy)
         if recorder is not None and isinstance(self.cache, Apart):
@@ -167,7 +89,7 @@ class Stream:
         self._together = 1  # prompts that are read in one pass
         if isinstance(self.cache, KVManager):
             self.cache.recorder = recorder
-            self._loop = DecodeLoop(engine.decoder, self.cache, params, () if fixed else SIZES, self.sampler)
+            self._loop = DecodeLoop(loaded.decoder, self.cache, params, () if fixed else SIZES, self.sampler)
             self._together = prompts_at_once(batch_size) if self._loop.captures else 1
         # Whether a step may begin before the tokens of the last one are returned; then the caller must not use the
         # cache.
@@ -178,7 +100,7 @@ class Stream:
         self.stop_loops = False  # whether a sequence ends that only repeats itself
         # called after every forward pass with its sequences, when the policy has acted on them and none has left
         self.on_step: Callable[[list[Track]], object] = lambda sequences: None
-        self._texts = [engine.tokenizer.stream() for _ in sequences]
+        self._texts = [loaded.tokenizer.stream() for _ in sequences]
         self._read_texts = bool(self.stop_texts)
         self._steps = self._run()
         self._chunks = self._make_chunks()
@@ -195,16 +117,16 @@ class Stream:
 
     def cache_of(self, policy: Policy | None, rows: int) -> FullCache | KVManager:
         """A cache for so many sequences of this stream."""
-        engine, tokens = self.engine, self.engine.tokenizer
-        options: dict[str, Any] = {"device": engine.device, "dtype": engine.dtype, "backend": engine.decoder.backend}
+        loaded, tokens = self.loaded, self.loaded.tokenizer
+        options: dict[str, Any] = {"device": loaded.device, "dtype": loaded.dtype, "backend": loaded.decoder.backend}
         if policy is None:
-            return FullCache(engine.config, engine.rope, **options)
+            return FullCache(loaded.config, loaded.rope, **options)
         longest = max(len(s.prompt) + s.limit for s in self.sequences)
         ids = (tokens.id_of(OPEN), tokens.id_of(CLOSE))
         prompt = max(len(s.prompt) for s in self.sequences)
         return KVManager(
-            engine.config, engine.rope, policy, rows=rows, tokens=longest, prompt=prompt,
-            prompts=prompts_at_once(rows), think_ids=ids, columns=engine.columns, **options,
+            loaded.config, loaded.rope, policy, rows=rows, tokens=longest, prompt=prompt,
+            prompts=prompts_at_once(rows), think_ids=ids, columns=loaded.columns, **options,
         )  # fmt: skip
 
     def steps(self) -> Iterator[int]:
@@ -224,7 +146,7 @@ class Stream:
 
     def _make_chunks(self) -> Iterator[Chunk]:
         self._read_texts = True
-        stages = {s.number: Stage(self.engine.tokenizer, s.prompt) for s in self.sequences}
+        stages = {s.number: Stage(self.loaded.tokenizer, s.prompt) for s in self.sequences}
         for advanced in self._steps:
             for s in advanced:
                 if s.finish_reason == NON_FINITE:
@@ -261,7 +183,7 @@ class Stream:
             return ""
         s = min(found, key=lambda s: s.number)
         policy = self.cache.policy.name if isinstance(self.cache, KVManager) else ""
-        return diagnosis.sentence(self.engine, s.prompt, s.tokens, policy)
+        return diagnosis.sentence(self.loaded, s.prompt, s.tokens, policy)
 
     @torch.inference_mode()
     def _run(self) -> Iterator[list[Track]]:
@@ -326,7 +248,7 @@ class Stream:
         """Join the cache and read the prompts, several short ones or one long one → logits [N, V] of their last
         tokens; padding rows follow."""
         for s in sequences:
-            thinking = Stage(self.engine.tokenizer, s.prompt).name == "think"
+            thinking = Stage(self.loaded.tokenizer, s.prompt).name == "think"
             self.cache.join(s.number, len(s.prompt) + s.limit, len(s.prompt), thinking, s.budget)
             s.began = time.perf_counter()
         if (total := _tokens(sequences)) <= PREFILL_CHUNK:
@@ -338,23 +260,23 @@ class Stream:
             ends = list(accumulate(counts))
             ends += ends[-1:] * (self._together - len(ends) if padded else 0)
             last = hidden[[end - 1 for end in ends]]
-            return self.engine.decoder.logits(last)
+            return self.loaded.decoder.logits(last)
         [s] = sequences
         for start in range(0, len(s.prompt), PREFILL_CHUNK):
             tokens = s.prompt[start : start + PREFILL_CHUNK]
             hidden = self._forward([s.number], [len(tokens)], tokens)
-        return self.engine.decoder.logits(hidden[-1:])
+        return self.loaded.decoder.logits(hidden[-1:])
 
     def _decode(self, running: list[Track]) -> Tensor:
         """One token further → logits [B, V]."""
         numbers, tokens = [s.number for s in running], [s.tokens[-1] for s in running]
         idle = self.batch_size - len(running) if isinstance(self.cache, Apart) else 0
-        return self.engine.decoder.logits(self._forward(numbers, [1] * len(running), tokens, idle))[: len(running)]
+        return self.loaded.decoder.logits(self._forward(numbers, [1] * len(running), tokens, idle))[: len(running)]
 
     def _forward(self, numbers: list[int], counts: list[int], tokens: list[int], idle: int = 0) -> Tensor:
         self.cache.begin_step(numbers, counts, tokens)
-        fed = torch.tensor(tokens + [0] * idle, device=self.engine.device)
-        hidden: Tensor = self.engine.decoder(fed, self.cache)
+        fed = torch.tensor(tokens + [0] * idle, device=self.loaded.device)
+        hidden: Tensor = self.loaded.decoder(fed, self.cache)
         self.cache.end_step()
         return hidden
 
@@ -416,11 +338,11 @@ class Stream:
         s.tail = s.tail[-max(map(len, self.stop_texts), default=0) :] if self.stop_texts else ""
 
     def _result(self, s: Track) -> Result:
-        engine, tokens = self.engine, s.tokens
-        text = engine.tokenizer.decode(tokens[:-1] if tokens and tokens[-1] in self.stop_ids else tokens)
+        loaded, tokens = self.loaded, s.tokens
+        text = loaded.tokenizer.decode(tokens[:-1] if tokens and tokens[-1] in self.stop_ids else tokens)
         text = text[: min((at for stop in self.stop_texts if (at := text.find(stop)) >= 0), default=len(text))]
-        thinking, answer = split_thinking(text, Stage(engine.tokenizer, s.prompt).name == "think")
-        thought = count_thinking(engine.tokenizer, s.prompt, tokens)
+        thinking, answer = split_thinking(text, Stage(loaded.tokenizer, s.prompt).name == "think")
+        thought = count_thinking(loaded.tokenizer, s.prompt, tokens)
         running = s.began and not s.finish_reason
         kv = self.cache.account(s.number) if running else s.kv
         held = self.cache.held(s.number) if running else s.kv_tokens
@@ -432,7 +354,7 @@ class Stream:
             text=text, thinking=thinking, answer=answer, token_ids=list(tokens),
             finish_reason=s.finish_reason or "interrupted", prompt_tokens=len(s.prompt),
             generated_tokens=len(tokens), thinking_tokens=thought, kv_bytes=kv.held,
-            kv_tokens=held, kv_full_bytes=seen * engine.config.kv_bytes_per_token(engine.dtype.itemsize),
+            kv_tokens=held, kv_full_bytes=seen * loaded.config.kv_bytes_per_token(loaded.dtype.itemsize),
             kv_ledger={kind: size for kind, size in kv.as_dict().items() if kind != "reserve"},
             kv_free_bytes=kv.reserve, kv_evicted=told.evicted,
             prefill_seconds=s.first - s.began if s.first else 0.0, decode_seconds=s.last - s.first,

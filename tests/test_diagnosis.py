@@ -46,10 +46,10 @@ def spoil(engine: Engine, name: str, value: float) -> None:
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "lm_head.weight", "model.norm.weight"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_weight_that_is_not_finite_is_named(engine_of: Engine, name: str, value: float) -> None:
-    assert broken_weight(engine_of) is None
+    assert broken_weight(engine_of.loaded) is None
     spoil(engine_of, name, value)
     count = tensors_of(engine_of.decoder)[name][:1].numel()
-    assert broken_weight(engine_of) == (name, count)
+    assert broken_weight(engine_of.loaded) == (name, count)
     stream = engine_of.stream([OTHERS[0]], **NEW)
     assert list(stream) == []
     assert (stream.result.finish_reason, stream.result.token_ids, stream.result.text) == (NON_FINITE, [], "")
@@ -59,8 +59,8 @@ def test_a_weight_that_is_not_finite_is_named(engine_of: Engine, name: str, valu
 
 def test_the_first_layer_that_overflows_is_named(engine_of: Engine) -> None:
     tensors_of(engine_of.decoder)["model.layers.1.mlp.up_proj.weight"].fill_(1e38)
-    assert broken_weight(engine_of) is None
-    assert first_layer(engine_of, OTHERS[0]) == "layer 1"
+    assert broken_weight(engine_of.loaded) is None
+    assert first_layer(engine_of.loaded, OTHERS[0]) == "layer 1"
     stream = engine_of.stream([OTHERS[0]], **NEW)
     list(stream)
     assert "layer 1 is the first whose output is not, in float32; try" in stream.diagnose()
@@ -76,17 +76,17 @@ def test_the_product_with_the_vocabulary_is_that_of_the_last_token(engine_of: En
     last = seen[0].double()
     spoiled = 3.6e38 * last / (last @ last)
     tensors_of(decoder)["lm_head.weight"][0] = spoiled.float()
-    assert broken_weight(engine_of) is None
-    assert first_layer(engine_of, OTHERS[0]) == "the product with the vocabulary"
-    assert first_layer(engine_of, OTHERS[0][:2]) is None
+    assert broken_weight(engine_of.loaded) is None
+    assert first_layer(engine_of.loaded, OTHERS[0]) == "the product with the vocabulary"
+    assert first_layer(engine_of.loaded, OTHERS[0][:2]) is None
 
 
 def test_a_policy_is_named_if_the_full_cache_is_finite(engine_of: Engine) -> None:
-    said = sentence(engine_of, OTHERS[0], [5], "kivi")
+    said = sentence(engine_of.loaded, OTHERS[0], [5], "kivi")
     assert said.endswith(
         "with the full cache they are finite, so the policy kivi or its formats cause it; try another one."
     )
-    assert "a second pass in float32 is, too; try another --dtype" in sentence(engine_of, OTHERS[0], [5])
+    assert "a second pass in float32 is, too; try another --dtype" in sentence(engine_of.loaded, OTHERS[0], [5])
 
 
 @pytest.mark.usefixtures("by_launches")

@@ -21,7 +21,7 @@ from minithink.model import Decoder
 from minithink.policies import parse
 from minithink.policies.window import Window
 from minithink.sampling import Sampler, SamplingParams, filter_logits, gumbel
-from minithink.stream import Chunk, Result
+from minithink.sequence import Chunk, Result
 from minithink.thinking import Stage, split_thinking
 from tests.compare import margins
 from tests.drive import prompt_logits
@@ -432,12 +432,12 @@ def test_weights_that_do_not_fit(checkpoint: Path, engine: Engine, monkeypatch: 
             load(checkpoint, device="cpu")
 
 
-@pytest.mark.parametrize("step", ["load_decoder", "Rope"])
+@pytest.mark.parametrize("step", ["engine.load_decoder", "loaded.Rope"])
 def test_memory_that_runs_out_while_loading(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    monkeypatch.setattr(f"minithink.engine.{step}", fail_with("DefaultCPUAllocator: not enough memory: you tried"))
+    monkeypatch.setattr(f"minithink.{step}", fail_with("DefaultCPUAllocator: not enough memory: you tried"))
     with pytest.raises(MinithinkError, match=r"Out of memory while .* --dtype bfloat16"):
         load(checkpoint, device="cpu")
-    monkeypatch.setattr(f"minithink.engine.{step}", fail_with("a bug"))
+    monkeypatch.setattr(f"minithink.{step}", fail_with("a bug"))
     with pytest.raises(RuntimeError, match="a bug"):
         load(checkpoint, device="cpu")
 

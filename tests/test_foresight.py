@@ -28,17 +28,17 @@ TENTHS = [  # of layers and heads, rows a1 to a3, columns t1 to t5
 
 
 def stub(layers: int = 2) -> Any:
-    """What `foresight` asks of an engine, but its model."""
+    """What `foresight` asks of what is loaded, but its model."""
     tokenizer = SimpleNamespace(id_of={OPEN: OPEN_ID, CLOSE: CLOSE_ID}.get, pieces=lambda ids: ["x" for _ in ids])
     return SimpleNamespace(
         tokenizer=tokenizer, config=SimpleNamespace(num_layers=layers), device=torch.device("cpu"),
-        generation_config=SimpleNamespace(stop_ids={STOP}),
+        stop_ids={STOP},
     )  # fmt: skip
 
 
 def test_which_tokens_think_and_answer() -> None:
     """Neither tag, nor the token that ends the text."""
-    engine = stub()
+    loaded = stub()
     for tokens, think, answer in (
         ([1, 2, CLOSE_ID, 3, 4, STOP], range(2), range(13, 15)),
         ([OPEN_ID, 1, 2, CLOSE_ID, 3, 4, STOP], range(1, 3), range(14, 16)),
@@ -47,8 +47,8 @@ def test_which_tokens_think_and_answer() -> None:
         ([CLOSE_ID, STOP], range(0), range(11, 11)),
         ([], range(0), range(11, 10)),
     ):
-        assert thinking_of(engine, tokens) == think
-        assert answer_rows(engine, 10, tokens) == answer
+        assert thinking_of(loaded, tokens) == think
+        assert answer_rows(loaded, 10, tokens) == answer
 
 
 def test_targets_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_targets_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     p[..., 0] = 1 - p.sum(-1)  # the rest goes to the question
 
     def told(
-        engine: Any, ids: Sequence[int], see: Callable[..., None], *, queries: Tensor, at_once: int,
+        loaded: Any, ids: Sequence[int], see: Callable[..., None], *, queries: Tensor, at_once: int,
         tap: Callable[[int, Tensor], None],
     ) -> None:  # fmt: skip
         assert list(ids) == [0, *tokens]
@@ -113,7 +113,7 @@ def whole(tiny: Engine, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
     def see(layer: int, logits: Tensor, seen: Tensor) -> None:
         layers.append(logits.flatten(1, 2).masked_fill(~seen, -torch.inf).softmax(-1).mean(1))
 
-    read(tiny, ids, see, tap=lambda layer, x: hidden.append(x) if layer == -1 else None)
+    read(tiny.loaded, ids, see, tap=lambda layer, x: hidden.append(x) if layer == -1 else None)
     mean = torch.stack(layers).mean(0)
     return mean - mean.diag().diag(), hidden[0]
 
@@ -129,15 +129,15 @@ def test_blocks_of_queries_give_the_whole(tiny: Engine, seed: int, monkeypatch: 
     seen = list[int]()
     monkeypatch.setattr(foresight, "QUERIES", 13)
     monkeypatch.setattr(foresight, "read", lambda *a, **k: seen.append(k["at_once"]) or read(*a, **k))
-    hidden, targets = importance(tiny, prompt, tokens)
+    hidden, targets = importance(tiny.loaded, prompt, tokens)
     assert torch.allclose(hidden, states[m:end], atol=1e-4)
     for name, x in want.items():
         assert torch.allclose(targets[name], x / x.mean(), atol=1e-3), name
         assert float(targets[name].mean()) == pytest.approx(1, abs=1e-4)
-    answer = later(tiny, prompt, tokens, "answer", 16)
+    answer = later(tiny.loaded, prompt, tokens, "answer", 16)
     assert answer.shape == (1, len(ids))
     assert torch.allclose(answer[0, m:end], want["answer"], atol=1e-4)
-    rest = later(tiny, prompt, tokens, "rest", 16)
+    rest = later(tiny.loaded, prompt, tokens, "rest", 16)
     assert len(rest) == -(-len(tokens) // 16)
     for i, row in enumerate(rest):
         assert torch.allclose(row, p[m + 16 * i : stop].sum(0), atol=1e-4), "queries from the block on"
@@ -147,7 +147,7 @@ def test_blocks_of_queries_give_the_whole(tiny: Engine, seed: int, monkeypatch: 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_needs_are_counted_at_the_newest_place(tiny: Engine, seed: int) -> None:
     prompt, tokens, question = text_of(tiny, seed, 5)
-    _, targets = importance(tiny, prompt, tokens)
+    _, targets = importance(tiny.loaded, prompt, tokens)
     pieces = tiny.tokenizer.pieces([*prompt, *tokens])
     text = reader(question, pieces[: len(prompt)])
     for piece in pieces[len(prompt) :]:
@@ -166,7 +166,7 @@ def test_a_follower_knows_what_may_still_be_read(tiny: Engine, seed: int) -> Non
     """At every token; the other tokens of these statements are told apart."""
     prompt, tokens, question = text_of(tiny, seed)
     pieces = tiny.tokenizer.pieces([*prompt, *tokens])
-    own, text = followers(tiny)(prompt), reader(question, pieces[: len(prompt)])
+    own, text = followers(tiny.loaded)(prompt), reader(question, pieces[: len(prompt)])
     some = 0
     for token, piece in zip(tokens, pieces[len(prompt) :], strict=True):
         own.add(token)

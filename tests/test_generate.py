@@ -20,7 +20,7 @@ import torch
 import minithink
 from minithink import generate as cli
 from minithink.engine import Engine
-from minithink.stream import Result
+from minithink.sequence import Result
 from minithink.tasks import Problem, families, load_problems
 from tests.fixtures_checkpoint import CONTEXT, edit_json, write_checkpoint, write_json
 from tests.test_engine import play_text

@@ -67,7 +67,7 @@ BELOW = tuple(
     f"minithink.{name}"
     for name in (
         "backend", "calibration", "chat", "commands", "config", "cores", "errors", "figures", "files", "generation",
-        "grouping", "hub",
+        "hub", "loaded", "sequence",
         "intervals", "kernels", "kv", "memory", "model", "openings", "pieces", "policies", "policy_errors",
         "progress", "quant", "ref",
         "sampling", "sentences", "sources", "tasks", "thinking", "thoughts", "tokenizer", "user_code",

@@ -63,7 +63,7 @@ def test_every_query_is_shown_what_it_looks_at(model, logits, at_once, queries):
         assert (found.dtype, found.shape[0], found.shape[-1]) == (torch.float32, len(seen), seen.shape[-1])
         shown[layer] += [(row[..., of[0]], int(of.sum())) for row, of in zip(found, seen, strict=True)]
 
-    read(model, TEXT, see, queries=None if queries is None else torch.tensor(queries), at_once=at_once)
+    read(model.loaded, TEXT, see, queries=None if queries is None else torch.tensor(queries), at_once=at_once)
     positions = range(len(TEXT)) if queries is None else queries
     for layer, of_layer in enumerate(shown):
         assert [tokens for _, tokens in of_layer] == [i + 1 for i in positions]
@@ -74,7 +74,7 @@ def test_every_query_is_shown_what_it_looks_at(model, logits, at_once, queries):
 @pytest.mark.parametrize("at_once", [None, 7])
 def test_hidden_states_are_those_of_every_layer(model, at_once):
     found: dict[int, list[torch.Tensor]] = {}
-    read(model, TEXT, lambda *_: None, at_once=at_once, tap=lambda i, h: found.setdefault(i, []).append(h))
+    read(model.loaded, TEXT, lambda *_: None, at_once=at_once, tap=lambda i, h: found.setdefault(i, []).append(h))
     assert list(found) == [*range(model.config.num_layers), -1]
     cache = FullCache(model.config, model.rope, device="cpu", dtype=model.dtype)
     cache.join(0, len(TEXT))
@@ -86,7 +86,7 @@ def test_hidden_states_are_those_of_every_layer(model, at_once):
 
 
 def test_sparsity_is_that_of_the_reference_however_many_are_read_at_once(model, logits, monkeypatch):
-    whole = sparsity(model, TEXT, 5)
+    whole = sparsity(model.loaded, TEXT, 5)
     assert whole.shape == (40, model.config.num_layers)
     assert len(whole.unique()) > 20, "a test of one value shows little"
     for layer, of_layer in enumerate(logits):
@@ -95,6 +95,7 @@ def test_sparsity_is_that_of_the_reference_however_many_are_read_at_once(model, 
             want = of_row(group_reduce(row[None], valid, "max_logit"), valid)
             assert_close("sparsity", whole[i, layer][None], want, atol=1.5 / row.shape[-1])  # a tie is one token
     monkeypatch.setattr(reading, "QUERIES", 11)
-    parts = sparsity(model, TEXT, 5)
+    parts = sparsity(model.loaded, TEXT, 5)
     assert float((parts != whole).double().mean()) < 0.02, "but for ties at 1 %"
-    assert_same("a token that sees itself alone", sparsity(model, TEXT, 0)[0], torch.zeros(model.config.num_layers))
+    first = sparsity(model.loaded, TEXT, 0)[0]
+    assert_same("a token that sees itself alone", first, torch.zeros(model.config.num_layers))

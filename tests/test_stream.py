@@ -29,7 +29,8 @@ from minithink.loop import SIZES
 from minithink.memory import is_out_of_memory
 from minithink.policies import parse
 from minithink.sampling import Sampler, SamplingParams
-from minithink.stream import Result, Stream, Track, prompts_at_once
+from minithink.sequence import Result, Track
+from minithink.stream import Stream, prompts_at_once
 from minithink.thinking import Stage
 from tests.fixtures_checkpoint import SPECIAL
 from tests.test_engine import play
@@ -47,7 +48,7 @@ def tracks(prompts: Sequence[Sequence[int]], limit: int = 99) -> list[Track]:
 def stream_of(engine: Engine, sequences: list[Track], batch_size: int, **options: Any) -> Stream:
     """Without what the engine adds; greedy."""
     options = {"params": SamplingParams(temperature=0.0), "stop": (), **options}
-    return Stream(engine, sequences, batch_size=batch_size, **options)
+    return Stream(engine.loaded, sequences, batch_size=batch_size, **options)
 
 
 def run(stream: Stream) -> list[list[int]]:
@@ -216,6 +217,22 @@ def test_prompts_that_are_read_together(engine: Engine, monkeypatch: pytest.Monk
     tight = stream_of(engine, tracks([[9] * n for n in (3, 5)], 1), 4)
     tight._together = 3
     assert run(tight) == [[0], [1]]
+
+
+def test_the_order_of_reading_changes_no_result(engine: Engine) -> None:
+    """Short prompts may be read first: results stay in the order of the prompts, and a chunk names its prompt."""
+    prompts = [[9] * n for n in (9, 3, 7, 3, 12)]
+    options: dict[str, Any] = {"max_new_tokens": 4, "batch_size": 2, "temperature": 0.7, "num_samples": 2}
+    plain = engine.generate(prompts, **options)
+    stream = engine.stream(prompts, **options)
+    stream.sequences.sort(key=lambda s: len(s.prompt))
+    order = list(dict.fromkeys((chunk.prompt, chunk.sample) for chunk in stream))
+    assert [prompt for prompt, _ in order] == [1, 1, 3, 3, 2, 2, 0, 0, 4, 4]
+    assert [(r.prompt, r.sample, r.prompt_tokens) for r in stream.results] == [
+        (i, k, len(prompt)) for i, prompt in enumerate(prompts) for k in range(2)
+    ]
+    assert [r.token_ids for r in stream.results] == [r.token_ids for r in plain]
+    assert (stream.result.prompt, stream.result.sample) == (0, 0)
 
 
 def test_prompts_at_once() -> None:
@@ -486,7 +503,7 @@ def launched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_module, "Captured", Launched)
     monkeypatch.setattr(loop_module, "capturer", lambda cache: Launched if cache.capturable else None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(engine, "columns", "fit")
+    monkeypatch.setattr(engine.loaded, "columns", "fit")
 
 
 def told_of(results: Sequence[Result]) -> list[tuple[Any, ...]]:

@@ -59,7 +59,7 @@ class Keys(Full):
 ids, P = engine.prompt_ids(problem.question) + full.token_ids, full.prompt_tokens
 N = KEYS["k"].shape[2]  # without the last token, which was never in the cache
 logits = torch.empty(L, H, G, N, N)  # layer, KV head, query head, query, token
-read(engine, ids[:N], lambda layer, x, _: logits[layer].copy_(x.permute(1, 2, 0, 3)))
+read(engine.loaded, ids[:N], lambda layer, x, _: logits[layer].copy_(x.permute(1, 2, 0, 3)))
 B = P + (N - P) // 4  # the budget: tokens that a KV head may hold
 print(problem.question, full.text[:200] + " …", sep="\n\n")
 print(f"\n{P} tokens in the prompt, {N - P} generated, budget {B}")

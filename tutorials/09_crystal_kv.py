@@ -55,7 +55,7 @@ pieces = engine.tokenizer.pieces(ids)
 
 # The attention of every query (row) to every token, by KV head: of its query heads the largest probability counts.
 mass = torch.zeros(L, H, N, N)
-read(engine, ids, lambda layer, *seen: mass[layer].copy_(group_reduce(*seen, "max").transpose(0, 1)))
+read(engine.loaded, ids, lambda layer, *seen: mass[layer].copy_(group_reduce(*seen, "max").transpose(0, 1)))
 mass /= mass.sum(-1, keepdim=True)
 reading = needs.read(problem.question, pieces, P)  # which earlier tokens each line reads, by the rules of the text
 last = len(reading.statements) - 1

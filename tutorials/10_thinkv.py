@@ -117,7 +117,9 @@ for at in range(P, N):
     for layer in range(L):
         p = row(layer, at)
         by_hand[at - P, layer] = (p < 0.01 * p.amax(-1, keepdim=True)).float().mean()
-found = [sparsity(engine, ids, r.prompt_tokens) for ids, r in zip(texts, results, strict=True)]  # [generated, L] each
+found = []  # of each text [generated, L]
+for ids, r in zip(texts, results, strict=True):
+    found.append(sparsity(engine.loaded, ids, r.prompt_tokens))
 assert_close(by_hand, found[0], rtol=0, atol=0.02)  # a weight may lie on the edge
 assert all(u.min() >= 0 and u.max() < 1 for u in found), "the largest weight is never below 1 % of itself"
 print(f"{[len(u) for u in found]} generated tokens; mean sparsity by layer:",
@@ -735,7 +737,7 @@ def think(policy: ThinKV, prompt: list[int], most: int) -> Run:
 
 problem, prompt = problems[0], tokens[:P]
 [full] = engine.generate(problem.question, temperature=0, max_new_tokens=500)
-seen = sparsity(engine, prompt + full.token_ids, P - 1)[::tau, layers].mean(1)  # where segments begin
+seen = sparsity(engine.loaded, prompt + full.token_ids, P - 1)[::tau, layers].mean(1)  # where segments begin
 for transitions in (0.4, 0.7, 0.2):
     low, high = seen.quantile(torch.tensor([(1 - transitions) / 2, 1 - transitions])).tolist()
     thinkv = ThinKV(

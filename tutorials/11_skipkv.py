@@ -48,7 +48,7 @@ P, pieces = full.prompt_tokens, engine.tokenizer.pieces(full.token_ids)
 # final norm, normalised (eq. 2).
 states = {}
 ids, nobody = engine.prompt_ids(problem.question) + full.token_ids, torch.zeros(0, dtype=torch.long)
-read(engine, ids, lambda *_: None, queries=nobody, tap=states.__setitem__)
+read(engine.loaded, ids, lambda *_: None, queries=nobody, tap=states.__setitem__)
 hidden = states[-1][P:]  # of the generated tokens
 ends = [i for i, piece in enumerate(pieces) if "\n" in piece]
 sentences = list(zip([0, *(e + 1 for e in ends)], ends, strict=False))  # first and last token
@@ -178,7 +178,7 @@ for axis, (name, policy) in zip(
     words, end = engine.tokenizer.pieces(result.token_ids), trace.think_end
     kept = torch.from_numpy(trace.kept(end))[:, P : P + end].float()  # [heads, thinking tokens]
     tap = {}
-    read(engine, trace.ids.tolist(), lambda *_: None, queries=nobody, tap=tap.__setitem__)
+    read(engine.loaded, trace.ids.tolist(), lambda *_: None, queries=nobody, tap=tap.__setitem__)
     stops = [i for i, word in enumerate(words[:end]) if "\n" in word]
     spans = list(zip([0, *(e + 1 for e in stops)], stops, strict=False))
     v = torch.stack([tap[-1][P + b : P + e + 1].mean(0) for b, e in spans])

@@ -45,8 +45,8 @@ for problem in problems:
     if grade(full.text, problem.answer):
         break
 prompt, tokens = engine.prompt_ids(problem.question), full.token_ids
-M, N = len(prompt), len(thinking_of(engine, tokens))  # tokens of the question, of the thinking
-hidden, scores = importance(engine, prompt, tokens)  # [N, d] and name → [N], each score divided by its mean
+M, N = len(prompt), len(thinking_of(engine.loaded, tokens))  # tokens of the question, of the thinking
+hidden, scores = importance(engine.loaded, prompt, tokens)  # [N, d] and name → [N], each score divided by its mean
 needed = scores["needs"].nonzero().flatten()
 
 figure, axis = plt.subplots(figsize=(10, 2.8), layout="constrained")

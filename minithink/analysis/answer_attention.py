@@ -212,7 +212,11 @@ def see_layers(engine: Engine, trace: Trace, p: float, see: Callable[[int, Tenso
     """Call see(layer, mass, hits) for every layer; one layer is in memory at a time."""
     ids, prompt = [*trace.prompt, *trace.generated], len(trace.prompt)
     queries = torch.arange(prompt, len(ids), device=engine.device)
-    read(engine, ids, lambda layer, logits, seen: see(layer, *weights(logits, seen, prompt, p)), queries=queries)
+
+    def see_weights(layer: int, logits: Tensor, seen: Tensor) -> None:
+        see(layer, *weights(logits, seen, prompt, p))
+
+    read(engine.loaded, ids, see_weights, queries=queries)
 
 
 def of_answer(trace: Trace, mass: Tensor, hits: Tensor) -> dict[str, Tensor]:

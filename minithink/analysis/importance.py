@@ -107,11 +107,11 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 def text_of(engine: Engine, problem: Problem, tokens: list[int]) -> Text | None:
     """A text and its scores; None: it has no answer, or hardly any thinking."""
-    prompt, think = engine.prompt_ids(problem.question), thinking_of(engine, tokens)
-    if len(think) < 10 or not answer_rows(engine, len(prompt), tokens):
+    prompt, think = engine.prompt_ids(problem.question), thinking_of(engine.loaded, tokens)
+    if len(think) < 10 or not answer_rows(engine.loaded, len(prompt), tokens):
         return None
-    _, scores = importance(engine, prompt, tokens)
-    question = later(engine, prompt, tokens, "answer", 1)[0, : len(prompt)].cpu()
+    _, scores = importance(engine.loaded, prompt, tokens)
+    question = later(engine.loaded, prompt, tokens, "answer", 1)[0, : len(prompt)].cpu()
     return Text(problem, prompt, tokens, think, {name: x.cpu() for name, x in scores.items()}, question)
 
 

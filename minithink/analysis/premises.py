@@ -107,7 +107,7 @@ def look(engine: Engine, prompt: list[int], generated: list[int], layer: int, ta
         measured["top"].append((answer.sort(descending=True).values[: max(1, n // 10)].sum() / total).cpu())
         measured["on"].append((total / p[end + 1 :].sum()).cpu())
 
-    read(engine, [*prompt, *generated], see, tap=hidden.__setitem__)
+    read(engine.loaded, [*prompt, *generated], see, tap=hidden.__setitem__)
     tokens = torch.stack(measured["sparsity"], 1)  # [n, L]
     kinds = [s.kind for s in found for _ in range(s.start, s.end)]
     segments = [slice(at, at + tau) for at in range(0, n - n % tau, tau)]  # whole ones

@@ -42,7 +42,7 @@ FILE = "pool.jsonl.gz"
 PLAIN = "pool.jsonl"  # how earlier versions stored it
 ANSWERS = 32  # sequences whose answers are kept, and compared after a change of kernels
 MACHINE = ("dtype", "backend", "device")  # parts of a key that the machine decides
-PADDED = ("padded_budget", "group")  # parts of a key only where padding is charged (`minithink/grouping.py`)
+PADDED = ("padded_budget", "group")  # parts of a key only where padding is charged (`minithink/evaluate/padding.py`)
 WATCHED = ("recall", "needed")  # measured on request; a run with such a measurement also serves a key without it
 
 

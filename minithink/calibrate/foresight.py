@@ -57,8 +57,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
     datasets = {name: load_dataset(name, args.split, args.limit) for name in args.dataset.split(",")}
     engine = load(args.model, device=args.device, dtype=args.dtype)
-    assert engine.home is not None
-    path = (args.output or engine.home.folder) / FORESIGHT
+    assert engine.loaded.home is not None
+    path = (args.output or engine.loaded.home.folder) / FORESIGHT
     if path.exists() and not args.replace:
         raise UsageError(f"{path} is there already: --replace makes it anew, --output FOLDER puts it elsewhere.")
     own = engine.generation_config
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         "dataset": args.dataset, "split": args.split, "limit": args.limit,
         "problems": hash_of([example for of in datasets.values() for example in of]), **drawing,
         "device": engine.device.type, "dtype": str(engine.dtype).removeprefix("torch."),
-        "backend": engine.decoder.backend.name, "checkpoint": checkpoint_hash(engine.home.folder),
+        "backend": engine.decoder.backend.name, "checkpoint": checkpoint_hash(engine.loaded.home.folder),
     }  # fmt: skip
     result = results.new("foresight", argv, engine.device, program="minithink.calibrate")
     results.check(path)

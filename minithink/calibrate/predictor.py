@@ -126,8 +126,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise UsageError(f"--dataset {args.dataset} names a dataset twice.")
     problems = problems_of(names, args.split, args.num_prompts, args.seed)
     engine = load(args.model, device=args.device, dtype=args.dtype)
-    assert engine.home is not None
-    folder = args.output or engine.home.folder
+    assert engine.loaded.home is not None
+    folder = args.output or engine.loaded.home.folder
     for target in args.targets:
         if (path := folder / file_of(target)).exists() and not args.replace:
             raise UsageError(f"{path} is there already: --replace makes it anew, --output FOLDER puts it elsewhere.")
@@ -142,7 +142,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     }  # fmt: skip
     recipe = Recipe(args.epochs, args.batch, args.micro, args.lr, args.seed)
     settings = {
-        "checkpoint": checkpoint_hash(engine.home.folder), "dataset": args.dataset, "split": args.split,
+        "checkpoint": checkpoint_hash(engine.loaded.home.folder), "dataset": args.dataset, "split": args.split,
         "num_prompts": args.num_prompts, "problems": hash_of([example for _, example in problems]), **drawing,
         "device": engine.device.type, "dtype": str(engine.dtype).removeprefix("torch."),
         "backend": engine.decoder.backend.name,

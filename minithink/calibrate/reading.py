@@ -29,7 +29,7 @@ def types(engine: Engine, policy: Policy, prompt: Sequence[int], generated: Sequ
     length = len(prompt) + len(generated)
     cache = KVManager(
         engine.config, engine.rope, policy, rows=1, tokens=length, prompt=len(prompt), device=engine.device,
-        dtype=engine.dtype, backend=engine.decoder.backend, columns=engine.columns,
+        dtype=engine.dtype, backend=engine.decoder.backend, columns=engine.loaded.columns,
     )  # fmt: skip
     cache.join(0, length, len(prompt))
     chunks = [list(prompt[start : start + PREFILL_CHUNK]) for start in range(0, len(prompt), PREFILL_CHUNK)]

@@ -69,15 +69,15 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         need_matplotlib()
     examples, args.split = load_examples(args)
     engine = load(args.model, device=args.device, dtype=args.dtype)
-    assert engine.home is not None
-    folder = args.output or engine.home.folder
+    assert engine.loaded.home is not None
+    folder = args.output or engine.loaded.home.folder
     if (folder / FILE).exists() and not args.replace:
         raise UsageError(
             f"{folder / FILE} is there already: --replace makes it anew, --output FOLDER puts the new one elsewhere."
         )
     drawn = drawing_of(engine, args)
     settings = {
-        "checkpoint": checkpoint_hash(engine.home.folder), "problems": hash_of(examples),
+        "checkpoint": checkpoint_hash(engine.loaded.home.folder), "problems": hash_of(examples),
         **{name: getattr(args, name) for name in ("dataset", "split", "num_prompts")}, **drawn, **machine_of(engine),
     }  # fmt: skip
     result = results.new("steering", argv, engine.device, program="minithink.calibrate")
@@ -258,7 +258,7 @@ def before_thoughts(
             states.append(hidden[at].float().cpu())
 
     none = torch.zeros(0, dtype=torch.long, device=engine.device)  # no attention is wanted
-    read(engine, [*prompt, *tokens[:n]], lambda *_: None, queries=none, tap=tap)
+    read(engine.loaded, [*prompt, *tokens[:n]], lambda *_: None, queries=none, tap=tap)
     return list(zip(thoughts, torch.stack(states, 1), strict=True))
 
 

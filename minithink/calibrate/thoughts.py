@@ -40,7 +40,7 @@ from minithink.policies.thinkv import ThinKV
 from minithink.progress import progress
 from minithink.reading import sparsity
 from minithink.sampling import SamplingParams
-from minithink.stream import Track
+from minithink.sequence import Track
 from minithink.thinking import Stage, split_thinking
 from minithink.thoughts import kinds, segments
 from minithink.weights import checkpoint_hash
@@ -89,14 +89,14 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     policy = policy_of(args)
     examples, args.split = load_examples(args)
     engine = load(args.model, device=args.device, dtype=args.dtype)
-    assert engine.home is not None
+    assert engine.loaded.home is not None
     if args.num_layers > engine.config.num_layers:
         raise UsageError(f"--num-layers {args.num_layers}: the model has {engine.config.num_layers}.")
     prompts = [engine.prompt_ids(example.question) for example in examples]
     for prompt in prompts[: args.compare]:
         check_budget(policy, len(prompt))
     engine.try_out(replace(policy, layers="0", thresholds="/".join(["0.5"] * (policy.types - 1))))
-    folder = args.output or engine.home.folder
+    folder = args.output or engine.loaded.home.folder
     name = "thoughts.json" if args.thoughts == 3 else f"thoughts-{args.thoughts}.json"
     if (folder / name).exists() and not args.replace:
         raise UsageError(
@@ -179,10 +179,10 @@ def settings_of(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """How tokens are drawn, as options of Engine.stream; and all settings that decide the result."""
     drawing = drawing_of(engine, args)
-    assert engine.home is not None
+    assert engine.loaded.home is not None
     names = ("dataset", "split", "num_prompts", "thoughts", "num_layers", "sparsity_rows", "policy")
     settings = {
-        "checkpoint": checkpoint_hash(engine.home.folder),
+        "checkpoint": checkpoint_hash(engine.loaded.home.folder),
         "control": "spectrum",  # modes are also counted in noise with this in common, see `noise_like`
         **{name: getattr(args, name) for name in names},
         "budget": policy.budget,
@@ -245,7 +245,7 @@ def line_of(engine: Engine, s: Track, example: Example, policy: ThinKV) -> dict[
     text = tokenizer.decode(s.tokens[:-1] if s.finish_reason == "stop" else s.tokens)
     _, answer = split_thinking(text, Stage(tokenizer, s.prompt).name == "think")
     first = max(0, len(s.prompt) - max(rows, *ROWS))  # the prompt's last queries are averaged with the first ones
-    u = sparsity(engine, [*s.prompt, *s.tokens[:-1]], first)
+    u = sparsity(engine.loaded, [*s.prompt, *s.tokens[:-1]], first)
     own = averaged(u, rows, steps)  # [steps, L], after the prompt and after every token but the last
     return {
         "prompt": s.number,

@@ -28,7 +28,7 @@ from minithink.evaluate.tune import allowed
 from minithink.files import open_to_others
 from minithink.foresight import importance
 from minithink.progress import progress
-from minithink.stream import Track
+from minithink.sequence import Track
 from minithink.tasks import families
 from minithink.tasks.prepare import FAMILIES, SIZES
 from minithink.thinking import CLOSE, Stage, split_thinking
@@ -139,7 +139,7 @@ def line_of(engine: Engine, s: Track, dataset: str, example: Example, folder: Pa
     right = s.finish_reason == "stop" and closed and bool(grade(answer, example.answer, example.grader).right)
     length = 0
     if right:
-        hidden, targets = importance(engine, s.prompt, s.tokens)
+        hidden, targets = importance(engine.loaded, s.prompt, s.tokens)
         length = len(hidden)
         right = length > 1
     if right:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from minithink.kv.apart import Apart
 from minithink.kv.manager import KVManager
-from minithink.stream import Stream, Track
+from minithink.sequence import Track
+from minithink.stream import Stream
 
 
 class LastHeld:

@@ -28,7 +28,7 @@ from minithink.evaluate.summary import FULL
 from minithink.kv.full import FullCache
 from minithink.ref.gumbel_argmax import gumbel
 from minithink.sampling import SamplingParams, filter_logits
-from minithink.stream import Track
+from minithink.sequence import Track
 
 NEAR = 1e-5  # in logits
 HELP = (

@@ -19,7 +19,8 @@ from minithink.kv.apart import Apart
 from minithink.kv.batch import ACTIVE
 from minithink.kv.full import FullCache
 from minithink.kv.manager import KVManager
-from minithink.stream import Stream, Track
+from minithink.sequence import Track
+from minithink.stream import Stream
 
 Watch = Callable[[list[Track]], object]  # Stream.on_step
 

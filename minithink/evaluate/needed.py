@@ -23,7 +23,8 @@ from torch import Tensor
 from minithink.errors import UsageError
 from minithink.evaluate.datasets import Example
 from minithink.evaluate.last_held import LastHeld
-from minithink.stream import Stream, Track
+from minithink.sequence import Track
+from minithink.stream import Stream
 from minithink.tasks import families, holds_question, question_in
 from minithink.tasks.needs import Reading, read
 
@@ -42,7 +43,7 @@ class NeededKept:
     """Watches the sequences of a stream; called after every forward pass (`Stream.on_step`)."""
 
     def __init__(self, stream: Stream) -> None:
-        self.tokenizer, self._last_held = stream.engine.tokenizer, LastHeld(stream)
+        self.tokenizer, self._last_held = stream.loaded.tokenizer, LastHeld(stream)
 
     def __call__(self, sequences: Sequence[Track]) -> None:
         self._last_held(sequences)

@@ -19,13 +19,14 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from minithink.engine import Engine
 from minithink.kv.apart import Apart
 from minithink.kv.full import FullCache
 from minithink.kv.manager import KVManager
+from minithink.loaded import Loaded
 from minithink.reading import read
 from minithink.ref.decode_attention import group_reduce
-from minithink.stream import Stream, Track
+from minithink.sequence import Track
+from minithink.stream import Stream
 
 TOP = 10  # tokens
 EVERY = 16  # generated tokens
@@ -35,7 +36,7 @@ class Recall:
     """Notes the positions that the sequences of a stream hold; called after every forward pass (`Stream.on_step`)."""
 
     def __init__(self, stream: Stream) -> None:
-        self.engine, self.cache = stream.engine, stream.cache
+        self.loaded, self.cache = stream.loaded, stream.cache
         # sequence's number → position of the next query, positions that the lanes hold: int32 [Lt, Ht, S]
         self._held = defaultdict[int, list[tuple[int, Tensor]]](list)
 
@@ -60,7 +61,7 @@ class Recall:
         if not held:
             return {"recall": None}
         queries = [query for query, _ in held]
-        top = top_attended(self.engine, [*s.prompt, *s.tokens[:-1]], queries)
+        top = top_attended(self.loaded, [*s.prompt, *s.tokens[:-1]], queries)
         shares = [share_held(positions, tokens) for (_, positions), tokens in zip(held, top, strict=True)]
         return {"recall": fmean(shares)}
 
@@ -73,7 +74,7 @@ def share_held(positions: Tensor, tokens: Tensor) -> float:
     return float(held.expand(*tokens.shape[:2], -1).gather(-1, tokens).double().mean())
 
 
-def top_attended(engine: Engine, text: Sequence[int], queries: Sequence[int]) -> Tensor:
+def top_attended(loaded: Loaded, text: Sequence[int], queries: Sequence[int]) -> Tensor:
     """The tokens before each query that get most of its attention if nothing is evicted.
 
     Args:
@@ -83,13 +84,13 @@ def top_attended(engine: Engine, text: Sequence[int], queries: Sequence[int]) ->
     Returns:
         int64 [queries, L, Hkv, TOP], positions; fewer than TOP if a query has fewer tokens before it.
     """
-    at, top = torch.tensor(queries, device=engine.device), list[Tensor]()  # of each layer [n, Hkv, count]
-    own = (torch.arange(len(text), device=engine.device) == at[:, None])[:, None]  # bool [n, 1, S]
+    at, top = torch.tensor(queries, device=loaded.device), list[Tensor]()  # of each layer [n, Hkv, count]
+    own = (torch.arange(len(text), device=loaded.device) == at[:, None])[:, None]  # bool [n, 1, S]
     count = min(TOP, *queries)
 
     def see(layer: int, logits: Tensor, seen: Tensor) -> None:
         mass = group_reduce(logits, seen, "mean").masked_fill(own, -1)  # [n, Hkv, S]
         top.append(mass.topk(count, dim=-1).indices)
 
-    read(engine, text, see, queries=at)
+    read(loaded, text, see, queries=at)
     return torch.stack(top, dim=1)

@@ -22,7 +22,7 @@ from typing import Any
 from minithink import diagnosis, origin
 from minithink.calibration import identity
 from minithink.commands import INTERRUPTED, SCHEDULES, finite, location, natural, positive
-from minithink.engine import DTYPES, TINY, Engine, charge, check_count, load
+from minithink.engine import DTYPES, TINY, Engine, check_count, load
 from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped
 from minithink.evaluate import plots, summary
 from minithink.evaluate import trace as tracing
@@ -31,6 +31,7 @@ from minithink.evaluate.grading import CHOICES, Graded, grade
 from minithink.evaluate.journal import SOURCES, Journal, Key, Record, read, settings_of, text_hash
 from minithink.evaluate.meter import Held, both, meter
 from minithink.evaluate.needed import NeededKept, check_questions
+from minithink.evaluate.padding import charge
 from minithink.evaluate.plan import (
     Cell,
     budgets,
@@ -46,14 +47,14 @@ from minithink.evaluate.ranks import Ranks
 from minithink.evaluate.recall import Recall
 from minithink.evaluate.summary import FULL, Row
 from minithink.evaluate.trace import Recording, path_of
-from minithink.foresight import check_draws
 from minithink.kv.stack import members
 from minithink.looped import looped
 from minithink.policies import split
 from minithink.progress import progress
 from minithink.sampling import SamplingParams
+from minithink.sequence import Track
 from minithink.sources import source_of
-from minithink.stream import Stream, Track
+from minithink.stream import Stream
 from minithink.thinking import Stage, count_thinking, split_thinking
 from minithink.weights import checkpoint_hash, resolve
 
@@ -113,7 +114,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -> No
     add("--batch-size", type=positive, metavar="N", help=f"rows at once, from beginning to end (default: {GPU_BATCH} "
         f"on a GPU, else {CPU_BATCH})")  # fmt: skip
     add("--padded-budget", type=positive, metavar="N", help="for comparison: charge each budget the padding that an "
-        "engine would keep which pads the prompts of batches of N sequences (`minithink/grouping.py`)")  # fmt: skip
+        "engine would keep which pads the prompts of batches of N sequences (`evaluate/padding.py`)")  # fmt: skip
     add("--group", action="store_true", help="with --padded-budget: its batches are of prompts of similar length")
     add("--recall", action="store_true", help="also find how many of the tokens that full attention looks at most "
         "are kept: slow, for reference")  # fmt: skip
@@ -205,7 +206,7 @@ def evaluate(
     names = {cell.policy for cell in cells} - {*policies}  # full, where only a share needs it
     job = Job(engine, examples, args, [*names, *policies])
     for cell in cells:
-        check_draws(engine, policy_of(cell, args.schedule), job.drawing, job.prompts)
+        engine.check_draws(policy_of(cell, args.schedule), job.drawing, job.prompts)
     job.settings |= {"calibration": calibration} if calibration else {}
     job.settings |= {"full_tokens": mean} if mean is not None else {}
     job.settings[SOURCES] = {c.policy: source_of(policy_of(c, args.schedule), job.settings["backend"]) for c in cells}
@@ -450,7 +451,7 @@ class Job:
             return
         self._has_said_why = True
         why = stream.diagnose()
-        if diagnosis.broken_weight(self.engine) is not None:
+        if diagnosis.broken_weight(self.engine.loaded) is not None:
             raise MinithinkError(why)
         _say(f"{why} Such sequences count neither as right nor as wrong")
 

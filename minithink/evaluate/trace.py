@@ -77,7 +77,7 @@ class Recording:
         """
         self.path, self.number, self.said = path, number, ""  # said: what was recorded and what it cost, at the end
         self._began = time.perf_counter()
-        recorder = Recorder(path, stream.engine.tokenizer, about=about, sequences=[number])
+        recorder = Recorder(path, stream.loaded.tokenizer, about=about, sequences=[number])
         self._open: tuple[Stream, Recorder] | None = (stream, recorder)
         if isinstance(stream.cache, KVManager):
             stream.cache.recorder = recorder

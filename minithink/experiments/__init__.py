@@ -81,7 +81,7 @@ class Sweep:
     problems: int = 200
     samples: int = 1
     recall: bool = False  # whether recall is measured
-    padded: int = 0  # sequences of a batch whose padding budgets pay for (`minithink/grouping.py`); 0: none
+    padded: int = 0  # sequences of a batch whose padding budgets pay for (`minithink/evaluate/padding.py`); 0: none
     group: bool = False  # with `padded`: batches of prompts of similar length
     needed: bool = False  # whether the share of needs that the cache meets is measured (docs/evaluate.md)
     datasets: tuple[str, ...] = ()  # datasets of the problems; (): the embedded families

@@ -103,7 +103,7 @@ def test_a_trace_is_a_right_text_and_its_targets(made: tuple[Path, Path]) -> Non
         prompt = engine.prompt_ids(problems[line["problem"]][1].question)
         [alone] = engine.generate([prompt], temperature=0, max_new_tokens=320)
         assert line["tokens"] == alone.token_ids
-        hidden, targets = importance(engine, prompt, line["tokens"])
+        hidden, targets = importance(engine.loaded, prompt, line["tokens"])
         trace = Trace(traces / f"{line['text']:06}.safetensors", 0, "", line["thinking"])
         for name, want in targets.items():
             found, truth = trace.load(name)

@@ -19,9 +19,10 @@ from minithink.calibrate.__main__ import main
 from minithink.calibrate.journal import Journal
 from minithink.calibrate.steering import Sums, before_thoughts, separated
 from minithink.calibration import METADATA
-from minithink.engine import Home, load
+from minithink.engine import load
 from minithink.errors import MinithinkError
 from minithink.evaluate.datasets import load_dataset
+from minithink.loaded import Home
 from minithink.openings import Thought
 from minithink.policies import parse
 from minithink.weights import checkpoint_hash
@@ -367,7 +368,7 @@ def test_other_files_are_refused(
 
 def test_a_damaged_or_missing_file_names_the_command(tmp_path: Path, model: Path) -> None:
     engine = load(model, device="cpu")
-    engine.home = Home(model, tmp_path, "m")
+    engine.loaded.home = Home(model, tmp_path, "m")
     with pytest.raises(MinithinkError, match=r"does not exist; `python -m minithink\.calibrate steering --model m"):
         engine.calibrated(parse("seal"))
     (tmp_path / FILE).write_bytes(b"nothing")

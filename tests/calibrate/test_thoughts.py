@@ -80,7 +80,7 @@ def test_what_was_measured_is_the_full_caches_sparsity(
         [alone] = engine.generate([prompt], temperature=0, max_new_tokens=16)
         assert line["tokens"] == alone.token_ids
         steps = len(alone.token_ids)
-        u = sparsity(engine, [*prompt, *alone.token_ids[:-1]], max(0, len(prompt) - 64))
+        u = sparsity(engine.loaded, [*prompt, *alone.token_ids[:-1]], max(0, len(prompt) - 64))
         own = averaged(u, 3, steps)
         assert line["refresh"] == own[::4].tolist()
         assert len(line["labels"]) == len(line["refresh"]) == -(-steps // 4)

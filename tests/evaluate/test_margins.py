@@ -13,7 +13,7 @@ from minithink.evaluate import margins as module
 from minithink.evaluate.__main__ import main
 from minithink.evaluate.margins import Parting, draw_margins, partings
 from minithink.sampling import SamplingParams
-from minithink.stream import Track
+from minithink.sequence import Track
 from tests.evaluate.run import NEW, QUESTIONS
 from tests.evaluate.test_runner import drawn
 

@@ -18,7 +18,8 @@ from minithink.evaluate.meter import DeviceMeter, Held, LedgerMeter, meter
 from minithink.kv.apart import Apart
 from minithink.kv.full import FullCache
 from minithink.kv.manager import KVManager
-from minithink.stream import Stream, Track
+from minithink.sequence import Track
+from minithink.stream import Stream
 from tests.evaluate.run import QUESTIONS, STOPS
 from tests.fixtures_checkpoint import write_checkpoint
 from tests.test_loop import Launched
@@ -45,8 +46,8 @@ def graphed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
     monkeypatch.setattr(loop_module, "capturer", lambda cache: Launched if cache.capturable else None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(manager_module, "NARROWEST", 16)
-    monkeypatch.setattr(engine, "columns", "fit")
-    monkeypatch.setattr(engine, "records", True)
+    monkeypatch.setattr(engine.loaded, "columns", "fit")
+    monkeypatch.setattr(engine.loaded, "captures", True)
     return engine
 
 
@@ -148,7 +149,7 @@ def test_sequences_of_one_token(
     """They take no step of decoding: what they held is what was left of the prompt. And those of two tokens."""
     monkeypatch.setattr(stream_module, "prompts_at_once", lambda rows: together)
     for columns, n in (("fit", 1), (None, 1), ("fit", 2), (None, 2)):
-        graphed.columns, graphed.captures = columns, columns is not None  # type: ignore[assignment]
+        graphed.loaded.columns, graphed.loaded.captures = columns, columns is not None  # type: ignore[assignment]
         stream = stream_of(graphed, policy, max_new_tokens=n)
         assert isinstance(meter(stream), DeviceMeter if columns else LedgerMeter)
         for s, held, counted in zip(stream.sequences, *run(stream), strict=True):

@@ -54,12 +54,12 @@ def test_what_full_attention_looks_at_most(engine: Engine) -> None:
         engine.decoder(torch.tensor(chunk), manager)
         manager.end_step()
     queries = [12, 20, 39]
-    got = top_attended(engine, text, queries)
+    got = top_attended(engine.loaded, text, queries)
     for query, top in zip(queries, got, strict=True):
         mass = policy.seen[query][..., :query]  # not itself
         assert top.shape[-1] == TOP
         assert top.sort(-1).values.equal(mass.topk(TOP, -1).indices.sort(-1).values)
-    assert top_attended(engine, text, [3, 20]).shape[-1] == 3, "there are no more before it"
+    assert top_attended(engine.loaded, text, [3, 20]).shape[-1] == 3, "there are no more before it"
 
 
 def test_the_share_that_is_held() -> None:

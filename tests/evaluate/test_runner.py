@@ -32,12 +32,13 @@ from minithink.evaluate.__main__ import main
 from minithink.evaluate.datasets import load_dataset
 from minithink.evaluate.grading import Graded
 from minithink.evaluate.journal import Journal, Key, Record, read, text_hash
+from minithink.evaluate.padding import padded_budgets
 from minithink.evaluate.ranks import Ranks
-from minithink.grouping import padded_budgets
 from minithink.kv.apart import Apart
 from minithink.kv.contract import Policy, Step
 from minithink.sampling import filter_logits, gumbel
-from minithink.stream import PREFILL_CHUNK, Stream, Track
+from minithink.sequence import Track
+from minithink.stream import PREFILL_CHUNK, Stream
 from minithink.weights import save_checkpoint
 from tests.evaluate.run import NEW, QUESTIONS, evaluate, options, recorded, write_model, write_problems
 from tests.fixtures_checkpoint import write_checkpoint
@@ -566,7 +567,7 @@ def test_beside_the_loop_of_a_gpu(
 
     def load_graphed(*args: Any, **options: Any) -> Engine:
         engine = loaded(*args, **options)
-        engine.columns, engine.captures = "fit", True
+        engine.loaded.columns, engine.loaded.captures = "fit", True
         return engine
 
     loops = []
@@ -626,7 +627,7 @@ class Steering(Policy):
 
 def test_what_cannot_be_captured_goes_apart(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(model, device="cpu")
-    monkeypatch.setattr(engine, "columns", "fit")
+    monkeypatch.setattr(engine.loaded, "columns", "fit")
     # These two attend densely: sums depend on the longest neighbour.
     lagging, pulling = "kivi:group=16,residual=16,flush=official", "streaming_llm:budget=16,rerotate=true"
     for policy, apart in ((lagging, True), (pulling, True), (Steering(), True), ("window:budget=16", False)):

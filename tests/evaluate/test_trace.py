@@ -23,7 +23,8 @@ from minithink.evaluate.ranks import Ranks
 from minithink.evaluate.trace import Doubled, Recording, check, path_of
 from minithink.kv.apart import Apart
 from minithink.kv.full import FullCache
-from minithink.stream import Stream, Track
+from minithink.sequence import Track
+from minithink.stream import Stream
 from minithink.trace.format import Trace, read
 from minithink.trace.recorder import Recorder
 from tests.evaluate.run import NEW, QUESTIONS, evaluate, options, recorded
@@ -329,7 +330,7 @@ def test_beside_the_loop_of_a_gpu(
 
     def load_graphed(*args: Any, **given: Any) -> Engine:
         engine = loaded(*args, **given)
-        engine.columns, engine.captures = "fit", True
+        engine.loaded.columns, engine.loaded.captures = "fit", True
         return engine
 
     def note(self: loop_module.DecodeLoop, *args: Any, **given: Any) -> None:

@@ -21,7 +21,8 @@ from minithink.kv.manager import KVManager
 from minithink.kv.stack import members
 from minithink.policies import POLICIES, parse
 from minithink.policies.snapkv_decode import Shared
-from minithink.stream import NON_FINITE, Stream, Track
+from minithink.sequence import Track
+from minithink.stream import NON_FINITE, Stream
 from tests.conftest import PROFILE
 from tests.kv.run import informed
 
@@ -140,7 +141,7 @@ class Watch:
 @pytest.fixture(scope="module")
 def knows(engine: Engine) -> Engine:
     """The engine, with vectors, a predictor and the future of a text for the policies that ask for these."""
-    own = Engine(engine.decoder, engine.tokenizer, engine.generation_config, engine.home)
+    own = Engine(engine.decoder, engine.tokenizer, engine.generation_config, engine.loaded.home)
     own.calibrated = lambda policy: informed(policy, engine.config)  # type: ignore[method-assign]
     return own
 

@@ -1,4 +1,4 @@
-"""Batch grouping: the worked example, and what sorting promises."""
+"""Batch grouping: the worked example, and what sorting promises. `pytest tests/evaluate/test_padding.py`"""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minithink.engine import Engine, charge
+from minithink.engine import Engine
 from minithink.errors import UsageError
-from minithink.grouping import group_by_length, padded_budgets
+from minithink.evaluate.padding import charge, group_by_length, padded_budgets
 from minithink.policies import parse
-from minithink.stream import Track
+from minithink.sequence import Track
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
@@ -51,36 +51,28 @@ def test_grouping_never_costs_budget(lengths: list[int], size: int) -> None:
     assert padded_budgets([10, 1000], [100, 100], 2, False) == [-890, 100], "padding may be longer than the budget"
 
 
-def test_results_are_in_the_callers_order(engine: Engine) -> None:
-    """Grouping changes when a prompt is read, and nothing else; a chunk says to which prompt it belongs."""
-    prompts = [[9] * n for n in (9, 3, 7, 3, 12)]
-    options = {"max_new_tokens": 4, "batch_size": 2, "temperature": 0.7, "num_samples": 2}
-    plain, grouped = (engine.generate(prompts, group=group, **options) for group in (False, True))
-    assert [(r.prompt, r.sample, r.prompt_tokens) for r in grouped] == [
-        (i, k, len(prompt)) for i, prompt in enumerate(prompts) for k in range(2)
-    ]
-    assert [r.token_ids for r in grouped] == [r.token_ids for r in plain]
-    stream = engine.stream(prompts, group=True, **options)
-    order = list(dict.fromkeys((chunk.prompt, chunk.sample) for chunk in stream))
-    assert [prompt for prompt, _ in order] == [1, 1, 3, 3, 2, 2, 0, 0, 4, 4]
-    assert (stream.result.prompt, stream.result.sample) == (0, 0)
+def charged(engine: Engine, prompts: list[list[int]], policy: str, group: bool, new: int) -> list[int]:
+    """Tokens that each sequence holds at the end, if batches of two pay for their padding."""
+    chosen = parse(policy)
+    stream = engine.stream(prompts, policy=chosen, max_new_tokens=new, temperature=0)
+    charge(stream.sequences, chosen, 2, group)
+    for _ in stream.steps():
+        pass
+    return [result.kv_tokens for result in stream.results]
 
 
 def test_the_padding_of_a_batch_is_charged(engine: Engine) -> None:
-    """By as many tokens as an engine would pad; a text of its own says where there is no room."""
+    """By as many tokens as an engine would pad. A sequence keeps as much as its policy needs."""
     prompts = [[9] * n for n in (4, 10, 5, 9)]
-    options = {"max_new_tokens": 30, "policy": "window:budget=20", "temperature": 0}
-    for group, want in ((False, [14, 20, 16, 20]), (True, [19, 20, 20, 19])):
-        results = engine.generate(prompts, group=group, padded_budget=2, **options)
-        assert [r.kv_tokens for r in results] == want
-    assert [r.kv_tokens for r in engine.generate(prompts, **options)] == [20] * 4
+    assert charged(engine, prompts, "window:budget=20", False, 30) == [14, 20, 16, 20]
+    assert charged(engine, prompts, "window:budget=20", True, 30) == [19, 20, 20, 19]
+    plain = engine.generate(prompts, policy="window:budget=20", max_new_tokens=30, temperature=0)
+    assert [r.kv_tokens for r in plain] == [20] * 4
     with pytest.raises(UsageError, match="padded_budget charges a budget, and the policy full has none"):
-        engine.generate(prompts, policy="full", padded_budget=2)
-    with pytest.raises(UsageError, match="a policy's budget, and there is no policy"):
-        engine.generate(prompts, padded_budget=2)
+        charge([], parse("full"), 2, False)
     for policy, least in (("window:budget=12", 3), ("window:budget=13,protect_prompt=true", 5)):
-        results = engine.generate([[9] * 4, [9] * 12], policy=f"{policy}", padded_budget=2, max_new_tokens=20)
-        assert results[0].kv_tokens in (least, least + 1), "as much as the policy needs"
+        held = charged(engine, [[9] * 4, [9] * 12], policy, False, 20)
+        assert held[0] in (least, least + 1), "as much as the policy needs"
 
 
 def test_padding_never_gives_budget(engine: Engine) -> None:
@@ -103,8 +95,6 @@ def test_padding_never_gives_budget(engine: Engine) -> None:
         sequences = [Track(i, i, 0, [9] * n, 5, "length") for i, n in enumerate((4, 30))]
         charge(sequences, parse(text), 2, False)
         assert [s.budget for s in sequences] == want, text
-    with pytest.raises(UsageError, match=r"padded_budget is 2\.5; it must be a whole number"):
-        engine.generate([[9] * 4], policy="window:budget=12", padded_budget=2.5)
 
 
 def test_each_sequence_pays_from_its_own_budget() -> None:

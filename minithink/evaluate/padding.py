@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minithink.errors import UsageError
+from minithink.kv.contract import Policy
+from minithink.sequence import Track
 
 
 def group_by_length(lengths: Sequence[int], batch_size: int) -> tuple[list[list[int]], list[int]]:
@@ -66,3 +68,25 @@ def padded_budgets(lengths: Sequence[int], budgets: Sequence[int], batch_size: i
         for i in batch:
             out[i] -= longest - lengths[i]
     return out
+
+
+def charge(sequences: Sequence[Track], policy: Policy, batch_size: int, group: bool) -> None:
+    """Take the padding off the budget of each sequence. A sequence keeps at least what its policy needs.
+
+    Args:
+        sequences: of a stream that has not begun. Each pays from its own budget, or the policy's if it has none.
+        policy: under which they run.
+        batch_size, group: as in `padded_budgets`.
+
+    Raises:
+        UsageError: the policy has no budget.
+    """
+    if policy.budget is None:
+        raise UsageError(f"padded_budget charges a budget, and the policy {policy.name} has none: leave it out.")
+    lengths = [len(s.prompt) for s in sequences]
+    own = [policy.budget if s.budget is None else s.budget for s in sequences]
+    left = padded_budgets(lengths, own, batch_size, group)
+    for s, whole, budget in zip(sequences, own, left, strict=True):
+        stays = len(s.prompt) if policy.cap is None else min(len(s.prompt), policy.cap)
+        protected = stays if policy.protect_prompt else 0
+        s.budget = min(whole, max(budget, protected + policy.beside))

@@ -1,0 +1,65 @@
+"""A loaded checkpoint: what generating and reading texts with a model needs, and nothing that they do with it.
+
+`Engine` has one and hands it down to its streams. What only reads texts (`reading.py`, `foresight.py`,
+`diagnosis.py`) takes it too, and needs no engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from minithink import calibration
+from minithink.errors import MinithinkError
+from minithink.model import Decoder, Rope
+from minithink.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Home:
+    """The folders of a model's files."""
+
+    folder: Path  # of its weights
+    calibration: Path  # of the files of `minithink.calibrate`
+    spoken: str = ""  # the model's name on the command line; "": it is the embedded one
+
+
+class Loaded:
+    """A decoder with its tokenizer, and what follows from the two."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        stop_ids: frozenset[int] = frozenset(),
+        home: Home | None = None,
+    ) -> None:
+        """
+        Args:
+            decoder: the model.
+            tokenizer: the one that belongs to it.
+            stop_ids: the tokens that end a text, as the checkpoint says.
+            home: None: the model has no files, and no policy can read a calibration.
+        """
+        self.decoder = decoder
+        self.tokenizer = tokenizer
+        self.stop_ids = stop_ids
+        self.home = home
+        self.config = decoder.config
+        self.device = decoder.embed.device
+        self.dtype = decoder.embed.dtype
+        self.rope = Rope(decoder.config, self.device)
+        # Whether decoding steps are CUDA graphs; their caches have fixed widths.
+        self.captures = decoder.backend.capturable and self.device.type == "cuda"
+        self.columns: Literal["fit"] | None = "fit" if self.captures else None
+
+    def calibration(self, name: str) -> dict[str, Any]:
+        """The values in this model's calibration file of that name.
+
+        Raises:
+            MinithinkError: the file is missing, is about another model, or cannot be read.
+        """
+        if self.home is None:
+            raise MinithinkError(f"There is no {name} for this model, which has no folder: load it from one.")
+        return calibration.read(self.home.calibration, name, self.home.folder, self.home.spoken)
