@@ -20,6 +20,7 @@ COMMANDS = {
     "counters": "counters",
     "sanitize": "sanitize",
     "sweep": "sweep",
+    "differences": "differences",
     "compile": "compile",
     "tables": "tables",
     "thoughts": "ops",

@@ -29,7 +29,7 @@ def compared(runs: Sequence[Run], beside: str) -> dict[tuple[Any, ...], dict[str
     right, low, high: share of right answers and its interval, of all families only. less, less_low, less_high: this
     share minus the other policy's, and the bootstrap interval of the difference.
     """
-    by_cell = {run.cell: _shares(run) for run in runs if run.right}
+    by_cell = {run.cell: shares(run) for run in runs if run.right}
     datasets = sorted({run.cell[0] for run in runs})
     out: dict[tuple[Any, ...], dict[str, float]] = {}
     for _, policy, budget in dict.fromkeys(run.cell for run in runs) if beside else ():
@@ -37,22 +37,23 @@ def compared(runs: Sequence[Run], beside: str) -> dict[tuple[Any, ...], dict[str
         pairs = [(x, y) for x, y in zip(own, other, strict=True) if x and y]
         for dataset, x, y in zip(datasets, own, other, strict=True):
             if x and y and policy != beside:
-                out[dataset, policy, budget] = _less(x, y)
+                out[dataset, policy, budget] = difference(x, y)
         if len(pairs) == len(datasets) > 1:
             x, y = ([share for one in of for share in one] for of in zip(*pairs, strict=True))
             low, high = wilson(fmean(x), len(x))
-            less = {} if policy == beside else _less(x, y)
+            less = {} if policy == beside else difference(x, y)
             out["", policy, budget] = {"right": fmean(x), "low": low, "high": high, **less}
     return out
 
 
-def _shares(run: Run) -> list[float]:
+def shares(run: Run) -> list[float]:
     """The share of right samples of each problem."""
     n = run.key["num_samples"]
     return [run.right.count("1", i, i + n) / n for i in range(0, len(run.right), n)]
 
 
-def _less(own: Sequence[float], other: Sequence[float]) -> dict[str, float]:
+def difference(own: Sequence[float], other: Sequence[float]) -> dict[str, float]:
+    """The mean of differences in pairs, and its interval. own, other: a value for each problem."""
     differences = [x - y for x, y in zip(own, other, strict=True)]
     low, high = bootstrap(differences) or (fmean(differences),) * 2
     return {"less": fmean(differences), "less_low": low, "less_high": high}
