@@ -12,7 +12,6 @@ import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from minithink.backend import choose, device_of
 from minithink.chat import start_child
 from minithink.config import ModelConfig
 from minithink.errors import MinithinkError, UsageError, alternatives, quoted
-from minithink.foresight import followers, later
 from minithink.generation import DRAWING, GenerationConfig
 from minithink.kv.contract import Policy, Shape
 from minithink.kv.manager import bytes_for
@@ -38,7 +36,6 @@ from minithink.policies.full import Full
 from minithink.sampling import SamplingParams, is_whole
 from minithink.sequence import Chunk, Result, Track
 from minithink.stream import Stream, prompts_at_once
-from minithink.thoughts import ending
 from minithink.tokenizer import Tokenizer
 from minithink.weights import load_decoder, resolve
 
@@ -124,8 +121,7 @@ class Engine:
         self.device = self.loaded.device
         self.dtype = self.loaded.dtype
         self.rope = self.loaded.rope
-        # warnings about the model's files, and about the calibrations that policies have read
-        self.cautions = set(decoder.config.cautions)
+        self.cautions = self.loaded.cautions
 
     def _bytes_for(self, policy: Policy | None, rows: int, sizes: Sequence[int], prompt: int) -> int:
         """Bytes of a cache. rows: of the batch; sizes: tokens of the sequences that run at once, the longest first;
@@ -261,7 +257,7 @@ class Engine:
         if isinstance(policy, Policy):
             if budget is not None or schedule is not None:
                 raise UsageError(f"{policy.name} was given as an object: set its budget and schedule there.")
-            return self.calibrated(copy.deepcopy(policy))
+            return self.bind(copy.deepcopy(policy))
         if policy is None:
             if budget is not None or schedule is not None:
                 option, given = ("schedule", schedule) if budget is None else ("budget", f"of {budget} tokens")
@@ -270,34 +266,25 @@ class Engine:
             return None
         if not isinstance(policy, str):
             raise UsageError(f"The policy is {quoted(policy)}: give a text, as in rkv:budget=256, or an object.")
-        return self.calibrated(parse(policy, budget=budget, schedule=schedule))
+        return self.bind(parse(policy, budget=budget, schedule=schedule))
 
-    def calibrated(self, policy: Policy) -> Policy:
-        """The same policy, which now knows this model's calibration.
+    def bind(self, policy: Policy) -> Policy:
+        """The same policy, which now knows this model.
 
         Raises:
-            MinithinkError: as in `calibration`. UsageError: the calibration does not suit the policy.
+            MinithinkError: as in `calibration`.
+            UsageError: a number of the policy or its calibration makes no sense.
         """
-
-        def kind(ids: Sequence[int]) -> int:
-            """The thought type of a text's last token, by keywords."""
-            return ending(self.tokenizer.pieces(ids))
-
         c = self.config
         shape = Shape(c.num_layers, 1, c.num_kv_heads, c.num_heads, c.head_dim, c.hidden_size, policy.scope,
                       self.device, c.max_position, self.dtype)  # fmt: skip
         for member in members(policy):
             if is_dataclass(member):
                 check_numbers(member)
-            member.reads(kind)
-            if type(member).vocabulary is not Policy.vocabulary:
-                member.vocabulary(self._vocabulary)
-            member.foresees(followers(self.loaded), lambda *given: later(self.loaded, *given))
-            cautions = [member.caution(shape)]
-            if name := member.calibration:
-                member.calibrated(values := self.calibration(name))
-                cautions.append(files.caution(name, values))
-            self.cautions |= {caution for caution in cautions if caution}
+            member.bind(self.loaded)
+            caution = member.caution(shape)
+            if caution:
+                self.cautions.add(caution)
         return policy
 
     def check_draws(self, policy: Policy, drawing: Mapping[str, Any], prompts: Sequence[Sequence[int]]) -> None:
@@ -306,11 +293,6 @@ class Engine:
         for member in members(policy):
             if member.calibration == files.FORESIGHT:
                 files.check_draws(member.name, self.calibration(files.FORESIGHT), drawing, prompts)
-
-    @cached_property
-    def _vocabulary(self) -> tuple[bytes, ...]:
-        """The bytes of every token."""
-        return tuple(self.tokenizer.token_bytes(id) for id in range(self.config.vocab_size))
 
     def try_out(self, policy: Policy) -> None:
         """Check that a policy suits this model's shape, without memory and prompts. UsageError: it does not."""

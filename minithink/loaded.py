@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,12 +49,25 @@ class Loaded:
         self.stop_ids = stop_ids
         self.home = home
         self.config = decoder.config
+        # warnings about the model's files, and about the calibrations that were read
+        self.cautions = set(decoder.config.cautions)
         self.device = decoder.embed.device
         self.dtype = decoder.embed.dtype
         self.rope = Rope(decoder.config, self.device)
         # Whether decoding steps are CUDA graphs; their caches have fixed widths.
         self.captures = decoder.backend.capturable and self.device.type == "cuda"
         self.columns: Literal["fit"] | None = "fit" if self.captures else None
+
+    # -- what policies may learn (`kv.contract.Model`)
+
+    @cached_property
+    def vocabulary(self) -> tuple[bytes, ...]:
+        """The bytes of every token id; b"" if an id has no token."""
+        return tuple(self.tokenizer.token_bytes(id) for id in range(self.config.vocab_size))
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of every token of a text. Joined, they are the text."""
+        return self.tokenizer.pieces(ids)
 
     def calibration(self, name: str) -> dict[str, Any]:
         """The values in this model's calibration file of that name.
@@ -62,4 +77,8 @@ class Loaded:
         """
         if self.home is None:
             raise MinithinkError(f"There is no {name} for this model, which has no folder: load it from one.")
-        return calibration.read(self.home.calibration, name, self.home.folder, self.home.spoken)
+        values = calibration.read(self.home.calibration, name, self.home.folder, self.home.spoken)
+        caution = calibration.caution(name, values)
+        if caution:
+            self.cautions.add(caution)
+        return values

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from minithink import thoughts
-from minithink.policies.thinkv import NAMES
+from minithink.thoughts import NAMES
 
 # SEAL's words, in lower case; "differenly" is theirs
 REFLECTIONS = (

@@ -19,8 +19,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION
-
+TRANSITION, EXECUTION, REASONING = 0, 1, 2  # by importance ρ (§4.2), and as figure 6 numbers them
+NAMES = ("transition", "execution", "reasoning")
 TRANSITIONS = ("Wait", "Hmm", "Wait no", "Alternatively", "But wait", "Earlier I said that", "Before I answer",
                "None fits")  # fmt: skip
 REASONINGS = (

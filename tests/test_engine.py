@@ -511,6 +511,18 @@ class Stages(Policy):
         return ()
 
 
+def test_a_policy_learns_only_what_it_asks_for(engine: Engine) -> None:
+    """The tokens' bytes are computed for the first policy that reads them, once, also in a stack."""
+    own = Engine(engine.decoder, engine.tokenizer, engine.generation_config)
+    own.bind(parse("window:budget=9+quant:fmt=fp8"))
+    assert "vocabulary" not in vars(own.loaded)
+    own.bind(parse("sepllm:budget=9+quant:fmt=fp8"))
+    known = vars(own.loaded)["vocabulary"]
+    assert len(known) == engine.config.vocab_size
+    own.bind(parse("sepllm:budget=9"))
+    assert own.loaded.vocabulary is known
+
+
 def test_a_policy_is_told_the_stage(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = "so", "12 34"
     a, b = (len(engine.tokenizer.encode(text)) for text in (before, after))

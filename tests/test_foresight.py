@@ -13,9 +13,11 @@ from torch import Tensor
 
 from minithink import foresight
 from minithink.engine import Engine, load
-from minithink.foresight import answer_rows, followers, importance, later, thinking_of
+from minithink.foresight import answer_rows, later, thinking_of
+from minithink.importance import importance
 from minithink.reading import read
 from minithink.tasks.needs import reader
+from minithink.tasks.needs_follower import followers
 from minithink.tasks.prepare import FAMILIES, document
 from minithink.thinking import CLOSE, OPEN
 
@@ -166,7 +168,8 @@ def test_a_follower_knows_what_may_still_be_read(tiny: Engine, seed: int) -> Non
     """At every token; the other tokens of these statements are told apart."""
     prompt, tokens, question = text_of(tiny, seed)
     pieces = tiny.tokenizer.pieces([*prompt, *tokens])
-    own, text = followers(tiny.loaded)(prompt), reader(question, pieces[: len(prompt)])
+    follow = followers(tiny.tokenizer.pieces, tiny.config.vocab_size)
+    own, text = follow(prompt), reader(question, pieces[: len(prompt)])
     some = 0
     for token, piece in zip(tokens, pieces[len(prompt) :], strict=True):
         own.add(token)

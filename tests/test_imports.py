@@ -37,7 +37,12 @@ ALLOWED = {
         "minithink.quant",
         "minithink.errors",
         "minithink.sentences",
+        "minithink.thoughts",
         "minithink.ref.lrfu",
+        # for the oracles, which read whole texts with the model
+        "minithink.foresight",
+        "minithink.loaded",
+        "minithink.tasks.needs_follower",
     ),
     "minithink.model": ("minithink.backend", "minithink.config", "minithink.errors"),
     "minithink.tasks": ("minithink.tasks", "minithink.commands", "minithink.errors", "minithink.tokenizer"),
@@ -67,7 +72,7 @@ BELOW = tuple(
     f"minithink.{name}"
     for name in (
         "backend", "calibration", "chat", "commands", "config", "cores", "errors", "figures", "files", "generation",
-        "hub", "loaded", "sequence",
+        "foresight", "hub", "importance", "loaded", "reading", "sequence",
         "intervals", "kernels", "kv", "memory", "model", "openings", "pieces", "policies", "policy_errors",
         "progress", "quant", "ref",
         "sampling", "sentences", "sources", "tasks", "thinking", "thoughts", "tokenizer", "user_code",
@@ -75,7 +80,7 @@ BELOW = tuple(
         "chat_child", "looped", "process",
     )
 )  # fmt: skip
-ABOVE = ("engine", "stream", "reading", "results", *LEAVES)
+ABOVE = ("engine", "stream", "results", *LEAVES)
 # what the model and the cache must not know: the registered policies, and the methods that the design names
 METHODS = set(
     "thinkv skipkv crystal_kv dynts h2o snapkv rkv streaming_llm kivi pm_kvq window".split()  # noqa: SIM905

@@ -14,7 +14,7 @@ def files(text: str) -> dict[str, tuple[str, ...]]:
 
 def test_the_files_of_a_policy_are_those_that_it_runs() -> None:
     of_thinkv = files("thinkv")
-    own = ("minithink/policies/thinkv.py", "minithink/policies/thinkv_options.py")
+    own = ("minithink/policies/thinkv.py", "minithink/policies/thinkv_options.py", "minithink/thoughts.py")
     assert of_thinkv["policy"] == own
     assert {"minithink/quant/nvfp4.py", "minithink/quant/ternary.py"} <= {*of_thinkv["formats"]}
     assert {"minithink/ref/anneal.py", "minithink/ref/sparsity.py"} <= {*of_thinkv["twins"]}

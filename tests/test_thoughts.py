@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION
 from minithink.tasks import facts, ledger, search
-from minithink.thoughts import doubts, kinds, segments
+from minithink.thoughts import EXECUTION, REASONING, TRANSITION, doubts, kinds, segments
 from tests.tasks.manners import written
 
 T, E, R = TRANSITION, EXECUTION, REASONING

@@ -26,7 +26,8 @@ import torch
 
 import minithink
 from minithink.calibrate.quality import kendall, overlap
-from minithink.foresight import importance, thinking_of
+from minithink.foresight import thinking_of
+from minithink.importance import importance
 from minithink.kv.schedule import divided
 from minithink.policies.dynts_cost import break_even, gain, length, predictor_flops, repaid, token_flops, triggers
 from minithink.ref.predict import predict

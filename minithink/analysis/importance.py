@@ -44,7 +44,8 @@ from minithink.commands import location, natural
 from minithink.engine import Engine
 from minithink.errors import MinithinkError
 from minithink.figures import drawing, need_matplotlib
-from minithink.foresight import answer_rows, importance, later, thinking_of
+from minithink.foresight import answer_rows, later, thinking_of
+from minithink.importance import importance
 from minithink.progress import progress
 from minithink.tasks import Problem
 from minithink.tasks.needs_rules import NAME

@@ -29,9 +29,8 @@ from minithink.analysis.suppress import suppress
 from minithink.commands import natural, positive
 from minithink.engine import Engine
 from minithink.errors import MinithinkError
-from minithink.policies.thinkv import NAMES
 from minithink.progress import progress
-from minithink.thoughts import kinds, segments
+from minithink.thoughts import NAMES, kinds, segments
 
 LONGEST = 512  # tokens of an answer that is drawn
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from minithink.engine import Engine
 from minithink.kv.contract import Policy
 from minithink.kv.manager import KVManager
-from minithink.policies.thinkv import NAMES
 from minithink.stream import PREFILL_CHUNK
+from minithink.thoughts import NAMES
 
 
 def averaged(u: Tensor, rows: int, steps: int) -> Tensor:

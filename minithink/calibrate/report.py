@@ -13,7 +13,8 @@ from torch import Tensor
 from minithink.calibrate import choose
 from minithink.calibrate.agreement import compare, fold
 from minithink.calibrate.density import Peaks
-from minithink.policies.thinkv import NAMES, type_of
+from minithink.policies.thinkv import type_of
+from minithink.thoughts import NAMES
 
 
 def conclude(lines: Sequence[Mapping[str, Any]], number: int, count: int) -> dict[str, Any]:

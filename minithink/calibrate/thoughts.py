@@ -298,7 +298,7 @@ def under_eviction(
         if i in done:
             continue
         one = replace(policy)
-        one.calibrated(values)
+        one.take_thresholds(values)
         found = types(engine, one, prompt, lines[i]["tokens"][:-1])
         journal.append({"evicted": i, "types": found})
         _say(f"under {policy.name}: {i + 1} of {len(prompts)} texts")

@@ -26,7 +26,7 @@ from minithink.evaluate.datasets import Example, load_dataset
 from minithink.evaluate.grading import grade
 from minithink.evaluate.tune import allowed
 from minithink.files import open_to_others
-from minithink.foresight import importance
+from minithink.importance import importance
 from minithink.progress import progress
 from minithink.sequence import Track
 from minithink.tasks import families

@@ -307,7 +307,7 @@ def calibrations(engine: Engine, cells: Sequence[Cell], schedule: str | None) ->
         for member in members(policy):
             if (name := member.calibration) and (decides := identity(name, engine.calibration(name))):
                 found[name] = decides
-        engine.try_out(engine.calibrated(policy))
+        engine.try_out(engine.bind(policy))
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -79,9 +80,11 @@ class Informed(StandIn, Steered):
     """A policy that steers, with a vocabulary in which some tokens end sentences, and a vector of noise."""
 
     def setup(self, shape: Shape) -> None:
-        self.vocabulary([b".\n\n" if token % SENTENCE == 0 else b" x" for token in range(VOCABULARY)])
         noise = 1e-3 * torch.randn(1, shape.hidden, generator=torch.Generator().manual_seed(0))
-        self.calibrated({self.vector: noise.expand(shape.layers, -1), "layer": round(0.7 * shape.layers) - 1})
+        values = {self.vector: noise.expand(shape.layers, -1), "layer": round(0.7 * shape.layers) - 1}
+        vocabulary = [b".\n\n" if token % SENTENCE == 0 else b" x" for token in range(VOCABULARY)]
+        model: Any = SimpleNamespace(vocabulary=vocabulary, calibration=lambda name: values)
+        self.bind(model)
         super().setup(shape)
 
 

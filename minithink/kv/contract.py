@@ -42,6 +42,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
+from minithink.config import ModelConfig
 from minithink.errors import UsageError
 from minithink.kv.schedule import Schedule, divided
 from minithink.ref.keep_best import keep_best as keep_best
@@ -291,14 +292,25 @@ class Step(Protocol):
 # --- policies -----------------------------------------------------------------------------------------------
 
 
-class Live(Protocol):
-    """Follows a text and knows what its continuation may still read."""
+class Model(Protocol):
+    """What a policy may learn of the model (`Policy.bind`). Each part is computed when it is asked for, not before.
+    An engine shows its `Loaded` (`minithink/loaded.py`)."""
 
-    def add(self, token: int) -> None:
-        """The next token's id."""
+    config: ModelConfig  # the model's shape and context
 
-    def live(self) -> tuple[list[int], list[int]]:
-        """Positions of the tokens that a continuation may still read, and of the other tokens of their statements."""
+    @property
+    def vocabulary(self) -> Sequence[bytes]:
+        """The bytes of every token id; b"" if an id has no token."""
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of every token of a text. Joined, they are the text."""
+
+    def calibration(self, name: str) -> Mapping[str, Any]:
+        """The values of this model's calibration file of that name (`minithink/calibration.py`).
+
+        Raises:
+            MinithinkError: the file is missing, is about another model, or cannot be read.
+        """
 
 
 class Policy:
@@ -343,25 +355,9 @@ class Policy:
         """The file beside the model, of `minithink.calibrate`, without which this policy cannot run; "": none."""
         return ""
 
-    def calibrated(self, values: Mapping[str, Any]) -> None:
-        """What that file says; called before `setup`."""
-
-    def reads(self, kind: Callable[[Sequence[int]], int]) -> None:
-        """For policies that look at the text: the type of thought that a text ends in, its token ids → a type of
-        ThinKV's; called before `setup` where there is a tokenizer."""
-
-    def vocabulary(self, tokens: Sequence[bytes]) -> None:
-        """For policies that look at single tokens: the bytes of each token id, b"" if an id has no token. Called
-        before `setup` where there is a tokenizer."""
-
-    def foresees(self, live: Callable[[Sequence[int]], Live], later: Callable[..., Tensor]) -> None:
-        """For oracles, which know what no method can know (`foresight.py`); called before `setup` where there is an
-        engine.
-
-        Args:
-            live: the ids of a prompt → what a continuation of a text may still read.
-            later: reads a whole text → the attention that its tokens get later on.
-        """
+    def bind(self, model: Model) -> None:
+        """Learn of the model what the policy needs to know: its calibration, the texts of tokens. Called once before
+        `setup`, where there is a model with its tokenizer."""
 
     def caution(self, shape: Shape) -> str:
         """What users must be told of these settings on a model of this shape; "": nothing."""

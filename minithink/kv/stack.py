@@ -8,7 +8,7 @@ from torch import Tensor
 
 from minithink.errors import UsageError
 from minithink.kv import checks
-from minithink.kv.contract import SCOPES, Demand, Edit, Policy, Shape, Step, Storage
+from minithink.kv.contract import SCOPES, Demand, Edit, Model, Policy, Shape, Step, Storage
 
 
 class Stack(Policy):
@@ -56,6 +56,10 @@ class Stack(Policy):
     def limit(self) -> int | None:
         """The tightest limit of all members."""
         return min((m.limit for m in self.members if m.limit is not None), default=None)
+
+    def bind(self, model: Model) -> None:
+        for member in self.members:
+            member.bind(model)
 
     def setup(self, shape: Shape) -> None:
         for member in self.members:

@@ -27,7 +27,7 @@ trigger comes one token later. This module follows the paper.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Demand, Edit, Evict, Policy, See, Shape, Step
+from minithink.kv.contract import Demand, Edit, Evict, Model, Policy, See, Shape, Step
 from minithink.kv.schedule import PLACES, divided, share_of
 from minithink.policies import dynts_cost as cost
 from minithink.policies.dynts_cost import break_even as break_even
@@ -144,9 +144,9 @@ class DynTS(Windows):
     def calibration(self) -> str:
         return f"predictor-{self.target}.safetensors" if self.predicts else ""
 
-    def calibrated(self, values: Mapping[str, Any]) -> None:
-        """values: `weights`, the predictor's W1, W2 and W3."""
-        self._weights = tuple(values["weights"])
+    def bind(self, model: Model) -> None:
+        if self.calibration:
+            self._weights = tuple(model.calibration(self.calibration)["weights"])  # the predictor's W1, W2 and W3
 
     def setup(self, shape: Shape) -> None:
         super().setup(shape)

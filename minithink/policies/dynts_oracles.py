@@ -19,15 +19,18 @@ recorded text have the score 0. No oracle is in the paper.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from minithink.errors import MinithinkError, UsageError
-from minithink.kv.contract import Live, Shape, Step
+from minithink.foresight import later
+from minithink.kv.contract import Model, Shape, Step
+from minithink.loaded import Loaded
 from minithink.policies.dynts import Windows
 
 EVERY = 16  # generated tokens from one known state of the attention that is still to come to the next
@@ -45,12 +48,11 @@ class AnswerOracle(Windows):
     def calibration(self) -> str:
         return "foresight.json"
 
-    def calibrated(self, values: Mapping[str, Any]) -> None:
-        """values: `text`, a prompt's ids → the ids that the full cache generated; None: no text is recorded."""
-        self._text: Callable[[Sequence[int]], Sequence[int] | None] = values["text"]
-
-    def foresees(self, live: Callable[[Sequence[int]], Live], later: Callable[..., Tensor]) -> None:
-        self._later = later
+    def bind(self, model: Model) -> None:
+        # a prompt's ids → the ids that the full cache generated; None: no text is recorded
+        self._text: Callable[[Sequence[int]], Sequence[int] | None] = model.calibration(self.calibration)["text"]
+        # The oracle reads texts with the model itself, so it can only be bound to one that is loaded.
+        self._later: Callable[..., Tensor] = partial(later, cast(Loaded, model))
 
     def setup(self, shape: Shape) -> None:
         super().setup(shape)
@@ -94,6 +96,16 @@ class HindsightOracle(AnswerOracle):
     part = "rest"
 
 
+class Live(Protocol):
+    """Follows a text and knows what its continuation may still read."""
+
+    def add(self, token: int) -> None:
+        """The next token's id."""
+
+    def live(self) -> tuple[list[int], list[int]]:
+        """Positions of the tokens that a continuation may still read, and of the other tokens of their statements."""
+
+
 @dataclass
 class NeedsOracle(Windows):
     """Keep what a continuation may still read."""
@@ -101,12 +113,15 @@ class NeedsOracle(Windows):
     name = "needs_oracle"
     summary = "keep what the text may still read by the rules of the task families (an oracle in DynTS's windows)"
 
-    def foresees(self, live: Callable[[Sequence[int]], Live], later: Callable[..., Tensor]) -> None:
-        self._live = live
+    def bind(self, model: Model) -> None:
+        # The grammars of the task families are loaded only for this oracle.
+        from minithink.tasks.needs_follower import followers
+
+        self._follow: Callable[[Sequence[int]], Live] = followers(model.pieces, model.config.vocab_size)
 
     def setup(self, shape: Shape) -> None:
         super().setup(shape)
-        if not hasattr(self, "_live"):
+        if not hasattr(self, "_follow"):
             raise UsageError(f"{self.name} reads the text, and there is no tokenizer here.")
         self._heard = [list[int]() for _ in range(shape.rows)]  # tokens that the reader has not read yet
         self._reader: list[Live | None] = [None] * shape.rows
@@ -125,7 +140,7 @@ class NeedsOracle(Windows):
             heard, self._heard[row] = self._heard[row], []
             reader = self._reader[row]
             if reader is None:
-                self._reader[row] = reader = self._live(heard[:m])
+                self._reader[row] = reader = self._follow(heard[:m])
                 heard = heard[m:]
             for token in heard:
                 reader.add(token)

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Edit, Evict, Policy, Shape, Step
+from minithink.kv.contract import Edit, Evict, Model, Policy, Shape, Step
 from minithink.kv.schedule import share_of
 
 SEPARATORS = (b".", b",", b"?", b"!", b";", b":", b"\n")
@@ -67,12 +67,12 @@ class SepLLM(Policy):
             )
         self._ids: frozenset[int] | None = None
 
-    def vocabulary(self, tokens: Sequence[bytes]) -> None:
+    def bind(self, model: Model) -> None:
         def separates(token: bytes) -> bool:
             bare = token if self.strict else token.strip(b" ")
             return bare in SEPARATORS or (token == b" " if self.strict else bool(token) and not bare)
 
-        self._ids = frozenset(i for i, token in enumerate(tokens) if separates(token))
+        self._ids = frozenset(i for i, token in enumerate(model.vocabulary) if separates(token))
 
     def setup(self, shape: Shape) -> None:
         if self._ids is None:

@@ -12,7 +12,7 @@ Where this differs from the papers:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Policy, Shape, Step
+from minithink.kv.contract import Model, Policy, Shape, Step
 from minithink.sentences import PARAGRAPH, table
 
 FILE = "steering.safetensors"
@@ -71,19 +71,15 @@ class Steered(Policy):
     def calibration(self) -> str:
         return FILE if self.steers else ""
 
-    def vocabulary(self, tokens: Sequence[bytes]) -> None:
+    def bind(self, model: Model) -> None:
+        """Raises UsageError if the model has no such layer."""
         if self.reads_text:
-            self._table = table(tuple(tokens))
+            self._table = table(tuple(model.vocabulary))
+        if self.calibration:
+            self._take_vector(model.calibration(self.calibration))
 
-    def calibrated(self, values: Mapping[str, Any]) -> None:
-        """Take the vector of a layer.
-
-        Args:
-            values: `plain` and `matched`, float32 [L, d], and `layer`, of `python -m minithink.calibrate steering`.
-
-        Raises:
-            UsageError: the model has no such layer.
-        """
+    def _take_vector(self, values: Mapping[str, Any]) -> None:
+        """values: `plain` and `matched`, float32 [L, d], and `layer`, of `python -m minithink.calibrate steering`."""
         vectors = values[self.vector]
         self._layer = values["layer"] if self.layer is None else self.layer
         if not 0 <= self._layer < len(vectors):

@@ -22,13 +22,12 @@ from math import isnan
 from typing import Any, Literal
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Demand, Policy, See, Shape, Storage
+from minithink.kv.contract import Demand, Model, Policy, See, Shape, Storage
 from minithink.quant import parse, parse_pair
+from minithink.thoughts import NAMES, REASONING, ending
 
 MOST = 2**30  # tokens, of whatever: positions are int32
 ROWS = 1024  # queries whose sparsity is averaged, at most
-TRANSITION, EXECUTION, REASONING = 0, 1, 2  # by importance ρ (§4.2), and as figure 6 numbers them
-NAMES = ("transition", "execution", "reasoning")
 
 
 @dataclass
@@ -89,7 +88,7 @@ class ThinKVOptions(Policy):
             if self.types != 3:
                 raise UsageError(f"{self.name}: words tell three types, and types={self.types}: drop one of them.")
             self.capturable = False  # type: ignore[misc]  # the host reads every token
-        self.calibrated({})
+        self.take_thresholds({})
 
     # -- what follows from the options
 
@@ -176,8 +175,21 @@ class ThinKVOptions(Policy):
             return ""
         return "thoughts.json" if self.types == 3 else f"thoughts-{self.types}.json"
 
-    def calibrated(self, values: Mapping[str, Any]) -> None:
-        """values: `layers` and `thresholds`, of `python -m minithink.calibrate thoughts`."""
+    def bind(self, model: Model) -> None:
+        if self.thoughts == "keyword":
+            self._kind = lambda ids: ending(model.pieces(ids))
+        if self.calibration:
+            self.take_thresholds(model.calibration(self.calibration))
+
+    def take_thresholds(self, values: Mapping[str, Any]) -> None:
+        """Measure at these layers, and compare with these thresholds, unless the options name others.
+
+        Args:
+            values: `layers` and `thresholds`, of `python -m minithink.calibrate thoughts`.
+
+        Raises:
+            UsageError: the thresholds do not suit the number of types.
+        """
         layers = self._numbers("layers", self.layers, int) or tuple(values.get("layers", ()))
         theta = self._numbers("thresholds", self.thresholds, float) or tuple(values.get("thresholds", ()))
         if self.types == 1 and self.thresholds:
@@ -198,9 +210,6 @@ class ThinKVOptions(Policy):
         if self._measures:
             watched = frozenset(self.measured)
             self.demands = (Demand(See.ROWS, watched, every=self.tau, rows=self.sparsity_rows, group="max_logit"),)
-
-    def reads(self, kind: Callable[[Sequence[int]], int]) -> None:
-        self._kind = kind
 
     def setup(self, shape: Shape) -> None:
         """Check the options against the model. `ThinKV` allocates its state."""

@@ -16,8 +16,8 @@ from minithink.analysis.dense import EVERY, decode
 from minithink.bench.tables import TABLES
 from minithink.engine import TINY, load
 from minithink.openings import Sentence, area, direction, openings, sentences
-from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION
 from minithink.tasks import Problem, facts, ledger, search
+from minithink.thoughts import EXECUTION, REASONING, TRANSITION
 from minithink.tokenizer import Tokenizer
 from tests.compare import assert_close
 from tests.tasks.manners import written

@@ -74,7 +74,7 @@ def test_a_text_that_hardly_thinks_is_left_out(tiny: Engine) -> None:
 def test_the_importance_of_the_question_is_the_attention_of_the_answer(tiny: Engine) -> None:
     """Each of the answer's tokens has attention of 1 in all, a part of which goes to the question."""
     own = text(tiny)
-    answer = answer_rows(tiny, len(own.prompt), own.tokens)
+    answer = answer_rows(tiny.loaded, len(own.prompt), own.tokens)
     assert len(own.question) == len(own.prompt)
     assert 0 < float(own.question.sum()) < len(answer) < len(own.think)
 
@@ -120,7 +120,7 @@ def test_answers_behind_a_mask(tiny: Engine) -> None:
     """Without masked tokens as by itself; masked thinking changes an answer, and no other row's."""
     texts, args = [text(tiny, 1), text(tiny, 4)], argparse.Namespace(temperature=0.0, seed=0)
     read = [[*t.prompt, *t.tokens[: t.think.stop + 1]] for t in texts]
-    assert all(thinking_of(tiny, t.tokens) == t.think for t in texts)
+    assert all(thinking_of(tiny.loaded, t.tokens) == t.think for t in texts)
     nothing = [torch.zeros(len(t.think), dtype=torch.bool) for t in texts]
     whole = answers(tiny, texts, nothing, args, 0)
     assert whole == decode(tiny, read, ANSWER)

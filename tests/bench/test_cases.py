@@ -24,7 +24,7 @@ from minithink.experiments.thinkv import CASES, METHODS, SLOTS, Drawn
 from minithink.kv.manager import bytes_for
 from minithink.kv.store import SAME
 from minithink.kv.table import Exhausted
-from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION
+from minithink.thoughts import EXECUTION, REASONING, TRANSITION
 
 torch.set_num_threads(1)
 NUMBERS_OF = (("budget", 64), ("tau", 16), ("buffer", 16))

@@ -8,7 +8,8 @@ import torch
 from minithink.calibrate.choose import by_modes, choose, look, quantiles, ranked
 from minithink.calibrate.density import Peaks
 from minithink.files import rounded
-from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION, type_of
+from minithink.policies.thinkv import type_of
+from minithink.thoughts import EXECUTION, REASONING, TRANSITION
 
 FLAT = Peaks([0.5], [], [])
 

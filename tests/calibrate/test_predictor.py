@@ -23,7 +23,7 @@ from minithink.calibrate.training import Recipe, Training, train
 from minithink.engine import TINY, load
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate.__main__ import main as evaluate
-from minithink.foresight import importance
+from minithink.importance import importance
 from minithink.tasks import families
 from minithink.tasks.facts import draw_problem
 from minithink.weights import checkpoint_hash

@@ -33,7 +33,8 @@ def text(tiny: Engine) -> tuple[list[int], list[int]]:
 def test_the_policy_sees_the_same(tiny: Engine, text: tuple[list[int], list[int]], rows: int) -> None:
     """Where nothing is evicted, types follow from the second reading; thresholds between the values that occur."""
     prompt, generated = text
-    u = averaged(sparsity(tiny, [*prompt, *generated[:-1]], len(prompt) - rows), rows, NEW)[::8][:, [1, 4]].mean(1)
+    found = sparsity(tiny.loaded, [*prompt, *generated[:-1]], len(prompt) - rows)
+    u = averaged(found, rows, NEW)[::8][:, [1, 4]].mean(1)
     low, high = u.sort().values[[1, 3]] - 1e-3
     theta = f"layers=1/4,thresholds={low:.6f}/{high:.6f}"
     want = type_of(u, [float(low), float(high)]).tolist()

@@ -178,7 +178,7 @@ def test_a_policy_reads_what_was_written(model: Path, problems: Path, tmp_path: 
     assert main(words(model, problems, output=tmp_path)) == 2, "it is there already"
     vectors, about = content(tmp_path)
     engine = load(model, device="cpu", calibration=tmp_path)
-    policy: Any = engine.calibrated(parse("skipkv:budget=20,vector=matched"))
+    policy: Any = engine.bind(parse("skipkv:budget=20,vector=matched"))
     assert torch.equal(policy._v, vectors["matched"][about["layer"]])
     plain, steered = (
         engine.generate("x", policy=text, temperature=0, max_new_tokens=12)[0].token_ids
@@ -370,8 +370,8 @@ def test_a_damaged_or_missing_file_names_the_command(tmp_path: Path, model: Path
     engine = load(model, device="cpu")
     engine.loaded.home = Home(model, tmp_path, "m")
     with pytest.raises(MinithinkError, match=r"does not exist; `python -m minithink\.calibrate steering --model m"):
-        engine.calibrated(parse("seal"))
+        engine.bind(parse("seal"))
     (tmp_path / FILE).write_bytes(b"nothing")
     with pytest.raises(MinithinkError, match=r"cannot be read as a calibration .*--replace` makes it"):
-        engine.calibrated(parse("seal"))
-    engine.calibrated(parse("seal:alpha_0=0"))
+        engine.bind(parse("seal"))
+    engine.bind(parse("seal:alpha_0=0"))

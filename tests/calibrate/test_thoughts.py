@@ -20,10 +20,10 @@ from minithink.engine import TINY, Engine, load
 from minithink.evaluate.datasets import load_dataset
 from minithink.files import rounded
 from minithink.policies import parse
-from minithink.policies.thinkv import EXECUTION, NAMES, REASONING, TRANSITION, type_of
+from minithink.policies.thinkv import type_of
 from minithink.reading import sparsity
 from minithink.tasks import families, load_problems
-from minithink.thoughts import kinds, segments
+from minithink.thoughts import EXECUTION, NAMES, REASONING, TRANSITION, kinds, segments
 from minithink.weights import checkpoint_hash
 from tests.calibrate.run import POLICY, QUESTIONS, calibrate, options
 
@@ -97,7 +97,7 @@ def test_what_was_measured_is_the_full_caches_sparsity(
         example = load_dataset(str(problems))[line["evicted"]]
         [tokens] = [x["tokens"] for x in lines if x.get("id") == example.id]
         policy = parse(POLICY + ",sparsity_rows=3", budget=60)
-        policy.calibrated(values)
+        policy.take_thresholds(values)
         assert line["types"] == types(engine, policy, engine.prompt_ids(example.question), tokens[:-1])
 
 

@@ -6,6 +6,7 @@ import types
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,9 +22,10 @@ from minithink.kv.observe import Observations
 from minithink.kv.stack import members
 from minithink.kv.store import PagedStore, Writer
 from minithink.model import Decoder, Rope
+from minithink.policies.dynts_oracles import AnswerOracle, NeedsOracle
 from minithink.ref.rope import rope
 from tests.kv.poison import poison
-from tests.strategies import MAX_POSITION
+from tests.strategies import MAX_POSITION, example_config
 
 
 class Full(Policy):
@@ -69,27 +71,51 @@ class Reader:
         return list(range(0, self.count, 3)), list(range(1, self.count, 3))
 
 
-def informed(policy: Policy, config: ModelConfig) -> Policy:
-    """The policy, told what an engine tells: the tokens' bytes; vectors, a random predictor, and the future of a text
-    that is not there, for policies that ask for these."""
+class Known:
+    """Stands for the model that policies are bound to (`contract.Model`)."""
+
+    def __init__(
+        self,
+        config: ModelConfig | None = None,
+        vocabulary: Sequence[bytes] = (),
+        values: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """values: of its calibration; one mapping serves as every file."""
+        self.config = config or example_config()
+        self.vocabulary = vocabulary
+        self.values = values
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Tokens are written as their ids."""
+        return [f"{token} " for token in ids]
+
+    def calibration(self, name: str) -> Mapping[str, Any]:
+        return self.values
+
+
+def informed(policy: Policy, config: ModelConfig, vocabulary: Sequence[bytes] = ()) -> Policy:
+    """The policy, bound to a model: tokens have BYTES or those of `vocabulary`; vectors and the predictor are random.
+    Oracles see a random future of a text that is not there."""
     d = config.hidden_size
-    sizes = (d, 2 * d, d // 2, 1)
-
-    def later(prompt: Sequence[int], text: Sequence[int], part: str, every: int) -> Tensor:
-        draw = torch.Generator().manual_seed(sum(prompt))
-        return torch.rand(1 if part == "answer" else 3, len(prompt) + 30, generator=draw)
-
+    draw = torch.Generator().manual_seed(3)
+    plain, matched = torch.randn(2, config.num_layers, d, generator=draw)
+    draw.manual_seed(3)
+    weights = [torch.randn(a, b, generator=draw) / a**0.5 for a, b in pairwise((d, 2 * d, d // 2, 1))]
+    values = {"plain": plain, "matched": matched, "layer": 0, "weights": weights, "text": lambda prompt: [1, 2]}
+    known = vocabulary or [BYTES[token % len(BYTES)] for token in range(config.vocab_size)]
+    policy.bind(Known(config, known, values))
     for member in members(policy):
-        draw = torch.Generator().manual_seed(3)
-        member.vocabulary([BYTES[token % len(BYTES)] for token in range(config.vocab_size)])
-        member.foresees(Reader, later)
-        if member.calibration == "steering.safetensors":
-            plain, matched = torch.randn(2, config.num_layers, d, generator=draw)
-            member.calibrated({"plain": plain, "matched": matched, "layer": 0})
-        elif member.calibration and not member.calibration.startswith("thoughts"):
-            weights = [torch.randn(a, b, generator=draw) / a**0.5 for a, b in pairwise(sizes)]
-            member.calibrated({"weights": weights, "text": lambda prompt: [1, 2]})
+        if isinstance(member, AnswerOracle):
+            member._later = later
+        if isinstance(member, NeedsOracle):
+            member._follow = Reader
     return policy
+
+
+def later(prompt: Sequence[int], text: Sequence[int], part: str, every: int) -> Tensor:
+    """Random attention in place of that of a text's later tokens (`foresight.later`)."""
+    draw = torch.Generator().manual_seed(sum(prompt))
+    return torch.rand(1 if part == "answer" else 3, len(prompt) + 30, generator=draw)
 
 
 def manager_for(decoder: Decoder, policy: Policy, **options: Any) -> KVManager:

@@ -336,9 +336,7 @@ def test_loops_choose_the_same_tokens(text: str) -> None:
     score than one that goes.
     """
     prompts, length, gone = {0: 10, 1: 4, 2: 7}, 60, 0
-    policy = informed(parse(text), CONFIG)
-    for member in members(policy):
-        member.vocabulary([(b"x", b" .", b"y")[token % 3] for token in range(CONFIG.vocab_size)])
+    policy = informed(parse(text), CONFIG, [(b"x", b" .", b"y")[token % 3] for token in range(CONFIG.vocab_size)])
     manager = KVManager(CONFIG, Rope(CONFIG), policy, rows=3, tokens=length)
     heard, states = Heard(manager), defaultdict[Any, dict[Any, Any]](dict)
     notes: Any = Notes()

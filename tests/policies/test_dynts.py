@@ -32,7 +32,7 @@ from minithink.policies.dynts_cost import (
     triggers,
 )  # fmt: skip
 from minithink.policies.dynts_oracles import AnswerOracle, NeedsOracle
-from tests.kv.run import feed, kept, manager_for, text_of
+from tests.kv.run import Known, feed, kept, manager_for, text_of
 from tests.kv.test_batches import feed_batch, with_backend
 from tests.policies.drive import DECODER, Ear, follow, held
 from tests.policies.drive import TINY as SHAPE
@@ -204,7 +204,7 @@ def test_an_answer_has_room_beside_the_budget() -> None:
 def test_the_predictor_has_the_dtype_of_the_model() -> None:
     policy = DynTS(20)
     sizes = ((12, 24), (24, 6), (6, 1))
-    policy.calibrated({"weights": [torch.zeros(size, dtype=torch.bfloat16) for size in sizes]})
+    policy.bind(Known(values={"weights": [torch.zeros(size, dtype=torch.bfloat16) for size in sizes]}))
     policy.setup(Shape(2, 1, 2, 4, 4, 12, "sequence", torch.device("cpu"), 40, torch.float32))
     assert {x.dtype for x in policy._weights} == {torch.float32}
 
@@ -253,7 +253,6 @@ def test_sepllm_keeps_as_many_only_if_it_fills_all_places() -> None:
     sizes = []
     for own in ("window=0.6", "fill=true", "fill=true,separators=1000,window=1,initial=0"):
         policy = parse(f"sepllm:{own},budget=26,protect_prompt=true,schedule=share:0.3/0.4")
-        policy.vocabulary([b"." if i % 7 == 0 else b"x" for i in range(DECODER.config.vocab_size)])
         sizes.append([len(held(manager, 0)[0]) for manager in follow(policy, [5], 30)])
     ours = [len(held(manager, 0)[0]) for manager in follow(DynTS(26, ratio=0.3, local=0.4), [5], 30)]
     assert sizes[2] == ours
@@ -516,7 +515,7 @@ def test_a_missing_predictor_is_an_error_that_says_how_to_train_one(tmp_path: Pa
 
 def test_a_predictor_of_another_model_is_refused() -> None:
     policy = DynTS(20)
-    policy.calibrated({"weights": [torch.zeros(8, 16), torch.zeros(16, 4), torch.zeros(4, 1)]})
+    policy.bind(Known(values={"weights": [torch.zeros(8, 16), torch.zeros(16, 4), torch.zeros(4, 1)]}))
     with pytest.raises(UsageError, match="reads hidden states of 8 numbers, and the model's have 12"):
         policy.setup(Shape(2, 1, 2, 4, 4, 12, "sequence", torch.device("cpu"), 40))
 
@@ -537,7 +536,7 @@ def test_oracles_see_their_future() -> None:
     for name, want in (("hindsight_oracle", [5, 21]), ("answer_oracle", [4, 20])):
         policy = parse(f"{name}:budget=27,local=2,ratio=0.1")  # M 3, W_s 22, k 2
         manager = manager_for(DECODER, policy, rows=1)
-        policy.foresees(lambda prompt: None, later)  # type: ignore[arg-type, return-value]
+        policy._later = later
         manager.join(0, 60, 3)
         feed(DECODER, manager, {0: [1, 2]})
         feed(DECODER, manager, {0: [3]})
@@ -551,9 +550,9 @@ def test_tokens_behind_the_recorded_text_have_the_score_0() -> None:
     """So they lose to every token that is attended to, and the older of them stay."""
     policy = AnswerOracle(12, ratio=0.5, local=1)  # M 3, W_s 8, k 4
     manager = manager_for(DECODER, policy, rows=1)
-    policy.calibrated({"text": lambda prompt: [7, 7]})
+    policy.bind(Known(values={"text": lambda prompt: [7, 7]}))
     future = torch.tensor([[0.0, 0, 0, 0.1, -0.5]])  # of the prompt and the two tokens that are recorded
-    policy.foresees(lambda prompt: None, lambda *args: future)  # type: ignore[arg-type, return-value]
+    policy._later = lambda *args: future
     manager.join(0, 60, 3)
     feed(DECODER, manager, {0: [1, 2, 3]})
     for _ in range(9):
@@ -583,7 +582,7 @@ def test_a_new_sequence_has_a_future_of_its_own(name: str) -> None:
 
     policy = parse(f"{name}:budget=8,local=2")
     manager = manager_for(DECODER, policy, rows=1)
-    policy.foresees(Reader, later)
+    vars(policy).update(_follow=Reader, _later=later)
     for seq, prompt in enumerate(([1, 2, 3], [4, 3, 2])):
         manager.join(seq, 60, 3)
         feed(DECODER, manager, {seq: prompt})
@@ -600,7 +599,7 @@ def test_a_new_sequence_has_a_future_of_its_own(name: str) -> None:
 def test_an_oracle_without_a_recorded_text_says_how_to_record_one() -> None:
     policy = AnswerOracle(8, local=2)
     manager = manager_for(DECODER, policy, rows=1)
-    policy.calibrated({"text": lambda prompt: None})
+    policy.bind(Known(values={"text": lambda prompt: None}))
     manager.join(0, 60, 3)
     feed(DECODER, manager, {0: [1, 2, 3]})
     for _ in range(4):
@@ -626,7 +625,7 @@ def test_the_needs_oracle_keeps_what_may_be_read_then_its_statements_then_the_ne
 
     policy = NeedsOracle(13, local=2, ratio=ratio)  # M 3, W_s 8, k 4, 2 or 1
     manager = manager_for(DECODER, policy, rows=1)
-    policy.foresees(Reader, lambda *args: torch.zeros(1, 1))
+    policy._follow = Reader
     manager.join(0, 60, 3)
     feed(DECODER, manager, {0: [1, 2, 3]})
     for i in range(15):

@@ -142,7 +142,7 @@ class Watch:
 def knows(engine: Engine) -> Engine:
     """The engine, with vectors, a predictor and the future of a text for the policies that ask for these."""
     own = Engine(engine.decoder, engine.tokenizer, engine.generation_config, engine.loaded.home)
-    own.calibrated = lambda policy: informed(policy, engine.config)  # type: ignore[method-assign]
+    own.bind = lambda policy: informed(policy, engine.config)  # type: ignore[method-assign]
     return own
 
 

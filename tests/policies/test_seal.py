@@ -19,7 +19,7 @@ from minithink.policies import parse
 from minithink.policies.rkv import Rkv
 from minithink.policies.seal import Seal
 from tests.compare import assert_close, assert_same
-from tests.kv.run import BYTES, Spy, feed, kept, manager_for, text_of
+from tests.kv.run import BYTES, Known, Spy, feed, kept, manager_for, text_of
 from tests.policies.test_laws import CLOSE, OPEN, decoder_of
 
 torch.set_num_threads(1)
@@ -59,7 +59,7 @@ def test_seals_example() -> None:
     vectors = sums.vectors()
     assert vectors["plain"].tolist() == [[-1, 0]]
     policy = Seal(at="every")
-    policy.calibrated(vectors | {"layer": 0})
+    policy.bind(Known(values=vectors | {"layer": 0}))
     policy.setup(Shape(1, 1, 1, 1, 2, 2, "head", torch.device("cpu"), 20))
     on = torch.ones(1, dtype=torch.bool)
     step: Any = SimpleNamespace(row=torch.tensor([0]), active=on, thinking=on)
@@ -70,7 +70,7 @@ def test_the_sum_is_rounded_once() -> None:
     """Of states in bfloat16: 1 and a little more than half of its last place are the next number. A vector that is
     rounded first is half of it, which goes to the even number, 1."""
     policy = Seal(at="every")
-    policy.calibrated({"plain": torch.tensor([[2**-8 * 1.003, 0.0]]), "layer": 0})
+    policy.bind(Known(values={"plain": torch.tensor([[2**-8 * 1.003, 0.0]]), "layer": 0}))
     policy.setup(Shape(1, 1, 1, 1, 2, 2, "head", torch.device("cpu"), 20))
     on = torch.ones(1, dtype=torch.bool)
     step: Any = SimpleNamespace(row=torch.tensor([0]), active=on, thinking=on)
@@ -89,7 +89,7 @@ def test_vector_and_layer_are_chosen() -> None:
     both = {"layer": 0, "vector": "matched"}
     for options, layer, v in (({}, 1, 2.0), ({"vector": "matched"}, 1, 4.0), ({"layer": 0}, 0, 1.0), (both, 0, 3.0)):
         policy = Seal(at="every", **options)  # type: ignore[arg-type]
-        policy.calibrated(values)
+        policy.bind(Known(values=values))
         policy.setup(Shape(2, 1, 1, 1, 2, 1, "head", torch.device("cpu"), 20))
         on = torch.ones(1, dtype=torch.bool)
         step: Any = SimpleNamespace(row=torch.tensor([0]), active=on, thinking=on)
@@ -100,8 +100,8 @@ def test_vector_and_layer_are_chosen() -> None:
 def test_tokens_that_the_tokenizer_lacks_are_no_blank_lines() -> None:
     """A model's vocabulary may be larger than its tokenizer's; −1 stands for no token."""
     policy = Seal()
-    policy.calibrated({"plain": torch.ones(1, 2), "layer": 0})
-    policy.vocabulary([b"x", b"\n\n"])  # the last token is a blank line, so −1 must not count from the end
+    # the last token is a blank line, so −1 must not count from the end
+    policy.bind(Known(vocabulary=[b"x", b"\n\n"], values={"plain": torch.ones(1, 2), "layer": 0}))
     policy.setup(Shape(1, 4, 1, 1, 2, 2, "head", torch.device("cpu"), 20))
     on = torch.ones(4, dtype=torch.bool)
     step: Any = SimpleNamespace(row=torch.arange(4), active=on, thinking=on, tokens=torch.tensor([1, -1, 2, 0]))
@@ -140,10 +140,10 @@ def test_what_it_needs_is_said() -> None:
     policy = Seal()
     with pytest.raises(UsageError, match="seal knows no steering vector"):
         policy.setup(shape)
-    policy.calibrated({"plain": torch.zeros(2, 4), "layer": 0})
+    policy._v = torch.zeros(4)
     with pytest.raises(UsageError, match="seal reads the text, and there is no tokenizer"):
         policy.setup(shape)
-    policy.vocabulary(BYTES)
+    policy.bind(Known(vocabulary=BYTES, values={"plain": torch.zeros(2, 4), "layer": 0}))
     policy.setup(shape)
     assert Seal(alpha_0=0).calibration == ""
 

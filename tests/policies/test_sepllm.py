@@ -13,6 +13,7 @@ from minithink.errors import UsageError
 from minithink.kv.contract import Policy
 from minithink.policies.sepllm import SepLLM
 from minithink.policies.window import Window
+from tests.kv.run import Known
 from tests.policies.drive import follow, held
 from tests.policies.test_random_attention import stays, step_of
 
@@ -21,7 +22,7 @@ NINE = [b"." if i == 9 else b"x" for i in range(10)]  # token 9 separates
 
 
 def told(policy: SepLLM, ids: list[int], rows: int = 1) -> SepLLM:
-    policy.vocabulary(NINE)
+    policy.bind(Known(vocabulary=NINE))
     policy.setup(type("Shape", (), {"rows": rows})())
     policy.listen(0, ids)
     return policy
@@ -82,14 +83,14 @@ def test_sizes(sizes: Any, want: Any) -> None:
 @pytest.mark.parametrize("strict", [False, True])
 def test_these_characters_separate(strict: bool) -> None:
     policy = SepLLM(budget=9, strict=strict)
-    policy.vocabulary([bytes([i]) for i in range(256)])
+    policy.bind(Known(vocabulary=[bytes([i]) for i in range(256)]))
     assert policy._ids == set(b".,?!;:\n ")
 
 
 @pytest.mark.parametrize(("strict", "want"), [(False, {0, 1, 2, 4, 5}), (True, {0, 4, 5})])
 def test_which_tokens_separate(strict: bool, want: set[int]) -> None:
     policy = SepLLM(budget=9, strict=strict)
-    policy.vocabulary([b".", b" .", b"  ", b".\n", b" ", b"\n", b"", b"a,", b"\n\n"])
+    policy.bind(Known(vocabulary=[b".", b" .", b"  ", b".\n", b" ", b"\n", b"", b"a,", b"\n\n"]))
     assert policy._ids == want
 
 

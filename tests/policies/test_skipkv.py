@@ -23,7 +23,7 @@ from minithink.policies.skipkv import SkipKV, letter_importance, letter_redundan
 from minithink.ref.similarity import similarity
 from tests.compare import assert_close, assert_same
 from tests.kernels.test_similarity import known_of
-from tests.kv.run import BYTES, feed, kept, manager_for, text_of
+from tests.kv.run import BYTES, Known, feed, kept, manager_for, text_of
 from tests.policies.drive import Ear
 from tests.policies.test_laws import decoder_of
 
@@ -110,7 +110,7 @@ class Given(SkipKV):
 def example(budget: int, **options: Any) -> tuple[Given, Any]:
     """Six tokens, of which tokens 1 and 2 are a sentence with λ = .97."""
     policy = Given(budget=budget, alpha=1, steering=False, protect_prompt=False, schedule="every", **options)
-    policy.vocabulary(BYTES)
+    policy.bind(Known(vocabulary=BYTES))
     policy.setup(Shape(1, 1, 1, 1, 2, 2, "head", torch.device("cpu"), 6))
     if policy.skip:
         policy._number[0, :6] = torch.tensor([1, 2, 2, 3, 3, 3])
@@ -413,8 +413,7 @@ def test_the_strength_grows_by_gamma_for_each_doubt_of_the_own_text(texts: list[
 def test_the_vector_is_added_as_the_example_says() -> None:
     """V = (1, −2), H = (.5, .5), α = 1.06 → (1.56, −1.62), while the row thinks and is no padding."""
     policy = SkipKV(budget=9, alpha_0=1.06, gamma=0.0)
-    policy.vocabulary(BYTES)
-    policy.calibrated({"plain": torch.tensor([[9.0, 9.0], [1.0, -2.0]]), "layer": 1})
+    policy.bind(Known(vocabulary=BYTES, values={"plain": torch.tensor([[9.0, 9.0], [1.0, -2.0]]), "layer": 1}))
     policy.setup(Shape(2, 3, 1, 1, 2, 2, "head", torch.device("cpu"), 20))
     on = torch.tensor([True, True, False])
     step: Any = SimpleNamespace(row=torch.arange(3), active=on, thinking=torch.tensor([True, False, True]))
@@ -425,8 +424,7 @@ def test_the_vector_is_added_as_the_example_says() -> None:
     assert policy.steer(step, 0, h) is h
     # SEAL's −V with the coefficient −1.06, which its code lets fall by .02: five doubts from −1.25 are −1.35
     seal = SkipKV(budget=9, alpha_0=-1.06, gamma=0.0)
-    seal.vocabulary(BYTES)
-    seal.calibrated({"plain": torch.tensor([[9.0, 9.0], [-1.0, 2.0]]), "layer": 1})
+    seal.bind(Known(vocabulary=BYTES, values={"plain": torch.tensor([[9.0, 9.0], [-1.0, 2.0]]), "layer": 1}))
     seal.setup(Shape(2, 3, 1, 1, 2, 2, "head", torch.device("cpu"), 20))
     assert_same("SEAL's", seal.steer(step, 1, h), policy.steer(step, 1, h))
     seal.alpha_0, seal.gamma = -1.25, -0.02
@@ -439,8 +437,7 @@ def test_strength_0_keeps_every_bit() -> None:
     h = torch.tensor([[-0.0, 0.5]])
     step: Any = SimpleNamespace(row=torch.tensor([0]), active=torch.tensor([True]), thinking=torch.tensor([True]))
     policy = SkipKV(budget=9, alpha_0=0.0)
-    policy.vocabulary(BYTES)
-    policy.calibrated({"plain": torch.tensor([[1.0, torch.inf]]), "layer": 0})
+    policy.bind(Known(vocabulary=BYTES, values={"plain": torch.tensor([[1.0, torch.inf]]), "layer": 0}))
     policy.setup(Shape(1, 1, 1, 1, 2, 2, "head", torch.device("cpu"), 20))
     assert_same("bits", policy.steer(step, 0, h).view(torch.int32), h.view(torch.int32))
 
@@ -634,7 +631,7 @@ def test_a_row_forgets_its_sequence() -> None:
     shape = Shape(1, 3, 1, 1, 2, 4, "head", torch.device("cpu"), 20)
     policy, new = (SkipKV(budget=9, steering=False, vectors=2) for _ in range(2))
     for one in (policy, new):
-        one.vocabulary(BYTES)
+        one.bind(Known(vocabulary=BYTES))
         one.setup(shape)
     names = ("_read", "_count", "_total", "_penalty", "_number", "_gone")
     for name in names:
@@ -697,8 +694,8 @@ def test_what_a_model_lacks_is_said() -> None:
         SkipKV(budget=9, steering=False).setup(shape)
     policy = SkipKV(budget=9, layer=2)
     with pytest.raises(UsageError, match="layer=2, and the model has 2 layers: give 0 to 1"):
-        policy.calibrated({"plain": torch.zeros(2, 4), "layer": 0})
+        policy.bind(Known(values={"plain": torch.zeros(2, 4), "layer": 0}))
     policy = SkipKV(budget=9)
-    policy.calibrated({"plain": torch.zeros(2, 3), "layer": 0})
+    policy.bind(Known(values={"plain": torch.zeros(2, 3), "layer": 0}))
     with pytest.raises(UsageError, match="has 3 numbers, and the model's hidden states have 4"):
         policy.setup(shape)

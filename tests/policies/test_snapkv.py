@@ -20,8 +20,9 @@ from minithink.kv.sizes import check_budget, needs
 from minithink.kv.stack import Stack
 from minithink.policies import parse
 from minithink.policies.snapkv import SnapKV
-from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION, Tbe, ThinKV
+from minithink.policies.thinkv import Tbe, ThinKV
 from minithink.policies.window import Window
+from minithink.thoughts import EXECUTION, REASONING, TRANSITION
 from tests.policies.drive import follow, followed, formats, held
 from tests.policies.test_thinkv import ALONE, WIDE, Plain, told
 

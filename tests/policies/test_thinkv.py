@@ -16,10 +16,11 @@ from torch import Tensor
 from minithink.kv.contract import Demand, See, Shape, Step
 from minithink.kv.manager import KVManager
 from minithink.kv.table import printed
-from minithink.policies import thinkv
-from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION, Tbe, Tbq, ThinKV
+from minithink.policies import thinkv, thinkv_options
+from minithink.policies.thinkv import Tbe, Tbq, ThinKV
 from minithink.quant import parse_pair
 from minithink.ref.kmeans import kmeans
+from minithink.thoughts import EXECUTION, NAMES, REASONING, TRANSITION
 from tests.policies.drive import DECODER, TINY, follow, followed, formats, held, tokens_of
 from tests.strategies import example_config, random_decoder
 
@@ -241,8 +242,8 @@ def test_the_type_is_that_of_the_sparsity_of_the_last_queries(rows: int) -> None
 
     @dataclass
     class Watched(Tbe):
-        def calibrated(self, values: Mapping[str, Any]) -> None:
-            super().calibrated(values)
+        def take_thresholds(self, values: Mapping[str, Any]) -> None:
+            super().take_thresholds(values)
             self.demands += (Demand(See.QUERY, rows=rows),)
 
         def classify(self, step: Step) -> Tensor:
@@ -302,12 +303,13 @@ def test_a_short_prompt_has_fewer_queries(monkeypatch: pytest.MonkeyPatch) -> No
 # --- formats and pages --------------------------------------------------------------------------------------
 
 
-def test_keywords_tell_types_from_the_text_alone() -> None:
+def test_keywords_tell_types_from_the_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all that was generated until the segment begins, row by row; the prompt is not read."""
     heard: list[tuple[int, ...]] = []
 
-    def kind(ids: Sequence[int]) -> int:
-        heard.append(tuple(ids))
+    def kind(pieces: Sequence[str]) -> int:
+        ids = tuple(int(piece) for piece in pieces)
+        heard.append(ids)
         return sum(ids) % 3
 
     policy = Tbq(tau=4, g=4, thoughts="keyword", precision="R8E8T8")
@@ -315,7 +317,7 @@ def test_keywords_tell_types_from_the_text_alone() -> None:
     assert not policy.capturable
     assert Tbq.capturable
     assert not policy.demands
-    policy.reads(kind)
+    monkeypatch.setattr(thinkv_options, "ending", kind)
     prompts = [5, 2]
     managers = follow(policy, prompts, 9)
     *_, manager = managers
@@ -372,7 +374,7 @@ def test_figure_6() -> None:
         entries = [e for e in manager.store.entries(0, 0, 0) if e.starts != (0,)]  # beside the prompt's block
         entries.sort(key=lambda e: e.starts)
         states[clock] = [(e.thought, e.filled, e.starts, e.segments, e.evicted) for e in entries]
-        tables[clock] = printed(entries, thinkv.NAMES)
+        tables[clock] = printed(entries, NAMES)
         if clock in (8, 12, 16):
             pages = [e.page for e in entries]
             states[-clock] = pages  # type: ignore[assignment]

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
-from minithink.policies.thinkv import EXECUTION, REASONING, TRANSITION
 from minithink.tasks.writing import MANNERS, Writer
+from minithink.thoughts import EXECUTION, REASONING, TRANSITION
 
 # What the functions that say a line are writing; others plan.
 WRITERS = {
