@@ -266,7 +266,7 @@ class DecodeLoop:
             return out
         values = self._padded(batch, sizes).values
         whole = values[0].tolist() == list(range(len(cache.rows)))
-        key = Key(values.shape[1], whole, cache.seen, cache.formats, observed, cache.captures_decisions)
+        key = Key(values.shape[1], whole, cache.seen, cache.formats_in_use, observed, cache.captures_decisions)
         if key not in graphs:
             out = torch.zeros(numbers * values.shape[1] + 1, dtype=torch.int64, device=cache.device)
             graphs[key] = self._capture(lambda x, out: part(Batch(x, whole), out), values, out, self._pool)

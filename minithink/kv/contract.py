@@ -145,7 +145,9 @@ class Evict:
 class Requantize:
     """Store tokens in another of the formats that the policy's Storage names.
 
-    Tokens that the same step evicts are evicted. Tokens in the full-precision buffer stay there.
+    Tokens that the same step evicts are evicted. Tokens in the full-precision buffer stay there. Where keys are
+    grouped by token, neighbours among the tokens of this edit share their scales, if they were stored under one
+    thought type.
     """
 
     where: Tensor  # bool [Lt, B, Ht, S]; [B, Ht, S] with `layer`

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minithink.kv.contract import Demand, See
 from minithink.kv.pages import Pages
-from minithink.ref.decode_attention import group_reduce
+from minithink.ref.decode_attention import causal_weights
 
 QUERY_BLOCK = 128  # prompt queries whose probabilities are in memory at once
 
@@ -149,11 +149,13 @@ class Observations:
         held = self._room(self.mass, (layer, group), row, k.shape[1], prompt)
         for start in range(0, len(q), QUERY_BLOCK):
             block = q[start : start + QUERY_BLOCK]
-            held += _weights(block, k, k.shape[1] - len(q) + start, group).sum(0)
+            held += causal_weights(block, k, k.shape[1] - len(q) + start, group).sum(0)
 
     def keep_prompt_row(self, layer: int, row: int, group: str, q: Tensor, k: Tensor, prompt: int) -> None:
         """Keep the attention weights of the prompt's last query. q: [1, Hq, D], k: [Hkv, S, D]."""
-        self._room(self.newest, (layer, group), row, k.shape[1], prompt)[:] = _weights(q, k, k.shape[1] - 1, group)[0]
+        self._room(self.newest, (layer, group), row, k.shape[1], prompt)[:] = causal_weights(
+            q, k, k.shape[1] - 1, group
+        )[0]
 
     def keep_prompt_queries(self, layer: int, rows: Sequence[int], q: Sequence[Tensor], ends: Sequence[int]) -> None:
         """Keep the last queries of chunks: q[i] [n, Hq, D] of row rows[i], which ends before the position ends[i]."""
@@ -183,19 +185,6 @@ class Observations:
                 wider[..., : held.shape[-1]] = held
             held = all_held[key] = wider
         return held[row, :, :total]
-
-
-def _weights(q: Tensor, k: Tensor, first: int, group: str) -> Tensor:
-    """Attention weights of n queries of a prompt, the first at position `first`: [n, heads, S].
-
-    q: [n, Hq, D], k: [Hkv, S, D].
-    """
-    # one product for each KV head: otherwise torch copies the keys for every query
-    grouped = q.unflatten(1, (k.shape[0], -1)).transpose(0, 1)  # [Hkv, n, g, D]
-    logits = (grouped.flatten(1, 2) @ k.mT).unflatten(1, (len(q), -1)).transpose(0, 1)
-    own = first + torch.arange(len(q), device=q.device)
-    valid = (torch.arange(k.shape[1], device=q.device) <= own[:, None])[:, None]  # [n, 1, S]
-    return group_reduce(logits / q.shape[-1] ** 0.5, valid, group)
 
 
 def _of_active(new: Tensor, held: Tensor, at: Tensor, active: Tensor | None) -> Tensor:

@@ -232,6 +232,14 @@ class Rows:
         """Tokens that the fullest lane of a sequence holds."""
         return int(self.store.count[:, self._row_of[seq]].max())
 
+    def positions(self, seq: int) -> Tensor:
+        """Original positions of the tokens that a sequence holds, oldest first, −1 after them: int32 [Lt, Ht, S]."""
+        return self.store.positions()[:, self._row_of[seq]]
+
+    def formats(self, seq: int) -> Tensor:
+        """Index into Storage.formats of every token, 255 in the buffer: uint8 [Lt, Ht, S]; undefined after them."""
+        return self.store.format()[:, self._row_of[seq]]
+
     def row_of(self, seq: int) -> int:
         """The row of a sequence."""
         return self._row_of[seq]
@@ -359,7 +367,7 @@ class Rows:
         return self.store.seen
 
     @property
-    def formats(self) -> frozenset[int]:
+    def formats_in_use(self) -> frozenset[int]:
         """Formats that tokens may have."""
         return frozenset(self.store.used)
 

@@ -18,7 +18,7 @@ from minithink.kv.batch import Batch
 from minithink.kv.contract import Demand, Policy, See
 from minithink.kv.observe import Observations
 from minithink.kv.pages import Pages, Reading
-from minithink.ref.decode_attention import group_reduce
+from minithink.ref.decode_attention import query_rows
 
 # Called with the view, the policy, its scores and where they count; a recorder sets it (`Step.note`).
 Noted = Callable[["View", Policy, Tensor, "Tensor | None"], None]
@@ -162,15 +162,8 @@ class View:
         demand, pos = self._demand(See.ROWS, layer), self.pos(layer)  # pos: [R, Ht, S]
         if demand.rows == 1:  # attention has written this row
             return self._weights(self.observations.newest, layer, demand.group).unsqueeze(2)
-        q, k = self._last_queries(layer, demand.rows).float(), self.keys(layer).float()
-        count = q.shape[2]
-        out = []
-        for i in range(count):
-            own = (self.length - count + i)[:, None, None]  # the query's position
-            valid = (pos >= 0) & (pos <= own)
-            logits = q[:, :, i].unflatten(1, (k.shape[1], -1)) @ k.transpose(-1, -2) / k.shape[-1] ** 0.5
-            out.append(group_reduce(logits, valid, demand.group).nan_to_num(0.0))  # no valid token: no such query
-        return torch.stack(out, dim=2)
+        queries = self._last_queries(layer, demand.rows)
+        return query_rows(queries, self.keys(layer), pos, self.length, demand.group)
 
     def hidden(self, layer: int) -> Tensor:
         return self._shown(self.observations.hidden[layer], 0)

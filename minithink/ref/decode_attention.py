@@ -48,3 +48,47 @@ def group_reduce(logits: Tensor, valid: Tensor, rule: str) -> Tensor:
     if rule == "none":
         return p.flatten(1, 2)
     return {"sum": p.sum(2), "mean": p.mean(2), "max": p.amax(2)}[rule]
+
+
+def causal_weights(q: Tensor, k: Tensor, first: int, group: str) -> Tensor:
+    """Attention weights of n queries of a prompt, each over the keys up to its own position.
+
+    Args:
+        q: [n, Hq, D], rotated; the first stands at position `first`.
+        k: [Hkv, S, D].
+        group: as in `group_reduce`.
+
+    Returns:
+        float32 [n, Hkv, S], with "none" [n, Hq, S].
+    """
+    # one product for each KV head: otherwise torch copies the keys for every query
+    grouped = q.unflatten(1, (k.shape[0], -1)).transpose(0, 1)  # [Hkv, n, g, D]
+    logits = (grouped.flatten(1, 2) @ k.mT).unflatten(1, (len(q), -1)).transpose(0, 1)
+    own = first + torch.arange(len(q), device=q.device)
+    valid = (torch.arange(k.shape[1], device=q.device) <= own[:, None])[:, None]  # [n, 1, S]
+    return group_reduce(logits / q.shape[-1] ** 0.5, valid, group)
+
+
+def query_rows(q: Tensor, k: Tensor, pos: Tensor, length: Tensor, group: str) -> Tensor:
+    """Attention weights of the last n queries of some sequences over the tokens that they hold now.
+
+    Args:
+        q: [R, Hq, n, D], rotated, the newest last.
+        k: [R, Hkv, S, D], rotated.
+        pos: int32 [R, Ht, S], positions of the tokens; −1: no token.
+        length: int64 [R], tokens that each sequence has seen.
+        group: as in `group_reduce`.
+
+    Returns:
+        float32 [R, Hkv, n, S], with "none" [R, Hq, n, S]; 0 for queries that are not there.
+    """
+    q = q.float()
+    k = k.float()
+    n = q.shape[2]
+    out = []
+    for i in range(n):
+        own = (length - n + i)[:, None, None]  # the query's position
+        valid = (pos >= 0) & (pos <= own)
+        logits = q[:, :, i].unflatten(1, (k.shape[1], -1)) @ k.transpose(-1, -2) / k.shape[-1] ** 0.5
+        out.append(group_reduce(logits, valid, group).nan_to_num(0.0))  # no valid token: no such query
+    return torch.stack(out, dim=2)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from minithink.kv.manager import KVManager
+from minithink.kv.plain import PlainCache
 from tests.compare import assert_close
 
 Said = list[tuple[Tensor, Tensor]]  # of every token: unrotated keys and values, float64 [Hkv, D]
@@ -22,7 +23,7 @@ Said = list[tuple[Tensor, Tensor]]  # of every token: unrotated keys and values,
 class Dense:
     """Stands between a decoder and a manager, and compares each token's attention in float64."""
 
-    def __init__(self, manager: KVManager, atol: float = 2e-6, pull: int = 0) -> None:
+    def __init__(self, manager: KVManager | PlainCache, atol: float = 2e-6, pull: int = 0) -> None:
         """pull: tokens below this position are attended as if they stood directly before the next one held."""
         self.manager, self.atol, self.pull, self.compared = manager, atol, pull, 0
         self.said: dict[tuple[int, int], Said] = defaultdict(list)  # (sequence, layer) → its tokens
@@ -32,8 +33,7 @@ class Dense:
 
     def join(self, seq: int, prompt: int) -> None:
         """A sequence takes the first free row."""
-        taken = set(self.row_of.values())
-        self.row_of[seq] = next(row for row in range(len(self.manager.rows)) if row not in taken)
+        self.row_of[seq] = min(set(range(self.manager.shape.rows)) - set(self.row_of.values()))
         self.prompts[seq] = prompt
 
     def leave(self, seq: int) -> None:
@@ -69,7 +69,7 @@ class Dense:
         said, out = self.said[seq, layer], []
         heads, position = len(said[0][0]), len(said) - 1
         reads = position < self.prompts[seq]
-        lanes = [list(range(len(said)))] * heads if reads else self.held(layer, self.row_of[seq])
+        lanes = [list(range(len(said)))] * heads if reads else self.held(layer, seq)
         for head, own in enumerate(q.split(len(q) // heads)):
             lane = lanes[head]
             keys, values = self.exact(said, head, lane) if reads else self.cached(said, head, lane)
@@ -78,10 +78,10 @@ class Dense:
                 out.append(logits.softmax(0) @ values)
         return torch.stack(out)
 
-    def held(self, layer: int, row: int) -> list[list[int]]:
+    def held(self, layer: int, seq: int) -> list[list[int]]:
         """Positions that each KV head of a layer holds."""
-        pos = self.manager.store.pos
-        lanes = [[p for p in lane if p >= 0] for lane in pos[min(layer, len(pos) - 1), row].tolist()]
+        pos = self.manager.positions(seq)
+        lanes = [[p for p in lane if p >= 0] for lane in pos[min(layer, len(pos) - 1)].tolist()]
         return lanes * (self.manager.config.num_kv_heads // len(lanes))
 
     def exact(self, said: Said, head: int, lane: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -109,7 +109,7 @@ class DenseKivi(Dense):
     tokens of one channel; the values of the newest token and of the last `residual` before it are exact, older ones
     are quantized one by one."""
 
-    def __init__(self, manager: KVManager, bits: int, group: int, residual: int) -> None:
+    def __init__(self, manager: KVManager | PlainCache, bits: int, group: int, residual: int) -> None:
         super().__init__(manager, atol=4e-6)
         self.bits, self.group, self.residual = bits, group, residual
 

@@ -11,6 +11,8 @@ import torch
 
 import minithink.kv.manager as manager_module
 from minithink.kv.contract import SCOPES, Scope, Storage
+from minithink.kv.plain import PlainCache
+from minithink.model import Rope
 from minithink.policies import parse
 from tests.kv.dense import Dense, DenseKivi
 from tests.kv.run import Cut, feed, manager_for, text_of
@@ -66,6 +68,18 @@ def live(dense: Dense, parts: bool, steps: int = 26) -> Dense:
             dense.expect(batch)
             feed(decoder, manager, {seq: [token] for seq, token in tokens.items()}, dense)
     return dense
+
+
+@pytest.mark.parametrize("text", POLICIES)
+def test_attention_of_the_plain_manager_is_that_of_the_tokens_held(text: str) -> None:
+    decoder = decoder_of(0)
+    policy = parse(text)
+    cache = PlainCache(decoder.config, Rope(decoder.config), policy, rows=4, tokens=TOKENS, think_ids=(OPEN, CLOSE))
+    if text.startswith("kivi"):
+        oracle: Dense = DenseKivi(cache, 4, 16, 16)
+    else:
+        oracle = Dense(cache, pull=policy.pull)
+    assert live(oracle, parts=False).compared > 100
 
 
 @pytest.mark.parametrize("how", ["whole steps", "parts", "captured parts", "fixed width"])

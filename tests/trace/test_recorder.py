@@ -411,7 +411,7 @@ def test_nobody_records_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None
 def test_policies_decide_in_the_open_while_somebody_records(tmp_path: Path) -> None:
     """A recorded decision hides what it evicts: it is not used then."""
     manager = manager_for(DECODER, parse("window:budget=9"), columns="fit", tokens=40)
-    manager.recorded = True
+    manager.captured = True
     assert manager.captures_decisions
     manager.recorder = Recorder(tmp_path / "trace")
     assert not manager.captures_decisions

@@ -1,0 +1,442 @@
+"""Lanes: the keys and values of one sequence, as ordinary tensors.
+
+A lane is what one KV head of one layer holds: a list of tokens, oldest first. All lanes of a sequence lie side by
+side in one tensor, and every token has a column:
+
+    k, v       [L, Hkv, S, D]   keys (rotated) and values, as attention reads them
+    pos        [Lt, Ht, S]      the token's position in the text; −1 behind a lane's last token
+    fmt        [Lt, Ht, S]      the format in which the token is stored, an index into Storage.formats
+    count      [Lt, Ht]         tokens that the lane holds
+
+Lanes that always hold the same tokens share one row of `pos`, `fmt` and `count`: Lt is L or 1, and Ht is Hkv or 1
+(`kv/contract.py`). Columns without a token hold 0.
+
+What can happen to the tokens:
+
+    append      new tokens take the next columns
+    evict       tokens are dropped, and the others close ranks
+    quantize    tokens are rounded to a format, together
+    requantize  single tokens move to another format
+    measure, settle, flush, age    when tokens are quantized, in the life of a sequence
+
+A quantized number lies here as the number that its code stands for: quantize, then dequantize. So this file takes as
+much memory as a full cache of the tokens held, and only counts the bytes that their codes would take (`bytes_of`).
+`kv/pages.py` stores the codes themselves.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minithink.errors import UsageError
+from minithink.kv.contract import Shape, Storage
+from minithink.quant import parse_pair
+from minithink.quant.format import Format
+from minithink.quant.plain import DTYPES, Plain
+from minithink.quant.rounding import rounded, rounded_by_shrinking, rounded_by_token
+
+BUFFER = 255  # the format of tokens that wait in full precision (`Storage.buffer`)
+PLAIN = 0  # the first of Storage.formats: the model's own number type
+FIRST_COLUMNS = 64  # columns at first; they double when they are full
+
+
+class Pair(NamedTuple):
+    """The formats of a token's key and of its value."""
+
+    k: Format
+    v: Format
+    plain: bool  # whether this is the model's own number type, so that nothing is rounded
+
+    @property
+    def by_token(self) -> bool:
+        """Whether neighbouring keys share their scales."""
+        return self.k.by == "token"
+
+
+class Lanes:
+    """All lanes of one sequence."""
+
+    def __init__(self, shape: Shape, storage: Storage, dtype: torch.dtype) -> None:
+        """dtype: the model's number type.
+
+        Raises:
+            UsageError: the storage asks for what its formats cannot do.
+        """
+        self.shape = shape
+        self.storage = storage
+        self.dtype = dtype
+        self.pairs = [pair_of(name, shape.head_dim, dtype) for name in storage.formats]
+        check_storage(storage, self.pairs)
+        tables, _, heads = shape.tables
+        numbers = (shape.layers, shape.kv_heads, FIRST_COLUMNS, shape.head_dim)
+        lists = (tables, heads, FIRST_COLUMNS)
+        self.k = torch.zeros(numbers, dtype=dtype, device=shape.device)
+        self.v = torch.zeros_like(self.k)
+        self.pos = torch.full(lists, -1, dtype=torch.int32, device=shape.device)
+        self.fmt = torch.zeros(lists, dtype=torch.uint8, device=shape.device)
+        self.count = torch.zeros(tables, heads, dtype=torch.int32, device=shape.device)
+        self.kind = torch.zeros_like(self.fmt)  # thought type of the segment in which the token was stored
+        # Tokens whose keys were quantized together by token share a group; its number counts the scales' bytes.
+        self.group = torch.zeros(lists, dtype=torch.int32, device=shape.device)
+        self.groups = 0  # numbers that were given
+        # Integers shrink bit by bit from the first format that a number was quantized in (PM-KVQ). So the number
+        # before its quantization is kept, and which format was its first.
+        self.exact_k = torch.zeros_like(self.k) if storage.shrink else self.k[:, :, :0]
+        self.exact_v = torch.zeros_like(self.exact_k)
+        self.first_fmt = torch.zeros_like(self.fmt)
+        # FP32 scales of keys and of values in each format, for every layer
+        self.k_scale = torch.ones(len(self.pairs), shape.layers, 1, 1, device=shape.device)
+        self.v_scale = torch.ones_like(self.k_scale)
+        self.length = 0  # tokens seen, evicted ones too
+        self.width = 0  # tokens of the fullest lane
+        self.even = True  # whether all lanes hold equally many
+        self.begin = 0  # position of the first token that waits in the buffer
+        self.thought = storage.prompt  # the running segment's type
+        self._new = torch.empty(0)  # the columns of the tokens that a step appends
+
+    # -- reading
+
+    def table(self, layer: int) -> int:
+        """The row of `pos`, `fmt` and `count` that belongs to a layer."""
+        return min(layer, len(self.pos) - 1)
+
+    def keys(self, layer: int) -> Tensor:
+        """Rotated keys of a layer: [Hkv, S, D]."""
+        return self.k[layer, :, : self.width]
+
+    def values(self, layer: int) -> Tensor:
+        """Values of a layer: [Hkv, S, D]."""
+        return self.v[layer, :, : self.width]
+
+    def positions(self) -> Tensor:
+        """int32 [Lt, Ht, S]."""
+        return self.pos[..., : self.width]
+
+    def formats(self) -> Tensor:
+        """uint8 [Lt, Ht, S]; behind a lane's last token it means nothing."""
+        return self.fmt[..., : self.width]
+
+    def valid(self, layer: int) -> Tensor | None:
+        """The columns of a layer that hold a token: bool [Ht, S]; None: all do."""
+        return None if self.even else self.pos[self.table(layer), :, : self.width] >= 0
+
+    # -- new tokens
+
+    def append(self, n: int) -> None:
+        """Give columns to n new tokens, which stand at the next positions; `write` fills them layer by layer."""
+        self._make_room(self.width + n)
+        index = torch.arange(n, device=self.pos.device, dtype=torch.int32)
+        columns = (self.count[..., None] + index).long()  # [Lt, Ht, n]
+        position = (self.length + index).expand(columns.shape)
+        self.pos.scatter_(-1, columns, position)
+        self.fmt.scatter_(-1, columns, self._format_of_new_tokens())
+        self.kind.scatter_(-1, columns, self.thought)
+        self._new = columns
+        self.count += n
+        self.width += n
+        self.length += n
+
+    def _format_of_new_tokens(self) -> int:
+        """A prompt is plain until it is settled. Generated tokens wait in the buffer, if there is one."""
+        if self.reads_prompt:
+            return PLAIN
+        if self.storage.buffer:
+            return BUFFER
+        return self.home
+
+    reads_prompt = True  # until `settle`
+
+    @property
+    def home(self) -> int:
+        """The format of the running segment's type."""
+        return self.storage.formats.index(self.storage.thoughts[self.thought])
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store the new tokens of a layer. k (rotated), v: [n, Hkv, D]."""
+        k = k.transpose(0, 1)  # [Hkv, n, D]
+        v = v.transpose(0, 1)
+        new = self._new[self.table(layer)][..., None].expand(k.shape)
+        if self.storage.shrink:
+            self.exact_k[layer].scatter_(1, new, k)
+            self.exact_v[layer].scatter_(1, new, v)
+        if not self.reads_prompt and not self.storage.buffer and not self.pairs[self.home].plain:
+            f = self.home
+            k = rounded(self.pairs[f].k, k, self.k_scale[f, layer])
+            v = rounded(self.pairs[f].v, v, self.v_scale[f, layer])
+        self.k[layer].scatter_(1, new, k)
+        self.v[layer].scatter_(1, new, v)
+
+    def _make_room(self, columns: int) -> None:
+        """Make the tensors wide enough for these columns and one more, which `quantize` uses."""
+        have = self.pos.shape[-1]
+        if columns < have:
+            return
+        more = max(columns + 1, 2 * have) - have
+        widen = torch.nn.functional.pad
+        self.k = widen(self.k, (0, 0, 0, more))
+        self.v = widen(self.v, (0, 0, 0, more))
+        self.pos = widen(self.pos, (0, more), value=-1)
+        self.fmt = widen(self.fmt, (0, more))
+        self.kind = widen(self.kind, (0, more))
+        self.group = widen(self.group, (0, more))
+        self.first_fmt = widen(self.first_fmt, (0, more))
+        if self.storage.shrink:
+            self.exact_k = widen(self.exact_k, (0, 0, 0, more))
+            self.exact_v = widen(self.exact_v, (0, 0, 0, more))
+
+    # -- eviction
+
+    def evict(self, drop: Tensor) -> None:
+        """Drop tokens; the others close ranks and keep their order. drop: bool [Lt, Ht, S]."""
+        before = self.width
+        stays = (self.positions() >= 0) & ~drop
+        self.count = stays.sum(-1, dtype=torch.int32)
+        self.width = int(self.count.max())
+        self.even = bool((self.count == self.width).all())
+        # A stable sort puts the columns of remaining tokens first.
+        order = stays.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., : self.width]
+        held = torch.arange(self.width, device=drop.device) < self.count[..., None]
+        for lists in (self.pos, self.fmt, self.kind, self.group, self.first_fmt):
+            empty = -1 if lists is self.pos else 0
+            moved = lists.gather(-1, order).where(held, empty)
+            lists[..., :before] = empty
+            lists[..., : self.width] = moved
+        order = self._in_all_lanes(order)[..., None].expand(-1, -1, -1, self.shape.head_dim)
+        held = self._in_all_lanes(held)[..., None]
+        numbers = [self.k, self.v, self.exact_k, self.exact_v] if self.storage.shrink else [self.k, self.v]
+        for x in numbers:
+            moved = x.gather(2, order).where(held, 0)
+            x[:, :, :before] = 0
+            x[:, :, : self.width] = moved
+
+    def _in_all_lanes(self, x: Tensor) -> Tensor:
+        """One row for every lane: [Lt, Ht, n] → [L, Hkv, n]."""
+        return x.expand(self.shape.layers, self.shape.kv_heads, x.shape[-1])
+
+    # -- quantization
+
+    def quantize(self, which: Tensor, place: Tensor, n: int, f: int, *, shrink: bool = False) -> None:
+        """Round tokens to a format, as if they were stored in it.
+
+        Args:
+            which: bool [Lt, Ht, S], the tokens.
+            place: [Lt, Ht, S], where each of them stands among n neighbours. Keys that are grouped by token share
+                their scales with their neighbours, so it matters there.
+            n: places; some may be empty.
+            f: the format, an index into Storage.formats.
+            shrink: the integers of these tokens lose bits; False: the numbers are rounded as they are.
+        """
+        pair = self.pairs[f]
+        # The column of every place; the one behind the last token where no token stands.
+        columns = torch.full((*which.shape[:2], n + 1), self.width, device=which.device)
+        own = torch.arange(self.width, device=which.device).expand(which.shape)
+        columns.scatter_(-1, torch.where(which, place, n).long(), own)
+        columns = columns[..., :n]
+        valid = self._in_all_lanes(columns < self.width)
+        index = self._in_all_lanes(columns)[..., None].expand(-1, -1, -1, self.shape.head_dim)
+        if shrink:
+            first = self.first_fmt.gather(-1, columns)
+            k, v = self._shrunk(index, self._in_all_lanes(first), f)
+        else:
+            k = self.k.gather(2, index)
+            v = self.v.gather(2, index)
+            if self.storage.shrink:
+                self.exact_k.scatter_(2, index, k)
+                self.exact_v.scatter_(2, index, v)
+                self.first_fmt[..., : self.width].masked_fill_(which, f)
+            if pair.by_token:
+                k = rounded_by_token(pair.k, k, self.k_scale[f], valid)
+            else:
+                k = rounded(pair.k, k, self.k_scale[f])
+            v = self._round_old_values(v, columns, f)
+        self.k.scatter_(2, index, k)
+        self.v.scatter_(2, index, v)
+        self.k[:, :, self.width] = 0  # where empty places were written
+        self.v[:, :, self.width] = 0
+        self.fmt[..., : self.width].masked_fill_(which, f)
+        if pair.by_token:
+            number = self.groups + place // pair.k.group
+            self.group[..., : self.width] = torch.where(which, number, self.group[..., : self.width])
+            self.groups += -(-n // pair.k.group)
+
+    def _round_old_values(self, v: Tensor, columns: Tensor, f: int) -> Tensor:
+        """Round values; with `Storage.lag` only those that are read rounded now. v: [L, Hkv, n, D], columns: [Lt, Ht,
+        n]."""
+        new = rounded(self.pairs[f].v, v, self.v_scale[f])
+        if not self.storage.lag:
+            return new
+        old = self.pos.gather(-1, columns) < self.exact_from
+        return torch.where(self._in_all_lanes(old)[..., None], new, v)
+
+    def _shrunk(self, index: Tensor, first: Tensor, f: int) -> tuple[Tensor, Tensor]:
+        """Numbers quantized in their first format, whose integers then lose bits until they have format f.
+
+        Args:
+            index: [L, Hkv, n, D], the tokens' columns.
+            first: [L, Hkv, n], their first formats.
+        """
+        k = self.exact_k.gather(2, index)
+        v = self.exact_v.gather(2, index)
+        for g in first.unique().tolist():
+            start = self.pairs[g]
+            if start.plain:  # an empty place, or a token that was never quantized
+                continue
+            mine = (first == g)[..., None]
+            k = torch.where(mine, rounded_by_shrinking(start.k, self.pairs[f].k, k), k)
+            v = torch.where(mine, rounded_by_shrinking(start.v, self.pairs[f].v, v), v)
+        return k, v
+
+    def requantize(self, where: Tensor, f: int, how: str) -> None:
+        """Move tokens to another format. Tokens that wait in the buffer stay there; plain tokens cannot shrink.
+
+        Args:
+            where: bool [Lt, Ht, S], the tokens.
+            f: the format.
+            how: "values" or "shrink" (`contract.Requantize`).
+        """
+        fmt = self.formats()
+        moving = where & (self.positions() >= 0) & (fmt != BUFFER) & (fmt != f)
+        if how == "shrink":
+            moving &= fmt != PLAIN
+        for kind in range(len(self.storage.thoughts)):  # scales are not shared across thought types
+            mine = moving & (self.kind[..., : self.width] == kind)
+            n = int(mine.sum(-1).max())
+            if n:
+                self.quantize(mine, mine.cumsum(-1) - 1, n, f, shrink=how == "shrink")
+
+    # -- when tokens are quantized, in the life of a sequence
+
+    def measure(self) -> None:
+        """The prompt was read: its largest keys and values decide the FP32 scales."""
+        for f, pair in enumerate(self.pairs):
+            if pair.k.tensor_scaled or pair.v.tensor_scaled:
+                largest_k = self.k.float().abs().amax((1, 2, 3), keepdim=True)[:, 0]
+                largest_v = self.v.float().abs().amax((1, 2, 3), keepdim=True)[:, 0]
+                self.k_scale[f] = pair.k.tensor_scale(largest_k)
+                self.v_scale[f] = pair.v.tensor_scale(largest_v)
+
+    def settle(self) -> None:
+        """The policy has acted on the prompt: quantize its remaining tokens.
+
+        The first `sink` tokens stay plain. The last tokens, which do not fill a buffer, are quantized too, or wait in
+        the buffer (`Storage.tail`).
+        """
+        storage = self.storage
+        self.reads_prompt = False
+        self.begin = self.length
+        if self.pairs[self.home].plain and not storage.buffer:
+            return
+        pos = self.positions()
+        # Tokens that the policy has moved to another format stay there.
+        moving = (pos >= storage.sink) & (self.formats() == PLAIN)
+        if storage.tail == "keep":
+            blocks = max(0, self.length - storage.sink) // storage.buffer
+            whole = storage.sink + blocks * storage.buffer
+            self.begin = min(whole, self.length)
+            self.fmt[..., : self.width].masked_fill_(moving & (pos >= whole), BUFFER)
+            moving &= pos < whole
+        self._quantize_from(moving, storage.sink, self.length)
+
+    def flush(self) -> None:
+        """The buffer is full: quantize its tokens together."""
+        waiting = self.formats() == BUFFER
+        self._quantize_from(waiting & (self.positions() >= 0), self.begin, self.storage.buffer)
+        self.begin = self.length
+
+    @property
+    def buffer_is_full(self) -> bool:
+        """Evicted tokens count, too."""
+        return self.storage.buffer > 0 and self.length - self.begin == self.storage.buffer
+
+    def _quantize_from(self, which: Tensor, start: int, n: int) -> None:
+        """Quantize tokens in the format of the running segment; neighbours are counted from the position `start`."""
+        if not bool(which.any()):
+            return
+        f = self.home
+        self.kind[..., : self.width].masked_fill_(which, self.thought)
+        if self.storage.shrink:  # first in the format of the first type, then by integers
+            first = self.storage.formats.index(self.storage.thoughts[0])
+            self.quantize(which, self.positions() - start, n, first)
+            if f != first:
+                self.quantize(which, self.positions() - start, n, f, shrink=True)
+        elif self.pairs[f].plain:
+            self.fmt[..., : self.width].masked_fill_(which & (self.formats() == BUFFER), f)
+        else:
+            self.quantize(which, self.positions() - start, n, f)
+
+    @property
+    def exact_from(self) -> int:
+        """With `Storage.lag`: values at this position and later are read in full precision."""
+        return self.length - 1 - self.storage.buffer
+
+    def age(self) -> None:
+        """With `Storage.lag`: round the value that is too old now to be read in full precision."""
+        if not self.storage.lag:
+            return
+        fmt = self.formats()
+        old = (self.positions() == self.exact_from - 1) & (fmt != BUFFER)
+        for f, pair in enumerate(self.pairs):
+            mine = old & (fmt == f)
+            if not pair.plain and bool(mine.any()):
+                new = rounded(pair.v, self.v[:, :, : self.width], self.v_scale[f])
+                mine = self._in_all_lanes(mine)[..., None]
+                self.v[:, :, : self.width] = torch.where(mine, new, self.v[:, :, : self.width])
+
+    # -- bytes
+
+    def bytes_of(self) -> tuple[int, int]:
+        """Bytes of the codes of all tokens that do not wait in the buffer, and of their scales and minima."""
+        dim = self.shape.head_dim
+        payload = scales = 0
+        held = self.positions() >= 0
+        for f, pair in enumerate(self.pairs):
+            mine = held & (self.formats() == f)
+            tokens = int(mine.sum()) * self.shape.sharing
+            payload += tokens * (pair.k.code_bytes(dim) + pair.v.code_bytes(dim))
+            scales += tokens * pair.v.params_bytes(dim)
+            if pair.by_token:  # the tokens of a group share one row of scales
+                scales += self._groups_of(mine) * self.shape.sharing * pair.k.params_bytes(dim)
+            else:
+                scales += tokens * pair.k.params_bytes(dim)
+            # one FP32 scale for each layer
+            scales += 4 * self.shape.layers * (pair.k.tensor_scaled + pair.v.tensor_scaled)
+        return payload, scales
+
+    def _groups_of(self, which: Tensor) -> int:
+        """Groups in which at least one of these tokens is left. which: bool [Lt, Ht, S]."""
+        lists = torch.arange(which.shape[0] * which.shape[1], device=which.device).view(*which.shape[:2], 1)
+        number = lists * (self.groups + 1) + self.group[..., : self.width]
+        return len(number[which].unique())
+
+    def waiting(self) -> int:
+        """Tokens that wait in the buffer, in all lanes together."""
+        return int(((self.formats() == BUFFER) & (self.positions() >= 0)).sum()) * self.shape.sharing
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that this object holds."""
+        numbers = [self.k, self.v, self.exact_k, self.exact_v, self.k_scale, self.v_scale]
+        return [*numbers, self.pos, self.fmt, self.kind, self.group, self.first_fmt, self.count]
+
+
+def pair_of(name: str, dim: int, dtype: torch.dtype) -> Pair:
+    """The formats that a name of Storage means, for heads of `dim` channels. dtype: of "plain"."""
+    if name == "plain":
+        plain = Plain(next(text for text, of in DTYPES.items() if of == dtype))
+        return Pair(plain, plain, plain=True)
+    k, v = parse_pair(name)
+    return Pair(k.fit(dim), v.fit(dim), plain=False)
+
+
+def check_storage(storage: Storage, pairs: list[Pair]) -> None:
+    """UsageError: tokens are to be quantized together, and nothing lets them wait for each other."""
+    by_token = any(pair.by_token for pair in pairs)
+    if storage.shrink and by_token:
+        raise UsageError(f"Keys by token share their scales and cannot be shrunk: {storage.formats}.")
+    if not storage.buffer and (storage.shrink or by_token):
+        raise UsageError(
+            f"Keys by token, and integers that are shrunk, are quantized together: {storage.formats} need a buffer, "
+            "and have none."
+        )

@@ -1,0 +1,720 @@
+"""PlainCache: the KV manager in its plainest form. Read this file first.
+
+It runs every policy of this project. Each sequence has its keys and values in ordinary tensors (`kv/lanes.py`), and
+a policy is shown one sequence at a time. There are no pages, no batch tensors and no graphs.
+
+The decoder feeds new tokens through its layers, and asks a cache four things:
+
+    begin_step   which sequences run, and with how many new tokens each: these tokens get columns
+    attend       (per layer) rotate the new queries and keys, store keys and values, attend over all tokens held, and
+                 keep what the policy wants to see
+    tap          (per layer) the residual stream passes by; a policy may steer it
+    end_step     for each sequence: the policy decides, and its edits are applied
+
+Edits happen in `end_step` alone, so the policy sees the cache as the forward pass left it. Their order is fixed:
+
+    1. tokens move to other formats
+    2. tokens are evicted
+    3. a prompt that was just read is stored in its format; later, a full buffer is quantized
+    4. a new segment begins
+
+A prompt may be read in several steps. It has full precision, and is not edited, until its last token was read. Then
+the policy acts on it once.
+
+`kv/manager.py` does the same for many sequences at once, in pages, and as CUDA graphs. Property-based tests hold it
+to this file (tests/kv/test_plain.py): the same tokens, formats, budgets and bytes, and the same logits.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from minithink.backend import REFERENCE, Backend
+from minithink.config import ModelConfig
+from minithink.kv import checks
+from minithink.kv.contract import (
+    Demand,
+    Edit,
+    Evict,
+    OpenSegment,
+    Policy,
+    Requantize,
+    See,
+    SetBudget,
+    Shape,
+)
+from minithink.kv.lanes import Lanes
+from minithink.kv.ledger import Ledger, Told
+from minithink.kv.sizes import UNLIMITED, check_budget
+from minithink.kv.stack import members
+from minithink.model import Rope
+from minithink.ref.attention import attention
+from minithink.ref.decode_attention import (
+    causal_weights,
+    decode_attention,
+    decode_probabilities,
+    group_reduce,
+    query_rows,
+)
+from minithink.ref.segments import segments
+from minithink.ref.survivors import survivors
+
+QUERY_BLOCK = 128  # prompt queries whose attention weights are in memory at once
+
+
+@dataclass
+class Seen:
+    """What a policy has demanded to see of one sequence (`contract.Demand`)."""
+
+    mass: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # (layer, group rule) → [heads, S]
+    newest: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # the same, of the newest query alone
+    queries: dict[int, Tensor] = field(default_factory=dict)  # layer → [Hq, n, D], the newest last
+    hidden: dict[int, Tensor] = field(default_factory=dict)  # layer → [d]
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors of observations."""
+        return [*self.mass.values(), *self.newest.values(), *self.queries.values(), *self.hidden.values()]
+
+
+@dataclass
+class Running:
+    """One sequence in the cache."""
+
+    seq: int
+    row: int  # under this number the policy keeps its state of the sequence
+    lanes: Lanes
+    capacity: int  # tokens that the sequence may have at most
+    prompt: int  # tokens of the prompt
+    thinking: bool  # whether it is in the think stage
+    staged: bool  # whether it has ever been in the think stage
+    budgets: dict[int, Tensor]  # id of a policy → int32 [Lt, 1, Ht]
+    seen: Seen = field(default_factory=Seen)
+    token: int = -1  # the newest token's id; −1: it is not known
+    kinds: list[int] = field(default_factory=list)  # the thought types of its segments
+
+    @property
+    def clock(self) -> int:
+        """Generated tokens in the cache; negative while the prompt is read."""
+        return self.lanes.length - self.prompt
+
+
+@dataclass
+class Pass:
+    """What one forward pass knows of one of its sequences."""
+
+    running: Running
+    rows: slice  # which rows of the decoder's tensors are this sequence's new tokens
+    tokens: list[int]  # their ids; empty: they are not known
+    prompt: bool  # whether these tokens are a part of the prompt
+    demands: tuple[Demand, ...]  # what the policy wants to see of this pass
+
+
+class PlainCache:
+    """Keys and values of up to `rows` sequences under one policy, sequence by sequence."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rope: Rope,
+        policy: Policy,
+        *,
+        rows: int,
+        tokens: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        backend: Backend = REFERENCE,
+        think_ids: tuple[int | None, int | None] = (None, None),
+    ) -> None:
+        """
+        Args:
+            policy: decides which tokens stay; it belongs to this cache from now on.
+            rows: sequences at once.
+            tokens: the longest that a sequence may become, prompt and answer.
+            dtype: the model's number type.
+            backend: the operations that policies choose with.
+            think_ids: the tokens that open and close the think stage; without them a sequence always thinks.
+        """
+        for member in members(policy):
+            checks.declared(member)
+        self.config = config
+        self.rope = rope
+        self.policy = policy
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.backend = backend
+        self.think_ids = think_ids
+        self.shape = Shape(
+            layers=config.num_layers,
+            rows=rows,
+            kv_heads=config.num_kv_heads,
+            query_heads=config.num_heads,
+            head_dim=config.head_dim,
+            hidden=config.hidden_size,
+            scope=policy.scope,
+            device=self.device,
+            tokens=tokens,
+            dtype=dtype,
+        )
+        self.storage = policy.storage
+        if self.storage.buffer > tokens:  # such a buffer is never full; it needs no more room than a sequence
+            self.storage = replace(self.storage, buffer=tokens + 1)
+        Lanes(self.shape, self.storage, dtype)  # UsageError: the formats do not suit the model
+        policy.setup(self.shape)
+        self.deciding = [p for p in members(policy) if type(p).decide is not Policy.decide]
+        self.listening = [p for p in members(policy) if type(p).listen is not Policy.listen]
+        self.steers = any(type(p).steer is not Policy.steer for p in members(policy))
+        self.watches = any(type(p).watch is not Policy.watch for p in members(policy))
+        self.sequences: dict[int, Running] = {}  # by their numbers
+        self._now: list[Pass] = []  # of the forward pass that is under way
+        self._cos = self._sin = torch.empty(0)  # of its tokens
+
+    # -- sequences come and go
+
+    def check(self, prompt: int, budget: int | None = None) -> None:
+        """Refuse a budget that a protected prompt does not fit into. UsageError: names a budget that is enough."""
+        check_budget(self.policy, prompt, budget)
+
+    @torch.inference_mode()
+    def join(
+        self, seq: int, capacity: int, prompt: int = 0, thinking: bool = True, budget: int | None = None
+    ) -> None:
+        """Welcome a new sequence.
+
+        Args:
+            seq: its number.
+            capacity: tokens that it may have at most.
+            prompt: tokens of its prompt; the policy acts when they are read.
+            thinking: whether the prompt ends inside the think stage.
+            budget: for this sequence alone; None: the policy's own.
+        """
+        if seq in self.sequences:
+            raise ValueError(f"sequence {seq} is in the cache already")
+        taken = {running.row for running in self.sequences.values()}
+        free = [row for row in range(self.shape.rows) if row not in taken]
+        if not free:
+            raise ValueError(f"all {self.shape.rows} rows are taken; sequence {seq} must wait")
+        self.check(prompt, budget)
+        thinking = thinking or None in self.think_ids
+        tables, _, heads = self.shape.tables
+        budgets = {}
+        for member in members(self.policy):
+            limit = member.budget if budget is None else budget
+            tokens = UNLIMITED if limit is None else limit
+            budgets[id(member)] = torch.full((tables, 1, heads), tokens, dtype=torch.int32, device=self.device)
+        lanes = Lanes(self.shape, self.storage, self.dtype)
+        if prompt == 0:
+            lanes.settle()
+        self.sequences[seq] = Running(
+            seq=seq,
+            row=free[0],
+            lanes=lanes,
+            capacity=capacity,
+            prompt=prompt,
+            thinking=thinking,
+            staged=thinking,
+            budgets=budgets,
+        )
+        self.policy.reset(free[0])
+
+    def leave(self, seq: int) -> None:
+        """Forget a sequence."""
+        del self.sequences[seq]
+
+    # -- a forward pass
+
+    @torch.inference_mode()
+    def begin_step(self, seqs: Sequence[int], counts: Sequence[int], tokens: Sequence[int] | None = None) -> None:
+        """Announce one forward pass: sequence seqs[i] brings counts[i] new tokens, in this order.
+
+        Args:
+            tokens: ids of all new tokens, one sequence after the other; None: they are not known.
+
+        Raises:
+            ValueError: the tokens do not fit.
+        """
+        self._refuse_wrong(seqs, counts)
+        self._now = []
+        position: list[int] = []
+        start = 0
+        for seq, count in zip(seqs, counts, strict=True):
+            running = self.sequences[seq]
+            lanes = running.lanes
+            position += range(lanes.length, lanes.length + count)
+            prompt = running.clock < 0
+            lanes.append(count)
+            if not prompt:
+                lanes.age()
+            ids = list(tokens[start : start + count]) if tokens else []
+            running.token = ids[-1] if ids else -1
+            if not prompt:
+                self._follow_stage(running)
+            self._now.append(
+                Pass(
+                    running=running,
+                    rows=slice(start, start + count),
+                    tokens=ids,
+                    prompt=prompt,
+                    demands=self._demands_due(running, prompt),
+                )
+            )
+            start += count
+        self._cos, self._sin = self.rope.at(torch.tensor(position, device=self.device))
+
+    def _refuse_wrong(self, seqs: Sequence[int], counts: Sequence[int]) -> None:
+        """ValueError: sequences, or the counts of their new tokens, are wrong."""
+        if not seqs or len(set(seqs)) < len(seqs) or min(counts) < 1:
+            raise ValueError(f"a step needs sequences, each once, with new tokens: {list(seqs)} with {list(counts)}")
+        for seq, count in zip(seqs, counts, strict=True):
+            running = self.sequences[seq]
+            length = running.lanes.length
+            if length + count > running.capacity:
+                raise ValueError(f"sequence {seq} has {length} tokens of {running.capacity}: {count} do not fit")
+            if running.clock < 0 and length + count > running.prompt:
+                raise ValueError(f"sequence {seq} announced a prompt of {running.prompt} tokens and brings more")
+            if running.clock >= 0 and count != 1:
+                raise ValueError(f"sequence {seq} generates: it brings one token a step, not {count}")
+
+    def _follow_stage(self, running: Running) -> None:
+        """A generated token may open or close the think stage."""
+        opens, closes = self.think_ids
+        if opens is not None and closes is not None and running.token in (opens, closes):
+            running.thinking = running.token == opens
+            running.staged = True
+
+    def _demands_due(self, running: Running, prompt: bool) -> tuple[Demand, ...]:
+        """What the policy wants to see of this pass."""
+        if prompt:
+            return tuple(self.policy.demands)
+        return tuple(d for d in self.policy.demands if running.clock % d.every == 0)
+
+    def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
+        """Append and attend. qk: [N, Hq + Hkv, D], unrotated, v: [N, Hkv, D]; returns [N, Hq, D]."""
+        heads = (self.config.num_heads, self.config.num_kv_heads)
+        raw, _ = qk.split_with_sizes(heads, dim=1)
+        q, k = self.backend.rope(qk, self._cos, self._sin).split_with_sizes(heads, dim=1)
+        out = []
+        for now in self._now:
+            rows = now.rows
+            now.running.lanes.write(layer, k[rows], v[rows])
+            self._keep_queries(layer, now, q[rows])
+            if now.prompt:
+                out.append(self._attend_prompt(layer, now, q[rows]))
+            else:
+                out.append(self._attend_token(layer, now, raw[rows], q[rows]))
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _attend_prompt(self, layer: int, now: Pass, q: Tensor) -> Tensor:
+        """Causal attention of new tokens of a prompt over the whole prompt so far. q: [n, Hq, D]."""
+        running = now.running
+        k = running.lanes.keys(layer)
+        out = attention(q, k, running.lanes.values(layer))
+        first = k.shape[1] - len(q)  # position of the first query
+        groups = {d.group for d in demanded(now.demands, See.MASS, layer) if d.prompt}
+        for group in groups:
+            mass = running.seen.mass.get((layer, group))
+            heads = self.config.num_heads if group == "none" else self.config.num_kv_heads
+            total = torch.zeros(heads, k.shape[1], device=q.device)
+            if mass is not None:
+                total[:, : mass.shape[1]] = mass
+            for start in range(0, len(q), QUERY_BLOCK):
+                block = q[start : start + QUERY_BLOCK]
+                total += causal_weights(block, k, first + start, group).sum(0)
+            running.seen.mass[layer, group] = total
+        if running.clock == 0:
+            for group, what in self._weights_asked(now.demands, layer).items():
+                if what & See.ROWS:
+                    running.seen.newest[layer, group] = causal_weights(q[-1:], k, k.shape[1] - 1, group)[0]
+        return out
+
+    def _attend_token(self, layer: int, now: Pass, raw: Tensor, q: Tensor) -> Tensor:
+        """Attention of one generated token over the tokens that its lanes hold.
+
+        Args:
+            raw: [1, Hq, D], the unrotated query.
+            q: [1, Hq, D], the rotated one.
+        """
+        lanes = now.running.lanes
+        k = lanes.keys(layer)[None]  # [1, Hkv, S, D]
+        v = lanes.values(layer)[None]
+        valid = lanes.valid(layer)  # [Ht, S]
+        mask = None if valid is None else valid[None]
+        asked = self._weights_asked(now.demands, layer)
+        if not asked and not self.policy.pull:
+            return decode_attention(q, k, v, mask)
+        if mask is None:
+            mask = torch.ones(1, 1, k.shape[2], dtype=torch.bool, device=k.device)
+        grouped = q.view(1, k.shape[1], -1, q.shape[-1])
+        logits = grouped @ k.transpose(-1, -2) / q.shape[-1] ** 0.5  # [1, Hkv, g, S]
+        if self.policy.pull:
+            logits = self._pull_near(layer, now, raw, k, logits)
+        for group, what in asked.items():
+            weights = group_reduce(logits, mask, group)[0]
+            if what & See.MASS:
+                now.running.seen.mass[layer, group] = weights
+            if what & See.ROWS:
+                now.running.seen.newest[layer, group] = weights
+        if self.policy.pull:
+            p = decode_probabilities(logits, mask)
+            return (p.to(v.dtype) @ v).view(q.shape)
+        return decode_attention(q, k, v, None if valid is None else mask)
+
+    def _pull_near(self, layer: int, now: Pass, raw: Tensor, k: Tensor, logits: Tensor) -> Tensor:
+        """Attend tokens below `Policy.pull` as if they stood directly before the next token that is held: with a
+        second copy of the query, rotated to that distance. logits: [1, Hkv, g, S], as they are without."""
+        lanes = now.running.lanes
+        pull = self.policy.pull
+        pos = lanes.positions()[lanes.table(layer)]  # [Ht, S]
+        next_held = torch.where(pos >= pull, pos, UNLIMITED).amin(-1)  # [Ht]
+        gap = torch.where(next_held < UNLIMITED, next_held - pull, 0)
+        at = (lanes.length - 1 - gap).clamp(min=0).long()
+        cos, sin = self.rope.at(at.expand(k.shape[1]))  # [Hkv, 1, D]
+        query = self.backend.rope(raw.reshape(k.shape[1], -1, raw.shape[-1]), cos, sin)[None]
+        nearer = query @ k.transpose(-1, -2) / raw.shape[-1] ** 0.5
+        near = (pos >= 0) & (pos < pull)
+        return torch.where(near[None, :, None], nearer, logits)
+
+    def _weights_asked(self, demands: Sequence[Demand], layer: int) -> dict[str, See]:
+        """The group rules of the attention weights that a layer must keep, each with MASS, ROWS or both."""
+        asked: dict[str, See] = {}
+        for demand in demands:
+            if demand.weights and (demand.layers is None or layer in demand.layers):
+                asked[demand.group] = asked.get(demand.group, demand.weights) | demand.weights
+        return asked
+
+    def _keep_queries(self, layer: int, now: Pass, q: Tensor) -> None:
+        """Keep the last queries, if the policy ever wants to see them. q: [n, Hq, D], rotated."""
+        wanted = [d.queries for d in self.policy.demands if d.layers is None or layer in d.layers]
+        if not any(wanted):
+            return
+        most = max(d.queries for d in self.policy.demands)
+        if self.shape.tokens:
+            most = min(most, self.shape.tokens)  # no sequence has more queries
+        queries = now.running.seen.queries
+        if layer not in queries:  # those that are not there yet are 0
+            queries[layer] = q.new_zeros(q.shape[1], most, q.shape[2])
+        queries[layer] = torch.cat((queries[layer], q.transpose(0, 1)), dim=1)[:, -most:]
+
+    def tap(self, layer: int, hidden: Tensor) -> Tensor:
+        """Let the policy steer the residual stream, and keep it if the policy wants to see it. Behind the final norm
+        (−1) the policy may look at the whole step. hidden: [N, d]."""
+        parts = []
+        for now in self._now:
+            own = hidden[now.rows]
+            if self.steers and not now.prompt:
+                own = checks.steered(self.policy, self.policy.steer(self._view(now.running), layer, own), own)
+            if any(demanded(now.demands, See.HIDDEN, layer)):
+                now.running.seen.hidden[layer] = own[-1].float()
+            if layer == -1 and self.watches and not now.prompt:
+                self.policy.watch(self._view(now.running))
+            parts.append(own)
+        return torch.cat(parts) if self.steers else hidden
+
+    # -- between two forward passes
+
+    @torch.inference_mode()
+    def end_step(self) -> None:
+        """Let the policy act on every sequence whose prompt is complete, then store tokens in their formats."""
+        steps = self._now
+        self._now = []
+        for now in steps:
+            running = now.running
+            for policy in self.listening:
+                if now.tokens or not now.prompt:
+                    policy.listen(running.row, [token for token in now.tokens if token >= 0])
+            if running.clock < 0:  # a part of the prompt is still to come
+                continue
+            if now.prompt:
+                running.lanes.measure()
+            opened = self._decide(running, always=now.prompt)
+            if now.prompt:
+                running.lanes.settle()
+            elif running.lanes.buffer_is_full:
+                running.lanes.flush()
+            if opened is not None:
+                running.lanes.thought = opened
+                running.kinds.append(opened)
+
+    def _decide(self, running: Running, always: bool) -> int | None:
+        """Let the policy act on one sequence, and apply its edits.
+
+        Args:
+            always: whether it acts even if no lane must evict now, as at the end of a prompt.
+
+        Returns:
+            The thought type of the segment that begins; None: no segment begins.
+        """
+        step = self._view(running)
+        if not always and self.policy.capturable and not self._is_due(step):
+            return None
+        edits: list[tuple[Policy, Edit]] = []
+        for policy in self.deciding:
+            seen = step.seen_by(policy)
+            found = checks.yielded(
+                policy, policy.decide(seen), seen, self.storage, captures=self.policy.capturable, asks=True
+            )
+            edits += [(policy, edit) for edit in found]
+        drop = self._dropped(step, edits)
+        for _, edit in edits:
+            if isinstance(edit, Requantize):
+                where = in_all_tables(edit.where, edit.layer, step)
+                f = self.storage.formats.index(edit.fmt)
+                running.lanes.requantize((where & ~drop)[:, 0], f, edit.how)
+        if drop.any():
+            running.lanes.evict(drop[:, 0])
+        opened = None
+        for author, edit in edits:
+            if isinstance(edit, SetBudget):
+                budget = running.budgets[id(author)]
+                at = slice(None) if edit.layer is None else min(edit.layer, len(budget) - 1)
+                budget[at] = edit.tokens
+            elif isinstance(edit, OpenSegment) and bool(edit.open):
+                opened = int(edit.thought)
+        return opened
+
+    def _is_due(self, step: PlainStep) -> bool:
+        """Whether a lane must evict now."""
+        for policy in self.deciding:
+            seen = step.seen_by(policy)
+            due, _ = checks.due(policy, policy.due(seen), seen)
+            if due.any():
+                return True
+        return False
+
+    def _dropped(self, step: PlainStep, edits: Sequence[tuple[Policy, Edit]]) -> Tensor:
+        """The tokens that these edits evict: bool [Lt, 1, Ht, S]."""
+        pos = step.pos()
+        dropped = torch.zeros_like(pos, dtype=torch.bool)
+        for _, edit in edits:
+            if isinstance(edit, Evict):
+                drop = in_all_tables(edit.drop, edit.layer, step)
+                dropped |= drop if edit.even_protected else drop & ~step.protected()
+        return dropped & (pos >= 0)
+
+    def _view(self, running: Running) -> PlainStep:
+        return PlainStep(self, running, self.policy)
+
+    # -- what others want to know
+
+    def length(self, seq: int) -> int:
+        """Tokens that the sequence has seen; `held` counts those that are still in the cache."""
+        return self.sequences[seq].lanes.length
+
+    def held(self, seq: int) -> int:
+        """Tokens that the fullest lane of a sequence holds."""
+        return self.sequences[seq].lanes.width
+
+    def positions(self, seq: int) -> Tensor:
+        """Original positions of the tokens held, oldest first, −1 after them: int32 [Lt, Ht, S]."""
+        return self.sequences[seq].lanes.positions()
+
+    def formats(self, seq: int) -> Tensor:
+        """Index into Storage.formats of every token, 255 in the buffer: uint8 [Lt, Ht, S]."""
+        return self.sequences[seq].lanes.formats()
+
+    def account(self, seq: int) -> Ledger:
+        """Bytes that one sequence's tokens take in their formats, by kind, and its share of the policy's state."""
+        running = self.sequences[seq]
+        payload, scales = running.lanes.bytes_of()
+        shape = self.shape
+        tokens = self.storage.buffer * 2 + (1 if self.storage.lag else 0)
+        number = torch.empty((), dtype=self.dtype).element_size()
+        tables = (running.lanes.positions(), running.lanes.formats(), running.lanes.count)
+        state = sum(x.nbytes for x in self.policy.state()) // shape.rows
+        state += sum(x.nbytes for x in running.budgets.values())
+        return Ledger(
+            payload=payload,
+            scales=scales,
+            tables=sum(x.numel() * x.element_size() for x in tables),
+            buffers=tokens * shape.layers * shape.kv_heads * shape.head_dim * number,
+            state=state,
+            observations=sum(x.nbytes for x in running.seen.tensors()),
+        )
+
+    def ledger(self) -> Ledger:
+        """The same of all sequences together."""
+        accounts = [self.account(seq) for seq in self.sequences]
+        kinds = {name: sum(getattr(a, name) for a in accounts) for name in Ledger().as_dict()}
+        return Ledger(**kinds)
+
+    def reserved_bytes(self) -> int:
+        """Bytes that all tensors of the sequences occupy here, where no number is packed."""
+        return sum(x.nbytes for running in self.sequences.values() for x in running.lanes.tensors())
+
+    def told(self, seq: int) -> Told:
+        """A summary of one sequence for people: its thoughts, bits a number, and the policy's own words."""
+        running = self.sequences[seq]
+        lanes = running.lanes
+        held = int(lanes.count.sum()) * self.shape.sharing
+        numbers = (held - lanes.waiting()) * 2 * self.shape.head_dim
+        names = self.storage.names
+        notes = [member.notes(running.row) for member in members(self.policy)]
+        return Told(
+            evicted=lanes.length * self.shape.layers * self.shape.kv_heads - held,
+            thoughts=tuple(names[kind] for kind in running.kinds) if names else (),
+            bits=8 * sum(lanes.bytes_of()) / numbers if numbers else None,
+            notes="; ".join(note for note in notes if note),
+        )
+
+    def counts(self, seq: int) -> dict[str, int]:
+        """What the policy has counted of one sequence, see `Policy.counts`."""
+        row = self.sequences[seq].row
+        return {name: n for member in members(self.policy) for name, n in member.counts(row).items()}
+
+    def thought(self, seq: int) -> str:
+        """The name of the running segment's type; "": types have none, or no segment has begun."""
+        kinds = self.sequences[seq].kinds
+        names = self.storage.names
+        return names[kinds[-1]] if names and kinds else ""
+
+
+class PlainStep:
+    """`contract.Step` of one sequence: B is 1."""
+
+    wants_scores = False
+
+    def __init__(self, cache: PlainCache, running: Running, policy: Policy) -> None:
+        device = cache.device
+        self.cache = cache
+        self.running = running
+        self.policy = policy
+        self.ops = cache.backend
+        self.shape = replace(cache.shape, rows=1)
+        self.row = torch.tensor([running.row], device=device)
+        self.active = torch.ones(1, dtype=torch.bool, device=device)
+        self.length = torch.tensor([running.lanes.length], device=device)
+        self.clock = torch.tensor([running.clock], dtype=torch.int32, device=device).clamp(min=0)
+        self.prompt = torch.tensor([running.prompt], dtype=torch.int32, device=device)
+        self.tokens = torch.tensor([running.token], device=device)
+        reads = running.clock <= 0
+        thinks = running.thinking if reads else running.thinking or not running.staged
+        self.thinking = torch.tensor([thinks], device=device)
+        self.thought = torch.tensor([running.lanes.thought], dtype=torch.uint8, device=device)
+        # tokens: int32 [Lt, 1, Ht]; a stack itself sees its first member's
+        self.budget = running.budgets.get(id(policy), next(iter(running.budgets.values())))
+        self.protects = self.prompt if cache.policy.protect_prompt else torch.zeros_like(self.prompt)
+
+    def seen_by(self, policy: Policy) -> PlainStep:
+        """The same step with the budget of one member of a stack."""
+        return self if policy is self.policy else PlainStep(self.cache, self.running, policy)
+
+    def with_budget(self, tokens: Tensor) -> PlainStep:
+        """The same step with another budget. tokens: int32 [Lt, 1, Ht]."""
+        other = copy.copy(self)
+        other.budget = tokens
+        return other
+
+    # -- tokens
+
+    def pos(self, layer: int | None = None) -> Tensor:
+        return self._at(self.running.lanes.positions(), layer)
+
+    def held(self, layer: int | None = None) -> Tensor:
+        return self._at(self.running.lanes.count, layer)
+
+    def format(self, layer: int | None = None) -> Tensor:
+        return self._at(self.running.lanes.formats(), layer)
+
+    def protected(self, layer: int | None = None) -> Tensor:
+        pos = self.pos(layer)
+        return (pos >= 0) & (pos < self.protects)
+
+    def _at(self, x: Tensor, layer: int | None) -> Tensor:
+        """With an axis for the one row: [Lt, 1, …], or of a layer [1, …]."""
+        return x[:, None] if layer is None else x[None, self.running.lanes.table(layer)]
+
+    def keys(self, layer: int, rows: Tensor | None = None) -> Tensor:
+        return self.running.lanes.keys(layer)[None]
+
+    def values(self, layer: int, rows: Tensor | None = None) -> Tensor:
+        return self.running.lanes.values(layer)[None]
+
+    def segments(self, tau: int, total: int) -> tuple[Tensor, Tensor]:
+        return segments(self.pos(), self.held(), torch.zeros_like(self.row), self.prompt, tau, total)
+
+    def survivors(self, first: Tensor, size: Tensor, goal: Tensor, longest: int) -> Tensor:
+        return survivors(KeysOf(self), first, size, goal, longest)
+
+    def chronological(self, layer: int) -> Tensor:
+        pos = self.pos(layer)
+        return torch.arange(pos.shape[-1], device=pos.device).expand(pos.shape)
+
+    # -- observations
+
+    def mass(self, layer: int | None = None) -> Tensor:
+        if layer is None:
+            return torch.stack([self.mass(layer) for layer in range(self.shape.layers)])
+        group = self._demand(See.MASS, layer).group
+        return self._weights(self.running.seen.mass, layer, group)
+
+    def rows(self, layer: int) -> Tensor:
+        demand = self._demand(See.ROWS, layer)
+        if demand.rows == 1:  # kept when the layer attended
+            return self._weights(self.running.seen.newest, layer, demand.group).unsqueeze(2)
+        queries = self._last_queries(layer, demand.rows)
+        return query_rows(queries, self.keys(layer), self.pos(layer), self.length, demand.group)
+
+    def _weights(self, kept: dict[tuple[int, str], Tensor], layer: int, group: str) -> Tensor:
+        """Attention weights that were kept, 0 if none were: [1, heads, S]."""
+        width = self.running.lanes.width
+        if (layer, group) not in kept:
+            heads = self.shape.query_heads if group == "none" else self.shape.kv_heads
+            return torch.zeros(1, heads, width, device=self.shape.device)
+        weights = kept[layer, group][None, :, :width]
+        return torch.nn.functional.pad(weights, (0, width - weights.shape[-1]))
+
+    def queries(self, layer: int) -> Tensor:
+        return self._last_queries(layer, self._demand(See.QUERY, layer).rows)
+
+    def _last_queries(self, layer: int, n: int) -> Tensor:
+        """The last n queries, or as many as a sequence can have: [1, Hq, n, D]."""
+        return self.running.seen.queries[layer][None, :, -n:]
+
+    def hidden(self, layer: int) -> Tensor:
+        return self.running.seen.hidden[layer][None]
+
+    def _demand(self, what: See, layer: int) -> Demand:
+        for demand in self.policy.demands:
+            if demand.what & what and (demand.layers is None or layer in demand.layers):
+                return demand
+        raise ValueError(f"{self.policy.name} reads {what.name} of layer {layer} and has not demanded it")
+
+    # -- for recorders and graphs, which are not here
+
+    def note(self, score: Tensor, where: Tensor | None = None) -> None:
+        """Nobody listens."""
+
+    def any(self, what: Tensor | Callable[[], Tensor]) -> bool:
+        return bool((what if isinstance(what, Tensor) else what()).any())
+
+
+class KeysOf:
+    """The keys of a step as `ref/survivors.py` reads them."""
+
+    def __init__(self, step: PlainStep) -> None:
+        self.step = step
+        self.pos = step.pos()
+
+    def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.step.keys(layer), self.step.values(layer)
+
+
+def demanded(demands: Sequence[Demand], what: See, layer: int) -> Iterator[Demand]:
+    """The demands of one kind at a layer. HIDDEN of all layers does not mean what is behind the final norm (−1)."""
+    for demand in demands:
+        everywhere = demand.layers is None and (layer >= 0 or what is not See.HIDDEN)
+        if demand.what & what and (everywhere or (demand.layers is not None and layer in demand.layers)):
+            yield demand
+
+
+def in_all_tables(mask: Tensor, layer: int | None, step: PlainStep) -> Tensor:
+    """A mask of an edit as one over all tables: bool [Lt, 1, Ht, S]; false in the others if it is of one layer."""
+    if layer is None:
+        return mask
+    whole = torch.zeros_like(step.pos(), dtype=torch.bool)
+    whole[min(layer, len(whole) - 1)] = mask
+    return whole

@@ -1,0 +1,390 @@
+"""The plain manager is the oracle: under every policy, the paged manager keeps, stores and computes what it does.
+
+To run it alone: pytest tests/kv/test_plain.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import minithink.kv.manager as manager_module
+from minithink.backend import REFERENCE, Backend, triton_backend
+from minithink.kv.contract import (
+    Demand,
+    Edit,
+    Evict,
+    OpenSegment,
+    Policy,
+    Requantize,
+    Scope,
+    See,
+    SetBudget,
+    Step,
+    Storage,
+)
+from minithink.kv.manager import KVManager
+from minithink.kv.plain import PlainCache
+from minithink.kv.stack import Stack
+from minithink.model import Decoder, Rope
+from minithink.policies import parse
+from tests.compare import assert_close, assert_same
+from tests.kv.run import Cut, feed, informed, text_of
+from tests.kv.test_batches import ONE_BY_ONE, with_backend
+from tests.policies.test_laws import CLOSE, OPEN, TEXTS, decoder_of
+
+torch.set_num_threads(1)
+
+TOKENS = 70
+Cache = KVManager | PlainCache
+Make = Callable[[], Policy]
+
+
+def plain(decoder: Decoder, policy: Policy, rows: int = 1) -> PlainCache:
+    return PlainCache(
+        decoder.config,
+        Rope(decoder.config),
+        informed(policy, decoder.config),
+        rows=rows,
+        tokens=TOKENS,
+        dtype=decoder.embed.dtype,
+        think_ids=(OPEN, CLOSE),
+    )
+
+
+def paged(
+    decoder: Decoder, policy: Policy, rows: int = 1, backend: Backend = REFERENCE, columns: Any = None
+) -> KVManager:
+    return KVManager(
+        decoder.config,
+        Rope(decoder.config),
+        informed(policy, decoder.config),
+        rows=rows,
+        tokens=TOKENS,
+        dtype=decoder.embed.dtype,
+        think_ids=(OPEN, CLOSE),
+        backend=backend,
+        columns=columns,
+    )
+
+
+def lanes_of(cache: Cache, seq: int) -> list[list[tuple[int, int]]]:
+    """What each table of a sequence holds, oldest first: position and format of every token."""
+    pos = cache.positions(seq).flatten(0, 1).tolist()
+    formats = cache.formats(seq).flatten(0, 1).tolist()
+    return [[(p, f) for p, f in zip(*lane, strict=True) if p >= 0] for lane in zip(pos, formats, strict=True)]
+
+
+def budgets_of(cache: Cache, seq: int) -> list[Tensor]:
+    """Of every member of the policy: [Lt, Ht]."""
+    if isinstance(cache, PlainCache):
+        return [budget[:, 0] for budget in cache.sequences[seq].budgets.values()]
+    return [budget[:, cache.row_of(seq)] for budget in cache.budgets.values()]
+
+
+def assert_equal_caches(oracle: PlainCache, other: KVManager, seq: int) -> None:
+    """Tokens, formats, budgets, bytes, and what people are told."""
+    assert lanes_of(other, seq) == lanes_of(oracle, seq)
+    for got, want in zip(budgets_of(other, seq), budgets_of(oracle, seq), strict=True):
+        assert_same("budget", got, want)
+    got_bytes = other.account(seq)
+    want_bytes = oracle.account(seq)
+    for kind in ("payload", "scales", "buffers") if oracle.held(seq) else ():  # a full list of no token costs nothing
+        assert getattr(got_bytes, kind) == getattr(want_bytes, kind), kind
+    for what in ("length", "held", "told", "counts", "thought"):
+        assert getattr(other, what)(seq) == getattr(oracle, what)(seq), what
+
+
+def both_alone(decoder: Decoder, make: Make, prompt: int, chunk: int, steps: int, text: Sequence[int]) -> None:
+    """One sequence in each of two caches: bit for bit the same, after every step."""
+    caches = (plain(decoder, make()), paged(decoder, make()))
+    for cache in caches:
+        cache.join(0, TOKENS, prompt)
+    counts = [min(chunk, prompt - start) for start in range(0, prompt, chunk)] + [1] * steps
+    start = 0
+    for count in counts:
+        tokens = {0: text[start : start + count]}
+        start += count
+        want, got = (feed(decoder, cache, tokens)[0] for cache in caches)
+        assert_same(f"logits at {start}", got, want)
+        assert_equal_caches(*caches, seq=0)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_sequence_alone_is_equal_bit_for_bit(text: str) -> None:
+    """Every policy and every stack, through prompt, think stage and answer."""
+    seed = TEXTS.index(text) % 2
+    decoder = decoder_of(seed)
+    words = text_of(decoder.config, TOKENS, seed)
+    words[45] = CLOSE
+    both_alone(decoder, lambda: parse(text), prompt=13, chunk=6, steps=48, text=words)
+
+
+@given(
+    text=st.sampled_from(TEXTS),
+    seed=st.integers(0, 2**20),
+    prompt=st.integers(1, 24),
+    chunk=st.integers(1, 24),
+    close=st.integers(25, 40),
+)
+@settings(max_examples=30)
+def test_any_text_and_any_prompt(text: str, seed: int, prompt: int, chunk: int, close: int) -> None:
+    decoder = decoder_of(seed % 2)
+    words = text_of(decoder.config, TOKENS, seed)
+    words[close] = CLOSE
+    policy = parse(text)
+    if policy.protect_prompt and policy.budget is not None and policy.cap is None:
+        prompt = min(prompt, policy.budget - policy.beside)
+    both_alone(decoder, lambda: parse(text), prompt=max(1, prompt), chunk=chunk, steps=30, text=words)
+
+
+KEYS_BY_TOKEN = "int4:group=16,by=token/int4:group=16"
+STORAGES = {
+    "plain": Storage(),
+    "two types": Storage(thoughts=("fp8", "nvfp4"), also=("int8",), names=("slow", "fast"), prompt=1),
+    "a buffer": Storage(thoughts=("int8", "int4", "fp8"), also=("plain",), buffer=4, tail="keep", sink=2),
+    "a buffer of one": Storage(thoughts=("int8", "fp8"), buffer=1, block=4),
+    "a whole prompt": Storage(thoughts=("nvfp4",), also=("int8",), buffer=5),
+    "plain, with a buffer": Storage(thoughts=("plain", "fp16"), buffer=3, tail="keep", sink=1),
+    "keys by token": Storage(thoughts=(KEYS_BY_TOKEN,), also=("int8", "plain"), buffer=7, block=4),
+    "keys by token of two types": Storage(
+        thoughts=(KEYS_BY_TOKEN, "ternary:group=16,by=token/fp8"), also=("int8",), buffer=6, tail="keep", sink=3
+    ),
+    "integers that shrink": Storage(
+        thoughts=("int16", "int8:params=fp32", "int4:params=fp32"),
+        also=("int2:params=fp32",),
+        buffer=4,
+        tail="keep",
+        sink=1,
+        shrink=True,
+    ),
+}
+
+
+class AnyEdits(Policy):
+    """Draws its edits: of all layers or of one, of every kind, of tokens that are there or not."""
+
+    name = "any_edits"
+
+    def __init__(self, seed: int, scope: Scope, storage: Storage) -> None:
+        self.scope = scope
+        self.storage = storage
+        self.random = torch.Generator().manual_seed(seed)
+
+    def some(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.random)
+
+    def decide(self, step: Step) -> Iterable[Edit]:
+        pos = step.pos()
+        layer = int(self.some(1) * len(pos))
+        if self.some(1) < 0.5:
+            yield Evict(self.some(*pos.shape) < self.some(1) ** 4)
+        if self.some(1) < 0.5:
+            yield Evict(self.some(*pos.shape[1:]) < 0.2, layer)
+        for fmt in self.storage.formats[1:]:
+            if self.some(1) < 0.2:
+                yield Requantize(self.some(*pos.shape) < 0.3, fmt)
+            if self.some(1) < 0.1 and len(pos) > 1:
+                yield Requantize(self.some(*pos.shape[1:]) < 0.3, fmt, layer)
+        if self.storage.shrink and self.some(1) < 0.3:
+            yield Requantize(self.some(*pos.shape) < 0.3, self.storage.formats[-1], how="shrink")
+        if len(self.storage.thoughts) > 1 and self.some(1) < 0.3:
+            yield OpenSegment(self.some(1) < 0.6, (self.some(1) * 2).to(torch.uint8))
+        if self.some(1) < 0.3:
+            yield SetBudget((self.some(*step.budget.shape[1:]) * 9 + 1).int(), layer)
+
+
+@given(
+    seed=st.integers(0, 2**20),
+    scope=st.sampled_from(["head", "layer", "sequence"]),
+    storage=st.sampled_from(sorted(STORAGES)),
+    stacked=st.booleans(),
+    prompt=st.integers(0, 17),
+)
+@settings(max_examples=30)
+def test_any_edits(seed: int, scope: Scope, storage: str, stacked: bool, prompt: int) -> None:
+    """Edits drawn at random: evictions, formats, segments and budgets, of all layers or of one."""
+    decoder = decoder_of(seed % 2)
+
+    def make() -> Policy:
+        first = AnyEdits(seed, scope, STORAGES[storage])
+        return Stack([first, AnyEdits(seed + 1, "layer", Storage())]) if stacked else first
+
+    both_alone(decoder, make, prompt=prompt, chunk=5, steps=25, text=text_of(decoder.config, TOKENS, seed))
+
+
+# -- what a policy sees
+
+
+@dataclass
+class Curious(Policy):
+    """Looks at all there is to see, every second token, and evicts the oldest tokens."""
+
+    budget: int | None = 11
+    scope: Scope = "head"
+    name = "curious"
+    demands = (
+        Demand(See.MASS, group="max"),
+        Demand(See.MASS, group="none", layers=frozenset({1}), every=2),
+        Demand(See.ROWS, group="max_logit", layers=frozenset({0}), prompt=False),
+        Demand(See.ROWS, rows=3, layers=frozenset({1})),
+        Demand(See.QUERY, rows=5),
+        Demand(See.HIDDEN),
+        Demand(See.HIDDEN, layers=frozenset({-1})),
+    )
+
+    def __post_init__(self) -> None:
+        self.saw: list[tuple[str, Tensor]] = []
+
+    def see(self, step: Step) -> None:
+        names = ("row", "active", "clock", "prompt", "protects", "tokens", "thinking", "thought", "budget")
+        self.saw = [(name, getattr(step, name).clone()) for name in names]
+        for layer in (None, 0, 1):
+            for name in ("pos", "held", "protected", "mass"):
+                self.saw.append((f"{name} of {layer}", getattr(step, name)(layer).clone()))
+            self.saw.append((f"format of {layer}", step.format(layer) * (step.pos(layer) >= 0)))
+        for layer in (0, 1):
+            for name in ("keys", "values", "queries", "hidden", "rows"):
+                self.saw.append((f"{name} of {layer}", getattr(step, name)(layer).clone()))
+        self.saw.append(("hidden of -1", step.hidden(-1)))
+        for part in step.segments(4, 6):
+            self.saw.append(("segments", part))
+
+    def decide(self, step: Step) -> list[Edit]:
+        self.see(step)
+        return list(Cut(self.budget).decide(step))
+
+
+@pytest.mark.parametrize("scope", ["head", "layer", "sequence"])
+@pytest.mark.parametrize("prompt", [0, 1, 9])
+def test_a_policy_sees_the_same(scope: Scope, prompt: int) -> None:
+    decoder = decoder_of(0)
+    policies = [Curious(scope=scope), Curious(scope=scope)]
+    caches = [plain(decoder, policies[0]), paged(decoder, policies[1])]
+    for cache in caches:
+        cache.join(0, TOKENS, prompt, thinking=prompt != 9)
+    words = text_of(decoder.config, TOKENS, prompt)
+    words[20] = OPEN
+    words[30] = CLOSE
+    start = 0
+    for count in (*[n for n in (prompt // 2, prompt - prompt // 2) if n], *[1] * 30):
+        for cache in caches:
+            feed(decoder, cache, {0: words[start : start + count]})
+        start += count
+        for (name, want), (_, got) in zip(policies[0].saw, policies[1].saw, strict=True):
+            assert_same(f"{name} at {start}", got, want)
+    assert len(policies[0].saw) > 30
+
+
+# -- many sequences
+
+
+class Lives:
+    """Several sequences come, pause and leave, in a plain cache and in a paged one."""
+
+    def __init__(self, decoder: Decoder, make: Make, backend: Backend, columns: Any, rows: int = 3) -> None:
+        self.decoder = with_backend(decoder, ONE_BY_ONE)
+        self.oracle = plain(decoder, make(), rows)
+        self.other = paged(decoder, make(), rows, backend, columns)
+        self.caches: tuple[Cache, Cache] = (self.oracle, self.other)
+        # Where numbers are rounded to few bits, the last bit of a sum may tip a code, and logits differ visibly.
+        self.exact = self.oracle.storage.formats == ("plain",)
+        self.lengths: dict[int, int] = {}
+        self.texts: dict[int, list[int]] = {}
+
+    def welcome(self, seq: int, prompt: int) -> None:
+        self.texts[seq] = text_of(self.decoder.config, TOKENS, seq)
+        self.lengths[seq] = 0
+        for cache in self.caches:
+            cache.join(seq, TOKENS, prompt)
+        for count in (prompt // 2, prompt - prompt // 2):
+            if count:
+                self.feed({seq: count})
+
+    def leave(self, seq: int) -> None:
+        del self.lengths[seq]
+        for cache in self.caches:
+            cache.leave(seq)
+
+    def feed(self, counts: Mapping[int, int]) -> None:
+        tokens = {seq: self.texts[seq][self.lengths[seq] : self.lengths[seq] + n] for seq, n in counts.items()}
+        wanted, got = (feed(self.decoder, cache, tokens) for cache in self.caches)
+        for seq, n in counts.items():
+            self.lengths[seq] += n
+            if self.exact:
+                assert_close(f"logits of {seq}", got[seq], wanted[seq], atol=2e-4, rtol=2e-4)
+        for seq in self.lengths:
+            assert_equal_caches(self.oracle, self.other, seq)
+
+
+def live(decoder: Decoder, make: Make, backend: Backend, columns: Any, steps: int, seed: int) -> None:
+    lives = Lives(decoder, make, backend, columns)
+    draw = torch.Generator().manual_seed(seed)
+    for seq, prompt in ((0, 13), (1, 5), (2, 9)):
+        lives.welcome(seq, prompt)
+    for i in range(steps):
+        if i == steps // 2:
+            lives.leave(1)
+            lives.welcome(7, 11)
+        running = list(lives.lengths)
+        order = torch.randperm(len(running), generator=draw).tolist()
+        some = 1 + int(torch.randint(len(running), (), generator=draw))
+        lives.feed({running[k]: 1 for k in order[:some]})
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_sequences_that_come_pause_and_leave(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a batch, with rows that several sequences use one after the other, and with widths that follow the lanes."""
+    monkeypatch.setattr(manager_module, "NARROWEST", 4)
+    columns = "fit" if TEXTS.index(text) % 2 else None
+    live(decoder_of(0), lambda: parse(text), REFERENCE, columns, steps=40, seed=TEXTS.index(text))
+
+
+KERNELS = (
+    "rkv:budget=16,buffer=4,alpha=3,kernel_size=3",
+    "thinkv:budget=34,tau=8,retention=4/2,g=4,block=2,layers=0/1,thresholds=0.44/0.54",
+    "window:budget=16+quant:fmt=int4,by=token",
+)
+
+
+@pytest.mark.parametrize("text", KERNELS)
+def test_the_kernels_give_the_same(text: str) -> None:
+    """The paged manager with all of its kernels, in the interpreter or compiled."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        pytest.skip("the decoder of this test is on the CPU; tests/kv/test_parts.py compares on a GPU")
+    live(decoder_of(0), lambda: parse(text), triton_backend(), "fit", steps=9, seed=3)
+
+
+# -- what is refused
+
+
+def test_wrong_calls_are_refused() -> None:
+    decoder = decoder_of(0)
+    cache = plain(decoder, parse("window:budget=12"), rows=1)
+    cache.join(0, 10, 4)
+    with pytest.raises(ValueError, match="sequence 0 is in the cache already"):
+        cache.join(0, 10)
+    with pytest.raises(ValueError, match="all 1 rows are taken; sequence 1 must wait"):
+        cache.join(1, 10)
+    with pytest.raises(ValueError, match="announced a prompt of 4 tokens and brings more"):
+        cache.begin_step([0], [5])
+    with pytest.raises(ValueError, match="a step needs sequences, each once"):
+        cache.begin_step([0, 0], [1, 1])
+    feed(decoder, cache, {0: [1, 2, 3, 4]})
+    with pytest.raises(ValueError, match="it brings one token a step, not 2"):
+        cache.begin_step([0], [2])
+    for token in range(6):
+        feed(decoder, cache, {0: [token]})
+    with pytest.raises(ValueError, match="sequence 0 has 10 tokens of 10: 1 do not fit"):
+        cache.begin_step([0], [1])
+    cache.leave(0)
+    cache.join(1, 10)
+    assert cache.held(1) == 0
