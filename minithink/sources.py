@@ -2,7 +2,8 @@
 
 `source_of` has four parts:
 
-    policy    the modules of the policy's classes, and the modules of this project that they import
+    policy    the modules of the policy's classes, the modules of policies that these use, directly or not, and what
+              they import of the project's top level
     formats   its number formats
     twins     the PyTorch operations that it calls (`minithink/ref`)
     kernels   all kernels but those that only other policies call; nothing, where the backend runs none
@@ -28,6 +29,9 @@ from minithink.origin import ROOT
 from minithink.policies import POLICIES
 from minithink.quant import parse_pair
 from minithink.user_code import code_of, is_users
+
+# Modules that decide what a policy keeps, where a policy imports them (see `_beside`).
+_BESIDE = re.compile(r"minithink\.(policies\.\w+|kv\.schedule|\w+)")
 
 
 def source_of(policy: Policy, backend: str) -> dict[str, str]:
@@ -88,10 +92,32 @@ def _files(modules: tuple[str, ...], formats: tuple[str, ...], named: frozenset[
 
 
 def _beside(modules: Iterable[str]) -> set[str]:
-    """The modules beside the policies, and those of the project's top level, that these modules import."""
-    found = re.findall(r"^from minithink\.((?:policies\.)?\w+|kv\.schedule) import", _text(modules), re.MULTILINE)
-    paths = {f"minithink/{name.replace('.', '/')}.py" for name in found} - {"minithink/errors.py"}
-    return {path for path in paths if (ROOT / path).is_file()}
+    """The files that these modules import, if they decide what a policy keeps.
+
+    Those are modules beside the policies, what these import in turn, modules of the project's top level, and
+    `kv/schedule.py`. Imports of the last two are not followed, which would soon lead to the whole project.
+    """
+    found = set[str]()
+    waiting = list(modules)
+    while waiting:
+        new = _imported(waiting.pop()) - found
+        found |= new
+        waiting += [path for path in new if path.startswith("minithink/policies/")]
+    return found
+
+
+@cache
+def _imported(module: str) -> frozenset[str]:
+    """The files among those of `_beside` that one module imports itself."""
+    names = set[str]()
+    for node in ast.walk(ast.parse(_read(module))):
+        if isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}", *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    names = {name for name in names if _BESIDE.fullmatch(name)} - {"minithink.errors"}
+    paths = {f"{name.replace('.', '/')}.py" for name in names}
+    return frozenset(path for path in paths if (ROOT / path).is_file())
 
 
 @cache

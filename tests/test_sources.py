@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
-from minithink.policies import leaves_open, parse
+import pytest
+
+from minithink import sources
+from minithink.policies import POLICIES, leaves_open, parse
 from minithink.sources import files_of, normal, source_of
 
 
@@ -32,6 +36,48 @@ def test_the_files_of_a_policy_are_those_that_it_runs() -> None:
     assert "kernels/similarity.py" not in files("rkv")["kernels"]
     assert files("window")["formats"] == ()
     assert source_of(parse("window:budget=9"), "reference")["kernels"] == ""
+
+
+def test_a_policy_is_of_the_modules_that_it_uses_indirectly_too() -> None:
+    """VaSE takes functions of random_attention.py, which takes others of random.py."""
+    names = ("random", "random_attention", "vase")
+    assert files("vase")["policy"] == tuple(f"minithink/policies/{name}.py" for name in names)
+    assert "minithink/ref/draw.py" in files("vase")["twins"], "random.py calls it"
+    of_oracle = files("needs_oracle")["policy"]
+    assert {"minithink/policies/dynts_cost.py", "minithink/policies/random.py"} <= {*of_oracle}
+    assert "minithink/kv/schedule.py" in of_oracle, "dynts.py takes its shares"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_policy_is_of_the_whole_project(name: str) -> None:
+    """Modules of the top level count where a policy's modules import them; what they import does not."""
+    own = {*files(name)["policy"]}
+    assert not own & {f"minithink/{module}.py" for module in ("model", "tokenizer", "engine", "loop", "calibration")}
+    assert len(own) <= 10
+
+
+def test_imports_are_found_wherever_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of policies in parentheses, within a function and by `import`; imports of top modules end there."""
+    texts = {
+        "policies/first": "from minithink.policies import (\n    second,\n    third as other,\n)\nimport torch\n",
+        "policies/second": "def f():\n    import minithink.policies.fourth\n",
+        "policies/third": "from minithink.policies.first import f\nfrom minithink.tokenizer import Tokenizer\n",
+        "policies/fourth": "from minithink.errors import UsageError\nfrom minithink.kv.contract import Policy\n",
+        "tokenizer": "from minithink.files import loads\n",
+        "files": "",
+        "errors": "",
+        "kv/contract": "",
+    }
+    for name, text in texts.items():
+        path = tmp_path / "minithink" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    monkeypatch.setattr(sources, "_read", sources._read.__wrapped__)
+    monkeypatch.setattr(sources, "_imported", sources._imported.__wrapped__)
+    found = sources._beside(["minithink/policies/first.py"])
+    policies = {f"minithink/policies/{name}.py" for name in ("first", "second", "third", "fourth")}
+    assert found == policies | {"minithink/tokenizer.py"}
 
 
 def test_docstrings_comments_and_imports_do_not_count() -> None:
