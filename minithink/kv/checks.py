@@ -35,7 +35,8 @@ def declared(policy: Policy) -> None:
     """Check what a policy says of itself before anything runs.
 
     Raises:
-        UsageError: scope, demands, storage, budget, slack, cap or schedule are not what the contract asks for.
+        UsageError: scope, demands, storage, budget, slack, cap or schedule are not what the contract asks for, or
+            the policy has a budget and no `decide` that could keep to it.
     """
     if policy.scope not in SCOPES:
         raise _wrong(policy, "scope", policy.scope, f"it must be one of {', '.join(SCOPES)}")
@@ -54,7 +55,14 @@ def declared(policy: Policy) -> None:
         raise _wrong(policy, "slack", policy.slack, "it must be at least 0")
     if not isinstance(policy.schedule, str):
         raise _wrong(policy, "schedule", policy.schedule, "it must be a text such as every")
-    Schedule.parse(policy.schedule)
+    schedule = Schedule.parse(policy.schedule)
+    if type(policy).decide is not Policy.decide:
+        return
+    expected = "without a `decide` nothing is evicted: write one that yields Evict, or leave the {} out"
+    if policy.budget is not None:
+        raise _wrong(policy, "budget", policy.budget, expected.format("budget"))
+    if schedule.grow is not None:  # lanes may grow to that, as to a budget
+        raise _wrong(policy, "schedule", policy.schedule, expected.format("schedule"))
 
 
 def due(policy: Policy, found: Any, step: Step) -> tuple[Tensor, Tensor]:

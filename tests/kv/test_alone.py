@@ -15,7 +15,7 @@ from torch import Tensor
 
 import minithink.kv.manager as manager_module
 from minithink.kv.batch import ACTIVE, Batch
-from minithink.kv.contract import Demand, Evict, Policy, See
+from minithink.kv.contract import Demand, Evict, Policy, See, Step
 from minithink.kv.manager import KVManager
 from minithink.kv.stack import members
 from minithink.kv.view import View
@@ -53,6 +53,9 @@ class Curious(Policy):
         Demand(See.QUERY, rows=2, layers=frozenset({1})),
         Demand(See.HIDDEN, layers=frozenset({0})),
     )
+
+    def decide(self, step: Step) -> tuple[()]:
+        return ()
 
 
 # what is seen, and which of its axes is that of the rows

@@ -178,6 +178,44 @@ def test_what_is_declared_is_checked(case: str, stacked: bool) -> None:
         assert re.search(said, refused(policy))
 
 
+class Still(Policy):
+    """Defines no `decide`."""
+
+    name = "mine"
+
+    def __init__(self, **fields: Any) -> None:
+        for field, value in fields.items():
+            setattr(self, field, value)
+
+
+NO_DECIDE: dict[str, tuple[dict[str, Any], str]] = {
+    "a budget": (
+        {"budget": 8}, "budget is 8, and without a `decide` nothing is evicted: write .*, or leave the budget out",
+    ),
+    "a budget of nothing": ({"budget": 0}, "budget is 0, and without a `decide`"),
+    "a schedule that gives one": (
+        {"schedule": "sawtooth:9/5"}, "schedule is 'sawtooth:9/5', and .* or leave the schedule out",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("case", NO_DECIDE)
+def test_a_policy_that_never_evicts_has_no_budget(case: str, stacked: bool) -> None:
+    """It would run until the pool of pages ends."""
+    fields, said = NO_DECIDE[case]
+    policy = Still(**fields)
+    if stacked:
+        with pytest.raises(UsageError, match=said):
+            Stack([Cut(9), policy])
+    else:
+        assert re.search(said, refused(policy))
+
+
+def test_what_never_evicts_may_have_all_that_is_no_budget() -> None:
+    run(Still(schedule="share:0.3/0.4", slack=3, protect_prompt=True))
+
+
 class Due(Cut):
     """Tells in another form which lanes must evict."""
 
