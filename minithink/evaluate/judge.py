@@ -5,6 +5,10 @@ works in the main thread only, and not while one long operation of C runs. So on
 It starts with the first comparison and lives until the program ends. If it needs too long, it is killed, and the next
 comparison starts another. The limit counts the child's own processor time, so a busy machine does not change which
 answers are right.
+
+Each request has a number, and so has the verdict on it. A line is [number, expression, expression] one way, and
+[number, verdict] the other way. All other lines are skipped: what sympy, or a package that it imports, may print
+decides nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +22,16 @@ import queue
 import subprocess
 import sys
 import threading
-from typing import Any
+import time
+from collections.abc import Collection
+from typing import Any, TextIO
 
 from minithink.errors import MinithinkError
 
 SECONDS = 5  # of processor time, for one comparison
 PATIENCE = 120  # seconds of the clock after which a comparison is given up, however little of them the child got
 START = 300  # seconds of the clock in which the child must be ready: it imports sympy
+READY = "ready\n"  # the child says this line first
 MEMORY = 3 * 2**30  # bytes of address space that the child may have
 LONGEST = 2000  # characters of an expression that is evaluated at all
 # What the child runs. It imports nothing before it has this process's paths, because `python -c` looks in the current
@@ -57,6 +64,7 @@ class Judge:
         self._child: subprocess.Popen[str] | None = None
         self._foreign: subprocess.Popen[str] | None = None  # of the process that this one was forked from
         self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._asked = 0  # requests so far; the number of the newest
 
     def ask(self, found: str, answer: str) -> bool:
         """Whether two expressions are equal."""
@@ -66,18 +74,21 @@ class Judge:
             child = self._child
             assert child is not None
             assert child.stdin is not None
+            self._asked += 1
+            right = _verdict(self._asked, True)
+            wrong = _verdict(self._asked, False)
             try:
-                child.stdin.write(json.dumps([found, answer]) + "\n")
+                child.stdin.write(json.dumps([self._asked, found, answer]) + "\n")
                 child.stdin.flush()
-                reply = self._replies.get(timeout=PATIENCE)
-            except (OSError, queue.Empty):
+                reply = self._wait_for({right, wrong}, PATIENCE)
+            except OSError:
                 reply = ""
-            except BaseException:  # Ctrl-C: the reply that is on its way must not answer the next question
+            except BaseException:  # Ctrl-C: the child may still be at work, and the next question would wait for it
                 self._stop()
                 raise
             if not reply:  # it took too long and was killed, or is killed now
                 self._stop()
-            return reply == "true\n"
+            return reply == right
 
     def _start(self) -> None:
         """Start a child and wait until it is ready."""
@@ -98,18 +109,27 @@ class Judge:
         self._replies = queue.SimpleQueue()
         threading.Thread(target=_listen, args=(child, self._replies), daemon=True).start()
         try:
-            ready = self._replies.get(timeout=START)
-        except queue.Empty:
-            ready = ""
-        except BaseException:  # Ctrl-C: the child would say that it is ready, and that is no verdict
+            ready = self._wait_for({READY}, START)
+        except BaseException:  # Ctrl-C: a child that is not ready must not be asked
             self._stop()
             raise
-        if ready != "ready\n":
+        if not ready:
             self._stop()
             raise MinithinkError(
                 "The grader math does not work: math-verify, or something that it needs, cannot be imported; pip "
                 "install --force-reinstall 'math-verify>=0.9'."
             )
+
+    def _wait_for(self, lines: Collection[str], seconds: float) -> str:
+        """The child's next line that is one of these; "": it has ended, or this took too long."""
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                line = self._replies.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                return ""
+            if line == "" or line in lines:
+                return line
 
     def _stop(self) -> None:
         """End the child, if there is one."""
@@ -142,6 +162,11 @@ def _listen(child: subprocess.Popen[str], replies: queue.SimpleQueue[str]) -> No
     replies.put("")
 
 
+def _verdict(number: int, right: bool) -> str:
+    """The line that answers a request. number: of the request."""
+    return json.dumps([number, right]) + "\n"
+
+
 _judge = Judge()
 atexit.register(_judge._stop)
 if hasattr(os, "register_at_fork"):
@@ -156,7 +181,10 @@ class OutOfTime(BaseException):
 
 
 def serve(seconds: int) -> None:
-    """Compare pairs of expressions from standard input, a JSON line each, until it ends. The child runs this."""
+    """Compare pairs of expressions from standard input, a JSON line each, until it ends. The child runs this.
+
+    Only this function writes to standard output. What else is printed goes to standard error.
+    """
     import signal
 
     from minithink.evaluate import mathematics
@@ -164,14 +192,16 @@ def serve(seconds: int) -> None:
     def out_of_time(*_: object) -> None:
         raise OutOfTime
 
+    output = _output_of_its_own()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
     if hasattr(signal, "SIGPROF"):
         signal.signal(signal.SIGPROF, out_of_time)
     _bound_memory()
     mathematics.equal("x", "y")  # imports everything
-    print("ready", flush=True)
+    output.write(READY)
+    output.flush()
     for line in sys.stdin:
-        found, answer = json.loads(line)
+        number, found, answer = json.loads(line)
         try:
             _bound_time(seconds)
             right = mathematics.equal(found, answer)
@@ -179,7 +209,16 @@ def serve(seconds: int) -> None:
             right = False
         finally:
             _bound_time(0)
-        print(json.dumps(right), flush=True)
+        output.write(_verdict(number, right))
+        output.flush()
+
+
+def _output_of_its_own() -> TextIO:
+    """Standard output, which from now on nothing else in this process writes to, C code included."""
+    sys.stdout.flush()
+    output = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return output
 
 
 def _bound_memory() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -91,10 +92,72 @@ def test_a_child_that_cannot_start_gets_a_sentence(own, monkeypatch):
 
 # A child that needs no time to start, and to which all is equal.
 AGREES = """
-import sys
+import json, sys
 print("ready", flush=True)
 for line in sys.stdin:
+    print(json.dumps([json.loads(line)[0], True]), flush=True)
+"""
+
+# A child to which nothing is equal, and which says other things, too.
+CHATTY = """
+import json, sys
+print("true", flush=True)
+print("[1, true]", flush=True)
+print("ready", flush=True)
+for line in sys.stdin:
+    number = json.loads(line)[0]
+    for said in ("true", "", [number - 1, True], [number + 1, True], [number], {"right": True}):
+        print(json.dumps(said) if said else "", flush=True)
+    print(json.dumps([number, False]), flush=True)
+"""
+
+
+def test_a_verdict_is_that_of_its_request(own, monkeypatch):
+    """Other lines decide nothing, whatever they say, and no verdict is late by one."""
+    monkeypatch.setattr(judge, "_CHILD", CHATTY)
+    assert [own.ask("x", "x") for _ in range(3)] == [False] * 3
+    assert own._replies.empty()
+
+
+# The child as it is, but comparing prints as much as it can.
+PRINTS = """
+import os
+from minithink.evaluate import mathematics
+
+def equal(found, answer):
     print("true", flush=True)
+    print("a warning without an end of line", end="", flush=True)
+    os.write(1, b"from C")
+    return found == answer
+
+mathematics.equal = equal
+judge.serve"""
+
+
+def test_what_a_comparison_prints_is_no_verdict(own, monkeypatch):
+    monkeypatch.setattr(judge, "_CHILD", judge._CHILD.replace("\njudge.serve", PRINTS))
+    for limit in ("START", "PATIENCE"):
+        monkeypatch.setattr(judge, limit, 60)
+    assert not own.ask("x", "y")
+    assert own.ask("x", "x")
+
+
+def test_lines_that_are_no_verdict_do_not_prolong_the_wait(own, monkeypatch):
+    monkeypatch.setattr(judge, "_CHILD", TALKS)
+    monkeypatch.setattr(judge, "PATIENCE", 0.3)
+    began = time.monotonic()
+    assert not own.ask("x", "x")
+    assert time.monotonic() - began < 20
+    assert own._child is None, "it was ended"
+
+
+# A child that only talks.
+TALKS = """
+import time
+print("ready", flush=True)
+while True:
+    print("still at work", flush=True)
+    time.sleep(0.01)
 """
 
 
