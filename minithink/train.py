@@ -42,7 +42,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.utils.data import DataLoader
 
 from minithink.backend import device_of
-from minithink.commands import Parser, exit_code, natural, positive
+from minithink.commands import Parser, exit_code, finite, integer, natural, positive
 from minithink.config import ModelConfig
 from minithink.errors import MinithinkError, UsageError, reason, unwritable
 from minithink.files import open_to_others
@@ -472,7 +472,7 @@ def _main(argv: list[str] | None) -> int:
     parser.add_argument("--seconds", type=duration, help="end after this time, with the learning rate at its end")
     parser.add_argument("--resume", action="store_true", help="go on with the interrupted run in --output")
     kinds: dict[str, Callable[[str], object]] = {
-        "int": int, "float": float, "dict[str, float]": shares, "dict[str, list[int]]": sizes,
+        "int": integer, "float": finite, "dict[str, float]": shares, "dict[str, list[int]]": sizes,
     }  # fmt: skip
     forms = {"share": "facts=0.5,ledger=0.5", "sizes": "facts=3-40-64,ledger=2-30-46"}
     for field in fields(Recipe):

@@ -283,7 +283,7 @@ def by_family(text: str, form: str, value: Callable[[str], T]) -> dict[str, T]:
 
 def shares(text: str) -> dict[str, float]:
     """For argparse: `facts=0.25,search=0.5`. A family that is not named has no share."""
-    return by_family(text, "family=number", float)
+    return by_family(text, "family=number", finite)
 
 
 def sizes(text: str) -> dict[str, list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from minithink import train, train_data
 from minithink.engine import TINY
+from minithink.errors import UsageError
 from minithink.kv.full import FullCache
 from minithink.model import Decoder, Rope
 from minithink.tokenizer import Tokenizer
@@ -330,19 +332,18 @@ def test_the_command_line_sets_shares_and_sizes_by_family(tmp_path, config, monk
     assert not seen
 
 
+SHARES = ("evict-share", "evict-rate", "evict-after", "short-first", "long-share", "final-lr")
 RANGES = [
     ("--tokens", "0", "of at least 1"), ("--batch-tokens", "0", "of at least 1"),
     ("--row-tokens", "0", "of at least 1"), ("--row-tokens", "-512", "of at least 1"),
     ("--evict-span", "0", "from 1 to 1048576"), ("--evict-span", "1048577", "from 1 to 1048576"),
     ("--evict-spared", "-5", "of at least 0"),
     ("--warmup-steps", "-1", "of at least 0"), ("--weight-decay", "-0.1", "of at least 0"),
-    ("--lr", "0.0", "above 0"), ("--lr", "-0.001", "above 0"), ("--lr", "nan", "above 0"),
-    ("--lr", "inf", "above 0, and not inf"), ("--clip", "0.0", "above 0"),
-    ("--seed", str(2**64), f"from {-(2**63)} to {2**63 - 1}"),
-    *((f"--{name}", value, "from 0 to 1")
-      for name in ("evict-share", "evict-rate", "evict-after", "short-first", "long-share", "final-lr")
-      for value in ("-0.1", "1.5", "nan")),
+    ("--lr", "0.0", "above 0"), ("--lr", "-0.001", "above 0"), ("--clip", "0.0", "above 0"),
+    ("--seed", str(2**63), f"from {-(2**63)} to {2**63 - 1}"),
+    *((f"--{name}", value, "from 0 to 1") for name in SHARES for value in ("-0.1", "1.5")),
 ]  # fmt: skip
+NO_NUMBERS = ("nan", "inf", "1_0", "1_0.5", "\u0663", "x", "")  # Python reads all of these but the last two
 THREE = r"give three whole numbers from 1 to \d+, none below the one before it, as in \w+=3-40-64\."
 FORM = r"is not of the form family=number,family=number; --help lists the options\."
 SIZES_FORM = r"is not of the form family=3-40-64,family=3-40-64; --help lists the options\."
@@ -354,8 +355,16 @@ OTHERS = [
       for option in ("--layers", "--width", "--head-dim", "--context") for value in ("0", "-1")),
     (["--width", "32"], "--width is 32: give at least 64, because a KV head takes 64"),
     *((["--share", f"facts={value}"], rf"is facts={value}: give finite numbers of at least 0, and one above 0\.")
-      for value in ("nan", "inf", "-1.0", "0.0")),
-    (["--share", "facts=1,ledger=nan"], r"--share is facts=1\.0,ledger=nan: give"),
+      for value in ("-1.0", "0.0")),
+    *((["--share", f"facts=1,ledger={value}"], f"'facts=1,ledger={value}' {FORM}") for value in NO_NUMBERS),
+    *(([f"--{name}", value], rf"argument --{name}: '{value}' is no finite number;")
+      for name in ("lr", "clip", "weight-decay", *SHARES) for value in NO_NUMBERS),
+    *(([f"--{name}", value], rf"argument --{name}: '{value}' is no whole number;")
+      for name in ("tokens", "batch-tokens", "row-tokens", "warmup-steps", "evict-span", "evict-spared", "seed")
+      for value in (*NO_NUMBERS, "0.5")),
+    (["--seed", str(2**64)], f"'{2**64}' is too large"),
+    (["--sizes", "facts=1-2-1_0"], f"'facts=1-2-1_0' {SIZES_FORM}"),
+    (["--seconds", "1_0"], "'1_0' is no number of seconds above 0;"),
     (["--share", "facts=2,ledger=-1"], r"--share is facts=2\.0,ledger=-1\.0: give"),
     (["--share", "facts=x"], f"'facts=x' {FORM}"),
     (["--share", "facts"], f"'facts' {FORM}"),
@@ -377,6 +386,16 @@ def test_a_bad_value_is_refused_in_one_sentence(tmp_path, capsys, monkeypatch, o
     """The sentence names the value and what to give. Training does not begin, so nothing is written."""
     monkeypatch.setattr(train, "train", lambda *args, **options: pytest.fail("training began"))
     refused(capsys, tmp_path / "out", options, said)
+
+
+@pytest.mark.parametrize("name", ["lr", "clip", "weight_decay", *(share.replace("-", "_") for share in SHARES)])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_recipe_that_is_no_number_is_refused(name, value):
+    """Also where no command line reads it."""
+    with pytest.raises(UsageError, match=rf"^--{name.replace('_', '-')} is {value}: give a number .*\.$"):
+        Recipe(**{name: value})
+    with pytest.raises(UsageError, match=rf"^--share is facts={value}: give finite numbers of at least 0"):
+        Recipe(share={"facts": value})
 
 
 def refused(capsys, output, options, said):

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `calibrate thoughts`."""
     add_common_arguments(parser, 100, "thoughts.json")
     add = parser.add_argument
-    add("--thoughts", type=int, choices=(2, 3), default=3, help="|T|, types (default: 3)")
+    add("--thoughts", type=positive, choices=(2, 3), default=3, help="|T|, types (default: 3)")
     add("--num-layers", type=positive, default=4, metavar="N", help="|L*|, layers at most (default: 4)")
     add("--sparsity-rows", type=positive, default=1, metavar="N", help="last queries that are averaged (default: 1)")
     add("--policy", default="thinkv", help="thinkv, tbe or tbq, as in thinkv:tau=64: types are measured with its τ, "

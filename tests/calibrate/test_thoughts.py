@@ -43,6 +43,15 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     monkeypatch.setattr(Journal, "append", stop)
 
 
+@pytest.mark.parametrize("value", ["0_3", "\u0663", "3.0"])
+def test_the_number_of_types_is_written_in_plain_digits(
+    value: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(thoughts, "run", lambda *_: pytest.fail("it ran"))
+    assert main(["thoughts", "--thoughts", value]) == 2
+    assert f"'{value}' is no whole number of at least 1" in capsys.readouterr().err
+
+
 # From end to end --------------------------------------------------------------------------------------------------
 
 
