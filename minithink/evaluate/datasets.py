@@ -26,6 +26,9 @@ from minithink.tasks.answers import seems_long, short_answer
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 CHOOSE = "The answer is one letter: A, B, C or D."
 QUESTION = ("question", "problem", "prompt")  # names of fields, in the order in which they are looked for
+# Fields whose text belongs in front of the question, and what stands between the two: OlympiadBench's context, joined
+# as in its authors' code, and SVAMP's Body.
+BEFORE = {"context": "\n", "body": " "}
 ANSWER = ("answer", "expected_answer", "final_answer", "target", "solution")
 LONGEST_NAME = 255  # characters of a file's name that a message shows
 FORMATS = (".jsonl", ".csv", ".json", ".parquet")
@@ -56,7 +59,8 @@ def load_dataset(
     - a ready entry of ENTRIES, in upper or lower case: `MATH-500`. Split: test; GSM8K has train, too.
     - a file: `problems.jsonl`, `.csv`, `.json` (a list) or `.parquet`. It has no splits. Of each row, the question is
       the first field there is of QUESTION, the answer the first of ANSWER, in upper or lower case; `id`, `group` and
-      `grader` are optional. The question is the message as it is. Of an answer that is a solution, the short answer
+      `grader` are optional. The question is the message as it is, behind the texts of BEFORE that the row has and the
+      question does not hold already. Of an answer that is a solution, the short answer
       counts that it holds: in its last \boxed{}, behind `####`, or behind "the answer is" (`tasks/answers.py`). An
       answer may be a list of texts or numbers, as in OlympiadBench.
     - a dataset of the hub: `hub:owner/name`, or `hub:owner/name:config` where it has several. Its files are those
@@ -184,6 +188,17 @@ class _Row:
                 return self._text(name, value)
         return ""
 
+    def question(self) -> str:
+        """The question, behind the text that it refers to. MinithinkError: there is none."""
+        question = self.need(*QUESTION)
+        for name, between in BEFORE.items():
+            if not isinstance(self.field(name), str):  # none, or the passages of a data set for retrieval
+                continue
+            before = self.get(name).strip()
+            if before and before not in question:
+                question = before + between + question
+        return question
+
     def answer(self) -> str:
         """The short answer; "": there is none. Several answers have commas between them."""
         for name in ANSWER:
@@ -308,7 +323,7 @@ def _from_rows(rows: Iterable[_Row], name: str, grader: str, instruction: str = 
     """Examples from files of a dataset that is no ready entry."""
     examples = []
     for n, row in enumerate(rows, 1):
-        question = row.need(*QUESTION)
+        question = row.question()
         named = row.get("grader") or grader
         if named not in CHOICES:
             raise row.error(f"names the grader {quoted(named)}; {alternatives(named, CHOICES)}")

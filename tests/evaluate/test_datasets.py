@@ -152,6 +152,26 @@ def test_published_rows_have_short_answers(tmp_path, row, answer):
     assert grade(rf"</think>So \boxed{{{answer}}}.", example.answer, example.grader).right
 
 
+@pytest.mark.parametrize(
+    ("row", "question"),
+    [
+        ({"context": "A ball falls.", "question": "How far?", "final_answer": ["1"]}, "A ball falls.\nHow far?"),
+        ({"context": None, "question": "How far?", "final_answer": ["1"]}, "How far?"),
+        ({"context": " ", "question": "How far?", "final_answer": ["1"]}, "How far?"),
+        (
+            {"ID": "chal-1", "Body": "Ann has 3 pens. ", "Question": "How many are left?", "Answer": 1.0},
+            "Ann has 3 pens. How many are left?",
+        ),
+        ({"body": "3 pens.", "problem": "Ann has 3 pens. How many?", "answer": 1}, "Ann has 3 pens. How many?"),
+        ({"context": {"title": ["a"], "sentences": [["b"]]}, "question": "q?", "answer": 1}, "q?"),
+    ],
+    ids=["OlympiadBench", "no context", "an empty context", "SVAMP", "a question that holds it", "HotpotQA"],
+)  # fmt: skip
+def test_what_a_question_refers_to_stands_in_front_of_it(tmp_path, row, question):
+    [example] = load_rows(tmp_path / "p.jsonl", row)
+    assert (example.question, example.answer) == (question, "1")
+
+
 def test_a_right_answer_that_no_reply_equals_is_found():
     """The reply is the short answer in a box, and not the dataset's text itself."""
     with pytest.raises(UsageError, match=r"exact would take no text for right in 1 of 1 .*'It is 12.\\n#### 12'"):
