@@ -168,12 +168,19 @@ class _File:
         return tuple(known)
 
     def max_length(self, context: int, max_new_tokens: int | None) -> None:
-        """Leave out a limit on prompt and answer together, unless it limits nothing."""
+        """Leave out a limit on prompt and answer together, unless it limits nothing.
+
+        In transformers max_new_tokens wins over it, as here. Without max_new_tokens, transformers ends a text at this
+        length, and refuses a prompt that reaches it. Here only the context limits both together: a run has one limit
+        on answers, which does not depend on the prompt.
+        """
         value = self.raw.get("max_length")
         if value is None or max_new_tokens is not None:
             return
-        if not is_whole(value) or value < context:
+        if not is_whole(value):
             self.leave_out("max_length")
+        elif value < context:
+            self.leave_out("max_length", " (prompt and answer together)")
 
     def leave_out_what_is_not_supported(self) -> None:
         for name, value in self.raw.items():

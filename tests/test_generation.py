@@ -68,7 +68,7 @@ def test_without_other_stop_tokens_the_tokenizer_names_them() -> None:
 @pytest.mark.parametrize(
     ("raw", "ignored"),
     [
-        ({"max_length": 64}, "max_length = 64"),
+        ({"max_length": 64}, "max_length = 64 (prompt and answer together)"),
         ({"max_time": 1.0}, "max_time = 1.0"),
         ({"max_time": 0}, "max_time = 0"),
         (SAMPLE | {"top_h": 0.4}, "top_h = 0.4"),
