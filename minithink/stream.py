@@ -12,8 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from minithink.errors import NON_FINITE, MinithinkError
 from minithink.kv.apart import Apart
 from minithink.kv.contract import Policy
 from minithink.kv.full import FullCache
+from minithink.kv.ledger import Ledger, Told
 from minithink.kv.manager import KVManager
 from minithink.kv.rows import Recorder
 from minithink.loaded import Loaded
@@ -44,23 +44,6 @@ def prompts_at_once(rows: int) -> int:
     return max(1, rows // 32)
 
 
-def _tokens(sequences: Sequence[Track]) -> int:
-    """Tokens of all prompts together."""
-    return sum(len(s.prompt) for s in sequences)
-
-
-def _chunk(s: Track, stage: str, token: int) -> Chunk:
-    """The newest piece of a sequence's text."""
-    return Chunk(
-        text=s.piece,
-        stage=stage,
-        token_id=token,
-        prompt=s.prompt_index,
-        sample=s.sample,
-        thought=s.thought,
-    )
-
-
 class Stream:
     """Generation in progress: an iterator of Chunks. The iteration may stop at any time; `results` has what was
     generated so far."""
@@ -77,7 +60,10 @@ class Stream:
         recorder: Recorder | None = None,
     ) -> None:
         """fixed: every step has `batch_size` rows, unused ones as padding (see Engine.stream)."""
-        self.loaded, self.sequences, self.batch_size, self.fixed = loaded, sequences, batch_size, fixed
+        self.loaded = loaded
+        self.sequences = sequences
+        self.batch_size = batch_size
+        self.fixed = fixed
         self.stop_ids = loaded.stop_ids | {s for s in stop if isinstance(s, int)}
         self.stop_texts = tuple(s for s in stop if isinstance(s, str) and s)
         self.sampler = Sampler(params, loaded.config.vocab_size, loaded.device)
@@ -89,8 +75,10 @@ class Stream:
         self._together = 1  # prompts that are read in one pass
         if isinstance(self.cache, KVManager):
             self.cache.recorder = recorder
-            self._loop = DecodeLoop(loaded.decoder, self.cache, params, () if fixed else SIZES, self.sampler)
-            self._together = prompts_at_once(batch_size) if self._loop.captures else 1
+            sizes = () if fixed else SIZES
+            self._loop = DecodeLoop(loaded.decoder, self.cache, params, sizes, self.sampler)
+            if self._loop.captures:
+                self._together = prompts_at_once(batch_size)
         # Whether a step may begin before the tokens of the last one are returned; then the caller must not use the
         # cache.
         self.ahead = False
@@ -105,6 +93,8 @@ class Stream:
         self._steps = self._run()
         self._chunks = self._make_chunks()
 
+    # -- the cache
+
     def _make_cache(self, policy: Policy | None) -> FullCache | KVManager | Apart:
         """The plain cache, or pages under a policy. If all steps must have one shape and a common cache cannot do
         that, every sequence gets a cache of its own."""
@@ -117,21 +107,36 @@ class Stream:
 
     def cache_of(self, policy: Policy | None, rows: int) -> FullCache | KVManager:
         """A cache for so many sequences of this stream."""
-        loaded, tokens = self.loaded, self.loaded.tokenizer
-        options: dict[str, Any] = {"device": loaded.device, "dtype": loaded.dtype, "backend": loaded.decoder.backend}
+        loaded = self.loaded
         if policy is None:
-            return FullCache(loaded.config, loaded.rope, **options)
-        longest = max(len(s.prompt) + s.limit for s in self.sequences)
-        ids = (tokens.id_of(OPEN), tokens.id_of(CLOSE))
-        prompt = max(len(s.prompt) for s in self.sequences)
+            return FullCache(
+                loaded.config,
+                loaded.rope,
+                device=loaded.device,
+                dtype=loaded.dtype,
+                backend=loaded.decoder.backend,
+            )
         return KVManager(
-            loaded.config, loaded.rope, policy, rows=rows, tokens=longest, prompt=prompt,
-            prompts=prompts_at_once(rows), think_ids=ids, columns=loaded.columns, **options,
-        )  # fmt: skip
+            loaded.config,
+            loaded.rope,
+            policy,
+            rows=rows,
+            tokens=max(len(s.prompt) + s.limit for s in self.sequences),
+            prompt=max(len(s.prompt) for s in self.sequences),
+            prompts=prompts_at_once(rows),
+            think_ids=(loaded.tokenizer.id_of(OPEN), loaded.tokenizer.id_of(CLOSE)),
+            columns=loaded.columns,
+            device=loaded.device,
+            dtype=loaded.dtype,
+            backend=loaded.decoder.backend,
+        )
+
+    # -- what callers iterate over
 
     def steps(self) -> Iterator[int]:
         """Run without making texts; yields the number of new tokens of every step."""
-        return (sum(s.finish_reason != NON_FINITE for s in advanced) for advanced in self._steps)
+        for advanced in self._steps:
+            yield sum(s.finish_reason != NON_FINITE for s in advanced)
 
     def advances(self) -> Iterator[list[Track]]:
         """Run without making texts; yields, after every step, the sequences with a new token. Sequences that have
@@ -149,23 +154,24 @@ class Stream:
         stages = {s.number: Stage(self.loaded.tokenizer, s.prompt) for s in self.sequences}
         for advanced in self._steps:
             for s in advanced:
-                if s.finish_reason == NON_FINITE:
-                    if s.piece:
-                        yield _chunk(s, stages[s.number].name, NO_TOKEN)
-                    continue
-                token = s.tokens[-1]
-                stage = stages[s.number].put(token, s.piece)
-                yield _chunk(s, stage, token)
+                stage = stages[s.number]
+                if s.finish_reason != NON_FINITE:
+                    token = s.tokens[-1]
+                    yield _chunk(s, stage.put(token, s.piece), token)
+                elif s.piece:
+                    yield _chunk(s, stage.name, NO_TOKEN)
+
+    # -- what was generated
 
     @property
     def results(self) -> list[Result]:
         """The Results of all sequences, in the order of their numbers."""
-        return [self._result(s) for s in sorted(self.sequences, key=lambda s: s.number)]
+        return [self._result(s) for s in sorted(self.sequences, key=_number)]
 
     @property
     def result(self) -> Result:
         """The Result of the only, or first, sequence."""
-        return self._result(min(self.sequences, key=lambda s: s.number))
+        return self._result(min(self.sequences, key=_number))
 
     @property
     def budget(self) -> int | None:
@@ -181,27 +187,26 @@ class Stream:
         found = [s for s in self.sequences if s.finish_reason == NON_FINITE]
         if not found:
             return ""
-        s = min(found, key=lambda s: s.number)
+        first = min(found, key=_number)
         policy = self.cache.policy.name if isinstance(self.cache, KVManager) else ""
-        return diagnosis.sentence(self.loaded, s.prompt, s.tokens, policy)
+        return diagnosis.sentence(self.loaded, first.prompt, first.tokens, policy)
+
+    # -- the loop over steps
 
     @torch.inference_mode()
     def _run(self) -> Iterator[list[Track]]:
         """The loop over steps. Yields the sequences with a new token, after every step."""
-        waiting, running = deque(self.sequences), list[Track]()
+        waiting = deque(self.sequences)
+        running = list[Track]()
         while waiting or running:
             while self._is_room(waiting, running):
-                group = [waiting.popleft()]
-                while waiting and len(group) < self._together and _tokens([*group, waiting[0]]) <= PREFILL_CHUNK:
-                    group.append(waiting.popleft())
+                group = self._take_prompts(waiting)
                 self._advance(group)
                 yield group
-                running = [*running, *(s for s in group if not s.finish_reason)]
+                running = running + _unfinished(group)
             if running:
                 self._advance(running)
-                left = running
-                if any(s.finish_reason for s in running):  # else keep the same list object
-                    left = [s for s in running if not s.finish_reason]
+                left = _unfinished(running)
                 if self.ahead and left and not self._is_room(waiting, left):
                     self._launch(left)
                 yield running
@@ -209,59 +214,84 @@ class Stream:
 
     def _is_room(self, waiting: deque[Track], running: list[Track]) -> bool:
         """Whether enough rows are free to read the next prompts now."""
-        return bool(waiting) and self.batch_size - len(running) >= min(self._together, len(waiting))
+        free = self.batch_size - len(running)
+        return bool(waiting) and free >= min(self._together, len(waiting))
+
+    def _take_prompts(self, waiting: deque[Track]) -> list[Track]:
+        """The sequences whose prompts are read next, in one forward pass if they are several."""
+        group = [waiting.popleft()]
+        while waiting and len(group) < self._together:
+            if _tokens([*group, waiting[0]]) > PREFILL_CHUNK:
+                break
+            group.append(waiting.popleft())
+        return group
 
     def _launch(self, sequences: list[Track]) -> None:
         """Begin the next step of these sequences, if the loop replays graphs (without them it is the whole step). An
         error is dropped here: the step raises it again when it is due."""
         if self._loop is not None and self._loop.captures:
             with suppress(Exception):
-                self._loop.launch([s.number for s in sequences], [s.tokens[-1] for s in sequences])
+                self._loop.launch(_numbers(sequences), _newest(sequences))
 
     def _advance(self, sequences: list[Track]) -> None:
         """Give each sequence one more token. Either all of them decode, or all are new."""
         try:
-            if not sequences[0].tokens:
-                drawn = self._draw_first(sequences, self._prefill(sequences))
-            elif self._loop is not None:
-                drawn = self._loop.step([s.number for s in sequences], [s.tokens[-1] for s in sequences])
-            else:
-                drawn = self._draw(sequences, self._decode(sequences))
+            drawn = self._next_tokens(sequences)
             self.on_step(sequences)
             self._take(sequences, drawn)
         except MinithinkError:
             raise
         except Exception as error:  # a policy of a user can raise anything
-            if not is_out_of_memory(error):
-                said = explained(error)
-                if said is None:
-                    raise
-                raise said from error
-            at_once = sum(bool(s.began) and not s.finish_reason for s in self.sequences)
-            raise MinithinkError(
-                f"Out of memory with {at_once} sequences of up to "
-                f"{max(len(s.prompt) + len(s.tokens) for s in sequences):,} tokens at once: use a smaller "
-                "--batch-size, fewer --max-new-tokens or a smaller --dtype."
-            ) from error
+            if is_out_of_memory(error):
+                raise self._out_of_memory(sequences) from error
+            said = explained(error)
+            if said is None:
+                raise
+            raise said from error
+
+    def _next_tokens(self, sequences: list[Track]) -> list[int]:
+        """Run the model once, and draw a token for each sequence."""
+        if not sequences[0].tokens:
+            return self._draw_first(sequences, self._prefill(sequences))
+        if self._loop is not None:
+            return self._loop.step(_numbers(sequences), _newest(sequences))
+        return self._draw(sequences, self._decode(sequences))
+
+    def _out_of_memory(self, sequences: list[Track]) -> MinithinkError:
+        at_once = sum(bool(s.began) and not s.finish_reason for s in self.sequences)
+        longest = max(len(s.prompt) + len(s.tokens) for s in sequences)
+        return MinithinkError(
+            f"Out of memory with {at_once} sequences of up to {longest:,} tokens at once: use a smaller "
+            "--batch-size, fewer --max-new-tokens or a smaller --dtype."
+        )
+
+    # -- a forward pass
 
     def _prefill(self, sequences: list[Track]) -> Tensor:
         """Join the cache and read the prompts, several short ones or one long one → logits [N, V] of their last
         tokens; padding rows follow."""
         for s in sequences:
-            thinking = Stage(self.loaded.tokenizer, s.prompt).name == "think"
+            thinking = self._begins_thinking(s)
             self.cache.join(s.number, len(s.prompt) + s.limit, len(s.prompt), thinking, s.budget)
             s.began = time.perf_counter()
-        if (total := _tokens(sequences)) <= PREFILL_CHUNK:
-            # If no bit may depend on which prompts are read together, all products have the same number of rows.
-            padded = self.fixed and self._together > 1
-            numbers, counts = [s.number for s in sequences], [len(s.prompt) for s in sequences]
-            tokens = [token for s in sequences for token in s.prompt]
-            hidden = self._forward(numbers, counts, tokens, PREFILL_CHUNK - total if padded else 0)
-            ends = list(accumulate(counts))
-            ends += ends[-1:] * (self._together - len(ends) if padded else 0)
-            last = hidden[[end - 1 for end in ends]]
-            return self.loaded.decoder.logits(last)
-        [s] = sequences
+        if _tokens(sequences) <= PREFILL_CHUNK:
+            return self._prefill_at_once(sequences)
+        [long] = sequences
+        return self._prefill_in_chunks(long)
+
+    def _prefill_at_once(self, sequences: list[Track]) -> Tensor:
+        # If no bit may depend on which prompts are read together, all products have the same number of rows.
+        padded = self.fixed and self._together > 1
+        tokens = list(chain.from_iterable(s.prompt for s in sequences))
+        counts = [len(s.prompt) for s in sequences]
+        idle = PREFILL_CHUNK - len(tokens) if padded else 0
+        hidden = self._forward(_numbers(sequences), counts, tokens, idle)
+        last = [end - 1 for end in accumulate(counts)]
+        if padded:
+            last += [last[-1]] * (self._together - len(last))
+        return self.loaded.decoder.logits(hidden[last])
+
+    def _prefill_in_chunks(self, s: Track) -> Tensor:
         for start in range(0, len(s.prompt), PREFILL_CHUNK):
             tokens = s.prompt[start : start + PREFILL_CHUNK]
             hidden = self._forward([s.number], [len(tokens)], tokens)
@@ -269,95 +299,183 @@ class Stream:
 
     def _decode(self, running: list[Track]) -> Tensor:
         """One token further → logits [B, V]."""
-        numbers, tokens = [s.number for s in running], [s.tokens[-1] for s in running]
+        counts = [1] * len(running)
         idle = self.batch_size - len(running) if isinstance(self.cache, Apart) else 0
-        return self.loaded.decoder.logits(self._forward(numbers, [1] * len(running), tokens, idle))[: len(running)]
+        hidden = self._forward(_numbers(running), counts, _newest(running), idle)
+        return self.loaded.decoder.logits(hidden)[: len(running)]
 
     def _forward(self, numbers: list[int], counts: list[int], tokens: list[int], idle: int = 0) -> Tensor:
+        """Read counts[i] tokens of sequence numbers[i], and `idle` padding tokens → hidden states [N, d]."""
         self.cache.begin_step(numbers, counts, tokens)
         fed = torch.tensor(tokens + [0] * idle, device=self.loaded.device)
         hidden: Tensor = self.loaded.decoder(fed, self.cache)
         self.cache.end_step()
         return hidden
 
+    # -- drawing
+
     def _draw_first(self, sequences: list[Track], logits: Tensor) -> list[int]:
         """The first token of each. logits: [N, V], with padding rows."""
         if self._loop is None:
-            return [self._draw([s], own)[0] for s, own in zip(sequences, logits.split(1), strict=False)]
-        numbers = [(s.number, len(s.prompt)) for s in sequences] + [(0, 0)] * (len(logits) - len(sequences))
-        sequence, position = torch.tensor(numbers, device=logits.device).T.contiguous()
+            own = zip(sequences, logits.split(1), strict=False)
+            return [self._draw([s], logit)[0] for s, logit in own]
+        padding = len(logits) - len(sequences)
+        numbers = _numbers(sequences) + [0] * padding
+        positions = [len(s.prompt) for s in sequences] + [0] * padding
+        sequence, position = torch.tensor([numbers, positions], device=logits.device)
         drawn: list[int] = self._loop.draw(logits, sequence, position)[: len(sequences)].tolist()
         return drawn
 
     def _draw(self, sequences: list[Track], logits: Tensor) -> list[int]:
         """A token for each sequence. logits: [B, V]."""
         positions = [len(s.prompt) + len(s.tokens) for s in sequences]
-        drawn: list[int] = self.sampler.sample(logits, [s.number for s in sequences], positions).tolist()
+        drawn: list[int] = self.sampler.sample(logits, _numbers(sequences), positions).tolist()
         return drawn
+
+    # -- after a step
 
     def _take(self, sequences: list[Track], drawn: list[int]) -> None:
         """Give every sequence its token, and end the sequences that are done."""
         now = time.perf_counter()
-        first = not sequences[0].tokens
         for s, token in zip(sequences, drawn, strict=True):
             s.last = now
-            if first:
+            if not s.tokens:
                 s.first = now
-            if token == NO_TOKEN:
-                s.finish_reason = NON_FINITE
-                if not self.tolerant:
-                    raise MinithinkError(self.diagnose())
-            else:
-                s.tokens.append(token)
-            if token in self.stop_ids:
-                s.finish_reason = "stop"
-            elif len(s.tokens) == s.limit:
-                s.finish_reason = s.limit_reason
-            elif self.stop_loops and len(s.tokens) % LOOP_EVERY == 0 and looped(s.tokens):
-                s.finish_reason = "loop"
+            self._append(s, token)
             if self._read_texts:
                 s.thought = self.cache.thought(s.number)
                 self._read(s, token)
             if s.finish_reason:
-                if self.accounts:
-                    s.kv, s.kv_tokens = self.cache.account(s.number), self.cache.held(s.number)
-                    s.told = self.cache.told(s.number)
-                s.counts = self.cache.counts(s.number)
-                self.cache.leave(s.number)
-                self.sampler.drop(s.number)
+                self._leave(s)
+
+    def _append(self, s: Track, token: int) -> None:
+        """Add a token to its sequence, and say whether the sequence has ended."""
+        if token == NO_TOKEN:
+            s.finish_reason = NON_FINITE
+            if not self.tolerant:
+                raise MinithinkError(self.diagnose())
+            return
+        s.tokens.append(token)
+        if token in self.stop_ids:
+            s.finish_reason = "stop"
+        elif len(s.tokens) == s.limit:
+            s.finish_reason = s.limit_reason
+        elif self.stop_loops and len(s.tokens) % LOOP_EVERY == 0 and looped(s.tokens):
+            s.finish_reason = "loop"
 
     def _read(self, s: Track, token: int) -> None:
         """Decode the new token, and look for texts that stop the sequence."""
         text = self._texts[s.number]
-        s.piece = "" if token == NO_TOKEN or token in self.stop_ids else text.put(token)
+        shown = token != NO_TOKEN and token not in self.stop_ids
+        s.piece = text.put(token) if shown else ""
         if s.finish_reason:
             s.piece += text.flush()
         s.tail += s.piece
         if any(stop in s.tail for stop in self.stop_texts):
             s.finish_reason = "stop"
-        s.tail = s.tail[-max(map(len, self.stop_texts), default=0) :] if self.stop_texts else ""
+        longest = max(map(len, self.stop_texts), default=0)
+        s.tail = s.tail[-longest:] if longest else ""
+
+    def _leave(self, s: Track) -> None:
+        """Note what the cache says of a sequence that has ended, and free its memory."""
+        if self.accounts:
+            s.kv, s.kv_tokens, s.told = self._account(s)
+        s.counts = self.cache.counts(s.number)
+        self.cache.leave(s.number)
+        self.sampler.drop(s.number)
+
+    def _account(self, s: Track) -> tuple[Ledger, int, Told]:
+        """Of a sequence in the cache: its bytes, the tokens that it holds, and what was done with it."""
+        return self.cache.account(s.number), self.cache.held(s.number), self.cache.told(s.number)
+
+    # -- a result
 
     def _result(self, s: Track) -> Result:
-        loaded, tokens = self.loaded, s.tokens
-        text = loaded.tokenizer.decode(tokens[:-1] if tokens and tokens[-1] in self.stop_ids else tokens)
-        text = text[: min((at for stop in self.stop_texts if (at := text.find(stop)) >= 0), default=len(text))]
-        thinking, answer = split_thinking(text, Stage(loaded.tokenizer, s.prompt).name == "think")
-        thought = count_thinking(loaded.tokenizer, s.prompt, tokens)
-        running = s.began and not s.finish_reason
-        kv = self.cache.account(s.number) if running else s.kv
-        held = self.cache.held(s.number) if running else s.kv_tokens
-        told = self.cache.told(s.number) if running else s.told
-        seen = 0
-        if s.first:  # the model reads all tokens but the last; if its logits were not finite, that one, too
-            seen = max(0, len(s.prompt) + len(tokens) - (s.finish_reason != NON_FINITE))
+        kv, held, told = s.kv, s.kv_tokens, s.told
+        if s.began and not s.finish_reason:
+            kv, held, told = self._account(s)
+        ledger = kv.as_dict()
+        ledger.pop("reserve")
+        text = self._text(s)
+        thinking, answer = split_thinking(text, self._begins_thinking(s))
         return Result(
-            text=text, thinking=thinking, answer=answer, token_ids=list(tokens),
-            finish_reason=s.finish_reason or "interrupted", prompt_tokens=len(s.prompt),
-            generated_tokens=len(tokens), thinking_tokens=thought, kv_bytes=kv.held,
-            kv_tokens=held, kv_full_bytes=seen * loaded.config.kv_bytes_per_token(loaded.dtype.itemsize),
-            kv_ledger={kind: size for kind, size in kv.as_dict().items() if kind != "reserve"},
-            kv_free_bytes=kv.reserve, kv_evicted=told.evicted,
-            prefill_seconds=s.first - s.began if s.first else 0.0, decode_seconds=s.last - s.first,
-            prompt=s.prompt_index, sample=s.sample, kv_bits=told.bits, kv_thoughts=dict(Counter(told.thoughts)),
+            text=text,
+            thinking=thinking,
+            answer=answer,
+            token_ids=list(s.tokens),
+            finish_reason=s.finish_reason or "interrupted",
+            prompt_tokens=len(s.prompt),
+            generated_tokens=len(s.tokens),
+            thinking_tokens=count_thinking(self.loaded.tokenizer, s.prompt, s.tokens),
+            kv_bytes=kv.held,
+            kv_tokens=held,
+            kv_full_bytes=_seen(s) * self.loaded.config.kv_bytes_per_token(self.loaded.dtype.itemsize),
+            kv_ledger=ledger,
+            kv_free_bytes=kv.reserve,
+            kv_evicted=told.evicted,
+            prefill_seconds=s.first - s.began if s.first else 0.0,
+            decode_seconds=s.last - s.first,
+            prompt=s.prompt_index,
+            sample=s.sample,
+            kv_bits=told.bits,
+            kv_thoughts=dict(Counter(told.thoughts)),
             kv_notes=told.notes,
-        )  # fmt: skip
+        )
+
+    def _text(self, s: Track) -> str:
+        """The generated text, without the token or the text that stopped it."""
+        stopped = bool(s.tokens) and s.tokens[-1] in self.stop_ids
+        text = self.loaded.tokenizer.decode(s.tokens[:-1] if stopped else s.tokens)
+        places = [text.find(stop) for stop in self.stop_texts]
+        end = min((place for place in places if place >= 0), default=len(text))
+        return text[:end]
+
+    def _begins_thinking(self, s: Track) -> bool:
+        """Whether the prompt ends inside the think stage."""
+        return Stage(self.loaded.tokenizer, s.prompt).name == "think"
+
+
+def _number(s: Track) -> int:
+    return s.number
+
+
+def _numbers(sequences: Sequence[Track]) -> list[int]:
+    return [s.number for s in sequences]
+
+
+def _newest(sequences: Sequence[Track]) -> list[int]:
+    """The newest token of each sequence."""
+    return [s.tokens[-1] for s in sequences]
+
+
+def _tokens(sequences: Sequence[Track]) -> int:
+    """Tokens of all prompts together."""
+    return sum(len(s.prompt) for s in sequences)
+
+
+def _unfinished(sequences: list[Track]) -> list[Track]:
+    """The sequences that have not ended: the same list object if none has. Meters prepare their inputs once for each
+    list."""
+    if not any(s.finish_reason for s in sequences):
+        return sequences
+    return [s for s in sequences if not s.finish_reason]
+
+
+def _seen(s: Track) -> int:
+    """Tokens that the model has read: all but the last; if the last one's logits were not finite, that one, too."""
+    if not s.first:
+        return 0
+    tokens = len(s.prompt) + len(s.tokens)
+    return tokens if s.finish_reason == NON_FINITE else max(0, tokens - 1)
+
+
+def _chunk(s: Track, stage: str, token: int) -> Chunk:
+    """The newest piece of a sequence's text."""
+    return Chunk(
+        text=s.piece,
+        stage=stage,
+        token_id=token,
+        prompt=s.prompt_index,
+        sample=s.sample,
+        thought=s.thought,
+    )
