@@ -26,6 +26,7 @@ from minithink.errors import MinithinkError, UsageError, alternatives, quoted
 from minithink.generation import DRAWING, GenerationConfig
 from minithink.kv.contract import Policy, Shape
 from minithink.kv.manager import bytes_for
+from minithink.kv.plain import bytes_for as plain_bytes
 from minithink.kv.rows import Recorder
 from minithink.kv.sizes import check_budget
 from minithink.kv.stack import members
@@ -44,6 +45,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 MAX_ROWS = 65_536  # sequences at once, whatever the caller gives: more than any memory holds
 MAX_SEQUENCES = 1_000_000  # of one call
 MAX_BATCH = 32  # sequences at once, if the caller gives no batch_size
+CACHES = ("auto", "paged", "plain")
 OPEN_ENDED = 0.8  # share of the free memory for keys and values, if the caller does not limit the tokens
 
 Prompt = str | Sequence[int]
@@ -123,15 +125,29 @@ class Engine:
         self.rope = self.loaded.rope
         self.cautions = self.loaded.cautions
 
-    def _bytes_for(self, policy: Policy | None, rows: int, sizes: Sequence[int], prompt: int) -> int:
-        """Bytes of a cache. rows: of the batch; sizes: tokens of the sequences that run at once, the longest first;
-        prompt: tokens of the longest prompt. Under a policy all rows are as long as the longest sequence."""
+    def _bytes_for(self, policy: Policy | None, plain: bool, rows: int, sizes: Sequence[int], prompt: int) -> int:
+        """Bytes of a cache. Under a policy all rows are as long as the longest sequence.
+
+        Args:
+            plain: whether it is the plain manager.
+            rows: of the batch.
+            sizes: tokens of the sequences that run at once, the longest first.
+            prompt: tokens of the longest prompt.
+        """
         if policy is None:
             return sum(sizes[:rows]) * self.config.kv_bytes_per_token(self.dtype.itemsize)
+        if plain:
+            return plain_bytes(self.config, policy, self.dtype, rows=rows, tokens=sizes[0], prompt=prompt)
         return bytes_for(
-            self.config, policy, self.dtype, rows=rows, tokens=sizes[0], prompt=prompt,
-            prompts=prompts_at_once(rows), columns=self.loaded.columns,
-        )  # fmt: skip
+            self.config,
+            policy,
+            self.dtype,
+            rows=rows,
+            tokens=sizes[0],
+            prompt=prompt,
+            prompts=prompts_at_once(rows),
+            columns=self.loaded.columns,
+        )
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], *, on_token: Callable[[Chunk], None] | None = None, **options: Any
@@ -175,6 +191,7 @@ class Engine:
         stop_loops: bool = False,
         fixed: bool = False,
         recorder: Recorder | None = None,
+        cache: str = "auto",
     ) -> Stream:
         """Generate token by token: iterate over the Stream, then read its `results`. Options that are None are taken
         from `generation_config`.
@@ -201,14 +218,22 @@ class Engine:
                 of a sequence's logits depends on the sequences beside it.
             recorder: is called with what happens in the cache. The cache is then in pages, even without a policy. Not
                 possible with `fixed` if each sequence has a cache of its own (see kv/apart.py).
+            cache: what holds keys and values. paged: pages for all sequences (`kv/manager.py`). plain: ordinary
+                tensors, sequence by sequence (`kv/plain.py`): the same tokens, in the code that is easiest to read.
+                auto: pages under a policy or on a GPU, else one buffer for each sequence (`kv/full.py`).
 
         Raises:
             UsageError: an argument makes no sense, or a prompt is empty or too long.
             MinithinkError: the keys and values would not fit into the memory.
         """
         chosen = self._policy(policy, budget, schedule)
-        if chosen is None and (self.loaded.captures or recorder is not None):
-            chosen = Full()  # the full cache in pages: kernels and recorders need pages
+        if cache not in CACHES:
+            raise UsageError(f"The cache {quoted(cache)} is unknown; {alternatives(cache, CACHES)}.")
+        plain = cache == "plain"
+        if plain and recorder is not None:
+            raise UsageError("A recorder listens to pages: drop --trace, or --cache plain.")
+        if chosen is None and (cache != "auto" or self.loaded.captures or recorder is not None):
+            chosen = Full()  # the full cache as a policy: managers, kernels and recorders need one
         defaults = self.generation_config
         drawing: dict[str, Any] = dict(zip(DRAWING, (temperature, top_k, top_p, min_p), strict=True))
         drawing = {name: getattr(defaults, name) if value is None else value for name, value in drawing.items()}
@@ -234,8 +259,8 @@ class Engine:
                 check_budget(chosen, len(prompt))
             self.check_draws(chosen, {**drawing, "seed": seed, "num_samples": num_samples}, ids)
         if wanted is None:
-            self._cap(sequences, batch_size, chosen)
-        rows = self._fit(sequences, batch_size, chosen, fixed)
+            self._cap(sequences, batch_size, chosen, plain)
+        rows = self._fit(sequences, batch_size, chosen, fixed, plain)
         stream = Stream(
             self.loaded,
             sequences,
@@ -245,6 +270,7 @@ class Engine:
             policy=chosen,
             fixed=fixed,
             recorder=recorder,
+            plain=plain,
         )
         stream.stop_loops = stop_loops
         return stream
@@ -358,7 +384,7 @@ class Engine:
         room = context - length
         return (wanted, "length") if wanted is not None and wanted <= room else (room, "context")
 
-    def _cap(self, sequences: list[Track], batch_size: int | None, policy: Policy | None) -> None:
+    def _cap(self, sequences: list[Track], batch_size: int | None, policy: Policy | None, plain: bool) -> None:
         """Limit sequences to the tokens that fit into OPEN_ENDED of the memory, if the caller has given no limit."""
         if (free := memory.free_bytes(self.device)) is None:
             return
@@ -366,14 +392,21 @@ class Engine:
         prompt = max(len(s.prompt) for s in sequences)
 
         def exceeds(tokens: int) -> bool:
-            return self._bytes_for(policy, rows, [tokens] * rows, prompt) > free
+            return self._bytes_for(policy, plain, rows, [tokens] * rows, prompt) > free
 
         room = bisect.bisect_left(range(self.config.max_position + 1), True, key=exceeds) - 1
         for s in sequences:
             if len(s.prompt) < room < len(s.prompt) + s.limit:
                 s.limit, s.limit_reason = room - len(s.prompt), "length"
 
-    def _fit(self, sequences: list[Track], batch_size: int | None, policy: Policy | None, fixed: bool) -> int:
+    def _fit(
+        self,
+        sequences: list[Track],
+        batch_size: int | None,
+        policy: Policy | None,
+        fixed: bool,
+        plain: bool,
+    ) -> int:
         """How many rows the batch has: batch_size, or as many as fit if that is None. With `fixed` the batch may have
         more rows than there are sequences.
 
@@ -388,7 +421,7 @@ class Engine:
         prompt = max(len(s.prompt) for s in sequences)
 
         def needed(rows: int) -> int:
-            return self._bytes_for(policy, rows, sizes, prompt)
+            return self._bytes_for(policy, plain, rows, sizes, prompt)
 
         fitting = bisect.bisect_right(range(1, at_once + 1), free, key=needed)
         if fitting == at_once or (fitting and batch_size is None):
@@ -396,7 +429,7 @@ class Engine:
         fixes = [f"--batch-size {fitting}"] if fitting else []
         if policy is not None:
             fixes += ["fewer --max-new-tokens", *(["a smaller --budget"] if policy.budget is not None else [])]
-        elif (new := free // self._bytes_for(None, at_once, [1] * at_once, prompt) - prompt) > 0:
+        elif (new := free // self._bytes_for(None, False, at_once, [1] * at_once, prompt) - prompt) > 0:
             fixes += [f"--max-new-tokens {new}"]
         under = "" if policy is None else f"under {policy.name}, "
         raise MinithinkError(

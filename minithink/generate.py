@@ -384,7 +384,7 @@ def _with_turn(messages: list[dict[str, str]], text: str) -> list[dict[str, str]
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     drawing = "temperature top_k top_p min_p seed num_samples batch_size"
-    names = f"max_new_tokens stop_loops {drawing} policy budget schedule"
+    names = f"max_new_tokens stop_loops {drawing} policy budget schedule cache"
     return {name: getattr(args, name) for name in names.split()}
 
 
@@ -395,6 +395,8 @@ def _tasks(args: argparse.Namespace) -> list[Task]:
         raise UsageError("There are two prompts: give PROMPT, --prompt or --prompt-file, only one of them.")
     if args.system is not None and args.chat is False:
         raise UsageError("--system needs the chat template that --no-chat turns off: drop one of them.")
+    if args.trace is not None and args.cache == "plain":
+        raise UsageError("--trace listens to pages: drop it, or --cache plain.")
     if args.interactive:
         for flag in ("json", "prompt_file", "trace"):
             if getattr(args, flag):
@@ -447,6 +449,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch-size", type=positive, metavar="N", help="sequences at once (default: up to 32 that fit)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", help="auto, float32, float16, bfloat16")
+    add(
+        "--cache",
+        default="auto",
+        help="what holds keys and values: auto, paged, or plain (the same tokens, in code that is easier to read)",
+    )
     add("--backend", default="auto", help="auto, reference, triton")
     add(
         "--threads",

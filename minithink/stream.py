@@ -24,6 +24,7 @@ from minithink.kv.contract import Policy
 from minithink.kv.full import FullCache
 from minithink.kv.ledger import Ledger, Told
 from minithink.kv.manager import KVManager
+from minithink.kv.plain import PlainCache
 from minithink.kv.rows import Recorder
 from minithink.loaded import Loaded
 from minithink.loop import SIZES, DecodeLoop
@@ -58,8 +59,13 @@ class Stream:
         policy: Policy | None = None,
         fixed: bool = False,
         recorder: Recorder | None = None,
+        plain: bool = False,
     ) -> None:
-        """fixed: every step has `batch_size` rows, unused ones as padding (see Engine.stream)."""
+        """
+        Args:
+            fixed: every step has `batch_size` rows, unused ones as padding (see Engine.stream).
+            plain: the policy runs on the plain manager (`kv/plain.py`), not on pages.
+        """
         self.loaded = loaded
         self.sequences = sequences
         self.batch_size = batch_size
@@ -68,6 +74,7 @@ class Stream:
         self.stop_texts = tuple(s for s in stop if isinstance(s, str) and s)
         self.sampler = Sampler(params, loaded.config.vocab_size, loaded.device)
         self._policy = policy
+        self._plain = plain
         self.cache = self._make_cache(policy)
         if recorder is not None and isinstance(self.cache, Apart):
             raise ValueError("a recorder belongs to one manager, and here each sequence has one: see Apart.prepare")
@@ -95,9 +102,11 @@ class Stream:
 
     # -- the cache
 
-    def _make_cache(self, policy: Policy | None) -> FullCache | KVManager | Apart:
-        """The plain cache, or pages under a policy. If all steps must have one shape and a common cache cannot do
+    def _make_cache(self, policy: Policy | None) -> FullCache | KVManager | PlainCache | Apart:
+        """The full cache, or a manager under a policy. If all steps must have one shape and a common cache cannot do
         that, every sequence gets a cache of its own."""
+        if self._plain and policy is not None:
+            return self._plain_cache(policy)
         if not self.fixed:
             return self.cache_of(policy, self.batch_size)
         one = self.cache_of(copy.deepcopy(policy), 1)
@@ -121,15 +130,39 @@ class Stream:
             loaded.rope,
             policy,
             rows=rows,
-            tokens=max(len(s.prompt) + s.limit for s in self.sequences),
+            tokens=self._longest,
             prompt=max(len(s.prompt) for s in self.sequences),
             prompts=prompts_at_once(rows),
-            think_ids=(loaded.tokenizer.id_of(OPEN), loaded.tokenizer.id_of(CLOSE)),
+            think_ids=self._think_ids,
             columns=loaded.columns,
             device=loaded.device,
             dtype=loaded.dtype,
             backend=loaded.decoder.backend,
         )
+
+    def _plain_cache(self, policy: Policy) -> PlainCache:
+        """The same without pages, for all sequences of this stream."""
+        return PlainCache(
+            self.loaded.config,
+            self.loaded.rope,
+            policy,
+            rows=self.batch_size,
+            tokens=self._longest,
+            think_ids=self._think_ids,
+            device=self.loaded.device,
+            dtype=self.loaded.dtype,
+            backend=self.loaded.decoder.backend,
+        )
+
+    @property
+    def _longest(self) -> int:
+        """Tokens that a sequence may have at most."""
+        return max(len(s.prompt) + s.limit for s in self.sequences)
+
+    @property
+    def _think_ids(self) -> tuple[int | None, int | None]:
+        """The tokens that open and close the think stage."""
+        return self.loaded.tokenizer.id_of(OPEN), self.loaded.tokenizer.id_of(CLOSE)
 
     # -- what callers iterate over
 
@@ -188,7 +221,7 @@ class Stream:
         if not found:
             return ""
         first = min(found, key=_number)
-        policy = self.cache.policy.name if isinstance(self.cache, KVManager) else ""
+        policy = self.cache.policy.name if isinstance(self.cache, (KVManager, PlainCache)) else ""
         return diagnosis.sentence(self.loaded, first.prompt, first.tokens, policy)
 
     # -- the loop over steps
@@ -300,7 +333,7 @@ class Stream:
     def _decode(self, running: list[Track]) -> Tensor:
         """One token further → logits [B, V]."""
         counts = [1] * len(running)
-        idle = self.batch_size - len(running) if isinstance(self.cache, Apart) else 0
+        idle = self.batch_size - len(running) if self.fixed else 0
         hidden = self._forward(_numbers(running), counts, _newest(running), idle)
         return self.loaded.decoder.logits(hidden)[: len(running)]
 

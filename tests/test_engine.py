@@ -10,20 +10,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 import minithink
 from minithink import stream as stream_module
-from minithink.engine import Engine, load
+from minithink.engine import CACHES, Engine, load
 from minithink.errors import MinithinkError, UsageError
 from minithink.kv.contract import Edit, Policy, Step
 from minithink.kv.manager import KVManager, bytes_for
+from minithink.kv.plain import PlainCache
+from minithink.kv.plain import bytes_for as plain_bytes
 from minithink.model import Decoder
 from minithink.policies import parse
 from minithink.policies.window import Window
 from minithink.sampling import Sampler, SamplingParams, filter_logits, gumbel
 from minithink.sequence import Chunk, Result
 from minithink.thinking import Stage, split_thinking
-from tests.compare import margins
+from tests.compare import assert_same, margins
 from tests.drive import prompt_logits
 from tests.fixtures_checkpoint import CONTEXT, SPECIAL, edit_json, write_checkpoint, write_json
 
@@ -325,6 +328,12 @@ def test_no_gradients_and_the_public_names(checkpoint: Path, engine: Engine) -> 
         ("a", {"system": "\udc00"}, "surrogate"),
         ("x", {"temperature": -0.5}, "-0.5"),
         ("x", {"policy": "nope"}, "'nope' is unknown; there are: full"),
+        ("x", {"cache": "pagde"}, "The cache 'pagde' is unknown; did you mean paged"),
+        (
+            "x",
+            {"cache": "plain", "recorder": object()},
+            "A recorder listens to pages: drop --trace, or --cache plain",
+        ),
         ("x", {"budget": 7}, "budget of 7 tokens was given without a policy"),
         ("x", {"policy": Window(budget=9), "budget": 7}, "was given as an object"),
         ("x", {"policy": Window(budget=9), "schedule": "every"}, "was given as an object"),
@@ -478,12 +487,66 @@ def test_a_policy_keeps_in_a_batch_what_it_keeps_alone(engine: Engine, policy: s
             assert result.kv_tokens == seen
 
 
-def test_the_paged_full_cache_generates_as_the_plain_one(engine: Engine) -> None:
-    prompts = [[9, 8, 7] * 4, [5, 6] * 9]
-    options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.8, "seed": 3, "num_samples": 2}
-    plain, paged = engine.generate(prompts, **options), engine.generate(prompts, policy="full", **options)
-    assert [r.token_ids for r in paged] == [r.token_ids for r in plain]
-    assert [r.kv_ledger["payload"] for r in paged] == [r.kv_bytes for r in plain] == [r.kv_full_bytes for r in plain]
+POLICIES = [None, "full", "window:budget=14", "quant:fmt=int8", "rkv:budget=14,buffer=3,alpha=2"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_cache_generates_the_same(engine: Engine, policy: str | None) -> None:
+    prompts = [[9, 8, 7] * 4, [5, 6] * 9, [11] * 6]
+    options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.8, "seed": 3, "num_samples": 2, "batch_size": 4}
+    results = {cache: engine.generate(prompts, policy=policy, cache=cache, **options) for cache in CACHES}
+    for plain, paged, auto in zip(results["plain"], results["paged"], results["auto"], strict=True):
+        assert plain.token_ids == paged.token_ids == auto.token_ids
+        assert plain.kv_tokens == paged.kv_tokens == auto.kv_tokens
+        assert plain.kv_evicted == paged.kv_evicted == auto.kv_evicted
+        assert plain.kv_ledger["payload"] == paged.kv_ledger["payload"] == auto.kv_ledger["payload"]
+        if policy is None:
+            assert auto.kv_bytes == auto.kv_full_bytes == plain.kv_ledger["payload"]
+
+
+def test_no_bit_depends_on_companions_in_a_fixed_batch_of_the_plain_manager(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[Tensor] = []
+    logits = engine.decoder.logits
+
+    def spy(hidden: Tensor) -> Tensor:
+        found = logits(hidden)
+        rows.append(found[0])
+        return found
+
+    monkeypatch.setattr(engine.decoder, "logits", spy)
+    options: dict[str, Any] = {
+        "policy": "rkv:budget=14,buffer=3,alpha=2",
+        "max_new_tokens": 12,
+        "temperature": 0,
+        "batch_size": 3,
+        "fixed": True,
+        "cache": "plain",
+    }
+    engine.generate([[9, 8, 7] * 4], **options)
+    alone = rows[1:]  # without the prompt's
+    rows.clear()
+    engine.generate([[9, 8, 7] * 4, [5, 6] * 9, [11] * 6], **options)
+    beside = rows[3:][: len(alone)]
+    assert len(alone) == 11
+    for got, want in zip(beside, alone, strict=True):
+        assert_same("logits", got, want)
+
+
+@pytest.mark.parametrize("policy", ["full", "window:budget=14", "rkv:budget=70,buffer=3,alpha=2"])
+def test_the_estimate_of_the_plain_manager_is_enough(engine: Engine, policy: str) -> None:
+    stream = engine.stream(
+        [[9, 8, 7] * 4, [5, 6] * 3], policy=policy, cache="plain", max_new_tokens=90, temperature=0
+    )
+    assert isinstance(stream.cache, PlainCache)
+    estimate = plain_bytes(engine.config, parse(policy), torch.float32, rows=2, tokens=102, prompt=12)
+    most = 0
+    for _ in stream.steps():
+        sequences = stream.cache.sequences.values()
+        numbers = (x for s in sequences for x in (s.lanes.k, s.lanes.v, s.lanes.exact_k, s.lanes.exact_v))
+        most = max(most, sum(x.nbytes for x in numbers))
+    assert estimate / 4 < most <= estimate
 
 
 def test_a_policy_object_is_copied(engine: Engine) -> None:

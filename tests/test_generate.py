@@ -698,6 +698,7 @@ def test_module_runs_without_a_warning(checkpoint: Path) -> None:
         (("  ",), "empty"),
         (("a", "--prompt", "b"), "two prompts"),
         (("a", "--prompt-file", "b"), "two prompts"),
+        (("a", "--cache", "plain", "--trace", "b"), "--trace listens to pages: drop it, or --cache plain"),
         (("a " * CONTEXT,), r"shorten it by \d+ tokens"),
         (("a", "--policy", "nope"), "'nope' is unknown; there are: full"),
         (("a", "--budget", "64"), "budget of 64 tokens .* without a policy: name one of window, .*, tbe"),

@@ -48,7 +48,7 @@ from minithink.kv.contract import (
     SetBudget,
     Shape,
 )
-from minithink.kv.lanes import Lanes
+from minithink.kv.lanes import FIRST_COLUMNS, Lanes
 from minithink.kv.ledger import Ledger, Told
 from minithink.kv.sizes import UNLIMITED, check_budget
 from minithink.kv.stack import members
@@ -293,8 +293,18 @@ class PlainCache:
         return tuple(d for d in self.policy.demands if running.clock % d.every == 0)
 
     def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
-        """Append and attend. qk: [N, Hq + Hkv, D], unrotated, v: [N, Hkv, D]; returns [N, Hq, D]."""
+        """Append and attend.
+
+        Args:
+            qk: [N, Hq + Hkv, D], unrotated. Rows behind the announced tokens are padding.
+            v: [N, Hkv, D].
+
+        Returns:
+            [N, Hq, D]; 0 for padding.
+        """
         heads = (self.config.num_heads, self.config.num_kv_heads)
+        padding = len(qk) - len(self._cos)
+        qk = qk[: len(self._cos)]
         raw, _ = qk.split_with_sizes(heads, dim=1)
         q, k = self.backend.rope(qk, self._cos, self._sin).split_with_sizes(heads, dim=1)
         out = []
@@ -306,6 +316,8 @@ class PlainCache:
                 out.append(self._attend_prompt(layer, now, q[rows]))
             else:
                 out.append(self._attend_token(layer, now, raw[rows], q[rows]))
+        if padding:
+            out.append(q.new_zeros(padding, *q.shape[1:]))
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _attend_prompt(self, layer: int, now: Pass, q: Tensor) -> Tensor:
@@ -412,7 +424,7 @@ class PlainCache:
             if layer == -1 and self.watches and not now.prompt:
                 self.policy.watch(self._view(now.running))
             parts.append(own)
-        return torch.cat(parts) if self.steers else hidden
+        return torch.cat([*parts, hidden[len(self._cos) :]]) if self.steers else hidden
 
     # -- between two forward passes
 
@@ -570,6 +582,16 @@ class PlainCache:
         kinds = self.sequences[seq].kinds
         names = self.storage.names
         return names[kinds[-1]] if names and kinds else ""
+
+
+def bytes_for(config: ModelConfig, policy: Policy, dtype: torch.dtype, *, rows: int, tokens: int, prompt: int) -> int:
+    """Bytes that the lanes of so many sequences may take. tokens: of the longest sequence; prompt: of its prompt."""
+    held = tokens
+    if policy.limit is not None and not policy.exempt_answer:
+        held = min(tokens, max(prompt, policy.limit + 1))
+    columns = max(FIRST_COLUMNS, 2 * (held + 1))  # lanes double their columns when these are full
+    copies = 2 if policy.storage.shrink else 1
+    return rows * columns * copies * config.kv_bytes_per_token(dtype.itemsize)
 
 
 class PlainStep:
