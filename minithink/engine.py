@@ -27,7 +27,7 @@ from minithink.generation import DRAWING, GenerationConfig
 from minithink.kv.contract import Policy, Shape
 from minithink.kv.manager import bytes_for
 from minithink.kv.plain import bytes_for as plain_bytes
-from minithink.kv.rows import Recorder
+from minithink.kv.recorder import Recorder
 from minithink.kv.sizes import check_budget
 from minithink.kv.stack import members
 from minithink.loaded import Home, Loaded

@@ -265,7 +265,7 @@ class DecodeLoop:
             part(batch.to(cache.device), out)
             return out
         values = self._padded(batch, sizes).values
-        whole = values[0].tolist() == list(range(len(cache.rows)))
+        whole = values[0].tolist() == list(range(cache.shape.rows))
         key = Key(values.shape[1], whole, cache.seen, cache.formats_in_use, observed, cache.captures_decisions)
         if key not in graphs:
             out = torch.zeros(numbers * values.shape[1] + 1, dtype=torch.int64, device=cache.device)
@@ -274,6 +274,6 @@ class DecodeLoop:
 
     def _padded(self, batch: Batch, sizes: Sequence[int]) -> Batch:
         """The batch, and behind it padding rows (not active) up to the next size of a graph."""
-        count, n, taken = len(self.cache.rows), len(batch), set(batch.row.tolist())
+        count, n, taken = self.cache.shape.rows, len(batch), set(batch.row.tolist())
         size = next((size for size in sizes if n <= size <= count), count)
         return self.cache.pad(batch, [row for row in range(count) if row not in taken][: size - n])

@@ -25,7 +25,7 @@ from minithink.kv.full import FullCache
 from minithink.kv.ledger import Ledger, Told
 from minithink.kv.manager import KVManager
 from minithink.kv.plain import PlainCache
-from minithink.kv.rows import Recorder
+from minithink.kv.recorder import Recorder
 from minithink.loaded import Loaded
 from minithink.loop import SIZES, DecodeLoop
 from minithink.looped import looped

@@ -589,7 +589,7 @@ class Careful(Launched):
     cache: KVManager
 
     def __init__(self, run: Callable[[Tensor, Tensor], object], values: Tensor, out: Tensor, pool: Any) -> None:
-        rows, store = range(len(self.cache.rows)), self.cache.store
+        rows, store = range(self.cache.shape.rows), self.cache.store
         before = [content(self.cache, row) | observed(self.cache, row) for row in rows]
         free = store.table.pages.free, store.free_rows.free
         super().__init__(run, values, out, pool)
@@ -602,7 +602,7 @@ class Careful(Launched):
     def decided(self) -> tuple[Any, ...]:
         """Width, formats, and where things are."""
         store = self.cache.store
-        addresses = [x.data_ptr() for x in (*store.tensors(), *self.cache._observed())]
+        addresses = [x.data_ptr() for x in (*store.tensors(), *self.cache.accounts.observed())]
         return store.seen, set(store.used), self.cache.captures_decisions, addresses
 
     def replay(self, values: Tensor) -> Tensor:
@@ -656,7 +656,7 @@ def test_sequences_come_and_go_between_steps(policy: str, monkeypatch: pytest.Mo
             number += 1
         seqs = [list(last)[j] for j in torch.randperm(len(last), generator=draw)]
         seqs = seqs[: 1 + some(len(seqs))] if i % 3 else seqs
-        rows = [got._row_of[seq] for seq in seqs]
+        rows = [got.row_of(seq) for seq in seqs]
         lengths, waiting = list(store.lengths), list(store.waiting)
         steps = [len(graph.seen) for graph in loop.steps.values()]  # type: ignore[attr-defined]
         logits = feed(decoder, want, {seq: [last[seq]] for seq in seqs})

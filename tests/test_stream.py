@@ -293,7 +293,7 @@ def test_what_a_cache_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -
     assert joined == [(0, 7, 2, False, None), (1, len(thinking) + 5, len(thinking), True, 11)]
     cache = stream.cache
     assert isinstance(cache, KVManager)
-    assert (len(cache.rows), cache.shape.tokens) == (2, max(7, len(thinking) + 5))
+    assert (cache.shape.rows, cache.shape.tokens) == (2, max(7, len(thinking) + 5))
     assert cache.think_ids == (OPEN, CLOSE)
 
 
@@ -345,7 +345,7 @@ def test_which_cache(engine: Engine) -> None:
         stream_of(engine, three, 2, policy=policy, fixed=True, recorder=object())
     common = stream_of(engine, three, 2, policy=policy)
     assert isinstance(common.cache, KVManager)
-    assert len(common.cache.rows) == 2
+    assert common.cache.shape.rows == 2
     assert common._loop is not None
     assert not common._loop.captures
     assert apart.cache.prepare(0, common.cache) is common.cache
@@ -353,7 +353,7 @@ def test_which_cache(engine: Engine) -> None:
     assert isinstance(one, KVManager)
     assert isinstance(other, KVManager)
     assert one.policy is not other.policy, "each remembers for itself"
-    assert len(one.rows) == 1
+    assert one.shape.rows == 1
 
 
 # -- usage
@@ -538,7 +538,7 @@ def test_by_the_loop(
         assert told_of(got.results) == told_of(want.results)
         assert {size for size, *_ in got._loop.steps} == ({2} if fixed else {1, 2})
         assert got.cache.reserved_bytes() > 0
-        assert not got.cache._row_of  # type: ignore[union-attr]
+        assert not got.cache.sequences.row_of  # type: ignore[union-attr]
 
 
 @pytest.mark.usefixtures("launched")

@@ -98,7 +98,7 @@ def budgets_of(stream: Stream, number: int) -> Tensor:
     """The budgets of one sequence now: int32 [L, Hkv]."""
     cache: Any = stream.cache
     [budget] = cache.budgets.values()
-    found: Tensor = budget[:, cache._row_of[number]].clone().cpu()
+    found: Tensor = budget[:, cache.row_of(number)].clone().cpu()
     return found
 
 

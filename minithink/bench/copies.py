@@ -29,8 +29,8 @@ def copy_sequences(few: KVManager, many: KVManager) -> None:
     Raises:
         Exhausted: the pool of `many` is too small; nothing was changed.
     """
-    n, source, target = len(few.rows), few.store, many.store
-    of = torch.arange(len(many.rows), device=many.device) % n
+    n, source, target = few.shape.rows, few.store, many.store
+    of = torch.arange(many.shape.rows, device=many.device) % n
     firsts = range(0, len(of), n)
     held = [_held(source, len(of[first : first + n])) for first in firsts]
     lists, free = (source.table.pages, source.free_rows), (target.table.pages, target.free_rows)
@@ -65,9 +65,8 @@ def copy_sequences(few: KVManager, many: KVManager) -> None:
         for name in ("most", "lengths", "waiting"):
             getattr(target, name)[i] = getattr(source, name)[row]
         target.starts[i], target.kinds[i] = list(source.starts[row]), list(source.kinds[row])
-        theirs, own = few.rows[row], many.rows[i]
-        if theirs is None or own is None:
-            raise ValueError(f"row {row} or its copy {i} holds no sequence")
+        theirs = few.sequences.at(row)
+        own = many.sequences.at(i)
         own.prompt, own.thinking, own.length = theirs.prompt, theirs.thinking, theirs.length
     target.used.update(source.used)
     target.table.drawn()

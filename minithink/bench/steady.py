@@ -36,9 +36,9 @@ from minithink.bench.copies import copy_sequences
 from minithink.config import ModelConfig, RopeScaling
 from minithink.engine import TINY, Engine
 from minithink.experiments import Method, StandIn, StandIns, collected
+from minithink.kv.attend import DecodePass
 from minithink.kv.contract import Policy
 from minithink.kv.manager import KVManager
-from minithink.kv.rows import NOBODY
 from minithink.kv.sizes import needs
 from minithink.loop import DecodeLoop
 from minithink.model import Decoder, Rope
@@ -134,10 +134,13 @@ class Cache(KVManager):
     def copy(self, few: KVManager) -> None:
         """Hold copies of another's sequences."""
         copy_sequences(few, self)
-        self._last = NOBODY  # the manager must check the capacities of its sequences again
+        self.sequences.recheck()
 
-    def _decode(self, layer: int, raw: Tensor, q: Tensor, now: Any) -> Tensor:
-        return super()._decode(layer, raw, q, now) if self.attending else torch.zeros_like(q)
+    def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
+        if self.attending or not isinstance(self.now, DecodePass):
+            return super().attend(layer, qk, v)
+        _, q = self.now.append(layer, qk, v)
+        return torch.zeros_like(q)
 
 
 class Mute:

@@ -74,7 +74,7 @@ class DeviceMeter:
 
     def __init__(self, cache: KVManager) -> None:
         self.cache = cache
-        rows = len(cache.rows)
+        rows = cache.shape.rows
         # tokens and bytes after the prompt; steps, steps with an eviction; sums of tokens and of bytes; their peaks
         self.sums = torch.zeros(8, rows, dtype=torch.float64, device=cache.device)
         self.before = cache.store.count.clone()  # tokens that the lanes held
@@ -118,7 +118,7 @@ class DeviceMeter:
         has new ones."""
         state = self._state()
         if self._last is None or self._last[0] is not sequences or self._last[1] != state:
-            values = torch.zeros(3, len(self.cache.rows), dtype=torch.int64)
+            values = torch.zeros(3, self.cache.shape.rows, dtype=torch.int64)
             values[0] = torch.arange(values.shape[1])
             values[ACTIVE, [self._row[s.number] for s in sequences]] = 1
             values[2] = state

@@ -1,7 +1,8 @@
-"""One forward pass: its tokens take slots, every layer attends, and observations are kept.
+"""DecodePass: one forward pass that feeds one token to each row of a batch.
 
-There are two kinds of pass. A decode step reads everything from a batch's tensors, so it can be captured as a CUDA
-graph. A pass that reads prompts is led by the host and never captured.
+Every layer appends its keys and values, attends over what the lanes hold, and keeps the observations that the policy
+demands. A decode step reads everything from a batch's tensors, so it can be captured as a CUDA graph. `prompts.py`
+has the other kind of pass, which reads prompts.
 """
 
 from __future__ import annotations
@@ -15,195 +16,133 @@ from torch import Tensor
 from minithink.kv import checks
 from minithink.kv.batch import Batch
 from minithink.kv.contract import Demand, See
-from minithink.kv.pages import Reading
-from minithink.kv.rows import Rows, _Row
+from minithink.kv.parts import Parts
 from minithink.kv.sizes import UNLIMITED
-from minithink.kv.store import Writer
-from minithink.kv.view import View
-from minithink.ref.attention import of_any_length
 from minithink.ref.decode_attention import decode_probabilities, group_reduce
 
 
-@dataclass
-class _Step:
-    """One decode step that is under way."""
+class DecodePass:
+    """A decode step that is under way: its tokens have slots, its layers are still to come."""
 
-    batch: Batch
-    position: Tensor  # int64 [N]: of the tokens
-    writer: Writer
-    read: Reading
-    cos: Tensor
-    sin: Tensor
-    due: Sequence[Demand]  # the observations that this step makes
-    active: Tensor | None  # bool [N]: rows that bring a token; None: all
-    view: View | None = None  # of these rows, if the policy steers
-    near: tuple[Tensor, Tensor, Tensor] | None = None  # pulled tokens [Lt, N, Ht, S], cos and sin of their query
-    # Set by `begin_step` only: the sequences, their tokens (empty: not known), the batch on the host.
-    fed: tuple[list[int], Sequence[int], Batch] | None = None
+    def __init__(self, parts: Parts, batch: Batch, due: Sequence[Demand]) -> None:
+        """Take slots for the tokens of a batch.
 
-
-@dataclass
-class _Read:
-    """One forward pass that reads prompts."""
-
-    rows: list[int]
-    records: list[_Row]
-    counts: list[int]
-    tokens: Sequence[int]  # ids of all new tokens, one sequence after the other; empty: they are not known
-    writer: Writer
-    at: Tensor  # int64 [N]: the rows
-    cos: Tensor
-    sin: Tensor
-    each: Tensor  # int64 [N, longest]: the index of each prompt's tokens; behind its end the last token's
-    masked: bool  # whether attention needs a mask, as later chunks of a prompt do
-    due: Sequence[Demand]
-
-
-class Pass(Rows):
-    """Rows, and the forward pass that is under way."""
-
-    _pass: _Step | _Read | None = None
-    _opened = False  # whether the host knows of segments that were opened and have not begun
-
-    @torch.inference_mode()
-    def begin(self, batch: Batch, due: Sequence[Demand] | None = None) -> _Step:
-        """Take slots for the tokens of a step. due: the observations to make (`demands_due`); None: all demands."""
-        at, active, position = batch.row, batch.active, batch.length - 1
-        if self._opens:
-            self.store.begin_segments(at, active)
-        writer = self.store.take(batch)
-        if self.store.compaction:
-            self.store.compaction.start()
-        cos, sin = self.rope.at(position)
-        read = self.store.reader(None if batch.whole else at, batch.length)
-        self._pass = now = _Step(
-            batch, position, writer, read, cos, sin, self.policy.demands if due is None else due,
-            None if self.store.columns is None else active,
-        )  # fmt: skip
-        if self.policy.pull:
-            self._pull(now)
-        if self.steers:
-            now.view = self.view(batch)
-        return now
+        Args:
+            batch: the rows; those that are not active change nothing.
+            due: the observations that this step makes.
+        """
+        store = parts.store
+        self.parts = parts
+        self.batch = batch
+        self.due = due
+        self.active = None if store.columns is None else batch.active  # rows that bring a token; None: all do
+        self.position = batch.length - 1  # of the tokens, int64 [N]
+        self.writer = store.take(batch)
+        if store.compaction:
+            store.compaction.start()
+        self.cos, self.sin = parts.rope.at(self.position)
+        self.read = store.reader(None if batch.whole else batch.row, batch.length)
+        self.pulled = self._pull() if parts.policy.pull else None
+        self.view = parts.view(batch) if parts.steers else None
 
     def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
-        """Append and attend. qk: [n, Hq + Hkv, D], unrotated, v: [n, Hkv, D]; returns [n, Hq, D]."""
-        now = self._now
-        if isinstance(now, _Read):
-            return self._attend_prompts(layer, qk, v, now)
-        if self.store.compaction:
-            self.store.compaction.wait(layer)
-        raw, k = qk.split_with_sizes((self.config.num_heads, self.config.num_kv_heads), dim=1)
-        q = self.backend.append(raw, k, v, now.cos, now.sin, now.writer, layer)
-        self.observations.keep_queries(layer, q, now.batch.row, now.position)
-        return self._decode(layer, raw, q, now)
+        """Append and attend. qk: [N, Hq + Hkv, D], unrotated, v: [N, Hkv, D]; returns [N, Hq, D]."""
+        raw, q = self.append(layer, qk, v)
+        asked = self.parts.observations.asked(self.due, layer)
+        if self.parts.dense:
+            return self._over_copies(layer, raw, q, asked)
+        return self._over_pages(layer, q, asked)
 
-    def _decode(self, layer: int, raw: Tensor, q: Tensor, now: _Step) -> Tensor:
-        """Attention of one new token of each row over the tokens of its lanes. raw, q: [N, Hq, D]."""
-        asked = self.observations.asked(now.due, layer)
-        if self.dense:
-            return self._decode_dense(layer, raw, q, now, asked)
-        for group in asked or (None,):
-            if group is not None:
-                now.read.into = self.observations.in_place(layer, group, asked[group], now.active)
-            attended, mass = self.backend.paged_attention(q, now.read, layer, group)
-            if group is not None and mass is not None:
-                self._keep_weights(layer, group, asked[group], now, mass)
+    def append(self, layer: int, qk: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write a layer's keys and values → its queries [N, Hq, D], unrotated and rotated. qk, v: as of `attend`."""
+        store = self.parts.store
+        if store.compaction:
+            store.compaction.wait(layer)
+        raw, k = qk.split_with_sizes(self.parts.heads, dim=1)
+        q = store.backend.append(raw, k, v, self.cos, self.sin, self.writer, layer)
+        self.parts.observations.keep_queries(layer, q, self.batch.row, self.position)
+        return raw, q
+
+    def _over_pages(self, layer: int, q: Tensor, asked: dict[str, See]) -> Tensor:
+        """Attention of one new token of each row over the tokens of its lanes. q: [N, Hq, D]; asked: the group rules
+        of the weights that must be kept."""
+        backend = self.parts.store.backend
+        if not asked:
+            attended, _ = backend.paged_attention(q, self.read, layer, None)
+            return attended
+        for group, what in asked.items():
+            self.read.into = self.parts.observations.in_place(layer, group, what, self.active)
+            attended, mass = backend.paged_attention(q, self.read, layer, group)
+            if mass is not None:
+                self._keep_weights(layer, group, what, mass)
         return attended
 
-    def _decode_dense(self, layer: int, raw: Tensor, q: Tensor, now: _Step, asked: dict[str, See]) -> Tensor:
+    def _over_copies(self, layer: int, raw: Tensor, q: Tensor, asked: dict[str, See]) -> Tensor:
         """The same over dense copies of keys and values. Pulled tokens and values that lag need it, because no kernel
         reads them in place. raw: [N, Hq, D], the unrotated queries."""
-        (k, v), pos = now.read(layer), now.read.pos
+        backend = self.parts.store.backend
+        k, v = self.read(layer)  # [N, Hkv, S, D]
+        pos = self.read.pos
         valid = pos[min(layer, len(pos) - 1)] >= 0  # [N, Ht, S]
-        if now.near is None and not asked:
-            return self.backend.decode_attention(q, k, v, valid)
-        n, hq, d = q.shape
-        grouped = q.view(n, k.shape[1], -1, d)
-        logits = grouped @ k.transpose(-1, -2) / d**0.5  # [N, Hkv, g, S]
-        if now.near is not None:
-            near, cos, sin = (x[min(layer, len(x) - 1)] for x in now.near)
-            cos, sin = (x.expand(-1, k.shape[1], -1).reshape(-1, 1, d) for x in (cos, sin))  # [N·Hkv, 1, D]
-            closer = self.backend.rope(raw.reshape(n * k.shape[1], -1, d), cos, sin).view(grouped.shape)
-            logits = torch.where(near.unsqueeze(2), closer @ k.transpose(-1, -2) / d**0.5, logits)
+        if self.pulled is None and not asked:
+            return backend.decode_attention(q, k, v, valid)
+        n, query_heads, dim = q.shape
+        kv_heads = k.shape[1]
+        grouped = q.view(n, kv_heads, -1, dim)
+        logits = grouped @ k.transpose(-1, -2) / dim**0.5  # [N, Hkv, g, S]
+        if self.pulled is not None:
+            near, cos, sin = self.pulled.of(layer, kv_heads)
+            closer = backend.rope(raw.reshape(n * kv_heads, -1, dim), cos, sin).view(grouped.shape)
+            logits = torch.where(near.unsqueeze(2), closer @ k.transpose(-1, -2) / dim**0.5, logits)
         for group, what in asked.items():
-            self._keep_weights(layer, group, what, now, group_reduce(logits, valid, group))
-        if now.near is None:  # the output must not depend on whether it is observed
-            return self.backend.decode_attention(q, k, v, valid)
+            self._keep_weights(layer, group, what, group_reduce(logits, valid, group))
+        if self.pulled is None:  # the output must not depend on whether it is observed
+            return backend.decode_attention(q, k, v, valid)
         p = decode_probabilities(logits, valid)
-        return (p.to(v.dtype) @ v).view(n, hq, d)
+        return (p.to(v.dtype) @ v).view(n, query_heads, dim)
 
-    def _keep_weights(self, layer: int, group: str, what: See, now: _Step, mass: Tensor) -> None:
-        at = None if now.batch.whole else now.batch.row
-        self.observations.keep_weights(layer, group, what, at, now.active, mass)
+    def _keep_weights(self, layer: int, group: str, what: See, mass: Tensor) -> None:
+        at = None if self.batch.whole else self.batch.row
+        self.parts.observations.keep_weights(layer, group, what, at, self.active, mass)
 
-    def _pull(self, now: _Step) -> None:
-        """Prepare pulled tokens: those below `pull` are attended as if they stood directly before the next token that
-        is held."""
-        pull, pos = self.policy.pull, now.read.pos
+    def _pull(self) -> Pulled:
+        """Find the pulled tokens: those below `pull`, which are attended as if they stood directly before the next
+        token that is held."""
+        pull = self.parts.policy.pull
+        pos = self.read.pos
         others = torch.where(pos >= pull, pos, UNLIMITED).amin(-1)  # [Lt, N, Ht]
         gap = torch.where(others < UNLIMITED, others - pull, 0).long()
-        at = (now.position[None, :, None] - gap).clamp(min=0)
-        cos, sin = self.rope.at(at.flatten())  # [Lt·N·Ht, 1, D]
+        at = (self.position[None, :, None] - gap).clamp(min=0)
+        cos, sin = self.parts.rope.at(at.flatten())  # [Lt·N·Ht, 1, D]
         near = (pos >= 0) & (pos < pull)
-        now.near = near, cos.view(*at.shape, -1), sin.view(*at.shape, -1)
-
-    def _attend_prompts(self, layer: int, qk: Tensor, v: Tensor, now: _Read) -> Tensor:
-        """Causal attention of every prompt by itself, over the keys and values of this pass and of earlier ones."""
-        heads, seen = (self.config.num_heads, self.config.num_kv_heads), self.observations
-        rows = sum(now.counts)  # the rows behind these are padding
-        idle, qk, v = len(qk) - rows, qk[:rows], v[:rows]
-        q, k = self.backend.rope(qk, now.cos, now.sin).split_with_sizes(heads, dim=1)
-        both = torch.stack((k, v), dim=1)  # [n, 2, Hkv, D]
-        now.writer.write(layer, *both[now.each].unbind(2))
-        kv = both.split(now.counts)
-        parts, ends = q.split(now.counts), [r.length + n for r, n in zip(now.records, now.counts, strict=True)]
-        seen.keep_prompt_queries(layer, now.rows, parts, ends)
-        out = []
-        with of_any_length(self.device, now.masked):
-            for i, (row, q_i) in enumerate(zip(now.rows, parts, strict=True)):
-                before, prompt = now.records[i].length, now.records[i].prompt
-                if before:
-                    read = self.store.reader(now.at[i : i + 1])(layer)
-                    k_i, v_i = (x[0, :, : before + now.counts[i]] for x in read)  # [Hkv, T, D]
-                else:  # the prompt has no keys and values but those of this pass
-                    k_i, v_i = kv[i].permute(1, 2, 0, 3).unbind()
-                out.append(self.backend.attention(q_i, k_i, v_i))
-                for demand in (d for d in seen.of(now.due, See.MASS, layer) if d.prompt):
-                    seen.add_prompt_mass(layer, row, demand.group, q_i, k_i, prompt)
-                if ends[i] == prompt:
-                    for group, what in seen.asked(now.due, layer).items():
-                        if what & See.ROWS:
-                            seen.keep_prompt_row(layer, row, group, q_i[-1:], k_i, prompt)
-        if idle:
-            out.append(q.new_zeros(idle, *q.shape[1:]))
-        return out[0] if len(out) == 1 else torch.cat(out)
+        return Pulled(near, cos.view(*at.shape, -1), sin.view(*at.shape, -1))
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
         """Let the policy steer the residual stream, and keep it if the policy demands it. Behind the final norm
-        (−1) the policy may look at the whole step. hidden: [n, d]."""
-        now = self._now
-        if isinstance(now, _Read):
-            for _ in self.observations.of(now.due, See.HIDDEN, layer):
-                last = torch.tensor(now.counts, device=self.device).cumsum(0) - 1
-                self.observations.keep_hidden(layer, hidden[last], now.at, None)
-            return hidden
-        at = now.batch.row
-        if now.view is not None:
-            hidden = checks.steered(self.policy, self.policy.steer(now.view, layer, hidden), hidden)
-        for _ in self.observations.of(now.due, See.HIDDEN, layer):
-            self.observations.keep_hidden(layer, hidden, at, now.active)
-        if layer == -1 and self.watches:
-            self.policy.watch(self.view(now.batch))
+        (−1) the policy may look at the whole step. hidden: [N, d]."""
+        policy = self.parts.policy
+        if self.view is not None:
+            hidden = checks.steered(policy, policy.steer(self.view, layer, hidden), hidden)
+        observations = self.parts.observations
+        for _ in observations.of(self.due, See.HIDDEN, layer):
+            observations.keep_hidden(layer, hidden, self.batch.row, self.active)
+        if layer == -1 and self.parts.watches:
+            policy.watch(self.parts.view(self.batch))
         return hidden
 
-    @property
-    def _opens(self) -> bool:
-        """Whether segments may begin with the tokens of a step."""
-        return self.policy.opens if self.captured else self._opened
 
-    @property
-    def _now(self) -> _Step | _Read:
-        if self._pass is None:
-            raise ValueError("there is no step: call begin_step first")
-        return self._pass
+@dataclass(frozen=True)
+class Pulled:
+    """Tokens that are attended from a shorter distance (`Policy.pull`)."""
+
+    near: Tensor  # bool [Lt, N, Ht, S]: the tokens
+    cos: Tensor  # [Lt, N, Ht, D]: RoPE of their queries
+    sin: Tensor
+
+    def of(self, layer: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The tokens of a layer, bool [N, Ht, S], with cos and sin for every KV head, [N·Hkv, 1, D]."""
+        t = min(layer, len(self.near) - 1)
+        dim = self.cos.shape[-1]
+        cos = self.cos[t].expand(-1, kv_heads, -1).reshape(-1, 1, dim)
+        sin = self.sin[t].expand(-1, kv_heads, -1).reshape(-1, 1, dim)
+        return self.near[t], cos, sin

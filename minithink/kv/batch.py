@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 FIELDS = ("row", "active", "length", "prompt", "thinking", "token", "waiting", "sequence")
+ROW = FIELDS.index("row")
 ACTIVE = FIELDS.index("active")
+LENGTH = FIELDS.index("length")
+PROMPT = FIELDS.index("prompt")
+THINKING = FIELDS.index("thinking")
+TOKEN = FIELDS.index("token")
+WAITING = FIELDS.index("waiting")
+SEQUENCE = FIELDS.index("sequence")
 
 
 @dataclass(frozen=True)
@@ -27,9 +34,12 @@ class Batch:
     def of(cls, device: torch.device | str = "cpu", whole: bool = False, **fields: Sequence[int] | Tensor) -> Batch:
         """A batch of the given fields. If a field is missing, `active` is 1 and any other field is 0."""
         n = len(fields["row"])
-        known = {"active": [1] * n} | fields
-        columns = [torch.as_tensor(known.get(name, [0] * n), dtype=torch.int64) for name in FIELDS]
-        return cls(torch.stack([x.to(device) for x in columns]), whole)
+        columns = []
+        for name in FIELDS:
+            missing = [1] * n if name == "active" else [0] * n
+            column = torch.as_tensor(fields.get(name, missing), dtype=torch.int64)
+            columns.append(column.to(device))
+        return cls(torch.stack(columns), whole)
 
     def __len__(self) -> int:
         return self.values.shape[1]
@@ -45,39 +55,39 @@ class Batch:
     @property
     def row(self) -> Tensor:
         """Number of the manager's row: int64 [N]."""
-        return self.values[0]
+        return self.values[ROW]
 
     @property
     def active(self) -> Tensor:
         """Whether the row brings a token: bool [N]."""
-        return self.values[1].bool()
+        return self.values[ACTIVE].bool()
 
     @property
     def length(self) -> Tensor:
         """Tokens that the row has seen when the step's token is in the cache: int64 [N]."""
-        return self.values[2]
+        return self.values[LENGTH]
 
     @property
     def prompt(self) -> Tensor:
         """Tokens of the prompt: int64 [N]."""
-        return self.values[3]
+        return self.values[PROMPT]
 
     @property
     def thinking(self) -> Tensor:
         """Whether the step's token belongs to the think stage: bool [N]."""
-        return self.values[4].bool()
+        return self.values[THINKING].bool()
 
     @property
     def token(self) -> Tensor:
         """The step's token: int64 [N]."""
-        return self.values[5]
+        return self.values[TOKEN]
 
     @property
     def waiting(self) -> Tensor:
         """Tokens in the row's full-precision buffer before the step: int64 [N]."""
-        return self.values[6]
+        return self.values[WAITING]
 
     @property
     def sequence(self) -> Tensor:
         """Number of the sequence, which decides its draws: int64 [N]."""
-        return self.values[7]
+        return self.values[SEQUENCE]

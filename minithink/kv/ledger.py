@@ -7,7 +7,13 @@ its pages, which no other sequence can take: used pages are 1.05 to 1.28 × as l
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from minithink.kv.contract import Policy
 
 
 @dataclass(frozen=True)
@@ -45,3 +51,69 @@ class Ledger:
     def as_dict(self) -> dict[str, int]:
         """Kinds by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+class Stored(Protocol):
+    """What accounts must know of a store."""
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Everything that the store occupies."""
+
+    def account(self, rows: Sequence[int] | None = None) -> Ledger:
+        """Bytes that the tokens of some rows hold; None: of all rows."""
+
+
+class Observed(Protocol):
+    """What accounts must know of observations."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of observations."""
+
+
+@dataclass(frozen=True)
+class Accounts:
+    """The ledger of a manager and of its rows."""
+
+    store: Stored
+    policy: Policy
+    budgets: Mapping[int, Tensor]  # of every member of the policy
+    observations: Observed
+    rows: int
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that the store, the policy and the observations occupy."""
+        return [*self.store.tensors(), *self.state(), *self.observed()]
+
+    def state(self) -> list[Tensor]:
+        """The policy's own tensors, and its budgets."""
+        return [*self.policy.state(), *self.budgets.values()]
+
+    def observed(self) -> list[Tensor]:
+        """What is kept for the policy to see."""
+        return self.observations.tensors
+
+    def ledger(self) -> Ledger:
+        """What every byte is for now."""
+        used = replace(
+            self.store.account(),
+            state=_bytes(self.state()),
+            observations=_bytes(self.observed()),
+        )
+        return replace(used, reserve=_bytes(self.tensors()) - used.held)
+
+    def of_row(self, row: int) -> Ledger:
+        """Bytes that one row holds: its tokens, their scales and tables, its buffers, and its share of the policy's
+        state and observations. Its reserve is the free slots of its pages."""
+        return replace(self.store.account([row]), **self.shares())
+
+    def shares(self) -> dict[str, int]:
+        """Bytes of the policy's state and of the observations, divided by the number of rows."""
+        return {
+            "state": _bytes(self.state()) // self.rows,
+            "observations": _bytes(self.observed()) // self.rows,
+        }
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(x.nbytes for x in tensors)

@@ -33,28 +33,44 @@ forward pass left it. The edits have a fixed order:
 
 Every sequence has its own clock, the number of its generated tokens in the cache.
 
-`attend.py` has `begin`, `attend` and `tap`. `rows.py` has the sequences, what the host knows of them, and the bytes.
+A manager has
+
+    sequences      which row each has, and what the host knows of it   (`sequences.py`)
+    store          keys and values in pages                            (`store.py`)
+    observations   what the policy demanded to see                     (`observe.py`)
+    now            the pass that is under way, a `DecodePass` (`attend.py`) or a `PromptPass` (`prompts.py`)
+    accounts       what its bytes are for                              (`ledger.py`)
+
+and shows the policy a `View` of them (`view.py`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from minithink.backend import REFERENCE, Backend
 from minithink.config import ModelConfig
 from minithink.errors import MinithinkError
 from minithink.kv import checks
-from minithink.kv.attend import Pass, _Read
+from minithink.kv.attend import DecodePass
 from minithink.kv.batch import Batch
-from minithink.kv.contract import Edit, Evict, OpenSegment, Policy, Requantize, SetBudget
-from minithink.kv.rows import _Group
-from minithink.kv.store import SAME
+from minithink.kv.contract import Demand, Edit, Evict, OpenSegment, Policy, Requantize, SetBudget, Shape
+from minithink.kv.ledger import Accounts, Ledger, Told
+from minithink.kv.observe import Observations
+from minithink.kv.parts import Parts
+from minithink.kv.prompts import PromptPass
+from minithink.kv.recorder import Recorder
+from minithink.kv.sequences import Sequences
+from minithink.kv.sizes import UNLIMITED, check_budget, needs
+from minithink.kv.stack import members
+from minithink.kv.store import SAME, PagedStore
 from minithink.kv.view import View
 from minithink.model import Rope
 
@@ -62,13 +78,280 @@ NARROWEST = 256  # columns, where they follow the lanes
 FINE = 1024  # columns; above, where tokens were evicted, widths come closer to the lanes than powers of two
 
 
-class KVManager(Pass):
+class KVManager:
     """Keys and values of up to `rows` sequences under one policy."""
 
-    _edits: Sequence[tuple[Policy, Edit]] = ()  # of the last decision, for a recorder
-    _evicts = False  # whether the host has found that lanes hold fewer tokens than it had counted
+    def __init__(
+        self,
+        config: ModelConfig,
+        rope: Rope,
+        policy: Policy,
+        *,
+        rows: int,
+        tokens: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        backend: Backend = REFERENCE,
+        prompt: int | None = None,
+        prompts: int | None = None,
+        think_ids: tuple[int | None, int | None] = (None, None),
+        pages: int | None = None,
+        columns: int | Literal["fit"] | None = None,
+    ) -> None:
+        """
+        Args:
+            policy: decides which tokens stay; it belongs to this manager from now on.
+            rows: sequences at once.
+            tokens: the longest that a sequence may become, prompt and answer; the pool has room for `rows` sequences
+                of this length, held as the policy holds them.
+            prompt: the longest prompt; None: a prompt may have all of `tokens`.
+            prompts: prompts that are read at once, in full precision; None: as many as there are rows.
+            think_ids: the tokens that open and close the think stage; without them a sequence always thinks.
+            pages: of the pool; None: as many as the worst case needs.
+            columns: width of the lists that are read, fixed so that no shape depends on what the lanes hold; "fit":
+                all tensors have the worst case's width, and the width that is read is one of few that the lanes fit
+                into.
+        """
+        for member in members(policy):
+            checks.declared(member)
+        self.config = config
+        self.policy = policy
+        self.backend = backend
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.think_ids = think_ids
+        self.shape = Shape(
+            layers=config.num_layers,
+            rows=rows,
+            kv_heads=config.num_kv_heads,
+            query_heads=config.num_heads,
+            head_dim=config.head_dim,
+            hidden=config.hidden_size,
+            scope=policy.scope,
+            device=self.device,
+            tokens=tokens,
+            dtype=dtype,
+        )
+        self.prompt = tokens if prompt is None else prompt
+        need = needs(policy, config.head_dim, dtype, tokens, self.prompt)
+        self._fits = columns == "fit"
+        if columns == "fit":
+            columns = need.width
+        self.width = need.width if columns is None else columns  # of the lists
 
-    # -- a decode step; `attend.py` has `begin`, `attend` and `tap`, `rows.py` has `batch`
+        units = self.shape.tables[0] * self.shape.tables[2]  # of a row
+        if pages is None:
+            prompts = rows if prompts is None else prompts
+            pages = units * (rows * need.pages + prompts * need.prompt_pages)
+        storage = policy.storage
+        if storage.buffer > tokens:  # such a buffer is never full; it needs no more room than a sequence
+            storage = replace(storage, buffer=tokens + 1)
+        self.store = PagedStore(
+            self.shape,
+            storage,
+            pages=pages,
+            scale_rows=units * rows * need.scale_rows,
+            dtype=dtype,
+            columns=columns,
+            width=need.width,
+            table_width=4 if columns is None else need.pages + need.prompt_pages,
+            backend=backend,
+        )
+        policy.setup(self.shape)
+        self.observations = Observations(self.store, policy.demands, self.width)
+        self.budgets = {
+            id(p): torch.full(self.shape.tables, UNLIMITED, dtype=torch.int32, device=self.device)
+            for p in members(policy)
+        }
+        self.sequences = Sequences(rows, think_ids)
+        self.accounts = Accounts(self.store, policy, self.budgets, self.observations, rows)
+
+        # Which members of the policy do what
+        steering = [p for p in members(policy) if type(p).steer is not Policy.steer]
+        watching = [p for p in members(policy) if type(p).watch is not Policy.watch]
+        self.steers = bool(steering)
+        self.captures_steering = all(p.capturable for p in (*steering, *watching))
+        self.listening = tuple(p for p in members(policy) if type(p).listen is not Policy.listen)
+        self.deciding = tuple(p for p in members(policy) if type(p).decide is not Policy.decide)
+
+        self.recorder: Recorder | None = None  # set it before the sequences join that it records
+        self.parts = Parts(
+            policy=policy,
+            store=self.store,
+            observations=self.observations,
+            rope=rope,
+            view=self.view,
+            steers=self.steers,
+            watches=bool(watching),
+        )
+        self.now: DecodePass | PromptPass | None = None
+        self._end: Callable[[], None] | None = None  # what `end_step` does
+        self._edits: Sequence[tuple[Policy, Edit]] = ()  # of the last decision, for a recorder
+        self._opened = False  # whether the host knows of segments that were opened and have not begun
+        self._evicts = False  # whether the host has found that lanes hold fewer tokens than it had counted
+        self._waiting: list[int] = []  # rows whose prompt is read and not stored yet
+
+    # -- sequences come and go
+
+    def check(self, prompt: int, budget: int | None = None) -> None:
+        """Refuse a budget that a protected prompt does not fit into. UsageError: names a budget that is enough."""
+        check_budget(self.policy, prompt, budget)
+
+    @torch.inference_mode()
+    def join(
+        self, seq: int, capacity: int, prompt: int = 0, thinking: bool = True, budget: int | None = None
+    ) -> None:
+        """Give a row to a new sequence.
+
+        Args:
+            seq: its number.
+            capacity: tokens that it may have at most (the pool was made for `tokens`).
+            prompt: tokens of its prompt; the policy acts when they are read.
+            thinking: whether the prompt ends inside the think stage. If it does not, and the first token that is
+                generated does not open the stage, the text does not think. Then it is treated as thinking
+                (`Step.thinking`) as long as no tag comes: otherwise budgets of policies that evict only while a
+                model thinks would never apply.
+            budget: for this sequence alone; None: the policy's own.
+        """
+        self.sequences.check_free(seq)
+        if self.store.columns is not None and prompt > self.prompt:  # tables would grow, and addresses change
+            raise ValueError(f"sequence {seq} has a prompt of {prompt} tokens, and room was made for {self.prompt}")
+        self.check(prompt, budget)
+        row = self.sequences.join(seq, capacity, prompt, thinking)
+        for policy in members(self.policy):
+            limit = policy.budget if budget is None else budget
+            self.budgets[id(policy)][:, row] = UNLIMITED if limit is None else limit
+        self.policy.reset(row)
+        self.observations.reset(row)
+        if self.recorder is not None:
+            self.recorder.joined(self, seq, row)
+
+    @torch.inference_mode()
+    def leave(self, seq: int) -> None:
+        """Free a sequence's memory."""
+        if self.recorder is not None:
+            self.recorder.left(seq)
+        row = self.sequences.leave(seq)
+        if row in self._waiting:
+            self._waiting.remove(row)
+        self.store.clear(row)
+
+    def row_of(self, seq: int) -> int:
+        """The row of a sequence."""
+        return self.sequences.row_of[seq]
+
+    def length(self, seq: int) -> int:
+        """Tokens that the sequence has seen; `held` counts those that are still in the cache."""
+        return self.sequences.at(self.row_of(seq)).length
+
+    def held(self, seq: int) -> int:
+        """Tokens that the fullest lane of a sequence holds."""
+        return int(self.store.count[:, self.row_of(seq)].max())
+
+    def positions(self, seq: int) -> Tensor:
+        """Original positions of the tokens that a sequence holds, oldest first, −1 after them: int32 [Lt, Ht, S]."""
+        return self.store.positions()[:, self.row_of(seq)]
+
+    def formats(self, seq: int) -> Tensor:
+        """Index into Storage.formats of every token, 255 in the buffer: uint8 [Lt, Ht, S]; undefined after them."""
+        return self.store.format()[:, self.row_of(seq)]
+
+    # -- the rows of a step
+
+    def batch(self, seqs: Sequence[int], tokens: Sequence[int]) -> Batch:
+        """The batch of a step that feeds these tokens, on the host."""
+        group = self.sequences.of(seqs)
+        waiting = None
+        if self.store.storage.buffer:
+            waiting = [self.store.waiting[row] for row in group.rows]
+        return self.sequences.batch(group, tokens, waiting)
+
+    def pad(self, batch: Batch, rows: Sequence[int]) -> Batch:
+        """The batch, and behind it other rows as padding."""
+        if not rows:
+            return Batch(batch.values)
+        idle = Batch.of(
+            row=rows,
+            active=[0] * len(rows),
+            length=[self.store.lengths[row] + 1 for row in rows],
+            waiting=[self.store.waiting[row] for row in rows],
+        )
+        return Batch(torch.cat((batch.values, idle.values), dim=1))
+
+    def view(self, batch: Batch) -> View:
+        """The rows of a batch as the policy sees them."""
+        return View(
+            self.store,
+            self.observations,
+            self.policy,
+            self.budgets,
+            batch,
+            asks=self.store.asks or not self.tells_due,
+            noted=None if self.recorder is None else self.recorder.noted,
+        )
+
+    def demands_due(self, seqs: Sequence[int]) -> tuple[Demand, ...]:
+        """The demands that are due when each of these sequences brings its next token."""
+        if not self.policy.demands:
+            return ()
+        clocks = {known.clock + 1 for known in self.sequences.of(seqs).known}
+        return tuple(d for d in self.policy.demands if any(clock % d.every == 0 for clock in clocks))
+
+    # -- which parts of a step are captured
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a step can be captured: widths are fixed, and no policy steers with the host's help."""
+        return self.store.columns is not None and self.captures_steering
+
+    @property
+    def captured(self) -> bool:
+        """Whether steps are captured. If so, no part of a step may read the device's memory on the host."""
+        return not self.store.asks
+
+    @captured.setter
+    def captured(self, value: bool) -> None:
+        self.store.asks = not value
+
+    @property
+    def tells_due(self) -> bool:
+        """Whether a step tells the rows that are `due` and the policy sees these alone. If not, it sees all rows in
+        every step; so does a recorder."""
+        return bool(self.deciding) and self.policy.capturable and self.recorder is None
+
+    @property
+    def captures_decisions(self) -> bool:
+        """Whether `decide` is captured. It is not if there is a recorder, which must see the decisions."""
+        return self.captured and self.tells_due
+
+    @property
+    def captures_flushes(self) -> bool:
+        """Whether `flush` is captured. It is not if integers are shrunk: then the host checks first that there is
+        room."""
+        return self.captured and not self.store.storage.shrink
+
+    @property
+    def dense(self) -> bool:
+        """Whether decode steps attend over dense copies, for pulled tokens and for values that lag. The copies are as
+        wide as the longest lane, so the last bits of a sequence's sums depend on the sequences beside it."""
+        return self.parts.dense
+
+    @property
+    def seen(self) -> int:
+        """Columns of the lists that are read (the width)."""
+        return self.store.seen
+
+    @property
+    def formats_in_use(self) -> frozenset[int]:
+        """Formats that tokens may have."""
+        return frozenset(self.store.used)
+
+    @property
+    def _opens(self) -> bool:
+        """Whether segments may begin with the tokens of a step."""
+        return self.policy.opens if self.captured else self._opened
+
+    # -- a decode step, before the forward pass
 
     @torch.inference_mode()
     def prepare(self, seqs: Sequence[int]) -> None:
@@ -78,13 +361,7 @@ class KVManager(Pass):
             Exhausted: the pool is full, or too small for buffers or prompts that still wait; nothing has changed.
             UsageError: a lane is full; nothing has changed.
         """
-        group = self._of(seqs)
-        if not group.steps:
-            self._announced(seqs, [1] * len(seqs))
-            r = group.records[0]
-            if r.clock < 0:
-                raise ValueError(f"sequence {r.seq} generates, and has read {r.length} of {r.prompt} prompt tokens")
-            group.steps = min(r.capacity - r.length for r in group.records)
+        group = self.sequences.ready(seqs)
         self._store_what_waits()
         self.fit_columns(1)
         self.store.require(group.rows)
@@ -100,7 +377,8 @@ class KVManager(Pass):
         if not self._fits:
             return
         store = self.store
-        if (counted := max(store.most)) + more > store.seen:
+        counted = max(store.most)
+        if counted + more > store.seen:
             store.refresh()  # the host has not counted evictions
             self._evicts |= max(store.most) < counted
         wanted = max(NARROWEST, max(store.most) + more)
@@ -111,6 +389,37 @@ class KVManager(Pass):
             if wanted <= store.seen < width:  # what it was when the host last asked
                 return
         store.columns = min(self.width, width)
+
+    # -- the forward pass
+
+    @torch.inference_mode()
+    def begin(self, batch: Batch, due: Sequence[Demand] | None = None) -> DecodePass:
+        """Take slots for the tokens of a step. due: the observations to make (`demands_due`); None: all demands."""
+        if self._opens:
+            self.store.begin_segments(batch.row, batch.active)
+        now = DecodePass(self.parts, batch, self.policy.demands if due is None else due)
+        self.now = now
+        self._end = None  # whoever calls `begin` calls the parts after it, too
+        return now
+
+    def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
+        """Append and attend. qk: [n, Hq + Hkv, D], unrotated, v: [n, Hkv, D]; returns [n, Hq, D]."""
+        return self._under_way().attend(layer, qk, v)
+
+    def tap(self, layer: int, hidden: Tensor) -> Tensor:
+        """Let the policy steer the residual stream, and keep it if the policy demands it. Behind the final norm
+        (−1) the policy may look at the whole step. hidden: [n, d]."""
+        return self._under_way().tap(layer, hidden)
+
+    def _under_way(self) -> DecodePass | PromptPass:
+        if self.now is None:
+            raise ValueError("there is no step: call begin_step first")
+        return self.now
+
+    def _over(self) -> None:
+        """The pass is over: let go of it."""
+        self.now = None
+        self._end = None
 
     @torch.inference_mode()
     def due(self, batch: Batch) -> Tensor:
@@ -134,6 +443,8 @@ class KVManager(Pass):
             out[:-1].copy_(self.store.begun[batch.row])
         out[-1:].copy_(self.store.overflow)
 
+    # -- a decode step, after the forward pass
+
     @torch.inference_mode()
     def advance(
         self, seqs: Sequence[int], tokens: Sequence[int], begun: Sequence[int] | None = None, overflow: bool = False
@@ -154,18 +465,13 @@ class KVManager(Pass):
                 f"The KV pool of {pages:,} pages is exhausted: use a smaller --batch-size, budget or "
                 "--max-new-tokens."
             )
-        group = self._of(seqs)
+        group = self.sequences.of(seqs)
         if begun is not None and self._opens:
-            self._begun(group.rows, begun)
-        stages = self._think(group.records, tokens)
-        for r, token, thinks in zip(group.records, tokens, stages, strict=True):
-            r.length += 1
-            r.thinking = thinks
-            r.staged = r.staged or token in self.think_ids
+            self._note_begun(group.rows, begun)
+        self.sequences.count(group, tokens)
         self._listen(group.rows, [[token] for token in tokens])
-        self.store.appended(group.rows, [r.length for r in group.records])
-        group.steps = max(0, group.steps - 1)
-        self._pass = None
+        self.store.appended(group.rows, [known.length for known in group.known])
+        self._over()
 
     def _listen(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
         """Tell the policies that follow texts the new tokens of these rows, which are known (not −1)."""
@@ -183,7 +489,7 @@ class KVManager(Pass):
         if not self.deciding:
             return None
         if not self.tells_due:
-            return self._everybody(batch)
+            return self.sequences.everybody(batch)
         which = [i for i in range(len(batch)) if due is None or due[i]]
         if len(which) == len(batch):
             return batch
@@ -193,6 +499,27 @@ class KVManager(Pass):
     def decide(self, batch: Batch) -> None:
         """Let the policy act on these rows. Rows that are not active stay as they are."""
         view = self.view(batch)
+        edits = self._asked(view)
+        evictions = [edit for _, edit in edits if isinstance(edit, Evict)]
+        moves = [edit for _, edit in edits if isinstance(edit, Requantize)]
+        if evictions or moves:
+            drop = dropped(evictions, view)
+            for move in moves:
+                self._move(move, view, drop)
+            if evictions and view.any(drop):
+                if self.recorder is not None:
+                    self.recorder.evicting(view, edits, drop)
+                self.store.evict(drop, None if batch.whole else view.row)
+        for author, edit in edits:
+            if isinstance(edit, OpenSegment):
+                self._opened = True
+                self.store.open_segment(view.row, edit.open & view.active, edit.thought)
+            elif isinstance(edit, SetBudget):
+                self._set_budget(author, edit, view)
+        self._edits = edits
+
+    def _asked(self, view: View) -> list[tuple[Policy, Edit]]:
+        """The edits that the policy's members yield, each with its author."""
         edits = list[tuple[Policy, Edit]]()
         for policy in self.deciding:
             seen = view.seen_by(policy)
@@ -205,45 +532,25 @@ class KVManager(Pass):
                 asks=view.asks,
             )
             edits += [(policy, edit) for edit in found]
-        evictions = [edit for _, edit in edits if isinstance(edit, Evict)]
-        moves = [edit for _, edit in edits if isinstance(edit, Requantize)]
-        drop = self._dropped(evictions, view) if evictions or moves else view.active
-        for move in moves:  # such a policy is not capturable, so it sees all rows
-            where = torch.zeros_like(view.pos(), dtype=torch.bool)
-            where[slice(None) if move.layer is None else min(move.layer, len(where) - 1)] = move.where
-            where &= view.active[None, :, None, None]
-            self.store.requantize(where & ~drop, move.fmt, move.how)
-        if evictions and view.any(drop):
-            if self.recorder is not None:
-                self.recorder.evicting(view, edits, drop)
-            self.store.evict(drop, None if batch.whole else view.row)
-        for author, edit in edits:
-            if isinstance(edit, OpenSegment):
-                self._opened = True
-                self.store.open_segment(view.row, edit.open & view.active, edit.thought)
-            elif isinstance(edit, SetBudget):
-                budget = self.budgets[id(author)]
-                budget = budget if edit.layer is None else budget[min(edit.layer, len(budget) - 1)]
-                old = budget[..., view.row, :]
-                budget[..., view.row, :] = torch.where(view.active[:, None], edit.tokens, old)
-        self._edits = edits
+        return edits
 
-    @staticmethod
-    def _dropped(edits: Sequence[Evict], step: View) -> Tensor:
-        """Tokens that these edits evict, of the rows that the policy sees: bool [Lt, R, Ht, S]."""
-        whole: Tensor | None = None
-        for edit in edits:
-            # a prompt of which chunks are still to be read loses no token
-            may = step.active[:, None, None] if edit.even_protected else step.droppable
-            if edit.layer is None:
-                drop = edit.drop & may
-                whole = drop if whole is None else whole | drop
-                continue
-            if whole is None:
-                whole = torch.zeros_like(step.pos(), dtype=torch.bool)
-            at = min(edit.layer, len(whole) - 1)
-            whole[at] |= edit.drop & (may if edit.even_protected else may[at])
-        return torch.zeros_like(step.pos(), dtype=torch.bool) if whole is None else whole
+    def _move(self, move: Requantize, view: View, drop: Tensor) -> None:
+        """Move tokens to another format, but for those that are dropped. A policy that moves tokens is not
+        capturable, so the view shows all rows."""
+        where = torch.zeros_like(view.pos(), dtype=torch.bool)
+        if move.layer is None:
+            where[:] = move.where
+        else:
+            where[min(move.layer, len(where) - 1)] = move.where
+        where &= view.active[None, :, None, None]
+        self.store.requantize(where & ~drop, move.fmt, move.how)
+
+    def _set_budget(self, author: Policy, edit: SetBudget, view: View) -> None:
+        budget = self.budgets[id(author)]
+        if edit.layer is not None:
+            budget = budget[min(edit.layer, len(budget) - 1)]
+        old = budget[..., view.row, :]
+        budget[..., view.row, :] = torch.where(view.active[:, None], edit.tokens, old)
 
     def full(self) -> Batch | None:
         """The rows whose buffers are full, for `flush`, which must follow; None: no buffer is full.
@@ -252,7 +559,9 @@ class KVManager(Pass):
             Exhausted: the pool is too small; nothing has changed, and the buffers wait.
         """
         size = self.store.storage.buffer
-        full = [row for row, r in enumerate(self.rows) if r and self.store.waiting[row] == size] if size else []
+        if not size:
+            return None
+        full = [row for row in self.sequences.taken() if self.store.waiting[row] == size]
         if not full:
             return None
         if self.store.asks or not self.captures_flushes:
@@ -265,15 +574,11 @@ class KVManager(Pass):
         """Quantize the full buffers of these rows."""
         self.store.flush_rings(batch)
 
-    def _flush_full(self) -> None:
-        if (full := self.full()) is not None:
-            self.flush(full.to(self.device))
-
     @torch.inference_mode()
     def close(self, seqs: Sequence[int], tokens: Sequence[int]) -> None:
         """End the step on the host: segments begin, a recorder is told."""
         self._begin_segments()
-        self._tell(self._of(seqs).rows, [1] * len(seqs), tokens)
+        self._tell_recorder(self.sequences.of(seqs).rows, [1] * len(seqs), tokens)
 
     def _begin_segments(self) -> None:
         """Begin the segments that the policy has opened. If decisions are captured, the host does not wait for them;
@@ -281,29 +586,41 @@ class KVManager(Pass):
         if not self._opened or self.captures_decisions:
             return
         self._opened = False
-        rows = [row for row, r in enumerate(self.rows) if r]  # all: an exhausted pool may have delayed some
+        rows = self.sequences.taken()  # all: an exhausted pool may have delayed some
         at = torch.tensor(rows, device=self.device)
         self.store.begin_segments(at, torch.ones_like(at, dtype=torch.bool))
-        self._begun(rows, self.store.begun[at].tolist())
+        self._note_begun(rows, self.store.begun[at].tolist())
 
-    def _begun(self, rows: Sequence[int], begun: Sequence[int]) -> None:
+    def _note_begun(self, rows: Sequence[int], begun: Sequence[int]) -> None:
         """Tell the store's host part which segments begin at the end of these rows."""
         for row, thought in zip(rows, begun, strict=True):
             if thought != SAME:
-                self.store.begin(row, self._row(row).length, thought)
+                self.store.begin(row, self.sequences.at(row).length, thought)
 
-    def _tell(self, rows: Sequence[int], counts: Sequence[int], tokens: Sequence[int]) -> None:
-        edits, self._edits = self._edits, ()
+    def _tell_recorder(self, rows: Sequence[int], counts: Sequence[int], tokens: Sequence[int]) -> None:
+        edits = self._edits
+        self._edits = ()
         if self.recorder is not None:
             self.recorder.stepped(rows, counts, tokens, edits)
+
+    def _act(self, batch: Batch, due: Sequence[int] | None = None) -> None:
+        """Let the policy act on the rows of a batch that are due. Arguments as of `acting`."""
+        acting = self.acting(batch, due)
+        if acting is not None:
+            self.decide(acting.to(self.device))
+
+    def _flush_full(self) -> None:
+        full = self.full()
+        if full is not None:
+            self.flush(full.to(self.device))
 
     def _store_what_waits(self) -> None:
         """Quantize full buffers and prompts that were read. If the pool is exhausted, they wait for the next step."""
         self._flush_full()
-        while self._waiting_prompts:
-            row = self._waiting_prompts[0]
-            self.store.settle(row, self._row(row).length)
-            self._waiting_prompts.pop(0)
+        while self._waiting:
+            row = self._waiting[0]
+            self.store.settle(row, self.sequences.at(row).length)
+            self._waiting.pop(0)
 
     # -- a step without the decode loop: it reads prompts, or feeds one generated token to each sequence
 
@@ -318,14 +635,18 @@ class KVManager(Pass):
         Raises:
             Exhausted: the pool is full; nothing has changed.
         """
-        group, counts = self._announced(seqs, counts), list(counts)
-        if group.records[0].clock < 0:
-            self._begin_reading(group, counts, tokens or ())
+        group = self.sequences.announced(seqs, counts)
+        if group.known[0].clock < 0:
+            self._store_what_waits()
+            self.fit_columns(max(counts))
+            prompts = PromptPass(self.parts, group, counts, tokens or ())
+            self.now = prompts
+            self._end = partial(self._end_prompts, prompts)
             return
         self.prepare(seqs)
         batch = self.batch(seqs, [-1] * len(counts) if tokens is None else tokens)
         now = self.begin(batch.to(self.device), self.demands_due(seqs))
-        now.fed = list(seqs), tokens or (), batch
+        self._end = partial(self._end_tokens, now, list(seqs), tokens or (), batch)
 
     @torch.inference_mode()
     def end_step(self) -> None:
@@ -335,93 +656,130 @@ class KVManager(Pass):
             Exhausted: a full buffer or a prompt found no page; it waits for the next step.
             MinithinkError: the pool is too small and steps are captured; the sequences cannot go on.
         """
-        now = self._now
-        if isinstance(now, _Read):
-            self._end_reading(now)
-            return
-        assert now.fed is not None
-        seqs, tokens, batch = now.fed
+        if self._end is None:
+            raise ValueError("there is no step: call begin_step first")
+        self._end()
+
+    def _end_tokens(self, now: DecodePass, seqs: list[int], tokens: Sequence[int], batch: Batch) -> None:
+        """End a step that fed one generated token to each sequence. batch: of the step, on the host."""
         begun = self.store.begun[now.batch.row].tolist() if self._opens else None
         due = self.due(now.batch).tolist() if self.tells_due else None
-        # The host has checked the pool, unless steps are captured.
-        self.advance(seqs, batch.token.tolist(), begun, self.captured and bool(self.store.overflow))
-        if (acting := self.acting(batch, due)) is not None:
-            self.decide(acting.to(self.device))
+        overflow = self.captured and bool(self.store.overflow)  # else the host has checked the pool
+        self.advance(seqs, batch.token.tolist(), begun, overflow)
+        self._act(batch, due)
         self._flush_full()
         self.close(seqs, tokens)
 
-    def _announced(self, seqs: Sequence[int], counts: Sequence[int]) -> _Group:
-        """The sequences of a step (`_of`). ValueError: some read prompts while others generate, or the counts of new
-        tokens are wrong."""
-        if not seqs or len(set(seqs)) < len(seqs) or min(counts) < 1:
-            raise ValueError(f"a step needs sequences, each once, with new tokens: {list(seqs)} with {list(counts)}")
-        group = self._of(seqs)
-        reading = [r.clock < 0 for r in group.records]
-        if any(reading) != all(reading):
-            raise ValueError("a step reads prompts or generates, not both: announce them apart")
-        for r, count in zip(group.records, counts, strict=True):
-            if r.length + count > r.capacity:
-                raise ValueError(f"sequence {r.seq} has {r.length} tokens of {r.capacity}: {count} do not fit")
-            if reading[0] and r.length + count > r.prompt:
-                raise ValueError(f"sequence {r.seq} announced a prompt of {r.prompt} tokens and brings more")
-            if not reading[0] and count != 1:
-                raise ValueError(f"sequence {r.seq} generates: it brings one token a step, not {count}")
-        return group
-
-    def _begin_reading(self, group: _Group, counts: list[int], tokens: Sequence[int]) -> None:
-        """Take plain slots for the next tokens of prompts."""
-        rows, records = group.rows, group.records
-        self._store_what_waits()
-        self.fit_columns(max(counts))
-        lengths = [r.length for r in records]
-        writer = self.store.append(rows, counts, lengths)
-        position = [p for start, count in zip(lengths, counts, strict=True) for p in range(start, start + count)]
-        cos, sin = self.rope.at(torch.tensor(position, device=self.device))
-        first, step = np.cumsum([0, *counts[:-1]]), np.arange(max(counts))
-        each = first[:, None] + np.minimum(step, np.array(counts)[:, None] - 1)
-        self._pass = _Read(
-            rows, records, counts, tokens, writer, torch.tensor(rows, device=self.device), cos, sin,
-            torch.from_numpy(each).to(self.device), any(lengths), list(self.policy.demands),
-        )  # fmt: skip
-
-    def _end_reading(self, now: _Read) -> None:
-        """Count the tokens. Let the policy act on a prompt that is complete, then store the remaining tokens."""
-        for r, count in zip(now.records, now.counts, strict=True):
-            r.length += count
+    def _end_prompts(self, now: PromptPass) -> None:
+        """End a step that read prompts. The policy acts on prompts that are complete; then they are stored."""
+        now.count()
         if now.tokens:
-            ends = np.cumsum(now.counts)
-            self._listen(now.rows, [now.tokens[end - n : end] for end, n in zip(ends, now.counts, strict=True)])
-        self._last.steps = 0  # `prepare` must check the sequences again
-        settled = [i for i, r in enumerate(now.records) if r.clock == 0]
-        rows = [now.rows[i] for i in settled]
-        last = np.cumsum(now.counts) - 1
-        if settled:
-            for row in rows:
-                self.store.measure(row)
-            records = [now.records[i] for i in settled]
-            batch = Batch.of(
-                row=rows, length=[r.length for r in records], prompt=[r.prompt for r in records],
-                thinking=[int(r.thinking) for r in records],
-                token=[now.tokens[last[i]] if now.tokens else -1 for i in settled],
-            )  # fmt: skip
-            if (acting := self.acting(batch)) is not None:
-                self.decide(acting.to(self.device))
-        self._pass = None  # the step is over, even if the pool turns out to be exhausted below
-        self._waiting_prompts += rows
+            self._listen(now.rows, now.texts())
+        self.sequences.recheck()
+        complete = now.complete()
+        rows = [] if complete is None else complete.row.tolist()
+        for row in rows:
+            self.store.measure(row)
+        if complete is not None:
+            self._act(complete)
+        self._over()  # even if the pool turns out to be exhausted below
+        self._waiting += rows
         self._store_what_waits()
         self._begin_segments()
-        self._tell(now.rows, now.counts, now.tokens)
+        self._tell_recorder(now.rows, now.counts, now.tokens)
+
+    # -- bytes, and words for people
+
+    def ledger(self) -> Ledger:
+        """What every byte of this manager is for now."""
+        return self.accounts.ledger()
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that the manager, its store and its policy occupy."""
+        return self.accounts.tensors()
+
+    def account(self, seq: int) -> Ledger:
+        """Bytes that one sequence holds, by kind: its tokens, their scales and tables, its buffers, and its row's
+        share of the policy's state and observations. Its reserve is the free slots of its pages."""
+        return self.accounts.of_row(self.row_of(seq))
+
+    def row_shares(self) -> dict[str, int]:
+        """Bytes of the policy's state and observations, divided by the number of rows."""
+        return self.accounts.shares()
+
+    def reserved_bytes(self) -> int:
+        """All bytes, used or not."""
+        return self.ledger().total
+
+    def told(self, seq: int) -> Told:
+        """A summary of one sequence for people: its thoughts, bits a number, and the policy's own words."""
+        row = self.row_of(seq)
+        names = self.store.storage.names
+        account = self.store.account([row])
+        numbers = self.store.paged(row) * 2 * self.shape.head_dim
+        lanes = self.shape.layers * self.shape.kv_heads
+        held = int(self.store.count[:, row].sum()) * self.shape.sharing
+        notes = [policy.notes(row) for policy in members(self.policy)]
+        return Told(
+            evicted=self.length(seq) * lanes - held,
+            thoughts=tuple(names[kind] for kind in self.store.kinds[row]) if names else (),
+            bits=8 * (account.payload + account.scales) / numbers if numbers else None,
+            notes="; ".join(note for note in notes if note),
+        )
+
+    def counts(self, seq: int) -> dict[str, int]:
+        """What the policy has counted of one sequence, see `Policy.counts`."""
+        counts = dict[str, int]()
+        for policy in members(self.policy):
+            counts.update(policy.counts(self.row_of(seq)))
+        return counts
+
+    def thought(self, seq: int) -> str:
+        """The name of the running segment's type; "": types have none, or no segment has begun."""
+        names = self.store.storage.names
+        kinds = self.store.kinds[self.row_of(seq)]
+        return names[kinds[-1]] if names and kinds else ""
+
+
+def dropped(edits: Sequence[Evict], step: View) -> Tensor:
+    """Tokens that these edits evict, of the rows that the policy sees: bool [Lt, R, Ht, S]."""
+    whole: Tensor | None = None
+    for edit in edits:
+        # a prompt of which chunks are still to be read loses no token
+        may = step.active[:, None, None] if edit.even_protected else step.droppable
+        if edit.layer is None:
+            drop = edit.drop & may
+            whole = drop if whole is None else whole | drop
+            continue
+        if whole is None:
+            whole = torch.zeros_like(step.pos(), dtype=torch.bool)
+        at = min(edit.layer, len(whole) - 1)
+        whole[at] |= edit.drop & (may if edit.even_protected else may[at])
+    return torch.zeros_like(step.pos(), dtype=torch.bool) if whole is None else whole
 
 
 def bytes_for(
-    config: ModelConfig, policy: Policy, dtype: torch.dtype, *, rows: int, tokens: int, prompt: int,
-    prompts: int = 1, columns: Literal["fit"] | None = None,
-) -> int:  # fmt: skip
+    config: ModelConfig,
+    policy: Policy,
+    dtype: torch.dtype,
+    *,
+    rows: int,
+    tokens: int,
+    prompt: int,
+    prompts: int = 1,
+    columns: Literal["fit"] | None = None,
+) -> int:
     """Bytes of all tensors of a manager with so many rows; nothing is allocated. Arguments as of KVManager."""
-    rope = Rope(replace(config, max_position=1), "meta")
-    policy = copy.deepcopy(policy)
     manager = KVManager(
-        config, rope, policy, rows=rows, tokens=tokens, prompt=prompt, prompts=prompts, device="meta", dtype=dtype,
+        config,
+        Rope(replace(config, max_position=1), "meta"),
+        copy.deepcopy(policy),
+        rows=rows,
+        tokens=tokens,
+        prompt=prompt,
+        prompts=prompts,
+        device="meta",
+        dtype=dtype,
         columns=columns,
-    )  # fmt: skip
+    )
     return sum(x.nbytes for x in manager.tensors())

@@ -4,9 +4,9 @@
     engine.generate(question, policy="rkv", budget=384, recorder=recorder)
     recorder.close()
 
-The manager calls the recorder (`kv/rows.py`, `Recorder`) at joins, evictions and finished steps, and with the scores
-that policies note. The recorder changes nothing, and no token depends on it. It reads the ledger after every step,
-and the formats of tokens if some may have moved. It counts the seconds that it takes. On a GPU with a recorder,
+The manager calls the recorder (`kv/recorder.py`, `Recorder`) at joins, evictions and finished steps, and with the
+scores that policies note. The recorder changes nothing, and no token depends on it. It reads the ledger after every
+step, and the formats of tokens if some may have moved. It counts the seconds that it takes. On a GPU with a recorder,
 policies decide kernel by kernel, and every step waits until the host has read what changed.
 """
 
@@ -125,7 +125,7 @@ class Recorder:
             raise ValueError("a recorder belongs to one manager")
         if self.sequences is not None and seq not in self.sequences:
             return
-        record = manager._row(row)
+        record = manager.sequences.at(row)
         s = self._of_row[row] = _Sequence(
             seq, row, record.prompt, np.full((self._units, record.capacity), GONE, dtype=np.uint8),
             self.tokenizer.stream() if self.tokenizer else None, record.thinking, manager.store.storage.prompt,
@@ -246,7 +246,7 @@ class Recorder:
         if t == 0 or Requantize in kinds or (storage.buffer and waiting != s.waiting + 1):
             self._moved(manager, s, t)
         s.waiting = waiting
-        thinks = manager._row(row).thinking
+        thinks = manager.sequences.at(row).thinking
         c["thinks"].append(int(thinks if t == 0 else s.thinks or thinks))  # tags belong to the thinking
         c["thought"].append(s.thought)
         s.thinks = thinks

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from minithink.backend import Backend
 from minithink.config import ModelConfig
-from minithink.kv.attend import _Read
 from minithink.kv.batch import Batch
 from minithink.kv.contract import Edit, Evict, Policy, Scope, See, Step, Storage, keep_best
 from minithink.kv.manager import KVManager
 from minithink.kv.observe import Observations
+from minithink.kv.prompts import PromptPass
 from minithink.kv.stack import members
 from minithink.kv.store import PagedStore, Writer
 from minithink.model import Decoder, Rope
@@ -200,13 +200,16 @@ class Spy:
         return out
 
     def _keep(self, kind: str, layer: int, x: Tensor) -> None:
-        now = self.manager._now
-        reads = isinstance(now, _Read)
-        rows = now.rows if reads else now.batch.row.tolist()
-        for row, part in zip(rows, x.split(now.counts if reads else [1] * len(rows)), strict=True):
-            record = self.manager.rows[row]
-            assert record is not None
-            self.seen[kind][record.seq, layer] += part.double().cpu().unbind()
+        now = self.manager.now
+        assert now is not None
+        if isinstance(now, PromptPass):
+            rows, counts = now.rows, now.counts
+        else:
+            rows = now.batch.row.tolist()
+            counts = [1] * len(rows)
+        for row, part in zip(rows, x.split(counts), strict=True):
+            seq = self.manager.sequences.at(row).seq
+            self.seen[kind][seq, layer] += part.double().cpu().unbind()
 
     def get(self, kind: str, seq: int, layer: int) -> Tensor:
         """All tokens of a sequence so far: [n, …] float64."""
@@ -257,7 +260,7 @@ def text_of(config: ModelConfig, n: int, seed: int) -> list[int]:
 @torch.inference_mode()
 def kept(manager: KVManager, seq: int) -> list[list[int]]:
     """Positions that each table of a sequence holds, layer by layer and head by head."""
-    lanes = manager.store.positions()[:, manager._row_of[seq]].flatten(0, 1)
+    lanes = manager.store.positions()[:, manager.row_of(seq)].flatten(0, 1)
     return [[p for p in lane if p >= 0] for lane in lanes.tolist()]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import minithink.kv.manager as manager_module
 from minithink.kv.batch import ACTIVE, Batch
 from minithink.kv.contract import Demand, Evict, Policy, See, Step
-from minithink.kv.manager import KVManager
+from minithink.kv.manager import KVManager, dropped
 from minithink.kv.stack import members
 from minithink.kv.view import View
 from minithink.policies import parse
@@ -109,7 +109,7 @@ class Life:
         """All rows after a step of some, which is counted already."""
         batch = self.manager.batch(seqs, [tokens[seq] for seq in seqs])
         batch.values[2] -= 1
-        return self.manager._everybody(batch)
+        return self.manager.sequences.everybody(batch)
 
     def subset(self) -> list[int]:
         """Rows in any order, each once, at least one."""
@@ -130,7 +130,7 @@ class Life:
 def drops(manager: KVManager, view: View) -> Tensor:
     """What the policy evicts of the rows of a view: bool [Lt, R, Ht, S]; nothing where there is no token."""
     edits = [edit for p in manager.deciding for edit in p.decide(view.seen_by(p))]
-    return manager._dropped([edit for edit in edits if isinstance(edit, Evict)], view) & (view.pos() >= 0)
+    return dropped([edit for edit in edits if isinstance(edit, Evict)], view) & (view.pos() >= 0)
 
 
 def of_row(manager: KVManager, row: int) -> dict[str, Tensor]:
@@ -290,7 +290,7 @@ def test_prompts_that_are_read_together_are_decided_alone(text: str, monkeypatch
     """Rows whose prompts end are shown alone, beside those that pause."""
     managers = []
     for alone in (True, False):
-        acting = KVManager.acting if alone else lambda self, batch, due=None: self._everybody(batch)
+        acting = KVManager.acting if alone else lambda self, batch, due=None: self.sequences.everybody(batch)
         monkeypatch.setattr(KVManager, "acting", acting)
         life = Life(text, 4)
         manager = life.manager
@@ -304,6 +304,6 @@ def test_prompts_that_are_read_together_are_decided_alone(text: str, monkeypatch
         managers.append(manager)
     one, other = managers
     for seq in (0, 1, 2, 8, 9):
-        row = one._row_of[seq]
+        row = one.row_of(seq)
         assert kept(one, seq) == kept(other, seq)
         assert_same_content(f"sequence {seq}", of_row(one, row), of_row(other, row))

@@ -113,7 +113,7 @@ def turned(rows: Sequence[Any], turn: int) -> list[Any]:
 
 def flush_beside(manager: KVManager, full: Batch, turn: int) -> None:
     """Quantize full buffers, some other rows beside them, in any order; these stay as they are."""
-    others = [row for row in range(len(manager.rows)) if row not in full.row.tolist()][: turn % 4]
+    others = [row for row in range(manager.shape.rows) if row not in full.row.tolist()][: turn % 4]
     batch = manager.pad(full, others)
     before = [content(manager, row) for row in others]
     manager.flush(batch[turned(range(len(batch)), turn)].to(manager.device))
@@ -157,7 +157,7 @@ def assert_same_content(name: str, got: dict[str, Tensor], want: dict[str, Tenso
 
 def formats(manager: KVManager, seq: int) -> list[int]:
     """Of the tokens that a sequence holds."""
-    row, pos = manager._row_of[seq], manager.store.positions()
+    row, pos = manager.row_of(seq), manager.store.positions()
     return manager.store.format()[:, row][pos[:, row] >= 0].tolist()
 
 
@@ -169,10 +169,10 @@ def assert_same_state(name: str, got: KVManager, want: KVManager, seqs: Iterable
         assert got.held(seq) == want.held(seq)
         assert got.length(seq) == want.length(seq)
         assert state_of(got, seq) == state_of(want, seq)
-        assert got.store.lengths[got._row_of[seq]] == got.length(seq)
+        assert got.store.lengths[got.row_of(seq)] == got.length(seq)
         if exact:
             assert got.account(seq) == want.account(seq), f"{name}, sequence {seq}"
-            ours, theirs = (content(m, m._row_of[seq]) for m in (got, want))
+            ours, theirs = (content(m, m.row_of(seq)) for m in (got, want))
             assert_same_content(f"{name}, sequence {seq}", ours, theirs)
     assert got.store.table.pages.free == want.store.table.pages.free, name
     assert got.store.free_rows.free == want.store.free_rows.free, name
@@ -331,7 +331,7 @@ def test_the_parts_of_a_step_are_a_step(text: str) -> None:
             seqs = seqs[: 1 + some(len(seqs))]
         if 0 not in seqs:
             seqs.append(0)
-        taken = {pair.next._row_of[seq] for seq in seqs}
+        taken = {pair.next.row_of(seq) for seq in seqs}
         idle = [row for row in (3, 2, 1, 0) if row not in taken][: some(4)]
         tokens = {seq: some(config.vocab_size) for seq in seqs}
         if i == CLOSES:
@@ -383,7 +383,7 @@ def test_any_storage_scope_and_order(
             pair.welcome(number, text_of(decoder.config, n, number), MAX_POSITION)
             number += 1
         seqs = data.draw(st.permutations(pair.seqs))[: data.draw(st.integers(1, 3))]
-        taken = {pair.next._row_of[seq] for seq in seqs}
+        taken = {pair.next.row_of(seq) for seq in seqs}
         others = [row for row in range(3) if row not in taken]
         idle = data.draw(st.permutations(others))[: data.draw(st.integers(0, 2))]
         tokens = text_of(decoder.config, len(seqs), data.draw(st.integers(0, 99)))
@@ -830,7 +830,7 @@ def test_addresses_stay(text: str) -> None:
         manager.join(seq, 64, 3)
         feed(decoder, manager, {seq: [1, 2, 3]})
     feed_batch(decoder, manager, {0: 1, 1: 1})
-    addresses = [x.data_ptr() for x in (*manager.store.tensors(), *manager._observed())]
+    addresses = [x.data_ptr() for x in (*manager.store.tensors(), *manager.accounts.observed())]
     for i in range(58):
         feed_batch(decoder, manager, {0: i})
     for seq in range(2, 6):
@@ -838,7 +838,7 @@ def test_addresses_stay(text: str) -> None:
         manager.join(seq, 64, 20)
         feed(decoder, manager, {seq: text_of(decoder.config, 20, seq)})
         feed_batch(decoder, manager, {seq: 1})
-        assert [x.data_ptr() for x in (*manager.store.tensors(), *manager._observed())] == addresses
+        assert [x.data_ptr() for x in (*manager.store.tensors(), *manager.accounts.observed())] == addresses
 
 
 def test_a_prompt_that_would_move_what_is_captured_is_refused() -> None:

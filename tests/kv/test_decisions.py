@@ -20,7 +20,7 @@ from minithink.backend import REFERENCE, triton_backend
 from minithink.errors import UsageError
 from minithink.kv.batch import FIELDS, Batch
 from minithink.kv.contract import Edit, Evict, OpenSegment, Policy, Step
-from minithink.kv.manager import KVManager
+from minithink.kv.manager import KVManager, dropped
 from minithink.kv.stack import Stack
 from minithink.model import Decoder
 from minithink.policies import POLICIES, parse
@@ -98,7 +98,7 @@ class Apart:
         return feed_batch(decoder, self.manager, tokens, idle, decide=lambda: self.decide(states))
 
     def decide(self, states: list[tuple[int, ...]]) -> None:
-        manager, rows = self.manager, len(self.manager.rows)
+        manager, rows = self.manager, self.manager.shape.rows
 
         def padded(states: list[tuple[int, ...]]) -> tuple[Batch, list[int]]:
             taken = [state[0] for state in states]
@@ -130,15 +130,15 @@ class Apart:
     def evicting(self, states: list[tuple[int, ...]]) -> set[int]:
         """Rows that lose tokens when the policy is shown all of them."""
         manager, state = self.manager, list(self.manager.policy.state())
-        every = torch.zeros(len(FIELDS), len(manager.rows), dtype=torch.int64)
-        every[0] = torch.arange(len(manager.rows))
+        every = torch.zeros(len(FIELDS), manager.shape.rows, dtype=torch.int64)
+        every[0] = torch.arange(manager.shape.rows)
         every[:, [row for row, *_ in states]] = torch.tensor(states).t()
         step = manager.view(Batch(every, whole=True).to(manager.device))
         before = [x.clone() for x in state]
         edits = [edit for p in manager.deciding for edit in p.decide(step.seen_by(p))]
         for x, was in zip(state, before, strict=True):  # it will be asked again
             x.copy_(was)
-        drop = manager._dropped([edit for edit in edits if isinstance(edit, Evict)], step)
+        drop = dropped([edit for edit in edits if isinstance(edit, Evict)], step)
         return set((drop & (step.pos() >= 0)).any(3).any(2).any(0).nonzero().flatten().tolist())
 
 
@@ -149,14 +149,14 @@ def feed_all(
     batch = manager.batch(list(tokens), list(tokens.values()))
 
     def decide() -> None:
-        manager.decide(manager._everybody(batch).to(manager.device))
+        manager.decide(manager.sequences.everybody(batch).to(manager.device))
 
     return feed_batch(decoder, manager, tokens, idle, decide=decide)
 
 
 def remembered(manager: KVManager, row: int) -> dict[str, Tensor]:
     """What the policy remembers of a row, and the budgets of its lanes."""
-    rows, state = len(manager.rows), manager.policy.state()
+    rows, state = manager.shape.rows, manager.policy.state()
     of = [x.movedim(x.shape.index(rows), 0)[row].clone() for x in state if rows in x.shape[:2]]
     budgets = [x[:, row].clone() for x in manager.budgets.values()]
     return {f"state {i}": x for i, x in enumerate([*of, *budgets])}
@@ -200,7 +200,7 @@ def test_decisions_apart_are_decisions(text: str) -> None:
         tokens = {seq: apart.some(decoder.config.vocab_size) for seq in batch}
         if i in (30, 34) and 0 in tokens:
             tokens[0] = CLOSE if i == 30 else OPEN
-        taken = {one._row_of[seq] for seq in batch}
+        taken = {one.row_of(seq) for seq in batch}
         idle = [row for row in range(5) if row not in taken][: apart.some(3)]
         got = apart.feed(decoder, tokens, idle)
         want = feed_all(decoder, other, tokens, idle)

@@ -63,9 +63,9 @@ def test_every_byte_is_found(name: str, scope: Scope) -> None:
     for token in range(18):
         feed(DECODER, manager, {1: [token], 0: [token]})
         ledger = check(manager)
-    own = [manager.store.account([manager._row_of[seq]]).held for seq in (0, 1)]
+    own = [manager.store.account([manager.row_of(seq)]).held for seq in (0, 1)]
     assert sum(own) == ledger.held - ledger.state
-    share = ledger.state // len(manager.rows)
+    share = ledger.state // manager.shape.rows
     assert [manager.account(seq).held for seq in (0, 1)] == [x + share for x in own]
     manager.leave(0)
     assert manager.account(1).held == check(manager).held - ledger.state + share

@@ -282,7 +282,7 @@ def test_a_protected_prompt_needs_room() -> None:
             manager.join(0, 20, refused)
         with pytest.raises(UsageError):
             manager.check(refused)
-    assert manager.rows == [None] * 3
+    assert manager.sequences.rows == [None] * 3
     assert manager.ledger() == before
     manager.join(0, 20, 6, budget=7)
     manager.join(1, 20, 5)

@@ -392,7 +392,7 @@ def test_loops_choose_the_same_tokens(text: str) -> None:
     for _ in range(2):
         feed({1: 1})
     begin(2)
-    assert heard.row_of[2] == manager._row_of[2] == 0
+    assert heard.row_of[2] == manager.row_of(2) == 0
     for _ in range(22):
         feed({1: 1, 2: 1})
     assert gone > 80

@@ -310,7 +310,7 @@ def test_decisions_follow_from_the_whole_history(
     ids = (None, None) if close is None else (NEVER, tokens_of(0, prompts[0] + close)[-1])
     for manager in follow(policy, prompts, 16, rows=len(prompts) + 1, think_ids=ids):
         for seq, prompt in enumerate(prompts):
-            record = manager.rows[manager._row_of[seq]]
+            record = manager.sequences.rows[manager.row_of(seq)]
             assert record is not None
             for lane in held(manager, seq):
                 if record.thinking or not exempt:
@@ -349,9 +349,9 @@ def test_moving_budgets_follow_from_the_whole_history(
     ids = (None, None) if close is None else (NEVER, tokens_of(0, prompts[0] + close)[-1])
     for manager in follow(policy, prompts, 20, rows=len(prompts) + 1, think_ids=ids):
         for seq, prompt in enumerate(prompts):
-            record, lanes = manager.rows[manager._row_of[seq]], held(manager, seq)
+            record, lanes = manager.sequences.rows[manager.row_of(seq)], held(manager, seq)
             assert record is not None
-            budgets = manager.budgets[id(policy)][:, manager._row_of[seq]].flatten().tolist()
+            budgets = manager.budgets[id(policy)][:, manager.row_of(seq)].flatten().tolist()
             assert sum(budgets) == budget * len(lanes)
             assert min(budgets) >= floor + prompt * protect
             if record.thinking or not exempt:

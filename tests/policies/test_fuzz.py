@@ -130,7 +130,8 @@ class Watch:
         for s in sequences:
             self.steps += 1
             count = cache.store.count[:, cache.row_of(s.number)]
-            thinks = cache._row(cache.row_of(s.number)).thinking or not cache._row(cache.row_of(s.number)).staged
+            known = cache.sequences.at(cache.row_of(s.number))
+            thinks = known.thinking or not known.staged
             if self.policy.exempt_answer and not (thinks and s.tokens):
                 continue
             for how, tokens, member in most(self.policy, lanes):

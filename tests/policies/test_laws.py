@@ -229,7 +229,7 @@ def run(decoder: Decoder, text: str, companions: int | None, columns: int | None
 
     def look() -> None:
         seen.kept.append(kept(manager, 0))
-        row = manager._row_of[0]
+        row = manager.row_of(0)
         pos = manager.store.positions()[:, row] >= 0
         seen.formats.append(manager.store.format()[:, row][pos].tolist())
         read, layers = manager.store.reader(torch.tensor([row])), range(decoder.config.num_layers)
@@ -359,12 +359,12 @@ def test_budget_and_bytes(text: str) -> None:
         ledger = manager.ledger()
         assert ledger.total == owned_bytes(manager), (text, ledger)
         assert ledger.reserve >= 0, (text, ledger)
-        of_sequences = sum(manager.store.account([row]).held for row in manager._row_of.values())
+        of_sequences = sum(manager.store.account([row]).held for row in manager.sequences.row_of.values())
         assert of_sequences == ledger.held - ledger.state - ledger.observations, (text, ledger)
         if not policy.demands:
             assert not observed(manager)
             assert ledger.observations == 0
-        for s in manager._row_of:
+        for s in manager.sequences.row_of:
             n = manager.length(s)
             if n < prompts[s]:
                 continue
@@ -377,9 +377,9 @@ def test_budget_and_bytes(text: str) -> None:
                 assert policy.budget is not None or all(len(lane) == n - gone for lane in lanes)
                 continue
             end = answers.get(s, n) if policy.exempt_answer else n
-            limit = torch.full(manager.shape.tables, policy.limit)[:, manager._row_of[s]].flatten()
+            limit = torch.full(manager.shape.tables, policy.limit)[:, manager.row_of(s)].flatten()
             if not isinstance(policy, Stack) and policy.budget is not None:  # lanes with budgets of their own
-                limit = limit + manager.budgets[id(policy)][:, manager._row_of[s]].flatten() - policy.budget
+                limit = limit + manager.budgets[id(policy)][:, manager.row_of(s)].flatten() - policy.budget
             assert all(
                 sum(p < end for p in lane) <= most for lane, most in zip(lanes, limit.tolist(), strict=True)
             ), (text, s, lanes)

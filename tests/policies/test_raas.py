@@ -332,7 +332,7 @@ def test_whole_pages_go(prompts: list[int], page: int, more: int, protect: bool,
                 assert i == 0 or lane[-1] == n + i - 1
         known, stamps = (x.transpose(0, 1) for x in policy.state())
         for seq, n in enumerate(prompts):
-            row = manager._row_of[seq]
+            row = manager.row_of(seq)
             for lane, of_lane in zip(known[row, :, 0].tolist(), stamps[row, :, 0].tolist(), strict=True):
                 by_page: dict[int, set[int]] = {}
                 for p, ts in zip(lane, of_lane, strict=True):

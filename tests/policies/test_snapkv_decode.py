@@ -110,7 +110,7 @@ def test_totals_are_exact(
     for manager, want in zip(states, equal, strict=True):
         for seq, n in enumerate(prompts):
             lanes, length = held(manager, seq), manager.length(seq)
-            assert manager.budgets[id(policy)][:, manager._row_of[seq]].sum() == budget * tables
+            assert manager.budgets[id(policy)][:, manager.row_of(seq)].sum() == budget * tables
             total = sum(map(len, want[seq]))
             if name == "uniform":
                 assert sum(map(len, lanes)) <= limit * tables
@@ -204,7 +204,7 @@ def test_heads_hold_unequally_many_and_their_budgets_say_so() -> None:
         spread = 0
         for i, manager in enumerate(follow(policy, [11], 33, decoder=DEEP)):
             sizes = torch.tensor([len(lane) for lane in held(manager, 0)])
-            budgets = manager.budgets[id(policy)][:, manager._row_of[0]].flatten()
+            budgets = manager.budgets[id(policy)][:, manager.row_of(0)].flatten()
             if i >= 8:
                 assert len((sizes - budgets).unique()) == 1
                 spread = max(spread, int(budgets.max() - budgets.min()))
@@ -228,7 +228,7 @@ def test_in_a_stack_budgets_still_add_up(cls: Any) -> None:
     for manager in follow(Stack([other, policy]), [9, 17], 25, decoder=DEEP):
         for seq in (0, 1):
             lanes = held(manager, seq)
-            assert manager.budgets[id(policy)][:, manager._row_of[seq]].sum() == 12 * len(lanes)
+            assert manager.budgets[id(policy)][:, manager.row_of(seq)].sum() == 12 * len(lanes)
             assert sum(map(len, lanes)) <= 16 * len(lanes)
 
 

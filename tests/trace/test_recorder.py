@@ -53,8 +53,8 @@ class Watched:
         feed(self.decoder, self.manager, chunks)
         for seq, chunk in chunks.items():
             self.fed[seq] += chunk
-            row = self.manager._row_of[seq]
-            if self.manager._row(row).clock < 0:
+            row = self.manager.row_of(seq)
+            if self.manager.sequences.at(row).clock < 0:
                 continue
             pos = self.manager.store.positions()[:, row].flatten(0, 1)
             fmt = self.manager.store.format()[:, row].flatten(0, 1)
@@ -409,7 +409,7 @@ def test_nobody_records_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_policies_decide_in_the_open_while_somebody_records(tmp_path: Path) -> None:
-    """A recorded decision hides what it evicts: it is not used then."""
+    """A captured decision hides what it evicts: it is not used then."""
     manager = manager_for(DECODER, parse("window:budget=9"), columns="fit", tokens=40)
     manager.captured = True
     assert manager.captures_decisions

@@ -1,0 +1,141 @@
+"""PromptPass: one forward pass that reads prompts, or chunks of prompts.
+
+The tokens of a prompt wait in plain pages. When the prompt is complete, the policy acts on it, and the remaining
+tokens move to their own format (`KVManager.end_step`). The host leads such a pass, so it is never captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minithink.kv.batch import Batch
+from minithink.kv.contract import See
+from minithink.kv.parts import Parts
+from minithink.kv.sequences import Group
+from minithink.ref.attention import of_any_length
+
+
+class PromptPass:
+    """A pass over prompts that is under way: its tokens have slots, its layers are still to come."""
+
+    def __init__(self, parts: Parts, group: Group, counts: Sequence[int], tokens: Sequence[int]) -> None:
+        """Take plain slots for the next tokens of prompts.
+
+        Args:
+            group: the sequences.
+            counts: new tokens of each.
+            tokens: ids of all new tokens, one sequence after the other; empty: they are not known.
+        """
+        device = parts.store.shape.device
+        self.parts = parts
+        self.rows = group.rows
+        self.known = group.known
+        self.counts = list(counts)
+        self.tokens = tokens
+        self.starts = [known.length for known in group.known]
+        self.ends = [start + count for start, count in zip(self.starts, counts, strict=True)]
+        self.due = list(parts.policy.demands)
+        self.writer = parts.store.append(self.rows, self.counts, self.starts)
+        self.at = torch.tensor(self.rows, device=device)  # int64 [N]
+        spans = zip(self.starts, self.ends, strict=True)
+        positions = np.concatenate([np.arange(start, end) for start, end in spans])
+        self.cos, self.sin = parts.rope.at(torch.from_numpy(positions).to(device))
+        # Attention needs a mask if a prompt has earlier chunks.
+        self.masked = any(self.starts)
+        # The index of each prompt's tokens, [N, longest]; behind a prompt's end it is that of its last token.
+        first = np.cumsum([0, *self.counts[:-1]])
+        self.last = first + np.array(self.counts) - 1
+        each = np.minimum(first[:, None] + np.arange(max(self.counts)), self.last[:, None])
+        self.each = torch.from_numpy(each).to(device)
+
+    def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
+        """Causal attention of every prompt by itself, over the keys and values of this pass and of earlier ones.
+
+        Args:
+            qk: [n, Hq + Hkv, D], unrotated; rows behind the tokens of the pass are padding.
+            v: [n, Hkv, D].
+
+        Returns:
+            [n, Hq, D], 0 for padding rows.
+        """
+        backend = self.parts.store.backend
+        total = sum(self.counts)
+        q, k = backend.rope(qk[:total], self.cos, self.sin).split_with_sizes(self.parts.heads, dim=1)
+        kv = torch.stack((k, v[:total]), dim=1)  # [n, 2, Hkv, D]
+        padded_k, padded_v = kv[self.each].unbind(2)
+        self.writer.write(layer, padded_k, padded_v)
+        queries = q.split(self.counts)
+        own = kv.split(self.counts)
+        self.parts.observations.keep_prompt_queries(layer, self.rows, queries, self.ends)
+        out = []
+        with of_any_length(self.at.device, self.masked):
+            for i, q_i in enumerate(queries):
+                k_i, v_i = self._read(i, layer, own[i])
+                out.append(backend.attention(q_i, k_i, v_i))
+                self._observe(i, layer, q_i, k_i)
+        padding = len(qk) - total
+        if padding:
+            out.append(q.new_zeros(padding, *q.shape[1:]))
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _read(self, i: int, layer: int, own: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of prompt i up to the end of this pass, [Hkv, T, D]. own: of this pass, [n, 2, Hkv, D]."""
+        if not self.starts[i]:
+            k, v = own.permute(1, 2, 0, 3).unbind()
+            return k, v
+        k, v = self.parts.store.reader(self.at[i : i + 1])(layer)  # [1, Hkv, S, D]
+        return k[0, :, : self.ends[i]], v[0, :, : self.ends[i]]
+
+    def _observe(self, i: int, layer: int, q: Tensor, k: Tensor) -> None:
+        """Keep what the policy demands of prompt i. q: [n, Hq, D], k: [Hkv, T, D]."""
+        observations = self.parts.observations
+        row = self.rows[i]
+        prompt = self.known[i].prompt
+        for demand in observations.of(self.due, See.MASS, layer):
+            if demand.prompt:
+                observations.add_prompt_mass(layer, row, demand.group, q, k, prompt)
+        if self.ends[i] < prompt:
+            return
+        for group, what in observations.asked(self.due, layer).items():
+            if what & See.ROWS:
+                observations.keep_prompt_row(layer, row, group, q[-1:], k, prompt)
+
+    def tap(self, layer: int, hidden: Tensor) -> Tensor:
+        """Keep the residual stream of each prompt's last token, if the policy demands it. hidden: [n, d]."""
+        observations = self.parts.observations
+        for _ in observations.of(self.due, See.HIDDEN, layer):
+            last = torch.from_numpy(self.last).to(self.at.device)
+            observations.keep_hidden(layer, hidden[last], self.at, None)
+        return hidden
+
+    # -- the end of the pass
+
+    def count(self) -> None:
+        """Count the tokens of the pass, which are in the cache now."""
+        for known, end in zip(self.known, self.ends, strict=True):
+            known.length = end
+
+    def texts(self) -> list[Sequence[int]]:
+        """The new tokens of each row; `tokens` must be known."""
+        out = []
+        for last, count in zip(self.last, self.counts, strict=True):
+            out.append(self.tokens[last + 1 - count : last + 1])
+        return out
+
+    def complete(self) -> Batch | None:
+        """The rows whose prompts are complete, as a batch for the policy to act on; None: no prompt is."""
+        done = [i for i, known in enumerate(self.known) if known.clock == 0]
+        if not done:
+            return None
+        known = [self.known[i] for i in done]
+        return Batch.of(
+            row=[self.rows[i] for i in done],
+            length=[k.length for k in known],
+            prompt=[k.prompt for k in known],
+            thinking=[int(k.thinking) for k in known],
+            token=[self.tokens[self.last[i]] if self.tokens else -1 for i in done],
+        )

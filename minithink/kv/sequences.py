@@ -1,0 +1,218 @@
+"""Sequences: which row of the cache each sequence has, and what the host knows of it.
+
+A sequence takes a free row when it joins, and frees the row when it leaves. Everything here is Python numbers on the
+host. `batch` writes what a step must know of its rows into one tensor (`batch.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from minithink.kv.batch import ACTIVE, FIELDS, LENGTH, PROMPT, ROW, SEQUENCE, THINKING, TOKEN, WAITING, Batch
+
+
+@dataclass
+class Known:
+    """What the host knows of one sequence."""
+
+    seq: int
+    prompt: int  # tokens
+    thinking: bool  # whether it is in the think stage
+    capacity: int  # tokens that the sequence may have at most
+    staged: bool  # whether it has ever been in the think stage
+    length: int = 0  # tokens seen, evicted ones too
+
+    @property
+    def clock(self) -> int:
+        """Generated tokens in the cache; negative while the prompt is read."""
+        return self.length - self.prompt
+
+
+@dataclass
+class Group:
+    """The sequences of a step."""
+
+    seqs: list[int]
+    rows: list[int]
+    known: list[Known]
+    constant: np.ndarray  # int64 [FIELDS, N]: the fields of a batch that are the same in every step
+    whole: bool = False  # these are all rows, in order
+    steps: int = 0  # steps that need no check of capacities; 0: check
+
+
+NOBODY = Group([], [], [], np.zeros((len(FIELDS), 0), dtype=np.int64))
+
+
+class Sequences:
+    """The sequences of a manager."""
+
+    def __init__(self, rows: int, think_ids: tuple[int | None, int | None]) -> None:
+        """think_ids: the tokens that open and close the think stage; without them a sequence always thinks."""
+        self.rows: list[Known | None] = [None] * rows
+        self.row_of: dict[int, int] = {}  # number of a sequence → its row
+        self.think_ids = think_ids
+        self._last = NOBODY
+
+    # -- sequences come and go
+
+    def join(self, seq: int, capacity: int, prompt: int, thinking: bool) -> int:
+        """A new sequence takes the first free row → the row. Arguments as of `KVManager.join`."""
+        row = self.rows.index(None)
+        thinking = thinking or None in self.think_ids
+        self.rows[row] = Known(seq, prompt, thinking, capacity, staged=thinking)
+        self.row_of[seq] = row
+        self.recheck()
+        return row
+
+    def check_free(self, seq: int) -> None:
+        """ValueError: this sequence is here already, or no row is free for it."""
+        if seq in self.row_of:
+            raise ValueError(f"sequence {seq} is in the cache already")
+        if None not in self.rows:
+            raise ValueError(f"all {len(self.rows)} rows are taken; sequence {seq} must wait")
+
+    def leave(self, seq: int) -> int:
+        """A sequence frees its row → the row."""
+        row = self.row_of.pop(seq)
+        self.rows[row] = None
+        self.recheck()
+        return row
+
+    def at(self, row: int) -> Known:
+        """What the host knows of the sequence in a row. ValueError: the row is free."""
+        known = self.rows[row]
+        if known is None:
+            raise ValueError(f"row {row} holds no sequence")
+        return known
+
+    def taken(self) -> list[int]:
+        """The rows that hold a sequence."""
+        return [row for row, known in enumerate(self.rows) if known is not None]
+
+    # -- the sequences of a step
+
+    def of(self, seqs: Sequence[int]) -> Group:
+        """The group of these sequences. A step asks for it several times, and a generation asks for the same one step
+        after step, so the last group is kept."""
+        if self._last.seqs != seqs:
+            rows = [self.row_of[seq] for seq in seqs]
+            known = [self.at(row) for row in rows]
+            constant = np.zeros((len(FIELDS), len(rows)), dtype=np.int64)
+            constant[ROW] = rows
+            constant[ACTIVE] = 1
+            constant[PROMPT] = [k.prompt for k in known]
+            constant[SEQUENCE] = seqs
+            whole = rows == list(range(len(self.rows)))
+            self._last = Group(list(seqs), rows, known, constant, whole)
+        return self._last
+
+    def recheck(self) -> None:
+        """Forget the last group, so that the next step checks the capacities again."""
+        self._last = NOBODY
+
+    def announced(self, seqs: Sequence[int], counts: Sequence[int]) -> Group:
+        """The group of a step in which seqs[i] brings counts[i] new tokens.
+
+        Raises:
+            ValueError: some read prompts while others generate, or the counts of new tokens are wrong.
+        """
+        if not seqs or len(set(seqs)) < len(seqs) or min(counts) < 1:
+            raise ValueError(f"a step needs sequences, each once, with new tokens: {list(seqs)} with {list(counts)}")
+        group = self.of(seqs)
+        reading = [known.clock < 0 for known in group.known]
+        if any(reading) != all(reading):
+            raise ValueError("a step reads prompts or generates, not both: announce them apart")
+        for known, count in zip(group.known, counts, strict=True):
+            if known.length + count > known.capacity:
+                raise ValueError(
+                    f"sequence {known.seq} has {known.length} tokens of {known.capacity}: {count} do not fit"
+                )
+            if reading[0] and known.length + count > known.prompt:
+                raise ValueError(f"sequence {known.seq} announced a prompt of {known.prompt} tokens and brings more")
+            if not reading[0] and count != 1:
+                raise ValueError(f"sequence {known.seq} generates: it brings one token a step, not {count}")
+        return group
+
+    def ready(self, seqs: Sequence[int]) -> Group:
+        """The group of a decode step, in which each sequence brings one token.
+
+        Raises:
+            ValueError: a sequence is full, or has not read its prompt.
+        """
+        group = self.of(seqs)
+        if not group.steps:
+            self.announced(seqs, [1] * len(seqs))
+            first = group.known[0]
+            if first.clock < 0:
+                raise ValueError(
+                    f"sequence {first.seq} generates, and has read {first.length} of {first.prompt} prompt tokens"
+                )
+            group.steps = min(known.capacity - known.length for known in group.known)
+        return group
+
+    def count(self, group: Group, tokens: Sequence[int]) -> None:
+        """Count one generated token of each sequence of a group."""
+        stages = self._stages(group.known, tokens)
+        for known, token, thinks in zip(group.known, tokens, stages, strict=True):
+            known.length += 1
+            known.thinking = thinks
+            known.staged = known.staged or token in self.think_ids
+        group.steps = max(0, group.steps - 1)
+
+    # -- batches
+
+    def batch(self, group: Group, tokens: Sequence[int], waiting: Sequence[int] | None) -> Batch:
+        """The batch of a step that feeds these tokens.
+
+        Args:
+            tokens: one for each sequence of the group.
+            waiting: tokens in each row's full-precision buffer; None: there are no buffers.
+        """
+        values = group.constant.copy()
+        values[LENGTH] = [known.length + 1 for known in group.known]
+        values[THINKING] = self._evictable(group.known, tokens)
+        values[TOKEN] = tokens
+        if waiting is not None:
+            values[WAITING] = waiting
+        return Batch(torch.from_numpy(values), group.whole)
+
+    def everybody(self, batch: Batch) -> Batch:
+        """All rows, in order. Rows of the batch are as in the batch; all other rows are not active."""
+        if batch.whole:
+            return batch
+        values = np.zeros((len(FIELDS), len(self.rows)), dtype=np.int64)
+        values[ROW] = range(len(self.rows))
+        values[TOKEN] = -1
+        for row in self.taken():
+            known = self.at(row)
+            values[LENGTH, row] = known.length
+            values[PROMPT, row] = known.prompt
+            values[THINKING, row] = known.thinking
+        values[:, batch.row.numpy()] = batch.values.numpy()
+        return Batch(torch.from_numpy(values), whole=True)
+
+    def _evictable(self, known: Sequence[Known], tokens: Sequence[int]) -> list[bool]:
+        """Whether each sequence counts as thinking after its token: it thinks, or no tag has ever come."""
+        stages = self._stages(known, tokens)
+        if all(k.staged for k in known):
+            return stages
+        out = []
+        for k, token, thinks in zip(known, tokens, stages, strict=True):
+            tagged = k.staged or token in self.think_ids
+            out.append(thinks or not tagged)
+        return out
+
+    def _stages(self, known: Sequence[Known], tokens: Sequence[int]) -> list[bool]:
+        """Whether each sequence is in the think stage after its token."""
+        opens, closes = self.think_ids
+        if None in (opens, closes) or not {opens, closes}.intersection(tokens):
+            return [k.thinking for k in known]
+        out = []
+        for k, token in zip(known, tokens, strict=True):
+            is_tag = token in (opens, closes)
+            out.append(token == opens if is_tag else k.thinking)
+        return out
