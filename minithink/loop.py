@@ -135,21 +135,52 @@ class _Launched:
     tells_due: bool  # as it was at the launch: a recorder may come or go before the step ends
     out: Tensor  # int64 [3n + 1]: tokens, rows that are due, segments that began, overflow
 
+    def told(self) -> _Told:
+        """Wait for the step, and read what it tells the host. Padding rows are left out."""
+        numbers = self.out.tolist()
+        rows = len(self.out) // 3
+        n = len(self.seqs)
+        due = numbers[rows : rows + n]
+        return _Told(
+            drawn=numbers[:n],
+            due=due if self.tells_due else None,
+            begun=numbers[2 * rows : 2 * rows + n],
+            overflow=bool(numbers[-1]),
+        )
+
+
+@dataclass
+class _Told:
+    """What the host reads of a step."""
+
+    drawn: list[int]  # the next token of each sequence
+    due: list[int] | None  # whether each is due; None: the step does not tell
+    begun: list[int]  # the type of the segment that began with each token
+    overflow: bool  # whether the pool was too small
+
 
 class DecodeLoop:
     """Decode steps of one model over one cache."""
 
     def __init__(
-        self, decoder: Decoder, cache: KVManager, params: SamplingParams, sizes: Sequence[int] = SIZES,
+        self,
+        decoder: Decoder,
+        cache: KVManager,
+        params: SamplingParams,
+        sizes: Sequence[int] = SIZES,
         sampler: Sampler | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             sizes: numbers of rows of the step's graphs, beside all rows. If empty, no shape depends on the number of
                 sequences.
             sampler: draws if steps are not captured: the same tokens, faster.
         """
-        self.decoder, self.cache, self.params, self.sizes, self.sampler = decoder, cache, params, sizes, sampler
+        self.decoder = decoder
+        self.cache = cache
+        self.params = params
+        self.sizes = sizes
+        self.sampler = sampler
         self._capture = capturer(cache)
         cache.captured = self.captures
         self.steps: Graphs = {}
@@ -186,30 +217,44 @@ class DecodeLoop:
         if self._launched is not None:
             raise ValueError("a step is under way already: call step before the next launch")
         self.cache.prepare(seqs)
-        batch, observed = self.cache.batch(seqs, tokens), self.cache.demands_due(seqs)
+        batch = self.cache.batch(seqs, tokens)
+        observed = self.cache.demands_due(seqs)
         out = self.run(
-            self.steps, lambda x, out: self._step(x, out, observed), batch, 3, observed=observed,
-            sizes=self.sizes, captured=self.captures,
-        )  # fmt: skip
-        self._launched = _Launched(list(seqs), list(tokens), batch, self.cache.tells_due, out)
+            self.steps,
+            lambda x, out: self._step(x, out, observed),
+            batch,
+            numbers=3,
+            observed=observed,
+            sizes=self.sizes,
+            captured=self.captures,
+        )
+        self._launched = _Launched(
+            seqs=list(seqs),
+            tokens=list(tokens),
+            batch=batch,
+            tells_due=self.cache.tells_due,
+            out=out,
+        )
 
     @torch.inference_mode()
     def _finish(self, seqs: Sequence[int], tokens: Sequence[int]) -> list[int]:
         """Wait for the step that was launched, and let the policy act."""
-        cache, launched = self.cache, self._launched
+        cache = self.cache
+        launched = self._launched
         assert launched is not None
-        if (launched.seqs, launched.tokens) != (list(seqs), list(tokens)):
+        if launched.seqs != list(seqs) or launched.tokens != list(tokens):
             raise ValueError(f"the step under way feeds other tokens than {list(tokens)} of sequences {list(seqs)}")
         self._launched = None
-        out, n = launched.out.tolist(), len(launched.out) // 3
-        (drawn, due, begun), overflow = (out[i * n : i * n + len(seqs)] for i in range(3)), out[-1]
-        cache.advance(seqs, tokens, begun, bool(overflow))
-        if (acting := cache.acting(launched.batch, due if launched.tells_due else None)) is not None:
+        told = launched.told()
+        cache.advance(seqs, tokens, told.begun, told.overflow)
+        acting = cache.acting(launched.batch, told.due)
+        if acting is not None:
             self.run(self.decisions, lambda x, _: cache.decide(x), acting, captured=cache.captures_decisions)
-        if (full := cache.full()) is not None:
+        full = cache.full()
+        if full is not None:
             self.run(self.flushes, lambda x, _: cache.flush(x), full, captured=cache.captures_flushes)
         cache.close(seqs, tokens)
-        return drawn
+        return told.drawn
 
     def draw(self, logits: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
         """Draw the next token of every row, as `sampling.sample` does.
@@ -233,7 +278,8 @@ class DecodeLoop:
 
     def _step(self, batch: Batch, out: Tensor, observed: Sequence[Demand]) -> None:
         """One token of every active row. out: int64 [3N + 1], see `_Launched`."""
-        cache, n = self.cache, len(batch)
+        cache = self.cache
+        n = len(batch)
         cache.begin(batch, observed)
         logits = self.decoder.logits(self.decoder(batch.token, cache))
         out[:n].copy_(self.draw(logits, batch.sequence, batch.length))
@@ -242,9 +288,16 @@ class DecodeLoop:
         cache.tell(batch, out[2 * n :])
 
     def run(
-        self, graphs: Graphs, part: Callable[[Batch, Tensor], object], batch: Batch, numbers: int = 0, *,
-        captured: bool, observed: tuple[Demand, ...] = (), sizes: Sequence[int] = SIZES,
-    ) -> Tensor:  # fmt: skip
+        self,
+        graphs: Graphs,
+        part: Callable[[Batch, Tensor], object],
+        batch: Batch,
+        numbers: int = 0,
+        *,
+        captured: bool,
+        observed: tuple[Demand, ...] = (),
+        sizes: Sequence[int] = SIZES,
+    ) -> Tensor:
         """Run one part of a step: call it, or replay its graph. A graph that is missing is captured first.
 
         Args:
@@ -264,16 +317,25 @@ class DecodeLoop:
             out = torch.zeros(numbers * len(batch) + 1, dtype=torch.int64, device=cache.device)
             part(batch.to(cache.device), out)
             return out
-        values = self._padded(batch, sizes).values
-        whole = values[0].tolist() == list(range(cache.shape.rows))
-        key = Key(values.shape[1], whole, cache.seen, cache.formats_in_use, observed, cache.captures_decisions)
+        padded = self._padded(batch, sizes)
+        whole = padded.row.tolist() == list(range(cache.shape.rows))
+        key = Key(
+            rows=len(padded),
+            whole=whole,
+            columns=cache.seen,
+            formats=cache.formats_in_use,
+            observed=observed,
+            decides=cache.captures_decisions,
+        )
         if key not in graphs:
-            out = torch.zeros(numbers * values.shape[1] + 1, dtype=torch.int64, device=cache.device)
-            graphs[key] = self._capture(lambda x, out: part(Batch(x, whole), out), values, out, self._pool)
-        return graphs[key].replay(values)
+            out = torch.zeros(numbers * len(padded) + 1, dtype=torch.int64, device=cache.device)
+            graphs[key] = self._capture(lambda x, out: part(Batch(x, whole), out), padded.values, out, self._pool)
+        return graphs[key].replay(padded.values)
 
     def _padded(self, batch: Batch, sizes: Sequence[int]) -> Batch:
         """The batch, and behind it padding rows (not active) up to the next size of a graph."""
-        count, n, taken = self.cache.shape.rows, len(batch), set(batch.row.tolist())
-        size = next((size for size in sizes if n <= size <= count), count)
-        return self.cache.pad(batch, [row for row in range(count) if row not in taken][: size - n])
+        all_rows = self.cache.shape.rows
+        size = next((size for size in sizes if len(batch) <= size <= all_rows), all_rows)
+        taken = set(batch.row.tolist())
+        idle = [row for row in range(all_rows) if row not in taken]
+        return self.cache.pad(batch, idle[: size - len(batch)])
