@@ -76,18 +76,11 @@ def load(
     """
     where = device_of(device)
     ops = choose(backend, where)
-    if dtype != "auto" and dtype not in DTYPES:
-        raise UsageError(f"The dtype {quoted(dtype)} is unknown; {alternatives(dtype, ('auto', *DTYPES))}.")
-    number_type = DTYPES.get(dtype, None if where.type == "cuda" else torch.float32)
-    if path_or_id == "":
-        raise UsageError("The model's name is empty: give a folder or a Hugging Face id.")
-    if embedded := path_or_id in (None, "tiny"):
-        if revision is not None:
-            raise UsageError(f"The embedded model has no revisions: drop --revision {revision}, or name a model.")
-        if not (TINY / "config.json").exists():
-            raise MinithinkError(f"The embedded model is missing from {TINY}; name another one with --model.")
-    folder = TINY if embedded else resolve(str(path_or_id), revision)
-    config, tokenizer = ModelConfig.from_folder(folder), Tokenizer.from_folder(folder)
+    number_type = _number_type(dtype, where)
+    embedded = path_or_id in (None, "tiny")
+    folder = _folder(path_or_id, revision)
+    config = ModelConfig.from_folder(folder)
+    tokenizer = Tokenizer.from_folder(folder)
     if tokenizer.vocab_size > config.vocab_size:  # smaller is fine: vocabularies are padded to round numbers
         raise MinithinkError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens and the model's vocabulary only "
@@ -97,15 +90,41 @@ def load(
         start_child()  # it gets ready while the weights are read
     defaults = GenerationConfig.from_folder(folder, config, tokenizer)
     memory.require_room(config, number_type, where)
+    home = Home(
+        folder=folder,
+        calibration=folder if calibration is None else Path(calibration),
+        spoken="" if embedded else str(path_or_id),
+    )
     try:
         decoder = load_decoder(folder, device=where, dtype=number_type, backend=ops)
-        home = Home(folder, folder if calibration is None else Path(calibration), "" if embedded else str(path_or_id))
         return Engine(decoder, tokenizer, defaults, home)
     except (RuntimeError, MemoryError) as error:
         if not memory.is_out_of_memory(error):
             raise
         fix = "--dtype bfloat16 or a smaller model" if number_type is torch.float32 else "a smaller model"
         raise MinithinkError(f"Out of memory while {folder} was loaded to {where}: use {fix}.") from error
+
+
+def _number_type(dtype: str, where: torch.device) -> torch.dtype | None:
+    """The number type of that name; None: the checkpoint's own."""
+    if dtype == "auto":
+        return None if where.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise UsageError(f"The dtype {quoted(dtype)} is unknown; {alternatives(dtype, ('auto', *DTYPES))}.")
+    return DTYPES[dtype]
+
+
+def _folder(path_or_id: str | Path | None, revision: str | None) -> Path:
+    """The folder of a checkpoint; arguments as of `load`."""
+    if path_or_id == "":
+        raise UsageError("The model's name is empty: give a folder or a Hugging Face id.")
+    if path_or_id not in (None, "tiny"):
+        return resolve(str(path_or_id), revision)
+    if revision is not None:
+        raise UsageError(f"The embedded model has no revisions: drop --revision {revision}, or name a model.")
+    if not (TINY / "config.json").exists():
+        raise MinithinkError(f"The embedded model is missing from {TINY}; name another one with --model.")
+    return TINY
 
 
 class Engine:
@@ -227,46 +246,30 @@ class Engine:
             MinithinkError: the keys and values would not fit into the memory.
         """
         chosen = self._policy(policy, budget, schedule)
-        if cache not in CACHES:
-            raise UsageError(f"The cache {quoted(cache)} is unknown; {alternatives(cache, CACHES)}.")
+        _check_cache(cache, recorder)
         plain = cache == "plain"
-        if plain and recorder is not None:
-            raise UsageError("A recorder listens to pages: drop --trace, or --cache plain.")
         if chosen is None and (cache != "auto" or self.loaded.captures or recorder is not None):
             chosen = Full()  # the full cache as a policy: managers, kernels and recorders need one
-        defaults = self.generation_config
-        drawing: dict[str, Any] = dict(zip(DRAWING, (temperature, top_k, top_p, min_p), strict=True))
-        drawing = {name: getattr(defaults, name) if value is None else value for name, value in drawing.items()}
+        drawing = self._drawing(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         params = SamplingParams(seed=seed, **drawing)
-        wanted = defaults.max_new_tokens if max_new_tokens is None else max_new_tokens
-        for name, value in (
-            ("max_new_tokens", wanted), ("num_samples", num_samples), ("batch_size", batch_size),
-        ):  # fmt: skip
-            if value is not None and (not is_whole(value) or value < 1):
-                raise UsageError(f"{name} is {quoted(value)}; it must be a whole number and at least 1.")
-        if batch_size is not None and batch_size > MAX_ROWS:
-            raise UsageError(f"batch_size is {batch_size:,}; it must be at most {MAX_ROWS:,}.")
-        check_count(len(_as_list(prompts)), num_samples)
-        ids = [self.prompt_ids(prompt, chat=chat, system=system) for prompt in _as_list(prompts)]
-        sequences = [
-            Track(i * num_samples + k, i, k, prompt, *self._limit(i, len(prompt), wanted))
-            for i, prompt in enumerate(ids)
-            for k in range(num_samples)
-        ]
-        stops = (stop,) if isinstance(stop, (str, int)) else tuple(stop)
+        wanted = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        _check_counts(max_new_tokens=wanted, num_samples=num_samples, batch_size=batch_size)
+        given = _as_list(prompts)
+        check_count(len(given), num_samples)
+        ids = [self.prompt_ids(prompt, chat=chat, system=system) for prompt in given]
+        sequences = self._sequences(ids, num_samples, wanted)
         if chosen is not None:
             for prompt in ids:
                 check_budget(chosen, len(prompt))
             self.check_draws(chosen, {**drawing, "seed": seed, "num_samples": num_samples}, ids)
         if wanted is None:
             self._cap(sequences, batch_size, chosen, plain)
-        rows = self._fit(sequences, batch_size, chosen, fixed, plain)
         stream = Stream(
             self.loaded,
             sequences,
             params,
-            batch_size=rows,
-            stop=stops,
+            batch_size=self._fit(sequences, batch_size, chosen, fixed, plain),
+            stop=(stop,) if isinstance(stop, (str, int)) else tuple(stop),
             policy=chosen,
             fixed=fixed,
             recorder=recorder,
@@ -275,24 +278,48 @@ class Engine:
         stream.stop_loops = stop_loops
         return stream
 
+    # -- what `stream` makes of its arguments
+
+    def _drawing(self, **given: float | None) -> dict[str, Any]:
+        """How tokens are drawn, but the seed: what is given, and what is None as the checkpoint recommends it."""
+        drawing = dict[str, Any]()
+        for name in DRAWING:
+            value = given[name]
+            drawing[name] = getattr(self.generation_config, name) if value is None else value
+        return drawing
+
+    def _sequences(self, prompts: Sequence[list[int]], samples: int, wanted: int | None) -> list[Track]:
+        """The samples of every prompt, one after the other. wanted: of max_new_tokens."""
+        sequences = list[Track]()
+        for index, prompt in enumerate(prompts):
+            limit, reason = self._limit(index, len(prompt), wanted)
+            for sample in range(samples):
+                track = Track(
+                    number=len(sequences),
+                    prompt_index=index,
+                    sample=sample,
+                    prompt=prompt,
+                    limit=limit,
+                    limit_reason=reason,
+                )
+                sequences.append(track)
+        return sequences
+
     def _policy(self, policy: str | Policy | None, budget: int | None, schedule: str | None) -> Policy | None:
         """A new policy for one call: its state belongs to one stream. None: there is no policy."""
-        if isinstance(policy, type) and issubclass(policy, Policy):
-            name = policy.__name__
-            raise UsageError(f"{name} is the class of a policy: give an object, as in policy={name}(…).")
+        if policy is None:
+            _refuse_without_policy(budget, schedule)
+            return None
+        if isinstance(policy, str):
+            return self.bind(parse(policy, budget=budget, schedule=schedule))
         if isinstance(policy, Policy):
             if budget is not None or schedule is not None:
                 raise UsageError(f"{policy.name} was given as an object: set its budget and schedule there.")
             return self.bind(copy.deepcopy(policy))
-        if policy is None:
-            if budget is not None or schedule is not None:
-                option, given = ("schedule", schedule) if budget is None else ("budget", f"of {budget} tokens")
-                takers = [x for x, kind in POLICIES.items() if option in getattr(kind, "__dataclass_fields__", {})]
-                raise UsageError(f"A {option} {given} was given without a policy: name one of {', '.join(takers)}.")
-            return None
-        if not isinstance(policy, str):
-            raise UsageError(f"The policy is {quoted(policy)}: give a text, as in rkv:budget=256, or an object.")
-        return self.bind(parse(policy, budget=budget, schedule=schedule))
+        if isinstance(policy, type) and issubclass(policy, Policy):
+            name = policy.__name__
+            raise UsageError(f"{name} is the class of a policy: give an object, as in policy={name}(…).")
+        raise UsageError(f"The policy is {quoted(policy)}: give a text, as in rkv:budget=256, or an object.")
 
     def bind(self, policy: Policy) -> Policy:
         """The same policy, which now knows this model.
@@ -302,8 +329,18 @@ class Engine:
             UsageError: a number of the policy or its calibration makes no sense.
         """
         c = self.config
-        shape = Shape(c.num_layers, 1, c.num_kv_heads, c.num_heads, c.head_dim, c.hidden_size, policy.scope,
-                      self.device, c.max_position, self.dtype)  # fmt: skip
+        shape = Shape(
+            layers=c.num_layers,
+            rows=1,
+            kv_heads=c.num_kv_heads,
+            query_heads=c.num_heads,
+            head_dim=c.head_dim,
+            hidden=c.hidden_size,
+            scope=policy.scope,
+            device=self.device,
+            tokens=c.max_position,
+            dtype=self.dtype,
+        )
         for member in members(policy):
             if is_dataclass(member):
                 check_numbers(member)
@@ -339,18 +376,19 @@ class Engine:
         """
         if len(prompt) == 0 or (isinstance(prompt, str) and not prompt.strip()):
             raise UsageError("The prompt is empty: give at least one word.")
-        templated = isinstance(prompt, str) and (self.tokenizer.chat_template is not None if chat is None else chat)
+        has_template = self.tokenizer.chat_template is not None
+        templated = isinstance(prompt, str) and (has_template if chat is None else chat)
         if system is not None and not templated:
             raise UsageError("A system message needs a text prompt and a chat template: drop --system or --no-chat.")
         if not isinstance(prompt, str):
-            if bad := [i for i in prompt if type(i) is not int or not 0 <= i < self.config.vocab_size]:
-                raise UsageError(f"The prompt holds {quoted(bad[0])}, no token id below {self.config.vocab_size}.")
-            return list(prompt)
+            return self._checked(prompt)
         if not templated:
             _refuse_surrogates(prompt)
             return self._known(self.tokenizer.encode(prompt, add_special_tokens=True))
-        messages = [] if system is None else [{"role": "system", "content": system}]
-        return self.chat_ids([*messages, {"role": "user", "content": prompt}])
+        messages = [{"role": "user", "content": prompt}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        return self.chat_ids(messages)
 
     def chat_ids(self, messages: list[dict[str, Any]]) -> list[int]:
         """The token ids of a conversation that the model continues. messages: {"role": ..., "content": ...} each."""
@@ -360,6 +398,13 @@ class Engine:
         if not ids:
             raise MinithinkError("The chat template makes an empty prompt of the messages: pass --no-chat.")
         return self._known(ids)
+
+    def _checked(self, prompt: Sequence[int]) -> list[int]:
+        """A prompt of ids, if all of them are ids."""
+        for token in prompt:
+            if type(token) is not int or not 0 <= token < self.config.vocab_size:
+                raise UsageError(f"The prompt holds {quoted(token)}, no token id below {self.config.vocab_size}.")
+        return list(prompt)
 
     def _known(self, ids: list[int]) -> list[int]:
         """The ids of a text, if the model has them all. A file can name tokens that came after the model."""
@@ -382,22 +427,27 @@ class Engine:
                 f"to generate: shorten it by {length - context + 1:,} tokens."
             )
         room = context - length
-        return (wanted, "length") if wanted is not None and wanted <= room else (room, "context")
+        if wanted is None or wanted > room:
+            return room, "context"
+        return wanted, "length"
 
     def _cap(self, sequences: list[Track], batch_size: int | None, policy: Policy | None, plain: bool) -> None:
         """Limit sequences to the tokens that fit into OPEN_ENDED of the memory, if the caller has given no limit."""
-        if (free := memory.free_bytes(self.device)) is None:
+        free = memory.free_bytes(self.device)
+        if free is None:
             return
-        free, rows = int(OPEN_ENDED * free), min(batch_size or 1, len(sequences))
+        share = int(OPEN_ENDED * free)
+        rows = min(batch_size or 1, len(sequences))
         prompt = max(len(s.prompt) for s in sequences)
 
         def exceeds(tokens: int) -> bool:
-            return self._bytes_for(policy, plain, rows, [tokens] * rows, prompt) > free
+            return self._bytes_for(policy, plain, rows, [tokens] * rows, prompt) > share
 
         room = bisect.bisect_left(range(self.config.max_position + 1), True, key=exceeds) - 1
         for s in sequences:
             if len(s.prompt) < room < len(s.prompt) + s.limit:
-                s.limit, s.limit_reason = room - len(s.prompt), "length"
+                s.limit = room - len(s.prompt)
+                s.limit_reason = "length"
 
     def _fit(
         self,
@@ -414,8 +464,10 @@ class Engine:
             MinithinkError: the keys and values would not fit.
         """
         at_once = batch_size or MAX_BATCH
-        at_once = at_once if fixed else min(at_once, len(sequences))
-        if (free := memory.free_bytes(self.device)) is None:
+        if not fixed:
+            at_once = min(at_once, len(sequences))
+        free = memory.free_bytes(self.device)
+        if free is None:
             return at_once
         sizes = sorted((len(s.prompt) + s.limit for s in sequences), reverse=True)
         prompt = max(len(s.prompt) for s in sequences)
@@ -427,16 +479,39 @@ class Engine:
         if fitting == at_once or (fitting and batch_size is None):
             return fitting
         fixes = [f"--batch-size {fitting}"] if fitting else []
-        if policy is not None:
-            fixes += ["fewer --max-new-tokens", *(["a smaller --budget"] if policy.budget is not None else [])]
-        elif (new := free // self._bytes_for(None, False, at_once, [1] * at_once, prompt) - prompt) > 0:
-            fixes += [f"--max-new-tokens {new}"]
+        if policy is None:
+            per_token = self._bytes_for(None, False, at_once, [1] * at_once, prompt)
+            new_tokens = free // per_token - prompt
+            if new_tokens > 0:
+                fixes.append(f"--max-new-tokens {new_tokens}")
+        else:
+            fixes.append("fewer --max-new-tokens")
+            if policy.budget is not None:
+                fixes.append("a smaller --budget")
         under = "" if policy is None else f"under {policy.name}, "
         raise MinithinkError(
             f"Out of memory: {under}{at_once} {'sequence' if at_once == 1 else 'sequences'} of up to {sizes[0]:,} "
             f"tokens may need {needed(at_once) / 2**20:,.0f} MiB and {free / 2**20:,.0f} MiB are free: use "
             f"{' or '.join(fixes) or 'a shorter prompt'}."
         )
+
+
+def _check_cache(cache: str, recorder: Recorder | None) -> None:
+    """UsageError: there is no such cache, or it cannot be recorded."""
+    if cache not in CACHES:
+        raise UsageError(f"The cache {quoted(cache)} is unknown; {alternatives(cache, CACHES)}.")
+    if cache == "plain" and recorder is not None:
+        raise UsageError("A recorder listens to pages: drop --trace, or --cache plain.")
+
+
+def _check_counts(*, max_new_tokens: int | None, num_samples: int, batch_size: int | None) -> None:
+    """UsageError: one of them is no whole number of at least 1, or the batch is too large."""
+    counts = {"max_new_tokens": max_new_tokens, "num_samples": num_samples, "batch_size": batch_size}
+    for name, value in counts.items():
+        if value is not None and (not is_whole(value) or value < 1):
+            raise UsageError(f"{name} is {quoted(value)}; it must be a whole number and at least 1.")
+    if batch_size is not None and batch_size > MAX_ROWS:
+        raise UsageError(f"batch_size is {batch_size:,}; it must be at most {MAX_ROWS:,}.")
 
 
 def check_count(prompts: int, samples: int) -> None:
@@ -446,6 +521,18 @@ def check_count(prompts: int, samples: int) -> None:
             f"{samples:,} samples of {prompts:,} {'prompt' if prompts == 1 else 'prompts'} are more sequences than "
             f"the {MAX_SEQUENCES:,} of one run: ask for {max(1, MAX_SEQUENCES // prompts):,} samples."
         )
+
+
+def _refuse_without_policy(budget: int | None, schedule: str | None) -> None:
+    """UsageError: a budget or a schedule is given, which belongs to a policy."""
+    if budget is not None:
+        option, given = "budget", f"of {budget} tokens"
+    elif schedule is not None:
+        option, given = "schedule", schedule
+    else:
+        return
+    takers = [name for name, kind in POLICIES.items() if option in getattr(kind, "__dataclass_fields__", {})]
+    raise UsageError(f"A {option} {given} was given without a policy: name one of {', '.join(takers)}.")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -459,5 +546,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _refuse_surrogates(text: Any) -> None:
     """UsageError: the text holds a lone surrogate, half a character from a terminal or a JSON escape. It has no
     bytes."""
-    if isinstance(text, str) and (found := re.search("[\ud800-\udfff]", text)):
+    if not isinstance(text, str):
+        return
+    found = re.search("[\ud800-\udfff]", text)
+    if found:
         raise UsageError(f"The prompt holds the lone surrogate {found[0]!r} at position {found.start()}: remove it.")
