@@ -205,7 +205,7 @@ def test_saved_decoder_runs_the_same(folder: Path) -> None:
 
 
 MEMORY = """
-import sys, threading, time
+import os, sys, threading, time
 import torch
 from minithink import weights
 from minithink.model import Decoder
@@ -216,6 +216,13 @@ def anonymous():
 
 torch.set_num_threads(1)
 weights.load_decoder(sys.argv[1])  # a tiny one: whatever is imported or set up once is in the baseline
+folders = sys.argv[2:]
+for last in folders[:-1]:  # each in a process of its own, which begins with the same memory
+    if os.fork() == 0:
+        folders = [last]
+        break
+    os.wait()
+folder = folders[-1]
 before, peak, done = anonymous(), 0, threading.Event()
 def watch():
     global peak
@@ -224,7 +231,7 @@ def watch():
         time.sleep(0.0005)
 thread = threading.Thread(target=watch)
 thread.start()
-decoder = weights.load_decoder(sys.argv[2])
+decoder = weights.load_decoder(folder)
 done.set()
 thread.join()
 peak = max(peak, anonymous())
@@ -233,24 +240,31 @@ print(peak - before, sum(p.nbytes for p in decoder.parameters()))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads RssAnon from /proc")
-@pytest.mark.parametrize("shard", [None, 50_000_000])
-def test_loading_allocates_the_weights_and_no_more(shard: int | None, tmp_path: Path) -> None:
-    """Peak anonymous memory (what the kernel cannot drop, unlike the mapped file) ≤ 1.2 × the checkpoint."""
+def test_loading_allocates_the_weights_and_no_more(tmp_path: Path) -> None:
+    """Peak anonymous memory (what the kernel cannot drop, unlike the mapped file) ≤ 1.2 × the checkpoint.
+
+    Of a checkpoint in one file, and of one in shards.
+    """
     save_checkpoint(random_decoder(example_config()), tmp_path / "tiny")
     big = example_config(hidden_size=1024, intermediate_size=3072, num_layers=6, vocab_size=20000, num_heads=16,
                          num_kv_heads=8, head_dim=64)  # fmt: skip
     decoder = weights.Decoder(big).to(torch.bfloat16)
     for parameter in decoder.parameters():
         parameter.data.view(torch.int16).random_(0, 1 << 14)
-    save_checkpoint(decoder, tmp_path / "big", max_shard_bytes=shard)
-    out = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path / "tiny"), str(tmp_path / "big")],
-        capture_output=True, text=True, check=True, cwd=ROOT,
-    )  # fmt: skip
-    peak, size = map(int, out.stdout.split())
-    assert 190e6 < size < 260e6
-    assert size * 0.98 < peak <= 1.2 * size, f"peak {peak / 1e6:.0f} MB for a checkpoint of {size / 1e6:.0f} MB"
-    shutil.rmtree(tmp_path / "big")
+    save_checkpoint(decoder, tmp_path / "one")
+    save_checkpoint(decoder, tmp_path / "shards", max_shard_bytes=50_000_000)
+    del decoder
+    folders = [str(tmp_path / name) for name in ("tiny", "one", "shards")]
+    command = [sys.executable, "-c", MEMORY, *folders]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    lines = out.stdout.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        peak, size = map(int, line.split())
+        assert 190e6 < size < 260e6
+        assert size * 0.98 < peak <= 1.2 * size, f"peak {peak / 1e6:.0f} MB for a checkpoint of {size / 1e6:.0f} MB"
+    for folder in folders[1:]:
+        shutil.rmtree(folder)
 
 
 # --- damage -------------------------------------------------------------------------------------------------
@@ -601,26 +615,89 @@ def test_resolve_file(folder: Path) -> None:
         resolve(str(folder / "config.json"))
 
 
+# Its children begin where it is: torch is imported, huggingface_hub is not.
+RESOLVE = """
+import json
+import os
+import signal
+import sys
+import traceback
+import minithink.weights
+from minithink.errors import MinithinkError
+
+assert "huggingface_hub" not in sys.modules
+
+
+def answer(model):
+    try:
+        return [str(minithink.weights.resolve(*model.split("@"))), ""]
+    except MinithinkError as error:
+        return ["", str(error)]
+
+
+for line in sys.stdin:
+    asked = json.loads(line)
+    child = os.fork()
+    if child:
+        _, status = os.waitpid(child, 0)
+        if status:
+            print(json.dumps(f"the child ended with the status {status}"), flush=True)
+        continue
+    try:
+        signal.alarm(60)  # no answer takes longer, whatever the network does
+        os.environ.update(asked["env"])
+        print(json.dumps([answer(model) for model in asked["models"]]), flush=True)
+    except BaseException:
+        print(json.dumps(traceback.format_exc()), flush=True)
+    os._exit(0)
+"""
+
+
 class Hub:
     """Runs `resolve` in a process of its own, because huggingface_hub reads the environment when it is imported."""
 
-    def __init__(self, endpoint: str, home: Path) -> None:
-        self.env = {"PATH": os.environ["PATH"], "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HOME": str(home)}
+    def __init__(self, asker: Asker, endpoint: str, home: Path) -> None:
+        self.asker = asker
+        self.env = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HOME": str(home)}
 
     def resolve(self, *models: str, **env: str) -> list[tuple[str, str]]:
         """For each model (`name` or `name@revision`) the folder and no error, or no folder and the error."""
-        code = (
-            "import sys\nfrom minithink.errors import MinithinkError\nfrom minithink.weights import resolve\n"
-            "for model in sys.argv[1:]:\n"
-            "    try: print('FOLDER', resolve(*model.split('@')))\n"
-            "    except MinithinkError as e: print('ERROR', e)"
+        answers = self.asker.ask({"models": models, "env": self.env | env})
+        assert isinstance(answers, list), answers
+        for _, error in answers:
+            assert "\n" not in error
+        return [(folder, error) for folder, error in answers]
+
+
+class Asker:
+    """A process that has imported minithink, and forks a child for every question."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RESOLVE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={"PATH": os.environ["PATH"]},
+            cwd=ROOT,
         )
-        args = [sys.executable, "-c", code, *models]
-        done = subprocess.run(args, capture_output=True, text=True, env=self.env | env, cwd=ROOT, timeout=60)
-        assert done.returncode == 0, done.stderr
-        lines = done.stdout.splitlines()
-        assert len(lines) == len(models), f"not one sentence each: {lines}"
-        return [(rest, "") if kind == "FOLDER" else ("", rest) for kind, rest in (x.split(" ", 1) for x in lines)]
+
+    def ask(self, question: dict[str, Any]) -> Any:
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(json.dumps(question) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def asker() -> Iterator[Asker]:
+    it = Asker()
+    yield it
+    it.close()
 
 
 @pytest.fixture(scope="module")
@@ -639,8 +716,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
         yield it
 
 
-def test_hub_download_then_offline(server: HubServer, tmp_path: Path) -> None:
-    hub = Hub(server.endpoint, tmp_path)
+def test_hub_download_then_offline(asker: Asker, server: HubServer, tmp_path: Path) -> None:
+    hub = Hub(asker, server.endpoint, tmp_path)
     ((folder, error),) = hub.resolve("some/good")
     assert not error
     got = load_decoder(folder)  # its files are links into the cache
@@ -665,7 +742,7 @@ def test_what_is_downloaded_is_what_is_read() -> None:
     assert list(filter_repo_objects([*read, *other], allow_patterns=list(weights.FILES))) == read
 
 
-def test_hub_errors(server: HubServer, tmp_path: Path) -> None:
+def test_hub_errors(asker: Asker, server: HubServer, tmp_path: Path) -> None:
     expected = {
         "some/nothing": ["some/nothing", "is not at", "check the spelling"],
         "some/gated": ["some/gated", "gated", "accept its terms", "hf auth login"],
@@ -673,25 +750,25 @@ def test_hub_errors(server: HubServer, tmp_path: Path) -> None:
         "some/pickled": ["some/pickled", "pytorch_model.bin"],
         "--what--": ["--what--", "neither a folder nor a valid Hugging Face id"],
     }
-    results = Hub(server.endpoint, tmp_path).resolve(*expected)
+    results = Hub(asker, server.endpoint, tmp_path).resolve(*expected)
     for (folder, error), mentions in zip(results, expected.values(), strict=True):
         assert not folder
         for mention in mentions:
             assert mention in error, error
 
 
-def test_hub_offline_without_cache(server: HubServer, tmp_path: Path) -> None:
-    ((_, error),) = Hub(server.endpoint, tmp_path).resolve("some/good", HF_HUB_OFFLINE="1")
+def test_hub_offline_without_cache(asker: Asker, server: HubServer, tmp_path: Path) -> None:
+    ((_, error),) = Hub(asker, server.endpoint, tmp_path).resolve("some/good", HF_HUB_OFFLINE="1")
     assert "some/good" in error
     assert "HF_HUB_OFFLINE" in error
 
 
-def test_hub_down(server: HubServer, tmp_path: Path) -> None:
+def test_hub_down(asker: Asker, server: HubServer, tmp_path: Path) -> None:
     """Connection refused fails within seconds, or takes what is cached."""
     down = "http://127.0.0.1:9"  # the discard port, where nothing listens
-    ((_, error),) = Hub(down, tmp_path).resolve("some/good")
+    ((_, error),) = Hub(asker, down, tmp_path).resolve("some/good")
     assert "some/good" in error
     assert "check the network" in error
     assert error.endswith("refused)."), f"the end says what happened, in whole words: {error}"
-    cached = Hub(server.endpoint, tmp_path).resolve("some/good")
-    assert Hub(down, tmp_path).resolve("some/good") == cached
+    cached = Hub(asker, server.endpoint, tmp_path).resolve("some/good")
+    assert Hub(asker, down, tmp_path).resolve("some/good") == cached
