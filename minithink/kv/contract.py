@@ -261,9 +261,6 @@ class Step(Protocol):
     def survivors(self, first: Tensor, size: Tensor, goal: Tensor, longest: int) -> Tensor:
         """Tokens that go when segments shrink, by their keys, see `ref/survivors.py`: bool [Lt, B, Ht, S]."""
 
-    def chronological(self, layer: int) -> Tensor:
-        """The permutation of columns that sorts by position: int64 [B, Ht, S]. Here it is 0, 1, …"""
-
     def mass(self, layer: int | None = None) -> Tensor:
         """MASS, float32 [B, Hkv, S], or [B, Hq, S] with group "none"; without `layer` of all layers, [L, B, …]. After
         the prompt: summed over its queries."""
@@ -279,6 +276,10 @@ class Step(Protocol):
 
     def seen_by(self, policy: Policy) -> Step:
         """The same step with the budget of one member of a stack."""
+
+    def with_budget(self, budget: Tensor, held: Tensor) -> Step:
+        """The same step as if lanes had these budgets and held so many tokens. `due` of policies whose lanes share a
+        budget looks at averages in this way. Both: int32 [Lt, B, Ht]."""
 
     def note(self, score: Tensor, where: Tensor | None = None) -> None:
         """Tell a recorder the score of each token; a higher score means that it stays longer. It changes nothing, and

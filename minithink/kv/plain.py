@@ -619,15 +619,17 @@ class PlainStep:
         # tokens: int32 [Lt, 1, Ht]; a stack itself sees its first member's
         self.budget = running.budgets.get(id(policy), next(iter(running.budgets.values())))
         self.protects = self.prompt if cache.policy.protect_prompt else torch.zeros_like(self.prompt)
+        self._supposed: Tensor | None = None  # tokens that lanes are said to hold (`with_budget`)
 
     def seen_by(self, policy: Policy) -> PlainStep:
         """The same step with the budget of one member of a stack."""
         return self if policy is self.policy else PlainStep(self.cache, self.running, policy)
 
-    def with_budget(self, tokens: Tensor) -> PlainStep:
-        """The same step with another budget. tokens: int32 [Lt, 1, Ht]."""
+    def with_budget(self, budget: Tensor, held: Tensor) -> PlainStep:
+        """The same step as if lanes had these budgets and held so many tokens. Both: int32 [Lt, 1, Ht]."""
         other = copy.copy(self)
-        other.budget = tokens
+        other.budget = budget
+        other._supposed = held
         return other
 
     # -- tokens
@@ -636,7 +638,8 @@ class PlainStep:
         return self._at(self.running.lanes.positions(), layer)
 
     def held(self, layer: int | None = None) -> Tensor:
-        return self._at(self.running.lanes.count, layer)
+        count = self.running.lanes.count if self._supposed is None else self._supposed[:, 0]
+        return self._at(count, layer)
 
     def format(self, layer: int | None = None) -> Tensor:
         return self._at(self.running.lanes.formats(), layer)
@@ -660,10 +663,6 @@ class PlainStep:
 
     def survivors(self, first: Tensor, size: Tensor, goal: Tensor, longest: int) -> Tensor:
         return survivors(KeysOf(self), first, size, goal, longest)
-
-    def chronological(self, layer: int) -> Tensor:
-        pos = self.pos(layer)
-        return torch.arange(pos.shape[-1], device=pos.device).expand(pos.shape)
 
     # -- observations
 

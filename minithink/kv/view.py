@@ -47,6 +47,7 @@ class View:
         self.protects = self.prompt if policy.protect_prompt else torch.zeros_like(self.prompt)
         self._reading: tuple[Tensor | None, Tensor | None, Reading] | None = None  # the last one that was asked for
         self._slots: dict[int, Tensor] = {}  # where the last queries are, by how many
+        self._supposed: Tensor | None = None  # tokens that lanes are said to hold (`with_budget`)
 
     def seen_by(self, policy: Policy) -> View:
         if policy is self.policy:
@@ -54,6 +55,12 @@ class View:
         other = copy.copy(self)
         other.policy = policy
         other.__dict__.pop("budget", None)
+        return other
+
+    def with_budget(self, budget: Tensor, held: Tensor) -> View:
+        other = copy.copy(self)
+        other.budget = budget
+        other._supposed = held
         return other
 
     @cached_property
@@ -76,7 +83,8 @@ class View:
         return self._shown(self.store.positions(), 1)
 
     def held(self, layer: int | None = None) -> Tensor:
-        return self._at(self._shown(self.store.count, 1), layer)
+        held = self._shown(self.store.count, 1) if self._supposed is None else self._supposed
+        return self._at(held, layer)
 
     def format(self, layer: int | None = None) -> Tensor:
         return self._at(self._shown(self.store.format(), 1), layer)
@@ -124,10 +132,6 @@ class View:
 
     def survivors(self, first: Tensor, size: Tensor, goal: Tensor, longest: int) -> Tensor:
         return self.ops.survivors(self._reader(None), first, size, goal, longest)
-
-    def chronological(self, layer: int) -> Tensor:
-        pos = self.pos(layer)
-        return torch.arange(pos.shape[-1], device=pos.device).expand(pos.shape)
 
     def mass(self, layer: int | None = None) -> Tensor:
         if layer is not None:

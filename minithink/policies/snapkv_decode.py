@@ -15,7 +15,6 @@ compresses the prompt once.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import copy
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -76,10 +75,7 @@ class Shared(SnapKVDecode):
 
     def due(self, step: Step) -> tuple[Tensor, Tensor]:
         """Which lanes must evict now, and how many each may keep on average: bool and int32, [L, B, Hkv]."""
-        even = copy(step)
-        even.budget, held = average(step.budget), average(step.held())  # type: ignore[misc]
-        even.held = lambda layer=None: held  # type: ignore[method-assign]
-        return super().due(even)
+        return super().due(step.with_budget(average(step.budget), average(step.held())))
 
     def settle(self, step: Step, drop: Tensor) -> Iterator[Edit]:
         """Evict, and make what each lane keeps its budget. drop: bool [L, B, Hkv, S], of rows that are due."""

@@ -74,7 +74,6 @@ SEEN: dict[str, tuple[Callable[[Any], Tensor], int]] = {
     "protected": (lambda step: step.protected(), 1),
     "keys": (lambda step: step.keys(1), 0),
     "values": (lambda step: step.values(0), 0),
-    "chronological": (lambda step: step.chronological(0), 0),
 }
 DEMANDED: dict[str, tuple[Callable[[Any], Tensor], int]] = {
     "mass": (lambda step: step.mass(1), 0),
