@@ -39,8 +39,8 @@ def test_the_files_of_a_policy_are_those_that_it_runs() -> None:
 
 
 def test_a_policy_is_of_the_modules_that_it_uses_indirectly_too() -> None:
-    """VaSE takes functions of random_attention.py, which takes others of random.py."""
-    names = ("random", "random_attention", "vase")
+    """VaSE takes functions of random_attention.py, which takes others of random.py. All three are `scored.py`'s."""
+    names = ("random", "random_attention", "scored", "vase")
     assert files("vase")["policy"] == tuple(f"minithink/policies/{name}.py" for name in names)
     assert "minithink/ref/draw.py" in files("vase")["twins"], "random.py calls it"
     of_oracle = files("needs_oracle")["policy"]

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import partial
 from itertools import product
-from typing import Any, cast
 
 import torch
 
@@ -16,7 +15,7 @@ from minithink.experiments import LAYERS, Case, Cases, Inputs, Operation, Result
 from minithink.experiments.dynts import OTHERS as AT_ONCE
 from minithink.experiments.rkv import DrawnRkv
 from minithink.experiments.settings import CHOSEN, GRID, RKV, at_once, protected, unprotected
-from minithink.kv.contract import Edit, Policy, Step
+from minithink.kv.contract import Edit, Evict, Policy, Step
 from minithink.policies.ada_snapkv import AdaSnapKV
 from minithink.policies.h2o import H2O
 from minithink.policies.lazy_eviction import LazyEviction
@@ -93,7 +92,16 @@ class ByLot(StandIn, Policy):
         return 2 * self.budget + self.period  # a full lane has been replaced once
 
     def decide(self, step: Step) -> Iterable[Edit]:
-        return Random.decide(cast(Any, self), step) if self.filling else super().decide(step)
+        return self.by_lot(step) if self.filling else super().decide(step)
+
+    def by_lot(self, step: Step) -> Iterator[Edit]:
+        """Evict as `random` does, when this policy is due."""
+        due, _ = self.due(step)
+        if not step.any(due):
+            return
+        control = Random(self.budget, self.seed, schedule=self.schedule)
+        choice = control.choice(step, due)
+        yield Evict(control.drop(step, choice, control.scores(step, choice)))
 
 
 def stand_in(mixin: type[Policy], policy: Policy, share: float, seed: int, layers: int) -> Policy:

@@ -14,28 +14,10 @@ the sinks stay, and the candidates with the largest
     s_j = ‖k_j·G‖²·‖v_j·G‖²,   G ~ N(0, 1/r), [D, r]
 
 G is drawn anew in every round and layer; the KV heads of a layer share it.
-
-The formulas follow the authors' code, terarachang/VaSE `eval/reasoning_tasks/modified/transformers/cache_utils.py`;
-of the paper only the abstract was at hand.
-
-Deviations from the code:
-
-- Random numbers, G included, are pure functions of seed, round, layer, KV head and position, as in
-  `random_attention`. The sample is the tokens with the largest ln(u_j)/w_j, u_j uniform. It has the same distribution
-  as a sample drawn token after token.
-- Scores are float32. Tokens of weight 0 are drawn last; in the code they may make the sample too small. Of tokens
-  with equal scores the older one stays.
-- Pooling is over neighbours in the text. The code's newer version pools over the order of the last draw.
-- Sinks are positions in the text; in the code they are slots of the cache. Each row evicts when it holds B + b
-  tokens.
-
-Chosen where the code is silent: a protected prompt (not the default) takes part in the softmax. It stays beside L and
-the sample, and n_large is at most the room beside it. If there is no room for b tokens, the newest that fit stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,15 +25,16 @@ import torch
 from torch import Tensor
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Demand, Evict, Policy, See, Step
-from minithink.policies.random_attention import keys, window
+from minithink.kv.contract import Demand, See, Step
+from minithink.policies.random_attention import keys
+from minithink.policies.scored import Choice, Scored
 
 COLDEST = 0.01  # the least temperature: queries are divided by it, and must not overflow in any number type
 LEAST = 2.0**-53  # the least uniform number whose quantile is taken
 
 
 @dataclass
-class VaSE(Policy):
+class VaSE(Scored):
     """Large values, and a sample by attention; or the largest sketched products of key and value."""
 
     budget: int | None = None  # B, tokens that a KV head keeps, the prompt's and the last b included
@@ -89,35 +72,36 @@ class VaSE(Policy):
         if self.variant == "attnv":
             self.demands = (Demand(See.QUERY, rows=self.buffer),)
 
-    def decide(self, step: Step) -> Iterator[Evict]:
-        due, _ = self.due(step)  # bool [L, B, Hkv]
-        if not step.any(due):
-            return
-        pos, room, rows = step.pos(), self.room(step), due.any(-1).any(0)  # pos: [L, B, Hkv, S]
-        free = (pos >= 0) & ~step.protected()
-        newest = window(step, room.clamp(max=self.buffer))
-        older, sink = due[..., None] & (pos >= 0) & ~newest, pos < self.n_sink
-        others = room - (free & newest).sum(-1, dtype=torch.int32)  # candidates that stay beside the prompt
-        layers, key, may = range(step.shape.layers), keys(self.seed, step), free & older
+    def window_size(self, room: Tensor) -> Tensor:
+        return room.clamp(max=self.buffer)
+
+    def scores(self, step: Step, choice: Choice) -> Tensor:
+        layers = range(step.shape.layers)
+        pos = step.pos()  # [L, B, Hkv, S]
+        key = keys(self.seed, step)  # [L, B, Hkv]
         if self.variant == "dkv":
-            score = torch.stack([self.sketched(step, layer, key[layer], rows) for layer in layers])
-            score = score.masked_fill(sink, torch.inf)
-            kept = step.ops.keep_best(score, may, others)
-        else:
-            size = torch.stack([spread(step.values(layer, rows)) for layer in layers])
-            n = step.budget // 4 if self.n_large is None else torch.full_like(others, self.n_large)
-            n = torch.minimum(n.clamp(min=self.n_sink), others)
-            large = step.ops.keep_best(size.masked_fill(sink, torch.inf), may, n)
-            weight = torch.stack([self.weight(step, layer, older[layer], rows) for layer in layers])
-            score = step.ops.draw(key, pos, weight)
-            kept = large | step.ops.keep_best(score, may & ~large, others - large.sum(-1, dtype=torch.int32))
-            score = score.masked_fill(large, torch.inf)
-        step.note(score, may)
-        yield Evict(due[..., None] & free & ~newest & ~kept)
+            # s_j = ‖k_j·G‖²·‖v_j·G‖²; the sinks stay
+            s = torch.stack([self.sketched(step, layer, key[layer], choice.rows) for layer in layers])
+            return s.masked_fill(pos < self.n_sink, torch.inf)
+        # The tokens with the largest ln(u_j)/w_j, u_j uniform, are a sample by the weights w_j; L stays beside it.
+        w = torch.stack([self.weight(step, layer, choice.older[layer], choice.rows) for layer in layers])
+        race: Tensor = step.ops.draw(key, pos, w)
+        return race.masked_fill(self.large(step, choice), torch.inf)
+
+    def large(self, step: Step, choice: Choice) -> Tensor:
+        """L: bool [L, B, Hkv, S]."""
+        # m_j = max_c v_j[c] − min_c v_j[c]; of a sink m_j = ∞
+        m = torch.stack([spread(step.values(layer, choice.rows)) for layer in range(step.shape.layers)])
+        m = m.masked_fill(step.pos() < self.n_sink, torch.inf)
+        n = step.budget // 4 if self.n_large is None else torch.full_like(step.budget, self.n_large)
+        n = torch.minimum(n.clamp(min=self.n_sink), choice.places)
+        found: Tensor = step.ops.keep_best(m, choice.candidates, n)
+        return found
 
     def weight(self, step: Step, layer: int, older: Tensor, rows: Tensor) -> Tensor:
         """w of the `older` tokens, float32 [B, Hkv, S]. older: bool [B, Hkv, S]; rows: bool [B], rows to score."""
-        q, k = step.queries(layer), step.keys(layer, rows)  # [B, Hq, b, D], [B, Hkv, S, D]
+        q = step.queries(layer)  # [B, Hq, b, D]
+        k = step.keys(layer, rows)  # [B, Hkv, S, D]
         group = q.shape[1] // k.shape[1]
         # Each query head is pooled for itself, before the mean over the group.
         k = k.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2)
@@ -127,8 +111,10 @@ class VaSE(Policy):
 
     def sketched(self, step: Step, layer: int, key: Tensor, rows: Tensor) -> Tensor:
         """s of all tokens, float32 [B, Hkv, S]. key: int64 [B, Hkv], of the draw; rows: bool [B], rows to score."""
-        k, v = step.keys(layer, rows).float(), step.values(layer, rows).float()  # [B, Hkv, S, D]
-        return product(k, v, self.projection(step, key[:, 0], k.shape[-1])[:, None])
+        k = step.keys(layer, rows).float()  # [B, Hkv, S, D]
+        v = step.values(layer, rows).float()
+        g = self.projection(step, key[:, 0], k.shape[-1])  # [B, D, r]
+        return product(k, v, g[:, None])
 
     def projection(self, step: Step, key: Tensor, width: int) -> Tensor:
         """G by the quantiles of uniform numbers: float32 [B, D, r]. key: int64 [B]."""
@@ -145,3 +131,20 @@ def spread(v: Tensor) -> Tensor:
 def product(k: Tensor, v: Tensor, g: Tensor) -> Tensor:
     """‖k·G‖²·‖v·G‖²: [..., S, D] and [..., D, r] → [..., S]."""
     return (k @ g).square().sum(-1) * (v @ g).square().sum(-1)
+
+
+# Choices
+#
+# The formulas follow the authors' code, terarachang/VaSE `eval/reasoning_tasks/modified/transformers/cache_utils.py`;
+# of the paper only the abstract was at hand. Where this differs:
+#
+# - Random numbers, G included, are pure functions of seed, round, layer, KV head and position, as in
+#   `random_attention`. The sample is the tokens with the largest ln(u_j)/w_j, u_j uniform. It has the same
+#   distribution as a sample drawn token after token.
+# - Scores are float32. Tokens of weight 0 are drawn last; in the code they may make the sample too small. Of tokens
+#   with equal scores the older one stays.
+# - Pooling is over neighbours in the text. The code's newer version pools over the order of the last draw.
+# - Sinks are positions in the text; in the code they are slots of the cache. Each row evicts when it holds B + b
+#   tokens.
+# - Where the code is silent: a protected prompt (not the default) takes part in the softmax. It stays beside L and
+#   the sample, and n_large is at most the room beside it. If there is no room for b tokens, the newest that fit stay.

@@ -1,19 +1,21 @@
 """Window: the last `budget` tokens.
 
-The simplest eviction, StreamingLLM with no sinks (Xiao et al. 2023, figure 1b). All lanes keep the same tokens. Kept
+The simplest eviction: StreamingLLM with no sinks (Xiao et al. 2023, figure 1b). All lanes keep the same tokens. Kept
 tokens keep their original positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from minithink.kv.contract import Edit, Evict, Policy, Step
+from torch import Tensor
+
+from minithink.kv.contract import Step
+from minithink.policies.scored import Choice, Scored
 
 
 @dataclass
-class Window(Policy):
+class Window(Scored):
     """Keep the newest tokens."""
 
     budget: int | None = None  # tokens
@@ -23,13 +25,15 @@ class Window(Policy):
     name = "window"
     summary = "keep the last tokens"
     capturable = True
+    traced = ""
     scope = "sequence"
 
-    def decide(self, step: Step) -> Iterable[Edit]:
-        due, _ = self.due(step)  # bool [Lt, B, Ht]
-        if not step.any(due):
-            return
-        pos = step.pos()  # [Lt, B, Ht, S]
-        candidate = (pos >= 0) & ~step.protected()
-        kept = step.ops.keep_best(pos.double(), candidate, self.room(step))
-        yield Evict(due[..., None] & candidate & ~kept)
+    def scores(self, step: Step, choice: Choice) -> Tensor:
+        # s_j = j, the token's position
+        return step.pos().double()
+
+
+# Choices
+#
+# - Positions stay the original ones. StreamingLLM counts them inside the cache (`streaming_llm.py`).
+# - The newest token attends to all others before one of them is evicted.

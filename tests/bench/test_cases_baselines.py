@@ -19,7 +19,6 @@ from minithink.bench.steady import CONFIGS, RandomModel, Settings, Steady, polic
 from minithink.experiments import baselines, rkv
 from minithink.experiments.baselines import ALL, METHODS, OPERATIONS, STAND_INS
 from minithink.policies import POLICIES, parse
-from minithink.policies.random import Random
 from tests.kernels.device import DEVICE
 from tests.kv.test_decisions import AsksNothing
 
@@ -64,7 +63,7 @@ def test_decisions_are_drawn_while_a_cache_is_filled(name: str, monkeypatch: pyt
     """And only then. Neither these nor the policy's own ask the host for anything, so both can be captured."""
     lots, decided = list[bool](), list[bool]()
     steady = made(name)
-    loop, policy, by_lot, decide = TimedLoop(steady), steady.policy, Random.decide, steady.policy.decide
+    loop, policy, by_lot, decide = TimedLoop(steady), steady.policy, baselines.ByLot.by_lot, steady.policy.decide
 
     def lot(self: Any, step: Any) -> Iterable[Any]:
         lots.append(self.filling)
@@ -75,7 +74,7 @@ def test_decisions_are_drawn_while_a_cache_is_filled(name: str, monkeypatch: pyt
         with AsksNothing():
             return [*decide(step)]
 
-    monkeypatch.setattr(Random, "decide", lot)
+    monkeypatch.setattr(baselines.ByLot, "by_lot", lot)
     monkeypatch.setattr(policy, "decide", captured, raising=False)
     steady.cache.captured = True  # as where graphs are captured
     period = steady.period
