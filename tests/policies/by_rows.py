@@ -31,6 +31,13 @@ def shape_of(policy: Policy, heads: int) -> Shape:
     return Shape(1, 1, heads, heads, 2, 2, policy.scope, torch.device("cpu"))
 
 
+def layer_scores(policy: Any, step: Any) -> torch.Tensor:
+    """The scores that a policy gives the tokens of the first layer in a step in which it is due: [B, Hkv, S]."""
+    due, _ = policy.due(step)
+    assert due.any()
+    return policy.score(step, 0, policy.choice(step, due).of_layer(0))
+
+
 def by_rows(policy: Policy, prompt: int, rows: Sequence[Any]) -> Iterator[list[int]]:
     """What a lane holds after each step. rows: attention rows over the tokens held and the newest one."""
     policy.setup(shape_of(policy, 1))

@@ -19,7 +19,7 @@ from minithink.kv.contract import Evict, Step
 from minithink.policies import parse
 from minithink.policies.morphkv import MorphKV
 from minithink.ref.window_peak import window_peak
-from tests.policies.by_rows import step_of
+from tests.policies.by_rows import layer_scores, step_of
 from tests.policies.drive import Ear, follow, held
 
 torch.set_num_threads(1)
@@ -43,9 +43,8 @@ def test_worked_example() -> None:
     policy = MorphKV(budget=4, window=2)
     assert policy.demands[0].rows == 1
     step = step_with(policy, range(5), QUERIES[:, :1])
-    older = torch.arange(5).view(1, 1, 5) < 3
     for fuse in ("max", "sum"):  # over one query
-        score = replace(policy, fuse=fuse).score(step, 0, older, step.active)  # type: ignore[arg-type]
+        score = layer_scores(replace(policy, fuse=fuse), step)  # type: ignore[arg-type]
         assert score[0, 0, :3].tolist() == pytest.approx(P.amax(0).tolist(), abs=6e-5)
     (edit,) = policy.decide(step)
     stay = [p for p, drop in enumerate(edit.drop.flatten().tolist()) if not drop]
@@ -73,10 +72,10 @@ def test_several_queries() -> None:
     """The maximum over the group comes after the softmax, and before the sum over queries."""
     policy = MorphKV(budget=4, window=2, queries="W")
     assert policy.demands[0].rows == 2
-    step, older = step_with(policy, range(6), QUERIES), torch.arange(6).view(1, 1, 6) < 4
+    step = step_with(policy, range(6), QUERIES)
     p = (QUERIES @ KEYS[:4].T / 2**0.5).softmax(-1)  # [heads, queries, keys]
     for fuse, want in (("max", p.amax((0, 1))), ("sum", p.amax(0).sum(0))):
-        score = replace(policy, fuse=fuse).score(step, 0, older, step.active)  # type: ignore[arg-type]
+        score = layer_scores(replace(policy, fuse=fuse), step)  # type: ignore[arg-type]
         assert score[0, 0, :4].tolist() == pytest.approx(want.tolist(), abs=1e-6)
 
 
@@ -90,9 +89,9 @@ def test_the_softmax_stays_in_float32() -> None:
     """Over queries and keys of 16 bits."""
     q, k = QUERIES.bfloat16(), KEYS.bfloat16()
     policy = MorphKV(budget=4, window=2, queries="W")
-    step, older = step_with(policy, range(6), q, k), torch.arange(6).view(1, 1, 6) < 4
+    step = step_with(policy, range(6), q, k)
     want = (q.float() @ k[:4].float().T / 2**0.5).softmax(-1).amax((0, 1))
-    got = policy.score(step, 0, older, step.active)[0, 0, :4]
+    got = layer_scores(policy, step)[0, 0, :4]
     assert got.dtype == torch.float32
     assert got.tolist() == pytest.approx(want.tolist(), rel=1e-6)
 

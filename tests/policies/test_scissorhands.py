@@ -114,9 +114,11 @@ def test_past_queries_stand_before_the_newest(by: Any) -> None:
     k = torch.randn(1, 2, 6, 8, generator=draw)
     pos = torch.arange(6, dtype=torch.int32).expand(1, 2, 6)
     step: Any = SimpleNamespace(
-        queries=lambda layer: q, keys=lambda layer, rows: k, prompt=torch.tensor([4]), clock=torch.tensor([2])
-    )
+        queries=lambda layer: q, keys=lambda layer, rows: k, pos=lambda layer: pos, prompt=torch.tensor([4]),
+        clock=torch.tensor([2]),
+    )  # fmt: skip
     policy = Scissorhands(8, history=3, by=by)
-    score = policy.score(step, 0, pos, torch.tensor([True]))
+    choice: Any = SimpleNamespace(rows=torch.tensor([True]))
+    score = policy.score(step, 0, choice)
     assert torch.equal(score, importance(q, k, pos, torch.tensor([[3, 4, 5]]), by))
     assert not torch.equal(score, importance(q, k, pos, torch.tensor([[5, 5, 5]]), by))
