@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Demand, Evict, Policy, See, Shape, Step
+from minithink.kv.contract import Demand, See, Shape, Step
 from minithink.kv.schedule import share_of
+from minithink.policies.scored import Choice, Scored
 
-NOTHING = 2**31 - 1, 0  # an empty entry: a position behind all others, and no score
+NOWHERE = 2**31 - 1  # the position in an empty entry: behind all others
 
 
 @dataclass
-class H2O(Policy):
+class H2O(Scored):
     """Cumulative attention and recency, in every KV head for itself."""
 
     budget: int | None = None  # tokens that a KV head keeps, the recent ones included
@@ -46,37 +47,40 @@ class H2O(Policy):
         over, keep = super().due(step)
         return over | step.active[None, :, None], keep  # attention is added up at every step
 
-    def decide(self, step: Step) -> Iterable[Evict]:
-        if not step.any(step.active):
-            return
+    def window_size(self, room: Tensor) -> Tensor:
+        recent: Tensor = share_of(room, self.recent)
+        return recent
+
+    def scores(self, step: Step, choice: Choice) -> Tensor:
+        # S_i ← S_i + A_i
+        score: Tensor = step.ops.accumulate(step.mass(), step.pos(), step.held(), self._known, step.row)
+        return score
+
+    def drop(self, step: Step, choice: Choice, scores: Tensor) -> Tensor:
+        """The tokens that go, in heads above their budget. Remember S of the others, in all heads."""
         over, _ = super().due(step)
-        pos, held, room = step.pos(), step.held(), self.room(step)  # pos: [L, B, Hkv, S]
-        score = step.ops.accumulate(step.mass(), pos, held, self._known, step.row)
-        column = torch.arange(pos.shape[-1], device=pos.device)
-        listed, newest = column < held[..., None], column >= (held - share_of(room, self.recent))[..., None]
-        free = listed & ~step.protected()
-        step.note(score, free & ~newest)
-        others = room - (free & newest).sum(-1, dtype=torch.int32)
-        kept = newest | step.ops.keep_best(score, free & ~newest, others)
-        drop = over[..., None] & free & ~kept
-        step.ops.carry(score, pos, listed & ~drop, self._known, step.row, step.active)
-        yield Evict(drop)
+        gone = super().drop(step, choice, scores) & over[..., None]
+        stays = (step.pos() >= 0) & ~gone
+        step.ops.carry(scores, step.pos(), stays, self._known, step.row, step.active)
+        return gone
 
     # -- state: positions and S of the tokens that stay
 
     def setup(self, shape: Shape) -> None:
         size = (*shape.tables, self.room_for(shape))
-        self._known = (
-            torch.full(size, NOTHING[0], dtype=torch.int32, device=shape.device),
-            torch.zeros(size, dtype=torch.float32, device=shape.device),
-        )
+        self._pos = torch.full(size, NOWHERE, dtype=torch.int32, device=shape.device)
+        self._score = torch.zeros(size, dtype=torch.float32, device=shape.device)
 
     def reset(self, row: int) -> None:
-        for tensor, nothing in zip(self._known, NOTHING, strict=True):
-            tensor[:, row] = nothing
+        self._pos[:, row] = NOWHERE
+        self._score[:, row] = 0
 
     def state(self) -> Iterable[Tensor]:
         return self._known
+
+    @property
+    def _known(self) -> tuple[Tensor, Tensor]:
+        return self._pos, self._score
 
 
 # Choices

@@ -8,11 +8,7 @@ last W tokens, and of the older ones those with the largest
     I = H1 + H2      H1 = 2σ(−1 − (t − TS)/(MRI + 10⁻⁵))      H2 = 2σ(1 − MRI), if MRI > 0
 
 So a token stays while its present pause is short beside its longest one. A token that never recurred goes first,
-unless it is new. The formulas follow the authors' code, a copy of Halo-949/LazyEviction
-`model/temp_cacheobs.py`. The paper's formulas differ and are left out: its H1 has no "1 +", and sources quote two
-forms of its H2.
-
-If the user gives a `schedule`, it says when heads evict. W then is the size of the window only.
+unless it is new.
 """
 
 from __future__ import annotations
@@ -25,13 +21,14 @@ import torch
 from torch import Tensor
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Demand, Evict, Policy, See, Shape, Step
+from minithink.kv.contract import Demand, See, Shape, Step
+from minithink.policies.scored import Choice, Scored
 
-NOTHING = 2**31 - 1, 0, 0  # an empty entry: a position behind all others, TS and MRI
+NOWHERE = 2**31 - 1  # the position in an empty entry: behind all others
 
 
 @dataclass
-class LazyEviction(Policy):
+class LazyEviction(Scored):
     """Recurring attention, in every KV head for itself."""
 
     budget: int | None = None  # tokens that a KV head keeps, the last W included
@@ -64,61 +61,69 @@ class LazyEviction(Policy):
         return due, keep
 
     def watch(self, step: Step) -> None:
+        """TS and MRI of the tokens that recur."""
         step.ops.stamp(
-            step.mass() >= self.alpha, step.pos(), step.held(), self._known, step.row, step.prompt, step.clock,
-            step.active,
-        )  # fmt: skip
+            hit=step.mass() >= self.alpha,
+            pos=step.pos(),
+            held=step.held(),
+            known=self._known,
+            at=step.row,
+            prompt=step.prompt,
+            t=step.clock,
+            active=step.active,
+        )
 
-    def decide(self, step: Step) -> Iterable[Evict]:
-        due, _ = self.due(step)
-        if not step.any(due):
-            return
-        room, pos, held = self.room(step), step.pos(), step.held()[..., None]  # pos: [L, B, Hkv, S]
-        column = torch.arange(pos.shape[-1], device=pos.device)
-        newest = column >= held - room.clamp(max=self.window)[..., None]
-        free = (pos >= 0) & ~step.protected()
-        score = self.score(step)
-        step.note(score, free & ~newest)
-        others = room - (free & newest).sum(-1, dtype=torch.int32)
-        kept = newest | step.ops.keep_best(score, free & ~newest, others)
-        yield Evict(due[..., None] & free & ~kept)
+    def window_size(self, room: Tensor) -> Tensor:
+        return room.clamp(max=self.window)
 
-    def score(self, step: Step) -> Tensor:
-        """I of every token: float32 [L, B, Hkv, S]."""
-        pos, known = step.pos(), []
-        for x in self._known[1:]:
-            of_columns = torch.zeros_like(pos)  # entries stand in the order of columns; a prompt has none yet
-            entries = x[:, step.row, :, : pos.shape[-1]]
-            of_columns[..., : entries.shape[-1]] = entries
-            known.append(of_columns)
-        return importance(step.clock[:, None, None] - known[0], known[1])
+    def scores(self, step: Step, choice: Choice) -> Tensor:
+        ts = self._of_columns(step, self._ts)
+        mri = self._of_columns(step, self._mri)
+        # I = H1 + H2
+        return importance(step.clock[:, None, None] - ts, mri)
+
+    def _of_columns(self, step: Step, known: Tensor) -> Tensor:
+        """What is known of each token: int32 [L, B, Hkv, S]; 0 in a prompt that was just read."""
+        out = torch.zeros_like(step.pos())
+        entries = known[:, step.row, :, : out.shape[-1]]  # they stand in the order of columns
+        out[..., : entries.shape[-1]] = entries
+        return out
 
     # -- state: positions, TS and MRI of the tokens held
 
     def setup(self, shape: Shape) -> None:
         size = (*shape.tables, self.room_for(shape, 1))
-        self._known = tuple(torch.full(size, x, dtype=torch.int32, device=shape.device) for x in NOTHING)
+        self._pos = torch.full(size, NOWHERE, dtype=torch.int32, device=shape.device)
+        self._ts = torch.zeros(size, dtype=torch.int32, device=shape.device)
+        self._mri = torch.zeros(size, dtype=torch.int32, device=shape.device)
 
     def reset(self, row: int) -> None:
-        for tensor, nothing in zip(self._known, NOTHING, strict=True):
-            tensor[:, row] = nothing
+        self._pos[:, row] = NOWHERE
+        self._ts[:, row] = 0
+        self._mri[:, row] = 0
 
     def state(self) -> Iterable[Tensor]:
         return self._known
 
+    @property
+    def _known(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self._pos, self._ts, self._mri
+
 
 def importance(pause: Tensor, mri: Tensor) -> Tensor:
-    """I = 2/(1 + exp(1 + (t − TS)/(MRI + 10⁻⁵))) + [MRI ≠ 0]·2/(1 + exp(MRI − 1)), float32.
-
-    pause: t − TS, steps; mri: MRI, steps.
-    """
+    """I = H1 + H2, float32. pause: t − TS, steps; mri: MRI, steps."""
+    # H1 = 2σ(−1 − (t − TS)/(MRI + 10⁻⁵))
     h1 = 2 * (-1 - pause / (mri + 1e-5)).sigmoid()
-    return h1 + torch.where(mri > 0, 2 * (1 - mri.float()).sigmoid(), 0.0)
+    # H2 = 2σ(1 − MRI), if MRI > 0
+    h2 = torch.where(mri > 0, 2 * (1 - mri.float()).sigmoid(), 0.0)
+    return h1 + h2
 
 
 # Choices
 #
-# The authors' code was read in a copy of Halo-949/LazyEviction, `model/temp_cacheobs.py`. Where this differs:
+# The formulas follow the authors' code, a copy of Halo-949/LazyEviction `model/temp_cacheobs.py`. The paper's
+# formulas differ and are left out: its H1 has no "1 +", and sources quote two forms of its H2. Where this differs
+# from the code:
 #
 # - The code has a cache for every query head. Here the query heads of a KV head share TS and MRI, by the mean (or the
 #   largest) of their probabilities.
@@ -131,3 +136,4 @@ def importance(pause: Tensor, mri: Tensor) -> Tensor:
 # - If there is no room for W tokens beside a protected prompt (not the default), the newest that fit are kept.
 # - W is 32, because texts of small models are short. The authors take the 80th percentile of MRI on some samples, 27
 #   to 363 tokens by model and task.
+# - If the user gives a `schedule`, it says when heads evict. W then is the size of the window only.

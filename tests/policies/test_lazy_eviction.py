@@ -55,7 +55,7 @@ def test_worked_example() -> None:
     policy.watch(step)
     assert remembered(policy, range(7)) == [[4, 0, 4, 2, 3, 4, 4], [1, 0, 3, 1, 1, 1, 1]]
     score = [1.5379, 0, 0.7763, 1.0949, 1.2384, 1.5379, 1.5379]
-    assert policy.score(step).flatten().tolist() == pytest.approx(score, abs=6e-5)
+    assert policy.scores(step, None).flatten().tolist() == pytest.approx(score, abs=6e-5)
     (edit,) = policy.decide(step)
     stay = [p for p, drop in enumerate(edit.drop.flatten().tolist()) if not drop]
     assert stay == [0, 3, 4, 5, 6]
