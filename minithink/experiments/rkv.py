@@ -10,6 +10,7 @@ from torch import Tensor
 from minithink.experiments import StandIn, StandIns
 from minithink.kv.contract import Step
 from minithink.policies.rkv import Rkv
+from minithink.policies.scored import Choice
 
 
 class DrawnRkv(StandIn, Rkv):
@@ -22,10 +23,10 @@ class DrawnRkv(StandIn, Rkv):
         assert self.budget is not None
         return 2 * self.budget + self.slack  # a full lane has been replaced once
 
-    def score(self, step: Step, layer: int, valid: Tensor, older: Tensor, rows: Tensor) -> Tensor:
+    def score(self, step: Step, layer: int, choice: Choice) -> Tensor:
         if self.filling:
-            return torch.rand(valid.shape, device=valid.device)
-        return super().score(step, layer, valid, older, rows)
+            return torch.rand(choice.held.shape, device=choice.held.device)
+        return super().score(step, layer, choice)
 
 
 STAND_INS: StandIns = {

@@ -7,34 +7,22 @@ on average beside the window (and a protected prompt), a layer
     1. keeps the ⌊floor·b⌋ best tokens of each head, so that no head loses all;
     2. gives the remaining Hkv·(b − ⌊floor·b⌋) places to the best of its other tokens, whatever their head.
 
-The method compresses prompts once. Here it runs whenever the lanes hold budget + buffer tokens on average. Crystal-KV
-compares itself with Ada-SnapKV while decoding, and does not say when that evicts.
-
-The formulas follow the authors' code, FFY0/AdaKV `adaptive_snapkv/monkeypatch/snapkv_utils.py`. Deviations:
-
-- The code lets c_h, a head's number among the Hkv·b best, become round(c_h·(1 − floor) + ⌊floor·b⌋). These numbers
-  may add up to less than Hkv·b. The two steps above fill the budget exactly, as NVIDIA/kvpress does.
-- Of equal scores the older token is kept, and among different heads that of the lower head.
-- Scores are those of `snapkv_decode.py`: the maximum of the group's logits, the last α = 8 queries. The code has the
-  group's mean after the softmax, and a window of 32.
-- The code's `skip`, layers with equal budgets, is left out (its default is 0).
-
-`normalize` (off in the code's runs, on in KVCache-Factory) multiplies the scores of a head by the share of them that
-its b best tokens hold. floor=1 is equal budgets, `snapkv_decode`; floor=0 has no step 1.
+The method compresses prompts once. Here it runs whenever the lanes hold budget + buffer tokens on average
+(`shared.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Edit, Step
+from minithink.kv.contract import Step
 from minithink.kv.schedule import share_of
-from minithink.policies.snapkv_decode import Shared
+from minithink.policies.scored import Choice
+from minithink.policies.shared import Shared
 
 
 @dataclass
@@ -54,28 +42,46 @@ class AdaSnapKV(Shared):
         if not 0 <= self.floor <= 1:
             raise UsageError(f"{self.name}: floor is {self.floor:g}; it must be from 0 to 1.")
 
-    def decide(self, step: Step) -> Iterator[Edit]:  # type: ignore[override]
-        due, _ = self.due(step)
-        if not step.any(due):
-            return
-        room, rows, pos = self.room(step), due.any(-1).any(0), step.pos()  # rows: bool [B], pos: [L, B, Hkv, S]
-        window, free = self.window(step, room), ~step.protected()
-        # Lanes that are not due get no valid token, so that the kernels skip them.
-        valid = (pos >= 0) & due[..., None]
-        older = valid & ~window
-        may = older & free  # tokens that may go
-        layers = range(step.shape.layers)
-        score = torch.stack([self.score(step, layer, valid[layer], older[layer], rows) for layer in layers])
-        b = room - (free & window).sum(-1, dtype=torch.int32)
-        if self.normalize:
-            score = normalized(score, may, step.ops.keep_best(score, may, b))
-        step.note(score, older)
-        kept = step.ops.keep_shared(score, may, b.sum(-1, dtype=torch.int32), share_of(b, self.floor))
-        yield from self.settle(step, may & ~kept)
+    def scores(self, step: Step, choice: Choice) -> Tensor:
+        score = super().scores(step, choice)
+        if not self.normalize:
+            return score
+        best = step.ops.keep_best(score, choice.candidates, choice.places)
+        return normalized(score, choice.candidates, best)
+
+    def drop(self, step: Step, choice: Choice, scores: Tensor) -> Tensor:
+        b = choice.places
+        total = b.sum(-1, dtype=torch.int32)  # [L, B], Hkv·b
+        # ⌊floor·b⌋ of each head, then the best of the layer
+        kept = step.ops.keep_shared(scores, choice.candidates, total, share_of(b, self.floor))
+        gone: Tensor = choice.candidates & ~kept
+        return gone
 
 
 def normalized(score: Tensor, candidate: Tensor, best: Tensor) -> Tensor:
-    """s_h · Σ_(i ≤ b) s_(h,i) / Σ_i s_(h,i). score: float32 [..., H, S]; candidate, best: bool, all candidates of a
-    head, and the b best of them."""
-    total, top = ((score * where).sum(-1, keepdim=True, dtype=torch.float64) for where in (candidate, best))
+    """Scores times the share of them that the best tokens of their head hold.
+
+        s_(h,j) · Σ_(i ≤ b) s_(h,i) / Σ_i s_(h,i)
+
+    Args:
+        score: float32 [..., H, S].
+        candidate, best: bool [..., H, S], all candidates of a head, and the b best of them.
+    """
+    top = (score * best).sum(-1, keepdim=True, dtype=torch.float64)
+    total = (score * candidate).sum(-1, keepdim=True, dtype=torch.float64)
     return score * torch.where(total > 0, top / total, 1.0).float()
+
+
+# Choices
+#
+# The formulas follow the authors' code, FFY0/AdaKV `adaptive_snapkv/monkeypatch/snapkv_utils.py`. Where this differs:
+#
+# - The code lets c_h, a head's number among the Hkv·b best, become round(c_h·(1 − floor) + ⌊floor·b⌋). These numbers
+#   may add up to less than Hkv·b. The two steps above fill the budget exactly, as NVIDIA/kvpress does.
+# - Of equal scores the older token is kept, and among different heads that of the lower head.
+# - Scores are those of `snapkv_decode.py`: the maximum of the group's logits, the last α = 8 queries. The code has
+#   the group's mean after the softmax, and a window of 32.
+# - The code's `skip`, layers with equal budgets, is left out (its default is 0).
+# - `normalize` (off in the code's runs, on in KVCache-Factory) multiplies the scores of a head by the share of them
+#   that its b best tokens hold. floor=1 is equal budgets, `snapkv_decode`; floor=0 has no step 1.
+# - Crystal-KV compares itself with Ada-SnapKV while decoding, and does not say when that evicts.

@@ -10,31 +10,18 @@ is one) and b more tokens. In place of b, layer l of L has
 The method compresses prompts once. Here it runs whenever the lanes hold budget + buffer tokens on average. While the
 sequence has fewer than hi tokens beside the window, hi is their number, and lo = 2b − hi. So the lowest layer keeps
 all tokens until the ladder is fully open, and after each eviction the layers hold L·b.
-
-The formulas follow the authors' code, Zefan-Cai/KVCache-Factory `pyramidkv/pyramidkv_utils.py`. Deviations:
-
-- The code rounds each step down, so all layers together keep more than L·b tokens. Here upper layers mirror lower
-  ones, b_(L−1−l) = 2b − b_l, and the sum is exact.
-- The code has equal budgets while a prompt has fewer than 2b tokens; the version in FFY0/AdaKV has no such rule. A
-  sequence that is decoded passes through these lengths, and a layer cannot get back what it has evicted. So the
-  default is without the rule. uniform=true is with it: lower layers then hold less than their budgets for a while.
-- Scores are those of `snapkv_decode.py`: by KV head, from the last α = 8 queries. The code's runs have W = 8, too.
-- A model of one layer keeps b; the code divides by zero.
-- With `recent` (not the default, see `rkv.py`) b and b_l are beside the window of an average lane. The window of each
-  layer is that share of the layer's own tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Edit, Step
-from minithink.policies.snapkv_decode import Shared
+from minithink.kv.contract import Step
+from minithink.policies.shared import Shared
 
 
 @dataclass
@@ -56,13 +43,10 @@ class PyramidKV(Shared):
 
     def room(self, step: Step) -> Tensor:
         """Tokens that each lane may keep beside the protected ones: int32 [L, B, Hkv]."""
-        mean, length = super().room(step), (step.prompt + step.clock - step.protects)[None, :, None]
-        window = self.newest(mean)
-        return window + ladder(mean - window, length, window, self.beta, self.uniform)
-
-    def decide(self, step: Step) -> Iterator[Edit]:  # type: ignore[override]
-        for edit in super().decide(step):
-            yield from self.settle(step, edit.drop)
+        mean = super().room(step)
+        window = self.window_size(mean)
+        length = step.prompt + step.clock - step.protects
+        return window + ladder(mean - window, length[None, :, None], window, self.beta, self.uniform)
 
 
 def ladder(b: Tensor, length: Tensor, window: Tensor, beta: int, uniform: bool = False) -> Tensor:
@@ -78,10 +62,27 @@ def ladder(b: Tensor, length: Tensor, window: Tensor, beta: int, uniform: bool =
     layers = len(b)
     if layers == 1:
         return b
-    layer = torch.arange(layers, device=b.device)[:, None, None]
-    lower = torch.minimum(layer, layers - 1 - layer)  # of this layer and its mirror image
+    # hi = 2b − lo, lo = b//β; hi is at most what the sequence has, and at least b
     hi = torch.minimum(2 * b - b // beta, torch.maximum(length - window, b))
     if uniform:
         hi = torch.where(length < 2 * b, b, hi)
-    of_lower = hi - lower * (2 * hi - 2 * b) // (layers - 1)  # hi − lo = 2(hi − b)
+    # b_l = hi − l·(hi − lo)/(L − 1), hi − lo = 2(hi − b), in the lower half of the layers; the upper half mirrors it
+    layer = torch.arange(layers, device=b.device)[:, None, None]
+    lower = torch.minimum(layer, layers - 1 - layer)
+    of_lower = hi - lower * (2 * hi - 2 * b) // (layers - 1)
     return torch.where(layer == lower, of_lower, 2 * b - of_lower).int()
+
+
+# Choices
+#
+# The formulas follow the authors' code, Zefan-Cai/KVCache-Factory `pyramidkv/pyramidkv_utils.py`. Where this differs:
+#
+# - The code rounds each step down, so all layers together keep more than L·b tokens. Here upper layers mirror lower
+#   ones, b_(L−1−l) = 2b − b_l, and the sum is exact.
+# - The code has equal budgets while a prompt has fewer than 2b tokens; the version in FFY0/AdaKV has no such rule. A
+#   sequence that is decoded passes through these lengths, and a layer cannot get back what it has evicted. So the
+#   default is without the rule. uniform=true is with it: lower layers then hold less than their budgets for a while.
+# - Scores are those of `snapkv_decode.py`: by KV head, from the last α = 8 queries. The code's runs have W = 8, too.
+# - A model of one layer keeps b; the code divides by zero.
+# - With `recent` (not the default, see `rkv.py`) b and b_l are beside the window of an average lane. The window of
+#   each layer is that share of the layer's own tokens.

@@ -5,24 +5,17 @@ older ones those with the largest
 
     Z = λ·Ĩ − (1 − λ)·R
 
-Importance Ĩ is the attention of the last α queries, smoothed over neighbouring keys (`ref/window_importance.py`).
-Redundancy R says how much a key resembles the others (`ref/redundancy.py`). The formulas follow the authors' code,
-Zefan-Cai/R-KV `rkv/compression/r1_kv.py`, because the paper was not at hand; defaults are the paper's.
+Importance Ĩ is the attention of the last α queries, smoothed over neighbouring keys (`ref/window_importance.py`):
 
-When heads evict:
+    Ĩ = pool(mean_w softmax_j max_g q_w·k_j/√D)      w: the last α queries; g: the query heads of the KV head
 
-- By default at S ≥ budget + buffer, as in the newer serving code. With buffer=0 one token goes in every step, as
-  ThinKV describes R-KV.
-- `global_clock` is the rule of the first code: at the end of the prompt, then with the first token after every
-  multiple of `buffer` (128) tokens, prompt included. A `schedule` given by the user takes precedence.
+Redundancy R says how much a key resembles the others (`ref/redundancy.py`):
 
-`compaction` is no part of the method. It measures what an eviction costs if the remaining tokens must move together
-(ThinKV §5.1).
+    R = softmax_j mean_i C_ij      C_ij: the cosine of keys i and j, 0 for i = j and for the newest j with C_ij > T
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,12 +23,13 @@ import torch
 from torch import Tensor
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Demand, Evict, Policy, See, Step, Storage
+from minithink.kv.contract import Demand, See, Step, Storage
 from minithink.kv.schedule import share_of
+from minithink.policies.scored import Choice, Scored
 
 
 @dataclass
-class Rkv(Policy):
+class Rkv(Scored):
     """Importance less redundancy, in every KV head for itself."""
 
     budget: int | None = None  # tokens that a KV head keeps, the prompt's and the last α included
@@ -58,6 +52,7 @@ class Rkv(Policy):
     summary = "keep tokens that are attended to and do not repeat others (R-KV)"
     capturable = True
     scope = "head"
+    traced = "older"  # protected tokens, too: they take part in the scores
 
     def __post_init__(self) -> None:
         if not 0 <= self.lam <= 1:
@@ -84,49 +79,36 @@ class Rkv(Policy):
             due = active[None, :, None] & (step.held() > step.budget)
         return due, keep
 
-    def decide(self, step: Step) -> Iterator[Evict]:
-        due, _ = self.due(step)
-        if not step.any(due):
-            return
-        room, rows, pos = self.room(step), due.any(-1).any(0), step.pos()  # rows: bool [B], pos: [L, B, Hkv, S]
-        window = self.window(step, room)
-        free = (pos >= 0) & ~step.protected()
-        # Lanes that are not due get no valid token, so that the kernels skip them.
-        valid = (pos >= 0) & due[..., None]
-        older = valid & ~window
-        layers = range(step.shape.layers)
-        score = torch.stack([self.score(step, layer, valid[layer], older[layer], rows) for layer in layers])
-        step.note(score, older)
-        others = room - (free & window).sum(-1, dtype=torch.int32)
-        keep = window | step.ops.keep_best(score, free & ~window, others)
-        yield Evict(free & ~keep & due[..., None])
-
-    def window(self, step: Step, room: Tensor) -> Tensor:
-        """The newest tokens of every lane, which stay: bool [L, B, Hkv, S]."""
-        pos, held = step.pos(), step.held()[..., None]
-        column = torch.arange(pos.shape[-1], device=pos.device)
-        return (column < held) & (column >= held - self.newest(room)[..., None])
-
-    def newest(self, room: Tensor) -> Tensor:
-        """How many these are: the last α, or the share `recent` if that is more, as far as there is room: int32."""
+    def window_size(self, room: Tensor) -> Tensor:
+        """The last α tokens, or the share `recent` if that is more, as far as there is room."""
         return torch.maximum(room.clamp(max=self.alpha), share_of(room, self.recent))
 
-    def score(self, step: Step, layer: int, valid: Tensor, older: Tensor, rows: Tensor) -> Tensor:
-        """Z = λ·Ĩ − (1 − λ)·R of the `older` tokens, float32 [B, Hkv, S]; other entries mean nothing.
-
-        valid: bool [B, Hkv, S], the tokens whose keys count; older: bool [B, Hkv, S], those before the window; rows:
-        bool [B], the rows to score.
-        """
-        q, k = step.queries(layer), step.keys(layer, rows)  # [B, Hq, α, D], [B, Hkv, S, D]
-        importance = step.ops.window_importance(q, k, older, self.kernel_size, self.pooling)
-        redundancy = step.ops.redundancy(k, valid, self.threshold)
-        score: Tensor = self.lam * importance - (1 - self.lam) * redundancy
-        return score
+    def score(self, step: Step, layer: int, choice: Choice) -> Tensor:
+        """Z of the older tokens: float32 [B, Hkv, S]."""
+        q = step.queries(layer)  # [B, Hq, α, D]
+        k = step.keys(layer, choice.rows)  # [B, Hkv, S, D]
+        # Ĩ = pool(mean_w softmax_j max_g q_w·k_j/√D)
+        importance = step.ops.window_importance(q, k, choice.older, self.kernel_size, self.pooling)
+        # R = softmax_j mean_i C_ij, over all keys that are held
+        redundancy = step.ops.redundancy(k, choice.held, self.threshold)
+        # Z = λ·Ĩ − (1 − λ)·R
+        z: Tensor = self.lam * importance - (1 - self.lam) * redundancy
+        return z
 
 
 # Choices
 #
-# The authors' code is Zefan-Cai/R-KV@d15c976 `rkv/compression/r1_kv.py`. Where this differs:
+# The formulas follow the authors' code, Zefan-Cai/R-KV@d15c976 `rkv/compression/r1_kv.py`, because the paper was not
+# at hand; defaults are the paper's.
+#
+# When heads evict:
+#
+# - By default at S ≥ budget + buffer, as in the newer serving code. With buffer=0 one token goes in every step, as
+#   ThinKV describes R-KV.
+# - `global_clock` is the rule of the first code: at the end of the prompt, then with the first token after every
+#   multiple of `buffer` (128) tokens, prompt included. A `schedule` given by the user takes precedence.
+#
+# Where this differs from the code:
 #
 # - Order: kept tokens stay in the order of their positions, as in the authors' later serving code, which sorts. The
 #   released code stores them in the order of their scores. So from the second eviction on it pools over neighbours in
@@ -141,3 +123,5 @@ class Rkv(Policy):
 #   stay beside a protected prompt. The last α tokens stay in any case.
 # - Where the code is silent: the tokens of a protected prompt (not the default) take part in the scores, but are not
 #   evicted. If there is no room for α tokens beside the prompt, the newest that fit are kept.
+# - `compaction` is no part of the method. It measures what an eviction costs if the remaining tokens must move
+#   together (ThinKV §5.1).

@@ -20,7 +20,7 @@ from minithink.kv.contract import Policy
 from minithink.kv.manager import KVManager
 from minithink.kv.stack import members
 from minithink.policies import POLICIES, parse
-from minithink.policies.snapkv_decode import Shared
+from minithink.policies.shared import Shared
 from minithink.sequence import Track
 from minithink.stream import NON_FINITE, Stream
 from tests.conftest import PROFILE

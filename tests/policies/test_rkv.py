@@ -22,6 +22,7 @@ from minithink.kv.schedule import share_of
 from minithink.kv.stack import Stack
 from minithink.policies.rkv import Rkv
 from minithink.policies.snapkv_decode import SnapKVDecode
+from tests.policies.by_rows import layer_scores
 from tests.policies.drive import follow, held, tokens_of
 from tests.strategies import example_config, random_decoder
 
@@ -57,10 +58,8 @@ SIX = SimpleNamespace(
 def test_worked_example(lam: float, kernel_size: int, want: list[float] | None, kept: list[int]) -> None:
     """What `rkv/compression/r1_kv.py` gives for 6 keys, a window of 2 and a budget of 4."""
     policy, step = Rkv(budget=4, lam=lam, alpha=2, buffer=2, kernel_size=kernel_size), SIX
-    window = torch.arange(6).view(1, 1, 6) >= 4
     if want is not None:
-        score = policy.score(step, 0, torch.ones_like(window), ~window, torch.ones(1).bool())  # type: ignore[arg-type]
-        assert score[0, 0, :4].tolist() == pytest.approx(want, abs=6e-5)
+        assert layer_scores(policy, step)[0, 0, :4].tolist() == pytest.approx(want, abs=6e-5)
     (edit,) = policy.decide(step)  # type: ignore[arg-type]
     assert edit.layer is None
     assert (~edit.drop[0, 0, 0]).nonzero().flatten().tolist() == kept
@@ -132,10 +131,10 @@ def test_recent_tokens_stay(recent: float, alpha: int, protect: bool, kind: type
 def test_how_many_recent_tokens_stay() -> None:
     """At least α, as far as there is room; the share is a decimal number, for int(0.7 · 90) is 62."""
     room = torch.tensor([0, 5, 10, 12, 90], dtype=torch.int32)
-    newest = Rkv(budget=90, recent=0.7).newest(room)
+    newest = Rkv(budget=90, recent=0.7).window_size(room)
     assert newest.dtype == torch.int32
     assert newest.tolist() == [0, 5, 8, 8, 63]
-    assert Rkv(budget=90).newest(room).tolist() == [0, 5, 8, 8, 8]
+    assert Rkv(budget=90).window_size(room).tolist() == [0, 5, 8, 8, 8]
 
 
 @pytest.mark.parametrize("global_clock", [False, True])
