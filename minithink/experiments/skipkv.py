@@ -15,6 +15,7 @@ from minithink.engine import TINY
 from minithink.experiments import Case, Cases, Goal, Result, Row, StandIn, StandIns, Sweep, Table, settings
 from minithink.kv.contract import Shape, Step
 from minithink.kv.schedule import Schedule
+from minithink.policies.scored import Choice
 from minithink.policies.seal import Seal
 from minithink.policies.skipkv import SkipKV
 from minithink.policies.steering import Steered
@@ -114,11 +115,11 @@ class Filled(Informed, SkipKV):
             self._count[row, 0] = self.vectors + 1
             self._vector[row].normal_().div_(self._vector.shape[-1] ** 0.5)
 
-    def parts(self, step: Step, layer: int, valid: Tensor, older: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def parts(self, step: Step, layer: int, choice: Choice) -> tuple[Tensor, Tensor]:
         if self.filling:
-            noise = torch.rand(2, *valid.shape, device=valid.device)
+            noise = torch.rand(2, *choice.held.shape, device=choice.held.device)
             return noise[0], noise[1]
-        return super().parts(step, layer, valid, older, rows)
+        return super().parts(step, layer, choice)
 
 
 Some = TypeVar("Some", bound=Informed)

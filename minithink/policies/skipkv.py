@@ -23,7 +23,7 @@ problems: the defaults at=every, α_0 = 1 and vector=plain spoil its texts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,14 +31,15 @@ import torch
 from torch import Tensor
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Demand, Evict, See, Shape, Step
+from minithink.kv.contract import Demand, See, Shape, Step
+from minithink.policies.scored import Choice, Scored
 from minithink.policies.steering import Steered, check_strength
 
 ROWS_AT_ONCE = 256  # rows of a matrix of cosines in memory at once
 
 
 @dataclass
-class SkipKV(Steered):
+class SkipKV(Steered, Scored):
     """Evict repeated sentences; steer more strongly with each non-execution sentence."""
 
     budget: int | None = None  # B, tokens of a KV head, the prompt's included
@@ -57,6 +58,7 @@ class SkipKV(Steered):
     summary = "evict sentences that were said again, steer against doubts (SkipKV)"
     capturable = True
     scope = "head"
+    traced = "older"  # protected tokens, too: they take part in the scores
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,17 +83,20 @@ class SkipKV(Steered):
 
     def setup(self, shape: Shape) -> None:
         super().setup(shape)
-        b, device = shape.rows, shape.device
-        positions, sentences = shape.tokens + 1, shape.tokens + 2 if self.skip else 0
-        self._read = torch.zeros(b, 3, dtype=torch.int32, device=device)
-        self._count = torch.zeros(b, 2, dtype=torch.int32, device=device)
-        self._total = torch.zeros(b, shape.hidden if self.skip else 0, device=device)
+        rows = shape.rows
+        device = shape.device
+        # A text is at most as long as a sequence. With skip=false no sentence has a vector or a penalty.
+        positions = shape.tokens + 1 if self.skip else 0
+        sentences = shape.tokens + 2 if self.skip else 0
         vectors = min(self.vectors, shape.tokens + 1) if self.skip else 0  # a sentence has at least one token
-        self._vector = torch.zeros(b, vectors, shape.hidden, device=device)
-        self._penalty = torch.zeros(b, sentences, device=device)
-        self._number = torch.zeros(b, positions if self.skip else 0, dtype=torch.int32, device=device)
+        self._read = torch.zeros(rows, 3, dtype=torch.int32, device=device)
+        self._count = torch.zeros(rows, 2, dtype=torch.int32, device=device)
+        self._total = torch.zeros(rows, shape.hidden if self.skip else 0, device=device)
+        self._vector = torch.zeros(rows, vectors, shape.hidden, device=device)
+        self._penalty = torch.zeros(rows, sentences, device=device)
+        self._number = torch.zeros(rows, positions, dtype=torch.int32, device=device)
         # evicted sentences; tokens that were evicted while their lane held a token of a penalised sentence
-        self._gone = torch.zeros(b, 2, dtype=torch.int64, device=device)
+        self._gone = torch.zeros(rows, 2, dtype=torch.int64, device=device)
         self._count[:, 0] = 1
 
     def reset(self, row: int) -> None:
@@ -112,27 +117,29 @@ class SkipKV(Steered):
         found = {"other_thoughts": int(self._read[row, 2])}
         if self.skip:
             evicted, passed = self._gone[row].tolist()
-            found |= {
-                "sentences": int(self._count[row, 0]) - 1 + int(self._count[row, 1]),
-                "similar_sentences": int((self._penalty[row] > 0).sum()),
-                "sentences_evicted": evicted, "tokens_before_sentences": passed,
-            }  # fmt: skip
+            found["sentences"] = int(self._count[row, 0]) - 1 + int(self._count[row, 1])
+            found["similar_sentences"] = int((self._penalty[row] > 0).sum())
+            found["sentences_evicted"] = evicted
+            found["tokens_before_sentences"] = passed
         return found
 
     def notes(self, row: int) -> str:
         found = self.counts(row)
         said = []
         if self.skip:
-            said.append(f"{found['similar_sentences']} of {found['sentences']} sentences were said again, "
-                        f"{found['sentences_evicted']} of them are evicted")  # fmt: skip
+            said.append(
+                f"{found['similar_sentences']} of {found['sentences']} sentences were said again, "
+                f"{found['sentences_evicted']} of them are evicted"
+            )
         if self.steers:
-            said.append(f"{found['other_thoughts']} doubts, final strength "
-                        f"{self.alpha_0 + self.gamma * found['other_thoughts']:.2f}")  # fmt: skip
+            doubts = found["other_thoughts"]
+            said.append(f"{doubts} doubts, final strength {self.alpha_0 + self.gamma * doubts:.2f}")
         return "; ".join(said)
 
     # -- the forward pass
 
     def strength(self, step: Step) -> Tensor:
+        # α_t = α_0 + γ·N_o
         return self.alpha_0 + self.gamma * self._read[step.row, 2].float()
 
     def steer(self, step: Step, layer: int, hidden: Tensor) -> Tensor:
@@ -140,70 +147,86 @@ class SkipKV(Steered):
         if layer == -1 and self._table is not None:
             ends = step.ops.sentences(step.tokens, step.row, step.active, self._table, self._read)
             if self.skip:
-                position = (step.prompt + step.clock).long() - 1
-                step.ops.similarity(hidden, step.row, step.active, position, ends, self._known, self.tau)
+                self._add(step, hidden, ends)
         return super().steer(step, layer, hidden)
+
+    def _add(self, step: Step, hidden: Tensor, ends: Tensor) -> None:
+        """Add the newest tokens' states to their sentences. ends: what `ops.sentences` says of these tokens."""
+        step.ops.similarity(
+            hidden=hidden,
+            at=step.row,
+            active=step.active,
+            position=(step.prompt + step.clock).long() - 1,
+            ends=ends,
+            known=self._known,
+            tau=self.tau,
+        )
 
     # -- eviction
 
-    def decide(self, step: Step) -> Iterator[Evict]:
-        due, _ = self.due(step)
-        if not step.any(due):
-            return
-        room, rows, pos = self.room(step), due.any(-1).any(0), step.pos()  # rows: bool [B], pos: [L, B, Hkv, S]
-        window = self.window(step, room)
-        free = (pos >= 0) & ~step.protected()
-        # Lanes that are not due get no valid token, so that the kernels skip them.
-        valid = (pos >= 0) & due[..., None]
-        older = valid & ~window
-        parts = [self.parts(step, layer, valid[layer], older[layer], rows) for layer in range(step.shape.layers)]
-        score, lam = self.score(step, *map(torch.stack, zip(*parts, strict=True)))
-        step.note(score, older)
-        others = room - (free & window).sum(-1, dtype=torch.int32)
-        stay = window | step.ops.keep_best(score, free & ~window, others)
-        drop = free & ~stay & due[..., None]
-        if self.skip:
-            self.tally(step, drop, free & ~window & due[..., None], lam > 0)
-        yield Evict(drop)
+    def window_size(self, room: Tensor) -> Tensor:
+        return room.clamp(max=self.alpha)
 
-    def window(self, step: Step, room: Tensor) -> Tensor:
-        """The last α tokens of every lane, fewer where there is no room for them: bool [L, B, Hkv, S]."""
-        pos, held = step.pos(), step.held()[..., None]
-        column = torch.arange(pos.shape[-1], device=pos.device)
-        return (column < held) & (column >= held - room.clamp(max=self.alpha)[..., None])
+    def scores(self, step: Step, choice: Choice) -> Tensor:
+        importance = []
+        redundancy = []
+        for layer in range(step.shape.layers):
+            i, r = self.parts(step, layer, choice.of_layer(layer))
+            importance.append(i)
+            redundancy.append(r)
+        return self.total(step, torch.stack(importance), torch.stack(redundancy))
 
-    def parts(self, step: Step, layer: int, valid: Tensor, older: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """I and R of a layer's tokens, float32 [B, Hkv, S].
-
-        valid: bool [B, Hkv, S], the tokens whose keys count; older: the valid tokens before the window.
-        rows: bool [B], the rows to score.
-        """
-        q, k = step.queries(layer), step.keys(layer, rows)  # [B, Hq, α, D], [B, Hkv, S, D]
+    def parts(self, step: Step, layer: int, choice: Choice) -> tuple[Tensor, Tensor]:
+        """I and R of a layer's tokens: float32 [B, Hkv, S]."""
+        q = step.queries(layer)  # [B, Hq, α, D]
+        k = step.keys(layer, choice.rows)  # [B, Hkv, S, D]
         if self.form == "paper":
-            return letter_importance(q, k, valid), letter_redundancy(k, valid)
-        return step.ops.window_importance(q, k, older, 7, "max"), step.ops.redundancy(k, valid, 0.5)
+            return letter_importance(q, k, choice.held), letter_redundancy(k, choice.held)
+        importance = step.ops.window_importance(q, k, choice.older, 7, "max")
+        redundancy = step.ops.redundancy(k, choice.held, 0.5)
+        return importance, redundancy
 
-    def score(self, step: Step, importance: Tensor, redundancy: Tensor) -> tuple[Tensor, Tensor]:
-        """Z and λ of every token: float32 [L, B, Hkv, S]."""
+    def total(self, step: Step, importance: Tensor, redundancy: Tensor) -> Tensor:
+        """Z of every token: float32 [L, B, Hkv, S]."""
         if not self.skip:
-            return self.sigma * importance - (1 - self.sigma) * redundancy, torch.zeros_like(importance)
-        z, lam = step.ops.cumulative_score(
-            importance, redundancy, step.pos(), step.row, self._number, self._penalty, self.sigma
+            return self.sigma * importance - (1 - self.sigma) * redundancy
+        # Z = σ·I − (1 − σ)·R − λ_i
+        z: Tensor
+        z, _ = step.ops.cumulative_score(
+            importance=importance,
+            redundancy=redundancy,
+            pos=step.pos(),
+            at=step.row,
+            number=self._number,
+            penalty=self._penalty,
+            sigma=self.sigma,
         )
-        return z, lam
+        return z
 
-    def tally(self, step: Step, drop: Tensor, free: Tensor, penalised: Tensor) -> None:
-        """Count evicted sentences and tokens. bool [L, B, Hkv, S]: drop, the tokens that go; free, the tokens that
-        may go; penalised, the tokens of penalised sentences."""
-        left = (free & ~drop & penalised).any(-1, keepdim=True)  # the lane still holds such a token
-        passed = (drop & ~penalised & left).sum((0, 2, 3))
-        number, penalty = self._number[step.row], self._penalty[step.row]
-        alive, hit = (torch.zeros_like(penalty, dtype=torch.int32) for _ in range(2))  # [B, T]
-        for pos, off, of in zip(step.pos(), drop, penalised, strict=True):  # one layer at a time, for its memory
-            of_token = number.gather(1, pos.flatten(1).clamp(min=0).long()).long()  # [B, Hkv·S]
-            alive.scatter_reduce_(1, of_token, ((pos >= 0) & ~off).flatten(1).int(), "amax")
-            hit.scatter_reduce_(1, of_token, (off & of).flatten(1).int(), "amax")
-        self._gone[step.row] += torch.stack((((alive == 0) & (hit != 0)).sum(1), passed), 1)
+    def drop(self, step: Step, choice: Choice, scores: Tensor) -> Tensor:
+        gone = super().drop(step, choice, scores)
+        if self.skip:
+            self._tally(step, choice.candidates, gone)
+        return gone
+
+    def _tally(self, step: Step, candidates: Tensor, gone: Tensor) -> None:
+        """Count the sentences that are evicted now, and the tokens that go while their lane still holds a token of a
+        penalised sentence. gone: bool [L, B, Hkv, S], which of the candidates go."""
+        number = self._number[step.row]  # [B, P]
+        penalty = self._penalty[step.row]  # [B, T]
+        alive = torch.zeros_like(penalty, dtype=torch.int32)  # 1: some token of the sentence stays
+        hit = torch.zeros_like(alive)  # 1: the sentence is penalised, and some token of it goes
+        passed = torch.zeros_like(step.row)
+        for pos, may, goes in zip(step.pos(), candidates, gone, strict=True):  # one layer at a time, for its memory
+            sentence = number.gather(1, pos.flatten(1).clamp(min=0).long()).long()  # [B, Hkv·S]
+            penalised = (penalty.gather(1, sentence) > 0).view(pos.shape)
+            stays = (pos >= 0) & ~goes
+            alive.scatter_reduce_(1, sentence, stays.flatten(1).int(), "amax")
+            hit.scatter_reduce_(1, sentence, (goes & penalised).flatten(1).int(), "amax")
+            left = (may & ~goes & penalised).any(-1, keepdim=True)  # [B, Hkv, 1]
+            passed += (goes & ~penalised & left).sum((1, 2))
+        evicted = ((alive == 0) & (hit != 0)).sum(1)
+        self._gone[step.row] += torch.stack((evicted, passed), 1)
 
 
 def letter_importance(q: Tensor, k: Tensor, valid: Tensor) -> Tensor:
@@ -218,9 +241,10 @@ def letter_importance(q: Tensor, k: Tensor, valid: Tensor) -> Tensor:
         float32 [B, Hkv, S]; 0 where `valid` is not.
     """
     grouped = q.float().unflatten(1, (k.shape[1], -1))  # [B, Hkv, g, α, D]
-    k, m = k.float().masked_fill(~valid[..., None], 0.0), valid[:, :, None, None]
+    k = k.float().masked_fill(~valid[..., None], 0.0)
     # A^i = softmax(Q^i·Kᵀ/√D + M)
-    a = (grouped @ k.mT.unsqueeze(2) / k.shape[-1] ** 0.5).masked_fill(~m, -torch.inf).softmax(-1)
+    logits = grouped @ k.mT.unsqueeze(2) / k.shape[-1] ** 0.5
+    a = logits.masked_fill(~valid[:, :, None, None], -torch.inf).softmax(-1)
     # I = softmax(max over the group), mean over the α rows
     i = a.amax(2).masked_fill(~valid.unsqueeze(2), -torch.inf).softmax(-1)
     return i.mean(2).masked_fill(~valid, 0.0)
@@ -244,7 +268,8 @@ def letter_redundancy(k: Tensor, valid: Tensor) -> Tensor:
         # R = mean over rows of softmax(K̄·K̄ᵀ)
         p = (unit[:, :, own] @ unit.mT).masked_fill(~valid.unsqueeze(2), -torch.inf).softmax(-1)
         total += p.masked_fill(~valid[:, :, own, None], 0.0).sum(2)
-    return (total / valid.sum(-1, keepdim=True).clamp(min=1)).masked_fill(~valid, 0.0)
+    mean = total / valid.sum(-1, keepdim=True).clamp(min=1)
+    return mean.masked_fill(~valid, 0.0)
 
 
 # Choices

@@ -19,6 +19,7 @@ from minithink.errors import UsageError
 from minithink.kv.contract import Evict, Shape, Step
 from minithink.kv.manager import KVManager
 from minithink.policies import parse
+from minithink.policies.scored import newest
 from minithink.policies.skipkv import SkipKV, letter_importance, letter_redundancy
 from minithink.ref.similarity import similarity
 from tests.compare import assert_close, assert_same
@@ -135,7 +136,7 @@ def test_worked_example_3(budget: int, skip: bool, stays: list[int]) -> None:
     policy, step = example(budget, skip=skip)
     (edit,) = policy.decide(step)
     assert (~edit.drop[0, 0, 0]).nonzero().flatten().tolist() == stays
-    z, _ = policy.score(step, IMPORTANCE.view(1, 1, 1, 6), REDUNDANCY.view(1, 1, 1, 6))
+    z = policy.total(step, IMPORTANCE.view(1, 1, 1, 6), REDUNDANCY.view(1, 1, 1, 6))
     penalty = torch.tensor([0, 0.97, 0.97, 0, 0, 0]) * skip
     assert_close("Z", z[0, 0, 0], torch.tensor([-0.06, -0.175, -0.115, -0.215, -0.11, -0.125]) - penalty, atol=1e-6)
     if skip:  # the sentence is gone when both of its tokens are; no token left before it
@@ -211,8 +212,8 @@ def test_the_letter_is_over_all_keys() -> None:
     q, k = torch.randn(1, 4, 3, 4, generator=g), torch.randn(1, 2, 9, 4, generator=g)
     step: Any = SimpleNamespace(ops=REFERENCE, queries=lambda layer: q, keys=lambda layer, rows: k)
     valid = torch.ones(1, 2, 9, dtype=torch.bool)
-    older = valid & (torch.arange(9) < 6)
-    found = SkipKV(budget=9, form="paper").parts(step, 0, valid, older, torch.ones(1, dtype=torch.bool))
+    choice: Any = SimpleNamespace(held=valid, older=valid & (torch.arange(9) < 6), rows=torch.tensor([True]))
+    found = SkipKV(budget=9, form="paper").parts(step, 0, choice)
     for of, want in zip(found, (letter_importance(q, k, valid), letter_redundancy(k, valid)), strict=True):
         assert_same("all keys", of, want)
         assert_close("the sum", of.sum(-1), torch.ones(1, 2), atol=1e-6)
@@ -336,15 +337,19 @@ class Watched(SkipKV):
                 self.hidden[row].append(state.double())
         return super().steer(step, layer, hidden)
 
-    def score(self, step: Step, importance: Tensor, redundancy: Tensor) -> tuple[Tensor, Tensor]:
-        z, lam = super().score(step, importance, redundancy)
-        self.seen.append({"importance": importance, "redundancy": redundancy, "lam": lam, "pos": step.pos().clone()})
-        return z, lam
+    def total(self, step: Step, importance: Tensor, redundancy: Tensor) -> Tensor:
+        pos, lam = step.pos(), torch.zeros_like(importance)
+        if self.skip:
+            _, lam = step.ops.cumulative_score(
+                importance, redundancy, pos, step.row, self._number, self._penalty, self.sigma
+            )
+        self.seen.append({"importance": importance, "redundancy": redundancy, "lam": lam, "pos": pos.clone()})
+        return super().total(step, importance, redundancy)
 
     def decide(self, step: Step) -> Iterator[Evict]:
         edits = list(super().decide(step))
         for edit in edits:
-            fixed = step.protected() | self.window(step, self.room(step))
+            fixed = step.protected() | newest(step, self.window_size(self.room(step)))
             self.seen[-1] |= {"drop": edit.drop, "fixed": fixed, "row": step.row.clone(), "due": self.due(step)[0]}
         yield from edits
 
