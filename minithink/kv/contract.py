@@ -348,6 +348,7 @@ class Policy:
     # second copy of the query is rotated to that distance (StreamingLLM's cache positions).
     pull: int = 0
     beside: int = 1  # tokens that a budget must have room for beside a protected prompt
+    listens: bool = True  # whether the policy's `listen` is called; False: its options need no text
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -391,8 +392,8 @@ class Policy:
         policy defines it."""
 
     def listen(self, row: int, ids: Sequence[int]) -> None:
-        """The next tokens of a row's text, those of the prompt and later generated ones, on the host. Only called
-        where a policy defines it."""
+        """The next tokens of a row's text, those of the prompt and later generated ones, on the host. A step's token
+        is told before `decide`. Only called where a policy defines it and `listens`."""
 
     def decide(self, step: Step) -> Iterable[Edit]:
         """What to change, after the forward pass in which the rows `step.active` took part."""

@@ -171,7 +171,8 @@ class KVManager:
         watching = [p for p in members(policy) if type(p).watch is not Policy.watch]
         self.steers = bool(steering)
         self.captures_steering = all(p.capturable for p in (*steering, *watching))
-        self.listening = tuple(p for p in members(policy) if type(p).listen is not Policy.listen)
+        hearing = (p for p in members(policy) if type(p).listen is not Policy.listen)
+        self.listening = tuple(p for p in hearing if p.listens)
         self.deciding = tuple(p for p in members(policy) if type(p).decide is not Policy.decide)
 
         self.recorder: Recorder | None = None  # set it before the sequences join that it records

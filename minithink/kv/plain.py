@@ -166,7 +166,8 @@ class PlainCache:
         Lanes(self.shape, self.storage, dtype)  # UsageError: the formats do not suit the model
         policy.setup(self.shape)
         self.deciding = [p for p in members(policy) if type(p).decide is not Policy.decide]
-        self.listening = [p for p in members(policy) if type(p).listen is not Policy.listen]
+        hearing = (p for p in members(policy) if type(p).listen is not Policy.listen)
+        self.listening = [p for p in hearing if p.listens]
         self.steers = any(type(p).steer is not Policy.steer for p in members(policy))
         self.watches = any(type(p).watch is not Policy.watch for p in members(policy))
         self.sequences: dict[int, Running] = {}  # by their numbers

@@ -56,12 +56,12 @@ class ThinKV(ThinKVOptions):
         segments = shape.tokens // self.tau + 2
         self.kind = torch.zeros(shape.rows, segments, dtype=torch.uint8, device=shape.device)
         self.level = torch.zeros(shape.rows, segments, dtype=torch.uint8, device=shape.device)
-        self._said: list[list[int]] = [[] for _ in range(shape.rows)]  # with thoughts=keyword: what was generated
+        self._heard: list[list[int]] = [[] for _ in range(shape.rows)]  # with thoughts=keyword: each row's text
         self.cases = torch.zeros(2, shape.rows, dtype=torch.int32, device=shape.device)  # segments annealed, by case
 
     def reset(self, row: int) -> None:
         self.kind[row], self.level[row], self.cases[:, row] = 0, 0, 0
-        self._said[row] = []
+        self._heard[row] = []
 
     def state(self) -> Iterable[Tensor]:
         return self.kind, self.level, self.cases
@@ -84,9 +84,10 @@ class ThinKV(ThinKVOptions):
         over = (step.held() > step.budget) & step.active[:, None]
         return over | look[:, None], step.budget
 
+    def listen(self, row: int, ids: Sequence[int]) -> None:
+        self._heard[row] += ids
+
     def decide(self, step: Step) -> Iterator[Edit]:
-        if self.thoughts == "keyword":
-            self._listen(step)
         if not step.any(lambda: self.due(step)[0]):
             return
         refresh = self._refresh(step)
@@ -98,13 +99,6 @@ class ThinKV(ThinKVOptions):
         column = (step.clock // self.tau).long()
         self.kind[step.row, column] = torch.where(refresh, kind, self.kind[step.row, column])
         yield OpenSegment(refresh, kind)
-
-    def _listen(self, step: Step) -> None:
-        """Remember what every row has said."""
-        new = step.active & (step.clock > 0)
-        for said, token, is_new in zip(self._said, step.tokens.tolist(), new.tolist(), strict=True):
-            if is_new:
-                said.append(token)
 
     def _refresh(self, step: Step) -> Tensor:
         """Where the newest token is the last of its segment, or of the prompt: bool [B]."""
@@ -118,10 +112,8 @@ class ThinKV(ThinKVOptions):
         """The type of the thought that begins, φ: uint8 [B]."""
         if self.types == 1:
             return torch.full_like(step.thought, REASONING)
-        if self._kind is not None and self.thoughts == "keyword":
-            begins = self._refresh(step).tolist()
-            kinds = [self._kind(said) if new else REASONING for said, new in zip(self._said, begins, strict=True)]
-            return torch.tensor(kinds, dtype=step.thought.dtype, device=step.thought.device)
+        if self.thoughts == "keyword":
+            return self._by_words(step)
         p = torch.stack([step.rows(layer) for layer in self.measured])  # [L*, B, Hkv, rows, S]
         pos = torch.stack([step.pos(layer) for layer in self.measured])[:, :, None]  # [L*, B, 1, Ht, S]
         age = torch.arange(p.shape[3] - 1, -1, -1, device=p.device)  # of a row's query, 0: newest
@@ -133,6 +125,16 @@ class ThinKV(ThinKVOptions):
             return type_of(share.mean((0, 2)), self.theta)
         there = last[:, None] >= age  # [B, rows]: short prompts have fewer queries
         return type_of((share * there).sum(-1).mean(0) / there.sum(-1).clamp(min=1), self.theta)
+
+    def _by_words(self, step: Step) -> Tensor:
+        """The type that the words of each row's answer tell, where a thought begins: uint8 [B]."""
+        assert self._kind is not None
+        kind = torch.full_like(step.thought, REASONING)
+        for i in self._refresh(step).nonzero().flatten().tolist():
+            prompt = int(step.prompt[i])
+            text = self._heard[int(step.row[i])]
+            kind[i] = self._kind(text[prompt:])
+        return kind
 
     def evict(self, step: Step) -> Iterator[Evict]:
         """The tokens that go: dropped groups of transitions, and those that segments may not keep."""

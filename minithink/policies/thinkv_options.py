@@ -84,6 +84,7 @@ class ThinKVOptions(Policy):
         self.kept = self._retained()
         self.beside = self.storage.buffer + (self.kept[-1] if self.kept else 0) + 1
         self._kind: Callable[[Sequence[int]], int] | None = None
+        self.listens = self.thoughts == "keyword"
         if self.thoughts == "keyword":
             if self.types != 3:
                 raise UsageError(f"{self.name}: words tell three types, and types={self.types}: drop one of them.")

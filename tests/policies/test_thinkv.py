@@ -16,11 +16,13 @@ from torch import Tensor
 from minithink.kv.contract import Demand, See, Shape, Step
 from minithink.kv.manager import KVManager
 from minithink.kv.table import printed
+from minithink.model import Rope
 from minithink.policies import thinkv, thinkv_options
 from minithink.policies.thinkv import Tbe, Tbq, ThinKV
 from minithink.quant import parse_pair
 from minithink.ref.kmeans import kmeans
 from minithink.thoughts import EXECUTION, NAMES, REASONING, TRANSITION
+from tests.kv.run import informed
 from tests.policies.drive import DECODER, TINY, follow, followed, formats, held, tokens_of
 from tests.strategies import example_config, random_decoder
 
@@ -333,6 +335,41 @@ def test_keywords_tell_types_from_the_text_alone(monkeypatch: pytest.MonkeyPatch
         DECODER(torch.tensor([3]), manager)
         manager.end_step()
     assert heard[-1] == (), "a row that is used again begins anew"
+
+
+@torch.inference_mode()
+def test_keywords_of_a_row_that_is_shown_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sequences take turns, and the policy is shown the one that has a new token: its text is the one that
+    counts."""
+    heard: list[tuple[int, ...]] = []
+
+    def kind(pieces: Sequence[str]) -> int:
+        ids = tuple(int(piece) for piece in pieces)
+        heard.append(ids)
+        return sum(ids) % 3
+
+    policy = Tbq(tau=3, g=3, thoughts="keyword", precision="R8E8T8")
+    monkeypatch.setattr(thinkv_options, "ending", kind)
+    manager = KVManager(TINY, Rope(TINY), informed(policy, TINY), rows=2, tokens=12)
+    manager.acting = lambda batch, due=None: batch  # type: ignore[method-assign]
+    prompts = {0: 5, 1: 2}
+    texts = {seq: tokens_of(seq, 12) for seq in prompts}
+
+    def feed(seq: int, ids: Sequence[int]) -> None:
+        manager.begin_step([seq], [len(ids)], ids)
+        DECODER(torch.tensor(ids), manager)
+        manager.end_step()
+
+    for seq, n in prompts.items():
+        manager.join(seq, 12, n)
+        feed(seq, texts[seq][:n])
+    for i in range(6):
+        for seq, n in prompts.items():
+            feed(seq, texts[seq][n + i : n + i + 1])
+    said = {seq: texts[seq][n:] for seq, n in prompts.items()}
+    want = {seq: [tuple(text[:n]) for n in (0, 3, 6)] for seq, text in said.items()}
+    assert heard == [want[seq][i] for i in range(3) for seq in prompts]
+    assert manager.store.kinds == [[sum(of) % 3 for of in want[seq]] for seq in prompts]
 
 
 @pytest.mark.parametrize("axis", ["channel", "token"])
