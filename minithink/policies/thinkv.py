@@ -31,7 +31,8 @@ def type_of(sparsity: Tensor, theta: Sequence[float]) -> Tensor:
     """φ (§4.1): the type of a thought by its sparsity, uint8. theta: θ1 and θ2; θ1 alone where |T| = 2, which knows
     no transitions."""
     low, high = [*theta, float("inf")][:2]
-    kind = torch.where(sparsity < low, EXECUTION, torch.where(sparsity < high, REASONING, TRANSITION))
+    slow = torch.where(sparsity < high, REASONING, TRANSITION)
+    kind = torch.where(sparsity < low, EXECUTION, slow)
     return kind.to(torch.uint8)
 
 
@@ -60,7 +61,9 @@ class ThinKV(ThinKVOptions):
         self.cases = torch.zeros(2, shape.rows, dtype=torch.int32, device=shape.device)  # segments annealed, by case
 
     def reset(self, row: int) -> None:
-        self.kind[row], self.level[row], self.cases[:, row] = 0, 0, 0
+        self.kind[row] = 0
+        self.level[row] = 0
+        self.cases[:, row] = 0
         self._heard[row] = []
 
     def state(self) -> Iterable[Tensor]:
@@ -69,18 +72,21 @@ class ThinKV(ThinKVOptions):
     def counts(self, row: int) -> dict[str, int]:
         if self.budget is None:
             return {}
-        return dict(zip(("case_1", "case_2"), self.cases[:, row].tolist(), strict=True))
+        first, second = self.cases[:, row].tolist()
+        return {"case_1": first, "case_2": second}
 
     def notes(self, row: int) -> str:
-        if not (found := self.counts(row)):
+        if self.budget is None:
             return ""
-        first, second = found.values()
+        first, second = self.counts(row).values()
         return f"segments annealed {first} times as transitions ended (case 1), {second} times for room (case 2)"
 
     # -- a step
 
     def due(self, step: Step) -> tuple[Tensor, Tensor]:
-        look = self._refresh(step) | self._dropping(step) if self._drops else self._refresh(step)
+        look = self._refresh(step)
+        if self._drops:
+            look = look | self._dropping(step)
         over = (step.held() > step.budget) & step.active[:, None]
         return over | look[:, None], step.budget
 
@@ -96,8 +102,9 @@ class ThinKV(ThinKVOptions):
         if not step.any(refresh):
             return
         kind = self.classify(step)
-        column = (step.clock // self.tau).long()
-        self.kind[step.row, column] = torch.where(refresh, kind, self.kind[step.row, column])
+        segment = (step.clock // self.tau).long()  # the number of the one that begins
+        old = self.kind[step.row, segment]
+        self.kind[step.row, segment] = torch.where(refresh, kind, old)
         yield OpenSegment(refresh, kind)
 
     def _refresh(self, step: Step) -> Tensor:
@@ -114,17 +121,23 @@ class ThinKV(ThinKVOptions):
             return torch.full_like(step.thought, REASONING)
         if self.thoughts == "keyword":
             return self._by_words(step)
+        return self._by_sparsity(step)
+
+    def _by_sparsity(self, step: Step) -> Tensor:
+        """φ of the sparsity, averaged over the layers L* and the newest queries: uint8 [B]."""
         p = torch.stack([step.rows(layer) for layer in self.measured])  # [L*, B, Hkv, rows, S]
         pos = torch.stack([step.pos(layer) for layer in self.measured])[:, :, None]  # [L*, B, 1, Ht, S]
         age = torch.arange(p.shape[3] - 1, -1, -1, device=p.device)  # of a row's query, 0: newest
         last = step.prompt + step.clock - 1
-        seen = torch.where(step.clock % self.tau == 0, last, -1)[:, None] - age  # what is not due is not looked at
-        valid = (pos >= 0) & (pos <= seen[..., None, None])  # [L*, B, rows, Ht, S]
+        asked = torch.where(step.clock % self.tau == 0, last, -1)  # rows that are not due see no token
+        own = asked[:, None] - age  # [B, rows], the queries' positions
+        valid = (pos >= 0) & (pos <= own[..., None, None])  # [L*, B, rows, Ht, S]
         share = step.ops.sparsity(p.transpose(2, 3), valid)  # [L*, B, rows]
         if self.sparsity_rows == 1:
             return type_of(share.mean((0, 2)), self.theta)
         there = last[:, None] >= age  # [B, rows]: short prompts have fewer queries
-        return type_of((share * there).sum(-1).mean(0) / there.sum(-1).clamp(min=1), self.theta)
+        mean = (share * there).sum(-1).mean(0) / there.sum(-1).clamp(min=1)
+        return type_of(mean, self.theta)
 
     def _by_words(self, step: Step) -> Tensor:
         """The type that the words of each row's answer tell, where a thought begins: uint8 [B]."""
@@ -138,27 +151,53 @@ class ThinKV(ThinKVOptions):
 
     def evict(self, step: Step) -> Iterator[Evict]:
         """The tokens that go: dropped groups of transitions, and those that segments may not keep."""
-        total, drop = self.kind.shape[1], None
-        first, size = step.segments(self.tau, total)  # [Lt, B, Ht, G]
+        drop = None
+        first, size = step.segments(self.tau, total=self.kind.shape[1])  # [Lt, B, Ht, G]
         excess = step.held() - step.budget
         if self._drops:
-            dropping = self._dropping(step)
-            running = (step.clock - 1).clamp(min=0) // self.tau  # number of the newest token's segment
-            current = (torch.arange(total, device=size.device) == running[:, None]) & dropping[:, None]
-            size = size.masked_fill(current[:, None], 0)
-            begin = step.prompt + running * self.tau
-            drop = (step.pos() >= begin[:, None, None]) & dropping[:, None, None]
+            size = size.masked_fill(self._dropped_segment(step)[:, None], 0)
+            drop = self._dropped_tokens(step)
             excess = excess - drop.sum(-1, dtype=excess.dtype)
         if self.budget is not None:
-            goal = step.ops.anneal(
-                size, excess, self.kind, self.level, self.cases, step.row, step.clock, step.active,
-                self.tau, self.kept, self.hard_budget, self.types == 3,
-            )  # fmt: skip
+            goal = self._goal(step, size, excess)
             if step.any(lambda: size > goal[:, None]):
                 gone = step.survivors(first, size, goal, self.tau)
                 drop = gone if drop is None else drop | gone
         if drop is not None and step.any(drop):
             yield Evict(drop)
+
+    def _goal(self, step: Step, size: Tensor, excess: Tensor) -> Tensor:
+        """How many tokens each segment may keep, by cases 1 and 2: int32 [B, G]."""
+        goal: Tensor = step.ops.anneal(
+            size=size,
+            excess=excess,
+            kind=self.kind,
+            level=self.level,
+            cases=self.cases,
+            at=step.row,
+            clock=step.clock,
+            active=step.active,
+            tau=self.tau,
+            retention=self.kept,
+            hard=self.hard_budget,
+            transitions=self.types == 3,
+        )
+        return goal
+
+    def _running(self, step: Step) -> Tensor:
+        """The number of the newest token's segment: int32 [B]."""
+        return (step.clock - 1).clamp(min=0) // self.tau
+
+    def _dropped_segment(self, step: Step) -> Tensor:
+        """The running segments of rows whose transition tokens are dropped: bool [B, G]."""
+        number = torch.arange(self.kind.shape[1], device=step.clock.device)
+        return (number == self._running(step)[:, None]) & self._dropping(step)[:, None]
+
+    def _dropped_tokens(self, step: Step) -> Tensor:
+        """The tokens of these segments: bool [Lt, B, Ht, S]."""
+        begin = step.prompt + self._running(step) * self.tau
+        dropping = self._dropping(step)
+        return (step.pos() >= begin[:, None, None]) & dropping[:, None, None]
 
 
 @dataclass
@@ -206,7 +245,7 @@ class Tbe(ThinKV):
 # - The type is measured when the last token of the segment before is in the cache (listing 1: one token later).
 # - The newest query's sparsity is counted from the weights that attention computes anyway; with sparsity_rows > 1 the
 #   weights of all these queries are computed again, from the keys.
-# - thoughts=keyword goes by the words of table 7 instead, of the text so far (`thoughts.py`); the host reads every
+# - thoughts=keyword goes by the words of table 7 instead, of the answer so far (`thoughts.py`); the host reads every
 #   token.
 # - With |T| < 3 there are no transitions, and so no case 1 (§6.2, §E.10).
 # - Case 2 follows case 1 in the same step where that was not enough; both leave the running segment alone.

@@ -1,16 +1,6 @@
 """ThinKV's options, their checks, and what follows from them: number formats, thresholds, the retention schedule.
 
-The method is in `thinkv.py`. Chosen where the paper is silent or says two things:
-- calibration finds the layers L* and the thresholds. Where no layer has |T| modes, thresholds are quantiles of the
-  sparsity (`calibrate/choose.py`), and users are told: keywords would have to be words that the model uses;
-- with |T| = 2 there are executions and reasoning, with |T| = 1 reasoning alone; then a segment goes to the next lower
-  power of two, down to the last number of R (§E.10);
-- a scale belongs to one key and 16 of its channels, as it does with values. §4.2 has one for each channel of g keys,
-  which is key_axis=channel: their slots are used again one by one, and a row of scales lives until the last key is
-  gone, so that it takes more bytes (docs/thinkv.md);
-- FP8's scale, and a second one of NVFP4, are a layer's and sequence's, for keys and for values: of the whole prompt,
-  with room for numbers twice as large;
-- a g below 16 makes short groups of keys, 16 channels of values.
+The method is in `thinkv.py`.
 """
 
 from __future__ import annotations
@@ -65,7 +55,8 @@ class ThinKVOptions(Policy):
                 f"computed at once: choose at most {ROWS:,}."
             )
         if self._measures and bool(self.layers) != bool(self.thresholds):
-            given, lacking = ("layers", "thresholds") if self.layers else ("thresholds", "layers")
+            given = "layers" if self.layers else "thresholds"
+            lacking = "thresholds" if self.layers else "layers"
             raise UsageError(
                 f"{self.name}: {given}={getattr(self, given)} without {lacking}: they belong together, give both or "
                 "neither."
@@ -105,28 +96,35 @@ class ThinKVOptions(Policy):
 
     def _storage(self) -> Storage:
         """The formats of the three types."""
-        keys, values = (self._bits(text) for text in (self.precision, self.v_precision or self.precision))
-        axes = ",by=token" if self.key_axis == "channel" else "", ""  # of a group of keys, and of values
-        pairs = []
-        for bits in zip(keys, values, strict=True):
-            names = {16: "plain", 8: "fp8", 4: self.four, 2: self.two, 0: self.two}
-            if (16 in bits) and bits != (16, 16):
-                raise UsageError(f"{self.name}: a type's keys and values are both of 16 bits, or none: {bits}.")
-            pair = [names[n] for n in bits]
-            if pair[0] == "plain":
-                pairs.append("plain")
-                continue
-            grouped = [bool(parse(name).group) for name in pair]
-            options = [
-                f":group={max(16, self.g)}{axis}" if has else "" for axis, has in zip(axes, grouped, strict=True)
-            ]
-            pairs.append("/".join(name + option for name, option in zip(pair, options, strict=True)))
-            try:
-                parse_pair(pairs[-1])
-            except UsageError as error:
-                raise UsageError(f"{self.name}: g={self.g}: {error}") from None
+        key_bits = self._bits(self.precision)
+        value_bits = self._bits(self.v_precision or self.precision)
+        pairs = tuple(self._pair(*bits) for bits in zip(key_bits, value_bits, strict=True))
         buffer = 0 if set(pairs) == {"plain"} else self.g
-        return Storage(tuple(pairs), names=NAMES, prompt=REASONING, block=self.block, buffer=buffer)
+        return Storage(pairs, names=NAMES, prompt=REASONING, block=self.block, buffer=buffer)
+
+    def _pair(self, of_keys: int, of_values: int) -> str:
+        """The format of a type whose keys and values have these bits. UsageError: there is none."""
+        bits = (of_keys, of_values)
+        if bits == (16, 16):
+            return "plain"
+        if 16 in bits:
+            raise UsageError(f"{self.name}: a type's keys and values are both of 16 bits, or none: {bits}.")
+        by_token = self.key_axis == "channel"
+        pair = f"{self._format(of_keys, by_token)}/{self._format(of_values)}"
+        try:
+            parse_pair(pair)
+        except UsageError as error:
+            raise UsageError(f"{self.name}: g={self.g}: {error}") from None
+        return pair
+
+    def _format(self, bits: int, by_token: bool = False) -> str:
+        """A format with its options. by_token: its groups run along tokens."""
+        names = {8: "fp8", 4: self.four, 2: self.two, 0: self.two}
+        name = names[bits]
+        if not parse(name).group:
+            return name
+        axis = ",by=token" if by_token else ""
+        return f"{name}:group={max(16, self.g)}{axis}"
 
     def _bits(self, text: str) -> list[int]:
         """Of transitions, executions, reasoning."""
@@ -148,8 +146,9 @@ class ThinKVOptions(Policy):
             )
         if self.types > 1:
             return kept
-        powers = (2**i for i in range((self.tau - 1).bit_length() - 1, -1, -1))
-        return (*(n for n in powers if n > kept[-1]), kept[-1])
+        least = kept[-1]
+        powers = [2**i for i in range((self.tau - 1).bit_length())]  # below tau
+        return (*(n for n in reversed(powers) if n > least), least)
 
     def _numbers(self, name: str, text: str, kind: type) -> tuple[Any, ...]:
         try:
@@ -207,7 +206,8 @@ class ThinKVOptions(Policy):
                 f"{self.name}: {self.types} types need {self.types - 1} ascending thresholds, and there are "
                 f"{', '.join(map(str, theta))}: calibrate with --thoughts {self.types}."
             )
-        self.theta, self.measured = theta, tuple(sorted(set(layers)))
+        self.theta = theta
+        self.measured = tuple(sorted(set(layers)))
         if self._measures:
             watched = frozenset(self.measured)
             self.demands = (Demand(See.ROWS, watched, every=self.tau, rows=self.sparsity_rows, group="max_logit"),)
@@ -220,5 +220,22 @@ class ThinKVOptions(Policy):
             raise UsageError(
                 f"{self.name} knows no thresholds: give layers=… and thresholds=…, or calibrate the model."
             )
-        if outside := [layer for layer in self.measured if not 0 <= layer < shape.layers]:
+        outside = [layer for layer in self.measured if not 0 <= layer < shape.layers]
+        if outside:
             raise UsageError(f"{self.name}: layer {outside[0]} is measured, and the model has {shape.layers}.")
+
+
+# Choices
+#
+# Where the paper is silent or says two things:
+#
+# - Calibration finds the layers L* and the thresholds. Where no layer has |T| modes, thresholds are quantiles of the
+#   sparsity (`calibrate/choose.py`), and users are told: keywords would have to be words that the model uses.
+# - With |T| = 2 there are executions and reasoning, with |T| = 1 reasoning alone; then a segment goes to the next
+#   lower power of two, down to the last number of R (§E.10).
+# - A scale belongs to one key and 16 of its channels, as it does with values. §4.2 has one for each channel of g
+#   keys, which is key_axis=channel: their slots are used again one by one, and a row of scales lives until the last
+#   key is gone, so that it takes more bytes (docs/thinkv.md).
+# - FP8's scale, and a second one of NVFP4, are a layer's and sequence's, for keys and for values: of the whole
+#   prompt, with room for numbers twice as large.
+# - A g below 16 makes short groups of keys, 16 channels of values.
