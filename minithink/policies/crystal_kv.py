@@ -78,8 +78,11 @@ class CrystalKVLite(Policy):
 
     def decide(self, step: Step) -> Iterator[Edit]:
         tracked = self._tracked(step)
-        if step.any(tracked):
-            yield Evict(self.algorithm_1(step, tracked, torch.zeros_like(tracked))[0])
+        if not step.any(tracked):
+            return
+        nothing = torch.zeros_like(tracked)
+        drop, *_ = self.algorithm_1(step, tracked, nothing)
+        yield Evict(drop)
 
     def algorithm_1(self, step: Step, tracked: Tensor, summed: Tensor) -> tuple[Tensor, ...]:
         """Algorithm 1 in every head: update CRF and τ by the hits, select the tokens that go.
@@ -93,15 +96,33 @@ class CrystalKVLite(Policy):
             kept, fixed: int32 [L, B, Hkv], tokens of each head that stay, and the protected ones among them.
             crf: float64 [L, B, Hkv], ΣCRF of the tokens that stay.
         """
-        counted, held = (tracked & (step.clock > 0))[:, None].expand(step.budget.shape), step.held()
+        held = step.held()  # [L, B, Hkv]
+        generates = tracked & (step.clock > 0)
+        counted = generates[:, None].expand(step.budget.shape)
         if self.track == "full":  # lines 1 and 2
             counted = counted & (held >= step.budget)
         over, keep = super().due(step)  # heads above their budgets; with a schedule, only at its steps
+        entries, slack = self._entries(step.budget)
         *result, score = step.ops.retain(
-            step.mass(), step.pos(), held, self._known, step.row, *self._entries(step.budget),
-            torch.where(over, keep, held), step.protects, step.prompt, step.clock, tracked, counted, summed,
-            self._decay, self.p, self.birth, step.wants_scores,
-        )  # fmt: skip
+            mass=step.mass(),
+            pos=step.pos(),
+            held=held,
+            known=self._known,
+            at=step.row,
+            budget=entries,
+            slack=slack,
+            keep=torch.where(over, keep, held),
+            protected=step.protects,
+            prompt=step.prompt,
+            t=step.clock,
+            tracked=tracked,
+            counted=counted,
+            summed=summed,
+            decay=self._decay,
+            p=self.p,
+            birth=self.birth,
+            scored=step.wants_scores,
+        )
         if score is not None:
             step.note(score)
         return tuple(result)
@@ -116,9 +137,10 @@ class CrystalKVLite(Policy):
         most = self.limit or self.budget
         self._slack = most - self.budget  # tokens beyond its budget that a head may hold between steps
         self._most: int | None = None  # entries of a head, if budget + slack are more
-        if shape.tokens and most > shape.tokens + self._moves(shape):
-            self._most = most = shape.tokens + self._moves(shape)
-        size = rows, layers * heads * most + 1  # the last entry is for tokens without an entry of their own
+        fillable = shape.tokens + self._moves(shape)
+        if shape.tokens and most > fillable:
+            self._most = most = fillable
+        size = (rows, layers * heads * most + 1)  # the last entry is for tokens without an entry of their own
         self._pos = torch.full(size, NOWHERE, dtype=torch.int32, device=shape.device)
         self._crf = torch.zeros(size, dtype=torch.float64, device=shape.device)
         self._last = torch.zeros(size, dtype=torch.int32, device=shape.device)
@@ -176,18 +198,32 @@ class CrystalKV(CrystalKVLite):
         tracked = self._tracked(step)
         if not step.any(tracked):
             return
-        now = tracked & (step.clock > 0) & (step.clock % self.realloc_every == 0)
+        in_time = (step.clock > 0) & (step.clock % self.realloc_every == 0)
+        now = tracked & in_time
         drop, kept, fixed, crf = self.algorithm_1(step, tracked, now)
         if step.any(now):
             budget = self.algorithm_2(step, now, kept, fixed, crf)
-            # Heads that shrink evict: their tokens are added to `drop`. CRF and τ move to the heads' new entries.
-            (old, _), (new, slack) = self._entries(step.budget), self._entries(budget)
-            step.ops.repack(
-                drop, step.held(), self._known, step.row, old, new, slack, step.protects, step.clock,
-                now, self._decay,
-            )  # fmt: skip
+            self._repack(step, now, drop, budget)
             yield SetBudget(budget)
         yield Evict(drop)
+
+    def _repack(self, step: Step, now: Tensor, drop: Tensor, budget: Tensor) -> None:
+        """Heads that shrink evict: their tokens are added to `drop`. CRF and τ move to the heads' new entries."""
+        old, _ = self._entries(step.budget)
+        new, slack = self._entries(budget)
+        step.ops.repack(
+            drop=drop,
+            held=step.held(),
+            known=self._known,
+            at=step.row,
+            old=old,
+            new=new,
+            slack=slack,
+            protected=step.protects,
+            t=step.clock,
+            moves=now,
+            decay=self._decay,
+        )
 
     def algorithm_2(self, step: Step, now: Tensor, kept: Tensor, fixed: Tensor, crf: Tensor) -> Tensor:
         """Algorithm 2, whose four lines are in `ref/reallocate.py`: the new budgets, int32 [L, B, Hkv].
@@ -198,7 +234,8 @@ class CrystalKV(CrystalKVLite):
         high = torch.maximum(kept + self.realloc_every, low)  # what a head can fill by the next time
         budget: Tensor = step.ops.reallocate(crf, step.budget, low, high, now, self.damping)
         moved = (budget - step.budget).clamp(min=0).sum((0, 2))
-        self._slots[:, step.row] += torch.stack((moved, torch.where(now, step.budget.sum((0, 2)), 0)))
+        total = torch.where(now, step.budget.sum((0, 2)), 0)
+        self._slots[:, step.row] += torch.stack((moved, total))
         return budget
 
     def _moves(self, shape: Shape) -> int:
@@ -220,7 +257,8 @@ class CrystalKV(CrystalKVLite):
         return *super().state(), self._slots
 
     def counts(self, row: int) -> dict[str, int]:
-        return dict(zip(("slots_moved", "slots_reallocated"), self._slots[:, row].tolist(), strict=True))
+        moved, total = self._slots[:, row].tolist()
+        return {"slots_moved": moved, "slots_reallocated": total}
 
     def notes(self, row: int) -> str:
         moved, slots = self.counts(row).values()

@@ -21,7 +21,7 @@ beside the budget.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Demand, Evict, Policy, See, Shape, Step
+from minithink.kv.contract import Demand, Edit, Evict, Policy, See, Shape, Step
 from minithink.kv.schedule import share_of
 
 NOWHERE = 2**31 - 1  # the position in an empty entry: behind all others
@@ -78,19 +78,31 @@ class RaaS(Policy):
 
     def watch(self, step: Step) -> None:
         """Stamp the tokens that matter in this step with the number of generated tokens, `clock`."""
-        pos, held = step.pos(), step.held()  # int32 [Lt, B, Ht, S] and [Lt, B, Ht]
         number, rank = self.pages(step)
         if self.form == "official":
             hit = self.official_hit(step, rank).gather(-1, rank)  # from pages to their tokens
         else:
             newest = (step.clock - 1)[:, None, None] // self.page  # the number of the page that grows
             hit = self.paper_hit(step, rank).gather(-1, rank) | (number == newest)
-        step.ops.stamp(hit, pos, held, self._known, step.row, step.prompt, step.clock, step.active)
+        # TS_i ← t    if token i matters at step t
+        step.ops.stamp(
+            hit=hit,
+            pos=step.pos(),
+            held=step.held(),
+            known=self._known,
+            at=step.row,
+            prompt=step.prompt,
+            t=step.clock,
+            active=step.active,
+        )
 
     def paper_hit(self, step: Step, rank: Tensor) -> Tensor:
         """The pages that matter: bool [Lt, B, Ht, S], at the ranks of the pages."""
         there = self.there(step, rank)
-        score = self.of_lanes(step.mass(), step) if self.page == 1 else self.page_attention(step, rank, there)
+        if self.page == 1:
+            score = self.of_lanes(step.mass(), step)
+        else:
+            score = self.page_attention(step, rank, there)
         if self.alpha is not None:
             return score >= self.alpha
         # The share is rounded up: `share_of` rounds down, so a negative number goes away from 0.
@@ -109,14 +121,14 @@ class RaaS(Policy):
         best = bound.amax(3)
         seen = (step.prompt + step.clock)[:, None]
         read = (torch.minimum(step.budget, seen) // self.page).clamp(min=LEAST_READ)
+        generates = (step.clock > 0)[:, None, None]
         if self.alpha is None:
             most = share_of(step.budget // self.page, self.share)
-            hit: Tensor = step.ops.keep_best(best, there, torch.minimum(most, read))
-        else:
-            hit = step.ops.keep_best(best, there, read)
-            share = bound.masked_fill(~hit[..., None, :], -torch.inf).softmax(-1)
-            hit = hit & (share.amax(3) > self.alpha)
-        return hit & (step.clock > 0)[:, None, None]
+            hit = step.ops.keep_best(best, there, torch.minimum(most, read))
+            return generates & hit
+        hit = step.ops.keep_best(best, there, read)
+        share = bound.masked_fill(~hit[..., None, :], -torch.inf).softmax(-1)
+        return generates & hit & (share.amax(3) > self.alpha)
 
     def there(self, step: Step, rank: Tensor) -> Tensor:
         """Whether a lane has a page of this rank: bool [Lt, B, Ht, S]."""
@@ -140,8 +152,8 @@ class RaaS(Policy):
         if self.page == 1:
             return number, torch.arange(pos.shape[-1], device=pos.device).expand(pos.shape)
         # A column begins a page if its number differs from that of the column before it.
-        new = torch.nn.functional.pad((number[..., 1:] != number[..., :-1]).long(), (1, 0))
-        return number, new.cumsum(-1)
+        begins = number[..., 1:] != number[..., :-1]
+        return number, torch.nn.functional.pad(begins.long(), (1, 0)).cumsum(-1)
 
     def page_attention(self, step: Step, rank: Tensor, there: Tensor) -> Tensor:
         """The attention of every page by the newest query: the mean over query heads of softmax(u/√D) over pages.
@@ -167,17 +179,22 @@ class RaaS(Policy):
 
     def layer_bounds(self, step: Step, layer: int, rank: Tensor, there: Tensor) -> Tensor:
         """Quest's bounds of the pages of one layer: [B, Hkv, g, S]."""
-        q, k = step.queries(layer)[:, :, -1].float(), step.keys(layer).float()  # [B, Hq, D], [B, Hkv, S, D]
+        q = step.queries(layer)[:, :, -1].float()  # [B, Hq, D]
+        k = step.keys(layer).float()  # [B, Hkv, S, D]
         # The heads of a layer (Ht = 1), or all layers (Lt = 1), may share one list of pages.
-        of_layer = (x[min(layer, len(x) - 1)].expand(k.shape[:3]) for x in (rank, there))
-        return bounds(q.unflatten(1, (k.shape[1], -1)), k, *of_layer)
+        table = min(layer, len(rank) - 1)
+        rank_of_layer = rank[table].expand(k.shape[:3])
+        there_of_layer = there[table].expand(k.shape[:3])
+        return bounds(q.unflatten(1, (k.shape[1], -1)), k, rank_of_layer, there_of_layer)
 
     def of_lanes(self, p: Tensor, step: Step) -> Tensor:
         """The mean over KV heads that share a table: [L, B, Hkv, S] → [Lt, B, Ht, S]."""
         layers, _, heads = step.shape.tables
         if heads == 1:
             p = p.mean(2, keepdim=True)
-        return p.mean(0, keepdim=True) if layers == 1 else p
+        if layers == 1:
+            p = p.mean(0, keepdim=True)
+        return p
 
     # -- eviction
 
@@ -190,59 +207,76 @@ class RaaS(Policy):
             due = step.active[None, :, None] & full & (seen >= step.budget)
         return due, keep
 
-    def decide(self, step: Step) -> Iterable[Evict]:
+    def decide(self, step: Step) -> Iterator[Edit]:
         """Evict the tokens (or whole pages) with the oldest stamps, in lanes above their budget."""
         due, _ = self.due(step)  # bool [Lt, B, Ht]
         if not step.any(due):
             return
-        pos, (number, rank) = step.pos(), self.pages(step)
-        free = (pos >= 0) & ~step.protected()
-        last = torch.zeros_like(pos)  # TS; 0 in a prompt that was just read, which has no entries yet
-        known = self._known[1][:, step.row, :, : pos.shape[-1]]  # entries stand in the order of columns
-        last[..., : known.shape[-1]] = known
-        if self.form == "official":
-            yield Evict(due[..., None] & free & ~self.official_stay(step, number, rank, last))
-            return
+        kept = self.official_kept(step) if self.form == "official" else self.paper_kept(step)
+        yield Evict(due[..., None] & self.free(step) & ~kept)
+
+    def free(self, step: Step) -> Tensor:
+        """The tokens that are not protected: bool [Lt, B, Ht, S]."""
+        return (step.pos() >= 0) & ~step.protected()
+
+    def stamps(self, step: Step) -> Tensor:
+        """TS of every token: int32 [Lt, B, Ht, S]; 0 in a prompt that was just read."""
+        out = torch.zeros_like(step.pos())
+        entries = self._stamp[:, step.row, :, : out.shape[-1]]  # they stand in the order of columns
+        out[..., : entries.shape[-1]] = entries
+        return out
+
+    def paper_kept(self, step: Step) -> Tensor:
+        """The tokens that stay: bool [Lt, B, Ht, S]."""
+        number, rank = self.pages(step)
+        free = self.free(step)
         # The oldest stamp goes first, of equals the older page: exact for texts of up to 2^26 tokens.
-        score = last.double() * 2**26 + number
+        score = self.stamps(step).double() * 2**26 + number
         step.note(score, free)
-        kept = step.ops.keep_best(score, free, self.room(step))
+        kept: Tensor = step.ops.keep_best(score, free, self.room(step))
+        if self.page == 1:
+            return kept
         # If one token of a page goes, so does the rest of the page, unless the page still grows. The page that grows
         # has the newest stamp. So it loses tokens only where a lane has no room for `page` tokens.
-        if self.page > 1:
-            gone = torch.zeros_like(rank).scatter_add(-1, rank, (free & ~kept).long()).gather(-1, rank) > 0
-            kept &= ~gone | (number == number.masked_fill(pos < 0, -NOWHERE).amax(-1, keepdim=True))
-        yield Evict(due[..., None] & free & ~kept)
+        going = (free & ~kept).long()
+        gone = torch.zeros_like(rank).scatter_add(-1, rank, going).gather(-1, rank) > 0
+        newest = number.masked_fill(step.pos() < 0, -NOWHERE).amax(-1, keepdim=True)
+        return kept & (~gone | (number == newest))
 
-    def official_stay(self, step: Step, number: Tensor, rank: Tensor, last: Tensor) -> Tensor:
+    def official_kept(self, step: Step) -> Tensor:
         """The tokens of pages that stay by the authors' code: as many pages as the budget has, those with the newest
-        stamps, of equals the older ones; and the page of the next token. bool [Lt, B, Ht, S].
-
-        number, rank: as `pages` returns them; last: int32 [Lt, B, Ht, S], TS.
-        """
+        stamps, of equals the older ones; and the page of the next token. bool [Lt, B, Ht, S]."""
+        number, rank = self.pages(step)
         pos = step.pos()
+        last = self.stamps(step)
         born = (pos - step.prompt[:, None, None]).clamp(min=0)
         # A token that was never stamped has the step before it came as TS, and any stamp is later. Its stamp is 0.
         stamp = torch.where(last > born, last, 0).double()
         stamp = torch.where(step.protected(), torch.inf, stamp).masked_fill(pos < 0, 0.0)
         of_page = torch.zeros_like(stamp).scatter_reduce(-1, rank, stamp, "amax")
-        step.note(of_page.gather(-1, rank), (pos >= 0) & ~step.protected())
+        step.note(of_page.gather(-1, rank), self.free(step))
         kept = step.ops.keep_best(of_page, self.there(step, rank), step.budget // self.page)
-        grows = number == ((step.prompt + step.clock) // self.page)[:, None, None]
+        next_page = (step.prompt + step.clock) // self.page
+        grows = number == next_page[:, None, None]
         return kept.gather(-1, rank) | grows
 
     # -- state: positions and stamps of the tokens held
 
     def setup(self, shape: Shape) -> None:
         size = (*shape.tables, self.room_for(shape, 1))
-        self._known = tuple(torch.full(size, x, dtype=torch.int32, device=shape.device) for x in (NOWHERE, 0))
+        self._pos = torch.full(size, NOWHERE, dtype=torch.int32, device=shape.device)
+        self._stamp = torch.zeros(size, dtype=torch.int32, device=shape.device)
 
     def reset(self, row: int) -> None:
-        for tensor, nothing in zip(self._known, (NOWHERE, 0), strict=True):
-            tensor[:, row] = nothing
+        self._pos[:, row] = NOWHERE
+        self._stamp[:, row] = 0
 
     def state(self) -> Iterable[Tensor]:
         return self._known
+
+    @property
+    def _known(self) -> tuple[Tensor, Tensor]:
+        return self._pos, self._stamp
 
 
 def bounds(q: Tensor, k: Tensor, rank: Tensor, there: Tensor) -> Tensor:
@@ -258,11 +292,11 @@ def bounds(q: Tensor, k: Tensor, rank: Tensor, there: Tensor) -> Tensor:
         [B, Hkv, g, S], of page s at s; −∞ where there is no page.
     """
     index = rank[..., None].expand(k.shape)
-    low, high = (
-        torch.full_like(k, sign * torch.inf).scatter_reduce(2, index, k, how).masked_fill(~there[..., None], 0.0)
-        for sign, how in ((1, "amin"), (-1, "amax"))
-    )
-    # max(q·min, q·max) is q·max where q > 0, else q·min
+    low = torch.full_like(k, torch.inf).scatter_reduce(2, index, k, "amin")
+    high = torch.full_like(k, -torch.inf).scatter_reduce(2, index, k, "amax")
+    low = low.masked_fill(~there[..., None], 0.0)
+    high = high.masked_fill(~there[..., None], 0.0)
+    # Σ_c max(q_c·min_c, q_c·max_c), where the larger is q_c·max_c if q_c > 0, else q_c·min_c
     u = q.clamp(min=0) @ high.transpose(-1, -2) + q.clamp(max=0) @ low.transpose(-1, -2)
     return u.masked_fill(~there[:, :, None], -torch.inf)
 

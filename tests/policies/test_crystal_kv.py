@@ -175,11 +175,11 @@ class History:
         step.ops = replace(step.ops, retain=self.retain)
         return super().algorithm_1(step, *rows)
 
-    def retain(self, *args: Any) -> Any:
-        mass, pos, held, known, at, budget, slack, _, _, prompt, t, _, counted, _, decay, p, birth, _ = args
-        of_columns = used(mass, pos, held, known, at, budget, slack, prompt, t, counted, decay, p, birth)
+    def retain(self, **given: Any) -> Any:
+        others = ("keep", "protected", "tracked", "summed", "scored")
+        of_columns = used(**{name: value for name, value in given.items() if name not in others})
         _, self.crf, self.last, self.score = of_columns  # of the columns of this step
-        return retain(*args)
+        return retain(**given)
 
     def decide(self, step: Step) -> Iterator[Evict]:
         edits = list(super().decide(step))
