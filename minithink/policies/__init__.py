@@ -94,12 +94,12 @@ def lookup(name: str) -> type[Policy]:
             stack = brief("+".join(names))
             raise UsageError(f"{brief(name)} are {len(names)} policies: give one, or a stack, {stack}.")
         at = next(i for i, part in enumerate(names) if part not in POLICIES)
-        if at and "=" in (name := names[at]):
+        name = names[at]
+        if at and "=" in name:
             raise UsageError(
                 f"The policy {quoted(name)} is unknown: what a policy is told follows a colon, "
                 f"{names[at - 1]}:{brief(name)}."
             )
-        name = names[at]
         near = difflib.get_close_matches(name, POLICIES, 1)
         hint = f"did you mean {near[0]}? There" if near else "there"
         raise UsageError(f"The policy {quoted(name)} is unknown; {hint} are: {', '.join(POLICIES)}.")
@@ -161,8 +161,10 @@ def _members(text: str) -> list[tuple[type[Policy], dict[str, Any]]]:
     """Of a stack: classes, and the fields that the text gives. UsageError: a class is there twice."""
     found = [_read(member) for member in re.split(r"\+(?!\d)", text)]  # a digit: the + of 1e+5
     names = [cls.name for cls, _ in found]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UsageError(f"The stack {brief(text)} names {twice} {names.count(twice)} times: give it once.")
+    for name in names:
+        times = names.count(name)
+        if times > 1:
+            raise UsageError(f"The stack {brief(text)} names {name} {times} times: give it once.")
     return found
 
 
@@ -175,11 +177,7 @@ def _read(text: str) -> tuple[type[Policy], dict[str, Any]]:
         key, equals, value = part.partition("=")
         key = key.strip()
         if key not in _fields(cls):
-            first, more, _ = key.partition(":")  # perhaps the next policy of a list
-            near = difflib.get_close_matches(first, POLICIES, 1) if more or not equals else []
-            hint = f" (did you mean the policy {near[0]}?)" if near else ""
-            if not near and (near := difflib.get_close_matches(key, _fields(cls), 1)):
-                hint = f" (did you mean {near[0]}?)"
+            hint = _meant(cls, key, bool(equals))
             names = ", ".join(_fields(cls)) or "none"
             raise UsageError(f"The policy {name} has no hyperparameter {quoted(key)}{hint}; it takes {names}.")
         if key in values:
@@ -191,6 +189,16 @@ def _read(text: str) -> tuple[type[Policy], dict[str, Any]]:
                 f"The policy {name} cannot have {key}={brief(value)}: {key} is {_worded(_hints(cls)[key])}."
             ) from error
     return cls, values
+
+
+def _meant(cls: type[Policy], key: str, has_value: bool) -> str:
+    """What somebody may have meant by a field that the policy does not have, in brackets; "": nothing is near."""
+    first, colon, _ = key.partition(":")  # perhaps the next policy of a list
+    policies = difflib.get_close_matches(first, POLICIES, 1) if colon or not has_value else []
+    if policies:
+        return f" (did you mean the policy {policies[0]}?)"
+    own = difflib.get_close_matches(key, _fields(cls), 1)
+    return f" (did you mean {own[0]}?)" if own else ""
 
 
 def _make(cls: type[Policy], values: dict[str, Any], option: str) -> Policy:
@@ -207,7 +215,8 @@ def _make(cls: type[Policy], values: dict[str, Any], option: str) -> Policy:
         raise UsageError(f"The policy {cls.name} needs a budget in tokens: give {option}, or {cls.name}:budget=….")
     policy = cls(**values)
     check_numbers(policy)
-    if (block := policy.storage.block) < 1 or block & (block - 1):
+    block = policy.storage.block
+    if block < 1 or block & (block - 1):
         raise UsageError(f"{cls.name}: block={block}; the tokens of a page must be a power of two.")
     return policy
 
@@ -253,7 +262,10 @@ def _typed(text: str, kind: Any) -> Any:
         if text == "none" and NoneType in get_args(kind):
             return None
         (kind,) = (k for k in get_args(kind) if k is not NoneType)
-    allowed = {"true": True, "false": False} if kind is bool else {name: name for name in get_args(kind)}  # Literal
+    if kind is bool:
+        allowed = {"true": True, "false": False}
+    else:
+        allowed = {name: name for name in get_args(kind)}  # Literal
     if not allowed:
         if kind is not str and not (text.isascii() and "_" not in text):  # int("٣") and int("1_0") are numbers, too
             raise ValueError(text)
@@ -276,15 +288,28 @@ def _worded(kind: Any) -> str:
 def describe(cls: type[Policy]) -> str:
     """All hyperparameters with their defaults, as on the command line; in brackets what else they take, where that is
     not another number, text, or the other of true and false."""
-    hints, out = _hints(cls), []
+    hints = _hints(cls)
+    out = []
     for name, f in _fields(cls).items():
-        kinds = get_args(hints[name]) if get_origin(hints[name]) in (Union, UnionType) else (hints[name],)
-        default = str(f.default).lower() if f.default is None or isinstance(f.default, bool) else f.default
-        if f.default in (None, MISSING):
-            others = [_worded(kind) for kind in kinds if kind is not NoneType]
-        else:
-            words = (x for kind in kinds if get_origin(kind) is Literal for x in get_args(kind))
-            others = [str(x) for x in words if x != f.default]
+        others = _others(hints[name], f.default)
         said = f" ({', '.join(others)})" if others else ""
-        out.append(f"{name}{said}" if f.default is MISSING else f"{name}={default}{said}")
+        if f.default is MISSING:
+            out.append(f"{name}{said}")
+            continue
+        default = str(f.default)
+        if f.default is None or isinstance(f.default, bool):
+            default = default.lower()
+        out.append(f"{name}={default}{said}")
     return ", ".join(out) or "no options"
+
+
+def _others(hint: Any, default: Any) -> list[str]:
+    """What a field of this type takes beside its default, in words."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if default in (None, MISSING):
+        return [_worded(kind) for kind in kinds if kind is not NoneType]
+    words: list[Any] = []
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            words += get_args(kind)
+    return [str(word) for word in words if word != default]

@@ -20,9 +20,6 @@ says what it predicts of a thinking token:
 
 On the embedded model `needs` is the best target. `answer` is no better than random scores. `hindsight` selects the
 oldest tokens, and is no better than a window (docs/dynts.md).
-
-The authors' code (Robin930/DynTS) differs from their paper: the prompt competes in the selection window, and a
-trigger comes one token later. This module follows the paper.
 """
 
 from __future__ import annotations
@@ -40,6 +37,7 @@ from minithink.kv.schedule import PLACES, divided, share_of
 from minithink.policies import dynts_cost as cost
 from minithink.policies.dynts_cost import break_even as break_even
 from minithink.policies.random import lots
+from minithink.policies.scored import newest
 
 LEAST = torch.finfo(torch.float32).min  # the score of tokens without a score
 PARTS = 10**PLACES  # a share is a number of such parts
@@ -64,7 +62,8 @@ class Windows(Policy):
                 "with 1 no token ever goes."
             )
         share = self.local if self.local < 1 else 0.0
-        if not 0 <= self.local < 2**30 or (self.local > 1 and self.local % 1) or share_of(PARTS, share) == PARTS:
+        whole = self.local <= 1 or self.local % 1 == 0
+        if not 0 <= self.local < 2**30 or not whole or share_of(PARTS, share) == PARTS:
             raise UsageError(
                 f"{self.name}: local is {self.local:.15g}; give a share from 0 to below 1 in nine decimals, or whole "
                 f"tokens from 1 to {2**30 - 1:,}."
@@ -86,22 +85,31 @@ class Windows(Policy):
         if not step.any(due):
             return
         self.prepare(step, due)
-        pos, held = step.pos(), step.held()
         _, k, local = self.sizes(step.budget, step.protects[None, :, None])
         if step.wants_scores:
             self._tell(step, local)
-        yield Evict(step.ops.select(self._score, pos, held, step.row, step.protects, local, k, due))
+        drop = step.ops.select(
+            score=self._score,
+            pos=step.pos(),
+            held=step.held(),
+            at=step.row,
+            first=step.protects,
+            local=local,
+            keep=k,
+            due=due,
+        )
+        yield Evict(drop)
 
     def prepare(self, step: Step, due: Tensor) -> None:
         """Write the scores of the rows that are due, if they are not there yet. due: bool [Lt, B, Ht]."""
 
     def _tell(self, step: Step, local: Tensor) -> None:
         """Note the scores of the selection windows."""
-        pos = step.pos()
-        column = torch.arange(pos.shape[-1], device=pos.device)
-        window = (column < (step.held() - local)[..., None]) & (pos >= 0) & ~step.protected()
-        rows = self._score[step.row][None, :, None].expand(*pos.shape[:3], -1)
-        step.note(rows.gather(-1, pos.clamp(0, rows.shape[-1] - 1).long()), window)
+        pos = step.pos()  # [Lt, B, Ht, S]
+        selection = (pos >= 0) & ~newest(step, local) & ~step.protected()
+        by_position = self._score[step.row][None, :, None].expand(*pos.shape[:3], -1)
+        position = pos.clamp(0, by_position.shape[-1] - 1).long()
+        step.note(by_position.gather(-1, position), selection)
 
     # -- state: the score of every position
 
@@ -157,7 +165,8 @@ class DynTS(Windows):
                 f"{self.name} has no predictor: `python -m minithink.calibrate predictor --targets {self.target}` "
                 "trains one for a model."
             )
-        if (d := self._weights[0].shape[0]) != shape.hidden:
+        d = self._weights[0].shape[0]
+        if d != shape.hidden:
             raise UsageError(
                 f"{self.name}: the predictor reads hidden states of {d} numbers, and the model's have "
                 f"{shape.hidden}: train one for this model."
@@ -175,8 +184,10 @@ class DynTS(Windows):
             lot = lots(self.seed, step.clock, position.view(1, -1, 1, 1))
             score = lot.view(-1).float()
         else:
-            score = step.ops.predict(step.hidden(-1), self._weights)  # s_{x_t} (eq. 7)
-            score = -score if self.select == "bottom" else score
+            # s_{x_t} (eq. 7)
+            score = step.ops.predict(step.hidden(-1), self._weights)
+            if self.select == "bottom":
+                score = -score
         old = self._score[step.row, position]
         self._score[step.row, position] = torch.where(step.active, score, old)
 
@@ -186,7 +197,8 @@ class DynTS(Windows):
         window, k, _ = self.sizes(self.budget, 0)
         if window == k:  # no selection window: the budget will be refused
             return ""
-        evicted = cost.triggers(shape.tokens, 0, self.budget, window - k) * (window - k)
+        each = window - k
+        evicted = each * cost.triggers(shape.tokens, 0, self.budget, each)
         least = break_even(shape.hidden, shape.layers, width=shape.query_heads * shape.head_dim)
         if evicted > least:
             return ""
@@ -199,7 +211,8 @@ class DynTS(Windows):
 
 # Choices
 #
-# Where the paper is silent, or says two things:
+# The authors' code (Robin930/DynTS) differs from their paper: the prompt competes in the selection window, and a
+# trigger comes one token later. This module follows the paper. Where the paper is silent, or says two things:
 #
 # - No selection runs after `</think>`, because the predictor was not trained on answer tokens. The answer is appended
 #   beside the budget (the paper goes on selecting).

@@ -35,7 +35,8 @@ def length(i: int, m: int, b: int, k: int) -> int:
 
 def gain(i: int, m: int, b: int, k: int, d: int, layers: int, width: int | None = None) -> int:
     """Operations that step i saves beside a full cache; negative: it costs more (eq. 9 and 18)."""
-    return triggers(i, m, b, k) * token_flops(layers, width or d) * k - predictor_flops(d)
+    saved = triggers(i, m, b, k) * k * token_flops(layers, width or d)
+    return saved - predictor_flops(d)
 
 
 def break_even(d: int, layers: int, n: int = 1, width: int | None = None) -> float:
@@ -51,7 +52,8 @@ def break_even(d: int, layers: int, n: int = 1, width: int | None = None) -> flo
 
 def repaid(m: int, b: int, k: int, d: int, layers: int, width: int | None = None) -> int:
     """The first step at which all gains up to it are above 0."""
-    total, i = 0, 0
+    total = 0
+    i = 0
     while total <= 0:
         i += 1
         total += gain(i, m, b, k, d, layers, width)

@@ -12,9 +12,6 @@ reads the text that is being written, up to the newest token.
 
 None of the three bounds what a method can reach. On the embedded model other methods that keep as many tokens are
 right more often than the first two, and DynTS with target=needs more often than the third (`docs/dynts.md`).
-
-Attention is the mean over layers and heads, because all of them keep the same tokens. Tokens behind the end of the
-recorded text have the score 0. No oracle is in the paper.
 """
 
 from __future__ import annotations
@@ -61,7 +58,8 @@ class AnswerOracle(Windows):
 
     def reset(self, row: int) -> None:
         super().reset(row)
-        self._heard[row], self._future[row] = [], None
+        self._heard[row] = []
+        self._future[row] = None
 
     def state(self) -> Iterable[Tensor]:
         return *super().state(), *(x for x in self._future if x is not None)
@@ -72,19 +70,29 @@ class AnswerOracle(Windows):
 
     def prepare(self, step: Step, due: Tensor) -> None:
         for i in due.any(2).any(0).nonzero().flatten().tolist():
-            row, m, clock = int(step.row[i]), int(step.prompt[i]), int(step.clock[i])
+            row = int(step.row[i])
             future = self._future[row]
             if future is None:
-                prompt = self._heard[row][:m]
-                if (text := self._text(prompt)) is None:
-                    raise MinithinkError(
-                        f"{self.name} knows no recorded text for a prompt of {m} tokens: `python -m "
-                        "minithink.calibrate foresight` records the texts of a dataset."
-                    )
-                self._future[row] = future = self._later(prompt, text, self.part, EVERY).to(self._score.device)
-            now = future[min(clock // EVERY, len(future) - 1)][: self._score.shape[1]]
+                future = self._read(self._heard[row][: int(step.prompt[i])])
+                self._future[row] = future
+            block = min(int(step.clock[i]) // EVERY, len(future) - 1)
+            now = future[block][: self._score.shape[1]]
             self._score[row] = 0
             self._score[row, : len(now)] = now
+
+    def _read(self, prompt: Sequence[int]) -> Tensor:
+        """The attention that the recorded text of a prompt is still to give, every EVERY tokens: [blocks, T].
+
+        Raises:
+            MinithinkError: no text is recorded for this prompt.
+        """
+        text = self._text(prompt)
+        if text is None:
+            raise MinithinkError(
+                f"{self.name} knows no recorded text for a prompt of {len(prompt)} tokens: `python -m "
+                "minithink.calibrate foresight` records the texts of a dataset."
+            )
+        return self._later(prompt, text, self.part, EVERY).to(self._score.device)
 
 
 @dataclass
@@ -128,7 +136,8 @@ class NeedsOracle(Windows):
 
     def reset(self, row: int) -> None:
         super().reset(row)
-        self._heard[row], self._reader[row] = [], None
+        self._heard[row] = []
+        self._reader[row] = None
 
     def listen(self, row: int, ids: Sequence[int]) -> None:
         self._heard[row] += ids
@@ -136,16 +145,31 @@ class NeedsOracle(Windows):
     def prepare(self, step: Step, due: Tensor) -> None:
         position = torch.arange(self._score.shape[1], dtype=torch.float32)
         for i in due.any(2).any(0).nonzero().flatten().tolist():
-            row, m = int(step.row[i]), int(step.prompt[i])
-            heard, self._heard[row] = self._heard[row], []
-            reader = self._reader[row]
-            if reader is None:
-                self._reader[row] = reader = self._follow(heard[:m])
-                heard = heard[m:]
-            for token in heard:
-                reader.add(token)
-            live, beside = reader.live()
+            row = int(step.row[i])
+            live, beside = self._read(row, int(step.prompt[i])).live()
+            # First what may still be read, then the other tokens of these statements, then the newer token.
             score = position.clone()
             score[beside] = position[beside] + len(position)
             score[live] = position[live] + 2 * len(position)
             self._score[row] = score.to(self._score.device)
+
+    def _read(self, row: int, prompt: int) -> Live:
+        """A row's reader, which has read all that was heard. prompt: tokens of the prompt."""
+        heard = self._heard[row]
+        self._heard[row] = []
+        reader = self._reader[row]
+        if reader is None:
+            reader = self._follow(heard[:prompt])
+            self._reader[row] = reader
+            heard = heard[prompt:]
+        for token in heard:
+            reader.add(token)
+        return reader
+
+
+# Choices
+#
+# - No oracle is in the paper.
+# - Attention is the mean over layers and heads, because all of them keep the same tokens.
+# - Tokens behind the end of the recorded text have the score 0.
+# - What is still to come is known every EVERY tokens; between them the last known state counts.

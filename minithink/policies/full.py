@@ -13,5 +13,9 @@ class Full(Policy):
 
     name = "full"
     summary = "keep every token's key and value (the baseline)"
-    # All lanes of a sequence keep the same tokens, so one table is enough.
     scope = "sequence"
+
+
+# Choices
+#
+# - All lanes of a sequence keep the same tokens, so one table is enough.

@@ -63,29 +63,38 @@ class PMKVQ(Policy):
     def peaks(self, tokens: int, prompt: int) -> list[list[tuple[str, int]]]:
         """While tokens move from one width to the next, some are held in both."""
         limit = self.bits * self.max_len
-        most = [min(tokens, max(prompt, int(limit / width)) + self.window + 1) for width in WIDTHS]
-        most[-1] = tokens
-        held = list(zip(self.storage.thoughts, most, strict=True))
+        held = []
+        for width, name in zip(WIDTHS, self.storage.thoughts, strict=True):
+            most = max(prompt, int(limit / width)) + self.window + 1
+            held.append((name, min(tokens, most)))
+        held[-1] = (self.storage.thoughts[-1], tokens)
         return [held[i : i + 2] for i in range(len(held) - 1)]
 
     def decide(self, step: Step) -> Iterable[Edit]:
-        pos, fmt = step.pos(), step.format()  # [Lt, B, Ht, S]
+        pos = step.pos()  # [Lt, B, Ht, S]
+        held = pos >= 0
         # After this step the sink is the positions below `sink`, the window those from `start` on: int [B].
         sink = step.prompt.clamp(max=self.sink)
         start = sink + (step.prompt + step.clock - sink) // self.window * self.window
-        exact = ((pos >= 0) & (pos < sink[:, None, None])) | (pos >= start[:, None, None])
-        middle = (pos >= 0) & ~exact
-        lanes = pos.shape[0] * pos.shape[2]
-        n_exact, n_middle = (x.sum((0, 2, 3)).double() / lanes for x in (exact, middle))
+        exact = held & ((pos < sink[:, None, None]) | (pos >= start[:, None, None]))
+        middle = held & ~exact
         level = step.thought.long()
-        goal = progress(level, n_exact, n_middle, self.bits * self.max_len)
+        goal = progress(level, per_lane(exact), per_lane(middle), self.bits * self.max_len)
         # Integers that are wider than the goal have formats 1 … goal; format 0 is plain.
-        wider = (pos >= 0) & (fmt > 0) & (fmt != WAITS) & (fmt <= goal[:, None, None]) & step.active[:, None, None]
+        fmt = step.format()
+        integer = held & (fmt > 0) & (fmt != WAITS)
+        wider = integer & (fmt <= goal[:, None, None]) & step.active[:, None, None]
         for i in range(1, len(WIDTHS)):
             where = wider & (goal == i)[:, None, None]
             if step.any(where):
                 yield Requantize(where, self.storage.thoughts[i], how="shrink")
         yield OpenSegment(step.active & (goal > level), goal.to(step.thought.dtype))
+
+
+def per_lane(mask: Tensor) -> Tensor:
+    """Tokens of a row, on average over its lanes: bool [Lt, B, Ht, S] → float64 [B]."""
+    lanes = mask.shape[0] * mask.shape[2]
+    return mask.sum((0, 2, 3)).double() / lanes
 
 
 def progress(level: Tensor, n_exact: Tensor, n_middle: Tensor, limit: float) -> Tensor:
@@ -100,7 +109,7 @@ def progress(level: Tensor, n_exact: Tensor, n_middle: Tensor, limit: float) -> 
     Returns:
         int64 [B], at most the last index of WIDTHS.
     """
-    # 16·(n_sink + n_window) + n·n_middle
+    # 16·(n_sink + n_window) + n·n_middle, n = 2^(4 − level)
     held = 16 * n_exact + n_middle * 2.0 ** (4 - level)
     return (level + (held > limit)).clamp(max=len(WIDTHS) - 1)
 

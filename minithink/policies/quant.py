@@ -30,7 +30,8 @@ class Quant(Policy):
     scope = "sequence"
 
     def __post_init__(self) -> None:
-        keys, values = self.fmt, self.v_fmt or self.fmt
+        keys = self.fmt
+        values = self.v_fmt or self.fmt
         if any(mark in keys + values for mark in ":/"):
             raise UsageError(
                 f"quant: the formats {keys!r} and {values!r} must be plain names; options are fields of their own "
@@ -55,4 +56,12 @@ class Quant(Policy):
         """The format's name with its options. UsageError: there is no such format."""
         if not parse(fmt).group:
             return fmt
-        return f"{fmt}:group={self.group}" + (",by=token" if by_token else "")
+        axis = ",by=token" if by_token else ""
+        return f"{fmt}:group={self.group}{axis}"
+
+
+# Choices
+#
+# - No paper: it is the plainest use of each format. The formats' own choices are in `minithink/quant/`.
+# - Values always share scales along channels; `by` is for keys alone.
+# - The prompt's last, shorter block is quantized with the rest of the prompt; KIVI lets it wait (`kivi.py`).

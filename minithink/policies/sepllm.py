@@ -13,16 +13,6 @@ has another rule: all separators, then the newest other tokens, up to the budget
 
 A token is a separator if it equals one of `. , ? ! ; :` or a line break once spaces are stripped, or if it has only
 spaces. With strict=true it must be exactly such a character, or one space.
-
-The rule follows the authors' code, HKUDS/SepLLM `Streaming-SepLLM/sepllm_kv_cache/kv_cache_manager.py`. Deviations:
-
-- Positions stay original, as in the training-free code. The streaming code counts them inside the cache.
-- Each row keeps its own separators. The code keeps in every row as many as the row with the fewest has.
-- s and w below 1 are shares of the tokens that may stay beside a protected prompt (not the default), so that each
-  sequence may have its own budget. The code's s 64 and w 256 of c 800 are 0.08 and 0.32. If a, s and w do not fit,
-  the window comes first, then the initial tokens.
-
-The host reads the text, so decisions are not captured into the step's graph.
 """
 
 from __future__ import annotations
@@ -36,6 +26,7 @@ from torch import Tensor
 from minithink.errors import UsageError
 from minithink.kv.contract import Edit, Evict, Model, Policy, Shape, Step
 from minithink.kv.schedule import share_of
+from minithink.policies.scored import newest
 
 SEPARATORS = (b".", b",", b"?", b"!", b";", b":", b"\n")
 
@@ -58,8 +49,9 @@ class SepLLM(Policy):
     scope = "sequence"
 
     def __post_init__(self) -> None:
-        sizes = self.separators, self.window
-        if self.initial < 0 or any(not 0 <= x < 2**30 or (x > 1 and x % 1) for x in sizes) or self.window == 0:
+        sizes = (self.separators, self.window)
+        odd = [x for x in sizes if not 0 <= x < 2**30 or (x > 1 and x % 1)]
+        if self.initial < 0 or odd or self.window == 0:
             raise UsageError(
                 f"{self.name}: initial is {self.initial}, separators {self.separators:g} and window {self.window:g}; "
                 "initial must be at least 0, and the others shares below 1 or whole tokens (fewer than 2^30), the "
@@ -68,11 +60,15 @@ class SepLLM(Policy):
         self._ids: frozenset[int] | None = None
 
     def bind(self, model: Model) -> None:
-        def separates(token: bytes) -> bool:
-            bare = token if self.strict else token.strip(b" ")
-            return bare in SEPARATORS or (token == b" " if self.strict else bool(token) and not bare)
+        self._ids = frozenset(i for i, token in enumerate(model.vocabulary) if self._separates(token))
 
-        self._ids = frozenset(i for i, token in enumerate(model.vocabulary) if separates(token))
+    def _separates(self, token: bytes) -> bool:
+        """Whether a token, given by its bytes, is a separator."""
+        if self.strict:
+            return token in SEPARATORS or token == b" "
+        bare = token.strip(b" ")
+        only_spaces = bool(token) and not bare
+        return bare in SEPARATORS or only_spaces
 
     def setup(self, shape: Shape) -> None:
         if self._ids is None:
@@ -90,21 +86,27 @@ class SepLLM(Policy):
         due, _ = self.due(step)  # bool [1, B, 1]
         if not step.any(due):
             return
-        pos, room = step.pos(), self.room(step)  # pos: [1, B, 1, S]
-        free, held = (pos >= 0) & ~step.protected(), step.held()[..., None]
+        pos = step.pos()  # [1, B, 1, S]
+        room = self.room(step)
+        free = (pos >= 0) & ~step.protected()
         w = torch.minimum(self._tokens(self.window, room).clamp(min=1), room)
         s = self._tokens(self.separators, room)
-        column = torch.arange(pos.shape[-1], device=pos.device)
-        newest = (column < held) & (column >= held - w[..., None])
-        room = room - (free & newest).sum(-1, dtype=torch.int32)
-        first = step.ops.keep_best(-pos.float(), free & ~newest & (pos < self.initial), room)
-        room = torch.minimum(room - first.sum(-1, dtype=torch.int32), s)
-        separator, others = self._separator(step, due, pos), free & ~newest & ~first
+        # window: the last w tokens
+        window = newest(step, w)
+        room = room - count(free & window)
+        # initial: the first a positions, as far as there is room
+        others = free & ~window
+        initial = step.ops.keep_best(-pos.float(), others & (pos < self.initial), room)
+        room = torch.minimum(room - count(initial), s)
+        # separators: the last s of them; with fill, newer tokens in the places of missing ones
+        others = others & ~initial
+        separator = self._separator(step, due, pos)
         score = pos.double() + separator * 2.0**32  # separators before other tokens, and newer ones before older
         kept = step.ops.keep_best(score, others if self.fill else others & separator, room)
         yield Evict(due[..., None] & others & ~kept)
 
     def _tokens(self, size: float, room: Tensor) -> Tensor:
+        """A number of tokens, or a share of the room: int32, shaped as room."""
         return torch.full_like(room, int(size)) if size >= 1 else share_of(room, size)
 
     def _separator(self, step: Step, due: Tensor, pos: Tensor) -> Tensor:
@@ -115,3 +117,21 @@ class SepLLM(Policy):
             at = pos[:, i].cpu().long()  # in a stack, lanes may hold different tokens
             out[:, i] = heard[at.clamp(min=0)] & (at >= 0)
         return out.to(pos.device)
+
+
+def count(mask: Tensor) -> Tensor:
+    """Tokens of each lane: int32."""
+    return mask.sum(-1, dtype=torch.int32)
+
+
+# Choices
+#
+# The rule follows the authors' code, HKUDS/SepLLM `Streaming-SepLLM/sepllm_kv_cache/kv_cache_manager.py`. Where this
+# differs:
+#
+# - Positions stay original, as in the training-free code. The streaming code counts them inside the cache.
+# - Each row keeps its own separators. The code keeps in every row as many as the row with the fewest has.
+# - s and w below 1 are shares of the tokens that may stay beside a protected prompt (not the default), so that each
+#   sequence may have its own budget. The code's s 64 and w 256 of c 800 are 0.08 and 0.32. If a, s and w do not fit,
+#   the window comes first, then the initial tokens.
+# - The host reads the text, so decisions are not captured into the step's graph.

@@ -9,16 +9,6 @@ where w runs over the last W queries. SnapKV evicts once, and never evicts gener
 can be stacked with it. `cap` then counts the prompt alone, and the other policy's budget also counts the remaining
 prompt: `snapkv:cap=2048+thinkv:budget=2560` is ThinKV's "2048 / 512" (its §E.16, table 15). SnapKV evicts prompt
 tokens even if the other policy protects the prompt; the remaining prompt tokens stay protected.
-
-The formulas follow the authors' code, FasterDecoding/SnapKV `snapkv/monkeypatch/snapkv_utils.py`. W and cap are its
-defaults. The pooling is that of its runs on LongBench; its default is avg over 5 keys, and the paper says 5 to 7.
-
-Deviations from the code:
-
-- The code has a cache for every query head, and chooses for each. Here the query heads of a KV head share one choice,
-  by the mean (or the largest) of their probabilities before the pooling.
-- The softmax stays in float32; the code rounds to the model's type.
-- Kept tokens stay in their order, and of equal scores the older is kept.
 """
 
 from __future__ import annotations
@@ -71,7 +61,8 @@ class SnapKV(Policy):
         if not step.any(due):
             return
         pos = step.pos()  # [L, B, Hkv, S]
-        older = (pos >= 0) & (pos < (step.prompt - self.window)[:, None, None])
+        window = step.prompt - self.window  # where it begins
+        older = (pos >= 0) & (pos < window[:, None, None])
         score = torch.stack([self.score(step, layer, older[layer]) for layer in range(step.shape.layers)])
         step.note(score, older)
         kept = step.ops.keep_best(score, older, keep - self.window)
@@ -79,5 +70,19 @@ class SnapKV(Policy):
 
     def score(self, step: Step, layer: int, older: Tensor) -> Tensor:
         """s̃ of the tokens before the window, float32 [B, Hkv, S]; 0 elsewhere. older: bool [B, Hkv, S]."""
-        total = step.rows(layer).sum(2)  # Σ_w P[w, j]
+        # s̃ = pool(Σ_w P[w, j])
+        total = step.rows(layer).sum(2)
         return pool(total, older, self.kernel_size, self.pooling)
+
+
+# Choices
+#
+# The formulas follow the authors' code, FasterDecoding/SnapKV `snapkv/monkeypatch/snapkv_utils.py`. W and cap are its
+# defaults. The pooling is that of its runs on LongBench; its default is avg over 5 keys, and the paper says 5 to 7.
+#
+# Where this differs:
+#
+# - The code has a cache for every query head, and chooses for each. Here the query heads of a KV head share one
+#   choice, by the mean (or the largest) of their probabilities before the pooling.
+# - The softmax stays in float32; the code rounds to the model's type.
+# - Kept tokens stay in their order, and of equal scores the older is kept.

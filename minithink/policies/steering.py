@@ -3,11 +3,6 @@
     H ← H + α·V,   V = mean hidden state before execution thoughts − mean before other thoughts     (SkipKV §4.2)
 
 `seal` and `skipkv` share this part. `python -m minithink.calibrate steering` fits V, a vector for each layer.
-
-Where this differs from the papers:
-- only generated tokens of the think stage are steered. SkipKV's letter steers every forward pass, the prompt's too;
-- SEAL adds −1 times the opposite vector (others − execution), which is the same. So its coefficient −1 is α = 1 here;
-- layers are counted from 0, and the output of layer L_s is steered. The papers' 20th layer is L_s = 19 here.
 """
 
 from __future__ import annotations
@@ -117,7 +112,18 @@ class Steered(Policy):
         if self.at == "boundary":
             assert self._table is not None
             known = (step.tokens >= 0) & (step.tokens < self._table.shape[1])
-            where = where & known & ((self._table[0, torch.where(known, step.tokens, 0)] & PARAGRAPH) != 0)
+            does = self._table[0, torch.where(known, step.tokens, 0)]
+            where = where & known & ((does & PARAGRAPH) != 0)
         # H ← H + α_t·V
         steered = (hidden.float() + alpha[:, None] * self._v).to(hidden.dtype)
         return torch.where(where[:, None], steered, hidden)
+
+
+# Choices
+#
+# Where this differs from the papers:
+#
+# - Only generated tokens of the think stage are steered. SkipKV's letter steers every forward pass, the prompt's too.
+# - SEAL adds −1 times the opposite vector (others − execution), which is the same. So its coefficient −1 is α = 1
+#   here.
+# - Layers are counted from 0, and the output of layer L_s is steered. The papers' 20th layer is L_s = 19 here.
