@@ -343,8 +343,7 @@ def test_loops_choose_the_same_tokens(text: str) -> None:
     manager.recorder = notes
 
     def lanes(seq: int) -> dict[tuple[int, int], Lane]:
-        row = heard.row_of[seq]
-        return {(i, h): sorted(lane) for i in LAYERS for h, lane in enumerate(heard.held(i, row))}
+        return {(i, h): sorted(lane) for i in LAYERS for h, lane in enumerate(heard.held(i, seq))}
 
     def feed(counts: dict[int, int]) -> None:
         nonlocal gone
