@@ -180,7 +180,7 @@ class PlainCache:
         """Refuse a budget that a protected prompt does not fit into. UsageError: names a budget that is enough."""
         check_budget(self.policy, prompt, budget)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def join(
         self, seq: int, capacity: int, prompt: int = 0, thinking: bool = True, budget: int | None = None
     ) -> None:
@@ -228,7 +228,7 @@ class PlainCache:
 
     # -- a forward pass
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def begin_step(self, seqs: Sequence[int], counts: Sequence[int], tokens: Sequence[int] | None = None) -> None:
         """Announce one forward pass: sequence seqs[i] brings counts[i] new tokens, in this order.
 
@@ -429,7 +429,7 @@ class PlainCache:
 
     # -- between two forward passes
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def end_step(self) -> None:
         """Let the policy act on every sequence whose prompt is complete, then store tokens in their formats."""
         steps = self._now

@@ -363,6 +363,27 @@ def test_the_kernels_give_the_same(text: str) -> None:
     live(decoder_of(0), lambda: parse(text), triton_backend(), "fit", steps=9, seed=3)
 
 
+def test_it_runs_outside_of_inference_mode() -> None:
+    """Where only gradients are off, as in the tutorials."""
+    text = "thinkv:budget=34,tau=8,retention=4/2,g=4,block=2,layers=0/1,thresholds=0.44/0.54"
+    decoder = decoder_of(0)
+    caches = plain(decoder, parse(text)), plain(decoder, parse(text))
+    words = text_of(decoder.config, TOKENS, 0)
+    for cache in caches:
+        cache.join(0, TOKENS, 20)
+    start = 0
+    for count in (11, 9, *[1] * 30):
+        tokens = words[start : start + count]
+        start += count
+        want = feed(decoder, caches[0], {0: tokens})[0]
+        with torch.no_grad():
+            caches[1].begin_step([0], [count], tokens)
+            got = decoder.logits(decoder(torch.tensor(tokens), caches[1]))
+            caches[1].end_step()
+        assert_same(f"logits at {start}", got, want)
+        assert lanes_of(caches[1], 0) == lanes_of(caches[0], 0)
+
+
 # -- what is refused
 
 
