@@ -46,7 +46,8 @@ class Apart:
 
     def begin_step(self, seqs: Sequence[int], counts: Sequence[int], tokens: Sequence[int]) -> None:
         """Announce one forward pass, as `KVManager` does. Rows behind these tokens are padding."""
-        self._now, at = [], 0
+        self._now = []
+        at = 0
         for seq, count in zip(seqs, counts, strict=True):
             self.caches[seq].begin_step([seq], [count], tokens[at : at + count])
             self._now.append((self.caches[seq], count))
@@ -54,7 +55,8 @@ class Apart:
 
     def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
         """Append and attend. qk: [n, Hq + Hkv, D], v: [n, Hkv, D]; returns [n, Hq, D], 0 for padding rows."""
-        out, at = qk.new_zeros(len(qk), qk.shape[1] - v.shape[1], qk.shape[2]), 0
+        out = qk.new_zeros(len(qk), qk.shape[1] - v.shape[1], qk.shape[2])
+        at = 0
         for cache, count in self._now:
             rows = slice(at, at := at + count)
             out[rows] = cache.attend(layer, qk[rows], v[rows])
@@ -62,7 +64,8 @@ class Apart:
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
         """Let the policy steer the residual stream, and keep it if the policy demands it. hidden: [n, d]."""
-        parts, at = [], 0
+        parts = []
+        at = 0
         for cache, count in self._now:
             parts.append(cache.tap(layer, hidden[at : (at := at + count)]))
         return torch.cat([*parts, hidden[at:]])

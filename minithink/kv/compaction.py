@@ -56,7 +56,8 @@ class Compaction:
 
     def gather(self, layer: int | None = None) -> None:
         """Make the planned moves of one layer, or of all layers."""
-        store, pool = self.store, self.store.pool
+        store = self.store
+        pool = self.store.pool
         units = slice(None) if layer is None else min(layer, len(self.moves) - 1)
         if layer is not None and store.shape.scope == "sequence":  # its lanes are those of all layers
             heads = store.shape.kv_heads

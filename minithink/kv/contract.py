@@ -452,7 +452,8 @@ class Policy:
     def due(self, step: Step) -> tuple[Tensor, Tensor]:
         """Which lanes must evict now, and how many tokens each may keep: bool and int32, [Lt, B, Ht]."""
         schedule = Schedule.parse(self.schedule)
-        held, active = step.held(), step.active & (step.clock % (schedule.interval or 1) == 0)
+        held = step.held()
+        active = step.active & (step.clock % (schedule.interval or 1) == 0)
         if self.exempt_answer:
             active = active & step.thinking
         keep = kept(schedule, step.budget, step.prompt[None, :, None])

@@ -39,7 +39,8 @@ class _Lane:
 
     def grow(self, count: int) -> range:
         """Open the slots of `count` new tokens; returns their positions."""
-        before, after = self.length, self.length + count
+        before = self.length
+        after = self.length + count
         # One call makes the views of all layers: at batch 1 on a CPU, slicing in every layer would be felt.
         self.new = self.kv[:, :, :, before:after].flatten(1, 2).unbind()
         self.all = self.kv[:, :, :, :after].flatten(0, 1).unbind()
@@ -58,8 +59,11 @@ class FullCache:
         dtype: torch.dtype = torch.float32,
         backend: Backend = REFERENCE,
     ) -> None:
-        self.config, self.rope, self.backend = config, rope, backend
-        self.device, self.dtype = torch.device(device), dtype
+        self.config = config
+        self.rope = rope
+        self.backend = backend
+        self.device = torch.device(device)
+        self.dtype = dtype
         self.lanes: dict[int, _Lane] = {}
         self._lanes: list[_Lane] = []  # of this step, in the order of its rows
         self._counts: list[int] = []  # new tokens of each
@@ -100,7 +104,8 @@ class FullCache:
                 raise ValueError(
                     f"sequence {seq} holds {lane.length} tokens and reserved {lane.kv.shape[3]}: {count} do not fit"
                 )
-        self._lanes, self._counts = [self.lanes[seq] for seq in seqs], list(counts)
+        self._lanes = [self.lanes[seq] for seq in seqs]
+        self._counts = list(counts)
         self._masked = any(lane.length and n > 1 for lane, n in zip(self._lanes, counts, strict=True))
         positions = chain.from_iterable(lane.grow(n) for lane, n in zip(self._lanes, counts, strict=True))
         self._cos, self._sin = self.rope.at(torch.tensor(list(positions), device=self.device))
@@ -127,7 +132,8 @@ class FullCache:
         for lane, count in zip(self._lanes, self._counts, strict=True):
             lane.length += count
             lane.new = lane.all = ()
-        self._lanes, self._counts = [], []
+        self._lanes = []
+        self._counts = []
 
     def held_bytes(self, seq: int) -> int:
         """Bytes of the keys and values that a sequence holds."""

@@ -25,13 +25,16 @@ class Observations:
 
     def __init__(self, store: Pages, demands: Sequence[Demand], width: int) -> None:
         """width: columns of the attention weights that are kept, if the store's widths are fixed."""
-        self.store, self.demands, self.width = store, demands, width
+        self.store = store
+        self.demands = demands
+        self.width = width
         # (layer, group rule) → [B, heads, S]: of MASS, and of ROWS with one row
         self.mass: dict[tuple[int, str], Tensor] = {}
         self.newest: dict[tuple[int, str], Tensor] = {}
         self._layers: dict[str, Tensor] = {}  # group rule → [L, B, heads, S], which `mass` has layer by layer
         self.hidden: dict[int, Tensor] = {}  # layer → [B, d]
-        shape, asked = store.shape, max((d.queries for d in demands), default=0)
+        shape = store.shape
+        asked = max((d.queries for d in demands), default=0)
         if shape.tokens:
             asked = min(asked, shape.tokens)  # no sequence has more queries
         ring = (shape.layers if asked else 0, shape.rows, shape.query_heads, asked, shape.head_dim)
@@ -76,7 +79,8 @@ class Observations:
         kept = [held for kind, held in ((See.MASS, self.mass), (See.ROWS, self.newest)) if what & kind]
         if self.store.columns is None or active is None or len(kept) != 1:
             return None
-        key, heads = (layer, group), self.store.shape.query_heads if group == "none" else self.store.shape.kv_heads
+        key = (layer, group)
+        heads = self.store.shape.query_heads if group == "none" else self.store.shape.kv_heads
         if key not in kept[0]:
             kept[0][key] = self._fixed(kept[0], key, heads)
         return kept[0][key], active
@@ -90,9 +94,13 @@ class Observations:
                 self._hold(all_held, (layer, group), at, active, mass)
 
     def _hold(
-        self, all_held: dict[tuple[int, str], Tensor], key: tuple[int, str], at: Tensor | None, active: Tensor | None,
+        self,
+        all_held: dict[tuple[int, str], Tensor],
+        key: tuple[int, str],
+        at: Tensor | None,
+        active: Tensor | None,
         mass: Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         rows = self.store.shape.rows
         if self.store.columns is not None:  # widths are fixed: write in place, because graphs know the addresses
             if key not in all_held:
@@ -108,7 +116,8 @@ class Observations:
         at = torch.arange(rows, device=mass.device) if at is None else at
         held = mass.new_zeros(rows, *mass.shape[1:]).index_copy_(0, at, mass)
         if self.store.reading and key in all_held:  # prompts that are being read keep their unfinished sums
-            reading, before = list(self.store.reading), all_held[key]
+            reading = list(self.store.reading)
+            before = all_held[key]
             before = torch.nn.functional.pad(before[reading], (0, max(0, held.shape[-1] - before.shape[-1])))
             held = torch.nn.functional.pad(held, (0, before.shape[-1] - held.shape[-1]))
             held[reading] = before
@@ -116,7 +125,8 @@ class Observations:
 
     def _fixed(self, all_held: dict[tuple[int, str], Tensor], key: tuple[int, str], heads: int) -> Tensor:
         """Room for weights of a fixed width, zeros: [B, heads, S]."""
-        (layer, group), shape = key, self.store.shape
+        layer, group = key
+        shape = self.store.shape
         size = shape.rows, heads, self.width
         everywhere = any(d.what & See.MASS and d.group == group and d.layers is None for d in self.demands)
         if all_held is not self.mass or not everywhere:
@@ -174,7 +184,8 @@ class Observations:
         self, all_held: dict[tuple[int, str], Tensor], key: tuple[int, str], row: int, total: int, prompt: int
     ) -> Tensor:
         """The weights of a prompt's first `total` tokens, as a view that can be written: [heads, total]."""
-        held, shape = all_held.get(key), self.store.shape
+        held = all_held.get(key)
+        shape = self.store.shape
         if held is None or held.shape[-1] < total:
             heads = shape.query_heads if key[1] == "none" else shape.kv_heads
             if self.store.columns is not None:

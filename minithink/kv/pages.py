@@ -181,8 +181,12 @@ class Reading:
     def __init__(
         self, pages: Pages, rows: Tensor | None, lengths: Tensor | None = None, settled: Tensor | None = None
     ) -> None:
-        self.pages, self.rows, self.lengths, self.settled = pages, rows, lengths, settled
-        self._place, self._pos = pages.place[..., : pages.seen], pages.positions()
+        self.pages = pages
+        self.rows = rows
+        self.lengths = lengths
+        self.settled = settled
+        self._place = pages.place[..., : pages.seen]
+        self._pos = pages.positions()
 
     @cached_property
     def place(self) -> Tensor:
@@ -212,8 +216,11 @@ class Reading:
         if self._alone is not None:
             f, base, keys = self._alone
             return self._read(f, layer, base[t], None if keys is None else keys[t])
-        shape, n, seen = self.pages.shape, self.place.shape[1], self.place.shape[-1]
-        heads, dim = shape.kv_heads, shape.head_dim
+        shape = self.pages.shape
+        n = self.place.shape[1]
+        seen = self.place.shape[-1]
+        heads = shape.kv_heads
+        dim = shape.head_dim
         # one column more, for entries that are no token
         k, v = (self.pages.ring.new_zeros(n, heads, seen + 1, dim) for _ in range(2))
         for f, column, lies, keys in self._parts:
@@ -225,7 +232,8 @@ class Reading:
             into = column[t][..., None].expand(n, column.shape[2], -1, dim).expand(-1, heads, -1, -1)
             k.scatter_(2, into, part[0])
             v.scatter_(2, into, part[1])
-        k, v = k[:, :, :-1], v[:, :, :-1]
+        k = k[:, :, :-1]
+        v = v[:, :, :-1]
         return k, self._lagging(layer, v) if self.pages.storage.lag else v
 
     @cached_property
@@ -246,7 +254,8 @@ class Reading:
     def _alone(self) -> tuple[int, Tensor, Tensor | None] | None:
         """If all tokens have one format and there is no buffer: the format, and for every column the base of its slot
         and its row of key scales, int64 [Lt, N, Ht, S]. Columns without a token read the zero page. Else None."""
-        pages, most = self.pages, self.pages.table.most
+        pages = self.pages
+        most = self.pages.table.most
         if len(pages.used) > 1 or pages.storage.buffer:
             return None
         [f] = pages.used
@@ -260,8 +269,10 @@ class Reading:
         """The tokens of every format in use, then the tokens in the ring (BUFFER). Each entry has the format, then
         int64 [Lt, N, Ht, n]: the tokens' columns (S: no token), the bases of their slots (or their places in the
         ring), their rows of key scales. n is the largest number in a unit; S, if steps are captured."""
-        pages, (place, column, first) = self.pages, self.by_format
-        most, seen = pages.table.most, place.shape[-1]
+        pages = self.pages
+        place, column, first = self.by_format
+        most = pages.table.most
+        seen = place.shape[-1]
         kinds = [*sorted(pages.used), BUFFER]
         wide = first.diff(dim=-1).amax((0, 1, 2)).tolist() if pages.asks else [seen] * len(kinds)
         out: list[tuple[int, Tensor, Tensor, Tensor | None]] = []
@@ -271,7 +282,8 @@ class Reading:
             rank = first[..., i, None] + torch.arange(n, device=place.device)
             there = rank < first[..., i + 1, None]
             rank = rank.clamp(max=seen - 1)
-            lies, columns = place.gather(-1, rank), torch.where(there, column.gather(-1, rank), seen).long()
+            lies = place.gather(-1, rank)
+            columns = torch.where(there, column.gather(-1, rank), seen).long()
             if f == BUFFER:
                 out.append((f, columns, torch.where(there, -1 - lies, 0).clamp(min=0).long(), None))
                 continue
@@ -288,8 +300,11 @@ class Reading:
     def _lagging(self, layer: int, v: Tensor) -> Tensor:
         """Replace the values of the last `buffer` + 1 tokens by exact ones: the oldest of them from `outgoing`, if it
         was pushed out of the ring already, the others from the ring. v: [N, Hkv, S, D]."""
-        pages, pos, (lengths, settled) = self.pages, self.pos[min(layer, len(self.pos) - 1)], self._ends
-        size, sink = pages.storage.buffer, pages.storage.sink
+        pages = self.pages
+        pos = self.pos[min(layer, len(self.pos) - 1)]
+        lengths, settled = self._ends
+        size = pages.storage.buffer
+        sink = pages.storage.sink
         recent = (pos >= lengths[:, None, None] - 1 - size) & (pos >= sink) & settled[:, None, None]
         pushed_out = pages.outgoing_at[self.numbers][:, None, None]
         in_ring = (recent & (pos > pushed_out))[..., None]
@@ -305,15 +320,18 @@ class Reading:
         if self.lengths is not None:
             all_are = torch.ones_like(self.lengths, dtype=torch.bool)
             return self.lengths, all_are if self.settled is None else self.settled
-        pages, device = self.pages, self.pos.device
+        pages = self.pages
+        device = self.pos.device
         lengths = torch.tensor(pages.lengths, device=device)
         settled = torch.tensor([row not in pages.reading for row in range(pages.shape.rows)], device=device)
         return (lengths, settled) if self.rows is None else (lengths[self.rows], settled[self.rows])
 
     def _read(self, f: int, layer: int, base: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
         """K and V of one format. base, keys: [N, Ht, S]."""
-        pages, rows = self.pages, self.rows
-        lay, dim = pages.layouts[f], pages.shape.head_dim
+        pages = self.pages
+        rows = self.rows
+        lay = pages.layouts[f]
+        dim = pages.shape.head_dim
         index = pages._index(f, layer, base)  # [N, Hkv, S]
         codes = pages._codes[f].index_select(0, index.flatten()).view(*index.shape, -1)
         if lay.plain:
@@ -328,7 +346,8 @@ class Reading:
         k_scale, v_scale = scale[:, :, None, None]
         dequantize = pages.backend.dequantize
         k = dequantize(lay.k, codes[..., : lay.k_codes], k_params, k_scale, pages.dtype)
-        v_codes, v_params = codes[..., lay.k_codes : lay.codes], side[..., lay.k_side : lay.side]
+        v_codes = codes[..., lay.k_codes : lay.codes]
+        v_params = side[..., lay.k_side : lay.side]
         return k, dequantize(lay.v, v_codes, v_params, v_scale, pages.dtype)
 
 

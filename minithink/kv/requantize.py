@@ -50,7 +50,8 @@ class Moves(Slots):
         read = self.reader(at)
         whole = s.sink + max(0, length - s.sink) // max(1, s.buffer) * max(1, s.buffer)
         keep = s.tail == "keep"
-        place, pos = self.place[:, at, :, : self.seen], self.positions()[:, at]  # [Lt, 1, Ht, S]
+        place = self.place[:, at, :, : self.seen]
+        pos = self.positions()[:, at]  # [Lt, 1, Ht, S]
         # tokens that the policy has moved to another format stay there
         here = (pos >= s.sink) & (self._format_of(place) == 0)
         moving, waiting = (here & (pos < whole), here & (pos >= whole)) if keep else (here, torch.zeros_like(here))
@@ -91,7 +92,7 @@ class Moves(Slots):
             self.waiting[row] = length - min(whole, length)
         self.place[:, at, :, : self.seen] = torch.where(
             moving, new, torch.where(waiting, -1 - (pos - whole), place)
-        ).to(torch.int32)  # fmt: skip
+        ).to(torch.int32)
         self._release(place, (moving | waiting) & (place >= 0), at)
         self._settled(row)
 
@@ -118,7 +119,8 @@ class Moves(Slots):
         at = where.any(-1).any(2).any(0).nonzero().flatten()  # rows with such tokens
         if len(at) == 0:
             return
-        place, pos = self.place[:, at, :, : self.seen], self.positions()[:, at]
+        place = self.place[:, at, :, : self.seen]
+        pos = self.positions()[:, at]
         of = self._format_of(place)
         moving = where[:, at, :, : self.seen] & (pos >= 0) & (place >= 0) & (of != f)
         if how == "shrink":
@@ -131,7 +133,8 @@ class Moves(Slots):
         valid = moving.gather(-1, column)
         old = place.gather(-1, column)
         thought = self.table.thought[torch.where(valid, old // self.table.most, self.table.pages.count).long()]
-        new, done = torch.zeros_like(old, dtype=torch.long), torch.zeros_like(valid)
+        new = torch.zeros_like(old, dtype=torch.long)
+        done = torch.zeros_like(valid)
         for kind in range(len(self.storage.thoughts)):  # a page holds one thought type
             mine = valid & (thought == kind)
             if not bool(mine.any()):
@@ -140,7 +143,8 @@ class Moves(Slots):
                 sources = [g for g in sorted(self.used) if g != f and not self.layouts[g].plain]
                 parts = [mine & (of.gather(-1, column) == g) for g in sources]
             else:
-                sources, parts = [-1], [mine]
+                sources = [-1]
+                parts = [mine]
             for source, part in zip(sources, parts, strict=True):
                 if not bool(part.any()):
                     continue
@@ -154,7 +158,8 @@ class Moves(Slots):
                     if bool(done.any()):
                         self._release(new, done, at)  # of the sources before this one
                     raise
-                new, done = torch.where(part, found, new), done | part
+                new = torch.where(part, found, new)
+                done = done | part
         lists = self.place[:, at]
         self.place[:, at] = lists.scatter_(-1, torch.where(valid, column, lists.shape[-1] - 1), new.to(torch.int32))
         self._release(old, valid, at)
@@ -174,7 +179,8 @@ class Moves(Slots):
 
     def _shrink_into(self, source: int, f: int, at: Tensor, old: Tensor, valid: Tensor, thought: Tensor) -> Tensor:
         """Shrink integers to fewer bits, from their codes alone. Arguments as of `_copy_into`; old: their places."""
-        start, end = self.layouts[source], self.layouts[f]
+        start = self.layouts[source]
+        end = self.layouts[f]
         # raises an error if this pair of formats cannot be shrunk, before slots are taken
         shrink(start.k, end.k, self.pool.new_empty(0, start.k_codes), self.side.new_empty(0, start.k_side))
         self._require(at, valid.shape[-1], lambda: valid.sum(-1), "shrinking tokens", f, thought)
@@ -184,7 +190,8 @@ class Moves(Slots):
         for layer in range(self.shape.layers):
             t = min(layer, valid.shape[0] - 1)
             index = self._index(source, layer, self._base(source, old_page[t], old_slot[t]))
-            codes, side = self._codes[source][index], self._sides[source][index]
+            codes = self._codes[source][index]
+            side = self._sides[source][index]
             k, k_params = self.backend.shrink(start.k, end.k, codes[..., : start.k_codes], side[..., : start.k_side])
             v, v_params = self.backend.shrink(
                 start.v, end.v, codes[..., start.k_codes : start.codes], side[..., start.k_side : start.side]
@@ -195,9 +202,15 @@ class Moves(Slots):
         return self._places(bases)
 
     def _store(
-        self, at: Tensor, valid: Tensor, values: Reader, purpose: str, f: int | None, thought: Tensor,
+        self,
+        at: Tensor,
+        valid: Tensor,
+        values: Reader,
+        purpose: str,
+        f: int | None,
+        thought: Tensor,
         through: int | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Quantize tokens into pages.
 
         Args:

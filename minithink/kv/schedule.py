@@ -38,7 +38,8 @@ class Schedule:
             if 1 <= every <= MOST:
                 return cls(every)
         if found := re.fullmatch(rf"sawtooth:{NUMBER}/{NUMBER}", text, re.ASCII):
-            grow, keep = int(found[1]), int(found[2])
+            grow = int(found[1])
+            keep = int(found[2])
             if 1 <= keep < grow <= MOST:
                 return cls(None, grow, keep)
         if found := re.fullmatch(r"share:(0|0?\.\d{1,9})/(0?\.\d{1,9}|\d{1,9})", text, re.ASCII):

@@ -55,7 +55,10 @@ class Slots(Pages):
             table_width: pages that a unit's table has room for at first; tables grow, unless `columns` are fixed.
             backend: the operations.
         """
-        self.shape, self.storage, self.dtype, self.backend = shape, storage, dtype, backend
+        self.shape = shape
+        self.storage = storage
+        self.dtype = dtype
+        self.backend = backend
         self.layouts = layouts(storage, shape.head_dim, dtype)
         if storage.shrink and any(lay.by_token for lay in self.layouts):
             raise UsageError(f"Keys by token share their scales and cannot be shrunk: {storage.formats}.")
@@ -71,14 +74,16 @@ class Slots(Pages):
             )
         self.thought_format = torch.tensor([storage.formats.index(t) for t in storage.thoughts], device=shape.device)
         self.page_bytes = page_bytes(storage, shape.head_dim, dtype)
-        per_page, lanes = [lay.slots for lay in self.layouts], shape.sharing
+        per_page = [lay.slots for lay in self.layouts]
+        lanes = shape.sharing
         if (pages + 1) * max(per_page) > 2**31:
             raise UsageError(
                 f"A pool of {pages:,} pages of up to {max(per_page)} slots has more slots than 32 bits can number: "
                 "use a smaller --batch-size, budget or --max-new-tokens."
             )
         self.table = BlockTable(shape, pages, per_page, shape.device, table_width)
-        self.trash_page, self.zero_page = pages, pages + 1  # for masked-out writes, for masked-out reads
+        self.trash_page = pages
+        self.zero_page = pages + 1  # for masked-out writes, for masked-out reads
         self.pool = torch.zeros(pages + 2, lanes, self.page_bytes, dtype=torch.uint8, device=shape.device)
         widest = max(lay.slots * lay.side for lay in self.layouts)
         self.side_bytes = -(-widest // max(per_page)) * max(per_page)
@@ -132,9 +137,14 @@ class Slots(Pages):
     # -- room: the host checks it before anything changes
 
     def _require(
-        self, at: Tensor, most: int, count: Callable[[], Tensor], purpose: str, f: int | None = None,
+        self,
+        at: Tensor,
+        most: int,
+        count: Callable[[], Tensor],
+        purpose: str,
+        f: int | None = None,
         thought: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Check that the pool has pages for new tokens of some rows, and widen the tables if they lack columns.
 
         Args:
@@ -188,10 +198,25 @@ class Slots(Pages):
         """
         t = self.table
         base = self.backend.allocate(
-            t.live, t.taken, t.filled, t.thought, t.format, t.page, t.pages.stack, t.pages.top, self.place,
-            self.count, at, active, self.thought, self.thought_format, self.slots, self.overflow, size,
-            self.shape.sharing,
-        )  # fmt: skip
+            live=t.live,
+            taken=t.taken,
+            filled=t.filled,
+            page_thought=t.thought,
+            page_format=t.format,
+            page=t.page,
+            stack=t.pages.stack,
+            top=t.pages.top,
+            place=self.place,
+            count=self.count,
+            at=at,
+            active=active,
+            thought=self.thought,
+            formats=self.thought_format,
+            slots=self.slots,
+            overflow=self.overflow,
+            size=size,
+            lanes=self.shape.sharing,
+        )
         return self._by_type(base, at, None, self.thought)
 
     def _allocate_many(self, at: Tensor, valid: Tensor, f: int | None, thought: Tensor) -> dict[int, Tensor]:
@@ -206,18 +231,35 @@ class Slots(Pages):
         Returns:
             As of `_allocate`, int64 [Lt, N, Ht, n].
         """
-        t, n = self.table, valid.shape[-1]
+        t = self.table
+        n = valid.shape[-1]
         index = (-1 - torch.arange(n, dtype=torch.int32, device=at.device)).expand(valid.shape)
         place = index.new_zeros(*valid.shape[:3], n + 1)
         place.scatter_(-1, torch.where(valid, valid.cumsum(-1) - 1, n), index)
-        count, page = valid.sum(-1, dtype=torch.int32), t.page[:, at]
+        count = valid.sum(-1, dtype=torch.int32)
+        page = t.page[:, at]
         rows = torch.arange(len(at), device=at.device)  # of these copies
         self.used.update(self.home if f is None else (f,))
         base = allocate(
-            t.live, t.taken, t.filled, t.thought, t.format, page, t.pages.stack, t.pages.top, place, count, rows,
-            torch.ones_like(at, dtype=torch.bool), thought[at], self._formats(f), self.slots, self.overflow, n,
-            self.shape.sharing,
-        )  # fmt: skip
+            live=t.live,
+            taken=t.taken,
+            filled=t.filled,
+            page_thought=t.thought,
+            page_format=t.format,
+            page=page,
+            stack=t.pages.stack,
+            top=t.pages.top,
+            place=place,
+            count=count,
+            at=rows,
+            active=torch.ones_like(at, dtype=torch.bool),
+            thought=thought[at],
+            formats=self._formats(f),
+            slots=self.slots,
+            overflow=self.overflow,
+            size=n,
+            lanes=self.shape.sharing,
+        )
         t.page[:, at] = page
         return self._by_type(base, at, f, thought)
 
@@ -257,8 +299,9 @@ class Slots(Pages):
         own = self._formats(f)[thought[at].long()][:, None, None]  # [N, 1, 1]
         uses = {
             g: self._group_sizes(g, valid & (own == g))
-            for g in (self.home if f is None else (f,)) if self.layouts[g].by_token
-        }  # fmt: skip
+            for g in (self.home if f is None else (f,))
+            if self.layouts[g].by_token
+        }
         if uses:
             wanted = torch.stack([(x > 0).sum() for x in uses.values()]).sum()
             self.free_rows.require(sum(x.numel() for x in uses.values()), lambda: wanted, purpose)
@@ -281,7 +324,8 @@ class Slots(Pages):
         Returns:
             int32 [Lt, N, Ht, groups].
         """
-        row, size = self.free_rows.draw(uses > 0, most), self.shape.sharing * self.layouts[f].slots
+        row = self.free_rows.draw(uses > 0, most)
+        size = self.shape.sharing * self.layouts[f].slots
         self.row_uses[row.long()] = uses
         of_tokens = row.repeat_interleave(self.layouts[f].k.group, -1)[..., : base.shape[-1]]
         self.scale_row[base // size, base % size] = of_tokens
@@ -299,7 +343,8 @@ class Slots(Pages):
             k, v: numbers, [N, Hkv, n, D]; with `params` k has codes instead.
             params: of keys by token the content of their rows of scales, [N, Hkv, groups, bytes].
         """
-        lay, dim = self.layouts[f], self.shape.head_dim
+        lay = self.layouts[f]
+        dim = self.shape.head_dim
         if lay.plain:
             both = torch.cat((k, v), dim=-1).to(self.dtype)
             self._codes[f].index_copy_(0, index.flatten(), both.reshape(-1, 2 * dim))
@@ -313,9 +358,16 @@ class Slots(Pages):
         self._sides[f][index, lay.k_side : lay.side] = v_params
 
     def _write_tokens(
-        self, f: int, layer: int, rows: Tensor, base: Tensor, k: Tensor, v: Tensor, group: Tensor | None,
+        self,
+        f: int,
+        layer: int,
+        rows: Tensor,
+        base: Tensor,
+        k: Tensor,
+        v: Tensor,
+        group: Tensor | None,
         through: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Quantize tokens of one layer into their slots.
 
         Args:
@@ -330,7 +382,8 @@ class Slots(Pages):
             return
         params = None
         if group is not None:
-            valid, scale = base < self.nowhere(f), self.scale[f, 0, layer, rows]
+            valid = base < self.nowhere(f)
+            scale = self.scale[f, 0, layer, rows]
             k, params = self._quantize_groups(self.layouts[f].k, k, valid, scale)
             number = group.long() * self.shape.sharing + self._lane(layer)[:, None]  # [N, Hkv, groups]
             self.scale_rows.view(-1, self.scale_rows.shape[-1])[number, : self.layouts[f].row] = params
@@ -339,7 +392,8 @@ class Slots(Pages):
     def _quantize_groups(self, fmt: Format, k: Tensor, valid: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize keys by token. k: [N, Hkv, n, D], valid: [N, Ht, n] → codes [N, Hkv, n, …], params [N, Hkv,
         groups, …]."""
-        n, more = k.shape[2], -k.shape[2] % fmt.group
+        n = k.shape[2]
+        more = -k.shape[2] % fmt.group
         k = torch.nn.functional.pad(k, (0, 0, 0, more)).unflatten(2, (-1, fmt.group))
         valid = torch.nn.functional.pad(valid, (0, more)).unflatten(2, (-1, fmt.group)).expand(*k.shape[:-1])
         codes, params = self.backend.quantize(fmt, k, scale[:, None, None], valid)
@@ -347,8 +401,11 @@ class Slots(Pages):
 
     def _write_shrunk(self, f: int, to: int, layer: int, base: Tensor, k: Tensor, v: Tensor) -> None:
         """Quantize in format f, shrink the integers to format `to`, write these (PM-KVQ: chained)."""
-        first, last, one = self.layouts[f], self.layouts[to], torch.ones((), device=k.device)
-        index, ops = self._index(to, layer, base), self.backend
+        first = self.layouts[f]
+        last = self.layouts[to]
+        one = torch.ones((), device=k.device)
+        index = self._index(to, layer, base)
+        ops = self.backend
         k_codes, k_params = ops.shrink(first.k, last.k, *ops.quantize(first.k, k, one))
         v_codes, v_params = ops.shrink(first.v, last.v, *ops.quantize(first.v, v, one))
         self._codes[to][index, : last.codes] = torch.cat((k_codes, v_codes), dim=-1)
@@ -366,15 +423,32 @@ class Slots(Pages):
         if at is not None and self.compaction:
             drop = torch.zeros_like(self.positions(), dtype=torch.bool).index_copy_(1, at, drop)
             at = None
-        t, rows, keeps_pages = self.table, self.free_rows, False
+        t = self.table
+        rows = self.free_rows
+        keeps_pages = False
         if self.compaction:
-            drop, keeps_pages = self.compaction.plan(drop), self.compaction.late
+            drop = self.compaction.plan(drop)
+            keeps_pages = self.compaction.late
         at = torch.arange(self.shape.rows, device=drop.device) if at is None else at
         tables, top = (t.page[..., :0], t.pages.top.clone()) if keeps_pages else (t.page, t.pages.top)
         self.backend.evict(
-            drop, at, self.place, self.pos, self.count, t.live, t.taken, t.format, tables, t.pages.stack, top,
-            self.scale_row, self.row_uses, rows.stack, rows.top, t.most,
-        )  # fmt: skip
+            drop=drop,
+            at=at,
+            place=self.place,
+            pos=self.pos,
+            count=self.count,
+            live=t.live,
+            taken=t.taken,
+            page_format=t.format,
+            page=tables,
+            stack=t.pages.stack,
+            top=top,
+            scale_row=self.scale_row,
+            row_uses=self.row_uses,
+            row_stack=rows.stack,
+            row_top=rows.top,
+            most=t.most,
+        )
         if self.columns is None:
             self.refresh()
 

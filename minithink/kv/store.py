@@ -66,12 +66,16 @@ class PagedStore(Moves):
             Exhausted: the pool has no pages left; the store is as it was.
             UsageError: a lane would hold more tokens than the fixed width; the store is as it was.
         """
-        n, device, (lt, _, ht) = max(counts), self.shape.device, self.shape.tables
+        n = max(counts)
+        device = self.shape.device
+        lt, _, ht = self.shape.tables
         if self.compaction:
             self.compaction.finish()
         most = self.require_columns(rows, counts)
-        at, column = torch.tensor(rows, device=device), torch.arange(n, device=device)
-        more, before = torch.tensor(counts, device=device), torch.tensor(lengths, device=device)
+        at = torch.tensor(rows, device=device)
+        column = torch.arange(n, device=device)
+        more = torch.tensor(counts, device=device)
+        before = torch.tensor(lengths, device=device)
         valid = (column < more[:, None])[None, :, None].expand(lt, len(rows), ht, n)
         purpose = f"appending {sum(counts):,} tokens to {len(rows)} sequences"
         self._require(at, n, lambda: valid.sum(-1), purpose, 0)
@@ -108,7 +112,8 @@ class PagedStore(Moves):
             for row in rows:
                 most[row] += 1
         if self.asks and not self.storage.buffer:
-            at, (lt, _, ht) = torch.tensor(rows, device=self.shape.device), self.shape.tables
+            at = torch.tensor(rows, device=self.shape.device)
+            lt, _, ht = self.shape.tables
             purpose = f"appending {len(rows):,} tokens to {len(rows)} sequences"
             self._require(at, 1, lambda: torch.ones(lt, len(rows), ht, dtype=torch.long, device=at.device), purpose)
         if self.columns is None:
@@ -182,7 +187,8 @@ class PagedStore(Moves):
         Raises:
             Exhausted: there are too few; the store is as it was.
         """
-        at, size = torch.tensor(rows, device=self.shape.device), self.storage.buffer
+        at = torch.tensor(rows, device=self.shape.device)
+        size = self.storage.buffer
         place = self.place[:, at, :, : self.seen]  # [Lt, N, Ht, S]
         waits = (place < 0) & (self.positions()[:, at] >= 0)
         purpose = f"quantizing the buffers of {len(rows)} sequences"
@@ -194,7 +200,8 @@ class PagedStore(Moves):
 
     def flush_rings(self, batch: Batch) -> None:
         """Quantize the full ring of every active row, without the host."""
-        at, bases = batch.row, self._allocate(batch.row, batch.active, self.storage.buffer)
+        at = batch.row
+        bases = self._allocate(batch.row, batch.active, self.storage.buffer)
         groups = dict[int, Tensor]()
         for f, base in bases.items():
             if self.layouts[f].by_token:
@@ -243,7 +250,8 @@ class PagedStore(Moves):
         self.evict(torch.ones_like(self.positions()[:, :1], dtype=torch.bool), at)
         if self.compaction:
             self.compaction.finish()
-        self.thought[row], self.next_thought[row] = self.storage.prompt, SAME
+        self.thought[row] = self.storage.prompt
+        self.next_thought[row] = SAME
         self.scale[..., row] = 1
         self.waiting[row] = 0
         self.starts[row] = []
@@ -257,7 +265,8 @@ class PagedStore(Moves):
     def entries(self, layer: int, row: int, head: int) -> list[Entry]:
         """The block table of one unit."""
         n = int(self.count[layer, row, head])
-        place, pos = self.place[layer, row, head, :n].tolist(), self.pos[layer, row, head, :n].tolist()
+        place = self.place[layer, row, head, :n].tolist()
+        pos = self.pos[layer, row, head, :n].tolist()
         at = {divmod(p, self.table.most): q for p, q in zip(place, pos, strict=True) if p >= 0}
         return self.table.entries((layer, row, head), at, self.starts[row] or [0])
 
@@ -304,18 +313,26 @@ class PagedStore(Moves):
         Returns:
             int64 [4, N]: payload, scales, tables and buffers, as the ledger has them.
         """
-        pages, tokens, t = self.table.page, self.count, self.table
+        pages = self.table.page
+        tokens = self.count
+        t = self.table
         if rows is not None:
-            pages, tokens = pages[:, rows], tokens[:, rows]
-        tokens, lanes, each = tokens.sum((0, 2)), self.shape.sharing, (0, 2, 3)
+            pages = pages[:, rows]
+            tokens = tokens[:, rows]
+        tokens = tokens.sum((0, 2))
+        lanes = self.shape.sharing
+        each = (0, 2, 3)
         payload = scales = torch.zeros_like(tokens)
         if len(self.layouts) == 1 and not self.storage.buffer:  # all tokens have the same size
             [lay] = self.layouts
-            payload, scales = tokens * lanes * lay.codes, tokens * lanes * lay.side
+            payload = tokens * lanes * lay.codes
+            scales = tokens * lanes * lay.side
         else:
-            pos, place = self.positions(), self.place[..., : self.seen]
+            pos = self.positions()
+            place = self.place[..., : self.seen]
             if rows is not None:
-                pos, place = pos[:, rows], place[:, rows]
+                pos = pos[:, rows]
+                place = place[:, rows]
             paged = (pos >= 0) & (place >= 0)
             page = torch.where(paged, place // t.most, t.pages.count).long()  # in the ring: trash page, no format
             formats = t.format[page]
@@ -356,10 +373,13 @@ class Writer:
 
 class _PageWriter(Writer):
     def __init__(self, store: Slots, at: Tensor, bases: dict[int, Tensor]) -> None:
-        self.store, self.at, self.bases = store, at, bases
+        self.store = store
+        self.at = at
+        self.bases = bases
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        k, v = k.transpose(1, 2), v.transpose(1, 2)  # [N, Hkv, n, D]
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)  # [N, Hkv, n, D]
         for f, base in self.bases.items():
             index = self.store._index(f, layer, base[min(layer, base.shape[0] - 1)])
             self.store._write(f, layer, self.at, index, k, v)
@@ -367,7 +387,10 @@ class _PageWriter(Writer):
 
 class _RingWriter(Writer):
     def __init__(self, store: Slots, at: Tensor, index: Tensor) -> None:
-        self.store, self.at, self.index, self.bases = store, at, index, {}
+        self.store = store
+        self.at = at
+        self.index = index
+        self.bases = {}
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         # A padding row writes, too: into the place that its own next token will take.
@@ -378,7 +401,10 @@ class _BufferWriter:
     """Quantizes full rings. The kernel `flush` reads its fields, as kernels do with a Writer."""
 
     def __init__(self, store: Slots, at: Tensor, bases: dict[int, Tensor], groups: dict[int, Tensor]) -> None:
-        self.store, self.at, self.bases, self.layers = store, at, bases, store.shape.layers
+        self.store = store
+        self.at = at
+        self.bases = bases
+        self.layers = store.shape.layers
         self.groups = groups  # of formats with keys by token, their rows of scales: int32 [Lt, N, Ht, groups]
 
     def store_layer(self, layer: int) -> None:

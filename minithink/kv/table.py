@@ -33,7 +33,8 @@ class FreeList:
     """A stack of free numbers (0 to count − 1) on the device. Masks say which elements draw or give back a number."""
 
     def __init__(self, count: int, what: str, device: torch.device) -> None:
-        self.count, self.what = count, what
+        self.count = count
+        self.what = what
         # One extra entry, for masked-out writes.
         self.stack = torch.arange(count, -1, -1, device=device, dtype=torch.int32).roll(-1)
         self.top = torch.tensor(count, device=device)
@@ -99,7 +100,8 @@ def printed(entries: Sequence[Entry], names: Sequence[str] = ()) -> str:
     rows = [("block", "filled", "type", "start indices", "segment masks", "eviction mask")]
     for e in entries:
         name = names[e.thought] if names else str(e.thought)
-        starts, masks = ", ".join(map(str, e.starts)), ", ".join(e.segments)
+        starts = ", ".join(map(str, e.starts))
+        masks = ", ".join(e.segments)
         rows.append((str(e.page), str(e.filled), name, starts, masks, e.evicted))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
@@ -110,7 +112,9 @@ class BlockTable:
 
     def __init__(self, shape: Shape, pages: int, slots: Sequence[int], device: torch.device, width: int = 4) -> None:
         """slots: of a page in each format; width: pages that a unit's table has room for at first."""
-        self.shape, self.slots, self.most = shape, tuple(slots), max(slots)
+        self.shape = shape
+        self.slots = tuple(slots)
+        self.most = max(slots)
         self.pages = FreeList(pages, "pages", device)
         # one extra page, for masked-out writes
         self.live = torch.zeros(pages + 1, self.most, dtype=torch.bool, device=device)
@@ -140,7 +144,8 @@ class BlockTable:
         Returns:
             int64 [Lt, N, Ht].
         """
-        here, (fmt, slots, thought) = self.page[:, at].long(), (x[:, None, None] for x in (fmt, slots, thought))
+        here = self.page[:, at].long()
+        fmt, slots, thought = (x[:, None, None] for x in (fmt, slots, thought))
         fits = (self.format[here] == fmt) & (self.thought[here] == thought)
         lacking = (count - ((slots - self.taken[here]) * fits).sum(-1)).clamp(min=0)
         return (lacking + slots[..., 0] - 1) // slots[..., 0]
@@ -160,7 +165,8 @@ class BlockTable:
         Raises:
             Exhausted: there are too few pages; nothing was changed.
         """
-        most, missing = pages * self.page[:, :1, :, 0].numel() * len(at), cache(missing)
+        most = pages * self.page[:, :1, :, 0].numel() * len(at)
+        missing = cache(missing)
         self.pages.require(most, lambda: missing().sum(), purpose)
         self.pages.at_least = max(0, self.pages.at_least - most)
         self.widest += pages
@@ -175,7 +181,8 @@ class BlockTable:
     def drawn(self) -> None:
         """Pages were opened without `require`. The host's bounds no longer hold, so the next `require` counts on the
         device."""
-        self.pages.at_least, self.widest = 0, self.page.shape[-1]
+        self.pages.at_least = 0
+        self.widest = self.page.shape[-1]
 
     def release(self, page: Tensor, slot: Tensor, which: Tensor, at: Tensor | None = None) -> None:
         """Free slots, and return empty pages to the pool.
@@ -222,9 +229,13 @@ class BlockTable:
             filled = int(self.filled[page])
             out.append(
                 Entry(
-                    page, int(self.format[page]), int(self.thought[page]), filled, here,
+                    page,
+                    int(self.format[page]),
+                    int(self.thought[page]),
+                    filled,
+                    here,
                     tuple("".join("1" if of.get(s) == b else "0" for s in slots) for b in here),
                     "".join("1" if s < filled and s not in of else "0" for s in slots),
                 )
-            )  # fmt: skip
+            )
         return out

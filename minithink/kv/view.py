@@ -28,9 +28,15 @@ class View:
     """`contract.Step` over a store and its observations."""
 
     def __init__(
-        self, store: Pages, observations: Observations, policy: Policy, budgets: Mapping[int, Tensor], batch: Batch,
-        asks: bool = True, noted: Noted | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        store: Pages,
+        observations: Observations,
+        policy: Policy,
+        budgets: Mapping[int, Tensor],
+        batch: Batch,
+        asks: bool = True,
+        noted: Noted | None = None,
+    ) -> None:
         """
         Args:
             policy: of the manager; `seen_by` shows the same to a member of a stack.
@@ -38,12 +44,23 @@ class View:
             asks: whether the host may read the device's memory; False while a graph is captured.
             noted: called with the scores that policies note; None: they are dropped.
         """
-        self.store, self.observations, self.policy, self.budgets = store, observations, policy, budgets
-        self.batch, self.asks, self._noted = batch, asks, noted
-        self.shape, self.ops = replace(store.shape, rows=len(batch)), store.backend
-        self.row, self.active, self.length = batch.row, batch.active, batch.length
-        self.thinking, self.tokens, self.wants_scores = batch.thinking, batch.token, noted is not None
-        self.prompt, self.clock = batch.prompt.int(), (batch.length - batch.prompt).clamp(min=0).int()
+        self.store = store
+        self.observations = observations
+        self.policy = policy
+        self.budgets = budgets
+        self.batch = batch
+        self.asks = asks
+        self._noted = noted
+        self.shape = replace(store.shape, rows=len(batch))
+        self.ops = store.backend
+        self.row = batch.row
+        self.active = batch.active
+        self.length = batch.length
+        self.thinking = batch.thinking
+        self.tokens = batch.token
+        self.wants_scores = noted is not None
+        self.prompt = batch.prompt.int()
+        self.clock = (batch.length - batch.prompt).clamp(min=0).int()
         self.protects = self.prompt if policy.protect_prompt else torch.zeros_like(self.prompt)
         self._reading: tuple[Tensor | None, Tensor | None, Reading] | None = None  # the last one that was asked for
         self._slots: dict[int, Tensor] = {}  # where the last queries are, by how many
@@ -163,7 +180,8 @@ class View:
         return ring[self.row[:, None], :, self._slots[n]].transpose(1, 2)
 
     def rows(self, layer: int) -> Tensor:
-        demand, pos = self._demand(See.ROWS, layer), self.pos(layer)  # pos: [R, Ht, S]
+        demand = self._demand(See.ROWS, layer)
+        pos = self.pos(layer)  # pos: [R, Ht, S]
         if demand.rows == 1:  # attention has written this row
             return self._weights(self.observations.newest, layer, demand.group).unsqueeze(2)
         queries = self._last_queries(layer, demand.rows)

@@ -7,10 +7,25 @@ from torch import Tensor
 
 
 def allocate(
-    live: Tensor, taken: Tensor, filled: Tensor, page_thought: Tensor, page_format: Tensor, page: Tensor,
-    stack: Tensor, top: Tensor, place: Tensor, count: Tensor, at: Tensor, active: Tensor, thought: Tensor,
-    formats: Tensor, slots: Tensor, overflow: Tensor, size: int, lanes: int,
-) -> Tensor:  # fmt: skip
+    live: Tensor,
+    taken: Tensor,
+    filled: Tensor,
+    page_thought: Tensor,
+    page_format: Tensor,
+    page: Tensor,
+    stack: Tensor,
+    top: Tensor,
+    place: Tensor,
+    count: Tensor,
+    at: Tensor,
+    active: Tensor,
+    thought: Tensor,
+    formats: Tensor,
+    slots: Tensor,
+    overflow: Tensor,
+    size: int,
+    lanes: int,
+) -> Tensor:
     """Give a slot to every token of the rows `at` that has none. These are the last tokens of the lists, with place
     −1 − index.
 
@@ -48,7 +63,8 @@ def allocate(
         int64 [Lt, N, Ht, size], for each index the slot of its token in the first lane of the unit, numbered within
         the format: page · lanes · slots + slot. A slot of page P if there is no such token, or no room for it.
     """
-    none, most = stack.numel() - 1, live.shape[1]
+    none = stack.numel() - 1
+    most = live.shape[1]
     kind = thought[at]  # [N]
     fmt = formats[kind.long()]
     per_page = slots[fmt].long()[:, None, None]  # [N, 1, 1]

@@ -12,9 +12,19 @@ TYPES = 3  # thought types, the least important first
 
 
 def anneal(
-    size: Tensor, excess: Tensor, kind: Tensor, level: Tensor, cases: Tensor, at: Tensor, clock: Tensor,
-    active: Tensor, tau: int, retention: Sequence[int], hard: bool, transitions: bool,
-) -> Tensor:  # fmt: skip
+    size: Tensor,
+    excess: Tensor,
+    kind: Tensor,
+    level: Tensor,
+    cases: Tensor,
+    at: Tensor,
+    clock: Tensor,
+    active: Tensor,
+    tau: int,
+    retention: Sequence[int],
+    hard: bool,
+    transitions: bool,
+) -> Tensor:
     """Apply the retention schedule once to the segments of N rows. A segment's size is that in its fullest lane.
 
         case 1   where a transition has ended, every segment before it goes to its next level R_n
@@ -43,7 +53,8 @@ def anneal(
     Returns:
         int32 [N, G], tokens that every segment may keep: at most as many as it has in the fullest lane.
     """
-    of, before = kind[at], level[at]
+    of = kind[at]
+    before = level[at]
     running = ((clock - 1).clamp(min=0) // tau).long()
     ended = active & (clock > 0) & (clock % tau == 0)
     turn = ended & (of.gather(1, running[:, None])[:, 0] == 0) & transitions
@@ -55,15 +66,23 @@ def anneal(
 
 
 def _look(
-    size: Tensor, kind: Tensor, level: Tensor, excess: Tensor, running: Tensor, ended: Tensor, turn: Tensor,
-    retention: Sequence[int], hard: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    size: Tensor,
+    kind: Tensor,
+    level: Tensor,
+    excess: Tensor,
+    running: Tensor,
+    ended: Tensor,
+    turn: Tensor,
+    retention: Sequence[int],
+    hard: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Goals and new levels, [N, G], and what to add to `cases`, [2, N].
 
     running: int64 [N], the number of the newest token's segment; ended: bool [N], True if this segment is complete;
     turn: bool [N], True if case 1 applies.
     """
-    goal, number = size.int(), torch.arange(size.shape[1], device=size.device)
+    goal = size.int()
+    number = torch.arange(size.shape[1], device=size.device)
     past = number < (running + ended.to(running.dtype))[:, None]
     steps = list(enumerate(retention, 1))  # (n, R_n)
 
@@ -103,7 +122,8 @@ def _look(
 
 def _before(spare: Tensor, kind: Tensor) -> Tensor:
     """Tokens that the segments before each segment could give, ordered by type and then by age: [N, G]."""
-    out, given = torch.zeros_like(spare), torch.zeros_like(spare[:, :1])
+    out = torch.zeros_like(spare)
+    given = torch.zeros_like(spare[:, :1])
     for k in range(TYPES):
         mine = torch.where(kind == k, spare, 0)
         out = torch.where(kind == k, given + mine.cumsum(-1) - mine, out)

@@ -32,7 +32,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Returns:
         [n, Hq, D].
     """
-    (n, hq, d), (hkv, s, _) = q.shape, k.shape
+    n, hq, d = q.shape
+    hkv, s, _ = k.shape
     if n == 1:
         # A single query sees all keys, so the query heads of a group act as several queries of their KV head.
         out = F.scaled_dot_product_attention(q.view(1, hkv, hq // hkv, d), k[None], v[None])

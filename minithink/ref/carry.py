@@ -8,9 +8,7 @@ from torch import Tensor
 NOWHERE = 2**31 - 1  # the position in an empty entry: behind all others
 
 
-def carry(
-    score: Tensor, pos: Tensor, stay: Tensor, known: tuple[Tensor, Tensor], at: Tensor, active: Tensor
-) -> None:  # fmt: skip
+def carry(score: Tensor, pos: Tensor, stay: Tensor, known: tuple[Tensor, Tensor], at: Tensor, active: Tensor) -> None:
     """Keep the positions and scores of the tokens that stay, oldest first. `known` is changed in place.
 
     Args:

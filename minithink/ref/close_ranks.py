@@ -31,7 +31,8 @@ def close_ranks(drop: Tensor, place: Tensor, pos: Tensor, count: Tensor, source:
         bool [Lt, B, Ht, S]: the ends of the lists, which are to be evicted in place of `drop`; False behind the last
         token.
     """
-    seen, last = drop.shape[-1], place.shape[-1] - 1
+    seen = drop.shape[-1]
+    last = place.shape[-1] - 1
     column = torch.arange(seen, device=drop.device)
     listed = column < count[..., None]
     gone = listed & drop

@@ -7,10 +7,23 @@ from torch import Tensor
 
 
 def evict(
-    drop: Tensor, at: Tensor, place: Tensor, pos: Tensor, count: Tensor, live: Tensor, taken: Tensor,
-    page_format: Tensor, page: Tensor, stack: Tensor, top: Tensor, scale_row: Tensor, row_uses: Tensor,
-    row_stack: Tensor, row_top: Tensor, most: int,
-) -> None:  # fmt: skip
+    drop: Tensor,
+    at: Tensor,
+    place: Tensor,
+    pos: Tensor,
+    count: Tensor,
+    live: Tensor,
+    taken: Tensor,
+    page_format: Tensor,
+    page: Tensor,
+    stack: Tensor,
+    top: Tensor,
+    scale_row: Tensor,
+    row_uses: Tensor,
+    row_stack: Tensor,
+    row_top: Tensor,
+    most: int,
+) -> None:
     """Evict tokens of the rows `at`: what `PagedStore.evict` does.
 
     The remaining entries of a list close up, oldest first. Empty pages go back to the stack, unit by unit, in the
@@ -41,8 +54,11 @@ def evict(
         row_top: int64 [], free rows of key scales.
         most: slots of a page in the format with the most.
     """
-    none, seen, last = stack.numel() - 1, drop.shape[-1], place.shape[-1] - 1
-    here, where = place[:, at, :, :seen], pos[:, at, :, :seen]
+    none = stack.numel() - 1
+    seen = drop.shape[-1]
+    last = place.shape[-1] - 1
+    here = place[:, at, :, :seen]
+    where = pos[:, at, :, :seen]
     keep = (where >= 0) & ~drop
     free = (where >= 0) & drop & (here >= 0)
     number = torch.where(free, here // most, none).long()

@@ -20,5 +20,6 @@ def gather(source: Tensor, moves: Tensor, place: Tensor, pool: Tensor, most: int
     rank = torch.arange(place.shape[-1], device=place.device)
     moving = (rank >= moves[..., :1]) & (rank < moves[..., 1:])
     slots = pool.unflatten(-1, (most, -1))  # [pages, lanes, most, bytes]
-    start, end = source[moving].long(), place[moving].long()
+    start = source[moving].long()
+    end = place[moving].long()
     slots[end // most, :, end % most] = slots[start // most, :, start % most]

@@ -69,8 +69,12 @@ def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> list[Tensor]:
     for _ in range(ROUNDS):
         # An int64 product wraps modulo 2⁶⁴, so it has the 64 bits of the product of two unsigned words. Only c0 and
         # c2 are multiplied, so only they must be masked in every round.
-        a, b = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1 = ((b >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(MASK), b
-        c2, c3 = ((a >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(MASK), a
-        k0, k1 = k0 + WEYL[0] & MASK, k1 + WEYL[1] & MASK
+        a = c0 * MULTIPLIERS[0]
+        b = c2 * MULTIPLIERS[1]
+        c0 = ((b >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(MASK)
+        c1 = b
+        c2 = ((a >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(MASK)
+        c3 = a
+        k0 = k0 + WEYL[0] & MASK
+        k1 = k1 + WEYL[1] & MASK
     return list(torch.broadcast_tensors(c0, c1 & MASK, c2, c3 & MASK))

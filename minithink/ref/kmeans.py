@@ -43,21 +43,25 @@ def kmeans(x: Tensor, valid: Tensor, count: Tensor) -> Tensor:
     x = x.float().masked_fill(~valid[..., None], 0.0)
     d = torch.stack([(x - one[:, None]).square().sum(-1) for one in x.unbind(1)], dim=1)  # [P, T, T]
     d = d.masked_fill(~(valid[:, None] & valid[:, :, None]), 0.0)
-    rows, clusters = torch.arange(len(x), device=x.device), torch.arange(most, device=x.device)
+    rows = torch.arange(len(x), device=x.device)
+    clusters = torch.arange(most, device=x.device)
     real = clusters < k[:, None]  # [P, K]
 
     far = -d.sum(-1)
-    near, label = torch.full_like(far, torch.inf), torch.full_like(valid, most, dtype=torch.long)
+    near = torch.full_like(far, torch.inf)
+    label = torch.full_like(valid, most, dtype=torch.long)
     for i in range(most):  # near: distance to the nearest centroid, label: the number of this centroid
         pick = far.masked_fill(~valid, -torch.inf).argmax(-1)
         new = d[rows, pick]
         closer = valid & (new < near) & real[:, i, None]
-        near, label = torch.where(closer, new, near), torch.where(closer, i, label)
+        near = torch.where(closer, new, near)
+        label = torch.where(closer, i, label)
         far = near
     label = _fill(label, near, real)
 
     for _ in range(ITERATIONS - 1):  # in the first round above, members joined the first centroids
-        before, member = label, label[..., None] == clusters  # [P, T, K]
+        before = label
+        member = label[..., None] == clusters  # [P, T, K]
         near, label = _to_means(d, member.float()).masked_fill(~real[:, None], torch.inf).min(-1)
         label = _fill(torch.where(valid, label, most), near, real)
         if torch.equal(label, before):
@@ -73,7 +77,8 @@ def _to_means(d: Tensor, member: Tensor) -> Tensor:
 
     d: [P, T, T], squared distances; member: 0 or 1, [P, T, K].
     """
-    size, total = member.sum(1, keepdim=True), d @ member
+    size = member.sum(1, keepdim=True)
+    total = d @ member
     spread = (total * member).sum(1, keepdim=True)
     return (size * total - spread / 2) / size.square()  # one division: equal fractions are equal numbers
 
@@ -84,7 +89,8 @@ def _fill(label: Tensor, own: Tensor, real: Tensor) -> Tensor:
     label: int64 [P, T], the cluster of each member, K elsewhere; own: [P, T], distance to the own centroid; real:
     bool [P, K], the clusters that a set has.
     """
-    rows, most = torch.arange(len(label), device=label.device), real.shape[1]
+    rows = torch.arange(len(label), device=label.device)
+    most = real.shape[1]
     size = torch.zeros(len(label), most + 1, dtype=torch.long, device=label.device)
     size.scatter_add_(1, label, torch.ones_like(label))
     if not bool((real & (size[:, :most] == 0)).any()):

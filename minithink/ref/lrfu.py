@@ -64,14 +64,18 @@ def powers(base: int, exponent: int) -> Powers:
     """The first STEPS powers of base · 2^exponent, computed with integers of `BITS` bits."""
     factors = []
     exponents = []
-    x, e = 1, 0  # the power is x · 2^e
+    # The power is x · 2^e.
+    x = 1
+    e = 0
     for _ in range(STEPS):
         shift = max(0, x.bit_length() - 1)
         factors.append(x / (1 << shift))
         exponents.append(e + shift if x else 0)
-        x, e = x * base, e + exponent
+        x = x * base
+        e = e + exponent
         extra = max(0, x.bit_length() - BITS)
-        x, e = x >> extra, e + extra
+        x = x >> extra
+        e = e + extra
     return Powers(factors, exponents, (x, e))
 
 

@@ -42,7 +42,8 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     Returns:
         out [N, Hq, D] and lse [N, Hq] of all parts' tokens together.
     """
-    outs, lses = torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts])
+    outs = torch.stack([out for out, _ in parts])
+    lses = torch.stack([lse for _, lse in parts])
     lse = lses.logsumexp(0)
     # softmax makes weights that sum to 1 even if lse is so large that exp(lse_i − lse) shows its rounding.
     return (lses.softmax(0)[..., None] * outs).sum(0), lse

@@ -34,7 +34,8 @@ def paged_attention(q: Tensor, read: Reading, layer: int, group: str | None = No
         out: [N, Hq, D]; 0 for a lane without tokens.
         mass: float32 [N, Hkv, S] ([N, Hq, S] with "none"), 0 where there is no token; None if `group` is None.
     """
-    (k, v), valid = read(layer), read.valid(layer)
+    k, v = read(layer)
+    valid = read.valid(layer)
     n, hq, d = q.shape
     out = decode_attention(q, k, v, valid)
     if valid is not None:  # the softmax of a lane without tokens is NaN: its output becomes 0

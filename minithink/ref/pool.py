@@ -25,7 +25,8 @@ def pool(score: Tensor, valid: Tensor, kernel_size: int, pooling: str) -> Tensor
     """
     if kernel_size < 1 or kernel_size % 2 == 0 or pooling not in ("max", "avg"):
         raise ValueError(f"kernel_size {kernel_size} must be odd, and pooling {pooling!r} max or avg")
-    side, flat = kernel_size // 2, (-1, 1, score.shape[-1])
+    side = kernel_size // 2
+    flat = (-1, 1, score.shape[-1])
     if pooling == "max":
         outside = score.masked_fill(~valid, -torch.inf)
         pooled = F.max_pool1d(outside.reshape(flat), kernel_size, stride=1, padding=side)

@@ -41,11 +41,13 @@ def reallocate(crf: Tensor, budget: Tensor, low: Tensor, high: Tensor, moves: Te
         each = (bound[..., None] * x[:, None]).clamp(low[:, None] * own, high[:, None] * own)
         return each.sum(-1) - total * x
 
-    at_low, at_high = excess(low) >= 0, excess(high) <= 0
+    at_low = excess(low) >= 0
+    at_high = excess(high) <= 0
     free = ~(at_low | at_high)
     new = torch.where(at_low, low, torch.where(at_high, high, 0))
     # c = rest / Σ x of the free heads. So B' = rest·x / Σ x: divide without rounding.
-    rest, divisor = total - new.sum(-1, keepdim=True), torch.where(free, x, 0).sum(-1, keepdim=True).clamp(min=1)
+    rest = total - new.sum(-1, keepdim=True)
+    divisor = torch.where(free, x, 0).sum(-1, keepdim=True).clamp(min=1)
     new = torch.where(free, rest * x // divisor, new)
     remainder = torch.where(free, rest * x % divisor, -1)
     rank = remainder.sort(dim=-1, descending=True, stable=True).indices.argsort(dim=-1)

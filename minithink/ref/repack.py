@@ -10,9 +10,18 @@ from minithink.ref.retain import Known, entries, lanes, remember, worst
 
 
 def repack(
-    drop: Tensor, held: Tensor, known: Known, at: Tensor, old: Tensor, new: Tensor, slack: int, protected: Tensor,
-    t: Tensor, moves: Tensor, decay: Decay,
-) -> None:  # fmt: skip
+    drop: Tensor,
+    held: Tensor,
+    known: Known,
+    at: Tensor,
+    old: Tensor,
+    new: Tensor,
+    slack: int,
+    protected: Tensor,
+    t: Tensor,
+    moves: Tensor,
+    decay: Decay,
+) -> None:
     """Budgets have moved: heads that shrink evict in the order of algorithm 1, then the lists move to their entries.
 
     Args as of `retain`, and:

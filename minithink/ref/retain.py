@@ -15,10 +15,25 @@ Known = tuple[Tensor, Tensor, Tensor]  # positions, CRF and τ
 
 
 def retain(
-    mass: Tensor, pos: Tensor, held: Tensor, known: Known, at: Tensor, budget: Tensor, slack: int, keep: Tensor,
-    protected: Tensor, prompt: Tensor, t: Tensor, tracked: Tensor, counted: Tensor, summed: Tensor, decay: Decay,
-    p: float, birth: int, scored: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    mass: Tensor,
+    pos: Tensor,
+    held: Tensor,
+    known: Known,
+    at: Tensor,
+    budget: Tensor,
+    slack: int,
+    keep: Tensor,
+    protected: Tensor,
+    prompt: Tensor,
+    t: Tensor,
+    tracked: Tensor,
+    counted: Tensor,
+    summed: Tensor,
+    decay: Decay,
+    p: float,
+    birth: int,
+    scored: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """One step of algorithm 1.
 
     `known` has the positions, CRF and τ of the tokens that each row held after its last tracked step. A row has one
@@ -64,11 +79,23 @@ def retain(
 
 
 def used(
-    mass: Tensor, pos: Tensor, held: Tensor, known: Known, at: Tensor, budget: Tensor, slack: int, prompt: Tensor,
-    t: Tensor, counted: Tensor, decay: Decay, p: float, birth: int,
-) -> tuple[Tensor, Tensor, Tensor, Scaled]:  # fmt: skip
+    mass: Tensor,
+    pos: Tensor,
+    held: Tensor,
+    known: Known,
+    at: Tensor,
+    budget: Tensor,
+    slack: int,
+    prompt: Tensor,
+    t: Tensor,
+    counted: Tensor,
+    decay: Decay,
+    p: float,
+    birth: int,
+) -> tuple[Tensor, Tensor, Tensor, Scaled]:
     """Lines 3 to 9, with the arguments of `retain`: which columns hold a token, its CRF, τ and the decayed CRF."""
-    there, t = torch.arange(pos.shape[-1], device=pos.device) < held[..., None], t[:, None, None]
+    there = torch.arange(pos.shape[-1], device=pos.device) < held[..., None]
+    t = t[:, None, None]
     born = (pos - prompt[:, None, None] + 1).clamp(min=0)  # the time at which each token came, 0: the prompt
     crf, last = recall(pos, born, known, at, budget, slack, birth)
     counted = counted[..., None] & ((born < t) | (birth == 0))
@@ -105,9 +132,16 @@ def recall(
 
 
 def remember(
-    known: Known, at: Tensor, rows: Tensor, budget: Tensor, slack: int, stay: Tensor, pos: Tensor, crf: Tensor,
+    known: Known,
+    at: Tensor,
+    rows: Tensor,
+    budget: Tensor,
+    slack: int,
+    stay: Tensor,
+    pos: Tensor,
+    crf: Tensor,
     last: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Keep positions, CRF and τ of the tokens that stay, in place. rows: bool [N], the rows whose lists change."""
     entry = entries(known, budget, slack, torch.where(stay, stay.cumsum(-1) - 1, NOWHERE))
     for list_, new, nothing in zip(known, (pos, crf, last), (NOWHERE, 0, 0), strict=True):
@@ -124,7 +158,8 @@ def entries(known: Known, budget: Tensor, slack: int, number: Tensor) -> Tensor:
     """
     room = (budget + slack).transpose(0, 1)
     first = room.flatten(1).cumsum(1).view(room.shape) - room  # where each head's entries begin: [N, L, H]
-    number, nowhere = number.transpose(0, 1), known[0].shape[1] - 1
+    number = number.transpose(0, 1)
+    nowhere = known[0].shape[1] - 1
     entry = torch.where((number >= 0) & (number < room[..., None]), first[..., None] + number, nowhere)
     return entry.clamp(max=nowhere).flatten(1)
 

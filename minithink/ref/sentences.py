@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-STATE, KEYWORD, BREAK = 31, 32, 64  # bits of the table, see `minithink/sentences.py`
+# Bits of the table, see `minithink/sentences.py`
+STATE = 31
+KEYWORD = 32
+BREAK = 64
 
 
 def sentences(token: Tensor, at: Tensor, active: Tensor, table: Tensor, state: Tensor) -> Tensor:

@@ -37,7 +37,8 @@ def similarity(
         tau: τ, from 0 to 1.
     """
     total, vector, penalty, number, count = known
-    n, ended = count[at, 0], active & (count[at, 1] != 0)
+    n = count[at, 0]
+    ended = active & (count[at, 1] != 0)
     own = total[at]
     v = own / own.norm(dim=-1, keepdim=True).clamp(min=1e-30)
     most = vector.shape[1]
@@ -45,7 +46,8 @@ def similarity(
     other = n[:, None] - 1 - (n[:, None] - 2 - slot) % most  # the number of each slot's sentence: [N, M]
     lam = (vector[at] @ v.unsqueeze(-1)).squeeze(-1)  # λ_ij: [N, M]
     flagged = ended[:, None] & (other >= 1) & (lam > tau)
-    which, by = torch.where(flagged, other, 0), torch.where(flagged, lam, 0.0)
+    which = torch.where(flagged, other, 0)
+    by = torch.where(flagged, lam, 0.0)
     penalty[at] = penalty[at].scatter_reduce(1, which.long(), by, "amax")
     last = (n - 1) % most
     vector[at, last] = torch.where(ended[:, None], v, vector[at, last])

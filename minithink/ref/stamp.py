@@ -9,9 +9,15 @@ NOWHERE = 2**31 - 1  # the position in an empty entry: behind all others
 
 
 def stamp(
-    hit: Tensor, pos: Tensor, held: Tensor, known: tuple[Tensor, ...], at: Tensor, prompt: Tensor, t: Tensor,
+    hit: Tensor,
+    pos: Tensor,
+    held: Tensor,
+    known: tuple[Tensor, ...],
+    at: Tensor,
+    prompt: Tensor,
+    t: Tensor,
     active: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Stamp the tokens that are hit at time t.
 
         MRI_i ← max(MRI_i, t − TS_i),   TS_i ← t      for every token i that is hit
@@ -32,12 +38,14 @@ def stamp(
         active: bool [N]. In other rows nothing changes.
     """
     entries = known[0].shape[-1]
-    hit, pos = hit[..., :entries], pos[..., :entries]
+    hit = hit[..., :entries]
+    pos = pos[..., :entries]
     listed = torch.arange(pos.shape[-1], device=pos.device) < held[..., None]
     there, *old = (x[:, at] for x in known)
     entry = torch.searchsorted(there, pos.contiguous()).clamp(max=entries - 1)
     found = listed & (there.gather(-1, entry) == pos)
-    t, prompt = t[:, None, None], prompt[:, None, None]
+    t = t[:, None, None]
+    prompt = prompt[:, None, None]
 
     last = torch.where(found, old[0].gather(-1, entry), (pos - prompt).clamp(min=0))
     new = [torch.where(listed, pos, NOWHERE), torch.where(listed, torch.where(hit, t, last), 0)]
