@@ -31,11 +31,10 @@ from typing import Any
 
 from minithink import sources
 from minithink.errors import QUOTED, MinithinkError, UsageError, escaped, quoted, reason, unwritable
-from minithink.evaluate.plan import AMPLE
+from minithink.evaluate.plan import AMPLE, Cell, Spec
 from minithink.files import loads, replace, rounded, turn
 from minithink.kv.contract import Policy
 from minithink.kv.stack import members
-from minithink.policies import leaves_open, parse
 from minithink.sampling import DRAWS
 
 FILE = "pool.jsonl.gz"
@@ -189,33 +188,33 @@ def _text(value: Mapping[str, Any]) -> str:
     return json.dumps(rounded(dict(value)), ensure_ascii=False, sort_keys=True)
 
 
-def key_of(settings: Mapping[str, Any], policy: str, budget: float | None) -> dict[str, Any]:
-    """A run's key. settings: those of an evaluation (`evaluate/runner.py`), with or without the machine."""
+def key_of(settings: Mapping[str, Any], cell: Cell) -> dict[str, Any]:
+    """The key of a run of this cell. settings: those of an evaluation (`runner.py`), with or without the machine."""
     names = ("checkpoint", "dataset", "split", "limit", "problems", "num_samples", *WATCHED, *DRAWS, "max_new_tokens")
-    some = MACHINE if budget is None else (*MACHINE, *PADDED)
-    key = {name: settings[name] for name in names} | {name: settings[name] for name in some if name in settings}
-    needed = {m.calibration for m in members(_policy(policy))} - {""}
+    key = {name: settings[name] for name in names}
+    some = MACHINE if cell.budget is None else (*MACHINE, *PADDED)
+    key |= {name: settings[name] for name in some if name in settings}
+    needed = {member.calibration for member in members(cell.spec.policy(AMPLE))} - {""}
     files = {name: values for name, values in (settings.get("calibration") or {}).items() if name in needed}
     calibration = hashlib.sha256(_text(files).encode()).hexdigest()[:16] if files else None
     return key | {
-        "policy": policy, "budget": budget, "schedule": settings.get("schedule"), "calibration": calibration,
-        "settings": _settings(policy),
-    }  # fmt: skip
+        "policy": cell.policy,
+        "budget": cell.budget,
+        "schedule": settings.get("schedule"),
+        "calibration": calibration,
+        "settings": _settings(cell.policy),
+    }
 
 
 def _settings(policy: str) -> dict[str, dict[str, Any]]:
-    """The settings of each member of a policy, by its name. policy: as on the command line."""
-    return {member.name: settings_of(member) for member in members(_policy(policy))}
+    """The settings of each member of a policy, by its name. policy: its text."""
+    return {member.name: settings_of(member) for member in members(Spec(policy).policy(AMPLE))}
 
 
 def settings_of(policy: Policy) -> dict[str, Any]:
     """All hyperparameters of a policy but its budget, prompt protection included."""
     found = {f.name: getattr(policy, f.name) for f in fields(policy) if f.init and f.name != "budget"}  # type: ignore[arg-type]
     return found | {"protect_prompt": policy.protect_prompt}
-
-
-def _policy(text: str) -> Policy:
-    return parse(text, budget=AMPLE if leaves_open(text, "budget") else None)
 
 
 def serves(run: Run, key: Mapping[str, Any]) -> bool:
@@ -289,4 +288,4 @@ def source_of(policy: str, backend: str) -> dict[str, str]:
 
 @cache
 def _source_of(policy: str, backend: str) -> dict[str, str]:
-    return sources.source_of(_policy(policy), backend)
+    return sources.source_of(Spec(policy).policy(AMPLE), backend)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minithink import results
+from minithink import origin, results
 from minithink.bench import pool
 from minithink.bench.markdown import aligned, short
 from minithink.bench.pool import Run, key_of, pick
@@ -24,7 +24,8 @@ from minithink.engine import DTYPES, TINY
 from minithink.errors import MinithinkError, UsageError, alternatives, quoted
 from minithink.evaluate import journal, runner
 from minithink.evaluate.datasets import load_dataset
-from minithink.evaluate.plan import budgets
+from minithink.evaluate.job import Job
+from minithink.evaluate.plan import Cell, Spec, budgets
 from minithink.evaluate.summary import FULL, budget_text
 from minithink.tasks import families
 from minithink.weights import checkpoint_hash
@@ -83,7 +84,6 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     settings = dict[str, Any]()
     for done in found:
         with tempfile.TemporaryDirectory() as folder:
-            words = words_of(done, args, Path(folder))
             print(f"{done.key['dataset']}: {args.policy} runs again", file=sys.stderr, flush=True)
             length = length_of_full(runs, done)
             if length is None and isinstance(budget, float):
@@ -91,7 +91,13 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
                     f"The pool has no run of {FULL} for {quoted(done.key['dataset'])}, and the budget {budget} is a "
                     "share of what that generates: give a budget in tokens, or another comparison."
                 )
-            if runner.evaluate_words(words, length) is None:
+            rows = runner.evaluate_alone(
+                job_of(done, args),
+                Path(folder),
+                command=origin.command("minithink.evaluate", argv),
+                mean=length,
+            )
+            if rows is None:
                 return INTERRUPTED
             again = journal.read(Path(folder))
         settings = again.settings | again.runs[-1]
@@ -141,35 +147,33 @@ def cells(runs: Sequence[Run], comparison: str, policy: str, budget: float | Non
     return found
 
 
-def words_of(run: Run, args: argparse.Namespace, folder: Path) -> list[str]:
-    """The options of `minithink.evaluate` that run a cell again."""
+def job_of(run: Run, args: argparse.Namespace) -> Job:
+    """The evaluation that generates the answers of a run again."""
     key = run.key
     limit = len({id for id, _, _ in run.answers})
     if args.limit is not None:
         limit = min(limit, args.limit)
     if "padded_budget" in key:  # the padding depends on all prompts
         limit = key["limit"]
-    options: dict[str, Any] = {
-        "policies": key["policy"],
-        "budgets": key["budget"],
-        "dataset": key["dataset"],
-        "split": key["split"],
-        "num-samples": key["num_samples"],
-        "max-new-tokens": key["max_new_tokens"],
-        "padded-budget": key.get("padded_budget"),
-        "limit": limit,
-        "device": args.device,
-        "dtype": args.dtype or key["dtype"],
-        "batch-size": args.batch_size,
-        "output-dir": folder,
-    }
-    words = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    return [*words, "--group"] if key.get("group") else words
+    return Job(
+        policies=[Spec(key["policy"])],
+        budgets=[] if key["budget"] is None else [key["budget"]],
+        dataset=key["dataset"],
+        split=key["split"],
+        limit=limit,
+        num_samples=key["num_samples"],
+        max_new_tokens=key["max_new_tokens"],
+        device=args.device,
+        dtype=args.dtype or key["dtype"],
+        batch_size=args.batch_size,
+        padded_budget=key.get("padded_budget"),
+        group=key.get("group", False),
+    )
 
 
 def length_of_full(runs: Sequence[Run], run: Run) -> float | None:
     """The mean length that the full cache generated for the problems of a run. Budgets may be shares of it."""
-    of_full = key_of({**run.key, **dict.fromkeys(pool.WATCHED, False), "calibration": None}, FULL, None)
+    of_full = key_of({**run.key, **dict.fromkeys(pool.WATCHED, False), "calibration": None}, Cell(Spec(FULL), None))
     found = [other for other in runs if pool.shows(other, of_full)]
     return found[0].tokens[0] / found[0].tokens[1] if found else None
 

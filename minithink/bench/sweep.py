@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -37,7 +38,8 @@ from minithink.engine import TINY, device_of
 from minithink.errors import NON_FINITE, MinithinkError, UsageError
 from minithink.evaluate import journal, plots, runner
 from minithink.evaluate.datasets import load_dataset
-from minithink.evaluate.plan import plan
+from minithink.evaluate.job import Job
+from minithink.evaluate.plan import Cell, Spec, plan
 from minithink.evaluate.summary import FULL, Row, summarize
 from minithink.experiments import Column, Result, Sweep, Table, collected
 from minithink.figures import need_matplotlib
@@ -117,8 +119,8 @@ def wanted_of(sweep: Sweep, args: argparse.Namespace | None = None) -> list[Want
     if args is not None:
         names = [name for name in names if name.partition(":")[0] in args.families]
     about = {name: settings_of(sweep, name, args) for name in names}
-    cells = plan(policies_of([sweep]), sweep.budgets)
-    out = [key_of(about[name], *cell) for name in names for cell in cells]
+    cells = cells_of(sweep)
+    out = [key_of(about[name], cell) for name in names for cell in cells]
     # The full cache holds all that attention looks at: its recall is not measured.
     return [key | {"recall": key["recall"] and key["policy"] != FULL} for key in out]
 
@@ -130,8 +132,10 @@ def settings_of(sweep: Sweep, family: str, args: argparse.Namespace | None = Non
     limit = (args and args.limit) or sweep.problems
     config, own, weights = _about(folder)
     longest = (args and args.max_new_tokens) or own.max_new_tokens or config.max_position
-    cells = plan(policies_of([sweep]), sweep.budgets)
-    files = {m.calibration for cell in cells for m in members(runner.policy_of(cell, None))} - {"", FORESIGHT}
+    files = set[str]()
+    for cell in cells_of(sweep):
+        files |= {member.calibration for member in members(cell.make())}
+    files -= {"", FORESIGHT}
     calibration = {name: identity(name, read_calibration(folder, name, folder)) for name in files}
     return {
         "checkpoint": of_others or weights, "dataset": family, "split": sweep.split, "limit": limit,
@@ -153,6 +157,11 @@ def _about(folder: Path) -> tuple[ModelConfig, GenerationConfig, str]:
 def policies_of(sweeps: Iterable[Sweep]) -> list[str]:
     """All policies of these comparisons, each once; the full cache first."""
     return list(dict.fromkeys([FULL, *(policy for sweep in sweeps for policy in sweep.policies)]))
+
+
+def cells_of(sweep: Sweep) -> list[Cell]:
+    """The policies of a comparison at its budgets; the full cache first."""
+    return plan([Spec(text) for text in policies_of([sweep])], sweep.budgets)
 
 
 def missing(args: argparse.Namespace, chosen: Iterable[Sweep]) -> list[Wanted]:
@@ -216,29 +225,47 @@ def log_of(args: argparse.Namespace, key: Wanted) -> Path:
     return folder.with_name(f"{folder.name}.log")
 
 
-def words_of(args: argparse.Namespace, key: Wanted, limit: int) -> list[str]:
-    """The options of `minithink.evaluate` for a cell."""
+def job_of(args: argparse.Namespace, key: Wanted, limit: int) -> Job:
+    """The evaluation that generates a cell. limit: how many problems."""
+    return Job(
+        policies=[Spec(key["policy"])],
+        budgets=[] if key["budget"] is None else [key["budget"]],
+        model=args.model,
+        dataset=key["dataset"],
+        split=key["split"],
+        limit=limit,
+        num_samples=key["num_samples"],
+        max_new_tokens=args.max_new_tokens,
+        device=args.device,
+        batch_size=args.batch_size,
+        padded_budget=key.get("padded_budget"),
+        group=key.get("group", False),
+        recall=key["recall"],
+        needed=key["needed"],
+    )
+
+
+def evaluate(args: argparse.Namespace, argv: list[str], key: Wanted, limit: int) -> None:
+    """Generate a cell, or finish it, in its folder. KeyboardInterrupt: it was interrupted."""
     folder = folder_of(args, key)
-    words: list[Any] = ["--policies", key["policy"]]
-    words += ["--budgets", key["budget"]] if key["budget"] is not None else []
-    words += ["--num-samples", key["num_samples"], "--dataset", key["dataset"], "--split", key["split"]]
-    words += ["--device", args.device, "--limit", limit, "--output-dir", folder, "--model", args.model]
-    words += ["--resume"] if folder.is_dir() else []
-    words += [f"--{name}" for name in (*pool.WATCHED, "group") if key.get(name)]
-    words += ["--padded-budget", key["padded_budget"]] if "padded_budget" in key else []
-    for name in ("batch_size", "max_new_tokens"):
-        if (value := getattr(args, name)) is not None:
-            words += [f"--{name.replace('_', '-')}", value]
-    return [str(word) for word in words]
+    rows = runner.evaluate_alone(
+        job_of(args, key, limit),
+        folder,
+        command=origin.command("minithink.bench", argv),
+        resume=folder.is_dir(),
+        mean=length_of_full(args, key),
+    )
+    if rows is None:
+        raise KeyboardInterrupt
 
 
 def evaluated(args: argparse.Namespace, argv: list[str], key: Wanted) -> list[Run]:
     """The run of a cell; none: with --finished, if it is not whole. KeyboardInterrupt: it was interrupted."""
-    folder, mean = folder_of(args, key), length_of_full(args, key)
-    if args.finished and not folder.is_dir():
+    folder = folder_of(args, key)
+    if not args.finished:
+        evaluate(args, argv, key, key["limit"])
+    elif not folder.is_dir():
         return []
-    if not args.finished and runner.evaluate_words(words_of(args, key, key["limit"]), mean) is None:
-        raise KeyboardInterrupt
     done = journal.read(folder)
     examples = load_dataset(key["dataset"], key["split"], key["limit"])
     own = [r for r in done.records if (r.policy, r.budget) == (key["policy"], key["budget"])]
@@ -251,18 +278,24 @@ def evaluated(args: argparse.Namespace, argv: list[str], key: Wanted) -> list[Ru
             "runs only: try another --dtype."
         )
     [row] = [row for row in summarize(own) if row.group is None]
-    asked = {example.id for example in examples[: -(-pool.ANSWERS // key["num_samples"])]}
-    return [
-        Run(
-            key_of(done.settings, row.policy, row.budget), _source_of(done, row.policy),
-            {f.name: getattr(row, f.name) for f in fields(Row) if f.name != "group"},
-            sorted([r.id, r.sample, r.found] for r in own if r.id in asked),
-            tokens=[sum(r.generated_tokens for r in own), len(own)],
-            right="".join("01"[bool(r.right)] for r in sorted(own, key=lambda r: (r.id, r.sample))),
-            command=origin.command("minithink.bench", argv),
-            **{name: done.runs[-1][name] for name in ("commit", "date", "machine", "versions")},
-        )
-    ]  # fmt: skip
+    own.sort(key=lambda record: (record.id, record.sample))
+    some = math.ceil(pool.ANSWERS / key["num_samples"])
+    asked = {example.id for example in examples[:some]}
+    last = done.runs[-1]
+    run = Run(
+        key=key_of(done.settings, Cell(Spec(row.policy), row.budget)),
+        source=_source_of(done, row.policy),
+        row={f.name: getattr(row, f.name) for f in fields(Row) if f.name != "group"},
+        answers=[[record.id, record.sample, record.found] for record in own if record.id in asked],
+        tokens=[sum(record.generated_tokens for record in own), len(own)],
+        right="".join("01"[bool(record.right)] for record in own),
+        command=origin.command("minithink.bench", argv),
+        commit=last["commit"],
+        date=last["date"],
+        machine=last["machine"],
+        versions=last["versions"],
+    )
+    return [run]
 
 
 def _source_of(done: journal.Run, policy: str) -> dict[str, str]:
@@ -274,7 +307,7 @@ def _source_of(done: journal.Run, policy: str) -> dict[str, str]:
 def length_of_full(args: argparse.Namespace, key: Wanted) -> float | None:
     """Tokens that the full cache generates for these problems, if the pool knows: it need not run again."""
     # What was measured beside does not change the length, and recall of the full cache is never measured.
-    of_full = key_of({**key, **dict.fromkeys(pool.WATCHED, False), "calibration": None}, FULL, None)
+    of_full = key_of({**key, **dict.fromkeys(pool.WATCHED, False), "calibration": None}, Cell(Spec(FULL), None))
     found = [run for run in pool.read(args.results) if serves(run, of_full) and run.state != "stale"]
     return found[0].tokens[0] / found[0].tokens[1] if found else None
 
@@ -292,8 +325,7 @@ def recheck(args: argparse.Namespace, argv: list[str], key: Wanted) -> list[Run]
     count = len({id for id, _, _ in run.answers})
     if "padded_budget" in key:  # the padding depends on all prompts
         count = key["limit"]
-    if runner.evaluate_words(words_of(args, key, count), length_of_full(args, key)) is None:
-        raise KeyboardInterrupt
+    evaluate(args, argv, key, count)
     now = {(r.policy, r.budget, r.id, r.sample): r.found for r in journal.read(folder_of(args, key)).records}
     run.stale = any(now.get((*run.cell[1:], id, k)) != answer for id, k, answer in run.answers)
     run.source = run.source if run.stale else pool.source_of(run.key["policy"], run.key["backend"])

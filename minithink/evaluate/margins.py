@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,8 @@ from minithink.engine import Engine, load
 from minithink.errors import UsageError, escaped
 from minithink.evaluate import runner
 from minithink.evaluate.datasets import load_dataset
-from minithink.evaluate.plan import Cell
+from minithink.evaluate.job import Job
+from minithink.evaluate.plan import Cell, Spec
 from minithink.evaluate.summary import FULL
 from minithink.kv.full import FullCache
 from minithink.ref.gumbel_argmax import gumbel
@@ -70,22 +72,21 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise UsageError(f"--batch-sizes names {len(args.batch_sizes)} size, and two are compared: give 1,8.")
     SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
     examples = load_dataset(args.dataset, args.split, args.limit)
-    for note in runner.said_of_limit(args, examples):
+    for note in runner.said_of_limit(Job.of(args), examples):
         print(f"minithink.evaluate: {escaped(note)}", file=sys.stderr)
     if args.output is not None:
         results.check(args.output)
     engine = load(args.model, device=args.device, dtype=args.dtype, backend=args.backend)
     runs, settings = [], dict[str, Any]()
     for size in args.batch_sizes:
-        others = {"batch_size": size, "budgets": []}
-        others |= dict.fromkeys(("recall", "needed", "keep_text"), False)
-        others |= dict.fromkeys(("schedule", "trace", "padded_budget"))
-        job = runner.Job(engine, examples, argparse.Namespace(**vars(args), **others), [FULL])
-        stream = job.stream(Cell(FULL, None), 0.0)
+        job = replace(Job.of(args), batch_size=size)
+        evaluation = runner.Evaluation(engine, examples, job, [FULL])
+        stream = evaluation.stream(Cell(Spec(FULL), None), 0.0)
         for _ in stream.steps():
             pass
         runs.append(stream.sequences)
-        params, settings = stream.sampler.params, job.settings | {"batch_size": args.batch_sizes}
+        params = stream.sampler.params
+        settings = evaluation.settings | {"batch_size": args.batch_sizes}
     margins = {s.number: draw_margins(engine, s, params) for s in runs[0]}
     parted = [p for size, other in zip(args.batch_sizes[1:], runs[1:], strict=True)
               for p in partings(runs[0], other, size, margins)]  # fmt: skip

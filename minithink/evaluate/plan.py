@@ -8,7 +8,9 @@ run (or of --reference-length tokens). So each sequence has its own budget, and 
 from __future__ import annotations
 
 import argparse
+import copy
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from minithink.commands import finite, positive
@@ -22,11 +24,67 @@ from minithink.policies import leaves_open, parse
 AMPLE = 2**20  # tokens: stands for a share whose tokens are not known yet; no policy finds it too small
 
 
-class Cell(NamedTuple):
-    """A policy at a budget, as records name them."""
+@dataclass(frozen=True)
+class Spec:
+    """A policy as the command line names it. Its text is read once for each number of tokens that it may keep.
 
-    policy: str
+    Args:
+        text: as in "rkv:buffer=0". Records name the policy so.
+        schedule: of --schedule, for members that have one and do not name it.
+    """
+
+    text: str
+    schedule: str | None = None
+    _made: dict[int | None, Policy] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @property
+    def takes_budget(self) -> bool:
+        """Whether --budgets decides how many tokens it keeps. UsageError: the text makes no sense."""
+        return leaves_open(self.text, "budget")
+
+    @property
+    def takes_schedule(self) -> bool:
+        """Likewise of --schedule."""
+        return leaves_open(self.text, "schedule")
+
+    def policy(self, tokens: int | None = None) -> Policy:
+        """A new policy.
+
+        Args:
+            tokens: its budget, if it takes one from --budgets.
+
+        Raises:
+            UsageError: the text makes no sense, or a budget is missing or does not suit it.
+        """
+        if tokens not in self._made:
+            self._made[tokens] = parse(
+                self.text,
+                budget=tokens if self.takes_budget else None,
+                schedule=self.schedule if self.takes_schedule else None,
+                option="--budgets",
+            )
+        return copy.deepcopy(self._made[tokens])
+
+
+class Cell(NamedTuple):
+    """A policy at a budget."""
+
+    spec: Spec
     budget: Budget
+
+    @property
+    def policy(self) -> str:
+        """The policy's text, as records name it."""
+        return self.spec.text
+
+    @property
+    def name(self) -> tuple[str, Budget]:
+        """Both as records name them."""
+        return self.policy, self.budget
+
+    def make(self, longest: int = AMPLE) -> Policy:
+        """A new policy. longest: tokens of the largest budget of any sequence, if the budget is a share."""
+        return self.spec.policy(longest if isinstance(self.budget, float) else self.budget)
 
     def __str__(self) -> str:
         if self.budget is None:
@@ -50,67 +108,72 @@ def budgets(text: str) -> list[int | float]:
     return out
 
 
-def plan(policies: Sequence[str] | None, budgets: Sequence[int | float], schedule: str | None = None) -> list[Cell]:
+def plan(policies: Sequence[Spec] | None, budgets: Sequence[int | float], schedule: str | None = None) -> list[Cell]:
     """The cells of a run, in order. If a budget is a share, `full` goes first.
 
     Args:
-        policies: texts, as in "rkv:buffer=0"; None: the user named none, and `full` is run. A policy whose text or
-            schedule gives a budget, or that takes none, is run once.
+        policies: None: the user named none, and `full` is run. A policy whose text or schedule gives a budget, or
+            that takes none, is run once.
         budgets: for the other policies.
-        schedule: for policies that have one and whose text does not give it.
+        schedule: of --schedule; the policies have it, too.
 
     Raises:
         UsageError: a policy or a budget is named twice; a policy is unknown, or cannot have such a budget or
             schedule; no policy takes the budgets or the schedule.
     """
-    named, policies = policies is not None, [FULL] if policies is None else policies
-    for what, those in (("policy", policies), ("budget", budgets)):
-        if twice := next((x for i, x in enumerate(those) if x in those[:i]), None):
-            raise UsageError(f"The {what} {twice} is named twice: leave one of the two out.")
+    full = Spec(FULL, schedule)
+    specs = [full] if policies is None else policies
+    _refuse_twice("policy", [spec.text for spec in specs])
+    _refuse_twice("budget", budgets)
     cells = []
-    for text in policies:
-        if budgets and leaves_open(text, "budget"):
-            cells += [Cell(text, budget) for budget in budgets]
+    for spec in specs:
+        if budgets and spec.takes_budget:
+            cells += [Cell(spec, budget) for budget in budgets]
         else:
-            cells.append(Cell(text, policy_of(Cell(text, None), schedule).budget))
+            cells.append(Cell(spec, spec.policy().budget))
     for cell in cells:
-        if isinstance(cell.budget, float) and (grow := _grow(cell.policy, schedule)) is not None:
+        grow = _grow(cell.spec) if isinstance(cell.budget, float) else None
+        if grow is not None:
             raise UsageError(
                 f"{cell.policy} lets lanes grow to {grow:,} tokens, as its schedule says, and --budgets gives the "
                 f"share {cell.budget}: drop one of the two."
             )
-        policy_of(cell, schedule)
-    for field, option, given in (("budget", "--budgets", budgets or None), ("schedule", "--schedule", schedule)):
-        if given is None or any(leaves_open(text, field) for text in policies):
-            continue
-        if not named:
-            raise UsageError(
-                f"--policies was not given, and {FULL}, which is run then, takes no {field}: name one that does, as "
-                f"in --policies {FULL},rkv, or drop {option}."
-            )
-        raise UsageError(
-            f"None of the policies {', '.join(policies)} leaves its {field} open: drop {option}, or name one that "
-            "does, such as rkv."
-        )
+        cell.make()
+    if budgets and not any(spec.takes_budget for spec in specs):
+        raise _unused("budget", "--budgets", policies)
+    if schedule is not None and not any(spec.takes_schedule for spec in specs):
+        raise _unused("schedule", "--schedule", policies)
     if any(isinstance(cell.budget, float) for cell in cells):
-        cells = [Cell(FULL, None), *(cell for cell in cells if cell.policy != FULL)]
+        cells = [Cell(full, None), *(cell for cell in cells if cell.policy != FULL)]
     return cells
 
 
-def _grow(text: str, schedule: str | None) -> int | None:
+def _refuse_twice(what: str, those: Sequence[object]) -> None:
+    """UsageError: something is named twice."""
+    for place, one in enumerate(those):
+        if one in those[:place]:
+            raise UsageError(f"The {what} {one} is named twice: leave one of the two out.")
+
+
+def _unused(field: str, option: str, policies: Sequence[Spec] | None) -> UsageError:
+    """The error that no policy takes the budgets or the schedule."""
+    if policies is None:
+        return UsageError(
+            f"--policies was not given, and {FULL}, which is run then, takes no {field}: name one that does, as "
+            f"in --policies {FULL},rkv, or drop {option}."
+        )
+    names = ", ".join(spec.text for spec in policies)
+    return UsageError(
+        f"None of the policies {names} leaves its {field} open: drop {option}, or name one that does, such as rkv."
+    )
+
+
+def _grow(spec: Spec) -> int | None:
     """The budget that a policy's schedule gives; None: its schedule gives none."""
     try:
-        return policy_of(Cell(text, None), schedule).budget
+        return spec.policy().budget
     except UsageError:  # it needs one
         return None
-
-
-def policy_of(cell: Cell, schedule: str | None, longest: int = AMPLE) -> Policy:
-    """The policy of a cell. longest: tokens of the largest budget of any sequence, if the cell's is a share."""
-    own = not leaves_open(cell.policy, "budget")
-    budget = None if own else longest if isinstance(cell.budget, float) else cell.budget
-    schedule = schedule if leaves_open(cell.policy, "schedule") else None
-    return parse(cell.policy, budget=budget, schedule=schedule, option="--budgets")
 
 
 def tokens_of(budget: Budget, prompt: int, mean: float) -> int | None:
@@ -123,7 +186,7 @@ def tokens_of(budget: Budget, prompt: int, mean: float) -> int | None:
     return prompt + max(1, round(budget * mean)) if isinstance(budget, float) else None
 
 
-def check(cells: Sequence[Cell], schedule: str | None, prompts: Sequence[int], longest: int) -> None:
+def check(cells: Sequence[Cell], prompts: Sequence[int], longest: int) -> None:
     """Refuse budgets that are too small, before anything is generated.
 
     Args:
@@ -136,13 +199,11 @@ def check(cells: Sequence[Cell], schedule: str | None, prompts: Sequence[int], l
     """
     for cell in cells:
         if isinstance(cell.budget, int):
-            check_budget(policy_of(cell, schedule), max(prompts))
-        check_share(cell, schedule, min(prompts), longest, "at most")
+            check_budget(cell.make(), max(prompts))
+        check_share(cell, min(prompts), longest, "at most")
 
 
-def check_share(
-    cell: Cell, schedule: str | None, prompt: int, mean: float, how: str = "on average", given: bool = False
-) -> None:
+def check_share(cell: Cell, prompt: int, mean: float, how: str = "on average", given: bool = False) -> None:
     """Refuse a share that comes to too few tokens for its policy.
 
     Args:
@@ -154,10 +215,11 @@ def check_share(
     Raises:
         UsageError: the share comes to too few tokens.
     """
-    if (tokens := tokens_of(cell.budget, prompt, mean)) is None:
+    tokens = tokens_of(cell.budget, prompt, mean)
+    if tokens is None:
         return
     try:
-        check_budget(policy_of(cell, schedule, tokens), prompt)
+        check_budget(cell.make(tokens), prompt)
     except UsageError as error:
         why = f"the full cache generates {mean:,.0f} {how}"
         if given:
@@ -168,11 +230,11 @@ def check_share(
         ) from None
 
 
-def said_of_prompts(cells: Sequence[Cell], schedule: str | None, prompts: Sequence[int]) -> list[str]:
+def said_of_prompts(cells: Sequence[Cell], prompts: Sequence[int]) -> list[str]:
     """A sentence if some policy keeps fewer tokens than a prompt has and does not protect prompts; else none."""
     kept = dict[str, int]()
     for cell in cells:
-        least = least_kept(policy_of(cell, schedule))
+        least = least_kept(cell.make())
         if least is not None and least < max(prompts):
             kept[str(cell)] = least
     if not kept:
@@ -184,12 +246,12 @@ def said_of_prompts(cells: Sequence[Cell], schedule: str | None, prompts: Sequen
     ]
 
 
-def said_of_budgets(cells: Sequence[Cell], schedule: str | None, records: Sequence[Record]) -> list[str]:
+def said_of_budgets(cells: Sequence[Cell], records: Sequence[Record]) -> list[str]:
     """A sentence for each cell whose budget never applied, because no sequence has ever evicted a token."""
     said = []
     for cell in cells:
-        own = [r for r in records if (r.policy, r.budget) == cell]
-        if own and policy_of(cell, schedule).budget is not None and not any(map(_evicted, own)):
+        own = [r for r in records if (r.policy, r.budget) == cell.name]
+        if own and cell.make().budget is not None and not any(map(_evicted, own)):
             longest = max(r.prompt_tokens + r.generated_tokens for r in own)
             said.append(
                 f"{cell}: the budget never applied, so these are the texts of the full cache (no token was evicted, "

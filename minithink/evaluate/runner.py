@@ -28,6 +28,7 @@ from minithink.evaluate import plots, summary
 from minithink.evaluate import trace as tracing
 from minithink.evaluate.datasets import Example, check_graders, load_dataset
 from minithink.evaluate.grading import CHOICES, Graded, grade
+from minithink.evaluate.job import Job
 from minithink.evaluate.journal import SOURCES, Journal, Key, Record, read, settings_of, text_hash
 from minithink.evaluate.meter import Held, both, meter
 from minithink.evaluate.needed import NeededKept, check_questions
@@ -38,7 +39,6 @@ from minithink.evaluate.plan import (
     check,
     check_share,
     plan,
-    policy_of,
     said_of_budgets,
     said_of_prompts,
     tokens_of,
@@ -150,7 +150,8 @@ def add_drawing_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Evaluate, write the summary, print the table."""
     with Ranks() as ranks:
-        rows = evaluate(args, argv, ranks)
+        command = origin.command("minithink.evaluate", argv)
+        rows = evaluate(Job.of(args), args.output_dir, ranks, command=command, resume=args.resume)
         if rows is None:
             return INTERRUPTED
         if not ranks.rank:
@@ -159,124 +160,144 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def evaluate(
-    args: argparse.Namespace, argv: list[str], ranks: Ranks, mean: float | None = None
-) -> list[Row] | None:  # fmt: skip
+    job: Job, folder: Path, ranks: Ranks, *, command: str, resume: bool = False, mean: float | None = None
+) -> list[Row] | None:
     """Generate the sequences that are not in the journal yet → a row for each policy and budget; None: Ctrl-C came,
     and the user was told.
 
     Args:
-        args: the options of `add_arguments`.
-        argv: the words of the command line, for the record.
+        job: what is run.
+        folder: where the results go.
+        ranks: the processes that share the work.
+        command: the command line, for the record.
+        resume: finish what an earlier start of the same job left in the folder.
         mean: tokens that the full cache generates for these problems, on average; budgets that are shares need it.
             None: the full cache is run first if a budget is a share.
     """
-    cells, policies = plan(args.policies, args.budgets, args.schedule), args.policies or [FULL]
-    if args.reference_length is not None:
-        if not any(isinstance(cell.budget, float) for cell in cells):
-            raise UsageError(
-                f"--reference-length {args.reference_length:,} is what shares are of, and no budget is a share: "
-                "leave it out, or give --budgets such as 0.25,0.5."
-            )
-        mean = args.reference_length if mean is None else mean
+    cells = plan(job.policies, job.budgets, job.schedule)
+    policies = [FULL] if job.policies is None else [spec.text for spec in job.policies]
+    if mean is None:
+        mean = job.reference_length
     if mean is not None:
         cells = [cell for cell in cells if cell.policy in policies]
-    # refuse what makes no sense before a model is loaded
-    SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
-    if args.group and args.padded_budget is None:
-        raise UsageError("--group groups the batches of --padded-budget: give both, or neither.")
-    if args.padded_budget is not None and all(policy_of(cell, args.schedule).budget is None for cell in cells):
-        raise UsageError(
-            f"--padded-budget charges budgets, and {', '.join(policies)} {'have' if policies[1:] else 'has'} none: "
-            "leave it out, or name a policy with a budget."
-        )
-    if args.trace is not None:
-        tracing.check(args.trace, cells, args.output_dir)
-    examples = load_dataset(args.dataset, args.split, args.limit, grader=args.grader)
-    check_count(len(examples), args.num_samples)
-    if args.needed:
+    refuse(job, cells, policies, folder)
+    examples = load_dataset(job.dataset, job.split, job.limit, grader=job.grader)
+    check_count(len(examples), job.num_samples)
+    if job.needed:
         check_questions(examples)
-    notes = [*said_of_limit(args, examples), *check_graders(examples)]
-    options = {"dtype": args.dtype, "backend": args.backend, "calibration": args.calibration}
-    engine = load(args.model, device=ranks.device(args.device), **options)
+    notes = [*said_of_limit(job, examples), *check_graders(examples)]
+    engine = load(
+        job.model,
+        device=ranks.device(job.device),
+        dtype=job.dtype,
+        backend=job.backend,
+        calibration=job.calibration,
+    )
     caution = engine.generation_config.caution
     if caution and not ranks.rank:
         _say(caution)
-    calibration = calibrations(engine, cells, args.schedule)
+    calibration = calibrations(engine, cells)
     notes += sorted(engine.cautions)
     names = {cell.policy for cell in cells} - {*policies}  # full, where only a share needs it
-    job = Job(engine, examples, args, [*names, *policies])
+    evaluation = Evaluation(engine, examples, job, [*names, *policies])
     for cell in cells:
-        engine.check_draws(policy_of(cell, args.schedule), job.drawing, job.prompts)
-    job.settings |= {"calibration": calibration} if calibration else {}
-    job.settings |= {"full_tokens": mean} if mean is not None else {}
-    job.settings[SOURCES] = {c.policy: source_of(policy_of(c, args.schedule), job.settings["backend"]) for c in cells}
-    prompts = [len(prompt) for prompt in job.prompts]
-    longest = min(job.drawing["max_new_tokens"], engine.config.max_position - min(prompts))
-    for cell in cells:
-        if args.reference_length is not None:
-            check_share(cell, args.schedule, min(prompts), args.reference_length, given=True)
-    check(cells, args.schedule, prompts, longest)
-    notes += said_of_prompts(cells, args.schedule, prompts)
-    total = sum(len(job.keys(cell)) for cell in cells)
+        engine.check_draws(cell.make(), evaluation.drawing, evaluation.prompts)
+    settings = evaluation.settings
+    if calibration:
+        settings["calibration"] = calibration
+    if mean is not None:
+        settings["full_tokens"] = mean
+    settings[SOURCES] = {cell.policy: source_of(cell.make(), settings["backend"]) for cell in cells}
+    prompts = [len(prompt) for prompt in evaluation.prompts]
+    longest = min(evaluation.drawing["max_new_tokens"], engine.config.max_position - min(prompts))
+    if job.reference_length is not None:
+        for cell in cells:
+            check_share(cell, min(prompts), job.reference_length, given=True)
+    check(cells, prompts, longest)
+    notes += said_of_prompts(cells, prompts)
+    total = sum(len(evaluation.keys(cell)) for cell in cells)
     about = {
-        "command": origin.command("minithink.evaluate", argv), "date": origin.date(), "commit": origin.commit(),
-        "machine": origin.machine(engine.device), "versions": origin.versions(), "processes": ranks.size,
+        "command": command,
+        "date": origin.date(),
+        "commit": origin.commit(),
+        "machine": origin.machine(engine.device),
+        "versions": origin.versions(),
+        "processes": ranks.size,
         "sequences_total": total,
-    }  # fmt: skip
+    }
     journal = ranks.in_turn(
-        partial(Journal, args.output_dir, job.settings, resume=args.resume, rank=ranks.file, allow=FREE, about=about)
+        partial(Journal, folder, settings, resume=resume, rank=ranks.file, allow=FREE, about=about)
     )
     with journal:
         ranks.wait()
         for note in journal.notes:
             if not ranks.rank or str(journal.path) in note:
                 _say(note)
-        for note in [*notes, *_about_before(journal, args.resume, total)]:
+        for note in [*notes, *_about_before(journal, resume, total)]:
             if not ranks.rank:
                 _say(note)
         first = FULL not in policies and cells[0].policy == FULL
-        if first and not ranks.rank and not journal.done.issuperset(job.keys(cells[0])):
+        if first and not ranks.rank and not journal.done.issuperset(evaluation.keys(cells[0])):
             _say("budgets are shares of what the full cache generates, so full is run first")
         try:
-            _run(job, cells, journal, ranks, mean or 0.0)
+            _run(evaluation, cells, journal, ranks, mean or 0.0)
         except KeyboardInterrupt:
             _say(
-                f"interrupted: {len(journal.done):,} of {total:,} sequences are in {args.output_dir}; give the "
+                f"interrupted: {len(journal.done):,} of {total:,} sequences are in {folder}; give the "
                 "same command with --resume to finish the rest"
             )
             return None
         finally:
-            for recording in job.recordings:
+            for recording in evaluation.recordings:
                 recording.close()
                 _say(recording.said)
         ranks.wait()
-    records = read(args.output_dir).records
+    records = read(folder).records
     if not ranks.rank:
-        for note in said_of_budgets(cells, args.schedule, records):
+        for note in said_of_budgets(cells, records):
             _say(note)
     if all(record.finish_reason == NON_FINITE for record in records):
         raise MinithinkError(
             f"The logits of all {len(records):,} sequences were not finite, so there is nothing to sum up: try "
             "another --dtype or another checkpoint."
         )
-    return summary.summarize(records, policies=job.settings["policies"], budgets=args.budgets)
+    return summary.summarize(records, policies=settings["policies"], budgets=job.budgets)
 
 
-def evaluate_words(words: Sequence[str], mean: float | None = None) -> list[Row] | None:
-    """Evaluate as the command line with these words does, in this process alone. mean, result: as in `evaluate`."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
+def refuse(job: Job, cells: Sequence[Cell], policies: Sequence[str], folder: Path) -> None:
+    """UsageError: some options make no sense together. Called before a model is loaded."""
+    if job.reference_length is not None and not any(isinstance(cell.budget, float) for cell in cells):
+        raise UsageError(
+            f"--reference-length {job.reference_length:,} is what shares are of, and no budget is a share: "
+            "leave it out, or give --budgets such as 0.25,0.5."
+        )
+    SamplingParams(job.temperature or 0, top_p=1 if job.top_p is None else job.top_p, seed=job.seed)
+    if job.group and job.padded_budget is None:
+        raise UsageError("--group groups the batches of --padded-budget: give both, or neither.")
+    if job.padded_budget is not None and all(cell.make().budget is None for cell in cells):
+        raise UsageError(
+            f"--padded-budget charges budgets, and {', '.join(policies)} {'have' if policies[1:] else 'has'} none: "
+            "leave it out, or name a policy with a budget."
+        )
+    if job.trace is not None:
+        tracing.check(job.trace, cells, folder)
+
+
+def evaluate_alone(
+    job: Job, folder: Path, *, command: str, resume: bool = False, mean: float | None = None
+) -> list[Row] | None:
+    """Evaluate in this process alone. Arguments and result: as in `evaluate`."""
     with Ranks() as ranks:
         if ranks.size > 1:
             raise UsageError("This runs in one process: start it without torchrun.")
-        return evaluate(parser.parse_args(words), list(words), ranks, mean)
+        return evaluate(job, folder, ranks, command=command, resume=resume, mean=mean)
 
 
-def said_of_limit(args: argparse.Namespace, examples: Sequence[Example]) -> list[str]:
+def said_of_limit(job: Job, examples: Sequence[Example]) -> list[str]:
     """A sentence if there are fewer problems than --limit allows; else none."""
-    if args.limit is None or args.limit <= len(examples):
+    if job.limit is None or job.limit <= len(examples):
         return []
-    return [f"--limit {args.limit:,} is more than the {len(examples):,} problems of {args.dataset}: all are taken"]
+    return [f"--limit {job.limit:,} is more than the {len(examples):,} problems of {job.dataset}: all are taken"]
 
 
 def _about_before(journal: Journal, resume: bool, total: int) -> list[str]:
@@ -294,7 +315,7 @@ def _about_before(journal: Journal, resume: bool, total: int) -> list[str]:
     return [f"{len(journal.records):,} of {total:,} sequences are in {journal.folder} already: the rest is generated"]
 
 
-def calibrations(engine: Engine, cells: Sequence[Cell], schedule: str | None) -> dict[str, Any]:
+def calibrations(engine: Engine, cells: Sequence[Cell]) -> dict[str, Any]:
     """The calibrations that policies read: file name → what of it decides. Every policy is tried out, so that none
     fails after hours.
 
@@ -303,7 +324,7 @@ def calibrations(engine: Engine, cells: Sequence[Cell], schedule: str | None) ->
     """
     found = dict[str, Any]()
     for cell in cells:
-        policy = policy_of(cell, schedule)
+        policy = cell.make()
         for member in members(policy):
             if (name := member.calibration) and (decides := identity(name, engine.calibration(name))):
                 found[name] = decides
@@ -311,15 +332,15 @@ def calibrations(engine: Engine, cells: Sequence[Cell], schedule: str | None) ->
     return found
 
 
-def _run(job: Job, cells: list[Cell], journal: Journal, ranks: Ranks, mean: float = 0.0) -> None:
+def _run(evaluation: Evaluation, cells: list[Cell], journal: Journal, ranks: Ranks, mean: float = 0.0) -> None:
     """Run the cells in turn: of each, this process's part of the sequences that are not in the journal. mean: as in
     `evaluate`; 0: it is not known yet."""
     lengths = {(r.id, r.sample): r.generated_tokens for r in journal.records if r.policy == FULL}
     shares = [cell for cell in cells if isinstance(cell.budget, float)]
     for number, cell in enumerate(cells, 1):
-        keys = job.keys(cell)
+        keys = evaluation.keys(cell)
         own = keys[ranks.rank :: ranks.size]
-        trace = None if job.args.trace is None else path_of(job.args.trace, cell, cells)
+        trace = None if evaluation.job.trace is None else path_of(evaluation.job.trace, cell, cells)
         if trace is not None and not ranks.rank and keys[TRACED] in journal.done:
             _say(
                 f"nothing to record in {trace}: {keys[TRACED]}, is in {journal.folder} already and is not generated "
@@ -331,7 +352,7 @@ def _run(job: Job, cells: list[Cell], journal: Journal, ranks: Ranks, mean: floa
             whole = [r for r in read(journal.folder).records if r.policy == FULL]
             mean = fmean(r.generated_tokens for r in whole)
             for one in shares:
-                check_share(one, job.args.schedule, min(map(len, job.prompts)), mean)
+                check_share(one, min(map(len, evaluation.prompts)), mean)
         if not todo:
             continue
         mine = set(own)
@@ -341,7 +362,7 @@ def _run(job: Job, cells: list[Cell], journal: Journal, ranks: Ranks, mean: floa
             right=sum(r.right is True for r in before), tokens=sum(r.generated_tokens for r in before),
             graded=sum(r.right is not None for r in before),
         ) as advance:  # fmt: skip
-            for record in job.records(cell, set(todo), mean, lengths, advance.step, trace):
+            for record in evaluation.records(cell, set(todo), mean, lengths, advance.step, trace):
                 journal.append(record)
                 advance(record.right)
                 if cell.policy == FULL:
@@ -349,52 +370,56 @@ def _run(job: Job, cells: list[Cell], journal: Journal, ranks: Ranks, mean: floa
         gc.collect()  # streams and graphs refer to each other, and the next cell needs their memory
 
 
-class Job:
-    """The model, problems and settings, which all cells share."""
+class Evaluation:
+    """A job with its model, problems and settings, which all cells share."""
 
-    def __init__(
-        self, engine: Engine, examples: list[Example], args: argparse.Namespace, policies: list[str]
-    ) -> None:
-        self.engine, self.examples, self.args = engine, examples, args
+    def __init__(self, engine: Engine, examples: list[Example], job: Job, policies: list[str]) -> None:
+        """policies: the texts of all that are run."""
+        self.engine = engine
+        self.examples = examples
+        self.job = job
         self.recordings: list[Recording] = []
         self._has_said_why = False
         self.prompts = [engine.prompt_ids(example.question) for example in examples]
         own = engine.generation_config
-        self.drawing = {  # options of Engine.stream
-            "temperature": own.temperature if args.temperature is None else args.temperature,
+        self.drawing: dict[str, Any] = {  # options of Engine.stream
+            "temperature": own.temperature if job.temperature is None else job.temperature,
             "top_k": own.top_k,
-            "top_p": own.top_p if args.top_p is None else args.top_p,
+            "top_p": own.top_p if job.top_p is None else job.top_p,
             "min_p": own.min_p,
-            "seed": args.seed,
-            "num_samples": args.num_samples,
-            "max_new_tokens": args.max_new_tokens or own.max_new_tokens or engine.config.max_position,
-            "batch_size": args.batch_size or (GPU_BATCH if engine.device.type == "cuda" else CPU_BATCH),
+            "seed": job.seed,
+            "num_samples": job.num_samples,
+            "max_new_tokens": job.max_new_tokens or own.max_new_tokens or engine.config.max_position,
+            "batch_size": job.batch_size or (GPU_BATCH if engine.device.type == "cuda" else CPU_BATCH),
         }
         self.settings: dict[str, Any] = {
-            "model": args.model,
-            "checkpoint": checkpoint_hash(TINY if args.model == "tiny" else resolve(args.model)),
-            "dataset": args.dataset,
-            "split": args.split,
-            "limit": args.limit,
+            "model": job.model,
+            "checkpoint": checkpoint_hash(TINY if job.model == "tiny" else resolve(job.model)),
+            "dataset": job.dataset,
+            "split": job.split,
+            "limit": job.limit,
             "problems": hash_of(examples),
             "policies": list(dict.fromkeys(policies)),
-            "budgets": args.budgets,
-            "schedule": args.schedule,
-            "recall": args.recall,
-            "needed": args.needed,
+            "budgets": list(job.budgets),
+            "schedule": job.schedule,
+            "recall": job.recall,
+            "needed": job.needed,
             **self.drawing,
             "dtype": str(engine.dtype).removeprefix("torch."),
             "backend": engine.decoder.backend.name,
             "device": engine.device.type,
-            "keep_text": args.keep_text,
-            "trace": args.trace.name if args.trace is not None else None,
+            "keep_text": job.keep_text,
+            "trace": job.trace.name if job.trace is not None else None,
         }
-        if args.padded_budget is not None:
-            self.settings |= {"padded_budget": args.padded_budget, "group": args.group}
+        if job.padded_budget is not None:
+            self.settings |= {"padded_budget": job.padded_budget, "group": job.group}
 
     def keys(self, cell: Cell) -> list[Key]:
         """The keys of all sequences of a cell, in the order of their numbers."""
-        return [Key(*cell, example.id, k) for example in self.examples for k in range(self.drawing["num_samples"])]
+        found = []
+        for example in self.examples:
+            found += [Key(*cell.name, example.id, sample) for sample in range(self.job.num_samples)]
+        return found
 
     def records(
         self, cell: Cell, wanted: Collection[Key], mean: float, lengths: Mapping[tuple[str, int], int],
@@ -412,8 +437,8 @@ class Job:
         """
         stream = self.stream(cell, mean)
         measure = meter(stream)
-        watches: list[Recall | NeededKept] = [Recall(stream)] if self.args.recall else []
-        watches += [NeededKept(stream)] if self.args.needed else []
+        watches: list[Recall | NeededKept] = [Recall(stream)] if self.job.recall else []
+        watches += [NeededKept(stream)] if self.job.needed else []
         for watch in watches:
             stream.on_step = both(stream.on_step, watch)
         keys = self.keys(cell)
@@ -458,15 +483,15 @@ class Job:
     def stream(self, cell: Cell, mean: float) -> Stream:
         """The stream of a cell's sequences, each with its own budget. mean: as in `records`."""
         own = [tokens_of(cell.budget, len(prompt), mean) for prompt in self.prompts]
-        policy = policy_of(cell, self.args.schedule, longest=max(n or 0 for n in own))
+        policy = cell.make(longest=max(n or 0 for n in own))
         # The full cache is read from pages where kernels do that, and else from a plain buffer, as without a policy.
         chosen = None if cell.policy == FULL else policy
         stream = self.engine.stream(self.prompts, policy=chosen, fixed=True, **self.drawing)
         stream.ahead, stream.accounts = True, False  # the meter counts bytes, between two steps
         for s in stream.sequences:
             s.budget = own[s.prompt_index]
-        if self.args.padded_budget is not None and policy.budget is not None:
-            charge(stream.sequences, policy, self.args.padded_budget, self.args.group)
+        if self.job.padded_budget is not None and policy.budget is not None:
+            charge(stream.sequences, policy, self.job.padded_budget, self.job.group)
         return stream
 
     def _about(self, key: Key) -> dict[str, Any]:
@@ -492,7 +517,7 @@ class Job:
             generated_tokens=len(s.tokens), thinking_tokens=count_thinking(tokenizer, s.prompt, s.tokens),
             kv_bytes_peak=held.bytes_peak, kv_bytes_mean=held.bytes_mean, tokens_peak=held.tokens_peak,
             tokens_mean=held.tokens_mean, steps=held.steps, evicting_steps=held.evicting_steps, seconds=seconds,
-            text_sha=text_hash(text), text=text if self.args.keep_text else None, **shares,
+            text_sha=text_hash(text), text=text if self.job.keep_text else None, **shares,
             looped=float(s.finish_reason not in ("stop", NON_FINITE) and looped(s.tokens)), counts=s.counts or None,
             budget_tokens=s.budget,
         )  # fmt: skip

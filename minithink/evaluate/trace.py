@@ -20,7 +20,6 @@ from minithink.evaluate.plan import Cell
 from minithink.kv.apart import Apart
 from minithink.kv.full import FullCache
 from minithink.kv.manager import KVManager
-from minithink.policies import leaves_open
 from minithink.policies.full import Full
 from minithink.stream import Stream
 from minithink.trace.recorder import Recorder, check_place
@@ -33,7 +32,7 @@ def path_of(path: Path, cell: Cell, cells: Sequence[Cell]) -> Path:
     if len(cells) == 1:
         return path
     name = cell.policy
-    if cell.budget is not None and leaves_open(name, "budget"):
+    if cell.budget is not None and cell.spec.takes_budget:
         name += f"-{cell.budget}"
     name = re.sub(r"[^\w.,=+-]", "-", name)
     return path.with_name(f"{path.stem}.{name}{path.suffix}")

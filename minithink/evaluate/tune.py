@@ -12,11 +12,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from minithink import origin
 from minithink.commands import INTERRUPTED, SCHEDULES
 from minithink.errors import UsageError, quoted, unwritable
 from minithink.evaluate import runner, summary
 from minithink.evaluate.datasets import LEVELS, check_name, is_file, load_dataset
 from minithink.evaluate.grading import NONE
+from minithink.evaluate.job import Job
 from minithink.evaluate.plan import budgets
 from minithink.evaluate.ranks import Ranks
 from minithink.evaluate.summary import Row
@@ -67,7 +69,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     points = grid(args.policy, args.grid)
     args.policies, args.budgets = list(points), args.budget
     with Ranks() as ranks:
-        rows = runner.evaluate(args, argv, ranks)
+        command = origin.command("minithink.evaluate", argv)
+        rows = runner.evaluate(Job.of(args), args.output_dir, ranks, command=command, resume=args.resume)
         if rows is None:
             return INTERRUPTED
         if not ranks.rank:

@@ -15,6 +15,7 @@ import pytest
 from minithink.bench import pool, sweep
 from minithink.bench.pool import Run, key_of, pick, serves
 from minithink.errors import MinithinkError
+from minithink.evaluate.plan import Cell, Spec
 
 SETTINGS: dict[str, Any] = {
     "checkpoint": "00", "dataset": "facts", "split": "test", "limit": 2, "problems": "ab", "num_samples": 1,
@@ -25,7 +26,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def run_of(policy: str = "rkv", budget: float | None = 0.5, **changed: Any) -> Run:
-    key = key_of(SETTINGS | changed, policy, budget)
+    key = key_of(SETTINGS | changed, Cell(Spec(policy), budget))
     source = pool.source_of(policy, key["backend"])
     about: dict[str, Any] = {"commit": "c", "date": "2026", "machine": {"cpu": "x"}, "versions": {}, "command": "y"}
     return Run(key, source, {"pass_at_1": 0.5}, [], [10, 2], **about)

@@ -12,6 +12,7 @@ import torch
 from minithink.bench import pool, reproduce, sweep
 from minithink.bench.__main__ import main as bench
 from minithink.evaluate.__main__ import main
+from minithink.evaluate.plan import Spec
 
 torch.set_num_threads(1)
 NEW = 12  # tokens of every sequence
@@ -134,9 +135,12 @@ def test_the_settings_of_a_run_are_those_of_its_key() -> None:
     about: dict[str, Any] = {"commit": "c", "date": "2031", "machine": {}, "versions": {}, "command": "x"}
     run = pool.Run(key, {}, {}, [["a", 0, "1"], ["b", 0, None]], [9, 2], **about)
     args: Any = type("Args", (), {"limit": None, "device": "cpu", "dtype": None, "batch_size": None})
-    words = reproduce.words_of(run, args, Path("out"))
-    assert {"--policies=window", "--budgets=0.5", "--limit=2", "--dtype=bfloat16", "--split=test"} <= {*words}
+    job = reproduce.job_of(run, args)
+    assert job.policies == [Spec("window")]
+    assert (job.budgets, job.limit, job.dtype, job.split) == ([0.5], 2, "bfloat16", "test")
+    assert (job.num_samples, job.max_new_tokens, job.padded_budget, job.group) == (1, 9, None, False)
     args.limit, args.dtype = 1, "float32"
-    assert {"--limit=1", "--dtype=float32"} <= {*reproduce.words_of(run, args, Path("out"))}
+    assert (reproduce.job_of(run, args).limit, reproduce.job_of(run, args).dtype) == (1, "float32")
     run.key |= {"padded_budget": 10, "group": True}
-    assert {"--limit=200", "--padded-budget=10", "--group"} <= {*reproduce.words_of(run, args, Path("out"))}
+    job = reproduce.job_of(run, args)
+    assert (job.limit, job.padded_budget, job.group) == (200, 10, True)

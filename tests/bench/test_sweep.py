@@ -16,7 +16,7 @@ from minithink.bench import overall, pool, sweep, tables
 from minithink.bench.__main__ import main
 from minithink.errors import MinithinkError
 from minithink.evaluate import runner
-from minithink.evaluate.plan import plan, policy_of
+from minithink.evaluate.job import Job
 from minithink.experiments import settings
 from minithink.policies import POLICIES
 from minithink.tasks import families
@@ -26,11 +26,11 @@ from minithink.tasks import families
 def test_every_policy_is_one(name: str) -> None:
     """And no comparison but the main one of a method touches the test split."""
     one = sweep.SWEEPS[name]
-    cells = plan(sweep.policies_of([one]), one.budgets)
+    cells = sweep.cells_of(one)
     assert [cell.policy for cell in cells[:1]] == ["full"]
     assert len(cells) == len(set(cells)) > len(one.policies)
     for cell in cells:
-        policy_of(cell, None, longest=600)
+        cell.make(longest=600)
     tests = ("main", "crystal-kv", "skipkv", "dynts", "dynts-ablation", "redundancy")
     tests += ("baselines", "baselines-needed", "baselines-unprotected", "baselines-sawtooth", "main-few")
     assert (one.split == "test") == (name in tests)
@@ -120,7 +120,7 @@ def test_all_families_and_their_table(
     assert all(len(run.answers) == len(run.right) == 1 and run.state == "" for run in runs)
     whole = (tmp_path / pool.FILE).read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "evaluate_words", lambda *_: pytest.fail("it ran again"))
+        patch.setattr(runner, "evaluate_alone", lambda *_, **__: pytest.fail("it ran again"))
         assert main(words_of(tmp_path, "snapkv")) == 0
     assert (tmp_path / pool.FILE).read_bytes() == whole
     assert "9 of 9 runs are in" in capsys.readouterr().err
@@ -229,13 +229,14 @@ def test_the_documents_pass_their_check_whatever_a_policy_is(tmp_path: Path, mon
 def test_what_two_share_is_run_once(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second comparison runs its own policies alone; not even the full cache again."""
     asked = list[tuple[str, bool]]()  # policy, is the length of full's texts known?
-    evaluate = runner.evaluate_words
+    evaluate = runner.evaluate_alone
 
-    def watching(words: list[str], mean: float | None = None) -> Any:
-        asked.append((words[words.index("--policies") + 1], mean is not None))
-        return evaluate(words, mean)
+    def watching(job: Job, folder: Path, *, mean: float | None = None, **options: Any) -> Any:
+        assert job.policies is not None
+        asked.append((job.policies[0].text, mean is not None))
+        return evaluate(job, folder, mean=mean, **options)
 
-    monkeypatch.setattr(runner, "evaluate_words", watching)
+    monkeypatch.setattr(runner, "evaluate_alone", watching)
     facts = ["--families", "facts"]
     assert main([*words_of(tmp_path, "snapkv"), *facts]) == 0
     assert main([*words_of(tmp_path, "key-axis"), *facts]) == 0

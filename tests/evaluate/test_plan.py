@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from minithink.errors import UsageError
 from minithink.evaluate.plan import (
     Cell,
+    Spec,
     budgets,
     check,
     check_share,
     plan,
-    policy_of,
     said_of_budgets,
     said_of_prompts,
     tokens_of,
@@ -25,6 +25,18 @@ from minithink.kv.sizes import check_budget
 from minithink.kv.stack import Stack
 from minithink.policies import POLICIES, split, takes_budget
 from tests.evaluate.draw import record
+
+
+def specs(*texts: str, schedule: str | None = None) -> list[Spec]:
+    return [Spec(text, schedule) for text in texts]
+
+
+def cell(text: str, budget: int | float | None, schedule: str | None = None) -> Cell:
+    return Cell(Spec(text, schedule), budget)
+
+
+def names(cells: list[Cell]) -> list[tuple[str, int | float | None]]:
+    return [one.name for one in cells]
 
 
 def test_budgets_are_tokens_or_shares() -> None:
@@ -38,36 +50,36 @@ def test_budgets_are_tokens_or_shares() -> None:
 
 def test_every_policy_at_every_budget_that_it_takes() -> None:
     policies = ["full", "rkv:buffer=0", "kivi", "window:budget=99", "rkv+quant:fmt=fp8"]
-    cells = plan(policies, [256, 512])
-    assert cells == [
+    cells = plan(specs(*policies), [256, 512])
+    assert names(cells) == [
         ("full", None), ("rkv:buffer=0", 256), ("rkv:buffer=0", 512), ("kivi", None), ("window:budget=99", 99),
         ("rkv+quant:fmt=fp8", 256), ("rkv+quant:fmt=fp8", 512),
     ]  # fmt: skip
 
 
 def test_full_goes_first_where_a_share_needs_it() -> None:
-    assert plan(["rkv", "kivi"], [0.25]) == [("full", None), ("rkv", 0.25), ("kivi", None)]
-    assert plan(["rkv", "full"], [0.25]) == [("full", None), ("rkv", 0.25)]
-    assert plan(None, []) == [("full", None)]
-    assert plan(["rkv", "full"], [256]) == [("rkv", 256), ("full", None)]
+    assert names(plan(specs("rkv", "kivi"), [0.25])) == [("full", None), ("rkv", 0.25), ("kivi", None)]
+    assert names(plan(specs("rkv", "full"), [0.25])) == [("full", None), ("rkv", 0.25)]
+    assert names(plan(None, [])) == [("full", None)]
+    assert names(plan(specs("rkv", "full"), [256])) == [("rkv", 256), ("full", None)]
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if takes_budget(POLICIES[name])])
 def test_every_policy_that_takes_a_budget_takes_shares(name: str) -> None:
     """What a policy demands of its budget is no matter before anyone knows what the share comes to."""
-    cells = plan([name], [0.25, 0.5])
-    assert cells == [("full", None), (name, 0.25), (name, 0.5)]
-    for cell in cells[1:]:
-        policy = policy_of(cell, None)
-        check_budget(policy, 10_000)
-        assert policy_of(cell, None, longest=77).budget == 77
+    cells = plan(specs(name), [0.25, 0.5])
+    assert names(cells) == [("full", None), (name, 0.25), (name, 0.5)]
+    for one in cells[1:]:
+        check_budget(one.make(), 10_000)
+        assert one.make(longest=77).budget == 77
 
 
 def test_a_schedule_may_say_the_budget() -> None:
-    cells = plan(["full", "rkv:schedule=every,budget=8", "window"], [], "sawtooth:64/32")
-    assert cells == [("full", None), ("rkv:schedule=every,budget=8", 8), ("window", 64)]
-    assert policy_of(cells[1], "sawtooth:64/32").schedule == "every", "its own goes before"
-    window = policy_of(cells[2], "sawtooth:64/32")
+    policies = specs("full", "rkv:schedule=every,budget=8", "window", schedule="sawtooth:64/32")
+    cells = plan(policies, [], "sawtooth:64/32")
+    assert names(cells) == [("full", None), ("rkv:schedule=every,budget=8", 8), ("window", 64)]
+    assert cells[1].make().schedule == "every", "its own goes before"
+    window = cells[2].make()
     assert (window.schedule, window.budget) == ("sawtooth:64/32", 64)
 
 
@@ -96,7 +108,7 @@ def test_a_schedule_may_say_the_budget() -> None:
 )
 def test_what_makes_no_sense(policies: list[str] | None, numbers: list[Any], schedule: str | None, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        plan(policies, numbers, schedule)
+        plan(None if policies is None else specs(*policies, schedule=schedule), numbers, schedule)
 
 
 @given(st.floats(0.001, 0.999), st.integers(1, 5000), st.floats(0, 10_000))
@@ -113,50 +125,62 @@ def test_shares_by_hand() -> None:
 
 
 def test_policies() -> None:
-    assert policy_of(Cell("rkv:buffer=0", 256), None).budget == 256
-    assert policy_of(Cell("rkv:buffer=0", 0.5), None, longest=77).budget == 77
-    assert policy_of(Cell("rkv:budget=9", 9), None).budget == 9
-    stack = policy_of(Cell("window+rkv+quant:fmt=fp8", 256), "interval:9")
+    assert cell("rkv:buffer=0", 256).make().budget == 256
+    assert cell("rkv:buffer=0", 0.5).make(longest=77).budget == 77
+    assert cell("rkv:budget=9", 9).make().budget == 9
+    stack = cell("window+rkv+quant:fmt=fp8", 256, "interval:9").make()
     assert isinstance(stack, Stack)
     assert [(m.budget, m.schedule) for m in stack.members] == [(256, "interval:9")] * 2 + [(None, "every")]
 
 
+def test_every_policy_of_a_spec_is_a_new_one() -> None:
+    """Engines write into policies, so two cells must not share one."""
+    spec = Spec("window+quant:fmt=fp8")
+    first, second = spec.policy(64), spec.policy(64)
+    assert isinstance(first, Stack)
+    assert isinstance(second, Stack)
+    assert first is not second
+    assert not {id(member) for member in first.members} & {id(member) for member in second.members}
+    first.members[0].budget = 9
+    assert spec.policy(64).budget == 64
+
+
 def test_a_protected_prompt_must_fit() -> None:
-    cells = plan(["rkv:protect_prompt=true", "window"], [100])
-    check(cells, None, [3, 99], 1)
+    cells = plan(specs("rkv:protect_prompt=true", "window"), [100])
+    check(cells, [3, 99], 1)
     with pytest.raises(UsageError, match="100 tokens cannot hold the protected prompt of 100"):
-        check(cells, None, [100, 3], 1)
-    check(plan(["rkv:protect_prompt=true"], [0.5]), None, [10_000], 1)
+        check(cells, [100, 3], 1)
+    check(plan(specs("rkv:protect_prompt=true"), [0.5]), [10_000], 1)
 
 
 def test_a_share_must_come_to_enough() -> None:
     text = "thinkv:layers=0,thresholds=0.1/0.2"
-    thinkv, llm = Cell(text, 0.1), Cell("streaming_llm", 0.1)
-    check_share(thinkv, None, 7, 210)  # a buffer of 16, a segment's last 4, and a token
+    thinkv, llm = cell(text, 0.1), cell("streaming_llm", 0.1)
+    check_share(thinkv, 7, 210)  # a buffer of 16, a segment's last 4, and a token
     with pytest.raises(UsageError) as refused:
-        check_share(thinkv, None, 7, 204)
+        check_share(thinkv, 7, 204)
     assert str(refused.value).startswith(
         f"{text}: the share 0.1 comes to 27 tokens with a prompt of 7, for the full cache generates 204 on average; "
         "give a larger share, or tokens (thinkv: a budget of 27 tokens cannot hold the protected prompt of 7 and 21 "
     )
-    check_share(llm, None, 2, 30)
+    check_share(llm, 2, 30)
     with pytest.raises(UsageError, match=r"0.1 comes to 4 tokens with a prompt of 2, .* \(streaming_llm: sink is 4"):
-        check_share(llm, None, 2, 20)
-    check_share(Cell("streaming_llm", 4), None, 1, 1)  # tokens are none of its business
+        check_share(llm, 2, 20)
+    check_share(cell("streaming_llm", 4), 1, 1)  # tokens are none of its business
 
 
 def test_a_share_that_can_never_be_enough_is_refused_at_once() -> None:
-    cells = plan(["streaming_llm"], [0.1])
-    check(cells, None, [99, 2], 30)
+    cells = plan(specs("streaming_llm"), [0.1])
+    check(cells, [99, 2], 30)
     with pytest.raises(
         UsageError, match="comes to 4 tokens with a prompt of 2, for the full cache generates 20 at most"
     ):
-        check(cells, None, [99, 2], 20)
+        check(cells, [99, 2], 20)
 
 
 def test_prompts_that_are_longer_than_what_is_kept_are_said() -> None:
     def said(*texts: str, budgets: tuple[int | float, ...] = (), schedule: str | None = None) -> list[str]:
-        return said_of_prompts(plan(list(texts), budgets, schedule), schedule, [1100, 7, 10])
+        return said_of_prompts(plan(specs(*texts, schedule=schedule), budgets, schedule), [1100, 7, 10])
 
     assert said("rkv", "full", "kivi", budgets=(10,)) == [
         "1 of 3 prompts, of up to 1,100 tokens, have more tokens than are kept with rkv at 10 tokens: parts of the "
@@ -173,7 +197,7 @@ def test_prompts_that_are_longer_than_what_is_kept_are_said() -> None:
 
 
 def test_cells_are_named() -> None:
-    assert [str(c) for c in (Cell("full", None), Cell("rkv", 1256), Cell("rkv", 0.5))] == [
+    assert [str(c) for c in (cell("full", None), cell("rkv", 1256), cell("rkv", 0.5))] == [
         "full", "rkv at 1,256 tokens", "rkv at 0.5",
     ]  # fmt: skip
 
@@ -181,14 +205,15 @@ def test_cells_are_named() -> None:
 def test_a_budget_that_never_applied_is_said_once() -> None:
     """Of all sequences no one has evicted: neither in a step, nor when its prompt was read."""
     text = {"prompt_tokens": 50, "generated_tokens": 100, "steps": 99, "tokens_peak": 149.0}
-    cells = [Cell("window", 512), Cell("h2o", 512), Cell("rkv", 512), Cell("full", None), Cell("quant:fmt=fp8", None)]
+    cells = [cell(name, 512) for name in ("window", "h2o", "rkv")]
+    cells += [cell("full", None), cell("quant:fmt=fp8", None)]
     records = []
-    for cell in cells:
-        records += [record(policy=cell.policy, budget=cell.budget, id=id, **text) for id in "pq"]
+    for one in cells:
+        records += [record(policy=one.policy, budget=one.budget, id=id, **text) for id in "pq"]
     records += [
         record(policy="h2o", budget=512, id="r", **{**text, "evicting_steps": 1}),
         record(policy="rkv", budget=512, id="r", **{**text, "tokens_peak": 120.0}),  # a part of the prompt went
     ]
-    [said] = said_of_budgets(cells, None, records)
+    [said] = said_of_budgets(cells, records)
     assert said.startswith("window at 512 tokens: the budget never applied")
     assert "the longest text has 150 tokens" in said

@@ -18,7 +18,7 @@ from minithink.engine import Engine, load
 from minithink.evaluate import runner
 from minithink.evaluate.__main__ import main
 from minithink.evaluate.journal import Journal, Key, Record
-from minithink.evaluate.plan import Cell, plan
+from minithink.evaluate.plan import Cell, Spec, plan
 from minithink.evaluate.ranks import Ranks
 from minithink.evaluate.trace import Doubled, Recording, check, path_of
 from minithink.kv.apart import Apart
@@ -64,21 +64,22 @@ def the_trace(path: Path) -> Trace:
 @pytest.mark.parametrize(
     ("cell", "name"),
     [
-        (Cell("full", None), "run.full.trace"),
-        (Cell("rkv:buffer=0", 256), "run.rkv-buffer=0-256.trace"),
-        (Cell("rkv:buffer=0", 0.25), "run.rkv-buffer=0-0.25.trace"),
-        (Cell("window:budget=16", 16), "run.window-budget=16.trace"),
-        (Cell("window+quant:fmt=fp8", 8), "run.window+quant-fmt=fp8-8.trace"),
-        (Cell("random:path=/a b", None), "run.random-path=-a-b.trace"),
+        (Cell(Spec("full"), None), "run.full.trace"),
+        (Cell(Spec("rkv:buffer=0"), 256), "run.rkv-buffer=0-256.trace"),
+        (Cell(Spec("rkv:buffer=0"), 0.25), "run.rkv-buffer=0-0.25.trace"),
+        (Cell(Spec("window:budget=16"), 16), "run.window-budget=16.trace"),
+        (Cell(Spec("window+quant:fmt=fp8"), 8), "run.window+quant-fmt=fp8-8.trace"),
+        (Cell(Spec("random:path=/a b"), None), "run.random-path=-a-b.trace"),
     ],
 )
 def test_each_cell_has_its_own_file(cell: Cell, name: str) -> None:
-    assert path_of(Path("some/run.trace"), cell, [cell, Cell("kivi", None)]) == Path("some") / name
+    assert path_of(Path("some/run.trace"), cell, [cell, Cell(Spec("kivi"), None)]) == Path("some") / name
     assert path_of(Path("some/run.trace"), cell, [cell]) == Path("some/run.trace")
 
 
 def test_no_two_cells_share_a_file() -> None:
-    cells = plan(["full", "rkv", "rkv:buffer=0", "window", "window:budget=16", "kivi"], [16, 256, 0.25, 0.5])
+    texts = ("full", "rkv", "rkv:buffer=0", "window", "window:budget=16", "kivi")
+    cells = plan([Spec(text) for text in texts], [16, 256, 0.25, 0.5])
     assert len({path_of(Path("trace"), cell, cells) for cell in cells}) == len(cells) == 15
     assert path_of(Path("trace"), cells[0], cells) == Path("trace.full"), "a name without a suffix"
 
@@ -195,8 +196,8 @@ def test_it_takes_no_place_of_the_results(
         err = capsys.readouterr().err
         assert f"The trace {place / name} could take the place of a file that the evaluation writes into" in err
         assert not list(folder.iterdir()), "nothing has begun"
-    check(tmp_path / name, [Cell("full", None)], folder)
-    check(folder / "run.trace", [Cell("full", None)], folder)
+    check(tmp_path / name, [Cell(Spec("full"), None)], folder)
+    check(folder / "run.trace", [Cell(Spec("full"), None)], folder)
 
 
 def test_it_takes_no_place_of_anything_else(

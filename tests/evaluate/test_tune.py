@@ -90,14 +90,14 @@ def test_a_table_is_written(
     # a protected prompt helps
     monkeypatch.setattr(runner, "grade", lambda *_: Graded("1", protects[-1]))
     protects = []
-    stream = runner.Job.stream
+    stream = runner.Evaluation.stream
 
-    def note(self: runner.Job, cell: Any, mean: float) -> Any:
+    def note(self: runner.Evaluation, cell: Any, mean: float) -> Any:
         protects.append("true" in cell.policy)
         return stream(self, cell, mean)
 
     protects.append(False)
-    monkeypatch.setattr(runner.Job, "stream", note)
+    monkeypatch.setattr(runner.Evaluation, "stream", note)
     assert main([*tuned, *given]) == 0
     out = capsys.readouterr().out
     table = (tmp_path / "out" / "tuning.md").read_text()

@@ -1,0 +1,49 @@
+"""What an evaluation runs: policies at budgets, on which problems, and how tokens are drawn."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from minithink.evaluate.plan import Spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The options of `minithink.evaluate`, but for where the results go. None: what the option's help says."""
+
+    policies: Sequence[Spec] | None = None
+    budgets: Sequence[int | float] = ()
+    schedule: str | None = None  # of --schedule; each Spec has it, too
+    reference_length: int | None = None
+    model: str = "tiny"
+    dataset: str = "facts"
+    split: str | None = None
+    limit: int | None = None
+    grader: str = "exact"
+    num_samples: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int = 0
+    max_new_tokens: int | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    backend: str = "auto"
+    calibration: Path | None = None
+    batch_size: int | None = None
+    padded_budget: int | None = None
+    group: bool = False
+    recall: bool = False
+    needed: bool = False
+    trace: Path | None = None
+    keep_text: bool = False
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Job:
+        """The job of a command line. Options that it does not have are at their defaults."""
+        values = {field.name: getattr(args, field.name) for field in fields(cls) if hasattr(args, field.name)}
+        if values.get("policies") is not None:
+            values["policies"] = [Spec(text, args.schedule) for text in args.policies]
+        return cls(**values)
