@@ -154,7 +154,7 @@ def test_a_sequence_whose_logits_are_not_finite_is_counted_apart(
     """One problem of three holds a word that breaks the model off; the policy keeps everything."""
     problems = write_problems(tmp_path / "three.jsonl", 3)
     want = evaluate(model, problems, tmp_path / "want")
-    spoil_the_prompt_of(QUESTIONS[1], monkeypatch)
+    spoil_the_prompt_of(model, QUESTIONS[1], monkeypatch)
     got = evaluate(model, problems, tmp_path / "got")
     [key] = [key for key in got if got[key]["finish_reason"] == NON_FINITE]
     assert (key.id, got[key]["right"], got[key]["found"], got[key]["looped"]) == ("p1", False, None, 0.0)
@@ -179,19 +179,20 @@ def test_nothing_is_summed_up_if_no_logits_are_finite(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     problems = write_problems(tmp_path / "one.jsonl", 1)
-    spoil_the_prompt_of(QUESTIONS[0], monkeypatch)
+    spoil_the_prompt_of(model, QUESTIONS[0], monkeypatch)
     assert main(options(model, problems, tmp_path / "out")) == 1
     assert "all 1 sequences were not finite" in capsys.readouterr().err
 
 
-def spoil_the_prompt_of(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def spoil_the_prompt_of(model: Path, question: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the logits behind this question's prompt NaN."""
+    prompt = load(model, device="cpu").prompt_ids(question)
     prefill = Stream._prefill
 
     def spoilt(self: Stream, sequences: list[Track]) -> Tensor:
         logits = prefill(self, sequences)
         for row, s in enumerate(sequences):
-            if s.prompt == self.engine.prompt_ids(question):
+            if s.prompt == prompt:
                 logits[row, 3] = float("nan")
         return logits
 
