@@ -141,6 +141,30 @@ def violations(name: str, source: str) -> list[str]:
     return wrong
 
 
+def imports_of(modules: dict[str, str]) -> dict[str, set[str]]:
+    """The modules of the project that each module imports, from any place in its code, also for types alone."""
+    found = {}
+    for name, source in modules.items():
+        found[name] = set()
+        for target in imported(source):
+            while target not in modules and "." in target:
+                target = target.rpartition(".")[0]  # a name in a module
+            if target in modules and target != name:
+                found[name].add(target)
+    return found
+
+
+def in_circles(imports: dict[str, set[str]]) -> set[str]:
+    """The modules that import themselves by way of others, and those between two such circles."""
+    left = set(imports)
+    while True:
+        needed = {target for name in left for target in imports[name] & left}
+        inner = {name for name in left & needed if imports[name] & left}
+        if inner == left:
+            return left
+        left = inner
+
+
 def signature(source: str, function: str) -> str | None:
     """The parameters of a function at the top level of a module: names, kinds and defaults, not annotations."""
     for node in ast.parse(source).body:
@@ -178,6 +202,36 @@ def policies_named(source: str, policies: set[str]) -> set[str]:
 @pytest.mark.parametrize("name", sorted(sources()))
 def test_imports_follow_the_rules(name):
     assert violations(name, sources()[name].read_text(encoding="utf-8")) == []
+
+
+def test_no_imports_go_in_a_circle():
+    imports = imports_of({name: path.read_text(encoding="utf-8") for name, path in sources().items()})
+    assert "minithink.loaded" in imports["minithink.stream"]
+    assert in_circles(imports) == set()
+
+
+def test_circles_are_found():
+    modules = {
+        "minithink.a": "from minithink.b import f",
+        "minithink.b": "if TYPE_CHECKING:\n    from minithink import c",
+        "minithink.c": "def f():\n    import minithink.a",
+        "minithink.above": "from minithink import a",
+        "minithink.below": "import torch",
+    }
+    assert in_circles(imports_of(modules)) == {"minithink.a", "minithink.b", "minithink.c"}
+    modules["minithink.c"] = "from minithink.below import x"
+    assert in_circles(imports_of(modules)) == set()
+
+
+def test_the_engine_loads_no_puzzles_and_nothing_that_measures():
+    rooms = ("tasks", "evaluate", "bench", "experiments", "analysis", "calibrate", "trace", "train")
+    code = (
+        "import sys, minithink.engine\n"
+        f"rooms = {rooms}\n"
+        "print([name for name in sys.modules if name.startswith('minithink.') and name.split('.')[1] in rooms])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
 def test_kernels_and_twins_have_equal_signatures():
