@@ -98,7 +98,7 @@ class GenerationConfig:
         max_new_tokens = file.whole("max_new_tokens", least=1)
         file.max_length(config.max_position, max_new_tokens)
         stops = file.ids("eos_token_id", config.vocab_size) or config.eos_token_ids or eos_ids
-        out = cls(
+        found = cls(
             temperature=1.0 if temperature is None else temperature,
             top_k=top_k or 0,
             top_p=file.share("top_p", 1.0) or ONE_TOKEN,
@@ -107,7 +107,7 @@ class GenerationConfig:
             stop_ids=frozenset(id for id in stops if id < config.vocab_size),
         )
         file.leave_out_what_is_not_supported()
-        return replace(out, ignored=tuple(file.ignored))
+        return replace(found, ignored=tuple(file.ignored))
 
 
 class _File:
@@ -134,17 +134,19 @@ class _File:
     def temperature(self) -> float | None:
         """None: there is none. So close to 0 that logits may overflow, it means greedy, as in vLLM."""
         value = self.number("temperature")
-        return 0.0 if value is not None and value < COLDEST else value
+        if value is not None and value < COLDEST:
+            return 0.0
+        return value
 
     def share(self, name: str, default: float) -> float:
         """A number from 0 to 1."""
         value = self.number(name)
         if value is None:
             return default
-        if value <= 1:
-            return value
-        self.leave_out(name)
-        return default
+        if value > 1:
+            self.leave_out(name)
+            return default
+        return value
 
     def whole(self, name: str, least: int, off: tuple[int, ...] = ()) -> int | None:
         """A whole number; None: there is none, or it is one of those that mean "off"."""
@@ -186,6 +188,12 @@ class _File:
         for name, value in self.raw.items():
             if name in READ or name in SILENT or name.startswith("_"):
                 continue
-            off = value == 1 if name in OFF_AT_ONE else not value and name not in ALWAYS_ON
-            if not off:
+            if not _is_off(name, value):
                 self.leave_out(name)
+
+
+def _is_off(name: str, value: Any) -> bool:
+    """Whether a field that is not supported has a value under which it does nothing."""
+    if name in OFF_AT_ONE:
+        return bool(value == 1)
+    return not value and name not in ALWAYS_ON

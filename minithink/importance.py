@@ -27,26 +27,40 @@ def importance(loaded: Loaded, prompt: Sequence[int], tokens: Sequence[int]) -> 
         hidden: float32 [L, d], last hidden states after the final norm.
         targets: name → float32 [L]. All 0, if the sum is 0.
     """
-    ids, m, think = [*prompt, *tokens], len(prompt), thinking_of(loaded, tokens)
-    own = slice(m + think.start, m + think.stop)
-    answer = answer_rows(loaded, m, tokens)
-    hidden, sums = list[Tensor](), torch.zeros(2, len(ids), device=loaded.device)
+    ids = [*prompt, *tokens]
+    first = len(prompt)
+    thinking = thinking_of(loaded, tokens)
+    own = slice(first + thinking.start, first + thinking.stop)
+    answer = answer_rows(loaded, first, tokens)
+    hidden = list[Tensor]()
+    from_answer = torch.zeros(len(ids), device=loaded.device)
+    from_all = torch.zeros(len(ids), device=loaded.device)
 
     def see(position: Tensor, p: Tensor) -> None:
-        n = p.shape[1]
-        sums[0, :n] += p[(position >= answer.start) & (position < answer.stop)].sum(0)
-        sums[1, :n] += of_others(position, p).sum(0)
+        seen = slice(p.shape[1])
+        answers = (position >= answer.start) & (position < answer.stop)
+        from_answer[seen] += p[answers].sum(0)
+        from_all[seen] += of_others(position, p).sum(0)
 
     def tap(layer: int, x: Tensor) -> None:
         if layer == -1:
             hidden.append(x.float())
 
-    attention(loaded, ids, torch.arange(m, answer.stop, device=loaded.device), see, tap)
-    found = {"answer": sums[0, own], "hindsight": sums[1, own]}
-    if (counts := _needs(loaded, prompt, tokens)) is not None:
+    queries = torch.arange(first, answer.stop, device=loaded.device)
+    attention(loaded, ids, queries, see, tap)
+    found = {"answer": from_answer[own], "hindsight": from_all[own]}
+    counts = _needs(loaded, prompt, tokens)
+    if counts is not None:
         found["needs"] = counts[own].to(loaded.device)
-    targets = {name: x / x.mean() if float(x.sum()) > 0 else torch.zeros_like(x) for name, x in found.items()}
+    targets = {name: _relative(sums) for name, sums in found.items()}
     return torch.cat(hidden)[own], targets
+
+
+def _relative(sums: Tensor) -> Tensor:
+    """Divided by their mean; all 0, if their sum is 0."""
+    if float(sums.sum()) > 0:
+        return sums / sums.mean()
+    return torch.zeros_like(sums)
 
 
 def _needs(loaded: Loaded, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor | None:

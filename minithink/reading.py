@@ -17,12 +17,20 @@ from minithink.ref.decode_attention import group_reduce
 
 QUERIES = 128  # that `sparsity` reads at once: bounds the memory of their logits
 
+See = Callable[[int, Tensor, Tensor], None]
+Tap = Callable[[int, Tensor], None]
+
 
 @torch.inference_mode()
 def read(
-    loaded: Loaded, ids: Sequence[int], see: Callable[[int, Tensor, Tensor], None], *,
-    queries: Tensor | None = None, at_once: int | None = None, tap: Callable[[int, Tensor], None] | None = None,
-) -> None:  # fmt: skip
+    loaded: Loaded,
+    ids: Sequence[int],
+    see: See,
+    *,
+    queries: Tensor | None = None,
+    at_once: int | None = None,
+    tap: Tap | None = None,
+) -> None:
     """Read a text.
 
     Args:
@@ -52,44 +60,53 @@ def sparsity(loaded: Loaded, ids: Sequence[int], first: int) -> Tensor:
         p = group_reduce(logits, seen, "max_logit")
         found[layer].append(loaded.decoder.backend.sparsity(p, seen).cpu())
 
-    read(loaded, ids, see, queries=torch.arange(first, len(ids), device=loaded.device), at_once=QUERIES)
-    return torch.stack([torch.cat(of_layer) for of_layer in found.values()], 1)
+    queries = torch.arange(first, len(ids), device=loaded.device)
+    read(loaded, ids, see, queries=queries, at_once=QUERIES)
+    layers = [torch.cat(parts) for parts in found.values()]
+    return torch.stack(layers, dim=1)
 
 
 class _Text:
     """The keys and values of one text: an `Attention` for the decoder."""
 
-    def __init__(
-        self, loaded: Loaded, length: int, see: Callable[[int, Tensor, Tensor], None], queries: Tensor | None,
-        tap: Callable[[int, Tensor], None] | None,
-    ) -> None:  # fmt: skip
-        c, self.loaded, self.see, self.told = loaded.config, loaded, see, tap
+    def __init__(self, loaded: Loaded, length: int, see: See, queries: Tensor | None, tap: Tap | None) -> None:
+        """length: tokens of the text. The others as in `read`."""
+        self.config = loaded.config
+        self.rope = loaded.rope
+        self.ops = loaded.decoder.backend
+        self.see = see
+        self.told = tap
         self.position = torch.arange(length, device=loaded.device)
         self.queries = self.position if queries is None else queries
-        shape = (c.num_layers, 2, c.num_kv_heads, length, c.head_dim)
+        shape = (self.config.num_layers, 2, self.config.num_kv_heads, length, self.config.head_dim)
         self.kv = torch.empty(shape, dtype=loaded.dtype, device=loaded.device)
 
     def begin(self, start: int, end: int) -> None:
         """Announce the tokens at these positions."""
-        self.start, self.end = start, end
-        self.cos, self.sin = self.loaded.rope.at(self.position[start:end])
-        self.own = self.queries[(self.queries >= start) & (self.queries < end)]
+        self.start = start
+        self.end = end
+        self.cos, self.sin = self.rope.at(self.position[start:end])
+        inside = (self.queries >= start) & (self.queries < end)
+        self.own = self.queries[inside]  # [n], the queries of this pass that are shown
         self.seen = (self.position[:end] <= self.own[:, None])[:, None]  # [n, 1, end]
 
     def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
         """qk: [n, Hq + Hkv, D], unrotated, v: [n, Hkv, D] → [n, Hq, D]."""
-        c, ops = self.loaded.config, self.loaded.decoder.backend
-        q, k = ops.rope(qk, self.cos, self.sin).split_with_sizes((c.num_heads, c.num_kv_heads), dim=1)
-        for held, new in zip(self.kv[layer], (k, v), strict=True):
-            held[:, self.start : self.end] = new.transpose(0, 1)
+        c = self.config
+        rotated = self.ops.rope(qk, self.cos, self.sin)
+        q, k = rotated.split_with_sizes((c.num_heads, c.num_kv_heads), dim=1)
+        own = slice(self.start, self.end)
+        self.kv[layer, 0, :, own] = k.transpose(0, 1)
+        self.kv[layer, 1, :, own] = v.transpose(0, 1)
         keys, values = self.kv[layer, :, :, : self.end]  # [Hkv, end, D]
         if len(self.own):
-            grouped = q[self.own - self.start].unflatten(1, (c.num_kv_heads, -1)).float()  # [n, Hkv, g, D]
-            logits = torch.einsum("nhgd,htd->nhgt", grouped, keys.float()) / c.head_dim**0.5
-            self.see(layer, logits, self.seen)
-        return ops.attention(q, keys, values)
+            shown = q[self.own - self.start].unflatten(1, (c.num_kv_heads, -1))  # [n, Hkv, g, D]
+            products = torch.einsum("nhgd,htd->nhgt", shown.float(), keys.float())
+            self.see(layer, products / c.head_dim**0.5, self.seen)
+        return self.ops.attention(q, keys, values)
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
+        """Pass on, and show."""
         if self.told is not None:
             self.told(layer, hidden)
         return hidden

@@ -44,13 +44,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p"):
-            value = getattr(self, name)
-            if not isinstance(value, Real) or isinstance(value, bool):
-                raise UsageError(f"{name} is {quoted(value)}; it must be a number.")
-            try:
-                number = float(value)
-            except OverflowError:
-                raise UsageError(f"{name} is {quoted(value)}; it must be a smaller number.") from None
+            number = _as_number(name, getattr(self, name))
             object.__setattr__(self, name, number)  # torch takes no integer of more than 64 bits
         for name in ("top_k", "seed"):
             value = getattr(self, name)
@@ -75,6 +69,16 @@ class SamplingParams:
         return self.temperature == 0
 
 
+def _as_number(name: str, value: Any) -> float:
+    """The value of a field as a float. UsageError: it is no number, or too large."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise UsageError(f"{name} is {quoted(value)}; it must be a number.")
+    try:
+        return float(value)
+    except OverflowError:
+        raise UsageError(f"{name} is {quoted(value)}; it must be a smaller number.") from None
+
+
 DRAWS = tuple(f.name for f in fields(SamplingParams))  # what decides the draws of a numbered sequence
 
 
@@ -95,16 +99,20 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
     if params.temperature != 1:
         x = x / params.temperature
     if params.top_k:
-        kth = x.topk(min(params.top_k, x.shape[-1]), dim=-1).values[:, -1:]
+        k = min(params.top_k, x.shape[-1])
+        kth = x.topk(k, dim=-1).values[:, -1:]
         x = x.masked_fill(x < kth, -math.inf)
     if params.top_p < 1:
         ascending, order = x.sort(dim=-1, stable=True)
-        removed = ascending.softmax(-1).cumsum(-1) <= 1 - params.top_p
+        below = ascending.softmax(-1).cumsum(-1)  # probability of a token and of all that are less probable
+        removed = below <= 1 - params.top_p
         removed[:, -1] = False
-        x = x.masked_fill(torch.zeros_like(removed).scatter_(1, order, removed), -math.inf)
+        where = torch.zeros_like(removed).scatter_(1, order, removed)
+        x = x.masked_fill(where, -math.inf)
     if params.min_p:
         p = x.softmax(-1)
-        x = x.masked_fill(p < params.min_p * p.amax(-1, keepdim=True), -math.inf)
+        least = params.min_p * p.amax(-1, keepdim=True)
+        x = x.masked_fill(p < least, -math.inf)
     return x
 
 
@@ -123,7 +131,8 @@ def sample(logits: Tensor, params: SamplingParams, sequence: Tensor, position: T
     if params.greedy:
         token = logits.argmax(-1)
     else:
-        token = gumbel_argmax(filter_logits(logits, params), params.seed, sequence, position)
+        filtered = filter_logits(logits, params)
+        token = gumbel_argmax(filtered, params.seed, sequence, position)
     return where_finite(token, logits)
 
 
@@ -151,7 +160,9 @@ class Sampler:
     """
 
     def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device | str = "cpu") -> None:
-        self.params, self.vocab_size, self.device = params, vocab_size, torch.device(device)
+        self.params = params
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
         # On a GPU, launches cost more than arithmetic, so blocks are larger: 512 KiB a sequence on a CPU, else 16
         # MiB.
         values = 2**17 if self.device.type == "cpu" else 2**22
@@ -179,7 +190,8 @@ class Sampler:
     def _draw(self, logits: Tensor, sequences: Sequence[int], positions: Sequence[int]) -> Tensor:
         """The draws of `sample` for a temperature above 0, as if all logits were finite."""
         params = self.params
-        rows = [self._row(sequence, position) for sequence, position in zip(sequences, positions, strict=True)]
+        wanted = zip(sequences, positions, strict=True)
+        rows = [self._row(sequence, position) for sequence, position in wanted]
         noise = rows[0][None] if len(rows) == 1 else torch.stack(rows)
         x = filter_logits(logits, self._cheap)
         token = (x + noise).argmax(-1)
@@ -191,10 +203,13 @@ class Sampler:
         p = x.softmax(-1)
         p_token = p.gather(-1, token[:, None])
         before = (p * (p >= p_token)).sum(-1, keepdim=True) - p_token
-        kept = (before < params.top_p - NEAR) & (p_token >= (params.min_p + NEAR) * p.amax(-1, keepdim=True))
+        by_top_p = before < params.top_p - NEAR
+        by_min_p = p_token >= (params.min_p + NEAR) * p.amax(-1, keepdim=True)
+        kept = by_top_p & by_min_p
         if not kept.all():
             unsure = (~kept).flatten().nonzero().flatten()
-            token[unsure] = (filter_logits(logits[unsure], params) + noise[unsure]).argmax(-1)
+            filtered = filter_logits(logits[unsure], params)
+            token[unsure] = (filtered + noise[unsure]).argmax(-1)
         return token
 
     def drop(self, sequence: int) -> None:
@@ -202,6 +217,7 @@ class Sampler:
         self._noise.pop(sequence, None)
 
     def _row(self, sequence: int, position: int) -> Tensor:
+        """The noise of a sequence's token at a position: [V]."""
         first, noise = self._noise.get(sequence, (position + 1, None))
         if noise is None or not 0 <= position - first < self.block:
             first = position
