@@ -18,23 +18,20 @@
 #
 # First the text, and what the rules will score. The model generates it with a full cache. Its last token was never in
 # the cache, so N tokens are left, P of them in the prompt. For each of them we store its query's logits, q·k/√D, with
-# all earlier tokens. A *KV head* has one key for each token. Two query heads share it.
+# all earlier tokens. A *KV head* has one key for each token. Two query heads share it. We take the keys from
+# `PlainCache`, the library's cache of ordinary tensors: it reads the finished text once, in one pass.
 
 # %%
-import tempfile
-from pathlib import Path
-
 import matplotlib.pyplot as plt
 import torch
 
 import minithink
 from minithink.evaluate.needed import HELD, needed_kept
+from minithink.kv.plain import PlainCache
 from minithink.policies.full import Full
 from minithink.reading import read
 from minithink.ref.redundancy import redundancy
 from minithink.tasks import grade, load_problems, needs
-from minithink.trace import format as traces
-from minithink.trace.recorder import Recorder
 
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # the model is so small that threads would wait for each other
@@ -44,20 +41,15 @@ L, H, G = engine.config.num_layers, engine.config.num_kv_heads, engine.config.nu
 [problem] = [p for p in load_problems("validation", "ledger") if p.id == "ledger-validation-12c5d02a9141"]
 GREEDY = {"temperature": 0, "max_new_tokens": 700}
 
-
-KEYS = {}  # filled while the model generates
-
-
-class Keys(Full):
-    """The full cache. It remembers the keys."""
-
-    def watch(self, step):
-        KEYS["k"] = torch.stack([step.keys(layer)[0] for layer in range(L)])  # [L, H, tokens, D]
-
-
-[full] = engine.generate(problem.question, policy=Keys(), **GREEDY)
+[full] = engine.generate(problem.question, **GREEDY)  # without a policy: the full cache
 ids, P = engine.prompt_ids(problem.question) + full.token_ids, full.prompt_tokens
-N = KEYS["k"].shape[2]  # without the last token, which was never in the cache
+N = len(ids) - 1  # without the last token, which was never in the cache
+reader = PlainCache(engine.config, engine.rope, Full(), rows=1, tokens=N)
+reader.join(0, capacity=N, prompt=N)
+reader.begin_step([0], [N])
+engine.decoder(torch.tensor(ids[:N]), reader)
+reader.end_step()
+keys = torch.stack([reader.sequences[0].lanes.keys(layer) for layer in range(L)])  # [L, H, N, D]
 logits = torch.empty(L, H, G, N, N)  # layer, KV head, query head, query, token
 read(engine.loaded, ids[:N], lambda layer, x, _: logits[layer].copy_(x.permute(1, 2, 0, 3)))
 B = P + (N - P) // 4  # the budget: tokens that a KV head may hold
@@ -257,7 +249,7 @@ def snapkv(t, pos, p, lam=1.0):  # amax: of the query heads the largest logit co
     x = logits[:, :, :, t - 7 : t + 1].amax(2).gather(-1, older.unsqueeze(2).expand(-1, -1, 8, -1))
     score = lam * torch.nn.functional.max_pool1d(x.softmax(-1).mean(2), 7, 1, 3)
     if lam < 1:
-        k = KEYS["k"].gather(2, pos[..., None].expand(-1, -1, -1, engine.config.head_dim))
+        k = keys.gather(2, pos[..., None].expand(-1, -1, -1, engine.config.head_dim))
         score = score - (1 - lam) * redundancy(k, torch.ones_like(pos, dtype=torch.bool))[..., :-8]
     return torch.nn.functional.pad(score, (0, 8), value=torch.inf)
 
@@ -321,31 +313,32 @@ assert kept["rkv"].pairs > 20
 #
 # ## The same as the library?
 #
-# Now the real policies, until some tokens are evicted. In layer 0 queries and keys depend only on the tokens and
-# their positions, not on what the cache holds. So there our rules must keep exactly what the library keeps, as long
-# as the text is the same.
+# Now the real policies, until some tokens are evicted. They run on the plain manager, `cache="plain"`. There the
+# list of a KV head is a row of a tensor: `positions(0)` of a sequence is [layers, KV heads, tokens], the oldest token
+# first, with −1 where a head holds fewer tokens than another. Where all heads of a layer hold the same tokens, they
+# share one row. We copy the rows of layer 0 after every step.
+#
+# In layer 0 queries and keys depend only on the tokens and their positions, not on what the cache holds. So there our
+# rules must keep exactly what the library keeps, as long as the text is the same.
 
 # %%
-temporary = tempfile.TemporaryDirectory()
 NAMES = {
     "window (StreamingLLM)": "window:", "h2o": "h2o:", "tova": "tova:", "raas": "raas:",
     "snapkv_decode": "snapkv_decode:buffer=16,", "rkv": "rkv:buffer=16,",
 }  # fmt: skip
 for name, words in NAMES.items():
-    path = Path(temporary.name) / f"{words.split(':')[0]}.trace"
-    recorder = Recorder(path, engine.tokenizer)
     policy = f"{words}budget={B},protect_prompt=true"
-    [real] = engine.generate(problem.question, policy=policy, recorder=recorder, temperature=0,
-                             max_new_tokens=B - P + 36)  # fmt: skip
-    recorder.close()
-    trace = traces.read(path).traces[0]
-    pairs = zip(real.token_ids, full.token_ids, strict=False)
-    same = next((i for i, (x, y) in enumerate(pairs) if x != y), len(real.token_ids))
-    step = min(same, trace.steps)
-    real_kept = torch.from_numpy(trace.kept(step))
-    ours = LEFT[name][:, : P + step] > step
-    rows = trace.head.tables[1]  # of layer 0; one row if all heads of a layer keep the same tokens
-    agree = (real_kept[:rows] == ours[:rows]).float().mean().item()
+    stream = engine.stream(problem.question, policy=policy, cache="plain", temperature=0, max_new_tokens=B - P + 36)
+    lists = []  # what layer 0 holds when the prompt was read, and after each generated token: [1 or H, tokens]
+    stream.on_step = lambda _, cache=stream.cache, lists=lists: lists.append(cache.positions(0)[0].clone())
+    for _ in stream.steps():
+        pass
+    pairs = zip(stream.result.token_ids, full.token_ids, strict=False)
+    same = next((i for i, (x, y) in enumerate(pairs) if x != y), len(stream.result.token_ids))
+    step = min(same, len(lists) - 1)
+    theirs = torch.stack([torch.isin(torch.arange(P + step), held) for held in lists[step]])
+    ours = LEFT[name][: len(theirs), : P + step] > step
+    agree = (theirs == ours).float().mean().item()
     gone = int((~ours[0]).sum())
     print(f"{name:22} the same text for {step} tokens, {gone} are evicted; layer 0 agrees on {agree:.1%}")
     assert gone > 0
