@@ -20,9 +20,7 @@
 
 # %%
 import math
-import tempfile
 from itertools import pairwise
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -36,8 +34,6 @@ from minithink.ref.lrfu import Decay, Scaled, decayed, hit_set, lrfu
 from minithink.ref.reallocate import reallocate
 from minithink.ref.retain import worst
 from minithink.tasks import grade, load_problems, needs
-from minithink.trace import format as traces
-from minithink.trace.recorder import Recorder
 
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # the model is so small that threads would wait for each other
@@ -189,8 +185,9 @@ assert plain.sum() == 0 < score[1] - score[0], "the older one should go"
 # thinking step: append the token (it enters with CRF 1), update hits, and evict the smallest CRF while the head holds
 # more than its budget B. The prompt stays; the answer is appended beside the budget. First by hand: at t = 9 a head
 # holds tokens 10 to 14 beside two of the prompt. B = 5, so two must leave. Then by the real policy,
-# `crystal_kv_lite`, where every head has the same budget: here the prompt and half of the thinking. A recorder notes
-# what each head holds, and the picture shows what is left when the thinking ends.
+# `crystal_kv_lite`, where every head has the same budget: here the prompt and half of the thinking. It runs on the
+# plain manager (`cache="plain"`), where the tokens of all heads are one tensor of positions. After every step we look
+# at it, and the picture shows what is left when the thinking ends.
 
 # %%
 rewards = {10: [3, 9], 11: [4, 6], 12: [5], 13: [7, 9], 14: [9]}  # birth and hits of each token
@@ -198,23 +195,34 @@ for lam, expected in ((1.0, [12, 14]), (0.6, [12, 11])):
     print(f"λ = {lam}: evict {leaving(rewards, lam, 9)[:2]}")
     assert leaving(rewards, lam, 9)[:2] == expected, "LFU evicts the newborn token, LRFU does not"
 B = P + (T - P) // 2
-temporary = tempfile.TemporaryDirectory()
 
 
 def run(policy):
-    path = Path(temporary.name) / f"{policy}.trace"
-    recorder = Recorder(path, engine.tokenizer)
-    [result] = engine.generate(problem.question, policy=policy, budget=B, recorder=recorder, **GREEDY)
-    recorder.close()
-    return result, traces.read(path).traces[0]
+    """→ the result, what each head holds after the last thinking step [heads, positions], and the changes of budgets:
+    pairs of a step and the budgets from then on [heads]."""
+    stream = engine.stream(problem.question, policy=policy, budget=B, cache="plain", **GREEDY)
+    held, budgets = [], []
+
+    def look(_):  # after every step
+        [running] = stream.cache.sequences.values()
+        [budget] = running.budgets.values()  # of the only policy: [L, 1, H]
+        if running.thinking:
+            held[:] = [running.lanes.positions().flatten(0, 1).clone()]  # [L·H, S], −1 behind a head's last token
+        if not budgets or not torch.equal(budget.flatten(), budgets[-1][1]):
+            budgets.append((running.clock, budget.flatten().clone()))
+
+    stream.on_step = look
+    for _ in stream.steps():
+        pass
+    positions = torch.arange(held[0].max() + 1)
+    return stream.result, torch.stack([torch.isin(positions, head) for head in held[0]]), budgets
 
 
-lite, trace = run("crystal_kv_lite")
+lite, kept, _ = run("crystal_kv_lite")
 end = lite.thinking_tokens - 1  # the last step before </think>
-kept = trace.kept(end)  # [heads, tokens]
 assert (kept.sum(1) <= B).all()
 assert kept[:, :P].all(), "the prompt should stay"
-newest = kept[:, P + end - (B - P) : P + end].mean()
+newest = kept[:, P + end - (B - P) : P + end].float().mean()
 print(f"right: {grade(lite.text, problem.answer)}; {end} thinking tokens, with the full cache {T - P - 1}")
 print(f"of the {B - P} newest tokens, which a window keeps, a head holds {newest:.0%}")
 figure, axis = plt.subplots(figsize=(10, 2.6), layout="constrained")
@@ -243,16 +251,17 @@ for damping, expected in ((1.0, [[4, 4, 5, 27], [5, 10, 12, 13], [4, 4, 5, 27]])
         history.append(budget.flatten().tolist())
     print(f"damping {damping}: {history}")
     assert history == expected, "40 slots in all, as at the beginning"
-moving, moved = run("crystal_kv")
+moving, _, changes = run("crystal_kv")
+moved = torch.stack([budget for _, budget in changes])  # [changes, heads]
 print(f"right: {grade(moving.text, problem.answer)}; {moving.kv_notes}")
 figure, axis = plt.subplots(figsize=(10, 2.6), layout="constrained")
-figure.colorbar(axis.imshow(moved.budgets, aspect="auto", cmap="viridis", interpolation="nearest"))
-axis.set_yticks(range(len(moved.budgets)), [f"from step {t}" for t in moved.budget_step], fontsize=7)
+figure.colorbar(axis.imshow(moved, aspect="auto", cmap="viridis", interpolation="nearest"))
+axis.set_yticks(range(len(moved)), [f"from step {t}" for t, _ in changes], fontsize=7)
 axis.set_xticks(range(0, L * H, H), [f"layer {i}" for i in range(L)], fontsize=7)
 axis.set(title="budgets of the 32 heads, tokens")
 plt.show()
-assert (moved.budgets.sum(1) == L * H * B).all(), "the total should stay"
-final = moved.budgets[-1].reshape(L, H)
+assert (moved.sum(1) == L * H * B).all(), "the total should stay"
+final = moved[-1].view(L, H)
 print(f"at the end {final.min()} to {final.max()} tokens; layer {looker[0]}, head {looker[1]}: {final[looker]}")
 assert final[looker] < B, "the head that looks sharply should give slots away"
 
