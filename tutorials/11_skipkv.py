@@ -19,9 +19,6 @@
 # marks a pair that is so similar that the earlier sentence may leave the cache.
 
 # %%
-import tempfile
-from pathlib import Path
-
 import matplotlib.pyplot as plt
 import torch
 
@@ -29,8 +26,6 @@ import minithink
 from minithink.policies.skipkv import SkipKV
 from minithink.reading import read
 from minithink.tasks import grade, load_problems
-from minithink.trace import format as traces
-from minithink.trace.recorder import Recorder
 
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # the model is so small that threads would wait for each other
@@ -151,22 +146,24 @@ assert counted["similar_sentences"] == len(penalty)
 # %% [markdown]
 # ## Two caches, one above the other
 #
-# Now both methods evict every 16 tokens, down to the same budget. Each row of the picture is a KV head, each column
+# Now both methods evict every 16 tokens, down to the same budget. They run on the plain manager (`cache="plain"`),
+# where the tokens of all heads are one tensor of positions. Each row of the picture is a KV head, each column
 # a token of the policy's own text; blue: the head holds the token when the thinking ends. Orange bars mark
 # sentences that a later one resembles. To find them, the model reads the finished text once more, with all tokens.
 # Some of these sentences are still held: the policy has not evicted since, or it saw other hidden states than this
 # second reading, because its cache had lost tokens.
 
+
 # %%
-temporary = tempfile.TemporaryDirectory()
-
-
-def run(name, policy):
-    path = Path(temporary.name) / f"{name}.trace"
-    recorder = Recorder(path, engine.tokenizer)
-    [result] = engine.generate(problem.question, policy=policy, recorder=recorder, **GREEDY)
-    recorder.close()
-    return result, traces.read(path).traces[0]
+def run(policy):
+    """→ the result, and which thinking tokens each head holds when the thinking ends: bool [heads, tokens]."""
+    stream = engine.stream(problem.question, policy=policy, cache="plain", **GREEDY)
+    lists = []  # the positions that each head holds when the prompt was read, and after each generated token
+    stream.on_step = lambda _: lists.append(stream.cache.positions(0).flatten(0, 1).clone())
+    for _ in stream.steps():
+        pass
+    end = stream.result.thinking_tokens
+    return stream.result, torch.stack([torch.isin(torch.arange(P, P + end), head) for head in lists[end]])
 
 
 figure, axes = plt.subplots(2, 1, figsize=(10, 5), layout="constrained")
@@ -174,11 +171,12 @@ held = {}
 for axis, (name, policy) in zip(
     axes, (("rkv", f"rkv:budget={B},buffer=16,protect_prompt=true"), ("skipkv", SkipKV(**options))), strict=True
 ):
-    result, trace = run(name, policy)
-    words, end = engine.tokenizer.pieces(result.token_ids), trace.think_end
-    kept = torch.from_numpy(trace.kept(end))[:, P : P + end].float()  # [heads, thinking tokens]
+    result, kept = run(policy)
+    words, end = engine.tokenizer.pieces(result.token_ids), result.thinking_tokens
+    kept = kept.float()
     tap = {}
-    read(engine.loaded, trace.ids.tolist(), lambda *_: None, queries=nobody, tap=tap.__setitem__)
+    own = engine.prompt_ids(problem.question) + result.token_ids[:-1]  # the last token is never read
+    read(engine.loaded, own, lambda *_: None, queries=nobody, tap=tap.__setitem__)
     stops = [i for i, word in enumerate(words[:end]) if "\n" in word]
     spans = list(zip([0, *(e + 1 for e in stops)], stops, strict=False))
     v = torch.stack([tap[-1][P + b : P + e + 1].mean(0) for b, e in spans])
