@@ -140,21 +140,28 @@ for position in range(3, 14):
 assert held == [0, 1, 2, 3, 8, 11, 12, 13]
 
 # %% [markdown]
-# Now the policy itself. Its lengths must be those of the paper's appendix A: S_i = M + i − n_i·K after i generated
-# tokens, with n_i triggers so far.
+# Now the policy itself, on the plain manager (`cache="plain"`). There the sequence has one list of positions, which
+# we copy after every step. Their lengths must be those of the paper's appendix A: S_i = M + i − n_i·K after i
+# generated tokens, with n_i triggers so far. Right after a trigger, the list must consist of the three parts.
 
 # %%
 B = M + N // 2
 W_s, k, W_l = divided(B, M, 0.3, 0.4)  # r 0.3; W_l is 0.4 of what the question leaves
-K, lengths = W_s - k, list[int]()
-stream = engine.stream(problem.question, policy=f"dynts:budget={B}", **GREEDY)
-stream.on_step = lambda sequences: lengths.append(stream.cache.held(sequences[0].number))
+K, lists = W_s - k, list[list[int]]()  # of the prompt, and after each generated token: the positions held
+stream = engine.stream(problem.question, policy=f"dynts:budget={B}", cache="plain", **GREEDY)
+stream.on_step = lambda _: lists.append(stream.cache.positions(0)[0, 0].tolist())
 for _ in stream.steps():
     pass
-own = stream.result
+own, lengths = stream.result, [len(held) for held in lists]
 thought = own.thinking_tokens - 1  # after `</think>` nothing is selected
 print(f"B {B}, W_s {W_s}, k {k}, K {K}; full cache {M + N}, right: {grade(own.text, problem.answer)}")
 assert lengths[1 : thought + 1] == [length(i, M, B, K) for i in range(1, thought + 1)]
+trigger = next(i for i in range(1, thought) if lengths[i] < lengths[i - 1])  # the first
+question, selected, local = lists[trigger][:M], lists[trigger][M : M + k], lists[trigger][M + k :]
+print(f"at the first trigger, after {trigger} tokens: the question's {M} tokens stay, the last {W_l}, and {k} of the "
+      f"{W_s} between them, from position {selected[0]} to {selected[-1]}")  # fmt: skip
+assert question == list(range(M)), "the question should stay"
+assert local == list(range(M + trigger - W_l, M + trigger)), "the newest tokens should stay"
 figure, axis = plt.subplots(figsize=(10, 2.4), layout="constrained")
 axis.plot(lengths, color=BLUE, label="dynts")
 axis.plot([M + i for i in range(len(lengths))], color=GREY, label="full cache")
