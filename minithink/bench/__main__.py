@@ -15,6 +15,7 @@ DESCRIPTION = "Speed and answers, measured and written down."
 COMMANDS = {
     "decode": "decode",
     "busy": "busy",
+    "caches": "caches",
     "attention": "attention",
     "append": "append",
     "counters": "counters",

@@ -133,6 +133,16 @@ TABLES = {
     **dict.fromkeys(("decode-cpu", "decode-gpu", "decode-gpu-steps", "decode-gpu-16k", "decode-gpu-rkv"), DECODE),
     "premises-search": PREMISES,
     "margins": Table((), said=near_ties),
+    "caches-cpu": Table(
+        (
+            ("policy", "policy", "`{}`"),
+            ("sequences", "batch", "{}"),
+            ("one buffer a sequence?", "ms.auto", "{:.2f} ms"),
+            ("plain", "ms.plain", "**{:.2f} ms**"),
+            ("paged", "ms.paged", "{:.2f} ms"),
+            ("paged / plain", lambda m: m["ms"]["paged"] / m["ms"]["plain"], "{:.2f}"),
+        )
+    ),
     "busy-cpu": Table((
         ("sequences", "batch", "{}"), ("cores held", "held", "{}"),
         ("as commands set it", "speeds.commands", "**{:,.0f}**"), ("OpenMP's default", "speeds.default", "{:,.0f}"),

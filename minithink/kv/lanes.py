@@ -202,15 +202,14 @@ class Lanes:
         for lists in (self.pos, self.fmt, self.kind, self.group, self.first_fmt):
             empty = -1 if lists is self.pos else 0
             moved = lists.gather(-1, order).where(held, empty)
-            lists[..., :before] = empty
             lists[..., : self.width] = moved
-        order = self._in_all_lanes(order)[..., None].expand(-1, -1, -1, self.shape.head_dim)
+            lists[..., self.width : before] = empty
+        order = self._in_all_lanes(order)
         held = self._in_all_lanes(held)[..., None]
-        numbers = [self.k, self.v, self.exact_k, self.exact_v] if self.storage.shrink else [self.k, self.v]
-        for x in numbers:
-            moved = x.gather(2, order).where(held, 0)
-            x[:, :, :before] = 0
-            x[:, :, : self.width] = moved
+        for x in (self.k, self.v, self.exact_k, self.exact_v)[: 4 if self.storage.shrink else 2]:
+            moved = pick(x, order)
+            x[:, :, : self.width] = moved if self.even else moved.where(held, 0)
+            x[:, :, self.width : before] = 0
 
     def _in_all_lanes(self, x: Tensor) -> Tensor:
         """One row for every lane: [Lt, Ht, n] → [L, Hkv, n]."""
@@ -419,6 +418,14 @@ class Lanes:
         """Everything that this object holds."""
         numbers = [self.k, self.v, self.exact_k, self.exact_v, self.k_scale, self.v_scale]
         return [*numbers, self.pos, self.fmt, self.kind, self.group, self.first_fmt, self.count]
+
+
+def pick(x: Tensor, columns: Tensor) -> Tensor:
+    """Some columns of every lane. x: [L, Hkv, S, D], columns: int64 [L, Hkv, n] → [L, Hkv, n, D]."""
+    layers, heads, width, dim = x.shape
+    lane = torch.arange(layers * heads, device=x.device).view(layers, heads, 1)
+    rows = lane * width + columns  # of a matrix that has all lanes one below the other
+    return x.reshape(-1, dim).index_select(0, rows.flatten()).view(*columns.shape, dim)
 
 
 def pair_of(name: str, dim: int, dtype: torch.dtype) -> Pair:
