@@ -239,7 +239,9 @@ class Engine:
                 possible with `fixed` if each sequence has a cache of its own (see kv/apart.py).
             cache: what holds keys and values. paged: pages for all sequences (`kv/manager.py`). plain: ordinary
                 tensors, sequence by sequence (`kv/plain.py`): the same tokens, in the code that is easiest to read.
-                auto: pages under a policy or on a GPU, else one buffer for each sequence (`kv/full.py`).
+                auto: under a policy plain if the backend is `reference` and the memory suffices, and pages if not,
+                with kernels, a recorder or `fixed`; without a policy one buffer for each sequence (`kv/full.py`), on
+                a GPU pages.
 
         Raises:
             UsageError: an argument makes no sense, or a prompt is empty or too long.
@@ -247,7 +249,6 @@ class Engine:
         """
         chosen = self._policy(policy, budget, schedule)
         _check_cache(cache, recorder)
-        plain = cache == "plain"
         if chosen is None and (cache != "auto" or self.loaded.captures or recorder is not None):
             chosen = Full()  # the full cache as a policy: managers, kernels and recorders need one
         drawing = self._drawing(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -262,6 +263,9 @@ class Engine:
             for prompt in ids:
                 check_budget(chosen, len(prompt))
             self.check_draws(chosen, {**drawing, "seed": seed, "num_samples": num_samples}, ids)
+        plain = cache == "plain"
+        if cache == "auto" and self.decoder.backend.name == "reference" and recorder is None and not fixed:
+            plain = self._plain_fits(sequences, batch_size, chosen)
         if wanted is None:
             self._cap(sequences, batch_size, chosen, plain)
         stream = Stream(
@@ -430,6 +434,16 @@ class Engine:
         if wanted is None or wanted > room:
             return room, "context"
         return wanted, "length"
+
+    def _plain_fits(self, sequences: list[Track], batch_size: int | None, policy: Policy | None) -> bool:
+        """Whether the memory suffices for the plain manager, which packs no number."""
+        free = memory.free_bytes(self.device)
+        if free is None:
+            return True
+        rows = min(batch_size or MAX_BATCH, len(sequences))
+        sizes = [max(len(s.prompt) + s.limit for s in sequences)] * rows
+        prompt = max(len(s.prompt) for s in sequences)
+        return self._bytes_for(policy, True, rows, sizes, prompt) <= OPEN_ENDED * free
 
     def _cap(self, sequences: list[Track], batch_size: int | None, policy: Policy | None, plain: bool) -> None:
         """Limit sequences to the tokens that fit into OPEN_ENDED of the memory, if the caller has given no limit."""

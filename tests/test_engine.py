@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import minithink
 from minithink import stream as stream_module
 from minithink.engine import CACHES, Engine, load
 from minithink.errors import MinithinkError, UsageError
+from minithink.kv.apart import Apart
 from minithink.kv.contract import Edit, Policy, Step
+from minithink.kv.full import FullCache
 from minithink.kv.manager import KVManager, bytes_for
 from minithink.kv.plain import PlainCache
 from minithink.kv.plain import bytes_for as plain_bytes
@@ -556,9 +559,10 @@ def test_a_policy_object_is_copied(engine: Engine) -> None:
     assert first.token_ids == second.token_ids
     assert first.kv_tokens == 9
     assert vars(policy) == vars(Window(budget=9))
-    cache = engine.stream([[9, 8]], policy=policy).cache
-    assert isinstance(cache, KVManager)
-    assert cache.policy is not policy
+    for name in ("plain", "paged"):
+        cache = engine.stream([[9, 8]], policy=policy, cache=name).cache
+        assert isinstance(cache, (KVManager, PlainCache))
+        assert cache.policy is not policy
 
 
 class Stages(Policy):
@@ -594,12 +598,36 @@ def test_a_policy_is_told_the_stage(engine: Engine, monkeypatch: pytest.MonkeyPa
         (True, "</think>", [True] * (1 + a) + [False] * (1 + b)),
         (False, "<think>", [False] + [True] * (a + 1 + b)),
     )
-    for chat, tag, expected in cases:
+    for (chat, tag, expected), cache in product(cases, ("plain", "paged")):
         play_text(monkeypatch, engine, before + tag + after)
-        stream = engine.stream("x", chat=chat, policy=Stages())
+        stream = engine.stream("x", chat=chat, policy=Stages(), cache=cache)
         assert list(stream.steps())
-        assert isinstance(stream.cache, KVManager)
+        assert isinstance(stream.cache, (KVManager, PlainCache))
         assert stream.cache.policy.seen == expected
+
+
+def test_which_cache_is_chosen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain under a policy, unless the memory is too small, a recorder listens, or the batch is fixed."""
+
+    def chosen(**options: Any) -> type:
+        return type(engine.stream([[9, 8] * 8], max_new_tokens=8, batch_size=1, **options).cache)
+
+    policy = "quant:fmt=int8"
+    assert chosen() is FullCache
+    assert chosen(policy=policy) is PlainCache
+    assert chosen(policy=policy, cache="paged") is KVManager
+    assert chosen(policy=policy, fixed=True) is Apart
+    assert chosen(policy=policy, recorder=Silent()) is KVManager
+    assert chosen(cache="plain") is PlainCache
+    assert chosen(cache="paged") is KVManager
+    paged = bytes_for(engine.config, parse(policy), torch.float32, rows=1, tokens=24, prompt=16)
+    assert paged < plain_bytes(engine.config, parse(policy), torch.float32, rows=1, tokens=24, prompt=16)
+    monkeypatch.setattr("minithink.memory.free_bytes", lambda device: paged)
+    assert chosen(policy=policy) is KVManager
+
+
+class Silent:
+    """A recorder that nothing is told before a sequence joins."""
 
 
 def test_memory_under_a_policy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,9 +77,14 @@ def generate(
     prompts = [engine.prompt_ids(p.question) for p in problems]
     longest = min(args.max_new_tokens, engine.config.max_position - max(map(len, prompts)))
     stream = engine.stream(
-        prompts, policy=policy, max_new_tokens=longest, temperature=args.temperature, seed=args.seed,
+        prompts,
+        policy=policy,
+        max_new_tokens=longest,
+        temperature=args.temperature,
+        seed=args.seed,
         batch_size=len(prompts),
-    )  # fmt: skip
+        cache="paged",  # budgets are read from it
+    )
     texts: list[list[Tensor]] = [[] for _ in problems]
     with progress(len(problems), 0, "crystal_kv") as advance:
         for tracks in stream.advances():
