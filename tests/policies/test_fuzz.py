@@ -18,6 +18,7 @@ from minithink.engine import Engine
 from minithink.errors import MinithinkError
 from minithink.kv.contract import Policy
 from minithink.kv.manager import KVManager
+from minithink.kv.plain import PlainCache
 from minithink.kv.stack import members
 from minithink.policies import POLICIES, parse
 from minithink.policies.shared import Shared
@@ -125,12 +126,15 @@ class Watch:
 
     def __call__(self, sequences: list[Track]) -> None:
         cache = self.stream.cache
-        assert isinstance(cache, KVManager)
+        assert isinstance(cache, (KVManager, PlainCache))
         lanes = cache.shape.layers * cache.shape.kv_heads
         for s in sequences:
             self.steps += 1
-            count = cache.store.count[:, cache.row_of(s.number)]
-            known = cache.sequences.at(cache.row_of(s.number))
+            count = (cache.positions(s.number) >= 0).sum(-1)
+            if isinstance(cache, PlainCache):
+                known: Any = cache.sequences[s.number]
+            else:
+                known = cache.sequences.at(cache.row_of(s.number))
             thinks = known.thinking or not known.staged
             if self.policy.exempt_answer and not (thinks and s.tokens):
                 continue
@@ -202,12 +206,15 @@ def test_the_largest_numbers_run(knows: Engine) -> None:
     text=stacks(),
     lengths=st.lists(st.sampled_from([1, 2, 3, 9, 17]), min_size=1, max_size=2),
     new=st.sampled_from([1, 2, 25]),
+    cache=st.sampled_from(["plain", "paged"]),
 )
-def test_a_policy_runs_or_is_refused_in_one_sentence(knows: Engine, text: str, lengths: list[int], new: int) -> None:
+def test_a_policy_runs_or_is_refused_in_one_sentence(
+    knows: Engine, text: str, lengths: list[int], new: int, cache: str
+) -> None:
     prompts = [[(7 * i + k) % 40 + 6 for k in range(n)] for i, n in enumerate(lengths)]
     try:
         policy = parse(text)
-        stream = knows.stream(prompts, policy=policy, max_new_tokens=new, temperature=0, batch_size=2)
+        stream = knows.stream(prompts, policy=policy, max_new_tokens=new, temperature=0, batch_size=2, cache=cache)
         watch = stream.on_step = Watch(stream, policy)
         for _ in stream.steps():
             pass
