@@ -264,7 +264,7 @@ class Engine:
                 check_budget(chosen, len(prompt))
             self.check_draws(chosen, {**drawing, "seed": seed, "num_samples": num_samples}, ids)
         plain = cache == "plain"
-        if cache == "auto" and self.decoder.backend.name == "reference" and recorder is None and not fixed:
+        if cache == "auto" and chosen is not None and recorder is None and not fixed:
             plain = self._plain_fits(sequences, batch_size, chosen)
         if wanted is None:
             self._cap(sequences, batch_size, chosen, plain)
@@ -435,8 +435,10 @@ class Engine:
             return room, "context"
         return wanted, "length"
 
-    def _plain_fits(self, sequences: list[Track], batch_size: int | None, policy: Policy | None) -> bool:
-        """Whether the memory suffices for the plain manager, which packs no number."""
+    def _plain_fits(self, sequences: list[Track], batch_size: int | None, policy: Policy) -> bool:
+        """Whether the plain manager serves best: without kernels, if there is memory for numbers that are not packed."""
+        if self.decoder.backend.name != "reference":
+            return False
         free = memory.free_bytes(self.device)
         if free is None:
             return True
