@@ -436,7 +436,7 @@ class Engine:
         return wanted, "length"
 
     def _plain_fits(self, sequences: list[Track], batch_size: int | None, policy: Policy) -> bool:
-        """Whether the plain manager serves best: without kernels, if there is memory for numbers that are not packed."""
+        """Whether the plain manager serves best: no kernels, and memory for numbers that are not packed."""
         if self.decoder.backend.name != "reference":
             return False
         free = memory.free_bytes(self.device)

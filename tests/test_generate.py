@@ -640,7 +640,9 @@ def test_an_interrupt_shows_the_text_so_far_and_the_summary(
     text, end, summary = (first + rest).decode().rstrip("\n").rpartition("\n")
     assert len(text.encode()) >= 40
     assert end
-    assert re.search(r"generated .* tokens/s; KV cache [1-9][\d,]* bytes \([\d.]+ MiB\) held; interrupted$", summary)
+    # A signal between a forward pass and its draw leaves one token more in the cache than the text shows.
+    held = r"KV cache [1-9][\d,]* bytes \([\d.]+ MiB\) held(, 10\d\.\d% of .*)?"
+    assert re.search(rf"generated .* tokens/s; {held}; interrupted$", summary)
 
 
 def test_control_c_in_the_middle_of_several(capsys: Capture, monkeypatch: Any, model: Any, engine: Engine) -> None:
