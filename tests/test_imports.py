@@ -308,7 +308,19 @@ def test_the_model_and_the_cache_name_no_policy():
 
 
 # engines of measurement, which run whatever minithink/experiments lists
-ENGINES = ("cases", "compare", "markdown", "ops", "parts", "plots", "pool", "steady", "sweep", "tables")
+ENGINES = (
+    "cases",
+    "compare",
+    "differences",
+    "markdown",
+    "ops",
+    "parts",
+    "plots",
+    "pool",
+    "steady",
+    "sweep",
+    "tables",
+)
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -19,7 +19,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -65,21 +65,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=positive, metavar="N", help="as in minithink.evaluate")
     add("--max-new-tokens", type=positive, metavar="N", help="as in minithink.evaluate")
     add(
-        "--runs", type=location, default=Path("runs"), metavar="DIR", help="where unfinished runs lie (default: runs)"
+        "--runs",
+        type=location,
+        default=Path("runs"),
+        metavar="DIR",
+        help="where unfinished runs lie (default: runs)",
     )
-    add("--processes", type=positive, default=1, metavar="N", help="run so many policies at a time, each with a log "
-        "beside its run (default 1)")  # fmt: skip
-    add("--plot", type=location, metavar="DIR", help="draw accuracy by bytes, or recall by budget, "
-        "DIR/sweep-NAME-FAMILY.svg, several names into one picture; and DIR/sweep-NAME-overall.svg, differences from "
-        "the policy that a comparison names")  # fmt: skip
+    add(
+        "--processes",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="run so many policies at a time, each with a log beside its run (default 1)",
+    )
+    add(
+        "--plot",
+        type=location,
+        metavar="DIR",
+        help="draw accuracy by bytes, or recall by budget, DIR/sweep-NAME-FAMILY.svg, several names into one "
+        "picture; and DIR/sweep-NAME-overall.svg, differences from the policy that a comparison names",
+    )
     add("--plot-only", action="store_true", help="run nothing: draw the runs of the pool")
     add("--finished", action="store_true", help="generate nothing: take the runs that are finished")
     add("--recheck", action="store_true", help="generate the first sequences again where kernels have changed")
     add("--join", type=location, nargs="+", default=[], metavar="FILE", help="also take the runs of other pools")
     add(
-        "--results", type=location, default=results.default_path("x").parent, metavar="DIR",
+        "--results",
+        type=location,
+        default=results.default_path("x").parent,
+        metavar="DIR",
         help=f"where {pool.FILE} lies (default: docs/results)",
-    )  # fmt: skip
+    )
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
@@ -91,23 +107,42 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         need_matplotlib()
     if args.limit and args.results == results.default_path("x").parent:
         raise UsageError("--limit is a quick look, and the documents show the pool: give another --results.")
-    wanted = [cell for sweep in chosen.values() for cell in wanted_of(sweep, args)]
     if not args.plot_only:
-        results.check(args.results / pool.FILE, "--results")
-        for path in args.join:
-            pool.add(args.results, joined(path))
-        if not args.finished:
-            device_of(args.device)
-        todo = unchecked(args, wanted) if args.recheck else missing(args, chosen.values())
-        generate(args, argv, [key for i, key in enumerate(todo) if key not in todo[:i]])  # several may ask for one
-        left = missing(args, chosen.values())
-        print(f"{len(wanted) - len(left)} of {len(wanted)} runs are in {args.results / pool.FILE}", file=sys.stderr)
+        fill(args, argv, list(chosen.values()))
     if args.plot is not None:
-        draw({name: drawn(name, args.results, wanted_of(sweep, args)) for name, sweep in chosen.items()}, args.plot)
-        for name in (name for name, sweep in chosen.items() if sweep.beside and len(args.families) > 1):
-            found = result_of(name, args.results, wanted_of(chosen[name], args))
-            overall.draw(found, args.plot / f"sweep-{name}-overall.svg")
+        draw_all(args, chosen)
     return 0
+
+
+def fill(args: argparse.Namespace, argv: list[str], chosen: Sequence[Sweep]) -> None:
+    """Add the runs that the pool lacks for some comparisons."""
+    wanted = list[Wanted]()
+    for sweep in chosen:
+        wanted += wanted_of(sweep, args)
+    results.check(args.results / pool.FILE, "--results")
+    for path in args.join:
+        pool.add(args.results, joined(path))
+    if not args.finished:
+        device_of(args.device)
+    todo = list[Wanted]()
+    for key in unchecked(args, wanted) if args.recheck else missing(args, chosen):
+        if key not in todo:  # several comparisons may ask for one run
+            todo.append(key)
+    generate(args, argv, todo)
+    left = missing(args, chosen)
+    print(f"{len(wanted) - len(left)} of {len(wanted)} runs are in {args.results / pool.FILE}", file=sys.stderr)
+
+
+def draw_all(args: argparse.Namespace, chosen: Mapping[str, Sweep]) -> None:
+    """Draw every family, and all families together where a comparison compares in pairs."""
+    runs = dict[str, list[Run]]()
+    for name, sweep in chosen.items():
+        runs[name] = drawn(name, args.results, wanted_of(sweep, args))
+    draw(runs, args.plot)
+    for name, sweep in chosen.items():
+        if sweep.beside and len(args.families) > 1:
+            found = result_of(name, args.results, wanted_of(sweep, args))
+            overall.draw(found, args.plot / f"sweep-{name}-overall.svg")
 
 
 Wanted = dict[str, Any]  # a key without the machine's parts
@@ -118,32 +153,52 @@ def wanted_of(sweep: Sweep, args: argparse.Namespace | None = None) -> list[Want
     names = sweep.datasets or families()
     if args is not None:
         names = [name for name in names if name.partition(":")[0] in args.families]
-    about = {name: settings_of(sweep, name, args) for name in names}
     cells = cells_of(sweep)
-    out = [key_of(about[name], cell) for name in names for cell in cells]
-    # The full cache holds all that attention looks at: its recall is not measured.
-    return [key | {"recall": key["recall"] and key["policy"] != FULL} for key in out]
+    keys = list[Wanted]()
+    for name in names:
+        settings = settings_of(sweep, name, args)
+        keys += [key_of(settings, cell) for cell in cells]
+    for key in keys:
+        if key["policy"] == FULL:  # it holds all that attention looks at, so its recall is not measured
+            key["recall"] = False
+    return keys
 
 
 def settings_of(sweep: Sweep, family: str, args: argparse.Namespace | None = None) -> dict[str, Any]:
     """The settings that `minithink.evaluate` would write for the comparison, without the machine's."""
     folder = TINY if args is None or args.model == "tiny" else resolve(args.model)
-    of_others = sweep.checkpoint if args is None or args.plot_only else ""
-    limit = (args and args.limit) or sweep.problems
     config, own, weights = _about(folder)
-    longest = (args and args.max_new_tokens) or own.max_new_tokens or config.max_position
+    if sweep.checkpoint and (args is None or args.plot_only):
+        weights = sweep.checkpoint
+    limit = sweep.problems
+    longest = own.max_new_tokens or config.max_position
+    if args is not None:
+        limit = args.limit or limit
+        longest = args.max_new_tokens or longest
     files = set[str]()
     for cell in cells_of(sweep):
         files |= {member.calibration for member in members(cell.make())}
     files -= {"", FORESIGHT}
     calibration = {name: identity(name, read_calibration(folder, name, folder)) for name in files}
+    padding = {"padded_budget": sweep.padded, "group": sweep.group}
     return {
-        "checkpoint": of_others or weights, "dataset": family, "split": sweep.split, "limit": limit,
-        "problems": runner.hash_of(load_dataset(family, sweep.split, limit)), "num_samples": sweep.samples,
-        "recall": sweep.recall, "needed": sweep.needed, "temperature": own.temperature, "top_k": own.top_k,
-        "top_p": own.top_p, "min_p": own.min_p, "seed": 0, "max_new_tokens": longest, "calibration": calibration,
-        **({"padded_budget": sweep.padded, "group": sweep.group} if sweep.padded else {}),
-    }  # fmt: skip
+        "checkpoint": weights,
+        "dataset": family,
+        "split": sweep.split,
+        "limit": limit,
+        "problems": runner.hash_of(load_dataset(family, sweep.split, limit)),
+        "num_samples": sweep.samples,
+        "recall": sweep.recall,
+        "needed": sweep.needed,
+        "temperature": own.temperature,
+        "top_k": own.top_k,
+        "top_p": own.top_p,
+        "min_p": own.min_p,
+        "seed": 0,
+        "max_new_tokens": longest,
+        "calibration": calibration,
+        **(padding if sweep.padded else {}),
+    }
 
 
 @cache
@@ -156,7 +211,10 @@ def _about(folder: Path) -> tuple[ModelConfig, GenerationConfig, str]:
 
 def policies_of(sweeps: Iterable[Sweep]) -> list[str]:
     """All policies of these comparisons, each once; the full cache first."""
-    return list(dict.fromkeys([FULL, *(policy for sweep in sweeps for policy in sweep.policies)]))
+    policies = [FULL]
+    for sweep in sweeps:
+        policies += sweep.policies
+    return list(dict.fromkeys(policies))
 
 
 def cells_of(sweep: Sweep) -> list[Cell]:
@@ -167,13 +225,15 @@ def cells_of(sweep: Sweep) -> list[Cell]:
 def missing(args: argparse.Namespace, chosen: Iterable[Sweep]) -> list[Wanted]:
     """Keys of which the pool has no run that is whole and not stale. A comparison of pairs also lacks a run that does
     not say which of its sequences were right."""
-    there, out = [run for run in pool.read(args.results) if run.state != "stale"], []
+    there = [run for run in pool.read(args.results) if run.state != "stale"]
+    lacking = []
     for sweep in chosen:
         wanted = wanted_of(sweep, args)
         for key, run in zip(wanted, pick(there, wanted), strict=True):
-            if run is None or (sweep.beside and key["policy"] != FULL and not run.right):
-                out.append(key)
-    return out
+            in_pairs = sweep.beside and key["policy"] != FULL
+            if run is None or (in_pairs and not run.right):
+                lacking.append(key)
+    return lacking
 
 
 def unchecked(args: argparse.Namespace, wanted: Sequence[Wanted]) -> list[Wanted]:
@@ -191,11 +251,17 @@ def generate(args: argparse.Namespace, argv: list[str], keys: Sequence[Wanted]) 
         MinithinkError: a cell failed. Several processes run the others, unless it was the full cache.
         KeyboardInterrupt: what has finished is in the pool, and the rest can be resumed.
     """
-    work, errors, done = partial(recheck if args.recheck else evaluated, args, argv), list[Exception](), 0
+    work = partial(recheck if args.recheck else evaluated, args, argv)
+    errors = list[Exception]()
+    done = 0
     for full in (True, False):
-        some = [key for key in keys if (key["policy"] == FULL) == full and not errors]
-        apart = args.processes > 1 and not args.finished
-        each = spread(work, some, args.processes, partial(log_of, args)) if apart else ((k, work(k)) for k in some)
+        if errors:
+            break
+        some = [key for key in keys if (key["policy"] == FULL) == full]
+        if args.processes > 1 and not args.finished:
+            each = spread(work, some, args.processes, partial(log_of, args))
+        else:
+            each = ((key, work(key)) for key in some)
         for key, found in each:
             done += 1
             if isinstance(found, Exception):
@@ -205,11 +271,18 @@ def generate(args: argparse.Namespace, argv: list[str], keys: Sequence[Wanted]) 
                 continue
             else:
                 pool.add(args.results, found)
-                said = ", ".join(f"{run.row['pass_at_1']:.1%} right{', stale' * run.stale}" for run in found)
-            cell = ", ".join(str(key[name]) for name in ("dataset", "policy", "budget") if key[name] is not None)
+                said = ", ".join(map(_said_of_run, found))
+            parts = (key["dataset"], key["policy"], key["budget"])
+            cell = ", ".join(str(part) for part in parts if part is not None)
             print(f"{done} of {len(keys)}: {cell}: {said}", file=sys.stderr, flush=True)
     if errors:
         raise errors[0]
+
+
+def _said_of_run(run: Run) -> str:
+    """How many answers of a run are right, and whether it was found stale."""
+    stale = ", stale" if run.stale else ""
+    return f"{run.row['pass_at_1']:.1%} right{stale}"
 
 
 def folder_of(args: argparse.Namespace, key: Wanted) -> Path:
@@ -316,7 +389,8 @@ def recheck(args: argparse.Namespace, argv: list[str], key: Wanted) -> list[Run]
     """Generate the first sequences of a cell again: a run whose answers are the same is as good as new, any other is
     stale. KeyboardInterrupt: it was interrupted."""
     there = [run for run in pool.read(args.results) if serves(run, key) and run.state == "unchecked"]
-    [run] = [run for run in pick(there, [key]) if run is not None]
+    [run] = pick(there, [key])
+    assert run is not None  # `unchecked` has found it
     if not run.answers:
         raise MinithinkError(
             f"The pool has no answers of {run.cell} to compare with: run it again with another --results, and --join "
@@ -326,9 +400,14 @@ def recheck(args: argparse.Namespace, argv: list[str], key: Wanted) -> list[Run]
     if "padded_budget" in key:  # the padding depends on all prompts
         count = key["limit"]
     evaluate(args, argv, key, count)
-    now = {(r.policy, r.budget, r.id, r.sample): r.found for r in journal.read(folder_of(args, key)).records}
-    run.stale = any(now.get((*run.cell[1:], id, k)) != answer for id, k, answer in run.answers)
-    run.source = run.source if run.stale else pool.source_of(run.key["policy"], run.key["backend"])
+    _, policy, budget = run.cell
+    now = {record.key: record.found for record in journal.read(folder_of(args, key)).records}
+    run.stale = False
+    for id, sample, answer in run.answers:
+        if now.get(journal.Key(policy, budget, id, sample)) != answer:
+            run.stale = True
+    if not run.stale:
+        run.source = pool.source_of(policy, run.key["backend"])
     return [run]
 
 
@@ -373,14 +452,17 @@ def drawn(name: str, where: Path, wanted: Sequence[Wanted]) -> list[Run]:
 def draw(chosen: Mapping[str, Sequence[Run]], folder: Path) -> None:
     """Accuracy by bytes, of each family; recall by budget, where that was measured. Several comparisons share one
     picture, with their names behind those of the policies."""
-    names, several = "-".join(chosen), len(chosen) > 1
+    names = "-".join(chosen)
     what = "recall" if all(SWEEPS[name].recall for name in chosen) else "bytes"
-    for family in dict.fromkeys(run.key["dataset"] for runs in chosen.values() for run in runs):
-        rows = [
-            Row(**run.row | ({"policy": f"{run.row['policy']}, {name}"} if several else {}), group=None)
-            for name, runs in chosen.items() for run in runs if run.key["dataset"] == family
-        ]  # fmt: skip
-        plots.draw_one(rows, what, folder / f"sweep-{names}-{family}.svg")
+    rows = dict[str, list[Row]]()  # by family
+    for name, runs in chosen.items():
+        for run in runs:
+            row = Row(**run.row, group=None)
+            if len(chosen) > 1:
+                row = replace(row, policy=f"{row.policy}, {name}")
+            rows.setdefault(run.key["dataset"], []).append(row)
+    for family, some in rows.items():
+        plots.draw_one(some, what, folder / f"sweep-{names}-{family}.svg")
 
 
 # The table of a comparison, of the runs in the pool ----------------------------------------------------------------
@@ -389,15 +471,21 @@ def draw(chosen: Mapping[str, Sequence[Run]], folder: Path) -> None:
 def looks(where: Path) -> dict[str, list[Wanted]]:
     """The comparisons that were run in a folder for a quick look: their keys, by name. The settings that a look
     changes are those of the newest run of each family; a comparison is there if it is whole for some family."""
-    runs, out = sorted(pool.read(where), key=lambda run: run.date), dict[str, list[Wanted]]()
-    seen = {run.key["dataset"]: {name: run.key[name] for name in LOOK} for run in runs}
+    runs = sorted(pool.read(where), key=lambda run: run.date)
+    seen = dict[str, dict[str, Any]]()  # by family
+    for run in runs:
+        seen[run.key["dataset"]] = {name: run.key[name] for name in LOOK}
+    found = dict[str, list[Wanted]]()
     for name, sweep in SWEEPS.items():
         keys = [key | seen[key["dataset"]] for key in wanted_of(sweep) if key["dataset"] in seen]
-        there = [run is not None for run in pick(runs, keys, pool.shows)]
-        lacking = {key["dataset"] for key, ran in zip(keys, there, strict=True) if not ran}
-        if whole := [key for key in keys if key["dataset"] not in lacking]:
-            out[name] = whole
-    return out
+        lacking = set[str]()
+        for key, ran in zip(keys, pick(runs, keys, pool.shows), strict=True):
+            if ran is None:
+                lacking.add(key["dataset"])
+        whole = [key for key in keys if key["dataset"] not in lacking]
+        if whole:
+            found[name] = whole
+    return found
 
 
 def result_of(
@@ -420,38 +508,61 @@ def result_of(
     Raises:
         MinithinkError: the pool has no such run.
     """
-    sweep, look = SWEEPS[name], wanted is not None
-    wanted = wanted_of(sweep) if wanted is None else wanted
+    sweep = SWEEPS[name]
+    command = f"python -m minithink.bench sweep {name}"
+    look = wanted is not None
+    if wanted is None:
+        wanted = wanted_of(sweep)
     found = shown(name, where, wanted, runs)
-    changed = {place: marked and _has_changed(run, wanted[place]) for place, run in found.items()}
-    runs = list(found.values())
+    runs = sorted(found.values(), key=lambda run: run.date)
+    last = max(found.values(), key=lambda run: run.date)
+    pairs = compared(list(found.values()), sweep.beside)
     full = {run.key["dataset"]: run.row["kv_bytes_peak"] for run in runs if run.key["policy"] == FULL}
-    cells = {run.cell[1:] for run in runs}
-    counted = {cell: counts.total(run.row["counts"] for run in runs if run.cell[1:] == cell) for cell in cells}
-    pairs = compared(runs, sweep.beside)
-    # A run may know more than the comparison asks for; a column that only some rows fill compares nothing.
-    unasked = {x: None for x, asked in (("recall", sweep.recall), ("needed_kept", sweep.needed)) if not asked}
-    rows = [
-        {**run.row, **unasked, "family": run.key["dataset"],
-         "of_full": run.row["kv_bytes_peak"] / full[run.key["dataset"]] if run.key["dataset"] in full else None,
-         "counts": counted[run.cell[1:]], "less": pairs.get(run.cell), "all": pairs.get(("", *run.cell[1:])),
-         "changed": changed[place]}
-        for place, run in found.items()
-    ]  # fmt: skip
-    last = max(runs, key=lambda run: run.date)
-    about = {name: getattr(last, name) for name in ("commit", "date", "machine", "versions")}
-    settings = {name: wanted[0][key] for name, key in
-                (("limit", "limit"), ("split", "split"), ("samples", "num_samples"))}  # fmt: skip
-    settings |= {"beside": sweep.beside if pairs else ""}
-    settings |= {"tokens": any(isinstance(key["budget"], int) for key in wanted)}
-    command = last.command if look else f"python -m minithink.bench sweep {name}"
-    missing = len(wanted) - len(runs)
-    commits = {short(run.commit): run.date[:10] for run in sorted(runs, key=lambda run: run.date)}
+    counted = _counted(found.values())
+    rows = []
+    for place, run in found.items():
+        family, *cell = run.cell
+        row = run.row | {"family": family, "counts": counted[run.cell[1:]]}
+        # A run may know more than the comparison asks for; a column that only some rows fill compares nothing.
+        if not sweep.recall:
+            row["recall"] = None
+        if not sweep.needed:
+            row["needed_kept"] = None
+        row["of_full"] = row["kv_bytes_peak"] / full[family] if family in full else None
+        row["less"] = pairs.get(run.cell)
+        row["all"] = pairs.get(("", *cell))
+        row["changed"] = marked and _has_changed(run, wanted[place])
+        rows.append(row)
+    commits = {short(run.commit): run.date[:10] for run in runs}
     others = [f"{commit} ({date})" for commit, date in commits.items() if commit != short(last.commit)]
+    missing = len(wanted) - len(found)
     return {
-        "benchmark": "sweep", "command": command, **about, "settings": settings,
-        "measurements": rows, "complete": not missing, "missing": missing, "others": others,
-    }  # fmt: skip
+        "benchmark": "sweep",
+        "command": last.command if look else command,
+        "commit": last.commit,
+        "date": last.date,
+        "machine": last.machine,
+        "versions": last.versions,
+        "settings": {
+            "limit": wanted[0]["limit"],
+            "split": wanted[0]["split"],
+            "samples": wanted[0]["num_samples"],
+            "beside": sweep.beside if pairs else "",
+            "tokens": any(isinstance(key["budget"], int) for key in wanted),
+        },
+        "measurements": rows,
+        "complete": not missing,
+        "missing": missing,
+        "others": others,
+    }
+
+
+def _counted(runs: Iterable[Run]) -> dict[tuple[str, Any], Any]:
+    """What policies count, by policy and budget, all families together."""
+    counts_of = dict[tuple[str, Any], list[Any]]()
+    for run in runs:
+        counts_of.setdefault(run.cell[1:], []).append(run.row["counts"])
+    return {cell: counts.total(own) for cell, own in counts_of.items()}
 
 
 def _has_changed(run: Run, key: Wanted) -> bool:
@@ -461,34 +572,36 @@ def _has_changed(run: Run, key: Wanted) -> bool:
 
 def said(result: Result) -> Iterable[str]:
     """What the columns of a comparison mean."""
-    counted, beside = any(m["counts"] for m in result["measurements"]), result["settings"]["beside"]
-    more = ["Counted: by the policy, in all sequences of all families."] if counted else []
+    columns = ["Bytes: the mean of peaks."]
+    if any(m["counts"] for m in result["measurements"]):
+        columns.append("Counted: by the policy, in all sequences of all families.")
+    beside = result["settings"]["beside"]
     if beside:
-        more.append(f"Difference: points to `{beside}` at the same budget, problem by problem.")
-    return [_said(result, "Bytes: the mean of peaks.", *more), ""]
+        columns.append(f"Difference: points to `{beside}` at the same budget, problem by problem.")
+    return [_said(result, columns), ""]
 
 
 def said_of_needs(result: Result) -> Iterable[str]:
     """What the columns of a comparison's needs mean."""
-    known = any(m.get("needed_unknown") is not None for m in result["measurements"])
-    more = ["Written nowhere: of all that the lines read, the share that the text lacks."] if known else []
-    text = _said(
-        result, "Kept: of what the lines read, the share that the cache still held when they began.",
+    columns = [
+        "Kept: of what the lines read, the share that the cache still held when they began.",
         "Beyond the prompt: likewise, of what no token of the prompt carries.",
         "Parsed: the share of the lines that the rules of the family read; the other figures are of these lines.",
-        *more,
-    )  # fmt: skip
-    return [text, ""]
+    ]
+    if any(m.get("needed_unknown") is not None for m in result["measurements"]):
+        columns.append("Written nowhere: of all that the lines read, the share that the text lacks.")
+    return [_said(result, columns), ""]
 
 
-def _said(result: Result, *columns: str) -> str:
+def _said(result: Result, columns: Sequence[str]) -> str:
     """The problems and budgets of a comparison, what its columns mean, and the commits of other runs."""
     settings = result["settings"]
-    parts = [
+    tokens = ", or tokens, with those of the prompt" if settings["tokens"] else ""
+    problems = (
         f"{settings['limit']} {settings['split']} problems of each family × {settings['samples']}; budgets are the "
-        "prompt and that share of what the full cache generates"
-        f"{', or tokens, with those of the prompt' if settings['tokens'] else ''}.", *columns,
-    ]  # fmt: skip
+        f"prompt and that share of what the full cache generates{tokens}."
+    )
+    parts = [problems, *columns]
     if result["others"]:
         parts.append(f"Some rows were measured at commit {', '.join(result['others'])}.")
     return " ".join(parts)
