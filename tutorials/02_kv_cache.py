@@ -35,7 +35,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import minithink
 from minithink.config import ModelConfig, RopeScaling
 from minithink.kv.full import FullCache
+from minithink.kv.plain import PlainCache
 from minithink.model import Decoder
+from minithink.policies.full import Full
 from minithink.tasks import Problem, grade, load_problems
 
 torch.set_grad_enabled(False)  # we only read
@@ -101,7 +103,7 @@ print(f"keys and values of the first 30 tokens are the same, with {len(prompt) -
 # ## The same tokens, twice
 #
 # The naive loop gives the decoder the whole text at every step. The cached loop gives it the prompt once (*prefill*)
-# and then one token at a time (*decode*). `FullCache` is the library's plainest cache. Its protocol: `join` reserves
+# and then one token at a time (*decode*). `FullCache` keeps everything and no more. Its protocol: `join` reserves
 # room for a sequence, `begin_step` says which sequence brings how many tokens, `end_step` closes the step.
 
 
@@ -111,7 +113,7 @@ def naive_step(tokens: list[int]) -> torch.Tensor:
     return decoder.logits(decoder(torch.tensor(tokens), NoCache())[-1:])[0]
 
 
-def cached_step(cache: FullCache, new: list[int], seq: int = 0) -> torch.Tensor:
+def cached_step(cache: FullCache | PlainCache, new: list[int], seq: int = 0) -> torch.Tensor:
     """Read only the new tokens → logits [V] of the next one."""
     cache.begin_step([seq], [len(new)])
     hidden = decoder(torch.tensor(new), cache)
@@ -581,44 +583,56 @@ for one, many in zip(singles, batch, strict=True):
 # The bill has two factors, tokens and bytes per token. Keep fewer tokens, or fewer bytes of each. Is it safe to throw
 # out a token? We try it.
 #
+# For that we need a cache that can lose one. `PlainCache` is the simplest in the library
+# (`minithink/kv/plain.py`). It holds each sequence in *lanes*, which are ordinary tensors with a column for each
+# token (`minithink/kv/lanes.py`). A lane is what one KV head of one layer holds:
+#
+#     k, v   [L, Hkv, S, D]   keys, which are rotated, and values
+#     pos    [1, 1, S]        the position of each token in the text; here all lanes hold the same tokens
+#
+# To evict a token is to drop its column. The columns behind it close ranks. They keep their positions: a key was
+# rotated when it came, and nothing rotates it again.
+
+# %%
+cache = PlainCache(config, engine.rope, Full(), rows=1, tokens=10)
+cache.join(0, capacity=10, prompt=10)  # a prompt of 10 tokens, of which 6 come now
+cached_step(cache, prompt[:6])
+lanes = cache.sequences[0].lanes
+keys = lanes.keys(layer=0).clone()  # [Hkv, 6, D]
+print("positions", lanes.positions()[0, 0].tolist())
+lanes.evict(lanes.positions() == 2)
+print("and without token 2:", lanes.positions()[0, 0].tolist())
+assert lanes.positions()[0, 0].tolist() == [0, 1, 3, 4, 5]
+assert torch.equal(lanes.keys(layer=0), keys[:, [0, 1, 3, 4, 5]])
+cached_step(cache, prompt[6:8])
+print("and with two more tokens:", lanes.positions()[0, 0].tolist())
+assert lanes.positions()[0, 0].tolist() == [0, 1, 3, 4, 5, 6, 7]
+
+# %% [markdown]
+# Who decides what to drop? In the library it is a *policy*, between two steps. `Full` drops nothing, so that we can
+# do it by hand.
+#
 # The model reads the first problem. As in tutorial 1 we put the beginning of a thought into its mouth, up to where it
 # must write the value of `piz`, which the prompt gives. We take one token of the prompt out of the cache, right after
-# prefill, and look whether the model still knows the value. Then we put it back and take the next one.
+# the prompt was read, and look whether the model still knows the value. Then we begin again with the next token.
 #
 # *Guess before you look: which tokens of the prompt are needed?*
 
-
 # %%
-class WithoutOne(FullCache):
-    """A full cache of one sequence in which one token cannot be seen by those after the prompt."""
-
-    evicted, prompt_length = None, 0
-
-    def attend(self, layer, qk, v):
-        out = super().attend(layer, qk, v)  # appends, too
-        [lane] = self._lanes
-        if self.evicted is None or lane.length < self.prompt_length:
-            return out
-        q = self.backend.rope(qk[:, :Hq], self._cos, self._sin)
-        keys, values = lane.all[2 * layer : 2 * layer + 2]  # [Hkv, S, D] each
-        kept = [j for j in range(keys.shape[1]) if j != self.evicted]
-        return self.backend.attention(q, keys[:, kept], values[:, kept])
-
-
 thinking = tokenizer.encode("Okay, let me work through this step by step.\n\nFirst, mos. mos = piz * 7, piz = ")
 [value] = tokenizer.encode("48")
 assert "piz = 48;" in problems[0].question, "the problem has changed: write a thought that fits it"
-
-cache = WithoutOne(config, engine.rope)
-cache.join(0, len(prompt) + len(thinking))
-cache.prompt_length = len(prompt)
-cached_step(cache, prompt)
+room = len(prompt) + len(thinking)
 
 
 def knows(evicted: int | None) -> float:
     """Probability of the right value when one token of the prompt is missing."""
-    cache.evicted = evicted
-    cache.lanes[0].length = len(prompt)  # forget the thought, so that it is read again
+    cache = PlainCache(config, engine.rope, Full(), rows=1, tokens=room)
+    cache.join(0, capacity=room, prompt=room)  # the thought is given, too, so it counts as the end of the prompt
+    cached_step(cache, prompt)
+    if evicted is not None:
+        lanes = cache.sequences[0].lanes
+        lanes.evict(lanes.positions() == evicted)
     return cached_step(cache, thinking).softmax(-1)[value].item()
 
 
@@ -661,7 +675,8 @@ assert probability[stated] < 0.03, "without its token the value should be a gues
 # - **Formats** shrink the bytes of a token: 8, 4, even 2 bits for a number, and the scales count, too.
 # - **Policies** shrink the number of tokens: which thoughts may go, when, and how one knows.
 #
-# The later tutorials take them in this order. `FullCache` stays with us: it is the baseline of every comparison.
+# The later tutorials take them in this order. Two caches stay with us. `FullCache` is the baseline of every
+# comparison. `PlainCache` runs every policy, in tensors that one can print.
 #
 # ## Exercises
 #
