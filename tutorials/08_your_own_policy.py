@@ -113,7 +113,9 @@ class Loud(Policy):
 # can be written `loud:budget=128,window=4`, as every other policy.
 #
 # The picture shows one decision, in two heads: every dot is a token, blue ones stay. The prompt stays, and so do
-# the newest tokens, whatever their score. To see it we need a policy that tells its scores. All policies of this
+# the newest tokens, whatever their score. To see it we need a policy that tells its scores. We run it on the plain
+# manager (`cache="plain"`), which holds ordinary tensors and shows a policy one sequence at a time: B is 1. What
+# happens before and after `decide`, you can read there, in `minithink/kv/plain.py`. All policies of this
 # tutorial keep the prompt and decide every 16 tokens (`schedule`). So a lane holds up to 16 tokens more than its
 # budget.
 
@@ -129,17 +131,18 @@ SEEN = []
 
 
 class Telling(Loud):
-    """Loud that remembers what it decided."""
+    """Loud that remembers what it decided for the first of all sequences."""
 
     def decide(self, step):
         for edit in super().decide(step):
-            scores = [self.score(step, layer)[0] for layer in range(step.shape.layers)]
-            SEEN.append((step.pos()[:, 0].clone(), torch.stack(scores), edit.drop[:, 0].clone()))
+            if step.row[0] == 0:
+                scores = [self.score(step, layer)[0] for layer in range(step.shape.layers)]
+                SEEN.append((step.pos()[:, 0].clone(), torch.stack(scores), edit.drop[:, 0].clone()))
             yield edit
 
 
 P = len(engine.prompt_ids(questions[0]))
-[told] = engine.generate(questions[0], policy=Telling(budget=BUDGETS[0], **SAME), **GREEDY)
+[told] = engine.generate(questions[0], policy=Telling(budget=BUDGETS[0], **SAME), cache="plain", **GREEDY)
 pos, scores, drop = SEEN[len(SEEN) // 2]  # [L, Hkv, S], a decision in the middle of the text
 figure, axes = plt.subplots(1, 2, figsize=(10, 2.8), sharey=True, layout="constrained")
 for axis, layer in zip(axes, (1, engine.config.num_layers - 1), strict=True):
@@ -163,14 +166,16 @@ for layer in range(len(pos)):
 # ## Laws
 #
 # Some sentences must hold for every policy. In minithink they are called laws, and `tests/policies/test_laws.py`
-# tests them. Before any accuracy counts, check them. Three are easy to try on the embedded model:
+# tests them. Before any accuracy counts, check them. Four are easy to try on the embedded model:
 #
 # 1. **The budget is kept.** A lane never holds more than budget + 16 tokens.
 # 2. **Companions change nothing.** A sequence loses the same tokens, whatever runs beside it in the batch.
 # 3. **Each byte has a name.** The ledger lists what each byte is for. Its entries add up to the bytes held.
+# 4. **Both managers agree.** The paged manager, which runs many sequences at once, generates what the plain one does.
 #
 # A check that cannot fail says nothing. So we break law 2: `Leaky` averages scores over the wrong axis, that of the
-# sequences. It would pass every run with one sequence.
+# sequences. It would pass every run with one sequence. It also passes beside others on the plain manager, which never
+# shows a policy two sequences together. Only the paged manager finds the mistake.
 
 # %%
 temporary = tempfile.TemporaryDirectory()
@@ -186,11 +191,11 @@ def recorded(policy, budget):
     return result, traces.read(path).traces[0]
 
 
-def evicted(kind, companions):
+def evicted(kind, companions, cache):
     """The positions that the first problem's lanes lose, one by one, with other problems beside it."""
     SEEN.clear()
     short = {"temperature": 0, "max_new_tokens": 100, "batch_size": 3}
-    engine.generate([questions[0], *companions], policy=kind(budget=BUDGETS[0], **SAME), **short)
+    engine.generate([questions[0], *companions], policy=kind(budget=BUDGETS[0], **SAME), cache=cache, **short)
     return [pos[drop].tolist() for pos, _, drop in SEEN]
 
 
@@ -210,11 +215,15 @@ assert BUDGETS[0] <= most <= BUDGETS[0] + 16
 ledger = {kind: size for kind, size in ours.kv_ledger.items() if size}
 print(f"{ours.kv_bytes:,} bytes, {ours.kv_bytes / ours.kv_full_bytes:.0%} of a full cache: {ledger}")
 assert sum(ours.kv_ledger.values()) == ours.kv_bytes
-for kind, holds in ((Telling, True), (Leaky, False)):
-    first, second = (evicted(kind, companions) for companions in (questions[1:3], questions[3:5]))
+for kind, cache, holds in ((Telling, "paged", True), (Leaky, "paged", False), (Leaky, "plain", True)):
+    first, second = (evicted(kind, companions, cache) for companions in (questions[1:3], questions[3:5]))
     assert any(first), "something should be evicted"
-    print(f"{kind.__name__}: companions change {'nothing' if first == second else 'what is evicted'}")
-    assert (first == second) == holds, "the law should hold for our policy, and should find the mistake"
+    changed = "nothing" if first == second else "what is evicted"
+    print(f"{kind.__name__} on the {cache} manager: companions change {changed}")
+    assert (first == second) == holds, "the law should hold for our policy, and pages should find the mistake"
+assert ours.token_ids == told.token_ids, "pages should change no token"
+assert ours.kv_ledger["payload"] == told.kv_ledger["payload"]
+print(f"both managers generate the same {len(ours.token_ids)} tokens, and count the same bytes of keys and values")
 
 # %% [markdown]
 # The tests try more: rows that a new sequence takes over, prompts that come in pieces, many settings. They run on
