@@ -37,10 +37,12 @@ import minithink
 from minithink.calibrate.agreement import confusion, kappa
 from minithink.calibrate.density import density, grid, peaks
 from minithink.config import ModelConfig
-from minithink.kv.full import FullCache
+from minithink.kv.contract import Demand, See
 from minithink.kv.manager import KVManager
+from minithink.kv.plain import PlainCache
 from minithink.kv.table import printed
 from minithink.model import Rope
+from minithink.policies.full import Full
 from minithink.policies.thinkv import ThinKV, type_of
 from minithink.quant import e4m3, parse
 from minithink.reading import sparsity
@@ -76,19 +78,16 @@ problems = sorted(load_problems("validation"), key=lambda p: p.thinking_tokens)[
 # Query heads that share a KV head are taken together: of their logits the largest counts, then comes the softmax. The
 # mean over KV heads is the sparsity of a layer.
 #
-# We let the model solve four short problems. Then we read the first text again, in one pass, with a cache that also
-# keeps the queries (as in tutorial 4), and compute the sparsity of every generated token's row by hand.
+# We let the model solve four short problems. Then we read the first text again, in one pass, and compute the sparsity
+# of every generated token's row by hand. For that we need keys and queries. `PlainCache` has the keys in ordinary
+# tensors (tutorial 2), and it keeps the queries if its policy *demands* to see them.
 
 
 # %%
-class Witness(FullCache):
-    """A full cache that keeps the rotated queries, too."""
+class Witness(Full):
+    """Evicts nothing, and asks to see the last 2,000 queries. Our text has fewer."""
 
-    queries: torch.Tensor
-
-    def attend(self, layer, qk, v):
-        self.queries[layer] = self.backend.rope(qk[:, :Hq], self._cos, self._sin)
-        return super().attend(layer, qk, v)
+    demands = (Demand(See.QUERY, rows=2000),)
 
 
 results = engine.generate([p.question for p in problems], temperature=0.6, seed=2, max_new_tokens=500)
@@ -96,18 +95,19 @@ texts = [engine.prompt_ids(p.question) + r.token_ids for p, r in zip(problems, r
 tokens, P = texts[0], results[0].prompt_tokens
 N = len(tokens)
 
-witness = Witness(config, engine.rope)
-witness.queries = torch.empty(L, N, Hq, D)
-witness.join(0, capacity=N)
-witness.begin_step([0], [N])
-decoder(torch.tensor(tokens), witness)
-witness.end_step()
-K, V = witness.lanes[0].kv.unbind(1)  # [L, Hkv, N, D] each
+cache = PlainCache(config, engine.rope, Witness(), rows=1, tokens=N)
+cache.join(0, capacity=N, prompt=N)
+cache.begin_step([0], [N])
+decoder(torch.tensor(tokens), cache)
+cache.end_step()
+[sequence] = cache.sequences.values()
+K = torch.stack([sequence.lanes.keys(layer) for layer in range(L)])  # [L, Hkv, N, D]
+Q = torch.stack([sequence.seen.queries[layer] for layer in range(L)])  # [L, Hq, N, D]
 
 
 def row(layer: int, at: int) -> torch.Tensor:
     """What the token at this position pays to all before it and to itself, by KV head: [Hkv, at + 1]."""
-    q = witness.queries[layer, at].unflatten(0, (Hkv, -1))  # [Hkv, group, D]
+    q = Q[layer, :, at].unflatten(0, (Hkv, -1))  # [Hkv, group, D]
     logits = q @ K[layer, :, : at + 1].mT / math.sqrt(D)  # [Hkv, group, at + 1]
     return logits.amax(1).softmax(-1)
 
@@ -537,6 +537,11 @@ assert len(set(map(tuple, kept))) > 1, "the layers should not agree on all token
 # the types. It has `key_axis="channel"`, as in the paper, so that there are rows of scales to look at; with the
 # default there are none. Its decoder is a single attention layer that reads noise; the first page holds a prompt of 4
 # tokens.
+#
+# This is the one section about pages, so it needs the paged manager, `KVManager`. Beside it runs a `PlainCache` under
+# the same policy. It has no slots: its tokens are a list, and those behind an evicted token close ranks. After every
+# step the two must hold the same tokens and give the same attention. Pages decide where a token lies, and nothing
+# else.
 
 # %%
 TOLD = {0: REASONING, 4: EXECUTION, 8: TRANSITION, 12: REASONING}  # after so many tokens
@@ -553,18 +558,32 @@ one = ModelConfig(
     num_kv_heads=2, head_dim=16, max_position=64, rms_norm_eps=1e-6, rope_theta=10000.0,
 )  # fmt: skip
 PROMPT = 4
-policy = Told(budget=100, tau=4, g=4, block=4, retention="2", key_axis="channel", layers="0", thresholds="0.5/0.5")
-toy = KVManager(one, Rope(one), policy, rows=1, tokens=PROMPT + 16, dtype=torch.bfloat16)
-store = toy.store
+SETTINGS = {"budget": 100, "tau": 4, "g": 4, "block": 4, "retention": "2", "key_axis": "channel", "layers": "0",
+            "thresholds": "0.5/0.5"}  # fmt: skip
+toy, plain = (
+    kind(one, Rope(one), Told(**SETTINGS), rows=1, tokens=PROMPT + 16, dtype=torch.bfloat16)
+    for kind in (KVManager, PlainCache)
+)
+policy, store = toy.policy, toy.store
 noise = torch.Generator().manual_seed(0)
 
 
+def letters_of(cache: KVManager | PlainCache) -> str:
+    """The tokens held, oldest first: those of the prompt are small."""
+    positions = cache.positions(0)[0, 0]
+    return "".join("wxyzABCDEFGHIJKLMNOP"[i] for i in positions[positions >= 0].tolist())
+
+
 def feed(count: int) -> None:
-    """So many tokens at once."""
-    toy.begin_step([0], [count], [0] * count)
+    """So many tokens at once, to both caches."""
     q, k, v = torch.randn(3, count, 2, 16, generator=noise).bfloat16()
-    toy.attend(0, torch.cat((q, k), dim=1), v)
-    toy.end_step()
+    out = []
+    for cache in (toy, plain):
+        cache.begin_step([0], [count], [0] * count)
+        out.append(cache.attend(0, torch.cat((q, k), dim=1), v))
+        cache.end_step()
+    assert letters_of(toy) == letters_of(plain), "pages should change nothing but the place of a token"
+    assert_close(*out)
 
 
 def where() -> dict[str, tuple[int, int]]:
@@ -572,8 +591,7 @@ def where() -> dict[str, tuple[int, int]]:
     found = {}
     for place, position in zip(store.place[0, 0, 0].tolist(), store.pos[0, 0, 0].tolist(), strict=True):
         if position >= 0 and place >= 0:  # others wait in the buffer
-            letter = "wxyz"[position] if position < PROMPT else chr(ord("A") + position - PROMPT)
-            found[letter] = divmod(place, store.table.most)
+            found["wxyzABCDEFGHIJKLMNOP"[position]] = divmod(place, store.table.most)
     return found
 
 
@@ -590,7 +608,8 @@ def write(letters: str) -> list:
     return [e for e in entries if e.starts != (0,)]
 
 
-toy.join(0, capacity=PROMPT + 16, prompt=PROMPT)
+for cache in (toy, plain):
+    cache.join(0, capacity=PROMPT + 16, prompt=PROMPT)
 feed(PROMPT)
 
 # %% [markdown]
@@ -681,6 +700,8 @@ plt.show()
 
 rows_in, letters = store.scale_row[r.page, :4].tolist(), {place: letter for letter, place in where().items()}
 own = {letter: int(store.scale_row[place]) for letter, place in where().items() if letter.isupper()}
+in_memory = "".join(sorted(where(), key=where().get))
+print(f"in the plain manager {letters_of(plain)}, in the pages' memory {in_memory}")
 print(f"page {r.page}:", "  ".join(f"{letters[r.page, slot]} row {rows_in[slot]}" for slot in range(4)))
 assert own["M"] == own["N"] == own["O"] == own["P"], "one group, one row of scales, in two pages"
 assert len({own[letter] for letter in staying}) == 1
@@ -688,13 +709,14 @@ assert own["M"] != own[staying[0]]
 
 # %% [markdown]
 # No token moved. What a gather would have copied, here cost a few bits, and the memory that was freed is in use
-# again.
+# again. The plain manager did gather: its list is in the order of the text, and its attention is the same.
 #
 # ## 6. All together
 #
 # Now the real model, one short problem, all of ThinKV, with the library's default for keys: each has scales of its
-# own. The paper's τ = 128 would hardly divide so short a text, so we take τ = 32 and R = 16, 8, 4, and a budget of 80
-# tokens beside the prompt. The shipped thresholds are those of longer texts. Ours are quantiles of this one: we take
+# own. We need no slots any more, so the plain manager is enough: the positions that a layer holds are a tensor. The
+# paper's τ = 128 would hardly divide so short a text, so we take τ = 32 and R = 16, 8, 4, and a budget of 80 tokens
+# beside the prompt. The shipped thresholds are those of longer texts. Ours are quantiles of this one: we take
 # the full cache's sparsity at the beginnings of segments, and call the highest 40 % transitions and the lowest 30 %
 # executions. Should that not show both cases, we try another share. (Choosing on the text that is shown is fine for
 # showing, and for nothing else.)
@@ -705,30 +727,30 @@ assert own["M"] != own[staying[0]]
 class Run:
     """One sequence under a policy, and what the cache held after every token."""
 
-    manager: KVManager
+    cache: PlainCache
     tokens: list[int]
     held: list[int]  # bytes
     lanes: list[torch.Tensor]  # positions that the first measured layer holds
 
     @property
     def cases(self) -> list[int]:
-        return self.manager.policy.cases[:, 0].tolist()
+        return self.cache.policy.cases[:, 0].tolist()
 
 
 def think(policy: ThinKV, prompt: list[int], most: int) -> Run:
-    manager = KVManager(config, engine.rope, policy, rows=1, tokens=len(prompt) + most, prompt=len(prompt))
-    manager.join(0, capacity=len(prompt) + most, prompt=len(prompt))
-    manager.begin_step([0], [len(prompt)], prompt)
-    logits = decoder.logits(decoder(torch.tensor(prompt), manager)[-1:])[0]
-    manager.end_step()
-    out = Run(manager, [], [], [])
+    cache = PlainCache(config, engine.rope, policy, rows=1, tokens=len(prompt) + most)
+    cache.join(0, capacity=len(prompt) + most, prompt=len(prompt))
+    cache.begin_step([0], [len(prompt)], prompt)
+    logits = decoder.logits(decoder(torch.tensor(prompt), cache)[-1:])[0]
+    cache.end_step()
+    out = Run(cache, [], [], [])
     while len(out.tokens) < most:
         out.tokens.append(logits.argmax().item())  # greedy
-        manager.begin_step([0], [1], out.tokens[-1:])
-        logits = decoder.logits(decoder(torch.tensor(out.tokens[-1:]), manager))[0]
-        manager.end_step()
-        out.held.append(manager.account(0).held)
-        positions = manager.store.positions()[layers[0], 0, 0]
+        cache.begin_step([0], [1], out.tokens[-1:])
+        logits = decoder.logits(decoder(torch.tensor(out.tokens[-1:]), cache))[0]
+        cache.end_step()
+        out.held.append(cache.account(0).held)
+        positions = cache.positions(0)[layers[0], 0]  # the heads of a layer hold the same tokens
         out.lanes.append(positions[positions >= 0].clone())
         if out.tokens[-1] in engine.generation_config.stop_ids:
             break
@@ -747,7 +769,7 @@ for transitions in (0.4, 0.7, 0.2):
     short = think(thinkv, prompt, most=min(360, len(full.token_ids) + 40))
     if min(short.cases) > 0:
         break
-told = short.manager.told(0)
+told = short.cache.told(0)
 print(f"θ = {low:.3f}, {high:.3f}; {told.notes}")
 assert min(short.cases) > 0, "both cases should occur"
 
@@ -793,14 +815,15 @@ plt.show()
 assert (sizes.sum(1) + P <= thinkv.budget).all(), "the budget should hold at every step"
 for i in range(count):  # once it has ended, a segment never grows
     assert (np.diff(sizes[min(steps, (i + 1) * tau) - 1 :, i]) <= 0).all()
-ledger = short.manager.account(0)
-numbers = short.manager.store.paged(0) * 2 * D  # in the pages: keys and values of all lanes
+ledger, sequence = short.cache.account(0), short.cache.sequences[0].lanes
+quantized_tokens = Hkv * int(sequence.count.sum()) - sequence.waiting()  # of all lanes, without the buffers
+numbers = quantized_tokens * 2 * D  # a key and a value each
 assert told.bits == 8 * (ledger.payload + ledger.scales) / numbers, "average bits should be what the ledger says"
 assert ledger.held < full_bytes[-1]
 segments_by_type = {LETTER[kind]: types.count(kind) for kind in COLORS}
 print(f"segments {segments_by_type}, case 1 {short.cases[0]} times, case 2 {short.cases[1]} times")
 print(
-    f"{short.manager.held(0)} of {P + steps} tokens in {told.bits:.1f} bits a number, scales included: "
+    f"{short.cache.held(0)} of {P + steps} tokens in {told.bits:.1f} bits a number, scales included: "
     f"{ledger.held:,} bytes, {ledger.held / full_bytes[-1]:.1%} of a full cache's {full_bytes[-1]:,}"
 )
 print({kind: size for kind, size in ledger.as_dict().items() if size})
@@ -809,7 +832,9 @@ print(f"correct: full {grade(full.text, problem.answer)}, thinkv {grade(text, pr
 
 # %% [markdown]
 # A good part of the bytes are the buffers: they hold 16 tokens in full precision, however few tokens are kept beside
-# them. With the paper's budget of 1024 tokens they are a small part.
+# them. With the paper's budget of 1024 tokens they are a small part. (The plain manager counts the bytes of the
+# codes, and stores rounded numbers in float32. The paged one stores the codes: the same `payload`, `scales` and
+# `buffers`, other `tables`, and free slots as `reserve`.)
 #
 # A right answer would prove little here, and a wrong one should not surprise you. Of a segment full of numbers 4
 # tokens are left in the end, and any number may be needed again; what is left of transitions has ternary keys, which
@@ -825,12 +850,12 @@ print(f"correct: full {grade(full.text, problem.answer)}, thinkv {grade(text, pr
 # 2. **No transitions.** Show that without a T in the list case 1 never occurs, whatever the budget, and that the
 #    library with `hard=True` never holds more than k tokens then. Assert both for fifty random lists.
 # 3. **The next execution.** In the walkthrough, let Q to T follow as an execution (`TOLD[16] = EXECUTION`; the
-#    manager and `join` need room for 20). In which slots do they lie? Assert that they fill those of the two that
-#    went from E to H, and that one more page is opened for the rest.
-# 4. **Scales by token.** Run the walkthrough up to the picture with the default, `key_axis="token"`. (The lines below
-#    the picture print rows of scales; leave them out.) Other tokens may stay, because K-means reads the quantized
-#    keys. Assert that the pages have the same types and as many filled slots, and that the store has no rows of
-#    scales any more (`len(store.scale_row) == 0`). What does `toy.account(0).scales` say with each of the two?
+#    managers and `join` need room for 20, and the letters go on to T). In which slots do they lie? Assert that they
+#    fill those of the two that went from E to H, and that one more page is opened for the rest.
+# 4. **Scales by token.** Run the walkthrough up to the picture with the default, `"key_axis": "token"`. (The lines
+#    below the picture print rows of scales; leave them out.) Other tokens may stay, because K-means reads the
+#    quantized keys. Assert that the pages have the same types and as many filled slots, and that the store has no
+#    rows of scales any more (`len(store.scale_row) == 0`). What does `toy.account(0).scales` say with each?
 # 5. **Better bits.** Run section 6 with `precision="R8E4T4"`, and with `precision="R4E4T4"` for keys and
 #    `v_precision="R4E4T2"` for values. Assert that the first has more `told.bits` than the default. Which answers are
 #    right? Then lower the `budget`, and look again: what is missing first, bits or tokens?
