@@ -1,9 +1,10 @@
 """Train the predictors of importance for a model (DynTS §4.1).
 
 The model writes texts with the full cache, and the right texts are kept (`traces.py`). Each text is read again: a
-thinking token's hidden state is the input, the attention that the token gets later on is the target (`foresight.py`).
-A predictor of three layers learns to predict the target from the input (`training.py`), with the backbone frozen. It
-is measured on traces of other problems, beside a predictor that knows positions only (`quality.py`).
+thinking token's hidden state is the input, the attention that the token gets later on is the target
+(`importance.py`). A predictor of three layers learns to predict the target from the input (`training.py`), with the
+backbone frozen. It is measured on traces of other problems, beside a predictor that knows positions only
+(`quality.py`).
 
 Files that are written beside the model, or to --output:
 

@@ -1,7 +1,7 @@
 """Traces: texts of the full cache, with inputs and targets for a predictor. They lie in a folder, and are made once.
 
     traces.jsonl        the settings, then a line for every text: its tokens, whether its answer is right
-    000012.safetensors  of text 12, if it is right: hidden states and targets of its thinking tokens (`foresight.py`)
+    000012.safetensors  of text 12, if it is right: hidden states and targets of its thinking tokens (`importance.py`)
 
 A text is written when it is done. So an interruption loses only the texts in flight, and the same command goes on.
 Incomplete texts and wrong answers are dropped, as in DynTS (§4.1, C.2).

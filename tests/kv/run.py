@@ -59,7 +59,7 @@ BYTES = (b" x", b".\n", b" Wait", b" y", b"\n\n", b" again")  # token t has thos
 
 
 class Reader:
-    """Stands for the rules of a task family: every third token may still be read (`contract.Live`)."""
+    """Stands for the rules of a task family: every third token may still be read (`dynts_oracles.Live`)."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.count = len(prompt)
