@@ -75,7 +75,9 @@ class Rkv(Scored):
         due, keep = super().due(step)
         if self.global_clock and self.schedule == "every":
             on_grid = (step.clock == 0) | ((step.prompt + step.clock - 1) % self.buffer == 0)
-            active = step.active & on_grid & (step.thinking if self.exempt_answer else True)
+            active = step.active & on_grid
+            if self.exempt_answer:
+                active = active & step.thinking
             due = active[None, :, None] & (step.held() > step.budget)
         return due, keep
 

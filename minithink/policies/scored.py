@@ -81,7 +81,8 @@ class Scored(Policy):
         raise NotImplementedError
 
     def scores(self, step: Step, choice: Choice) -> Tensor:
-        """The scores of all layers: float [Lt, B, Ht, S]."""
+        """The scores of all layers: float [Lt, B, Ht, S]. A policy whose layers or heads keep the same tokens says
+        this instead of `score`."""
         layers = range(step.shape.layers)
         return torch.stack([self.score(step, layer, choice.of_layer(layer)) for layer in layers])
 
