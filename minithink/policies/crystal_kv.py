@@ -232,7 +232,14 @@ class CrystalKV(CrystalKVLite):
         """
         low = fixed + self.min_budget
         high = torch.maximum(kept + self.realloc_every, low)  # what a head can fill by the next time
-        budget: Tensor = step.ops.reallocate(crf, step.budget, low, high, now, self.damping)
+        budget: Tensor = step.ops.reallocate(
+            crf=crf,
+            budget=step.budget,
+            low=low,
+            high=high,
+            moves=now,
+            damping=self.damping,
+        )
         moved = (budget - step.budget).clamp(min=0).sum((0, 2))
         total = torch.where(now, step.budget.sum((0, 2)), 0)
         self._slots[:, step.row] += torch.stack((moved, total))

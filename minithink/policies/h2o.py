@@ -53,7 +53,13 @@ class H2O(Scored):
 
     def scores(self, step: Step, choice: Choice) -> Tensor:
         # S_i ← S_i + A_i
-        score: Tensor = step.ops.accumulate(step.mass(), step.pos(), step.held(), self._known, step.row)
+        score: Tensor = step.ops.accumulate(
+            mass=step.mass(),
+            pos=step.pos(),
+            held=step.held(),
+            known=self._known,
+            at=step.row,
+        )
         return score
 
     def drop(self, step: Step, choice: Choice, scores: Tensor) -> Tensor:
@@ -61,7 +67,14 @@ class H2O(Scored):
         over, _ = super().due(step)
         gone = super().drop(step, choice, scores) & over[..., None]
         stays = (step.pos() >= 0) & ~gone
-        step.ops.carry(scores, step.pos(), stays, self._known, step.row, step.active)
+        step.ops.carry(
+            score=scores,
+            pos=step.pos(),
+            stay=stays,
+            known=self._known,
+            at=step.row,
+            active=step.active,
+        )
         return gone
 
     # -- state: positions and S of the tokens that stay

@@ -46,7 +46,14 @@ class PyramidKV(Shared):
         mean = super().room(step)
         window = self.window_size(mean)
         length = step.prompt + step.clock - step.protects
-        return window + ladder(mean - window, length[None, :, None], window, self.beta, self.uniform)
+        beside = ladder(
+            b=mean - window,
+            length=length[None, :, None],
+            window=window,
+            beta=self.beta,
+            uniform=self.uniform,
+        )
+        return window + beside
 
 
 def ladder(b: Tensor, length: Tensor, window: Tensor, beta: int, uniform: bool = False) -> Tensor:

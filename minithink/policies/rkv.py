@@ -90,7 +90,13 @@ class Rkv(Scored):
         q = step.queries(layer)  # [B, Hq, α, D]
         k = step.keys(layer, choice.rows)  # [B, Hkv, S, D]
         # Ĩ = pool(mean_w softmax_j max_g q_w·k_j/√D)
-        importance = step.ops.window_importance(q, k, choice.older, self.kernel_size, self.pooling)
+        importance = step.ops.window_importance(
+            q=q,
+            k=k,
+            valid=choice.older,
+            kernel_size=self.kernel_size,
+            pooling=self.pooling,
+        )
         # R = softmax_j mean_i C_ij, over all keys that are held
         redundancy = step.ops.redundancy(k, choice.held, self.threshold)
         # Z = λ·Ĩ − (1 − λ)·R

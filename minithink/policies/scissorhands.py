@@ -58,8 +58,9 @@ class Scissorhands(Scored):
         k = step.keys(layer, choice.rows)  # [B, Hkv, S, D]
         newest = step.prompt + step.clock - 1
         age = torch.arange(q.shape[2] - 1, -1, -1, device=q.device)
+        at = newest[:, None] - age  # [B, n], the queries' positions
         # I_j = Σ_w [A_wj ≥ 1/n_w] / #w
-        return importance(q, k, step.pos(layer), newest[:, None] - age, self.by)
+        return importance(q, k, step.pos(layer), at, by=self.by)
 
 
 def importance(q: Tensor, k: Tensor, pos: Tensor, at: Tensor, by: str) -> Tensor:

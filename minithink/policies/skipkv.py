@@ -145,7 +145,13 @@ class SkipKV(Steered, Scored):
     def steer(self, step: Step, layer: int, hidden: Tensor) -> Tensor:
         """Steer layer L_s. After the final norm, read the newest token, and add its state to its sentence."""
         if layer == -1 and self._table is not None:
-            ends = step.ops.sentences(step.tokens, step.row, step.active, self._table, self._read)
+            ends = step.ops.sentences(
+                token=step.tokens,
+                at=step.row,
+                active=step.active,
+                table=self._table,
+                state=self._read,
+            )
             if self.skip:
                 self._add(step, hidden, ends)
         return super().steer(step, layer, hidden)
@@ -182,7 +188,7 @@ class SkipKV(Steered, Scored):
         k = step.keys(layer, choice.rows)  # [B, Hkv, S, D]
         if self.form == "paper":
             return letter_importance(q, k, choice.held), letter_redundancy(k, choice.held)
-        importance = step.ops.window_importance(q, k, choice.older, 7, "max")
+        importance = step.ops.window_importance(q, k, choice.older, kernel_size=7, pooling="max")
         redundancy = step.ops.redundancy(k, choice.held, 0.5)
         return importance, redundancy
 

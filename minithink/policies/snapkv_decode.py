@@ -40,7 +40,13 @@ class SnapKVDecode(Rkv):
         q = step.queries(layer)  # [B, Hq, α, D]
         k = step.keys(layer, choice.rows)  # [B, Hkv, S, D]
         # Ĩ = pool(mean_w softmax_j max_g q_w·k_j/√D)
-        importance: Tensor = step.ops.window_importance(q, k, choice.older, self.kernel_size, self.pooling)
+        importance: Tensor = step.ops.window_importance(
+            q=q,
+            k=k,
+            valid=choice.older,
+            kernel_size=self.kernel_size,
+            pooling=self.pooling,
+        )
         return importance
 
 

@@ -106,7 +106,8 @@ class VaSE(Scored):
         # Each query head is pooled for itself, before the mean over the group.
         k = k.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2)
         valid = older.unsqueeze(2).expand(-1, -1, group, -1).flatten(1, 2)
-        each = step.ops.window_importance(q / self.temperature, k, valid, self.smooth, "avg")  # [B, Hq, S]
+        q = q / self.temperature
+        each = step.ops.window_importance(q, k, valid, kernel_size=self.smooth, pooling="avg")  # [B, Hq, S]
         return each.unflatten(1, (-1, group)).mean(2)
 
     def sketched(self, step: Step, layer: int, key: Tensor, rows: Tensor) -> Tensor:

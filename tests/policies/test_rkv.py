@@ -274,9 +274,9 @@ def test_nobody_due_costs_nothing() -> None:
     calls: Counter[str] = Counter()
 
     def counting(name: str) -> Any:
-        def call(*args: Any) -> Tensor:
+        def call(*args: Any, **named: Any) -> Tensor:
             calls[name] += 1
-            result: Tensor = getattr(REFERENCE, name)(*args)
+            result: Tensor = getattr(REFERENCE, name)(*args, **named)
             return result
 
         return call
