@@ -40,9 +40,9 @@ def counting(calls: Counter[str]) -> Backend:
     """The reference, whose functions are counted."""
 
     def counted(name: str, of: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
             calls[name] += 1
-            return of(*args)
+            return of(*args, **named)
 
         return call
 
