@@ -1,0 +1,31 @@
+"""Pages name tests that exist. Alone: pytest tests/test_pages.py."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+NAMED = re.compile(r"\[`(test_\w+)`\]\((\S+?\.py)\)")  # [`test_of_something`](../tests/test_file.py)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_test_that_a_page_names_exists(page: Path) -> None:
+    for name, file in NAMED.findall(page.read_text("utf-8")):
+        path = page.parent / file
+        assert path.is_file(), f"{page.name} names {file}, which is missing"
+        tests = re.findall(r"^def (test_\w+)\(", path.read_text("utf-8"), re.MULTILINE)
+        assert name in tests, f"{page.name} names {name}, which {file} has not"
+
+
+def test_claims_about_the_cache_name_their_tests() -> None:
+    """Each row of a table of claims names at least one."""
+    text = (ROOT / "docs" / "kv-cache.md").read_text("utf-8")
+    tables = re.findall(r"^\| claim \| test \|\n\| --- \| --- \|\n((?:\|.*\n)+)", text, re.MULTILINE)
+    rows = [row for table in tables for row in table.splitlines()]
+    assert len(rows) > 20
+    for row in rows:
+        assert NAMED.search(row), row
