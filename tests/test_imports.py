@@ -61,7 +61,6 @@ PERMITTED = (
     ("minithink.bench", "minithink.experiments"),
     ("minithink.bench", "minithink.evaluate"),
     ("minithink.calibrate", "minithink.evaluate"),  # it calibrates on datasets
-    ("minithink.evaluate.__main__", "minithink.bench.reproduce"),  # a command that reads the pool of results
     # … and training, which has four modules
     ("minithink.train", "minithink.train_data"),
     ("minithink.train", "minithink.muon"),
