@@ -29,21 +29,31 @@ def compared(runs: Sequence[Run], beside: str) -> dict[tuple[Any, ...], dict[str
     right, low, high: share of right answers and its interval, of all families only. less, less_low, less_high: this
     share minus the other policy's, and the bootstrap interval of the difference.
     """
+    if not beside:
+        return {}
     by_cell = {run.cell: shares(run) for run in runs if run.right}
     datasets = sorted({run.cell[0] for run in runs})
-    out: dict[tuple[Any, ...], dict[str, float]] = {}
-    for _, policy, budget in dict.fromkeys(run.cell for run in runs) if beside else ():
-        own, other = ([by_cell.get((d, p, budget)) for d in datasets] for p in (policy, beside))
-        pairs = [(x, y) for x, y in zip(own, other, strict=True) if x and y]
-        for dataset, x, y in zip(datasets, own, other, strict=True):
-            if x and y and policy != beside:
-                out[dataset, policy, budget] = difference(x, y)
-        if len(pairs) == len(datasets) > 1:
-            x, y = ([share for one in of for share in one] for of in zip(*pairs, strict=True))
-            low, high = wilson(fmean(x), len(x))
-            less = {} if policy == beside else difference(x, y)
-            out["", policy, budget] = {"right": fmean(x), "low": low, "high": high, **less}
-    return out
+    found: dict[tuple[Any, ...], dict[str, float]] = {}
+    for policy, budget in dict.fromkeys(run.cell[1:] for run in runs):
+        own_of_all = list[float]()
+        other_of_all = list[float]()
+        pairs = 0
+        for dataset in datasets:
+            own = by_cell.get((dataset, policy, budget))
+            other = by_cell.get((dataset, beside, budget))
+            if own and other:
+                pairs += 1
+                own_of_all += own
+                other_of_all += other
+                if policy != beside:
+                    found[dataset, policy, budget] = difference(own, other)
+        if pairs == len(datasets) > 1:
+            right = fmean(own_of_all)
+            low, high = wilson(right, len(own_of_all))
+            found["", policy, budget] = {"right": right, "low": low, "high": high}
+            if policy != beside:
+                found["", policy, budget] |= difference(own_of_all, other_of_all)
+    return found
 
 
 def shares(run: Run) -> list[float]:
@@ -69,49 +79,61 @@ def rows(result: Result) -> list[Row]:
     """A row for each policy and budget, of all families that it ran on: those with the most right answers over all
     budgets first. Policies without a budget, such as the full cache, are left out."""
     by_cell = dict[tuple[Any, ...], list[Row]]()
-    for m in (m for m in result["measurements"] if m["budget"] is not None):
-        by_cell.setdefault((m["policy"], m["budget"]), []).append(m)
-    out = []
-    for (policy, budget), own in by_cell.items():
-        right = fmean(m["pass_at_1"] for m in own)
-        low, high = wilson(right, sum(m["samples"] for m in own))
-        means = {name: fmean(m[name] for m in own) for name in ("generated_mean", "cut_off")}
-        shares = [m["of_full"] for m in own]  # None: the full cache has not run
-        of_full = None if None in shares else fmean(shares)
-        about = {"policy": policy, "budget": budget, "families": len(own), "all": own[0]["all"], "of_full": of_full}
-        out.append(
-            {
-                **about,
-                **means,
-                "right": right,
-                "low": low,
-                "high": high,
-                "looped": _looped(own),
-                "changed": any(m.get("changed") for m in own),
-            }
-        )
+    for m in result["measurements"]:
+        if m["budget"] is not None:
+            by_cell.setdefault((m["policy"], m["budget"]), []).append(m)
+    out = [_together(policy, budget, own) for (policy, budget), own in by_cell.items()]
     if any(row["looped"] is None for row in out):  # a column with gaps would compare what it does not know
         out = [{**row, "looped": None} for row in out]
-    of = {row["policy"]: fmean(r["right"] for r in out if r["policy"] == row["policy"]) for row in out}
-    return sorted(out, key=lambda row: (-of[row["policy"]], row["policy"]))
+    rights = dict[str, list[float]]()
+    for row in out:
+        rights.setdefault(row["policy"], []).append(row["right"])
+    return sorted(out, key=lambda row: (-fmean(rights[row["policy"]]), row["policy"]))
+
+
+def _together(policy: str, budget: float, own: Sequence[Row]) -> Row:
+    """One policy at one budget. own: its rows, one a family."""
+    right = fmean(m["pass_at_1"] for m in own)
+    low, high = wilson(right, sum(m["samples"] for m in own))
+    shares_of_full = [m["of_full"] for m in own]  # None: the full cache has not run
+    return {
+        "policy": policy,
+        "budget": budget,
+        "families": len(own),
+        "all": own[0]["all"],
+        "of_full": None if None in shares_of_full else fmean(shares_of_full),
+        "generated_mean": fmean(m["generated_mean"] for m in own),
+        "cut_off": fmean(m["cut_off"] for m in own),
+        "right": right,
+        "low": low,
+        "high": high,
+        "looped": _looped(own),
+        "changed": any(m.get("changed") for m in own),
+    }
 
 
 def _looped(own: Sequence[Row]) -> float | None:
     """The share of texts that were cut off in a loop. None: some run is from an older version, which did not look."""
-    shares = [m.get("looped") if m["cut_off"] else 0.0 for m in own]
-    known = [share for share in shares if share is not None]
-    return fmean(known) if len(known) == len(shares) else None
+    known = []
+    for m in own:
+        share = m.get("looped") if m["cut_off"] else 0.0
+        if share is None:
+            return None
+        known.append(share)
+    return fmean(known)
 
 
 def said(result: Result) -> Iterable[str]:
     """What the columns mean."""
-    settings, found = result["settings"], rows(result)
+    settings = result["settings"]
+    found = rows(result)
     families = {row["families"] for row in found}
     parts = [f"{settings['limit']} {settings['split']} problems of each of {max(families)} families."]
-    parts += ["Where a policy lacks runs, of fewer."] if len(families) > 1 else []
+    if len(families) > 1:
+        parts.append("Where a policy lacks runs, of fewer.")
     if any(points(row, "all")[0] is not None for row in found):
         parts.append(f"Difference: points to `{settings['beside']}` at the same budget, problem by problem.")
-    parts += ["Cut off: texts that did not end by themselves. The most right answers first."]
+    parts.append("Cut off: texts that did not end by themselves. The most right answers first.")
     return [" ".join(parts), ""]
 
 

@@ -46,9 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a document would change")
     either.add_argument(
-        "--results", type=location, metavar="DIR", help="print the tables of another folder's results, such as a "
-        "quick look's; the documents stay as they are",
-    )  # fmt: skip
+        "--results",
+        type=location,
+        metavar="DIR",
+        help="print the tables of another folder's results, such as a quick look's; the documents stay as they are",
+    )
     parser.add_argument("--root", type=Path, default=results.ROOT, metavar="FOLDER", help="default: this checkout")
 
 
@@ -98,6 +100,15 @@ class Source:
         self._runs: list[pool.Run] | None = None
         self._sweeps: dict[str, Result] = {}
 
+    def of_table(self, name: str) -> tuple[Path, Result]:
+        """The file of a table's result, and the result."""
+        comparison = OF_SWEEP.fullmatch(name)
+        if comparison is not None:
+            return self.folder / pool.FILE, self.of_sweep(comparison[1])
+        table = TABLES[name]
+        path = table.shipped or self.folder / f"{table.file or name}.json"
+        return path, results.read(path)
+
     def of_sweep(self, name: str) -> Result:
         """A comparison's runs in the pool."""
         if self._runs is None:
@@ -109,9 +120,12 @@ class Source:
 
 def show(where: Path) -> int:
     """Print every table that a folder holds results of → 0. MinithinkError: it holds none."""
-    looks = {name: sweep.result_of(name, where, keys) for name, keys in sweep.looks(where).items()}
-    made = {f"{kind}-{name}": look for name, look in looks.items() for kind in ("sweep", "overall", "needed")}
-    made = {name: look for name, look in made.items() if name in TABLES}
+    made = dict[str, Result]()
+    for name, keys in sweep.looks(where).items():
+        look = sweep.result_of(name, where, keys)
+        for kind in ("sweep", "overall", "needed"):
+            if f"{kind}-{name}" in TABLES:
+                made[f"{kind}-{name}"] = look
     for name, table in TABLES.items():
         path = where / f"{table.file or name}.json"
         if not table.shipped and not OF_SWEEP.fullmatch(name) and path.is_file():
@@ -137,7 +151,8 @@ def fill(text: str, name: str, where: Path | Source, folder: Path | None = None)
     lines = iter(enumerate(text.split("\n"), start=1))
     for number, line in lines:
         out.append(line)
-        if not (begin := BEGIN.fullmatch(line)):
+        begin = BEGIN.fullmatch(line)
+        if begin is None:
             continue
         table = begin[1]
         if table not in TABLES:
@@ -149,55 +164,68 @@ def fill(text: str, name: str, where: Path | Source, folder: Path | None = None)
                 raise MinithinkError(f"{name}:{number} begins a table, and the next begins before a line {END}.")
         else:
             raise MinithinkError(f"{name}:{number} begins a table, and no line {END} follows.")
-        if of := OF_SWEEP.fullmatch(table):
-            path = source.folder / pool.FILE
-            result = source.of_sweep(of[1])
-        else:
-            path = TABLES[table].shipped or source.folder / f"{TABLES[table].file or table}.json"
-            result = results.read(path)
-        made = lines_of(TABLES[table], result)
+        path, result = source.of_table(table)
+        *made, last = lines_of(TABLES[table], result)
         link = Path(os.path.relpath(path, folder or source.folder.parent)).as_posix()
-        out += [*made[:-1], f"{made[-1]} [{path.name}]({link})", END]
+        out += [*made, f"{last} [{path.name}]({link})", END]
     return "\n".join(out)
 
 
 def lines_of(table: Table, result: Result) -> list[str]:
     """A table in Markdown, the sentences below it, and its source."""
     rows = list(table.rows(result))
-    shown = [*markdown(cells(table, rows)), ""] if table.columns else []
-    last = source_of_rows(result, rows, table.kind) if table.kind else source_of(result)
-    title = partial(cell, field=table.columns[0][1], fmt=table.columns[0][2]) if table.columns else str
-    compared = compare.lines(table.goals, result["measurements"], table.kind, title) if table.goals else []
-    legend = [LEGEND, ""] if table.columns and any(row.get("changed") for row in rows) else []
-    return [*shown, *table.said(result), *legend, *compared, last]
+    lines = [*markdown(cells(table, rows)), ""] if table.columns else []
+    lines += table.said(result)
+    if table.columns and any(row.get("changed") for row in rows):
+        lines += [LEGEND, ""]
+    if table.goals:
+        _, field, fmt = table.columns[0]
+        title = partial(cell, field=field, fmt=fmt)
+        lines += compare.lines(table.goals, result["measurements"], table.kind, title)
+    lines.append(source_of_rows(result, rows, table.kind) if table.kind else source_of(result))
+    return lines
 
 
 def cells(table: Table, rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """The headings, and a line for every row, or for all rows that differ only in the values of `across`."""
+    groups = grouped(table, rows)
     columns: list[tuple[Column, Any]] = [(column, None) for column in table.columns]
-    by_line: dict[tuple[str, ...], dict[Any, Row]] = {}
-    for row in rows:
-        value = tuple(values_of(row, table.across)) if table.across else None
-        key = tuple(cell(row, of, fmt) for _, of, fmt in table.columns)
-        by_line.setdefault(key if table.across else (*key, str(len(by_line))), {})[value] = row
     if table.across:
-        values = dict.fromkeys(value for found in by_line.values() for value in found)
-        columns += [(column, value) for value in values for column in table.cells]
+        values = dict[Any, None]()  # each once, in the order in which they come
+        for group in groups:
+            values |= dict.fromkeys(group)
+        for value in values:
+            columns += [(column, value) for column in table.cells]
     columns += [(column, None) for column in table.last]
     lines = []
-    for found in by_line.values():
-        first = next(iter(found.values()))
+    for group in groups:
+        first = next(iter(group.values()))
         line = []
-        for (_, of, fmt), value in columns:
-            own = first if value is None else found.get(value)
-            line.append("–" if own is None else cell(own, of, fmt))
-        if any(row.get("changed") for row in found.values()):
+        for (_, field, fmt), value in columns:
+            own = first if value is None else group.get(value)
+            line.append("–" if own is None else cell(own, field, fmt))
+        if any(row.get("changed") for row in group.values()):
             line[0] += MARK
         lines.append(line)
     headings = [heading(title, value, table) for (title, _, _), value in columns]
-    kept = [i for i, title in enumerate(headings) if not title.endswith("?") or any(x[i] != "–" for x in lines)]
+    kept = []
+    for place, title in enumerate(headings):
+        if not title.endswith("?") or any(line[place] != "–" for line in lines):
+            kept.append(place)
     lines.insert(0, [title.rstrip("?") for title in headings])
-    return [tuple(line[i] for i in kept) for line in lines]
+    return [tuple(line[place] for place in kept) for line in lines]
+
+
+def grouped(table: Table, rows: Sequence[Row]) -> list[dict[Any, Row]]:
+    """The rows that one line of a table shows: by their values of `across`, or a row alone (by None)."""
+    if not table.across:
+        return [{None: row} for row in rows]
+    groups: dict[tuple[str, ...], dict[Any, Row]] = {}
+    for row in rows:
+        first_cells = tuple(cell(row, field, fmt) for _, field, fmt in table.columns)
+        value = tuple(values_of(row, table.across))
+        groups.setdefault(first_cells, {})[value] = row
+    return list(groups.values())
 
 
 def heading(title: str, value: Any, table: Table) -> str:
