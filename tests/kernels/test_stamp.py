@@ -14,10 +14,14 @@ from tests.kernels.device import DEVICE
 
 
 @given(
-    shape=st.sampled_from([(1, 1, 1), (2, 3, 2), (1, 2, 3), (0, 1, 2), (1, 0, 2)]), steps=st.integers(1, 12),
-    entries=st.integers(3, 40), gaps=st.booleans(), dropped=st.sampled_from([0.0, 0.1, 0.6]), wide=st.booleans(),
+    shape=st.sampled_from([(1, 1, 1), (2, 2, 1), (1, 2, 2), (1, 3, 1), (0, 1, 2), (1, 0, 2)]),
+    steps=st.integers(1, 5),
+    entries=st.integers(3, 20),
+    gaps=st.booleans(),
+    dropped=st.sampled_from([0.0, 0.1, 0.6]),
+    wide=st.booleans(),
     seed=st.integers(0, 2**31),
-)  # fmt: skip
+)
 def test_equals_its_twin(
     shape: tuple[int, int, int], steps: int, entries: int, gaps: bool, dropped: float, wide: bool, seed: int
 ) -> None:
@@ -25,7 +29,7 @@ def test_equals_its_twin(
     entries, anything behind the last token."""
     g = torch.Generator().manual_seed(seed)
     (layers, n, heads), rows = shape, shape[1] + 2
-    at, prompt = torch.randperm(rows, generator=g)[:n], torch.randint(1, 9, (n,), generator=g).int()
+    at, prompt = torch.randperm(rows, generator=g)[:n], torch.randint(1, 15, (n,), generator=g).int()
     known = [torch.zeros(layers, rows, heads, entries, dtype=torch.int32) for _ in range(2 + gaps)]
     known[0].fill_(ref.NOWHERE)
     ours, t = [x.clone().to(DEVICE) for x in known], torch.zeros(n, dtype=torch.int32)
