@@ -6,7 +6,7 @@ To run it alone: pytest tests/kv/test_plain.py
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -36,9 +36,13 @@ from minithink.kv.stack import Stack
 from minithink.model import Decoder, Rope
 from minithink.policies import parse
 from tests.compare import assert_close, assert_same
+from tests.kv.poison import poison
 from tests.kv.run import Cut, feed, informed, text_of
-from tests.kv.test_batches import ONE_BY_ONE, with_backend
+from tests.kv.test_batches import ONE_BY_ONE, assert_width, coming, feed_batch, with_backend
+from tests.kv.test_decisions import TEXTS as CAPTURED
+from tests.kv.test_decisions import Apart
 from tests.policies.test_laws import CLOSE, OPEN, TEXTS, decoder_of
+from tests.strategies import example_config, random_decoder
 
 torch.set_num_threads(1)
 
@@ -98,8 +102,21 @@ def assert_equal_caches(oracle: PlainCache, other: KVManager, seq: int) -> None:
     want_bytes = oracle.account(seq)
     for kind in ("payload", "scales", "buffers") if oracle.held(seq) else ():  # a full list of no token costs nothing
         assert getattr(got_bytes, kind) == getattr(want_bytes, kind), kind
-    for what in ("length", "held", "told", "counts", "thought"):
+    for what in ("length", "held", "counts"):
         assert getattr(other, what)(seq) == getattr(oracle, what)(seq), what
+    assert_same_thoughts(oracle, other, seq)
+
+
+def assert_same_thoughts(oracle: PlainCache, other: KVManager, seq: int) -> None:
+    """And all that `told` says. Where decisions are captured, the host learns of a segment with its first token."""
+    got = other.told(seq)
+    want = oracle.told(seq)
+    if other.captures_decisions and len(got.thoughts) < len(want.thoughts):
+        coming_type = oracle.storage.names[coming(other)[other.row_of(seq)]]
+        got = replace(got, thoughts=(*got.thoughts, coming_type))
+    else:
+        assert other.thought(seq) == oracle.thought(seq)
+    assert got == want
 
 
 def both_alone(decoder: Decoder, make: Make, prompt: int, chunk: int, steps: int, text: Sequence[int]) -> None:
@@ -286,81 +303,129 @@ def test_a_policy_sees_the_same(scope: Scope, prompt: int) -> None:
 # -- many sequences
 
 
-class Lives:
-    """Several sequences come, pause and leave, in a plain cache and in a paged one."""
+ROWS = 4  # one more than there are sequences
 
-    def __init__(self, decoder: Decoder, make: Make, backend: Backend, columns: Any, rows: int = 3) -> None:
+
+class Lives:
+    """Several sequences come, pause and leave, in a plain cache and in a paged one.
+
+    The paged one lives as where CUDA graphs are captured: its decisions are made from tensors alone. A step begins
+    either by `begin_step`, or by `begin`, beside idle rows and in another order.
+    """
+
+    def __init__(self, decoder: Decoder, make: Make, backend: Backend, seed: int) -> None:
         self.decoder = with_backend(decoder, ONE_BY_ONE)
-        self.oracle = plain(decoder, make(), rows)
-        self.other = paged(decoder, make(), rows, backend, columns)
+        self.oracle = plain(decoder, make(), ROWS)
+        self.other = paged(decoder, make(), ROWS, backend, columns="fit")
+        self.other.captured = True
+        if backend is REFERENCE:
+            poison(self.other.store)
+        self.apart = Apart(self.other, seed, asks_all=backend is REFERENCE)
         self.caches: tuple[Cache, Cache] = (self.oracle, self.other)
         # Where numbers are rounded to few bits, the last bit of a sum may tip a code, and logits differ visibly.
         self.exact = self.oracle.storage.formats == ("plain",)
         self.lengths: dict[int, int] = {}
         self.texts: dict[int, list[int]] = {}
 
-    def welcome(self, seq: int, prompt: int) -> None:
+    def join(self, seq: int, prompt: int, thinking: bool = True) -> None:
         self.texts[seq] = text_of(self.decoder.config, TOKENS, seq)
         self.lengths[seq] = 0
         for cache in self.caches:
-            cache.join(seq, TOKENS, prompt)
-        for count in (prompt // 2, prompt - prompt // 2):
-            if count:
-                self.feed({seq: count})
+            cache.join(seq, TOKENS, prompt, thinking)
 
     def leave(self, seq: int) -> None:
         del self.lengths[seq]
         for cache in self.caches:
             cache.leave(seq)
 
-    def feed(self, counts: Mapping[int, int]) -> None:
+    def feed(self, counts: Mapping[int, int], by_parts: bool = False) -> None:
+        """The next tokens of these sequences, in one step."""
         tokens = {seq: self.texts[seq][self.lengths[seq] : self.lengths[seq] + n] for seq, n in counts.items()}
-        wanted, got = (feed(self.decoder, cache, tokens) for cache in self.caches)
+        wanted = feed(self.decoder, self.oracle, tokens)
+        got = self.feed_parts(tokens) if by_parts else feed(self.decoder, self.other, tokens)
         for seq, n in counts.items():
             self.lengths[seq] += n
             if self.exact:
                 assert_close(f"logits of {seq}", got[seq], wanted[seq], atol=2e-4, rtol=2e-4)
         for seq in self.lengths:
             assert_equal_caches(self.oracle, self.other, seq)
+        assert_width(self.other)
+
+    def feed_parts(self, tokens: Mapping[int, list[int]]) -> dict[int, Tensor]:
+        """A step by its parts: idle rows take part in it, and rows that are due decide as a batch of their own."""
+        fed = {seq: chunk[0] for seq, chunk in tokens.items()}
+        taken = {self.other.row_of(seq) for seq in fed}
+        others = [row for row in range(ROWS) if row not in taken]
+        idle = others[: self.apart.some(len(others) + 1)]
+        turn = self.apart.some(ROWS)
+        if self.other.captures_decisions:
+            logits = self.apart.feed(self.decoder, fed, idle, turn)
+        else:
+            logits = feed_batch(self.decoder, self.other, fed, idle, turn)
+        return {seq: x[None] for seq, x in logits.items()}
 
 
-def live(decoder: Decoder, make: Make, backend: Backend, columns: Any, steps: int, seed: int) -> None:
-    lives = Lives(decoder, make, backend, columns)
-    draw = torch.Generator().manual_seed(seed)
-    for seq, prompt in ((0, 13), (1, 5), (2, 9)):
-        lives.welcome(seq, prompt)
+def live(decoder: Decoder, make: Make, backend: Backend, steps: int, seed: int) -> Lives:
+    """Three sequences read their prompts together. Later one leaves, and another one reads its prompt beside them."""
+    lives = Lives(decoder, make, backend, seed)
+    prompts = {0: 13, 1: 5, 2: 9}
+    late = 7
+    for seq, n in prompts.items():
+        lives.join(seq, n, thinking=seq != 2)
+    lives.texts[0][13 + steps // 2] = CLOSE
+    lives.texts[0][13 + steps * 3 // 4] = OPEN
+    lives.feed({seq: n // 2 for seq, n in prompts.items()})
+    lives.feed({seq: n - n // 2 for seq, n in reversed(prompts.items())})
+    running = list(prompts)
+    reads = 0
     for i in range(steps):
-        if i == steps // 2:
+        if i == steps // 3:
+            running.remove(1)
             lives.leave(1)
-            lives.welcome(7, 11)
-        running = list(lives.lengths)
-        order = torch.randperm(len(running), generator=draw).tolist()
-        some = 1 + int(torch.randint(len(running), (), generator=draw))
-        lives.feed({running[k]: 1 for k in order[:some]})
+            reads = min(6, steps // 3)
+            lives.join(late, reads)
+        if reads:
+            lives.feed({late: 1})
+            reads -= 1
+            if not reads:
+                running.append(late)
+        order = torch.randperm(len(running), generator=lives.apart.draw).tolist()
+        some = len(order) if i % 3 else 1 + lives.apart.some(len(order))
+        lives.feed({running[k]: 1 for k in order[:some]}, by_parts=i % 4 > 0)
+    for seq in running:
+        lives.leave(seq)
+    assert lives.other.store.table.pages.free == lives.other.store.table.pages.count
+    return lives
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", [*TEXTS, *(text for text in CAPTURED if text not in TEXTS)])
 def test_sequences_that_come_pause_and_leave(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a batch, with rows that several sequences use one after the other, and with widths that follow the lanes."""
     monkeypatch.setattr(manager_module, "NARROWEST", 4)
-    columns = "fit" if TEXTS.index(text) % 2 else None
-    live(decoder_of(0), lambda: parse(text), REFERENCE, columns, steps=40, seed=TEXTS.index(text))
+    seed = [*TEXTS, *CAPTURED].index(text)
+    lives = live(decoder_of(seed % 2), lambda: parse(text), REFERENCE, steps=40, seed=seed)
+    if text in CAPTURED:
+        assert lives.apart.decided
 
 
 KERNELS = (
-    "rkv:budget=16,buffer=4,alpha=3,kernel_size=3",
-    "thinkv:budget=34,tau=8,retention=4/2,g=4,block=2,layers=0/1,thresholds=0.44/0.54",
+    "rkv:budget=12,buffer=2,alpha=3,kernel_size=3,compaction=gather",
+    "rkv:budget=12,buffer=2,alpha=3,kernel_size=3,compaction=overlapped",
+    "thinkv:budget=19,tau=4,g=4,retention=2/1,block=2,layers=0,thresholds=0.3/0.6",
     "window:budget=16+quant:fmt=int4,by=token",
 )
 
 
 @pytest.mark.parametrize("text", KERNELS)
 def test_the_kernels_give_the_same(text: str) -> None:
-    """The paged manager with all of its kernels, in the interpreter or compiled."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        pytest.skip("the decoder of this test is on the CPU; tests/kv/test_parts.py compares on a GPU")
-    live(decoder_of(0), lambda: parse(text), triton_backend(), "fit", steps=9, seed=3)
+    """The paged manager with all of its kernels, in the interpreter."""
+    if torch.cuda.is_available():
+        pytest.skip("the decoder of this test is on the CPU; tests/kv/test_decisions.py compares on a GPU")
+    config = example_config(
+        hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=16, vocab_size=23
+    )
+    lives = live(random_decoder(config, 3), lambda: parse(text), triton_backend(), steps=8, seed=3)
+    assert lives.apart.decided
 
 
 def test_it_runs_outside_of_inference_mode() -> None:
