@@ -81,6 +81,18 @@ def test_bytes_without_a_token_are_dropped() -> None:
     assert encoding.encode(spelled("\x13\x1d")) == []
 
 
+@pytest.mark.parametrize(("fuses", "unknown"), [(False, [9, 9]), (True, [9])])
+def test_unknown_neighbours_become_one_token_if_they_are_fused(fuses: bool, unknown: list[int]) -> None:
+    """Those that stand apart become one each, and at the start of the next word it begins anew."""
+    vocab = {symbol: 256 + n for n, symbol in enumerate(ALPHABET) if symbol not in spelled("\x04\x06")}
+    spec = {"vocab": vocab | {"<unk>": 9}, "merges": [], "unk_token": "<unk>", "fuse_unk": fuses}
+    encoding = BytePairEncoding.from_spec(spec)
+    a, b = vocab["a"], vocab["b"]
+    assert encoding.encode(spelled("a\x04\x06b")) == [a, *unknown, b]
+    assert encoding.encode(spelled("\x04a\x04b\x06\x06")) == [9, a, 9, b, *unknown]
+    assert encoding.encode(spelled("\x06")) == [9]
+
+
 def test_work_grows_as_n_log_n() -> None:
     """Counted in look-ups of pairs. A token of 2^16 letters is made by doubling."""
     vocab = {symbol: id for id, symbol in enumerate(ALPHABET)}

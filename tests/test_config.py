@@ -355,6 +355,23 @@ def test_what_changes_no_logit_is_accepted(base: dict[str, Any], change: dict[st
                                                    eos_token_ids=plain.eos_token_ids) == plain  # fmt: skip
 
 
+def test_a_sliding_window_of_transformers_default_is_refused() -> None:
+    """A file that says use_sliding_window and gives no size means 4096 tokens."""
+    raw = QWEN2 | {"use_sliding_window": True, "max_window_layers": 0}
+    del raw["sliding_window"]
+    with pytest.raises(MinithinkError, match="layers from 0 on see only 4096 tokens"):
+        ModelConfig.from_dict(raw)
+
+
+def test_the_largest_vocabulary_is_read() -> None:
+    assert ModelConfig.from_dict(LLAMA | {"vocab_size": 2**27}).vocab_size == 2**27
+
+
+def test_the_token_0_is_a_token() -> None:
+    config = ModelConfig.from_dict(LLAMA | {"bos_token_id": 0, "eos_token_id": [0, -1]})
+    assert (config.bos_token_id, config.eos_token_ids) == (0, (0,))
+
+
 def test_negative_token_ids_stand_for_none() -> None:
     config = ModelConfig.from_dict(LLAMA | {"bos_token_id": -1, "eos_token_id": [-1, 2]})
     assert (config.bos_token_id, config.eos_token_ids) == (None, (2,))

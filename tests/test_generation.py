@@ -5,15 +5,19 @@ python -m pytest tests/test_generation.py
 
 from __future__ import annotations
 
+import json
 import math
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from minithink.generation import DRAWING, ONE_TOKEN, READ, SILENT, GenerationConfig
-from minithink.sampling import SamplingParams
+from minithink.sampling import COLDEST, SamplingParams
+from minithink.tokenizer import Tokenizer
 from tests.strategies import example_config
 
 CONFIG = example_config(max_position=512, eos_token_ids=(7,))  # 61 tokens
@@ -58,6 +62,27 @@ def test_fields_are_read(raw: dict[str, Any], want: dict[str, Any]) -> None:
     config = read(raw)
     assert {name: getattr(config, name) for name in want} == want
     assert (config.ignored, config.caution) == ((), "")
+
+
+def test_a_stop_token_that_the_model_lacks_stops_nothing() -> None:
+    config = example_config(eos_token_ids=())
+    assert GenerationConfig.from_dict({}, config, (9, config.vocab_size)).stop_ids == {9}
+
+
+def test_the_coldest_temperature_that_is_read_is_not_greedy() -> None:
+    assert read(SAMPLE | {"temperature": COLDEST}).temperature == COLDEST
+    assert read(SAMPLE | {"temperature": COLDEST / 2}).temperature == 0.0
+
+
+def test_old_checkpoints_keep_the_fields_in_their_config(tmp_path: Path) -> None:
+    """The other fields of config.json ask for nothing, and a caution names the file."""
+    fields = {"do_sample": True, "temperature": 0.5, "top_k": 7, "repetition_penalty": 1.5, "hidden_size": 24}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    tokenizer = cast(Tokenizer, SimpleNamespace(eos_id=9))
+    config = GenerationConfig.from_folder(tmp_path, example_config(eos_token_ids=()), tokenizer)
+    assert (config.temperature, config.top_k, config.stop_ids) == (0.5, 7, {9})
+    assert config.ignored == ("repetition_penalty = 1.5",)
+    assert config.caution.startswith("config.json asks for repetition_penalty = 1.5, which")
 
 
 def test_without_other_stop_tokens_the_tokenizer_names_them() -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,44 @@ def test_closed_streams_are_the_null_device(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=60)
     assert (tmp_path / "file").read_text() == "['stdin', 'stdout', 'stderr'] '' True\n"
+
+
+def test_signals_keep_their_handlers_in_other_threads() -> None:
+    """Python sets handlers in the main thread only."""
+    seen: list[object] = []
+
+    def command() -> None:
+        with Signals() as signals:
+            seen.extend([signal.getsignal(signal.SIGTERM), signals.stopped])
+
+    thread = threading.Thread(target=command)
+    thread.start()
+    thread.join()
+    assert seen == [signal.SIG_DFL, None]
+
+
+def test_a_handler_of_the_users_own_stays() -> None:
+    came: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        with Signals() as signals:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.stopped is None
+        assert came == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize(
+    ("before", "shown"),
+    [
+        ("", "kept\n"),  # Python has no stream although there is one, as under pythonw
+        ("os.close(0); os.close(1)", ""),  # the lowest free number is another stream's
+    ],
+)
+def test_only_streams_that_are_closed_are_opened_anew(before: str, shown: str) -> None:
+    code = f"import os, sys\nfrom minithink.process import open_streams\n{before}\nsys.stdout = None\n"
+    code += "closed = open_streams()\nos.write(1, b'kept\\n')\nsys.exit(0 if closed == ['stdout'] else 7)\n"
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, shown, "")

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from minithink.errors import UsageError
+from minithink.kv.checks import declared, yielded
 from minithink.kv.contract import Demand, Evict, OpenSegment, Policy, Requantize, See, SetBudget, Step, Storage
 from minithink.kv.manager import KVManager
 from minithink.kv.stack import Stack
@@ -74,6 +76,7 @@ ANSWERS: dict[str, tuple[Any, str]] = {
     "a bare mask": (lambda step: mask(step), rf"returned a tensor, bool {re.escape(S)} on cpu from `decide`"),
     "an edit": (lambda step: Evict(mask(step)), "returned one Evict from `decide`"),
     "a text": (lambda step: "evict", "returned 'evict' from `decide`"),
+    "bytes": (lambda step: b"evict", "returned b'evict' from `decide`"),
     "a number": (lambda step: 3, "returned 3 from `decide`"),
     "a dictionary": (lambda step: {"drop": 1}, "returned {'drop': 1} from `decide`"),
     "a mask yielded": (one(mask), r"yielded a tensor, bool .* which is no edit: yield one of Evict, Requantize"),
@@ -266,6 +269,7 @@ class Steers(Policy):
         (lambda hidden: None, r"returned None from `steer`, and it must return the hidden .* float32 \[1, 24\]"),
         (lambda hidden: hidden[0], r"returned a tensor, float32 \[24\]"),
         (lambda hidden: hidden.double(), "returned a tensor, float64"),
+        (lambda hidden: hidden.to("meta"), r"returned a tensor, float32 \[1, 24\] on meta"),
     ],
 )
 def test_what_steering_gives_back_is_checked(change: Any, said: str) -> None:
@@ -314,3 +318,81 @@ def test_eviction_wins_over_another_format() -> None:
     both = started(answer, storage=Storage(also=("fp8",)))
     assert kept(both, 0) == [[0, 1, 2, 3, 5]] * 4
     assert both.store.format()[0, 0, 0].tolist() == [0, 0, 0, 1, 1]
+
+
+def checked(edit: Callable[[Step], Any], storage: Storage | None = None, **fields: Any) -> Any:
+    """What `yielded` makes of an edit; fields beside `captures` and `asks` are the policy's."""
+    flags = {name: fields.pop(name, name == "asks") for name in ("captures", "asks")}
+    found = []
+
+    def answer(step: Step) -> tuple[()]:
+        if not found:
+            found.append(yielded(policy, [edit(step)], step, storage or Storage(), **flags))
+        return ()
+
+    policy = Mine(answer, **fields)
+    run(policy)
+    return found[0]
+
+
+def test_a_capture_may_open_segments_if_the_policy_says_so() -> None:
+    opened = lambda step: OpenSegment(YES, TYPE)  # noqa: E731
+    assert checked(opened, captures=True, opens=True)
+    assert checked(opened, captures=False)
+    with pytest.raises(
+        UsageError, match="mine is capturable and yields OpenSegment, and only Evict and SetBudget can"
+    ):
+        checked(opened, captures=True)
+    for opens, allowed in ((False, "Evict and SetBudget"), (True, "Evict, SetBudget and OpenSegment")):
+        with pytest.raises(UsageError, match=f"yields Requantize, and only {allowed} can be captured"):
+            checked(lambda step: Requantize(mask(step), "plain"), captures=True, opens=opens)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda step: OpenSegment(YES, TYPE + 1),
+        lambda step: SetBudget(torch.full((2, 3, 2), -5, dtype=torch.int32)),
+    ],
+)
+def test_values_are_looked_at_only_where_the_host_may_read_them(edit: Callable[[Step], Any]) -> None:
+    with pytest.raises(UsageError, match="mine"):
+        checked(edit)
+    assert checked(edit, asks=False)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda step: OpenSegment(YES, torch.tensor([0, 9, 9], dtype=torch.uint8)),  # no segment opens in the last two
+        lambda step: SetBudget(torch.zeros(2, 3, 2, dtype=torch.int32)),
+        lambda step: Requantize(mask(step), "fp8", how="shrink"),
+    ],
+)
+def test_what_the_contract_allows_passes(edit: Callable[[Step], Any]) -> None:
+    assert checked(edit, Storage(also=("fp8",)))
+
+
+def test_values_on_a_gpu_are_not_looked_at() -> None:
+    """It would have to wait for the GPU. Tensors without values stand for tensors there."""
+    meta = torch.device("meta")
+    step = SimpleNamespace(
+        row=torch.zeros(ROWS, device=meta),
+        budget=torch.zeros(2, ROWS, 2, device=meta),
+        pos=lambda: torch.zeros(2, ROWS, 2, 6, device=meta),
+        shape=SimpleNamespace(layers=2),
+    )
+    tokens = torch.zeros(2, ROWS, 2, dtype=torch.int32, device=meta)
+    policy = Mine(lambda step: ())
+    assert yielded(policy, [SetBudget(tokens)], cast(Any, step), Storage(), captures=False, asks=True)
+
+
+def test_an_unknown_format_is_refused_when_it_is_declared() -> None:
+    for storage in (Storage(also=("fp9",)), Storage(thoughts=("fp8", "fp8/fp9"))):
+        with pytest.raises(UsageError, match=r"The format 'fp9' is unknown; choose one of"):
+            declared(Mine(lambda step: (), storage=storage))
+
+
+def test_a_policy_without_a_name_is_called_by_its_class() -> None:
+    with pytest.raises(UsageError, match="The policy Mine: slack is -1"):
+        declared(Mine(lambda step: (), name="", slack=-1))
