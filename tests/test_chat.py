@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,6 +27,8 @@ from tests.fixtures_checkpoint import write_checkpoint
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 GROW = "{% set ns = namespace(x='ab', many=[1]) %}{% for i in range(99) %}STEP{% endfor %}"
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc, and limits of Linux")
 
 
 @pytest.fixture
@@ -93,7 +97,27 @@ def test_text_is_limited(template: str) -> None:
     assert fails(template) == "its text has more than 10,000,000 characters"
 
 
+@linux
+def test_the_limit_of_time_is_for_each_request() -> None:
+    """A process that has served long has as much time for the next request as a new one."""
+    render("a", HELLO)
+    child = chat._child
+    assert child is not None
+    busy = "{% for i in range(50) %}{% for j in range(9999) %}{% endfor %}{% endfor %}b"
+    began = used_by(child)
+    while used_by(child) < began + chat.LIMITS["max_seconds"] + 2:
+        assert render(busy, HELLO) == "b"
+    assert chat._child is child
+
+
+def used_by(child: chat._Child) -> float:
+    """Seconds of the processor's time that the process has used."""
+    fields = Path(f"/proc/{child.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def test_the_longest_text_passes() -> None:
+    assert len(render("{{ 'a' * 10_000_000 }}", HELLO)) == 10_000_000
     text = "\U0001f600" * 9_999_000
     assert render("{{ messages[0].content }}", {"messages": [{"content": text}]}) == text
 
@@ -116,6 +140,47 @@ def test_a_child_without_limits_of_the_system_is_ended_by_the_clock(monkeypatch:
     monkeypatch.setitem(chat.LIMITS, "max_seconds", 1000)
     with pytest.raises(TemplateFailed, match=r"it takes more than 0\.5 seconds"):
         render("{{ 9 ** 9999999999 }}", HELLO)
+
+
+@linux
+def test_a_child_that_is_killed_leaves_no_core() -> None:
+    """It would hold the conversation."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    end_child()
+    try:
+        resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
+        render("a", HELLO)
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
+    assert chat._child is not None
+    limits = Path(f"/proc/{chat._child.process.pid}/limits").read_text()
+    assert re.search(r"^Max core file size +0 ", limits, re.MULTILINE)
+    assert re.search(rf"^Max address space +{chat.LIMITS['max_memory']} ", limits, re.MULTILINE)
+
+
+@linux
+def test_limits_that_the_system_sets_are_not_exceeded() -> None:
+    code = (
+        "import resource\n"
+        "from minithink.chat_child import _limit\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (60, 90))\n"
+        "_limit(resource.RLIMIT_NOFILE, 70)\n"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (70, 90)\n"
+        "_limit(resource.RLIMIT_NOFILE, 100)\n"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (90, 90)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0
+
+
+def test_ctrl_c_does_not_end_the_child() -> None:
+    render("a", HELLO)
+    child = chat._child
+    assert child is not None
+    os.kill(child.process.pid, signal.SIGINT)
+    assert render("b", HELLO) == "b"
+    assert chat._child is child
 
 
 def test_messages_are_short() -> None:

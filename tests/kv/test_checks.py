@@ -159,6 +159,7 @@ DECLARED: dict[str, tuple[dict[str, Any], str]] = {
     "no scope": ({"scope": None}, "scope is None"),
     "demands": ({"demands": See.MASS}, "demands is .*MASS.*, and it must be a tuple of Demand"),
     "a demand": ({"demands": Demand(See.MASS)}, "it must be a tuple of Demand"),
+    "what a demand is for": ({"demands": (See.MASS,)}, "demands is a tuple of 1, and it must be a tuple of Demand"),
     "storage": ({"storage": "fp8"}, "storage is 'fp8', and it must be a Storage"),
     "budget": ({"budget": 0.5}, "budget is 0.5, and it must be a whole number of tokens"),
     "a true budget": ({"budget": True}, "budget is True"),

@@ -404,6 +404,19 @@ def test_a_text_that_never_opens_the_stage_counts_as_thinking(text: list[int], w
     assert policy.seen == [[thinks] for thinks in want]
 
 
+def test_a_text_that_answers_does_not_think_beside_one_that_never_opens_the_stage() -> None:
+    decoder = random_decoder(example_config())
+    policy = Stage(4, exempt_answer=True)
+    manager = manager_for(decoder, policy, rows=2, think_ids=(OPEN, CLOSE))
+    manager.join(0, 30, 3, thinking=True)
+    manager.join(1, 30, 3, thinking=False)
+    feed(decoder, manager, {0: [1, 1, 1], 1: [1, 1, 1]})
+    for token in (CLOSE, 1, 1, 1):
+        feed(decoder, manager, {0: [token], 1: [1]})
+        assert policy.seen[-1] == [False, True]
+    assert (manager.held(0), manager.held(1)) == (7, 4)
+
+
 def test_without_think_tokens_a_sequence_always_thinks() -> None:
     decoder = random_decoder(example_config())
     policy = Stage(4, exempt_answer=True)
