@@ -243,7 +243,8 @@ def _same_settings(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 def shows(run: Run, key: Mapping[str, Any]) -> bool:
     """Whether a table shows a run where it wants this key. The run may have had other defaults or another calibration
     than its policy has now: it stays in the table, which marks it."""
-    return serves(run, {name: value for name, value in key.items() if name not in ("settings", "calibration")})
+    some = {name: value for name, value in key.items() if name not in ("settings", "calibration")}
+    return serves(run, some)
 
 
 def pick(
@@ -260,25 +261,35 @@ def pick(
         keys: without the machine's parts.
         fits: `serves`, or `shows` for a table.
     """
-    kinds: dict[str, list[Run | None]] = {}
-    by_cell = dict[tuple[Any, ...], list[Run]]()
+    by_machine = dict[str, dict[tuple[Any, ...], list[Run]]]()  # then by cell
     for run in runs:
-        by_cell.setdefault((_machine(run), *run.cell), []).append(run)
-    for kind in {machine for machine, *_ in by_cell}:
-        own = (by_cell.get((kind, key["dataset"], key["policy"], rounded(key["budget"])), []) for key in keys)
-        of_key = ([run for run in some if fits(run, key)] for some, key in zip(own, keys, strict=True))
-        kinds[kind] = [max(some, key=_worth, default=None) for some in of_key]
-    if not kinds:
-        return [None] * len(keys)
-    return max(kinds.values(), key=lambda of: (sum(map(bool, of)), max((x.date for x in of if x), default="")))
+        by_machine.setdefault(_machine(run), {}).setdefault(run.cell, []).append(run)
+    best: list[Run | None] = [None] * len(keys)
+    for by_cell in by_machine.values():
+        found = list[Run | None]()
+        for key in keys:
+            some = by_cell.get((key["dataset"], key["policy"], rounded(key["budget"])), [])
+            fitting = [run for run in some if fits(run, key)]
+            found.append(max(fitting, key=_worth, default=None))
+        best = max(best, found, key=_worth_of_kind)
+    return best
 
 
 def _worth(run: Run) -> tuple[bool, bool, bool, str]:
+    """What decides between several runs of a key; the largest wins."""
     return not run.stale, bool(run.right), run.row.get("looped") is not None, run.date
 
 
+def _worth_of_kind(found: Sequence[Run | None]) -> tuple[int, str]:
+    """What decides between kinds of machines: how many runs there are, then the newest run's date."""
+    dates = [run.date for run in found if run is not None]
+    return len(dates), max(dates, default="")
+
+
 def _machine(run: Run) -> str:
-    return _text({name: run.key.get(name) for name in MACHINE} | {"gpu": run.machine.get("gpu")})
+    """The kind of machine that a run ran on."""
+    parts = {name: run.key.get(name) for name in MACHINE}
+    return _text({**parts, "gpu": run.machine.get("gpu")})
 
 
 def source_of(policy: str, backend: str) -> dict[str, str]:
