@@ -342,7 +342,7 @@ def store_of(pair: str, dim: int = 128, count: int = 128) -> PagedStore:
     store = PagedStore(shape, Storage(thoughts=(pair,), buffer=16, block=16), pages=80)
     generator = torch.Generator().manual_seed(0)
     store.append([0], [count], [0]).write(0, *torch.randn(2, 1, count, 1, dim, generator=generator))
-    store.settle(0, count)  # sixteen tokens at a time are quantized together
+    store.moves.settle(0, count)  # sixteen tokens at a time are quantized together
     return store
 
 

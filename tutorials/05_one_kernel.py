@@ -771,8 +771,8 @@ def store_of(lengths: list[int], formats: tuple[str, ...] = ()) -> PagedStore:
     rows = list(range(len(lengths)))
     store.append(rows, lengths, [0] * len(rows)).write(0, k.to(device), v.to(device))
     for row in rows:
-        store.measure(row)
-        store.settle(row, lengths[row])
+        store.moves.measure(row)
+        store.moves.settle(row, lengths[row])
     return store
 
 

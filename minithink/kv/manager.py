@@ -544,7 +544,7 @@ class KVManager:
         else:
             where[min(move.layer, len(where) - 1)] = move.where
         where &= view.active[None, :, None, None]
-        self.store.requantize(where & ~drop, move.fmt, move.how)
+        self.store.moves.requantize(where & ~drop, move.fmt, move.how)
 
     def _set_budget(self, author: Policy, edit: SetBudget, view: View) -> None:
         budget = self.budgets[id(author)]
@@ -620,7 +620,7 @@ class KVManager:
         self._flush_full()
         while self._waiting:
             row = self._waiting[0]
-            self.store.settle(row, self.sequences.at(row).length)
+            self.store.moves.settle(row, self.sequences.at(row).length)
             self._waiting.pop(0)
 
     # -- a step without the decode loop: it reads prompts, or feeds one generated token to each sequence
@@ -680,7 +680,7 @@ class KVManager:
         complete = now.complete()
         rows = [] if complete is None else complete.row.tolist()
         for row in rows:
-            self.store.measure(row)
+            self.store.moves.measure(row)
         if complete is not None:
             self._act(complete)
         self._over()  # even if the pool turns out to be exhausted below

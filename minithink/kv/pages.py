@@ -64,6 +64,14 @@ class Layout:
         """Bytes of a token's own parameters in one lane."""
         return self.k_side + self.v.params_bytes(self.dim)
 
+    def parts(self, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """The codes of the key and of the value, out of those of a token: [..., bytes]."""
+        return codes[..., : self.k_codes], codes[..., self.k_codes : self.codes]
+
+    def side_parts(self, side: Tensor) -> tuple[Tensor, Tensor]:
+        """The parameters of the key and of the value, out of those of a token: [..., bytes]."""
+        return side[..., : self.k_side], side[..., self.k_side : self.side]
+
     @property
     def row(self) -> int:
         """Bytes of the parameters that a group of tokens shares in one lane."""
@@ -113,9 +121,9 @@ class Pages:
 
     def format(self) -> Tensor:
         """Index of every token's format, BUFFER in the ring: uint8 [Lt, B, Ht, S]; undefined behind the list."""
-        return self._format_of(self.place[..., : self.seen])
+        return self.format_of(self.place[..., : self.seen])
 
-    def _format_of(self, place: Tensor) -> Tensor:
+    def format_of(self, place: Tensor) -> Tensor:
         page = (place // self.table.most).clamp(min=0).long()
         return torch.where(place < 0, BUFFER, self.table.format[page])
 
@@ -135,12 +143,12 @@ class Pages:
     # -- slots of one format as rows of a matrix
 
     @cached_property
-    def _codes(self) -> list[Tensor]:
+    def codes(self) -> list[Tensor]:
         """In each format, the codes of every slot of every lane: [slots, bytes]."""
         return [self._slots(self.pool, lay, lay.codes) for lay in self.layouts]
 
     @cached_property
-    def _sides(self) -> list[Tensor]:
+    def sides(self) -> list[Tensor]:
         """In each format, the parameters of every slot."""
         return [self._slots(self.side, lay, lay.side) for lay in self.layouts]
 
@@ -152,18 +160,18 @@ class Pages:
         return pool.view(-1, stride)[:, :width] if stride else pool.view(pool.shape[0] * pool.shape[1] * lay.slots, 0)
 
     def nowhere(self, f: int) -> int:
-        """The trash slot of format f, numbered as `_base` does; real slots have smaller numbers."""
+        """The trash slot of format f, numbered as `base` does; real slots have smaller numbers."""
         return self.trash_page * self.shape.sharing * self.layouts[f].slots
 
-    def _base(self, f: int, page: Tensor, slot: Tensor) -> Tensor:
+    def base(self, f: int, page: Tensor, slot: Tensor) -> Tensor:
         """Numbers of slots in the views above, in the first lane of their unit. page, slot: equal shapes."""
         return page * (self.shape.sharing * self.layouts[f].slots) + slot
 
-    def _index(self, f: int, layer: int, base: Tensor) -> Tensor:
+    def index(self, f: int, layer: int, base: Tensor) -> Tensor:
         """The same in the lanes of a layer. base: [N, Ht, n] → [N, Hkv, n]."""
-        return base + self._lane(layer)[:, None] * self.layouts[f].slots
+        return base + self.lane(layer)[:, None] * self.layouts[f].slots
 
-    def _lane(self, layer: int) -> Tensor:
+    def lane(self, layer: int) -> Tensor:
         """Which of its unit's lanes each head of a layer is: [Hkv], or [1] where every lane is a unit."""
         if self.shape.scope == "head":
             return torch.zeros(1, dtype=torch.long, device=self.shape.device)
@@ -262,7 +270,7 @@ class Reading:
         page = torch.where(self.pos >= 0, self.place // most, pages.zero_page).long()
         slot = torch.where(self.pos >= 0, self.place % most, 0).long()
         keys = pages.scale_row[page, slot].long() if pages.layouts[f].by_token else None
-        return f, pages._base(f, page, slot), keys
+        return f, pages.base(f, page, slot), keys
 
     @cached_property
     def _parts(self) -> list[tuple[int, Tensor, Tensor, Tensor | None]]:
@@ -290,7 +298,7 @@ class Reading:
             page = torch.where(there, lies // most, pages.zero_page).long()
             slot = torch.where(there, lies % most, 0).long()
             keys = pages.scale_row[page, slot].long() if pages.layouts[f].by_token else None
-            out.append((f, columns, pages._base(f, page, slot), keys))
+            out.append((f, columns, pages.base(f, page, slot), keys))
         return out
 
     def _ring(self, layer: int) -> Tensor:
@@ -332,15 +340,15 @@ class Reading:
         rows = self.rows
         lay = pages.layouts[f]
         dim = pages.shape.head_dim
-        index = pages._index(f, layer, base)  # [N, Hkv, S]
-        codes = pages._codes[f].index_select(0, index.flatten()).view(*index.shape, -1)
+        index = pages.index(f, layer, base)  # [N, Hkv, S]
+        codes = pages.codes[f].index_select(0, index.flatten()).view(*index.shape, -1)
         if lay.plain:
             return codes[..., :dim], codes[..., dim : 2 * dim]
-        side = pages._sides[f].index_select(0, index.flatten()).view(*index.shape, -1)
+        side = pages.sides[f].index_select(0, index.flatten()).view(*index.shape, -1)
         if keys is None:
             k_params = side[..., : lay.k_side]
         else:
-            row = keys * pages.shape.sharing + pages._lane(layer)[:, None]  # [N, Hkv, S]
+            row = keys * pages.shape.sharing + pages.lane(layer)[:, None]  # [N, Hkv, S]
             k_params = pages.scale_rows.flatten(0, 1)[row][..., : lay.row]
         scale = pages.scale[f, :, layer] if rows is None else pages.scale[f, :, layer, rows]  # [2, N]
         k_scale, v_scale = scale[:, :, None, None]

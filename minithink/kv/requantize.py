@@ -1,4 +1,4 @@
-"""Requantize: tokens that move to another format, outside of a decode step.
+"""Moves: tokens that move to another format, outside of a decode step.
 
 measure      the prompt was read: its numbers decide the FP32 scales of its sequence
 settle       the policy has acted on the prompt: its remaining tokens move to their own format
@@ -7,29 +7,77 @@ requantize   the policy moves tokens to another format, by their numbers or by t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from minithink.kv.pages import Reader
+from minithink.kv.pages import Reader, Reading
 from minithink.kv.slots import Slots
 from minithink.kv.table import Exhausted
 from minithink.quant import shrink
 
 
-class Moves(Slots):
-    """Slots whose tokens can move to other formats."""
+@dataclass(frozen=True)
+class _Prompt:
+    """A prompt that is about to settle. Tensors have one row."""
+
+    row: int
+    at: Tensor  # int64 [1], the row
+    length: int  # tokens of the prompt, evicted ones too
+    whole: int  # tokens at positions below this fill whole buffers
+    read: Reading
+    place: Tensor  # int32 [Lt, 1, Ht, S]
+    pos: Tensor
+    plain: Tensor  # bool, the tokens in plain pages that may leave them
+    moving: Tensor  # bool, those that move to their own format
+    waiting: Tensor  # bool, those that will wait in the ring
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """Tokens that are about to move to another format, N rows of them."""
+
+    at: Tensor  # int64 [N], the rows
+    column: Tensor  # int64 [Lt, N, Ht, n], columns of the tokens
+    valid: Tensor  # bool [Lt, N, Ht, n], which columns are such tokens
+    place: Tensor  # int32 [Lt, N, Ht, n], where they lie
+    format: Tensor  # uint8 [Lt, N, Ht, n]
+    thought: Tensor  # uint8 [Lt, N, Ht, n], the thought type of their page
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some of the chosen tokens, which move together: a page holds one thought type."""
+
+    kind: int  # their thought type
+    source: int | None  # the format whose integers shrink; None: their numbers are quantized again
+    where: Tensor  # bool [Lt, N, Ht, n]
+
+
+class Moves:
+    """Moves the tokens of one store to other formats."""
+
+    def __init__(self, store: Slots) -> None:
+        self.store = store
+
+    # -- a prompt that was read
 
     def measure(self, row: int) -> None:
         """Take the FP32 scales from the prompt, which was read and is still complete."""
-        scaled = [f for f, lay in enumerate(self.layouts) if lay.k.tensor_scaled or lay.v.tensor_scaled]
+        store = self.store
+        scaled = [f for f, lay in enumerate(store.layouts) if lay.k.tensor_scaled or lay.v.tensor_scaled]
         if not scaled:
             return
-        read = self.reader(self._at(row))
-        for layer in range(self.shape.layers):
-            amax = [x.float().abs().amax() for x in read(layer)]
+        read = store.reader(store.one_row(row))
+        for layer in range(store.shape.layers):
+            k, v = read(layer)
+            k_amax = k.float().abs().amax()
+            v_amax = v.float().abs().amax()
             for f in scaled:
-                self.scale[f, 0, layer, row] = self.layouts[f].k.tensor_scale(amax[0])
-                self.scale[f, 1, layer, row] = self.layouts[f].v.tensor_scale(amax[1])
+                store.scale[f, 0, layer, row] = store.layouts[f].k.tensor_scale(k_amax)
+                store.scale[f, 1, layer, row] = store.layouts[f].v.tensor_scale(v_amax)
 
     def settle(self, row: int, length: int) -> None:
         """Move the remaining tokens of a prompt to their own format. The policy has acted on the prompt.
@@ -41,67 +89,121 @@ class Moves(Slots):
             row: of the sequence.
             length: tokens of the prompt, evicted ones too.
         """
-        s = self.storage
-        home = s.formats.index(s.thoughts[s.prompt])
-        if self.layouts[home].plain and not s.buffer:
+        store = self.store
+        storage = store.storage
+        home = store.layouts[storage.formats.index(storage.thoughts[storage.prompt])]
+        if home.plain and not storage.buffer:
             self._settled(row)
             return
-        at = self._at(row)
-        read = self.reader(at)
-        whole = s.sink + max(0, length - s.sink) // max(1, s.buffer) * max(1, s.buffer)
-        keep = s.tail == "keep"
-        place = self.place[:, at, :, : self.seen]
-        pos = self.positions()[:, at]  # [Lt, 1, Ht, S]
-        # tokens that the policy has moved to another format stay there
-        here = (pos >= s.sink) & (self._format_of(place) == 0)
-        moving, waiting = (here & (pos < whole), here & (pos >= whole)) if keep else (here, torch.zeros_like(here))
-        # groups are made of neighbours in the text: from columns to positions, and back
-        index = torch.where(moving, pos - s.sink, length).long()
-        valid = torch.zeros(*place.shape[:-1], length + 1, dtype=torch.bool, device=at.device)
+        prompt = self._prompt(row, length)
+        moving = prompt.moving
+        if home.plain:
+            moving = torch.zeros_like(moving)
+            new = prompt.place
+        else:
+            new = self._quantize_prompt(prompt)
+        if storage.tail == "keep":
+            self._fill_ring(prompt)
+        in_ring = -1 - (prompt.pos - prompt.whole)
+        stay_or_wait = torch.where(prompt.waiting, in_ring, prompt.place)
+        placed = torch.where(moving, new, stay_or_wait)
+        store.place[:, prompt.at, :, : store.seen] = placed.to(torch.int32)
+        leaves_page = (moving | prompt.waiting) & (prompt.place >= 0)
+        store.release(prompt.place, leaves_page, prompt.at)
+        self._settled(row)
+
+    def _prompt(self, row: int, length: int) -> _Prompt:
+        """Find out which tokens of a prompt move, and which will wait in the ring."""
+        store = self.store
+        storage = store.storage
+        at = store.one_row(row)
+        place = store.place[:, at, :, : store.seen]
+        pos = store.positions()[:, at]
+        size = max(1, storage.buffer)
+        whole = storage.sink + max(0, length - storage.sink) // size * size
+        # Tokens that the policy has moved to another format stay there.
+        plain = (pos >= storage.sink) & (store.format_of(place) == 0)
+        if storage.tail == "keep":
+            moving = plain & (pos < whole)
+            waiting = plain & (pos >= whole)
+        else:
+            moving = plain
+            waiting = torch.zeros_like(plain)
+        return _Prompt(
+            row=row,
+            at=at,
+            length=length,
+            whole=whole,
+            read=store.reader(at),
+            place=place,
+            pos=pos,
+            plain=plain,
+            moving=moving,
+            waiting=waiting,
+        )
+
+    def _quantize_prompt(self, prompt: _Prompt) -> Tensor:
+        """Quantize the moving tokens of a prompt → their new places, int64 [Lt, 1, Ht, S]; others are undefined."""
+        store = self.store
+        length = prompt.length
+        # Groups are made of neighbours in the text: from columns to positions, and back.
+        index = torch.where(prompt.moving, prompt.pos - store.storage.sink, length).long()
+        valid = torch.zeros(*index.shape[:-1], length + 1, dtype=torch.bool, device=index.device)
         valid = valid.scatter_(-1, index, True)[..., :length]
 
-        def values(layer: int) -> tuple[Tensor, Tensor]:
-            where = index[min(layer, index.shape[0] - 1)].expand(-1, self.shape.kv_heads, -1)
-            out = []
-            for x in read(layer):
-                by_position = x.new_zeros(*x.shape[:2], length + 1, x.shape[-1])
-                out.append(by_position.scatter_(2, where[..., None].expand(x.shape), x)[:, :, :length])
-            return out[0], out[1]
+        def by_position(x: Tensor, layer: int) -> Tensor:
+            """x: [1, Hkv, S, D] → [1, Hkv, length, D]."""
+            into = index[min(layer, index.shape[0] - 1)].expand(-1, x.shape[1], -1)
+            out = x.new_zeros(*x.shape[:2], length + 1, x.shape[-1])
+            return out.scatter_(2, into[..., None].expand(x.shape), x)[:, :, :length]
 
-        if not self.layouts[home].plain:
-            purpose = f"quantizing a prompt of {length:,} tokens"
-            through = self.home[0] if s.shrink else None
-            new = self._store(at, valid, values, purpose, None, self.thought, through)
-            new = torch.nn.functional.pad(new, (0, 1)).gather(-1, index)
-        else:
-            moving = torch.zeros_like(moving)
-            new = place
-        if keep:  # the ring holds position p at (p − sink) mod its size
-            recent = here & (pos >= length - s.buffer)
-            slots = torch.where(recent, (pos - s.sink) % s.buffer, s.buffer)
-            for layer in range(self.shape.layers):
-                into = slots[min(layer, place.shape[0] - 1)].long().expand(-1, self.shape.kv_heads, -1)
-                ring = self.ring.new_zeros(1, self.shape.kv_heads, s.buffer + 1, 2, self.shape.head_dim)
-                kv = torch.stack(read(layer), dim=3)
-                ring.scatter_(2, into[..., None, None].expand(kv.shape), kv)
-                self.ring[layer, row] = ring[0, :, :-1]
-                if s.lag:
-                    before = (pos == length - 1 - s.buffer)[min(layer, place.shape[0] - 1), 0]  # [Ht, S]
-                    self.outgoing[layer, row] = kv[0, :, :, 1].masked_fill(~before[..., None], 0.0).sum(1)
-            self.outgoing_at[row] = length - 1 - s.buffer
-            self.waiting[row] = length - min(whole, length)
-        self.place[:, at, :, : self.seen] = torch.where(
-            moving, new, torch.where(waiting, -1 - (pos - whole), place)
-        ).to(torch.int32)
-        self._release(place, (moving | waiting) & (place >= 0), at)
-        self._settled(row)
+        def values(layer: int) -> tuple[Tensor, Tensor]:
+            k, v = prompt.read(layer)
+            return by_position(k, layer), by_position(v, layer)
+
+        new = self._into_pages(
+            prompt.at,
+            valid,
+            values,
+            purpose=f"quantizing a prompt of {length:,} tokens",
+            f=None,
+            thought=store.thought,
+            through=store.home[0] if store.storage.shrink else None,
+        )
+        return pad(new, (0, 1)).gather(-1, index)
+
+    def _fill_ring(self, prompt: _Prompt) -> None:
+        """Copy the last tokens of a prompt into the ring, which holds position p at (p − sink) mod its size."""
+        store = self.store
+        storage = store.storage
+        size = storage.buffer
+        heads = store.shape.kv_heads
+        recent = prompt.plain & (prompt.pos >= prompt.length - size)
+        slots = torch.where(recent, (prompt.pos - storage.sink) % size, size)
+        pushed_out = prompt.pos == prompt.length - 1 - size
+        for layer in range(store.shape.layers):
+            t = min(layer, len(slots) - 1)
+            kv = torch.stack(prompt.read(layer), dim=3)  # [1, Hkv, S, 2, D]
+            into = slots[t].long().expand(-1, heads, -1)
+            ring = store.ring.new_zeros(1, heads, size + 1, 2, store.shape.head_dim)
+            ring.scatter_(2, into[..., None, None].expand(kv.shape), kv)
+            store.ring[layer, prompt.row] = ring[0, :, :-1]
+            if storage.lag:
+                other = ~pushed_out[t, 0]  # [Ht, S]
+                values = kv[0, :, :, 1]
+                store.outgoing[layer, prompt.row] = values.masked_fill(other[..., None], 0.0).sum(1)
+        store.outgoing_at[prompt.row] = prompt.length - 1 - size
+        store.waiting[prompt.row] = prompt.length - min(prompt.whole, prompt.length)
 
     def _settled(self, row: int) -> None:
         """Note that the prompt is settled. The plain format is unused then, unless other prompts are being read or
         plain tokens stay."""
-        self.reading.discard(row)
-        if not self.reading and not self.stays_plain:
-            self.used.discard(0)
+        store = self.store
+        store.reading.discard(row)
+        if not store.reading and not store.stays_plain:
+            store.used.discard(0)
+
+    # -- tokens that the policy moves
 
     def requantize(self, where: Tensor, name: str, how: str) -> None:
         """Move tokens to another format. Tokens in the ring stay there; plain tokens cannot shrink.
@@ -114,98 +216,133 @@ class Moves(Slots):
         Raises:
             Exhausted: there is no room for both forms at once; the tokens are where they were.
         """
-        f = self.storage.formats.index(name)
-        self.stays_plain |= f == 0
+        store = self.store
+        f = store.storage.formats.index(name)
+        store.stays_plain |= f == 0
+        chosen = self._chosen(where, f, how)
+        if chosen is None:
+            return
+        new = torch.zeros_like(chosen.place, dtype=torch.long)
+        done = torch.zeros_like(chosen.valid)
+        for part in self._parts(chosen, f, how):
+            try:
+                found = self._move(part, chosen, f)
+            except Exhausted:
+                if bool(done.any()):
+                    store.release(new, done, chosen.at)  # of the parts before this one
+                raise
+            new = torch.where(part.where, found, new)
+            done = done | part.where
+        lists = store.place[:, chosen.at]
+        into = torch.where(chosen.valid, chosen.column, lists.shape[-1] - 1)
+        store.place[:, chosen.at] = lists.scatter_(-1, into, new.to(torch.int32))
+        store.release(chosen.place, chosen.valid, chosen.at)
+
+    def _chosen(self, where: Tensor, f: int, how: str) -> _Chosen | None:
+        """The tokens that really move; None: no token does. Arguments as of `requantize`; f: the format's index."""
+        store = self.store
         at = where.any(-1).any(2).any(0).nonzero().flatten()  # rows with such tokens
         if len(at) == 0:
-            return
-        place = self.place[:, at, :, : self.seen]
-        pos = self.positions()[:, at]
-        of = self._format_of(place)
-        moving = where[:, at, :, : self.seen] & (pos >= 0) & (place >= 0) & (of != f)
+            return None
+        place = store.place[:, at, :, : store.seen]
+        pos = store.positions()[:, at]
+        of = store.format_of(place)
+        moving = where[:, at, :, : store.seen] & (pos >= 0) & (place >= 0) & (of != f)
         if how == "shrink":
             moving &= of != 0
         n = int(moving.sum(-1).max())
         if n == 0:
-            return
-        # columns, those of the moving tokens first: [Lt, N, Ht, n]
+            return None
+        # The moving tokens' columns come first.
         column = moving.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :n]
         valid = moving.gather(-1, column)
-        old = place.gather(-1, column)
-        thought = self.table.thought[torch.where(valid, old // self.table.most, self.table.pages.count).long()]
-        new = torch.zeros_like(old, dtype=torch.long)
-        done = torch.zeros_like(valid)
-        for kind in range(len(self.storage.thoughts)):  # a page holds one thought type
-            mine = valid & (thought == kind)
-            if not bool(mine.any()):
-                continue
-            if how == "shrink":
-                sources = [g for g in sorted(self.used) if g != f and not self.layouts[g].plain]
-                parts = [mine & (of.gather(-1, column) == g) for g in sources]
-            else:
-                sources = [-1]
-                parts = [mine]
-            for source, part in zip(sources, parts, strict=True):
-                if not bool(part.any()):
-                    continue
-                kinds = torch.full_like(self.thought, kind)
-                try:
-                    if how == "shrink":
-                        found = self._shrink_into(source, f, at, old, part, kinds)
-                    else:
-                        found = self._copy_into(f, at, column, part, kinds)
-                except Exhausted:
-                    if bool(done.any()):
-                        self._release(new, done, at)  # of the sources before this one
-                    raise
-                new = torch.where(part, found, new)
-                done = done | part
-        lists = self.place[:, at]
-        self.place[:, at] = lists.scatter_(-1, torch.where(valid, column, lists.shape[-1] - 1), new.to(torch.int32))
-        self._release(old, valid, at)
+        place = place.gather(-1, column)
+        page = torch.where(valid, place // store.table.most, store.table.pages.count)
+        return _Chosen(
+            at=at,
+            column=column,
+            valid=valid,
+            place=place,
+            format=of.gather(-1, column),
+            thought=store.table.thought[page.long()],
+        )
 
-    def _copy_into(self, f: int, at: Tensor, column: Tensor, valid: Tensor, thought: Tensor) -> Tensor:
-        """Quantize the values of tokens in format f → their new places. at: int64 [N], rows; column, valid: [Lt, N,
-        Ht, n]; thought: uint8 [B]."""
-        read = self.reader(at)
+    def _parts(self, chosen: _Chosen, f: int, how: str) -> list[_Part]:
+        """The chosen tokens by thought type and, if their integers shrink, by their format."""
+        store = self.store
+        sources: list[int | None] = [None]
+        if how == "shrink":
+            sources = [g for g in sorted(store.used) if g != f and not store.layouts[g].plain]
+        parts = []
+        for kind in range(len(store.storage.thoughts)):
+            for source in sources:
+                where = chosen.valid & (chosen.thought == kind)
+                if source is not None:
+                    where = where & (chosen.format == source)
+                if bool(where.any()):
+                    parts.append(_Part(kind, source, where))
+        return parts
+
+    def _move(self, part: _Part, chosen: _Chosen, f: int) -> Tensor:
+        """Write one part in format f → the tokens' new places, int64 [Lt, N, Ht, n]."""
+        if part.source is None:
+            return self._copy_into(part, chosen, f)
+        return self._shrink_into(part, chosen, part.source, f)
+
+    def _copy_into(self, part: _Part, chosen: _Chosen, f: int) -> Tensor:
+        """Quantize the numbers of the tokens in format f → their new places."""
+        store = self.store
+        read = store.reader(chosen.at)
+        column = chosen.column
 
         def values(layer: int) -> tuple[Tensor, Tensor]:
-            which = column[min(layer, column.shape[0] - 1)].expand(-1, self.shape.kv_heads, -1)
+            which = column[min(layer, column.shape[0] - 1)].expand(-1, store.shape.kv_heads, -1)
             k, v = read(layer)
             pick = which[..., None].expand(*which.shape, k.shape[-1])
             return k.gather(2, pick), v.gather(2, pick)
 
-        return self._store(at, valid, values, f"moving tokens to {self.storage.formats[f]}", f, thought)
+        return self._into_pages(
+            chosen.at,
+            part.where,
+            values,
+            purpose=f"moving tokens to {store.storage.formats[f]}",
+            f=f,
+            thought=torch.full_like(store.thought, part.kind),
+        )
 
-    def _shrink_into(self, source: int, f: int, at: Tensor, old: Tensor, valid: Tensor, thought: Tensor) -> Tensor:
-        """Shrink integers to fewer bits, from their codes alone. Arguments as of `_copy_into`; old: their places."""
-        start = self.layouts[source]
-        end = self.layouts[f]
-        # raises an error if this pair of formats cannot be shrunk, before slots are taken
-        shrink(start.k, end.k, self.pool.new_empty(0, start.k_codes), self.side.new_empty(0, start.k_side))
-        self._require(at, valid.shape[-1], lambda: valid.sum(-1), "shrinking tokens", f, thought)
-        bases = self._allocate_many(at, valid, f, thought)
-        old_page = torch.where(valid, old // self.table.most, self.zero_page).long()
-        old_slot = torch.where(valid, old % self.table.most, 0).long()
-        for layer in range(self.shape.layers):
+    def _shrink_into(self, part: _Part, chosen: _Chosen, source: int, f: int) -> Tensor:
+        """Shrink the integers of the tokens to fewer bits, from their codes alone → their new places."""
+        store = self.store
+        start = store.layouts[source]
+        end = store.layouts[f]
+        # Raises an error if this pair of formats cannot be shrunk, before slots are taken.
+        shrink(start.k, end.k, store.pool.new_empty(0, start.k_codes), store.side.new_empty(0, start.k_side))
+        at = chosen.at
+        valid = part.where
+        thought = torch.full_like(store.thought, part.kind)
+        store.require_pages(at, valid.shape[-1], lambda: valid.sum(-1), "shrinking tokens", f, thought)
+        bases = store.allocate_many(at, valid, f, thought)
+        most = store.table.most
+        old_page = torch.where(valid, chosen.place // most, store.zero_page).long()
+        old_slot = torch.where(valid, chosen.place % most, 0).long()
+        for layer in range(store.shape.layers):
             t = min(layer, valid.shape[0] - 1)
-            index = self._index(source, layer, self._base(source, old_page[t], old_slot[t]))
-            codes = self._codes[source][index]
-            side = self._sides[source][index]
-            k, k_params = self.backend.shrink(start.k, end.k, codes[..., : start.k_codes], side[..., : start.k_side])
-            v, v_params = self.backend.shrink(
-                start.v, end.v, codes[..., start.k_codes : start.codes], side[..., start.k_side : start.side]
-            )
-            index = self._index(f, layer, bases[f][t])
-            self._codes[f][index, : end.codes] = torch.cat((k, v), dim=-1)
-            self._sides[f][index, : end.side] = torch.cat((k_params, v_params), dim=-1)
-        return self._places(bases)
+            index = store.index(source, layer, store.base(source, old_page[t], old_slot[t]))
+            k, v = start.parts(store.codes[source][index])
+            k_params, v_params = start.side_parts(store.sides[source][index])
+            k, k_params = store.backend.shrink(start.k, end.k, k, k_params)
+            v, v_params = store.backend.shrink(start.v, end.v, v, v_params)
+            index = store.index(f, layer, bases[f][t])
+            store.codes[f][index, : end.codes] = torch.cat((k, v), dim=-1)
+            store.sides[f][index, : end.side] = torch.cat((k_params, v_params), dim=-1)
+        return store.places(bases)
 
-    def _store(
+    def _into_pages(
         self,
         at: Tensor,
         valid: Tensor,
         values: Reader,
+        *,
         purpose: str,
         f: int | None,
         thought: Tensor,
@@ -217,8 +354,8 @@ class Moves(Slots):
             at: int64 [N], the rows of the tokens.
             valid: bool [Lt, N, Ht, n], the tokens.
             values: layer → K, V [N, Hkv, n, D], finite where valid.
-            purpose, f, thought: as of `_require`.
-            through: as of `_write_tokens`.
+            purpose, f, thought: as of `Slots.require_pages`.
+            through: as of `Slots.write_tokens`.
 
         Returns:
             place, int64 [Lt, N, Ht, n], of the valid tokens.
@@ -226,14 +363,15 @@ class Moves(Slots):
         Raises:
             Exhausted: there is no room; the store is as it was.
         """
-        uses = self._require_rows(at, valid, purpose, f, thought)
-        self._require(at, valid.shape[-1], lambda: valid.sum(-1), purpose, f, thought)
-        bases = self._allocate_many(at, valid, f, thought)
-        groups = {g: self._draw_rows(g, own, bases[g], own.numel()) for g, own in uses.items()}
-        for layer in range(self.shape.layers):
+        store = self.store
+        uses = store.require_rows(at, valid, purpose, f, thought)
+        store.require_pages(at, valid.shape[-1], lambda: valid.sum(-1), purpose, f, thought)
+        bases = store.allocate_many(at, valid, f, thought)
+        groups = {g: store.draw_rows(g, own, bases[g], own.numel()) for g, own in uses.items()}
+        for layer in range(store.shape.layers):
             t = min(layer, valid.shape[0] - 1)
             k, v = values(layer)
             for g, base in bases.items():
-                own = groups[g][t] if g in groups else None
-                self._write_tokens(g, layer, at, base[t], k, v, own, through)
-        return self._places(bases)
+                group = groups[g][t] if g in groups else None
+                store.write_tokens(g, layer, at, base[t], k, v, group, through)
+        return store.places(bases)

@@ -1,9 +1,9 @@
 """Slots: the store's tensors, and how tokens get slots and give them back.
 
-    _require    the host checks that there is room; if not, nothing changes
-    _allocate   tokens get slots, without the host (`ref/allocate.py`)
-    _write      keys and values are written into slots, in the slots' format
-    evict       tokens leave their lists, their slots are free (`ref/evict.py`)
+    require_pages   the host checks that there is room; if not, nothing changes
+    allocate        tokens get slots, without the host (`ref/allocate.py`)
+    write           keys and values are written into slots, in the slots' format
+    evict           tokens leave their lists, their slots are free (`ref/evict.py`)
 
 `requantize.py` moves tokens to other formats with these, `store.py` appends and flushes.
 """
@@ -136,7 +136,7 @@ class Slots(Pages):
 
     # -- room: the host checks it before anything changes
 
-    def _require(
+    def require_pages(
         self,
         at: Tensor,
         most: int,
@@ -184,7 +184,7 @@ class Slots(Pages):
         """The format of each thought type, int64 [types]. f: this format for all types."""
         return self.thought_format if f is None else torch.full_like(self.thought_format, f)
 
-    def _allocate(self, at: Tensor, active: Tensor, size: int) -> dict[int, Tensor]:
+    def allocate(self, at: Tensor, active: Tensor, size: int) -> dict[int, Tensor]:
         """Give slots to the tokens of some rows' lists that lie in no page yet, without the host.
 
         Args:
@@ -193,7 +193,7 @@ class Slots(Pages):
             size: their places are −1 − index, with an index below `size`.
 
         Returns:
-            For each format by index the bases of the tokens' slots (`Pages._base`), int64 [Lt, N, Ht, size]; the
+            For each format by index the bases of the tokens' slots (`Pages.base`), int64 [Lt, N, Ht, size]; the
             trash slot (`nowhere`) for tokens of other formats.
         """
         t = self.table
@@ -219,17 +219,17 @@ class Slots(Pages):
         )
         return self._by_type(base, at, None, self.thought)
 
-    def _allocate_many(self, at: Tensor, valid: Tensor, f: int | None, thought: Tensor) -> dict[int, Tensor]:
+    def allocate_many(self, at: Tensor, valid: Tensor, f: int | None, thought: Tensor) -> dict[int, Tensor]:
         """Give slots to tokens that are in no list yet (of prompts) or that move. There may be thousands, and the
         kernel is made for the few tokens of a decode step. So the PyTorch twin runs on every device.
 
         Args:
             at: int64 [N], rows, each once.
             valid: bool [Lt, N, Ht, n], the tokens.
-            f, thought: as of `_require`.
+            f, thought: as of `require_pages`.
 
         Returns:
-            As of `_allocate`, int64 [Lt, N, Ht, n].
+            As of `allocate`, int64 [Lt, N, Ht, n].
         """
         t = self.table
         n = valid.shape[-1]
@@ -270,7 +270,7 @@ class Slots(Pages):
         chosen = self.thought_format[thought[at].long()][:, None, None]
         return {g: torch.where(chosen == g, base, self.nowhere(g)) for g in self.home}
 
-    def _places(self, bases: dict[int, Tensor]) -> Tensor:
+    def places(self, bases: dict[int, Tensor]) -> Tensor:
         """Places (page · most + slot) of the tokens that have slots: int64 [Lt, N, Ht, n]; other entries are
         undefined."""
         out = torch.zeros_like(next(iter(bases.values())))
@@ -281,14 +281,14 @@ class Slots(Pages):
 
     # -- rows of key scales
 
-    def _require_rows(
+    def require_rows(
         self, at: Tensor, valid: Tensor, purpose: str, f: int | None, thought: Tensor
     ) -> dict[int, Tensor]:
         """Check that there are rows of scales for groups of keys by token, one for each group with a token.
 
         Args:
             valid: bool [Lt, N, Ht, n], the tokens.
-            at, purpose, f, thought: as of `_require`.
+            at, purpose, f, thought: as of `require_pages`.
 
         Returns:
             For each format that needs rows the sizes of the groups, as of `_group_sizes`.
@@ -313,7 +313,7 @@ class Slots(Pages):
         padded = torch.nn.functional.pad(valid, (0, -valid.shape[-1] % size))
         return padded.unflatten(-1, (-1, size)).sum(-1, dtype=torch.int32)
 
-    def _draw_rows(self, f: int, uses: Tensor, base: Tensor, most: int) -> Tensor:
+    def draw_rows(self, f: int, uses: Tensor, base: Tensor, most: int) -> Tensor:
         """Give a row of scales to every group with a token, and note which tokens read it.
 
         Args:
@@ -333,7 +333,7 @@ class Slots(Pages):
 
     # -- writing
 
-    def _write(
+    def write(
         self, f: int, layer: int, rows: Tensor, index: Tensor, k: Tensor, v: Tensor, params: Tensor | None = None
     ) -> None:
         """Write tokens of one layer and format into slots.
@@ -347,17 +347,17 @@ class Slots(Pages):
         dim = self.shape.head_dim
         if lay.plain:
             both = torch.cat((k, v), dim=-1).to(self.dtype)
-            self._codes[f].index_copy_(0, index.flatten(), both.reshape(-1, 2 * dim))
+            self.codes[f].index_copy_(0, index.flatten(), both.reshape(-1, 2 * dim))
             return
         k_scale, v_scale = self.scale[f, :, layer, rows][:, :, None, None]
         if params is None:
             k, k_params = self.backend.quantize(lay.k, k, k_scale)
-            self._sides[f][index, : lay.k_side] = k_params
+            self.sides[f][index, : lay.k_side] = k_params
         v, v_params = self.backend.quantize(lay.v, v, v_scale)
-        self._codes[f][index, : lay.codes] = torch.cat((k, v), dim=-1)
-        self._sides[f][index, lay.k_side : lay.side] = v_params
+        self.codes[f][index, : lay.codes] = torch.cat((k, v), dim=-1)
+        self.sides[f][index, lay.k_side : lay.side] = v_params
 
-    def _write_tokens(
+    def write_tokens(
         self,
         f: int,
         layer: int,
@@ -385,9 +385,9 @@ class Slots(Pages):
             valid = base < self.nowhere(f)
             scale = self.scale[f, 0, layer, rows]
             k, params = self._quantize_groups(self.layouts[f].k, k, valid, scale)
-            number = group.long() * self.shape.sharing + self._lane(layer)[:, None]  # [N, Hkv, groups]
+            number = group.long() * self.shape.sharing + self.lane(layer)[:, None]  # [N, Hkv, groups]
             self.scale_rows.view(-1, self.scale_rows.shape[-1])[number, : self.layouts[f].row] = params
-        self._write(f, layer, rows, self._index(f, layer, base), k, v, params)
+        self.write(f, layer, rows, self.index(f, layer, base), k, v, params)
 
     def _quantize_groups(self, fmt: Format, k: Tensor, valid: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize keys by token. k: [N, Hkv, n, D], valid: [N, Ht, n] → codes [N, Hkv, n, …], params [N, Hkv,
@@ -404,12 +404,12 @@ class Slots(Pages):
         first = self.layouts[f]
         last = self.layouts[to]
         one = torch.ones((), device=k.device)
-        index = self._index(to, layer, base)
+        index = self.index(to, layer, base)
         ops = self.backend
         k_codes, k_params = ops.shrink(first.k, last.k, *ops.quantize(first.k, k, one))
         v_codes, v_params = ops.shrink(first.v, last.v, *ops.quantize(first.v, v, one))
-        self._codes[to][index, : last.codes] = torch.cat((k_codes, v_codes), dim=-1)
-        self._sides[to][index, : last.side] = torch.cat((k_params, v_params), dim=-1)
+        self.codes[to][index, : last.codes] = torch.cat((k_codes, v_codes), dim=-1)
+        self.sides[to][index, : last.side] = torch.cat((k_params, v_params), dim=-1)
 
     # -- free slots
 
@@ -456,7 +456,7 @@ class Slots(Pages):
         """Read from the device how many tokens the lanes hold; the host does not count evictions."""
         self.most = self.count.amax((0, 2)).tolist()
 
-    def _release(self, place: Tensor, which: Tensor, at: Tensor) -> None:
+    def release(self, place: Tensor, which: Tensor, at: Tensor) -> None:
         """Free slots, and the rows of scales whose last token they held. at: int64 [N], the rows of the tokens."""
         page = torch.where(which, place // self.table.most, self.table.pages.count).long()
         slot = torch.where(which, place % self.table.most, 0).long()
@@ -465,6 +465,6 @@ class Slots(Pages):
             release_rows(page, slot, which, self.scale_row, self.row_uses, rows.stack, rows.top)
         self.table.release(page, slot, which, at)
 
-    def _at(self, row: int) -> Tensor:
+    def one_row(self, row: int) -> Tensor:
         """One row as int64 [1], filled on the device: a copy from the host's memory would wait."""
         return torch.full((1,), row, device=self.shape.device)

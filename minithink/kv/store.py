@@ -36,6 +36,7 @@ tokens between formats, this file appends, flushes and begins segments.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -50,8 +51,13 @@ from minithink.kv.table import Entry
 from minithink.ref.flush import flush as by_layer
 
 
-class PagedStore(Moves):
+class PagedStore(Slots):
     """Keys and values of the tokens of B rows. Rows, lanes and units as in `kv/contract.py`."""
+
+    @cached_property
+    def moves(self) -> Moves:
+        """Moves tokens to other formats: `measure`, `settle` and `requantize`."""
+        return Moves(self)
 
     # -- appending
 
@@ -78,14 +84,14 @@ class PagedStore(Moves):
         before = torch.tensor(lengths, device=device)
         valid = (column < more[:, None])[None, :, None].expand(lt, len(rows), ht, n)
         purpose = f"appending {sum(counts):,} tokens to {len(rows)} sequences"
-        self._require(at, n, lambda: valid.sum(-1), purpose, 0)
+        self.require_pages(at, n, lambda: valid.sum(-1), purpose, 0)
         if self.columns is None:
             self._widen(max(most))
-        bases = self._allocate_many(at, valid, 0, self.thought)
+        bases = self.allocate_many(at, valid, 0, self.thought)
         held = self.count[:, at]  # [Lt, N, Ht]
         end = torch.where(valid, held[..., None] + column, self.place.shape[-1] - 1)
         position = (before[:, None] + column)[None, :, None].expand(valid.shape)
-        for lists, new in ((self.place, self._places(bases)), (self.pos, torch.where(valid, position, -1))):
+        for lists, new in ((self.place, self.places(bases)), (self.pos, torch.where(valid, position, -1))):
             own = lists[:, at]
             lists[:, at] = own.scatter_(-1, end, new.to(torch.int32))
         self.pos[..., -1] = -1
@@ -115,7 +121,9 @@ class PagedStore(Moves):
             at = torch.tensor(rows, device=self.shape.device)
             lt, _, ht = self.shape.tables
             purpose = f"appending {len(rows):,} tokens to {len(rows)} sequences"
-            self._require(at, 1, lambda: torch.ones(lt, len(rows), ht, dtype=torch.long, device=at.device), purpose)
+            self.require_pages(
+                at, 1, lambda: torch.ones(lt, len(rows), ht, dtype=torch.long, device=at.device), purpose
+            )
         if self.columns is None:
             self._widen(max(most))
         self.most = most
@@ -151,7 +159,7 @@ class PagedStore(Moves):
             self._push_out(batch)
         if self.storage.buffer:
             return _RingWriter(self, at, batch.waiting)
-        return _PageWriter(self, at, self._allocate(at, batch.active, 1))
+        return _PageWriter(self, at, self.allocate(at, batch.active, 1))
 
     def _push_out(self, batch: Batch) -> None:
         """Keep the values that the new tokens will push out of the ring. A row's value is kept once, because padding
@@ -195,19 +203,19 @@ class PagedStore(Moves):
         if any(self.layouts[f].by_token for f in self.home):
             valid = torch.zeros(*place.shape[:-1], size + 1, dtype=torch.bool, device=at.device)
             valid = valid.scatter_(-1, torch.where(waits, -1 - place, size).long(), True)[..., :size]
-            self._require_rows(at, valid, purpose, None, self.thought)
-        self._require(at, size, lambda: waits.sum(-1), purpose)
+            self.require_rows(at, valid, purpose, None, self.thought)
+        self.require_pages(at, size, lambda: waits.sum(-1), purpose)
 
     def flush_rings(self, batch: Batch) -> None:
         """Quantize the full ring of every active row, without the host."""
         at = batch.row
-        bases = self._allocate(batch.row, batch.active, self.storage.buffer)
+        bases = self.allocate(batch.row, batch.active, self.storage.buffer)
         groups = dict[int, Tensor]()
         for f, base in bases.items():
             if self.layouts[f].by_token:
                 uses = self._group_sizes(f, base < self.nowhere(f))
                 self.overflow |= (uses > 0).sum() > self.free_rows.top
-                groups[f] = self._draw_rows(f, uses, base, uses.numel())
+                groups[f] = self.draw_rows(f, uses, base, uses.numel())
                 self.free_rows.top.clamp_(min=0)
         # The kernel does not support integers that are shrunk.
         flush = by_layer if self.storage.shrink else self.backend.flush
@@ -244,7 +252,7 @@ class PagedStore(Moves):
 
     def clear(self, row: int) -> None:
         """Forget a row."""
-        at = self._at(row)
+        at = self.one_row(row)
         if self.compaction:
             self.compaction.finish()
         self.evict(torch.ones_like(self.positions()[:, :1], dtype=torch.bool), at)
@@ -381,8 +389,8 @@ class _PageWriter(Writer):
         k = k.transpose(1, 2)
         v = v.transpose(1, 2)  # [N, Hkv, n, D]
         for f, base in self.bases.items():
-            index = self.store._index(f, layer, base[min(layer, base.shape[0] - 1)])
-            self.store._write(f, layer, self.at, index, k, v)
+            index = self.store.index(f, layer, base[min(layer, base.shape[0] - 1)])
+            self.store.write(f, layer, self.at, index, k, v)
 
 
 class _RingWriter(Writer):
@@ -414,4 +422,4 @@ class _BufferWriter:
         for f, bases in self.bases.items():
             t = min(layer, len(bases) - 1)
             group = self.groups[f][t] if f in self.groups else None
-            store._write_tokens(f, layer, self.at, bases[t], k, v, group, through)
+            store.write_tokens(f, layer, self.at, bases[t], k, v, group, through)

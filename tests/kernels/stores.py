@@ -60,10 +60,10 @@ def filled(
     for layer in range(layers):
         writer.write(layer, *values(len(rows), max(counts)))
     for row in rows:
-        store.measure(row)
+        store.moves.measure(row)
     drop()
     for row in rows:
-        store.settle(row, lengths[row])
+        store.moves.settle(row, lengths[row])
     for step in range(steps):
         if full := [row for row in rows if 0 < storage.buffer == store.waiting[row]]:
             flush(store, full)
@@ -77,5 +77,7 @@ def filled(
             open_now(store, torch.ones_like(kinds, dtype=torch.bool), kinds)
     for name in storage.also:
         valid = store.positions() >= 0
-        store.requantize(valid & (torch.rand(valid.shape, generator=generator).to(DEVICE) > 0.8), name, "values")
+        store.moves.requantize(
+            valid & (torch.rand(valid.shape, generator=generator).to(DEVICE) > 0.8), name, "values"
+        )
     return store

@@ -204,7 +204,7 @@ def test_equals_the_store(
                 for store in (got, want):
                     store.append(new, counts, [0] * len(new))
                     for row, count in zip(new, counts, strict=True):
-                        store.settle(row, count)
+                        store.moves.settle(row, count)
                 for row, count in zip(new, counts, strict=True):
                     lengths[row] = count
             else:

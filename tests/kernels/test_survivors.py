@@ -40,7 +40,7 @@ def coarse(store: PagedStore) -> None:
     """Plain keys, and those that wait, become small whole numbers: products are exact in whatever order."""
     store.ring.copy_(store.ring.nan_to_num(0.0).mul(2).round())
     if store.layouts[store.home[0]].plain:
-        codes = store._codes[store.home[0]]
+        codes = store.codes[store.home[0]]
         codes.copy_(codes.nan_to_num(0.0).mul(2).round())
 
 

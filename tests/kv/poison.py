@@ -16,9 +16,9 @@ class Poisoned(PagedStore):
         super().evict(drop, at)
         self._fill(*before)
 
-    def _release(self, place: Tensor, which: Tensor, at: Tensor) -> None:
+    def release(self, place: Tensor, which: Tensor, at: Tensor) -> None:
         before = self._taken()
-        super()._release(place, which, at)
+        super().release(place, which, at)
         self._fill(*before)
 
     def clear(self, row: int) -> None:

@@ -402,7 +402,7 @@ class StoreMachine(RuleBasedStateMachine):
         if row not in self.sequences or self.sequences[row].state != "reading":
             return
         self.sequences[row].state = "read"
-        self.store.measure(row)
+        self.store.moves.measure(row)
         for f, side, layer in product(range(len(self.formats)), range(2), range(LAYERS)):
             amax = torch.zeros(())
             for unit, tokens, _ in self._units(row):
@@ -429,7 +429,7 @@ class StoreMachine(RuleBasedStateMachine):
             if home:
                 rest = [p for p in plain if p not in waiting[unit]]
                 moving[unit] = self._grouped(home, rest, [p - s.sink for p in rest])
-        if not self._attempt(lambda: self.store.settle(row, length), home, moving, sequence.thought):
+        if not self._attempt(lambda: self.store.moves.settle(row, length), home, moving, sequence.thought):
             return
         sequence.state = "settled"
         for unit, groups in moving.items():
@@ -451,8 +451,8 @@ class StoreMachine(RuleBasedStateMachine):
             if token.format == 0:  # freed slots hold NaN
                 assert token.place is not None
                 page, slot = divmod(token.place, self.store.table.most)
-                index = self.store._index(0, unit[0], self.store._base(0, *torch.tensor([[[[page]]], [[[slot]]]])))
-                assert self.store._codes[0][index].isnan().all()
+                index = self.store.index(0, unit[0], self.store.base(0, *torch.tensor([[[[page]]], [[[slot]]]])))
+                assert self.store.codes[0][index].isnan().all()
 
     def _requantize(self, name: str, where: Tensor, shrinks: bool) -> None:
         f = self.storage.formats.index(name)
@@ -476,7 +476,7 @@ class StoreMachine(RuleBasedStateMachine):
             needs.update({(u, f, kind): sum(map(len, groups)) for u, groups in units.items()})
         rows = sum(len(g) for units in moving.values() for g in units.values()) if self._by_token(f) else 0
         how, parts = "shrink" if shrinks else "values", 2 if shrinks else len(moving)
-        if not self._fits(lambda: self.store.requantize(where, name, how), needs, rows, parts):
+        if not self._fits(lambda: self.store.moves.requantize(where, name, how), needs, rows, parts):
             return
         for kind, units in moving.items():
             for unit, groups in units.items():
@@ -656,7 +656,7 @@ def test_a_prompt_costs_memory_for_its_own_row_only(case: str) -> None:
         kv = torch.randn(2, 1, 37, HEADS, 16)
         with Largest() as seen:
             store.append([1], [37], [0]).write(0, *kv)
-            store.settle(1, 37)
+            store.moves.settle(1, 37)
         return seen.elements
 
     assert largest(2) == largest(64)

@@ -261,7 +261,7 @@ def test_walkthrough(storage: Storage) -> None:
     0 in the order in which they are opened, by both layers in turn.
     """
     walk = Walkthrough(storage)
-    walk.store.measure(0)
+    walk.store.moves.measure(0)
     walk.begin(R)
     assert walk.entries() == []
     if storage.buffer:
