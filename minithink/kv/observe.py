@@ -12,10 +12,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from minithink.kv.contract import Demand, See
 from minithink.kv.pages import Pages
 from minithink.ref.decode_attention import causal_weights
+
+Weights = dict[tuple[int, str], Tensor]  # (layer, group rule) → attention weights, [B, heads, S]
 
 QUERY_BLOCK = 128  # prompt queries whose probabilities are in memory at once
 
@@ -29,8 +32,8 @@ class Observations:
         self.demands = demands
         self.width = width
         # (layer, group rule) → [B, heads, S]: of MASS, and of ROWS with one row
-        self.mass: dict[tuple[int, str], Tensor] = {}
-        self.newest: dict[tuple[int, str], Tensor] = {}
+        self.mass: Weights = {}
+        self.newest: Weights = {}
         self._layers: dict[str, Tensor] = {}  # group rule → [L, B, heads, S], which `mass` has layer by layer
         self.hidden: dict[int, Tensor] = {}  # layer → [B, d]
         shape = store.shape
@@ -76,60 +79,75 @@ class Observations:
         """Where a kernel may write attention weights itself, instead of `keep_weights`: the weights that are kept,
         float32 [B, heads, S], and the rows that may change, `active`. None: there is no such place, because widths
         are not fixed, or because the weights are kept twice."""
-        kept = [held for kind, held in ((See.MASS, self.mass), (See.ROWS, self.newest)) if what & kind]
+        kept = self._kept(what)
         if self.store.columns is None or active is None or len(kept) != 1:
             return None
+        [weights] = kept
         key = (layer, group)
-        heads = self.store.shape.query_heads if group == "none" else self.store.shape.kv_heads
-        if key not in kept[0]:
-            kept[0][key] = self._fixed(kept[0], key, heads)
-        return kept[0][key], active
+        if key not in weights:
+            weights[key] = self._fixed(weights, key)
+        return weights[key], active
 
     def keep_weights(
         self, layer: int, group: str, what: See, at: Tensor | None, active: Tensor | None, mass: Tensor
     ) -> None:
         """Keep attention weights. mass: [N, heads, S], of one query of each row. at: None: these are all rows."""
-        for kind, all_held in ((See.MASS, self.mass), (See.ROWS, self.newest)):
-            if what & kind:
-                self._hold(all_held, (layer, group), at, active, mass)
-
-    def _hold(
-        self,
-        all_held: dict[tuple[int, str], Tensor],
-        key: tuple[int, str],
-        at: Tensor | None,
-        active: Tensor | None,
-        mass: Tensor,
-    ) -> None:
-        rows = self.store.shape.rows
-        if self.store.columns is not None:  # widths are fixed: write in place, because graphs know the addresses
-            if key not in all_held:
-                all_held[key] = self._fixed(all_held, key, mass.shape[1])
-            held = all_held[key][..., : mass.shape[-1]]
-            if at is not None:
-                held[at] = _of_active(mass, held, at, active)
-            elif active is None:
-                held.copy_(mass)
+        for weights in self._kept(what):
+            if self.store.columns is not None:
+                self._write(weights, (layer, group), at, active, mass)
             else:
-                torch.where(active[:, None, None], mass, held, out=held)
-            return
-        at = torch.arange(rows, device=mass.device) if at is None else at
-        held = mass.new_zeros(rows, *mass.shape[1:]).index_copy_(0, at, mass)
-        if self.store.reading and key in all_held:  # prompts that are being read keep their unfinished sums
-            reading = list(self.store.reading)
-            before = all_held[key]
-            before = torch.nn.functional.pad(before[reading], (0, max(0, held.shape[-1] - before.shape[-1])))
-            held = torch.nn.functional.pad(held, (0, before.shape[-1] - held.shape[-1]))
-            held[reading] = before
-        all_held[key] = held
+                self._replace(weights, (layer, group), at, mass)
 
-    def _fixed(self, all_held: dict[tuple[int, str], Tensor], key: tuple[int, str], heads: int) -> Tensor:
+    def _kept(self, what: See) -> list[Weights]:
+        """Where weights are kept: as MASS, as ROWS, or both."""
+        kept = []
+        if what & See.MASS:
+            kept.append(self.mass)
+        if what & See.ROWS:
+            kept.append(self.newest)
+        return kept
+
+    def _write(
+        self, weights: Weights, key: tuple[int, str], at: Tensor | None, active: Tensor | None, mass: Tensor
+    ) -> None:
+        """Write weights of a fixed width in place, because graphs know the addresses."""
+        if key not in weights:
+            weights[key] = self._fixed(weights, key)
+        held = weights[key][..., : mass.shape[-1]]
+        if at is not None:
+            held[at] = _of_active(mass, held, at, active)
+        elif active is None:
+            held.copy_(mass)
+        else:
+            torch.where(active[:, None, None], mass, held, out=held)
+
+    def _replace(self, weights: Weights, key: tuple[int, str], at: Tensor | None, mass: Tensor) -> None:
+        """Replace weights by new ones, as wide as the lanes are now. Prompts that are being read keep their
+        unfinished sums."""
+        rows = self.store.shape.rows
+        if at is None:
+            at = torch.arange(rows, device=mass.device)
+        held = mass.new_zeros(rows, *mass.shape[1:]).index_copy_(0, at, mass)
+        if self.store.reading and key in weights:
+            reading = list(self.store.reading)
+            unfinished = weights[key][reading]
+            width = max(held.shape[-1], unfinished.shape[-1])
+            held = pad(held, (0, width - held.shape[-1]))
+            held[reading] = pad(unfinished, (0, width - unfinished.shape[-1]))
+        weights[key] = held
+
+    def _heads(self, group: str) -> int:
+        """Heads whose weights are kept apart."""
+        shape = self.store.shape
+        return shape.query_heads if group == "none" else shape.kv_heads
+
+    def _fixed(self, weights: Weights, key: tuple[int, str]) -> Tensor:
         """Room for weights of a fixed width, zeros: [B, heads, S]."""
         layer, group = key
         shape = self.store.shape
-        size = shape.rows, heads, self.width
+        size = (shape.rows, self._heads(group), self.width)
         everywhere = any(d.what & See.MASS and d.group == group and d.layers is None for d in self.demands)
-        if all_held is not self.mass or not everywhere:
+        if weights is not self.mass or not everywhere:
             return torch.zeros(size, device=shape.device)
         if group not in self._layers:
             self._layers[group] = torch.zeros(shape.layers, *size, device=shape.device)
@@ -159,13 +177,14 @@ class Observations:
         held = self._room(self.mass, (layer, group), row, k.shape[1], prompt)
         for start in range(0, len(q), QUERY_BLOCK):
             block = q[start : start + QUERY_BLOCK]
-            held += causal_weights(block, k, k.shape[1] - len(q) + start, group).sum(0)
+            first = k.shape[1] - len(q) + start  # the position of its first query
+            held += causal_weights(block, k, first, group).sum(0)
 
     def keep_prompt_row(self, layer: int, row: int, group: str, q: Tensor, k: Tensor, prompt: int) -> None:
         """Keep the attention weights of the prompt's last query. q: [1, Hq, D], k: [Hkv, S, D]."""
-        self._room(self.newest, (layer, group), row, k.shape[1], prompt)[:] = causal_weights(
-            q, k, k.shape[1] - 1, group
-        )[0]
+        held = self._room(self.newest, (layer, group), row, k.shape[1], prompt)
+        [weights] = causal_weights(q, k, k.shape[1] - 1, group)
+        held[:] = weights
 
     def keep_prompt_queries(self, layer: int, rows: Sequence[int], q: Sequence[Tensor], ends: Sequence[int]) -> None:
         """Keep the last queries of chunks: q[i] [n, Hq, D] of row rows[i], which ends before the position ends[i]."""
@@ -180,21 +199,19 @@ class Observations:
     def _keeps_queries(self, layer: int) -> bool:
         return any(d.queries and (d.layers is None or layer in d.layers) for d in self.demands)
 
-    def _room(
-        self, all_held: dict[tuple[int, str], Tensor], key: tuple[int, str], row: int, total: int, prompt: int
-    ) -> Tensor:
+    def _room(self, weights: Weights, key: tuple[int, str], row: int, total: int, prompt: int) -> Tensor:
         """The weights of a prompt's first `total` tokens, as a view that can be written: [heads, total]."""
-        held = all_held.get(key)
-        shape = self.store.shape
+        held = weights.get(key)
         if held is None or held.shape[-1] < total:
-            heads = shape.query_heads if key[1] == "none" else shape.kv_heads
             if self.store.columns is not None:
-                wider = self._fixed(all_held, key, heads)
+                wider = self._fixed(weights, key)
             else:
-                wider = torch.zeros(shape.rows, heads, max(total, prompt), device=shape.device)
+                shape = self.store.shape
+                wider = torch.zeros(shape.rows, self._heads(key[1]), max(total, prompt), device=shape.device)
             if held is not None:
                 wider[..., : held.shape[-1]] = held
-            held = all_held[key] = wider
+            weights[key] = wider
+            held = wider
         return held[row, :, :total]
 
 

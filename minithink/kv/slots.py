@@ -112,7 +112,8 @@ class Slots(Pages):
         self.scale = torch.ones(len(self.layouts), 2, shape.layers, b, dtype=torch.float32, device=shape.device)
         self.thought = torch.full((b,), storage.prompt, dtype=torch.uint8, device=shape.device)
         # Types of segments that begin with the next tokens, and that began with the last ones; SAME: no segment
-        self.next_thought, self.begun = (torch.full_like(self.thought, SAME) for _ in range(2))
+        self.next_thought = torch.full_like(self.thought, SAME)
+        self.begun = torch.full_like(self.thought, SAME)
         # Lists of tokens. The extra last column takes masked-out writes. place: page · slots + slot, or −1 − index
         # for tokens in the ring.
         width = columns or width
@@ -159,10 +160,12 @@ class Slots(Pages):
         Raises:
             Exhausted: there are too few pages; the store is as it was.
         """
-        pages = max(-(-most // self.layouts[g].slots) for g in (self.home if f is None else (f,)))
+        of_rows = self.thought if thought is None else thought
+        fewest_slots = min(self.layouts[g].slots for g in (self.home if f is None else (f,)))
+        pages = -(-most // fewest_slots)
 
         def missing() -> Tensor:
-            kind = (self.thought if thought is None else thought)[at]
+            kind = of_rows[at]
             own = self._formats(f)[kind.long()]
             return self.table.missing(own, self.slots[own], kind, count(), at)
 
@@ -297,14 +300,14 @@ class Slots(Pages):
             Exhausted: there are too few rows; the store is as it was.
         """
         own = self._formats(f)[thought[at].long()][:, None, None]  # [N, 1, 1]
-        uses = {
-            g: self._group_sizes(g, valid & (own == g))
-            for g in (self.home if f is None else (f,))
-            if self.layouts[g].by_token
-        }
+        uses = dict[int, Tensor]()
+        for g in self.home if f is None else (f,):
+            if self.layouts[g].by_token:
+                uses[g] = self._group_sizes(g, valid & (own == g))
         if uses:
+            most = sum(x.numel() for x in uses.values())
             wanted = torch.stack([(x > 0).sum() for x in uses.values()]).sum()
-            self.free_rows.require(sum(x.numel() for x in uses.values()), lambda: wanted, purpose)
+            self.free_rows.require(most, lambda: wanted, purpose)
         return uses
 
     def _group_sizes(self, f: int, valid: Tensor) -> Tensor:
@@ -425,12 +428,15 @@ class Slots(Pages):
             at = None
         t = self.table
         rows = self.free_rows
-        keeps_pages = False
+        tables = t.page
+        top = t.pages.top
         if self.compaction:
             drop = self.compaction.plan(drop)
-            keeps_pages = self.compaction.late
-        at = torch.arange(self.shape.rows, device=drop.device) if at is None else at
-        tables, top = (t.page[..., :0], t.pages.top.clone()) if keeps_pages else (t.page, t.pages.top)
+            if self.compaction.late:  # empty pages stay with their lanes until the tokens have moved
+                tables = t.page[..., :0]
+                top = top.clone()
+        if at is None:
+            at = torch.arange(self.shape.rows, device=drop.device)
         self.backend.evict(
             drop=drop,
             at=at,

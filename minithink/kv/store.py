@@ -322,45 +322,50 @@ class PagedStore(Slots):
             int64 [4, N]: payload, scales, tables and buffers, as the ledger has them.
         """
         pages = self.table.page
-        tokens = self.count
-        t = self.table
+        count = self.count
         if rows is not None:
             pages = pages[:, rows]
-            tokens = tokens[:, rows]
-        tokens = tokens.sum((0, 2))
-        lanes = self.shape.sharing
-        each = (0, 2, 3)
-        payload = scales = torch.zeros_like(tokens)
-        if len(self.layouts) == 1 and not self.storage.buffer:  # all tokens have the same size
-            [lay] = self.layouts
-            payload = tokens * lanes * lay.codes
-            scales = tokens * lanes * lay.side
-        else:
-            pos = self.positions()
-            place = self.place[..., : self.seen]
-            if rows is not None:
-                pos = pos[:, rows]
-                place = place[:, rows]
-            paged = (pos >= 0) & (place >= 0)
-            page = torch.where(paged, place // t.most, t.pages.count).long()  # in the ring: trash page, no format
-            formats = t.format[page]
-            for f, lay in enumerate(self.layouts):
-                mine = formats == f
-                count = mine.sum(each) * lanes
-                payload = payload + count * lay.codes
-                scales = scales + count * lay.side
-                if lay.by_token:  # n living tokens share a row of scales: each has one nth of it
-                    row = self.scale_row[page, torch.where(paged, place % t.most, 0).long()]
-                    uses = self.row_uses[torch.where(mine, row, self.free_rows.count).long()]
-                    share = torch.where(mine, 1 / uses.double(), 0).sum(each)
-                    scales = scales + share.round().long() * lanes * lay.row
-        scaled = sum(fmt.tensor_scaled for lay in self.layouts for fmt in (lay.k, lay.v))
+            count = count[:, rows]
+        tokens = count.sum((0, 2))
+        payload, scales = self._payload_and_scales(rows, tokens)
+        scaled = sum(lay.k.tensor_scaled + lay.v.tensor_scaled for lay in self.layouts)
         scales = scales + scaled * self.scale[0, 0, :, 0].nbytes
-        slots = t.most * (1 + 4 * bool(self.scale_row.numel()))  # is it live, which row of scales
-        opened = (pages != t.pages.count).sum(each)
-        tables = tokens * 8 + opened * (slots + 4 + 8) + self.count[:, 0].nbytes
+        # Of a page: which slots are live and their rows of scales; its number, taken, filled, thought and format.
+        of_slots = self.table.most * (1 + 4 * bool(self.scale_row.numel()))
+        opened = (pages != self.table.pages.count).sum((0, 2, 3))
+        tables = tokens * 8 + opened * (of_slots + 4 + 8) + self.count[:, 0].nbytes
         buffers = self.ring[:, 0].nbytes + self.outgoing[:, 0].nbytes
         return torch.stack((payload, scales, tables, torch.full_like(payload, buffers)))
+
+    def _payload_and_scales(self, rows: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Bytes of codes and of parameters, int64 [N] each; rows: as of `bytes_of`; tokens: of each row, [N]."""
+        lanes = self.shape.sharing
+        if len(self.layouts) == 1 and not self.storage.buffer:  # all tokens have the same size
+            [lay] = self.layouts
+            return tokens * lanes * lay.codes, tokens * lanes * lay.side
+        pos = self.positions()
+        place = self.place[..., : self.seen]
+        if rows is not None:
+            pos = pos[:, rows]
+            place = place[:, rows]
+        paged = (pos >= 0) & (place >= 0)
+        most = self.table.most
+        page = torch.where(paged, place // most, self.table.pages.count).long()  # in the ring: trash page, no format
+        slot = torch.where(paged, place % most, 0).long()
+        formats = self.table.format[page]
+        payload = torch.zeros_like(tokens)
+        scales = torch.zeros_like(tokens)
+        for f, lay in enumerate(self.layouts):
+            mine = formats == f
+            of_format = mine.sum((0, 2, 3)) * lanes
+            payload = payload + of_format * lay.codes
+            scales = scales + of_format * lay.side
+            if lay.by_token:  # n living tokens share a row of scales: each has one nth of it
+                row = torch.where(mine, self.scale_row[page, slot], self.free_rows.count).long()
+                uses = self.row_uses[row]
+                share = torch.where(mine, 1 / uses.double(), 0).sum((0, 2, 3))
+                scales = scales + share.round().long() * lanes * lay.row
+        return payload, scales
 
 
 class Writer:

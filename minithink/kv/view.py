@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -16,12 +16,21 @@ from torch import Tensor
 
 from minithink.kv.batch import Batch
 from minithink.kv.contract import Demand, Policy, See
-from minithink.kv.observe import Observations
+from minithink.kv.observe import Observations, Weights
 from minithink.kv.pages import Pages, Reading
 from minithink.ref.decode_attention import query_rows
 
 # Called with the view, the policy, its scores and where they count; a recorder sets it (`Step.note`).
 Noted = Callable[["View", Policy, Tensor, "Tensor | None"], None]
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A reader of some of the rows that a view shows."""
+
+    rows: Tensor | None  # bool [R], the rows that were asked for
+    shown: Tensor | None  # int64, the same as indices; None: all rows
+    reading: Reading
 
 
 class View:
@@ -62,7 +71,7 @@ class View:
         self.prompt = batch.prompt.int()
         self.clock = (batch.length - batch.prompt).clamp(min=0).int()
         self.protects = self.prompt if policy.protect_prompt else torch.zeros_like(self.prompt)
-        self._reading: tuple[Tensor | None, Tensor | None, Reading] | None = None  # the last one that was asked for
+        self._last_read: _Read | None = None
         self._slots: dict[int, Tensor] = {}  # where the last queries are, by how many
         self._supposed: Tensor | None = None  # tokens that lanes are said to hold (`with_budget`)
 
@@ -82,7 +91,8 @@ class View:
 
     @cached_property
     def budget(self) -> Tensor:
-        return self._shown(self.budgets.get(id(self.policy), next(iter(self.budgets.values()))), 1)
+        of_any = next(iter(self.budgets.values()))
+        return self._shown(self.budgets.get(id(self.policy), of_any), 1)
 
     @cached_property
     def thought(self) -> Tensor:
@@ -126,22 +136,34 @@ class View:
         return self._read(layer, rows, 1)
 
     def _read(self, layer: int, rows: Tensor | None, which: int) -> Tensor:
-        if self._reading is None or self._reading[0] is not rows:
-            shown = rows.nonzero().flatten() if rows is not None and self.asks else None  # else all of them
-            self._reading = rows, shown, self._reader(shown)
-        _, shown, reading = self._reading
-        x = reading(layer)[which]
-        return x if shown is None else x.new_zeros(self.shape.rows, *x.shape[1:]).index_copy_(0, shown, x)
+        """Keys (0) or values (1) of a layer, [R, Hkv, S, D]. A policy reads the same rows layer by layer, so the last
+        reader is kept."""
+        last = self._last_read
+        if last is None or last.rows is not rows:
+            shown = None  # all rows
+            if rows is not None and self.asks:
+                shown = rows.nonzero().flatten()
+            last = _Read(rows, shown, self._reader(shown))
+            self._last_read = last
+        x = last.reading(layer)[which]
+        if last.shown is None:
+            return x
+        every_row = x.new_zeros(self.shape.rows, *x.shape[1:])
+        return every_row.index_copy_(0, last.shown, x)
 
     def _reader(self, shown: Tensor | None) -> Reading:
         """A reader of some of the rows shown (int64, indices), or of all."""
-        if self.store.storage.lag:  # a prompt that was just read is not in the ring yet
-            length = self.length if shown is None else self.length[shown]
-            settled = self.clock > 0 if shown is None else self.clock[shown] > 0
-            return self.store.reader(self.row if shown is None else self.row[shown], length, settled)
+        row = self.row
+        length = self.length
+        clock = self.clock
         if shown is not None:
-            return self.store.reader(self.row[shown])
-        return self.store.reader(None if self.batch.whole else self.row)
+            row = row[shown]
+            length = length[shown]
+            clock = clock[shown]
+        if self.store.storage.lag:  # a prompt that was just read is not in the ring yet
+            return self.store.reader(row, length, settled=clock > 0)
+        every_row = shown is None and self.batch.whole
+        return self.store.reader(None if every_row else row)
 
     def segments(self, tau: int, total: int) -> tuple[Tensor, Tensor]:
         store = self.store
@@ -152,15 +174,19 @@ class View:
 
     def mass(self, layer: int | None = None) -> Tensor:
         if layer is not None:
-            return self._weights(self.observations.mass, layer, self._demand(See.MASS, layer).group)
-        if (whole := self.observations.all_layers(self._demand(See.MASS, 0).group)) is not None:
+            group = self._demand(See.MASS, layer).group
+            return self._weights(self.observations.mass, layer, group)
+        group = self._demand(See.MASS, 0).group
+        whole = self.observations.all_layers(group)
+        if whole is not None:
             return self._shown(whole[..., : self.store.seen], 1)
         return torch.stack([self.mass(layer) for layer in range(self.shape.layers)])
 
-    def _weights(self, all_held: dict[tuple[int, str], Tensor], layer: int, group: str) -> Tensor:
+    def _weights(self, kept: Weights, layer: int, group: str) -> Tensor:
         """Attention weights that were kept, 0 if none were: [R, heads, S]."""
         width = self.store.seen
-        if (held := all_held.get((layer, group))) is None:
+        held = kept.get((layer, group))
+        if held is None:
             heads = self.shape.query_heads if group == "none" else self.shape.kv_heads
             return torch.zeros(self.shape.rows, heads, width, device=self.shape.device)
         shown = self._shown(held[..., :width], 0)
@@ -195,7 +221,10 @@ class View:
             self._noted(self, self.policy, score, where)
 
     def any(self, what: Tensor | Callable[[], Tensor]) -> bool:
-        return not self.asks or bool((what if isinstance(what, Tensor) else what()).any())
+        if not self.asks:
+            return True
+        found = what if isinstance(what, Tensor) else what()
+        return bool(found.any())
 
     def _at(self, x: Tensor, layer: int | None) -> Tensor:
         return x if layer is None else x[min(layer, x.shape[0] - 1)]
