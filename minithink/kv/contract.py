@@ -116,6 +116,10 @@ class Demand:
         if self.group not in GROUPS:
             raise UsageError(f"The group rule {self.group!r} is unknown; there are {', '.join(GROUPS)}.")
 
+    def at(self, layer: int) -> bool:
+        """Whether it is about this layer."""
+        return self.layers is None or layer in self.layers
+
     @property
     def weights(self) -> See:
         """What of it attention tells as it goes over the keys: MASS, and ROWS of the newest query alone."""

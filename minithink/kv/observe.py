@@ -58,7 +58,7 @@ class Observations:
         """Demands of one kind at a layer, each group rule once. due: the demands that are due in this pass."""
         seen = set()
         for demand in due:
-            fits = demand.what & what and (demand.layers is None or layer in demand.layers)
+            fits = demand.what & what and demand.at(layer)
             if what is See.HIDDEN and demand.layers is None:
                 fits = fits and layer >= 0
             if fits and demand.group not in seen:
@@ -69,7 +69,7 @@ class Observations:
         """The group rules of the weights that a layer's attention must write, each with MASS, ROWS or both."""
         asked: dict[str, See] = {}
         for demand in due:
-            if demand.weights and (demand.layers is None or layer in demand.layers):
+            if demand.weights and demand.at(layer):
                 asked[demand.group] = asked.get(demand.group, demand.weights) | demand.weights
         return asked
 
@@ -197,7 +197,7 @@ class Observations:
             self.queries[layer, row, :, index] = q_i[-len(kept) :].transpose(0, 1)
 
     def _keeps_queries(self, layer: int) -> bool:
-        return any(d.queries and (d.layers is None or layer in d.layers) for d in self.demands)
+        return any(d.queries and d.at(layer) for d in self.demands)
 
     def _room(self, weights: Weights, key: tuple[int, str], row: int, total: int, prompt: int) -> Tensor:
         """The weights of a prompt's first `total` tokens, as a view that can be written: [heads, total]."""

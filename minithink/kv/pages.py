@@ -10,7 +10,7 @@ Kernels read the same tensors without the dense copy: `ref/paged_attention.py` a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -179,6 +179,16 @@ class Pages:
         return heads + (layer * self.shape.kv_heads if self.shape.scope == "sequence" else 0)
 
 
+@dataclass(frozen=True)
+class _Part:
+    """The tokens of one format. The tensors are int64 [Lt, N, Ht, n]."""
+
+    format: int  # BUFFER: they lie in the ring
+    base: Tensor  # the bases of their slots, or their places in the ring
+    keys: Tensor | None = None  # their rows of key scales
+    column: Tensor | None = None  # their columns; S: no token; None: one entry for each column
+
+
 class Reading:
     """Keys and values of some rows, as they are now. Work that is equal for all layers is done once."""
 
@@ -216,33 +226,32 @@ class Reading:
         out on a CPU if the width is not fixed: there the check costs little."""
         valid = self.pos >= 0
         asks = self.pages.columns is None and self.pages.asks and valid.device.type == "cpu"
-        return None if asks and bool(valid.all()) else valid
+        if asks and bool(valid.all()):
+            return None
+        return valid
 
     def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
         """K, V [N, Hkv, S, D] in the store's dtype, 0 where there is no token."""
-        t = min(layer, len(self.place) - 1)
         if self._alone is not None:
-            f, base, keys = self._alone
-            return self._read(f, layer, base[t], None if keys is None else keys[t])
-        shape = self.pages.shape
-        n = self.place.shape[1]
-        seen = self.place.shape[-1]
-        heads = shape.kv_heads
-        dim = shape.head_dim
+            return self._read(self._alone, layer)
+        t = min(layer, len(self.place) - 1)
+        _, n, _, seen = self.place.shape
+        heads = self.pages.shape.kv_heads
+        dim = self.pages.shape.head_dim
         # one column more, for entries that are no token
-        k, v = (self.pages.ring.new_zeros(n, heads, seen + 1, dim) for _ in range(2))
-        for f, column, lies, keys in self._parts:
-            if f == BUFFER:
-                index = lies[t][..., None, None].expand(n, lies.shape[2], -1, 2, dim).expand(-1, heads, -1, -1, -1)
-                part = self._ring(layer).gather(2, index).unbind(3)
-            else:
-                part = self._read(f, layer, lies[t], None if keys is None else keys[t])
-            into = column[t][..., None].expand(n, column.shape[2], -1, dim).expand(-1, heads, -1, -1)
-            k.scatter_(2, into, part[0])
-            v.scatter_(2, into, part[1])
+        k = self.pages.ring.new_zeros(n, heads, seen + 1, dim)
+        v = torch.zeros_like(k)
+        for part in self._parts:
+            assert part.column is not None
+            part_k, part_v = self._read_ring(part, layer) if part.format == BUFFER else self._read(part, layer)
+            into = part.column[t][..., None].expand(-1, -1, -1, dim).expand(-1, heads, -1, -1)
+            k.scatter_(2, into, part_k)
+            v.scatter_(2, into, part_v)
         k = k[:, :, :-1]
         v = v[:, :, :-1]
-        return k, self._lagging(layer, v) if self.pages.storage.lag else v
+        if self.pages.storage.lag:
+            v = self._lagging(layer, v)
+        return k, v
 
     @cached_property
     def numbers(self) -> Tensor:
@@ -255,51 +264,59 @@ class Reading:
         and where each format begins, int32 [Lt, N, Ht, F + 2]; see `ref/by_format.py`."""
         p = self.pages
         return p.backend.by_format(
-            p.place, p.count, self.numbers, p.table.format, sorted(p.used), p.table.most, p.seen
+            place=p.place,
+            count=p.count,
+            rows=self.numbers,
+            page_format=p.table.format,
+            formats=sorted(p.used),
+            most=p.table.most,
+            seen=p.seen,
         )
 
     @cached_property
-    def _alone(self) -> tuple[int, Tensor, Tensor | None] | None:
-        """If all tokens have one format and there is no buffer: the format, and for every column the base of its slot
-        and its row of key scales, int64 [Lt, N, Ht, S]. Columns without a token read the zero page. Else None."""
-        pages = self.pages
-        most = self.pages.table.most
-        if len(pages.used) > 1 or pages.storage.buffer:
+    def _alone(self) -> _Part | None:
+        """If all tokens have one format and there is no buffer: all columns, as one part. Else None."""
+        if len(self.pages.used) > 1 or self.pages.storage.buffer:
             return None
-        [f] = pages.used
-        page = torch.where(self.pos >= 0, self.place // most, pages.zero_page).long()
-        slot = torch.where(self.pos >= 0, self.place % most, 0).long()
-        keys = pages.scale_row[page, slot].long() if pages.layouts[f].by_token else None
-        return f, pages.base(f, page, slot), keys
+        [f] = self.pages.used
+        return self._in_pages(f, self.place, self.pos >= 0)
 
     @cached_property
-    def _parts(self) -> list[tuple[int, Tensor, Tensor, Tensor | None]]:
-        """The tokens of every format in use, then the tokens in the ring (BUFFER). Each entry has the format, then
-        int64 [Lt, N, Ht, n]: the tokens' columns (S: no token), the bases of their slots (or their places in the
-        ring), their rows of key scales. n is the largest number in a unit; S, if steps are captured."""
-        pages = self.pages
+    def _parts(self) -> list[_Part]:
+        """The tokens of every format in use, then the tokens in the ring. A part is as wide as the largest number of
+        its tokens in a unit; S, if steps are captured."""
         place, column, first = self.by_format
-        most = pages.table.most
         seen = place.shape[-1]
-        kinds = [*sorted(pages.used), BUFFER]
-        wide = first.diff(dim=-1).amax((0, 1, 2)).tolist() if pages.asks else [seen] * len(kinds)
-        out: list[tuple[int, Tensor, Tensor, Tensor | None]] = []
-        for i, (f, n) in enumerate(zip(kinds, wide, strict=True)):
-            if not n or (f == BUFFER and not pages.storage.buffer):
+        formats = [*sorted(self.pages.used), BUFFER]
+        widths = [seen] * len(formats)
+        if self.pages.asks:
+            widths = first.diff(dim=-1).amax((0, 1, 2)).tolist()
+        out = []
+        for i, f in enumerate(formats):
+            n = widths[i]
+            if not n or (f == BUFFER and not self.pages.storage.buffer):
                 continue
             rank = first[..., i, None] + torch.arange(n, device=place.device)
             there = rank < first[..., i + 1, None]
             rank = rank.clamp(max=seen - 1)
-            lies = place.gather(-1, rank)
+            own = place.gather(-1, rank)
             columns = torch.where(there, column.gather(-1, rank), seen).long()
             if f == BUFFER:
-                out.append((f, columns, torch.where(there, -1 - lies, 0).clamp(min=0).long(), None))
-                continue
-            page = torch.where(there, lies // most, pages.zero_page).long()
-            slot = torch.where(there, lies % most, 0).long()
-            keys = pages.scale_row[page, slot].long() if pages.layouts[f].by_token else None
-            out.append((f, columns, pages.base(f, page, slot), keys))
+                in_ring = torch.where(there, -1 - own, 0).clamp(min=0).long()
+                out.append(_Part(f, in_ring, column=columns))
+            else:
+                out.append(replace(self._in_pages(f, own, there), column=columns))
         return out
+
+    def _in_pages(self, f: int, place: Tensor, there: Tensor) -> _Part:
+        """Tokens of one format in pages, by their places. Where nothing is `there`, the zero page is read. place,
+        there: [Lt, N, Ht, n]."""
+        pages = self.pages
+        most = pages.table.most
+        page = torch.where(there, place // most, pages.zero_page).long()
+        slot = torch.where(there, place % most, 0).long()
+        keys = pages.scale_row[page, slot].long() if pages.layouts[f].by_token else None
+        return _Part(f, pages.base(f, page, slot), keys)
 
     def _ring(self, layer: int) -> Tensor:
         """[N, Hkv, R, 2, D]."""
@@ -313,50 +330,67 @@ class Reading:
         lengths, settled = self._ends
         size = pages.storage.buffer
         sink = pages.storage.sink
-        recent = (pos >= lengths[:, None, None] - 1 - size) & (pos >= sink) & settled[:, None, None]
+        last_in_full = lengths[:, None, None] - 1 - size
+        recent = (pos >= last_in_full) & (pos >= sink) & settled[:, None, None]
         pushed_out = pages.outgoing_at[self.numbers][:, None, None]
-        in_ring = (recent & (pos > pushed_out))[..., None]
+        in_ring = recent & (pos > pushed_out)
+        is_outgoing = recent & (pos == pushed_out)
         index = ((pos - sink) % size).long()[..., None].expand(v.shape)
-        v = torch.where(in_ring, self._ring(layer)[..., 1, :].gather(2, index), v)
+        of_ring = self._ring(layer)[..., 1, :].gather(2, index)
+        v = torch.where(in_ring[..., None], of_ring, v)
         outgoing = pages.outgoing[layer, self.numbers][:, :, None]
-        return torch.where((recent & (pos == pushed_out))[..., None], outgoing, v)
+        return torch.where(is_outgoing[..., None], outgoing, v)
 
     @cached_property
     def _ends(self) -> tuple[Tensor, Tensor]:
         """Tokens that each row has seen, int64 [N], and whether its prompt is settled, bool [N]. A prompt that is not
         settled is not in the ring."""
         if self.lengths is not None:
-            all_are = torch.ones_like(self.lengths, dtype=torch.bool)
-            return self.lengths, all_are if self.settled is None else self.settled
+            settled = self.settled
+            if settled is None:
+                settled = torch.ones_like(self.lengths, dtype=torch.bool)
+            return self.lengths, settled
         pages = self.pages
         device = self.pos.device
         lengths = torch.tensor(pages.lengths, device=device)
         settled = torch.tensor([row not in pages.reading for row in range(pages.shape.rows)], device=device)
-        return (lengths, settled) if self.rows is None else (lengths[self.rows], settled[self.rows])
+        if self.rows is None:
+            return lengths, settled
+        return lengths[self.rows], settled[self.rows]
 
-    def _read(self, f: int, layer: int, base: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
-        """K and V of one format. base, keys: [N, Ht, S]."""
+    def _read_ring(self, part: _Part, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of tokens in the ring: [N, Hkv, n, D]."""
+        t = min(layer, len(part.base) - 1)
+        heads = self.pages.shape.kv_heads
+        dim = self.pages.shape.head_dim
+        index = part.base[t][..., None, None].expand(-1, -1, -1, 2, dim).expand(-1, heads, -1, -1, -1)
+        k, v = self._ring(layer).gather(2, index).unbind(3)
+        return k, v
+
+    def _read(self, part: _Part, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of tokens in pages: [N, Hkv, n, D]."""
         pages = self.pages
         rows = self.rows
+        f = part.format
+        t = min(layer, len(part.base) - 1)
         lay = pages.layouts[f]
         dim = pages.shape.head_dim
-        index = pages.index(f, layer, base)  # [N, Hkv, S]
+        index = pages.index(f, layer, part.base[t])  # [N, Hkv, n]
         codes = pages.codes[f].index_select(0, index.flatten()).view(*index.shape, -1)
         if lay.plain:
             return codes[..., :dim], codes[..., dim : 2 * dim]
         side = pages.sides[f].index_select(0, index.flatten()).view(*index.shape, -1)
-        if keys is None:
-            k_params = side[..., : lay.k_side]
-        else:
-            row = keys * pages.shape.sharing + pages.lane(layer)[:, None]  # [N, Hkv, S]
+        k_codes, v_codes = lay.parts(codes)
+        k_params, v_params = lay.side_parts(side)
+        if part.keys is not None:
+            row = part.keys[t] * pages.shape.sharing + pages.lane(layer)[:, None]  # [N, Hkv, n]
             k_params = pages.scale_rows.flatten(0, 1)[row][..., : lay.row]
         scale = pages.scale[f, :, layer] if rows is None else pages.scale[f, :, layer, rows]  # [2, N]
         k_scale, v_scale = scale[:, :, None, None]
         dequantize = pages.backend.dequantize
-        k = dequantize(lay.k, codes[..., : lay.k_codes], k_params, k_scale, pages.dtype)
-        v_codes = codes[..., lay.k_codes : lay.codes]
-        v_params = side[..., lay.k_side : lay.side]
-        return k, dequantize(lay.v, v_codes, v_params, v_scale, pages.dtype)
+        k = dequantize(lay.k, k_codes, k_params, k_scale, pages.dtype)
+        v = dequantize(lay.v, v_codes, v_params, v_scale, pages.dtype)
+        return k, v
 
 
 def layouts(storage: Storage, dim: int, dtype: torch.dtype) -> list[Layout]:

@@ -14,7 +14,7 @@ page, whose number is behind the last real one; its content is never read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -56,13 +56,17 @@ class FreeList:
         Raises:
             Exhausted: too few numbers are free.
         """
-        if most > self.at_least:
-            self.at_least = self.free
-            if most > self.at_least and (needed := int(wanted())) > self.at_least:
-                raise Exhausted(
-                    f"The KV pool is exhausted: {purpose} needs {needed:,} {self.what} and {self.at_least:,} of "
-                    f"{self.count:,} are free; use a smaller --batch-size, budget or --max-new-tokens."
-                )
+        if most <= self.at_least:
+            return
+        self.at_least = self.free
+        if most <= self.at_least:
+            return
+        needed = int(wanted())
+        if needed > self.at_least:
+            raise Exhausted(
+                f"The KV pool is exhausted: {purpose} needs {needed:,} {self.what} and {self.at_least:,} of "
+                f"{self.count:,} are free; use a smaller --batch-size, budget or --max-new-tokens."
+            )
 
     def draw(self, want: Tensor, most: int) -> Tensor:
         """A free number for every true element: bool → int32 of the same shape. False elements get `count`; true ones
@@ -144,11 +148,14 @@ class BlockTable:
         Returns:
             int64 [Lt, N, Ht].
         """
-        here = self.page[:, at].long()
-        fmt, slots, thought = (x[:, None, None] for x in (fmt, slots, thought))
-        fits = (self.format[here] == fmt) & (self.thought[here] == thought)
-        lacking = (count - ((slots - self.taken[here]) * fits).sum(-1)).clamp(min=0)
-        return (lacking + slots[..., 0] - 1) // slots[..., 0]
+        here = self.page[:, at].long()  # [Lt, N, Ht, width]
+        same_format = self.format[here] == fmt[:, None, None]
+        same_thought = self.thought[here] == thought[:, None, None]
+        slots = slots[:, None, None]
+        free = (slots - self.taken[here]) * (same_format & same_thought)
+        lacking = (count - free.sum(-1)).clamp(min=0)
+        slots = slots[..., 0]
+        return (lacking + slots - 1) // slots
 
     def require(self, at: Tensor, pages: int, missing: Callable[[], Tensor], purpose: str) -> None:
         """Check that the units of some rows can open pages, and widen the table if it lacks columns.
@@ -170,12 +177,13 @@ class BlockTable:
         self.pages.require(most, lambda: missing().sum(), purpose)
         self.pages.at_least = max(0, self.pages.at_least - most)
         self.widest += pages
-        if self.widest > self.page.shape[-1]:  # by the host's bound: count on the device
+        width = self.page.shape[-1]
+        if self.widest > width:  # by the host's bound: count on the device
             used = (self.page != self.pages.count).sum(-1)  # of all rows: `widest` is a bound for all of them
             used[:, at] += missing()
             self.widest = int(used.max())
-            if (more := self.widest - self.page.shape[-1]) > 0:
-                more = max(more, self.page.shape[-1])  # doubling
+            if self.widest > width:
+                more = max(self.widest - width, width)  # at least doubling
                 self.page = torch.nn.functional.pad(self.page, (0, more), value=self.pages.count)
 
     def drawn(self) -> None:
@@ -220,22 +228,30 @@ class BlockTable:
         """
         out = []
         for page in self.page[unit].tolist():
-            if page == self.pages.count:
-                continue
-            slots = range(self.slots[int(self.format[page])])
-            at = {s: tokens[page, s] for s in slots if (page, s) in tokens}
-            of = {s: max((b for b in starts if b <= pos), default=0) for s, pos in at.items()}
-            here = tuple(sorted(set(of.values())))
-            filled = int(self.filled[page])
-            out.append(
-                Entry(
-                    page,
-                    int(self.format[page]),
-                    int(self.thought[page]),
-                    filled,
-                    here,
-                    tuple("".join("1" if of.get(s) == b else "0" for s in slots) for b in here),
-                    "".join("1" if s < filled and s not in of else "0" for s in slots),
-                )
-            )
+            if page != self.pages.count:
+                out.append(self._entry(page, tokens, starts))
         return out
+
+    def _entry(self, page: int, tokens: dict[tuple[int, int], int], starts: Sequence[int]) -> Entry:
+        """The table's row of one page. Arguments as of `entries`."""
+        slots = range(self.slots[int(self.format[page])])
+        filled = int(self.filled[page])
+        begins = {}  # slot → where its token's segment begins
+        for slot in slots:
+            if (page, slot) in tokens:
+                position = tokens[page, slot]
+                begins[slot] = max((start for start in starts if start <= position), default=0)
+        segments = sorted(set(begins.values()))
+        return Entry(
+            page=page,
+            format=int(self.format[page]),
+            thought=int(self.thought[page]),
+            filled=filled,
+            starts=tuple(segments),
+            segments=tuple(_mask(begins.get(slot) == start for slot in slots) for start in segments),
+            evicted=_mask(slot < filled and slot not in begins for slot in slots),
+        )
+
+
+def _mask(bits: Iterable[bool]) -> str:
+    return "".join("1" if bit else "0" for bit in bits)

@@ -231,6 +231,6 @@ class View:
 
     def _demand(self, what: See, layer: int) -> Demand:
         for demand in self.policy.demands:
-            if demand.what & what and (demand.layers is None or layer in demand.layers):
+            if demand.what & what and demand.at(layer):
                 return demand
         raise ValueError(f"{self.policy.name} reads {what.name} of layer {layer} and has not demanded it")
