@@ -49,17 +49,20 @@ class Apart:
         self._now = []
         at = 0
         for seq, count in zip(seqs, counts, strict=True):
-            self.caches[seq].begin_step([seq], [count], tokens[at : at + count])
-            self._now.append((self.caches[seq], count))
+            cache = self.caches[seq]
+            cache.begin_step([seq], [count], tokens[at : at + count])
+            self._now.append((cache, count))
             at += count
 
     def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
         """Append and attend. qk: [n, Hq + Hkv, D], v: [n, Hkv, D]; returns [n, Hq, D], 0 for padding rows."""
-        out = qk.new_zeros(len(qk), qk.shape[1] - v.shape[1], qk.shape[2])
+        rows, heads, dim = qk.shape
+        out = qk.new_zeros(rows, heads - v.shape[1], dim)
         at = 0
         for cache, count in self._now:
-            rows = slice(at, at := at + count)
-            out[rows] = cache.attend(layer, qk[rows], v[rows])
+            own = slice(at, at + count)
+            out[own] = cache.attend(layer, qk[own], v[own])
+            at += count
         return out
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
@@ -67,7 +70,8 @@ class Apart:
         parts = []
         at = 0
         for cache, count in self._now:
-            parts.append(cache.tap(layer, hidden[at : (at := at + count)]))
+            parts.append(cache.tap(layer, hidden[at : at + count]))
+            at += count
         return torch.cat([*parts, hidden[at:]])
 
     def end_step(self) -> None:

@@ -33,6 +33,10 @@ class DecodePass:
         """
         store = parts.store
         self.parts = parts
+        self.policy = parts.policy
+        self.store = parts.store
+        self.backend = parts.store.backend
+        self.observations = parts.observations
         self.batch = batch
         self.due = due
         self.active = None if store.columns is None else batch.active  # rows that bring a token; None: all do
@@ -48,31 +52,29 @@ class DecodePass:
     def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
         """Append and attend. qk: [N, Hq + Hkv, D], unrotated, v: [N, Hkv, D]; returns [N, Hq, D]."""
         raw, q = self.append(layer, qk, v)
-        asked = self.parts.observations.asked(self.due, layer)
+        asked = self.observations.asked(self.due, layer)
         if self.parts.dense:
             return self._over_copies(layer, raw, q, asked)
         return self._over_pages(layer, q, asked)
 
     def append(self, layer: int, qk: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write a layer's keys and values → its queries [N, Hq, D], unrotated and rotated. qk, v: as of `attend`."""
-        store = self.parts.store
-        if store.compaction:
-            store.compaction.wait(layer)
+        if self.store.compaction:
+            self.store.compaction.wait(layer)
         raw, k = qk.split_with_sizes(self.parts.heads, dim=1)
-        q = store.backend.append(raw, k, v, self.cos, self.sin, self.writer, layer)
-        self.parts.observations.keep_queries(layer, q, self.batch.row, self.position)
+        q = self.backend.append(raw, k, v, self.cos, self.sin, self.writer, layer)
+        self.observations.keep_queries(layer, q, self.batch.row, self.position)
         return raw, q
 
     def _over_pages(self, layer: int, q: Tensor, asked: dict[str, See]) -> Tensor:
         """Attention of one new token of each row over the tokens of its lanes. q: [N, Hq, D]; asked: the group rules
         of the weights that must be kept."""
-        backend = self.parts.store.backend
         if not asked:
-            attended, _ = backend.paged_attention(q, self.read, layer, None)
+            attended, _ = self.backend.paged_attention(q, self.read, layer, None)
             return attended
         for group, what in asked.items():
-            self.read.into = self.parts.observations.in_place(layer, group, what, self.active)
-            attended, mass = backend.paged_attention(q, self.read, layer, group)
+            self.read.into = self.observations.in_place(layer, group, what, self.active)
+            attended, mass = self.backend.paged_attention(q, self.read, layer, group)
             if mass is not None:
                 self._keep_weights(layer, group, what, mass)
         return attended
@@ -80,35 +82,34 @@ class DecodePass:
     def _over_copies(self, layer: int, raw: Tensor, q: Tensor, asked: dict[str, See]) -> Tensor:
         """The same over dense copies of keys and values. Pulled tokens and values that lag need it, because no kernel
         reads them in place. raw: [N, Hq, D], the unrotated queries."""
-        backend = self.parts.store.backend
         k, v = self.read(layer)  # [N, Hkv, S, D]
         pos = self.read.pos
         valid = pos[min(layer, len(pos) - 1)] >= 0  # [N, Ht, S]
         if self.pulled is None and not asked:
-            return backend.decode_attention(q, k, v, valid)
+            return self.backend.decode_attention(q, k, v, valid)
         n, query_heads, dim = q.shape
         kv_heads = k.shape[1]
         grouped = q.view(n, kv_heads, -1, dim)
         logits = grouped @ k.transpose(-1, -2) / dim**0.5  # [N, Hkv, g, S]
         if self.pulled is not None:
             near, cos, sin = self.pulled.of(layer, kv_heads)
-            closer = backend.rope(raw.reshape(n * kv_heads, -1, dim), cos, sin).view(grouped.shape)
+            closer = self.backend.rope(raw.reshape(n * kv_heads, -1, dim), cos, sin).view(grouped.shape)
             logits = torch.where(near.unsqueeze(2), closer @ k.transpose(-1, -2) / dim**0.5, logits)
         for group, what in asked.items():
             self._keep_weights(layer, group, what, group_reduce(logits, valid, group))
         if self.pulled is None:  # the output must not depend on whether it is observed
-            return backend.decode_attention(q, k, v, valid)
+            return self.backend.decode_attention(q, k, v, valid)
         p = decode_probabilities(logits, valid)
         return (p.to(v.dtype) @ v).view(n, query_heads, dim)
 
     def _keep_weights(self, layer: int, group: str, what: See, mass: Tensor) -> None:
         at = None if self.batch.whole else self.batch.row
-        self.parts.observations.keep_weights(layer, group, what, at, self.active, mass)
+        self.observations.keep_weights(layer, group, what, at, self.active, mass)
 
     def _pull(self) -> Pulled:
         """Find the pulled tokens: those below `pull`, which are attended as if they stood directly before the next
         token that is held."""
-        pull = self.parts.policy.pull
+        pull = self.policy.pull
         pos = self.read.pos
         others = torch.where(pos >= pull, pos, UNLIMITED).amin(-1)  # [Lt, N, Ht]
         gap = torch.where(others < UNLIMITED, others - pull, 0).long()
@@ -120,14 +121,12 @@ class DecodePass:
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
         """Let the policy steer the residual stream, and keep it if the policy demands it. Behind the final norm
         (−1) the policy may look at the whole step. hidden: [N, d]."""
-        policy = self.parts.policy
         if self.view is not None:
-            hidden = checks.steered(policy, policy.steer(self.view, layer, hidden), hidden)
-        observations = self.parts.observations
-        for _ in observations.of(self.due, See.HIDDEN, layer):
-            observations.keep_hidden(layer, hidden, self.batch.row, self.active)
+            hidden = checks.steered(self.policy, self.policy.steer(self.view, layer, hidden), hidden)
+        for _ in self.observations.of(self.due, See.HIDDEN, layer):
+            self.observations.keep_hidden(layer, hidden, self.batch.row, self.active)
         if layer == -1 and self.parts.watches:
-            policy.watch(self.parts.view(self.batch))
+            self.policy.watch(self.parts.view(self.batch))
         return hidden
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -68,7 +67,8 @@ class FullCache:
         self._lanes: list[_Lane] = []  # of this step, in the order of its rows
         self._counts: list[int] = []  # new tokens of each
         self._masked = False  # does attention need a mask: later chunks of a prompt
-        self._cos = self._sin = torch.empty(0)
+        self._cos = torch.empty(0)
+        self._sin = torch.empty(0)
 
     def join(
         self, seq: int, capacity: int, prompt: int = 0, thinking: bool = True, budget: int | None = None
@@ -106,21 +106,27 @@ class FullCache:
                 )
         self._lanes = [self.lanes[seq] for seq in seqs]
         self._counts = list(counts)
-        self._masked = any(lane.length and n > 1 for lane, n in zip(self._lanes, counts, strict=True))
-        positions = chain.from_iterable(lane.grow(n) for lane, n in zip(self._lanes, counts, strict=True))
-        self._cos, self._sin = self.rope.at(torch.tensor(list(positions), device=self.device))
+        self._masked = False
+        positions = list[int]()
+        for lane, count in zip(self._lanes, counts, strict=True):
+            self._masked |= lane.length > 0 and count > 1
+            positions += lane.grow(count)
+        self._cos, self._sin = self.rope.at(torch.tensor(positions, device=self.device))
 
     def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
         """Append and attend. qk: [N, Hq + Hkv, D], unrotated, v: [N, Hkv, D]; returns [N, Hq, D]."""
         qk = self.backend.rope(qk, self._cos, self._sin)
         q, k = qk.split_with_sizes((self.config.num_heads, self.config.num_kv_heads), dim=1)
         kv = torch.cat((k, v), dim=1).transpose(0, 1)  # [2·Hkv, N, D]
-        parts = q.split_with_sizes(self._counts), kv.split_with_sizes(self._counts, dim=1)
+        queries = q.split_with_sizes(self._counts)
+        new = kv.split_with_sizes(self._counts, dim=1)
         out = []
         with of_any_length(self.device, self._masked):
-            for lane, q_i, kv_i in zip(self._lanes, *parts, strict=True):
+            for lane, q_i, kv_i in zip(self._lanes, queries, new, strict=True):
                 lane.new[layer].copy_(kv_i)
-                out.append(self.backend.attention(q_i, lane.all[2 * layer], lane.all[2 * layer + 1]))
+                k_i = lane.all[2 * layer]
+                v_i = lane.all[2 * layer + 1]
+                out.append(self.backend.attention(q_i, k_i, v_i))
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
@@ -131,7 +137,8 @@ class FullCache:
         """Close the step: its tokens count from now on. A full cache changes nothing between steps."""
         for lane, count in zip(self._lanes, self._counts, strict=True):
             lane.length += count
-            lane.new = lane.all = ()
+            lane.new = ()
+            lane.all = ()
         self._lanes = []
         self._counts = []
 
@@ -152,7 +159,7 @@ class FullCache:
         return Ledger(payload=self.held_bytes(seq))
 
     def told(self, seq: int) -> Told:
-        """Nothing beside its bytes."""
+        """A full cache reports its bytes and nothing else."""
         return Told()
 
     def counts(self, seq: int) -> dict[str, int]:

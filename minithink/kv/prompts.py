@@ -32,6 +32,9 @@ class PromptPass:
         """
         device = parts.store.shape.device
         self.parts = parts
+        self.store = parts.store
+        self.backend = parts.store.backend
+        self.observations = parts.observations
         self.rows = group.rows
         self.known = group.known
         self.counts = list(counts)
@@ -62,20 +65,19 @@ class PromptPass:
         Returns:
             [n, Hq, D], 0 for padding rows.
         """
-        backend = self.parts.store.backend
         total = sum(self.counts)
-        q, k = backend.rope(qk[:total], self.cos, self.sin).split_with_sizes(self.parts.heads, dim=1)
+        q, k = self.backend.rope(qk[:total], self.cos, self.sin).split_with_sizes(self.parts.heads, dim=1)
         kv = torch.stack((k, v[:total]), dim=1)  # [n, 2, Hkv, D]
         padded_k, padded_v = kv[self.each].unbind(2)
         self.writer.write(layer, padded_k, padded_v)
         queries = q.split(self.counts)
         own = kv.split(self.counts)
-        self.parts.observations.keep_prompt_queries(layer, self.rows, queries, self.ends)
+        self.observations.keep_prompt_queries(layer, self.rows, queries, self.ends)
         out = []
         with of_any_length(self.at.device, self.masked):
             for i, q_i in enumerate(queries):
                 k_i, v_i = self._read(i, layer, own[i])
-                out.append(backend.attention(q_i, k_i, v_i))
+                out.append(self.backend.attention(q_i, k_i, v_i))
                 self._observe(i, layer, q_i, k_i)
         padding = len(qk) - total
         if padding:
@@ -87,29 +89,27 @@ class PromptPass:
         if not self.starts[i]:
             k, v = own.permute(1, 2, 0, 3).unbind()
             return k, v
-        k, v = self.parts.store.reader(self.at[i : i + 1])(layer)  # [1, Hkv, S, D]
+        k, v = self.store.reader(self.at[i : i + 1])(layer)  # [1, Hkv, S, D]
         return k[0, :, : self.ends[i]], v[0, :, : self.ends[i]]
 
     def _observe(self, i: int, layer: int, q: Tensor, k: Tensor) -> None:
         """Keep what the policy demands of prompt i. q: [n, Hq, D], k: [Hkv, T, D]."""
-        observations = self.parts.observations
         row = self.rows[i]
         prompt = self.known[i].prompt
-        for demand in observations.of(self.due, See.MASS, layer):
+        for demand in self.observations.of(self.due, See.MASS, layer):
             if demand.prompt:
-                observations.add_prompt_mass(layer, row, demand.group, q, k, prompt)
+                self.observations.add_prompt_mass(layer, row, demand.group, q, k, prompt)
         if self.ends[i] < prompt:
             return
-        for group, what in observations.asked(self.due, layer).items():
+        for group, what in self.observations.asked(self.due, layer).items():
             if what & See.ROWS:
-                observations.keep_prompt_row(layer, row, group, q[-1:], k, prompt)
+                self.observations.keep_prompt_row(layer, row, group, q[-1:], k, prompt)
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
         """Keep the residual stream of each prompt's last token, if the policy demands it. hidden: [n, d]."""
-        observations = self.parts.observations
-        for _ in observations.of(self.due, See.HIDDEN, layer):
+        for _ in self.observations.of(self.due, See.HIDDEN, layer):
             last = torch.from_numpy(self.last).to(self.at.device)
-            observations.keep_hidden(layer, hidden[last], self.at, None)
+            self.observations.keep_hidden(layer, hidden[last], self.at, None)
         return hidden
 
     # -- the end of the pass

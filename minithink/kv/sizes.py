@@ -19,31 +19,39 @@ def check_budget(policy: Policy, prompt: int, budget: int | None = None) -> None
     """Refuse a budget that cannot work. UsageError: it is no positive number, or less than a lane needs."""
     # A stack protects the prompt if one of its members does, and its smallest budget must hold it.
     tokens = policy.budget if budget is None else budget
-    stays = prompt if policy.cap is None else min(prompt, policy.cap)
     for member in members(policy):
         if member.budget is not None:
             _check_number(member, "a budget of", member.budget)
-    cases = [("a budget of", tokens, "")]
-    for schedule in (Schedule.parse(m.schedule) for m in members(policy)):
+    if tokens is not None:
+        _check_room(policy, prompt, "a budget of", tokens)
+    for member in members(policy):
+        schedule = Schedule.parse(member.schedule)
         if schedule.keep is not None:
-            cases.append(("a schedule that keeps", schedule.keep, ""))
+            _check_room(policy, prompt, "a schedule that keeps", schedule.keep)
         elif schedule.shares is not None and tokens is not None:
-            left = kept(schedule, *(torch.tensor(min(n, UNLIMITED)) for n in (tokens, prompt)))
-            cases.append(("a schedule that keeps", int(left), ", with a larger budget or other shares"))
-    for what, number, larger in cases:
-        if number is None:
-            continue
-        _check_number(policy, what, number)
-        if not policy.protect_prompt and number < policy.beside:
+            most = torch.tensor(min(tokens, UNLIMITED))
+            left = kept(schedule, most, torch.tensor(min(prompt, UNLIMITED)))
+            larger = ", with a larger budget or other shares"
+            _check_room(policy, prompt, "a schedule that keeps", int(left), larger)
+
+
+def _check_room(policy: Policy, prompt: int, what: str, number: int, larger: str = "") -> None:
+    """UsageError: a lane needs more than this number of tokens. what: the number's name, for the message; larger: how
+    to get a larger one, beside giving it."""
+    _check_number(policy, what, number)
+    if not policy.protect_prompt:
+        if number < policy.beside:
             raise UsageError(f"{policy.name}: {what} {number} tokens is below the {policy.beside} that a lane needs.")
-        if policy.protect_prompt and number < stays + policy.beside:
-            more = "anything else" if policy.beside == 1 else f"{policy.beside} tokens beside it"
-            ours = any("protect_prompt" in getattr(m, "__dataclass_fields__", ()) for m in members(policy))
-            spared = ", or protect_prompt=false" if ours else ""
-            raise UsageError(
-                f"{policy.name}: {what} {number} tokens cannot hold the protected prompt of {stays} and {more}: "
-                f"give at least {stays + policy.beside}{larger}{spared}."
-            )
+        return
+    stays = prompt if policy.cap is None else min(prompt, policy.cap)
+    if number < stays + policy.beside:
+        more = "anything else" if policy.beside == 1 else f"{policy.beside} tokens beside it"
+        ours = any("protect_prompt" in getattr(m, "__dataclass_fields__", ()) for m in members(policy))
+        spared = ", or protect_prompt=false" if ours else ""
+        raise UsageError(
+            f"{policy.name}: {what} {number} tokens cannot hold the protected prompt of {stays} and {more}: "
+            f"give at least {stays + policy.beside}{larger}{spared}."
+        )
 
 
 def _check_number(policy: Policy, what: str, number: int) -> None:
@@ -55,8 +63,12 @@ def _check_number(policy: Policy, what: str, number: int) -> None:
 def least_kept(policy: Policy) -> int | None:
     """The tokens that evictions may leave of a prompt that is not protected. None: no number bounds them, or prompts
     are protected."""
-    keep = (Schedule.parse(member.schedule).keep for member in members(policy))
-    return None if policy.protect_prompt else min((n for n in (policy.budget, *keep) if n is not None), default=None)
+    if policy.protect_prompt:
+        return None
+    bounds = [policy.budget]
+    for member in members(policy):
+        bounds.append(Schedule.parse(member.schedule).keep)
+    return min((n for n in bounds if n is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -84,16 +96,31 @@ def needs(policy: Policy, dim: int, dtype: torch.dtype, tokens: int, prompt: int
     home = storage.thoughts[storage.prompt]
     stays = lay[home].plain and not storage.buffer  # the prompt's tokens never move
     at_home = prompt if stays or policy.cap is None else min(prompt, policy.cap)
-    moments = policy.peaks(tokens, prompt)
-    peaks = [[(name, max(n, at_home) if name == home else n) for name, n in moment] for moment in moments]
-    pages = max(sum(-(-n // lay[name].slots) for name, n in moment) for moment in peaks)
-    most = max(sum(n for _, n in moment) for moment in peaks)
-    sink = 0 if stays else -(-storage.sink // lay["plain"].slots)
+    pages = 0
+    most = 0
+    for moment in policy.peaks(tokens, prompt):
+        opened = 0
+        held = 0
+        for name, n in moment:
+            own = max(n, at_home) if name == home else n
+            opened += _ceil(own, lay[name].slots)
+            held += own
+        pages = max(pages, opened)
+        most = max(most, held)
+
+    prompt_pages = 0
+    if not stays:
+        pages += _ceil(storage.sink, lay["plain"].slots)
+        prompt_pages = _ceil(prompt, lay["plain"].slots)
+
     # A buffer that is no multiple of a group makes a short group whenever it is full: 2 of 24 tokens in groups of 16.
-    groups = max((-(-storage.buffer // x.k.group) for x in lay.values() if x.by_token), default=0)  # of a buffer
-    return Needs(
-        pages=pages + sink,
-        prompt_pages=0 if stays else -(-prompt // lay["plain"].slots),
-        scale_rows=min(most, -(-tokens * groups // storage.buffer) + 2) if groups else 0,
-        width=max(prompt, min(tokens, most)) + 1,
-    )
+    groups = max((_ceil(storage.buffer, x.k.group) for x in lay.values() if x.by_token), default=0)  # of a buffer
+    scale_rows = 0
+    if groups:
+        scale_rows = min(most, _ceil(tokens * groups, storage.buffer) + 2)
+    return Needs(pages, prompt_pages, scale_rows, width=max(prompt, min(tokens, most)) + 1)
+
+
+def _ceil(n: int, size: int) -> int:
+    """How many times `size` is needed to hold n."""
+    return -(-n // size)
