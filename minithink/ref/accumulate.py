@@ -26,7 +26,8 @@ def accumulate(mass: Tensor, pos: Tensor, held: Tensor, known: tuple[Tensor, Ten
     Returns:
         float32 [L, N, H, S], the scores; 0 behind the last token.
     """
-    there, score = (x[:, at] for x in known)
+    there = known[0][:, at]
+    score = known[1][:, at]
     entry = torch.searchsorted(there, pos.contiguous()).clamp(max=there.shape[-1] - 1)
     listed = torch.arange(pos.shape[-1], device=pos.device) < held[..., None]
     old = torch.where(there.gather(-1, entry) == pos, score.gather(-1, entry), 0)

@@ -32,7 +32,10 @@ def reallocate(crf: Tensor, budget: Tensor, low: Tensor, high: Tensor, moves: Te
     layer = _shares(crf.sum(-1), budget.sum(-1), damping, dim=0)  # lines 1 and 2: [L, N]
     head = _shares(crf, budget, damping, dim=-1)  # lines 3 and 4: [L, N, H]
     parts = (layer[..., None] * head * PARTS).round().clamp(min=1)
-    x, old, low, high = (t.transpose(0, 1).flatten(1).long() for t in (parts, budget, low, high))  # [N, L·H]
+    x = _of_rows(parts)
+    old = _of_rows(budget)
+    low = _of_rows(low)
+    high = _of_rows(high)
     total = old.sum(-1, keepdim=True)
 
     def excess(bound: Tensor) -> Tensor:
@@ -56,6 +59,11 @@ def reallocate(crf: Tensor, budget: Tensor, low: Tensor, high: Tensor, moves: Te
     scarce = moves[:, None] & (low.sum(-1, keepdim=True) <= total) & (total <= high.sum(-1, keepdim=True))
     new = torch.where(scarce, new, old).int()
     return new.unflatten(1, budget.shape[::2]).transpose(0, 1).contiguous()
+
+
+def _of_rows(x: Tensor) -> Tensor:
+    """[L, N, H] → int64 [N, L·H]."""
+    return x.transpose(0, 1).flatten(1).long()
 
 
 def _shares(crf: Tensor, budget: Tensor, damping: float, dim: int) -> Tensor:

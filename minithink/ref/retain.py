@@ -73,9 +73,11 @@ def retain(
     fixed = (there & ~free).sum(-1, dtype=torch.int32)
     stay = there & ~worst(score, last, free, keep - fixed)  # line 10
     remember(known, at, tracked, budget, slack, stay, pos, crf, last)  # lines 11 to 13
-    kept, fixed = (torch.where(rows, x, 0) for x in (stay.sum(-1, dtype=torch.int32), fixed))
+    drop = there & ~stay & rows[..., None]
+    kept = torch.where(rows, stay.sum(-1, dtype=torch.int32), 0)
+    fixed = torch.where(rows, fixed, 0)
     total = torch.where(stay & summed[:, None, None], score.number(), 0.0).sum(-1)
-    return there & ~stay & rows[..., None], kept, fixed, total, score.log2() if scored else None
+    return drop, kept, fixed, total, score.log2() if scored else None
 
 
 def used(
@@ -119,15 +121,22 @@ def recall(
 ) -> tuple[Tensor, Tensor]:
     """CRF and τ of the token in each column, found by its position; a new token has CRF `birth` and τ `born`."""
     end = (budget + slack).transpose(0, 1).flatten(1).cumsum(1)  # the end of each head's entries: [N, L·H]
-    n, heads, count = *end.shape, known[0].shape[1]
+    n, heads = end.shape
+    count = known[0].shape[1]
     entry = torch.arange(count, device=pos.device).repeat(n, 1)
     # The head's number in the high bits, the position in the low bits: one ascending list a row.
     there = (torch.searchsorted(end, entry, right=True) << 32) + known[0][at]
     of_heads = torch.arange(heads, device=pos.device)[:, None] << 32
     wanted = (of_heads + pos.transpose(0, 1).flatten(1, 2)).flatten(1)
     here = torch.searchsorted(there, wanted.contiguous()).clamp(max=count - 1)
-    same, crf, last = (x.gather(1, here) for x in (there, known[1][at], known[2][at]))
-    same, crf, last = (x.unflatten(1, lanes(pos)).transpose(0, 1) for x in (same == wanted, crf, last))
+
+    def of_lanes(x: Tensor) -> Tensor:
+        """[N, L·H·S] → [L, N, H, S]."""
+        return x.unflatten(1, lanes(pos)).transpose(0, 1)
+
+    same = of_lanes(there.gather(1, here) == wanted)
+    crf = of_lanes(known[1][at].gather(1, here))
+    last = of_lanes(known[2][at].gather(1, here))
     return torch.where(same, crf, birth), torch.where(same, last, born)
 
 

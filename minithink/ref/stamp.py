@@ -48,10 +48,12 @@ def stamp(
     prompt = prompt[:, None, None]
 
     last = torch.where(found, old[0].gather(-1, entry), (pos - prompt).clamp(min=0))
-    new = [torch.where(listed, pos, NOWHERE), torch.where(listed, torch.where(hit, t, last), 0)]
+    stamped = torch.where(hit, t, last)
+    new = [torch.where(listed, pos, NOWHERE), torch.where(listed, stamped, 0)]
     if len(old) == 2:
         gap = torch.where(found, old[1].gather(-1, entry), 0)
-        new.append(torch.where(listed, torch.where(hit, torch.maximum(gap, t - last), gap), 0))
+        longest = torch.where(hit, torch.maximum(gap, t - last), gap)
+        new.append(torch.where(listed, longest, 0))
     for x, of_columns, nothing in zip(known, new, (NOWHERE, 0, 0), strict=False):
         wide = torch.full_like(there, nothing)
         wide[..., : pos.shape[-1]] = of_columns
