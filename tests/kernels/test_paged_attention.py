@@ -165,9 +165,9 @@ def test_lists_are_sorted_once_for_all_layers(name: str, times: int) -> None:
     """And not at all where all tokens are stored alike."""
     calls = []
 
-    def counting(*args: Any) -> Any:
-        calls.append(args)
-        return by_format(*args)
+    def counting(**named: Any) -> Any:
+        calls.append(named)
+        return by_format(**named)
 
     store = filled(STORAGES[name], "head", [30], layers=2, steps=12, seed=1)
     store.backend = replace(REFERENCE, by_format=counting)

@@ -362,7 +362,7 @@ def test_what_asks_is_noticed() -> None:
 @pytest.mark.parametrize("text", TEXTS)
 def test_nothing_asks_the_host(text: str) -> None:
     """Down to the kernels that evict and that move keys and values, which run afterwards here."""
-    evictions: list[tuple[Any, ...]] = []
+    evictions: list[dict[str, Any]] = []
     gathers: list[tuple[Any, ...]] = []
 
     def survivors(*args: Any) -> Tensor:  # a kernel's work, too
@@ -370,7 +370,7 @@ def test_nothing_asks_the_host(text: str) -> None:
             return REFERENCE.survivors(*args)
 
     backend = replace(
-        REFERENCE, evict=lambda *args: evictions.append(args), survivors=survivors,
+        REFERENCE, evict=lambda **named: evictions.append(named), survivors=survivors,
         gather=lambda source, moves, *args: gathers.append((source.clone(), moves.clone(), *args)),
     )  # fmt: skip
     decoder = with_backend(decoder_of(0), backend)
@@ -382,7 +382,7 @@ def test_nothing_asks_the_host(text: str) -> None:
         while gathers:
             REFERENCE.gather(*gathers.pop(0))
         while evictions:
-            REFERENCE.evict(*evictions.pop())
+            REFERENCE.evict(**evictions.pop())
 
     for seq, n in enumerate((13, 9)):
         manager.join(seq, WIDTH, n)
