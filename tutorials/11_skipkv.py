@@ -85,8 +85,8 @@ B = P + len(pieces) // 3
 class Telling(SkipKV):
     """SkipKV that remembers importance and redundancy."""
 
-    def parts(self, step, layer, *valid):
-        importance, redundancy = super().parts(step, layer, *valid)
+    def parts(self, step, layer, choice):
+        importance, redundancy = super().parts(step, layer, choice)
         SEEN.append((importance[0], redundancy[0], step.pos(layer)[0].clone()))  # each [heads, tokens]
         return importance, redundancy
 
