@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 
 from tests import record
 from tests.fixtures_checkpoint import checkpoint, engine  # noqa: F401  (fixtures)
+from tests.forks import forks  # noqa: F401  (fixture)
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 _fine = [

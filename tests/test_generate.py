@@ -23,6 +23,7 @@ from minithink.engine import Engine
 from minithink.sequence import Result
 from minithink.tasks import Problem, families, load_problems
 from tests.fixtures_checkpoint import CONTEXT, edit_json, write_checkpoint, write_json
+from tests.forks import Forks
 from tests.test_engine import play_text
 
 torch.set_num_threads(1)
@@ -614,13 +615,21 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "said"),
-    [(signal.SIGINT, 130, ""), (signal.SIGTERM, 143, "minithink: interrupted (SIGTERM)\n")],
-)
-def test_an_interrupt_shows_the_text_so_far_and_the_summary(
-    endless: Path, number: signal.Signals, code: int, said: str
-) -> None:
+# A signal between a forward pass and its draw leaves one token more in the cache than the text shows.
+HELD = r"KV cache [1-9][\d,]* bytes \([\d.]+ MiB\) held(, 10\d\.\d% of .*)?"
+SUMMARY = rf"generated .* tokens/s; {HELD}; interrupted$"
+
+
+def assert_interrupted(said: bytes) -> None:
+    """A text of at least 40 bytes, and behind it the summary."""
+    text, end, summary = said.decode().rstrip("\n").rpartition("\n")
+    assert len(text.encode()) >= 40
+    assert end
+    assert re.search(SUMMARY, summary)
+
+
+def test_control_c_shows_the_text_so_far_and_the_summary(endless: Path) -> None:
+    """And nothing else, not even a warning."""
     # Bytes, unbuffered: a buffer of ours could end within a character, or keep what `communicate` should get.
     words = ("--model", endless, "Alpha", "--temperature", 0, "--device", "cpu")
     with start(*words, text=False, bufsize=0) as process:
@@ -632,17 +641,29 @@ def test_an_interrupt_shows_the_text_so_far_and_the_summary(
                 piece = process.stdout.read(4096)
                 assert piece, f"it ended by itself: {process.stderr.read().decode()}"
                 first += piece
-            process.send_signal(number)
+            process.send_signal(signal.SIGINT)
             rest, errors = process.communicate(timeout=300)
         finally:
             process.kill()  # does nothing to a process that has ended; leaving `with` would wait for another
-    assert (process.returncode, errors.decode()) == (code, said)
-    text, end, summary = (first + rest).decode().rstrip("\n").rpartition("\n")
-    assert len(text.encode()) >= 40
-    assert end
-    # A signal between a forward pass and its draw leaves one token more in the cache than the text shows.
-    held = r"KV cache [1-9][\d,]* bytes \([\d.]+ MiB\) held(, 10\d\.\d% of .*)?"
-    assert re.search(rf"generated .* tokens/s; {held}; interrupted$", summary)
+    assert (process.returncode, errors.decode()) == (130, "")
+    assert_interrupted(first + rest)
+
+
+def test_a_signal_shows_the_text_so_far_and_the_summary(endless: Path, forks: Forks, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "out")
+    words = ("minithink.generate", "--model", endless, "Alpha", "--temperature", 0, "--device", "cpu")
+    number = forks.start(*words, stdout=tmp_path / "out", stderr=tmp_path / "errors")
+    with open(tmp_path / "out", "rb", buffering=0) as out:
+        first = b""
+        while len(first) < 40:
+            piece = out.read(4096)
+            assert piece, f"it ended by itself: {(tmp_path / 'errors').read_text()}"
+            first += piece
+        os.kill(number, signal.SIGTERM)
+        rest = out.read()
+    assert forks.wait() == 143
+    assert (tmp_path / "errors").read_text() == "minithink: interrupted (SIGTERM)\n"
+    assert_interrupted(first + rest)
 
 
 def test_control_c_in_the_middle_of_several(capsys: Capture, monkeypatch: Any, model: Any, engine: Engine) -> None:
@@ -661,33 +682,24 @@ def test_control_c_in_the_middle_of_several(capsys: Capture, monkeypatch: Any, m
     assert [(r["text"], r["finish_reason"]) for r in rows] == [("aaaaa", "interrupted")]
 
 
-def test_a_closed_pipe_is_no_error(endless: Path) -> None:
-    with start("--model", endless, "Alpha", "--temperature", 0) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.read(20)
-        process.stdout.close()
-        errors = process.stderr.read()
-        assert process.wait(timeout=60) == 0
-    assert errors == ""
+def test_a_closed_pipe_is_no_error(endless: Path, forks: Forks, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "out")
+    words = ("minithink.generate", "--model", endless, "Alpha", "--temperature", 0)
+    forks.start(*words, stdout=tmp_path / "out", stderr=tmp_path / "errors")
+    with open(tmp_path / "out", "rb", buffering=0) as out:
+        assert out.read(20)
+    assert forks.wait() == 0
+    assert (tmp_path / "errors").read_text() == ""
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("flags", [("Alpha", *SHORT), ("Alpha", *SHORT, "--json"), ("--list-policies",)])
-def test_a_full_disk_is_one_sentence(checkpoint: Path, flags: tuple[str, ...]) -> None:
-    command = [sys.executable, "-m", "minithink.generate", "--model", str(checkpoint), *flags]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=env, timeout=60)
-    assert done.returncode == 1
-    assert re.fullmatch(r"minithink: the output cannot be written \(.*\): make room for it\.\n", done.stderr)
-
-
-def test_module_runs_without_a_warning(checkpoint: Path) -> None:
-    with start("--model", checkpoint, "Alpha", *SHORT, "--json") as process:
-        out, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (0, "")
-    assert json.loads(out)["generated_tokens"] == 6
+def test_a_full_disk_is_one_sentence(checkpoint: Path, flags: tuple[str, ...], forks: Forks, tmp_path: Path) -> None:
+    words = ("minithink.generate", "--model", checkpoint, *flags)
+    forks.start(*words, stdout="/dev/full", stderr=tmp_path / "errors")
+    assert forks.wait() == 1
+    said = (tmp_path / "errors").read_text()
+    assert re.fullmatch(r"minithink: the output cannot be written \(.*\): make room for it\.\n", said)
 
 
 # Bad inputs ------------------------------------------------------------------------------------------------------

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
-import subprocess
-import sys
 import time
 import webbrowser
 from pathlib import Path
@@ -16,6 +15,7 @@ from minithink import generate
 from minithink.errors import CONTROL
 from minithink.trace.__main__ import main
 from minithink.trace.format import read
+from tests.forks import Forks
 from tests.trace.draw import TEXTS, arrays, write
 
 Capture = pytest.CaptureFixture[str]
@@ -179,33 +179,29 @@ def test_a_trace_names_the_embedded_model(tmp_path: Path, capsys: Capture) -> No
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
-def test_a_run_that_is_interrupted(sign: signal.Signals, tmp_path: Path) -> None:
+def test_a_run_that_is_interrupted(sign: signal.Signals, tmp_path: Path, forks: Forks) -> None:
     """After Ctrl-C all is there; after kill -9 what was written until then, so many steps at a time."""
     path = tmp_path / "run.trace"
-    code = """
-import sys, torch
-from minithink import generate
-from minithink.errors import CONTROL
-from minithink.trace import recorder
-torch.set_num_threads(1)
-recorder.PART_STEPS = 16
-sys.exit(generate.main(sys.argv[1:]))"""
-    argv = ["--policy", "window:budget=300", "--max-new-tokens", "4000", "--temperature", "2", "--trace", str(path)]
-    root = Path(__file__).parents[2]
-    process = subprocess.Popen([sys.executable, "-c", code, *argv], cwd=root, stdout=-3, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
-    while process.poll() is None and time.monotonic() < deadline:
-        if path.exists() and path.stat().st_size > 1000:  # its first part
-            break
-        time.sleep(0.05)
-    process.send_signal(sign)
-    _, err = process.communicate(timeout=30)
+    errors = tmp_path / "errors"
+    words = ["--policy", "window:budget=300", "--max-new-tokens", "4000", "--temperature", "2", "--trace", str(path)]
+    number = forks.start(
+        "minithink.generate",
+        *words,
+        stdout="/dev/null",
+        stderr=errors,
+        before="minithink.trace.recorder.PART_STEPS = 16",
+    )
+    while not (path.exists() and path.stat().st_size > 1000):  # its first part
+        os.kill(number, 0)  # it runs
+        time.sleep(0.02)
+    os.kill(number, sign)
+    assert forks.wait() == (130 if sign == signal.SIGINT else -sign)
     file = read(path)
     (trace,) = file.traces.values()
     assert trace.steps >= 15
     assert trace.texts
     assert (file.done is not None) == (sign == signal.SIGINT)
-    assert (b"minithink: traced" in err) == (sign == signal.SIGINT)
+    assert ("minithink: traced" in errors.read_text()) == (sign == signal.SIGINT)
     if sign == signal.SIGKILL:
         assert trace.steps % 16 == 15
 
